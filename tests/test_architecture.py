@@ -1,0 +1,268 @@
+"""The structure of the package, read from its source with `ast`.
+
+A rule is a pure function `(path, source) -> messages`; paths are relative to the package. Each rule
+has a test over the package and negative controls: small sources that break it. Imports inside
+functions and under TYPE_CHECKING count like any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+from size import MAX_FILE, MAX_FUNCTION, PACKAGE, oversized
+
+LEVELS = (
+    "errors plan sharding",
+    "grid init launch",
+    "comm",
+    "nn | models",
+    "parallel | pipeline | optim | memory | data | checkpoint",
+    "run",
+    "planner",
+    "train infer graph verify",
+    "cli __main__",
+)
+"""From the lowest up. Neighbours may import each other without cycles, but not across a bar."""
+
+LEVEL = {name: i for i, level in enumerate(LEVELS) for name in level.replace("|", " ").split()}
+VAGUE = {"utils", "util", "helpers", "helper", "common", "manager", "base", "misc"}
+ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
+DISTRIBUTED = ("torch.distributed", "torch._C._distributed_c10d")
+
+Rule = Callable[[PurePosixPath, str], list[str]]
+
+
+def top(path: PurePosixPath) -> str:
+    """The module or subpackage right under the root that a file belongs to."""
+    return path.parts[0].removesuffix(".py")
+
+
+def imports(path: PurePosixPath, tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """Line, local name and absolute dotted name of each import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                yield node.lineno, name.asname or name.name, name.name
+        elif isinstance(node, ast.ImportFrom):
+            package = ("ranvier", *path.parent.parts)
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            origin = ".".join((*above, *filter(None, [node.module])))
+            for name in node.names:
+                yield node.lineno, name.asname or name.name, f"{origin}.{name.name}"
+
+
+def uses(path: PurePosixPath, source: str) -> Iterator[tuple[int, str]]:
+    """Line and absolute dotted name of all that is imported or reached through an imported name."""
+    tree = ast.parse(source)
+    alias = {}
+    for line, local, name in imports(path, tree):
+        alias[local] = name
+        alias.setdefault(local.partition(".")[0], name.partition(".")[0])
+        yield line, name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            head, _, rest = ast.unparse(node).partition(".")
+            if head in alias:
+                yield node.lineno, f"{alias[head]}.{rest}"
+
+
+def forbidden(path: PurePosixPath, source: str, prefixes: tuple[str, ...]) -> list[str]:
+    """A message for each line that uses one of the dotted names or something below it."""
+    found = {
+        (n, p) for n, name in uses(path, source) for p in prefixes if f"{name}.".startswith(f"{p}.")
+    }
+    return [f"{path}:{line}: {prefix}" for line, prefix in sorted(found)]
+
+
+def layering(path: PurePosixPath, source: str) -> list[str]:
+    own = top(path)
+    if own == "__init__":
+        return []
+    if own not in LEVEL:
+        return [f"{path}: {own} has no level; add it to LEVELS"]
+    problems = []
+    for line, _, name in imports(path, ast.parse(source)):
+        root, _, rest = name.partition(".")
+        other = rest.partition(".")[0]
+        if root != "ranvier" or other == own:
+            continue
+        if other not in LEVEL:
+            remedy = "give a new module a level; import a public name from where it is defined"
+            problems.append(f"{path}:{line}: {name} is not in LEVELS: {remedy}")
+        elif LEVEL[other] > LEVEL[own]:
+            problems.append(f"{path}:{line}: {own} imports {other}, which is above it")
+        elif LEVEL[other] == LEVEL[own] and "|" in LEVELS[LEVEL[own]]:
+            problems.append(f"{path}:{line}: {own} imports {other}, its neighbour")
+    return problems
+
+
+def cycles(sources: Mapping[PurePosixPath, str]) -> list[str]:
+    """The first cycle among the modules and subpackages under the root."""
+    graph: dict[str, set[str]] = {}
+    for path, source in sources.items():
+        names = {
+            name.split(".")[1]
+            for _, _, name in imports(path, ast.parse(source))
+            if name.startswith("ranvier.")
+        }
+        graph.setdefault(top(path), set()).update(names - {top(path)})
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [" imported by ".join(error.args[1])]
+    return []
+
+
+def distributed(path: PurePosixPath, source: str) -> list[str]:
+    return [] if top(path) in {"comm", "grid", "launch"} else forbidden(path, source, DISTRIBUTED)
+
+
+def environment(path: PurePosixPath, source: str) -> list[str]:
+    return [] if top(path) == "launch" else forbidden(path, source, ENVIRONMENT)
+
+
+def global_statements(path: PurePosixPath, source: str) -> list[str]:
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Global)]
+    return [f"{path}:{node.lineno}: global {', '.join(node.names)}" for node in nodes]
+
+
+def foreign_to_models(path: PurePosixPath, source: str) -> list[str]:
+    if top(path) != "models":
+        return []
+    allowed = {"torch", *sys.stdlib_module_names}
+    found = [(line, name) for line, _, name in imports(path, ast.parse(source))]
+    return [
+        f"{path}:{line}: {name}"
+        for line, name in found
+        if name.partition(".")[0] not in allowed and not f"{name}.".startswith("ranvier.models.")
+    ]
+
+
+def vague_names(path: PurePosixPath, source: str) -> list[str]:
+    words = {part.removesuffix(".py").strip("_") for part in path.parts}
+    return [f"{path}: {word}" for word in sorted(words & VAGUE)]
+
+
+@pytest.fixture(scope="module")
+def package() -> dict[PurePosixPath, str]:
+    files = {
+        PurePosixPath(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8")
+        for path in sorted(Path(PACKAGE).rglob("*.py"))
+    }
+    assert files, f"No Python file under {PACKAGE}."
+    return files
+
+
+def check(rule: Rule, package: Mapping[PurePosixPath, str], message: str) -> None:
+    problems = [problem for path, source in package.items() for problem in rule(path, source)]
+    assert not problems, "\n  ".join([message, *problems])
+
+
+def test_imports_go_down_only(package: dict[PurePosixPath, str]) -> None:
+    check(layering, package, "Imports go down only: " + " < ".join(LEVELS))
+
+
+def test_modules_have_no_cycle(package: dict[PurePosixPath, str]) -> None:
+    assert not cycles(package), f"Neighbours import each other in a cycle: {cycles(package)[0]}"
+
+
+def test_only_comm_grid_launch_use_torch_distributed(package: dict[PurePosixPath, str]) -> None:
+    check(
+        distributed, package, "torch.distributed belongs to comm, grid and launch; use their verbs:"
+    )
+
+
+def test_only_launch_reads_the_environment(package: dict[PurePosixPath, str]) -> None:
+    check(environment, package, "Only launch reads the environment; pass the value as an argument:")
+
+
+def test_no_global_statement(package: dict[PurePosixPath, str]) -> None:
+    check(global_statements, package, "State is passed, never looked up; remove `global`:")
+
+
+def test_models_import_torch_only(package: dict[PurePosixPath, str]) -> None:
+    check(foreign_to_models, package, "A model imports torch, the standard library, other models:")
+
+
+def test_files_and_functions_are_short(package: dict[PurePosixPath, str]) -> None:
+    check(oversized, package, f"At most {MAX_FILE} lines a file, {MAX_FUNCTION} a function; split:")
+
+
+def test_names_say_what_is_inside(package: dict[PurePosixPath, str]) -> None:
+    check(vague_names, package, "Name the module after the thing in it:")
+
+
+BAD: list[tuple[Rule, str, str]] = [
+    (layering, "plan.py", "from ranvier.grid import Grid"),
+    (layering, "comm/verbs.py", "import ranvier.nn.linear"),
+    (layering, "comm/verbs.py", "from ..train import step"),
+    (layering, "nn/linear.py", "from ranvier.models.decoder import Decoder"),
+    (layering, "models/decoder.py", "from ranvier import nn"),
+    (layering, "optim/rules.py", "def f():\n    from ranvier.data import loader"),
+    (layering, "train/trainer.py", "from ranvier import Plan"),
+    (layering, "train/trainer.py", "import ranvier"),
+    (layering, "novelty.py", ""),
+    (distributed, "nn/linear.py", "import torch.distributed as dist"),
+    (distributed, "nn/linear.py", "from torch import distributed"),
+    (distributed, "nn/linear.py", "from torch.distributed import all_reduce"),
+    (distributed, "nn/linear.py", "import torch\ntorch.distributed.barrier()"),
+    (distributed, "nn/linear.py", "import torch as t\nt.distributed.barrier()"),
+    (environment, "run.py", "import os\nos.environ['RANK']"),
+    (environment, "run.py", "from os import getenv"),
+    (environment, "run.py", "import os as system\nsystem.getenv('RANK')"),
+    (environment, "__init__.py", "import os\nos.environ['RANK']"),
+    (global_statements, "run.py", "def f():\n    global state\n    state = 1"),
+    (foreign_to_models, "models/decoder.py", "import numpy"),
+    (foreign_to_models, "models/decoder.py", "from ranvier.errors import PlanError"),
+    (foreign_to_models, "models/decoder.py", "from ..plan import Plan"),
+    (oversized, "run.py", "x = 1\n" * (MAX_FILE + 1)),
+    (oversized, "run.py", "def f():\n" + "    x = 1\n" * MAX_FUNCTION),
+    (oversized, "run.py", "class A:\n  async def f():\n" + "    x = 1\n" * MAX_FUNCTION),
+    (vague_names, "comm/utils.py", ""),
+    (vague_names, "common/verbs.py", ""),
+    (vague_names, "_base.py", ""),
+]
+
+GOOD: list[tuple[Rule, str, str]] = [
+    (layering, "__init__.py", "from ranvier.cli import main"),
+    (layering, "sharding.py", "from ranvier.plan import Plan"),
+    (layering, "comm/pairs.py", "from .verbs import gather\nfrom ..grid import Grid\nimport torch"),
+    (layering, "verify.py", "from ranvier.train import trainer"),
+    (distributed, "comm/verbs.py", "import torch.distributed as dist\ndist.barrier()"),
+    (distributed, "nn/linear.py", "import torch\ntorch.nn.Linear(1, 1)\ntorch.distributions"),
+    (environment, "launch.py", "import os\nos.environ['RANK']"),
+    (environment, "run.py", "import os\nos.path.join('a', 'b')"),
+    (
+        foreign_to_models,
+        "models/vision.py",
+        "import math\nimport torch\nfrom .decoder import Block",
+    ),
+    (foreign_to_models, "nn/linear.py", "import numpy"),
+    (oversized, "run.py", "x = 1\n" * MAX_FILE),
+    (oversized, "run.py", "def f():\n" + "    x = 1\n" * (MAX_FUNCTION - 1)),
+    (vague_names, "data/corpora.py", ""),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "source"), BAD)
+def test_rule_reports_bad_source(rule: Rule, path: str, source: str) -> None:
+    assert len(rule(PurePosixPath(path), source)) == 1, (
+        f"{rule.__name__} missed {source!r} in {path}"
+    )
+
+
+@pytest.mark.parametrize(("rule", "path", "source"), GOOD)
+def test_rule_accepts_good_source(rule: Rule, path: str, source: str) -> None:
+    assert not rule(PurePosixPath(path), source)
+
+
+def test_cycle_is_reported() -> None:
+    down = {PurePosixPath("plan.py"): "", PurePosixPath("sharding.py"): "import ranvier.plan"}
+    assert not cycles(down)
+    assert cycles({**down, PurePosixPath("plan.py"): "from .sharding import Place"})
