@@ -1,0 +1,38 @@
+"""Errors for users: what is wrong with its values, the rule, the remedy.
+
+Four classes. Broken invariants of our own are `assert`s with their values in the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class RanvierError(Exception):
+    """Any mistake a user can mend; the command line prints it without a traceback."""
+
+    exit_code = 64
+
+
+class PlanError(RanvierError):
+    """A plan, a configuration or an input that cannot run, with all its problems at once."""
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class ShardingError(RanvierError):
+    """A model whose weights cannot be placed on the grid."""
+
+
+class CommunicationError(RanvierError):
+    """Ranks that disagree on a collective, or a peer that was lost."""
+
+    exit_code = 71
+
+
+class DataError(RanvierError):
+    """Training data or a file that cannot be used."""
+
+    exit_code = 65
