@@ -1,0 +1,286 @@
+"""Sharding: which part of which tensor lies on which rank. The only index arithmetic of the package.
+
+A model names the dims of its weights; three tables map those names to axes of the grid:
+
+* `WEIGHTS`: where a weight is split. Matrices are also split over `depth` along dim 0.
+* `OUTER`: the residual stream, norms, messages.        Shape on a rank `[b, s/row, d/col]`.
+* `INNER`: attention heads, MLP hidden, logits.         `[b/col, s, n/row]` or `[b, s, n/(row·col)]`.
+
+Everything else is derived from them here: the part of a weight on a rank (`Sharding`, `Place`), the ranks
+that hold the same part and so sum its gradient (`Sharding.over`), and what a linear layer communicates
+(`Table.move`). Two dims need not divide: the vocabulary is padded to a multiple of row·col, and a dim 0
+to a multiple of depth. Padding lies behind the valid elements of a rank, is zero, and never leaves it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ranvier.errors import ShardingError
+from ranvier.plan import AXES, Inner
+
+if TYPE_CHECKING:
+    import torch
+
+Rule = Mapping[str, tuple[str, ...]]
+Dim = str | tuple[int, str]
+"""A named dim; `(3, "heads")` is three `heads` packed one after the other (a fused q, k, v)."""
+
+WEIGHTS: Rule = {
+    "vocab": ("row",),
+    "heads": ("row",),
+    "kv_heads": ("row",),
+    "mlp": ("row",),
+    "embed": ("col",),
+    "expert": ("expert",),
+}
+OUTER: Rule = {
+    "batch": ("data", "expert", "depth"),
+    "seq": ("context", "row"),
+    "embed": ("col",),
+}
+INNER: Mapping[Inner, Rule] = {
+    "samples": {"batch": ("data", "expert", "depth", "col"), "seq": ("context",)}
+    | dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("row",)),
+    "features": {"batch": ("data", "expert", "depth"), "seq": ("context",)}
+    | dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("row", "col")),
+}
+POSITION = {"batch": 0, "seq": 1}
+"""Where these dims stand in an activation; the features are its last dim."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One communication of a linear layer: over `axis`, along `dim` of the activation."""
+
+    axis: str
+    dim: int
+
+
+@dataclass(frozen=True)
+class Move:
+    """What a linear layer does to its input and output: gather, matmul, reduce-scatter."""
+
+    gather: Step
+    scatter: Step
+
+
+@dataclass(frozen=True)
+class Table:
+    """The three rules of a run; `inner` is the row that says what col splits inside."""
+
+    inner: Inner = "samples"
+
+    def region(self, dim: str) -> Rule:
+        """The rule of the activations that carry `dim` as their features."""
+        return OUTER if dim == "embed" else INNER[self.inner]
+
+    def axes(self, dim: str) -> tuple[str, ...]:
+        """Axes that split `dim` as the features of an activation."""
+        return self.region(dim).get(dim, ())
+
+    def tokens(self, dim: str, name: str) -> tuple[str, ...]:
+        """Axes that split the batch or the sequence where `dim` is the features."""
+        return self.region(dim)[name]
+
+    def move(self, out: str, into: str) -> Move:
+        """Communication of a linear layer whose weight is `(out, into)`.
+
+        The out dim lies on an axis over which the input is still split: gather it. The in dim lies on an
+        axis over which the product is a partial sum: scatter it to where the output region wants it.
+        From embed to an inner dim the layer enters, the other way it leaves.
+        """
+        if {out in OUTER, into in OUTER} != {True, False} or not {out, into} <= set(WEIGHTS):
+            raise ShardingError(
+                f"A linear layer has the dims ({out!r}, {into!r}). It goes from 'embed' to one of "
+                f"{sorted(set(WEIGHTS) - {'embed', 'expert'})} or back. Rename one of its dims."
+            )
+        (out_axis,), (in_axis,) = WEIGHTS[out], WEIGHTS[into]
+        return Move(
+            gather=Step(out_axis, _position(self.region(into), out_axis)),
+            scatter=Step(in_axis, _position(self.region(out), in_axis)),
+        )
+
+
+def _position(region: Rule, axis: str) -> int:
+    """The dim of an activation that `axis` splits in `region`."""
+    return next((POSITION.get(dim, -1) for dim, axes in region.items() if axis in axes), -1)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One axis cuts one dim: consecutive `share` ranks hold the same block of `block` elements."""
+
+    axis: str
+    ranks: int
+    share: int
+    block: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """A part of a whole tensor: a box, perhaps padded behind, perhaps only a flat range of it."""
+
+    whole: tuple[int, ...]
+    """Shape of the whole tensor."""
+    start: tuple[int, ...]
+    """First index of the box in each dim."""
+    valid: tuple[int, ...]
+    """Elements of the box that exist in the whole, in each dim."""
+    local: tuple[int, ...]
+    """Shape of the box in memory, padding included."""
+    flat: tuple[int, int] | None = None
+    """Range of the flattened box (ZeRO over data); None: all of it."""
+
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The box as an index into the whole."""
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.valid, strict=True))
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """My part of a whole tensor, padding zero: `local`, or the flat range of it."""
+        part = whole.new_zeros(self.local)
+        part[tuple(slice(n) for n in self.valid)] = whole.reshape(self.whole)[self.box]
+        return part if self.flat is None else part.view(-1)[slice(*self.flat)].clone()
+
+    def put(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """Write my part into a whole tensor."""
+        if self.flat is not None:
+            box = replace(self, flat=None)
+            filled = box.take(whole)
+            filled.view(-1)[slice(*self.flat)] = part[: self.flat[1] - self.flat[0]]
+            return box.put(whole, filled)
+        whole.view(self.whole)[self.box] = part.reshape(self.local)[
+            tuple(slice(n) for n in self.valid)
+        ]
+        return None
+
+    def narrow(self, start: int, stop: int) -> Place:
+        """The flat range `[start, stop)` of this box, cut to its end."""
+        size = math.prod(self.local)
+        return replace(self, flat=(min(start, size), min(stop, size)))
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a tensor of `shape` is cut: for each dim the axes that cut it, outermost first."""
+
+    shape: tuple[int, ...]
+    cuts: tuple[tuple[Cut, ...], ...]
+
+    @classmethod
+    def make(
+        cls,
+        shape: Sequence[int],
+        dims: Sequence[Dim],
+        rule: Rule,
+        degrees: Mapping[str, int],
+        *,
+        units: Mapping[str, int] | None = None,
+        depth: bool = False,
+    ) -> Sharding:
+        """Cut `shape`, whose dims bear the names `dims`, by `rule`; with `depth` dim 0 over depth too.
+
+        `units` counts the indivisible units of a dim (heads); others are divisible to the element.
+        """
+        units = units or {}
+        shape, names = _unpacked(shape, dims)
+        cuts = [
+            _cut(size, name, rule.get(name, ()), degrees, units.get(name, size))
+            for size, name in zip(shape, names, strict=True)
+        ]
+        if depth and degrees["depth"] > 1:
+            block = cuts[0][-1].block if cuts[0] else shape[0]
+            cuts[0] += (Cut("depth", degrees["depth"], 1, -(-block // degrees["depth"])),)
+        return cls(tuple(shape), tuple(cuts))
+
+    @cached_property
+    def local(self) -> tuple[int, ...]:
+        """Shape on a rank, padding included."""
+        return tuple(
+            cuts[-1].block if cuts else n for cuts, n in zip(self.cuts, self.shape, strict=True)
+        )
+
+    @cached_property
+    def gathered(self) -> tuple[int, ...]:
+        """Shape on a rank once gathered over depth: what a layer computes with."""
+        return self.without("depth").local
+
+    def without(self, axis: str) -> Sharding:
+        """The sharding with `axis` gathered."""
+        cuts = tuple(tuple(cut for cut in of_dim if cut.axis != axis) for of_dim in self.cuts)
+        return Sharding(self.shape, cuts)
+
+    @cached_property
+    def axes(self) -> frozenset[str]:
+        """Axes whose ranks hold different parts, at least in groups."""
+        return frozenset(cut.axis for of_dim in self.cuts for cut in of_dim)
+
+    def over(self, degrees: Mapping[str, int]) -> dict[str, int]:
+        """The ranks that hold the same part, as how many consecutive ranks of each axis.
+
+        This is the gradient rule: the gradient of a parameter is summed over them.
+        """
+        same = {axis: size for axis, size in degrees.items() if axis not in self.axes}
+        same |= {cut.axis: cut.share for of_dim in self.cuts for cut in of_dim}
+        return {axis: same[axis] for axis in AXES if same.get(axis, 1) > 1}
+
+    def place(self, index: Mapping[str, int]) -> Place:
+        """The part on the rank with these coordinates."""
+        spans = [_span(n, cuts, index) for n, cuts in zip(self.shape, self.cuts, strict=True)]
+        starts, valid = zip(*spans, strict=True) if spans else ((), ())
+        return Place(self.shape, tuple(starts), tuple(valid), self.local)
+
+
+def _unpacked(shape: Sequence[int], dims: Sequence[Dim]) -> tuple[list[int], list[str]]:
+    """Shape and names with packed dims spread: `(d, 3n)`, `(embed, (3, heads))` to `(d, 3, n)`."""
+    sizes: list[int] = []
+    names: list[str] = []
+    for size, dim in zip(shape, dims, strict=True):
+        count, name = (None, dim) if isinstance(dim, str) else dim
+        sizes += [size] if count is None else [count, size // count]
+        names += [name] if count is None else ["", name]
+    return sizes, names
+
+
+def _cut(
+    size: int, name: str, axes: Sequence[str], degrees: Mapping[str, int], units: int
+) -> tuple[Cut, ...]:
+    """Cut one dim over `axes`: evenly, the vocabulary padded, shared kv heads held by several ranks."""
+    padded = False
+    if name == "vocab":
+        multiple = degrees["row"] * degrees["col"]
+        padded = size % multiple > 0
+        size = units = -(-size // multiple) * multiple
+    cuts: list[Cut] = []
+    for axis in axes:
+        ranks = degrees[axis]
+        if ranks == 1 and not padded:
+            continue
+        share = 1 if units % ranks == 0 else ranks // units
+        if units % ranks and (name != "kv_heads" or ranks % units):
+            raise ShardingError(
+                f"{axis}={ranks} does not divide {name}={units}. A split dimension must be a multiple "
+                f"of its axis. Use a divisor of {units}."
+            )
+        units, size = units * share // ranks, size * share // ranks
+        cuts.append(Cut(axis, ranks, share, size))
+    return tuple(cuts)
+
+
+def _span(size: int, cuts: Sequence[Cut], index: Mapping[str, int]) -> tuple[int, int]:
+    """Start and number of valid elements of one dim: each cut takes its block of what the last left."""
+    start, valid = 0, size
+    for cut in cuts:
+        offset = index[cut.axis] // cut.share * cut.block
+        start += offset
+        valid = min(max(valid - offset, 0), cut.block)
+    return (start if valid else 0), valid
+
+
+State = dict[str, "tuple[torch.Tensor, Place]"]
+"""Tensors by name, each with the part of the whole that it is."""
