@@ -1,0 +1,145 @@
+"""Grid: all ranks as one array with seven named axes, and the process groups along them.
+
+The array is explicit, so that placement (which ranks are neighbours) is independent of the names. A grid
+without processes answers every question about sizes and coordinates; planner and tools use that.
+Groups are made by their members only, in the order in which the axes are asked for; all ranks run the
+same program and so ask in the same order.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ranvier.errors import PlanError
+from ranvier.plan import AXES, Plan
+from ranvier.trace import Trace
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """A line of ranks: one named axis, several fused into one, or consecutive ranks of one."""
+
+    names: tuple[str, ...]
+    size: int
+    index: int
+    """My place on it."""
+    ranks: tuple[int, ...]
+    """Global ranks, in order."""
+    crosses_nodes: bool
+    group: ProcessGroup | None
+    group_name: str
+    trace: Trace
+
+    def __str__(self) -> str:
+        return "·".join(self.names) or "none"
+
+
+@dataclass(eq=False)
+class Grid:
+    """The ranks of a plan, seen from one of them."""
+
+    degrees: Mapping[str, int]
+    rank: int = 0
+    order: Sequence[int] | None = None
+    """Global rank of each grid position, innermost axis fastest; None: 0, 1, 2, ..."""
+    ranks_per_node: int = 8
+    connected: bool = False
+    """Make process groups (needs an initialised process group of all ranks)."""
+    timeout_seconds: float = 600.0
+    trace: Trace = field(default_factory=Trace)
+    groups: dict[tuple[tuple[int, ...], str], ProcessGroup] = field(default_factory=dict)
+    """Groups by ranks and channel; grids of one process may share them."""
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.degrees) - set(AXES))
+        if unknown:
+            raise PlanError(f"Unknown axis {', '.join(unknown)}. The axes are {', '.join(AXES)}.")
+        self.degrees = {axis: self.degrees.get(axis, 1) for axis in AXES}
+        shape = tuple(self.degrees.values())
+        world = math.prod(shape)
+        ranks = np.arange(world) if self.order is None else np.asarray(self.order)
+        if sorted(ranks.tolist()) != list(range(world)):
+            raise PlanError(
+                f"The rank order has {len(ranks)} entries. It must be a permutation of the {world} ranks."
+            )
+        self.ranks = ranks.reshape(shape)
+        place = np.argwhere(self.ranks == self.rank)[0]
+        self.index = {axis: int(i) for axis, i in zip(AXES, place, strict=True)}
+        self._axes: dict[tuple[Any, ...], Axis] = {}
+
+    @classmethod
+    def of(cls, plan: Plan, **options: Any) -> Grid:
+        """The grid of a resolved plan."""
+        return cls(plan.degrees, **options)
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return int(self.ranks.size)
+
+    def axis(self, *names: str, share: Mapping[str, int] | None = None, channel: str = "") -> Axis:
+        """The axis of these names, fused outermost first.
+
+        share: of these axes only so many consecutive ranks (those that hold the same part).
+        channel: a name of its own makes a second communicator over the same ranks.
+        Communicates: with its members, the first time it is asked for on a connected grid.
+        """
+        counts = {name: self.degrees[name] for name in AXES if name in names} | dict(share or {})
+        counts = {name: counts[name] for name in AXES if counts.get(name, 1) > 1}
+        key = (tuple(counts.items()), channel)
+        if key not in self._axes:
+            self._axes[key] = self._make(counts, channel)
+        return self._axes[key]
+
+    def _make(self, counts: Mapping[str, int], channel: str) -> Axis:
+        ranks = self._members(counts)
+        group = None
+        if self.connected and len(ranks) > 1:
+            key = (tuple(sorted(ranks)), channel)
+            if key not in self.groups:
+                self.groups[key] = self._group(ranks)
+            group = self.groups[key]
+        return Axis(
+            names=tuple(counts),
+            size=len(ranks),
+            index=ranks.index(self.rank),
+            ranks=tuple(ranks),
+            crosses_nodes=len({rank // self.ranks_per_node for rank in ranks}) > 1,
+            group=group,
+            group_name=group.group_name if group is not None else "",
+            trace=self.trace,
+        )
+
+    def _members(self, counts: Mapping[str, int]) -> list[int]:
+        """Global ranks that differ from mine only along `counts`, in fused order."""
+        window = []
+        for axis in AXES:
+            start = (
+                self.index[axis] // counts[axis] * counts[axis]
+                if axis in counts
+                else self.index[axis]
+            )
+            window.append(slice(start, start + counts.get(axis, 1)))
+        return [int(rank) for rank in self.ranks[tuple(window)].reshape(-1)]
+
+    def _group(self, ranks: list[int]) -> ProcessGroup:
+        from torch import distributed
+
+        # Only members take part (O(1) calls a rank at any world size); equal calls get equal names.
+        # c10d sorts the ranks of a group; the verbs reorder where an axis has them in another order.
+        group = distributed.new_group(
+            ranks,
+            timeout=datetime.timedelta(seconds=self.timeout_seconds),
+            use_local_synchronization=True,
+        )
+        assert isinstance(group, distributed.ProcessGroup), (self.rank, ranks)
+        return group

@@ -1,0 +1,245 @@
+"""Launch: who am I, who are the others, and how ranks start and end. The only reader of the environment.
+
+Ranks come from `torchrun`-style variables or are started here as local processes. A rank that fails ends all
+ranks; its own message is shown first, not the broken connections of the others. Nothing outlives its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from ranvier.errors import CommunicationError, PlanError, RanvierError
+
+GRACE_SECONDS = 5.0
+"""How long the other ranks may take to end by themselves after one has failed."""
+INTERNAL = 70
+"""Exit code of an error that is not the user's."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all processes of a run."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    address: str = "127.0.0.1"
+    port: int = 0
+    error_file: str = ""
+    """Where to leave the error for the parent that started this rank; empty: print it."""
+
+
+def ranks(environment: Mapping[str, str] | None = None) -> Ranks | None:
+    """What the environment says; None if no launcher has started this process."""
+    env = os.environ if environment is None else environment
+    if "RANK" not in env and "WORLD_SIZE" not in env:
+        return None
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in env]
+    if missing:
+        raise PlanError(
+            f"{', '.join(missing)} not set, but {', '.join(n for n in names if n in env)} is. A launcher sets "
+            "all four. Start with --nproc or torchrun, or set the others."
+        )
+    numbers = {}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        default = {"LOCAL_RANK": env["RANK"], "LOCAL_WORLD_SIZE": env["WORLD_SIZE"]}.get(name, "")
+        text = env.get(name, default)
+        if not text.isdigit():
+            raise PlanError(
+                f"{name}={text!r} is not a number. A launcher sets it to 0, 1, 2, ... Unset or mend it."
+            )
+        numbers[name] = int(text)
+    if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        raise PlanError(
+            f"RANK={numbers['RANK']} is not below WORLD_SIZE={numbers['WORLD_SIZE']}. Ranks count from 0. Mend one."
+        )
+    return Ranks(
+        rank=numbers["RANK"],
+        world=numbers["WORLD_SIZE"],
+        local_rank=numbers["LOCAL_RANK"],
+        local_world=numbers["LOCAL_WORLD_SIZE"],
+        address=env["MASTER_ADDR"],
+        port=numbers["MASTER_PORT"],
+        error_file=env.get("RANVIER_ERROR_FILE", ""),
+    )
+
+
+def connect(me: Ranks, *, backend: str, timeout_seconds: float = 600.0) -> None:
+    """Join the process group of all ranks. Communicates: with all ranks."""
+    from torch import distributed
+
+    limit = datetime.timedelta(seconds=timeout_seconds)
+    try:
+        distributed.init_process_group(
+            backend,
+            init_method=f"tcp://{me.address}:{me.port}",
+            rank=me.rank,
+            world_size=me.world,
+            timeout=limit,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise CommunicationError(
+            f"Rank {me.rank} of {me.world} could not join the others at {me.address}:{me.port}: {error}. All ranks "
+            f"must start within {timeout_seconds:.0f} s and reach that address. Check it and the other ranks."
+        ) from error
+
+
+def disconnect() -> None:
+    """Leave the process group."""
+    from torch import distributed
+
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def fake(world: int, rank: int = 0) -> Iterator[None]:
+    """Pretend to be one of `world` ranks: collectives return at once with numbers of no meaning."""
+    from torch import distributed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def free_port() -> int:
+    """A port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def die_with_parent() -> None:
+    """Let the kernel end this process when its parent ends."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)
+
+
+def start(nproc: int, arguments: Sequence[str]) -> int:
+    """Run `ranvier` with these arguments as `nproc` local ranks; the exit code of the run."""
+    with tempfile.TemporaryDirectory(prefix="ranvier-") as folder:
+        errors = [Path(folder) / f"rank{rank}.json" for rank in range(nproc)]
+        port = free_port()
+        children = [_child(rank, nproc, port, errors[rank], arguments) for rank in range(nproc)]
+        with _forwarded(children):
+            codes = _wait(children)
+        return _verdict(codes, errors)
+
+
+def _child(
+    rank: int, nproc: int, port: int, error: Path, arguments: Sequence[str]
+) -> subprocess.Popen[bytes]:
+    cores = os.cpu_count() or 1
+    environment = {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANVIER_ERROR_FILE": str(error),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(cores // nproc, 1))),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "ranvier", *arguments],
+        env=environment,
+        stdout=None if rank == 0 else subprocess.DEVNULL,
+        preexec_fn=die_with_parent,
+    )
+
+
+def _wait(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """Wait for all; once one has failed the others get a moment, then are ended."""
+    failed_at: float | None = None
+    while any(child.poll() is None for child in children):
+        if failed_at is None and any(child.poll() not in (None, 0) for child in children):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS:
+            for child in children:
+                if child.poll() is None:
+                    child.kill()
+        time.sleep(0.02)
+    return [child.returncode for child in children]
+
+
+@contextlib.contextmanager
+def _forwarded(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Signals to this process go to the ranks, which end in their own way."""
+
+    def forward(number: int, _: FrameType | None) -> None:
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.signal(number, forward) for number in caught}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _verdict(codes: Sequence[int], errors: Sequence[Path]) -> int:
+    """Print the message of the rank that failed first and of its own accord; the exit code."""
+    if not any(codes):
+        return 0
+    reports = []
+    for path in errors:
+        with contextlib.suppress(OSError, ValueError):
+            reports.append(json.loads(path.read_text()))
+    reports.sort(key=lambda report: (report["secondary"], report["time"]))
+    if reports:
+        print(reports[0]["message"], file=sys.stderr)
+        return int(reports[0]["code"])
+    rank, code = next((i, c) for i, c in enumerate(codes) if c)
+    what = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    print(f"Rank {rank} {what} and left no message. The other ranks were ended.", file=sys.stderr)
+    return 128 - code if code < 0 else code
+
+
+@contextlib.contextmanager
+def reported(me: Ranks) -> Iterator[None]:
+    """Turn an error inside into a message (of the user's mistakes without traceback) and an exit code."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        mistake = isinstance(error, RanvierError)
+        message = str(error) if mistake else "".join(traceback.format_exception(error))
+        code = error.exit_code if isinstance(error, RanvierError) else INTERNAL
+        if isinstance(error, KeyboardInterrupt):
+            message, code = "Interrupted.", 130
+        where = f"rank {me.rank}: " if me.world > 1 else ""
+        text = f"{where}{type(error).__name__}: {message}" if mistake else f"{where}{message}"
+        _leave(me, text.rstrip(), code, secondary=isinstance(error, CommunicationError))
+        raise SystemExit(code) from None
+
+
+def _leave(me: Ranks, message: str, code: int, *, secondary: bool) -> None:
+    if not me.error_file:
+        print(message, file=sys.stderr, flush=True)
+        return
+    report = {"message": message, "code": code, "secondary": secondary, "time": time.time()}
+    Path(me.error_file).write_text(json.dumps(report))
