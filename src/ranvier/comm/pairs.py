@@ -1,0 +1,140 @@
+"""Differentiable pairs: communications whose backward is the dual communication.
+
+    gather       all-gather          <-> reduce-scatter    sum_scatter
+    share        nothing             <-> all-reduce        total
+    split        take my part        <-> all-gather        join
+    swap         all-to-all          <-> all-to-all (the other way)
+
+Values: `gather`, `join`, `total` give every rank the same value, `share` and `split` start from one. The
+pairs differ in the gradient: after `gather` every rank's gradient is a partial sum, after `join` whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ranvier.comm import verbs
+from ranvier.grid import Axis
+
+
+def take(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """My part of `x` along `dim`."""
+    size = x.shape[dim] // axis.size
+    return x.narrow(dim, axis.index * size, size)
+
+
+def _gathered(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return verbs.all_gather(x, axis, dim).wait()
+
+
+def _scattered(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return verbs.reduce_scatter(x, axis, dim).wait()
+
+
+def _reduced(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return verbs.all_reduce(x, axis).wait()
+
+
+def _same(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return x.view_as(x)
+
+
+def _taken(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return take(x, axis, dim).clone()
+
+
+def _pair(name: str, forward_op: Any, backward_op: Any) -> Any:
+    """An autograd function that runs one operation forward and its dual backward."""
+
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        # Backward is recorded where forward was; a compiled graph has no such place.
+        ctx.where = "" if torch.compiler.is_compiling() else axis.trace.where
+        result: Tensor = forward_op(x, axis, dim)
+        return result
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if torch.compiler.is_compiling():
+            return backward_op(grad, ctx.axis, ctx.dim), None, None
+        with ctx.axis.trace.at(ctx.where):
+            return backward_op(grad, ctx.axis, ctx.dim), None, None
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type(name, (torch.autograd.Function,), members)
+
+
+_Gather = _pair("Gather", _gathered, _scattered)
+_SumScatter = _pair("SumScatter", _scattered, _gathered)
+_Share = _pair("Share", _same, _reduced)
+_Total = _pair("Total", _reduced, _same)
+_Split = _pair("Split", _taken, _gathered)
+_Join = _pair("Join", _gathered, _taken)
+
+
+def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """All parts along `dim`. Communicates: all-gather over axis; backward: reduce-scatter."""
+    return x if axis.size == 1 else _applied(_Gather, x, axis, dim)
+
+
+def sum_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """My part of the sum. Communicates: reduce-scatter over axis; backward: all-gather."""
+    return x if axis.size == 1 else _applied(_SumScatter, x, axis, dim)
+
+
+def share(x: Tensor, axis: Axis) -> Tensor:
+    """The same value, used differently by each rank. Communicates: backward: all-reduce over axis."""
+    return x if axis.size == 1 else _applied(_Share, x, axis, 0)
+
+
+def total(x: Tensor, axis: Axis) -> Tensor:
+    """The sum, used alike by all ranks. Communicates: all-reduce over axis; backward: nothing."""
+    return x if axis.size == 1 else _applied(_Total, x, axis, 0)
+
+
+def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """My part of a value all ranks have. Communicates: backward: all-gather over axis."""
+    return x if axis.size == 1 else _applied(_Split, x, axis, dim)
+
+
+def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """All parts, used alike by all ranks. Communicates: all-gather over axis; backward: nothing."""
+    return x if axis.size == 1 else _applied(_Join, x, axis, dim)
+
+
+def _applied(function: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+    result: Tensor = function.apply(x, axis, dim)
+    return result
+
+
+class _Swap(torch.autograd.Function):
+    """All-to-all whose backward returns every row to where it came from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, axis: Axis, send: list[int] | None, receive: list[int] | None
+    ) -> Tensor:
+        ctx.axis, ctx.counts = axis, (receive, send)
+        return verbs.all_to_all(x, axis, send, receive).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return verbs.all_to_all(grad, ctx.axis, *ctx.counts).wait(), None, None, None
+
+
+def swap(
+    x: Tensor,
+    axis: Axis,
+    send_counts: Sequence[int] | None = None,
+    receive_counts: Sequence[int] | None = None,
+) -> Tensor:
+    """Rows exchanged between ranks. Communicates: all-to-all over axis, forward and backward."""
+    if axis.size == 1:
+        return x
+    send = list(send_counts) if send_counts is not None else None
+    receive = list(receive_counts) if receive_counts is not None else None
+    result: Tensor = _Swap.apply(x, axis, send, receive)
+    return result

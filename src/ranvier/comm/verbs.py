@@ -1,0 +1,346 @@
+"""Verbs: every communication of the package, in axes, asynchronous, traced.
+
+`all_gather(x, axis, dim)` starts a communication and returns a `Pending`; `.wait()` gives the tensor. An
+axis of size 1 does nothing at all. Eager calls go through c10d with asynchronous handles, calls inside
+`torch.compile` through functional collectives, which the compiler sees. CUDA tensors on a Gloo group are
+staged through pinned host memory (Gloo can neither send nor receive them).
+
+Not handled: tensors whose split dim does not divide; pad them before (see sharding).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, distributed
+
+from ranvier.comm import functional
+from ranvier.errors import CommunicationError
+from ranvier.grid import Axis
+from ranvier.trace import Event
+
+Reduction = Literal["sum", "max", "min"]
+OPS = {
+    "sum": distributed.ReduceOp.SUM,
+    "max": distributed.ReduceOp.MAX,
+    "min": distributed.ReduceOp.MIN,
+}
+# torch 2.13 renamed these two and warns about the old names, which are all that 2.11 has.
+_gather_into = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+_scatter_into = (
+    getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+)
+
+
+class Pending:
+    """A communication under way; `wait()` gives its result, as often as it is asked."""
+
+    def __init__(self, value: Tensor, handle: _Handle | None = None) -> None:
+        self._value = value
+        self._handle = handle
+
+    def wait(self) -> Tensor:
+        """The result; on CUDA the current stream waits for it, not the host."""
+        if self._handle is not None:
+            self._value, self._handle = self._handle.wait(), None
+        return self._value
+
+
+class _Handle:
+    """What must happen when a communication is awaited: wait, bring back to the device, rearrange."""
+
+    def __init__(
+        self,
+        axis: Axis,
+        event: Event,
+        work: Any,
+        output: Tensor,
+        finish: Callable[[Tensor], Tensor],
+        device: torch.device,
+        keep: Tensor | None = None,
+    ) -> None:
+        self.axis, self.event, self.work, self.output = axis, event, work, output
+        self.finish, self.device, self.keep = finish, device, keep
+        if axis.trace.on:
+            _watch(event, work, device)
+
+    def wait(self) -> Tensor:
+        event = self.event
+        event.waited = time.perf_counter()
+        stop = _stopwatch(event, self.device) if self.axis.trace.on else None
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise CommunicationError(_lost(self.axis, event, error)) from error
+        output = self.output
+        if output.device != self.device:
+            output = output.to(self.device, non_blocking=True)
+        if stop is not None:
+            stop()
+        self.keep = None
+        return self.finish(output)
+
+
+def _watch(event: Event, work: Any, device: torch.device) -> None:
+    """Note when a communication on the host is done; a device's times come from its events."""
+    if device.type != "cpu":
+        return
+
+    def note(_: Any) -> None:
+        event.done = time.perf_counter()
+
+    try:
+        work.get_future().add_done_callback(note)
+    except RuntimeError:  # a backend without futures (the fake one): done when waited for
+        pass
+
+
+def _stopwatch(event: Event, device: torch.device) -> Callable[[], None]:
+    """Called before the wait; what it returns is called after it."""
+    if device.type == "cuda":
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()  # type: ignore[no-untyped-call]
+
+        def read() -> None:
+            after.synchronize()  # type: ignore[no-untyped-call]
+            assert event.waited is not None
+            event.resumed = event.waited + before.elapsed_time(after) / 1e3  # type: ignore[no-untyped-call]
+            event.done = event.resumed
+
+        def stop_device() -> None:
+            after.record()  # type: ignore[no-untyped-call]
+            event.clocks = read
+
+        return stop_device
+
+    def stop_host() -> None:
+        event.resumed = time.perf_counter()
+        event.done = event.resumed if event.done is None else event.done
+
+    return stop_host
+
+
+def _lost(axis: Axis, event: Event, error: RuntimeError) -> str:
+    recent = "; ".join(axis.trace.last)
+    return (
+        f"{event.op} over {axis} of {event.bytes} bytes at {event.where or '?'} failed on index {axis.index} "
+        f"of ranks {list(axis.ranks)}: {error}. All ranks of an axis must issue the same communication and "
+        f"stay alive. Look at the other ranks' messages first; the last operations here were: {recent}."
+    )
+
+
+def _bytes(x: Tensor, times: int = 1) -> int:
+    return x.numel() * x.element_size() * times
+
+
+def _start(
+    op: str,
+    axis: Axis,
+    num_bytes: int,
+    x: Tensor,
+    output: Tensor,
+    call: Callable[[Tensor, Tensor], Any],
+    finish: Callable[[Tensor], Tensor],
+) -> Pending:
+    """Record, check in debug mode, stage if needed, issue."""
+    assert axis.group is not None, f"{op} over {axis}: this grid has no processes"
+    event = axis.trace.record(op, axis.names, num_bytes)
+    if axis.trace.check:
+        _check(axis, f"{op} {tuple(output.shape)} {output.dtype} at {event.where}")
+    device = x.device
+    if device.type == "cuda" and distributed.get_backend(axis.group) == "gloo":
+        x, output = _staged(x), torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+    try:
+        work = call(output, x)
+    except RuntimeError as error:
+        raise CommunicationError(_lost(axis, event, error)) from error
+    return Pending(output, _Handle(axis, event, work, output, finish, device, keep=x))
+
+
+def _staged(x: Tensor) -> Tensor:
+    """A copy in pinned host memory, complete when this returns."""
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host.copy_(x, non_blocking=True)
+    torch.cuda.current_stream(x.device).synchronize()
+    return host
+
+
+TAG_BYTES = 160
+
+
+def _check(axis: Axis, tag: str) -> None:
+    """Compare what the ranks of an axis are about to issue; torch itself would sum unlike tensors."""
+    mine = torch.zeros(TAG_BYTES, dtype=torch.uint8)
+    text = tag.encode()[:TAG_BYTES]
+    mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    device = "cuda" if distributed.get_backend(axis.group) == "nccl" else "cpu"
+    every = torch.empty(axis.size * TAG_BYTES, dtype=torch.uint8, device=device)
+    _gather_into(every, mine.to(device), group=axis.group)
+    tags = [bytes(row.tolist()).rstrip(b"\0").decode() for row in every.cpu().view(axis.size, -1)]
+    if len(set(tags)) > 1:
+        lines = "; ".join(
+            f"rank {rank}: {text}" for rank, text in zip(sorted(axis.ranks), tags, strict=True)
+        )
+        raise CommunicationError(
+            f"The ranks of {axis} issue different collectives: {lines}. All ranks of an axis must issue the "
+            "same ones in the same order. Look for code that runs on some ranks only."
+        )
+
+
+def _front(x: Tensor, dim: int) -> Tensor:
+    """`x` with `dim` first, contiguous."""
+    return x.movedim(dim, 0).contiguous()
+
+
+def _swap(chunks: Tensor, axis: Axis, *, to_group: bool) -> Tensor:
+    """Reorder chunks between the order of the axis and that of its group (sorted ranks)."""
+    if list(axis.ranks) == sorted(axis.ranks):
+        return chunks
+    order = [sorted(axis.ranks).index(rank) for rank in axis.ranks]  # axis position -> group rank
+    if to_group:
+        order = [order.index(i) for i in range(axis.size)]
+    return chunks.view(axis.size, -1, *chunks.shape[1:])[order].flatten(0, 1)
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Pending:
+    """The parts of all ranks, one after the other along `dim`.
+
+    x: `[..., n, ...]`; y: `[..., n·size, ...]`. Communicates: all-gather over axis.
+    """
+    if axis.size == 1:
+        return Pending(x)
+    if torch.compiler.is_compiling():
+        return Pending(functional.all_gather(x, axis, dim))
+    part = _front(x, dim)
+    output = part.new_empty((part.shape[0] * axis.size, *part.shape[1:]))
+    return _start(
+        "all_gather",
+        axis,
+        _bytes(x, axis.size),
+        part,
+        output,
+        lambda out, part: _gather_into(out, part, group=axis.group, async_op=True),
+        lambda out: _swap(out, axis, to_group=False).movedim(0, dim),
+    )
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Pending:
+    """My part along `dim` of the sum over all ranks.
+
+    x: `[..., n·size, ...]`; y: `[..., n, ...]`. Communicates: reduce-scatter over axis.
+    """
+    if axis.size == 1:
+        return Pending(x)
+    assert x.shape[dim] % axis.size == 0, (x.shape, dim, axis.size)
+    if torch.compiler.is_compiling():
+        return Pending(functional.reduce_scatter(x, axis, dim))
+    parts = _swap(_front(x, dim), axis, to_group=True)
+    output = parts.new_empty((parts.shape[0] // axis.size, *parts.shape[1:]))
+    return _start(
+        "reduce_scatter",
+        axis,
+        _bytes(x),
+        parts,
+        output,
+        lambda out, parts: _scatter_into(out, parts, group=axis.group, async_op=True),
+        lambda out: out.movedim(0, dim),
+    )
+
+
+def all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> Pending:
+    """The sum (or maximum) over all ranks. Communicates: all-reduce over axis."""
+    if axis.size == 1:
+        return Pending(x)
+    if torch.compiler.is_compiling():
+        return Pending(functional.all_reduce(x, axis, op))
+    copy = x.clone(memory_format=torch.contiguous_format)
+
+    def call(out: Tensor, value: Tensor) -> Any:
+        if out is not value:
+            out.copy_(value)
+        return distributed.all_reduce(out, OPS[op], group=axis.group, async_op=True)
+
+    return _start("all_reduce", axis, _bytes(x), copy, copy, call, lambda out: out)
+
+
+def all_to_all(
+    x: Tensor,
+    axis: Axis,
+    send_counts: Sequence[int] | None = None,
+    receive_counts: Sequence[int] | None = None,
+) -> Pending:
+    """Rows exchanged so that rank i gets the i-th part of every rank, in rank order.
+
+    x: `[sum(send_counts), ...]`; y: `[sum(receive_counts), ...]`; without counts the parts are equal.
+    Communicates: all-to-all over axis.
+    """
+    if axis.size == 1:
+        return Pending(x)
+    assert list(axis.ranks) == sorted(axis.ranks) or send_counts is None, (
+        "ragged needs sorted ranks"
+    )
+    send = list(send_counts) if send_counts is not None else None
+    receive = list(receive_counts) if receive_counts is not None else None
+    if torch.compiler.is_compiling():
+        return Pending(functional.all_to_all(x, axis, send, receive))
+    parts = _swap(x.contiguous(), axis, to_group=True)
+    rows = parts.shape[0] if receive is None else sum(receive)
+    output = parts.new_empty((rows, *parts.shape[1:]))
+    return _start(
+        "all_to_all",
+        axis,
+        _bytes(x),
+        parts,
+        output,
+        lambda out, parts: distributed.all_to_all_single(
+            out, parts, receive, send, group=axis.group, async_op=True
+        ),
+        lambda out: _swap(out, axis, to_group=False),
+    )
+
+
+def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Pending:
+    """The tensor of the rank at index `source` of the axis, on all. Communicates: broadcast over axis."""
+    if axis.size == 1:
+        return Pending(x)
+    if torch.compiler.is_compiling():
+        return Pending(functional.broadcast(x, axis, source))
+    copy = x.clone(memory_format=torch.contiguous_format)
+
+    def call(out: Tensor, value: Tensor) -> Any:
+        if out is not value:
+            out.copy_(value)
+        return distributed.broadcast(out, axis.ranks[source], group=axis.group, async_op=True)
+
+    return _start("broadcast", axis, _bytes(x), copy, copy, call, lambda out: out)
+
+
+def send(x: Tensor, axis: Axis, to: int) -> Pending:
+    """Send to the rank at index `to` of the axis. Communicates: point to point over axis."""
+    part = x.contiguous()
+    return _start(
+        "send",
+        axis,
+        _bytes(x),
+        part,
+        part,
+        lambda _, part: distributed.isend(part, axis.ranks[to], group=axis.group),
+        lambda out: out,
+    )
+
+
+def receive(like: Tensor, axis: Axis, source: int) -> Pending:
+    """A tensor shaped `like` from the rank at index `source`. Communicates: point to point over axis."""
+    output = torch.empty_like(like, memory_format=torch.contiguous_format)
+    return _start(
+        "receive",
+        axis,
+        _bytes(like),
+        output,
+        output,
+        lambda out, _: distributed.irecv(out, axis.ranks[source], group=axis.group),
+        lambda out: out,
+    )
