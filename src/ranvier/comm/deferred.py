@@ -1,0 +1,351 @@
+"""Deferred work: weights gathered before they are needed, gradients reduced after they are made.
+
+Parameters that are communicated together form a `Bucket` (the matrices of a block; all vectors of a kind):
+one flat buffer of values, one of gradients, one collective instead of many. Over the depth axis a bucket is
+
+* gathered just before a layer of it computes and forgotten when another bucket is used (OAG: in the order
+  recorded at the first step the gather of the next bucket runs while this one computes),
+* reduce-scattered when the gradients of another bucket begin to arrive (ORS: until it is needed).
+
+Gathers and reduce-scatters have communicators of their own. At the last micro-batch of a step the reduction
+over data follows at once. Gradients are delivered by parameter identity, never to a tensor seen in backward
+(recomputation makes other ones), and are added in micro-batch order. An overlap that is switched off uses
+the same buffers in the same order and waits at once, so it changes no bit. All waiting is in `finish`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ranvier.comm import pairs, verbs
+from ranvier.comm.verbs import Pending
+from ranvier.grid import Axis, Grid
+from ranvier.sharding import Dim, Place, Sharding
+
+VECTORS = "vectors"
+"""Block of all parameters that are no matrices."""
+
+
+@dataclass(eq=False)
+class Weight:
+    """A parameter on this rank: what part of the whole it is, and how layers get it and return gradients."""
+
+    name: str
+    dims: tuple[Dim, ...]
+    sharding: Sharding
+    place: Place
+    decay: bool
+    """Whether weight decay applies: matrices that are no embeddings."""
+    std: float
+    mean: float
+    """Distribution of the initial values."""
+    owners: list[tuple[torch.nn.Module, str]]
+    """Modules and attributes that hold the parameter; several if it is tied."""
+    trainable: bool = True
+    original: Tensor | None = None
+    """Values the model came with; None if it came without (meta device)."""
+    bucket: Bucket = field(init=False)
+    offset: int = field(init=False)
+
+    @property
+    def param(self) -> torch.nn.Parameter:
+        """The parameter itself: my shard `place`."""
+        module, attribute = self.owners[0]
+        param = getattr(module, attribute)
+        assert isinstance(param, torch.nn.Parameter), self.name
+        return param
+
+    @property
+    def elements(self) -> int:
+        """Elements of my shard, padding included."""
+        return int(torch.Size(self.sharding.local).numel())
+
+    @property
+    def split(self) -> bool:
+        """Whether the depth axis splits it."""
+        return "depth" in self.sharding.axes
+
+    def whole(self) -> Tensor:
+        """The weight gathered over depth, outside autograd. Communicates: all-gather over depth, by bucket."""
+        if not self.split:
+            return self.param.detach()
+        return self.bucket.queue.use(self.bucket)[self.bucket.weights.index(self)]
+
+    def gathered(self) -> Tensor:
+        """The weight gathered over depth, in autograd. Communicates: all-gather over depth; backward: the dual."""
+        if not self.split:
+            return self.param
+        whole = pairs.gather(self.param, self.bucket.queue.gather_axis, 0)
+        return whole.narrow(0, 0, self.sharding.gathered[0])
+
+    def deliver(self, grad: Tensor) -> None:
+        """Take the gradient of the gathered weight. Communicates: reduce-scatter over depth, by bucket, later."""
+        if self.trainable:
+            self.bucket.queue.deliver(self, grad)
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Parameters that are gathered, reduced and updated together, in flat buffers."""
+
+    name: str
+    weights: list[Weight]
+    queue: Deferred
+    over: Axis
+    """Ranks other than along data that hold the same parts: gradients are summed over them."""
+    size: int
+    """Elements on this rank, rounded up to a multiple of the data axis."""
+    late: bool
+    """Complete only at the end of a step: tied weights, vectors."""
+    data: Tensor = field(init=False)
+    """Values `[size]`; the parameters are views of it."""
+    grad: Tensor | None = None
+    """Sum of the gradients of this step `[size]`."""
+    full: Tensor | None = None
+    """Gradients of the gathered weights `[depth, size]`, before their reduction."""
+    reduced: list[Pending] = field(default_factory=list)
+    """My range over data of the gradient `[size/data]`; several are to be added."""
+    gathered: list[Tensor] | None = None
+
+    @property
+    def split(self) -> bool:
+        """Whether the depth axis splits its weights."""
+        return self.weights[0].split
+
+    @property
+    def trainable(self) -> bool:
+        """Whether its weights get gradients."""
+        return self.weights[0].trainable
+
+    def place(self, weight: Weight) -> Place:
+        """The part of `weight` whose optimizer state lies here: the overlap with my range over data."""
+        axis = self.queue.data_axis
+        step = self.size // axis.size
+        start, stop = axis.index * step - weight.offset, (axis.index + 1) * step - weight.offset
+        return weight.place.narrow(max(start, 0), max(stop, 0))
+
+    def range(self, weight: Weight) -> tuple[int, int]:
+        """Where that part lies in a tensor of my range over data."""
+        axis = self.queue.data_axis
+        step = self.size // axis.size
+        start = max(weight.offset - axis.index * step, 0)
+        flat = self.place(weight).flat
+        assert flat is not None
+        return start, start + flat[1] - flat[0]
+
+    def unpack(self, buffer: Tensor) -> list[Tensor]:
+        """The gathered weights from their gathered buffer `[depth · size]`."""
+        rows = buffer.view(-1, self.size)  # (depth, size)
+        out = []
+        for weight in self.weights:
+            local = weight.sharding.local
+            part = rows[:, weight.offset : weight.offset + weight.elements]
+            whole = part.reshape(rows.shape[0] * local[0], *local[1:])
+            out.append(whole[: weight.sharding.gathered[0]])
+        return out
+
+    def add(self, weight: Weight, grad: Tensor) -> None:
+        """Add the gradient of a gathered weight to the buffer that waits for its reduction."""
+        depth = self.queue.scatter_axis.size
+        if self.full is None:
+            self.full = torch.zeros(depth, self.size, dtype=self.queue.dtype, device=grad.device)
+        local = weight.sharding.local
+        if grad.shape[0] != depth * local[0]:  # the depth split of dim 0 is padded
+            padded = grad.new_zeros(depth * local[0], *local[1:])
+            padded[: grad.shape[0]] = grad
+            grad = padded
+        self.full[:, weight.offset : weight.offset + weight.elements] += grad.reshape(depth, -1)
+
+    def accumulate(self, grad: Tensor, weight: Weight | None = None) -> None:
+        """Add a gradient of my shards: of one weight, or of the whole bucket."""
+        if self.grad is None:
+            self.grad = torch.zeros(self.size, dtype=self.queue.dtype, device=grad.device)
+        if weight is None:
+            self.grad += grad
+        else:
+            self.grad[weight.offset : weight.offset + weight.elements] += grad.reshape(-1)
+
+
+class Deferred:
+    """The queue of weights being gathered and gradients being reduced; one for each parallel model."""
+
+    def __init__(self, grid: Grid, *, overlap: Iterable[str], dtype: torch.dtype) -> None:
+        self.grid = grid
+        self.overlap = frozenset(overlap)
+        self.dtype = dtype
+        """Type in which gradients are accumulated and reduced."""
+        self.gather_axis = grid.axis("depth", channel="gather")
+        self.scatter_axis = grid.axis("depth", channel="scatter")
+        self.data_axis = grid.axis("data")
+        self.buckets: list[Bucket] = []
+        self.last = False
+        """Set before the last micro-batch: then reductions over data start as soon as they can."""
+        self._orders: dict[str, list[Bucket]] = {}
+        self._kind = ""
+        self._seen: list[Bucket] = []
+        self._ahead: dict[Bucket, Pending] = {}
+        self._resident: Bucket | None = None
+        self._filling: Bucket | None = None
+        self._reducing: deque[tuple[Bucket, Pending]] = deque()
+
+    # ---- weights ----------------------------------------------------------------------------------
+
+    def begin(self, kind: str) -> None:
+        """Start a step of a kind (the same kind uses buckets in the same order); forget what was gathered."""
+        if self._kind and self._orders.get(self._kind) != self._seen:
+            self._orders[self._kind] = self._seen
+        for pending in self._ahead.values():
+            pending.wait()
+        self._kind, self.last = kind, False
+        self._seen, self._ahead, self._resident = [], {}, None
+        self._filling, self._reducing = None, deque()
+        for bucket in self.buckets:
+            bucket.gathered = bucket.grad = bucket.full = None
+            bucket.reduced = []
+
+    def use(self, bucket: Bucket) -> list[Tensor]:
+        """The gathered weights of a bucket. Communicates: all-gather over depth, often issued before."""
+        if bucket is not self._resident:
+            if self._resident is not None:
+                self._resident.gathered = None
+            pending = self._ahead.pop(bucket, None) or self._gather(bucket)
+            self._seen.append(bucket)
+            self._prefetch()
+            bucket.gathered = bucket.unpack(pending.wait())
+            self._resident = bucket
+        assert bucket.gathered is not None, bucket.name
+        return bucket.gathered
+
+    def _gather(self, bucket: Bucket) -> Pending:
+        with self.grid.trace.at(bucket.name):
+            pending = verbs.all_gather(bucket.data, self.gather_axis)
+        if "gather" not in self.overlap:
+            pending.wait()
+        return pending
+
+    def _prefetch(self) -> None:
+        """Issue the gather that followed here last time; stop for good where this step goes another way."""
+        order, position = self._orders.get(self._kind, []), len(self._seen)
+        if order[:position] != self._seen:
+            return
+        for bucket in order[position : position + 1]:
+            if bucket not in self._ahead:
+                self._ahead[bucket] = self._gather(bucket)
+
+    # ---- gradients --------------------------------------------------------------------------------
+
+    def deliver(self, weight: Weight, grad: Tensor) -> None:
+        """Take a gradient of a gathered weight; the bucket filled before is complete and gets reduced."""
+        bucket = weight.bucket
+        if bucket is not self._filling and not bucket.late:
+            self._close()
+            self._filling = bucket
+        if weight.split:
+            bucket.add(weight, grad)
+        else:
+            bucket.accumulate(grad, weight)
+
+    def _close(self) -> None:
+        """Reduce the bucket that was being filled."""
+        bucket, self._filling = self._filling, None
+        if bucket is not None and bucket.full is not None:
+            self._scatter(bucket)
+        elif bucket is not None:
+            self._advance(bucket)
+
+    def _scatter(self, bucket: Bucket) -> None:
+        assert bucket.full is not None
+        with self.grid.trace.at(bucket.name):
+            pending = verbs.reduce_scatter(bucket.full.view(-1), self.scatter_axis)
+        bucket.full = None
+        self._reducing.append((bucket, pending))
+        while len(self._reducing) > (1 if "dw" in self.overlap else 0):
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait for the oldest reduction over depth."""
+        bucket, pending = self._reducing.popleft()
+        bucket.accumulate(pending.wait())
+        self._advance(bucket)
+
+    def _advance(self, bucket: Bucket) -> None:
+        """Start the reduction over data early, where nothing has to come before it."""
+        if self.last and not bucket.late and bucket.over.size == 1:
+            self._reduce(bucket)
+
+    def _reduce(self, bucket: Bucket) -> None:
+        """Start the reduction over data. A gradient that comes later is reduced once more and added."""
+        assert bucket.grad is not None, bucket.name
+        with self.grid.trace.at(bucket.name):
+            pending = verbs.reduce_scatter(bucket.grad, self.data_axis)
+        bucket.grad = None
+        bucket.reduced.append(pending)
+        if "dw" not in self.overlap:
+            pending.wait()
+
+    def finish(self) -> list[tuple[Bucket, Tensor]]:
+        """Each trainable bucket with my range over data of its gradient, summed over all who hold it.
+
+        Communicates: what is left of the reductions over depth, then over the axes that do not shard a
+        weight, then over data.
+        """
+        self._close()
+        for bucket in self.buckets:
+            if bucket.full is not None:
+                self._scatter(bucket)
+        while self._reducing:
+            self._settle()
+        buckets = [bucket for bucket in self.buckets if bucket.trainable]
+        for bucket in buckets:
+            if bucket.grad is None and not bucket.reduced:
+                bucket.accumulate(torch.zeros_like(bucket.data, dtype=self.dtype))
+            if bucket.grad is not None:
+                with self.grid.trace.at(bucket.name):
+                    bucket.grad = verbs.all_reduce(bucket.grad, bucket.over).wait()
+                self._reduce(bucket)
+        return [
+            (bucket, functools.reduce(torch.add, [pending.wait() for pending in bucket.reduced]))
+            for bucket in buckets
+        ]
+
+
+def fill(queue: Deferred, weights: Iterable[Weight], blocks: Mapping[str, str]) -> None:
+    """Sort weights into buckets: by block, split over depth, ranks that hold the same part, decay.
+
+    blocks: name of the block of each weight. Communicates: the making of groups.
+    """
+    grid = queue.grid
+    groups: dict[tuple[object, ...], list[Weight]] = {}
+    for weight in weights:
+        over = weight.sharding.over(grid.degrees)
+        over.pop("data", None)
+        key = (
+            blocks[weight.name],
+            weight.split,
+            tuple(over.items()),
+            weight.decay,
+            weight.trainable,
+        )
+        groups.setdefault((*key, len(weight.owners) > 1), []).append(weight)
+    for (block, _, over, _, _, tied), members in groups.items():
+        size = 0
+        for weight in members:
+            weight.offset, size = size, size + weight.elements
+        multiple = queue.data_axis.size
+        bucket = Bucket(
+            name=str(block),
+            weights=members,
+            queue=queue,
+            over=grid.axis(share=dict(over)),  # type: ignore[call-overload]
+            size=-(-size // multiple) * multiple,
+            late=bool(tied) or block == VECTORS,
+        )
+        for weight in members:
+            weight.bucket = bucket
+        queue.buckets.append(bucket)
