@@ -1,0 +1,92 @@
+"""Values from counters: a random number is a function of (seed, name, index), not of a generator's state.
+
+So every grid starts bitwise equal, a rank computes only its own part, and a recomputed dropout is the same.
+All arithmetic is on integers (wrapping 64-bit), and a normal number is the sum of twelve 16-bit uniforms
+(Irwin-Hall): exact, hence equal to the bit on every device, vector width and shape. It has the mean,
+variance and, nearly, the shape of a normal distribution cut at six deviations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ranvier.sharding import Place
+
+_MIX = (
+    -0x40A7B892E31B1A47,
+    -0x6B2FB644ECCEEE15,
+)  # the two odd factors of splitmix64, as signed numbers
+CHUNK = 1 << 22
+"""Elements initialised at once, so that the temporaries stay small."""
+
+
+def key(seed: int, *names: str | int) -> int:
+    """A 63-bit number from a seed and names."""
+    text = "\0".join([str(seed), *map(str, names)])
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def scramble(x: Tensor) -> Tensor:
+    """A bijection of 64-bit integers that looks random (the finaliser of splitmix64)."""
+    x = (x ^ _shifted(x, 30)) * _MIX[0]
+    x = (x ^ _shifted(x, 27)) * _MIX[1]
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def uniform(x: Tensor) -> Tensor:
+    """32 random bits of scrambled integers, as integers in [0, 2³²)."""
+    return _shifted(x, 32)
+
+
+def normal(index: Tensor, stream: int) -> Tensor:
+    """Standard normal numbers (float64) of the given indices in a stream."""
+    total = torch.zeros_like(index)
+    for word in range(3):
+        bits = scramble(scramble(index * 3 + word) ^ stream)
+        for shift in (0, 16, 32, 48):
+            total += (bits >> shift) & 0xFFFF
+    return (total - 6 * 0xFFFF).double() / 65536.0  # twelve uniforms: variance 1
+
+
+def value(
+    place: Place,
+    *,
+    seed: int,
+    name: str,
+    std: float,
+    mean: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """My part of a parameter with normal values (constant for std 0), padding zero."""
+    part = torch.zeros(place.local, dtype=dtype, device=device)
+    if std == 0.0:
+        part[tuple(slice(n) for n in place.valid)] = mean
+        return part
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for size, start, valid in zip(place.whole, place.start, place.valid, strict=True):
+        index = index.unsqueeze(-1) * size + torch.arange(start, start + valid, device=device)
+    stream = key(seed, name)
+    numbers = [(normal(i, stream) * std + mean).to(dtype) for i in index.reshape(-1).split(CHUNK)]
+    part[tuple(slice(n) for n in place.valid)] = torch.cat(numbers).reshape(place.valid)
+    return part
+
+
+def keep(shape: Sequence[int], counters: Sequence[Tensor], stream: int, p: float) -> Tensor:
+    """Which elements a dropout keeps: a function of the counters, broadcast to `shape`.
+
+    counters: for each dim of `shape` the global indices along it, shaped to broadcast.
+    """
+    bits = torch.full((), stream, dtype=torch.int64, device=counters[0].device)
+    for counter in counters:
+        bits = scramble(bits ^ counter)
+    return (uniform(bits) >= int(p * 2**32)).expand(tuple(shape))
