@@ -1,0 +1,48 @@
+"""Attention core: heads lie on row (or row·col), samples perhaps on col, so each rank works alone.
+
+The serial core is kept as it is; only what came in for the whole micro-batch (positions, documents) is cut to
+the samples of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ranvier.comm.pairs import take
+from ranvier.nn.leaf import Flow, Leaf, Site
+from ranvier.sharding import Dim
+
+
+class Core(Leaf):
+    """Attention of the heads and samples of this rank.
+
+    q: `[b/col, s, h/row, k]`, positions, documents: `[b, s]` or None. Communicates: nothing.
+    """
+
+    def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
+        super().__init__(site)
+        (dim,) = dims
+        assert isinstance(dim, str), dims
+        self.dim = dim
+        self.serial = serial
+        region = site.table.region(dim)
+        self.batch_axis = site.axis(*(axis for axis in region["batch"] if axis == "col"))
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, documents: Tensor | None
+    ) -> Tensor:
+        """Attend."""
+        out: Tensor = self.serial(q, k, v, self._mine(positions), self._mine(documents))
+        return out
+
+    def _mine(self, x: Tensor | None) -> Tensor | None:
+        return x if x is None or x.shape[0] == 1 else take(x, self.batch_axis, 0)
+
+    def flops(self, flow: Flow) -> int:
+        """Scores and values of the causal half: 2 · s · (width of my heads) a token."""
+        width = self.site.units[self.dim] * getattr(self.serial, "head_dim", 0)
+        width //= self.site.grid.axis(*self.site.table.axes(self.dim)).size
+        return 2 * self.tokens(flow, self.dim) * flow.seq * width

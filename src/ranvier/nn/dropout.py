@@ -1,0 +1,57 @@
+"""Dropout whose mask is a function of (seed, name, sample, token, feature).
+
+The number of a sample counts all samples of the run and so implies the step. The mask is equal to the bit on
+every grid and when a block is recomputed; no generator state exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ranvier import init
+from ranvier.comm.pairs import take
+from ranvier.errors import ShardingError
+from ranvier.nn.leaf import Leaf, Site
+from ranvier.sharding import Dim
+
+
+class Dropout(Leaf):
+    """y = x · mask / (1 - p). x, y: `[b, s/row, d/col]`. Communicates: nothing."""
+
+    def __init__(
+        self, site: Site, serial: torch.nn.Dropout, dims: Sequence[Dim] = ("embed",)
+    ) -> None:
+        super().__init__(site)
+        (dim,) = dims
+        assert isinstance(dim, str), dims
+        self.dim, self.p = dim, serial.p
+        region = site.table.region(dim)
+        self.batch_axis = site.axis(*(axis for axis in region["batch"] if axis == "col"))
+        self.seq_axis = site.axis(*region["seq"])
+        self.features_axis = site.axis(*site.table.axes(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop in training."""
+        if not self.training or self.p == 0.0:
+            return x
+        samples = self._samples(x)
+        tokens = torch.arange(x.shape[1], device=x.device) + self.seq_axis.index * x.shape[1]
+        features = torch.arange(x.shape[2], device=x.device) + self.features_axis.index * x.shape[2]
+        stream = init.key(self.site.moment.seed, "dropout", self.site.name)
+        mask = init.keep(
+            x.shape, [samples.view(-1, 1, 1), tokens.view(-1, 1), features], stream, self.p
+        )
+        return torch.where(mask, x / (1.0 - self.p), 0.0)
+
+    def _samples(self, x: Tensor) -> Tensor:
+        samples = self.site.moment.samples
+        if samples is None:
+            raise ShardingError(
+                f"{self.site.name} drops elements (p={self.p}) but does not know which samples it works on. "
+                "Random masks depend on the number of the sample. Set `moment.samples` before each forward."
+            )
+        samples = samples.to(x.device)
+        return take(samples, self.batch_axis, 0)

@@ -1,0 +1,122 @@
+"""Embedding: rows of a table, the table split over row (vocabulary) and col (features).
+
+A look-up is a product with one-hot rows: where the first dim is split (the vocabulary over row), each rank
+finds the rows it holds, zero for the others, and the partial results are reduce-scattered to where the
+residual stream wants the tokens. Where it is whole (learned positions) each rank looks up its own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ranvier.comm import pairs, verbs
+from ranvier.errors import ShardingError
+from ranvier.nn.leaf import Flow, Leaf, Site
+from ranvier.sharding import WEIGHTS, Dim
+from ranvier.trace import Event
+
+
+class Embedding(Leaf):
+    """y = W[ids].
+
+    ids: `[b, s]`; y: `[b, s/row, d/col]`.
+    Communicates: reduce-scatter seq over row; backward: all-gather seq over row (nothing if dim 0 is whole).
+    """
+
+    def __init__(self, site: Site, serial: torch.nn.Embedding, dims: Sequence[Dim]) -> None:
+        super().__init__(site)
+        rows, features = dims
+        if (
+            features != "embed"
+            or not isinstance(rows, str)
+            or WEIGHTS.get(rows, ("row",)) != ("row",)
+        ):
+            raise ShardingError(
+                f"{site.name} has the dims {tuple(dims)}. An embedding has (rows, 'embed') with rows split "
+                "over row ('vocab') or whole ('position'). Rename its dims."
+            )
+        if serial.max_norm is not None or serial.scale_grad_by_freq or serial.sparse:
+            raise ShardingError(
+                f"{site.name} uses max_norm, scale_grad_by_freq or sparse, which need the whole table. "
+                "Turn them off."
+            )
+        self.padding_idx = serial.padding_idx
+        self.axis = site.axis(*WEIGHTS.get(rows, ()))
+        """Ranks that hold different rows."""
+        self.seq_axis = site.axis("row")
+        weight = self.place("weight", serial.weight, dims, std=0.02)
+        assert weight is not None
+        self.first = weight.sharding.without("depth").place(site.grid.index).start[0]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up."""
+        weight = self.handles["weight"]
+        if self.axis.size == 1:
+            ids = pairs.take(ids, self.seq_axis, 1)
+        with self.here():
+            if torch.compiler.is_compiling() or not self.site.fast:
+                return pairs.sum_scatter(self._rows(weight.gathered(), ids), self.axis, 1)
+            y: Tensor = _LookUp.apply(ids, self, self.weight)
+        return y
+
+    def _mine(self, ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Indices into my rows, and which ids are mine."""
+        local = ids - self.first
+        mine = (
+            (local >= 0) & (local < rows)
+            if self.axis.size > 1
+            else torch.ones_like(ids, dtype=torch.bool)
+        )
+        return local.clamp(0, rows - 1), mine
+
+    def _rows(self, weight: Tensor, ids: Tensor) -> Tensor:
+        local, mine = self._mine(ids, weight.shape[0])
+        y = F.embedding(local, weight)
+        if self.padding_idx is not None:  # its row is read but gets no gradient, as in torch
+            pad = (ids == self.padding_idx).unsqueeze(-1)
+            y = torch.where(pad, y.detach(), y)
+        return y * mine.unsqueeze(-1) if self.axis.size > 1 else y
+
+    def forward_events(self, flow: Flow) -> list[Event]:
+        """Scatter the looked-up rows to the tokens."""
+        return self.event("reduce_scatter", self.axis, self._elements(flow), flow.itemsize)
+
+    def backward_events(self, flow: Flow) -> list[Event]:
+        """Gather the gradient of all tokens."""
+        return self.event("all_gather", self.axis, self._elements(flow), flow.itemsize)
+
+    def _elements(self, flow: Flow) -> int:
+        return flow.samples * flow.seq * self.handles["weight"].sharding.gathered[1]
+
+
+class _LookUp(torch.autograd.Function):
+    """The look-up with the gradient delivered to the weight's bucket."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, leaf: Embedding, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.leaf = leaf
+        return verbs.reduce_scatter(
+            leaf._rows(leaf.handles["weight"].whole(), ids), leaf.axis, 1
+        ).wait()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
+        (ids,), leaf = ctx.saved_tensors, ctx.leaf
+        weight = leaf.handles["weight"]
+        with leaf.site.grid.trace.at(leaf.site.name):
+            dy = verbs.all_gather(dy, leaf.axis, 1).wait()  # (b, s, d/col)
+            if weight.trainable:
+                rows, width = weight.sharding.gathered
+                local, mine = leaf._mine(ids, rows)
+                if leaf.padding_idx is not None:
+                    mine = mine & (ids != leaf.padding_idx)
+                grad = torch.zeros(rows, width, dtype=leaf.site.queue.dtype, device=dy.device)
+                dy = (dy * mine.unsqueeze(-1)).flatten(0, 1).to(grad.dtype)
+                weight.deliver(grad.index_add_(0, local.flatten(), dy))
+        return None, None, None

@@ -1,0 +1,191 @@
+"""Leaf: a layer that knows its part of the work on the grid.
+
+A leaf replaces its serial twin (`nn.Linear` here, `torch.nn.Linear` there): same names of parameters, same
+result. It derives from the names of its dims which part of the weights it holds and what it communicates;
+`events()` predicts that communication in closed form, `flops()` its work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ranvier.comm.deferred import Deferred, Weight
+from ranvier.grid import Axis, Grid
+from ranvier.sharding import WEIGHTS, Dim, Rule, Sharding, Table
+from ranvier.trace import Event
+
+
+@dataclass
+class Moment:
+    """What the forward pass now running works on: needed by layers that draw random numbers."""
+
+    seed: int = 0
+    samples: Tensor | None = None
+    """Number in the run of each sample of this micro-batch `[b]`; it implies the step."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a leaf stands: its name, and what all leaves of a model share."""
+
+    name: str
+    grid: Grid
+    table: Table
+    units: Mapping[str, int]
+    """Number of units of each named dim of the model (heads, not their elements)."""
+    queue: Deferred
+    moment: Moment
+    fast: bool = True
+    """Overlapped autograd functions; False: the reference in differentiable pairs."""
+    whole_sequence: bool = False
+    """The sequence was gathered over row where the enclosing module begins (Hugging Face)."""
+    init: Mapping[str, float | tuple[float, float]] = field(default_factory=dict)
+    """Deviation (or mean and deviation) of initial values, by the end of a layer's name, first match."""
+    weights: dict[str, Weight] = field(default_factory=dict)
+    """All weights placed so far, by name."""
+    tied: dict[int, Weight] = field(default_factory=dict)
+    """The same by identity of the serial parameter."""
+
+    def at(self, name: str, **changes: object) -> Site:
+        """The site of another leaf of the same model."""
+        return replace(self, name=name, **changes)  # type: ignore[arg-type]
+
+    def axis(self, *names: str) -> Axis:
+        """An axis of the grid."""
+        return self.grid.axis(*names)
+
+    def initial(self, name: str, mean: float, std: float) -> tuple[float, float]:
+        """Mean and deviation of a parameter: the model's word, else the leaf's."""
+        layer = name.rpartition(".")[0]
+        for end, word in self.init.items():
+            if isinstance(word, tuple) and name.endswith(end):
+                return word
+            if isinstance(word, float) and std > 0.0 and layer.endswith(end):
+                return mean, word
+        return mean, std
+
+
+def place(
+    module: torch.nn.Module,
+    attribute: str,
+    serial: torch.nn.Parameter,
+    dims: Sequence[Dim],
+    site: Site,
+    *,
+    rule: Rule | None = None,
+    decay: bool = False,
+    std: float = 0.0,
+    mean: float = 0.0,
+) -> Weight:
+    """Put my part of a parameter where the whole was, still without values.
+
+    Without `rule` it is a matrix of a layer: cut by the weights' rule and over depth, and the layer gathers
+    it. With a rule (a vector, in the region of its dim) it is used as it lies.
+    """
+    weight = site.tied.get(id(serial))
+    if weight is None:
+        sharding = Sharding.make(
+            serial.shape,
+            dims,
+            WEIGHTS if rule is None else rule,
+            site.grid.degrees,
+            units=site.units,
+            depth=rule is None,
+        )
+        name = f"{site.name}.{attribute}".lstrip(".")
+        mean, std = site.initial(name, mean, std)
+        weight = Weight(
+            name=name,
+            dims=tuple(dims),
+            sharding=sharding,
+            place=sharding.place(site.grid.index),
+            decay=decay,
+            std=std,
+            mean=mean,
+            owners=[],
+            trainable=serial.requires_grad,
+            original=None if serial.is_meta else serial.detach(),
+        )
+        site.tied[id(serial)] = site.weights[name] = weight
+    weight.owners.append((module, attribute))
+    empty = torch.empty(weight.sharding.local, device="meta")
+    setattr(module, attribute, torch.nn.Parameter(empty, requires_grad=weight.trainable))
+    return weight
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What runs through a model on one (data, expert, depth) coordinate, for predictions."""
+
+    samples: int
+    """Sequences of a micro-batch."""
+    seq: int
+    """Tokens of a sequence."""
+    itemsize: int
+    """Bytes of an activation element."""
+    statistics: int
+    """Bytes of an element of norms and loss statistics."""
+
+
+class Leaf(torch.nn.Module):
+    """A layer on the grid; subclasses place their weights in `__init__` and predict in `events`."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        self.site = site
+        self.handles: dict[str, Weight] = {}
+
+    def place(
+        self, attribute: str, serial: torch.nn.Parameter | None, dims: Sequence[Dim], **options: Any
+    ) -> Weight | None:
+        """Hold my part of a parameter (see `place`)."""
+        if serial is None:
+            self.register_parameter(attribute, None)
+            return None
+        self.handles[attribute] = place(self, attribute, serial, dims, self.site, **options)
+        return self.handles[attribute]
+
+    def here(self) -> AbstractContextManager[None]:
+        """Communication inside is recorded as this leaf's (a compiled graph has no such place)."""
+        if torch.compiler.is_compiling():
+            return nullcontext()
+        return self.site.grid.trace.at(self.site.name)
+
+    def forward_events(self, flow: Flow) -> list[Event]:
+        """Communication of the forward pass of a micro-batch, gathered weights apart."""
+        return []
+
+    def backward_events(self, flow: Flow) -> list[Event]:
+        """Communication of the backward pass of a micro-batch, gathered weights and gradients apart."""
+        return []
+
+    def events(self, flow: Flow, *, recomputed: bool = False) -> list[Event]:
+        """Communication of a micro-batch; a recomputed leaf runs forward twice."""
+        forward = self.forward_events(flow)
+        return forward * (2 if recomputed else 1) + self.backward_events(flow)
+
+    def flops(self, flow: Flow) -> int:
+        """Multiplications and additions of one forward pass of a micro-batch on this rank."""
+        return 0
+
+    def event(self, op: str, axis: Axis, elements: int, itemsize: int) -> list[Event]:
+        """One predicted event; none if the axis has one rank."""
+        if axis.size == 1:
+            return []
+        return [Event(op, axis.names, elements * itemsize, self.site.name)]
+
+    def tokens(self, flow: Flow, dim: str) -> int:
+        """Tokens of a micro-batch on this rank where `dim` is the features."""
+        region = self.site.table.region(dim)
+        ranks = 1
+        for name in ("batch", "seq"):
+            for axis in region[name]:
+                if axis not in ("data", "expert", "depth"):
+                    ranks *= self.site.grid.degrees[axis]
+        return flow.samples * flow.seq // ranks
