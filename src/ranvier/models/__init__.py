@@ -1,0 +1,32 @@
+"""Models: plain PyTorch with named dims. A model is one file and one line here."""
+
+from __future__ import annotations
+
+from ranvier.models.decoder import Decoder, DecoderConfig
+
+__all__ = ["SIZES", "Decoder", "DecoderConfig"]
+
+_GPT2 = {"norm": "layer", "positions": "learned", "activation": "gelu", "bias": True, "tied": True}
+_LLAMA3 = {"kv_heads": 8, "vocab": 128256, "max_seq": 8192, "rope_theta": 500000.0}
+_QWEN3 = {"kv_heads": 8, "head_dim": 128, "vocab": 151936, "max_seq": 40960} | {
+    "rope_theta": 1000000.0,
+    "norm_eps": 1e-6,
+    "qk_norm": True,
+}
+
+
+def _size(layers: int, embed: int, heads: int, mlp: int, **rest: object) -> DecoderConfig:
+    shape = {"layers": layers, "embed": embed, "heads": heads, "mlp": mlp}
+    return DecoderConfig(**{"kv_heads": heads, "head_dim": embed // heads, **shape, **rest})  # type: ignore[arg-type]
+
+
+SIZES: dict[str, DecoderConfig] = {
+    "tiny": _size(4, 192, 6, 512, kv_heads=2, vocab=257),
+    "gpt2": _size(12, 768, 12, 3072, vocab=50257, max_seq=1024, **_GPT2),
+    "llama3-1b": _size(16, 2048, 32, 8192, tied=True, rope_scale=32.0, **_LLAMA3),
+    "llama3-8b": _size(32, 4096, 32, 14336, **_LLAMA3),
+    "llama3-70b": _size(80, 8192, 64, 28672, **_LLAMA3),
+    "llama3-405b": _size(126, 16384, 128, 53248, rope_scale=8.0, **_LLAMA3),
+    "qwen3-0.6b": _size(28, 1024, 16, 3072, tied=True, **_QWEN3),
+    "qwen3-8b": _size(36, 4096, 32, 12288, **_QWEN3),
+}
