@@ -1,0 +1,359 @@
+"""parallelize: swap the layers of a plain model for leaves, place its weights, refuse unnamed ones.
+
+The model is read, not rewritten: each module may carry an inert table `dims` that names the dims of the
+layers (or parameters) below it, the model a dict `sizes` with the number of units of each dim. Everything a
+run needs afterwards (buckets, gradients, predictions, state) hangs on `model.parallel`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ranvier import init, sharding
+from ranvier.comm.deferred import VECTORS, Bucket, Deferred, Weight, fill
+from ranvier.errors import ShardingError
+from ranvier.grid import Axis, Grid
+from ranvier.models import decoder
+from ranvier.nn.attention import Core
+from ranvier.nn.dropout import Dropout
+from ranvier.nn.embedding import Embedding
+from ranvier.nn.leaf import Flow, Leaf, Moment, Site, place
+from ranvier.nn.linear import Linear, Siblings
+from ranvier.nn.loss import CrossEntropy
+from ranvier.nn.norm import LayerNorm, RMSNorm
+from ranvier.plan import Inner, Recompute
+from ranvier.sharding import Dim, State, Table
+from ranvier.trace import Event
+
+LEAVES: dict[type[nn.Module], Callable[..., Leaf]] = {
+    nn.Linear: Linear,
+    nn.Embedding: Embedding,
+    nn.RMSNorm: RMSNorm,
+    nn.LayerNorm: LayerNorm,
+    nn.Dropout: Dropout,
+    decoder.Siblings: Siblings,
+    decoder.Core: Core,
+    decoder.CrossEntropy: CrossEntropy,
+}
+"""Serial layers and their leaves: a new leaf is one file and one line here."""
+
+Model = TypeVar("Model", bound=nn.Module)
+Names = dict[str, tuple[Dim, ...]]
+
+
+@dataclass(eq=False)
+class Parallel:
+    """What a parallel model knows of itself."""
+
+    grid: Grid
+    table: Table
+    queue: Deferred
+    moment: Moment
+    weights: dict[str, Weight]
+    leaves: dict[str, Leaf]
+    recompute: Recompute = "none"
+    blocks: list[str] = field(default_factory=list)
+    """Names of the blocks that are recomputed or gathered together, in order."""
+
+    @property
+    def token_axis(self) -> Axis:
+        """Ranks whose losses are of different tokens: the sum over it is the loss of the batch."""
+        region = self.table.region("vocab")
+        return self.grid.axis(*region["batch"], *region["seq"])
+
+    def state(self) -> State:
+        """My part of every parameter."""
+        return {
+            name: (weight.param.detach(), weight.place) for name, weight in self.weights.items()
+        }
+
+    def load(self, whole: Mapping[str, Tensor]) -> None:
+        """Take my part of whole tensors."""
+        missing = sorted(set(self.weights) - set(whole))
+        if missing:
+            raise ShardingError(
+                f"The state lacks {len(missing)} weights: {', '.join(missing)}. Every weight must be there. "
+                "Load the state of the same model."
+            )
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.param.copy_(weight.place.take(whole[name]))
+
+    def events(self, flow: Flow, *, micro_batches: int = 1) -> list[Event]:
+        """Predicted communication of the forward and backward passes of a step."""
+        events = self._depth_events()
+        for name, leaf in self.leaves.items():
+            siblings = isinstance(self.leaves.get(name.rpartition(".")[0]), Siblings)
+            if not siblings:  # those are predicted together
+                events += leaf.events(flow, recomputed=self._recomputed(name))
+        return events * micro_batches
+
+    def _recomputed(self, name: str) -> bool:
+        return self.recompute != "none" and any(
+            name.startswith(f"{block}.") for block in self.blocks
+        )
+
+    def _depth_events(self) -> list[Event]:
+        """Gathers of a micro-batch: forward, then backward, once where the next use is of the same bucket.
+
+        An embedding needs its weight forward only. A bucket's gradients are reduced once.
+        """
+        queue, events = self.queue, []
+        if queue.gather_axis.size == 1:
+            return []
+        forward = self._uses(lambda leaf: True)
+        backward = self._uses(lambda leaf: not isinstance(leaf, Embedding))[::-1]
+        before = None
+        for bucket in [*forward, *backward]:
+            if bucket is not before:
+                events.append(self._bucket_event("all_gather", bucket))
+            before = bucket
+        late = [bucket for bucket in queue.buckets if bucket.late and bucket.split]
+        reduced = [bucket for bucket in queue.buckets if bucket.split and bucket.trainable]
+        return events + [self._bucket_event("reduce_scatter", b) for b in reduced if b not in late]
+
+    def _bucket_event(self, op: str, bucket: Bucket) -> Event:
+        axis = self.queue.gather_axis
+        dtype = bucket.data.dtype if op == "all_gather" else self.queue.dtype
+        return Event(op, axis.names, bucket.size * axis.size * dtype.itemsize, bucket.name)
+
+    def _uses(self, which: Callable[[Leaf], bool]) -> list[Bucket]:
+        """Buckets in the order in which the leaves use them."""
+        leaves = [leaf for leaf in self.leaves.values() if which(leaf)]
+        weights = [leaf.handles["weight"] for leaf in leaves if "weight" in leaf.handles]
+        return [weight.bucket for weight in weights if weight.split]
+
+    def update_events(self) -> list[Event]:
+        """Predicted communication of the optimizer step: gradients, norm, updated weights."""
+        queue, world = self.queue, self.grid.axis(*self.grid.degrees)
+        events = []
+        for bucket in queue.buckets:
+            if not bucket.trainable:
+                continue
+            grad, weight = (
+                bucket.size * queue.dtype.itemsize,
+                bucket.size * bucket.data.element_size(),
+            )
+            if bucket.late and bucket.split:
+                events.append(self._bucket_event("reduce_scatter", bucket))
+            if bucket.over.size > 1:
+                events.append(Event("all_reduce", bucket.over.names, grad, bucket.name))
+            if queue.data_axis.size > 1:
+                events.append(Event("reduce_scatter", queue.data_axis.names, grad, bucket.name))
+                events.append(Event("all_gather", queue.data_axis.names, weight, bucket.name))
+        if world.size > 1:
+            events.append(Event("all_reduce", world.names, queue.dtype.itemsize, "norm"))
+        return events
+
+
+def parallelize(
+    model: Model,
+    grid: Grid,
+    *,
+    inner: Inner = "samples",
+    overlap: Iterable[str] = ("dx", "dw", "gather"),
+    recompute: Recompute = "none",
+    fast: bool = True,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    names: Names | None = None,
+    leaves: Mapping[type[nn.Module], Callable[..., Leaf]] | None = None,
+    materialize: bool = True,
+) -> Model:
+    """The model with its layers on the grid; its weights keep their values, or get initial ones (meta).
+
+    names: dims of layers by full name, for models without `dims` tables. leaves: further layers.
+    fast=False computes in differentiable pairs, for comparison.
+    Communicates: the making of groups.
+
+    Example:
+        >>> from ranvier import Grid, parallelize
+        >>> from ranvier.models import SIZES, Decoder
+        >>> model = parallelize(Decoder(SIZES["tiny"]), Grid({}))
+        >>> len(model.parallel.weights)
+        39
+    """
+    moment = Moment(seed=seed)
+    dtype = dtype or next((p.dtype for p in model.parameters()), torch.float32)
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    queue = Deferred(grid, overlap=overlap, dtype=wide)
+    table = {**LEAVES, **(leaves or {})}
+    site = Site(
+        name="",
+        grid=grid,
+        table=Table(inner),
+        units=dict(getattr(model, "sizes", {})),
+        queue=queue,
+        moment=moment,
+        fast=fast,
+        init=dict(getattr(model, "init", {})),
+        whole_sequence=bool(getattr(model, "whole_sequence", False)),
+    )
+    found = dict(_swap(model, site, table, names or dict(named(model))))
+    _refuse_unnamed(model, site)
+    order = {name: leaf for name, leaf in model.named_modules() if name in found}
+    blocks = _blocks(model, site.weights)
+    fill(queue, site.weights.values(), blocks)
+    parallel = Parallel(grid, site.table, queue, moment, site.weights, {}, recompute)
+    parallel.leaves = {name: leaf for name, leaf in order.items() if isinstance(leaf, Leaf)}
+    parallel.blocks = _recompute(model, recompute)
+    model.parallel = parallel  # type: ignore[assignment]
+    if materialize:
+        _materialize(parallel, seed=seed, dtype=dtype, device=device)
+    return model
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, tuple[Dim, ...]]]:
+    """Full names and dims of all that the `dims` tables of a model name."""
+    for path, module in model.named_modules():
+        for key, dims in getattr(module, "dims", {}).items():
+            yield f"{path}.{key}".lstrip("."), tuple(dims)
+
+
+def _swap(
+    model: nn.Module, site: Site, table: Mapping[type[nn.Module], Callable[..., Leaf]], names: Names
+) -> Iterator[tuple[str, Leaf]]:
+    """Put leaves in the place of layers; parameters that are named themselves are placed as they are."""
+    for path, module in list(model.named_modules()):
+        if type(module) is decoder.Siblings or (type(module) is nn.Dropout and path not in names):
+            names = (
+                {**names, path: ()}
+                if type(module) is decoder.Siblings
+                else {**names, path: ("embed",)}
+            )
+    for path in sorted(names, key=lambda name: name.count(".")):
+        parent_path, _, attribute = path.rpartition(".")
+        parent = model.get_submodule(parent_path)
+        if not hasattr(parent, attribute):
+            raise ShardingError(
+                f"dims names {path!r}, which the model has not. A name in dims is a layer or a parameter. "
+                f"{type(parent).__name__} has {', '.join(_members(parent))}."
+            )
+        child = getattr(parent, attribute)
+        if child is None or isinstance(child, nn.Identity):
+            continue
+        here = site.at(path)
+        if isinstance(child, nn.Parameter):
+            region = next((dim for dim in names[path] if dim in sharding.WEIGHTS), "embed")
+            assert isinstance(region, str)
+            place(
+                parent,
+                attribute,
+                child,
+                names[path],
+                site.at(parent_path),
+                rule=site.table.region(region),
+            )
+            continue
+        if type(child) not in table:
+            raise ShardingError(
+                f"{path} is a {type(child).__name__}, which has no leaf. Layers with leaves are "
+                f"{', '.join(sorted(t.__name__ for t in table))}. Write one (nn/, one file) or use one of them."
+            )
+        leaf = table[type(child)](here, child, names[path])
+        for name, grandchild in child.named_children() if isinstance(leaf, Siblings) else ():
+            leaf.add_module(name, grandchild)
+        setattr(parent, attribute, leaf)
+        yield path, leaf
+
+
+def _members(module: nn.Module) -> list[str]:
+    return [name for name, _ in (*module.named_children(), *module.named_parameters(recurse=False))]
+
+
+def _refuse_unnamed(model: nn.Module, site: Site) -> None:
+    """Every parameter must have been placed."""
+    placed = {id(getattr(owner, name)) for w in site.weights.values() for owner, name in w.owners}
+    lost = [
+        f"{name} {tuple(param.shape)}"
+        for name, param in model.named_parameters()
+        if id(param) not in placed
+    ]
+    if lost:
+        raise ShardingError(
+            f"{type(model).__name__} has {len(lost)} weights without named dimensions: {', '.join(lost)}. "
+            "Every weight must say which dims it has. Add them to dims of their class, or () to replicate."
+        )
+
+
+def _blocks(model: nn.Module, weights: Mapping[str, Weight]) -> dict[str, str]:
+    """The block of each weight: the last list element above it, else its layer; vectors have one for all."""
+    blocks = {}
+    for name, weight in weights.items():
+        inside = re.match(r"(.*\.\d+)\.", name) if weight.split or len(weight.dims) > 1 else None
+        layer = name.rpartition(".")[0] if len(weight.dims) > 1 else VECTORS
+        blocks[name] = inside.group(1) if inside else layer
+    return blocks
+
+
+def _recompute(model: nn.Module, kind: Recompute) -> list[str]:
+    """Wrap the blocks (elements of lists) so that backward computes their activations again."""
+    lists = [
+        (path, module)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+    ]
+    names = [f"{path}.{i}" for path, blocks in lists for i in range(len(blocks))]
+    if kind != "none":
+        for name in names:
+            block = model.get_submodule(name)
+            block.forward = partial(  # type: ignore[method-assign]
+                checkpoint,
+                block.forward,
+                use_reentrant=kind == "reentrant",
+                preserve_rng_state=False,
+            )
+    return names
+
+
+def _materialize(
+    parallel: Parallel, *, seed: int, dtype: torch.dtype, device: torch.device | str | None
+) -> None:
+    """Give every parameter its part of the values, as views of its bucket."""
+    for bucket in parallel.queue.buckets:
+        originals = [w.original.device for w in bucket.weights if w.original is not None]
+        where = device or (originals[0] if originals else "cpu")
+        bucket.data = torch.zeros(bucket.size, dtype=dtype, device=where)
+        for weight in bucket.weights:
+            view = bucket.data[weight.offset : weight.offset + weight.elements].view(
+                weight.sharding.local
+            )
+            view.copy_(_initial(weight, seed=seed, dtype=dtype, device=where))
+            weight.original = None
+            param = nn.Parameter(view, requires_grad=weight.trainable)
+            for owner, attribute in weight.owners:
+                setattr(owner, attribute, param)
+            if weight.trainable:
+                param.register_post_accumulate_grad_hook(partial(_collect, weight))
+
+
+def _initial(
+    weight: Weight, *, seed: int, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    if weight.original is not None:
+        return weight.place.take(weight.original)
+    return init.value(
+        weight.place,
+        seed=seed,
+        name=weight.name,
+        std=weight.std,
+        mean=weight.mean,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _collect(weight: Weight, param: Any) -> None:
+    """Move a gradient that autograd made (of a vector, or in the reference) to the bucket."""
+    if param.grad is not None:  # None where a leaf has delivered it already
+        weight.bucket.accumulate(param.grad, weight)
+        param.grad = None
