@@ -1,0 +1,1 @@
+"""Checkpoints: state by name and place."""

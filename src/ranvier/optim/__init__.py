@@ -1,0 +1,1 @@
+"""Optimizers: update rules as pure functions, and the sharded state they work on."""

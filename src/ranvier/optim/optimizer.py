@@ -1,0 +1,125 @@
+"""Optimizer: AdamW on the flat range of each bucket that lies on this data rank (ZeRO-1).
+
+Gradients come summed over all ranks that hold the same part and scattered over data; each rank updates its
+range in fp32 at least (master weights where the working weights are 16-bit) and the new values are gathered
+over data. The gradient norm counts each part once and costs one all-reduce of one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ranvier.comm import verbs
+from ranvier.comm.deferred import Bucket, Deferred
+from ranvier.grid import Grid
+from ranvier.optim import rules
+from ranvier.sharding import State
+
+
+def gradient_norm(grads: Sequence[tuple[Bucket, Tensor]], grid: Grid) -> Tensor:
+    """Euclidean norm of the gradient of the whole model. Communicates: all-reduce of one number over all axes.
+
+    Ranges over data are disjoint; of the ranks that hold the same part only the first counts it.
+    """
+    first = [grad.square().sum() for bucket, grad in grads if bucket.over.index == 0]
+    square = torch.stack(first).sum() if first else torch.zeros((), dtype=grads[0][1].dtype)
+    with grid.trace.at("norm"):
+        return verbs.all_reduce(square, grid.axis(*grid.degrees)).wait().sqrt()
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """What gradients are multiplied by so that their norm is at most `limit`."""
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+class Optimizer:
+    """AdamW with sharded state for the weights of a queue."""
+
+    def __init__(
+        self,
+        queue: Deferred,
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        decay: float = 0.1,
+        clip: float = 1.0,
+    ) -> None:
+        self.queue, self.grid = queue, queue.grid
+        self.lr, self.betas, self.eps, self.decay, self.clip = lr, betas, eps, decay, clip
+        self.steps = 0
+        self.buckets = [bucket for bucket in queue.buckets if bucket.trainable]
+        self.master = {
+            bucket: self._range(bucket).to(queue.dtype, copy=True) for bucket in self.buckets
+        }
+        self.mean = {bucket: torch.zeros_like(self.master[bucket]) for bucket in self.buckets}
+        self.square = {bucket: torch.zeros_like(self.master[bucket]) for bucket in self.buckets}
+
+    def _range(self, bucket: Bucket) -> Tensor:
+        """My range over data of the working weights."""
+        axis = self.queue.data_axis
+        return bucket.data.view(axis.size, -1)[axis.index]
+
+    @torch.no_grad()
+    def step(self, lr: float | None = None) -> Tensor:
+        """Update the weights with the gradients of this step; the norm before clipping.
+
+        Communicates: the end of the gradient reductions, the norm, all-gather of weights over data.
+        """
+        grads = self.queue.finish()
+        norm = gradient_norm(grads, self.grid)
+        if self.clip > 0.0:
+            factor = clip_factor(norm, self.clip)
+            grads = [(bucket, grad * factor) for bucket, grad in grads]
+        self.steps += 1
+        for bucket, grad in grads:
+            rules.adamw(
+                self.master[bucket],
+                grad,
+                self.mean[bucket],
+                self.square[bucket],
+                step=self.steps,
+                lr=self.lr if lr is None else lr,
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                eps=self.eps,
+                decay=self.decay if bucket.weights[0].decay else 0.0,
+            )
+        self._publish()
+        return norm
+
+    def _publish(self) -> None:
+        """Give all data ranks the updated weights. Communicates: all-gather over data, by bucket."""
+        pending = []
+        for bucket in self.buckets:
+            with self.grid.trace.at(bucket.name):
+                part = self.master[bucket].to(bucket.data.dtype)
+                pending.append((bucket, verbs.all_gather(part, self.queue.data_axis)))
+        for bucket, values in pending:
+            bucket.data.copy_(values.wait())
+
+    def state(self) -> State:
+        """My part of master weights and moments, by parameter name."""
+        kinds = {"master": self.master, "mean": self.mean, "square": self.square}
+        return {
+            f"{weight.name}.{kind}": (
+                tensors[bucket][slice(*bucket.range(weight))],
+                bucket.place(weight),
+            )
+            for kind, tensors in kinds.items()
+            for bucket in self.buckets
+            for weight in bucket.weights
+        }
+
+    def load(self, whole: Mapping[str, Tensor], *, steps: int) -> None:
+        """Take my part of a whole state, after `steps` updates; working weights follow the master weights.
+
+        Communicates: all-gather over data.
+        """
+        self.steps = steps
+        for name, (part, place) in self.state().items():
+            part.copy_(place.take(whole[name]))
+        self._publish()

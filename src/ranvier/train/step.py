@@ -1,0 +1,119 @@
+"""One optimizer step: the micro-batches of this rank forward and backward, then the update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ranvier.comm import verbs
+from ranvier.comm.pairs import take
+from ranvier.grid import Grid
+from ranvier.nn.loss import IGNORE
+from ranvier.optim.optimizer import Optimizer
+from ranvier.parallel import Parallel
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples of a step or of a part of it; all `[b, s]` but `samples`, `[b]`."""
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor | None = None
+    documents: Tensor | None = None
+    samples: Tensor | None = None
+    """Number in the run of each sample."""
+
+    def select(self, rows: slice) -> Batch:
+        """Some of the samples."""
+        return Batch(*(None if x is None else x[rows] for x in self._tensors()))  # type: ignore[arg-type]
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch on a device."""
+        return Batch(*(None if x is None else x.to(device) for x in self._tensors()))  # type: ignore[arg-type]
+
+    def _tensors(self) -> list[Tensor | None]:
+        return [getattr(self, one.name) for one in fields(self)]
+
+    def inputs(self) -> dict[str, Tensor]:
+        """What the model is called with."""
+        names = ("tokens", "targets", "positions", "documents")
+        return {name: x for name in names if (x := getattr(self, name)) is not None}
+
+    def micro_batches(self, grid: Grid, size: int) -> list[Batch]:
+        """The micro-batches of this rank: its contiguous share of the samples, `size` at a time."""
+        axis = grid.axis("data", "expert", "depth")
+        share = self.tokens.shape[0] // axis.size
+        mine = self.select(slice(axis.index * share, (axis.index + 1) * share))
+        return [mine.select(slice(i, i + size)) for i in range(0, share, size)]
+
+
+def forward_backward(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
+    """Mean loss over the valid tokens of the whole step; gradients are left in the queue.
+
+    Communicates: all-reduce of the number of tokens and of the loss, and all that the model does.
+    """
+    parallel = parallel_of(model)
+    queue, axis, trace = parallel.queue, parallel.token_axis, parallel.grid.trace
+    queue.begin(f"train {len(batches)}")
+    samples = [take(batch.targets, _batch_axis(parallel), 0) for batch in batches]
+    with trace.at("tokens"):
+        count = verbs.all_reduce(sum_of([(x != IGNORE).sum() for x in samples]), axis).wait()
+    losses = []
+    for i, batch in enumerate(batches):
+        queue.last = i == len(batches) - 1
+        parallel.moment.samples = batch.samples
+        loss = model(**batch.inputs()) / count
+        loss.backward()
+        losses.append(loss.detach())
+    with trace.at("loss"):
+        return verbs.all_reduce(sum_of(losses), axis).wait()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
+    """Mean loss over the valid tokens, without gradients. Communicates: as forward_backward."""
+    parallel = parallel_of(model)
+    axis = parallel.token_axis
+    parallel.queue.begin("evaluate")
+    was, _ = model.training, model.eval()
+    loss = sum_of([model(**batch.inputs()) for batch in batches])
+    samples = [take(batch.targets, _batch_axis(parallel), 0) for batch in batches]
+    count = sum_of([(x != IGNORE).sum() for x in samples])
+    both = verbs.all_reduce(torch.stack([loss, count.to(loss.dtype)]), axis).wait()
+    model.train(was)
+    parallel.queue.begin("")
+    return both[0] / both[1]
+
+
+def train_step(
+    model: nn.Module, batches: Sequence[Batch], optimizer: Optimizer, lr: float
+) -> tuple[Tensor, Tensor]:
+    """Loss and gradient norm of one update."""
+    loss = forward_backward(model, batches)
+    return loss, optimizer.step(lr)
+
+
+def _batch_axis(parallel: Parallel) -> Any:
+    """Ranks among which the loss divides the samples of a micro-batch."""
+    batch = parallel.table.region("vocab")["batch"]
+    return parallel.grid.axis(*(axis for axis in batch if axis == "col"))
+
+
+def parallel_of(model: nn.Module) -> Parallel:
+    """What a parallel model knows of itself."""
+    parallel = model.parallel
+    assert isinstance(parallel, Parallel), type(model)
+    return parallel
+
+
+def sum_of(terms: Sequence[Tensor]) -> Tensor:
+    """Sum in order."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
