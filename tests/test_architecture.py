@@ -18,7 +18,7 @@ import pytest
 from size import MAX_FILE, MAX_FUNCTION, PACKAGE, oversized
 
 LEVELS = (
-    "errors plan sharding",
+    "errors plan sharding trace",
     "grid init launch",
     "comm",
     "nn | models",

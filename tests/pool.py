@@ -1,0 +1,196 @@
+"""Worker processes for tests: started once, reused by all, any grid of up to 8 ranks.
+
+`Pool.run(function, ranks, *arguments)` calls `function(rank, *arguments)` on the first `ranks` workers and gives
+their results. A failing rank's traceback is raised here; a hang is ended with the stacks of all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import math
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ranvier.plan import AXES
+
+SIZE = 8
+
+
+class RankError(AssertionError):
+    """A rank that failed or hung."""
+
+
+class Pool:
+    """Processes that have joined one Gloo process group and wait for functions to run."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
+        self.workers: list[tuple[BaseProcess, Connection]] = []
+        self.known: list[tuple[int, ...]] = []
+
+    def start(self) -> None:
+        """Start the workers."""
+        from ranvier.launch import free_port
+
+        self.folder = Path(tempfile.mkdtemp(prefix="ranvier-pool-"))
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["pool_preload"])
+        port = free_port()
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            worker = context.Process(
+                target=_serve, args=(rank, self.size, port, there, self._stacks(rank)), daemon=True
+            )
+            worker.start()
+            there.close()
+            self.workers.append((worker, here))
+
+    def stop(self) -> None:
+        """End the workers."""
+        for worker, connection in self.workers:
+            connection.close()
+            worker.kill()
+            worker.join()
+        self.workers, self.known = [], []
+
+    def run(
+        self, function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 120.0
+    ) -> list[Any]:
+        """Results of the ranks, in order."""
+        if not self.workers:
+            self.start()
+        for _, connection in self.workers[:ranks]:
+            connection.send((function, arguments))
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        open_ones = {connection: rank for rank, (_, connection) in enumerate(self.workers[:ranks])}
+        failures: dict[int, str] = {}
+        while open_ones:
+            ready = wait(list(open_ones), timeout=max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                break
+            for connection in ready:
+                rank = open_ones.pop(connection)  # type: ignore[arg-type,index]
+                try:
+                    good, value = connection.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    good, value = False, f"rank {rank} died"
+                (results if good else failures)[rank] = value
+            if failures:
+                deadline = min(deadline, time.monotonic() + 2.0)
+        if failures or open_ones:
+            self._fail(failures, sorted(open_ones.values()))
+        return [results[rank] for rank in range(ranks)]
+
+    def on_grid(
+        self,
+        degrees: Mapping[str, int],
+        function: Callable[..., Any],
+        *arguments: Any,
+        **options: Any,
+    ) -> list[Any]:
+        """Call `function(grid, *arguments)` on every rank of a grid."""
+        lists = [ranks for ranks in lines(degrees) if ranks not in self.known]
+        if lists:
+            self.run(_make_groups, self.size, lists)
+            self.known += lists
+        return self.run(
+            _with_grid, math.prod(degrees.values()), dict(degrees), function, arguments, **options
+        )
+
+    def _fail(self, failures: dict[int, str], hanging: list[int]) -> None:
+        lines = [f"rank {rank} raised:\n{text}" for rank, text in sorted(failures.items())]
+        if not failures:
+            for rank in range(self.size):
+                worker, _ = self.workers[rank]
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid or 0, signal.SIGUSR1)
+            time.sleep(1.0)
+            lines = [f"ranks {hanging} hang; the stacks of all ranks:"]
+            for rank in range(self.size):
+                lines.append(f"rank {rank}:\n{self._stacks(rank).read_text()}")
+        self.stop()
+        raise RankError("\n".join(lines))
+
+    def _stacks(self, rank: int) -> Path:
+        return self.folder / f"stacks{rank}"
+
+
+GROUPS: dict[tuple[tuple[int, ...], str], Any] = {}
+"""Process groups of a worker, shared by all its grids: making them takes longer than most tests."""
+CHANNELS = ("", "gather", "scatter")
+
+
+def lines(degrees: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """All sets of ranks that can form an axis of the grid, fused and partial ones included."""
+    sizes = [p for axis in AXES for p in _primes(degrees.get(axis, 1))]
+    ranks = np.arange(math.prod(sizes)).reshape(sizes)
+    found: dict[tuple[int, ...], None] = {}
+    for count in range(1, len(sizes) + 1):
+        for kept in itertools.combinations(range(len(sizes)), count):
+            rest = [i for i in range(len(sizes)) if i not in kept]
+            together = math.prod(sizes[i] for i in kept)
+            for row in ranks.transpose(*rest, *kept).reshape(-1, together):
+                found[tuple(sorted(row.tolist()))] = None
+    return list(found)
+
+
+def _primes(number: int) -> list[int]:
+    for p in range(2, number + 1):
+        if number % p == 0:
+            return [p, *_primes(number // p)]
+    return []
+
+
+def _make_groups(rank: int, lists: list[tuple[int, ...]]) -> None:
+    """Make groups on all workers in one order: c10d names groups by how many a process has."""
+    from torch import distributed
+
+    for ranks in lists:
+        for channel in CHANNELS:
+            group = distributed.new_group(list(ranks))
+            if rank in ranks:
+                GROUPS[ranks, channel] = group
+
+
+def _with_grid(
+    rank: int, degrees: dict[str, int], function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Any:
+    from ranvier.grid import Grid
+
+    return function(Grid(degrees, rank=rank, connected=True, groups=GROUPS), *arguments)
+
+
+def _serve(rank: int, size: int, port: int, connection: Connection, stacks: Path) -> None:
+    """The life of a worker."""
+    import torch
+
+    from ranvier.launch import Ranks, connect, die_with_parent
+
+    die_with_parent()
+    torch.set_num_threads(1)
+    with stacks.open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        connect(Ranks(rank=rank, world=size, port=port), backend="gloo", timeout_seconds=60.0)
+        while True:
+            try:
+                function, arguments = connection.recv()
+            except EOFError:
+                return
+            try:
+                connection.send((True, function(rank, *arguments)))
+            except BaseException:  # the driver shows it, whatever it is
+                connection.send((False, traceback.format_exc()))

@@ -1,0 +1,3 @@
+"""What every worker needs: imported once, then forked."""
+
+import ranvier.parallel  # noqa: F401
