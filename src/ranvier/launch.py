@@ -101,12 +101,17 @@ def connect(me: Ranks, *, backend: str, timeout_seconds: float = 600.0) -> None:
         ) from error
 
 
-def disconnect() -> None:
-    """Leave the process group."""
+@contextlib.contextmanager
+def joined(me: Ranks, backend: str, timeout_seconds: float) -> Iterator[None]:
+    """Be a member of the process group of all ranks inside; one rank alone needs none."""
+    if me.world == 1:
+        yield
+        return
     from torch import distributed
 
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
+    connect(me, backend=backend, timeout_seconds=timeout_seconds)
+    yield  # after an error the process ends; leaving in good order could hang
+    distributed.destroy_process_group()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,1 @@
+"""Data: corpora and the order in which a run reads them."""

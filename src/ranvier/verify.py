@@ -1,0 +1,287 @@
+"""Verify: the same architecture, shrunk, on one process as plain PyTorch and on the configured grid.
+
+Every rank runs the plain model as well and compares its own part of it, in float64: losses, every gradient,
+gradient norms, weights after a few steps, and the communication it recorded with what its leaves predicted.
+What decides about parallel correctness is kept: heads : kv heads : ranks that split them, the remainder of
+the vocabulary modulo row·col·depth, tying, biases, norms, positions, packing, what col splits inside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ranvier.comm import verbs
+from ranvier.grid import Grid
+from ranvier.launch import Ranks
+from ranvier.models import Decoder
+from ranvier.nn.leaf import Flow
+from ranvier.nn.loss import IGNORE
+from ranvier.optim.optimizer import Optimizer
+from ranvier.parallel import Parallel, parallelize
+from ranvier.plan import Plan
+from ranvier.run import Run
+from ranvier.sharding import Place
+from ranvier.trace import Event, communication, difference
+from ranvier.train.step import Batch, forward_backward
+
+ONE_PASS, AFTER_STEPS = 1e-12, 1e-9
+"""Largest difference, relative to the largest magnitude of a tensor."""
+NOISE = 1e-10
+"""A gradient this much smaller than the model's largest is rounding noise of a true zero."""
+STEPS = 3
+MOST_RANKS = 64
+
+
+def world_of(plan: Plan) -> int:
+    """Ranks that the plan needs; an inferred degree counts as 1."""
+    return math.prod(max(size, 1) for size in plan.degrees.values())
+
+
+def shrink(run: Run) -> Run:
+    """The run with a model as small as its grid allows."""
+    plan, model = run.plan, run.model
+    inside = plan.row * (plan.col if plan.inner == "features" else 1)
+    heads, kv_heads = _heads(model.heads, model.kv_heads, plan.row, inside)
+    period = plan.row * plan.col * plan.depth
+    vocab = model.vocab % period
+    while vocab < 24:
+        vocab += period
+    seq = plan.row * -(-8 // plan.row)
+    micro = plan.col if plan.inner == "samples" else 1
+    micro_batches = min(plan.micro_batches, 2)
+    small = replace(
+        model,
+        layers=min(model.layers, 2),
+        embed=plan.col * -(-16 // plan.col),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=4,
+        mlp=inside * -(-24 // inside),
+        vocab=vocab,
+        max_seq=max(seq, 1),
+        dropout=0.0,
+    )
+    batch = plan.replicas * micro * micro_batches
+    return replace(
+        run,
+        model=small,
+        plan=replace(plan, batch=batch, micro_batch=micro),
+        data=replace(run.data, seq=seq),
+    )
+
+
+def _heads(heads: int, kv_heads: int, row: int, inside: int) -> tuple[int, int]:
+    """The fewest heads with the same ratio and the same number of ranks that share a kv head."""
+    common = math.gcd(heads, kv_heads)
+    for times in range(1, common + 1):
+        h, kv = heads // common * times, kv_heads // common * times
+        same = all(_shared(kv, ranks) == _shared(kv_heads, ranks) for ranks in (row, inside))
+        if same and h % inside == 0:
+            return h, kv
+    return heads, kv_heads
+
+
+def _shared(kv_heads: int, ranks: int) -> tuple[int, bool]:
+    """How many ranks share a kv head, and whether the split is even at all."""
+    return max(ranks // kv_heads, 1), kv_heads % ranks == 0 or ranks % kv_heads == 0
+
+
+def random_batch(run: Run) -> Batch:
+    """A batch of random tokens, the same on every rank; some tokens have no target."""
+    drawn = torch.Generator().manual_seed(run.train.seed + 1)
+    shape = (run.plan.batch, run.data.seq)
+    tokens = torch.randint(0, run.model.vocab, shape, generator=drawn)
+    targets = torch.randint(0, run.model.vocab, shape, generator=drawn)
+    targets[torch.rand(shape, generator=drawn) < 0.2] = IGNORE
+    if not run.data.packed:
+        return Batch(tokens, targets)
+    starts = torch.rand(shape, generator=drawn) < 0.25
+    starts[:, 0] = True
+    index = torch.arange(shape[1]).expand(shape)
+    positions = index - torch.where(starts, index, 0).cummax(1).values
+    return Batch(tokens, targets, positions, starts.long().cumsum(1))
+
+
+@dataclass
+class Reference:
+    """What plain PyTorch computes in one process."""
+
+    losses: list[float]
+    norms: list[float]
+    grads: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, model: nn.Module, batch: Batch, run: Run, decays: Mapping[str, bool]) -> Reference:
+        """A few steps of torch's AdamW."""
+        optim, named = run.optim, list(model.named_parameters())
+        optimizer = torch.optim.AdamW(
+            [{"params": [p], "weight_decay": optim.decay * decays[name]} for name, p in named],
+            lr=optim.lr,
+            betas=(optim.beta1, optim.beta2),
+            eps=optim.eps,
+        )
+        found = cls([], [], {}, {})
+        count = (batch.targets != IGNORE).sum()
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss = model(**batch.inputs()) / count
+            loss.backward()
+            found.losses.append(loss.item())
+            if step == 0:
+                found.grads = {n: p.grad.clone() for n, p in named if p.grad is not None}
+            limit = optim.clip if optim.clip > 0.0 else math.inf
+            found.norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
+            optimizer.step()
+        found.weights = {name: p.detach().clone() for name, p in named}
+        return found
+
+
+@dataclass
+class Finding:
+    """One row of the table: a quantity, its largest relative difference and what is allowed."""
+
+    what: str
+    difference: float
+    limit: float
+
+    @property
+    def good(self) -> bool:
+        """Whether it agrees (not a number does not)."""
+        return self.difference <= self.limit
+
+
+def verify(run: Run, me: Ranks) -> int:
+    """Compare as one rank; rank 0 prints the table. 0 if all agree, else 1."""
+    torch.set_num_threads(1)
+    run = shrink(run)
+    grid = Grid.of(run.plan, rank=me.rank, connected=me.world > 1, timeout_seconds=run.train.timeout)
+    torch.manual_seed(run.train.seed)
+    serial = Decoder(run.model).double()
+    findings, lines, events = compare(run, grid, serial)
+    bad = [f for f in findings if not f.good]
+    worst = _worst(findings, grid)
+    if me.rank == 0:
+        _print(run, worst, lines, events)
+    wrong = bool(bad or lines or [f for f in worst if not f.good])
+    if wrong and me.rank > 0 and not [f for f in worst if not f.good]:
+        print(f"rank {me.rank}: {bad[0].what if bad else lines[0]}")
+    return int(wrong)
+
+
+def compare(run: Run, grid: Grid, serial: nn.Module) -> tuple[list[Finding], list[str], list[Event]]:
+    """Findings of this rank, lines on communication that was not predicted, and the events."""
+    batch = random_batch(run)
+    torch.manual_seed(run.train.seed)
+    model = parallelize(
+        Decoder(run.model).double(),
+        grid,
+        inner=run.plan.inner,
+        overlap=run.plan.overlap,
+        recompute=run.plan.recompute,
+    )
+    parallel: Parallel = model.parallel
+    decays = {name: weight.decay for name, weight in parallel.weights.items()}
+    reference = Reference.of(serial, batch, run, decays)
+    micros = batch.micro_batches(grid, run.plan.micro_batch)
+    optim = run.optim
+    optimizer = Optimizer(
+        parallel.queue,
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        decay=optim.decay,
+        clip=optim.clip,
+    )
+    findings = []
+    with grid.trace.recording() as events:
+        losses, norms = [forward_backward(model, micros).item()], []
+        grads = _gradients(parallel)
+        norms.append(optimizer.step().item())
+    for _ in range(STEPS - 1):
+        losses.append(forward_backward(model, micros).item())
+        norms.append(optimizer.step().item())
+    for name, have, want in (("loss", losses, reference.losses), ("norm", norms, reference.norms)):
+        for step, (a, b) in enumerate(zip(have, want, strict=True)):
+            limit = ONE_PASS if step == 0 else AFTER_STEPS
+            findings.append(Finding(f"{name} of step {step}", abs(a - b) / abs(b), limit))
+    findings += _tensors(parallel, reference, grads)
+    flow = Flow(run.plan.micro_batch, run.data.seq, itemsize=8, statistics=8)
+    predicted = predict(parallel, flow, run.plan.micro_batches)
+    return findings, difference(predicted, events), events
+
+
+def predict(parallel: Parallel, flow: Flow, micro_batches: int) -> list[Event]:
+    """Communication of one step: passes, update, and the two numbers the step itself sums."""
+    axis, itemsize = parallel.token_axis, parallel.queue.dtype.itemsize
+    events = parallel.events(flow, micro_batches=micro_batches) + parallel.update_events()
+    if axis.size > 1:
+        events.append(Event("all_reduce", axis.names, 8, "tokens"))
+        events.append(Event("all_reduce", axis.names, itemsize, "loss"))
+    return events
+
+
+def _gradients(parallel: Parallel) -> dict[str, tuple[Tensor, Place]]:
+    """My range of every gradient; the queue keeps them for the update."""
+    return {
+        weight.name: (grad[slice(*bucket.range(weight))].clone(), bucket.place(weight))
+        for bucket, grad in parallel.queue.finish()
+        for weight in bucket.weights
+    }
+
+
+def _tensors(parallel: Parallel, reference: Reference, grads: Mapping[str, Any]) -> list[Finding]:
+    """Gradients and weights of this rank against its part of the whole ones."""
+    floor = max(grad.abs().max().item() for grad in reference.grads.values())
+    findings = []
+    for name, (part, place) in grads.items():
+        want = reference.grads[name]
+        size = want.abs().max().item()
+        zero = size < NOISE * floor
+        findings.append(_finding(f"gradient of {name}", part, place, want, floor if zero else size, ONE_PASS))
+        if not zero:  # Adam makes full steps of rounding noise
+            have, box = parallel.state()[name]
+            want = reference.weights[name]
+            size = want.abs().max().item()
+            findings.append(_finding(f"weight {name} after {STEPS} steps", have, box, want, size, AFTER_STEPS))
+    return findings
+
+
+def _finding(what: str, part: Tensor, place: Place, whole: Tensor, scale: float, limit: float) -> Finding:
+    error = (part - place.take(whole)).abs()
+    return Finding(what, (error.max().item() if error.numel() else 0.0) / scale, limit)
+
+
+def _worst(findings: list[Finding], grid: Grid) -> list[Finding]:
+    """Each finding with its largest difference on any rank. Communicates: all-reduce over all axes."""
+    here = torch.tensor([f.difference for f in findings], dtype=torch.float64)
+    here = here.nan_to_num(nan=math.inf)
+    most = verbs.all_reduce(here, grid.axis(*grid.degrees), "max").wait()
+    return [replace(f, difference=max(m, h)) for f, m, h in zip(findings, most.tolist(), here.tolist(), strict=True)]
+
+
+def _print(run: Run, findings: list[Finding], lines: list[str], events: list[Event]) -> None:
+    plan, model = run.plan, run.model
+    shape = " · ".join(f"{axis} {size}" for axis, size in plan.degrees.items() if size > 1) or "one rank"
+    print(f"grid: {shape}; col splits {plan.inner} inside")
+    print(
+        f"shrunk model: {model.layers} layers, embed {model.embed}, {model.heads} heads, {model.kv_heads} kv heads, "
+        f"mlp {model.mlp}, vocab {model.vocab}, {run.data.seq} tokens, packed {run.data.packed}, tied {model.tied}"
+    )
+    print(f"{'largest relative difference to one process':<58}{'is':>11}{'allowed':>10}")
+    for finding in findings:
+        mark = "" if finding.good else "  DIFFERS"
+        print(f"{finding.what:<58}{finding.difference:>11.2e}{finding.limit:>10.0e}{mark}")
+    total = sum(event.bytes for event in communication(events))
+    print(f"communication of a step on rank 0: {total} bytes in {len(communication(events))} events, ", end="")
+    print("all as predicted" if not lines else f"{len(lines)} NOT as predicted:")
+    for line in lines:
+        print(f"  {line}")
+    good = not lines and all(finding.good for finding in findings)
+    print("verified: the grid equals one process" if good else "FAILED: the grid differs from one process")
