@@ -22,6 +22,7 @@ from ranvier.comm.deferred import VECTORS, Bucket, Deferred, Weight, fill
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis, Grid
 from ranvier.models import decoder
+from ranvier.nn import huggingface
 from ranvier.nn.attention import Core
 from ranvier.nn.dropout import Dropout
 from ranvier.nn.embedding import Embedding
@@ -182,6 +183,10 @@ def parallelize(
         >>> len(model.parallel.weights)
         39
     """
+    if huggingface.recognised(model):
+        names, leaves = huggingface.adapt(
+            model, grid, inner=inner, names=names, leaves=leaves, device=device
+        )
     moment = Moment(seed=seed)
     dtype = dtype or next((p.dtype for p in model.parameters()), torch.float32)
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
@@ -196,7 +201,6 @@ def parallelize(
         moment=moment,
         fast=fast,
         init=dict(getattr(model, "init", {})),
-        whole_sequence=bool(getattr(model, "whole_sequence", False)),
     )
     found = dict(_swap(model, site, table, names or dict(named(model))))
     _refuse_unnamed(model, site)
@@ -230,7 +234,16 @@ def _swap(
                 if type(module) is decoder.Siblings
                 else {**names, path: ("embed",)}
             )
-    for path in sorted(names, key=lambda name: name.count(".")):
+    order = {path: i for i, (path, _) in enumerate(model.named_modules())}
+    entered = tuple(
+        path.removesuffix("entrance")
+        for path, module in model.named_modules()
+        if type(module) is huggingface.Entry
+    )
+    # In the order of the model: a tied weight bears its first name, as in named_parameters().
+    for path in sorted(
+        names, key=lambda name: order.get(name, order.get(name.rpartition(".")[0], 0))
+    ):
         parent_path, _, attribute = path.rpartition(".")
         parent = model.get_submodule(parent_path)
         if not hasattr(parent, attribute):
@@ -241,7 +254,7 @@ def _swap(
         child = getattr(parent, attribute)
         if child is None or isinstance(child, nn.Identity):
             continue
-        here = site.at(path)
+        here = site.at(path, whole_sequence=path.startswith(entered))
         if isinstance(child, nn.Parameter):
             region = next((dim for dim in names[path] if dim in sharding.WEIGHTS), "embed")
             assert isinstance(region, str)
@@ -306,13 +319,15 @@ def _recompute(model: nn.Module, kind: Recompute) -> list[str]:
     if kind != "none":
         for name in names:
             block = model.get_submodule(name)
-            block.forward = partial(  # type: ignore[method-assign]
-                checkpoint,
-                block.forward,
-                use_reentrant=kind == "reentrant",
-                preserve_rng_state=False,
-            )
+            block.forward = partial(_again, block.forward, kind == "reentrant")
     return names
+
+
+def _again(forward: Callable[..., Any], reentrant: bool, *args: Any, **kwargs: Any) -> Any:
+    """Run a block, keep no activations; keywords are bound, as reentrant checkpoints take none."""
+    return checkpoint(
+        partial(forward, **kwargs), *args, use_reentrant=reentrant, preserve_rng_state=False
+    )
 
 
 def _materialize(

@@ -1,0 +1,407 @@
+"""Hugging Face models: the tables they lack, derived from the tensor-parallel plan they ship.
+
+The plan says which layers enter (`colwise`) and leave (`rowwise`), their names by which dim. GPT-2
+ships none and has its table here. The model stays as it is but for three things:
+
+* Its attention reads shapes from its input, so the sequence is gathered over row once, where an
+  attention or MLP module begins (`Entrance`), and the layers inside do not gather again. For the
+  same reason col splits features inside, never samples.
+* Its body would derive positions and mask from its input, which is a part of the sequence here.
+  Both come from the whole sequence instead.
+* Its `forward` becomes that of our models: (tokens, targets, positions, documents) to a loss.
+
+Names of parameters stay those of Hugging Face. transformers itself is never imported. Not handled:
+sliding windows, attention dropout, caches and generation, attention other than `sdpa` and `eager`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ranvier.comm.pairs import gather
+from ranvier.errors import ShardingError
+from ranvier.grid import Grid
+from ranvier.nn.leaf import Flow, Leaf, Site
+from ranvier.nn.linear import Conv1D
+from ranvier.nn.loss import CrossEntropy
+from ranvier.nn.norm import RMSNorm
+from ranvier.plan import Inner
+from ranvier.sharding import Dim, Sharding, Table
+from ranvier.trace import Event
+
+Names = dict[str, tuple[Dim, ...]]
+Leaves = Mapping[type[torch.nn.Module], Callable[..., Leaf]]
+
+ENTER, LEAVE, HEAD, LOOK_UP = "enter", "leave", "head", "look up"
+STYLES = {
+    "colwise": ENTER,
+    "colwise_gather_output": ENTER,
+    "colwise_rep": ENTER,
+    "rowwise": LEAVE,
+    "replicated_with_grad_allreduce": HEAD,
+    "embedding_rowwise": LOOK_UP,
+}
+"""What the styles of a plan mean on the grid."""
+INSIDE = {
+    "q_proj": "heads",
+    "k_proj": "kv_heads",
+    "v_proj": "kv_heads",
+    "o_proj": "heads",
+    "gate_proj": "mlp",
+    "up_proj": "mlp",
+    "down_proj": "mlp",
+    "lm_head": "vocab",
+}
+"""The dim inside of a planned layer, by the end of its name."""
+PLANNED = ("llama", "qwen3")
+"""Types whose plan says all that is needed; their other weights are norms and the embedding."""
+GPT2: Names = {
+    "transformer.wte": ("vocab", "embed"),
+    "transformer.wpe": ("position", "embed"),
+    "transformer.h.*.ln_1": ("embed",),
+    "transformer.h.*.attn.c_attn": ("embed", (3, "heads")),
+    "transformer.h.*.attn.c_proj": ("heads", "embed"),
+    "transformer.h.*.ln_2": ("embed",),
+    "transformer.h.*.mlp.c_fc": ("embed", "mlp"),
+    "transformer.h.*.mlp.c_proj": ("mlp", "embed"),
+    "transformer.ln_f": ("embed",),
+    "lm_head": ("vocab", "embed"),
+}
+"""Dims of GPT-2, which ships no plan; its Conv1D weights are (in, out)."""
+LAYERS: dict[str, Callable[..., Leaf]] = {
+    "LlamaRMSNorm": RMSNorm,
+    "Qwen3RMSNorm": RMSNorm,
+    "Conv1D": Conv1D,
+}
+"""Layers of transformers and their leaves, by the name of the class."""
+REMEDY = "Give the dims of all layers: parallelize(names={layer: dims})."
+ATTENTION = ("sdpa", "eager")
+"""Implementations of attention that take a mask of the whole sequence."""
+
+
+class Entry(torch.nn.Module):
+    """Where an attention or MLP module begins; `Entrance` takes its place on a grid."""
+
+
+class Loss(torch.nn.Module):
+    """Where the loss is computed; `CrossEntropy` takes its place on a grid."""
+
+
+class Entrance(Leaf):
+    """The whole sequence, once for all layers of a module.
+
+    x: `[b, s/row, d/col]`; y: `[b, s, d/col]`.
+    Communicates: all-gather seq over row; backward: reduce-scatter seq over row.
+    """
+
+    def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
+        super().__init__(site)
+        self.axis = site.axis("row")
+        self.width = local(site.units["embed"], "embed", site.table, site.grid)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Gather."""
+        with self.here():
+            return gather(x, self.axis, 1)
+
+    def forward_events(self, flow: Flow) -> list[Event]:
+        """Gather the tokens."""
+        return self.event("all_gather", self.axis, self._elements(flow), flow.itemsize)
+
+    def backward_events(self, flow: Flow) -> list[Event]:
+        """Sum their gradients to where they came from."""
+        return self.event("reduce_scatter", self.axis, self._elements(flow), flow.itemsize)
+
+    def _elements(self, flow: Flow) -> int:
+        return self.tokens(flow, "embed") * self.axis.size * self.width
+
+
+def local(units: int, dim: str, table: Table, grid: Grid) -> int:
+    """Units of `dim` on a rank; several ranks may share a kv head."""
+    return Sharding.make([units], [dim], table.region(dim), grid.degrees).local[0]
+
+
+def recognised(model: torch.nn.Module) -> bool:
+    """Whether a model is one of Hugging Face's: its config has a type, it knows its embedding."""
+    config = getattr(model, "config", None)
+    return hasattr(config, "model_type") and hasattr(model, "get_input_embeddings")
+
+
+def adapt(
+    model: Any,
+    grid: Grid,
+    *,
+    inner: Inner,
+    names: Names | None,
+    leaves: Leaves | None,
+    device: torch.device | str | None,
+) -> tuple[Names, Leaves]:
+    """Names of all layers and leaves of their types; the model gets `forward`, `sizes` and `init`.
+
+    names, leaves: what the caller knows; without names they are derived from the plan or table.
+    Communicates: nothing.
+    """
+    problems = _problems(model, grid, inner)
+    if problems:
+        raise ShardingError("\n".join(problems))
+    names = dict(names or derived(model))
+    sizes = model.sizes = units(model.config)
+    model.init = initial(model.config)
+    entrances = sorted({path.rpartition(".")[0] for path, dims in names.items() if _enters(dims)})
+    for path in entrances:
+        module = model.get_submodule(path)
+        module.add_module("entrance", Entry())
+        module.register_forward_pre_hook(_enter, with_kwargs=True)
+        names[f"{path}.entrance"] = ("embed",)
+        _localise(module, sizes, Table(inner), grid)
+    model.loss = Loss()
+    names["loss"] = ("vocab",)
+    _rebuild_buffers(model, device)
+    model.forward = MethodType(forward, model)
+    own = {type(m): LAYERS[type(m).__name__] for m in model.modules() if type(m).__name__ in LAYERS}
+    ours = {Entry: Entrance, Loss: CrossEntropy}
+    return names, {**own, **ours, **(leaves or {})}
+
+
+# ---- what a model must be ------------------------------------------------------------------------
+
+
+def _problems(model: Any, grid: Grid, inner: Inner) -> list[str]:
+    """All that keeps a model from running on the grid."""
+    config, name, problems = model.config, type(model).__name__, []
+    if inner == "samples" and grid.degrees["col"] > 1:
+        problems.append(
+            f"inner='samples' with col={grid.degrees['col']} for {name}. Attention of Hugging Face "
+            "reads the samples from its input, so col splits features there. Use inner='features'."
+        )
+    if grid.degrees["context"] > 1:
+        problems.append(
+            f"context={grid.degrees['context']} for {name}. Attention of Hugging Face works on "
+            "whole sequences. Use context=1 and more of row."
+        )
+    if model.get_output_embeddings() is None:
+        problems.append(
+            f"{name} has no head over the vocabulary. The loss is that of the next token. "
+            "Use the class for causal language models (...ForCausalLM)."
+        )
+    windows = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if windows or getattr(config, "sliding_window", None) is not None:
+        problems.append(
+            f"{name} has sliding-window attention. Attention here is full and causal. "
+            "Build it without (use_sliding_window=False, sliding_window=None)."
+        )
+    if config._attn_implementation not in ATTENTION:
+        problems.append(
+            f"attn_implementation={config._attn_implementation!r} for {name}. Attention must take "
+            f"a mask of the whole sequence ({', '.join(ATTENTION)}). Build the model with 'sdpa'."
+        )
+    if getattr(model, "is_gradient_checkpointing", False):
+        problems.append(
+            f"{name} recomputes its layers itself. Recomputation is an option of parallelize. "
+            "Call gradient_checkpointing_disable() and use parallelize(recompute=...)."
+        )
+    return problems + list(_dropouts(model))
+
+
+def _dropouts(model: Any) -> Iterator[str]:
+    """A problem for the first module that drops attention probabilities."""
+    for path, module in model.named_modules():
+        layer = getattr(module, "attn_dropout", None)
+        p = getattr(module, "attention_dropout", getattr(layer, "p", 0.0))
+        if p:
+            key = "attention_dropout" if layer is None else "attn_pdrop"
+            yield (
+                f"{path} drops attention probabilities ({key}={p}). Their random masks would "
+                f"depend on the grid. Build the model with {key}=0.0."
+            )
+            return
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def derived(model: Any) -> Names:
+    """Dims of all layers: from the plan, or from the table of the type."""
+    kind = model.config.model_type
+    if kind == "gpt2":
+        return {path: dims for key, dims in GPT2.items() for path in _matches(model, key)}
+    if kind not in PLANNED:
+        raise ShardingError(
+            f"{type(model).__name__} is of the type {kind!r}, whose layers are not known. Known types "
+            f"are gpt2, {', '.join(PLANNED)}. {REMEDY}"
+        )
+    prefix = model.base_model_prefix
+    plan = {f"{prefix}.{key}": s for key, s in (model.config.base_model_tp_plan or {}).items()}
+    plan |= model._tp_plan or {}
+    if not plan:
+        raise ShardingError(
+            f"{type(model).__name__} ships no tensor-parallel plan (base_model_tp_plan is empty). "
+            f"The dims of a {kind} come from it. {REMEDY}"
+        )
+    names = {path: _planned(path, plan[key]) for key in plan for path in _matches(model, key)}
+    for path, module in model.named_modules():
+        if type(module).__name__ in LAYERS and path not in names:
+            names[path] = ("embed",)
+        if module is model.get_input_embeddings():
+            names[path] = ("vocab", "embed")
+        if module is model.get_output_embeddings():
+            names[path] = ("vocab", "embed")
+    return names
+
+
+def _matches(model: Any, pattern: str) -> list[str]:
+    """Names of the layers of a pattern in which `*` is a number."""
+    regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
+    return [path for path, _ in model.named_modules() if regex.fullmatch(path)]
+
+
+def _planned(path: str, style: str) -> tuple[Dim, ...]:
+    """Dims of a layer from its style and the end of its name."""
+    move, inside = STYLES.get(style), INSIDE.get(path.rpartition(".")[2])
+    if move is None or (move in (ENTER, LEAVE) and inside is None):
+        raise ShardingError(
+            f"The tensor-parallel plan says {style!r} of {path}. Known styles are "
+            f"{', '.join(STYLES)}, known layers {', '.join(INSIDE)}. {REMEDY}"
+        )
+    if move == HEAD:
+        return ("head_dim",)
+    if move == LOOK_UP:
+        return ("vocab", "embed")
+    assert inside is not None
+    return (inside, "embed") if move == ENTER else ("embed", inside)
+
+
+def _enters(dims: tuple[Dim, ...]) -> bool:
+    """Whether a layer leads from the residual stream into attention or MLP, or back."""
+    inside = {dim if isinstance(dim, str) else dim[1] for dim in dims} - {"embed"}
+    return len(dims) == 2 and inside <= {"heads", "kv_heads", "mlp"}
+
+
+def units(config: Any) -> dict[str, int]:
+    """Units of each dim, as a model of ours carries them in `sizes`."""
+    heads, embed = config.num_attention_heads, config.hidden_size
+    mlp = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
+    return {
+        "embed": embed,
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "mlp": mlp or 4 * embed,
+        "vocab": config.vocab_size,
+    }
+
+
+def initial(config: Any) -> dict[str, float]:
+    """Deviation of initial weights, by the end of a layer's name, for models without values."""
+    std = float(config.initializer_range)
+    out = std / float(2 * config.num_hidden_layers) ** 0.5
+    return {".c_proj": out, "": std} if config.model_type == "gpt2" else {"": std}
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+def _localise(module: Any, sizes: Mapping[str, int], table: Table, grid: Grid) -> None:
+    """Tell an attention module how many heads it has here."""
+    if not hasattr(module, "head_dim"):
+        return
+    heads = local(sizes["heads"], "heads", table, grid)
+    kv_heads = local(sizes["kv_heads"], "kv_heads", table, grid)
+    width = heads * module.head_dim
+    here = {
+        "num_key_value_groups": heads // kv_heads,
+        "num_heads": heads,
+        "split_size": width,
+        "embed_dim": width,
+    }
+    for attribute, value in here.items():
+        if hasattr(module, attribute):
+            setattr(module, attribute, value)
+
+
+def _rebuild_buffers(model: Any, device: torch.device | str | None) -> None:
+    """Move buffers to the device; those without values (meta) are rotary: make them again."""
+    for path, module in list(model.named_modules()):
+        buffers = dict(module.named_buffers(recurse=False))
+        if any(buffer.is_meta for buffer in buffers.values()):
+            if "inv_freq" not in buffers:
+                raise ShardingError(
+                    f"{path} has buffers without values: {', '.join(buffers)}. Only rotary "
+                    "frequencies can be made again. Build the model with values, not on the meta device."
+                )
+            with torch.device(device or "cpu"):
+                made = type(module)(config=module.config)
+            model.set_submodule(path, made)
+        elif device is not None:
+            for name, buffer in buffers.items():
+                setattr(module, name, buffer.to(device))
+
+
+def forward(
+    self: Any,
+    tokens: Tensor,
+    targets: Tensor | None = None,
+    positions: Tensor | None = None,
+    documents: Tensor | None = None,
+) -> Tensor:
+    """Logits `[b, s, V/(row·col)]`, or with targets the sum of the token losses. Inputs: `[b, s]`.
+
+    documents: attention stays inside equal numbers; positions: default 0, 1, 2, ...
+    Communicates: as its leaves.
+    """
+    if positions is None:
+        positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+    x = self.get_input_embeddings()(tokens)  # (b, s/row, d/col)
+    mask = _mask(tokens, documents, x.dtype, self.config._attn_implementation)
+    # The body gets embeddings, not tokens: GPT-2 would give its output the shape of its tokens.
+    out = self.base_model(
+        inputs_embeds=x,
+        position_ids=positions,
+        attention_mask=mask,
+        use_cache=False,
+        return_dict=True,
+    )
+    logits: Tensor = self.get_output_embeddings()(out.last_hidden_state)
+    if targets is None:
+        return logits
+    loss: Tensor = self.loss(logits, targets)
+    return loss
+
+
+def _mask(
+    tokens: Tensor, documents: Tensor | None, dtype: torch.dtype, implementation: str
+) -> Tensor:
+    """Mask `[b or 1, 1, s, s]` of the whole sequence; empty where attention itself is causal.
+
+    A body passes on any mask with four dims as it is. Without one it makes its own, of the length
+    of its input (a part of the sequence) and, where positions restart, inside documents nobody
+    asked for: hence the empty one, for which `_enter` puts None.
+    """
+    if documents is None and implementation == "sdpa":
+        return torch.empty(0, 0, 0, 0, device=tokens.device)
+    seq = tokens.shape[1]
+    seen = torch.ones(1, seq, seq, dtype=torch.bool, device=tokens.device).tril()
+    if documents is not None:
+        seen = seen & (documents.unsqueeze(2) == documents.unsqueeze(1))  # (b, s, s)
+    seen = seen.unsqueeze(1)  # (b, 1, s, s)
+    if implementation == "sdpa":
+        return seen
+    added = torch.zeros_like(seen, dtype=dtype)
+    return added.masked_fill(~seen, torch.finfo(dtype).min)
+
+
+def _enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Before an attention or MLP module: gather its input. Communicates: as Entrance."""
+    if args:
+        args = (module.entrance(args[0]), *args[1:])
+    else:
+        kwargs = {**kwargs, "hidden_states": module.entrance(kwargs["hidden_states"])}
+    mask = kwargs.get("attention_mask")
+    if mask is not None and mask.numel() == 0:
+        kwargs = {**kwargs, "attention_mask": None}
+    return args, kwargs
