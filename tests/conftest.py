@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from pool import Pool
+
+# Equal examples on every run, and no time limit: the machine may be busy.
+settings.register_profile("ranvier", deadline=None, derandomize=True)
+settings.load_profile("ranvier")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,15 +1,16 @@
 """Plan: how many ranks lie on each axis of the grid, and how the batch is cut.
 
-A plan is data: frozen, without processes, checked as a whole against the sizes of a model before any
-process group exists. Derived numbers are properties here and nowhere else.
+A plan is data: frozen, without processes, checked as a whole against the sizes of a model before
+any process group exists. Derived numbers are properties here and nowhere else.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from ranvier.errors import PlanError
 
@@ -31,7 +32,7 @@ class Plan:
     pipe: int = 1
     """Ranks on the pipe axis: pipeline stages."""
     data: int = -1
-    """Ranks on the data axis: copies of the model, optimizer sharded (ZeRO-1). -1: the remaining ranks."""
+    """Ranks on the data axis: copies of the model, optimizer sharded (ZeRO-1). -1: the rest."""
     expert: int = 1
     """Ranks on the expert axis: samples for dense layers, experts for expert layers."""
     context: int = 1
@@ -39,17 +40,17 @@ class Plan:
     depth: int = 1
     """Ranks on the depth axis: samples, and weights gathered just before use (ZeRO-3, FSDP)."""
     row: int = 1
-    """Ranks on the row axis: tokens outside, heads and hidden features inside (Megatron tensor parallelism)."""
+    """Ranks on the row axis: tokens outside, heads and hidden features inside (Megatron)."""
     col: int = 1
     """Ranks on the col axis: features of the residual stream outside, `inner` says what inside."""
     inner: Inner = "samples"
-    """What col splits inside attention and MLP: samples (cheapest) or features (any micro-batch)."""
+    """What col splits inside attention and MLP: samples (cheapest), features (any micro-batch)."""
     batch: int = 8
     """Sequences of one optimizer step on the whole machine."""
     micro_batch: int = -1
-    """Sequences of one forward pass on each (data, expert, depth) coordinate. -1: the whole share at once."""
+    """Sequences of a forward pass on each (data, expert, depth) coordinate. -1: all at once."""
     recompute: Recompute = "none"
-    """Activations computed again in backward: none, full (each block keeps only its input), reentrant."""
+    """Activations computed again in backward: none, full (blocks keep their input), reentrant."""
     overlap: tuple[Overlap, ...] = ("dx", "dw", "gather")
     """Communication hidden behind compute: of dX, of dW (depth and data), of gathered weights."""
 
@@ -74,17 +75,22 @@ class Plan:
         return self.batch // (self.replicas * self.micro_batch)
 
     def resolve(self, world: int) -> Plan:
-        """Replace -1 by the degree that fills `world` ranks and by the micro-batch that fills the batch."""
+        """Replace -1 by the degree that fills `world` and the micro-batch that fills the batch."""
         unknown = [axis for axis, size in self.degrees.items() if size == -1]
         known = math.prod(size for size in self.degrees.values() if size > 0)
         if len(unknown) > 1:
             raise PlanError(
                 f"{' and '.join(f'{axis}=-1' for axis in unknown)} cannot both be inferred. "
-                "At most one degree may be -1. Give the others a number."
+                f"At most one degree may be -1. Give the others a number, "
+                f"{' or '.join(f'{axis}=1' for axis in unknown)}."
             )
         if unknown and world % known:
             raise PlanError(_world_problem(self.degrees, world))
-        plan = replace(self, **dict.fromkeys(unknown, world // known)) if unknown else self
+        return self._with(dict.fromkeys(unknown, world // known))
+
+    def _with(self, degrees: Mapping[str, int]) -> Plan:
+        """These degrees, and the micro-batch of a rank's whole share if it was to be inferred."""
+        plan = replace(self, **dict[str, Any](degrees))
         if plan.micro_batch == -1 and plan.replicas > 0 and plan.batch % plan.replicas == 0:
             plan = replace(plan, micro_batch=plan.batch // plan.replicas)
         return plan
@@ -92,30 +98,29 @@ class Plan:
     def check(self, sizes: Mapping[str, int], world: int) -> Plan:
         """The resolved plan, or a PlanError with every problem.
 
-        `sizes` gives the number of units of each named dim of the model and `seq`, the tokens of a sample.
+        `sizes` counts the units of each named dim of the model, and `seq`, the tokens of a sample.
         """
-        bad = [
-            f"{axis}={size} is not a number of ranks. A degree is at least 1 (or -1 once: inferred). "
-            f"Use {axis}=1."
+        problems = [
+            f"{axis}={size} is not a number of ranks. A degree is at least 1 (or -1 once: "
+            f"inferred). Use {axis}=1."
             for axis, size in self.degrees.items()
             if size < 1 and size != -1
         ]
-        if bad:
-            raise PlanError(bad)
         try:
             plan = self.resolve(world)
         except PlanError as error:
-            known = {axis: max(size, 1) for axis, size in self.degrees.items()}
-            plan = replace(self, **known)
-            problems = [*error.problems, *plan._problems(sizes, None)]
-        else:
-            problems = list(plan._problems(sizes, world))
+            problems += error.problems
+            plan = self
+        if problems:  # look for the others as if each unknown degree were 1
+            plan = self._with({axis: max(size, 1) for axis, size in self.degrees.items()})
+        problems += plan._problems(sizes, None if problems else world)
         if problems:
             raise PlanError(problems)
         return plan
 
     def _problems(self, sizes: Mapping[str, int], world: int | None) -> Iterator[str]:
         """Every reason why this plan cannot run: values, rule, remedy."""
+        yield from self._word_problems()
         for axis, size in self.degrees.items():
             if size > 1 and axis not in RUNTIME:
                 yield (
@@ -125,56 +130,84 @@ class Plan:
         if world is not None and self.world != world:
             yield _world_problem(self.degrees, world)
         yield from self._batch_problems()
+        yield from self._sample_problems(sizes)
         yield from self._split_problems(sizes)
+        yield from self._kv_problems(sizes)
+
+    def _word_problems(self) -> Iterator[str]:
+        words: list[tuple[str, str, tuple[str, ...]]]
+        words = [("inner", self.inner, get_args(Inner))]
+        words += [("recompute", self.recompute, get_args(Recompute))]
+        words += [("overlap", word, get_args(Overlap)) for word in self.overlap]
+        for name, word, known in words:
+            if word not in known:
+                near = difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
+                yield f"{name}={word!r} is not known. Known are {', '.join(known)}. Use {near!r}."
 
     def _batch_problems(self) -> Iterator[str]:
         shares = self.replicas
         if self.batch < 1 or self.batch % shares:
             yield (
                 f"batch={self.batch} cannot be shared by data·expert·depth={shares} ranks. "
-                f"The batch must be a multiple of it. Use batch={nearest_multiple(self.batch, shares)}."
+                f"The batch must be a multiple of it. "
+                f"Use batch={nearest_multiple(self.batch, shares)}."
             )
         elif self.micro_batch < 1 or (self.batch // shares) % self.micro_batch:
             share = self.batch // shares
             yield (
                 f"micro_batch={self.micro_batch} does not divide the {share} sequences of a rank "
                 f"(batch={self.batch} over {shares}). A rank's share must be a multiple of the "
-                f"micro-batch. Use micro_batch in {', '.join(map(str, divisors(share)))}."
-            )
-        elif self.inner == "samples" and self.micro_batch % self.col:
-            yield (
-                f"col={self.col} does not divide micro_batch={self.micro_batch}. With "
-                f"inner='samples' col splits the samples of a micro-batch. "
-                f"Use micro_batch={nearest_multiple(self.micro_batch, self.col)}, a col in "
-                f"{', '.join(map(str, divisors(self.micro_batch)))}, or inner='features'."
+                f"micro-batch. Use micro_batch in {_listed(divisors(share))}."
             )
 
+    def _sample_problems(self, sizes: Mapping[str, int]) -> Iterator[str]:
+        """What col needs of the micro-batch; features are a remedy only where they divide."""
+        if self.inner == "features" or self.micro_batch < 1 or self.micro_batch % self.col == 0:
+            return
+        share = self.batch // self.replicas
+        fits = [n for n in divisors(share) if n % self.col == 0]
+        near = min(fits, key=lambda n: abs(n - self.micro_batch), default=0)
+        batch = nearest_multiple(self.batch, self.replicas * self.col)
+        remedies = [f"micro_batch={near}" if near else f"batch={batch} and micro_batch={self.col}"]
+        remedies += [f"col in {_listed(divisors(self.micro_batch))}"]
+        features = replace(self, inner="features")
+        if not [*features._split_problems(sizes), *features._kv_problems(sizes)]:
+            remedies += ["inner='features'"]
+        yield (
+            f"col={self.col} does not divide micro_batch={self.micro_batch}. With inner='samples' "
+            f"col splits the samples of a micro-batch. Use {', or '.join(remedies)}."
+        )
+
+    @property
+    def _inside(self) -> tuple[int, str]:
+        """Ranks that split heads and hidden features, and their name."""
+        samples = self.inner == "samples"
+        return (self.row, "row") if samples else (self.row * self.col, "row·col")
+
     def _split_problems(self, sizes: Mapping[str, int]) -> Iterator[str]:
-        inside = self.row if self.inner == "samples" else self.row * self.col
-        name = "row" if self.inner == "samples" else "row·col"
         splits = {
             "seq": (self.context * self.row, "context·row" if self.context > 1 else "row"),
             "embed": (self.col, "col"),
-            "heads": (inside, name),
-            "mlp": (inside, name),
+            "heads": self._inside,
+            "mlp": self._inside,
         }
         for dim, (ranks, axis) in splits.items():
             if dim in sizes and sizes[dim] % ranks:
                 yield (
-                    f"{axis}={ranks} does not divide {dim}={sizes[dim]}. A split dimension must be a "
-                    f"multiple of its axis. Use {axis} in {', '.join(map(str, divisors(sizes[dim])))}"
+                    f"{axis}={ranks} does not divide {dim}={sizes[dim]}. A split dimension must be "
+                    f"a multiple of its axis. Use {axis} in {_listed(divisors(sizes[dim]))}"
                     f" or {dim}={nearest_multiple(sizes[dim], ranks)}."
                 )
-        heads = sizes.get("kv_heads", inside)
-        for ranks, axis in dict.fromkeys([(self.row, "row"), (inside, name)]):
+
+    def _kv_problems(self, sizes: Mapping[str, int]) -> Iterator[str]:
+        heads = sizes.get("kv_heads", 1)
+        for ranks, axis in dict.fromkeys([(self.row, "row"), self._inside]):
             if heads % ranks and ranks % heads:
-                fits = [
-                    n for n in range(1, 4 * max(heads, ranks)) if heads % n == 0 or n % heads == 0
-                ]
-                near = sorted(fits, key=lambda n: abs(n - ranks))[:3]
+                fits = [n for n in range(1, 2 * ranks) if heads % n == 0 or n % heads == 0]
+                near = sorted(sorted(fits, key=lambda n: abs(n - ranks))[:3])
                 yield (
-                    f"{axis}={ranks} neither divides nor is a multiple of kv_heads={heads}. Key and value "
-                    f"heads are split evenly or shared evenly. Use {axis} in {', '.join(map(str, sorted(near)))}."
+                    f"{axis}={ranks} neither divides nor is a multiple of kv_heads={heads}. Key "
+                    f"and value heads are split or shared evenly. Use {axis} in {_listed(near)}."
                 )
 
 
@@ -188,11 +221,19 @@ def nearest_multiple(number: int, of: int) -> int:
     return max(round(number / of), 1) * of
 
 
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
 def _world_problem(degrees: Mapping[str, int], world: int) -> str:
     known = math.prod(size for size in degrees.values() if size > 0)
     shape = " · ".join(f"{a}={n}" for a, n in degrees.items() if n > 1) or "all degrees 1"
+    inferred = -1 in degrees.values()
+    others = known // max(degrees["data"], 1)
+    data = "" if inferred or world % others else f" or use data={world // others}"
     return (
-        f"{shape} needs {'a multiple of ' if -1 in degrees.values() else ''}{known} ranks, but {world} "
+        f"{shape} needs {'a multiple of ' if inferred else ''}{known} ranks, but {world} "
         f"{'is' if world == 1 else 'are'} there. The degrees must multiply to the number of ranks. "
-        f"Start {nearest_multiple(world, known)} ranks or change a degree."
+        f"Start {nearest_multiple(world, known) if inferred else known} ranks"
+        f"{data or ' or change a degree'}."
     )
