@@ -1,15 +1,16 @@
-"""Sharding: which part of which tensor lies on which rank. The only index arithmetic of the package.
+"""Sharding: which part of which tensor lies on which rank. The only index arithmetic there is.
 
 A model names the dims of its weights; three tables map those names to axes of the grid:
 
 * `WEIGHTS`: where a weight is split. Matrices are also split over `depth` along dim 0.
-* `OUTER`: the residual stream, norms, messages.        Shape on a rank `[b, s/row, d/col]`.
-* `INNER`: attention heads, MLP hidden, logits.         `[b/col, s, n/row]` or `[b, s, n/(row·col)]`.
+* `OUTER`: the residual stream, norms, messages. Shape on a rank `[b, s/row, d/col]`.
+* `INNER`: attention heads, MLP hidden, logits. `[b/col, s, n/row]` or `[b, s, n/(row·col)]`.
 
-Everything else is derived from them here: the part of a weight on a rank (`Sharding`, `Place`), the ranks
-that hold the same part and so sum its gradient (`Sharding.over`), and what a linear layer communicates
-(`Table.move`). Two dims need not divide: the vocabulary is padded to a multiple of row·col, and a dim 0
-to a multiple of depth. Padding lies behind the valid elements of a rank, is zero, and never leaves it.
+Everything else is derived from them here: the part of a weight on a rank (`Sharding`, `Place`), the
+ranks that hold the same part and so sum its gradient (`Sharding.over`), and what a linear layer
+communicates (`Table.move`). Two dims need not divide: the vocabulary is padded to a multiple of
+row·col, and a dim 0 to a multiple of depth. Padding lies behind the valid elements of a rank, is
+zero, and never leaves it.
 """
 
 from __future__ import annotations
@@ -90,14 +91,15 @@ class Table:
     def move(self, out: str, into: str) -> Move:
         """Communication of a linear layer whose weight is `(out, into)`.
 
-        The out dim lies on an axis over which the input is still split: gather it. The in dim lies on an
-        axis over which the product is a partial sum: scatter it to where the output region wants it.
-        From embed to an inner dim the layer enters, the other way it leaves.
+        The out dim lies on an axis over which the input is still split: gather it. The in dim lies
+        on an axis over which the product is a partial sum: scatter it to where the output region
+        wants it. From embed to an inner dim the layer enters, the other way it leaves.
         """
-        if {out in OUTER, into in OUTER} != {True, False} or not {out, into} <= set(WEIGHTS):
+        inside = set(WEIGHTS) & set(INNER[self.inner])
+        if not ((out == "embed" and into in inside) or (into == "embed" and out in inside)):
             raise ShardingError(
                 f"A linear layer has the dims ({out!r}, {into!r}). It goes from 'embed' to one of "
-                f"{sorted(set(WEIGHTS) - {'embed', 'expert'})} or back. Rename one of its dims."
+                f"{sorted(inside)} or back. Rename one of its dims."
             )
         (out_axis,), (in_axis,) = WEIGHTS[out], WEIGHTS[into]
         return Move(
@@ -183,7 +185,7 @@ class Sharding:
         units: Mapping[str, int] | None = None,
         depth: bool = False,
     ) -> Sharding:
-        """Cut `shape`, whose dims bear the names `dims`, by `rule`; with `depth` dim 0 over depth too.
+        """Cut `shape`, whose dims are named `dims`, by `rule`; with `depth` dim 0 over depth too.
 
         `units` counts the indivisible units of a dim (heads); others are divisible to the element.
         """
@@ -196,6 +198,7 @@ class Sharding:
         if depth and degrees["depth"] > 1:
             block = cuts[0][-1].block if cuts[0] else shape[0]
             cuts[0] += (Cut("depth", degrees["depth"], 1, -(-block // degrees["depth"])),)
+        _refuse_twice([cut.axis for of_dim in cuts for cut in of_dim], names)
         return cls(tuple(shape), tuple(cuts))
 
     @cached_property
@@ -236,12 +239,32 @@ class Sharding:
         return Place(self.shape, tuple(starts), tuple(valid), self.local)
 
 
+def _refuse_twice(axes: Sequence[str], names: Sequence[str]) -> None:
+    """An axis that cut two dims would leave only the blocks on the diagonal."""
+    for axis in axes:
+        if axes.count(axis) > 1:
+            raise ShardingError(
+                f"{axis} splits two of the dims {tuple(filter(None, names))}. An axis splits at "
+                "most one dim of a tensor. Give one of them a name that is not split."
+            )
+
+
 def _unpacked(shape: Sequence[int], dims: Sequence[Dim]) -> tuple[list[int], list[str]]:
     """Shape and names with packed dims spread: `(d, 3n)`, `(embed, (3, heads))` to `(d, 3, n)`."""
+    if len(shape) != len(dims):
+        raise ShardingError(
+            f"The dims {tuple(dims)} name {len(dims)} dims of a tensor of shape {tuple(shape)}. "
+            f"Every dim has a name. Name {len(shape)} dims."
+        )
     sizes: list[int] = []
     names: list[str] = []
     for size, dim in zip(shape, dims, strict=True):
         count, name = (None, dim) if isinstance(dim, str) else dim
+        if count is not None and size % count:
+            raise ShardingError(
+                f"{dim} packs {count} {name} into {size} elements. All have the same size. "
+                f"Use a divisor of {size}."
+            )
         sizes += [size] if count is None else [count, size // count]
         names += [name] if count is None else ["", name]
     return sizes, names
@@ -250,12 +273,17 @@ def _unpacked(shape: Sequence[int], dims: Sequence[Dim]) -> tuple[list[int], lis
 def _cut(
     size: int, name: str, axes: Sequence[str], degrees: Mapping[str, int], units: int
 ) -> tuple[Cut, ...]:
-    """Cut one dim over `axes`: evenly, the vocabulary padded, shared kv heads held by several ranks."""
+    """Cut one dim over `axes`: evenly, vocabulary padded, shared kv heads held by several ranks."""
     padded = False
     if name == "vocab":
         multiple = degrees["row"] * degrees["col"]
         padded = size % multiple > 0
         size = units = -(-size // multiple) * multiple
+    if axes and size % units:
+        raise ShardingError(
+            f"{name} has {size} elements for {units} units. All units have the same size. "
+            f"Use a multiple of {units} elements."
+        )
     cuts: list[Cut] = []
     for axis in axes:
         ranks = degrees[axis]
@@ -264,8 +292,8 @@ def _cut(
         share = 1 if units % ranks == 0 else ranks // units
         if units % ranks and (name != "kv_heads" or ranks % units):
             raise ShardingError(
-                f"{axis}={ranks} does not divide {name}={units}. A split dimension must be a multiple "
-                f"of its axis. Use a divisor of {units}."
+                f"{axis}={ranks} does not divide {name}={units}. A split dimension must be a "
+                f"multiple of its axis. Use a divisor of {units}."
             )
         units, size = units * share // ranks, size * share // ranks
         cuts.append(Cut(axis, ranks, share, size))
@@ -273,13 +301,13 @@ def _cut(
 
 
 def _span(size: int, cuts: Sequence[Cut], index: Mapping[str, int]) -> tuple[int, int]:
-    """Start and number of valid elements of one dim: each cut takes its block of what the last left."""
+    """Start and number of valid elements of one dim: each cut takes its block of what was left."""
     start, valid = 0, size
     for cut in cuts:
         offset = index[cut.axis] // cut.share * cut.block
         start += offset
         valid = min(max(valid - offset, 0), cut.block)
-    return (start if valid else 0), valid
+    return min(start, size), valid  # only padding: it starts behind the end
 
 
 State = dict[str, "tuple[torch.Tensor, Place]"]
