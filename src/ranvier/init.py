@@ -1,9 +1,9 @@
-"""Values from counters: a random number is a function of (seed, name, index), not of a generator's state.
+"""Values from counters: a random number is a function of (seed, name, index), not of a state.
 
-So every grid starts bitwise equal, a rank computes only its own part, and a recomputed dropout is the same.
-All arithmetic is on integers (wrapping 64-bit), and a normal number is the sum of twelve 16-bit uniforms
-(Irwin-Hall): exact, hence equal to the bit on every device, vector width and shape. It has the mean,
-variance and, nearly, the shape of a normal distribution cut at six deviations.
+So every grid starts bitwise equal, a rank computes only its own part, and a recomputed dropout is
+the same. All arithmetic is on integers (wrapping 64-bit), and a normal number is the sum of twelve
+16-bit uniforms (Irwin-Hall): exact, hence equal to the bit on every device, vector width and shape.
+It has the mean, variance and, nearly, the shape of a normal distribution cut at six deviations.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def value(
     device: torch.device | str = "cpu",
 ) -> Tensor:
     """My part of a parameter with normal values (constant for std 0), padding zero."""
+    assert place.flat is None, place
     part = torch.zeros(place.local, dtype=dtype, device=device)
     if std == 0.0:
         part[tuple(slice(n) for n in place.valid)] = mean
