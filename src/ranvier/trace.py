@@ -1,8 +1,9 @@
 """Trace: every communication as an Event, and what can be read from many of them.
 
-A leaf predicts its communication as Events without times (`events()`), the tracer records them with times.
-Both are the same type, so a prediction is tested like code: `difference(predicted, recorded)` is empty.
-Compute that matters for overlap (a block, a dW) is recorded too, as Events with the operation `compute`.
+A leaf predicts its communication as Events without times (`events()`), the tracer records them
+with times. Both are the same type, so a prediction is tested like code: the `difference` of
+predicted and recorded events is empty. Compute that matters for overlap (a block, a dW) is recorded
+too, as Events with the operation `compute`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ COMPUTE = "compute"
 
 @dataclass(eq=False)
 class Event:
-    """One communication of this rank: `bytes` is the size of the whole (gathered or reduced) tensor."""
+    """One communication of this rank; `bytes`: size of the whole (gathered or reduced) tensor."""
 
     op: str
     axis: tuple[str, ...]
@@ -46,13 +47,13 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """From issue to completion."""
-        return (self.done or 0.0) - (self.issued or 0.0)
+        """From issue to completion; 0 while it is under way."""
+        return 0.0 if self.issued is None or self.done is None else self.done - self.issued
 
     @property
     def exposed(self) -> float:
         """Seconds in which this rank stood still for it."""
-        return (self.resumed or 0.0) - (self.waited or 0.0)
+        return 0.0 if self.waited is None or self.resumed is None else self.resumed - self.waited
 
 
 @dataclass
@@ -177,7 +178,8 @@ def rows(events: Iterable[Event]) -> list[Row]:
 def table(events: Iterable[Event]) -> str:
     """The rows as text."""
     lines = [
-        f"{'axis':<16}{'operation':<16}{'calls':>6}{'MB':>10}{'seconds':>10}{'exposed':>10}{'hidden':>8}"
+        f"{'axis':<16}{'operation':<16}{'calls':>6}{'MB':>10}"
+        f"{'seconds':>10}{'exposed':>10}{'hidden':>8}"
     ]
     lines += [
         f"{row.axis:<16}{row.op:<16}{row.calls:>6}{row.bytes / 1e6:>10.3f}{row.seconds:>10.4f}"
@@ -188,7 +190,7 @@ def table(events: Iterable[Event]) -> str:
 
 
 def chrome(events_of_rank: dict[int, list[Event]]) -> dict[str, Any]:
-    """The events in the Chrome trace format, which Perfetto opens: a process a rank, a line an axis."""
+    """The events in the Chrome trace format (Perfetto): a process a rank, a line an axis."""
     entries: list[dict[str, Any]] = []
     for rank, events in events_of_rank.items():
         entries.append(
