@@ -5,7 +5,7 @@ Runs inside workers. Every comparison gives lines of text, one for each thing th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ranvier.checkpoint.state import assemble
 from ranvier.grid import Grid
+from ranvier.models import EXAMPLES
 from ranvier.nn.leaf import Flow
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import Parallel, parallelize
@@ -37,11 +38,34 @@ class Case:
     packed: bool = False
     fast: bool = True
 
+    @property
+    def label(self) -> str:
+        """A short name."""
+        words = [self.model, self.inner, self.recompute, f"micro{self.micro_batches}"]
+        words += ["packed"] * self.packed + ["plain"] * (not self.overlap) + ["pairs"] * (not self.fast)
+        return "-".join(words)
 
-def batch_of(sizes: Mapping[str, int], *, samples: int, seq: int, packed: bool) -> Batch:
+    def build(self) -> nn.Module:
+        """The model, the same on every call."""
+        torch.manual_seed(1)
+        return build(self.model)
+
+    def on(self, grid: Grid, **changes: Any) -> nn.Module:
+        """The model on a grid."""
+        options: dict[str, Any] = {"inner": self.inner, "recompute": self.recompute, "fast": self.fast}
+        options["overlap"] = ("dx", "dw", "gather") if self.overlap else ()
+        return parallelize(self.build(), grid, **(options | changes))
+
+
+def build(name: str) -> nn.Module:
+    """A model by name, in float64."""
+    return EXAMPLES[name]().double()
+
+
+def batch_of(model: str, *, samples: int, packed: bool, seq: int = 8) -> Batch:
     """A batch of random tokens, the same on every rank; some targets are missing."""
     generator = torch.Generator().manual_seed(7)
-    vocab = sizes["vocab"]
+    vocab = 29
     tokens = torch.randint(0, vocab, (samples, seq), generator=generator)
     targets = torch.randint(0, vocab, (samples, seq), generator=generator)
     targets[torch.rand(samples, seq, generator=generator) < 0.2] = -100
@@ -70,11 +94,8 @@ def worst(name: str, have: Tensor, want: Tensor, limit: float, floor: float = 0.
 class Serial:
     """The plain model: what one process computes in three steps."""
 
-    def __init__(
-        self, build: Callable[[], nn.Module], batch: Batch, lr: float, clip: float
-    ) -> None:
-        torch.manual_seed(1)
-        self.model = build().double()
+    def __init__(self, name: str, batch: Batch, lr: float, clip: float) -> None:
+        self.model, self.batch = Case(name).build(), batch
         self.values = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.grads: dict[str, Tensor] = {}
         self.losses: list[float] = []
@@ -107,11 +128,11 @@ def decays(name: str, param: nn.Parameter) -> bool:
 
 def gradients(parallel: Parallel) -> State:
     """My part of every finished gradient, without the update."""
-    state: State = {}
-    for bucket, grad in parallel.queue.finish():
-        for weight in bucket.weights:
-            state[weight.name] = (grad[slice(*bucket.range(weight))].clone(), bucket.place(weight))
-    return state
+    return {
+        weight.name: (grad[slice(*bucket.range(weight))].clone(), bucket.place(weight))
+        for bucket, grad in parallel.queue.finish()
+        for weight in bucket.weights
+    }
 
 
 def flow_of(batch: Batch, grid: Grid, micro_batches: int) -> Flow:
@@ -119,46 +140,27 @@ def flow_of(batch: Batch, grid: Grid, micro_batches: int) -> Flow:
     return Flow(samples=samples, seq=batch.tokens.shape[1], itemsize=8, statistics=8)
 
 
-@dataclass
-class Result:
-    """What one rank found."""
-
-    lines: list[str]
-    gradients: State
-    weights: State
-    start: State
-    optimizer: State
-
-
-def run_case(
-    grid: Grid, build: Callable[[], nn.Module], case: Case, batch: Batch, lr: float, clip: float
-) -> Any:
-    """Three steps on the grid; the state of this rank and what it saw."""
-    torch.manual_seed(1)
-    model = parallelize(
-        build().double(),
-        grid,
-        inner=case.inner,  # type: ignore[arg-type]
-        overlap=("dx", "dw", "gather") if case.overlap else (),
-        recompute=case.recompute,  # type: ignore[arg-type]
-        fast=case.fast,
-    )
-    parallel: Parallel = model.parallel  # type: ignore[assignment]
-    start = copied(parallel.state())
+def micros_of(batch: Batch, grid: Grid, micro_batches: int) -> list[Batch]:
     share = batch.tokens.shape[0] // grid.axis("data", "expert", "depth").size
-    micros = batch.micro_batches(grid, share // case.micro_batches)
-    with grid.trace.recording() as events:
-        losses = [forward_backward(model, micros).item()]
-        grads = gradients(parallel)
-    predicted = predict(parallel, flow_of(batch, grid, case.micro_batches), case)
-    lines = difference(predicted, events) if case.fast else []
+    return batch.micro_batches(grid, share // micro_batches)
+
+
+def run_case(grid: Grid, case: Case, batch: Batch, lr: float, clip: float) -> dict[str, Any]:
+    """Three steps on the grid: the state of this rank and what it saw."""
+    model = case.on(grid)
+    parallel: Parallel = model.parallel  # type: ignore[assignment]
+    grads: State = {}
+    start, losses, norms, lines = copied(parallel.state()), [], [], []
+    micros = micros_of(batch, grid, case.micro_batches)
     optimizer = Optimizer(parallel.queue, lr=lr, clip=clip)
-    norms = []
-    for _ in range(3):
-        losses.append(forward_backward(model, micros).item())
-        norms.append(optimizer.step().item())
-    del losses[1]
-    assert losses, lines
+    for step in range(3):
+        with grid.trace.recording() as events:
+            losses.append(forward_backward(model, micros).item())
+            grads = grads if step else gradients(parallel)
+            norms.append(optimizer.step().item())
+        if case.fast:  # at step 0 the order of the gathers is not known, later it is
+            flow = flow_of(batch, grid, case.micro_batches)
+            lines += difference(predict(parallel, flow, case.micro_batches), events)
     return {
         "lines": [f"rank {grid.rank}: {line}" for line in lines],
         "losses": losses,
@@ -170,14 +172,52 @@ def run_case(
     }
 
 
-def predict(parallel: Parallel, flow: Flow, case: Case) -> list[Event]:
-    """Communication of one forward_backward and the end of its reductions."""
-    grid, axis = parallel.grid, parallel.token_axis
-    events = parallel.events(flow, micro_batches=case.micro_batches)
-    events += [e for e in parallel.update_events() if e.where != "norm" and e.op != "all_gather"]
+def reload(
+    grid: Grid, case: Case, weights: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]
+) -> list[str]:
+    """What is not bit for bit there after loading a whole state."""
+    model = case.on(grid, seed=5)
+    parallel: Parallel = model.parallel  # type: ignore[assignment]
+    loaded = Optimizer(parallel.queue)
+    parallel.load(weights)
+    loaded.load(optimizer, steps=3)
+    whole = {**weights, **optimizer}
+    return [
+        f"rank {grid.rank}: {name} changed by reloading"
+        for name, (part, place) in {**parallel.state(), **loaded.state()}.items()
+        if not torch.equal(part, place.take(whole[name]))
+    ]
+
+
+def switched(grid: Grid, case: Case) -> list[str]:
+    """What differs in one bit when one overlap, or all, are switched off."""
+    batch = batch_of(case.model, samples=16, packed=False)
+    every = ("dx", "dw", "gather")
+    results = []
+    for overlap in (every, (), *(tuple(o for o in every if o != one) for one in every)):
+        model = case.on(grid, overlap=overlap)
+        parallel: Parallel = model.parallel  # type: ignore[assignment]
+        optimizer = Optimizer(parallel.queue, lr=1e-2)
+        micros = micros_of(batch, grid, case.micro_batches)
+        for _ in range(2):
+            loss = forward_backward(model, micros)
+            optimizer.step()
+        results.append((overlap, {"loss": loss} | {n: t for n, (t, _) in copied(parallel.state()).items()}))
+    _, first = results[0]
+    return [
+        f"rank {grid.rank}: {name} differs with overlap {overlap}"
+        for overlap, other in results[1:]
+        for name, value in other.items()
+        if not torch.equal(value, first[name])
+    ]
+
+
+def predict(parallel: Parallel, flow: Flow, micro_batches: int) -> list[Event]:
+    """Communication of one step."""
+    axis = parallel.token_axis
+    events = parallel.events(flow, micro_batches=micro_batches) + parallel.update_events()
     if axis.size > 1:
         events += [Event("all_reduce", axis.names, 8, where) for where in ("tokens", "loss")]
-    assert grid.rank >= 0
     return events
 
 

@@ -112,25 +112,25 @@ class Parallel:
             return []
         forward = self._uses(lambda leaf: True)
         backward = self._uses(lambda leaf: not isinstance(leaf, Embedding))[::-1]
-        before = None
-        for bucket in [*forward, *backward]:
-            if bucket is not before:
-                events.append(self._bucket_event("all_gather", bucket))
-            before = bucket
-        late = [bucket for bucket in queue.buckets if bucket.late and bucket.split]
-        reduced = [bucket for bucket in queue.buckets if bucket.split and bucket.trainable]
-        return events + [self._bucket_event("reduce_scatter", b) for b in reduced if b not in late]
+        split = [bucket for bucket in queue.buckets if bucket.split]
+        before = ""
+        for block in [*forward, *backward]:
+            if block != before:
+                events += [self._bucket_event("all_gather", b) for b in split if b.name == block]
+            before = block
+        reduced = [bucket for bucket in split if bucket.trainable and not bucket.late]
+        return events + [self._bucket_event("reduce_scatter", bucket) for bucket in reduced]
 
     def _bucket_event(self, op: str, bucket: Bucket) -> Event:
         axis = self.queue.gather_axis
         dtype = bucket.data.dtype if op == "all_gather" else self.queue.dtype
         return Event(op, axis.names, bucket.size * axis.size * dtype.itemsize, bucket.name)
 
-    def _uses(self, which: Callable[[Leaf], bool]) -> list[Bucket]:
-        """Buckets in the order in which the leaves use them."""
+    def _uses(self, which: Callable[[Leaf], bool]) -> list[str]:
+        """Blocks in the order in which the leaves use their weights."""
         leaves = [leaf for leaf in self.leaves.values() if which(leaf)]
         weights = [leaf.handles["weight"] for leaf in leaves if "weight" in leaf.handles]
-        return [weight.bucket for weight in weights if weight.split]
+        return [weight.bucket.name for weight in weights if weight.split]
 
     def update_events(self) -> list[Event]:
         """Predicted communication of the optimizer step: gradients, norm, updated weights."""
@@ -145,8 +145,9 @@ class Parallel:
             )
             if bucket.late and bucket.split:
                 events.append(self._bucket_event("reduce_scatter", bucket))
-            if bucket.over.size > 1:
-                events.append(Event("all_reduce", bucket.over.names, grad, bucket.name))
+            for segment in bucket.copied:
+                size = (segment.stop - segment.start) * queue.dtype.itemsize
+                events.append(Event("all_reduce", segment.over.names, size, bucket.name))
             if queue.data_axis.size > 1:
                 events.append(Event("reduce_scatter", queue.data_axis.names, grad, bucket.name))
                 events.append(Event("all_gather", queue.data_axis.names, weight, bucket.name))

@@ -16,6 +16,7 @@ the same buffers in the same order and waits at once, so it changes no bit. All 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -75,7 +76,9 @@ class Weight:
         """The weight gathered over depth, outside autograd. Communicates: all-gather over depth, by bucket."""
         if not self.split:
             return self.param.detach()
-        return self.bucket.queue.use(self.bucket)[self.bucket.weights.index(self)]
+        self.bucket.queue.use(self.bucket.name)
+        assert self.bucket.gathered is not None, self.name
+        return self.bucket.gathered[self.bucket.weights.index(self)]
 
     def gathered(self) -> Tensor:
         """The weight gathered over depth, in autograd. Communicates: all-gather over depth; backward: the dual."""
@@ -90,6 +93,15 @@ class Weight:
             self.bucket.queue.deliver(self, grad)
 
 
+@dataclass(frozen=True)
+class Segment:
+    """A range of a bucket, and the ranks (other than along data) that hold the same parts of it."""
+
+    start: int
+    stop: int
+    over: Axis
+
+
 @dataclass(eq=False)
 class Bucket:
     """Parameters that are gathered, reduced and updated together, in flat buffers."""
@@ -97,8 +109,8 @@ class Bucket:
     name: str
     weights: list[Weight]
     queue: Deferred
-    over: Axis
-    """Ranks other than along data that hold the same parts: gradients are summed over them."""
+    segments: list[Segment]
+    """Ranges whose gradients are summed over the same ranks."""
     size: int
     """Elements on this rank, rounded up to a multiple of the data axis."""
     late: bool
@@ -122,6 +134,17 @@ class Bucket:
     def trainable(self) -> bool:
         """Whether its weights get gradients."""
         return self.weights[0].trainable
+
+    @property
+    def copied(self) -> list[Segment]:
+        """Segments whose gradients have to be summed over other axes than depth and data."""
+        return [segment for segment in self.segments if segment.over.size > 1]
+
+    def first(self, grad: Tensor) -> list[Tensor]:
+        """Of my range over data of a gradient what no rank before me holds as well."""
+        low = self.queue.data_axis.index * grad.numel()
+        owned = [segment for segment in self.segments if segment.over.index == 0]
+        return [grad[max(s.start - low, 0) : max(s.stop - low, 0)] for s in owned]
 
     def place(self, weight: Weight) -> Place:
         """The part of `weight` whose optimizer state lies here: the overlap with my range over data."""
@@ -184,15 +207,14 @@ class Deferred:
         self.scatter_axis = grid.axis("depth", channel="scatter")
         self.data_axis = grid.axis("data")
         self.buckets: list[Bucket] = []
-        self.last = False
-        """Set before the last micro-batch: then reductions over data start as soon as they can."""
-        self._orders: dict[str, list[Bucket]] = {}
+        self._last = False
+        self._orders: dict[str, list[str]] = {}
         self._kind = ""
-        self._seen: list[Bucket] = []
-        self._ahead: dict[Bucket, Pending] = {}
-        self._resident: Bucket | None = None
+        self._seen: list[str] = []
+        self._ahead: dict[str, list[Pending]] = {}
+        self._resident = ""
         self._filling: Bucket | None = None
-        self._reducing: deque[tuple[Bucket, Pending]] = deque()
+        self._reducing: deque[tuple[Bucket, Pending, bool]] = deque()
 
     # ---- weights ----------------------------------------------------------------------------------
 
@@ -200,43 +222,54 @@ class Deferred:
         """Start a step of a kind (the same kind uses buckets in the same order); forget what was gathered."""
         if self._kind and self._orders.get(self._kind) != self._seen:
             self._orders[self._kind] = self._seen
-        for pending in self._ahead.values():
-            pending.wait()
-        self._kind, self.last = kind, False
-        self._seen, self._ahead, self._resident = [], {}, None
+        for block in self._ahead.values():
+            for pending in block:
+                pending.wait()
+        self._kind, self._last = kind, False
+        self._seen, self._ahead, self._resident = [], {}, ""
         self._filling, self._reducing = None, deque()
         for bucket in self.buckets:
             bucket.gathered = bucket.grad = bucket.full = None
             bucket.reduced = []
 
-    def use(self, bucket: Bucket) -> list[Tensor]:
-        """The gathered weights of a bucket. Communicates: all-gather over depth, often issued before."""
-        if bucket is not self._resident:
-            if self._resident is not None:
-                self._resident.gathered = None
-            pending = self._ahead.pop(bucket, None) or self._gather(bucket)
-            self._seen.append(bucket)
-            self._prefetch()
-            bucket.gathered = bucket.unpack(pending.wait())
-            self._resident = bucket
-        assert bucket.gathered is not None, bucket.name
-        return bucket.gathered
+    def use(self, block: str) -> None:
+        """Have the weights of a block gathered. Communicates: all-gather over depth, often issued before."""
+        if block == self._resident:
+            return
+        for bucket in self._split(self._resident):
+            bucket.gathered = None
+        pending = self._ahead.pop(block, None) or self._gather(block)
+        self._seen.append(block)
+        self._prefetch()
+        for bucket, values in zip(self._split(block), pending, strict=True):
+            bucket.gathered = bucket.unpack(values.wait())
+        self._resident = block
 
-    def _gather(self, bucket: Bucket) -> Pending:
-        with self.grid.trace.at(bucket.name):
-            pending = verbs.all_gather(bucket.data, self.gather_axis)
+    def _split(self, block: str) -> list[Bucket]:
+        """Buckets of a block that lie split over depth."""
+        return [bucket for bucket in self.buckets if bucket.name == block and bucket.split]
+
+    def _gather(self, block: str) -> list[Pending]:
+        with self.grid.trace.at(block):
+            pending = [verbs.all_gather(b.data, self.gather_axis) for b in self._split(block)]
         if "gather" not in self.overlap:
-            pending.wait()
+            for one in pending:
+                one.wait()
         return pending
 
     def _prefetch(self) -> None:
-        """Issue the gather that followed here last time; stop for good where this step goes another way."""
+        """Issue the gather that followed here last time, as long as this step goes the same way."""
         order, position = self._orders.get(self._kind, []), len(self._seen)
         if order[:position] != self._seen:
             return
-        for bucket in order[position : position + 1]:
-            if bucket not in self._ahead:
-                self._ahead[bucket] = self._gather(bucket)
+        for block in order[position : position + 1]:
+            if block not in self._ahead:
+                self._ahead[block] = self._gather(block)
+
+    def micro_batch(self, *, last: bool) -> None:
+        """Start a micro-batch; in the last one reductions over data start as soon as they can."""
+        self._close()
+        self._last = last
 
     # ---- gradients --------------------------------------------------------------------------------
 
@@ -256,7 +289,7 @@ class Deferred:
         bucket, self._filling = self._filling, None
         if bucket is not None and bucket.full is not None:
             self._scatter(bucket)
-        elif bucket is not None:
+        elif bucket is not None and self._last:
             self._advance(bucket)
 
     def _scatter(self, bucket: Bucket) -> None:
@@ -264,19 +297,20 @@ class Deferred:
         with self.grid.trace.at(bucket.name):
             pending = verbs.reduce_scatter(bucket.full.view(-1), self.scatter_axis)
         bucket.full = None
-        self._reducing.append((bucket, pending))
+        self._reducing.append((bucket, pending, self._last))
         while len(self._reducing) > (1 if "dw" in self.overlap else 0):
             self._settle()
 
     def _settle(self) -> None:
         """Wait for the oldest reduction over depth."""
-        bucket, pending = self._reducing.popleft()
+        bucket, pending, last = self._reducing.popleft()
         bucket.accumulate(pending.wait())
-        self._advance(bucket)
+        if last:
+            self._advance(bucket)
 
     def _advance(self, bucket: Bucket) -> None:
         """Start the reduction over data early, where nothing has to come before it."""
-        if self.last and not bucket.late and bucket.over.size == 1:
+        if not bucket.late and not bucket.copied:
             self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
@@ -306,13 +340,20 @@ class Deferred:
             if bucket.grad is None and not bucket.reduced:
                 bucket.accumulate(torch.zeros_like(bucket.data, dtype=self.dtype))
             if bucket.grad is not None:
-                with self.grid.trace.at(bucket.name):
-                    bucket.grad = verbs.all_reduce(bucket.grad, bucket.over).wait()
+                self._sum_copies(bucket)
                 self._reduce(bucket)
         return [
             (bucket, functools.reduce(torch.add, [pending.wait() for pending in bucket.reduced]))
             for bucket in buckets
         ]
+
+    def _sum_copies(self, bucket: Bucket) -> None:
+        """Sum over the ranks that hold the same parts, where depth and data are not all of them."""
+        assert bucket.grad is not None, bucket.name
+        with self.grid.trace.at(bucket.name):
+            for segment in bucket.copied:
+                part = bucket.grad[segment.start : segment.stop]
+                part.copy_(verbs.all_reduce(part, segment.over).wait())
 
 
 def fill(queue: Deferred, weights: Iterable[Weight], blocks: Mapping[str, str]) -> None:
@@ -320,32 +361,41 @@ def fill(queue: Deferred, weights: Iterable[Weight], blocks: Mapping[str, str]) 
 
     blocks: name of the block of each weight. Communicates: the making of groups.
     """
-    grid = queue.grid
-    groups: dict[tuple[object, ...], list[Weight]] = {}
+    groups: dict[tuple[str, bool, bool, bool, bool], list[Weight]] = {}
     for weight in weights:
-        over = weight.sharding.over(grid.degrees)
-        over.pop("data", None)
-        key = (
-            blocks[weight.name],
-            weight.split,
-            tuple(over.items()),
-            weight.decay,
-            weight.trainable,
-        )
-        groups.setdefault((*key, len(weight.owners) > 1), []).append(weight)
-    for (block, _, over, _, _, tied), members in groups.items():
-        size = 0
-        for weight in members:
-            weight.offset, size = size, size + weight.elements
-        multiple = queue.data_axis.size
+        tied = len(weight.owners) > 1
+        key = (blocks[weight.name], weight.split, weight.decay, weight.trainable, tied)
+        groups.setdefault(key, []).append(weight)
+    multiple = queue.data_axis.size
+    for (block, _, _, _, tied), members in groups.items():
+        members.sort(key=lambda weight: sorted(_copies(weight, queue).items()))
+        segments = _segments(members, queue)
         bucket = Bucket(
-            name=str(block),
+            name=block,
             weights=members,
             queue=queue,
-            over=grid.axis(share=dict(over)),  # type: ignore[call-overload]
-            size=-(-size // multiple) * multiple,
-            late=bool(tied) or block == VECTORS,
+            segments=segments,
+            size=-(-segments[-1].stop // multiple) * multiple,
+            late=tied or block == VECTORS,
         )
         for weight in members:
             weight.bucket = bucket
         queue.buckets.append(bucket)
+
+
+def _copies(weight: Weight, queue: Deferred) -> dict[str, int]:
+    """Ranks of each axis but data that hold the same part."""
+    same = weight.sharding.over(queue.grid.degrees)
+    return {axis: count for axis, count in same.items() if axis != "data"}
+
+
+def _segments(members: list[Weight], queue: Deferred) -> list[Segment]:
+    """Lay weights one after the other; neighbours with the same copies form a segment."""
+    segments, start = [], 0
+    for copies, group in itertools.groupby(members, key=lambda weight: _copies(weight, queue)):
+        stop = start
+        for weight in group:
+            weight.offset, stop = stop, stop + weight.elements
+        segments.append(Segment(start, stop, queue.grid.axis(share=copies)))
+        start = stop
+    return segments

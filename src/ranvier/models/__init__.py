@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import nn
+
 from ranvier.models.decoder import Decoder, DecoderConfig
 
-__all__ = ["SIZES", "Decoder", "DecoderConfig"]
+__all__ = ["EXAMPLES", "SIZES", "Decoder", "DecoderConfig"]
 
 _GPT2 = {"norm": "layer", "positions": "learned", "activation": "gelu", "bias": True, "tied": True}
 _LLAMA3 = {"kv_heads": 8, "vocab": 128256, "max_seq": 8192, "rope_theta": 500000.0}
@@ -30,3 +34,17 @@ SIZES: dict[str, DecoderConfig] = {
     "qwen3-0.6b": _size(28, 1024, 16, 3072, tied=True, **_QWEN3),
     "qwen3-8b": _size(36, 4096, 32, 12288, **_QWEN3),
 }
+
+
+def _small(**changes: object) -> Callable[[], nn.Module]:
+    shape = {"layers": 2, "embed": 16, "heads": 8, "kv_heads": 2, "head_dim": 4, "mlp": 24, "vocab": 29}
+    return lambda: Decoder(DecoderConfig(**{"max_seq": 16, **shape, **changes}))  # type: ignore[arg-type]
+
+
+EXAMPLES: dict[str, Callable[[], nn.Module]] = {
+    "llama": _small(),
+    "gpt2": _small(kv_heads=8, **_GPT2),
+    "qwen3": _small(qk_norm=True, tied=True, vocab=32),
+    "biased": _small(bias=True, activation="gelu", norm="layer"),
+}
+"""Small models with which the generic tests try every grid; a new model is one file and one line here."""

@@ -7,11 +7,13 @@ the samples of this rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from ranvier.comm.pairs import take
+from ranvier.nn.example import Example
 from ranvier.nn.leaf import Flow, Leaf, Site
 from ranvier.sharding import Dim
 
@@ -30,6 +32,14 @@ class Core(Leaf):
         self.serial = serial
         region = site.table.region(dim)
         self.batch_axis = site.axis(*(axis for axis in region["batch"] if axis == "col"))
+
+    @staticmethod
+    def examples() -> list[Example]:
+        """What the generic tests try."""
+        q, k = (("batch", "seq", dim, "head_dim") for dim in ("heads", "kv_heads"))
+        ids, y = ("batch", "seq"), ("batch", "seq", "heads")
+        config = SimpleNamespace(head_dim=4, positions="rope", rope_theta=1e4, rope_scale=1.0)
+        return [Example(lambda twin: twin(config), ("heads",), [q, k, k, ids, ids], [y])]
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, documents: Tensor | None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ranvier.comm import pairs, verbs
 from ranvier.errors import ShardingError
+from ranvier.nn.example import Example
 from ranvier.nn.leaf import Flow, Leaf, Site
 from ranvier.sharding import WEIGHTS, Dim
 from ranvier.trace import Event
@@ -52,6 +53,16 @@ class Embedding(Leaf):
         weight = self.place("weight", serial.weight, dims, std=0.02)
         assert weight is not None
         self.first = weight.sharding.without("depth").place(site.grid.index).start[0]
+
+    @staticmethod
+    def examples() -> list[Example]:
+        """What the generic tests try."""
+        ids, y = [("batch", "seq")], [("batch", "seq", "embed")]
+        return [
+            Example(lambda twin: twin(29, 16), ("vocab", "embed"), ids, y),
+            Example(lambda twin: twin(29, 16, padding_idx=3), ("vocab", "embed"), ids, y),
+            Example(lambda twin: twin(31, 16), ("position", "embed"), ids, y),
+        ]
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ranvier.comm.deferred import Deferred, Weight
 from ranvier.grid import Axis, Grid
+from ranvier.nn.example import Example
 from ranvier.sharding import WEIGHTS, Dim, Rule, Sharding, Table
 from ranvier.trace import Event
 
@@ -150,6 +151,11 @@ class Leaf(torch.nn.Module):
             return None
         self.handles[attribute] = place(self, attribute, serial, dims, self.site, **options)
         return self.handles[attribute]
+
+    @staticmethod
+    def examples() -> list[Example]:
+        """Serial layers with which the generic tests try this leaf on all grids."""
+        return []
 
     def here(self) -> AbstractContextManager[None]:
         """Communication inside is recorded as this leaf's (a compiled graph has no such place)."""

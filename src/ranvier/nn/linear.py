@@ -30,6 +30,7 @@ from ranvier.comm import verbs
 from ranvier.comm.pairs import gather, sum_scatter
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis
+from ranvier.nn.example import Example
 from ranvier.nn.leaf import Flow, Leaf, Site
 from ranvier.sharding import Dim, Sharding
 from ranvier.trace import Event
@@ -73,6 +74,19 @@ class Linear(Leaf):
             units=site.units,
         )
         """Sharding of the output features."""
+
+    @staticmethod
+    def examples() -> list[Example]:
+        """What the generic tests try."""
+        enter = [("batch", "seq", "embed")]
+        return [
+            Example(lambda twin: twin(16, 32), ("heads", "embed"), enter, [("batch", "seq", "heads")]),
+            Example(lambda twin: twin(16, 8), ("kv_heads", "embed"), enter, [("batch", "seq", "kv_heads")]),
+            Example(
+                lambda twin: twin(16, 29, bias=False), ("vocab", "embed"), enter, [("batch", "seq", "vocab")]
+            ),
+            Example(lambda twin: twin(24, 16), ("embed", "mlp"), [("batch", "seq", "mlp")], enter),
+        ]
 
     @property
     def parts(self) -> int:
@@ -125,6 +139,14 @@ class Siblings(Leaf):
 
     def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim] = ()) -> None:
         super().__init__(site)
+
+    @staticmethod
+    def examples() -> list[Example]:
+        """What the generic tests try."""
+        layers = {"q": torch.nn.Linear(16, 32), "k": torch.nn.Linear(16, 8)}
+        dims: dict[str, Sequence[Dim]] = {"q": ("heads", "embed"), "k": ("kv_heads", "embed")}
+        outputs = [("batch", "seq", "heads"), ("batch", "seq", "kv_heads")]
+        return [Example(lambda twin: twin(layers), (), [("batch", "seq", "embed")], outputs, children=dims)]
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """The outputs of all layers, in order."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ranvier.comm import verbs
 from ranvier.comm.pairs import take, total
+from ranvier.nn.example import Example
 from ranvier.nn.leaf import Flow, Leaf, Site
 from ranvier.sharding import Dim, Sharding
 from ranvier.trace import Event
@@ -46,6 +47,12 @@ class CrossEntropy(Leaf):
         self.axis = site.axis(*site.table.axes(dim))
         self.batch_axis = site.axis(*(axis for axis in region["batch"] if axis == "col"))
         self.first, self.valid = place.start[0], place.valid[0]
+
+    @staticmethod
+    def examples() -> list[Example]:
+        """What the generic tests try."""
+        logits, targets = ("batch", "seq", "vocab"), ("batch", "seq")
+        return [Example(lambda twin: twin(), ("vocab",), [logits, targets], [()])]
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Sum of the losses of my tokens."""

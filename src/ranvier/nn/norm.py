@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ranvier.comm.pairs import share, total
 from ranvier.errors import ShardingError
+from ranvier.nn.example import Example
 from ranvier.nn.leaf import Flow, Leaf, Site
 from ranvier.sharding import Dim, Sharding
 from ranvier.trace import Event
@@ -73,6 +74,18 @@ class RMSNorm(Norm):
         eps = getattr(serial, "eps", getattr(serial, "variance_epsilon", None))
         self.eps = float(eps) if eps is not None else torch.finfo(torch.float32).eps
 
+    @staticmethod
+    def examples() -> list[Example]:
+        """What the generic tests try."""
+        outer, inner = ("batch", "seq", "embed"), ("batch", "seq", "heads")
+        shared, head = ("batch", "seq", "kv_heads"), ("batch", "seq", "heads", "head_dim")
+        return [
+            Example(lambda twin: twin(16, eps=1e-5), ("embed",), [outer], [outer]),
+            Example(lambda twin: twin(32, eps=1e-5), ("heads",), [inner], [inner]),
+            Example(lambda twin: twin(8, eps=1e-5), ("kv_heads",), [shared], [shared]),
+            Example(lambda twin: twin(4, eps=1e-5), ("head_dim",), [head], [head]),
+        ]
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalise."""
         with self.here():
@@ -92,6 +105,12 @@ class LayerNorm(Norm):
     def __init__(self, site: Site, serial: torch.nn.LayerNorm, dims: Sequence[Dim]) -> None:
         super().__init__(site, serial, dims)
         self.eps = serial.eps
+
+    @staticmethod
+    def examples() -> list[Example]:
+        """What the generic tests try."""
+        outer = ("batch", "seq", "embed")
+        return [Example(lambda twin: twin(16), ("embed",), [outer], [outer])]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise."""

@@ -24,8 +24,8 @@ def gradient_norm(grads: Sequence[tuple[Bucket, Tensor]], grid: Grid) -> Tensor:
 
     Ranges over data are disjoint; of the ranks that hold the same part only the first counts it.
     """
-    first = [grad.square().sum() for bucket, grad in grads if bucket.over.index == 0]
-    square = torch.stack(first).sum() if first else torch.zeros((), dtype=grads[0][1].dtype)
+    mine = [part.square().sum() for bucket, grad in grads for part in bucket.first(grad)]
+    square = torch.stack(mine).sum() if mine else grads[0][1].new_zeros(())
     with grid.trace.at("norm"):
         return verbs.all_reduce(square, grid.axis(*grid.degrees)).wait().sqrt()
 

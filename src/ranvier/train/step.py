@@ -65,7 +65,7 @@ def forward_backward(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
         count = verbs.all_reduce(sum_of([(x != IGNORE).sum() for x in samples]), axis).wait()
     losses = []
     for i, batch in enumerate(batches):
-        queue.last = i == len(batches) - 1
+        queue.micro_batch(last=i == len(batches) - 1)
         parallel.moment.samples = batch.samples
         loss = model(**batch.inputs()) / count
         loss.backward()

@@ -1,0 +1,42 @@
+"""Example: a serial layer with named inputs and outputs, from which the generic tests try its leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from ranvier.sharding import Dim
+
+SIZES = {
+    "batch": 8,
+    "seq": 8,
+    "embed": 16,
+    "heads": 8,
+    "kv_heads": 2,
+    "mlp": 24,
+    "vocab": 29,
+    "head_dim": 4,
+}
+"""Units that fit every grid of up to 8 ranks; 29 tokens fit none, so that the vocabulary is padded."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A layer to try: made from its serial class, `dims` as a model would name them.
+
+    inputs, outputs: the dims of each tensor; one without features (ids, targets) is of integers below
+    the vocabulary and comes whole to all ranks of row and col; an output without dims is a sum over
+    tokens. `heads` as the last dim counts elements, before `head_dim` it counts heads.
+    """
+
+    make: Callable[[Any], nn.Module]
+    dims: Sequence[Dim]
+    inputs: Sequence[Sequence[str]]
+    outputs: Sequence[Sequence[str]]
+    sizes: Mapping[str, int] = field(default_factory=lambda: SIZES)
+    """Units of each dim."""
+    children: Mapping[str, Sequence[Dim]] | None = None
+    """Dims of layers inside the module."""

@@ -1,0 +1,140 @@
+"""All leaves on a grid against their serial twins, from the examples the leaves give. Runs inside workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equivalence import ONE_PASS, gradients, worst
+from ranvier.comm import verbs
+from ranvier.grid import Grid
+from ranvier.nn.example import Example
+from ranvier.nn.leaf import Flow
+from ranvier.parallel import LEAVES, parallelize
+from ranvier.sharding import OUTER, WEIGHTS, Place, Rule, Sharding, Table
+from ranvier.trace import difference
+
+
+class Lone(nn.Module):
+    """A model of one layer."""
+
+    def __init__(self, example: Example, twin: type[nn.Module]) -> None:
+        super().__init__()
+        self.sizes = {k: v for k, v in example.sizes.items() if k not in ("batch", "seq", "head_dim")}
+        torch.manual_seed(3)
+        self.leaf = example.make(twin).double()
+        self.dims = {"leaf": tuple(example.dims)} if example.dims else {}
+        self.dims |= {f"leaf.{name}": tuple(dims) for name, dims in (example.children or {}).items()}
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.leaf(*inputs)
+
+
+def check_all(grid: Grid, inner: str) -> list[str]:
+    """Every example of every leaf, fast and as reference."""
+    lines = []
+    for twin, leaf in LEAVES.items():
+        for number, example in enumerate(leaf.examples()):  # type: ignore[attr-defined]
+            for fast in (True, False):
+                name = f"{leaf.__name__} {number} {'fast' if fast else 'reference'} on rank {grid.rank}: "
+                lines += [name + line for line in check(grid, inner, example, twin, fast)]
+    return lines
+
+
+def check(grid: Grid, inner: str, example: Example, twin: type[nn.Module], fast: bool) -> list[str]:
+    """Outputs, gradients of inputs and weights, and communication of one example."""
+    serial, inputs = Lone(example, twin), [whole_input(dims, example, i) for i, dims in enumerate(example.inputs)]
+    outputs = as_list(serial(*inputs))
+    seeds = [torch.randn(y.shape, generator=torch.Generator().manual_seed(i)).double() for i, y in enumerate(outputs)]
+    sum((y * seed).sum() for y, seed in zip(outputs, seeds, strict=True)).backward()
+
+    table = Table(inner)  # type: ignore[arg-type]
+    model = parallelize(Lone(example, twin), grid, inner=table.inner, fast=fast)
+    parallel = model.parallel
+    places = [place_of(x.shape, dims, example, table, grid) for x, dims in zip(inputs, example.inputs, strict=True)]
+    parts = [
+        place.take(x.detach()).requires_grad_(x.requires_grad) for place, x in zip(places, inputs, strict=True)
+    ]
+    parallel.queue.begin("test")
+    with grid.trace.recording() as events:
+        mine = as_list(model(*parts))
+        shares = [
+            seed if not dims else place_of(seed.shape, dims, example, table, grid).take(seed)
+            for seed, dims in zip(seeds, example.outputs, strict=True)
+        ]
+        torch.autograd.backward(mine, [share.expand_as(y) for share, y in zip(shares, mine, strict=True)])
+    lines = []
+    for y, want, dims in zip(mine, outputs, example.outputs, strict=True):
+        y = y.detach()
+        if not dims:
+            y = verbs.all_reduce(y, parallel.token_axis).wait()
+        else:
+            want = place_of(want.shape, dims, example, table, grid).take(want)
+        lines += worst("output", y, want.detach(), ONE_PASS)
+    for i, (x, part, place, dims) in enumerate(zip(inputs, parts, places, example.inputs, strict=True)):
+        if x.grad is not None:
+            grad = summed_copies(part.grad, dims, example, table, grid, x.shape)
+            lines += worst(f"gradient of input {i}", grad, place.take(x.grad), ONE_PASS)
+    grads = gradients(parallel)
+    for name, param in serial.named_parameters():
+        part, place = grads[name]
+        want = place.take(param.grad)
+        if want.numel():
+            lines += worst(f"gradient of {name}", part, want, ONE_PASS, param.grad.abs().max().item())
+    if fast:
+        lines += difference(leaf_events(parallel, example, grid), events)
+    return lines
+
+
+def leaf_events(parallel: Any, example: Example, grid: Grid) -> list[Any]:
+    samples = example.sizes["batch"] // grid.axis("data", "expert", "depth").size
+    return parallel.events(Flow(samples, example.sizes["seq"], itemsize=8, statistics=8))
+
+
+def as_list(outputs: Any) -> list[Tensor]:
+    return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+
+
+def shape_of(dims: Sequence[str], example: Example) -> list[int]:
+    """Elements of each dim: heads are counted as such only before head_dim."""
+    sizes, out = example.sizes, []
+    for i, dim in enumerate(dims):
+        wide = dim in ("heads", "kv_heads") and "head_dim" not in dims[i:]
+        out.append(sizes[dim] * (sizes["head_dim"] if wide else 1))
+    return out
+
+
+def whole_input(dims: Sequence[str], example: Example, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 + number)
+    if len(dims) == 2:
+        return torch.randint(0, example.sizes["vocab"], shape_of(dims, example), generator=generator)
+    return torch.randn(shape_of(dims, example), generator=generator).double().requires_grad_()
+
+
+def sharding_of(
+    shape: Sequence[int], dims: Sequence[str], example: Example, table: Table, grid: Grid
+) -> Sharding:
+    """Cut by the region of its features; ids come whole to row and col."""
+    feature = next((dim for dim in dims if dim in WEIGHTS), None)
+    rule: Rule = {"batch": OUTER["batch"]} if feature is None else table.region(feature)
+    return Sharding.make(shape, dims, rule, grid.degrees, units=example.sizes)
+
+
+def place_of(
+    shape: Sequence[int], dims: Sequence[str], example: Example, table: Table, grid: Grid
+) -> Place:
+    return sharding_of(shape, dims, example, table, grid).place(grid.index)
+
+
+def summed_copies(
+    grad: Tensor, dims: Sequence[str], example: Example, table: Table, grid: Grid, shape: Sequence[int]
+) -> Tensor:
+    """The gradient of an input: ranks that share a kv head each have a part of it."""
+    sharding = sharding_of(shape, dims, example, table, grid)
+    share = {cut.axis: cut.share for cuts in sharding.cuts for cut in cuts if cut.share > 1}
+    assert math.prod(share.values()) >= 1
+    return verbs.all_reduce(grad, grid.axis(share=share)).wait()

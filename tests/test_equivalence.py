@@ -1,0 +1,80 @@
+"""Any grid equals one process: all leaves and all models, on every grid of 1, 2, 4 and 8 ranks.
+
+For each: losses, every gradient, gradient norms and weights after three steps equal plain PyTorch's; the
+recorded communication is the predicted one; the state reloads bit for bit on another grid. By default a
+sample in which every grid occurs and every pair of options; `--full` runs the whole product.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+import leaf_cases
+from equivalence import Case, Serial, batch_of, compare, reload, run_case, switched
+from grids import grids, label, pairwise, product
+from pool import Pool
+from ranvier.checkpoint.state import assemble
+from ranvier.models import EXAMPLES
+
+LR, CLIP = 1e-2, 0.5
+GRIDS = grids()
+OPTIONS: dict[str, list[Any]] = {
+    "model": [*EXAMPLES],
+    "inner": ["samples", "features"],
+    "overlap": [True, False],
+    "recompute": ["none", "full", "reentrant"],
+    "micro_batches": [1, 2],
+    "packed": [False, True],
+    "fast": [True, False],
+}
+
+
+def valid(row: dict[str, Any]) -> bool:
+    """The reference has nothing to overlap."""
+    return row["fast"] or row["overlap"]
+
+
+@functools.cache
+def serial(model: str, packed: bool) -> Serial:
+    """One process; the number of micro-batches makes no difference to it."""
+    return Serial(model, batch_of(model, samples=16, packed=packed), LR, CLIP)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    full = metafunc.config.getoption("--full")
+    if "case" in metafunc.fixturenames:
+        cases = [Case(**row) for row in (product if full else pairwise)(OPTIONS, valid)]
+        if full:
+            pairs = [(grid, case) for case in cases for grid in GRIDS]
+        else:
+            rounds = max(len(cases), len(GRIDS))
+            pairs = [(GRIDS[i % len(GRIDS)], cases[i % len(cases)]) for i in range(rounds)]
+        names = [f"{label(grid)}-{case.label}" for grid, case in pairs]
+        metafunc.parametrize(("degrees", "case"), pairs, ids=names)
+
+
+def test_model_equals_one_process(pool: Pool, degrees: dict[str, int], case: Case) -> None:
+    whole = serial(case.model, case.packed)
+    results = pool.on_grid(degrees, run_case, case, whole.batch, LR, CLIP)
+    assert compare(whole, results) == []
+    state = {key: assemble(result[key] for result in results) for key in ("after", "optimizer")}
+    other = GRIDS[(GRIDS.index(degrees) * 11 + 5) % len(GRIDS)]
+    bad = pool.on_grid(other, reload, case, state["after"], state["optimizer"])
+    assert [line for lines in bad for line in lines] == [], f"reloaded on {label(other)}"
+
+
+@pytest.mark.parametrize("inner", ["samples", "features"])
+@pytest.mark.parametrize("degrees", GRIDS, ids=label)
+def test_leaves_equal_serial(pool: Pool, degrees: dict[str, int], inner: str) -> None:
+    found = pool.on_grid(degrees, leaf_cases.check_all, inner)
+    assert [line for lines in found for line in lines] == []
+
+
+@pytest.mark.parametrize("inner", ["samples", "features"])
+@pytest.mark.parametrize("degrees", [{"depth": 2, "row": 2, "col": 2}, {"data": 2, "depth": 2, "row": 2}])
+def test_switching_overlaps_off_changes_no_bit(pool: Pool, degrees: dict[str, int], inner: str) -> None:
+    case = Case("biased", inner=inner, micro_batches=2)
+    assert [x for lines in pool.on_grid(degrees, switched, case) for x in lines] == []
