@@ -124,7 +124,7 @@ def test_events_under_way_and_predictions_take_no_time() -> None:
 
 def test_table_is_text() -> None:
     lines = table(EVENTS).splitlines()
-    assert lines[0].split() == "axis operation calls MB seconds exposed hidden".split()
+    assert lines[0].split() == ["axis", "operation", "calls", "MB", "seconds", "exposed", "hidden"]
     assert lines[1].split() == ["row", "all_gather", "2", "0.000", "4.0000", "1.0000", "75%"]
     assert lines[2].split()[:2] == ["row·col", "reduce_scatter"]
     assert len({len(line) for line in lines}) == 1

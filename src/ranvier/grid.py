@@ -1,16 +1,17 @@
 """Grid: all ranks as one array with seven named axes, and the process groups along them.
 
-The array is explicit, so that placement (which ranks are neighbours) is independent of the names. A grid
-without processes answers every question about sizes and coordinates; planner and tools use that.
-Groups are made by their members only, in the order in which the axes are asked for; all ranks run the
-same program and so ask in the same order.
+The array is explicit, so that placement (which ranks are neighbours) is independent of the names.
+A grid without processes answers every question about sizes and coordinates; planner and tools use
+that. Groups are made by their members only, in the order in which the axes are asked for; all ranks
+run the same program and so ask in the same order.
 """
 
 from __future__ import annotations
 
 import datetime
+import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,8 @@ class Axis:
     """My place on it."""
     ranks: tuple[int, ...]
     """Global ranks, in order."""
+    order: tuple[int, ...]
+    """Place in the group of each of them: c10d sorts the ranks of a group."""
     crosses_nodes: bool
     group: ProcessGroup | None
     group_name: str
@@ -60,16 +63,25 @@ class Grid:
     """Groups by ranks and channel; grids of one process may share them."""
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.degrees) - set(AXES))
-        if unknown:
-            raise PlanError(f"Unknown axis {', '.join(unknown)}. The axes are {', '.join(AXES)}.")
+        _refuse_unknown(self.degrees)
+        bad = [f"{axis}={size}" for axis, size in self.degrees.items() if size < 1]
+        if bad:
+            raise PlanError(
+                f"{', '.join(bad)} on a grid. A degree is at least 1. Resolve the plan."
+            )
         self.degrees = {axis: self.degrees.get(axis, 1) for axis in AXES}
         shape = tuple(self.degrees.values())
         world = math.prod(shape)
         ranks = np.arange(world) if self.order is None else np.asarray(self.order)
         if sorted(ranks.tolist()) != list(range(world)):
             raise PlanError(
-                f"The rank order has {len(ranks)} entries. It must be a permutation of the {world} ranks."
+                f"The rank order has {len(set(ranks.tolist()))} different entries. "
+                f"It must be a permutation of the {world} ranks. Use None for 0, 1, 2, ..."
+            )
+        if not 0 <= self.rank < world:
+            raise PlanError(
+                f"rank={self.rank} is not on a grid of {world} ranks. Ranks count from 0. "
+                f"Use a rank below {world} or larger degrees."
             )
         self.ranks = ranks.reshape(shape)
         place = np.argwhere(self.ranks == self.rank)[0]
@@ -93,6 +105,7 @@ class Grid:
         channel: a name of its own makes a second communicator over the same ranks.
         Communicates: with its members, the first time it is asked for on a connected grid.
         """
+        _refuse_unknown([*names, *(share or {})])
         counts = {name: self.degrees[name] for name in AXES if name in names} | dict(share or {})
         counts = {name: counts[name] for name in AXES if counts.get(name, 1) > 1}
         key = (tuple(counts.items()), channel)
@@ -101,7 +114,11 @@ class Grid:
         return self._axes[key]
 
     def _make(self, counts: Mapping[str, int], channel: str) -> Axis:
+        assert all(self.degrees[name] % n == 0 for name, n in counts.items()), (
+            f"{dict(counts)} do not divide {self.degrees}"
+        )
         ranks = self._members(counts)
+        places = {rank: place for place, rank in enumerate(sorted(ranks))}
         group = None
         if self.connected and len(ranks) > 1:
             key = (tuple(sorted(ranks)), channel)
@@ -113,6 +130,7 @@ class Grid:
             size=len(ranks),
             index=ranks.index(self.rank),
             ranks=tuple(ranks),
+            order=tuple(places[rank] for rank in ranks),
             crosses_nodes=len({rank // self.ranks_per_node for rank in ranks}) > 1,
             group=group,
             group_name=group.group_name if group is not None else "",
@@ -135,7 +153,6 @@ class Grid:
         from torch import distributed
 
         # Only members take part (O(1) calls a rank at any world size); equal calls get equal names.
-        # c10d sorts the ranks of a group; the verbs reorder where an axis has them in another order.
         group = distributed.new_group(
             ranks,
             timeout=datetime.timedelta(seconds=self.timeout_seconds),
@@ -143,3 +160,10 @@ class Grid:
         )
         assert isinstance(group, distributed.ProcessGroup), (self.rank, ranks)
         return group
+
+
+def _refuse_unknown(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in AXES:
+            near = difflib.get_close_matches(name, AXES, n=1, cutoff=0.0)[0]
+            raise PlanError(f"Unknown axis {name!r}. The axes are {', '.join(AXES)}. Use {near!r}.")

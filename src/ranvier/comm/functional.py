@@ -1,4 +1,4 @@
-"""Functional collectives: what the verbs become inside `torch.compile`, where the compiler orders them.
+"""Functional collectives: what the verbs become inside `torch.compile`, which orders them.
 
 They are pure functions of tensors and group names, traced into the graph with forward and backward.
 """
@@ -16,15 +16,15 @@ _ops = torch.ops._c10d_functional
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """As verbs.all_gather. Communicates: all-gather over axis."""
     parts = x.movedim(dim, 0).contiguous()
-    return _done(_ops.all_gather_into_tensor(parts, axis.size, axis.group_name)).movedim(0, dim)
+    out = _done(_ops.all_gather_into_tensor(parts, axis.size, axis.group_name))
+    return reorder(out, axis, to_group=False).movedim(0, dim)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """As verbs.reduce_scatter. Communicates: reduce-scatter over axis."""
-    parts = x.movedim(dim, 0).contiguous()
-    return _done(_ops.reduce_scatter_tensor(parts, "sum", axis.size, axis.group_name)).movedim(
-        0, dim
-    )
+    parts = reorder(x.movedim(dim, 0).contiguous(), axis, to_group=True)
+    out = _done(_ops.reduce_scatter_tensor(parts, "sum", axis.size, axis.group_name))
+    return out.movedim(0, dim)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str) -> Tensor:
@@ -34,17 +34,42 @@ def all_reduce(x: Tensor, axis: Axis, op: str) -> Tensor:
 
 def all_to_all(x: Tensor, axis: Axis, send: list[int] | None, receive: list[int] | None) -> Tensor:
     """As verbs.all_to_all. Communicates: all-to-all over axis."""
+    parts = reorder(x.contiguous(), axis, to_group=True, counts=send)
     equal = [x.shape[0] // axis.size] * axis.size
-    return _done(
-        _ops.all_to_all_single(x.contiguous(), receive or equal, send or equal, axis.group_name)
-    )
+    sent, received = in_group(send or equal, axis), in_group(receive or equal, axis)
+    out = _done(_ops.all_to_all_single(parts, received, sent, axis.group_name))
+    return reorder(out, axis, to_group=False, counts=receive)
 
 
 def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
     """As verbs.broadcast. Communicates: broadcast over axis."""
-    return _done(_ops.broadcast(x.contiguous(), source, axis.group_name))
+    return _done(_ops.broadcast(x.contiguous(), axis.order[source], axis.group_name))
 
 
 def _done(x: Tensor) -> Tensor:
     result: Tensor = _ops.wait_tensor(x)
     return result
+
+
+def in_group(counts: list[int], axis: Axis) -> list[int]:
+    """Numbers in the order of the axis, in that of its group."""
+    return [counts[axis.order.index(place)] for place in range(axis.size)]
+
+
+def reorder(
+    parts: Tensor, axis: Axis, *, to_group: bool, counts: list[int] | None = None
+) -> Tensor:
+    """Parts along dim 0 from the order of the axis to that of its group (sorted ranks), or back.
+
+    counts: rows of each part, in the order of the axis; None: all have the same.
+    """
+    order = list(axis.order)
+    if order == sorted(order):
+        return parts
+    counts = counts or [parts.shape[0] // axis.size] * axis.size
+    if to_group:
+        order = in_group(list(range(axis.size)), axis)
+    else:
+        counts = in_group(counts, axis)
+    split = parts.split(counts)
+    return torch.cat([split[place] for place in order])

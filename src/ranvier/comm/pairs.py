@@ -5,8 +5,9 @@
     split        take my part        <-> all-gather        join
     swap         all-to-all          <-> all-to-all (the other way)
 
-Values: `gather`, `join`, `total` give every rank the same value, `share` and `split` start from one. The
-pairs differ in the gradient: after `gather` every rank's gradient is a partial sum, after `join` whole.
+Values: `gather`, `join`, `total` give every rank the same value, `share` and `split` start from
+one. The pairs differ in the gradient: after `gather` every rank's gradient is a partial sum, after
+`join` it is whole.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from torch import Tensor
 from ranvier.comm import verbs
 from ranvier.grid import Axis
 
+Counts = tuple[Sequence[int] | None, Sequence[int] | None]
+"""Rows sent to and received from each rank; None: equal numbers."""
+
 
 def take(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """My part of `x` along `dim`."""
     size = x.shape[dim] // axis.size
+    assert size * axis.size == x.shape[dim], (x.shape, dim, axis.size)
     return x.narrow(dim, axis.index * size, size)
 
 
@@ -47,21 +52,32 @@ def _taken(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return take(x, axis, dim).clone()
 
 
-def _pair(name: str, forward_op: Any, backward_op: Any) -> Any:
-    """An autograd function that runs one operation forward and its dual backward."""
+def _sent(x: Tensor, axis: Axis, counts: Counts) -> Tensor:
+    return verbs.all_to_all(x, axis, *counts).wait()
 
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
+
+def _returned(x: Tensor, axis: Axis, counts: Counts) -> Tensor:
+    return verbs.all_to_all(x, axis, *counts[::-1]).wait()
+
+
+def _pair(name: str, forward_op: Any, backward_op: Any) -> Any:
+    """An autograd function that runs one operation forward and its dual backward.
+
+    how: the dim of the operation, or the counts of an all-to-all.
+    """
+
+    def forward(ctx: Any, x: Tensor, axis: Axis, how: int | Counts) -> Tensor:
+        ctx.axis, ctx.how = axis, how
         # Backward is recorded where forward was; a compiled graph has no such place.
         ctx.where = "" if torch.compiler.is_compiling() else axis.trace.where
-        result: Tensor = forward_op(x, axis, dim)
+        result: Tensor = forward_op(x, axis, how)
         return result
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if torch.compiler.is_compiling():
-            return backward_op(grad, ctx.axis, ctx.dim), None, None
+            return backward_op(grad, ctx.axis, ctx.how), None, None
         with ctx.axis.trace.at(ctx.where):
-            return backward_op(grad, ctx.axis, ctx.dim), None, None
+            return backward_op(grad, ctx.axis, ctx.how), None, None
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(name, (torch.autograd.Function,), members)
@@ -73,6 +89,7 @@ _Share = _pair("Share", _same, _reduced)
 _Total = _pair("Total", _reduced, _same)
 _Split = _pair("Split", _taken, _gathered)
 _Join = _pair("Join", _gathered, _taken)
+_Swap = _pair("Swap", _sent, _returned)
 
 
 def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -86,7 +103,7 @@ def sum_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def share(x: Tensor, axis: Axis) -> Tensor:
-    """The same value, used differently by each rank. Communicates: backward: all-reduce over axis."""
+    """The same value, used differently by each rank. Communicates: backward: all-reduce."""
     return x if axis.size == 1 else _applied(_Share, x, axis, 0)
 
 
@@ -105,26 +122,6 @@ def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return x if axis.size == 1 else _applied(_Join, x, axis, dim)
 
 
-def _applied(function: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-    result: Tensor = function.apply(x, axis, dim)
-    return result
-
-
-class _Swap(torch.autograd.Function):
-    """All-to-all whose backward returns every row to where it came from."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, axis: Axis, send: list[int] | None, receive: list[int] | None
-    ) -> Tensor:
-        ctx.axis, ctx.counts = axis, (receive, send)
-        return verbs.all_to_all(x, axis, send, receive).wait()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return verbs.all_to_all(grad, ctx.axis, *ctx.counts).wait(), None, None, None
-
-
 def swap(
     x: Tensor,
     axis: Axis,
@@ -132,9 +129,9 @@ def swap(
     receive_counts: Sequence[int] | None = None,
 ) -> Tensor:
     """Rows exchanged between ranks. Communicates: all-to-all over axis, forward and backward."""
-    if axis.size == 1:
-        return x
-    send = list(send_counts) if send_counts is not None else None
-    receive = list(receive_counts) if receive_counts is not None else None
-    result: Tensor = _Swap.apply(x, axis, send, receive)
+    return x if axis.size == 1 else _applied(_Swap, x, axis, (send_counts, receive_counts))
+
+
+def _applied(function: Any, x: Tensor, axis: Axis, how: int | Counts) -> Tensor:
+    result: Tensor = function.apply(x, axis, how)
     return result

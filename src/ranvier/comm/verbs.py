@@ -1,15 +1,17 @@
 """Verbs: every communication of the package, in axes, asynchronous, traced.
 
-`all_gather(x, axis, dim)` starts a communication and returns a `Pending`; `.wait()` gives the tensor. An
-axis of size 1 does nothing at all. Eager calls go through c10d with asynchronous handles, calls inside
-`torch.compile` through functional collectives, which the compiler sees. CUDA tensors on a Gloo group are
-staged through pinned host memory (Gloo can neither send nor receive them).
+`all_gather(x, axis, dim)` starts a communication and returns a `Pending`; `.wait()` gives the
+tensor. An axis of size 1 does nothing at all. Eager calls go through c10d with asynchronous
+handles, calls inside `torch.compile` through functional collectives, which the compiler sees. CUDA
+tensors on a Gloo group are staged through pinned host memory (Gloo can neither send nor receive
+them).
 
 Not handled: tensors whose split dim does not divide; pad them before (see sharding).
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -50,7 +52,7 @@ class Pending:
 
 
 class _Handle:
-    """What must happen when a communication is awaited: wait, bring back to the device, rearrange."""
+    """What happens when a communication is awaited: wait, bring back to the device, rearrange."""
 
     def __init__(
         self,
@@ -90,28 +92,27 @@ def _watch(event: Event, work: Any, device: torch.device) -> None:
         return
 
     def note(_: Any) -> None:
-        event.done = time.perf_counter()
+        if event.done is None:  # the waiting thread may have been quicker
+            event.done = time.perf_counter()
 
-    try:
+    with contextlib.suppress(RuntimeError):  # a backend without futures: done when waited for
         work.get_future().add_done_callback(note)
-    except RuntimeError:  # a backend without futures (the fake one): done when waited for
-        pass
 
 
 def _stopwatch(event: Event, device: torch.device) -> Callable[[], None]:
     """Called before the wait; what it returns is called after it."""
     if device.type == "cuda":
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()  # type: ignore[no-untyped-call]
+        before.record()
 
         def read() -> None:
-            after.synchronize()  # type: ignore[no-untyped-call]
+            after.synchronize()
             assert event.waited is not None
-            event.resumed = event.waited + before.elapsed_time(after) / 1e3  # type: ignore[no-untyped-call]
+            event.resumed = event.waited + before.elapsed_time(after) / 1e3
             event.done = event.resumed
 
         def stop_device() -> None:
-            after.record()  # type: ignore[no-untyped-call]
+            after.record()
             event.clocks = read
 
         return stop_device
@@ -126,9 +127,10 @@ def _stopwatch(event: Event, device: torch.device) -> Callable[[], None]:
 def _lost(axis: Axis, event: Event, error: RuntimeError) -> str:
     recent = "; ".join(axis.trace.last)
     return (
-        f"{event.op} over {axis} of {event.bytes} bytes at {event.where or '?'} failed on index {axis.index} "
-        f"of ranks {list(axis.ranks)}: {error}. All ranks of an axis must issue the same communication and "
-        f"stay alive. Look at the other ranks' messages first; the last operations here were: {recent}."
+        f"{event.op} over {axis} of {event.bytes} bytes at {event.where or '?'} failed on rank "
+        f"{axis.ranks[axis.index]} (index {axis.index} of ranks {list(axis.ranks)}): {error}. All "
+        "ranks of an axis must issue the same communication and stay alive. Look at the other "
+        f"ranks' messages first; the last operations here were: {recent}."
     )
 
 
@@ -148,8 +150,10 @@ def _start(
     """Record, check in debug mode, stage if needed, issue."""
     assert axis.group is not None, f"{op} over {axis}: this grid has no processes"
     event = axis.trace.record(op, axis.names, num_bytes)
-    if axis.trace.check:
-        _check(axis, f"{op} {tuple(output.shape)} {output.dtype} at {event.where}")
+    if axis.trace.check and op not in PAIRWISE:
+        ragged = op == "all_to_all"  # ranks may receive different numbers of rows
+        shape = tuple(output.shape[1:] if ragged else output.shape)
+        _check(axis, f"{op} {shape} {output.dtype} at {event.where}")
     device = x.device
     if device.type == "cuda" and distributed.get_backend(axis.group) == "gloo":
         x, output = _staged(x), torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
@@ -169,40 +173,32 @@ def _staged(x: Tensor) -> Tensor:
 
 
 TAG_BYTES = 160
+PAIRWISE = ("send", "receive")
 
 
 def _check(axis: Axis, tag: str) -> None:
-    """Compare what the ranks of an axis are about to issue; torch itself would sum unlike tensors."""
+    """Compare what the ranks of an axis are about to issue; torch would sum unlike tensors."""
     mine = torch.zeros(TAG_BYTES, dtype=torch.uint8)
     text = tag.encode()[:TAG_BYTES]
     mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
     device = "cuda" if distributed.get_backend(axis.group) == "nccl" else "cpu"
     every = torch.empty(axis.size * TAG_BYTES, dtype=torch.uint8, device=device)
     _gather_into(every, mine.to(device), group=axis.group)
-    tags = [bytes(row.tolist()).rstrip(b"\0").decode() for row in every.cpu().view(axis.size, -1)]
-    if len(set(tags)) > 1:
+    rows = [bytes(row.tolist()).rstrip(b"\0") for row in every.cpu().view(axis.size, -1)]
+    if len(set(rows)) > 1:
         lines = "; ".join(
-            f"rank {rank}: {text}" for rank, text in zip(sorted(axis.ranks), tags, strict=True)
+            f"rank {rank}: {row.decode(errors='replace')}"
+            for rank, row in zip(sorted(axis.ranks), rows, strict=True)
         )
         raise CommunicationError(
-            f"The ranks of {axis} issue different collectives: {lines}. All ranks of an axis must issue the "
-            "same ones in the same order. Look for code that runs on some ranks only."
+            f"The ranks of {axis} issue different collectives: {lines}. All ranks of an axis must "
+            "issue the same ones in the same order. Look for code that runs on some ranks only."
         )
 
 
 def _front(x: Tensor, dim: int) -> Tensor:
     """`x` with `dim` first, contiguous."""
     return x.movedim(dim, 0).contiguous()
-
-
-def _swap(chunks: Tensor, axis: Axis, *, to_group: bool) -> Tensor:
-    """Reorder chunks between the order of the axis and that of its group (sorted ranks)."""
-    if list(axis.ranks) == sorted(axis.ranks):
-        return chunks
-    order = [sorted(axis.ranks).index(rank) for rank in axis.ranks]  # axis position -> group rank
-    if to_group:
-        order = [order.index(i) for i in range(axis.size)]
-    return chunks.view(axis.size, -1, *chunks.shape[1:])[order].flatten(0, 1)
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Pending:
@@ -223,7 +219,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Pending:
         part,
         output,
         lambda out, part: _gather_into(out, part, group=axis.group, async_op=True),
-        lambda out: _swap(out, axis, to_group=False).movedim(0, dim),
+        lambda out: functional.reorder(out, axis, to_group=False).movedim(0, dim),
     )
 
 
@@ -237,7 +233,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Pending:
     assert x.shape[dim] % axis.size == 0, (x.shape, dim, axis.size)
     if torch.compiler.is_compiling():
         return Pending(functional.reduce_scatter(x, axis, dim))
-    parts = _swap(_front(x, dim), axis, to_group=True)
+    parts = functional.reorder(_front(x, dim), axis, to_group=True)
     output = parts.new_empty((parts.shape[0] // axis.size, *parts.shape[1:]))
     return _start(
         "reduce_scatter",
@@ -274,21 +270,21 @@ def all_to_all(
 ) -> Pending:
     """Rows exchanged so that rank i gets the i-th part of every rank, in rank order.
 
-    x: `[sum(send_counts), ...]`; y: `[sum(receive_counts), ...]`; without counts the parts are equal.
+    x: `[sum(send_counts), ...]`; y: `[sum(receive_counts), ...]`; without counts all are equal.
     Communicates: all-to-all over axis.
     """
     if axis.size == 1:
         return Pending(x)
-    assert list(axis.ranks) == sorted(axis.ranks) or send_counts is None, (
-        "ragged needs sorted ranks"
-    )
     send = list(send_counts) if send_counts is not None else None
     receive = list(receive_counts) if receive_counts is not None else None
     if torch.compiler.is_compiling():
         return Pending(functional.all_to_all(x, axis, send, receive))
-    parts = _swap(x.contiguous(), axis, to_group=True)
+    assert (send is None) == (receive is None), "counts are given both ways or not at all"
+    parts = functional.reorder(x.contiguous(), axis, to_group=True, counts=send)
     rows = parts.shape[0] if receive is None else sum(receive)
     output = parts.new_empty((rows, *parts.shape[1:]))
+    into = None if receive is None else functional.in_group(receive, axis)
+    out_of = None if send is None else functional.in_group(send, axis)
     return _start(
         "all_to_all",
         axis,
@@ -296,14 +292,14 @@ def all_to_all(
         parts,
         output,
         lambda out, parts: distributed.all_to_all_single(
-            out, parts, receive, send, group=axis.group, async_op=True
+            out, parts, into, out_of, group=axis.group, async_op=True
         ),
-        lambda out: _swap(out, axis, to_group=False),
+        lambda out: functional.reorder(out, axis, to_group=False, counts=receive),
     )
 
 
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Pending:
-    """The tensor of the rank at index `source` of the axis, on all. Communicates: broadcast over axis."""
+    """The tensor of the rank at index `source`, on all. Communicates: broadcast over axis."""
     if axis.size == 1:
         return Pending(x)
     if torch.compiler.is_compiling():
@@ -333,7 +329,7 @@ def send(x: Tensor, axis: Axis, to: int) -> Pending:
 
 
 def receive(like: Tensor, axis: Axis, source: int) -> Pending:
-    """A tensor shaped `like` from the rank at index `source`. Communicates: point to point over axis."""
+    """A tensor shaped `like` from index `source`. Communicates: point to point over axis."""
     output = torch.empty_like(like, memory_format=torch.contiguous_format)
     return _start(
         "receive",

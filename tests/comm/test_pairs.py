@@ -1,0 +1,217 @@
+"""Differentiable pairs: value and gradient on ranks against one process that has all their tensors.
+
+`TWINS` holds for each pair what one process computes from the tensors of all ranks. Where a pair
+starts from (or ends in) one value that all ranks have, the twin has it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pool import Pool
+from ranvier.comm import pairs
+from ranvier.grid import Axis, Grid
+
+LIMIT = 1e-14
+N = 4
+SHAPE = (4, 8, 12)
+COUNTS = [[(3 * of + to) % 4 for to in range(N)] for of in range(N)]
+"""Rows that each rank sends to each other."""
+Pair = Callable[[Tensor, Axis, int], Tensor]
+Twin = Callable[[list[Tensor], int], list[Tensor]]
+
+
+def ragged(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return pairs.swap(x, axis, COUNTS[axis.index], [row[axis.index] for row in COUNTS])
+
+
+def ragged_twin(xs: list[Tensor], dim: int) -> list[Tensor]:
+    split = [x.split(COUNTS[of]) for of, x in enumerate(xs)]
+    return [torch.cat([parts[to] for parts in split]) for to in range(N)]
+
+
+PAIRS: dict[str, Pair] = {
+    "gather": lambda x, axis, dim: pairs.gather(x, axis, dim),
+    "sum_scatter": lambda x, axis, dim: pairs.sum_scatter(x, axis, dim),
+    "share": lambda x, axis, dim: pairs.share(x, axis),
+    "total": lambda x, axis, dim: pairs.total(x, axis),
+    "split": lambda x, axis, dim: pairs.split(x, axis, dim),
+    "join": lambda x, axis, dim: pairs.join(x, axis, dim),
+    "swap": lambda x, axis, dim: pairs.swap(x, axis),
+    "ragged swap": ragged,
+}
+TWINS: dict[str, Twin] = {
+    "gather": lambda xs, dim: [torch.cat(xs, dim)] * N,
+    "sum_scatter": lambda xs, dim: list(torch.stack(xs).sum(0).chunk(N, dim)),
+    "share": lambda xs, dim: [xs[0]] * N,
+    "total": lambda xs, dim: [torch.stack(xs).sum(0)],
+    "split": lambda xs, dim: list(xs[0].chunk(N, dim)),
+    "join": lambda xs, dim: [torch.cat(xs, dim)],
+    "swap": lambda xs, dim: [torch.cat([x.chunk(N)[to] for x in xs]) for to in range(N)],
+    "ragged swap": ragged_twin,
+}
+ONE_INPUT, ONE_OUTPUT = {"share", "split"}, {"total", "join"}
+BREAKS = {
+    "gather": ("_Gather", pairs._gathered, pairs._taken),
+    "sum_scatter": ("_SumScatter", pairs._scattered, lambda x, axis, dim: torch.cat([x] * N, dim)),
+    "share": ("_Share", pairs._same, pairs._same),
+    "total": ("_Total", pairs._reduced, pairs._reduced),
+    "split": ("_Split", pairs._taken, lambda x, axis, dim: torch.cat([x] * N, dim)),
+    "join": ("_Join", pairs._gathered, pairs._scattered),
+    "swap": ("_Swap", pairs._sent, lambda x, axis, counts: x),
+    "ragged swap": ("_Swap", pairs._sent, lambda x, axis, counts: torch.zeros(sum(counts[0]), 3)),
+}
+"""For each pair a backward that is not its dual."""
+
+
+def random(seed: int, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def inputs(name: str) -> list[Tensor]:
+    shapes = [(sum(COUNTS[of]), 3) if name == "ragged swap" else SHAPE for of in range(N)]
+    seeds = [0] * N if name in ONE_INPUT else range(N)
+    return [random(seed, shape) for seed, shape in zip(seeds, shapes, strict=True)]
+
+
+def compare(axis: Axis, name: str, dim: int) -> list[str]:
+    """Run a pair between two nonlinear functions here, and its twin for all ranks."""
+    i = axis.index
+    x = inputs(name)[i].requires_grad_()
+    y = PAIRS[name](x.sin(), axis, dim)
+    seed = 50 if name in ONE_OUTPUT else 50 + i
+    (random(seed, y.shape) * y.square()).sum().backward()
+
+    xs = [x.requires_grad_() for x in inputs(name)]
+    ys = TWINS[name]([x.sin() for x in xs], dim)
+    loss = [(random(50 + j, y.shape) * y.square()).sum() for j, y in enumerate(ys)]
+    torch.stack(loss).sum().backward()
+    want = xs[0 if name in ONE_INPUT else i].grad
+    assert x.grad is not None and want is not None
+    return [
+        f"{what} of {name} along {dim} on index {i} differs by {error}"
+        for what, a, b in (("value", y, ys[0 if name in ONE_OUTPUT else i]), ("grad", x.grad, want))
+        if a.shape != b.shape or (error := (a - b).abs().max().item()) > LIMIT * b.abs().max()
+    ]
+
+
+def all_pairs(grid: Grid) -> list[str]:
+    axis = grid.axis("row")
+    dims = (0, 1, -1)
+    return [line for name in PAIRS for dim in dims for line in compare(axis, name, dim)]
+
+
+def test_pairs_equal_one_process(pool: Pool) -> None:
+    assert pool.on_grid({"row": N}, all_pairs) == [[]] * N
+
+
+def broken(grid: Grid) -> dict[str, list[str]]:
+    """What the comparison says of each pair with a wrong dual."""
+    found = {}
+    for name, (attribute, forward, backward) in BREAKS.items():
+        right = getattr(pairs, attribute)
+        setattr(pairs, attribute, pairs._pair("Broken", forward, backward))
+        try:
+            found[name] = compare(grid.axis("row"), name, 0)
+        finally:
+            setattr(pairs, attribute, right)
+    return found
+
+
+def test_wrong_duals_are_caught(pool: Pool) -> None:
+    """The negative control: each wrong gradient is seen, and only the gradient."""
+    for rank, found in enumerate(pool.on_grid({"row": N}, broken)):
+        for name, lines in found.items():
+            assert len(lines) == 1, (rank, name, lines)
+            assert lines[0].startswith(f"grad of {name}")
+
+
+def composed(grid: Grid) -> list[float]:
+    """A column- and a row-parallel layer with sequence parallelism, and a statistic over ranks."""
+    axis = grid.axis("row")
+    x, up, down = random(1, (2, 8, 6)), random(2, (6, 8)), random(3, (8, 6))
+    part = [
+        pairs.take(x, axis, 1).clone().requires_grad_(),
+        pairs.take(up, axis, 1).clone().requires_grad_(),
+        pairs.take(down, axis, 0).clone().requires_grad_(),
+    ]
+
+    def mean(y: Tensor) -> Tensor:
+        return pairs.share(pairs.total(y.sum(), axis), axis) / 8
+
+    def model(x: Tensor, up: Tensor, down: Tensor, on_ranks: bool) -> Tensor:
+        h = (pairs.gather(x, axis, 1) if on_ranks else x) @ up
+        y = h.tanh() @ down
+        y = pairs.sum_scatter(y, axis, 1) if on_ranks else y
+        return (y.sin() * (mean(y) if on_ranks else y.sum() / 8)).sum()
+
+    model(*part, on_ranks=True).backward()  # type: ignore[call-arg]
+    whole = [t.requires_grad_() for t in (x, up, down)]
+    model(*whole, on_ranks=False).backward()  # type: ignore[call-arg]
+    errors = []
+    for mine, serial, dim in zip(part, whole, (1, 1, 0), strict=True):
+        assert mine.grad is not None and serial.grad is not None
+        want = pairs.take(serial.grad, axis, dim)
+        errors.append(((mine.grad - want).abs().max() / want.abs().max()).item())
+    return errors
+
+
+def test_pairs_compose(pool: Pool) -> None:
+    for errors in pool.on_grid({"row": 2}, composed):
+        assert max(errors) < 1e-12
+
+
+DUALS = {
+    "gather": ["all_gather", "reduce_scatter"],
+    "sum_scatter": ["reduce_scatter", "all_gather"],
+    "share": ["all_reduce"],
+    "total": ["all_reduce"],
+    "split": ["all_gather"],
+    "join": ["all_gather"],
+    "swap": ["all_to_all", "all_to_all"],
+    "ragged swap": ["all_to_all", "all_to_all"],
+}
+
+
+def recorded(grid: Grid) -> dict[str, Any]:
+    """What each pair communicates forward and backward, and where."""
+    axis, found = grid.axis("row"), {}
+    for name, pair in PAIRS.items():
+        x = inputs(name)[axis.index].requires_grad_()
+        with grid.trace.recording() as events:
+            with grid.trace.at(name):
+                y = pair(x, axis, 0)
+            y.sum().backward()
+        found[name] = [(event.op, event.where, event.bytes) for event in events]
+    return found
+
+
+def test_events_of_backward_are_of_the_same_place(pool: Pool) -> None:
+    size = 8 * 4 * 8 * 12
+    for rank, found in enumerate(pool.on_grid({"row": N}, recorded)):
+        for name, ops in DUALS.items():
+            assert [(op, where) for op, where, _ in found[name]] == [(op, name) for op in ops]
+        assert [size for *_, size in found["gather"]] == [N * size] * 2
+        assert [size for *_, size in found["sum_scatter"]] == [size] * 2
+        rows = [sum(COUNTS[rank]), sum(row[rank] for row in COUNTS)]
+        assert [size for *_, size in found["ragged swap"]] == [8 * 3 * n for n in rows]
+
+
+def test_one_rank_does_nothing() -> None:
+    axis = Grid({}).axis("row")
+    x = torch.ones(4, 4, 4)
+    for name, pair in PAIRS.items():
+        if name != "ragged swap":
+            assert pair(x, axis, 0) is x
+    assert pairs.take(x, axis, 1) is not None
+
+
+def test_parts_must_be_equal() -> None:
+    """A rest would be dropped without a word."""
+    with pytest.raises(AssertionError):
+        pairs.take(torch.ones(5), Grid({"row": 2}).axis("row"), 0)
