@@ -71,8 +71,8 @@ def serial(model: Any) -> nn.Module:
     """The model as reference.
 
     Norms of transformers compute in float32 whatever the model's type, ours in float64 where the
-    model does: a comparison to 1e-12 would fail for the rounding of the reference. So norms stay in their
-    type here. Rotary angles, float32 too, are computed by transformers on both sides and equal.
+    model does: a comparison to 1e-12 would fail for the reference's rounding. So norms stay in
+    their type here. Rotary angles, float32 too, are transformers' on both sides and equal.
     """
     model.forward = MethodType(forward, model)
     for module in model.modules():

@@ -233,8 +233,8 @@ def derived(model: Any) -> Names:
         return {path: dims for key, dims in GPT2.items() for path in _matches(model, key)}
     if kind not in PLANNED:
         raise ShardingError(
-            f"{type(model).__name__} is of the type {kind!r}, whose layers are not known. Known types "
-            f"are gpt2, {', '.join(PLANNED)}. {REMEDY}"
+            f"{type(model).__name__} is of the type {kind!r}, whose dims are not known. "
+            f"Known types are gpt2, {', '.join(PLANNED)}. {REMEDY}"
         )
     prefix = model.base_model_prefix
     plan = {f"{prefix}.{key}": s for key, s in (model.config.base_model_tp_plan or {}).items()}
@@ -332,7 +332,7 @@ def _rebuild_buffers(model: Any, device: torch.device | str | None) -> None:
             if "inv_freq" not in buffers:
                 raise ShardingError(
                     f"{path} has buffers without values: {', '.join(buffers)}. Only rotary "
-                    "frequencies can be made again. Build the model with values, not on the meta device."
+                    "frequencies can be made again. Build the model with values, not on meta."
                 )
             with torch.device(device or "cpu"):
                 made = type(module)(config=module.config)

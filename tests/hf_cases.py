@@ -1,0 +1,110 @@
+"""Hugging Face models on grids: what runs inside workers, and the serial side of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import equivalence
+from equivalence import Case, Serial
+from hf_models import HF_MODELS
+from ranvier.grid import Grid
+from ranvier.nn import huggingface
+from ranvier.nn.loss import CrossEntropy
+from ranvier.parallel import Parallel, parallelize
+from ranvier.sharding import Table
+from ranvier.train.step import Batch, forward_backward
+
+
+@dataclass(frozen=True)
+class HfCase(Case):
+    """A case of a Hugging Face model, perhaps of another config."""
+
+    inner: str = "features"
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    def build(self) -> nn.Module:
+        """The model, the same on every call."""
+        torch.manual_seed(1)
+        return HF_MODELS[self.model](**dict(self.changes)).double()  # type: ignore[call-arg]
+
+
+def serial(case: HfCase, batch: Batch, lr: float, clip: float) -> Serial:
+    """The same model on one process."""
+    with mock.patch.object(equivalence, "build", lambda name: case.build()):
+        return Serial(case.model, batch, lr, clip)
+
+
+def loss_of(grid: Grid, case: HfCase, batch: Batch) -> float:
+    """Mean loss of a batch on a grid."""
+    micros = equivalence.micros_of(batch, grid, case.micro_batches)
+    return forward_backward(case.on(grid), micros).item()
+
+
+def logits_of(grid: Grid, case: HfCase, tokens: Tensor) -> tuple[Tensor, int]:
+    """My logits without padding, and the first token of the vocabulary they are of."""
+    model = case.on(grid)
+    loss = model.loss
+    assert isinstance(loss, CrossEntropy)
+    return model(tokens)[..., : loss.valid].detach(), loss.first
+
+
+def from_meta(grid: Grid, case: HfCase, batch: Batch) -> tuple[float, list[str]]:
+    """Mean loss of a model that came without values, and the names of its parameters."""
+    with torch.device("meta"):
+        model = HF_MODELS[case.model](**dict(case.changes))  # type: ignore[call-arg]
+    model = parallelize(model, grid, inner="features", dtype=torch.float64, seed=3)
+    parallel = model.parallel
+    assert isinstance(parallel, Parallel)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    loss = forward_backward(model, equivalence.micros_of(batch, grid, 1)).item()
+    return loss, [name for name, _ in model.named_parameters()]
+
+
+def naive(grid: Grid, case: HfCase, batch: Batch) -> float | str:
+    """Mean loss, or the error, when layers are swapped and heads counted, and that is all.
+
+    No entrances; positions and masks by transformers.
+    """
+    model = case.build()
+    names = huggingface.derived(model)
+    layers = {type(m): huggingface.LAYERS.get(type(m).__name__) for m in model.modules()}
+    leaves = {kind: leaf for kind, leaf in layers.items() if leaf is not None}
+    leaves[huggingface.Loss] = CrossEntropy
+    model.loss = huggingface.Loss()
+    for module in model.modules():
+        huggingface._localise(module, huggingface.units(model.config), Table("features"), grid)
+    with mock.patch.object(huggingface, "recognised", lambda model: False):
+        model = parallelize(
+            model, grid, inner="features", names={**names, "loss": ("vocab",)}, leaves=leaves
+        )
+    model.forward = NaiveForward(model)  # type: ignore[assignment]
+    try:
+        return forward_backward(model, equivalence.micros_of(batch, grid, 1)).item()
+    except RuntimeError as error:
+        return str(error)
+
+
+class NaiveForward:
+    """The forward of transformers, positions and mask left to it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, tokens: Tensor, targets: Tensor, **_: Tensor) -> Tensor:
+        model = self.model
+        x = model.get_input_embeddings()(tokens)
+        out = model.base_model(inputs_embeds=x, use_cache=False).last_hidden_state
+        loss: Tensor = model.loss(model.lm_head(out), targets)
+        return loss
+
+
+def restarted(grid: Grid, case: HfCase, batch: Batch) -> float:
+    """Mean loss with positions that begin anew in the part of each rank of row."""
+    seq, parts = batch.tokens.shape[1], grid.degrees["row"]
+    positions = (torch.arange(seq) % (seq // parts)).expand_as(batch.tokens)
+    return loss_of(grid, case, replace(batch, positions=positions))
