@@ -63,10 +63,11 @@ def check(grid: Grid, inner: str, example: Example, twin: type[nn.Module], fast:
     with grid.trace.recording() as events:
         mine = as_list(model(*parts))
         shares = [
-            seed if not dims else place_of(seed.shape, dims, example, table, grid).take(seed)
+            seed if not dims else share_of(seed, dims, example, table, grid)
             for seed, dims in zip(seeds, example.outputs, strict=True)
         ]
         torch.autograd.backward(mine, [share.expand_as(y) for share, y in zip(shares, mine, strict=True)])
+        grads = gradients(parallel)
     lines = []
     for y, want, dims in zip(mine, outputs, example.outputs, strict=True):
         y = y.detach()
@@ -79,7 +80,6 @@ def check(grid: Grid, inner: str, example: Example, twin: type[nn.Module], fast:
         if x.grad is not None:
             grad = summed_copies(part.grad, dims, example, table, grid, x.shape)
             lines += worst(f"gradient of input {i}", grad, place.take(x.grad), ONE_PASS)
-    grads = gradients(parallel)
     for name, param in serial.named_parameters():
         part, place = grads[name]
         want = place.take(param.grad)
@@ -92,7 +92,9 @@ def check(grid: Grid, inner: str, example: Example, twin: type[nn.Module], fast:
 
 def leaf_events(parallel: Any, example: Example, grid: Grid) -> list[Any]:
     samples = example.sizes["batch"] // grid.axis("data", "expert", "depth").size
-    return parallel.events(Flow(samples, example.sizes["seq"], itemsize=8, statistics=8))
+    passes = parallel.events(Flow(samples, example.sizes["seq"], itemsize=8, statistics=8))
+    update = [e for e in parallel.update_events() if e.where != "norm" and e.op != "all_gather"]
+    return passes + update
 
 
 def as_list(outputs: Any) -> list[Tensor]:
@@ -130,11 +132,26 @@ def place_of(
     return sharding_of(shape, dims, example, table, grid).place(grid.index)
 
 
+def copies_of(
+    shape: Sequence[int], dims: Sequence[str], example: Example, table: Table, grid: Grid
+) -> dict[str, int]:
+    """Consecutive ranks of each axis that hold the same part (shared kv heads)."""
+    sharding = sharding_of(shape, dims, example, table, grid)
+    return {cut.axis: cut.share for cuts in sharding.cuts for cut in cuts if cut.share > 1}
+
+
+def share_of(
+    seed: Tensor, dims: Sequence[str], example: Example, table: Table, grid: Grid
+) -> Tensor:
+    """My part of the gradient of an output; ranks that hold the same part each bring a share of it."""
+    copies = copies_of(seed.shape, dims, example, table, grid)
+    part = place_of(seed.shape, dims, example, table, grid).take(seed)
+    return part / math.prod(copies.values())
+
+
 def summed_copies(
     grad: Tensor, dims: Sequence[str], example: Example, table: Table, grid: Grid, shape: Sequence[int]
 ) -> Tensor:
-    """The gradient of an input: ranks that share a kv head each have a part of it."""
-    sharding = sharding_of(shape, dims, example, table, grid)
-    share = {cut.axis: cut.share for cuts in sharding.cuts for cut in cuts if cut.share > 1}
-    assert math.prod(share.values()) >= 1
-    return verbs.all_reduce(grad, grid.axis(share=share)).wait()
+    """The gradient of an input: ranks that hold the same part each have a share of it."""
+    copies = copies_of(shape, dims, example, table, grid)
+    return verbs.all_reduce(grad, grid.axis(share=copies)).wait()

@@ -54,6 +54,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             pairs = [(GRIDS[i % len(GRIDS)], cases[i % len(cases)]) for i in range(rounds)]
         names = [f"{label(grid)}-{case.label}" for grid, case in pairs]
         metafunc.parametrize(("degrees", "case"), pairs, ids=names)
+    elif "leaves_on" in metafunc.fixturenames:
+        ways = ["samples", "features"]
+        every = [(grid, way) for grid in GRIDS for way in ways]
+        some = [(grid, ways[i % 2]) for i, grid in enumerate(GRIDS)]
+        pairs = every if full else some
+        metafunc.parametrize("leaves_on", pairs, ids=[f"{label(g)}-{way}" for g, way in pairs])
 
 
 def test_model_equals_one_process(pool: Pool, degrees: dict[str, int], case: Case) -> None:
@@ -66,10 +72,8 @@ def test_model_equals_one_process(pool: Pool, degrees: dict[str, int], case: Cas
     assert [line for lines in bad for line in lines] == [], f"reloaded on {label(other)}"
 
 
-@pytest.mark.parametrize("inner", ["samples", "features"])
-@pytest.mark.parametrize("degrees", GRIDS, ids=label)
-def test_leaves_equal_serial(pool: Pool, degrees: dict[str, int], inner: str) -> None:
-    found = pool.on_grid(degrees, leaf_cases.check_all, inner)
+def test_leaves_equal_serial(pool: Pool, leaves_on: tuple[dict[str, int], str]) -> None:
+    found = pool.on_grid(leaves_on[0], leaf_cases.check_all, leaves_on[1])
     assert [line for lines in found for line in lines] == []
 
 

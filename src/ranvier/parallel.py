@@ -303,9 +303,12 @@ def _blocks(model: nn.Module, weights: Mapping[str, Weight]) -> dict[str, str]:
     """The block of each weight: the last list element above it, else its layer; vectors have one for all."""
     blocks = {}
     for name, weight in weights.items():
-        inside = re.match(r"(.*\.\d+)\.", name) if weight.split or len(weight.dims) > 1 else None
-        layer = name.rpartition(".")[0] if len(weight.dims) > 1 else VECTORS
-        blocks[name] = inside.group(1) if inside else layer
+        inside = re.match(r"(.*\.\d+)\.", name)
+        layer = name.rpartition(".")[0]
+        above = layer.rpartition(".")[0]
+        if isinstance(model.get_submodule(above), Siblings):
+            layer = above
+        blocks[name] = VECTORS if len(weight.dims) == 1 else inside.group(1) if inside else layer
     return blocks
 
 

@@ -143,10 +143,16 @@ class Siblings(Leaf):
     @staticmethod
     def examples() -> list[Example]:
         """What the generic tests try."""
-        layers = {"q": torch.nn.Linear(16, 32), "k": torch.nn.Linear(16, 8)}
         dims: dict[str, Sequence[Dim]] = {"q": ("heads", "embed"), "k": ("kv_heads", "embed")}
-        outputs = [("batch", "seq", "heads"), ("batch", "seq", "kv_heads")]
-        return [Example(lambda twin: twin(layers), (), [("batch", "seq", "embed")], outputs, children=dims)]
+        return [
+            Example(
+                lambda twin: twin({"q": torch.nn.Linear(16, 32), "k": torch.nn.Linear(16, 8)}),
+                (),
+                [("batch", "seq", "embed")],
+                [("batch", "seq", "heads"), ("batch", "seq", "kv_heads")],
+                children=dims,
+            )
+        ]
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """The outputs of all layers, in order."""
