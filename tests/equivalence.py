@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_models import HF_MODELS
 from ranvier.checkpoint.state import assemble
 from ranvier.grid import Grid
 from ranvier.models import EXAMPLES
@@ -19,8 +20,9 @@ from ranvier.nn.leaf import Flow
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import Parallel, parallelize
 from ranvier.sharding import Place, State
-from ranvier.trace import Event, difference
+from ranvier.trace import difference
 from ranvier.train.step import Batch, forward_backward
+from ranvier.verify import predict
 
 ONE_PASS, STEPS = 1e-12, 1e-9
 """Relative to the tensor's largest magnitude; never relaxed."""
@@ -58,8 +60,8 @@ class Case:
 
 
 def build(name: str) -> nn.Module:
-    """A model by name, in float64."""
-    return EXAMPLES[name]().double()
+    """A model by name, ours or Hugging Face's, in float64."""
+    return {**EXAMPLES, **HF_MODELS}[name]().double()
 
 
 def batch_of(model: str, *, samples: int, packed: bool, seq: int = 8) -> Batch:
@@ -210,15 +212,6 @@ def switched(grid: Grid, case: Case) -> list[str]:
         for name, value in other.items()
         if not torch.equal(value, first[name])
     ]
-
-
-def predict(parallel: Parallel, flow: Flow, micro_batches: int) -> list[Event]:
-    """Communication of one step."""
-    axis = parallel.token_axis
-    events = parallel.events(flow, micro_batches=micro_batches) + parallel.update_events()
-    if axis.size > 1:
-        events += [Event("all_reduce", axis.names, 8, where) for where in ("tokens", "loss")]
-    return events
 
 
 def copied(state: State) -> State:

@@ -48,6 +48,9 @@ class Pool:
         self.folder = Path(tempfile.mkdtemp(prefix="ranvier-pool-"))
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["pool_preload"])
+        # The server takes its path from the environment alone, and skips in silence what it lacks.
+        here = str(Path(__file__).parent)
+        os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
         port = free_port()
         for rank in range(self.size):
             here, there = context.Pipe()

@@ -222,8 +222,8 @@ def predict(parallel: Parallel, flow: Flow, micro_batches: int) -> list[Event]:
     axis, itemsize = parallel.token_axis, parallel.queue.dtype.itemsize
     events = parallel.events(flow, micro_batches=micro_batches) + parallel.update_events()
     if axis.size > 1:
-        events.append(Event("all_reduce", axis.names, 8, "tokens"))
-        events.append(Event("all_reduce", axis.names, itemsize, "loss"))
+        events.append(Event("all_reduce", axis.names, 8, "step.tokens"))
+        events.append(Event("all_reduce", axis.names, itemsize, "step.loss"))
     return events
 
 

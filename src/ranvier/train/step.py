@@ -61,7 +61,7 @@ def forward_backward(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
     queue, axis, trace = parallel.queue, parallel.token_axis, parallel.grid.trace
     queue.begin(f"train {len(batches)}")
     samples = [take(batch.targets, _batch_axis(parallel), 0) for batch in batches]
-    with trace.at("tokens"):
+    with trace.at("step.tokens"):
         count = verbs.all_reduce(sum_of([(x != IGNORE).sum() for x in samples]), axis).wait()
     losses = []
     for i, batch in enumerate(batches):
@@ -70,7 +70,7 @@ def forward_backward(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
         loss = model(**batch.inputs()) / count
         loss.backward()
         losses.append(loss.detach())
-    with trace.at("loss"):
+    with trace.at("step.loss"):
         return verbs.all_reduce(sum_of(losses), axis).wait()
 
 

@@ -1,0 +1,75 @@
+"""Predicted bytes equal counted bytes on 64, 512 and 4096 ranks of the fake process group.
+
+Bytes are counted below comm, in the calls of torch.distributed, independently of the tracer.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from ranvier import launch
+from ranvier.comm import verbs
+from ranvier.grid import Grid
+from ranvier.models.decoder import Decoder, DecoderConfig
+from ranvier.optim.optimizer import Optimizer
+from ranvier.nn.leaf import Flow
+from ranvier.parallel import parallelize
+from ranvier.train.step import Batch, forward_backward
+from ranvier.verify import predict
+
+GRIDS = [
+    (64, {"data": 2, "depth": 4, "row": 4, "col": 2}),
+    (512, {"data": 4, "depth": 8, "row": 8, "col": 2}),
+    (4096, {"data": 8, "depth": 16, "row": 8, "col": 4}),
+]
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count the bytes of whole tensors in the calls of torch.distributed."""
+    total: Counter[str] = Counter()
+
+    def wrapped(name: str, call: Any, whole: int) -> Any:
+        def count(*arguments: Any, **options: Any) -> Any:
+            x = arguments[whole]
+            total[name] += x.numel() * x.element_size()
+            return call(*arguments, **options)
+
+        return count
+
+    with (
+        mock.patch.object(verbs, "_gather_into", wrapped("all_gather", verbs._gather_into, 0)),
+        mock.patch.object(verbs, "_scatter_into", wrapped("reduce_scatter", verbs._scatter_into, 1)),
+        mock.patch.object(
+            verbs.distributed, "all_reduce", wrapped("all_reduce", verbs.distributed.all_reduce, 0)
+        ),
+    ):
+        yield total
+
+
+@pytest.mark.parametrize("inner", ["samples", "features"])
+@pytest.mark.parametrize(("world", "degrees"), GRIDS, ids=[str(world) for world, _ in GRIDS])
+def test_predicted_bytes_are_counted_bytes(world: int, degrees: dict[str, int], inner: Any) -> None:
+    config = DecoderConfig(
+        layers=2, embed=16, heads=32, kv_heads=4, head_dim=2, mlp=64, vocab=101, bias=True, tied=True
+    )
+    with launch.fake(world, rank=world // 3):
+        grid = Grid(degrees, rank=world // 3, connected=True)
+        model = parallelize(Decoder(config), grid, inner=inner, recompute="full")
+        batch = Batch(torch.zeros(4, 16, dtype=torch.long), torch.zeros(4, 16, dtype=torch.long))
+        micros = [batch, batch]
+        optimizer = Optimizer(model.parallel.queue)
+        with counted() as total:
+            forward_backward(model, micros)
+            optimizer.step()
+        predicted: Counter[str] = Counter()
+        for event in predict(model.parallel, Flow(samples=4, seq=16, itemsize=4, statistics=4), 2):
+            predicted[event.op] += event.bytes
+        assert total == predicted
