@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ranvier.errors import ShardingError
@@ -201,14 +200,14 @@ class Sharding:
         _refuse_twice([cut.axis for of_dim in cuts for cut in of_dim], names)
         return cls(tuple(shape), tuple(cuts))
 
-    @cached_property
+    @property
     def local(self) -> tuple[int, ...]:
         """Shape on a rank, padding included."""
         return tuple(
             cuts[-1].block if cuts else n for cuts, n in zip(self.cuts, self.shape, strict=True)
         )
 
-    @cached_property
+    @property
     def gathered(self) -> tuple[int, ...]:
         """Shape on a rank once gathered over depth: what a layer computes with."""
         return self.without("depth").local
@@ -218,7 +217,7 @@ class Sharding:
         cuts = tuple(tuple(cut for cut in of_dim if cut.axis != axis) for of_dim in self.cuts)
         return Sharding(self.shape, cuts)
 
-    @cached_property
+    @property
     def axes(self) -> frozenset[str]:
         """Axes whose ranks hold different parts, at least in groups."""
         return frozenset(cut.axis for of_dim in self.cuts for cut in of_dim)

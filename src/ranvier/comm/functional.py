@@ -1,6 +1,8 @@
 """Functional collectives: what the verbs become inside `torch.compile`, which orders them.
 
 They are pure functions of tensors and group names, traced into the graph with forward and backward.
+Events are recorded when the graph is traced: what one call of it will communicate, without times
+(and not where a shape is dynamic: its bytes are not known).
 """
 
 from __future__ import annotations
@@ -9,12 +11,14 @@ import torch
 from torch import Tensor
 
 from ranvier.grid import Axis
+from ranvier.trace import Trace
 
 _ops = torch.ops._c10d_functional
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """As verbs.all_gather. Communicates: all-gather over axis."""
+    _record("all_gather", axis, x, axis.size)
     parts = x.movedim(dim, 0).contiguous()
     out = _done(_ops.all_gather_into_tensor(parts, axis.size, axis.group_name))
     return reorder(out, axis, to_group=False).movedim(0, dim)
@@ -22,6 +26,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """As verbs.reduce_scatter. Communicates: reduce-scatter over axis."""
+    _record("reduce_scatter", axis, x)
     parts = reorder(x.movedim(dim, 0).contiguous(), axis, to_group=True)
     out = _done(_ops.reduce_scatter_tensor(parts, "sum", axis.size, axis.group_name))
     return out.movedim(0, dim)
@@ -29,11 +34,13 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 def all_reduce(x: Tensor, axis: Axis, op: str) -> Tensor:
     """As verbs.all_reduce. Communicates: all-reduce over axis."""
+    _record("all_reduce", axis, x)
     return _done(_ops.all_reduce(x.contiguous(), op, axis.group_name))
 
 
 def all_to_all(x: Tensor, axis: Axis, send: list[int] | None, receive: list[int] | None) -> Tensor:
     """As verbs.all_to_all. Communicates: all-to-all over axis."""
+    _record("all_to_all", axis, x)
     parts = reorder(x.contiguous(), axis, to_group=True, counts=send)
     equal = [x.shape[0] // axis.size] * axis.size
     sent, received = in_group(send or equal, axis), in_group(receive or equal, axis)
@@ -43,7 +50,22 @@ def all_to_all(x: Tensor, axis: Axis, send: list[int] | None, receive: list[int]
 
 def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
     """As verbs.broadcast. Communicates: broadcast over axis."""
+    _record("broadcast", axis, x)
     return _done(_ops.broadcast(x.contiguous(), axis.order[source], axis.group_name))
+
+
+def _record(op: str, axis: Axis, x: Tensor, times: int = 1) -> None:
+    num_bytes = x.numel() * x.element_size() * times
+    if torch.fx.experimental.symbolic_shapes.has_static_value(num_bytes):
+        _note(axis.trace, op, axis.names, num_bytes, axis.trace.where)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note(trace: Trace, op: str, axis: tuple[str, ...], num_bytes: int, where: str) -> int:
+    """Run by the compiler while it traces, never by the graph; `where` as traced code sees it."""
+    with trace.at(where):
+        trace.record(op, axis, num_bytes).issued = None
+    return 0
 
 
 def _done(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ result. It derives from the names of its dims which part of the weights it holds
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -158,9 +158,7 @@ class Leaf(torch.nn.Module):
         return []
 
     def here(self) -> AbstractContextManager[None]:
-        """Communication inside is recorded as this leaf's (a compiled graph has no such place)."""
-        if torch.compiler.is_compiling():
-            return nullcontext()
+        """Communication inside is recorded as this leaf's."""
         return self.site.grid.trace.at(self.site.name)
 
     def forward_events(self, flow: Flow) -> list[Event]:

@@ -1,0 +1,140 @@
+"""Compiled without a break, forward and backward, on two ranks: numbers and events as in eager.
+
+The axis runs against the order of the ranks, which functional collectives do not know of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from equivalence import gradients
+from pool import Pool
+from ranvier.comm import pairs, verbs
+from ranvier.grid import Axis, Grid
+from ranvier.models.decoder import Decoder, DecoderConfig
+from ranvier.parallel import parallelize
+from ranvier.trace import communication, difference
+
+SEND = [[1, 2], [3, 0]]
+"""Rows of a ragged exchange."""
+
+
+def strict() -> None:
+    """Warnings are errors here too, but for what the compiler uses that is going out of use."""
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.")
+    with contextlib.suppress(ImportError):  # the compiler's progress bar: no lock of processes
+        from tqdm import tqdm
+
+        tqdm.set_lock(threading.RLock())
+
+
+def all_pairs(x: Tensor, w: Tensor, axis: Axis) -> Tensor:
+    """Every pair once, with arithmetic between them; x: `[3, n, 6]`."""
+    h = pairs.gather(x, axis, 1) @ w  # (3, 2n, 6)
+    y = pairs.sum_scatter(h.tanh(), axis, 1)  # (3, n, 6)
+    mean = pairs.share(pairs.total(y.mean(), axis), axis)
+    y = pairs.join(pairs.split(y, axis, -1).sin(), axis, -1)
+    z = pairs.swap(y, axis, SEND[axis.index], [row[axis.index] for row in SEND])
+    z = pairs.swap(pairs.gather(z.sum(0, keepdim=True), axis, 0), axis) * mean
+    return z.square().sum()
+
+
+def bare_verbs(x: Tensor, w: Tensor, axis: Axis) -> Tensor:
+    """What leaves use outside autograd."""
+    peak = verbs.all_reduce(x.detach(), axis, "max").wait()
+    first, last = (verbs.broadcast(w.detach(), axis, source).wait() for source in (0, 1))
+    return ((x - peak) @ (w + 2 * first + 3 * last)).sum()
+
+
+def call(
+    function: Callable[..., Tensor], axis: Axis, tokens: int, seed: int = 0
+) -> tuple[float, list[Tensor], list[Any]]:
+    """Loss, gradients and events of one forward and backward pass."""
+    generator = torch.Generator().manual_seed(10 * axis.index + seed)
+    x = torch.randn(3, tokens, 6, dtype=torch.float64, generator=generator).requires_grad_()
+    w = torch.randn(6, 6, dtype=torch.float64, generator=generator).requires_grad_()
+    with axis.trace.recording() as events:
+        loss = function(x, w, axis)
+        loss.backward()
+    assert x.grad is not None and w.grad is not None
+    return loss.item(), [x.grad, w.grad], events
+
+
+def against_eager(grid: Grid, backend: str, name: str) -> list[str]:
+    """A first call, one that uses the graph again, one with another shape (then it is dynamic)."""
+    strict()
+    torch._dynamo.reset()
+    axis = Grid(grid.degrees, rank=grid.rank, order=[1, 0], connected=True).axis("row")
+    eager, lines = globals()[name], list[str]()
+    compiled = torch.compile(eager, fullgraph=True, backend=backend)
+    for turn, (tokens, seed) in enumerate([(4, 0), (4, 1), (8, 2)]):
+        loss, grads, recorded = call(compiled, axis, tokens, seed)
+        want, wanted, expected = call(eager, axis, tokens, seed)
+        errors = [abs(loss - want)]
+        errors += [(a - b).abs().max().item() for a, b in zip(grads, wanted, strict=True)]
+        if not max(errors) <= 1e-12 * abs(want):
+            lines.append(f"turn {turn}: {errors}")
+        if turn == 0:
+            lines += difference(expected, recorded)
+        elif turn == 1 and recorded:
+            lines.append(f"traced again: {recorded}")
+        lines += [f"{event} has a time" for event in recorded if event.issued is not None]
+    return lines
+
+
+def test_pairs_compile_without_a_break(pool: Pool) -> None:
+    assert pool.on_grid({"row": 2}, against_eager, "aot_eager", "all_pairs") == [[], []]
+
+
+@pytest.mark.skipif(
+    not shutil.which("g++") and not shutil.which("clang++"), reason="no C++ compiler"
+)
+def test_pairs_compile_to_machine_code(pool: Pool) -> None:
+    assert pool.on_grid({"row": 2}, against_eager, "inductor", "bare_verbs") == [[], []]
+
+
+def decoder(grid: Grid) -> tuple[list[str], list[str]]:
+    """Loss and gradients of a compiled decoder against the eager one, and events that differ."""
+    strict()
+    config = DecoderConfig(layers=1, embed=8, heads=2, kv_heads=1, head_dim=4, mlp=8, vocab=13)
+    tokens = torch.randint(0, 13, (2, 4), generator=torch.Generator().manual_seed(0))
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = parallelize(Decoder(config).double(), grid)
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        model.parallel.queue.begin("train")  # type: ignore[union-attr]
+        with grid.trace.recording() as events:
+            loss = run(tokens, tokens.roll(1, 1))
+            loss.backward()
+        state = gradients(model.parallel)  # type: ignore[arg-type]
+        found.append((loss.item(), state, communication(events)))
+    (want, wanted, expected), (have, grads, recorded) = found
+    lines = [] if abs(have - want) <= 1e-12 * want else [f"loss {have} instead of {want}"]
+    for name, (grad, place) in wanted.items():
+        error = (grads[name][0] - grad).abs().max().item()
+        if not error <= 1e-12 * grad.abs().max() or grads[name][1] != place:
+            lines.append(f"gradient of {name} differs by {error}")
+    return lines, difference(expected, recorded)
+
+
+def test_decoder_compiles_without_a_break(pool: Pool) -> None:
+    """The compiled graph keeps the gathered input of a layer, eager backward gathers it again."""
+    size = 2 * 4 * 8 * 8
+    again = ("blocks.0.attention.qkv", "blocks.0.mlp.enter", "head")
+    for lines, events in pool.on_grid({"row": 2}, decoder):
+        assert lines == []
+        assert events == [
+            f"all_gather over row of {size} bytes at {where}: predicted 2, recorded 1"
+            for where in again
+        ]
