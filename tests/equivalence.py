@@ -39,12 +39,16 @@ class Case:
     micro_batches: int = 1
     packed: bool = False
     fast: bool = True
+    both: bool = False
+    """Compute the gradients without overlap as well; they must be equal to the bit."""
 
     @property
     def label(self) -> str:
         """A short name."""
         words = [self.model, self.inner, self.recompute, f"micro{self.micro_batches}"]
-        words += ["packed"] * self.packed + ["plain"] * (not self.overlap) + ["pairs"] * (not self.fast)
+        words += (
+            ["packed"] * self.packed + ["plain"] * (not self.overlap) + ["pairs"] * (not self.fast)
+        )
         return "-".join(words)
 
     def build(self) -> nn.Module:
@@ -54,7 +58,11 @@ class Case:
 
     def on(self, grid: Grid, **changes: Any) -> nn.Module:
         """The model on a grid."""
-        options: dict[str, Any] = {"inner": self.inner, "recompute": self.recompute, "fast": self.fast}
+        options: dict[str, Any] = {
+            "inner": self.inner,
+            "recompute": self.recompute,
+            "fast": self.fast,
+        }
         options["overlap"] = ("dx", "dw", "gather") if self.overlap else ()
         return parallelize(self.build(), grid, **(options | changes))
 
@@ -163,6 +171,8 @@ def run_case(grid: Grid, case: Case, batch: Batch, lr: float, clip: float) -> di
         if case.fast:  # at step 0 the order of the gathers is not known, later it is
             flow = flow_of(batch, grid, case.micro_batches)
             lines += difference(predict(parallel, flow, case.micro_batches), events)
+    if case.both:
+        lines += without_overlap(grid, case, micros, grads)
     return {
         "lines": [f"rank {grid.rank}: {line}" for line in lines],
         "losses": losses,
@@ -172,6 +182,18 @@ def run_case(grid: Grid, case: Case, batch: Batch, lr: float, clip: float) -> di
         "after": copied(parallel.state()),
         "optimizer": copied(optimizer.state()),
     }
+
+
+def without_overlap(grid: Grid, case: Case, micros: list[Batch], grads: State) -> list[str]:
+    """Gradients that change when all overlaps are switched off."""
+    model = case.on(grid, overlap=())
+    forward_backward(model, micros)
+    plain = gradients(model.parallel)  # type: ignore[arg-type]
+    return [
+        f"gradient of {n} without overlap"
+        for n, (g, _) in plain.items()
+        if not torch.equal(g, grads[n][0])
+    ]
 
 
 def reload(
@@ -204,7 +226,9 @@ def switched(grid: Grid, case: Case) -> list[str]:
         for _ in range(2):
             loss = forward_backward(model, micros)
             optimizer.step()
-        results.append((overlap, {"loss": loss} | {n: t for n, (t, _) in copied(parallel.state()).items()}))
+        results.append(
+            (overlap, {"loss": loss} | {n: t for n, (t, _) in copied(parallel.state()).items()})
+        )
     _, first = results[0]
     return [
         f"rank {grid.rank}: {name} differs with overlap {overlap}"

@@ -8,6 +8,7 @@ sample in which every grid occurs and every pair of options; `--full` runs the w
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -32,12 +33,14 @@ OPTIONS: dict[str, list[Any]] = {
     "fast": [True, False],
 }
 
+KEYS = ("model", "inner", "recompute", "fast")
+
 
 def valid(row: dict[str, Any]) -> bool:
     """The reference has nothing to overlap; in Hugging Face models col splits features."""
     if row["model"] in HF_MODELS and row["inner"] != "features":
         return False
-    return row["fast"] or row["overlap"]
+    return row["fast"] or row.get("overlap", True)
 
 
 @functools.cache
@@ -46,23 +49,40 @@ def serial(model: str, packed: bool) -> Serial:
     return Serial(model, batch_of(model, samples=16, packed=packed), LR, CLIP)
 
 
+def sample() -> list[tuple[dict[str, int], Case]]:
+    """Every grid once and every pair of two options once."""
+    cases = pairwise(OPTIONS, valid)
+    rounds = range(max(len(cases), len(GRIDS)))
+    return [(GRIDS[i % len(GRIDS)], Case(**cases[i % len(cases)])) for i in rounds]
+
+
+def whole_product() -> list[tuple[dict[str, int], Case]]:
+    """Every grid with every model, way for col, recomputation and overlap; the reference with each model.
+
+    A case with overlaps on computes the gradients with all of them off as well, which must be equal
+    to the bit. Micro-batches and packing alternate.
+    """
+    found, alternate = [], itertools.cycle(itertools.product((1, 2), (False, True), (0, 1, 2)))
+    for grid, row in itertools.product(GRIDS, product({k: OPTIONS[k] for k in KEYS}, valid)):
+        micro_batches, packed, spare = next(alternate)
+        if row["fast"] or row["recompute"] == OPTIONS["recompute"][spare]:
+            found.append(
+                (grid, Case(**row, micro_batches=micro_batches, packed=packed, both=row["fast"]))
+            )
+    return found
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     full = metafunc.config.getoption("--full")
     if "case" in metafunc.fixturenames:
-        cases = [Case(**row) for row in (product if full else pairwise)(OPTIONS, valid)]
-        if full:
-            pairs = [(grid, case) for case in cases for grid in GRIDS]
-        else:
-            rounds = max(len(cases), len(GRIDS))
-            pairs = [(GRIDS[i % len(GRIDS)], cases[i % len(cases)]) for i in range(rounds)]
+        pairs = whole_product() if full else sample()
         names = [f"{label(grid)}-{case.label}" for grid, case in pairs]
         metafunc.parametrize(("degrees", "case"), pairs, ids=names)
     elif "leaves_on" in metafunc.fixturenames:
         ways = ["samples", "features"]
         every = [(grid, way) for grid in GRIDS for way in ways]
-        some = [(grid, ways[i % 2]) for i, grid in enumerate(GRIDS)]
-        pairs = every if full else some
-        metafunc.parametrize("leaves_on", pairs, ids=[f"{label(g)}-{way}" for g, way in pairs])
+        chosen = every if full else [(grid, ways[i % 2]) for i, grid in enumerate(GRIDS)]
+        metafunc.parametrize("leaves_on", chosen, ids=[f"{label(g)}-{way}" for g, way in chosen])
 
 
 def test_model_equals_one_process(pool: Pool, degrees: dict[str, int], case: Case) -> None:
@@ -81,7 +101,11 @@ def test_leaves_equal_serial(pool: Pool, leaves_on: tuple[dict[str, int], str]) 
 
 
 @pytest.mark.parametrize("inner", ["samples", "features"])
-@pytest.mark.parametrize("degrees", [{"depth": 2, "row": 2, "col": 2}, {"data": 2, "depth": 2, "row": 2}])
-def test_switching_overlaps_off_changes_no_bit(pool: Pool, degrees: dict[str, int], inner: str) -> None:
-    case = Case("biased", inner=inner, micro_batches=2)
+@pytest.mark.parametrize(
+    "degrees", [{"depth": 2, "row": 2, "col": 2}, {"data": 2, "depth": 2, "row": 2}]
+)
+def test_switching_overlaps_off_changes_no_bit(
+    pool: Pool, degrees: dict[str, int], inner: str
+) -> None:
+    case = Case("biased", inner=inner)
     assert [x for lines in pool.on_grid(degrees, switched, case) for x in lines] == []
