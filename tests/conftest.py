@@ -18,6 +18,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full", action="store_true", help="run every combination, not a covering sample"
     )
+    parser.addoption("--part", default="1/1", help="of n equal parts run the i-th, as i/n")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, parts = map(int, config.getoption("--part").split("/"))
+    items[:] = items[part - 1 :: parts]
 
 
 @pytest.fixture(scope="session")
