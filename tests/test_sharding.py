@@ -162,6 +162,7 @@ def test_flat_ranges_over_data_cover_the_box(drawn: Drawn, ranks: int) -> None:
         step = -(-size // ranks) + 1
         parts = [place.narrow(i * step, (i + 1) * step) for i in range(ranks)]
         taken = [part.take(whole) for part in parts]
+        assert all(0 <= a <= b <= size for a, b in (part.flat for part in parts if part.flat))
         assert torch.equal(torch.cat(taken), place.take(whole).flatten())
         for part, values in zip(parts, taken, strict=True):
             part.put(back, values)
