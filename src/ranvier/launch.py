@@ -1,7 +1,8 @@
-"""Launch: who am I, who are the others, and how ranks start and end. The only reader of the environment.
+"""Launch: who am I, who are the others, how ranks start and end. Only this reads the environment.
 
-Ranks come from `torchrun`-style variables or are started here as local processes. A rank that fails ends all
-ranks; its own message is shown first, not the broken connections of the others. Nothing outlives its parent.
+Ranks come from `torchrun`-style variables or are started here as local processes. A rank that fails
+ends all ranks; its own message is shown first, not the broken connections of the others. Nothing
+outlives its parent.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def ranks(environment: Mapping[str, str] | None = None) -> Ranks | None:
     missing = [name for name in names if name not in env]
     if missing:
         raise PlanError(
-            f"{', '.join(missing)} not set, but {', '.join(n for n in names if n in env)} is. A launcher sets "
-            "all four. Start with --nproc or torchrun, or set the others."
+            f"{', '.join(missing)} not set, but {', '.join(n for n in names if n in env)} is. A "
+            "launcher sets all four. Start with --nproc or torchrun, or set the others."
         )
     numbers = {}
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -63,12 +64,14 @@ def ranks(environment: Mapping[str, str] | None = None) -> Ranks | None:
         text = env.get(name, default)
         if not text.isdigit():
             raise PlanError(
-                f"{name}={text!r} is not a number. A launcher sets it to 0, 1, 2, ... Unset or mend it."
+                f"{name}={text!r} is not a number. A launcher sets it to 0, 1, 2, ... "
+                "Unset or mend it."
             )
         numbers[name] = int(text)
     if numbers["RANK"] >= numbers["WORLD_SIZE"]:
         raise PlanError(
-            f"RANK={numbers['RANK']} is not below WORLD_SIZE={numbers['WORLD_SIZE']}. Ranks count from 0. Mend one."
+            f"RANK={numbers['RANK']} is not below WORLD_SIZE={numbers['WORLD_SIZE']}. Ranks count "
+            "from 0. Mend one."
         )
     return Ranks(
         rank=numbers["RANK"],
@@ -96,8 +99,9 @@ def connect(me: Ranks, *, backend: str, timeout_seconds: float = 600.0) -> None:
         )
     except (RuntimeError, ValueError) as error:
         raise CommunicationError(
-            f"Rank {me.rank} of {me.world} could not join the others at {me.address}:{me.port}: {error}. All ranks "
-            f"must start within {timeout_seconds:.0f} s and reach that address. Check it and the other ranks."
+            f"Rank {me.rank} of {me.world} could not join the others at {me.address}:{me.port}: "
+            f"{error}. All ranks must start within {timeout_seconds:.0f} s and reach that address. "
+            "Check it and the other ranks."
         ) from error
 
 
@@ -227,7 +231,7 @@ def _verdict(codes: Sequence[int], errors: Sequence[Path]) -> int:
 
 @contextlib.contextmanager
 def reported(me: Ranks) -> Iterator[None]:
-    """Turn an error inside into a message (of the user's mistakes without traceback) and an exit code."""
+    """Turn an error inside into a message (without traceback if mendable) and an exit code."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
