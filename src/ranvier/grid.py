@@ -152,7 +152,8 @@ class Grid:
     def _group(self, ranks: list[int]) -> ProcessGroup:
         from torch import distributed
 
-        # Only members take part (O(1) calls a rank at any world size); equal calls get equal names.
+        # Only members take part (O(1) calls a rank at any world size). c10d names such a group by
+        # its ranks and how many groups the process has: members must have made equally many before.
         group = distributed.new_group(
             ranks,
             timeout=datetime.timedelta(seconds=self.timeout_seconds),

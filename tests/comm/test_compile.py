@@ -74,7 +74,8 @@ def against_eager(grid: Grid, backend: str, name: str) -> list[str]:
     """A first call, one that uses the graph again, one with another shape (then it is dynamic)."""
     strict()
     torch._dynamo.reset()
-    axis = Grid(grid.degrees, rank=grid.rank, order=[1, 0], connected=True).axis("row")
+    mixed = Grid(grid.degrees, rank=grid.rank, order=[1, 0], connected=True, groups=grid.groups)
+    axis = mixed.axis("row")
     eager, lines = globals()[name], list[str]()
     compiled = torch.compile(eager, fullgraph=True, backend=backend)
     for turn, (tokens, seed) in enumerate([(4, 0), (4, 1), (8, 2)]):
