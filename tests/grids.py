@@ -26,9 +26,13 @@ def label(degrees: Mapping[str, int]) -> str:
     return "-".join(f"{axis}{size}" for axis, size in degrees.items() if size > 1) or "one"
 
 
-def product(options: Mapping[str, Sequence[Any]], valid: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+def product(
+    options: Mapping[str, Sequence[Any]], valid: Callable[[dict[str, Any]], bool]
+) -> list[dict[str, Any]]:
     """All combinations that are valid."""
-    rows = [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
+    rows = [
+        dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())
+    ]
     return [row for row in rows if valid(row)]
 
 

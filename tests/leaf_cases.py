@@ -24,11 +24,15 @@ class Lone(nn.Module):
 
     def __init__(self, example: Example, twin: type[nn.Module]) -> None:
         super().__init__()
-        self.sizes = {k: v for k, v in example.sizes.items() if k not in ("batch", "seq", "head_dim")}
+        self.sizes = {
+            k: v for k, v in example.sizes.items() if k not in ("batch", "seq", "head_dim")
+        }
         torch.manual_seed(3)
         self.leaf = example.make(twin).double()
         self.dims = {"leaf": tuple(example.dims)} if example.dims else {}
-        self.dims |= {f"leaf.{name}": tuple(dims) for name, dims in (example.children or {}).items()}
+        self.dims |= {
+            f"leaf.{name}": tuple(dims) for name, dims in (example.children or {}).items()
+        }
 
     def forward(self, *inputs: Tensor) -> Any:
         return self.leaf(*inputs)
@@ -47,17 +51,27 @@ def check_all(grid: Grid, inner: str) -> list[str]:
 
 def check(grid: Grid, inner: str, example: Example, twin: type[nn.Module], fast: bool) -> list[str]:
     """Outputs, gradients of inputs and weights, and communication of one example."""
-    serial, inputs = Lone(example, twin), [whole_input(dims, example, i) for i, dims in enumerate(example.inputs)]
+    serial, inputs = (
+        Lone(example, twin),
+        [whole_input(dims, example, i) for i, dims in enumerate(example.inputs)],
+    )
     outputs = as_list(serial(*inputs))
-    seeds = [torch.randn(y.shape, generator=torch.Generator().manual_seed(i)).double() for i, y in enumerate(outputs)]
+    seeds = [
+        torch.randn(y.shape, generator=torch.Generator().manual_seed(i)).double()
+        for i, y in enumerate(outputs)
+    ]
     sum((y * seed).sum() for y, seed in zip(outputs, seeds, strict=True)).backward()
 
     table = Table(inner)  # type: ignore[arg-type]
     model = parallelize(Lone(example, twin), grid, inner=table.inner, fast=fast)
     parallel = model.parallel
-    places = [place_of(x.shape, dims, example, table, grid) for x, dims in zip(inputs, example.inputs, strict=True)]
+    places = [
+        place_of(x.shape, dims, example, table, grid)
+        for x, dims in zip(inputs, example.inputs, strict=True)
+    ]
     parts = [
-        place.take(x.detach()).requires_grad_(x.requires_grad) for place, x in zip(places, inputs, strict=True)
+        place.take(x.detach()).requires_grad_(x.requires_grad)
+        for place, x in zip(places, inputs, strict=True)
     ]
     parallel.queue.begin("test")
     with grid.trace.recording() as events:
@@ -66,7 +80,9 @@ def check(grid: Grid, inner: str, example: Example, twin: type[nn.Module], fast:
             seed if not dims else share_of(seed, dims, example, table, grid)
             for seed, dims in zip(seeds, example.outputs, strict=True)
         ]
-        torch.autograd.backward(mine, [share.expand_as(y) for share, y in zip(shares, mine, strict=True)])
+        torch.autograd.backward(
+            mine, [share.expand_as(y) for share, y in zip(shares, mine, strict=True)]
+        )
         grads = gradients(parallel)
     lines = []
     for y, want, dims in zip(mine, outputs, example.outputs, strict=True):
@@ -76,7 +92,9 @@ def check(grid: Grid, inner: str, example: Example, twin: type[nn.Module], fast:
         else:
             want = place_of(want.shape, dims, example, table, grid).take(want)
         lines += worst("output", y, want.detach(), ONE_PASS)
-    for i, (x, part, place, dims) in enumerate(zip(inputs, parts, places, example.inputs, strict=True)):
+    for i, (x, part, place, dims) in enumerate(
+        zip(inputs, parts, places, example.inputs, strict=True)
+    ):
         if x.grad is not None:
             grad = summed_copies(part.grad, dims, example, table, grid, x.shape)
             lines += worst(f"gradient of input {i}", grad, place.take(x.grad), ONE_PASS)
@@ -84,7 +102,9 @@ def check(grid: Grid, inner: str, example: Example, twin: type[nn.Module], fast:
         part, place = grads[name]
         want = place.take(param.grad)
         if want.numel():
-            lines += worst(f"gradient of {name}", part, want, ONE_PASS, param.grad.abs().max().item())
+            lines += worst(
+                f"gradient of {name}", part, want, ONE_PASS, param.grad.abs().max().item()
+            )
     if fast:
         lines += difference(leaf_events(parallel, example, grid), events)
     return lines
@@ -113,7 +133,9 @@ def shape_of(dims: Sequence[str], example: Example) -> list[int]:
 def whole_input(dims: Sequence[str], example: Example, number: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 + number)
     if len(dims) == 2:
-        return torch.randint(0, example.sizes["vocab"], shape_of(dims, example), generator=generator)
+        return torch.randint(
+            0, example.sizes["vocab"], shape_of(dims, example), generator=generator
+        )
     return torch.randn(shape_of(dims, example), generator=generator).double().requires_grad_()
 
 
@@ -150,7 +172,12 @@ def share_of(
 
 
 def summed_copies(
-    grad: Tensor, dims: Sequence[str], example: Example, table: Table, grid: Grid, shape: Sequence[int]
+    grad: Tensor,
+    dims: Sequence[str],
+    example: Example,
+    table: Table,
+    grid: Grid,
+    shape: Sequence[int],
 ) -> Tensor:
     """The gradient of an input: ranks that hold the same part each have a share of it."""
     copies = copies_of(shape, dims, example, table, grid)

@@ -46,7 +46,9 @@ def counted() -> Iterator[Counter[str]]:
 
     with (
         mock.patch.object(verbs, "_gather_into", wrapped("all_gather", verbs._gather_into, 0)),
-        mock.patch.object(verbs, "_scatter_into", wrapped("reduce_scatter", verbs._scatter_into, 1)),
+        mock.patch.object(
+            verbs, "_scatter_into", wrapped("reduce_scatter", verbs._scatter_into, 1)
+        ),
         mock.patch.object(
             verbs.distributed, "all_reduce", wrapped("all_reduce", verbs.distributed.all_reduce, 0)
         ),
@@ -58,7 +60,15 @@ def counted() -> Iterator[Counter[str]]:
 @pytest.mark.parametrize(("world", "degrees"), GRIDS, ids=[str(world) for world, _ in GRIDS])
 def test_predicted_bytes_are_counted_bytes(world: int, degrees: dict[str, int], inner: Any) -> None:
     config = DecoderConfig(
-        layers=2, embed=16, heads=32, kv_heads=4, head_dim=2, mlp=64, vocab=101, bias=True, tied=True
+        layers=2,
+        embed=16,
+        heads=32,
+        kv_heads=4,
+        head_dim=2,
+        mlp=64,
+        vocab=101,
+        bias=True,
+        tied=True,
     )
     with launch.fake(world, rank=world // 3):
         grid = Grid(degrees, rank=world // 3, connected=True)

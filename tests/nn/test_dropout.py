@@ -1,0 +1,87 @@
+"""Dropout: equal to the bit on every grid and in recomputation, different elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equivalence import batch_of, copied, gradients, micros_of
+from pool import Pool
+from ranvier.checkpoint.state import assemble
+from ranvier.errors import ShardingError
+from ranvier.grid import Grid
+from ranvier.models.decoder import Decoder, DecoderConfig
+from ranvier.parallel import parallelize
+from ranvier.sharding import Place, Sharding, Table
+from ranvier.train.step import forward_backward
+
+SHAPE = (8, 8, 16)
+DIMS = ("batch", "seq", "embed")
+
+
+class Dropping(nn.Module):
+    dims = {"drop": ("embed",)}
+
+    def __init__(self, p: float = 0.25) -> None:
+        super().__init__()
+        self.sizes = {"embed": 16}
+        self.drop = nn.Dropout(p)
+
+
+def dropped(grid: Grid, seed: int, first: int) -> tuple[Tensor, Place]:
+    """My part of ones after dropout."""
+    model = parallelize(Dropping(), grid, seed=seed)
+    place = Sharding.make(SHAPE, DIMS, Table().region("embed"), grid.degrees).place(grid.index)
+    rows = slice(place.start[0], place.start[0] + place.valid[0])
+    model.parallel.moment.samples = torch.arange(first, first + 8)[rows]
+    return model.drop(place.take(torch.ones(SHAPE))), place
+
+
+def whole(parts: list[tuple[Tensor, Place]]) -> Tensor:
+    return assemble([{"x": part} for part in parts])["x"]
+
+
+def test_mask_is_the_same_on_every_grid(pool: Pool) -> None:
+    one = whole(pool.on_grid({}, dropped, 1, 0))
+    assert 0.15 < (one == 0).float().mean().item() < 0.35
+    assert torch.equal(one.unique(), torch.tensor([0.0, 1.0]) / 0.75)
+    for degrees in ({"row": 2, "col": 2, "depth": 2}, {"row": 8}, {"col": 4, "data": 2}):
+        assert torch.equal(whole(pool.on_grid(degrees, dropped, 1, 0)), one)
+
+
+def test_mask_depends_on_seed_and_sample(pool: Pool) -> None:
+    one = whole(pool.on_grid({}, dropped, 1, 0))
+    assert not torch.equal(whole(pool.on_grid({}, dropped, 2, 0)), one)
+    later = whole(pool.on_grid({}, dropped, 1, 4))
+    assert torch.equal(later[:4], one[4:]) and not torch.equal(later[4:], one[:4])
+
+
+def trained(grid: Grid, recompute: str, inner: str) -> tuple[float, dict[str, tuple[Tensor, Place]]]:
+    """Loss and gradients of a decoder that drops."""
+    torch.manual_seed(1)
+    config = DecoderConfig(layers=2, embed=16, heads=8, head_dim=4, mlp=24, vocab=29, dropout=0.2)
+    model = parallelize(Decoder(config).double(), grid, recompute=recompute, inner=inner)  # type: ignore[arg-type]
+    batch = batch_of("llama", samples=8, packed=False)
+    loss = forward_backward(model, micros_of(batch, grid, 1)).item()
+    return loss, copied(gradients(model.parallel))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "reentrant"])
+def test_training_with_dropout_is_the_same_on_a_grid(pool: Pool, recompute: str) -> None:
+    ((loss, grads),) = pool.on_grid({}, trained, "none", "samples")
+    want = assemble([grads])
+    for inner in ("samples", "features"):
+        results = pool.on_grid({"depth": 2, "row": 2, "col": 2}, trained, recompute, inner)
+        assert [found for found, _ in results] == pytest.approx([loss] * 8, rel=1e-12)
+        have = assemble(grads for _, grads in results)
+        for name, grad in want.items():
+            assert torch.allclose(have[name], grad, rtol=0, atol=1e-12 * grad.abs().max().item()), name
+
+
+def test_evaluation_drops_nothing_and_samples_must_be_known() -> None:
+    model = parallelize(Dropping(), Grid({}))
+    x = torch.ones(SHAPE)
+    with pytest.raises(ShardingError, match=r"drop drops elements .* Set `moment.samples`"):
+        model.drop(x)
+    assert model.eval().drop(x) is x

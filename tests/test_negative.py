@@ -1,0 +1,54 @@
+"""Negative controls: what the comparison with one process must catch, broken on purpose."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from equivalence import Case, Serial, batch_of, compare, run_case
+from pool import Pool
+from ranvier.comm import pairs, verbs
+from ranvier.comm.deferred import Deferred
+from ranvier.comm.verbs import Pending
+from ranvier.grid import Grid
+from ranvier.nn import loss, norm
+from ranvier.sharding import Sharding
+from ranvier.train.step import Batch
+
+
+def _half_reduced(x: Any, axis: Any, dim: int = 0) -> Pending:
+    """A reduce-scatter that forgets to add."""
+    return Pending(pairs.take(x, axis, dim).clone())
+
+
+def _no_depth(self: Sharding, degrees: Any) -> dict[str, int]:
+    """The gradient rule without the depth axis."""
+    return {axis: n for axis, n in OVER(self, degrees).items() if axis != "depth"}
+
+
+OVER = Sharding.over
+BREAKS = {
+    "dual of total": lambda: mock.patch.object(norm, "share", lambda x, axis: x),
+    "sum of a scatter": lambda: mock.patch.object(verbs, "reduce_scatter", _half_reduced),
+    "maximum over the vocabulary": lambda: mock.patch.object(
+        loss.verbs, "all_reduce", lambda x, axis, op="sum": Pending(x)
+    ),
+    "missing axis in the gradient sum": lambda: mock.patch.object(Sharding, "over", _no_depth),
+    "lost bucket": lambda: mock.patch.object(Deferred, "_sum_copies", lambda self, bucket: None),
+}
+
+
+def broken(grid: Grid, name: str, case: Case, batch: Batch) -> dict[str, Any]:
+    with BREAKS[name]():
+        return run_case(grid, case, batch, 1e-2, 0.5)
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_broken_part_is_caught(pool: Pool, name: str) -> None:
+    serial = Serial("biased", batch_of("biased", samples=8, packed=False), 1e-2, 0.5)
+    degrees = {"depth": 2, "row": 2, "col": 2}
+    results = pool.on_grid(degrees, broken, name, Case("biased"), serial.batch)
+    lines = compare(serial, results)
+    assert any("gradient" in line or "losses" in line for line in lines), lines

@@ -1,0 +1,180 @@
+"""parallelize: what it refuses, what it keeps, and how a new model with a new layer is added."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equivalence import Case, Serial, batch_of, compare, run_case
+from grids import grids, label
+from pool import Pool
+from ranvier.errors import ShardingError
+from ranvier.grid import Grid
+from ranvier.models import EXAMPLES, SIZES, Decoder
+from ranvier.models.decoder import CrossEntropy, DecoderConfig
+from ranvier.parallel import parallelize
+from ranvier.train.step import Batch
+
+
+class Mixer(nn.Module):
+    """A new layer in plain PyTorch: a gate with parameters of its own, a causal shift of the sequence inside."""
+
+    dims = {
+        "enter": ("mlp", "embed"),
+        "gate": ("mlp",),
+        "kernel": ("mlp", "taps"),
+        "leave": ("embed", "mlp"),
+        "scale": ("embed",),
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(16, 24), nn.Linear(24, 16, bias=False)
+        self.gate, self.scale = nn.Parameter(torch.rand(24)), nn.Parameter(torch.rand(16))
+        self.kernel = nn.Parameter(torch.rand(24, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.enter(x)
+        before = nn.functional.pad(y, (0, 0, 1, 0))[:, :-1]
+        y = y * self.kernel[:, 0] + before * self.kernel[:, 1]
+        return self.leave(torch.tanh(y) * self.gate) * self.scale
+
+
+class Mixing(nn.Module):
+    """A new model: it names its dims and knows nothing of grids."""
+
+    dims = {
+        "embed": ("vocab", "embed"),
+        "norm": ("embed",),
+        "head": ("vocab", "embed"),
+        "loss": ("vocab",),
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = {"vocab": 29, "embed": 16, "mlp": 24}
+        self.embed, self.norm = nn.Embedding(29, 16), nn.LayerNorm(16)
+        self.layers = nn.ModuleList(Mixer() for _ in range(2))
+        self.head, self.loss = nn.Linear(16, 29), CrossEntropy()
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.loss(self.head(self.norm(x)), targets)
+
+
+def run_new(grid: Grid, case: Case, batch: Batch) -> dict[str, Any]:
+    with mock.patch.dict(EXAMPLES, {"new": Mixing}):
+        return run_case(grid, case, batch, 1e-2, 0.5)
+
+
+@pytest.mark.parametrize("degrees", [g for g in grids((4, 8)) if len(set(g.values())) < 3][::3], ids=label)
+def test_a_new_model_with_a_new_layer_runs_on_a_grid(pool: Pool, degrees: dict[str, int]) -> None:
+    batch = batch_of("new", samples=8, packed=False)
+    with mock.patch.dict(EXAMPLES, {"new": Mixing}):
+        serial = Serial("new", batch, 1e-2, 0.5)
+    for inner in ("samples", "features"):
+        results = pool.on_grid(degrees, run_new, Case("new", inner=inner), batch)
+        assert compare(serial, results) == []
+
+
+class Unnamed(nn.Module):
+    dims = {"up": ("mlp", "embed")}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = {"embed": 4, "mlp": 4}
+        self.up, self.gate = nn.Linear(4, 4), nn.Linear(4, 64, bias=False)
+        self.scale = nn.Parameter(torch.ones(4))
+
+
+def test_unnamed_weights_are_refused_all_at_once() -> None:
+    with pytest.raises(ShardingError) as error:
+        parallelize(Unnamed(), Grid({}))
+    text = str(error.value)
+    assert "Unnamed has 2 weights without named dimensions" in text
+    assert "gate.weight (64, 4)" in text and "scale (4,)" in text and "Add them to dims" in text
+
+
+def test_a_name_the_model_has_not_is_refused() -> None:
+    model = Unnamed()
+    names = {"up": ("mlp", "embed"), "upp": ("mlp", "embed")}
+    with pytest.raises(ShardingError, match=r"dims names 'upp'.*has .*up, gate"):
+        parallelize(model, Grid({}), names=names)
+
+
+def test_linear_layers_that_stay_inside_are_refused() -> None:
+    with pytest.raises(ShardingError, match=r"\('mlp', 'heads'\).*goes from 'embed'"):
+        parallelize(Unnamed(), Grid({}), names={"up": ("mlp", "heads")})
+
+
+def test_a_layer_without_leaf_is_refused() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 1, 1))
+    with pytest.raises(ShardingError, match="0 is a Conv2d, which has no leaf"):
+        parallelize(model, Grid({}), names={"0": ("embed",)})
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_size_is_swapped_on_the_meta_device(size: str) -> None:
+    config = SIZES[size]
+    with torch.device("meta"):
+        model = Decoder(config)
+    count = sum(p.numel() for p in model.parameters())
+    grid = Grid({"depth": 2, "row": 2, "col": 2}, rank=3)
+    model = parallelize(model, grid, materialize=False)
+    parallel = model.parallel
+    assert sum(torch.Size(w.sharding.shape).numel() for w in parallel.weights.values()) == count
+    assert all(p.is_meta for p in model.parameters())
+    billions = {"gpt2": 0.124, "llama3-1b": 1.236, "llama3-8b": 8.03, "llama3-70b": 70.55}
+    billions |= {"llama3-405b": 405.9, "qwen3-0.6b": 0.596, "qwen3-8b": 8.19}
+    if size in billions:
+        assert count / 1e9 == pytest.approx(billions[size], rel=0.005)
+
+
+def test_padding_of_the_vocabulary_stays_zero_through_steps(pool: Pool) -> None:
+    """Padded rows are zero before and after, so they can never be seen."""
+    for found in pool.on_grid({"row": 2, "col": 2, "depth": 2}, padding_after_steps):
+        assert found == 0.0
+
+
+def padding_after_steps(grid: Grid) -> float:
+    from equivalence import micros_of
+    from ranvier.optim.optimizer import Optimizer
+    from ranvier.train.step import forward_backward
+
+    model = Case("llama").on(grid)
+    optimizer = Optimizer(model.parallel.queue, lr=1e-1)
+    for _ in range(2):
+        forward_backward(model, micros_of(batch_of("llama", samples=8, packed=False), grid, 1))
+        optimizer.step()
+    worst = 0.0
+    for weight in model.parallel.weights.values():
+        rest = weight.param.detach().clone()
+        rest[tuple(slice(n) for n in weight.place.valid)] = 0.0
+        worst = max(worst, rest.abs().max().item())
+    return worst
+
+
+def test_initial_values_do_not_depend_on_the_grid(pool: Pool) -> None:
+    from ranvier.checkpoint.state import assemble
+
+    (one,) = pool.on_grid({}, initial)
+    want = assemble([one])
+    for degrees in ({"row": 2, "col": 2, "depth": 2}, {"depth": 8}, {"data": 2, "row": 4}):
+        have = assemble(pool.on_grid(degrees, initial))
+        assert all(torch.equal(have[name], value) for name, value in want.items())
+    deviation = {name: value.std().item() for name, value in want.items()}
+    assert deviation["blocks.0.attention.o.weight"] == pytest.approx(0.02 / 2, rel=0.1)
+    assert deviation["head.weight"] == pytest.approx(0.02, rel=0.1)
+    assert torch.equal(want["norm.weight"], torch.ones(16))
+
+
+def initial(grid: Grid) -> Any:
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig(layers=2, embed=16, heads=8, head_dim=4, mlp=24, vocab=29))
+    return parallelize(model, grid, seed=4).parallel.state()

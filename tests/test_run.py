@@ -1,0 +1,67 @@
+"""Runs: TOML in and out, unknown keys, wrong types."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ranvier import run as runs
+from ranvier.errors import PlanError
+from ranvier.plan import Plan
+from ranvier.run import ModelConfig, Run
+from ranvier.verify import shrink
+
+
+def test_a_saved_run_is_the_run() -> None:
+    run = Run(model=ModelConfig.of("gpt2"), plan=Plan(row=2, overlap=("dx",)))
+    assert runs.from_tables(tomllib.loads(runs.to_toml(run))) == run
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[plan]\nrow = 'two'", "plan.row='two' is not valid. It must be a whole number"),
+        ("[plan]\nrow = true", "plan.row=True is not valid"),
+        ("[plan]\ninner = 'both'", "one of 'samples', 'features'"),
+        ("[plan]\noverlap = 'dx'", "is no list"),
+        ("[optim]\nlr = 'high'", "must be a number"),
+        ("[modle]\nsize = 'tiny'", "modle is not a setting. Did you mean 'model'?"),
+        ("plan = 3", "plan=3 is no table"),
+        ("[plan\nrow=2", "is no TOML"),
+    ],
+)
+def test_mistakes_in_a_file_are_named(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(PlanError) as error:
+        runs.load(file)
+    assert says in str(error.value)
+
+
+def test_problems_of_the_model_come_with_those_of_the_plan() -> None:
+    run = Run(model=replace(ModelConfig.of("tiny"), kv_heads=4, head_dim=7), plan=Plan(row=5))
+    with pytest.raises(PlanError) as error:
+        run.check(5)
+    text = str(error.value)
+    assert "kv_heads=4 does not divide heads=6" in text and "head_dim=7 is odd" in text
+    assert "row=5 does not divide heads=6" in text
+
+
+@pytest.mark.parametrize("size", ["llama3-8b", "llama3-405b", "gpt2", "qwen3-0.6b"])
+@pytest.mark.parametrize("plan", [Plan(row=4, col=2, depth=2), Plan(row=2, col=2, inner="features"), Plan(row=16)])
+def test_a_shrunk_model_keeps_what_matters(size: str, plan: Plan) -> None:
+    run = Run(model=ModelConfig.of(size), plan=replace(plan, batch=64, data=1))
+    if run.model.heads % plan.row:
+        pytest.skip("this grid does not fit this model")
+    run = run.check(run.plan.world)
+    small = shrink(run)
+    inside = plan.row * (plan.col if plan.inner == "features" else 1)
+    assert small.model.heads * run.model.kv_heads == small.model.kv_heads * run.model.heads
+    assert max(inside // small.model.kv_heads, 1) == max(inside // run.model.kv_heads, 1)
+    period = plan.row * plan.col * plan.depth
+    assert small.model.vocab % period == run.model.vocab % period
+    assert (small.model.tied, small.model.bias) == (run.model.tied, run.model.bias)
+    assert small.check(run.plan.world) == small
