@@ -36,14 +36,25 @@ def gather_of(events: list[Event], block: str) -> Event:
 
 def test_weights_are_gathered_before_the_block_that_uses_them(pool: Pool) -> None:
     for events in pool.on_grid(CUBE, traced, ("dx", "dw", "gather")):
-        for block, before in (("blocks.0", "embed"), ("blocks.1", "blocks.0"), ("head", "blocks.1")):
+        for block, before in (
+            ("blocks.0", "embed"),
+            ("blocks.1", "blocks.0"),
+            ("head", "blocks.1"),
+        ):
             gather, user = gather_of(events, block), gather_of(events, before)
             assert gather.issued < user.waited, "issued before the one before it was even awaited"
             if before != "embed":
                 span = one(events, lambda e, name=before: e.where == f"forward {name}")
                 assert gather.issued < span.done, "issued while the block before it computes"
         back = [e for e in events if e.op == "all_gather" and e.axis == ("depth",)]
-        assert [e.where for e in back] == ["embed", "blocks.0", "blocks.1", "head", "blocks.1", "blocks.0"]
+        assert [e.where for e in back] == [
+            "embed",
+            "blocks.0",
+            "blocks.1",
+            "head",
+            "blocks.1",
+            "blocks.0",
+        ]
 
 
 def test_dx_is_in_flight_while_dw_is_computed(pool: Pool) -> None:

@@ -73,7 +73,9 @@ def run_new(grid: Grid, case: Case, batch: Batch) -> dict[str, Any]:
         return run_case(grid, case, batch, 1e-2, 0.5)
 
 
-@pytest.mark.parametrize("degrees", [g for g in grids((4, 8)) if len(set(g.values())) < 3][::3], ids=label)
+@pytest.mark.parametrize(
+    "degrees", [g for g in grids((4, 8)) if len(set(g.values())) < 3][::3], ids=label
+)
 def test_a_new_model_with_a_new_layer_runs_on_a_grid(pool: Pool, degrees: dict[str, int]) -> None:
     batch = batch_of("new", samples=8, packed=False)
     with mock.patch.dict(EXAMPLES, {"new": Mixing}):

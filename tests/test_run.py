@@ -51,7 +51,9 @@ def test_problems_of_the_model_come_with_those_of_the_plan() -> None:
 
 
 @pytest.mark.parametrize("size", ["llama3-8b", "llama3-405b", "gpt2", "qwen3-0.6b"])
-@pytest.mark.parametrize("plan", [Plan(row=4, col=2, depth=2), Plan(row=2, col=2, inner="features"), Plan(row=16)])
+@pytest.mark.parametrize(
+    "plan", [Plan(row=4, col=2, depth=2), Plan(row=2, col=2, inner="features"), Plan(row=16)]
+)
 def test_a_shrunk_model_keeps_what_matters(size: str, plan: Plan) -> None:
     run = Run(model=ModelConfig.of(size), plan=replace(plan, batch=64, data=1))
     if run.model.heads % plan.row:

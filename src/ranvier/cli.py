@@ -103,7 +103,12 @@ def _train(arguments: Arguments, words: list[str]) -> int:
         return launch.start(world, [*words, "--train.out", out])
     run = dataclasses.replace(run, train=dataclasses.replace(run.train, out=trainer.folder_of(run)))
     me = me or Ranks()
-    with launch.reported(me), launch.joined(me, trainer.backend_of(run, me, trainer.device_of(run, me)), run.train.timeout):
+    with (
+        launch.reported(me),
+        launch.joined(
+            me, trainer.backend_of(run, me, trainer.device_of(run, me)), run.train.timeout
+        ),
+    ):
         trainer.train(run, me)
     return 0
 

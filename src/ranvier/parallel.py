@@ -32,7 +32,7 @@ from ranvier.nn.loss import CrossEntropy
 from ranvier.nn.norm import LayerNorm, RMSNorm
 from ranvier.plan import Inner, Recompute
 from ranvier.sharding import Dim, State, Table
-from ranvier.trace import Event
+from ranvier.trace import Event, Trace
 
 LEAVES: dict[type[nn.Module], Callable[..., Leaf]] = {
     nn.Linear: Linear,
@@ -48,6 +48,7 @@ LEAVES: dict[type[nn.Module], Callable[..., Leaf]] = {
 
 Model = TypeVar("Model", bound=nn.Module)
 Names = dict[str, tuple[Dim, ...]]
+Leaves = Mapping[type[nn.Module], Callable[..., Leaf]]
 
 
 @dataclass(eq=False)
@@ -210,7 +211,7 @@ def parallelize(
     fill(queue, site.weights.values(), blocks)
     parallel = Parallel(grid, site.table, queue, moment, site.weights, {}, recompute)
     parallel.leaves = {name: leaf for name, leaf in order.items() if isinstance(leaf, Leaf)}
-    parallel.blocks = _recompute(model, recompute)
+    parallel.blocks = _recompute(model, recompute, grid.trace)
     model.parallel = parallel  # type: ignore[assignment]
     if materialize:
         _materialize(parallel, seed=seed, dtype=dtype, device=device)
@@ -224,60 +225,59 @@ def named(model: nn.Module) -> Iterator[tuple[str, tuple[Dim, ...]]]:
             yield f"{path}.{key}".lstrip("."), tuple(dims)
 
 
-def _swap(
-    model: nn.Module, site: Site, table: Mapping[type[nn.Module], Callable[..., Leaf]], names: Names
-) -> Iterator[tuple[str, Leaf]]:
+def _swap(model: nn.Module, site: Site, table: Leaves, names: Names) -> Iterator[tuple[str, Leaf]]:
     """Put leaves in the place of layers; parameters that are named themselves are placed as they are."""
-    for path, module in list(model.named_modules()):
-        if type(module) is decoder.Siblings or (type(module) is nn.Dropout and path not in names):
-            names = (
-                {**names, path: ()}
-                if type(module) is decoder.Siblings
-                else {**names, path: ("embed",)}
-            )
-    order = {path: i for i, (path, _) in enumerate(model.named_modules())}
-    entered = tuple(
-        path.removesuffix("entrance")
-        for path, module in model.named_modules()
-        if type(module) is huggingface.Entry
-    )
+    modules = dict(model.named_modules())
+    implied: Names = {path: () for path, m in modules.items() if type(m) is decoder.Siblings}
+    implied |= {path: ("embed",) for path, m in modules.items() if type(m) is nn.Dropout}
+    names = {**implied, **names}
+    entries = [path for path, m in modules.items() if type(m) is huggingface.Entry]
+    entered = tuple(path.removesuffix("entrance") for path in entries)
+    order = {path: i for i, path in enumerate(modules)}
     # In the order of the model: a tied weight bears its first name, as in named_parameters().
-    for path in sorted(
-        names, key=lambda name: order.get(name, order.get(name.rpartition(".")[0], 0))
-    ):
-        parent_path, _, attribute = path.rpartition(".")
-        parent = model.get_submodule(parent_path)
+    for path in sorted(names, key=lambda name: order.get(name, order.get(_parent(name), 0))):
+        parent, attribute = model.get_submodule(_parent(path)), path.rpartition(".")[2]
         if not hasattr(parent, attribute):
             raise ShardingError(
-                f"dims names {path!r}, which the model has not. A name in dims is a layer or a parameter. "
-                f"{type(parent).__name__} has {', '.join(_members(parent))}."
+                f"dims names {path!r}, which the model has not. A name in dims is a layer or a "
+                f"parameter. {type(parent).__name__} has {', '.join(_members(parent))}."
             )
         child = getattr(parent, attribute)
-        if child is None or isinstance(child, nn.Identity):
-            continue
-        here = site.at(path, whole_sequence=path.startswith(entered))
         if isinstance(child, nn.Parameter):
-            region = next((dim for dim in names[path] if dim in sharding.WEIGHTS), "embed")
-            assert isinstance(region, str)
-            place(
-                parent,
-                attribute,
-                child,
-                names[path],
-                site.at(parent_path),
-                rule=site.table.region(region),
-            )
-            continue
-        if type(child) not in table:
-            raise ShardingError(
-                f"{path} is a {type(child).__name__}, which has no leaf. Layers with leaves are "
-                f"{', '.join(sorted(t.__name__ for t in table))}. Write one (nn/, one file) or use one of them."
-            )
-        leaf = table[type(child)](here, child, names[path])
-        for name, grandchild in child.named_children() if isinstance(leaf, Siblings) else ():
-            leaf.add_module(name, grandchild)
-        setattr(parent, attribute, leaf)
-        yield path, leaf
+            _place_alone(parent, attribute, child, names[path], site.at(_parent(path)))
+        elif child is not None and not isinstance(child, nn.Identity):
+            here = site.at(path, whole_sequence=path.startswith(entered))
+            leaf = _leaf_for(child, here, table, names[path])
+            setattr(parent, attribute, leaf)
+            yield path, leaf
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _place_alone(
+    module: nn.Module, attribute: str, param: nn.Parameter, dims: tuple[Dim, ...], site: Site
+) -> None:
+    """A parameter outside of any layer is cut as the activations it meets, and used as it lies."""
+    region = next((dim for dim in dims if dim in sharding.WEIGHTS), "embed")
+    assert isinstance(region, str), dims
+    rule = site.table.region(region)
+    place(module, attribute, param, dims, site, rule=rule, decay=len(dims) > 1, mean=1.0)
+
+
+def _leaf_for(child: nn.Module, site: Site, table: Leaves, dims: tuple[Dim, ...]) -> Leaf:
+    """The leaf of a layer; siblings keep their layers, which are swapped next."""
+    if type(child) not in table:
+        raise ShardingError(
+            f"{site.name} is a {type(child).__name__}, which has no leaf. Layers with leaves are "
+            f"{', '.join(sorted(t.__name__ for t in table))}. Write one (nn/, one file) or use one "
+            "of them."
+        )
+    leaf = table[type(child)](site, child, dims)
+    for name, grandchild in child.named_children() if isinstance(leaf, Siblings) else ():
+        leaf.add_module(name, grandchild)
+    return leaf
 
 
 def _members(module: nn.Module) -> list[str]:
@@ -312,7 +312,7 @@ def _blocks(model: nn.Module, weights: Mapping[str, Weight]) -> dict[str, str]:
     return blocks
 
 
-def _recompute(model: nn.Module, kind: Recompute) -> list[str]:
+def _recompute(model: nn.Module, kind: Recompute, trace: Trace) -> list[str]:
     """Wrap the blocks (elements of lists) so that backward computes their activations again."""
     lists = [
         (path, module)
@@ -320,11 +320,20 @@ def _recompute(model: nn.Module, kind: Recompute) -> list[str]:
         if isinstance(module, nn.ModuleList)
     ]
     names = [f"{path}.{i}" for path, blocks in lists for i in range(len(blocks))]
-    if kind != "none":
-        for name in names:
-            block = model.get_submodule(name)
+    for name in names:
+        block = model.get_submodule(name)
+        block.forward = partial(_timed, block.forward, trace, f"forward {name}")
+        if kind != "none":
             block.forward = partial(_again, block.forward, kind == "reentrant")
     return names
+
+
+def _timed(forward: Callable[..., Any], trace: Trace, where: str, *args: Any, **kwargs: Any) -> Any:
+    """Run a block; a trace that is on shows when."""
+    if torch.compiler.is_compiling() or not trace.on:
+        return forward(*args, **kwargs)
+    with trace.compute(where):
+        return forward(*args, **kwargs)
 
 
 def _again(forward: Callable[..., Any], reentrant: bool, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import json
 import tomllib
-
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -41,7 +40,9 @@ class ModelConfig(DecoderConfig):
     @property
     def sizes(self) -> dict[str, int]:
         """Units of each named dim."""
-        return {name: getattr(self, name) for name in ("embed", "heads", "kv_heads", "mlp", "vocab")}
+        return {
+            name: getattr(self, name) for name in ("embed", "heads", "kv_heads", "mlp", "vocab")
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,9 @@ def load(path: Path) -> Run:
     try:
         table = tomllib.loads(path.read_text())
     except OSError as error:
-        raise PlanError(f"{path} cannot be read: {error.strerror}. Give the path of a TOML file.") from None
+        raise PlanError(
+            f"{path} cannot be read: {error.strerror}. Give the path of a TOML file."
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"{path} is no TOML: {error}. Mend that line.") from None
     return from_tables(table)
@@ -162,7 +165,11 @@ def load(path: Path) -> Run:
 
 def from_tables(tables: Mapping[str, Any]) -> Run:
     """A run from nested tables of values."""
-    size = tables.get("model", {}).get("size", "tiny") if isinstance(tables.get("model"), dict) else "tiny"
+    size = (
+        tables.get("model", {}).get("size", "tiny")
+        if isinstance(tables.get("model"), dict)
+        else "tiny"
+    )
     return _fill(Run(model=ModelConfig.of(str(size))), tables, "")
 
 
@@ -178,7 +185,9 @@ def _fill(config: Any, table: Mapping[str, Any], path: str) -> Any:
         old = getattr(config, key)
         if dataclasses.is_dataclass(old):
             if not isinstance(value, Mapping):
-                raise PlanError(f"{path}{key}={value!r} is no table. Write [{path}{key}] and settings below it.")
+                raise PlanError(
+                    f"{path}{key}={value!r} is no table. Write [{path}{key}] and settings below it."
+                )
             changes[key] = _fill(old, value, f"{path}{key}.")
         else:
             changes[key] = _typed(value, types_of[key], f"{path}{key}")
@@ -189,17 +198,23 @@ def _typed(value: Any, kind: Any, path: str) -> Any:
     """`value` if it is of the type `kind`."""
     origin = typing.get_origin(kind)
     if origin is Literal:
-        good, rule = value in typing.get_args(kind), f"one of {', '.join(map(repr, typing.get_args(kind)))}"
+        good, rule = (
+            value in typing.get_args(kind),
+            f"one of {', '.join(map(repr, typing.get_args(kind)))}",
+        )
     elif origin is tuple:
         inner = typing.get_args(kind)[0]
         if not isinstance(value, (list, tuple)):
-            raise PlanError(f"{path}={value!r} is no list. Write [\"dx\", \"dw\"].")
+            raise PlanError(f'{path}={value!r} is no list. Write ["dx", "dw"].')
         return tuple(_typed(one, inner, path) for one in value)
     elif kind is float:
         good, rule = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
         value = float(value) if good else value
     else:
-        good, rule = type(value) is kind, {int: "a whole number", str: "a text", bool: "true or false"}[kind]
+        good, rule = (
+            type(value) is kind,
+            {int: "a whole number", str: "a text", bool: "true or false"}[kind],
+        )
     if not good:
         raise PlanError(f"{path}={value!r} is not valid. It must be {rule}. Change it.")
     return value

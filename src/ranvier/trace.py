@@ -79,6 +79,15 @@ class Trace:
             self.events.append(event)
         return event
 
+    def note(self, op: str, axis: tuple[str, ...], num_bytes: int, where: str) -> int:
+        """Record what a graph will communicate; the compiler runs this while it traces."""
+        with self.at(where):
+            self.record(op, axis, num_bytes).issued = None
+        return 0
+
+    # What torch.compiler.assume_constant_result does, without the second that its import takes.
+    note._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
     @contextmanager
     def at(self, where: str) -> Iterator[None]:
         """Events inside are recorded as issued by `where`."""

@@ -161,7 +161,9 @@ def verify(run: Run, me: Ranks) -> int:
     """Compare as one rank; rank 0 prints the table. 0 if all agree, else 1."""
     torch.set_num_threads(1)
     run = shrink(run)
-    grid = Grid.of(run.plan, rank=me.rank, connected=me.world > 1, timeout_seconds=run.train.timeout)
+    grid = Grid.of(
+        run.plan, rank=me.rank, connected=me.world > 1, timeout_seconds=run.train.timeout
+    )
     torch.manual_seed(run.train.seed)
     serial = Decoder(run.model).double()
     findings, lines, events = compare(run, grid, serial)
@@ -175,7 +177,9 @@ def verify(run: Run, me: Ranks) -> int:
     return int(wrong)
 
 
-def compare(run: Run, grid: Grid, serial: nn.Module) -> tuple[list[Finding], list[str], list[Event]]:
+def compare(
+    run: Run, grid: Grid, serial: nn.Module
+) -> tuple[list[Finding], list[str], list[Event]]:
     """Findings of this rank, lines on communication that was not predicted, and the events."""
     batch = random_batch(run)
     torch.manual_seed(run.train.seed)
@@ -244,16 +248,22 @@ def _tensors(parallel: Parallel, reference: Reference, grads: Mapping[str, Any])
         want = reference.grads[name]
         size = want.abs().max().item()
         zero = size < NOISE * floor
-        findings.append(_finding(f"gradient of {name}", part, place, want, floor if zero else size, ONE_PASS))
+        findings.append(
+            _finding(f"gradient of {name}", part, place, want, floor if zero else size, ONE_PASS)
+        )
         if not zero:  # Adam makes full steps of rounding noise
             have, box = parallel.state()[name]
             want = reference.weights[name]
             size = want.abs().max().item()
-            findings.append(_finding(f"weight {name} after {STEPS} steps", have, box, want, size, AFTER_STEPS))
+            findings.append(
+                _finding(f"weight {name} after {STEPS} steps", have, box, want, size, AFTER_STEPS)
+            )
     return findings
 
 
-def _finding(what: str, part: Tensor, place: Place, whole: Tensor, scale: float, limit: float) -> Finding:
+def _finding(
+    what: str, part: Tensor, place: Place, whole: Tensor, scale: float, limit: float
+) -> Finding:
     error = (part - place.take(whole)).abs()
     return Finding(what, (error.max().item() if error.numel() else 0.0) / scale, limit)
 
@@ -263,12 +273,18 @@ def _worst(findings: list[Finding], grid: Grid) -> list[Finding]:
     here = torch.tensor([f.difference for f in findings], dtype=torch.float64)
     here = here.nan_to_num(nan=math.inf)
     most = verbs.all_reduce(here, grid.axis(*grid.degrees), "max").wait()
-    return [replace(f, difference=max(m, h)) for f, m, h in zip(findings, most.tolist(), here.tolist(), strict=True)]
+    return [
+        replace(f, difference=max(m, h))
+        for f, m, h in zip(findings, most.tolist(), here.tolist(), strict=True)
+    ]
 
 
 def _print(run: Run, findings: list[Finding], lines: list[str], events: list[Event]) -> None:
     plan, model = run.plan, run.model
-    shape = " · ".join(f"{axis} {size}" for axis, size in plan.degrees.items() if size > 1) or "one rank"
+    shape = (
+        " · ".join(f"{axis} {size}" for axis, size in plan.degrees.items() if size > 1)
+        or "one rank"
+    )
     print(f"grid: {shape}; col splits {plan.inner} inside")
     print(
         f"shrunk model: {model.layers} layers, embed {model.embed}, {model.heads} heads, {model.kv_heads} kv heads, "
@@ -279,9 +295,16 @@ def _print(run: Run, findings: list[Finding], lines: list[str], events: list[Eve
         mark = "" if finding.good else "  DIFFERS"
         print(f"{finding.what:<58}{finding.difference:>11.2e}{finding.limit:>10.0e}{mark}")
     total = sum(event.bytes for event in communication(events))
-    print(f"communication of a step on rank 0: {total} bytes in {len(communication(events))} events, ", end="")
+    print(
+        f"communication of a step on rank 0: {total} bytes in {len(communication(events))} events, ",
+        end="",
+    )
     print("all as predicted" if not lines else f"{len(lines)} NOT as predicted:")
     for line in lines:
         print(f"  {line}")
     good = not lines and all(finding.good for finding in findings)
-    print("verified: the grid equals one process" if good else "FAILED: the grid differs from one process")
+    print(
+        "verified: the grid equals one process"
+        if good
+        else "FAILED: the grid differs from one process"
+    )

@@ -57,7 +57,9 @@ def test_mask_depends_on_seed_and_sample(pool: Pool) -> None:
     assert torch.equal(later[:4], one[4:]) and not torch.equal(later[4:], one[:4])
 
 
-def trained(grid: Grid, recompute: str, inner: str) -> tuple[float, dict[str, tuple[Tensor, Place]]]:
+def trained(
+    grid: Grid, recompute: str, inner: str
+) -> tuple[float, dict[str, tuple[Tensor, Place]]]:
     """Loss and gradients of a decoder that drops."""
     torch.manual_seed(1)
     config = DecoderConfig(layers=2, embed=16, heads=8, head_dim=4, mlp=24, vocab=29, dropout=0.2)
@@ -76,7 +78,9 @@ def test_training_with_dropout_is_the_same_on_a_grid(pool: Pool, recompute: str)
         assert [found for found, _ in results] == pytest.approx([loss] * 8, rel=1e-12)
         have = assemble(grads for _, grads in results)
         for name, grad in want.items():
-            assert torch.allclose(have[name], grad, rtol=0, atol=1e-12 * grad.abs().max().item()), name
+            assert torch.allclose(have[name], grad, rtol=0, atol=1e-12 * grad.abs().max().item()), (
+                name
+            )
 
 
 def test_evaluation_drops_nothing_and_samples_must_be_known() -> None:

@@ -236,6 +236,8 @@ class Deferred:
         """Have the weights of a block gathered. Communicates: all-gather over depth, often issued before."""
         if block == self._resident:
             return
+        if self._filling is not None and self._filling.name != block:
+            self._close()  # the block before is done: reduce it behind all that follows
         for bucket in self._split(self._resident):
             bucket.gathered = None
         pending = self._ahead.pop(block, None) or self._gather(block)

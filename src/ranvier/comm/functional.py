@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ranvier.grid import Axis
-from ranvier.trace import Trace
 
 _ops = torch.ops._c10d_functional
 
@@ -57,15 +56,7 @@ def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
 def _record(op: str, axis: Axis, x: Tensor, times: int = 1) -> None:
     num_bytes = x.numel() * x.element_size() * times
     if torch.fx.experimental.symbolic_shapes.has_static_value(num_bytes):
-        _note(axis.trace, op, axis.names, num_bytes, axis.trace.where)
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _note(trace: Trace, op: str, axis: tuple[str, ...], num_bytes: int, where: str) -> int:
-    """Run by the compiler while it traces, never by the graph; `where` as traced code sees it."""
-    with trace.at(where):
-        trace.record(op, axis, num_bytes).issued = None
-    return 0
+        axis.trace.note(op, axis.names, num_bytes, axis.trace.where)
 
 
 def _done(x: Tensor) -> Tensor:

@@ -79,7 +79,15 @@ def packing(tokens: Tensor) -> tuple[Tensor, Tensor]:
 def standard_library(max_bytes: int) -> np.ndarray:
     """The stream of the standard library's modules, sorted by path, at most `max_bytes`."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+    skipped = {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idlelib",
+        "lib2to3",
+        "__pycache__",
+    }
     parts, size = [], 0
     for path in sorted(root.rglob("*.py")):
         if size >= max_bytes:
@@ -89,9 +97,16 @@ def standard_library(max_bytes: int) -> np.ndarray:
         try:
             text = path.read_bytes()[: max_bytes - size]
         except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}. The default corpus needs it.") from None
-        parts += [np.frombuffer(text, dtype=np.uint8).astype(np.uint16), np.array([END], dtype=np.uint16)]
+            raise DataError(
+                f"{path} cannot be read: {error.strerror}. The default corpus needs it."
+            ) from None
+        parts += [
+            np.frombuffer(text, dtype=np.uint8).astype(np.uint16),
+            np.array([END], dtype=np.uint16),
+        ]
         size += len(text)
     if not parts:
-        raise DataError(f"No Python source under {root}. The default corpus is the standard library's source.")
+        raise DataError(
+            f"No Python source under {root}. The default corpus is the standard library's source."
+        )
     return np.concatenate(parts)

@@ -37,7 +37,15 @@ SIZES: dict[str, DecoderConfig] = {
 
 
 def _small(**changes: object) -> Callable[[], nn.Module]:
-    shape = {"layers": 2, "embed": 16, "heads": 8, "kv_heads": 2, "head_dim": 4, "mlp": 24, "vocab": 29}
+    shape = {
+        "layers": 2,
+        "embed": 16,
+        "heads": 8,
+        "kv_heads": 2,
+        "head_dim": 4,
+        "mlp": 24,
+        "vocab": 29,
+    }
     return lambda: Decoder(DecoderConfig(**{"max_seq": 16, **shape, **changes}))  # type: ignore[arg-type]
 
 

@@ -80,10 +80,20 @@ class Linear(Leaf):
         """What the generic tests try."""
         enter = [("batch", "seq", "embed")]
         return [
-            Example(lambda twin: twin(16, 32), ("heads", "embed"), enter, [("batch", "seq", "heads")]),
-            Example(lambda twin: twin(16, 8), ("kv_heads", "embed"), enter, [("batch", "seq", "kv_heads")]),
             Example(
-                lambda twin: twin(16, 29, bias=False), ("vocab", "embed"), enter, [("batch", "seq", "vocab")]
+                lambda twin: twin(16, 32), ("heads", "embed"), enter, [("batch", "seq", "heads")]
+            ),
+            Example(
+                lambda twin: twin(16, 8),
+                ("kv_heads", "embed"),
+                enter,
+                [("batch", "seq", "kv_heads")],
+            ),
+            Example(
+                lambda twin: twin(16, 29, bias=False),
+                ("vocab", "embed"),
+                enter,
+                [("batch", "seq", "vocab")],
             ),
             Example(lambda twin: twin(24, 16), ("embed", "mlp"), [("batch", "seq", "mlp")], enter),
         ]

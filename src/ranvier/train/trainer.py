@@ -81,7 +81,9 @@ class Trainer:
         if not run.data.packed:
             return Batch(tokens, targets, samples=samples)
         documents, positions = packing(tokens)
-        targets = targets.masked_fill(tokens == corpus.END, IGNORE)  # what follows is another document
+        targets = targets.masked_fill(
+            tokens == corpus.END, IGNORE
+        )  # what follows is another document
         return Batch(tokens, targets, positions, documents, samples)
 
     def step(self, step: int) -> dict[str, Any]:
@@ -163,7 +165,9 @@ def folder_of(run: Run) -> str:
 def train(run: Run, me: Ranks) -> None:
     """Train as one rank; rank 0 prints and writes metrics. Communicates: all of it."""
     device = device_of(run, me)
-    grid = Grid.of(run.plan, rank=me.rank, connected=me.world > 1, timeout_seconds=run.train.timeout)
+    grid = Grid.of(
+        run.plan, rank=me.rank, connected=me.world > 1, timeout_seconds=run.train.timeout
+    )
     grid.trace.check = run.train.debug
     trainer = Trainer.assemble(run, grid, device)
     if me.rank > 0:
@@ -182,7 +186,9 @@ def train(run: Run, me: Ranks) -> None:
 def describe(trainer: Trainer) -> str:
     """One line on what is about to be trained."""
     run, queue = trainer.run, trainer.model.parallel.queue
-    count = sum(torch.Size(w.sharding.shape).numel() for w in trainer.model.parallel.weights.values())
+    count = sum(
+        torch.Size(w.sharding.shape).numel() for w in trainer.model.parallel.weights.values()
+    )
     shape = " · ".join(f"{a} {n}" for a, n in run.plan.degrees.items() if n > 1) or "one rank"
     return (
         f"{run.model.size}: {count / 1e6:.2f} M parameters, {queue.dtype} gradients, on {trainer.device}, grid: "
@@ -204,5 +210,3 @@ def show(trainer: Trainer, file: TextIO) -> None:
                 f"norm {metrics['grad_norm']:.3f}  {metrics['tokens_per_second']:,.0f} tokens/s",
                 flush=True,
             )
-
-
