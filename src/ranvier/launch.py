@@ -30,6 +30,8 @@ GRACE_SECONDS = 5.0
 """How long the other ranks may take to end by themselves after one has failed."""
 INTERNAL = 70
 """Exit code of an error that is not the user's."""
+CANNOT_WRITE = 73
+"""Exit code where a file cannot be read or written (a full disk)."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,7 @@ def _child(
         env=environment,
         stdout=None if rank == 0 else subprocess.DEVNULL,
         preexec_fn=die_with_parent,
+        start_new_session=True,  # a terminal's Ctrl-C comes through the parent, once
     )
 
 
@@ -235,15 +238,22 @@ def reported(me: Ranks) -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        mistake = isinstance(error, RanvierError)
-        message = str(error) if mistake else "".join(traceback.format_exception(error))
-        code = error.exit_code if isinstance(error, RanvierError) else INTERNAL
-        if isinstance(error, KeyboardInterrupt):
-            message, code = "Interrupted.", 130
         where = f"rank {me.rank}: " if me.world > 1 else ""
-        text = f"{where}{type(error).__name__}: {message}" if mistake else f"{where}{message}"
-        _leave(me, text.rstrip(), code, secondary=isinstance(error, CommunicationError))
+        message, code = _told(error)
+        _leave(me, where + message, code, secondary=isinstance(error, CommunicationError))
         raise SystemExit(code) from None
+
+
+def _told(error: BaseException) -> tuple[str, int]:
+    """Message and exit code of an error; only what is nobody's mistake shows its traceback."""
+    if isinstance(error, RanvierError):
+        return f"{type(error).__name__}: {error}", error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "Interrupted; metrics are written up to the last step.", 130
+    if isinstance(error, OSError) and error.filename is not None:
+        rule = "A run must be able to write there. Free space or choose another train.out."
+        return f"{error.filename}: {error.strerror}. {rule}", CANNOT_WRITE
+    return "".join(traceback.format_exception(error)).rstrip(), INTERNAL
 
 
 def _leave(me: Ranks, message: str, code: int, *, secondary: bool) -> None:

@@ -37,6 +37,12 @@ class Dropout(Leaf):
         """Drop in training."""
         if not self.training or self.p == 0.0:
             return x
+        if x.dim() != 3:
+            raise ShardingError(
+                f"{self.site.name} drops elements of a tensor of {x.dim()} dims. Dropout is for "
+                "(batch, seq, features): embeddings and the residual stream, not attention "
+                "probabilities. Set its p to 0."
+            )
         samples = self._samples(x)
         tokens = torch.arange(x.shape[1], device=x.device) + self.seq_axis.index * x.shape[1]
         features = torch.arange(x.shape[2], device=x.device) + self.features_axis.index * x.shape[2]

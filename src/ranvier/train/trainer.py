@@ -164,6 +164,12 @@ def folder_of(run: Run) -> str:
 
 def train(run: Run, me: Ranks) -> None:
     """Train as one rank; rank 0 prints and writes metrics. Communicates: all of it."""
+    folder = Path(run.train.out)
+    if me.rank == 0 and (folder / "metrics.jsonl").exists():
+        raise PlanError(
+            f"train.out={run.train.out!r} holds a run already. A run is not overwritten. "
+            "Choose another directory or leave train.out empty."
+        )
     device = device_of(run, me)
     grid = Grid.of(
         run.plan, rank=me.rank, connected=me.world > 1, timeout_seconds=run.train.timeout
@@ -174,7 +180,6 @@ def train(run: Run, me: Ranks) -> None:
         for _ in trainer.steps():
             pass
         return
-    folder = Path(run.train.out)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.toml").write_text(runs.to_toml(run))
     print(describe(trainer), flush=True)
