@@ -1,4 +1,7 @@
-"""Fixtures and options of the suite: a seeded covering sample by default, `--full` for the whole product."""
+"""Fixtures and options of the suite.
+
+A seeded covering sample by default, `--full` for the whole product.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The heart of the suite: a model on a grid against the same model as plain PyTorch, in float64.
 
-Runs inside workers. Every comparison gives lines of text, one for each thing that differs; none is success.
+Runs inside workers. Every comparison gives lines of text, one for each thing that differs; none is
+success.
 """
 
 from __future__ import annotations

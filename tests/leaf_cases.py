@@ -1,4 +1,7 @@
-"""All leaves on a grid against their serial twins, from the examples the leaves give. Runs inside workers."""
+"""All leaves on a grid against their serial twins, from the examples the leaves give.
+
+Runs inside workers.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,8 @@ def check_all(grid: Grid, inner: str) -> list[str]:
     for twin, leaf in LEAVES.items():
         for number, example in enumerate(leaf.examples()):  # type: ignore[attr-defined]
             for fast in (True, False):
-                name = f"{leaf.__name__} {number} {'fast' if fast else 'reference'} on rank {grid.rank}: "
+                way = "fast" if fast else "reference"
+                name = f"{leaf.__name__} {number} {way} on rank {grid.rank}: "
                 lines += [name + line for line in check(grid, inner, example, twin, fast)]
     return lines
 
@@ -165,7 +169,10 @@ def copies_of(
 def share_of(
     seed: Tensor, dims: Sequence[str], example: Example, table: Table, grid: Grid
 ) -> Tensor:
-    """My part of the gradient of an output; ranks that hold the same part each bring a share of it."""
+    """My part of the gradient of an output.
+
+    Ranks that hold the same part each bring a share of it.
+    """
     copies = copies_of(seed.shape, dims, example, table, grid)
     part = place_of(seed.shape, dims, example, table, grid).take(seed)
     return part / math.prod(copies.values())

@@ -1,7 +1,8 @@
 """Worker processes for tests: started once, reused by all, any grid of up to 8 ranks.
 
-`Pool.run(function, ranks, *arguments)` calls `function(rank, *arguments)` on the first `ranks` workers and gives
-their results. A failing rank's traceback is raised here; a hang is ended with the stacks of all ranks.
+`Pool.run(function, ranks, *arguments)` calls `function(rank, *arguments)` on the first `ranks`
+workers and gives their results. A failing rank's traceback is raised here; a hang is ended with the
+stacks of all ranks.
 """
 
 from __future__ import annotations

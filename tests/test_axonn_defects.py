@@ -1,5 +1,6 @@
-"""The defects found in AxoNN (rows of the table in its critique), each as a test that it is not here.
+"""The defects found in AxoNN, each as a test that it is not here.
 
+Numbers are rows of the table in its critique.
 Not applicable: 4 (Conv2d) and 7 (CPUAdam) concern layers that do not exist here.
 """
 
@@ -172,7 +173,10 @@ def test_13_a_leaving_layer_moves_its_wide_input_over_col_and_its_narrow_output_
 
 
 def unfinished(grid: Grid) -> bool:
-    """Whether the result of an asynchronous reduction is right once it is awaited, many times over."""
+    """Whether the result of an asynchronous reduction is right once it is awaited.
+
+    Many times over.
+    """
     axis, good = grid.axis("depth"), True
     for i in range(20):
         pending = [verbs.reduce_scatter(torch.full((4096,), float(i + j)), axis) for j in range(4)]

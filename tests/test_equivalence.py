@@ -1,8 +1,9 @@
 """Any grid equals one process: all leaves and all models, on every grid of 1, 2, 4 and 8 ranks.
 
-For each: losses, every gradient, gradient norms and weights after three steps equal plain PyTorch's; the
-recorded communication is the predicted one; the state reloads bit for bit on another grid. By default a
-sample in which every grid occurs and every pair of options; `--full` runs the whole product.
+For each: losses, every gradient, gradient norms and weights after three steps equal plain
+PyTorch's; the recorded communication is the predicted one; the state reloads bit for bit on another
+grid. By default a sample in which every grid occurs and every pair of options; `--full` runs the
+whole product.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ def sample() -> list[tuple[dict[str, int], Case]]:
 
 
 def whole_product() -> list[tuple[dict[str, int], Case]]:
-    """Every grid with every model, way for col, recomputation and overlap; the reference with each model.
+    """Every grid with every model, way for col, recomputation and overlap.
 
-    A case with overlaps on computes the gradients with all of them off as well, which must be equal
-    to the bit. Micro-batches and packing alternate.
+    The reference comes with each model. A case with overlaps on computes the gradients with all of
+    them off as well, which must be equal to the bit. Micro-batches and packing alternate.
     """
     found, alternate = [], itertools.cycle(itertools.product((1, 2), (False, True), (0, 1, 2)))
     for grid, row in itertools.product(GRIDS, product({k: OPTIONS[k] for k in KEYS}, valid)):

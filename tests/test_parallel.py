@@ -21,7 +21,10 @@ from ranvier.train.step import Batch
 
 
 class Mixer(nn.Module):
-    """A new layer in plain PyTorch: a gate with parameters of its own, a causal shift of the sequence inside."""
+    """A new layer in plain PyTorch.
+
+    A gate with parameters of its own, a causal shift of the sequence inside.
+    """
 
     dims = {
         "enter": ("mlp", "embed"),

@@ -19,7 +19,9 @@ def test_the_two_commands_come_first() -> None:
     first, second, *_ = blocks("bash")
     assert first == "pip install -e . && ranvier train\n"
     assert second == "pip install -e '.[test]' && pytest\n"
-    assert README.index(first) < README.index(second) < README.index("Ranvier is a PyTorch framework")
+    assert (
+        README.index(first) < README.index(second) < README.index("Ranvier is a PyTorch framework")
+    )
 
 
 def test_its_python_runs() -> None:

@@ -1,4 +1,7 @@
-"""The embedded corpus: order by (seed, number), windows that cover it, documents that stay apart."""
+"""The embedded corpus.
+
+Order by (seed, number), windows that cover it, documents that stay apart.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def test_documents_and_positions_restart_after_an_end() -> None:
 
 
 def test_a_corpus_shorter_than_a_sample_is_refused() -> None:
-    with pytest.raises(DataError, match="The corpus has 10 tokens. A sample needs 11"):
+    with pytest.raises(DataError, match=r"The corpus has 10 tokens\. A sample needs 11"):
         Corpus.of(np.arange(10, dtype=np.uint16), seq=10)
 
 
