@@ -123,8 +123,8 @@ def _verify(arguments: Arguments, words: list[str]) -> int:
     run = run.check(world)
     if me is None and world > verify.MOST_RANKS:
         raise PlanError(
-            f"The plan needs {world} ranks. verify starts at most {verify.MOST_RANKS} on one machine. Use smaller "
-            "degrees; an axis behaves alike at 2 and at 200."
+            f"The plan needs {world} ranks. verify starts at most {verify.MOST_RANKS} on one "
+            "machine. Use smaller degrees; an axis behaves alike at 2 and at 200."
         )
     if me is None and world > 1:
         return launch.start(world, words)

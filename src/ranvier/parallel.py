@@ -1,8 +1,9 @@
 """parallelize: swap the layers of a plain model for leaves, place its weights, refuse unnamed ones.
 
-The model is read, not rewritten: each module may carry an inert table `dims` that names the dims of the
-layers (or parameters) below it, the model a dict `sizes` with the number of units of each dim. Everything a
-run needs afterwards (buckets, gradients, predictions, state) hangs on `model.parallel`.
+The model is read, not rewritten: each module may carry an inert table `dims` that names the dims
+of the layers (or parameters) below it, the model a dict `sizes` with the number of units of each
+dim. Everything a run needs afterwards (buckets, gradients, predictions, state) hangs on
+`model.parallel`.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ class Parallel:
         missing = sorted(set(self.weights) - set(whole))
         if missing:
             raise ShardingError(
-                f"The state lacks {len(missing)} weights: {', '.join(missing)}. Every weight must be there. "
-                "Load the state of the same model."
+                f"The state lacks {len(missing)} weights: {', '.join(missing)}. "
+                "Every weight must be there. Load the state of the same model."
             )
         with torch.no_grad():
             for name, weight in self.weights.items():
@@ -104,9 +105,10 @@ class Parallel:
         )
 
     def _depth_events(self) -> list[Event]:
-        """Gathers of a micro-batch: forward, then backward, once where the next use is of the same bucket.
+        """Gathers of a micro-batch: forward, then backward.
 
-        An embedding needs its weight forward only. A bucket's gradients are reduced once.
+        One gather serves uses of the same bucket that follow each other. An embedding needs its
+        weight forward only. A bucket's gradients are reduced once.
         """
         queue, events = self.queue, []
         if queue.gather_axis.size == 1:
@@ -172,8 +174,9 @@ def parallelize(
     leaves: Mapping[type[nn.Module], Callable[..., Leaf]] | None = None,
     materialize: bool = True,
 ) -> Model:
-    """The model with its layers on the grid; its weights keep their values, or get initial ones (meta).
+    """The model with its layers on the grid.
 
+    Its weights keep their values, or get initial ones (meta).
     names: dims of layers by full name, for models without `dims` tables. leaves: further layers.
     fast=False computes in differentiable pairs, for comparison.
     Communicates: the making of groups.
@@ -226,7 +229,10 @@ def named(model: nn.Module) -> Iterator[tuple[str, tuple[Dim, ...]]]:
 
 
 def _swap(model: nn.Module, site: Site, table: Leaves, names: Names) -> Iterator[tuple[str, Leaf]]:
-    """Put leaves in the place of layers; parameters that are named themselves are placed as they are."""
+    """Put leaves in the place of layers.
+
+    Parameters that are named themselves are placed as they are.
+    """
     modules = dict(model.named_modules())
     implied: Names = {path: () for path, m in modules.items() if type(m) is decoder.Siblings}
     implied |= {path: ("embed",) for path, m in modules.items() if type(m) is nn.Dropout}
@@ -294,13 +300,17 @@ def _refuse_unnamed(model: nn.Module, site: Site) -> None:
     ]
     if lost:
         raise ShardingError(
-            f"{type(model).__name__} has {len(lost)} weights without named dimensions: {', '.join(lost)}. "
-            "Every weight must say which dims it has. Add them to dims of their class, or () to replicate."
+            f"{type(model).__name__} has {len(lost)} weights without named dimensions: "
+            f"{', '.join(lost)}. Every weight must say which dims it has. "
+            "Add them to dims of their class, or () to replicate."
         )
 
 
 def _blocks(model: nn.Module, weights: Mapping[str, Weight]) -> dict[str, str]:
-    """The block of each weight: the last list element above it, else its layer; vectors have one for all."""
+    """The block of each weight: the last list element above it, else its layer.
+
+    Vectors have one for all.
+    """
     blocks = {}
     for name, weight in weights.items():
         inside = re.match(r"(.*\.\d+)\.", name)

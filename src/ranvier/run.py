@@ -1,7 +1,7 @@
 """Run: everything that defines a training run, as one tree of frozen dataclasses.
 
-A run is read from TOML, overridden by dotted options, checked as a whole before any work, and saved with its
-results. Each value has one owner; nobody else keeps a copy.
+A run is read from TOML, overridden by dotted options, checked as a whole before any work, and
+saved with its results. Each value has one owner; nobody else keeps a copy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class ModelConfig(DecoderConfig):
         """The config of a named size."""
         if size not in SIZES:
             raise PlanError(
-                f"model.size={size!r} is not known.{_nearest(size, SIZES)} Sizes are {', '.join(SIZES)}."
+                f"model.size={size!r} is not known.{_nearest(size, SIZES)} "
+                f"Sizes are {', '.join(SIZES)}."
             )
         return cls(size=size, **dataclasses.asdict(SIZES[size]))
 
@@ -128,23 +129,24 @@ class Run:
         model = self.model
         if model.heads % model.kv_heads:
             yield (
-                f"kv_heads={model.kv_heads} does not divide heads={model.heads}. Each kv head serves the same "
-                f"number of heads. Use a divisor of {model.heads}."
+                f"kv_heads={model.kv_heads} does not divide heads={model.heads}. Each kv head "
+                f"serves the same number of heads. Use a divisor of {model.heads}."
             )
         if model.head_dim % 2 and model.positions == "rope":
             yield (
-                f"head_dim={model.head_dim} is odd. Rotary positions turn pairs. Use {model.head_dim + 1}."
+                f"head_dim={model.head_dim} is odd. Rotary positions turn pairs. "
+                f"Use {model.head_dim + 1}."
             )
         if model.positions == "learned" and self.data.seq > model.max_seq:
             yield (
-                f"data.seq={self.data.seq} is longer than model.max_seq={model.max_seq}. Learned positions have "
-                f"a row for each. Use data.seq={model.max_seq} or a larger max_seq."
+                f"data.seq={self.data.seq} is longer than model.max_seq={model.max_seq}. Learned "
+                f"positions have a row for each. Use data.seq={model.max_seq} or a larger max_seq."
             )
         if not 0.0 <= model.dropout < 1.0:
             yield f"model.dropout={model.dropout} is no share. It lies in [0, 1). Use 0.1."
         for name in ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab"):
-            if getattr(model, name) < 1:
-                yield f"model.{name}={getattr(model, name)} is too small. It is at least 1. Use a larger one."
+            if (value := getattr(model, name)) < 1:
+                yield f"model.{name}={value} is too small. It is at least 1. Use a larger one."
         for name, value in (("data.seq", self.data.seq), ("train.steps", self.train.steps)):
             if value < 1:
                 yield f"{name}={value} is too small. It is at least 1. Use a larger one."
@@ -180,7 +182,8 @@ def _fill(config: Any, table: Mapping[str, Any], path: str) -> Any:
     for key, value in table.items():
         if key not in types_of:
             raise PlanError(
-                f"{path}{key} is not a setting.{_nearest(key, types_of)} Settings here are {', '.join(types_of)}."
+                f"{path}{key} is not a setting.{_nearest(key, types_of)} "
+                f"Settings here are {', '.join(types_of)}."
             )
         old = getattr(config, key)
         if dataclasses.is_dataclass(old):

@@ -1,9 +1,10 @@
-"""Verify: the same architecture, shrunk, on one process as plain PyTorch and on the configured grid.
+"""Verify: the same architecture, shrunk, on one process and on the configured grid.
 
-Every rank runs the plain model as well and compares its own part of it, in float64: losses, every gradient,
-gradient norms, weights after a few steps, and the communication it recorded with what its leaves predicted.
-What decides about parallel correctness is kept: heads : kv heads : ranks that split them, the remainder of
-the vocabulary modulo row·col·depth, tying, biases, norms, positions, packing, what col splits inside.
+On one process it is plain PyTorch. Every rank runs the plain model as well and compares its own
+part of it, in float64: losses, every gradient, gradient norms, weights after a few steps, and the
+communication it recorded with what its leaves predicted. What decides about parallel correctness is
+kept: heads : kv heads : ranks that split them, the remainder of the vocabulary modulo
+row·col·depth, tying, biases, norms, positions, packing, what col splits inside.
 """
 
 from __future__ import annotations
@@ -269,7 +270,10 @@ def _finding(
 
 
 def _worst(findings: list[Finding], grid: Grid) -> list[Finding]:
-    """Each finding with its largest difference on any rank. Communicates: all-reduce over all axes."""
+    """Each finding with its largest difference on any rank.
+
+    Communicates: all-reduce over all axes.
+    """
     here = torch.tensor([f.difference for f in findings], dtype=torch.float64)
     here = here.nan_to_num(nan=math.inf)
     most = verbs.all_reduce(here, grid.axis(*grid.degrees), "max").wait()
@@ -287,18 +291,17 @@ def _print(run: Run, findings: list[Finding], lines: list[str], events: list[Eve
     )
     print(f"grid: {shape}; col splits {plan.inner} inside")
     print(
-        f"shrunk model: {model.layers} layers, embed {model.embed}, {model.heads} heads, {model.kv_heads} kv heads, "
-        f"mlp {model.mlp}, vocab {model.vocab}, {run.data.seq} tokens, packed {run.data.packed}, tied {model.tied}"
+        f"shrunk model: {model.layers} layers, embed {model.embed}, {model.heads} heads, "
+        f"{model.kv_heads} kv heads, mlp {model.mlp}, vocab {model.vocab}, {run.data.seq} tokens, "
+        f"packed {run.data.packed}, tied {model.tied}"
     )
     print(f"{'largest relative difference to one process':<58}{'is':>11}{'allowed':>10}")
     for finding in findings:
         mark = "" if finding.good else "  DIFFERS"
         print(f"{finding.what:<58}{finding.difference:>11.2e}{finding.limit:>10.0e}{mark}")
     total = sum(event.bytes for event in communication(events))
-    print(
-        f"communication of a step on rank 0: {total} bytes in {len(communication(events))} events, ",
-        end="",
-    )
+    number = len(communication(events))
+    print(f"communication of a step on rank 0: {total} bytes in {number} events, ", end="")
     print("all as predicted" if not lines else f"{len(lines)} NOT as predicted:")
     for line in lines:
         print(f"  {line}")

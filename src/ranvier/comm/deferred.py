@@ -1,16 +1,18 @@
 """Deferred work: weights gathered before they are needed, gradients reduced after they are made.
 
-Parameters that are communicated together form a `Bucket` (the matrices of a block; all vectors of a kind):
-one flat buffer of values, one of gradients, one collective instead of many. Over the depth axis a bucket is
+Parameters that are communicated together form a `Bucket` (the matrices of a block; all vectors of
+a kind): one flat buffer of values, one of gradients, one collective instead of many. Over the depth
+axis a bucket is
 
-* gathered just before a layer of it computes and forgotten when another bucket is used (OAG: in the order
-  recorded at the first step the gather of the next bucket runs while this one computes),
+* gathered just before a layer of it computes and forgotten when another bucket is used (OAG: in the
+  order recorded at the first step the gather of the next bucket runs while this one computes),
 * reduce-scattered when the gradients of another bucket begin to arrive (ORS: until it is needed).
 
-Gathers and reduce-scatters have communicators of their own. At the last micro-batch of a step the reduction
-over data follows at once. Gradients are delivered by parameter identity, never to a tensor seen in backward
-(recomputation makes other ones), and are added in micro-batch order. An overlap that is switched off uses
-the same buffers in the same order and waits at once, so it changes no bit. All waiting is in `finish`.
+Gathers and reduce-scatters have communicators of their own. At the last micro-batch of a step the
+reduction over data follows at once. Gradients are delivered by parameter identity, never to a
+tensor seen in backward (recomputation makes other ones), and are added in micro-batch order. An
+overlap that is switched off uses the same buffers in the same order and waits at once, so it
+changes no bit. All waiting is in `finish`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ VECTORS = "vectors"
 
 @dataclass(eq=False)
 class Weight:
-    """A parameter on this rank: what part of the whole it is, and how layers get it and return gradients."""
+    """A parameter on this rank.
+
+    What part of the whole it is, and how layers get it and return gradients.
+    """
 
     name: str
     dims: tuple[Dim, ...]
@@ -73,7 +78,10 @@ class Weight:
         return "depth" in self.sharding.axes
 
     def whole(self) -> Tensor:
-        """The weight gathered over depth, outside autograd. Communicates: all-gather over depth, by bucket."""
+        """The weight gathered over depth, outside autograd.
+
+        Communicates: all-gather over depth, by bucket.
+        """
         if not self.split:
             return self.param.detach()
         self.bucket.queue.use(self.bucket.name)
@@ -81,14 +89,20 @@ class Weight:
         return self.bucket.gathered[self.bucket.weights.index(self)]
 
     def gathered(self) -> Tensor:
-        """The weight gathered over depth, in autograd. Communicates: all-gather over depth; backward: the dual."""
+        """The weight gathered over depth, in autograd.
+
+        Communicates: all-gather over depth; backward: the dual.
+        """
         if not self.split:
             return self.param
         whole = pairs.gather(self.param, self.bucket.queue.gather_axis, 0)
         return whole.narrow(0, 0, self.sharding.gathered[0])
 
     def deliver(self, grad: Tensor) -> None:
-        """Take the gradient of the gathered weight. Communicates: reduce-scatter over depth, by bucket, later."""
+        """Take the gradient of the gathered weight.
+
+        Communicates: reduce-scatter over depth, by bucket, later.
+        """
         if self.trainable:
             self.bucket.queue.deliver(self, grad)
 
@@ -147,7 +161,10 @@ class Bucket:
         return [grad[max(s.start - low, 0) : max(s.stop - low, 0)] for s in owned]
 
     def place(self, weight: Weight) -> Place:
-        """The part of `weight` whose optimizer state lies here: the overlap with my range over data."""
+        """The part of `weight` whose optimizer state lies here.
+
+        It is the overlap with my range over data.
+        """
         axis = self.queue.data_axis
         step = self.size // axis.size
         start, stop = axis.index * step - weight.offset, (axis.index + 1) * step - weight.offset
@@ -196,7 +213,7 @@ class Bucket:
 
 
 class Deferred:
-    """The queue of weights being gathered and gradients being reduced; one for each parallel model."""
+    """The queue of weights being gathered and gradients being reduced; one for each model."""
 
     def __init__(self, grid: Grid, *, overlap: Iterable[str], dtype: torch.dtype) -> None:
         self.grid = grid
@@ -216,10 +233,13 @@ class Deferred:
         self._filling: Bucket | None = None
         self._reducing: deque[tuple[Bucket, Pending, bool]] = deque()
 
-    # ---- weights ----------------------------------------------------------------------------------
+    # ---- weights ----------------------------------------------------------------------
 
     def begin(self, kind: str) -> None:
-        """Start a step of a kind (the same kind uses buckets in the same order); forget what was gathered."""
+        """Start a step of a kind; forget what was gathered.
+
+        The same kind uses buckets in the same order.
+        """
         if self._kind and self._orders.get(self._kind) != self._seen:
             self._orders[self._kind] = self._seen
         for block in self._ahead.values():
@@ -233,7 +253,10 @@ class Deferred:
             bucket.reduced = []
 
     def use(self, block: str) -> None:
-        """Have the weights of a block gathered. Communicates: all-gather over depth, often issued before."""
+        """Have the weights of a block gathered.
+
+        Communicates: all-gather over depth, often issued before.
+        """
         if block == self._resident:
             return
         if self._filling is not None and self._filling.name != block:
@@ -273,10 +296,13 @@ class Deferred:
         self._close()
         self._last = last
 
-    # ---- gradients --------------------------------------------------------------------------------
+    # ---- gradients --------------------------------------------------------------------
 
     def deliver(self, weight: Weight, grad: Tensor) -> None:
-        """Take a gradient of a gathered weight; the bucket filled before is complete and gets reduced."""
+        """Take a gradient of a gathered weight.
+
+        The bucket filled before is complete and gets reduced.
+        """
         bucket = weight.bucket
         if bucket is not self._filling and not bucket.late:
             self._close()
@@ -316,7 +342,10 @@ class Deferred:
             self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Start the reduction over data. A gradient that comes later is reduced once more and added."""
+        """Start the reduction over data.
+
+        A gradient that comes later is reduced once more and added.
+        """
         assert bucket.grad is not None, bucket.name
         with self.grid.trace.at(bucket.name):
             pending = verbs.reduce_scatter(bucket.grad, self.data_axis)
@@ -326,10 +355,11 @@ class Deferred:
             pending.wait()
 
     def finish(self) -> list[tuple[Bucket, Tensor]]:
-        """Each trainable bucket with my range over data of its gradient, summed over all who hold it.
+        """Each trainable bucket with my range over data of its gradient.
 
-        Communicates: what is left of the reductions over depth, then over the axes that do not shard a
-        weight, then over data.
+        The gradient is summed over all who hold the bucket.
+        Communicates: what is left of the reductions over depth, then over the axes that do not
+        shard a weight, then over data.
         """
         self._close()
         for bucket in self.buckets:

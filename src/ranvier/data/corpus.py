@@ -1,7 +1,8 @@
 """The embedded corpus: the sources of the running Python's standard library, as bytes.
 
-A document is a file, ended by the token END. Sample number k of a run is a window of the stream; which one
-depends on (seed, k) only, so every grid and every batch size read the same samples in the same order.
+A document is a file, ended by the token END. Sample number k of a run is a window of the stream;
+which one depends on (seed, k) only, so every grid and every batch size read the same samples in the
+same order.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class Corpus:
         """A corpus that holds at least one window."""
         if len(stream) <= seq:
             raise DataError(
-                f"The corpus has {len(stream)} tokens. A sample needs {seq + 1} (data.seq={seq} and the last "
-                f"target). Use a longer corpus or data.seq below {max(len(stream), 1)}."
+                f"The corpus has {len(stream)} tokens. A sample needs {seq + 1} (data.seq={seq} "
+                "and the last target). "
+                f"Use a longer corpus or data.seq below {max(len(stream), 1)}."
             )
         return cls(stream, seq)
 
@@ -68,7 +70,10 @@ class Corpus:
 
 
 def packing(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of the document and position in it of each token `[b, s]`; END belongs to what it ends."""
+    """Number of the document and position in it of each token `[b, s]`.
+
+    END belongs to what it ends.
+    """
     starts = torch.zeros_like(tokens, dtype=torch.bool)
     starts[:, 1:] = tokens[:, :-1] == END
     documents = starts.long().cumsum(1)

@@ -55,4 +55,7 @@ EXAMPLES: dict[str, Callable[[], nn.Module]] = {
     "qwen3": _small(qk_norm=True, tied=True, vocab=32),
     "biased": _small(bias=True, activation="gelu", norm="layer"),
 }
-"""Small models with which the generic tests try every grid; a new model is one file and one line here."""
+"""Small models with which the generic tests try every grid.
+
+A new model is one file and one line here.
+"""

@@ -1,7 +1,8 @@
 """A decoder: plain PyTorch, runs on one device as it stands, imports torch only.
 
-What makes it parallel is the inert tables: `dims` names the dims of each layer's weights, `sizes` counts their
-units. `parallelize` reads both and swaps the layers; the code below does not change. On a grid
+What makes it parallel is the inert tables: `dims` names the dims of each layer's weights, `sizes`
+counts their units. `parallelize` reads both and swaps the layers; the code below does not change.
+On a grid
 
     residual stream       [b, s/row, d/col]
     heads, hidden, logits [b/col, s, n/row]   or   [b, s, n/(row·col)]
@@ -93,7 +94,10 @@ class Core(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, documents: Tensor | None
     ) -> Tensor:
-        """q: `[b, s, h, k]`, k, v: `[b, s, g, k]`, positions, documents: `[b, s]`; y: `[b, s, h·k]`."""
+        """q: `[b, s, h, k]`; k, v: `[b, s, g, k]`; positions, documents: `[b, s]`.
+
+        y: `[b, s, h·k]`.
+        """
         if self.rotary:
             if positions is None:
                 positions = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
@@ -129,7 +133,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def llama3_frequencies(frequency: Tensor, scale: float) -> Tensor:
-    """Llama 3.1: frequencies below 1 turn in 8192 tokens are slowed by `scale`, above 4 kept, between mixed."""
+    """The rotary frequencies of Llama 3.1.
+
+    Those below 1 turn in 8192 tokens are slowed by `scale`, above 4 kept, between mixed.
+    """
     turns = 8192 * frequency / (2 * torch.pi)
     mix = ((turns - 1.0) / 3.0).clamp(0.0, 1.0)
     return frequency * (mix + (1.0 - mix) / scale)

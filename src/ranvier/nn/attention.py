@@ -1,7 +1,7 @@
 """Attention core: heads lie on row (or row·col), samples perhaps on col, so each rank works alone.
 
-The serial core is kept as it is; only what came in for the whole micro-batch (positions, documents) is cut to
-the samples of this rank.
+The serial core is kept as it is; only what came in for the whole micro-batch (positions,
+documents) is cut to the samples of this rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dropout whose mask is a function of (seed, name, sample, token, feature).
 
-The number of a sample counts all samples of the run and so implies the step. The mask is equal to the bit on
-every grid and when a block is recomputed; no generator state exists.
+The number of a sample counts all samples of the run and so implies the step. The mask is equal to
+the bit on every grid and when a block is recomputed; no generator state exists.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ class Dropout(Leaf):
         samples = self.site.moment.samples
         if samples is None:
             raise ShardingError(
-                f"{self.site.name} drops elements (p={self.p}) but does not know which samples it works on. "
-                "Random masks depend on the number of the sample. Set `moment.samples` before each forward."
+                f"{self.site.name} drops elements (p={self.p}) but does not know which samples it "
+                "works on. Random masks depend on the number of the sample. "
+                "Set `moment.samples` before each forward."
             )
         samples = samples.to(x.device)
         return take(samples, self.batch_axis, 0)

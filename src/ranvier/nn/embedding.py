@@ -1,8 +1,9 @@
 """Embedding: rows of a table, the table split over row (vocabulary) and col (features).
 
-A look-up is a product with one-hot rows: where the first dim is split (the vocabulary over row), each rank
-finds the rows it holds, zero for the others, and the partial results are reduce-scattered to where the
-residual stream wants the tokens. Where it is whole (learned positions) each rank looks up its own tokens.
+A look-up is a product with one-hot rows: where the first dim is split (the vocabulary over row),
+each rank finds the rows it holds, zero for the others, and the partial results are reduce-scattered
+to where the residual stream wants the tokens. Where it is whole (learned positions) each rank looks
+up its own tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Embedding(Leaf):
     """y = W[ids].
 
     ids: `[b, s]`; y: `[b, s/row, d/col]`.
-    Communicates: reduce-scatter seq over row; backward: all-gather seq over row (nothing if dim 0 is whole).
+    Communicates: reduce-scatter seq over row; backward: all-gather seq over row
+    (nothing if dim 0 is whole).
     """
 
     def __init__(self, site: Site, serial: torch.nn.Embedding, dims: Sequence[Dim]) -> None:
@@ -38,13 +40,13 @@ class Embedding(Leaf):
             or WEIGHTS.get(rows, ("row",)) != ("row",)
         ):
             raise ShardingError(
-                f"{site.name} has the dims {tuple(dims)}. An embedding has (rows, 'embed') with rows split "
-                "over row ('vocab') or whole ('position'). Rename its dims."
+                f"{site.name} has the dims {tuple(dims)}. An embedding has (rows, 'embed') with "
+                "rows split over row ('vocab') or whole ('position'). Rename its dims."
             )
         if serial.max_norm is not None or serial.scale_grad_by_freq or serial.sparse:
             raise ShardingError(
-                f"{site.name} uses max_norm, scale_grad_by_freq or sparse, which need the whole table. "
-                "Turn them off."
+                f"{site.name} uses max_norm, scale_grad_by_freq or sparse, which need the whole "
+                "table. Turn them off."
             )
         self.padding_idx = serial.padding_idx
         self.axis = site.axis(*WEIGHTS.get(rows, ()))

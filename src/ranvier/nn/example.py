@@ -1,4 +1,7 @@
-"""Example: a serial layer with named inputs and outputs, from which the generic tests try its leaf."""
+"""Example: a serial layer with named inputs and outputs.
+
+From it the generic tests try its leaf.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,19 @@ SIZES = {
     "vocab": 29,
     "head_dim": 4,
 }
-"""Units that fit every grid of up to 8 ranks; 29 tokens fit none, so that the vocabulary is padded."""
+"""Units that fit every grid of up to 8 ranks.
+
+29 tokens fit none, so that the vocabulary is padded.
+"""
 
 
 @dataclass(frozen=True)
 class Example:
     """A layer to try: made from its serial class, `dims` as a model would name them.
 
-    inputs, outputs: the dims of each tensor; one without features (ids, targets) is of integers below
-    the vocabulary and comes whole to all ranks of row and col; an output without dims is a sum over
-    tokens. `heads` as the last dim counts elements, before `head_dim` it counts heads.
+    inputs, outputs: the dims of each tensor; one without features (ids, targets) is of integers
+    below the vocabulary and comes whole to all ranks of row and col; an output without dims is a
+    sum over tokens. `heads` as the last dim counts elements, before `head_dim` it counts heads.
     """
 
     make: Callable[[Any], nn.Module]

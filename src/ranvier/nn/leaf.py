@@ -1,8 +1,8 @@
 """Leaf: a layer that knows its part of the work on the grid.
 
-A leaf replaces its serial twin (`nn.Linear` here, `torch.nn.Linear` there): same names of parameters, same
-result. It derives from the names of its dims which part of the weights it holds and what it communicates;
-`events()` predicts that communication in closed form, `flops()` its work.
+A leaf replaces its serial twin (`nn.Linear` here, `torch.nn.Linear` there): same names of
+parameters, same result. It derives from the names of its dims which part of the weights it holds
+and what it communicates; `events()` predicts that communication in closed form, `flops()` its work.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class Site:
     whole_sequence: bool = False
     """The sequence was gathered over row where the enclosing module begins (Hugging Face)."""
     init: Mapping[str, float | tuple[float, float]] = field(default_factory=dict)
-    """Deviation (or mean and deviation) of initial values, by the end of a layer's name, first match."""
+    """Deviation (or mean and deviation) of initial values.
+
+    By the end of a layer's name, first match.
+    """
     weights: dict[str, Weight] = field(default_factory=dict)
     """All weights placed so far, by name."""
     tied: dict[int, Weight] = field(default_factory=dict)
@@ -86,8 +89,8 @@ def place(
 ) -> Weight:
     """Put my part of a parameter where the whole was, still without values.
 
-    Without `rule` it is a matrix of a layer: cut by the weights' rule and over depth, and the layer gathers
-    it. With a rule (a vector, in the region of its dim) it is used as it lies.
+    Without `rule` it is a matrix of a layer: cut by the weights' rule and over depth, and the layer
+    gathers it. With a rule (a vector, in the region of its dim) it is used as it lies.
     """
     weight = site.tied.get(id(serial))
     if weight is None:
@@ -166,7 +169,10 @@ class Leaf(torch.nn.Module):
         return []
 
     def backward_events(self, flow: Flow) -> list[Event]:
-        """Communication of the backward pass of a micro-batch, gathered weights and gradients apart."""
+        """Communication of the backward pass of a micro-batch.
+
+        Gathered weights and gradients are apart.
+        """
         return []
 
     def events(self, flow: Flow, *, recomputed: bool = False) -> list[Event]:

@@ -1,20 +1,23 @@
 """Linear layers: gather, multiply, reduce-scatter; backward is the same read from right to left.
 
-Between the residual stream `[b, s/row, d/col]` and the inside of attention or MLP `[b/col, s, n/row]` a
-linear layer moves tokens and features at once. Its weight `(out, in)` has `out` on one axis and `in` on the
-other (`sharding.WEIGHTS`), so (`sharding.Table.move`)
+Between the residual stream `[b, s/row, d/col]` and the inside of attention or MLP
+`[b/col, s, n/row]` a linear layer moves tokens and features at once. Its weight `(out, in)` has
+`out` on one axis and `in` on the other (`sharding.WEIGHTS`), so (`sharding.Table.move`)
 
-    enter (q, k, v, up, head)   x -gather seq over row->   [b, s, d/col] · W[n/row, d/col]ᵀ -scatter over col->   y
-    leave (o, down)             x -gather over col->       [b, s, n/row] · W[d/col, n/row]ᵀ -scatter seq over row-> y
+    enter (q, k, v, up, head)
+        x  -gather seq over row->  [b, s, d/col] · W[n/row, d/col]ᵀ  -scatter over col->      y
+    leave (o, down)
+        x  -gather over col->      [b, s, n/row] · W[d/col, n/row]ᵀ  -scatter seq over row->  y
 
-where over col the batch is moved (`inner = samples`) or the features (`inner = features`). With col = depth = 1
-these are Megatron's column- and row-parallel layers with sequence parallelism; with row = col = 1 nothing is
-moved and the gather of the weight over depth alone is ZeRO-3.
+where over col the batch is moved (`inner = samples`) or the features (`inner = features`). With
+col = depth = 1 these are Megatron's column- and row-parallel layers with sequence parallelism; with
+row = col = 1 nothing is moved and the gather of the weight over depth alone is ZeRO-3.
 
-Layers that read the same value (`Siblings`: q, k, v; gate, up) share one gather, one scatter and one dX
-reduction. Two implementations, held equal by the tests: `reference` in differentiable pairs, and `_Product`,
-whose backward overlaps: X is gathered again while dX is multiplied, dX is reduced while dW is multiplied,
-and dW goes to the weight's bucket, whose reduction over depth runs on behind everything that follows.
+Layers that read the same value (`Siblings`: q, k, v; gate, up) share one gather, one scatter and
+one dX reduction. Two implementations, held equal by the tests: `reference` in differentiable pairs,
+and `_Product`, whose backward overlaps: X is gathered again while dX is multiplied, dX is reduced
+while dW is multiplied, and dW goes to the weight's bucket, whose reduction over depth runs on
+behind everything that follows.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ def _name(dim: Dim) -> str:
 class Linear(Leaf):
     """y = x Wᵀ + b.
 
-    enter: x `[b, s/row, d/col]`, y `[b/col, s, n/row]` or `[b, s, n/(row·col)]`; leave: the other way.
+    enter: x `[b, s/row, d/col]`, y `[b/col, s, n/row]` or `[b, s, n/(row·col)]`.
+    leave: the other way.
     Communicates: all-gather x, reduce-scatter y; backward: all-gather x and dy, reduce-scatter dx.
     """
 
@@ -100,7 +104,10 @@ class Linear(Leaf):
 
     @property
     def parts(self) -> int:
-        """Different parts into which the scatter over features cuts the output (shared kv heads: fewer)."""
+        """Different parts into which the scatter over features cuts the output.
+
+        Shared kv heads: fewer.
+        """
         cuts = [cut for cut in self.output.cuts[0] if cut.axis == self.move.scatter.axis]
         return cuts[0].ranks // cuts[0].share if cuts else 1
 
@@ -183,7 +190,7 @@ class Siblings(Leaf):
         return _backward_events(self, flow, self.layers)
 
 
-# ---- the product -----------------------------------------------------------------------------------
+# ---- the product ------------------------------------------------------------------------
 
 
 def product(x: Tensor, layers: Sequence[Linear], site: Site) -> tuple[Tensor, ...]:
@@ -208,7 +215,10 @@ def reference(x: Tensor, layers: Sequence[Linear], site: Site) -> list[Tensor]:
 
 
 class _Product(torch.autograd.Function):
-    """The product with its communication overlapped; gradients of weights are delivered, not returned."""
+    """The product with its communication overlapped.
+
+    Gradients of weights are delivered, not returned.
+    """
 
     @staticmethod
     def forward(
@@ -241,9 +251,8 @@ class _Product(torch.autograd.Function):
                         for d, layer in zip(dys, layers, strict=True)
                     ]
                 )
-                pending = verbs.reduce_scatter(
-                    dx, from_axis, from_dim
-                )  # in flight while dW is computed
+                # in flight while dW is computed
+                pending = verbs.reduce_scatter(dx, from_axis, from_dim)
                 if not hide:
                     pending.wait()
             whole = again.wait()
@@ -270,10 +279,10 @@ def _sum(terms: list[Tensor]) -> Tensor:
     return total
 
 
-# ---- several outputs in one buffer ------------------------------------------------------------------
-# Outputs are packed along their features, (b, s, Σn). Where the scatter itself is over features each rank
-# must get its part of every output: (b, s, col, Σn/col), scattered along dim 2. kv heads that several
-# ranks share are repeated there, once for each rank that needs them.
+# ---- several outputs in one buffer ------------------------------------------------------
+# Outputs are packed along their features, (b, s, Σn). Where the scatter itself is over features
+# each rank must get its part of every output: (b, s, col, Σn/col), scattered along dim 2. kv heads
+# that several ranks share are repeated there, once for each rank that needs them.
 
 
 def _packed(dim: int) -> int:
@@ -326,7 +335,7 @@ def _sizes(layers: Sequence[Linear]) -> list[list[int]]:
     return [[layer.output.local[0]] * layer.count for layer in layers]
 
 
-# ---- prediction --------------------------------------------------------------------------------------
+# ---- prediction -------------------------------------------------------------------------
 
 
 def _elements(leaf: Leaf, flow: Flow, layers: Sequence[Linear]) -> tuple[Axis, int, Axis, int]:

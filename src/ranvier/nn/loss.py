@@ -1,12 +1,14 @@
 """Cross-entropy over a split vocabulary, in chunks.
 
-With logits `[b/col, s, V/row]` each rank reduces its own columns to a maximum, a sum of exponentials and the
-target's logit; these three numbers a token are combined over the axes of the vocabulary:
+With logits `[b/col, s, V/row]` each rank reduces its own columns to a maximum, a sum of
+exponentials and the target's logit; these three numbers a token are combined over the axes of the
+vocabulary:
 
     loss = log Σ exp(x) - x[target],   summed over the valid tokens of this rank
 
-Logits stay in their type and are widened to fp32 one chunk of tokens at a time, forward and backward, so
-they are never whole in fp32. Padded columns are left out; targets of -100 count nothing.
+Logits stay in their type and are widened to fp32 one chunk of tokens at a time, forward and
+backward, so they are never whole in fp32. Padded columns are left out; targets of -100 count
+nothing.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ CHUNK = 1 << 22
 
 
 class CrossEntropy(Leaf):
-    """Sum over tokens of the negative log-likelihood of their targets; equal on all ranks of the vocabulary.
+    """Sum over tokens of the negative log-likelihood of their targets.
 
+    Equal on all ranks of the vocabulary.
     logits: `[b/col, s, V/row]` or `[b, s, V/(row·col)]`; targets: `[b, s]`; y: scalar.
-    Communicates: all-reduce (max, then sums) of three numbers a token over the axes of vocab; backward: nothing.
+    Communicates: all-reduce (max, then sums) of three numbers a token over the axes of vocab;
+    backward: nothing.
     """
 
     def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:

@@ -1,8 +1,8 @@
 """Norms: statistics over a dim that may be split, summed over the axes that split it.
 
-The residual stream is split over col, so a norm of it sums one number a token (two for LayerNorm); a norm of
-each head sums nothing; a norm over all heads sums over row (or row·col), shared kv heads counted once.
-Statistics are taken in fp32 at least.
+The residual stream is split over col, so a norm of it sums one number a token (two for LayerNorm);
+a norm of each head sums nothing; a norm over all heads sums over row (or row·col), shared kv heads
+counted once. Statistics are taken in fp32 at least.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class Norm(Leaf):
         )
 
     def mean(self, x: Tensor) -> Tensor:
-        """Mean over the whole dim. Communicates: all-reduce over the axes of the dim, forward and backward."""
+        """Mean over the whole dim.
+
+        Communicates: all-reduce over the axes of the dim, forward and backward.
+        """
         here = x.sum(-1, keepdim=True)
         return share(total(here, self.axis), self.axis) / (self.size * self.copies)
 
@@ -66,7 +69,8 @@ class Norm(Leaf):
 class RMSNorm(Norm):
     """y = w · x / sqrt(mean(x²) + eps).
 
-    x, y: `[b, s/row, d/col]`. Communicates: all-reduce of one number a token over col, forward and backward.
+    x, y: `[b, s/row, d/col]`.
+    Communicates: all-reduce of one number a token over col, forward and backward.
     """
 
     def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
@@ -97,7 +101,8 @@ class RMSNorm(Norm):
 class LayerNorm(Norm):
     """y = w · (x - mean(x)) / sqrt(mean((x - mean(x))²) + eps) + b.
 
-    x, y: `[b, s/row, d/col]`. Communicates: two all-reduces of one number a token over col, each way.
+    x, y: `[b, s/row, d/col]`.
+    Communicates: two all-reduces of one number a token over col, each way.
     """
 
     sums = 2

@@ -1,8 +1,9 @@
 """Optimizer: AdamW on the flat range of each bucket that lies on this data rank (ZeRO-1).
 
-Gradients come summed over all ranks that hold the same part and scattered over data; each rank updates its
-range in fp32 at least (master weights where the working weights are 16-bit) and the new values are gathered
-over data. The gradient norm counts each part once and costs one all-reduce of one number.
+Gradients come summed over all ranks that hold the same part and scattered over data; each rank
+updates its range in fp32 at least (master weights where the working weights are 16-bit) and the new
+values are gathered over data. The gradient norm counts each part once and costs one all-reduce of
+one number.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from ranvier.sharding import State
 
 
 def gradient_norm(grads: Sequence[tuple[Bucket, Tensor]], grid: Grid) -> Tensor:
-    """Euclidean norm of the gradient of the whole model. Communicates: all-reduce of one number over all axes.
+    """Euclidean norm of the gradient of the whole model.
 
     Ranges over data are disjoint; of the ranks that hold the same part only the first counts it.
+    Communicates: all-reduce of one number over all axes.
     """
     mine = [part.square().sum() for bucket, grad in grads for part in bucket.first(grad)]
     square = torch.stack(mine).sum() if mine else grads[0][1].new_zeros(())
@@ -92,7 +94,10 @@ class Optimizer:
         return norm
 
     def _publish(self) -> None:
-        """Give all data ranks the updated weights. Communicates: all-gather over data, by bucket."""
+        """Give all data ranks the updated weights.
+
+        Communicates: all-gather over data, by bucket.
+        """
         pending = []
         for bucket in self.buckets:
             with self.grid.trace.at(bucket.name):
@@ -115,8 +120,9 @@ class Optimizer:
         }
 
     def load(self, whole: Mapping[str, Tensor], *, steps: int) -> None:
-        """Take my part of a whole state, after `steps` updates; working weights follow the master weights.
+        """Take my part of a whole state, after `steps` updates.
 
+        Working weights follow the master weights.
         Communicates: all-gather over data.
         """
         self.steps = steps

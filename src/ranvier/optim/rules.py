@@ -1,4 +1,7 @@
-"""Update rules: functions of flat tensors that know nothing of grids. A new optimizer is one of these."""
+"""Update rules: functions of flat tensors that know nothing of grids.
+
+A new optimizer is one of these.
+"""
 
 from __future__ import annotations
 

@@ -81,9 +81,8 @@ class Trainer:
         if not run.data.packed:
             return Batch(tokens, targets, samples=samples)
         documents, positions = packing(tokens)
-        targets = targets.masked_fill(
-            tokens == corpus.END, IGNORE
-        )  # what follows is another document
+        # what follows an END is another document
+        targets = targets.masked_fill(tokens == corpus.END, IGNORE)
         return Batch(tokens, targets, positions, documents, samples)
 
     def step(self, step: int) -> dict[str, Any]:
@@ -128,8 +127,8 @@ def read(run: Run) -> Corpus:
     """The corpus of a run."""
     if run.model.vocab < corpus.VOCAB:
         raise DataError(
-            f"model.vocab={run.model.vocab} is smaller than the {corpus.VOCAB} tokens of the corpus (bytes and an "
-            f"end of document). Use model.vocab={corpus.VOCAB} or more."
+            f"model.vocab={run.model.vocab} is smaller than the {corpus.VOCAB} tokens of the "
+            f"corpus (bytes and an end of document). Use model.vocab={corpus.VOCAB} or more."
         )
     return Corpus.of(corpus.standard_library(run.data.max_bytes), seq=run.data.seq)
 
@@ -196,8 +195,9 @@ def describe(trainer: Trainer) -> str:
     )
     shape = " · ".join(f"{a} {n}" for a, n in run.plan.degrees.items() if n > 1) or "one rank"
     return (
-        f"{run.model.size}: {count / 1e6:.2f} M parameters, {queue.dtype} gradients, on {trainer.device}, grid: "
-        f"{shape}; {run.plan.batch} x {run.data.seq} tokens a step in {run.plan.micro_batches} micro-batch(es)"
+        f"{run.model.size}: {count / 1e6:.2f} M parameters, {queue.dtype} gradients, "
+        f"on {trainer.device}, grid: {shape}; {run.plan.batch} x {run.data.seq} tokens a step "
+        f"in {run.plan.micro_batches} micro-batch(es)"
     )
 
 
