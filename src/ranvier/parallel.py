@@ -171,7 +171,7 @@ def parallelize(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     names: Names | None = None,
-    leaves: Mapping[type[nn.Module], Callable[..., Leaf]] | None = None,
+    leaves: Leaves | None = None,
     materialize: bool = True,
 ) -> Model:
     """The model with its layers on the grid.
@@ -192,33 +192,50 @@ def parallelize(
         names, leaves = huggingface.adapt(
             model, grid, inner=inner, names=names, leaves=leaves, device=device
         )
-    moment = Moment(seed=seed)
     dtype = dtype or next((p.dtype for p in model.parameters()), torch.float32)
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-    queue = Deferred(grid, overlap=overlap, dtype=wide)
-    table = {**LEAVES, **(leaves or {})}
     site = Site(
         name="",
         grid=grid,
         table=Table(inner),
         units=dict(getattr(model, "sizes", {})),
-        queue=queue,
-        moment=moment,
+        queue=Deferred(grid, overlap=overlap, dtype=wide),
+        moment=Moment(seed=seed),
         fast=fast,
         init=dict(getattr(model, "init", {})),
     )
-    found = dict(_swap(model, site, table, names or dict(named(model))))
+    found = dict(_swap(model, site, {**LEAVES, **(leaves or {})}, names or dict(named(model))))
     _refuse_unnamed(model, site)
-    order = {name: leaf for name, leaf in model.named_modules() if name in found}
-    blocks = _blocks(model, site.weights)
-    fill(queue, site.weights.values(), blocks)
-    parallel = Parallel(grid, site.table, queue, moment, site.weights, {}, recompute)
-    parallel.leaves = {name: leaf for name, leaf in order.items() if isinstance(leaf, Leaf)}
-    parallel.blocks = _recompute(model, recompute, grid.trace)
+    parallel = _assembled(model, site, found, recompute)
     model.parallel = parallel  # type: ignore[assignment]
     if materialize:
         _materialize(parallel, seed=seed, dtype=dtype, device=device)
     return model
+
+
+def _assembled(
+    model: nn.Module, site: Site, found: Mapping[str, Leaf], recompute: Recompute
+) -> Parallel:
+    """What a model whose layers are swapped knows of itself; its weights are in buckets now."""
+    order = {name: leaf for name, leaf in model.named_modules() if name in found}
+    fill(site.queue, site.weights.values(), _blocks(model, site.weights))
+    return Parallel(
+        grid=site.grid,
+        table=site.table,
+        queue=site.queue,
+        moment=site.moment,
+        weights=site.weights,
+        leaves={name: leaf for name, leaf in order.items() if isinstance(leaf, Leaf)},
+        recompute=recompute,
+        blocks=_recompute(model, recompute, site.grid.trace),
+    )
+
+
+def parallel_of(model: nn.Module) -> Parallel:
+    """What a parallel model knows of itself."""
+    parallel = model.parallel
+    assert isinstance(parallel, Parallel), type(model)
+    return parallel
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, tuple[Dim, ...]]]:

@@ -172,7 +172,8 @@ def from_tables(tables: Mapping[str, Any]) -> Run:
         if isinstance(tables.get("model"), dict)
         else "tiny"
     )
-    return _fill(Run(model=ModelConfig.of(str(size))), tables, "")
+    run: Run = _fill(Run(model=ModelConfig.of(str(size))), tables, "")
+    return run
 
 
 def _fill(config: Any, table: Mapping[str, Any], path: str) -> Any:

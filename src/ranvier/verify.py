@@ -24,7 +24,7 @@ from ranvier.models import Decoder
 from ranvier.nn.leaf import Flow
 from ranvier.nn.loss import IGNORE
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import Parallel, parallelize
+from ranvier.parallel import Parallel, parallel_of, parallelize
 from ranvier.plan import Plan
 from ranvier.run import Run
 from ranvier.sharding import Place
@@ -191,7 +191,7 @@ def compare(
         overlap=run.plan.overlap,
         recompute=run.plan.recompute,
     )
-    parallel: Parallel = model.parallel
+    parallel = parallel_of(model)
     decays = {name: weight.decay for name, weight in parallel.weights.items()}
     reference = Reference.of(serial, batch, run, decays)
     micros = batch.micro_batches(grid, run.plan.micro_batch)

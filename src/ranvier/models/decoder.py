@@ -239,7 +239,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
         """x, y: `[b, s, d]`."""
         x = x + self.dropout(self.attention(self.norm1(x), positions, documents))
-        return x + self.dropout(self.mlp(self.norm2(x)))
+        y: Tensor = x + self.dropout(self.mlp(self.norm2(x)))
+        return y
 
 
 class Decoder(nn.Module):

@@ -18,7 +18,7 @@ from torch import Tensor
 from ranvier.comm import pairs, verbs
 from ranvier.errors import ShardingError
 from ranvier.nn.example import Example
-from ranvier.nn.leaf import Flow, Leaf, Site
+from ranvier.nn.leaf import Flow, Leaf, Site, applied
 from ranvier.sharding import WEIGHTS, Dim
 from ranvier.trace import Event
 
@@ -30,6 +30,8 @@ class Embedding(Leaf):
     Communicates: reduce-scatter seq over row; backward: all-gather seq over row
     (nothing if dim 0 is whole).
     """
+
+    weight: torch.nn.Parameter
 
     def __init__(self, site: Site, serial: torch.nn.Embedding, dims: Sequence[Dim]) -> None:
         super().__init__(site)
@@ -52,6 +54,7 @@ class Embedding(Leaf):
         self.axis = site.axis(*WEIGHTS.get(rows, ()))
         """Ranks that hold different rows."""
         self.seq_axis = site.axis("row")
+        assert isinstance(serial.weight, torch.nn.Parameter), type(serial.weight)
         weight = self.place("weight", serial.weight, dims, std=0.02)
         assert weight is not None
         self.first = weight.sharding.without("depth").place(site.grid.index).start[0]
@@ -74,7 +77,7 @@ class Embedding(Leaf):
         with self.here():
             if torch.compiler.is_compiling() or not self.site.fast:
                 return pairs.sum_scatter(self._rows(weight.gathered(), ids), self.axis, 1)
-            y: Tensor = _LookUp.apply(ids, self, self.weight)
+            y: Tensor = applied(_LookUp, ids, self, self.weight)
         return y
 
     def _mine(self, ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -123,6 +123,11 @@ def place(
     return weight
 
 
+def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """The result of an autograd function, whose `apply` torch leaves untyped."""
+    return function.apply(*arguments)
+
+
 @dataclass(frozen=True)
 class Flow:
     """What runs through a model on one (data, expert, depth) coordinate, for predictions."""

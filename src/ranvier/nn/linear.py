@@ -34,7 +34,7 @@ from ranvier.comm.pairs import gather, sum_scatter
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis
 from ranvier.nn.example import Example
-from ranvier.nn.leaf import Flow, Leaf, Site
+from ranvier.nn.leaf import Flow, Leaf, Site, applied
 from ranvier.sharding import Dim, Sharding
 from ranvier.trace import Event
 
@@ -51,16 +51,19 @@ class Linear(Leaf):
     Communicates: all-gather x, reduce-scatter y; backward: all-gather x and dy, reduce-scatter dx.
     """
 
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
     transposed = False
     """Whether the weight is stored as (in, out)."""
 
     def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
         super().__init__(site)
-        packed, self.into = dims if not self.transposed else (dims[1], dims[0])
-        if not isinstance(self.into, str):
+        packed, into = dims if not self.transposed else (dims[1], dims[0])
+        if not isinstance(into, str):
             raise ShardingError(
-                f"{site.name}: the in dim {self.into} of a linear layer cannot be packed."
+                f"{site.name}: the in dim {into} of a linear layer cannot be packed."
             )
+        self.into = into
         self.out = _name(packed)
         self.count = 1 if isinstance(packed, str) else packed[0]
         self.move = site.table.move(self.out, self.into)
@@ -198,7 +201,7 @@ def product(x: Tensor, layers: Sequence[Linear], site: Site) -> tuple[Tensor, ..
     if torch.compiler.is_compiling() or not site.fast:
         ys = reference(x, layers, site)
     else:
-        ys = list(_Product.apply(x, layers, site, *[layer.weight for layer in layers]))
+        ys = list(applied(_Product, x, layers, site, *[layer.weight for layer in layers]))
     return tuple(
         y if layer.bias is None else y + layer.bias.flatten()
         for y, layer in zip(ys, layers, strict=True)

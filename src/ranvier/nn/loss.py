@@ -22,7 +22,7 @@ from torch import Tensor
 from ranvier.comm import verbs
 from ranvier.comm.pairs import take, total
 from ranvier.nn.example import Example
-from ranvier.nn.leaf import Flow, Leaf, Site
+from ranvier.nn.leaf import Flow, Leaf, Site, applied
 from ranvier.sharding import Dim, Sharding
 from ranvier.trace import Event
 
@@ -65,7 +65,7 @@ class CrossEntropy(Leaf):
         with self.here():
             if torch.compiler.is_compiling() or not self.site.fast:
                 return reference(logits, targets, self)
-            loss: Tensor = _Loss.apply(logits, targets, self)
+            loss: Tensor = applied(_Loss, logits, targets, self)
         return loss
 
     def forward_events(self, flow: Flow) -> list[Event]:

@@ -23,6 +23,8 @@ from ranvier.trace import Event
 class Norm(Leaf):
     """What all norms share: the axes that split their dim, and sums over them."""
 
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
     sums = 1
     """Numbers a token that are summed over the axes."""
 

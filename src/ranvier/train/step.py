@@ -14,7 +14,7 @@ from ranvier.comm.pairs import take
 from ranvier.grid import Grid
 from ranvier.nn.loss import IGNORE
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import Parallel
+from ranvier.parallel import Parallel, parallel_of
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,6 @@ def _batch_axis(parallel: Parallel) -> Any:
     """Ranks among which the loss divides the samples of a micro-batch."""
     batch = parallel.table.region("vocab")["batch"]
     return parallel.grid.axis(*(axis for axis in batch if axis == "col"))
-
-
-def parallel_of(model: nn.Module) -> Parallel:
-    """What a parallel model knows of itself."""
-    parallel = model.parallel
-    assert isinstance(parallel, Parallel), type(model)
-    return parallel
 
 
 def sum_of(terms: Sequence[Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ The same code runs on one process and on any grid; the batch of a step depends o
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -26,7 +27,7 @@ from ranvier.models import Decoder
 from ranvier.nn.loss import IGNORE
 from ranvier.optim.optimizer import Optimizer
 from ranvier.optim.schedule import cosine
-from ranvier.parallel import parallelize
+from ranvier.parallel import parallel_of, parallelize
 from ranvier.run import Run
 from ranvier.train.step import Batch, train_step
 
@@ -63,7 +64,7 @@ class Trainer:
         )
         optim = run.optim
         optimizer = Optimizer(
-            model.parallel.queue,
+            parallel_of(model).queue,
             lr=optim.lr,
             betas=(optim.beta1, optim.beta2),
             eps=optim.eps,
@@ -189,13 +190,11 @@ def train(run: Run, me: Ranks) -> None:
 
 def describe(trainer: Trainer) -> str:
     """One line on what is about to be trained."""
-    run, queue = trainer.run, trainer.model.parallel.queue
-    count = sum(
-        torch.Size(w.sharding.shape).numel() for w in trainer.model.parallel.weights.values()
-    )
+    run, parallel = trainer.run, parallel_of(trainer.model)
+    count = sum(math.prod(weight.sharding.shape) for weight in parallel.weights.values())
     shape = " · ".join(f"{a} {n}" for a, n in run.plan.degrees.items() if n > 1) or "one rank"
     return (
-        f"{run.model.size}: {count / 1e6:.2f} M parameters, {queue.dtype} gradients, "
+        f"{run.model.size}: {count / 1e6:.2f} M parameters, {parallel.queue.dtype} gradients, "
         f"on {trainer.device}, grid: {shape}; {run.plan.batch} x {run.data.seq} tokens a step "
         f"in {run.plan.micro_batches} micro-batch(es)"
     )
