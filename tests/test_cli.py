@@ -15,15 +15,14 @@ from ranvier.cli import main
 from ranvier.run import load
 
 FAULT = """
-import os, time
-if os.environ.get("RANK") == "1":
-    from ranvier.train import trainer
-    take = trainer.Trainer.step
-    def step(self, number):
-        if number == 1:
-            {action}
-        return take(self, number)
-    trainer.Trainer.step = step
+import os
+from ranvier.train import trainer
+take = trainer.Trainer.step
+def step(self, number):
+    if self.grid.rank == 1 and number == 1:
+        {action}
+    return take(self, number)
+trainer.Trainer.step = step
 """
 BROKEN = """
 from ranvier.comm import pairs, verbs
@@ -58,7 +57,7 @@ def test_any_grid_trains_to_the_same_losses(tmp_path: Path) -> None:
     words = ["train", *SMALL, "--train.steps", "5"]
     one = ranvier(tmp_path, *words, "--train.out", "one")
     assert one.returncode == 0, one.stderr
-    grid = ["--nproc", "4", "--plan.row", "2", "--plan.depth", "2"]
+    grid = ["--nproc", "8", "--plan.row", "2", "--plan.col", "2", "--plan.depth", "2"]
     many = ranvier(tmp_path, *words, *grid, "--train.out", "many", "--train.trace", "True")
     assert many.returncode == 0, many.stderr
     a, b = metrics(tmp_path / "one"), metrics(tmp_path / "many")
@@ -75,7 +74,7 @@ def test_any_grid_trains_to_the_same_losses(tmp_path: Path) -> None:
         "tokens_per_second",
     }
     assert "hidden" in many.stdout and "reduce_scatter" in many.stdout
-    trace = json.loads((tmp_path / "many" / "trace-rank3.json").read_text())
+    trace = json.loads((tmp_path / "many" / "trace-rank7.json").read_text())
     assert len(trace["traceEvents"]) > 50
     assert load(tmp_path / "many" / "config.toml").plan.row == 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class Arguments(Run):
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a verb; exits with its code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    verbs: dict[str, Callable[[Arguments, list[str]], int]] = {"train": _train, "verify": _verify}
+    verbs: dict[str, Callable[[Arguments], int]] = {"train": _train, "verify": _verify}
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
         raise SystemExit(0 if words else USAGE_ERROR)
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"ranvier: {words[0]!r} is no verb. Verbs are {', '.join(verbs)}.", file=sys.stderr)
         raise SystemExit(USAGE_ERROR)
     with launch.reported(Ranks()):
-        code = verbs[words[0]](parse(words[0], words[1:]), words)
+        code = verbs[words[0]](parse(words[0], words[1:]))
     raise SystemExit(code)
 
 
@@ -90,30 +91,33 @@ def _run(arguments: Arguments) -> Run:
     return Run(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(Run)})
 
 
-def _train(arguments: Arguments, words: list[str]) -> int:
+def _train(arguments: Arguments) -> int:
     """Check, then train here or start local ranks that do."""
     from ranvier.train import trainer
 
     me = launch.ranks()
     world = me.world if me else max(arguments.nproc, 1)
     run = _run(arguments).check(world)
+    trainer.read(run)
+    out = trainer.folder_of(run)
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, out=out))
+    task = functools.partial(_train_rank, run)
     if me is None and world > 1:
-        trainer.read(run)
-        out = trainer.folder_of(run)
-        return launch.start(world, [*words, "--train.out", out])
-    run = dataclasses.replace(run, train=dataclasses.replace(run.train, out=trainer.folder_of(run)))
-    me = me or Ranks()
-    with (
-        launch.reported(me),
-        launch.joined(
-            me, trainer.backend_of(run, me, trainer.device_of(run, me)), run.train.timeout
-        ),
-    ):
+        return launch.start(world, task, preload=["ranvier.train.trainer"])
+    with launch.reported(me or Ranks()):
+        return task(me or Ranks())
+
+
+def _train_rank(run: Run, me: Ranks) -> int:
+    from ranvier.train import trainer
+
+    backend = trainer.backend_of(run, me, trainer.device_of(run, me))
+    with launch.joined(me, backend, run.train.timeout):
         trainer.train(run, me)
     return 0
 
 
-def _verify(arguments: Arguments, words: list[str]) -> int:
+def _verify(arguments: Arguments) -> int:
     """Shrink, then compare on as many local ranks as the plan needs."""
     from ranvier import verify
 
@@ -126,8 +130,15 @@ def _verify(arguments: Arguments, words: list[str]) -> int:
             f"The plan needs {world} ranks. verify starts at most {verify.MOST_RANKS} on one "
             "machine. Use smaller degrees; an axis behaves alike at 2 and at 200."
         )
+    task = functools.partial(_verify_rank, run)
     if me is None and world > 1:
-        return launch.start(world, words)
-    me = me or Ranks()
-    with launch.reported(me), launch.joined(me, "gloo", run.train.timeout):
+        return launch.start(world, task, preload=["ranvier.verify"])
+    with launch.reported(me or Ranks()):
+        return task(me or Ranks())
+
+
+def _verify_rank(run: Run, me: Ranks) -> int:
+    from ranvier import verify
+
+    with launch.joined(me, "gloo", run.train.timeout):
         return verify.verify(run, me)

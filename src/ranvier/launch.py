@@ -10,17 +10,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import errno
 import json
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
@@ -31,7 +33,9 @@ GRACE_SECONDS = 5.0
 INTERNAL = 70
 """Exit code of an error that is not the user's."""
 CANNOT_WRITE = 73
-"""Exit code where a file cannot be read or written (a full disk)."""
+"""Exit code where a file cannot be written."""
+WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+"""A full disk and its kin."""
 
 
 @dataclass(frozen=True)
@@ -147,63 +151,64 @@ def die_with_parent() -> None:
         ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)
 
 
-def start(nproc: int, arguments: Sequence[str]) -> int:
-    """Run `ranvier` with these arguments as `nproc` local ranks; the exit code of the run."""
+def start(nproc: int, task: Callable[[Ranks], int], *, preload: Sequence[str] = ()) -> int:
+    """Run `task` as `nproc` local ranks; the exit code of the run.
+
+    preload: modules imported once, before the ranks are forked from a clean process.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*preload])
+    # The server would import modules of the user's directory before Python's own.
+    os.environ["PYTHONSAFEPATH"] = "1"
     with tempfile.TemporaryDirectory(prefix="ranvier-") as folder:
         errors = [Path(folder) / f"rank{rank}.json" for rank in range(nproc)]
         port = free_port()
-        children = [_child(rank, nproc, port, errors[rank], arguments) for rank in range(nproc)]
+        children: list[BaseProcess] = []
+        for rank in range(nproc):
+            me = Ranks(rank, nproc, rank, nproc, port=port, error_file=str(errors[rank]))
+            children.append(context.Process(target=_rank, args=(me, task)))
+            children[-1].start()
         with _forwarded(children):
             codes = _wait(children)
         return _verdict(codes, errors)
 
 
-def _child(
-    rank: int, nproc: int, port: int, error: Path, arguments: Sequence[str]
-) -> subprocess.Popen[bytes]:
-    cores = os.cpu_count() or 1
-    environment = {
-        **os.environ,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "RANVIER_ERROR_FILE": str(error),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(cores // nproc, 1))),
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", "ranvier", *arguments],
-        env=environment,
-        stdout=None if rank == 0 else subprocess.DEVNULL,
-        preexec_fn=die_with_parent,
-        start_new_session=True,  # a terminal's Ctrl-C comes through the parent, once
-    )
+def _rank(me: Ranks, task: Callable[[Ranks], int]) -> None:
+    """The life of a local rank: only rank 0 prints, and all threads together fill the cores."""
+    import torch
+
+    os.setsid()  # a terminal's Ctrl-C comes through the parent, once
+    die_with_parent()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max((os.cpu_count() or 1) // me.local_world, 1))
+    if me.rank > 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with reported(me):
+        code = task(me)
+    raise SystemExit(code)
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+def _wait(children: Sequence[BaseProcess]) -> list[int]:
     """Wait for all; once one has failed the others get a moment, then are ended."""
     failed_at: float | None = None
-    while any(child.poll() is None for child in children):
-        if failed_at is None and any(child.poll() not in (None, 0) for child in children):
+    while any(child.exitcode is None for child in children):
+        if failed_at is None and any(child.exitcode not in (None, 0) for child in children):
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS:
             for child in children:
-                if child.poll() is None:
-                    child.kill()
+                child.kill()
         time.sleep(0.02)
-    return [child.returncode for child in children]
+    return [child.exitcode or 0 for child in children]
 
 
 @contextlib.contextmanager
-def _forwarded(children: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+def _forwarded(children: Sequence[BaseProcess]) -> Iterator[None]:
     """Signals to this process go to the ranks, which end in their own way."""
 
     def forward(number: int, _: FrameType | None) -> None:
         for child in children:
-            if child.poll() is None:
-                child.send_signal(number)
+            if child.exitcode is None and child.pid is not None:
+                os.kill(child.pid, number)
 
     caught = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = {number: signal.signal(number, forward) for number in caught}
@@ -250,9 +255,9 @@ def _told(error: BaseException) -> tuple[str, int]:
         return f"{type(error).__name__}: {error}", error.exit_code
     if isinstance(error, KeyboardInterrupt):
         return "Interrupted; metrics are written up to the last step.", 130
-    if isinstance(error, OSError) and error.filename is not None:
+    if isinstance(error, OSError) and error.errno in WRITING:
         rule = "A run must be able to write there. Free space or choose another train.out."
-        return f"{error.filename}: {error.strerror}. {rule}", CANNOT_WRITE
+        return f"{error.filename or 'A file'}: {error.strerror}. {rule}", CANNOT_WRITE
     return "".join(traceback.format_exception(error)).rstrip(), INTERNAL
 
 
