@@ -9,10 +9,13 @@ It has the mean, variance and, nearly, the shape of a normal distribution cut at
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from ranvier.sharding import Place
 
@@ -22,6 +25,28 @@ _MIX = (
 )  # the two odd factors of splitmix64, as signed numbers
 CHUNK = 1 << 22
 """Elements initialised at once, so that the temporaries stay small."""
+
+
+class _Blank(TorchFunctionMode):
+    """Let `normal_` and its kin do nothing."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_"):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def blank() -> Iterator[None]:
+    """Models made inside are without values: on the meta device, and nothing is drawn for them.
+
+    (Drawing on the meta device imports its Python kernels, more than a second of every rank.)
+    """
+    with torch.device("meta"), _Blank():
+        yield
 
 
 def key(seed: int, *names: str | int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,37 +82,36 @@ def packing(tokens: Tensor) -> tuple[Tensor, Tensor]:
     return documents, index - torch.where(starts, index, 0).cummax(1).values
 
 
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+"""Directories that are no part of the corpus."""
+
+
 def standard_library(max_bytes: int) -> np.ndarray:
     """The stream of the standard library's modules, sorted by path, at most `max_bytes`."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {
-        "site-packages",
-        "dist-packages",
-        "test",
-        "tests",
-        "idlelib",
-        "lib2to3",
-        "__pycache__",
-    }
     parts, size = [], 0
-    for path in sorted(root.rglob("*.py")):
+    for path in _sources(root):
         if size >= max_bytes:
             break
-        if skipped & set(path.relative_to(root).parts):
-            continue
         try:
             text = path.read_bytes()[: max_bytes - size]
         except OSError as error:
             raise DataError(
                 f"{path} cannot be read: {error.strerror}. The default corpus needs it."
             ) from None
-        parts += [
-            np.frombuffer(text, dtype=np.uint8).astype(np.uint16),
-            np.array([END], dtype=np.uint16),
-        ]
+        parts += [np.frombuffer(text, dtype=np.uint8).astype(np.uint16), np.array([END], "u2")]
         size += len(text)
     if not parts:
         raise DataError(
             f"No Python source under {root}. The default corpus is the standard library's source."
         )
     return np.concatenate(parts)
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    """Python files of a directory, then of the folders below it, sorted."""
+    entries = sorted(root.iterdir())
+    yield from (path for path in entries if path.suffix == ".py" and path.is_file())
+    for folder in entries:
+        if folder.name not in SKIPPED and folder.is_dir() and not folder.is_symlink():
+            yield from _sources(folder)

@@ -16,8 +16,8 @@ from typing import Any, TextIO
 
 import torch
 
+from ranvier import init, trace
 from ranvier import run as runs
-from ranvier import trace
 from ranvier.data import corpus
 from ranvier.data.corpus import Corpus, packing
 from ranvier.errors import DataError, PlanError
@@ -50,7 +50,7 @@ class Trainer:
         """Model, optimizer and data of a checked run. Communicates: the making of groups."""
         dtype = run.train.dtype
         auto = "bf16" if device.type == "cuda" else "fp32"
-        with torch.device("meta"):
+        with init.blank():
             model = Decoder(run.model)
         model = parallelize(
             model,
