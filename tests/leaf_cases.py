@@ -41,12 +41,12 @@ class Lone(nn.Module):
         return self.leaf(*inputs)
 
 
-def check_all(grid: Grid, inner: str) -> list[str]:
-    """Every example of every leaf, fast and as reference."""
+def check_all(grid: Grid, inner: str, ways: Sequence[bool] = (True, False)) -> list[str]:
+    """Every example of every leaf, fast (True) and as reference (False)."""
     lines = []
     for twin, leaf in LEAVES.items():
         for number, example in enumerate(leaf.examples()):  # type: ignore[attr-defined]
-            for fast in (True, False):
+            for fast in ways:
                 way = "fast" if fast else "reference"
                 name = f"{leaf.__name__} {number} {way} on rank {grid.rank}: "
                 lines += [name + line for line in check(grid, inner, example, twin, fast)]

@@ -80,10 +80,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         names = [f"{label(grid)}-{case.label}" for grid, case in pairs]
         metafunc.parametrize(("degrees", "case"), pairs, ids=names)
     elif "leaves_on" in metafunc.fixturenames:
-        ways = ["samples", "features"]
-        every = [(grid, way) for grid in GRIDS for way in ways]
-        chosen = every if full else [(grid, ways[i % 2]) for i, grid in enumerate(GRIDS)]
-        metafunc.parametrize("leaves_on", chosen, ids=[f"{label(g)}-{way}" for g, way in chosen])
+        every = [(grid, inner, (True, False)) for grid in GRIDS for inner in OPTIONS["inner"]]
+        some = [(g, OPTIONS["inner"][i % 2], (i // 2 % 2 == 0,)) for i, g in enumerate(GRIDS)]
+        chosen = every if full else some
+        names = [f"{label(grid)}-{inner}-{ways}" for grid, inner, ways in chosen]
+        metafunc.parametrize("leaves_on", chosen, ids=names)
 
 
 def test_model_equals_one_process(pool: Pool, degrees: dict[str, int], case: Case) -> None:
@@ -96,14 +97,21 @@ def test_model_equals_one_process(pool: Pool, degrees: dict[str, int], case: Cas
     assert [line for lines in bad for line in lines] == [], f"reloaded on {label(other)}"
 
 
-def test_leaves_equal_serial(pool: Pool, leaves_on: tuple[dict[str, int], str]) -> None:
-    found = pool.on_grid(leaves_on[0], leaf_cases.check_all, leaves_on[1])
+def test_leaves_equal_serial(
+    pool: Pool, leaves_on: tuple[dict[str, int], str, tuple[bool, ...]]
+) -> None:
+    degrees, inner, ways = leaves_on
+    found = pool.on_grid(degrees, leaf_cases.check_all, inner, ways)
     assert [line for lines in found for line in lines] == []
 
 
-@pytest.mark.parametrize("inner", ["samples", "features"])
 @pytest.mark.parametrize(
-    "degrees", [{"depth": 2, "row": 2, "col": 2}, {"data": 2, "depth": 2, "row": 2}]
+    ("degrees", "inner"),
+    [
+        ({"depth": 2, "row": 2, "col": 2}, "samples"),
+        ({"data": 2, "depth": 2, "row": 2}, "features"),
+    ],
+    ids=["cube", "data"],
 )
 def test_switching_overlaps_off_changes_no_bit(
     pool: Pool, degrees: dict[str, int], inner: str

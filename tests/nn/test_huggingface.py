@@ -20,7 +20,6 @@ from transformers import (
 
 import hf_cases
 from equivalence import Serial, batch_of, compare, run_case
-from grids import label
 from hf_cases import HfCase
 from hf_models import HF_MODELS, SHAPE, gpt2, llama, qwen3
 from hf_models import serial as as_reference
@@ -32,21 +31,6 @@ from ranvier.nn.norm import RMSNorm
 from ranvier.parallel import parallelize
 
 LR, CLIP = 1e-2, 0.5
-GRIDS: list[dict[str, int]] = [
-    {"row": 2},
-    {"col": 2},
-    {"depth": 2, "row": 2, "col": 2},
-    {"row": 8},
-    {"row": 2, "col": 4},
-    {"data": 2, "depth": 2},
-]
-CASES = [
-    pytest.param(grid, case, id=f"{label(grid)}-{case.label}")
-    for i, model in enumerate(HF_MODELS)
-    for j, grid in enumerate(GRIDS)
-    for case in [HfCase(model, packed=(i + j) % 2 == 1)]
-]
-"""Every model on every grid, half of them packed."""
 
 
 @functools.cache
@@ -61,18 +45,6 @@ def check(pool: Pool, degrees: dict[str, int], case: HfCase) -> None:
     whole = reference(HfCase(case.model, packed=case.packed, changes=case.changes))
     results = pool.on_grid(degrees, run_case, case, whole.batch, LR, CLIP)
     assert compare(whole, results) == []
-
-
-@pytest.mark.parametrize(("degrees", "case"), CASES)
-def test_model_equals_one_process(pool: Pool, degrees: dict[str, int], case: HfCase) -> None:
-    check(pool, degrees, case)
-
-
-@pytest.mark.parametrize("recompute", ["full", "reentrant"])
-@pytest.mark.parametrize("model", ["hf-qwen3", "hf-gpt2"])
-def test_recomputation_changes_nothing(pool: Pool, model: str, recompute: str) -> None:
-    case = HfCase(model, recompute=recompute, micro_batches=2, packed=recompute == "full")
-    check(pool, {"depth": 2, "row": 2}, case)
 
 
 @pytest.mark.parametrize("fast", [True, False])
