@@ -91,7 +91,7 @@ def test_grid_of_a_plan() -> None:
         ({"row": 2}, {"order": [0, 0]}, r"1 different entries.*permutation of the 2 ranks"),
         ({"row": 2}, {"order": [0, 1, 2]}, r"3 different entries.*permutation of the 2 ranks"),
         ({"row": 2}, {"rank": 2}, r"rank=2 is not on a grid of 2 ranks.*below 2"),
-        ({"row": 2}, {"rank": -1}, r"rank=-1 is not on a grid"),
+        ({"row": 2}, {"rank": -2}, r"rank=-2 is not on a grid"),
         ({"data": -1}, {}, r"data=-1 on a grid.*at least 1.*Resolve"),
     ],
 )

@@ -60,10 +60,11 @@ def parse(verb: str, words: Sequence[str]) -> Arguments:
 
     words = list(words)
     file = words.pop(0) if words and not words[0].startswith("-") else None
-    run = runs.load(Path(file)) if file else Run()
     size = _option(words, "--model.size")
-    if size is not None and size != run.model.size:
-        run = dataclasses.replace(run, model=ModelConfig.of(size))
+    if file is not None:
+        run = runs.load(Path(file), size=size)
+    else:
+        run = Run() if size is None else Run(model=ModelConfig.of(size))
     default = Arguments(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)})
     try:
         parsed: Arguments = tyro.cli(
@@ -79,12 +80,26 @@ def parse(verb: str, words: Sequence[str]) -> Arguments:
 
 
 def _option(words: Sequence[str], name: str) -> str | None:
+    """The last value given to an option."""
+    found = None
     for i, word in enumerate(words):
         if word.startswith(f"{name}="):
-            return word.partition("=")[2]
+            found = word.partition("=")[2]
         if word == name and i + 1 < len(words):
-            return words[i + 1]
-    return None
+            found = words[i + 1]
+    return found
+
+
+def _world(arguments: Arguments, default: int) -> tuple[Ranks | None, int]:
+    """Who a launcher says I am, and how many ranks there are."""
+    me = launch.ranks()
+    if arguments.nproc < 0 or (me is not None and arguments.nproc not in (0, me.world)):
+        started = "none are started yet" if me is None else f"a launcher has started {me.world}"
+        raise PlanError(
+            f"nproc={arguments.nproc}, but {started}. nproc is the number of local ranks to start, "
+            "from 1. Leave it out under a launcher."
+        )
+    return me, me.world if me else arguments.nproc or default
 
 
 def _run(arguments: Arguments) -> Run:
@@ -95,12 +110,9 @@ def _train(arguments: Arguments) -> int:
     """Check, then train here or start local ranks that do."""
     from ranvier.train import trainer
 
-    me = launch.ranks()
-    world = me.world if me else max(arguments.nproc, 1)
+    me, world = _world(arguments, 1)
     run = _run(arguments).check(world)
-    trainer.read(run)
-    out = trainer.folder_of(run)
-    run = dataclasses.replace(run, train=dataclasses.replace(run.train, out=out))
+    trainer.check_data(run)
     task = functools.partial(_train_rank, run)
     if me is None and world > 1:
         return launch.start(world, task, preload=["ranvier.train.trainer"])
@@ -121,9 +133,8 @@ def _verify(arguments: Arguments) -> int:
     """Shrink, then compare on as many local ranks as the plan needs."""
     from ranvier import verify
 
-    me = launch.ranks()
     run = _run(arguments)
-    world = me.world if me else arguments.nproc or verify.world_of(run.plan)
+    me, world = _world(arguments, verify.world_of(run.plan))
     run = run.check(world)
     if me is None and world > verify.MOST_RANKS:
         raise PlanError(

@@ -51,7 +51,8 @@ class Grid:
     """The ranks of a plan, seen from one of them."""
 
     degrees: Mapping[str, int]
-    rank: int = 0
+    rank: int = -1
+    """Which of them I am; -1: what the process group says, or 0 without processes."""
     order: Sequence[int] | None = None
     """Global rank of each grid position, innermost axis fastest; None: 0, 1, 2, ..."""
     ranks_per_node: int = 8
@@ -78,6 +79,12 @@ class Grid:
                 f"The rank order has {len(set(ranks.tolist()))} different entries. "
                 f"It must be a permutation of the {world} ranks. Use None for 0, 1, 2, ..."
             )
+        self.rank = self._me() if self.rank == -1 else self.rank
+        if self.connected and self.rank != self._me():
+            raise PlanError(
+                f"rank={self.rank}, but this process is rank {self._me()}. A connected grid is "
+                "seen from its own rank. Leave rank out."
+            )
         if not 0 <= self.rank < world:
             raise PlanError(
                 f"rank={self.rank} is not on a grid of {world} ranks. Ranks count from 0. "
@@ -87,6 +94,14 @@ class Grid:
         place = np.argwhere(self.ranks == self.rank)[0]
         self.index = {axis: int(i) for axis, i in zip(AXES, place, strict=True)}
         self._axes: dict[tuple[Any, ...], Axis] = {}
+
+    def _me(self) -> int:
+        """The rank of this process, 0 without processes."""
+        if not self.connected:
+            return 0
+        from torch import distributed
+
+        return distributed.get_rank()
 
     @classmethod
     def of(cls, plan: Plan, **options: Any) -> Grid:

@@ -34,7 +34,10 @@ INTERNAL = 70
 """Exit code of an error that is not the user's."""
 CANNOT_WRITE = 73
 """Exit code where a file cannot be written."""
-WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+WRITING = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG),
+)
 """A full disk and its kin."""
 
 
@@ -240,6 +243,8 @@ def _verdict(codes: Sequence[int], errors: Sequence[Path]) -> int:
 @contextlib.contextmanager
 def reported(me: Ranks) -> Iterator[None]:
     """Turn an error inside into a message (without traceback if mendable) and an exit code."""
+    with contextlib.suppress(ValueError):  # only the main thread may
+        signal.signal(signal.SIGTERM, _terminated)
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
@@ -249,12 +254,17 @@ def reported(me: Ranks) -> Iterator[None]:
         raise SystemExit(code) from None
 
 
+def _terminated(number: int, _: FrameType | None) -> None:
+    raise KeyboardInterrupt(number)
+
+
 def _told(error: BaseException) -> tuple[str, int]:
     """Message and exit code of an error; only what is nobody's mistake shows its traceback."""
     if isinstance(error, RanvierError):
         return f"{type(error).__name__}: {error}", error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        return "Interrupted; metrics are written up to the last step.", 130
+        code = 143 if error.args else 130
+        return "Interrupted; metrics are written up to the last step.", code
     if isinstance(error, OSError) and error.errno in WRITING:
         rule = "A run must be able to write there. Free space or choose another train.out."
         return f"{error.filename or 'A file'}: {error.strerror}. {rule}", CANNOT_WRITE

@@ -89,6 +89,8 @@ class Parallel:
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.param.copy_(weight.place.take(whole[name]))
+        self.queue.loads += 1
+        self.queue.begin("")
 
     def events(self, flow: Flow, *, micro_batches: int = 1) -> list[Event]:
         """Predicted communication of the forward and backward passes of a step."""
@@ -188,6 +190,14 @@ def parallelize(
         >>> len(model.parallel.weights)
         39
     """
+    if hasattr(model, "parallel"):
+        raise ShardingError("The model is parallel already. Build a new one for another grid.")
+    dtypes = {param.dtype for param in model.parameters()}
+    if dtype is None and len(dtypes) > 1:
+        raise ShardingError(
+            f"The parameters are of the types {', '.join(sorted(map(str, dtypes)))}. All weights "
+            "of a parallel model have one. Give parallelize dtype=."
+        )
     if huggingface.recognised(model):
         names, leaves = huggingface.adapt(
             model, grid, inner=inner, names=names, leaves=leaves, device=device
@@ -227,7 +237,7 @@ def _assembled(
         weights=site.weights,
         leaves={name: leaf for name, leaf in order.items() if isinstance(leaf, Leaf)},
         recompute=recompute,
-        blocks=_recompute(model, recompute, site.grid.trace),
+        blocks=_recompute(model, recompute, site.grid.trace, site.moment),
     )
 
 
@@ -252,7 +262,8 @@ def _swap(model: nn.Module, site: Site, table: Leaves, names: Names) -> Iterator
     """
     modules = dict(model.named_modules())
     implied: Names = {path: () for path, m in modules.items() if type(m) is decoder.Siblings}
-    implied |= {path: ("embed",) for path, m in modules.items() if type(m) is nn.Dropout}
+    if huggingface.recognised(model):  # theirs are of embeddings and of the residual stream
+        implied |= {path: ("embed",) for path, m in modules.items() if type(m) is nn.Dropout}
     names = {**implied, **names}
     entries = [path for path, m in modules.items() if type(m) is huggingface.Entry]
     entered = tuple(path.removesuffix("entrance") for path in entries)
@@ -315,6 +326,17 @@ def _refuse_unnamed(model: nn.Module, site: Site) -> None:
         for name, param in model.named_parameters()
         if id(param) not in placed
     ]
+    dropping = [
+        f"{name} (p={module.p})"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0.0
+    ]
+    if dropping:
+        raise ShardingError(
+            f"{type(model).__name__} drops elements without named dimensions: "
+            f"{', '.join(dropping)}. A mask depends on where in the whole an element lies. "
+            "Add them to dims of their class, as ('embed',) in the residual stream, or set p to 0."
+        )
     if lost:
         raise ShardingError(
             f"{type(model).__name__} has {len(lost)} weights without named dimensions: "
@@ -339,7 +361,7 @@ def _blocks(model: nn.Module, weights: Mapping[str, Weight]) -> dict[str, str]:
     return blocks
 
 
-def _recompute(model: nn.Module, kind: Recompute, trace: Trace) -> list[str]:
+def _recompute(model: nn.Module, kind: Recompute, trace: Trace, moment: Moment) -> list[str]:
     """Wrap the blocks (elements of lists) so that backward computes their activations again."""
     lists = [
         (path, module)
@@ -351,7 +373,7 @@ def _recompute(model: nn.Module, kind: Recompute, trace: Trace) -> list[str]:
         block = model.get_submodule(name)
         block.forward = partial(_timed, block.forward, trace, f"forward {name}")
         if kind != "none":
-            block.forward = partial(_again, block.forward, kind == "reentrant")
+            block.forward = partial(_again, block.forward, moment, kind == "reentrant")
     return names
 
 
@@ -363,11 +385,20 @@ def _timed(forward: Callable[..., Any], trace: Trace, where: str, *args: Any, **
         return forward(*args, **kwargs)
 
 
-def _again(forward: Callable[..., Any], reentrant: bool, *args: Any, **kwargs: Any) -> Any:
-    """Run a block, keep no activations; keywords are bound, as reentrant checkpoints take none."""
-    return checkpoint(
-        partial(forward, **kwargs), *args, use_reentrant=reentrant, preserve_rng_state=False
-    )
+def _again(
+    forward: Callable[..., Any], moment: Moment, reentrant: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a block, keep no activations; what runs again works on the samples of its own forward."""
+    samples = moment.samples
+
+    def run(*inputs: Any) -> Any:  # keywords are bound, as reentrant checkpoints take none
+        before, moment.samples = moment.samples, samples
+        try:
+            return forward(*inputs, **kwargs)
+        finally:
+            moment.samples = before
+
+    return checkpoint(run, *args, use_reentrant=reentrant, preserve_rng_state=False)
 
 
 def _materialize(
@@ -384,7 +415,7 @@ def _materialize(
             )
             view.copy_(_initial(weight, seed=seed, dtype=dtype, device=where))
             weight.original = None
-            param = nn.Parameter(view, requires_grad=weight.trainable)
+            param = weight.made = nn.Parameter(view, requires_grad=weight.trainable)
             for owner, attribute in weight.owners:
                 setattr(owner, attribute, param)
             if weight.trainable:

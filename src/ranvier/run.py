@@ -97,7 +97,7 @@ class TrainConfig:
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl on cuda with a device for each rank, else gloo."""
     trace: bool = False
-    """Record the communication of the last step: a table, and trace.json for Perfetto."""
+    """Record the communication of the last step: a table, and trace-rank*.json for Perfetto."""
     debug: bool = False
     """Compare every collective between its ranks before it runs (slow)."""
     timeout: float = 600.0
@@ -117,6 +117,8 @@ class Run:
     def check(self, world: int) -> Run:
         """The run with its plan resolved for `world` ranks, or a PlanError with every problem."""
         problems = list(self._problems())
+        if any(value < 1 for value in self.model.sizes.values()):
+            raise PlanError(problems)
         try:
             plan = self.plan.check({**self.model.sizes, "seq": self.data.seq}, world)
         except PlanError as error:
@@ -126,8 +128,18 @@ class Run:
         return dataclasses.replace(self, plan=plan)
 
     def _problems(self) -> Iterator[str]:
+        for name, least in LEAST.items():
+            section, _, key = name.partition(".")
+            value = getattr(getattr(self, section), key)
+            if not value >= least:  # not a number is not
+                yield f"{name}={value} is too small. It is at least {least}. Use {least} or more."
+        for name, value in (("beta1", self.optim.beta1), ("beta2", self.optim.beta2)):
+            if not 0.0 <= value < 1.0:
+                yield f"optim.{name}={value} is no share. It lies in [0, 1). Use 0.9."
         model = self.model
-        if model.heads % model.kv_heads:
+        if not 0.0 <= model.dropout < 1.0:
+            yield f"model.dropout={model.dropout} is no share. It lies in [0, 1). Use 0.1."
+        if model.kv_heads > 0 and model.heads % model.kv_heads:
             yield (
                 f"kv_heads={model.kv_heads} does not divide heads={model.heads}. Each kv head "
                 f"serves the same number of heads. Use a divisor of {model.heads}."
@@ -142,18 +154,26 @@ class Run:
                 f"data.seq={self.data.seq} is longer than model.max_seq={model.max_seq}. Learned "
                 f"positions have a row for each. Use data.seq={model.max_seq} or a larger max_seq."
             )
-        if not 0.0 <= model.dropout < 1.0:
-            yield f"model.dropout={model.dropout} is no share. It lies in [0, 1). Use 0.1."
-        for name in ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab"):
-            if (value := getattr(model, name)) < 1:
-                yield f"model.{name}={value} is too small. It is at least 1. Use a larger one."
-        for name, value in (("data.seq", self.data.seq), ("train.steps", self.train.steps)):
-            if value < 1:
-                yield f"{name}={value} is too small. It is at least 1. Use a larger one."
 
 
-def load(path: Path) -> Run:
-    """The run of a TOML file; the rest keeps its defaults."""
+LEAST: dict[str, float] = {
+    **{f"model.{dim}": 1 for dim in ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")},
+    "model.vocab": 1,
+    "data.seq": 1,
+    "data.max_bytes": 1,
+    "optim.lr": 0.0,
+    "optim.warmup": 0,
+    "optim.eps": 0.0,
+    "optim.decay": 0.0,
+    "optim.clip": 0.0,
+    "train.steps": 1,
+    "train.timeout": 1.0,
+}
+"""The smallest value of each number that has one."""
+
+
+def load(path: Path, *, size: str | None = None) -> Run:
+    """The run of a TOML file, perhaps with another size; the rest keeps its defaults."""
     try:
         table = tomllib.loads(path.read_text())
     except OSError as error:
@@ -162,6 +182,8 @@ def load(path: Path) -> Run:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise PlanError(f"{path} is no TOML: {error}. Mend that line.") from None
+    if size is not None and isinstance(table.get("model", {}), dict):
+        table["model"] = {**table.get("model", {}), "size": size}
     return from_tables(table)
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ranvier.comm import pairs, verbs
 from ranvier.comm.verbs import Pending
+from ranvier.errors import ShardingError
 from ranvier.grid import Axis, Grid
 from ranvier.sharding import Dim, Place, Sharding
 
@@ -56,6 +57,8 @@ class Weight:
     trainable: bool = True
     original: Tensor | None = None
     """Values the model came with; None if it came without (meta device)."""
+    made: torch.nn.Parameter | None = None
+    """The parameter that parallelize made; another in its place would not be trained."""
     bucket: Bucket = field(init=False)
     offset: int = field(init=False)
 
@@ -224,6 +227,8 @@ class Deferred:
         self.scatter_axis = grid.axis("depth", channel="scatter")
         self.data_axis = grid.axis("data")
         self.buckets: list[Bucket] = []
+        self.loads = 0
+        """How often values were loaded into the weights from outside."""
         self._last = False
         self._orders: dict[str, list[str]] = {}
         self._kind = ""
@@ -236,9 +241,10 @@ class Deferred:
     # ---- weights ----------------------------------------------------------------------
 
     def begin(self, kind: str) -> None:
-        """Start a step of a kind; forget what was gathered.
+        """Start a step of a kind; forget gathered weights and gradients.
 
-        The same kind uses buckets in the same order.
+        Steps of the same kind use blocks in the same order, which is recorded and followed; the
+        kind "" has none. Gradients of passes without a `begin` between them are added.
         """
         if self._kind and self._orders.get(self._kind) != self._seen:
             self._orders[self._kind] = self._seen
@@ -257,8 +263,11 @@ class Deferred:
 
         Communicates: all-gather over depth, often issued before.
         """
-        if block == self._resident:
-            return
+        if block != self._resident:
+            with verbs.hidden():
+                self._enter(block)
+
+    def _enter(self, block: str) -> None:
         if self._filling is not None and self._filling.name != block:
             self._close()  # the block before is done: reduce it behind all that follows
         for bucket in self._split(self._resident):
@@ -304,13 +313,14 @@ class Deferred:
         The bucket filled before is complete and gets reduced.
         """
         bucket = weight.bucket
-        if bucket is not self._filling and not bucket.late:
-            self._close()
-            self._filling = bucket
-        if weight.split:
-            bucket.add(weight, grad)
-        else:
-            bucket.accumulate(grad, weight)
+        with verbs.hidden():
+            if bucket is not self._filling and not bucket.late:
+                self._close()
+                self._filling = bucket
+            if weight.split:
+                bucket.add(weight, grad)
+            else:
+                bucket.accumulate(grad, weight)
 
     def _close(self) -> None:
         """Reduce the bucket that was being filled."""
@@ -361,6 +371,7 @@ class Deferred:
         Communicates: what is left of the reductions over depth, then over the axes that do not
         shard a weight, then over data.
         """
+        self._check()
         self._close()
         for bucket in self.buckets:
             if bucket.full is not None:
@@ -378,6 +389,26 @@ class Deferred:
             (bucket, functools.reduce(torch.add, [pending.wait() for pending in bucket.reduced]))
             for bucket in buckets
         ]
+
+    def _check(self) -> None:
+        """Refuse parameters that were changed behind the back of their buckets."""
+        for bucket in self.buckets:
+            start, itemsize = bucket.data.data_ptr(), bucket.data.element_size()
+            for weight in bucket.weights:
+                param = weight.param
+                moved = param.data_ptr() != start + weight.offset * itemsize and param.numel() > 0
+                if param is not weight.made or moved:
+                    raise ShardingError(
+                        f"{weight.name} is no longer part of its bucket. A parallel model is not "
+                        "moved, cast, copied or assigned to. Give parallelize dtype= and device=, "
+                        "and load values with model.parallel.load()."
+                    )
+                if param.requires_grad != weight.trainable:
+                    raise ShardingError(
+                        f"{weight.name} has requires_grad={param.requires_grad}, but had "
+                        f"{weight.trainable}. What is trained is settled by parallelize. Freeze or "
+                        "free weights before it."
+                    )
 
     def _sum_copies(self, bucket: Bucket) -> None:
         """Sum over the ranks that hold the same parts, where depth and data are not all of them."""

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ranvier.comm import functional
 from ranvier.errors import CommunicationError
@@ -155,13 +157,27 @@ def _start(
         shape = tuple(output.shape[1:] if ragged else output.shape)
         _check(axis, f"{op} {shape} {output.dtype} at {event.where}")
     device = x.device
+    if torch._C._len_torch_dispatch_stack():  # a mode must not keep what is about to be written
+        with hidden():
+            x, output = (x, torch.empty_like(output)) if output is not x else (x.clone(),) * 2
     if device.type == "cuda" and distributed.get_backend(axis.group) == "gloo":
         x, output = _staged(x), torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
     try:
-        work = call(output, x)
+        with hidden():
+            work = call(output, x)
     except RuntimeError as error:
         raise CommunicationError(_lost(axis, event, error)) from error
     return Pending(output, _Handle(axis, event, work, output, finish, device, keep=x))
+
+
+@contextmanager
+def hidden() -> Iterator[None]:
+    """Operations inside are not seen by dispatch modes, such as those of selective checkpoints."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        yield
+        return
+    with _disable_current_modes():
+        yield
 
 
 def _staged(x: Tensor) -> Tensor:

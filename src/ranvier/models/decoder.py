@@ -225,7 +225,12 @@ def norm(config: DecoderConfig) -> nn.Module:
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    dims = {"norm1": ("embed",), "norm2": ("embed",), "dropout": ("embed",)}
+    dims = {
+        "norm1": ("embed",),
+        "dropout1": ("embed",),
+        "norm2": ("embed",),
+        "dropout2": ("embed",),
+    }
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -234,12 +239,12 @@ class Block(nn.Module):
             norm(config),
             (SwiGLU if config.activation == "swiglu" else GELU)(config),
         )
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout1, self.dropout2 = nn.Dropout(config.dropout), nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
         """x, y: `[b, s, d]`."""
-        x = x + self.dropout(self.attention(self.norm1(x), positions, documents))
-        y: Tensor = x + self.dropout(self.mlp(self.norm2(x)))
+        x = x + self.dropout1(self.attention(self.norm1(x), positions, documents))
+        y: Tensor = x + self.dropout2(self.mlp(self.norm2(x)))
         return y
 
 

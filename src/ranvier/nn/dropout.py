@@ -43,6 +43,13 @@ class Dropout(Leaf):
                 "(batch, seq, features): embeddings and the residual stream, not attention "
                 "probabilities. Set its p to 0."
             )
+        whole = self.site.units.get(self.dim, x.shape[2] * self.features_axis.size)
+        if self.dim in ("embed", "mlp") and x.shape[2] * self.features_axis.size != whole:
+            raise ShardingError(
+                f"{self.site.name} is said to drop elements of {self.dim}={whole}, but gets "
+                f"{x.shape[2]} on each of {self.features_axis.size} ranks. Its dims must name the "
+                "features it sees. Change them."
+            )
         samples = self._samples(x)
         tokens = torch.arange(x.shape[1], device=x.device) + self.seq_axis.index * x.shape[1]
         features = torch.arange(x.shape[2], device=x.device) + self.features_axis.index * x.shape[2]

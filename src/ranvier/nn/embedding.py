@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ranvier.comm import pairs, verbs
 from ranvier.errors import ShardingError
 from ranvier.nn.example import Example
-from ranvier.nn.leaf import Flow, Leaf, Site, applied
+from ranvier.nn.leaf import Flow, Leaf, Site, applied, check_range
 from ranvier.sharding import WEIGHTS, Dim
 from ranvier.trace import Event
 
@@ -72,6 +73,7 @@ class Embedding(Leaf):
     def forward(self, ids: Tensor) -> Tensor:
         """Look up."""
         weight = self.handles["weight"]
+        check_range(ids, weight.sharding.shape[0], self.site.name)
         if self.axis.size == 1:
             ids = pairs.take(ids, self.seq_axis, 1)
         with self.here():
@@ -122,6 +124,7 @@ class _LookUp(torch.autograd.Function):
         ).wait()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
         (ids,), leaf = ctx.saved_tensors, ctx.leaf
         weight = leaf.handles["weight"]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ranvier.comm.deferred import Deferred, Weight
+from ranvier.errors import DataError
 from ranvier.grid import Axis, Grid
 from ranvier.nn.example import Example
 from ranvier.sharding import WEIGHTS, Dim, Rule, Sharding, Table
@@ -204,3 +205,19 @@ class Leaf(torch.nn.Module):
                 if axis not in ("data", "expert", "depth"):
                     ranks *= self.site.grid.degrees[axis]
         return flow.samples * flow.seq // ranks
+
+
+def check_range(ids: Tensor, size: int, name: str, *, ignore: int | None = None) -> None:
+    """Refuse numbers of tokens outside of [0, size); on a device the check runs there."""
+    if torch.compiler.is_compiling() or ids.is_meta:
+        return
+    good = (ids >= 0) & (ids < size)
+    good = (good if ignore is None else good | (ids == ignore)).all()
+    if ids.device.type != "cpu":
+        torch._assert_async(good)
+    elif not bool(good):
+        raise DataError(
+            f"{name} gets numbers from {int(ids.min())} to {int(ids.max())}. They must lie in [0, "
+            f"{size}){'' if ignore is None else f' or be {ignore}'}. Use a larger vocabulary or "
+            "mend the data."
+        )

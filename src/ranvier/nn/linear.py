@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ranvier.comm import verbs
 from ranvier.comm.pairs import gather, sum_scatter
@@ -128,6 +129,8 @@ class Linear(Leaf):
         """Multiply."""
         with self.here():
             (y,) = product(x, [self], self.site)
+        if not torch.is_grad_enabled():  # nobody shall see padding; the loss leaves it out itself
+            y = y[..., : self.output.place(self.site.grid.index).valid[0] * self.count]
         return y
 
     def forward_events(self, flow: Flow) -> list[Event]:
@@ -236,6 +239,7 @@ class _Product(torch.autograd.Function):
         return tuple(unpack(y, layers, to_dim))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,), layers, site = ctx.saved_tensors, ctx.layers, ctx.site
         trace, hide = site.grid.trace, "dx" in site.queue.overlap

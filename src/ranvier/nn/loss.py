@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ranvier.comm import verbs
 from ranvier.comm.pairs import take, total
 from ranvier.nn.example import Example
-from ranvier.nn.leaf import Flow, Leaf, Site, applied
+from ranvier.nn.leaf import Flow, Leaf, Site, applied, check_range
 from ranvier.sharding import Dim, Sharding
 from ranvier.trace import Event
 
@@ -60,6 +61,7 @@ class CrossEntropy(Leaf):
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Sum of the losses of my tokens."""
+        check_range(targets, self.site.units[self.dim], self.site.name, ignore=IGNORE)
         targets = take(targets, self.batch_axis, 0).flatten()  # (t,)
         logits = logits.flatten(0, 1)  # (t, V/row)
         with self.here():
@@ -130,6 +132,7 @@ class _Loss(torch.autograd.Function):
         return ((log_sum - both[1]) * counted).sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, log_sum, column, here, counted = ctx.saved_tensors
         out = torch.zeros_like(logits)

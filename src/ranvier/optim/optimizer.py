@@ -27,7 +27,7 @@ def gradient_norm(grads: Sequence[tuple[Bucket, Tensor]], grid: Grid) -> Tensor:
     Communicates: all-reduce of one number over all axes.
     """
     mine = [part.square().sum() for bucket, grad in grads for part in bucket.first(grad)]
-    square = torch.stack(mine).sum() if mine else grads[0][1].new_zeros(())
+    square = torch.stack(mine).sum() if mine else torch.zeros((), dtype=torch.float64)
     with grid.trace.at("norm"):
         return verbs.all_reduce(square, grid.axis(*grid.degrees)).wait().sqrt()
 
@@ -54,9 +54,8 @@ class Optimizer:
         self.lr, self.betas, self.eps, self.decay, self.clip = lr, betas, eps, decay, clip
         self.steps = 0
         self.buckets = [bucket for bucket in queue.buckets if bucket.trainable]
-        self.master = {
-            bucket: self._range(bucket).to(queue.dtype, copy=True) for bucket in self.buckets
-        }
+        self.master = {bucket: self._master(bucket) for bucket in self.buckets}
+        self._loads = queue.loads
         self.mean = {bucket: torch.zeros_like(self.master[bucket]) for bucket in self.buckets}
         self.square = {bucket: torch.zeros_like(self.master[bucket]) for bucket in self.buckets}
 
@@ -65,12 +64,19 @@ class Optimizer:
         axis = self.queue.data_axis
         return bucket.data.view(axis.size, -1)[axis.index]
 
+    def _master(self, bucket: Bucket) -> Tensor:
+        """The weights that are updated: my range itself, or a wider copy of 16-bit weights."""
+        return self._range(bucket).to(self.queue.dtype)
+
     @torch.no_grad()
     def step(self, lr: float | None = None) -> Tensor:
         """Update the weights with the gradients of this step; the norm before clipping.
 
         Communicates: the end of the gradient reductions, the norm, all-gather of weights over data.
         """
+        if self._loads != self.queue.loads:
+            self._loads = self.queue.loads
+            self.master = {bucket: self._master(bucket) for bucket in self.buckets}
         grads = self.queue.finish()
         norm = gradient_norm(grads, self.grid)
         if self.clip > 0.0:
@@ -91,6 +97,7 @@ class Optimizer:
                 decay=self.decay if bucket.weights[0].decay else 0.0,
             )
         self._publish()
+        self.queue.begin("")
         return norm
 
     def _publish(self) -> None:
@@ -125,7 +132,7 @@ class Optimizer:
         Working weights follow the master weights.
         Communicates: all-gather over data.
         """
-        self.steps = steps
+        self.steps, self._loads = steps, self.queue.loads
         for name, (part, place) in self.state().items():
             part.copy_(place.take(whole[name]))
         self._publish()

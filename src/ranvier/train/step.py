@@ -47,7 +47,8 @@ class Batch:
     def micro_batches(self, grid: Grid, size: int) -> list[Batch]:
         """The micro-batches of this rank: its contiguous share of the samples, `size` at a time."""
         axis = grid.axis("data", "expert", "depth")
-        share = self.tokens.shape[0] // axis.size
+        share, rest = divmod(self.tokens.shape[0], axis.size)
+        assert rest == 0 and share % size == 0, (self.tokens.shape, axis.size, size)
         mine = self.select(slice(axis.index * share, (axis.index + 1) * share))
         return [mine.select(slice(i, i + size)) for i in range(0, share, size)]
 
@@ -67,7 +68,7 @@ def forward_backward(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
     for i, batch in enumerate(batches):
         queue.micro_batch(last=i == len(batches) - 1)
         parallel.moment.samples = batch.samples
-        loss = model(**batch.inputs()) / count
+        loss = model(**batch.inputs()) / count.clamp(min=1)
         loss.backward()
         losses.append(loss.detach())
     with trace.at("step.loss"):
@@ -81,11 +82,13 @@ def evaluate(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
     axis = parallel.token_axis
     parallel.queue.begin("evaluate")
     was, _ = model.training, model.eval()
-    loss = sum_of([model(**batch.inputs()) for batch in batches])
+    try:
+        loss = sum_of([model(**batch.inputs()) for batch in batches])
+    finally:
+        model.train(was)
     samples = [take(batch.targets, _batch_axis(parallel), 0) for batch in batches]
     count = sum_of([(x != IGNORE).sum() for x in samples])
     both = verbs.all_reduce(torch.stack([loss, count.to(loss.dtype)]), axis).wait()
-    model.train(was)
     parallel.queue.begin("")
     return both[0] / both[1]
 

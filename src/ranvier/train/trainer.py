@@ -5,12 +5,13 @@ The same code runs on one process and on any grid; the batch of a step depends o
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +19,7 @@ import torch
 
 from ranvier import init, trace
 from ranvier import run as runs
+from ranvier.comm import verbs
 from ranvier.data import corpus
 from ranvier.data.corpus import Corpus, packing
 from ranvier.errors import DataError, PlanError
@@ -124,13 +126,18 @@ class Trainer:
             print(f"Traces: {folder}/trace-rank*.json (open them in Perfetto)")
 
 
-def read(run: Run) -> Corpus:
-    """The corpus of a run."""
+def check_data(run: Run) -> None:
+    """Refuse a vocabulary that cannot name the tokens of the corpus."""
     if run.model.vocab < corpus.VOCAB:
         raise DataError(
             f"model.vocab={run.model.vocab} is smaller than the {corpus.VOCAB} tokens of the "
             f"corpus (bytes and an end of document). Use model.vocab={corpus.VOCAB} or more."
         )
+
+
+def read(run: Run) -> Corpus:
+    """The corpus of a run."""
+    check_data(run)
     return Corpus.of(corpus.standard_library(run.data.max_bytes), seq=run.data.seq)
 
 
@@ -146,41 +153,57 @@ def device_of(run: Run, me: Ranks) -> torch.device:
 
 def backend_of(run: Run, me: Ranks, device: torch.device) -> str:
     """The backend of the process groups: nccl needs a device for each rank."""
+    if run.train.backend == "nccl" and device.type != "cuda":
+        raise PlanError(f"train.backend='nccl' on {device}. nccl needs CUDA devices. Use 'gloo'.")
     if run.train.backend != "auto":
         return run.train.backend
     own = device.type == "cuda" and me.local_world <= torch.cuda.device_count()
     return "nccl" if own else "gloo"
 
 
-def folder_of(run: Run) -> str:
-    """The directory of a run: the one asked for, or a new one."""
+def claim(run: Run) -> str:
+    """Make the directory of a run: the one asked for, or a new one. Only one run can claim it."""
     if run.train.out:
+        folder = Path(run.train.out)
+        if (folder / "metrics.jsonl").exists():
+            raise PlanError(
+                f"train.out={run.train.out!r} holds a run already. A run is not overwritten. "
+                "Choose another directory or leave train.out empty."
+            )
+        folder.mkdir(parents=True, exist_ok=True)
         return run.train.out
-    folder, number = Path("runs") / run.model.size, 1
-    while (folder if number == 1 else Path(f"{folder}-{number}")).exists():
-        number += 1
-    return str(folder if number == 1 else Path(f"{folder}-{number}"))
+    for number in itertools.count(1):
+        folder = Path("runs") / (run.model.size if number == 1 else f"{run.model.size}-{number}")
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            break
+    return str(folder)
+
+
+def told(text: str, grid: Grid, device: torch.device) -> str:
+    """The text of rank 0 on all ranks. Communicates: broadcast of 1024 bytes over all axes."""
+    buffer = torch.zeros(1024, dtype=torch.uint8, device=device)
+    words = text.encode()[:1024]
+    buffer[: len(words)] = torch.tensor(list(words), dtype=torch.uint8).to(device)
+    every = verbs.broadcast(buffer, grid.axis(*grid.degrees)).wait()
+    return bytes(every.tolist()).rstrip(b"\0").decode()
 
 
 def train(run: Run, me: Ranks) -> None:
     """Train as one rank; rank 0 prints and writes metrics. Communicates: all of it."""
-    folder = Path(run.train.out)
-    if me.rank == 0 and (folder / "metrics.jsonl").exists():
-        raise PlanError(
-            f"train.out={run.train.out!r} holds a run already. A run is not overwritten. "
-            "Choose another directory or leave train.out empty."
-        )
     device = device_of(run, me)
     grid = Grid.of(
         run.plan, rank=me.rank, connected=me.world > 1, timeout_seconds=run.train.timeout
     )
     grid.trace.check = run.train.debug
+    out = told(claim(run) if me.rank == 0 else "", grid, device)
+    run = replace(run, train=replace(run.train, out=out))
     trainer = Trainer.assemble(run, grid, device)
     if me.rank > 0:
         for _ in trainer.steps():
             pass
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(out)
     (folder / "config.toml").write_text(runs.to_toml(run))
     print(describe(trainer), flush=True)
     with (folder / "metrics.jsonl").open("w") as file:
