@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ranvier.cli import main
-from ranvier.run import load
+from ranvier.cli import main, parse
+from ranvier.errors import PlanError
+from ranvier.run import ModelConfig, Run, TrainConfig, load
+from ranvier.train.trainer import claim
 
 FAULT = """
 import os
@@ -156,6 +158,12 @@ def test_verify_passes_on_grids_and_fails_on_a_broken_collective(tmp_path: Path)
         (["train", "bad.toml"], "plan.rwo is not a setting. Did you mean 'row'?"),
         (["train", "--plan.rwo", "2"], "plan.row"),
         (["train", "--data.seq", "0"], "data.seq=0 is too small"),
+        (["train", "--nproc", "-1"], "nproc=-1, but none are started yet"),
+        (["verify", "--nproc", "-1"], "nproc=-1, but none are started yet"),
+        (["train", "--model.kv-heads", "0"], "model.kv_heads=0 is too small"),
+        (["train", "--optim.beta1", "1.0"], "optim.beta1=1.0 is no share"),
+        (["train", "--optim.warmup", "-5"], "optim.warmup=-5 is too small"),
+        (["train", "--train.backend", "nccl"], "nccl needs CUDA devices"),
     ],
 )
 def test_mistakes_end_with_one_message(
@@ -190,3 +198,28 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
         assert end.value.code == 0
     text = capsys.readouterr().out
     assert "usage: ranvier VERB" in text and "--plan.row" in text and "Megatron" in text
+
+
+def test_the_last_size_counts_and_a_file_keeps_its_other_settings(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[model]\nsize = "gpt2"\nlayers = 3\n')
+    run = parse("train", ["--model.size", "gpt2", "--model.size", "tiny"])
+    assert run.model == ModelConfig.of("tiny")
+    run = parse("train", [str(tmp_path / "run.toml"), "--model.size", "tiny"])
+    assert (run.model.embed, run.model.layers) == (ModelConfig.of("tiny").embed, 3)
+
+
+def test_runs_claim_directories_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [claim(Run()) for _ in range(3)] == ["runs/tiny", "runs/tiny-2", "runs/tiny-3"]
+    (tmp_path / "runs/tiny/metrics.jsonl").touch()
+    with pytest.raises(PlanError, match="holds a run already"):
+        claim(Run(train=TrainConfig(out="runs/tiny")))
+
+
+def test_a_run_that_cannot_write_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    end = ranvier(tmp_path, "train", *SMALL, "--train.out", "file")
+    assert end.returncode == 73 and "Traceback" not in end.stderr
+    assert "File exists" in end.stderr and "choose another train.out" in end.stderr
