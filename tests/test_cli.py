@@ -184,10 +184,10 @@ def test_mistakes_end_with_one_message(
 
 
 def test_all_problems_come_at_once(tmp_path: Path) -> None:
-    words = ["--plan.row", "4", "--plan.col", "5", "--plan.context", "2", "--data.seq", "33"]
-    end = ranvier(tmp_path, "train", "--nproc", "40", *words)
+    words = ["--plan.row", "3", "--plan.col", "5", "--plan.context", "2", "--data.seq", "32"]
+    end = ranvier(tmp_path, "train", "--nproc", "30", *words)
     assert end.returncode == 64
-    for part in ("context=2", "heads=6", "embed=192", "seq=33", "micro_batch=8"):
+    for part in ("context=2", "heads=8", "embed=192", "seq=32", "micro_batch=8"):
         assert part in end.stderr, end.stderr
 
 

@@ -42,12 +42,12 @@ def test_mistakes_in_a_file_are_named(tmp_path: Path, text: str, says: str) -> N
 
 
 def test_problems_of_the_model_come_with_those_of_the_plan() -> None:
-    run = Run(model=replace(ModelConfig.of("tiny"), kv_heads=4, head_dim=7), plan=Plan(row=5))
+    run = Run(model=replace(ModelConfig.of("tiny"), kv_heads=3, head_dim=7), plan=Plan(row=5))
     with pytest.raises(PlanError) as error:
         run.check(5)
     text = str(error.value)
-    assert "kv_heads=4 does not divide heads=6" in text and "head_dim=7 is odd" in text
-    assert "row=5 does not divide heads=6" in text
+    assert "kv_heads=3 does not divide heads=8" in text and "head_dim=7 is odd" in text
+    assert "row=5 does not divide heads=8" in text
 
 
 @pytest.mark.parametrize("size", ["llama3-8b", "llama3-405b", "gpt2", "qwen3-0.6b"])
