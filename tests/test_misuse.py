@@ -202,3 +202,20 @@ def padded_logits(grid: Grid) -> int:
 def test_ranks_know_themselves_and_logits_have_no_padding(pool: Pool) -> None:
     assert "but this process is rank 0" in pool.on_grid({"row": 2}, wrong_rank)[0]
     assert pool.on_grid({"row": 2}, padded_logits) == [15, 14]
+
+
+def norm_of_vectors(grid: Grid) -> float:
+    """Gradient norm where only norms are trained, so that some ranks own no part of it."""
+    torch.manual_seed(1)
+    plain = Decoder(SMALL)
+    for name, param in plain.named_parameters():
+        param.requires_grad_("norm" in name)
+    model = parallelize(plain, grid)
+    forward_backward(model, micros_of(batch_of("llama", samples=8, packed=False), grid, 1))
+    return Optimizer(model.parallel.queue).step().item()
+
+
+def test_ranks_without_a_part_of_the_norm_take_part_in_it(pool: Pool) -> None:
+    (one,) = pool.on_grid({}, norm_of_vectors)
+    assert one > 0.0
+    assert pool.on_grid({"row": 2}, norm_of_vectors) == pytest.approx([one] * 2, rel=1e-5)

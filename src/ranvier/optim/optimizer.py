@@ -27,7 +27,8 @@ def gradient_norm(grads: Sequence[tuple[Bucket, Tensor]], grid: Grid) -> Tensor:
     Communicates: all-reduce of one number over all axes.
     """
     mine = [part.square().sum() for bucket, grad in grads for part in bucket.first(grad)]
-    square = torch.stack(mine).sum() if mine else torch.zeros((), dtype=torch.float64)
+    none = grads[0][1].new_zeros(()) if grads else torch.zeros(())  # of the type the others send
+    square = torch.stack(mine).sum() if mine else none
     with grid.trace.at("norm"):
         return verbs.all_reduce(square, grid.axis(*grid.degrees)).wait().sqrt()
 
