@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_models import HF_MODELS
 from ranvier.checkpoint.state import assemble
+from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models import EXAMPLES
 from ranvier.nn.leaf import Flow
@@ -22,7 +23,7 @@ from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import Parallel, parallelize
 from ranvier.sharding import Place, State
 from ranvier.trace import difference
-from ranvier.train.step import Batch, forward_backward
+from ranvier.train.step import forward_backward
 from ranvier.verify import predict
 
 ONE_PASS, STEPS = 1e-12, 1e-9

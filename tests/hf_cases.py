@@ -12,12 +12,13 @@ from torch import Tensor, nn
 import equivalence
 from equivalence import Case, Serial
 from hf_models import HF_MODELS
+from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.nn import huggingface
 from ranvier.nn.loss import CrossEntropy
 from ranvier.parallel import Parallel, parallelize
 from ranvier.sharding import Table
-from ranvier.train.step import Batch, forward_backward
+from ranvier.train.step import forward_backward
 
 
 @dataclass(frozen=True)

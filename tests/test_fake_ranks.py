@@ -16,12 +16,13 @@ import torch
 
 from ranvier import launch
 from ranvier.comm import verbs
+from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
 from ranvier.nn.leaf import Flow
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import parallelize
-from ranvier.train.step import Batch, forward_backward
+from ranvier.train.step import forward_backward
 from ranvier.verify import predict
 
 GRIDS = [

@@ -12,10 +12,10 @@ from pool import Pool
 from ranvier.comm import pairs, verbs
 from ranvier.comm.deferred import Deferred
 from ranvier.comm.verbs import Pending
+from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.nn import loss, norm
 from ranvier.sharding import Sharding
-from ranvier.train.step import Batch
 
 
 def _half_reduced(x: Any, axis: Any, dim: int = 0) -> Pending:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from equivalence import Case, Serial, batch_of, compare, run_case
 from grids import grids, label
 from pool import Pool
+from ranvier.data.batch import Batch
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
 from ranvier.models import EXAMPLES, SIZES, Decoder
 from ranvier.models.decoder import CrossEntropy, DecoderConfig
 from ranvier.parallel import parallelize
-from ranvier.train.step import Batch
 
 
 class Mixer(nn.Module):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.comm import verbs
+from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.launch import Ranks
 from ranvier.models import Decoder
@@ -30,7 +31,7 @@ from ranvier.plan import Plan
 from ranvier.run import Run
 from ranvier.sharding import Place
 from ranvier.trace import Event, communication, difference
-from ranvier.train.step import Batch, forward_backward
+from ranvier.train.step import forward_backward
 
 ONE_PASS, AFTER_STEPS = 1e-12, 1e-9
 """Largest difference, relative to the largest magnitude of a tensor."""

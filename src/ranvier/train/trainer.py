@@ -21,6 +21,7 @@ from ranvier import init, trace
 from ranvier import run as runs
 from ranvier.comm import verbs
 from ranvier.data import corpus
+from ranvier.data.batch import Batch
 from ranvier.data.corpus import Corpus, packing
 from ranvier.errors import DataError, PlanError
 from ranvier.grid import Grid
@@ -31,7 +32,7 @@ from ranvier.optim.optimizer import Optimizer
 from ranvier.optim.schedule import cosine
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.run import Run
-from ranvier.train.step import Batch, train_step
+from ranvier.train.step import train_step
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
