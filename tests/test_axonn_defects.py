@@ -146,7 +146,11 @@ def decayed(grid: Grid) -> list[str]:
     """Matrices that do not decay, or vectors that do."""
     weights = Case("gpt2").on(grid).parallel.weights
     embeddings = ("embed.weight", "position.weight")
-    return [n for n, w in weights.items() if w.decay != (len(w.dims) == 2 and n not in embeddings)]
+    return [
+        n
+        for n, w in weights.items()
+        if (w.group == "matrix") != (len(w.dims) == 2 and n not in embeddings)
+    ]
 
 
 def test_12_decay_follows_names_copies_stay_equal_and_ties_hold(pool: Pool) -> None:

@@ -297,7 +297,7 @@ def _place_alone(
     region = next((dim for dim in dims if dim in sharding.WEIGHTS), "embed")
     assert isinstance(region, str), dims
     rule = site.table.region(region)
-    place(module, attribute, param, dims, site, rule=rule, decay=len(dims) > 1, mean=1.0)
+    place(module, attribute, param, dims, site, rule=rule, mean=1.0)
 
 
 def _leaf_for(child: nn.Module, site: Site, table: Leaves, dims: tuple[Dim, ...]) -> Leaf:

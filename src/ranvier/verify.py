@@ -195,7 +195,7 @@ def compare(
         recompute=run.plan.recompute,
     )
     parallel = parallel_of(model)
-    decays = {name: weight.decay for name, weight in parallel.weights.items()}
+    decays = {name: weight.group == "matrix" for name, weight in parallel.weights.items()}
     reference = Reference.of(serial, batch, run, decays)
     micros = batch.micro_batches(grid, run.plan.micro_batch)
     optim = run.optim

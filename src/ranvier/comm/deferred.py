@@ -22,6 +22,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ from ranvier.sharding import Dim, Place, Sharding
 VECTORS = "vectors"
 """Block of all parameters that are no matrices."""
 
+Group = Literal["matrix", "embedding", "vector"]
+"""Kinds of parameters that an optimizer may treat differently, told by their named dims."""
+
 
 @dataclass(eq=False)
 class Weight:
@@ -47,8 +51,8 @@ class Weight:
     dims: tuple[Dim, ...]
     sharding: Sharding
     place: Place
-    decay: bool
-    """Whether weight decay applies: matrices that are no embeddings."""
+    group: Group
+    """vector: fewer than two named dims; embedding: looked up, perhaps tied to a head; matrix."""
     std: float
     mean: float
     """Distribution of the initial values."""
@@ -420,14 +424,14 @@ class Deferred:
 
 
 def fill(queue: Deferred, weights: Iterable[Weight], blocks: Mapping[str, str]) -> None:
-    """Sort weights into buckets: by block, split over depth, ranks that hold the same part, decay.
+    """Sort weights into buckets: by block, split over depth, group, trained, tied.
 
     blocks: name of the block of each weight. Communicates: the making of groups.
     """
-    groups: dict[tuple[str, bool, bool, bool, bool], list[Weight]] = {}
+    groups: dict[tuple[str, bool, Group, bool, bool], list[Weight]] = {}
     for weight in weights:
         tied = len(weight.owners) > 1
-        key = (blocks[weight.name], weight.split, weight.decay, weight.trainable, tied)
+        key = (blocks[weight.name], weight.split, weight.group, weight.trainable, tied)
         groups.setdefault(key, []).append(weight)
     multiple = queue.data_axis.size
     for (block, _, _, _, tied), members in groups.items():

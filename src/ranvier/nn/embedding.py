@@ -56,7 +56,7 @@ class Embedding(Leaf):
         """Ranks that hold different rows."""
         self.seq_axis = site.axis("row")
         assert isinstance(serial.weight, torch.nn.Parameter), type(serial.weight)
-        weight = self.place("weight", serial.weight, dims, std=0.02)
+        weight = self.place("weight", serial.weight, dims, std=0.02, embedding=True)
         assert weight is not None
         self.first = weight.sharding.without("depth").place(site.grid.index).start[0]
 

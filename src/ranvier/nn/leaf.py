@@ -84,7 +84,7 @@ def place(
     site: Site,
     *,
     rule: Rule | None = None,
-    decay: bool = False,
+    embedding: bool = False,
     std: float = 0.0,
     mean: float = 0.0,
 ) -> Weight:
@@ -110,7 +110,7 @@ def place(
             dims=tuple(dims),
             sharding=sharding,
             place=sharding.place(site.grid.index),
-            decay=decay,
+            group="vector" if len(dims) < 2 else "embedding" if embedding else "matrix",
             std=std,
             mean=mean,
             owners=[],

@@ -71,7 +71,7 @@ class Linear(Leaf):
         weight, bias = serial.weight, serial.bias
         assert isinstance(weight, torch.nn.Parameter), type(weight)
         assert bias is None or isinstance(bias, torch.nn.Parameter), type(bias)
-        self.place("weight", weight, dims, std=0.02, decay=True)
+        self.place("weight", weight, dims, std=0.02)
         self.place("bias", bias, (packed,), rule=site.table.region(self.out))
         features = weight.shape[1 if self.transposed else 0]
         self.output = Sharding.make(

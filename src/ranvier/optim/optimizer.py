@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from ranvier.comm import verbs
-from ranvier.comm.deferred import Bucket, Deferred
+from ranvier.comm.deferred import Bucket, Deferred, Group
 from ranvier.grid import Grid
 from ranvier.optim import rules
+from ranvier.optim.scale import Scale
 from ranvier.sharding import State
 
 
@@ -39,7 +40,11 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor:
 
 
 class Optimizer:
-    """AdamW with sharded state for the weights of a queue."""
+    """AdamW with sharded state for the weights of a queue.
+
+    An update with numbers that are not finite is not made: it is masked on the device, without
+    waiting for it.
+    """
 
     def __init__(
         self,
@@ -50,15 +55,23 @@ class Optimizer:
         eps: float = 1e-8,
         decay: float = 0.1,
         clip: float = 1.0,
+        factors: Mapping[Group, float] | None = None,
+        scale: Scale | None = None,
     ) -> None:
+        """factors: of the learning rate of each group of weights. scale: what the loss bears."""
         self.queue, self.grid = queue, queue.grid
         self.lr, self.betas, self.eps, self.decay, self.clip = lr, betas, eps, decay, clip
-        self.steps = 0
+        self.factors, self.scale = dict(factors or {}), scale
         self.buckets = [bucket for bucket in queue.buckets if bucket.trainable]
         self.master = {bucket: self._master(bucket) for bucket in self.buckets}
         self._loads = queue.loads
         self.mean = {bucket: torch.zeros_like(self.master[bucket]) for bucket in self.buckets}
         self.square = {bucket: torch.zeros_like(self.master[bucket]) for bucket in self.buckets}
+        device = self.buckets[0].data.device if self.buckets else "cpu"
+        self.updates = torch.zeros((), dtype=torch.float64, device=device)
+        """Updates made; masked ones do not count."""
+        self.finite = torch.ones((), dtype=torch.bool, device=device)
+        """Whether the last gradient norm was a number."""
 
     def _range(self, bucket: Bucket) -> Tensor:
         """My range over data of the working weights."""
@@ -70,36 +83,50 @@ class Optimizer:
         return self._range(bucket).to(self.queue.dtype)
 
     @torch.no_grad()
-    def step(self, lr: float | None = None) -> Tensor:
+    def step(self, lr: float | None = None, *, allowed: Tensor | None = None) -> Tensor:
         """Update the weights with the gradients of this step; the norm before clipping.
 
+        allowed: a bool on the device without which nothing is updated either.
         Communicates: the end of the gradient reductions, the norm, all-gather of weights over data.
         """
         if self._loads != self.queue.loads:
             self._loads = self.queue.loads
             self.master = {bucket: self._master(bucket) for bucket in self.buckets}
         grads = self.queue.finish()
-        norm = gradient_norm(grads, self.grid)
-        if self.clip > 0.0:
-            factor = clip_factor(norm, self.clip)
-            grads = [(bucket, grad * factor) for bucket, grad in grads]
-        self.steps += 1
+        norm, factor = self._norm(grads)
+        self.finite = norm.isfinite()
+        good = self.finite if allowed is None else self.finite & allowed
         for bucket, grad in grads:
+            group = bucket.weights[0].group
             rules.adamw(
                 self.master[bucket],
-                grad,
+                grad if factor is None else grad * factor,
                 self.mean[bucket],
                 self.square[bucket],
-                step=self.steps,
-                lr=self.lr if lr is None else lr,
+                step=self.updates + 1.0,
+                good=good,
+                lr=(self.lr if lr is None else lr) * self.factors.get(group, 1.0),
                 beta1=self.betas[0],
                 beta2=self.betas[1],
                 eps=self.eps,
-                decay=self.decay if bucket.weights[0].decay else 0.0,
+                decay=self.decay if group == "matrix" else 0.0,
             )
+        self.updates += good
+        if self.scale is not None:
+            self.scale.update(self.finite)
         self._publish()
         self.queue.begin("")
         return norm
+
+    def _norm(self, grads: Sequence[tuple[Bucket, Tensor]]) -> tuple[Tensor, Tensor | None]:
+        """Norm of the gradient without its scale, and what gradients are to be multiplied by."""
+        norm = gradient_norm(grads, self.grid)
+        if self.scale is not None:
+            norm = norm / self.scale.value
+        factor = clip_factor(norm, self.clip) if self.clip > 0.0 else None
+        if self.scale is not None:
+            factor = (1.0 if factor is None else factor) / self.scale.value
+        return norm, factor
 
     def _publish(self) -> None:
         """Give all data ranks the updated weights.
@@ -128,12 +155,17 @@ class Optimizer:
         }
 
     def load(self, whole: Mapping[str, Tensor], *, steps: int) -> None:
-        """Take my part of a whole state, after `steps` updates.
-
-        Working weights follow the master weights.
-        Communicates: all-gather over data.
-        """
-        self.steps, self._loads = steps, self.queue.loads
+        """Take my part of a whole state, after `steps` updates. Communicates: as `restored`."""
         for name, (part, place) in self.state().items():
             part.copy_(place.take(whole[name]))
+        self.restored(updates=steps)
+
+    @torch.no_grad()
+    def restored(self, *, updates: float) -> None:
+        """Take note that the tensors of `state` were filled with those after `updates` updates.
+
+        Working weights follow the master weights. Communicates: all-gather over data.
+        """
+        self.updates.fill_(updates)
+        self._loads = self.queue.loads
         self._publish()

@@ -1,13 +1,31 @@
-"""Schedules: the learning rate as a function of the step."""
+"""Schedules: the learning rate as a function of the step, as a share of its largest value."""
 
 from __future__ import annotations
 
 import math
+from typing import Literal
+
+Schedule = Literal["cosine", "wsd"]
 
 
-def cosine(step: int, *, steps: int, warmup: int, lr: float, floor: float = 0.1) -> float:
-    """Linear to `lr` in `warmup` steps, then a cosine down to `floor` of it; steps count from 0."""
+def cosine(done: float, *, floor: float) -> float:
+    """A cosine from 1 to `floor` while `done` goes from 0 to 1."""
+    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+def stable(done: float, *, cooldown: float, floor: float) -> float:
+    """1 until the last share `cooldown`, then linear to `floor`."""
+    left = min((1.0 - done) / cooldown, 1.0) if cooldown > 0.0 else 1.0
+    return floor + (1.0 - floor) * left
+
+
+def share(
+    step: int, *, kind: Schedule, steps: int, warmup: int, cooldown: float, floor: float
+) -> float:
+    """Linear to 1 in `warmup` steps, then the schedule over the rest; steps count from 0."""
     if step < warmup:
-        return lr * (step + 1) / warmup
-    done = (step - warmup) / max(steps - warmup, 1)
-    return lr * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0))))
+        return (step + 1) / warmup
+    done = min((step - warmup) / max(steps - warmup, 1), 1.0)
+    if kind == "cosine":
+        return cosine(done, floor=floor)
+    return stable(done, cooldown=cooldown, floor=floor)
