@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ranvier.grid import Grid
+from ranvier.models.decoder import Documents
 
 
 @dataclass(frozen=True)
@@ -17,22 +20,34 @@ class Batch:
     tokens: Tensor
     targets: Tensor
     positions: Tensor | None = None
-    documents: Tensor | None = None
+    documents: Documents | Tensor | None = None
+    """Equal neighbours are one document; on a device as the cuts themselves."""
     samples: Tensor | None = None
     """Number in the run of each sample."""
 
     def select(self, rows: slice) -> Batch:
         """Some of the samples."""
-        return Batch(*(None if x is None else x[rows] for x in self._tensors()))  # type: ignore[arg-type]
+        return self._each(lambda x: x.select(rows) if isinstance(x, Documents) else x[rows])
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on a device."""
-        return Batch(*(None if x is None else x.to(device) for x in self._tensors()))  # type: ignore[arg-type]
+        batch = self
+        if isinstance(self.documents, Tensor):
+            batch = replace(self, documents=Documents.of(self.documents, device))
+        return batch._each(
+            lambda x: x if isinstance(x, Documents) else x.to(device, non_blocking=True)
+        )
 
-    def _tensors(self) -> list[Tensor | None]:
-        return [getattr(self, one.name) for one in fields(self)]
+    def pin(self) -> Batch:
+        """The batch in memory from which copies to a device run by themselves."""
+        return self._each(lambda x: x if isinstance(x, Documents) else x.pin_memory())
 
-    def inputs(self) -> dict[str, Tensor]:
+    def _each(self, change: Callable[[Any], Any]) -> Batch:
+        values = ((one.name, getattr(self, one.name)) for one in fields(self))
+        changed: Any = {name: x if x is None else change(x) for name, x in values}
+        return Batch(**changed)
+
+    def inputs(self) -> dict[str, Any]:
         """What the model is called with."""
         names = ("tokens", "targets", "positions", "documents")
         return {name: x for name in names if (x := getattr(self, name)) is not None}

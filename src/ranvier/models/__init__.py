@@ -25,7 +25,7 @@ def _size(layers: int, embed: int, heads: int, mlp: int, **rest: object) -> Deco
 
 
 SIZES: dict[str, DecoderConfig] = {
-    "tiny": _size(4, 192, 8, 512, kv_heads=2, vocab=257),
+    "tiny": _size(4, 192, 8, 512, kv_heads=2, vocab=4096),
     "gpt2": _size(12, 768, 12, 3072, vocab=50257, max_seq=1024, **_GPT2),
     "llama3-1b": _size(16, 2048, 32, 8192, tied=True, rope_scale=32.0, **_LLAMA3),
     "llama3-8b": _size(32, 4096, 32, 14336, **_LLAMA3),

@@ -12,12 +12,15 @@ Shapes: b samples, s tokens, d embed, h heads, g kv heads, k head dim, f mlp, v 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,49 @@ class CrossEntropy(nn.Module):
         return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=-100)
 
 
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """How samples are cut into documents: attention stays inside each, and costs what they do."""
+
+    lengths: tuple[tuple[int, ...], ...]
+    """Tokens of each document of each sample; the host knows them, so that no device is asked."""
+    bounds: Tensor
+    """Where documents begin when all samples are laid one after the other, and the end `[n + 1]`.
+    """
+
+    @classmethod
+    def of(cls, ids: Tensor, device: torch.device | str | None = None) -> Documents:
+        """From numbers `[b, s]`: equal neighbours are one document."""
+        rows = (torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in ids)
+        return cls.cut(tuple(map(tuple, rows)), ids.device if device is None else device)
+
+    @classmethod
+    def cut(cls, lengths: tuple[tuple[int, ...], ...], device: torch.device | str) -> Documents:
+        """From the lengths in each sample."""
+        ends = accumulate((n for sample in lengths for n in sample), initial=0)
+        bounds = torch.tensor(list(ends), dtype=torch.int32)
+        if torch.device(device).type == "cuda":
+            bounds = bounds.pin_memory()
+        return cls(lengths, bounds.to(device, non_blocking=True))
+
+    def select(self, rows: slice) -> Documents:
+        """Those of some samples."""
+        return Documents.cut(self.lengths[rows], self.bounds.device)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest, rounded up to a power of two: few values, few compilations."""
+        return int(1 << (max(n for sample in self.lengths for n in sample) - 1).bit_length())
+
+    def groups(self) -> dict[int, list[int]]:
+        """Starts of the documents of each length, in all samples laid one after the other."""
+        starts, at = defaultdict(list), 0
+        for length in (n for sample in self.lengths for n in sample):
+            starts[length].append(at)
+            at += length
+        return starts
+
+
 class Core(nn.Module):
     """Rotary positions and causal attention, inside documents if they are given."""
 
@@ -92,9 +138,14 @@ class Core(nn.Module):
         self.theta, self.scale = config.rope_theta, config.rope_scale
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, documents: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor | None,
+        documents: Documents | Tensor | None,
     ) -> Tensor:
-        """q: `[b, s, h, k]`; k, v: `[b, s, g, k]`; positions, documents: `[b, s]`.
+        """q: `[b, s, h, k]`; k, v: `[b, s, g, k]`; positions: `[b, s]`, documents also as such.
 
         y: `[b, s, h·k]`.
         """
@@ -103,16 +154,13 @@ class Core(nn.Module):
                 positions = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
             cos, sin = self.angles(positions, q.dtype)  # (b, s, 1, k)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        mask = None
-        if documents is not None:
-            same = documents.unsqueeze(2) == documents.unsqueeze(1)  # (b, s, s)
-            mask = same.tril().unsqueeze(1)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
-        shared = q.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=shared
-        )
-        return y.transpose(1, 2).flatten(2)
+        if isinstance(documents, Tensor):
+            documents = Documents.of(documents)
+        if documents is None or all(len(sample) == 1 for sample in documents.lengths):
+            return causal(q, k, v).flatten(2)
+        attend = packed_kernel if kernel_takes(q) else packed
+        y = attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), documents)  # (b·s, h, k)
+        return y.view(q.shape).flatten(2)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the rotary angles, `[b, s, 1, k]`."""
@@ -124,6 +172,45 @@ class Core(nn.Module):
         angle = positions.unsqueeze(-1).to(wide) * frequency  # (b, s, k/2)
         angle = torch.cat([angle, angle], -1).unsqueeze(2)
         return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention; q, y: `[b, s, h, k]`, k, v: `[b, s, g, k]`."""
+    shared = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+    return y.transpose(1, 2)
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+    """Causal attention inside documents, those of equal length together; all `[b·s, h, k]`."""
+    outputs, places = [], []
+    for length, starts in documents.groups().items():
+        first = torch.tensor(starts, device=q.device).unsqueeze(1)
+        place = first + torch.arange(length, device=q.device)  # (documents, length)
+        outputs.append(causal(q[place], k[place], v[place]).flatten(0, 1))
+        places.append(place.flatten())
+    return torch.cat(outputs)[torch.cat(places).argsort()]
+
+
+def kernel_takes(q: Tensor) -> bool:
+    """Whether the kernel for ragged sequences runs here; elsewhere its twin `packed` does."""
+    if q.device.type != "cuda" or torch.version.hip or q.dtype not in KERNEL_TYPES:
+        return False
+    return torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+KERNEL_TYPES = (torch.bfloat16, torch.float16)
+
+
+def packed_kernel(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+    """As `packed`, in one kernel whose work is that of the documents."""
+    at, longest = documents.bounds, documents.longest
+    out = varlen_attn(
+        q, k, v, at, at, longest, longest, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1]
+    )
+    assert isinstance(out, Tensor)
+    return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -171,7 +258,9 @@ class Attention(nn.Module):
         self.core = Core(config)
         self.o = nn.Linear(config.heads * k, d, bias=bias)
 
-    def forward(self, x: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor | None, documents: Documents | Tensor | None
+    ) -> Tensor:
         """x, y: `[b, s, d]`."""
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(x))  # (b, s, h, k)
         y = self.core(self.q_norm(q), self.k_norm(k), v, positions, documents)
@@ -241,7 +330,9 @@ class Block(nn.Module):
         )
         self.dropout1, self.dropout2 = nn.Dropout(config.dropout), nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor | None, documents: Documents | Tensor | None
+    ) -> Tensor:
         """x, y: `[b, s, d]`."""
         x = x + self.dropout1(self.attention(self.norm1(x), positions, documents))
         y: Tensor = x + self.dropout2(self.mlp(self.norm2(x)))
@@ -289,11 +380,11 @@ class Decoder(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         positions: Tensor | None = None,
-        documents: Tensor | None = None,
+        documents: Documents | Tensor | None = None,
     ) -> Tensor:
         """Logits `[b, s, v]`, or with targets the sum of the token losses. All inputs: `[b, s]`.
 
-        documents: attention stays inside equal numbers; positions: default 0, 1, 2, ...
+        documents: attention stays inside equal numbers (or cuts); positions: default 0, 1, 2, ...
         """
         x = self.embed(tokens)  # (b, s, d)
         if self.position is not None:

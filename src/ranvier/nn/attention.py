@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,14 +43,25 @@ class Core(Leaf):
         return [Example(lambda twin: twin(config), ("heads",), [q, k, k, ids, ids], [y])]
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None, documents: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor | None,
+        documents: Any,
     ) -> Tensor:
-        """Attend."""
+        """Attend; documents: numbers, or cuts from which samples can be selected."""
         out: Tensor = self.serial(q, k, v, self._mine(positions), self._mine(documents))
         return out
 
-    def _mine(self, x: Tensor | None) -> Tensor | None:
-        return x if x is None or x.shape[0] == 1 else take(x, self.batch_axis, 0)
+    def _mine(self, x: Any) -> Any:
+        """What concerns my samples."""
+        if isinstance(x, Tensor):
+            return x if x.shape[0] == 1 else take(x, self.batch_axis, 0)
+        if x is None or self.batch_axis.size == 1:
+            return x
+        share = len(x.lengths) // self.batch_axis.size
+        return x.select(slice(self.batch_axis.index * share, (self.batch_axis.index + 1) * share))
 
     def flops(self, flow: Flow) -> int:
         """Scores and values of the causal half: 2 · s · (width of my heads) a token."""
