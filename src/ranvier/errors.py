@@ -1,6 +1,6 @@
 """Errors for users: what is wrong with its values, the rule, the remedy.
 
-Four classes. Broken invariants of our own are `assert`s with their values in the message.
+Five classes. Broken invariants of our own are `assert`s with their values in the message.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ class CommunicationError(RanvierError):
     """Ranks that disagree on a collective, or a peer that was lost."""
 
     exit_code = 71
+
+
+class NumericError(RanvierError):
+    """A loss or gradient that is no finite number."""
+
+    exit_code = 74
 
 
 class DataError(RanvierError):

@@ -63,6 +63,10 @@ class Trace:
     on: bool = False
     check: bool = False
     """Debug mode: every collective is compared between its ranks before it runs."""
+    meter: bool = False
+    """Time every wait, also when off; whoever turns it on empties `awaited`."""
+    awaited: list[Event] = field(default_factory=list)
+    """Communications that were waited for while the meter ran."""
     events: list[Event] = field(default_factory=list)
     where: str = ""
     last: list[str] = field(default_factory=list)
@@ -118,6 +122,13 @@ class Trace:
         finally:
             self.on, self.events = before
             finish(events)
+
+
+def exposed(events: Iterable[Event]) -> float:
+    """Seconds in which this rank stood still for these communications."""
+    events = list(events)
+    finish(events)
+    return sum(event.exposed for event in events)
 
 
 def finish(events: Iterable[Event]) -> None:

@@ -72,9 +72,11 @@ class _Handle:
             _watch(event, work, device)
 
     def wait(self) -> Tensor:
-        event = self.event
+        event, trace = self.event, self.axis.trace
         event.waited = time.perf_counter()
-        stop = _stopwatch(event, self.device) if self.axis.trace.on else None
+        stop = _stopwatch(event, self.device) if trace.on or trace.meter else None
+        if trace.meter:
+            trace.awaited.append(event)
         try:
             self.work.wait()
         except RuntimeError as error:
