@@ -25,7 +25,7 @@ LEVELS = (
     "parallel | pipeline | optim | memory | data | checkpoint",
     "run",
     "planner",
-    "train infer graph verify",
+    "train infer graph verify doctor",
     "cli __main__",
 )
 """From the lowest up. Neighbours may import each other without cycles, but not across a bar."""

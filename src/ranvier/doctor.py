@@ -1,0 +1,414 @@
+"""Doctor: what this machine and this Python have for a run, what they lack, and how to get it.
+
+Each section is a function that returns findings; one that breaks becomes a note and does not stop
+the others. Works without torch, the optional packages, a GPU or the tools of a vendor. Speed is not
+measured, and other nodes are not asked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote
+
+from ranvier import launch
+from ranvier.errors import PlanError
+
+SYSTEM = Path("/sys")
+"""Where the kernel describes devices."""
+TOOL_SECONDS = 5.0
+"""How long a vendor's tool may take."""
+SMALL_BYTES = 2**30
+"""Free space below this deserves a note."""
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME")
+OPERATORS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
+    "==": lambda a, b: a == b,
+    "!=": lambda a, b: a != b,
+    ">=": lambda a, b: a >= b,
+    "<=": lambda a, b: a <= b,
+    ">": lambda a, b: a > b,
+    "<": lambda a, b: a < b,
+}
+
+Mark = Literal["ok", "note", "missing"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    section: str
+    name: str
+    value: str
+    mark: Mark = "ok"
+    remedy: str = ""
+    """What to do about it."""
+    essential: bool = False
+    """Whether nothing runs without it."""
+
+    def __post_init__(self) -> None:
+        assert self.mark != "missing" or self.remedy, f"{self.section} {self.name}: no remedy"
+
+
+def examine() -> list[Finding]:
+    """All findings, section by section."""
+    sections = (python, torch, devices, links, launcher, storage, packages, advice)
+    found: list[Finding] = []
+    for section in sections:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found += section()
+        except Exception as error:  # the doctor survives every patient
+            what = f"could not be examined: {type(error).__name__}: {error}"
+            found.append(Finding(section.__name__, "examination", what, "note"))
+    return found
+
+
+def show(findings: Sequence[Finding]) -> int:
+    """Print findings as a table; 0 if nothing essential is missing, else 1."""
+    width = max((len(finding.name) for finding in findings), default=0)
+    section = ""
+    for finding in findings:
+        if finding.section != section:
+            section = finding.section
+            print(section)
+        first, *rest = finding.value.splitlines() or [""]
+        print(f"  {finding.mark:<7}  {finding.name:<{width}}  {first}".rstrip())
+        for line in [*rest, *[f"-> {line}" for line in finding.remedy.splitlines()]]:
+            print(f"  {'':7}  {'':{width}}  {line}")
+    lacking = dict.fromkeys(f.name for f in findings if f.mark == "missing" and f.essential)
+    print(f"\nEssential and missing: {', '.join(lacking)}." if lacking else "\nReady to run.")
+    return 1 if lacking else 0
+
+
+def python() -> list[Finding]:
+    """The interpreter and where it installs packages."""
+    version, wanted = platform.python_version(), ">=3.11"
+    with suppress(metadata.PackageNotFoundError):
+        wanted = str(metadata.metadata("ranvier").json.get("requires_python", wanted))
+    if within(version, wanted):
+        first = Finding("python", "version", f"{version} ({wanted})")
+    else:
+        remedy = f"Install Python {wanted} and make a new virtual environment with it."
+        first = Finding("python", "version", version, "missing", remedy, essential=True)
+    found = [first, Finding("python", "executable", sys.executable)]
+    if sys.prefix != sys.base_prefix:
+        found.append(Finding("python", "environment", sys.prefix))
+    elif launch.environment("CONDA_PREFIX").get("CONDA_PREFIX") == sys.prefix:
+        found.append(Finding("python", "environment", f"conda {sys.prefix}"))
+    else:
+        remedy = "python3 -m venv .venv && source .venv/bin/activate"
+        found.append(Finding("python", "environment", "none of its own", "note", remedy))
+    return found
+
+
+def torch() -> list[Finding]:
+    """The installed torch, what it was built for and its backends."""
+    wanted = next((spec for name, spec, _ in requirements() if name == "torch"), "")
+    remedy = f"pip install 'torch{wanted}'"
+    try:
+        module = _torch()
+    except Exception as error:
+        what = f"cannot be imported: {type(error).__name__}: {error}"
+        return [Finding("torch", "torch", what, "missing", remedy, essential=True)]
+    version = str(module.__version__)
+    fits = within(version, wanted)
+    found = [
+        Finding("torch", "torch", f"{version} ({wanted or 'any'})")
+        if fits
+        else Finding("torch", "torch", f"{version}, not {wanted}", "note", remedy)
+    ]
+    cuda, hip = module.version.cuda, module.version.hip
+    build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU only"
+    driver = (SYSTEM / "module" / "nvidia").exists()
+    if driver and not module.cuda.is_available():
+        what = f"{build}, but the NVIDIA driver is loaded and torch sees no device"
+        remedy = "Install a torch built for the driver's CUDA version: https://pytorch.org"
+        if launch.environment("CUDA_VISIBLE_DEVICES"):
+            remedy = "Unset CUDA_VISIBLE_DEVICES, or name devices that exist."
+        found.append(Finding("torch", "build", what, "note", remedy))
+    else:
+        found.append(Finding("torch", "build", build))
+    backends = launch.backends()
+    for name in ("gloo", *(["nccl"] if cuda or hip else [])):
+        if name in backends:
+            number = ".".join(map(str, module.cuda.nccl.version())) if name == "nccl" else "there"
+            found.append(Finding("torch", name, number))
+        else:
+            remedy = "Install torch from https://pytorch.org; this build lacks the backend."
+            essential = name == "gloo"
+            found.append(Finding("torch", name, "not built in", "missing", remedy, essential))
+    return found
+
+
+def devices() -> list[Finding]:
+    """Processors, memory and GPUs."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _read(SYSTEM / "fs/cgroup/memory.max")
+    if limit.isdecimal() and int(limit) < memory:
+        memory = int(limit)
+    found = [
+        Finding("devices", "cores", f"{cores()} of {os.cpu_count() or 1} usable"),
+        Finding("devices", "memory", _bytes(memory)),
+    ]
+    for name, value in launch.environment(*VARIABLES).items():
+        found.append(Finding("devices", name, value or "empty", "note"))
+    with suppress(Exception):
+        module = _torch()
+        found.append(Finding("devices", "threads", f"{module.get_num_threads()} by default"))
+        for i in range(gpus()):
+            found.append(Finding("devices", f"gpu {i}", _gpu(module, i)))
+    if not gpus():
+        found.append(Finding("devices", "gpus", "none that torch can use", "note"))
+    return found
+
+
+def links() -> list[Finding]:
+    """What joins the devices of this node, and this node to others."""
+    found = []
+    if gpus() > 1:
+        pairs = list(combinations(range(gpus()), 2))
+        lone = [pair for pair in pairs if not _torch().cuda.can_device_access_peer(*pair)]
+        text = f"{len(pairs) - len(lone)} of {len(pairs)} GPU pairs"
+        found.append(Finding("links", "peer access", text, "note" if lone else "ok"))
+    if shutil.which("nvidia-smi") is not None:
+        kinds = topology(_output(["nvidia-smi", "topo", "-m"]))
+        text = ", ".join(f"{kind} between {n} GPU pairs" for kind, n in kinds.items())
+        if kinds:
+            slow = any(not kind.startswith("NV") for kind in kinds)
+            found.append(Finding("links", "topology", text, "note" if slow else "ok"))
+        elif gpus() > 1:
+            what = "nvidia-smi topo -m gave no answer that can be read"
+            found.append(Finding("links", "topology", what, "note"))
+    for port in sorted((SYSTEM / "class/infiniband").glob("*/ports/*")):
+        state = _read(port / "state").partition(": ")[2] or "unknown"
+        name = f"{port.parent.parent.name}/{port.name}"
+        text = f"{state}, {_read(port / 'rate') or 'unknown rate'}"
+        found.append(Finding("links", name, text, "ok" if state == "ACTIVE" else "note"))
+    for card in sorted((SYSTEM / "class/net").glob("*")):
+        state, speed = _read(card / "operstate"), _read(card / "speed")
+        if card.name != "lo" and state in ("up", "unknown"):
+            rate = f"{int(speed) / 1000:g} Gbit/s" if speed.isdecimal() else "speed unknown"
+            found.append(Finding("links", card.name, rate))
+    return found or [Finding("links", "network", "no device but this node's own", "note")]
+
+
+def launcher() -> list[Finding]:
+    """Who has started this process."""
+    try:
+        me = launch.ranks()
+    except PlanError as error:
+        what = "the variables of a launcher contradict each other"
+        return [Finding("launcher", "ranks", what, "missing", str(error), essential=True)]
+    if me is None:
+        return [Finding("launcher", "ranks", "none: --nproc starts ranks on this machine")]
+    text = f"{me.launcher}: rank {me.rank} of {me.world}, {me.local_rank} of {me.local_world} here"
+    return [Finding("launcher", "ranks", f"{text}, meeting at {me.address}:{me.port}")]
+
+
+def storage() -> list[Finding]:
+    """Where runs and caches are written."""
+    shared = Path("/dev/shm")
+    found = [
+        _folder("cache", launch.cache(), "Set RANVIER_CACHE to a folder on a larger disk."),
+        _folder("directory", Path.cwd(), "Change to a folder on a disk with space."),
+    ]
+    if shared.is_dir():
+        found.append(
+            _folder("shared memory", shared, "In a container: docker run --shm-size=8g or more.")
+        )
+    return found
+
+
+def packages() -> list[Finding]:
+    """What the package asks for, and each of its extras."""
+    wanted = requirements()
+    if not wanted:
+        remedy = "pip install -e . in the folder of the source"
+        return [Finding("packages", "ranvier", "not installed", "note", remedy)]
+    found = [Finding("packages", "ranvier", metadata.version("ranvier"))]
+    for name, spec, extra in wanted:
+        remedy = installation(extra)
+        label = f"{name} [{extra}]" if extra else name
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            what = f"not installed ({spec})" if spec else "not installed"
+            essential = not extra
+            found.append(Finding("packages", label, what, "missing", remedy, essential))
+            continue
+        if within(version, spec):
+            found.append(Finding("packages", label, version))
+        else:
+            found.append(Finding("packages", label, f"{version}, not {spec}", "note", remedy))
+    return found
+
+
+def advice() -> list[Finding]:
+    """What the findings mean for a run."""
+    num, count = gpus(), cores()
+    if not num:
+        lines = [
+            "no GPU: runs are fp32 on the CPU, over gloo",
+            f"{count} core(s): `ranvier train` starts {min(count, 2)} rank(s); --nproc sets the number",
+        ]
+    else:
+        lines = [f"{num} GPU(s): `ranvier train` gives each a rank"]
+    return [Finding("advice", "train" if i else "device", line) for i, line in enumerate(lines)]
+
+
+def requirements() -> list[tuple[str, str, str]]:
+    """Name, versions and extra of each package that the metadata of this one asks for."""
+    found = []
+    try:
+        lines = metadata.requires("ranvier") or []
+    except metadata.PackageNotFoundError:
+        return []
+    for line in lines:
+        text, _, marker = line.partition(";")
+        extra = re.search(r"extra\s*==\s*[\"']([^\"']+)", marker)
+        match = re.match(r"\s*([\w.-]+)(?:\[[^\]]*\])?\s*\(?([^)]*)", text)
+        if match and match[1] != "ranvier":  # an extra may name others of its own package
+            found.append((match[1], match[2].strip(), extra[1] if extra else ""))
+    return found
+
+
+def installation(extra: str) -> str:
+    """The command that installs this package with an extra, as it was installed."""
+    target, origin = f"[{extra}]" if extra else "", {}
+    with suppress(metadata.PackageNotFoundError, ValueError):
+        origin = json.loads(metadata.distribution("ranvier").read_text("direct_url.json") or "{}")
+    if "dir_info" not in origin:
+        return f"pip install 'ranvier{target}'"
+    folder = unquote(origin["url"].removeprefix("file://"))
+    go = "" if Path.cwd() == Path(folder) else f"cd {shlex.quote(folder)} && "
+    return f"{go}pip install {'-e ' * bool(origin['dir_info'].get('editable'))}'.{target}'"
+
+
+def within(version: str, specifiers: str) -> bool:
+    """Whether a version meets all of `>=2.11,<2.14`; what cannot be read is met."""
+    own = _release(version)
+    for operator, text in re.findall(r"(===?|~=|!=|>=|<=|>|<)\s*([\w.+*-]+)", specifiers):
+        bound = _release(text)
+        if operator == "~=" or text.endswith(".*"):  # the last number is free
+            head = bound[:-1] if operator == "~=" else bound
+            alike = own[: len(head)] == head and (operator != "~=" or own >= bound)
+            if alike == (operator == "!="):
+                return False
+            continue
+        width = max(len(own), len(bound))
+        padded = [part + (0,) * (width - len(part)) for part in (own, bound)]
+        if not OPERATORS[operator.replace("===", "==")](*padded):
+            return False
+    return True
+
+
+def topology(text: str) -> dict[str, int]:
+    """How many pairs of GPUs each kind of link joins, from `nvidia-smi topo -m`."""
+    kinds: Counter[str] = Counter()
+    for line in text.splitlines():
+        first, *cells = re.sub(r"\x1b\[[\d;]*m", "", line).split() or [""]
+        match = re.fullmatch(r"GPU(\d{1,3})", first)
+        own = int(match[1]) if match else len(cells)
+        if own < len(cells) and cells[own] == "X":  # left of itself: each pair once
+            kinds.update(c for c in cells[:own] if re.fullmatch(r"NV\d+|PIX|PXB|PHB|NODE|SYS", c))
+    return dict(kinds)
+
+
+def cores() -> int:
+    """How many processors this process may use."""
+    num = len(os.sched_getaffinity(0))
+    quota, _, period = _read(SYSTEM / "fs/cgroup/cpu.max").partition(" ")
+    if quota.isdecimal() and period.isdecimal() and int(period):
+        num = min(num, max(int(quota) // int(period), 1))
+    return num
+
+
+def gpus() -> int:
+    """How many GPUs torch can use."""
+    with suppress(Exception):
+        cuda = _torch().cuda
+        return int(cuda.device_count()) if cuda.is_available() else 0
+    return 0
+
+
+def _torch() -> Any:
+    return importlib.import_module("torch")
+
+
+def _gpu(module: Any, index: int) -> str:
+    """Name, memory, capability, bf16 and peak of one GPU."""
+    from ranvier.train.metrics import PEAK_TFLOPS
+
+    card = module.cuda.get_device_properties(index)
+    peak = [f"{top:g} TFLOP/s" for key, top in PEAK_TFLOPS.items() if key in card.name]
+    bf16 = "bf16" if module.version.hip or card.major >= 8 else "no bf16: use --train.dtype fp32"
+    what = [card.name, _bytes(card.total_memory), f"capability {card.major}.{card.minor}", bf16]
+    return ", ".join(what + peak[:1])
+
+
+def _folder(name: str, folder: Path, remedy: str) -> Finding:
+    """Whether a folder can be written and has space."""
+    if not launch.writable(folder):
+        return Finding("storage", name, f"{folder} cannot be written", "missing", remedy)
+    free = shutil.disk_usage(folder).free
+    text = f"{folder}, {_bytes(free)} free"
+    small = free < SMALL_BYTES
+    return Finding("storage", name, text, "note" if small else "ok", remedy if small else "")
+
+
+def _bytes(number: float) -> str:
+    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def _read(path: Path) -> str:
+    """The text of a file of the kernel; empty if it has none."""
+    with suppress(OSError, ValueError):
+        return path.read_text().strip()
+    return ""
+
+
+def _output(command: Sequence[str]) -> str:
+    """What a tool prints within its time; empty if it fails, and a stuck one is left behind."""
+    with tempfile.TemporaryFile() as file, suppress(OSError, subprocess.SubprocessError):
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            process.wait(TOOL_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(1.0)  # a driver can hold it even then
+            return ""
+        file.seek(0)
+        return file.read(2**20).decode(errors="replace") if process.returncode == 0 else ""
+    return ""

@@ -1,0 +1,238 @@
+"""The doctor: findings on this machine, and on machines that lack or break things."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ranvier import doctor, launch
+from ranvier.doctor import Finding
+from test_import import BLOCK
+
+TOPOLOGY = (
+    "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m\n"
+    "GPU0\t X \tNV18\tSYS\tPIX\t0-47\n"
+    "GPU1\tNV18\t X \tNV18\tSYS\t0-47\n"
+    "GPU2\tSYS\tNV18\t X \tSYS\t48-95\n"
+    "NIC0\tPIX\tSYS\tSYS\t X\n\nLegend:\n\n  X    = Self\n  SYS  = PCIe and NUMA\n"
+)
+
+
+def of(findings: list[Finding], section: str) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings if finding.section == section}
+
+
+def test_this_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+    findings = doctor.examine()
+    assert not [f for f in findings if f.name == "examination"]
+    sections = list(dict.fromkeys(finding.section for finding in findings))
+    wanted = "python torch devices links launcher storage packages advice"
+    assert sections == wanted.split()
+    assert doctor.show(findings) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "python" and lines[-1] == "Ready to run."
+    rows = [line for line in lines if line.startswith(("  ok  ", "  note", "  missing"))]
+    assert len(rows) == len(findings)
+    width = max(len(finding.name) for finding in findings)
+    assert all(line[10] == " " != line[11] and line[11 + width] == " " for line in rows)
+
+
+def test_it_works_without_packages_and_says_how_to_get_them(tmp_path: Path) -> None:
+    code = f"""import sys
+sys.path[:0] = {sys.path}
+{BLOCK.replace('"tyro",', '"torch", "tyro",')}
+from importlib import metadata
+version = metadata.version
+def hidden(name):
+    if name in ("torch", "tyro", "tokenizers"):
+        raise metadata.PackageNotFoundError(name)
+    return version(name)
+metadata.version = hidden
+from ranvier import doctor
+sys.exit(doctor.show(doctor.examine()))
+"""
+    end = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert end.returncode == 1, end.stderr
+    assert "Essential and missing: torch, tyro." in end.stdout
+    missing = [line for line in end.stdout.splitlines() if line.startswith("  missing")]
+    assert any("tokenizers [hf]" in line for line in missing)
+    assert "[hf]'" in end.stdout and "could not be examined" not in end.stdout
+
+
+def test_a_missing_thing_has_a_remedy() -> None:
+    with pytest.raises(AssertionError, match="no remedy"):
+        Finding("python", "version", "2.7", "missing")
+
+
+def test_a_broken_section_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> list[Finding]:
+        raise RuntimeError("no such bus")
+
+    monkeypatch.setattr(doctor, "links", broken)
+    findings = doctor.examine()
+    (note,) = [finding for finding in findings if finding.name == "examination"]
+    assert note.mark == "note" and "no such bus" in note.value
+    assert of(findings, "advice")
+
+
+def test_old_versions_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.python_version", lambda: "3.9.1")
+    found = of(doctor.python(), "python")["version"]
+    assert (found.mark, found.essential) == ("missing", True)
+    monkeypatch.setattr(doctor, "requirements", lambda: [("torch", ">=99", ""), ("numpy", "", "")])
+    assert of(doctor.torch(), "torch")["torch"].mark == "note"
+    assert [finding.mark for finding in doctor.packages()] == ["ok", "note", "ok"]
+    monkeypatch.setattr(doctor, "requirements", list)
+    assert doctor.packages()[0].remedy.startswith("pip install")
+
+
+@pytest.mark.parametrize(
+    ("version", "specifiers", "fits"),
+    [
+        ("2.13.0+cpu", "<2.14,>=2.11", True),
+        ("2.14.0", "<2.14,>=2.11", False),
+        ("2.9.1", "<2.14,>=2.11", False),
+        ("2.11", ">=2.11.0", True),
+        ("1.0", "", True),
+        ("0.17.4", "==0.17.4", True),
+        ("0.17.5", "==0.17.4", False),
+        ("1.4.2", "~=1.4", True),
+        ("2.0", "~=1.4", False),
+        ("1.4.2", "==1.4.*", True),
+        ("1.4.2", "!=1.4.*", False),
+        ("1.5", "!=1.4", True),
+    ],
+)
+def test_versions_are_compared(version: str, specifiers: str, fits: bool) -> None:
+    assert doctor.within(version, specifiers) is fits
+
+
+def test_requirements_come_from_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "torch<2.14,>=2.11",
+        "a.b (>=1)",
+        'c[x]==2; extra == "hf"',
+        'ranvier[hf]; extra == "t"',
+    ]
+    monkeypatch.setattr(metadata, "requires", lambda _: lines)
+    wanted = [("torch", "<2.14,>=2.11", ""), ("a.b", ">=1", ""), ("c", "==2", "hf")]
+    assert doctor.requirements() == wanted
+
+
+@pytest.mark.parametrize(
+    ("origin", "command"),
+    [
+        ('{"url": "file:///a%20b", "dir_info": {"editable": true}}', "pip install -e '.[hf]'"),
+        ('{"url": "file:///a%20b", "dir_info": {}}', "cd '/a b' && pip install '.[hf]'"),
+        ('{"url": "file:///x.whl", "archive_info": {}}', "pip install 'ranvier[hf]'"),
+        (None, "pip install 'ranvier[hf]'"),
+        ("nonsense", "pip install 'ranvier[hf]'"),
+    ],
+)
+def test_the_way_it_was_installed_is_the_way_to_get_more(
+    monkeypatch: pytest.MonkeyPatch, origin: str | None, command: str
+) -> None:
+    package = SimpleNamespace(read_text=lambda _: origin)
+    monkeypatch.setattr(metadata, "distribution", lambda _: package)
+    if "cd" not in command:
+        monkeypatch.setattr(Path, "cwd", lambda: Path("/a b"))
+    assert doctor.installation("hf") == command
+
+
+def test_topology_is_counted() -> None:
+    assert doctor.topology(TOPOLOGY) == {"NV18": 2, "SYS": 1}
+    assert doctor.topology("GPU0 X\n") == {}
+    for garbage in ("", "GPU", "GPU7 X X", "\x00\x1b[4mGPU1 NV", "GPU99999999999 X"):
+        assert doctor.topology(garbage) == {}
+
+
+def test_a_tool_that_hangs_fails_or_lies_is_survived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "TOOL_SECONDS", 0.3)
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for script in ("/bin/sleep 60 & /bin/sleep 60", "exit 3", "/bin/head -c 9999 /dev/urandom"):
+        tool.write_text(f"#!/bin/sh\n{script}\n")
+        tool.chmod(0o755)
+        start = time.monotonic()
+        assert "topology" not in of(doctor.links(), "links")
+        assert time.monotonic() - start < 5
+    assert doctor._output([str(tmp_path / "none")]) == ""
+
+
+def test_links_are_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = tmp_path / "class/infiniband/mlx5_0/ports/1"
+    files = {
+        port / "state": "4: ACTIVE\n",
+        port / "rate": "400 Gb/sec (4X NDR)\n",
+        tmp_path / "class/net/eth0/operstate": "up\n",
+        tmp_path / "class/net/eth0/speed": "25000\n",
+        tmp_path / "class/net/eth1/operstate": "down\n",
+        tmp_path / "class/net/virt/operstate": "up\n",
+        tmp_path / "class/net/virt/speed": "-1\n",
+        tmp_path / "class/net/lo/operstate": "unknown\n",
+        tmp_path / "fs/cgroup/cpu.max": "100000 100000\n",
+        tmp_path / "fs/cgroup/memory.max": f"{2**31}\n",
+    }
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(doctor, "SYSTEM", tmp_path)
+    found = {name: finding.value for name, finding in of(doctor.links(), "links").items()}
+    found.pop("topology", None)
+    found.pop("peer access", None)
+    wanted = {"mlx5_0/1": "ACTIVE, 400 Gb/sec (4X NDR)", "eth0": "25 Gbit/s"}
+    assert found == {**wanted, "virt": "speed unknown"}
+    assert doctor.cores() == 1
+    assert of(doctor.devices(), "devices")["memory"].value == "2.0 GiB"
+
+
+def test_gpus_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = [("NVIDIA H100 PCIe", 9), ("NVIDIA A10G", 8), ("Tesla V100-SXM2-32GB", 7)]
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: len(cards),
+        can_device_access_peer=lambda a, b: (a, b) != (0, 2),
+        get_device_properties=lambda i: SimpleNamespace(
+            name=cards[i][0], major=cards[i][1], minor=0, total_memory=80 * 2**30
+        ),
+    )
+    fake = SimpleNamespace(
+        cuda=cuda, version=SimpleNamespace(hip=None, cuda="13"), get_num_threads=lambda: 4
+    )
+    monkeypatch.setattr(doctor, "_torch", lambda: fake)
+    found = of(doctor.devices(), "devices")
+    texts = [found[f"gpu {i}"].value for i in range(3)]
+    assert texts[0] == "NVIDIA H100 PCIe, 80.0 GiB, capability 9.0, bf16, 756 TFLOP/s"
+    assert texts[1].endswith("70 TFLOP/s") and "no bf16" in texts[2]
+    peers = of(doctor.links(), "links")["peer access"]
+    assert (peers.value, peers.mark) == ("2 of 3 GPU pairs", "note")
+    assert "--nproc 3" in doctor.advice()[0].value
+
+
+def test_launchers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ranks", lambda: launch.Ranks(1, 4, 1, 2, "a", 5, launcher="srun"))
+    assert "srun: rank 1 of 4" in doctor.launcher()[0].value
+    monkeypatch.undo()
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (broken,) = doctor.launcher()
+    assert broken.mark == "missing" and "WORLD_SIZE" in broken.remedy
+    assert doctor.show([broken]) == 1
+
+
+def test_full_and_closed_folders_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._folder("cache", tmp_path / "none", "Make it.").mark == "missing"
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
+    found = doctor._folder("cache", tmp_path, "Delete something.")
+    assert (found.mark, found.remedy) == ("note", "Delete something.")
+    assert "1 MiB free" in found.value

@@ -1,0 +1,268 @@
+"""Launchers, folders and signals: what the environment says, and how ranks stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ranvier import launch
+from ranvier.errors import CommunicationError, PlanError
+from ranvier.launch import Ranks, Stop, hosts, ranks
+
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NODELIST": "node[07-08]",
+    "SLURM_JOB_NODELIST": "node[01-09]",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+TORCH = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}
+
+
+def known(environment: dict[str, str]) -> Ranks:
+    me = ranks(environment)
+    assert me is not None, environment
+    return me
+
+
+def test_srun_is_understood() -> None:
+    me = known(SLURM)
+    assert (me.rank, me.world, me.local_rank, me.local_world) == (5, 8, 1, 4)
+    assert (me.address, me.launcher) == ("node07", "srun")
+    assert 20000 <= me.port < 40000
+    assert known({**SLURM, "SLURM_PROCID": "0", "SLURM_NODEID": "0"}).port == me.port
+    assert known({**SLURM, "SLURM_STEP_ID": "1"}).port != me.port
+    me = known({**SLURM, "MASTER_ADDR": "other", "MASTER_PORT": "77"})
+    assert (me.address, me.port) == ("other", 77)
+
+
+@pytest.mark.parametrize(
+    ("changes", "local_world", "address"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_NODEID": "2"}, 2, "node07"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "5,3", "SLURM_NODEID": ""}, 5, "node07"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "", "SLURM_TASKS_PER_NODE": "6,2"}, 2, "node07"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "", "SLURM_NTASKS_PER_NODE": "4"}, 4, "node07"),
+        ({"SLURM_STEP_NODELIST": ""}, 4, "node01"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_NODEID": "0"}, 8, "127.0.0.1"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "", "SLURM_STEP_NODELIST": "one"}, 8, "127.0.0.1"),
+        ({"SLURM_STEP_TASKS_PER_NODE": ""}, 8, "node07"),
+    ],
+)
+def test_nodes_of_srun(changes: dict[str, str], local_world: int, address: str) -> None:
+    environment = {name: value for name, value in {**SLURM, **changes}.items() if value}
+    me = known(environment)
+    assert (me.local_world, me.address) == (local_world, address)
+
+
+def test_mpirun_is_understood_before_srun() -> None:
+    me = known({**MPI, **SLURM})
+    assert (me.rank, me.world, me.launcher) == (1, 2, "mpirun")
+    assert (me.address, me.port) == ("127.0.0.1", 29500)
+    assert known({**MPI, "PMIX_NAMESPACE": "prterun-1"}).port in range(20000, 40000)
+    several = {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    with pytest.raises(PlanError, match="MASTER_ADDR is not set"):
+        ranks(several)
+    assert known({**several, "MASTER_ADDR": "first"}).address == "first"
+
+
+def test_torchrun_wins_and_one_task_is_none() -> None:
+    assert known({**SLURM, **MPI, **TORCH}) == Ranks(3, 4, 3, 4, "host", 1234, launcher="torchrun")
+    assert known({**SLURM, "WORLD_SIZE": "8"}).launcher == "srun"
+    assert known({**TORCH, "RANK": "0", "WORLD_SIZE": "1"}).world == 1
+    assert ranks({}) is None
+    assert ranks({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) is None
+    assert ranks({name: value for name, value in SLURM.items() if name != "SLURM_PROCID"}) is None
+    assert ranks({name: value for name, value in SLURM.items() if name != "SLURM_NTASKS"}) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set, but RANK is"),
+        ({**TORCH, "RANK": "4"}, "RANK=4 is not below WORLD_SIZE=4"),
+        ({**TORCH, "RANK": "x"}, "RANK='x' is not a number"),
+        ({**TORCH, "MASTER_PORT": "²"}, "MASTER_PORT='²' is not a number"),
+        ({**SLURM, "SLURM_PROCID": "8"}, "SLURM_PROCID=8 is not below SLURM_NTASKS=8"),
+        ({**SLURM, "SLURM_LOCALID": "-1"}, "SLURM_LOCALID='-1' is not a number"),
+        ({**SLURM, "SLURM_NODEID": "a"}, "SLURM_NODEID='a' is not a number"),
+        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(y2)"}, "SLURM_STEP_TASKS_PER_NODE='4(y2)' is"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "a[1-"}, "'a[1-' is not a list of hosts"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "a[1-x]"}, "'a[1-x]' is not a list of hosts"),
+    ],
+)
+def test_mistakes_of_launchers_are_told(environment: dict[str, str], says: str) -> None:
+    with pytest.raises(PlanError) as error:
+        ranks(environment)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("one", ["one"]),
+        ("a,b-1.c", ["a", "b-1.c"]),
+        ("node[01-03,07],gpu3", ["node01", "node02", "node03", "node07", "gpu3"]),
+        ("a[1-2]b[3]", ["a1b3", "a2b3"]),
+        ("r[1-2]n[08-09]-ib", ["r1n08-ib", "r1n09-ib", "r2n08-ib", "r2n09-ib"]),
+        ("n[9-11]", ["n9", "n10", "n11"]),
+        ("n[099-101]", ["n099", "n100", "n101"]),
+    ],
+)
+def test_lists_of_hosts(text: str, names: list[str]) -> None:
+    assert hosts(text) == names
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 9)), min_size=1, max_size=3)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["n", "gpu-", "r0c"]), SPANS), max_size=4))
+def test_lists_of_hosts_hold_what_was_written(
+    groups: list[tuple[str, list[tuple[int, int]]]],
+) -> None:
+    texts, names = [], []
+    for prefix, spans in groups:
+        inside = [f"{a:03}-{a + n:03}" if n else f"{a:03}" for a, n in spans]
+        texts.append(f"{prefix}[{','.join(inside)}]")
+        names += [f"{prefix}{i:03}" for a, n in spans for i in range(a, a + n + 1)]
+    assert hosts(",".join(texts)) == names
+
+
+def test_time_out_under_slurm_names_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*_: object, **__: object) -> None:
+        raise RuntimeError("timed out")
+
+    monkeypatch.setattr("torch.distributed.init_process_group", late)
+    for launcher, says in (("srun", True), ("torchrun", False)):
+        me = Ranks(1, 2, launcher=launcher)
+        with pytest.raises(CommunicationError) as error:
+            launch.connect(me, backend="gloo")
+        assert ("start the ranks with srun" in str(error.value)) is says
+
+
+def test_cache_is_where_the_user_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("RANVIER_CACHE", raising=False)
+    assert launch.cache() == tmp_path / "home/.cache/ranvier"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert launch.cache() == tmp_path / "xdg/ranvier"
+    monkeypatch.setenv("RANVIER_CACHE", str(tmp_path / "own"))
+    assert launch.cache() == tmp_path / "own" and (tmp_path / "own").is_dir()
+
+
+def test_cache_falls_back_to_a_private_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RANVIER_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = launch.cache()
+    assert folder == tmp_path / f"ranvier-{os.getuid()}" == launch.cache()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.rmdir()
+    folder.symlink_to("/")  # somebody else's trap
+    assert launch.cache().parent == tmp_path and launch.cache() != folder
+
+
+def test_environment_and_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANVIER_TEST", "1")
+    assert launch.environment("RANVIER_TEST", "RANVIER_NONE") == {"RANVIER_TEST": "1"}
+    assert "gloo" in launch.backends()
+
+
+def send(*numbers: int) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+        time.sleep(0.001)  # Python runs handlers between its instructions
+
+
+def handlers() -> list[object]:
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_first_signal_is_noted(first: int, capfd: pytest.CaptureFixture[str]) -> None:
+    before = handlers()
+    with Stop() as stop:
+        assert stop.signal == 0
+        send(first, signal.SIGTERM, signal.SIGTERM)
+        assert stop.signal == first
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+    assert handlers() == before and stop.signal == first
+    assert capfd.readouterr().err.count("Stopping after this step") == 1
+
+
+def test_other_ranks_are_quiet_and_other_threads_untouched(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with Stop(quiet=True) as stop:
+        send(signal.SIGINT)
+    assert stop.signal == signal.SIGINT and capfd.readouterr().err == ""
+    before, inside = handlers(), []
+
+    def work() -> None:
+        with Stop():
+            inside.append(handlers())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert inside == [before] and handlers() == before
+
+
+def _stopped(me: Ranks) -> int:
+    """Rank 0 stops at once, rank 1 still saves."""
+    with Stop(quiet=True) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.6 * me.rank)
+    return 128 + stop.signal
+
+
+def _interrupted(me: Ranks) -> int:
+    """Rank 0 is interrupted, rank 1 waits in vain."""
+    if me.rank == 0:
+        raise KeyboardInterrupt
+    time.sleep(60)
+    return 0
+
+
+def test_ranks_that_stopped_end_quietly(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
+    assert launch.start(2, _stopped, preload=["torch"]) == 143
+    assert capfd.readouterr().err == ""
+    assert launch.start(2, _interrupted, preload=["torch"]) == 130
+    assert "rank 0: Interrupted" in capfd.readouterr().err
+
+
+def test_verdict_tells_a_stop_from_a_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors = [tmp_path / "0", tmp_path / "1"]
+    assert launch._verdict([143, 143], errors) == 143
+    assert launch._verdict([0, 130], errors) == 130
+    assert capsys.readouterr().err == ""
+    assert launch._verdict([130, -9], errors) == 137
+    assert "Rank 1 was killed by signal 9" in capsys.readouterr().err
+    assert launch._verdict([3, 130], errors) == 3
+    assert "Rank 0 ended with exit code 3" in capsys.readouterr().err
