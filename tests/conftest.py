@@ -29,6 +29,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = items[part - 1 :: parts]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tokenizer and tokenized corpora are made once in a session, not in the user's own cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANVIER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        yield
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Workers shared by all tests."""

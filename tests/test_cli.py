@@ -3,201 +3,217 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from commands import SMALL, call, ended, losses, metrics, started
 from ranvier.cli import main, parse
 from ranvier.errors import PlanError
+from ranvier.launch import free_port
 from ranvier.run import ModelConfig, Run, TrainConfig, load
-from ranvier.train.trainer import claim
+from ranvier.train.folder import claim
 
 FAULT = """
 import os
 from ranvier.train import trainer
-take = trainer.Trainer.step
-def step(self, number):
-    if self.grid.rank == 1 and number == 1:
+take = trainer.Trainer.issue
+def issue(self, *arguments, **options):
+    if self.grid.rank == 1 and self.step == 1:
         {action}
-    return take(self, number)
-trainer.Trainer.step = step
+    return take(self, *arguments, **options)
+trainer.Trainer.issue = issue
 """
 BROKEN = """
 from ranvier.comm import pairs, verbs
 verbs.reduce_scatter = lambda x, axis, dim=0: verbs.Pending(pairs.take(x, axis, dim).clone())
 """
+FIELDS = {
+    *("step", "tokens", "loss", "lr", "grad_norm", "seconds", "tokens_per_second", "mfu"),
+    *("mfu_full", "memory", "exposed_communication_seconds"),
+}
 
 
-def ranvier(
-    folder: Path, *words: str, patch: str = "", environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run the command in a folder; `patch` is code that every process runs first."""
-    (folder / "sitecustomize.py").write_text(patch)
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-m", "ranvier", *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path, **(environment or {})},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def metrics(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-SMALL = ["--data.max-bytes", "50000", "--data.seq", "32", "--model.layers", "2"]
-
-
-def test_any_grid_trains_to_the_same_losses(tmp_path: Path) -> None:
-    words = ["train", *SMALL, "--train.steps", "5"]
-    one = ranvier(tmp_path, *words, "--train.out", "one")
-    assert one.returncode == 0, one.stderr
-    grid = ["--nproc", "4", "--plan.col", "2", "--plan.depth", "2"]
-    many = ranvier(tmp_path, *words, *grid, "--train.out", "many", "--train.trace", "True")
-    assert many.returncode == 0, many.stderr
-    a, b = metrics(tmp_path / "one"), metrics(tmp_path / "many")
-    assert [row["loss"] for row in a] == pytest.approx([row["loss"] for row in b], abs=1e-4)
-    assert [row["tokens"] for row in a] == [row["tokens"] for row in b]
-    assert a[0]["loss"] > a[-1]["loss"]
-    assert set(a[0]) >= {
-        "step",
-        "tokens",
-        "loss",
-        "lr",
-        "grad_norm",
-        "seconds",
-        "tokens_per_second",
-    }
-    assert "hidden" in many.stdout and "reduce_scatter" in many.stdout
-    trace = json.loads((tmp_path / "many" / "trace-rank3.json").read_text())
-    assert len(trace["traceEvents"]) > 50
-    assert load(tmp_path / "many" / "config.toml").plan.col == 2
-
-
-def test_torchrun_environment_is_understood(tmp_path: Path) -> None:
-    from ranvier.launch import free_port
-
-    port = str(free_port())
-    ranks = []
-    for rank in ("0", "1"):
-        environment = {
-            "RANK": rank,
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        words = ["train", *SMALL, "--train.steps", "2", "--train.out", "run", "--plan.row", "2"]
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "ranvier", *words],
-                cwd=tmp_path,
-                env={**os.environ, **environment},
-                stdout=subprocess.PIPE,
-                text=True,
+def test_every_start_and_every_grid_gives_the_same_losses(folder: Path) -> None:
+    """One process, `--nproc`, `torchrun`'s and `srun`'s variables."""
+    words = ["train", *SMALL, "--train.steps", "4", "--checkpoint.every", "-1"]
+    assert call(*words, "--train.out", "one", "--nproc", "1") == 0
+    many = ["--nproc", "4", "--plan.col", "2", "--plan.depth", "2", "--train.trace", "True"]
+    code, out, errors = ended(started(folder, *words, *many, "--train.out", "many"))
+    assert code == 0, errors
+    assert "hidden" in out and "reduce_scatter" in out
+    port, job = str(free_port()), str(free_port())
+    slurm = {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "here", "SLURM_NTASKS": "2"}
+    torchrun = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, environment, rank in (("torch", torchrun, "RANK"), ("slurm", slurm, "SLURM_PROCID")):
+        local = {"SLURM_LOCALID": "0"} if name == "slurm" else {}
+        ranks = [
+            started(
+                folder,
+                *(*words, "--train.out", name, "--plan.row", "2"),
+                environment={**environment, **local, rank: number},
             )
-        )
-    texts = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    assert "row 2" in texts[0] and texts[1] == ""
-    assert len(metrics(tmp_path / "run")) == 2
+            for number in ("0", "1")
+        ]
+        ends = [ended(one) for one in ranks]
+        assert [code for code, _, _ in ends] == [0, 0], ends
+        assert "row 2" in ends[0][1] and ends[1][1] == ""
+    one = losses(folder / "one")
+    for name in ("many", "torch", "slurm"):
+        assert losses(folder / name) == pytest.approx(one, abs=1e-4)
+        assert [row["tokens"] for row in metrics(folder / name)] == [256, 512, 768, 1024]
+    assert one[0] > one[-1] and set(metrics(folder / "one")[0]) >= FIELDS
+    trace = json.loads((folder / "many" / "trace-rank3.json").read_text())
+    assert len(trace["traceEvents"]) > 50
+    assert load(folder / "many" / "config.toml").plan.col == 2
 
 
-def test_a_rank_that_raises_ends_all_with_its_message(tmp_path: Path) -> None:
+def test_a_rank_that_raises_ends_all_with_its_message(folder: Path) -> None:
     start = time.monotonic()
     patch = FAULT.format(action="raise RuntimeError('disk on fire')")
     words = ["train", *SMALL, "--nproc", "2", "--plan.row", "2", "--train.out", "run"]
-    end = ranvier(tmp_path, *words, patch=patch)
-    assert end.returncode == 70
-    assert "rank 1: " in end.stderr and "disk on fire" in end.stderr
-    assert "CommunicationError" not in end.stderr, (
-        "the broken connection of rank 0 is not the cause"
-    )
+    code, _, errors = ended(started(folder, *words, patch=patch))
+    assert code == 70
+    assert "rank 1: " in errors and "disk on fire" in errors
+    assert "CommunicationError" not in errors, "the broken connection of rank 0 is not the cause"
     assert time.monotonic() - start < 30
-    assert len(metrics(tmp_path / "run")) == 1
+    report = (folder / "run" / "report.html").read_text()
+    assert len(metrics(folder / "run")) == 1 and "failed" in report
 
 
-def test_a_rank_that_is_killed_ends_all(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_ends_all(folder: Path) -> None:
     patch = FAULT.format(action="os.kill(os.getpid(), 9)")
     words = ["train", *SMALL, "--nproc", "2", "--plan.depth", "2", "--train.out", "run"]
-    end = ranvier(tmp_path, *words, patch=patch)
-    assert end.returncode not in (0, 1, 2), end.stderr
-    assert "Traceback" not in end.stderr and end.stderr.strip()
+    code, _, errors = ended(started(folder, *words, patch=patch))
+    assert code not in (0, 1, 2), errors
+    assert "Traceback" not in errors and errors.strip()
 
 
-def test_verify_passes_on_grids_and_fails_on_a_broken_collective(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(
+def test_verify_passes_on_grids_and_fails_on_a_broken_collective(folder: Path) -> None:
+    (folder / "run.toml").write_text(
         '[model]\nsize = "llama3-8b"\nkv_heads = 1\nvocab = 128259\nbias = true\n'
         "[plan]\nrow = 2\nbatch = 8\n"
     )
-    good = ranvier(tmp_path, "verify", "run.toml")
-    assert good.returncode == 0, good.stdout + good.stderr
-    assert "verified: the grid equals one process" in good.stdout
-    assert "32 heads, 1 kv heads" in good.stdout and "all as predicted" in good.stdout
-    assert "vocab 25," in good.stdout  # 128259 and 25 are odd
-    bad = ranvier(tmp_path, "verify", "run.toml", patch=BROKEN)
-    assert bad.returncode == 1
-    assert "DIFFERS" in bad.stdout and "FAILED" in bad.stdout
+    code, out, errors = ended(started(folder, "verify", "run.toml"))
+    assert code == 0, out + errors
+    assert "verified: the grid equals one process" in out
+    assert "32 heads, 1 kv heads" in out and "all as predicted" in out
+    assert "vocab 25," in out  # 128259 and 25 are odd
+    code, out, _ = ended(started(folder, "verify", "run.toml", patch=BROKEN))
+    assert code == 1
+    assert "DIFFERS" in out and "FAILED" in out
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["fly"], "'fly' is no verb. Verbs are train, verify"),
-        (["train", "--plan.row", "4"], "needs a multiple of 4 ranks, but 1 is there"),
-        (["train", "--plan.pipe", "2", "--nproc", "2"], "pipe=2: the pipe axis has no runtime yet"),
-        (["train", "--model.size", "llama9"], "model.size='llama9' is not known"),
-        (["train", "--model.vocab", "100"], "smaller than the 257 tokens"),
-        (["train", "missing.toml"], "missing.toml cannot be read"),
-        (["train", "bad.toml"], "plan.rwo is not a setting. Did you mean 'row'?"),
-        (["train", "--plan.rwo", "2"], "plan.row"),
-        (["train", "--data.seq", "0"], "data.seq=0 is too small"),
-        (["train", "--nproc", "-1"], "nproc=-1, but none are started yet"),
-        (["verify", "--nproc", "-1"], "nproc=-1, but none are started yet"),
-        (["train", "--model.kv-heads", "0"], "model.kv_heads=0 is too small"),
-        (["train", "--optim.beta1", "1.0"], "optim.beta1=1.0 is no share"),
-        (["train", "--optim.warmup", "-5"], "optim.warmup=-5 is too small"),
-        (["train", "--train.backend", "nccl"], "nccl needs CUDA devices"),
-    ],
-)
+BAD_FILES = {
+    "bad.toml": b"[plan]\nrwo = 2\n",
+    "type.toml": b'[train]\nsteps = "ten"\n',
+    "broken.toml": b"[plan\n",
+    "empty.txt": b"",
+    "latin.txt": b"caf\xe9 au lait",
+    "text.jsonl": b'{"text": "one"}\n{"txet": "two"}\n',
+    "broken.jsonl": b'{"text": "one"\n',
+    "list.jsonl": b'{"text": ["one"]}\n',
+    "cut.jsonl.gz": b"\x1f\x8b\x08\x00\x00\x00",
+    "bad.parquet": b"PAR1",
+    "pair.bin": b"\0\0",
+    "pair.idx": b"MMIDIDX\0\0\1",
+    "text.docx": b"what",
+    "words.json": b"{}",
+    "good.txt": b"some text " * 50,
+}
+MISTAKES: list[tuple[list[str], str]] = [
+    (["fly"], "'fly' is no verb. Verbs are train, "),
+    (["trian"], "Did you mean 'train'?"),
+    (["train", "--nproc", "3", "--plan.row", "2"], "needs a multiple of 2 ranks, but 3 are there"),
+    (["train", "--plan.pipe", "2", "--nproc", "2"], "pipe=2: the pipe axis has no runtime yet"),
+    (["train", "--model.size", "llama9"], "model.size='llama9' is not known"),
+    (["train", "--model.vocab", "100"], "model.vocab=100 is smaller than"),
+    (["train", "missing.toml"], "missing.toml cannot be read"),
+    (["train", "bad.toml"], "plan.rwo is not a setting. Did you mean 'row'?"),
+    (["train", "type.toml"], "train.steps='ten' is not valid. It must be a whole number"),
+    (["train", "broken.toml"], "is no TOML"),
+    (["train", "nowhere", "more"], "One file or run is read"),
+    (["train", "--plan.rwo", "2"], "plan.row"),
+    (["train", "--train.steps", "ten"], "ten"),
+    (["train", "--train.dtype", "fp8"], "bf16"),
+    (["train", "--data.seq", "0"], "data.seq=0 is too small"),
+    (["train", "--data.held-out", "1.5"], "data.held_out=1.5 is no share"),
+    (["train", "--nproc", "-1"], "nproc=-1, but none are started yet"),
+    (["verify", "--nproc", "-1"], "nproc=-1, but none are started yet"),
+    (["train", "--model.kv-heads", "0"], "model.kv_heads=0 is too small"),
+    (["train", "--model.kv-heads", "3"], "kv_heads=3 does not divide heads=8"),
+    (["train", "--optim.beta1", "1.0"], "optim.beta1=1.0 is no share"),
+    (["train", "--optim.lr", "nan"], "optim.lr=nan is no finite number"),
+    (["train", "--optim.lr", "-1"], "optim.lr=-1.0 is too small"),
+    (["train", "--optim.warmup", "500"], "optim.warmup=500 is longer than train.steps"),
+    (["train", "--plan.batch", "7"], "batch=7"),
+    (["train", "--train.backend", "nccl"], "nccl needs CUDA devices"),
+    (["train", "--train.device", "cuda"], "torch sees no CUDA device"),
+    (["train", "--checkpoint.every", "-2"], "checkpoint.every=-2 is too small"),
+    (["train", "--data.corpus", "missing.txt"], "missing.txt"),
+    (["train", "--data.corpus", "empty.txt"], "empty.txt"),
+    (["train", "--data.corpus", "latin.txt"], "latin.txt"),
+    (["train", "--data.corpus", "text.jsonl"], "text.jsonl"),
+    (["train", "--data.corpus", "broken.jsonl"], "broken.jsonl"),
+    (["train", "--data.corpus", "list.jsonl"], "list.jsonl"),
+    (["train", "--data.corpus", "cut.jsonl.gz"], "cut.jsonl.gz"),
+    (["train", "--data.corpus", "bad.parquet"], "bad.parquet"),
+    (["train", "--data.corpus", "pair.bin"], "pair.idx"),
+    (["train", "--data.corpus", "text.docx"], "text.docx"),
+    (["train", "--data.corpus", "nothing-here"], "nothing-here"),
+    (["train", "--data.tokenizer", "words.json"], "words.json"),
+    (["train", "--data.tokenizer", "bpe"], "bpe"),
+    (["train", "--data.corpus", "good.txt", "--data.weights", "1", "2"], "data.weights has 2"),
+    (["train", "--data.corpus", "good.txt", "--data.weights", "-1"], "data.weights"),
+    (["train", "--data.corpus", "good.txt", "--data.weights", "0"], "data.weights are all 0"),
+    (["data", "prepare"], "was given no file"),
+    (["data", "prepare", "missing.txt"], "missing.txt"),
+    (["data", "polish"], "'polish' is no verb"),
+    (["data", "show", "."], "corpus.json"),
+    (["generate", "nowhere"], "is no run"),
+    (["report", "nowhere"], "is no run"),
+    (["report"], "was given 0 paths"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), MISTAKES, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
 def test_mistakes_end_with_one_message(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    says: str,
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
 ) -> None:
-    (tmp_path / "bad.toml").write_text("[plan]\nrwo = 2\n")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as end:
-        main(words)
+    for name, content in BAD_FILES.items():
+        (folder / name).write_bytes(content)
+    if words[0] == "train" and "--data.corpus" not in words and "--data.tokenizer" not in words:
+        words = [*words, "--data.tokenizer", "bytes", "--data.max-bytes", "50000"]
+    assert call(*words) in (64, 65)
     text = "".join(capsys.readouterr())
-    assert end.value.code in (64, 65), text
-    assert says in text and "Traceback" not in text
-    assert list(tmp_path.iterdir()) == [tmp_path / "bad.toml"], "nothing was begun"
+    assert says in text and "Traceback" not in text, text
+    assert {path.name for path in folder.iterdir()} == set(BAD_FILES), "nothing was begun"
 
 
-def test_all_problems_come_at_once(tmp_path: Path) -> None:
+def test_all_problems_come_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--plan.row", "3", "--plan.col", "5", "--plan.context", "2", "--data.seq", "32"]
-    end = ranvier(tmp_path, "train", "--nproc", "30", *words)
-    assert end.returncode == 64
+    assert call("train", "--nproc", "30", *words) == 64
+    text = capsys.readouterr().err
     for part in ("context=2", "heads=8", "embed=192", "seq=32", "micro_batch=8"):
-        assert part in end.stderr, end.stderr
+        assert part in text, text
 
 
 def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--help"], ["train", "--help"]):
+    verbs = (["train"], ["generate"], ["data", "prepare"], ["verify"], ["doctor"], ["report"], [])
+    for words in verbs:
         with pytest.raises(SystemExit) as end:
-            main(words)
+            main([*words, "--help"])
         assert end.value.code == 0
     text = capsys.readouterr().out
     assert "usage: ranvier VERB" in text and "--plan.row" in text and "Megatron" in text
+    assert "--prompt" in text and "--tokenizer" in text
 
 
 def test_the_last_size_counts_and_a_file_keeps_its_other_settings(tmp_path: Path) -> None:
@@ -208,18 +224,16 @@ def test_the_last_size_counts_and_a_file_keeps_its_other_settings(tmp_path: Path
     assert (run.model.embed, run.model.layers) == (ModelConfig.of("tiny").embed, 3)
 
 
-def test_runs_claim_directories_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert [claim(Run()) for _ in range(3)] == ["runs/tiny", "runs/tiny-2", "runs/tiny-3"]
-    (tmp_path / "runs/tiny/metrics.jsonl").touch()
-    with pytest.raises(PlanError, match="holds a run already"):
+def test_runs_claim_directories_of_their_own(folder: Path) -> None:
+    assert [str(claim(Run())[0]) for _ in range(3)] == ["runs/tiny", "runs/tiny-2", "runs/tiny-3"]
+    (folder / "runs/tiny/metrics.jsonl").touch()
+    with pytest.raises(PlanError, match="holds metrics without a config"):
         claim(Run(train=TrainConfig(out="runs/tiny")))
 
 
-def test_a_run_that_cannot_write_says_so(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    end = ranvier(tmp_path, "train", *SMALL, "--train.out", "file")
-    assert end.returncode == 73 and "Traceback" not in end.stderr
-    assert "File exists" in end.stderr and "choose another train.out" in end.stderr
+def test_a_run_that_cannot_write_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "file").touch()
+    assert call("train", *SMALL, "--train.out", "file", "--nproc", "1") == 73
+    text = capsys.readouterr().err
+    assert "Traceback" not in text
+    assert "File exists" in text and "choose another train.out" in text

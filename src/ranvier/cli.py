@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TypeVar
 
 from ranvier import launch
 from ranvier import run as runs
@@ -17,66 +17,137 @@ from ranvier.launch import Ranks
 from ranvier.run import ModelConfig, Run
 
 USAGE = """\
-usage: ranvier VERB [run.toml] [--nproc N] [--section.setting VALUE ...]
+usage: ranvier VERB ...
 
-  train     train a model; without arguments a small one on the standard library's sources
-  verify    compare the configured grid with one process on a shrunk model, in float64
+  train [run.toml | RUN]     train a model; without arguments a small one on the texts of Python's
+                             standard library; a RUN (its directory) is continued
+  generate RUN --prompt ...  text from the newest checkpoint of a run
+  report RUN                 write report.html of a run again
+  data prepare FILE ...      tokenize corpora once, into memory-mapped shards
+  data show DIR              what a prepared corpus holds
+  verify [run.toml]          compare the configured grid with one process, shrunk, in float64
+  doctor                     what this machine has, what is missing and how to get it
 
 `ranvier VERB --help` lists all settings. Examples:
   ranvier train
-  ranvier train --nproc 8 --plan.row 2 --plan.col 2 --plan.depth 2 --train.steps 5
-  ranvier verify --plan.row 4 --plan.depth 2
+  ranvier train --data.corpus my.jsonl --train.steps 500
+  ranvier train --plan.row 2 --plan.col 2 --plan.depth 2 --train.steps 5
+  ranvier generate runs/tiny --prompt "def main("
   torchrun --nproc-per-node 8 -m ranvier train --plan.row 8
+  srun ranvier train run.toml
 """
 USAGE_ERROR = 64
+Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(Run):
-    """What a verb is given: a run, and how many local ranks to start."""
+    """What train and verify are given: a run, and how many local ranks to start."""
 
     nproc: int = 0
-    """Local ranks to start; 0: one (train), or as many as the plan needs (verify)."""
+    """Local ranks to start; 0: as many as the plan needs, else one for each GPU, or two on a CPU
+    (train), or one (verify)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """Tokenize corpora once, into memory-mapped shards (Megatron pairs) with a fingerprint."""
+
+    out: str = ""
+    """Directory to make; empty: data/ and the name of the first file."""
+    tokenizer: str = "standard"
+    """standard: byte pairs learnt from Python's standard library; bytes; train: learn one from
+    these files; or a tokenizer.json."""
+    vocab: int = 4096
+    """Tokens of a tokenizer that is trained."""
+    field: str = "text"
+    """Key of a .jsonl record, or column of a .parquet file, that holds the text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Text from a checkpoint of a run."""
+
+    prompt: str = ""
+    """What the text begins with."""
+    tokens: int = 100
+    """Most tokens to say."""
+    temperature: float = 0.8
+    """0: always the likeliest token; higher: more surprising."""
+    top_k: int = 50
+    """Draw from this many likeliest tokens; 0: from all."""
+    seed: int = 0
+    """Of the draw."""
+    step: int = -1
+    """Checkpoint after this step; -1: the newest."""
+    device: str = "cpu"
+    """cpu or cuda."""
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """No settings."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a verb; exits with its code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    verbs: dict[str, Callable[[Arguments], int]] = {"train": _train, "verify": _verify}
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
         raise SystemExit(0 if words else USAGE_ERROR)
-    if words[0] not in verbs:
-        print(f"ranvier: {words[0]!r} is no verb. Verbs are {', '.join(verbs)}.", file=sys.stderr)
-        raise SystemExit(USAGE_ERROR)
     with launch.reported(Ranks()):
-        code = verbs[words[0]](parse(words[0], words[1:]))
+        if words[0] not in VERBS:
+            near = runs.nearest(words[0], VERBS)
+            raise PlanError(f"{words[0]!r} is no verb.{near} Verbs are {', '.join(VERBS)}.")
+        code = VERBS[words[0]](words[1:])
     raise SystemExit(code)
 
 
-def parse(verb: str, words: Sequence[str]) -> Arguments:
-    """Settings from defaults, then the file, then options."""
+def asked(kind: type[Config], default: Config, verb: str, words: Sequence[str]) -> Config:
+    """The settings that options change in a default."""
     import tyro
 
-    words = list(words)
-    file = words.pop(0) if words and not words[0].startswith("-") else None
-    size = _option(words, "--model.size")
-    if file is not None:
-        run = runs.load(Path(file), size=size)
-    else:
-        run = Run() if size is None else Run(model=ModelConfig.of(size))
-    default = Arguments(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)})
     try:
-        parsed: Arguments = tyro.cli(
-            Annotated[Arguments, tyro.conf.arg(name="")],
-            prog=f"ranvier {verb} [run.toml]",
-            args=words,
+        settings: Config = tyro.cli(
+            kind,
+            prog=f"ranvier {verb}",
+            args=list(words),
             default=default,
             config=(tyro.conf.FlagConversionOff,),
         )
     except SystemExit as stop:
         raise SystemExit(USAGE_ERROR if stop.code else 0) from None
-    return parsed
+    return settings
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words before the first option, and the rest."""
+    first = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    return list(words[:first]), list(words[first:])
+
+
+def parse(verb: str, words: Sequence[str]) -> Arguments:
+    """Settings from defaults, then the file or the run, then options."""
+    files, options = split(words)
+    if len(files) > 1:
+        raise PlanError(
+            f"{files[1]!r} follows {files[0]!r}. One file or run is read. Leave it out."
+        )
+    size = _option(options, "--model.size")
+    if files and Path(files[0]).is_dir():
+        if not (Path(files[0]) / "config.toml").exists():
+            raise PlanError(
+                f"{files[0]} is a directory without config.toml. Give a TOML file, or the "
+                "directory of a run to continue it."
+            )
+        run = runs.load(Path(files[0]) / "config.toml", size=size)
+        run = replace(run, train=replace(run.train, out=files[0]))
+    elif files:
+        run = runs.load(Path(files[0]), size=size)
+    else:
+        run = Run() if size is None else Run(model=ModelConfig.of(size))
+    default = Arguments(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)})
+    return asked(Arguments, default, f"{verb} [run.toml]", options)
 
 
 def _option(words: Sequence[str], name: str) -> str | None:
@@ -106,33 +177,42 @@ def _run(arguments: Arguments) -> Run:
     return Run(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(Run)})
 
 
-def _train(arguments: Arguments) -> int:
-    """Check, then train here or start local ranks that do."""
-    from ranvier.train import trainer
+def _train(words: Sequence[str]) -> int:
+    """Check, tokenize, then train here or start local ranks that do."""
+    arguments = parse("train", words)
+    from ranvier.train import corpora, show, train
 
-    me, world = _world(arguments, 1)
-    run = _run(arguments).check(world)
-    trainer.check_data(run)
+    run = _run(arguments)
+    me, world = _world(arguments, train.ranks_of(run))
+    run = run.check(world)
+    show.check_log(run)
+    train.settled(run, train.device_of(run, me or Ranks()))
+    train.backend_of(run, me or Ranks(), train.device_of(run, me or Ranks()))
     task = functools.partial(_train_rank, run)
-    if me is None and world > 1:
-        return launch.start(world, task, preload=["ranvier.train.trainer"])
-    with launch.reported(me or Ranks()):
-        return task(me or Ranks())
+    if me is not None:
+        with launch.reported(me):
+            return task(me, stored=None)
+    stored = corpora.stored(run)
+    train.opened(run, stored)  # what is wrong with the data is said before any rank starts
+    if world > 1:
+        task = functools.partial(task, stored=stored)
+        return launch.start(world, task, preload=["ranvier.train.train"])
+    return task(Ranks(), stored=stored)
 
 
-def _train_rank(run: Run, me: Ranks) -> int:
-    from ranvier.train import trainer
+def _train_rank(run: Run, me: Ranks, *, stored: list[str] | None) -> int:
+    from ranvier.train import train
 
-    backend = trainer.backend_of(run, me, trainer.device_of(run, me))
-    with launch.joined(me, backend, run.train.timeout):
-        trainer.train(run, me)
-    return 0
+    device = train.device_of(run, me)
+    with launch.joined(me, train.backend_of(run, me, device), run.train.timeout):
+        return train.train(run, me, stored)
 
 
-def _verify(arguments: Arguments) -> int:
+def _verify(words: Sequence[str]) -> int:
     """Shrink, then compare on as many local ranks as the plan needs."""
     from ranvier import verify
 
+    arguments = parse("verify", words)
     run = _run(arguments)
     me, world = _world(arguments, verify.world_of(run.plan))
     run = run.check(world)
@@ -153,3 +233,77 @@ def _verify_rank(run: Run, me: Ranks) -> int:
 
     with launch.joined(me, "gloo", run.train.timeout):
         return verify.verify(run, me)
+
+
+def _data(words: Sequence[str]) -> int:
+    """prepare or show."""
+    verbs: dict[str, Callable[[Sequence[str]], int]] = {"prepare": _prepare, "show": _data_show}
+    if not words or words[0] not in verbs:
+        if words[:1] in (["--help"], ["-h"]):
+            print(USAGE, end="")
+            return 0
+        what = f"data {words[0]!r} is no verb" if words else "data needs a verb"
+        raise PlanError(f"{what}. Verbs are {', '.join(verbs)}. See ranvier --help.")
+    return verbs[words[0]](words[1:])
+
+
+def _prepare(words: Sequence[str]) -> int:
+    from ranvier.train import corpora
+
+    inputs, options = split(words)
+    settings = asked(Prepare, Prepare(), "data prepare FILE ...", options)
+    return corpora.prepare(inputs, **dataclasses.asdict(settings))
+
+
+def _data_show(words: Sequence[str]) -> int:
+    from ranvier.train import corpora
+
+    return corpora.show(Path(_one("data show", "a prepared corpus", words)))
+
+
+def _generate(words: Sequence[str]) -> int:
+    from ranvier.infer import sample
+
+    folders, options = split(words)
+    settings = asked(Generate, Generate(), "generate RUN", options)
+    folder = Path(_one("generate", "a run", folders))
+    return sample.say(folder, **dataclasses.asdict(settings))
+
+
+def _report(words: Sequence[str]) -> int:
+    from ranvier.infer.sample import run_of
+    from ranvier.train import report
+
+    folder = Path(_one("report", "a run", words))
+    run_of(folder)
+    print(report.write(folder))
+    return 0
+
+
+def _doctor(words: Sequence[str]) -> int:
+    from ranvier import doctor
+
+    asked(Nothing, Nothing(), "doctor", words)
+    return doctor.show(doctor.examine())
+
+
+def _one(verb: str, what: str, words: Sequence[str]) -> str:
+    """The only word a verb takes."""
+    names, options = split(words)
+    if options:
+        asked(Nothing, Nothing(), f"{verb} PATH", options)
+    if len(names) != 1:
+        raise PlanError(
+            f"{verb} was given {len(names)} paths. It reads {what}. Write: ranvier {verb} PATH."
+        )
+    return names[0]
+
+
+VERBS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": _train,
+    "generate": _generate,
+    "report": _report,
+    "data": _data,
+    "verify": _verify,
+    "doctor": _doctor,
+}

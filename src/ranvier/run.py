@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import tomllib
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +34,7 @@ class ModelConfig(DecoderConfig):
         """The config of a named size."""
         if size not in SIZES:
             raise PlanError(
-                f"model.size={size!r} is not known.{_nearest(size, SIZES)} "
+                f"model.size={size!r} is not known.{nearest(size, SIZES)} "
                 f"Sizes are {', '.join(SIZES)}."
             )
         return cls(size=size, **dataclasses.asdict(SIZES[size]))
@@ -50,14 +51,26 @@ class ModelConfig(DecoderConfig):
 class DataConfig:
     """What the model reads."""
 
-    corpus: Literal["stdlib"] = "stdlib"
-    """stdlib: the sources of the running Python's standard library, as bytes."""
+    corpus: tuple[str, ...] = ("stdlib",)
+    """Files (.txt, .jsonl, .jsonl.gz, .parquet), Megatron pairs (.bin/.idx), directories of these
+    or what `ranvier data prepare` made; stdlib: the texts of the running Python's own library."""
+    weights: tuple[float, ...] = ()
+    """Share of the samples that comes from each corpus; empty: by their number of tokens."""
+    tokenizer: str = "standard"
+    """standard: byte pairs learnt from the standard library; bytes; or a tokenizer.json. Corpora
+    that are tokenized already keep theirs."""
+    field: str = "text"
+    """Key of a .jsonl record, or column of a .parquet file, that holds the text."""
     seq: int = 128
     """Tokens of a sample."""
     packed: bool = True
     """Attention and positions stay inside a document where a sample holds several."""
+    held_out: float = 0.02
+    """Share of the documents, chosen by their hash, that is kept from training for evaluation."""
     max_bytes: int = 4_000_000
-    """How much of the corpus is read."""
+    """How much of the corpus stdlib is read."""
+    verify: bool = True
+    """Read tokenized corpora once at the start and compare digests (about 1 s a gigabyte)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +79,14 @@ class OptimConfig:
 
     lr: float = 3e-3
     """Learning rate after warm-up."""
-    warmup: int = 10
-    """Steps in which the learning rate rises to lr; then it falls as a cosine to a tenth."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """After warm-up: a cosine down, or stable and then linearly down (warm-up, stable, decay)."""
+    warmup: int = -1
+    """Steps in which the learning rate rises to lr. -1: a tenth of all steps."""
+    cooldown: float = 0.2
+    """Share of the steps after warm-up in which wsd falls."""
+    floor: float = 0.1
+    """Share of lr at the end."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95
@@ -75,33 +94,60 @@ class OptimConfig:
     eps: float = 1e-8
     """Added to the root of the second moment."""
     decay: float = 0.1
-    """Weight decay of matrices other than embeddings."""
+    """Weight decay of matrices: parameters with two named dims or more that are no embeddings."""
     clip: float = 1.0
     """Largest gradient norm; 0 is no clipping."""
+    matrix_lr: float = 1.0
+    """Factor of the learning rate of matrices."""
+    embedding_lr: float = 1.0
+    """Factor of the learning rate of embeddings (and of a head tied to one)."""
+    vector_lr: float = 1.0
+    """Factor of the learning rate of norms and biases."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """How long, where and with which numbers."""
 
-    steps: int = 100
+    steps: int = 150
     """Optimizer steps."""
     seed: int = 0
     """Of initial weights, data order and dropout."""
     out: str = ""
-    """Directory of the run; empty: a new one under runs/."""
+    """Directory of the run; empty: a new one under runs/. One that holds a run is continued."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda if there is one."""
-    dtype: Literal["auto", "fp64", "fp32", "bf16"] = "auto"
-    """Of weights and activations. auto: fp32 on cpu, bf16 on cuda."""
+    """auto: cuda (also AMD's ROCm) if there is one."""
+    dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
+    """Of weights and activations. auto: fp32 on cpu, on cuda bf16 or, on devices without it, fp16
+    with a dynamic loss scale."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl on cuda with a device for each rank, else gloo."""
+    evaluate: int = 50
+    """Steps between evaluations of the held-out loss (also at both ends); 0: none."""
+    evaluate_samples: int = 64
+    """Held-out samples of an evaluation."""
+    log: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where metrics go besides metrics.jsonl; needs the extra `log`."""
+    prompt: str = "def "
+    """What the sample of text at the end begins with; empty: no sample."""
     trace: bool = False
     """Record the communication of the last step: a table, and trace-rank*.json for Perfetto."""
     debug: bool = False
     """Compare every collective between its ranks before it runs (slow)."""
     timeout: float = 600.0
     """Seconds after which a collective that waits for a lost rank is an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is kept to go on from."""
+
+    every: int = 0
+    """Steps between checkpoints; 0: only at the end and when stopped; -1: never."""
+    keep: int = 2
+    """Newest checkpoints that are kept; 0: all."""
+    other_data: bool = False
+    """Go on from a checkpoint although the data has another fingerprint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +159,10 @@ class Run:
     optim: OptimConfig = field(default_factory=OptimConfig)
     plan: Plan = field(default_factory=Plan)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def check(self, world: int) -> Run:
-        """The run with its plan resolved for `world` ranks, or a PlanError with every problem."""
+        """The run with plan and warm-up resolved for `world` ranks, or every problem at once."""
         problems = list(self._problems())
         if any(value < 1 for value in self.model.sizes.values()):
             raise PlanError(problems)
@@ -125,20 +172,57 @@ class Run:
             raise PlanError([*problems, *error.problems]) from None
         if problems:
             raise PlanError(problems)
-        return dataclasses.replace(self, plan=plan)
+        warmup = self.train.steps // 10 if self.optim.warmup == -1 else self.optim.warmup
+        return dataclasses.replace(
+            self, plan=plan, optim=dataclasses.replace(self.optim, warmup=warmup)
+        )
 
     def _problems(self) -> Iterator[str]:
-        for name, least in LEAST.items():
-            section, _, key = name.partition(".")
-            value = getattr(getattr(self, section), key)
-            if not value >= least:  # not a number is not
+        for name, value in self._numbers():
+            least = LEAST.get(name)
+            if isinstance(value, float) and not math.isfinite(value):
+                yield f"{name}={value} is no finite number. Use {least or 1.0}."
+            elif least is not None and value < least:
                 yield f"{name}={value} is too small. It is at least {least}. Use {least} or more."
-        for name, value in (("beta1", self.optim.beta1), ("beta2", self.optim.beta2)):
-            if not 0.0 <= value < 1.0:
-                yield f"optim.{name}={value} is no share. It lies in [0, 1). Use 0.9."
+            if name in SHARES and not 0.0 <= value < 1.0:
+                yield f"{name}={value} is no share. It lies in [0, 1). Use {SHARES[name]}."
+        yield from self._model_problems()
+        yield from self._data_problems()
+        if self.optim.warmup > self.train.steps:
+            yield (
+                f"optim.warmup={self.optim.warmup} is longer than train.steps={self.train.steps}. "
+                f"The learning rate must get where it rises to. Use at most {self.train.steps}."
+            )
+
+    def _numbers(self) -> Iterator[tuple[str, float]]:
+        """Dotted name and value of every number."""
+        for section in dataclasses.fields(self):
+            for key, value in dataclasses.asdict(getattr(self, section.name)).items():
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
+                    yield f"{section.name}.{key}", value
+
+    def _data_problems(self) -> Iterator[str]:
+        data = self.data
+        if not data.corpus or not all(data.corpus):
+            yield (
+                f"data.corpus={list(data.corpus)} names no corpus. A run needs one at least. "
+                "Use data.corpus=['stdlib'] or paths."
+            )
+        if data.weights and len(data.weights) != len(data.corpus):
+            yield (
+                f"data.weights has {len(data.weights)} numbers for {len(data.corpus)} corpora. "
+                "Each corpus has its weight. Give as many, or none."
+            )
+        if data.weights and not all(0.0 <= weight < math.inf for weight in data.weights):
+            yield (
+                f"data.weights={list(data.weights)} are no shares. A weight is a finite number "
+                "from 0. Use for example 0.7 0.3."
+            )
+        elif data.weights and not any(data.weights):
+            yield "data.weights are all 0. One corpus must be read. Give one a weight above 0."
+
+    def _model_problems(self) -> Iterator[str]:
         model = self.model
-        if not 0.0 <= model.dropout < 1.0:
-            yield f"model.dropout={model.dropout} is no share. It lies in [0, 1). Use 0.1."
         if model.kv_heads > 0 and model.heads % model.kv_heads:
             yield (
                 f"kv_heads={model.kv_heads} does not divide heads={model.heads}. Each kv head "
@@ -159,17 +243,39 @@ class Run:
 LEAST: dict[str, float] = {
     **{f"model.{dim}": 1 for dim in ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")},
     "model.vocab": 1,
+    "model.max_seq": 1,
+    "model.rope_theta": 1.0,
+    "model.rope_scale": 1.0,
+    "model.norm_eps": 0.0,
+    "model.init_std": 0.0,
     "data.seq": 1,
     "data.max_bytes": 1,
     "optim.lr": 0.0,
-    "optim.warmup": 0,
-    "optim.eps": 0.0,
+    "optim.warmup": -1,
+    "optim.eps": 1e-30,
     "optim.decay": 0.0,
     "optim.clip": 0.0,
+    "optim.matrix_lr": 0.0,
+    "optim.embedding_lr": 0.0,
+    "optim.vector_lr": 0.0,
     "train.steps": 1,
+    "train.seed": 0,
+    "train.evaluate": 0,
+    "train.evaluate_samples": 1,
     "train.timeout": 1.0,
+    "checkpoint.every": -1,
+    "checkpoint.keep": 0,
 }
 """The smallest value of each number that has one."""
+SHARES: dict[str, float] = {
+    "optim.beta1": 0.9,
+    "optim.beta2": 0.95,
+    "optim.cooldown": 0.2,
+    "optim.floor": 0.1,
+    "model.dropout": 0.1,
+    "data.held_out": 0.02,
+}
+"""Numbers in [0, 1), and a usual value of each."""
 
 
 def load(path: Path, *, size: str | None = None) -> Run:
@@ -205,7 +311,7 @@ def _fill(config: Any, table: Mapping[str, Any], path: str) -> Any:
     for key, value in table.items():
         if key not in types_of:
             raise PlanError(
-                f"{path}{key} is not a setting.{_nearest(key, types_of)} "
+                f"{path}{key} is not a setting.{nearest(key, types_of)} "
                 f"Settings here are {', '.join(types_of)}."
             )
         old = getattr(config, key)
@@ -231,7 +337,7 @@ def _typed(value: Any, kind: Any, path: str) -> Any:
     elif origin is tuple:
         inner = typing.get_args(kind)[0]
         if not isinstance(value, (list, tuple)):
-            raise PlanError(f'{path}={value!r} is no list. Write ["dx", "dw"].')
+            raise PlanError(f"{path}={value!r} is no list. Write {path} = [{json.dumps(value)}].")
         return tuple(_typed(one, inner, path) for one in value)
     elif kind is float:
         good, rule = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
@@ -246,7 +352,8 @@ def _typed(value: Any, kind: Any, path: str) -> Any:
     return value
 
 
-def _nearest(key: str, known: typing.Iterable[str]) -> str:
+def nearest(key: str, known: Iterable[str]) -> str:
+    """A guess at what was meant, as a sentence."""
     close = difflib.get_close_matches(key, list(known), 1)
     return f" Did you mean {close[0]!r}?" if close else ""
 

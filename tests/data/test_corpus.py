@@ -1,46 +1,159 @@
-"""The embedded corpus.
-
-Order by (seed, number), windows that cover it, documents that stay apart.
-"""
+"""Windows: nothing lost, targets and positions inside documents, held-out documents apart."""
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
-import torch
+from corpora import corpus_of
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ranvier.data.corpus import END, Corpus, packing, standard_library
+from ranvier.data.corpus import Corpus, Stream, Window
+from ranvier.data.prepare import document_hash
 from ranvier.errors import DataError
+from ranvier.nn.loss import IGNORE
+
+Documents = list[list[int]]
+documents = st.lists(st.lists(st.integers(0, 99), max_size=9), max_size=12)
 
 
-def test_an_epoch_reads_every_window_once_in_an_order_of_its_own() -> None:
-    corpus = Corpus.of(np.arange(1001, dtype=np.uint16), seq=10)
-    assert corpus.windows == 100
-    first = [corpus.window(k, 3) for k in range(100)]
-    second = [corpus.window(k, 3) for k in range(100, 200)]
-    assert sorted(first) == sorted(second) == list(range(100))
-    assert first != second and first != [corpus.window(k, 4) for k in range(100)]
+def opened(shards: list[Documents]) -> Corpus:
+    """A corpus in a folder that is gone when the test ends; the mapped files stay readable."""
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = corpus_of(Path(folder), *shards)
+        for pair in corpus.pairs:
+            assert pair.tokens is not None
+        return corpus
 
 
-def test_a_batch_is_its_samples_whatever_its_size() -> None:
-    corpus = Corpus.of(np.arange(1001, dtype=np.uint16), seq=10)
-    tokens, targets = corpus.batch(5, 4, seed=1)
-    assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    assert torch.equal(tokens[2:], corpus.batch(7, 2, seed=1)[0])
+def rebuilt(stream: Stream) -> Documents:
+    """The documents of a packed stream from its windows alone."""
+    found: Documents = [[]]
+    for number in range(stream.windows):
+        window = stream.window(number)
+        for i in range(stream.seq):
+            where = number * stream.seq + i
+            token, target = int(window.tokens[i]), int(window.targets[i])
+            if where >= stream.tokens:
+                assert (token, target) == (0, IGNORE)
+                continue
+            found[-1].append(token)
+            if target == IGNORE:
+                found.append([])
+    assert found.pop() == []
+    return found
 
 
-def test_documents_and_positions_restart_after_an_end() -> None:
-    documents, positions = packing(torch.tensor([[5, END, 7, 8, END, 9]]))
-    assert documents.tolist() == [[0, 0, 1, 1, 1, 2]]
-    assert positions.tolist() == [[0, 1, 0, 1, 2, 0]]
+def check_targets(stream: Stream, kept: Documents) -> None:
+    """Every pair of a token and its next in the same document occurs once."""
+    pairs = [(a, b) for one in kept for a, b in zip(one, [*one[1:], IGNORE], strict=True)]
+    windows = [stream.window(k) for k in range(stream.windows)]
+    seen = [(int(a), int(b)) for w in windows for a, b in zip(w.tokens, w.targets, strict=True)]
+    assert seen[: len(pairs)] == pairs
+    assert set(seen[len(pairs) :]) <= {(0, IGNORE)} and len(seen) - len(pairs) < stream.seq
 
 
-def test_a_corpus_shorter_than_a_sample_is_refused() -> None:
-    with pytest.raises(DataError, match=r"The corpus has 10 tokens\. A sample needs 11"):
-        Corpus.of(np.arange(10, dtype=np.uint16), seq=10)
+def check_places(stream: Stream, kept: Documents) -> None:
+    """Documents are numbered from 0 in a window, positions count from their first token there."""
+    owners = [number for number, one in enumerate(kept) for _ in one]
+    for number in range(stream.windows):
+        window = stream.window(number)
+        mine = owners[number * stream.seq : (number + 1) * stream.seq]
+        mine += [len(kept)] * (stream.seq - len(mine))
+        assert (window.documents + mine[0]).tolist() == mine
+        starts = [mine.index(owner) for owner in mine]
+        assert window.positions.tolist() == [i - start for i, start in enumerate(starts)]
 
 
-def test_the_standard_library_is_read_up_to_a_limit() -> None:
-    stream = standard_library(20_000)
-    assert 20_000 <= len(stream) < 20_100 and stream.max() == END
-    assert "import" in bytes(stream[stream < END].astype(np.uint8)).decode(errors="ignore")
+@given(st.lists(documents, min_size=1, max_size=3), st.integers(1, 13))
+def test_windows_hold_every_document_and_every_target(shards: list[Documents], seq: int) -> None:
+    kept = [one for shard in shards for one in shard if one]
+    if not kept:
+        return
+    stream = opened(shards).stream(seq)
+    assert stream is not None and stream.documents == len(kept)
+    assert stream.tokens == sum(map(len, kept))
+    assert rebuilt(stream) == kept
+    check_targets(stream, kept)
+    check_places(stream, kept)
+    for name in ("tokens", "targets", "positions", "documents"):
+        array = getattr(stream.window(0), name)
+        assert array.dtype == np.int64 and array.shape == (seq,)
+
+
+@given(documents, st.integers(1, 13))
+def test_without_packing_all_is_one_text(one: Documents, seq: int) -> None:
+    tokens = [token for document in one for token in document]
+    if not tokens:
+        return
+    stream = opened([one]).stream(seq, packed=False)
+    assert stream is not None
+    windows = [stream.window(k) for k in range(stream.windows)]
+    padding = [0] * (seq * stream.windows - len(tokens))
+    assert [int(x) for w in windows for x in w.tokens] == tokens + padding
+    targets = [int(x) for w in windows for x in w.targets]
+    assert targets == [*tokens[1:], IGNORE, *(IGNORE for _ in padding)]
+    for window in windows:
+        assert window.positions.tolist() == list(range(seq)) and not window.documents.any()
+
+
+@given(documents, st.sampled_from([0.0, 0.1, 0.5, 0.9]))
+def test_held_out_documents_are_apart_and_copies_together(one: Documents, share: float) -> None:
+    kept = [x for x in one if x]
+    aside = [x for x in kept if document_hash(np.array(x)) < share * 2**64]
+    if aside == kept:
+        aside = []
+    if not kept:
+        return
+    corpus = opened([one + one])
+    train, held_out = (corpus.stream(4, share, part) for part in ("train", "held_out"))
+    assert train is not None
+    assert rebuilt(train) == [x for x in kept if x not in aside] * 2
+    assert (rebuilt(held_out) if held_out else []) == aside * 2
+
+
+def test_about_the_share_is_held_out(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, [[i, i + 1] for i in range(2000)])
+    held_out = corpus.stream(8, 0.1, "held_out")
+    assert held_out is not None and 150 < held_out.documents < 250
+
+
+def test_only_what_lies_apart_from_the_rest_can_be_trained_on(tmp_path: Path) -> None:
+    """A single document is trained on, whatever its hash."""
+    corpus = corpus_of(tmp_path, [[1, 2, 3], []])
+    assert corpus.stream(8, 0.999, "held_out") is None
+    train = corpus.stream(8, 0.999)
+    assert train is not None and rebuilt(train) == [[1, 2, 3]]
+
+
+def test_many_tiny_documents_fill_a_window(tmp_path: Path) -> None:
+    stream = corpus_of(tmp_path, [[i % 7] for i in range(10_000)]).stream(4096)
+    assert stream is not None and stream.windows == 3
+    window = stream.window(1)
+    assert (window.targets == IGNORE).all() and not window.positions.any()
+    assert window.documents.tolist() == list(range(4096))
+
+
+def test_a_blank_window_has_no_target() -> None:
+    window = Window.blank(3)
+    assert window.tokens.tolist() == [0, 0, 0] and (window.targets == IGNORE).all()
+
+
+def test_a_token_beyond_the_vocabulary_is_named_with_its_place(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, [[1, 2]], [[3], [], [4, 5, 60, 7], [90]])
+    corpus.check(91)
+    message = (
+        r"part1\.bin: document 2 has token 60 at offset 2\. A vocabulary of 50 .*Use 91 or more"
+    )
+    with pytest.raises(DataError, match=message):
+        corpus.check(50)
+
+
+def test_a_missing_hash_file_is_named(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, [[1, 2]])
+    (corpus.folder / "shard-00000.hash").unlink()
+    with pytest.raises(DataError, match=r"shard-00000\.hash cannot be read: No such file"):
+        Corpus.open(corpus.folder)

@@ -1,1 +1,1 @@
-"""Data: corpora and the order in which a run reads them."""
+"""Data: corpora, tokenizers, packing and the order in which a run reads its samples."""

@@ -1,117 +1,204 @@
-"""The embedded corpus: the sources of the running Python's standard library, as bytes.
+"""Corpus: the tokens of a prepared folder, mapped, and the windows a run reads of them.
 
-A document is a file, ended by the token END. Sample number k of a run is a window of the stream;
-which one depends on (seed, k) only, so every grid and every batch size read the same samples in the
-same order.
+A part of a corpus (train or held out) is its documents laid one after the other and cut into
+windows of `seq` tokens; the last one is filled up. Nothing is left out: over all windows every
+token meets its successor in the same document exactly once. Whether a document is held out depends
+on its tokens only, so copies never stand on both sides.
 """
 
 from __future__ import annotations
 
-import math
-import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
+from ranvier.data.manifest import Manifest
+from ranvier.data.pairs import Pair, part
 from ranvier.errors import DataError
-from ranvier.init import key
+from ranvier.nn.loss import IGNORE
 
-END = 256
-"""Token that ends a document."""
-VOCAB = 257
-"""Bytes and END."""
+Part = Literal["train", "held_out"]
+Ints = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """A stream of tokens, cut into windows of `seq` tokens and their successors."""
+@dataclass(frozen=True, eq=False)
+class Window:
+    """A sample; all int64 `[seq]`."""
 
-    stream: np.ndarray
-    seq: int
+    tokens: Ints
+    targets: Ints
+    """The next token; IGNORE where there is none."""
+    positions: Ints
+    """Place in the document, as far as it lies in this window."""
+    documents: Ints
+    """Number of the document in this window."""
 
     @classmethod
-    def of(cls, stream: np.ndarray, *, seq: int) -> Corpus:
-        """A corpus that holds at least one window."""
-        if len(stream) <= seq:
-            raise DataError(
-                f"The corpus has {len(stream)} tokens. A sample needs {seq + 1} (data.seq={seq} "
-                "and the last target). "
-                f"Use a longer corpus or data.seq below {max(len(stream), 1)}."
-            )
-        return cls(stream, seq)
+    def blank(cls, seq: int) -> Window:
+        """A window without any target."""
+        zeros = np.zeros(seq, np.int64)
+        return cls(zeros, np.full(seq, IGNORE, np.int64), np.arange(seq), zeros)
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """The documents of a folder as one range of tokens, shard after shard."""
+
+    folder: Path
+    manifest: Manifest
+    pairs: list[Pair]
+    offsets: Ints
+    """Where each shard begins, in tokens."""
+    starts: Ints
+    """Where each document begins."""
+    lengths: Ints
+    hashes: NDArray[np.uint64]
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Corpus:
+        """The corpus of a prepared folder; nothing is compared but numbers of documents."""
+        folder = Path(folder)
+        manifest = Manifest.read(folder)
+        pairs, hashes = [], []
+        for shard in manifest.shards:
+            pair = Pair.open(folder / shard.pair)
+            values = _hashes(shard.path(folder, "hash"))
+            found = (pair.documents, int(pair.bounds[-1]), len(values))
+            if found != (shard.documents, shard.tokens, shard.documents):
+                raise DataError(
+                    f"{pair.prefix} has {found[0]} documents, {found[1]} tokens and {found[2]} "
+                    f"hashes. The manifest of {folder} says {shard.documents} documents and "
+                    f"{shard.tokens} tokens. Prepare the corpus again."
+                )
+            pairs.append(pair)
+            hashes.append(values)
+        offsets = np.cumsum([0, *(pair.bounds[-1] for pair in pairs)], dtype=np.int64)[:-1]
+        empty = [np.zeros(0, np.int64)]
+        return cls(
+            folder,
+            manifest,
+            pairs,
+            offsets,
+            np.concatenate(
+                empty + [pair.bounds[:-1] + at for pair, at in zip(pairs, offsets, strict=True)]
+            ),
+            np.concatenate(empty + [np.diff(pair.bounds) for pair in pairs]),
+            np.concatenate([np.zeros(0, np.uint64), *hashes]),
+        )
+
+    def read(self, places: Ints) -> Ints:
+        """The tokens at increasing places."""
+        shards = np.searchsorted(self.offsets, places, "right") - 1
+        out = np.empty(len(places), np.int64)
+        for shard in np.unique(shards):
+            mine = shards == shard
+            out[mine] = self.pairs[shard].tokens[places[mine] - self.offsets[shard]]
+        return out
+
+    def stream(
+        self, seq: int, held_out: float = 0.0, part: Part = "train", *, packed: bool = True
+    ) -> Stream | None:
+        """The documents of a part, None if it has none.
+
+        held_out: share of the documents that are; none if nothing were left to train on.
+        """
+        assert seq >= 1 and 0.0 <= held_out < 1.0, (seq, held_out)
+        there = self.lengths > 0
+        aside = there & (self.hashes < np.uint64(int(held_out * 2**64)))
+        if np.array_equal(aside, there):
+            aside[:] = False
+        chosen = np.flatnonzero(aside if part == "held_out" else there & ~aside)
+        if len(chosen) == 0:
+            return None
+        lengths = self.lengths[chosen]
+        ends = np.cumsum(lengths)
+        return Stream(self, seq, packed, ends, self.starts[chosen] - (ends - lengths))
+
+    def check(self, vocab: int) -> None:
+        """Refuse tokens that a vocabulary cannot name."""
+        if self.manifest.largest < vocab:
+            return
+        for pair in self.pairs:
+            for start in range(0, len(pair.tokens), 1 << 24):
+                over = np.flatnonzero(pair.tokens[start : start + (1 << 24)] >= vocab)
+                if len(over):
+                    raise self._beyond(pair, start + int(over[0]), vocab)
+
+    def _beyond(self, pair: Pair, place: int, vocab: int) -> DataError:
+        document = int(np.searchsorted(pair.bounds, place, "right")) - 1
+        need = max(self.manifest.largest + 1, self.manifest.vocab)
+        return DataError(
+            f"{part(pair.prefix, 'bin')}: document {document} has token {pair.tokens[place]} at "
+            f"offset {place - pair.bounds[document]}. A vocabulary of {vocab} names tokens below "
+            f"{vocab}. Use {need} or more, or the tokenizer of the model."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """The documents of a part of a corpus, one after the other."""
+
+    corpus: Corpus
+    seq: int
+    packed: bool
+    """Targets, positions and documents keep to a document; else all is one text."""
+    ends: Ints
+    """Where each document ends in the stream."""
+    shifts: Ints
+    """What leads from a place in the stream to that in the corpus, for each document."""
+
+    @property
+    def documents(self) -> int:
+        """Documents that are not empty."""
+        return len(self.ends)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all documents."""
+        return int(self.ends[-1])
 
     @property
     def windows(self) -> int:
-        """Different samples."""
-        return (len(self.stream) - 1) // self.seq
+        """Windows, the last one filled up."""
+        return -(-self.tokens // self.seq)
 
-    def window(self, number: int, seed: int) -> int:
-        """Which window sample `number` of a run is: a new order of all windows in each epoch."""
-        epoch, position = divmod(number, self.windows)
-        drawn = key(seed, "order", epoch)
-        stride = 1 + drawn % self.windows
-        while math.gcd(stride, self.windows) > 1:
-            stride += 1
-        return (drawn // self.windows + stride * position) % self.windows
+    def sample(self, number: int) -> Window:
+        """The window of this number."""
+        return self.window(number)
 
-    def sample(self, number: int, seed: int) -> np.ndarray:
-        """Sample `number` with the token that follows it, `[seq + 1]`."""
-        start = self.window(number, seed) * self.seq
-        return self.stream[start : start + self.seq + 1]
-
-    def batch(self, first: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets `[count, seq]` of samples `first`, `first + 1`, ..."""
-        rows = np.stack([self.sample(first + i, seed) for i in range(count)]).astype(np.int64)
-        both = torch.from_numpy(rows)
-        return both[:, :-1].contiguous(), both[:, 1:].contiguous()
-
-
-def packing(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of the document and position in it of each token `[b, s]`.
-
-    END belongs to what it ends.
-    """
-    starts = torch.zeros_like(tokens, dtype=torch.bool)
-    starts[:, 1:] = tokens[:, :-1] == END
-    documents = starts.long().cumsum(1)
-    index = torch.arange(tokens.shape[1]).expand_as(tokens)
-    return documents, index - torch.where(starts, index, 0).cummax(1).values
+    def window(self, number: int) -> Window:
+        """Tokens `number * seq` and following of the stream."""
+        assert 0 <= number < self.windows, (number, self.windows)
+        first = number * self.seq
+        count = min(self.seq, self.tokens - first)
+        # One more than the window holds: the last target may lie in the next one.
+        places = np.arange(first, min(first + count + 1, self.tokens))
+        low, high = np.searchsorted(self.ends, [places[0], places[-1]], "right")
+        owners = low + np.searchsorted(self.ends[low : high + 1], places, "right")
+        read = self.corpus.read(places + self.shifts[owners])
+        owners = owners[:count]
+        tokens = np.zeros(self.seq, np.int64)
+        tokens[:count] = read[:count]
+        targets = np.full(self.seq, IGNORE, np.int64)
+        targets[: len(read) - 1] = read[1:]
+        index = np.arange(self.seq)
+        if not self.packed:
+            return Window(tokens, targets, index, np.zeros(self.seq, np.int64))
+        targets[:count][places[:count] == self.ends[owners] - 1] = IGNORE
+        documents = np.full(self.seq, owners[-1] - low + 1)
+        documents[:count] = owners - low
+        begins = np.where(np.diff(documents, prepend=-1) > 0, index, 0)
+        return Window(tokens, targets, index - np.maximum.accumulate(begins), documents)
 
 
-SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-"""Directories that are no part of the corpus."""
-
-
-def standard_library(max_bytes: int) -> np.ndarray:
-    """The stream of the standard library's modules, sorted by path, at most `max_bytes`."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    parts, size = [], 0
-    for path in _sources(root):
-        if size >= max_bytes:
-            break
-        try:
-            text = path.read_bytes()[: max_bytes - size]
-        except OSError as error:
-            raise DataError(
-                f"{path} cannot be read: {error.strerror}. The default corpus needs it."
-            ) from None
-        parts += [np.frombuffer(text, dtype=np.uint8).astype(np.uint16), np.array([END], "u2")]
-        size += len(text)
-    if not parts:
+def _hashes(path: Path) -> NDArray[np.uint64]:
+    try:
+        return np.fromfile(path, "<u8")
+    except OSError as error:
         raise DataError(
-            f"No Python source under {root}. The default corpus is the standard library's source."
-        )
-    return np.concatenate(parts)
-
-
-def _sources(root: Path) -> Iterator[Path]:
-    """Python files of a directory, then of the folders below it, sorted."""
-    entries = sorted(root.iterdir())
-    yield from (path for path in entries if path.suffix == ".py" and path.is_file())
-    for folder in entries:
-        if folder.name not in SKIPPED and folder.is_dir() and not folder.is_symlink():
-            yield from _sources(folder)
+            f"{path} cannot be read: {error.strerror}. It says which documents are held out. "
+            "Prepare the corpus again."
+        ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +17,12 @@ from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import Parallel, parallel_of
 
 
-def forward_backward(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
+def forward_backward(
+    model: nn.Module, batches: Sequence[Batch], *, scale: Tensor | None = None
+) -> Tensor:
     """Mean loss over the valid tokens of the whole step; gradients are left in the queue.
 
+    scale: what gradients are multiplied by, so that small ones survive in fp16.
     Communicates: all-reduce of the number of tokens and of the loss, and all that the model does.
     """
     parallel = parallel_of(model)
@@ -32,7 +36,7 @@ def forward_backward(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
         queue.micro_batch(last=i == len(batches) - 1)
         parallel.moment.samples = batch.samples
         loss = model(**batch.inputs()) / count.clamp(min=1)
-        loss.backward()
+        (loss if scale is None else loss * scale).backward()
         losses.append(loss.detach())
     with trace.at("step.loss"):
         return verbs.all_reduce(sum_of(losses), axis).wait()
@@ -56,12 +60,34 @@ def evaluate(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
     return both[0] / both[1]
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What a step left on the device; the host reads it later."""
+
+    loss: Tensor
+    norm: Tensor
+    healthy: Tensor
+    """Whether this and all steps before it were numbers."""
+
+
 def train_step(
-    model: nn.Module, batches: Sequence[Batch], optimizer: Optimizer, lr: float
-) -> tuple[Tensor, Tensor]:
-    """Loss and gradient norm of one update."""
-    loss = forward_backward(model, batches)
-    return loss, optimizer.step(lr)
+    model: nn.Module,
+    batches: Sequence[Batch],
+    optimizer: Optimizer,
+    lr: float,
+    healthy: Tensor,
+) -> Taken:
+    """One update; it is not made once a loss or a gradient is no number.
+
+    An overflow that a smaller loss scale can mend is skipped, and the run stays healthy.
+    """
+    scale = optimizer.scale
+    mendable = None if scale is None else ~scale.exhausted()
+    loss = forward_backward(model, batches, scale=None if scale is None else scale.value)
+    healthy = healthy & loss.isfinite()
+    norm = optimizer.step(lr, allowed=healthy)
+    healthy = healthy & (optimizer.finite if mendable is None else optimizer.finite | mendable)
+    return Taken(loss, norm, healthy)
 
 
 def _batch_axis(parallel: Parallel) -> Any:

@@ -1,40 +1,58 @@
-"""Trainer: put a run together, take its steps, write what happened.
+"""Trainer: put a run together and take its steps.
 
-The same code runs on one process and on any grid; the batch of a step depends on the run only.
+The same code runs on one process and on any grid; the batch of a step depends on the run only. The
+host never waits for the step it has just issued: numbers, health and the wish to stop of step k are
+read while step k + 1 runs.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
-import time
-from collections.abc import Iterator
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ranvier import init, trace
-from ranvier import run as runs
+from ranvier.checkpoint import files
 from ranvier.comm import verbs
-from ranvier.data import corpus
+from ranvier.comm.agree import everyone
 from ranvier.data.batch import Batch
-from ranvier.data.corpus import Corpus, packing
-from ranvier.errors import DataError, PlanError
+from ranvier.data.dataset import Data
+from ranvier.data.loader import Loader, held_out_batches, micro_batches
+from ranvier.errors import DataError, NumericError
 from ranvier.grid import Grid
-from ranvier.launch import Ranks
 from ranvier.models import Decoder
-from ranvier.nn.loss import IGNORE
+from ranvier.nn.leaf import Flow
 from ranvier.optim.optimizer import Optimizer
-from ranvier.optim.schedule import cosine
+from ranvier.optim.scale import Scale
+from ranvier.optim.schedule import share
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.run import Run
-from ranvier.train.step import train_step
+from ranvier.sharding import State
+from ranvier.train.diagnose import first_bad
+from ranvier.train.metrics import (
+    Later,
+    Mark,
+    Meter,
+    Under,
+    known,
+    memory,
+    peak_flops,
+    step_flops,
+)
+from ranvier.train.step import evaluate, train_step
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 @dataclass
@@ -43,16 +61,24 @@ class Trainer:
 
     run: Run
     grid: Grid
+    device: torch.device
     model: Decoder
     optimizer: Optimizer
-    corpus: Corpus
-    device: torch.device
+    data: Data
+    meter: Meter
+    healthy: Tensor
+    """Whether all losses and gradients so far were numbers; it lives on the device."""
+    step: int = 0
+    """Steps taken."""
+    samples: int = 0
+    """Samples used."""
+    stopping: int = 0
+    """The signal that ends the run, once all ranks know of it."""
 
     @classmethod
-    def assemble(cls, run: Run, grid: Grid, device: torch.device) -> Trainer:
-        """Model, optimizer and data of a checked run. Communicates: the making of groups."""
-        dtype = run.train.dtype
-        auto = "bf16" if device.type == "cuda" else "fp32"
+    def assemble(cls, run: Run, grid: Grid, device: torch.device, data: Data) -> Trainer:
+        """Model and optimizer of a checked run. Communicates: the making of groups."""
+        optim, dtype = run.optim, DTYPES[run.train.dtype]
         with init.blank():
             model = Decoder(run.model)
         model = parallelize(
@@ -62,10 +88,9 @@ class Trainer:
             overlap=run.plan.overlap,
             recompute=run.plan.recompute,
             seed=run.train.seed,
-            dtype=DTYPES[auto if dtype == "auto" else dtype],
+            dtype=dtype,
             device=device,
         )
-        optim = run.optim
         optimizer = Optimizer(
             parallel_of(model).queue,
             lr=optim.lr,
@@ -73,50 +98,218 @@ class Trainer:
             eps=optim.eps,
             decay=optim.decay,
             clip=optim.clip,
+            factors={
+                "matrix": optim.matrix_lr,
+                "embedding": optim.embedding_lr,
+                "vector": optim.vector_lr,
+            },
+            scale=Scale(device) if dtype == torch.float16 else None,
         )
-        return cls(run, grid, model, optimizer, read(run), device)
+        plan, grid.trace.meter = run.plan, True
+        flow = Flow(plan.micro_batch, run.data.seq, itemsize=dtype.itemsize, statistics=4)
+        flops = step_flops(parallel_of(model), flow, plan.micro_batches)
+        meter = Meter(plan.batch * run.data.seq, flops, peak_flops(device, dtype))
+        healthy = torch.ones((), dtype=torch.bool, device=device)
+        return cls(run, grid, device, model, optimizer, data, meter, healthy)
 
-    def batch(self, step: int) -> Batch:
-        """The global batch of a step."""
-        run = self.run
-        first = step * run.plan.batch
-        tokens, targets = self.corpus.batch(first, run.plan.batch, run.train.seed)
-        samples = torch.arange(first, first + run.plan.batch)
-        if not run.data.packed:
-            return Batch(tokens, targets, samples=samples)
-        documents, positions = packing(tokens)
-        # what follows an END is another document
-        targets = targets.masked_fill(tokens == corpus.END, IGNORE)
-        return Batch(tokens, targets, positions, documents, samples)
+    # ---- steps --------------------------------------------------------------------------
 
-    def step(self, step: int) -> dict[str, Any]:
-        """Take a step; its metrics."""
-        start, optim = time.perf_counter(), self.run.optim
-        lr = cosine(step, steps=self.run.train.steps, warmup=optim.warmup, lr=optim.lr)
-        batch = self.batch(step)
-        micros = batch.micro_batches(self.grid, self.run.plan.micro_batch)
-        loss, norm = train_step(self.model, [b.to(self.device) for b in micros], self.optimizer, lr)
-        seconds = time.perf_counter() - start
-        return {
-            "step": step,
-            "tokens": (step + 1) * batch.tokens.numel(),
-            "loss": loss.item(),
-            "lr": lr,
-            "grad_norm": norm.item(),
-            "seconds": seconds,
-            "tokens_per_second": batch.tokens.numel() / seconds,
+    def steps(self, stop: Any = None) -> Iterator[dict[str, Any]]:
+        """Take the steps that are left; metrics of each, one step behind the device.
+
+        stop: its `signal` is looked at before each step; all ranks end after the same one.
+        """
+        every, last = self.run.train.evaluate, self.run.train.steps
+        first = self.measure() if every and self.step == 0 else None
+        before: Under | None = None
+        ended: Mark | None = None
+        with Loader(self._loaded(), first=self.step) as loader:
+            while self.step < last and not self.stopping:
+                try:
+                    under = self._traced(loader, getattr(stop, "signal", 0))
+                except BaseException:
+                    if before is not None:  # that step was taken all the same
+                        yield self.read(before, ended)
+                    raise
+                under.held_out, first = first, None
+                if before is not None:
+                    yield self.read(before, ended)
+                    ended = before.numbers.mark
+                before = under
+                if self.due(every):
+                    under.held_out = self.measure()
+                if self.due(every) or self.due(self.run.checkpoint.every):
+                    yield self.read(under, ended)
+                    before = ended = None
+                    if self.due(self.run.checkpoint.every) and self.step < last:
+                        self.save()
+        if before is not None:
+            yield self.read(before, ended)
+
+    def _traced(self, loader: Loader[list[Batch]], signal: int) -> Under:
+        """Issue a step; the last one is traced if the run asks for it."""
+        if not self.run.train.trace or self.step < self.run.train.steps - 1:
+            return self.issue(loader, signal=signal)
+        with self.grid.trace.recording() as events:
+            under = self.issue(loader, signal=signal)
+        self.write_trace(events)
+        return under
+
+    def due(self, every: int) -> bool:
+        """Whether something is to be done after this step: each `every`, and at the end."""
+        return every > 0 and (self.step % every == 0 or self.step == self.run.train.steps)
+
+    def _loaded(self) -> Callable[[int], list[Batch]]:
+        """The micro-batches of this rank by the number of the step."""
+        run, offset = self.run, self.samples - self.step * self.run.plan.batch
+
+        def make(step: int) -> list[Batch]:
+            return micro_batches(
+                self.data.train,
+                offset + step * run.plan.batch,
+                run.plan.batch,
+                self.grid,
+                run.plan.micro_batch,
+                pin=self.device.type == "cuda",
+            )
+
+        return make
+
+    def issue(self, loader: Loader[list[Batch]], *, signal: int = 0) -> Under:
+        """Start the next step.
+
+        Communicates: all of a step; the largest signal and memory of all ranks.
+        """
+        run, scale = self.run, self.optimizer.scale
+        begun, batches, lr = Mark(self.device), next(loader), self.lr()
+        status = torch.tensor([signal, memory(self.device)], dtype=torch.float64)
+        with self.grid.trace.at("step.status"):
+            largest = verbs.all_reduce(status.to(self.device), everyone(self.grid), "max")
+        on_device = [batch.to(self.device) for batch in batches]
+        taken = train_step(self.model, on_device, self.optimizer, lr, self.healthy)
+        self.healthy = taken.healthy
+        factor = torch.full_like(taken.loss, math.nan) if scale is None else scale.value
+        numbers = Later(
+            [taken.loss, taken.norm, taken.healthy, *largest.wait(), factor], self.device
+        )
+        self.step, self.samples = self.step + 1, self.samples + run.plan.batch
+        awaited, self.grid.trace.awaited = self.grid.trace.awaited, []
+        tokens = self.samples * run.data.seq
+        return Under(self.step - 1, tokens, lr, numbers, begun, loader.waited(), awaited)
+
+    def lr(self) -> float:
+        """The learning rate of the next step."""
+        run, optim = self.run, self.run.optim
+        return optim.lr * share(
+            self.step,
+            kind=optim.schedule,
+            steps=run.train.steps,
+            warmup=optim.warmup,
+            cooldown=optim.cooldown,
+            floor=optim.floor,
+        )
+
+    def read(self, under: Under, ended: Mark | None) -> dict[str, Any]:
+        """The metrics of a step; waits for it.
+
+        A loss or gradient that is no number ends the run here.
+        """
+        loss, _, healthy, signal, *_ = under.numbers.read()
+        if not healthy:
+            self.fail(under.step, loss)
+        self.stopping = self.stopping or int(signal)
+        return self.meter.row(under, ended)
+
+    def fail(self, step: int, loss: float) -> None:
+        """Name the first tensor of a step that is no number. Communicates: as that step."""
+        batches = [batch.to(self.device) for batch in self._loaded()(step)]
+        scale = self.optimizer.scale
+        name = first_bad(self.model, batches, None if scale is None else scale.value)
+        cause = f"The first is {name}" if name else "Taken again, all are: a device may be faulty"
+        kept = [path.name for path in files.found(self.checkpoints)]
+        raise NumericError(
+            f"Step {step} (loss {loss}) has numbers that are not finite. {cause}. Weights and "
+            "moments were not updated with them. Use a lower optim.lr or look at samples "
+            f"{self.samples_of(step)}; checkpoints: {', '.join(kept) or 'none yet'}."
+        )
+
+    def samples_of(self, step: int) -> str:
+        """Numbers of the samples of a step that has been issued."""
+        first = self.samples - (self.step - step) * self.run.plan.batch
+        return f"{first} to {first + self.run.plan.batch - 1}"
+
+    def measure(self) -> float | None:
+        """Mean loss of the held-out samples; None if there are none. Communicates: as forward."""
+        held_out, run = self.data.held_out, self.run
+        if held_out is None:
+            return None
+        with self.meter.phase("evaluation"):
+            batches = held_out_batches(
+                held_out,
+                run.train.evaluate_samples,
+                run.plan.batch,
+                self.grid,
+                run.plan.micro_batch,
+            )
+            micros = [batch.to(self.device) for batch in chain.from_iterable(batches)]
+            loss = evaluate(self.model, micros)
+            return known(loss.item())
+
+    # ---- checkpoints --------------------------------------------------------------------
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where they lie."""
+        return Path(self.run.train.out) / "checkpoints"
+
+    def state(self) -> State:
+        """All tensors that the run goes on from."""
+        frozen = {
+            f"{weight.name}.master": (weight.param.detach(), weight.place)
+            for weight in parallel_of(self.model).weights.values()
+            if not weight.trainable
         }
+        return {**self.optimizer.state(), **frozen}
 
-    def steps(self) -> Iterator[dict[str, Any]]:
-        """Take all steps; the last one is traced if the run asks for it."""
-        last = self.run.train.steps - 1
-        for step in range(self.run.train.steps):
-            traced = self.run.train.trace and step == last
-            with self.grid.trace.recording() if traced else nullcontext() as events:
-                metrics = self.step(step)
-            yield metrics
-            if events is not None:
-                self.write_trace(events)
+    def save(self) -> Path | None:
+        """Save a checkpoint. Communicates: see `files.save`."""
+        if self.run.checkpoint.every < 0:
+            return None
+        scale = self.optimizer.scale
+        with self.meter.phase("checkpoint"):
+            facts = {
+                "samples": self.samples,
+                "updates": self.optimizer.updates.item(),
+                "scale": None if scale is None else [scale.value.item(), scale.good.item()],
+                "fingerprint": self.data.fingerprint,
+            }
+            keep = self.run.checkpoint.keep
+            return files.save(
+                self.checkpoints,
+                self.step,
+                self.state(),
+                facts,
+                self.grid,
+                self.device,
+                keep=keep,
+            )
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint. Communicates: all-gather of weights over data."""
+        facts = files.facts(checkpoint)
+        if facts["fingerprint"] != self.data.fingerprint and not self.run.checkpoint.other_data:
+            raise DataError(
+                f"The data has the fingerprint {self.data.fingerprint}, but {checkpoint} was "
+                f"trained on {facts['fingerprint']}. A run goes on with the same corpora and "
+                "weights. Restore them, or set checkpoint.other_data=True."
+            )
+        files.load(checkpoint, self.state(), self.grid)
+        self.optimizer.restored(updates=facts["updates"])
+        scale = self.optimizer.scale
+        if scale is not None and facts["scale"] is not None:
+            scale.value.fill_(facts["scale"][0])
+            scale.good.fill_(facts["scale"][1])
+        self.step, self.samples = int(facts["step"]), int(facts["samples"])
 
     def write_trace(self, events: list[trace.Event]) -> None:
         """Write this rank's part of the last step; rank 0 prints its table."""
@@ -125,116 +318,3 @@ class Trainer:
         if self.grid.rank == 0:
             print(trace.table(events))
             print(f"Traces: {folder}/trace-rank*.json (open them in Perfetto)")
-
-
-def check_data(run: Run) -> None:
-    """Refuse a vocabulary that cannot name the tokens of the corpus."""
-    if run.model.vocab < corpus.VOCAB:
-        raise DataError(
-            f"model.vocab={run.model.vocab} is smaller than the {corpus.VOCAB} tokens of the "
-            f"corpus (bytes and an end of document). Use model.vocab={corpus.VOCAB} or more."
-        )
-
-
-def read(run: Run) -> Corpus:
-    """The corpus of a run."""
-    check_data(run)
-    return Corpus.of(corpus.standard_library(run.data.max_bytes), seq=run.data.seq)
-
-
-def device_of(run: Run, me: Ranks) -> torch.device:
-    """The device of this rank."""
-    kind = run.train.device
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise PlanError("train.device='cuda', but torch sees no CUDA device. Use 'cpu' or 'auto'.")
-    if kind == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", me.local_rank % torch.cuda.device_count())
-
-
-def backend_of(run: Run, me: Ranks, device: torch.device) -> str:
-    """The backend of the process groups: nccl needs a device for each rank."""
-    if run.train.backend == "nccl" and device.type != "cuda":
-        raise PlanError(f"train.backend='nccl' on {device}. nccl needs CUDA devices. Use 'gloo'.")
-    if run.train.backend != "auto":
-        return run.train.backend
-    own = device.type == "cuda" and me.local_world <= torch.cuda.device_count()
-    return "nccl" if own else "gloo"
-
-
-def claim(run: Run) -> str:
-    """Make the directory of a run: the one asked for, or a new one. Only one run can claim it."""
-    if run.train.out:
-        folder = Path(run.train.out)
-        if (folder / "metrics.jsonl").exists():
-            raise PlanError(
-                f"train.out={run.train.out!r} holds a run already. A run is not overwritten. "
-                "Choose another directory or leave train.out empty."
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        return run.train.out
-    for number in itertools.count(1):
-        folder = Path("runs") / (run.model.size if number == 1 else f"{run.model.size}-{number}")
-        with suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            break
-    return str(folder)
-
-
-def told(text: str, grid: Grid, device: torch.device) -> str:
-    """The text of rank 0 on all ranks. Communicates: broadcast of 1024 bytes over all axes."""
-    buffer = torch.zeros(1024, dtype=torch.uint8, device=device)
-    words = text.encode()[:1024]
-    buffer[: len(words)] = torch.tensor(list(words), dtype=torch.uint8).to(device)
-    every = verbs.broadcast(buffer, grid.axis(*grid.degrees)).wait()
-    return bytes(every.tolist()).rstrip(b"\0").decode()
-
-
-def train(run: Run, me: Ranks) -> None:
-    """Train as one rank; rank 0 prints and writes metrics. Communicates: all of it."""
-    device = device_of(run, me)
-    grid = Grid.of(
-        run.plan, rank=me.rank, connected=me.world > 1, timeout_seconds=run.train.timeout
-    )
-    grid.trace.check = run.train.debug
-    out = told(claim(run) if me.rank == 0 else "", grid, device)
-    run = replace(run, train=replace(run.train, out=out))
-    trainer = Trainer.assemble(run, grid, device)
-    if me.rank > 0:
-        for _ in trainer.steps():
-            pass
-        return
-    folder = Path(out)
-    (folder / "config.toml").write_text(runs.to_toml(run))
-    print(describe(trainer), flush=True)
-    with (folder / "metrics.jsonl").open("w") as file:
-        show(trainer, file)
-    print(f"Metrics: {folder}/metrics.jsonl")
-
-
-def describe(trainer: Trainer) -> str:
-    """One line on what is about to be trained."""
-    run, parallel = trainer.run, parallel_of(trainer.model)
-    count = sum(math.prod(weight.sharding.shape) for weight in parallel.weights.values())
-    shape = " · ".join(f"{a} {n}" for a, n in run.plan.degrees.items() if n > 1) or "one rank"
-    return (
-        f"{run.model.size}: {count / 1e6:.2f} M parameters, {parallel.queue.dtype} gradients, "
-        f"on {trainer.device}, grid: {shape}; {run.plan.batch} x {run.data.seq} tokens a step "
-        f"in {run.plan.micro_batches} micro-batch(es)"
-    )
-
-
-def show(trainer: Trainer, file: TextIO) -> None:
-    """Write each step's metrics and print some of them."""
-    total = trainer.run.train.steps
-    every = max(total // 20, 1)
-    for metrics in trainer.steps():
-        file.write(json.dumps(metrics) + "\n")
-        file.flush()
-        step = metrics["step"]
-        if step % every == 0 or step == total - 1:
-            print(
-                f"step {step:>5}/{total}  loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  "
-                f"norm {metrics['grad_norm']:.3f}  {metrics['tokens_per_second']:,.0f} tokens/s",
-                flush=True,
-            )

@@ -1,0 +1,152 @@
+"""Data of a run: its corpora, checked against each other and mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ranvier.data.corpus import Corpus, Stream
+from ranvier.data.files import digest_of
+from ranvier.data.order import PERIOD, Mixture, check_weights
+from ranvier.data.prepare import Progress
+from ranvier.data.stored import stored
+from ranvier.data.tokenizer import Tokenizer, tokenizer_of
+from ranvier.errors import DataError, PlanError
+
+
+@dataclass
+class Data:
+    """What a run reads."""
+
+    train: Mixture
+    held_out: Mixture | None
+    """None if no document is held out."""
+    corpora: list[Corpus]
+
+    @property
+    def fingerprint(self) -> str:
+        """The digest of all corpora and their shares."""
+        prints = [corpus.manifest.fingerprint for corpus in self.corpora]
+        return digest_of(*prints, *map(str, self.train.quotas))
+
+    @property
+    def vocab(self) -> int:
+        """The smallest vocabulary that names all tokens of corpora and tokenizer."""
+        return max(max(c.manifest.vocab, c.manifest.largest + 1) for c in self.corpora)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the corpora, None if it is unknown."""
+        for corpus in self.corpora:
+            if corpus.manifest.tokenizer:
+                return tokenizer_of(corpus.folder / "tokenizer.json", corpus.folder)
+        return None
+
+    @property
+    def lines(self) -> list[str]:
+        """A line on each corpus."""
+        lines = []
+        for number, corpus in enumerate(self.corpora):
+            known = corpus.manifest
+            aside = known.documents - self.train.streams[number].documents
+            lines.append(
+                f"{known.source}: {known.documents:,} documents, {known.tokens:,} tokens, "
+                f"share {self.train.quotas[number] / PERIOD:.2%}, {aside:,} documents held out, "
+                f"corpus {known.fingerprint}, tokenizer {known.tokenizer or 'unknown'}, "
+                f"in {corpus.folder}"
+            )
+        return lines
+
+    def check(self, vocab: int) -> None:
+        """Refuse tokens that a model's vocabulary cannot name."""
+        for corpus in self.corpora:
+            corpus.check(vocab)
+
+
+def stored_all(
+    inputs: Sequence[str],
+    *,
+    cache: Path,
+    tokenizer: str = "standard",
+    field: str = "text",
+    max_bytes: int | None = None,
+    verify: bool = False,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """The folder of each input's corpus, made where it is not there; for one process of a run."""
+    return [
+        stored(
+            one,
+            cache=cache,
+            tokenizer=tokenizer,
+            field=field,
+            max_bytes=max_bytes,
+            verify=verify,
+            progress=progress,
+        )
+        for one in inputs
+    ]
+
+
+def open_data(
+    folders: Sequence[str | Path],
+    *,
+    seq: int,
+    seed: int,
+    weights: Sequence[float] | None = None,
+    held_out: float = 0.0,
+    packed: bool = True,
+) -> Data:
+    """The data of stored corpora, for every rank of a run.
+
+    weights: of the corpora; none: by their tokens. held_out: share of the documents.
+    """
+    _check(len(folders), seq, held_out)
+    if weights:
+        check_weights(weights, len(folders))
+    corpora = [Corpus.open(folder) for folder in folders]
+    _check_tokenizers(corpora)
+    streams = [_train(corpus, seq, held_out, packed) for corpus in corpora]
+    shares = list(weights) if weights else [float(stream.tokens) for stream in streams]
+    asides = [corpus.stream(seq, held_out, "held_out", packed=packed) for corpus in corpora]
+    kept = [(s, w) for s, w in zip(asides, shares, strict=True) if s is not None and w > 0]
+    # The seed does not count here: runs are compared on the same samples.
+    aside = Mixture([s for s, _ in kept], [w for _, w in kept], 0) if kept else None
+    return Data(Mixture(streams, shares, seed), aside, corpora)
+
+
+def _check(count: int, seq: int, held_out: float) -> None:
+    problems = []
+    if count == 0:
+        problems.append("There is no corpus. A run reads one or more. Name one, such as 'stdlib'.")
+    if seq < 1:
+        problems.append(f"seq={seq} tokens a sample. It must be 1 or more. Use a larger one.")
+    if not 0 <= held_out < 1:
+        problems.append(
+            f"held_out={held_out} is no share of the documents. It is 0 or more and below 1. Use a "
+            "small one, such as 0.01."
+        )
+    if problems:
+        raise PlanError(problems)
+
+
+def _train(corpus: Corpus, seq: int, held_out: float, packed: bool) -> Stream:
+    stream = corpus.stream(seq, held_out, "train", packed=packed)
+    if stream is None:
+        raise DataError(
+            f"{corpus.folder} has {corpus.manifest.documents} documents, all empty. A corpus needs "
+            "at least one token. Choose another one."
+        )
+    return stream
+
+
+def _check_tokenizers(corpora: Sequence[Corpus]) -> None:
+    known = [corpus for corpus in corpora if corpus.manifest.tokenizer]
+    if len({corpus.manifest.tokenizer for corpus in known}) > 1:
+        found = ", ".join(f"{c.manifest.source}: {c.manifest.tokenizer}" for c in known)
+        raise DataError(
+            f"The corpora have different tokenizers: {found}. All corpora of a run have the same. "
+            "Prepare them again with one of them."
+        )

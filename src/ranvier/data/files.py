@@ -1,0 +1,67 @@
+"""Files with a stamp: size and digest, made while they are written, compared when they are read."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What a file is known by."""
+
+    size: int
+    digest: str
+    """blake2b, 16 bytes, hexadecimal."""
+
+
+def digest_of(*parts: bytes | str) -> str:
+    """The digest of several parts, each with its length, so that their borders count too."""
+    state = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for part in parts:
+        raw = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+        state.update(len(raw).to_bytes(8, "little"))
+        state.update(raw)
+    return state.hexdigest()
+
+
+def stamp_of(path: Path) -> Stamp:
+    """The stamp of a file, read in pieces."""
+    with path.open("rb") as file:
+        state = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))
+        return Stamp(file.tell(), state.hexdigest())
+
+
+class Sink:
+    """A file being written whose stamp is known at its end without reading it again."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("xb")
+        self._state = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self._size = 0
+
+    def write(self, raw: bytes) -> None:
+        """Append bytes."""
+        self._file.write(raw)
+        self._state.update(raw)
+        self._size += len(raw)
+
+    def close(self) -> Stamp:
+        """Close the file; its stamp."""
+        self._file.close()
+        return Stamp(self._size, self._state.hexdigest())
+
+    def __enter__(self) -> Sink:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._file.close()

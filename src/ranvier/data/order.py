@@ -1,0 +1,142 @@
+"""Order: which window is sample n of a run, as a function of (seed, n) and nothing else.
+
+A period of 10,000 samples gives each stream a fixed quota, spread evenly with some jitter; so the
+number of a sample in its stream is known without counting, and a run resumes anywhere at once. Each
+epoch of a stream is a permutation of its windows: a Feistel network over a rectangle of about that
+many cells, walked until it lands inside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ranvier.data.corpus import Stream, Window
+from ranvier.errors import PlanError
+from ranvier.init import key
+
+PERIOD = 10_000
+"""Samples in which every stream has its share."""
+ROUNDS = 4
+_MASK = 2**64 - 1
+
+
+def _mixed(x: Any) -> Any:
+    """64 bits that look random (the finaliser of splitmix64), of an int or an array of uint64."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    return x ^ (x >> 31)
+
+
+def permuted(index: int, count: int, key: int) -> int:
+    """Where a pseudo-random permutation of `range(count)` takes an index."""
+    assert 0 <= index < count, (index, count)
+    rows = math.isqrt(count - 1) + 1
+    cols = -(-count // rows)
+    while True:
+        row, col = divmod(index, cols)
+        for number in range(ROUNDS):
+            # Each half step adds to one side what depends on the other only: it can be undone.
+            row = (row + _mixed(key + (2 * number << 40) + col & _MASK)) % rows
+            col = (col + _mixed(key + (2 * number + 1 << 40) + row & _MASK)) % cols
+        index = row * cols + col
+        if index < count:
+            return index
+
+
+def quotas(weights: Sequence[float]) -> list[int]:
+    """Samples of each stream in a period: the largest remainders, at least 1 if it has a weight."""
+    total = math.fsum(weights)
+    exact = [PERIOD * (weight / total) for weight in weights]
+    parts = [max(math.floor(x), 1) if w > 0 else 0 for x, w in zip(exact, weights, strict=True)]
+    while (missing := PERIOD - sum(parts)) != 0:
+        step = 1 if missing > 0 else -1
+        able = [i for i, n in enumerate(parts) if weights[i] > 0 and n + step >= 1]
+        chosen = max(able, key=lambda i: step * (exact[i] - parts[i]))
+        parts[chosen] += step
+    return parts
+
+
+def check_weights(weights: Sequence[float], count: int) -> None:
+    """Refuse weights that do not say how to mix `count` corpora."""
+    problems = []
+    remedy = "Give each corpus a weight, or none of them."
+    if len(weights) != count:
+        problems.append(f"{len(weights)} weights for {count} corpora. Each has one. {remedy}")
+    for weight in weights:
+        if not (math.isfinite(weight) and weight >= 0):
+            problems.append(f"A weight of {weight}. It is finite and 0 or more. {remedy}")
+    if not problems and not 0 < math.fsum(weights) < math.inf:
+        problems.append(
+            f"The weights {list(weights)} sum to {math.fsum(weights)}. The sum is finite and above "
+            f"0. {remedy}"
+        )
+    if sum(weight > 0 for weight in weights) > PERIOD:
+        problems.append(f"{count} corpora. A run mixes at most {PERIOD}. Join some of them.")
+    if problems:
+        raise PlanError(problems)
+
+
+class Mixture:
+    """Streams read in shares: sample n is a window of one of them."""
+
+    def __init__(self, streams: Sequence[Stream], weights: Sequence[float], seed: int) -> None:
+        check_weights(weights, len(streams))
+        self.streams, self.seed = list(streams), seed
+        self.quotas = quotas(weights)
+        self._period: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
+
+    @property
+    def seq(self) -> int:
+        """Tokens of a sample."""
+        return self.streams[0].seq
+
+    @property
+    def packed(self) -> bool:
+        """Whether samples keep their documents apart."""
+        return self.streams[0].packed
+
+    @property
+    def windows(self) -> int:
+        """Different windows that can occur."""
+        mixed = zip(self.streams, self.quotas, strict=True)
+        return sum(stream.windows for stream, quota in mixed if quota)
+
+    def pick(self, number: int) -> tuple[int, int]:
+        """The stream of sample `number`, and how many samples of it came before."""
+        if len(self.streams) == 1:
+            return 0, number
+        period, place = divmod(number, PERIOD)
+        # One assignment, so that threads may share a mixture.
+        known = self._period
+        if known is None or known[0] != period:
+            known = self._period = (period, *self._drawn(period))
+        stream = int(known[1][place])
+        return stream, period * self.quotas[stream] + int(known[2][place])
+
+    def _drawn(self, period: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Stream of each sample of a period, and its rank in that stream."""
+        numbers = np.repeat(np.arange(len(self.quotas)), self.quotas)
+        ranks = np.concatenate([np.arange(quota) for quota in self.quotas])
+        times = []
+        for stream, quota in enumerate(self.quotas):
+            drawn = key(self.seed, "mixture", period, stream)
+            jitter = _mixed(np.arange(quota, dtype=np.uint64) + np.uint64(drawn)) >> np.uint64(32)
+            # Rank j lies in the j-th of `quota` equal parts of the period; whole numbers, so that
+            # every machine has the same order.
+            grid = (np.arange(quota) << 32) + jitter.astype(np.int64)
+            times.append((grid << 16) // max(quota, 1))
+        order = np.lexsort((numbers, np.concatenate(times)))
+        return numbers[order], ranks[order]
+
+    def sample(self, number: int) -> Window:
+        """Sample `number` of a run."""
+        which, count = self.pick(number)
+        stream = self.streams[which]
+        epoch, place = divmod(count, stream.windows)
+        drawn = key(self.seed, "order", which, epoch)
+        return stream.window(permuted(place, stream.windows, drawn))

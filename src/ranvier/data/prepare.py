@@ -1,0 +1,234 @@
+"""Preparing: documents to tokens, once, in a folder that is whole or not there.
+
+Everything is written to a hidden folder beside the target and renamed at the end. The fingerprint
+covers the tokens of every document and the tokenizer, not how they lie in shards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ranvier.data.files import DIGEST_BYTES, Sink
+from ranvier.data.manifest import NAME, Manifest, Shard
+from ranvier.data.pairs import PairWriter, part
+from ranvier.data.sources import Reader
+from ranvier.data.tokenizer import Tokenizer
+from ranvier.errors import DataError, PlanError
+
+Progress = Callable[[int, int, int, int], None]
+"""Called with bytes done, bytes in all, documents and tokens so far."""
+BATCH_DOCUMENTS = 1024
+BATCH_CHARACTERS = 1 << 20
+SHARD_TOKENS = 1 << 28
+
+
+def document_hash(tokens: NDArray[Any]) -> int:
+    """64 bits of a document's tokens, whatever their type: equal documents have equal ones."""
+    raw = tokens.astype("<u4").tobytes()
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
+
+
+class Tally:
+    """What is known of a corpus after its documents so far."""
+
+    def __init__(self, tokenizer: str) -> None:
+        self.documents = self.tokens = 0
+        self.largest = -1
+        self._state = hashlib.blake2b(tokenizer.encode(), digest_size=DIGEST_BYTES)
+
+    def add(self, tokens: NDArray[Any]) -> int:
+        """Count a document; its hash."""
+        value = document_hash(tokens)
+        self.documents += 1
+        self.tokens += len(tokens)
+        if len(tokens):
+            self.largest = max(self.largest, int(tokens.max()))
+        self._state.update(len(tokens).to_bytes(8, "little") + value.to_bytes(8, "little"))
+        return value
+
+    @property
+    def fingerprint(self) -> str:
+        """The digest of the documents so far."""
+        return self._state.hexdigest()
+
+
+class Shards:
+    """The shards of a folder being written."""
+
+    def __init__(self, folder: Path, dtype: str, shard_tokens: int) -> None:
+        self.folder, self.dtype, self.shard_tokens = folder, dtype, shard_tokens
+        self.done: list[Shard] = []
+        self._pair: PairWriter | None = None
+        self._hashes: list[int] = []
+
+    def add(self, tokens: NDArray[Any], value: int) -> None:
+        """Append a document; a full shard is closed before it."""
+        if self._pair is not None and self._pair.tokens + len(tokens) > self.shard_tokens:
+            self.close()
+        if self._pair is None:
+            self._pair = PairWriter(self.folder / f"shard-{len(self.done):05}", self.dtype)
+        self._pair.add(tokens)
+        self._hashes.append(value)
+
+    def close(self) -> None:
+        """Finish the shard."""
+        if self._pair is None:
+            return
+        pair, self._pair = self._pair, None
+        name, stamps = pair.prefix.name, pair.close()
+        with Sink(part(pair.prefix, "hash")) as file:
+            file.write(np.array(self._hashes, "<u8").tobytes())
+            stamps["hash"] = file.close()
+        self._hashes = []
+        self.done.append(Shard(name, name, pair.documents, pair.tokens, stamps))
+
+    def abandon(self) -> None:
+        """Close the files of an unfinished shard."""
+        if self._pair is not None:
+            self._pair.abandon()
+
+
+def prepare(
+    inputs: Sequence[str | Path],
+    out: str | Path,
+    tokenizer: Tokenizer,
+    *,
+    field: str = "text",
+    max_bytes: int | None = None,
+    shard_tokens: int = SHARD_TOKENS,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Tokenize files, folders or "stdlib" into a corpus folder; its manifest.
+
+    max_bytes: how much of "stdlib" is read. An `out` that holds this very corpus is left alone.
+    """
+    if shard_tokens < 1 or not inputs:
+        raise PlanError(
+            f"{len(inputs)} inputs in shards of {shard_tokens} tokens. Both must be 1 or more. "
+            "Name an input and a larger shard."
+        )
+    out = Path(out)
+    refuse_other(out)
+    readers = [Reader(path, field=field, max_bytes=max_bytes) for path in inputs]
+    with assembled(out) as folder:
+        shards = Shards(folder, "<u2" if tokenizer.vocab <= 65536 else "<i4", shard_tokens)
+        tally = Tally(tokenizer.fingerprint)
+        try:
+            _tokenize(readers, tokenizer, shards, tally, progress)
+            shards.close()
+        finally:
+            shards.abandon()
+        tokenizer.save(folder / "tokenizer.json")
+        made = Manifest(
+            source=", ".join(reader.name for reader in readers),
+            fingerprint=tally.fingerprint,
+            tokenizer=tokenizer.fingerprint,
+            vocab=tokenizer.vocab,
+            end=tokenizer.end,
+            documents=tally.documents,
+            tokens=tally.tokens,
+            largest=tally.largest,
+            shards=shards.done,
+        )
+        made.write(folder)
+        return publish(made, folder, out)
+
+
+def _tokenize(
+    readers: Sequence[Reader],
+    tokenizer: Tokenizer,
+    shards: Shards,
+    tally: Tally,
+    progress: Progress | None,
+) -> None:
+    total = sum(reader.total for reader in readers)
+    end = np.array([tokenizer.end], np.uint32)
+    for reader in readers:
+        for texts in _batches(reader):
+            for ids in tokenizer.encode(texts):
+                tokens = np.concatenate([ids, end])
+                shards.add(tokens, tally.add(tokens))
+            if progress is not None:
+                done = sum(reader.done for reader in readers)
+                progress(done, total, tally.documents, tally.tokens)
+    if progress is not None:
+        progress(total, total, tally.documents, tally.tokens)
+
+
+def _batches(texts: Iterator[str] | Reader) -> Iterator[list[str]]:
+    """Documents to encode at once: many, but not much text."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if len(batch) >= BATCH_DOCUMENTS or size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def refuse_other(out: Path) -> None:
+    """Refuse a target that holds anything but a corpus."""
+    try:
+        taken = (
+            out.exists() and not (out / NAME).is_file() and (out.is_file() or any(out.iterdir()))
+        )
+    except OSError as error:
+        raise _unwritable(out, error) from None
+    if taken:
+        raise DataError(
+            f"{out} exists and is no prepared corpus. A corpus is written to a new or empty "
+            "folder. Choose another one."
+        )
+
+
+def _unwritable(out: Path, error: OSError) -> DataError:
+    where = f" ({error.filename})" if error.filename else ""
+    return DataError(
+        f"{out} cannot be written: {error.strerror or error}{where}. A corpus is assembled beside "
+        "it and renamed. Make room or choose another folder."
+    )
+
+
+@contextmanager
+def assembled(out: Path) -> Iterator[Path]:
+    """A hidden folder beside `out` to write into; removed again unless it was renamed."""
+    folder = out.absolute().with_name(f".{out.absolute().name}.{secrets.token_hex(4)}")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
+        yield folder
+    except OSError as error:
+        raise _unwritable(out, error) from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(made: Manifest, folder: Path, out: Path) -> Manifest:
+    """Rename a finished folder to `out`, unless it holds the same corpus already."""
+    try:
+        os.rename(folder, out)
+        return made
+    except OSError:
+        # Not empty: a corpus from before, or from another process a moment ago.
+        if not (out / NAME).is_file():
+            raise
+    found = Manifest.read(out)
+    if found.fingerprint != made.fingerprint:
+        raise DataError(
+            f"{out} holds another corpus: fingerprint {found.fingerprint}, not {made.fingerprint}. "
+            "A corpus is not overwritten. Choose another folder or remove this one."
+        )
+    return found

@@ -1,0 +1,237 @@
+"""Tokenizers: text to ids and back, each known by the digest of its `tokenizer.json`.
+
+Two kinds. Bytes needs nothing; its file is the byte-level BPE without merges that it equals, so
+other tools read it too. Everything else runs through the `tokenizers` library, imported when text
+is first encoded: ids, end and fingerprint are read from the JSON alone. Special tokens that occur
+in a text are text: a document cannot end itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ranvier.data.files import digest_of
+from ranvier.data.sources import documents, imported
+from ranvier.errors import DataError, PlanError
+
+STANDARD_VOCAB = 4096
+"""Ids of the standard tokenizer."""
+STANDARD_BYTES = 4_000_000
+"""How much of the standard library it is trained on."""
+END = "<|end|>"
+ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+"""Names of the token that ends a document, in the order in which they are looked for."""
+NAMES = ("bytes", "standard")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A `tokenizer.json` and what is known of it without the library that runs it."""
+
+    text: str
+    vocab: int
+    """Number of ids: the largest and one."""
+    end: int
+    """Id of the token that ends a document."""
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The digest of the canonical JSON."""
+        return digest_of(_canonical(json.loads(self.text)))
+
+    @cached_property
+    def _library(self) -> Any:
+        try:
+            made = imported("tokenizers", "encoding and decoding text").Tokenizer.from_str(
+                self.text
+            )
+        except DataError:
+            raise
+        except Exception as error:
+            # the library raises plain exceptions
+            raise DataError(
+                f"The tokenizer {self.fingerprint} is not accepted: {error}. It must be a "
+                "tokenizer.json of the tokenizers library. Save it again or update the library."
+            ) from None
+        # A file may ask for them; documents are never cut or filled here.
+        made.no_truncation()
+        made.no_padding()
+        made.encode_special_tokens = True
+        return made
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, without an end."""
+        clean = [whole(text) for text in texts]
+        rows = self._library.encode_batch_fast(clean, add_special_tokens=False)
+        return [np.array(row.ids, dtype=np.uint32) for row in rows]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; special tokens are left out."""
+        text: str = self._library.decode([int(i) for i in ids], skip_special_tokens=True)
+        return text
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer.json, at once or not at all."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_text(self.text, encoding="utf-8")
+        os.replace(temporary, path)
+
+
+class Bytes(Tokenizer):
+    """The bytes of UTF-8 and an end."""
+
+    def __init__(self) -> None:
+        super().__init__(_canonical(_bytes_json()), 257, 256)
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The bytes of each text, without an end."""
+        raw = (whole(text).encode() for text in texts)
+        return [np.frombuffer(one, dtype=np.uint8).astype(np.uint32) for one in raw]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of bytes; what is no UTF-8 is replaced, the end is left out."""
+        return bytes(i for i in map(int, ids) if 0 <= i < 256).decode(errors="replace")
+
+
+def whole(text: str) -> str:
+    """The text with halves of surrogate pairs joined or replaced: they have no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def tokenizer_of(name: str | Path, cache: Path) -> Tokenizer:
+    """The tokenizer of a name: bytes, standard, or the path of a tokenizer.json or its folder."""
+    if name == "bytes":
+        return Bytes()
+    if name == "standard":
+        return _standard(cache)
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        near = difflib.get_close_matches(str(name), NAMES, n=1)
+        remedy = f"Did you mean {near[0]!r}?" if near else "Check the path."
+        raise DataError(
+            f"The tokenizer {str(name)!r} cannot be read: {path}: {reason}. A tokenizer is "
+            f"'bytes', 'standard', a tokenizer.json or a folder that holds one. {remedy}"
+        ) from None
+    return parsed(text, str(path))
+
+
+def parsed(text: str, origin: str) -> Tokenizer:
+    """The tokenizer of a tokenizer.json; `origin` names it in messages."""
+    remedy = "Use a file that the tokenizers library saved."
+    try:
+        content = json.loads(text)
+        ids = _ids(content)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"{origin} is no tokenizer.json: {type(error).__name__}: {error}. It must be JSON with "
+            f"model.vocab and added_tokens. {remedy}"
+        ) from None
+    if _canonical(content) == Bytes().text:
+        return Bytes()
+    end = next((ids[name] for name in ENDS if name in ids), None)
+    if end is None:
+        raise DataError(
+            f"{origin} has {len(ids)} tokens, none of which ends a document. One of "
+            f"{', '.join(ENDS)} must be among them. Add one to added_tokens."
+        )
+    return Tokenizer(text, max(ids.values()) + 1, end)
+
+
+def _ids(content: Any) -> dict[str, int]:
+    """Id of each token."""
+    vocab = content["model"]["vocab"]
+    if isinstance(vocab, list):  # Unigram: pieces with their scores
+        vocab = {piece[0]: i for i, piece in enumerate(vocab)}
+    ids = {str(name): int(i) for name, i in vocab.items()}
+    return ids | {one["content"]: int(one["id"]) for one in content.get("added_tokens") or []}
+
+
+def trained(texts: Iterable[str], vocab: int) -> Tokenizer:
+    """A byte-level BPE of at most `vocab` ids, learnt from texts; equal texts make it equal."""
+    if vocab < 257:
+        raise PlanError(
+            f"A tokenizer of {vocab} ids cannot be trained. The 256 bytes and the end of a "
+            "document need one each. Use 257 or more."
+        )
+    tokenizers = imported("tokenizers", "training a tokenizer (the tokenizer 'bytes' needs none)")
+    level = tokenizers.pre_tokenizers.ByteLevel
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = level(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=[END],
+        initial_alphabet=sorted(level.alphabet()),
+        show_progress=False,
+    )
+    made.train_from_iterator((whole(text) for text in texts), trainer)
+    return parsed(made.to_str(), "The trained tokenizer")
+
+
+def _standard(cache: Path) -> Tokenizer:
+    """The tokenizer trained on the standard library, from the cache or into it."""
+    texts = list(documents("stdlib", max_bytes=STANDARD_BYTES))
+    digest = digest_of(str(STANDARD_VOCAB), *texts)
+    path = cache / f"tokenizer-{platform.python_version()}-{digest[:16]}.json"
+    try:
+        found = tokenizer_of(path, cache)
+        if found.vocab == STANDARD_VOCAB:
+            return found
+    except DataError:
+        pass  # not there or damaged: made again
+    made = trained(texts, STANDARD_VOCAB)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        made.save(path)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be written: {error.strerror}. The standard tokenizer is kept in the "
+            "cache. Choose a cache folder that can be written."
+        ) from None
+    return made
+
+
+def _canonical(content: Any) -> str:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"))
+
+
+def _bytes_json() -> dict[str, Any]:
+    """The byte-level BPE without merges whose ids are the bytes."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    # A byte-level BPE writes a byte that is no printable character as one from 256 up.
+    others = [b for b in range(256) if b not in printable]
+    letters = {b: b for b in printable} | {b: 256 + i for i, b in enumerate(others)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    end = {"id": 256, "content": END, "special": True, "normalized": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [end | {"single_word": False, "lstrip": False, "rstrip": False}],
+        "normalizer": None,
+        "pre_tokenizer": level | {"use_regex": False},
+        "post_processor": None,
+        "decoder": level | {"use_regex": False},
+        "model": {
+            "type": "BPE",
+            "vocab": {chr(letters[b]): b for b in range(256)} | {END: 256},
+            "merges": [],
+        },
+    }

@@ -1,0 +1,1 @@
+"""Inference: text from a trained model."""

@@ -1,0 +1,147 @@
+"""Sample: text from the newest checkpoint of a run, on one device.
+
+The simple way: each token is one pass over the window. Not handled: a cache of keys and values,
+several devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ranvier import run as runs
+from ranvier.checkpoint import files
+from ranvier.data.tokenizer import Tokenizer, tokenizer_of
+from ranvier.errors import DataError, PlanError
+from ranvier.models import Decoder
+from ranvier.run import Run
+
+
+@dataclass
+class Speaker:
+    """A model with the words of its tokenizer."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    window: int
+    """Most tokens the model looks at."""
+
+    @classmethod
+    def of(cls, folder: Path, device: torch.device | str, *, step: int | None = None) -> Speaker:
+        """From a checkpoint of a run, the newest if no step is named."""
+        run = run_of(folder)
+        checkpoint = checkpoint_of(folder, step)
+        words = folder / "tokenizer.json"
+        if not words.exists():
+            raise DataError(
+                f"{folder} has no tokenizer.json: its corpora came as tokens. Text needs the "
+                f"tokenizer that made them. Copy its tokenizer.json to {words}."
+            )
+        with torch.device("meta"):
+            model = Decoder(run.model)
+        model.to_empty(device=device)
+        whole = files.wholes(checkpoint)
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(whole[name])
+        return cls(model.eval(), tokenizer_of(str(words), folder), run.data.seq)
+
+    @torch.inference_mode()
+    def speak(
+        self, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int
+    ) -> Iterator[str]:
+        """Pieces of text that follow the prompt, until the end of a document."""
+        known = self.tokenizer.encode([prompt])[0].tolist() or [self.tokenizer.end]
+        generator = torch.Generator(self.device).manual_seed(seed)
+        said: list[int] = []
+        told = self.tokenizer.decode(known)
+        for _ in range(tokens):
+            ids = torch.tensor([[*known, *said][-self.window :]], device=self.device)
+            token = chosen(self.model(ids)[0, -1].float(), temperature, top_k, generator)
+            if token == self.tokenizer.end:
+                return
+            said.append(token)
+            text = self.tokenizer.decode([*known, *said])
+            if not text.endswith("\ufffd"):  # the bytes of a character may come in several tokens
+                yield text[len(told) :]
+                told = text
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+
+def chosen(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+    """A token: the likeliest at temperature 0, else drawn from the `top_k` likeliest (0: all)."""
+    if temperature <= 0.0:
+        return int(logits.argmax())
+    if 0 < top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+    weights = (logits / temperature).softmax(0)
+    return int(torch.multinomial(weights, 1, generator=generator))
+
+
+def say(
+    folder: Path,
+    *,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    step: int,
+    device: str,
+) -> int:
+    """Print what a run says after a prompt, as it comes; the exit code."""
+    problems = []
+    if tokens < 1 or top_k < 0:
+        problems.append(f"tokens={tokens}, top_k={top_k}: too small. Use 1 and 0 or more.")
+    if not 0.0 <= temperature < math.inf:
+        problems.append(f"temperature={temperature} is no number from 0. Use 0.8.")
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        problems.append(f"device={device!r} is not here. Use 'cpu'.")
+    if problems:
+        raise PlanError(problems)
+    speaker = Speaker.of(folder, device, step=None if step < 0 else step)
+    print(prompt, end="", flush=True)
+    for piece in speaker.speak(
+        prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
+    ):
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+def run_of(folder: Path) -> Run:
+    """The settings of a run."""
+    if not (folder / "config.toml").exists():
+        near: Sequence[Path] = sorted(folder.parent.glob("*/config.toml"))
+        others = ", ".join(str(path.parent) for path in near) or "none here"
+        raise PlanError(
+            f"{folder} is no run: it has no config.toml. A run is a directory that `ranvier train` "
+            f"made. Runs nearby: {others}."
+        )
+    return runs.load(folder / "config.toml")
+
+
+def checkpoint_of(folder: Path, step: int | None = None) -> Path:
+    """A checkpoint of a run: of a step, or the newest."""
+    found = files.found(folder / "checkpoints")
+    if not found:
+        raise DataError(
+            f"{folder} has no checkpoint. Weights are read from one. Let the run end, or train "
+            "with checkpoint.every=100."
+        )
+    named = {int(path.name.removeprefix("step-")): path for path in found}
+    if step is not None and step not in named:
+        raise PlanError(
+            f"{folder} has no checkpoint after step {step}. Kept are those after "
+            f"{', '.join(map(str, named))}. Use one of these."
+        )
+    return found[-1] if step is None else named[step]

@@ -1,0 +1,107 @@
+"""Corpora of a run or of `ranvier data`: tokenized with a progress display, shown in words."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+
+from ranvier import launch
+from ranvier.data import prepare as preparing
+from ranvier.data.dataset import stored_all
+from ranvier.data.manifest import Manifest
+from ranvier.data.prepare import Progress
+from ranvier.data.sources import Reader
+from ranvier.data.tokenizer import Tokenizer, tokenizer_of, trained
+from ranvier.errors import PlanError
+from ranvier.run import Run
+
+
+def stored(run: Run) -> list[str]:
+    """The folders of a run's tokenized corpora, made where they are not there yet."""
+    data = run.data
+    with shown("tokenizing") as progress:
+        folders = stored_all(
+            data.corpus,
+            cache=launch.cache(),
+            tokenizer=data.tokenizer,
+            field=data.field,
+            max_bytes=data.max_bytes,
+            verify=data.verify,
+            progress=progress,
+        )
+    return [str(folder) for folder in folders]
+
+
+def prepare(inputs: Sequence[str], *, out: str, tokenizer: str, vocab: int, field: str) -> int:
+    """Tokenize files into a directory and print what it holds; the exit code."""
+    if not inputs:
+        raise PlanError(
+            "data prepare was given no file. It tokenizes one or more. "
+            "Write: ranvier data prepare FILE ... --out DIR."
+        )
+    folder = Path(out or Path("data") / Path(inputs[0]).resolve().name.partition(".")[0])
+    preparing.refuse_other(folder)
+    words = _words(inputs, tokenizer, vocab, field)
+    with shown("tokenizing") as progress:
+        preparing.prepare(inputs, folder, words, field=field, progress=progress)
+    show(folder)
+    print(f"Train on it with:\n  ranvier train --data.corpus {folder}")
+    return 0
+
+
+def _words(inputs: Sequence[str], name: str, vocab: int, field: str) -> Tokenizer:
+    """The tokenizer of a name; train: learnt from the inputs."""
+    if name != "train":
+        return tokenizer_of(name, launch.cache())
+    if vocab < 257:
+        raise PlanError(
+            f"vocab={vocab} is too small. A tokenizer has the 256 bytes and an end of document. "
+            "Use 4096."
+        )
+    return trained(chain.from_iterable(Reader(path, field=field) for path in inputs), vocab)
+
+
+def show(folder: Path) -> int:
+    """Print what a prepared corpus holds; the exit code."""
+    corpus = Manifest.read(folder)
+    print(f"{folder}: {corpus.documents:,} documents, {corpus.tokens:,} tokens of {corpus.vocab:,}")
+    print(f"  from {corpus.source}, in {len(corpus.shards)} shard(s)")
+    print(f"  fingerprint of the corpus: {corpus.fingerprint}")
+    print(f"  fingerprint of the tokenizer: {corpus.tokenizer or 'unknown'}")
+    return 0
+
+
+@contextmanager
+def shown(what: str) -> Iterator[Progress]:
+    """A progress bar on a terminal, else a line at the start and the end of long work."""
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        yield _lines(what)
+        return
+    from rich import progress as rich
+
+    with rich.Progress(*rich.Progress.get_default_columns(), rich.TimeElapsedColumn()) as bar:
+        task = bar.add_task(what, total=None, visible=False)
+
+        def show_bar(done: int, total: int, documents: int, tokens: int) -> None:
+            words = f"{what}: {documents:,} documents, {tokens:,} tokens"
+            bar.update(task, completed=done, total=total, description=words, visible=True)
+
+        yield show_bar
+
+
+def _lines(what: str) -> Progress:
+    """A line for each tenth."""
+    told = -1
+
+    def show_line(done: int, total: int, documents: int, tokens: int) -> None:
+        nonlocal told
+        tenth = 10 * done // max(total, 1)
+        if tenth // 5 > told // 5 or told < 0:
+            print(f"{what}: {tenth * 10} %, {documents:,} documents, {tokens:,} tokens", flush=True)
+            told = tenth
+
+    return show_line

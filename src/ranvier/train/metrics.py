@@ -1,0 +1,178 @@
+"""Metrics of a step: read from the device one step later, so that nothing waits for them."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ranvier import trace
+from ranvier.nn.attention import Core
+from ranvier.nn.leaf import Flow
+from ranvier.parallel import Parallel
+
+PEAK_TFLOPS = {
+    "H200": 989.0,
+    "H100": 989.0,
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "A100": 312.0,
+    "V100": 125.0,
+    "MI250": 191.5,
+    "MI300A": 980.6,
+    "MI300X": 1307.0,
+}
+"""Dense 16-bit matrix products of a device (of an AMD MI250X: of one of its two halves)."""
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """What the device can do in a second in this type; None where that is not known."""
+    if device.type != "cuda" or dtype.itemsize != 2:
+        return None
+    name = torch.cuda.get_device_name(device)
+    found = (tflops for word, tflops in PEAK_TFLOPS.items() if word in name)
+    return next((tflops * 1e12 for tflops in found), None)
+
+
+def step_flops(parallel: Parallel, flow: Flow, micro_batches: int) -> tuple[int, int]:
+    """Work of a step on this rank, attention counted causally, and counted fully.
+
+    Three forward passes' worth: backward costs two. What is computed again does not count.
+    """
+    causal = full = 0
+    for leaf in parallel.leaves.values():
+        flops = leaf.flops(flow)
+        causal += flops
+        full += flops * (2 if isinstance(leaf, Core) else 1)
+    return 3 * causal * micro_batches, 3 * full * micro_batches
+
+
+def memory(device: torch.device) -> int:
+    """Most bytes this rank has held so far: of the device, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class Mark:
+    """A moment in the work of a device; on the host it is now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.event: Any = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record()
+        self.time = time.perf_counter()
+
+    def wait(self) -> None:
+        """Until the device is there."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def since(self, before: Mark) -> float:
+        """Seconds on the device's clock."""
+        if self.event is None:
+            return self.time - before.time
+        return float(before.event.elapsed_time(self.event)) / 1e3
+
+
+class Later:
+    """Numbers on their way from the device to the host."""
+
+    def __init__(self, values: Sequence[Tensor], device: torch.device) -> None:
+        numbers = torch.stack([value.detach().to(torch.float64) for value in values])
+        if device.type == "cuda":
+            self.host = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
+            self.host.copy_(numbers, non_blocking=True)
+        else:
+            self.host = numbers
+        self.mark = Mark(device)
+
+    def read(self) -> list[float]:
+        """The numbers; waits until they are there."""
+        self.mark.wait()
+        return [float(value) for value in self.host.tolist()]
+
+
+def known(value: float | None) -> float | None:
+    """A number as JSON can hold it: None for what is not finite."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+@dataclass
+class Under:
+    """A step under way: what the host will read of it."""
+
+    step: int
+    tokens: int
+    """Of the run, this step included."""
+    lr: float
+    numbers: Later
+    """Loss, gradient norm, health, signal, memory, loss scale."""
+    begun: Mark
+    waited: float
+    """Seconds the host waited for its batch."""
+    awaited: list[trace.Event]
+    held_out: float | None = None
+
+
+@dataclass
+class Meter:
+    """Makes the metrics of steps and adds up where the time went."""
+
+    tokens: int
+    """Of a step."""
+    flops: tuple[int, int]
+    """Of a step on this rank, attention counted causally and fully."""
+    peak: float | None
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds by what they went to."""
+
+    def spend(self, name: str, seconds: float) -> None:
+        """Add to a phase."""
+        self.phases[name] = self.phases.get(name, 0.0) + seconds
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """The time inside goes to a phase."""
+        start = time.perf_counter()
+        yield
+        self.spend(name, time.perf_counter() - start)
+
+    def row(self, under: Under, ended: Mark | None) -> dict[str, Any]:
+        """The metrics of a step that the device has taken.
+
+        ended: when the step before was done, if nothing else lay between.
+        """
+        loss, norm, _, _, held, scale = under.numbers.read()
+        seconds = under.numbers.mark.since(ended or under.begun)
+        exposed = trace.exposed(under.awaited)
+        self.spend("compute", max(seconds - exposed - under.waited, 0.0))
+        self.spend("exposed communication", exposed)
+        self.spend("waiting for data", under.waited)
+        causal, full = (None if self.peak is None else f / seconds / self.peak for f in self.flops)
+        return {
+            "step": under.step,
+            "tokens": under.tokens,
+            "loss": known(loss),
+            "lr": under.lr,
+            "grad_norm": known(norm),
+            "seconds": seconds,
+            "tokens_per_second": self.tokens / seconds,
+            "mfu": causal,
+            "mfu_full": full,
+            "memory": int(held),
+            "exposed_communication_seconds": exposed,
+            "data_seconds": under.waited,
+            "held_out_loss": under.held_out,
+            "loss_scale": known(scale),
+        }

@@ -1,0 +1,120 @@
+"""Pieces of an HTML page that needs nothing else: styles, tables, lists, and the document.
+
+The document has no outside resource: a content policy forbids them, and all scripts but its own.
+Every function escapes the text it is given; what is named `inner` or `body` is HTML already.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+
+from ranvier.train.plot import SCRIPT, STYLE, escaped
+
+SHOWN = 20_000  # characters of a text, at most
+LISTED = 200  # lines of a list, at most
+
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; base-uri 'none';
+ form-action 'none'; style-src 'unsafe-inline'; script-src 'sha256-{hash}'">
+<title>{title}</title>
+<style>{style}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+LAYOUT = """
+*{box-sizing:border-box}
+body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.55 system-ui,-apple-system,
+"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;-webkit-text-size-adjust:100%}
+main{max-width:76rem;margin:0 auto;padding:2.5rem 1.5rem 4rem}
+h1{font-size:1.9rem;line-height:1.2;margin:.2rem 0 .6rem;overflow-wrap:anywhere}
+h2{font-size:1.2rem;margin:3rem 0 1rem;padding-bottom:.4rem;border-bottom:1px solid var(--rule)}
+p{margin:.4rem 0;overflow-wrap:anywhere}
+.muted{color:var(--muted)}
+.kind{color:var(--muted);font-size:.85rem;letter-spacing:.04em;margin:0}
+.status{display:inline-block;border:1px solid var(--c2);color:var(--c2);border-radius:1rem;
+padding:0 .7rem;font-size:.85rem;font-weight:600}
+.status.bad,.note{border-color:var(--c1)}
+.status.bad{color:var(--c1)}
+.note{border-left:3px solid var(--c1);padding:.2rem .9rem;margin:1rem 0}
+.cards{display:grid;grid-template-columns:repeat(auto-fill,minmax(10.5rem,1fr));gap:.8rem;
+margin:1.8rem 0 0;padding:0}
+.cards div{border:1px solid var(--rule);border-radius:.6rem;padding:.8rem 1rem}
+.cards dt{color:var(--muted);font-size:.85rem}
+.cards dd{margin:0;font-size:1.45rem;font-weight:600;font-variant-numeric:tabular-nums}
+.cards dd+dd{font-size:.8rem;font-weight:400;color:var(--muted)}
+.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(30rem,100%),1fr));gap:2rem}
+figure{margin:0;min-width:0}
+figure.bar{max-width:48rem}
+.scroll{overflow-x:auto}
+table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums;margin:1rem 0}
+th,td{padding:.3rem .9rem .3rem 0;text-align:right;white-space:nowrap;
+border-bottom:1px solid var(--rule)}
+th{color:var(--muted);font-weight:500}
+th:first-child,td:first-child{text-align:left;white-space:normal}
+pre,code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:.85rem}
+pre{overflow-x:auto;white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid var(--rule);
+border-radius:.6rem;padding:.9rem 1rem;margin:.8rem 0;line-height:1.5}
+summary{cursor:pointer;font-weight:600;padding:.3rem 0}
+ul{padding-left:1.2rem;overflow-wrap:anywhere}
+@media (max-width:640px){main{padding:1.5rem 1rem 3rem}h1{font-size:1.5rem}
+.cards{grid-template-columns:repeat(2,1fr)}.cards dd{font-size:1.2rem}}
+"""
+
+
+def document(title: str, body: str) -> str:
+    """A whole page."""
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    return PAGE.format(
+        title=escaped(title), hash=digest, style=STYLE + LAYOUT, body=body, script=SCRIPT
+    )
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table that scrolls by itself where the page is narrow."""
+    top = "".join(f'<th scope="col">{escaped(cell)}</th>' for cell in head)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    inner = f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody>"
+    return f'<div class="scroll"><table>{inner}</table></div>'
+
+
+def section(title: str, *parts: str) -> str:
+    """A heading and what it heads, or nothing."""
+    inner = "\n".join(filter(None, parts))
+    return f"<section><h2>{escaped(title)}</h2>\n{inner}\n</section>" if inner else ""
+
+
+def text_block(text: object) -> str:
+    """Text as it is, cut where it is very long."""
+    whole = str(text)
+    more = f"\n[{len(whole) - SHOWN:,} more characters]" if len(whole) > SHOWN else ""
+    return f"<pre>{escaped(whole[:SHOWN] + more)}</pre>" if whole.strip() else ""
+
+
+def listing(lines_of: object) -> str:
+    """A list of lines, cut where it is very long."""
+    if not isinstance(lines_of, list) or not lines_of:
+        return ""
+    items = [str(one)[:SHOWN] for one in lines_of[:LISTED]]
+    if len(lines_of) > LISTED:
+        items.append(f"and {len(lines_of) - LISTED:,} more")
+    return "<ul>" + "".join(f"<li>{escaped(item)}</li>" for item in items) + "</ul>"
+
+
+def folded(title: str, inner: str) -> str:
+    """A part that opens on demand, or nothing."""
+    return f"<details><summary>{escaped(title)}</summary>{inner}</details>" if inner else ""

@@ -1,0 +1,456 @@
+"""Plots as inline SVG, in plain Python: lines over steps, and a bar of shares.
+
+An SVG of this module carries classes only. In a page, put `STYLE` (light and dark by the reader's
+preference) and, for a read-out under the pointer, `SCRIPT` beside it; `standalone` makes a file
+that renders alone. Long series are thinned to the smallest and largest value of each pixel
+column, so a spike of one step in 100,000 stays visible. Values that are missing or not finite
+are gaps. Not handled: dates on an axis, negative values on a logarithmic one (they are gaps too).
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Literal
+
+Point = tuple[float, float]
+
+LEFT, RIGHT, BOTTOM = 58, 18, 44  # margins around the area of the data
+LARGEST = 1e300  # differences of larger values overflow
+DOTS = 100  # a "dots" series with more points is a plain line
+
+LIGHT = {
+    "ink": "#1f2328",
+    "muted": "#5f6670",
+    "rule": "#e3e5e8",
+    "axis": "#8b929b",
+    "paper": "#ffffff",
+    "c0": "#0072b2",
+    "c1": "#d55e00",
+    "c2": "#00845f",
+    "c3": "#b0568a",
+    "c4": "#a87400",
+    "c5": "#3d8fc4",
+    "c6": "#6b6f76",
+}
+"""Colours on white: Okabe and Ito's, some darkened to keep a contrast of 3."""
+
+DARK = {
+    "ink": "#e6e8eb",
+    "muted": "#a0a7b0",
+    "rule": "#2c3138",
+    "axis": "#6c747e",
+    "paper": "#16191d",
+    "c0": "#56b4e9",
+    "c1": "#ff8a3d",
+    "c2": "#2fc79a",
+    "c3": "#e39bc4",
+    "c4": "#f0b93a",
+    "c5": "#8fb8ff",
+    "c6": "#b4b9c0",
+}
+"""The same hues, lighter, on black."""
+
+COLOURS = 7
+
+
+def _variables(colours: Mapping[str, str]) -> str:
+    return "".join(f"--{name}:{value};" for name, value in colours.items())
+
+
+RULES = """
+.plot{display:block;width:100%;height:auto;font:13px system-ui,-apple-system,"Segoe UI",Roboto,
+"Helvetica Neue",Arial,sans-serif;font-variant-numeric:tabular-nums}
+.plot text{fill:var(--muted)}
+.plot .title{fill:var(--ink);font-size:15px;font-weight:600}
+.plot .ink{fill:var(--ink)}
+.plot .paper{fill:var(--paper);font-weight:600}
+.plot .middle{text-anchor:middle}
+.plot .end{text-anchor:end}
+.plot .rule{stroke:var(--rule);stroke-width:1}
+.plot .axis{stroke:var(--axis);stroke-width:1}
+.plot .mark{stroke:var(--axis);stroke-width:1;stroke-dasharray:2 4}
+.plot .line,.plot .faint,.plot .point{fill:none;stroke-width:1.8;stroke-linejoin:round;
+stroke-linecap:round}
+.plot .faint{stroke-width:1.2;stroke-opacity:.55}
+.plot .point{stroke-width:6}
+""" + "".join(
+    f".plot .s{i}{{stroke:var(--c{i})}}.plot .f{i}{{fill:var(--c{i})}}\n" for i in range(COLOURS)
+)
+
+STYLE = (
+    f":root{{color-scheme:light dark;{_variables(LIGHT)}}}\n"
+    f"@media (prefers-color-scheme:dark){{:root{{{_variables(DARK)}}}}}\n{RULES}"
+    "@media (max-width:640px){.plot{font-size:16px}.plot .title{font-size:19px}}\n"
+    "@media print{.plot .readout{display:none}}\n"
+)
+"""What a page with plots needs; once for all of them."""
+
+SCRIPT = """
+for (const svg of document.querySelectorAll("svg.plot[data-box]")) {
+  const [left, right, top, bottom, x0, x1, y0, y1, log] = svg.dataset.box.split(" ").map(Number);
+  const name = svg.querySelector("title");  // as a label it is read, but shows no tooltip
+  svg.setAttribute("aria-label", name.textContent);
+  name.remove();
+  const lines = [...svg.querySelectorAll("path[data-name]")].map(path => ({
+    name: path.dataset.name,
+    points: path.getAttribute("d").split(/[M ]+/).slice(1).map(p => p.split(",").map(Number)),
+  }));
+  const make = (tag, kind) => {
+    const node = document.createElementNS(svg.namespaceURI, tag);
+    node.setAttribute("class", kind);
+    return svg.appendChild(node);
+  };
+  const cursor = make("path", "axis readout"), text = make("text", "ink end readout");
+  text.setAttribute("x", right);
+  text.setAttribute("y", 20);
+  const digits = v => Number(v.toPrecision(3)).toLocaleString("en", {maximumSignificantDigits: 3});
+  const value = y => {
+    const share = (bottom - y) / (bottom - top);
+    return log ? y0 * (y1 / y0) ** share : y0 + share * (y1 - y0);
+  };
+  svg.addEventListener("pointermove", event => {
+    const box = svg.getBoundingClientRect();
+    const x = (event.clientX - box.left) * svg.viewBox.baseVal.width / box.width;
+    if (x < left || x > right) return;
+    const near = lines.map(line => [line.name, line.points.reduce((a, b) =>
+      Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a)]);
+    const at = near.reduce((a, b) => Math.abs(b[1][0] - x) < Math.abs(a[1][0] - x) ? b : a)[1][0];
+    const place = x0 + (at - left) / (right - left) * (x1 - x0);
+    cursor.setAttribute("d", `M${at},${top}V${bottom}`);
+    text.textContent = [svg.dataset.x + " " + Math.round(place).toLocaleString("en"),
+      ...near.map(([n, p]) => n + " " + digits(value(p[1])))].join("  ·  ");
+  });
+  svg.addEventListener("pointerleave", () => {
+    cursor.removeAttribute("d");
+    text.textContent = "";
+  });
+}
+"""
+"""The read-out under the pointer: it reads the drawn paths, so no number is stored twice."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """A named line; `x` does not fall."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+    style: Literal["line", "faint", "dots"] = "line"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The map from the values of an axis to pixels."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """The pixel of a value."""
+        if self.log:
+            low = math.log(self.low)
+            share = (math.log(value) - low) / (math.log(self.high) - low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
+
+
+def escaped(text: object) -> str:
+    """Text that is safe inside HTML and XML, attributes too."""
+    whole = str(text).encode("utf-8", "replace").decode()  # no lone surrogates
+    whole = re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffe\uffff]", "\ufffd", whole)
+    return html.escape(whole)
+
+
+def short(value: float, digits: int = 3) -> str:
+    """A number in a few characters: 12.3k, 1.5M, 0.03, 3e-4."""
+    if 999.5 <= abs(value) < 9999.5:
+        return f"{value:.0f}"
+    value = float(f"{value:.{digits}g}")
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if size <= abs(value) < 1e15:
+            return f"{value / size:.{digits}g}{unit}"
+    form = "e" if 0.0 < abs(value) < 1e-3 else "g"
+    text = f"{value:.{digits - (form == 'e')}{form}}"
+    return re.sub(r"\.?0*e([+-])0*", lambda m: "e" + m[1].strip("+"), text)
+
+
+def ticks(low: float, high: float, *, count: int = 5, whole: bool = False) -> list[float]:
+    """Round values (1, 2, 5 times a power of ten) from at most `low` to at least `high`."""
+    step = _step((high - low) / count)
+    step = max(step, 1.0) if whole else step
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    power = -math.floor(math.log10(step))
+    return [round(i * step, power) if 0 < power < 300 else i * step for i in range(first, last + 1)]
+
+
+def _step(least: float) -> float:
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(m * power for m in (1, 2, 5, 10, 20) if m * power >= least * (1 - 1e-9))
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Round values for a logarithmic axis from at most `low` to at least `high`."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    decades = last - first
+    if decades > 3:
+        stride = math.ceil(decades / 6)
+        return [10.0**p for p in range(first, last + stride, stride)]
+    fine = [m * 10.0**p for p in range(first, last + 1) for m in (1, 2, 5)]
+    below = [v for v in fine if v <= low * (1 + 1e-9)]
+    above = [v for v in fine if v >= high * (1 - 1e-9)]
+    return [v for v in fine if below[-1] <= v <= above[0]]
+
+
+def labels(values: Sequence[float]) -> list[str]:
+    """The ticks of an axis as text, with enough digits to tell neighbours apart."""
+    for digits in range(3, 9):
+        texts = [short(value, digits) for value in values]
+        if len(set(texts)) == len(texts):
+            break
+    return texts
+
+
+def _clean(series: Series, log: bool) -> list[Point]:
+    """The points of a series; nan where there is nothing to draw."""
+    least = 1 / LARGEST if log else -LARGEST
+    return [
+        (x, y if y is not None and least < y < LARGEST else math.nan)
+        for x, y in zip(series.x, series.y, strict=True)
+    ]
+
+
+def _range(values: Iterable[float], *, zero: bool = False) -> Point:
+    """Smallest and largest value, apart."""
+    known = [value for value in values if value == value]  # nan is not itself
+    low, high = min(known, default=0.0), max(known, default=1.0)
+    if zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    if high - low > max(abs(low), abs(high)) * 1e-6 and high - low > 1 / LARGEST:
+        return low, high
+    if abs(high) < 1 / LARGEST:
+        return 0.0, 1.0
+    return low - abs(low) * 0.05, high + abs(high) * 0.05
+
+
+def runs_of(points: Sequence[Point], columns: int, across: Scale) -> list[list[Point]]:
+    """Stretches without a gap; of many points, the smallest and largest of each pixel column."""
+    runs: list[list[Point]] = [[]]
+    if len(points) <= 2 * columns:
+        for point in points:
+            if not math.isnan(point[1]):
+                runs[-1].append(point)
+            elif runs[-1]:
+                runs.append([])
+        return [run for run in runs if run]
+    pixel = (across.high - across.low) / columns
+    start = 0
+    for column in range(columns):
+        edge = math.inf if column == columns - 1 else across.low + (column + 1) * pixel
+        end = bisect_left(points, edge, lo=start, key=itemgetter(0))
+        group, start = points[start:end], end
+        if not group:
+            continue
+        known = [point for point in group if point[1] == point[1]]  # nan is not itself
+        late = math.isnan(group[0][1])  # the gap is before the values of this column
+        if late and runs[-1]:
+            runs.append([])
+        if known:
+            runs[-1] += sorted({min(known, key=itemgetter(1)), max(known, key=itemgetter(1))})
+        if len(known) < len(group) and (not late or math.isnan(group[-1][1])) and runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def _path(runs: Iterable[Sequence[Point]], across: Scale, up: Scale) -> str:
+    """The `d` of a path; a lone point is a line to itself, which round caps make a dot."""
+    parts = []
+    for run in runs:
+        whole = [*run, run[0]] if len(run) == 1 else run
+        parts.append("M" + " ".join(f"{across(x):.1f},{up(y):.1f}" for x, y in whole))
+    return "".join(parts)
+
+
+def _frame(across: Scale, up: Scale, bounds: Sequence[float]) -> list[str]:
+    """Grid, ticks and their labels; `bounds` are the ticks of the y axis."""
+    out = []
+    for value, text in zip(bounds, labels(bounds), strict=True):
+        y, kind = up(value), "axis" if value == bounds[0] else "rule"
+        out.append(f'<path class="{kind}" d="M{across.start:g},{y:.1f}H{across.end:g}"/>')
+        out.append(f'<text class="end" x="{across.start - 8:g}" y="{y + 4:.1f}">{text}</text>')
+    whole = float(across.low).is_integer() and float(across.high).is_integer()
+    steps = [
+        value
+        for value in ticks(across.low, across.high, count=6, whole=whole)
+        if across.low <= value <= across.high
+    ]
+    for value, text in zip(steps, labels(steps), strict=True):
+        x = across(value)
+        out.append(f'<path class="axis" d="M{x:.1f},{up.start:g}v5"/>')
+        out.append(f'<text class="middle" x="{x:.1f}" y="{up.start + 19:g}">{text}</text>')
+    return out
+
+
+def _legend(series: Sequence[Series], width: int, top: int) -> tuple[list[str], int]:
+    """A row (or rows) of names, and the height below it."""
+    out: list[str] = []
+    if len(series) < 2:
+        return out, top
+    x, y = float(LEFT), top + 18
+    for i, one in enumerate(series):
+        room = 34 + 8.5 * len(one.name)
+        if x > LEFT and x + room > width - RIGHT:
+            x, y = LEFT, y + 20
+        kind = f"{'faint' if one.style == 'faint' else 'line'} s{i % COLOURS}"
+        out.append(f'<path class="{kind}" d="M{x:g},{y - 4}h18"/>')
+        if one.style == "dots":
+            out.append(f'<path class="point s{i % COLOURS}" d="M{x + 9:g},{y - 4}h0"/>')
+        out.append(f'<text class="ink" x="{x + 24:g}" y="{y}">{escaped(one.name)}</text>')
+        x += room + 12
+    return out, y
+
+
+def _described(series: Sequence[Series], drawn: Sequence[list[list[Point]]], x_label: str) -> str:
+    """What a plot shows, in words."""
+    parts = []
+    for one, runs in zip(series, drawn, strict=True):
+        if not runs:
+            parts.append(f"{one.name}: no values.")
+            continue
+        (x0, y0), (x1, y1) = runs[0][0], runs[-1][-1]
+        low, high = (f(y for run in runs for _, y in run) for f in (min, max))
+        parts.append(
+            f"{one.name}: {short(y0)} at {x_label} {x0:.9g}, {short(y1)} at {x_label} {x1:.9g}, "
+            f"smallest {short(low)}, largest {short(high)}."
+        )
+    return escaped(" ".join(parts))
+
+
+def _open(title: str, description: str, size: tuple[int, int], data: str = "") -> list[str]:
+    return [
+        f'<svg class="plot" role="img" viewBox="0 0 {size[0]} {size[1]}"{data}>',
+        f"<title>{escaped(title)}</title><desc>{description}</desc>",
+        f'<text class="title" x="8" y="20">{escaped(title)}</text>',
+    ]
+
+
+def line_plot(
+    series: Sequence[Series],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    log: bool = False,
+    zero: bool = False,
+    marks: Sequence[float] = (),
+    width: int = 720,
+    height: int = 280,
+) -> str:
+    """Lines over a common axis as SVG; `zero` shows the origin, `marks` are vertical lines."""
+    first, last = _range(x for one in series for x in [*one.x[:1], *one.x[-1:]])
+    across = Scale(first, last, LEFT, width - RIGHT)
+    drawn = [runs_of(_clean(one, log), width - RIGHT - LEFT, across) for one in series]
+    values = [y for runs in drawn for run in runs for _, y in run]
+    low, high = _range(values, zero=zero and not log)
+    log = log and low > 0.0
+    bounds = log_ticks(low, high) if log else ticks(low, high)
+    legend, top = _legend(series, width, 24)
+    top += 33
+    up = Scale(bounds[0], bounds[-1], height - BOTTOM, top, log)
+    box = (across.start, across.end, top, up.start, first, last, up.low, up.high, float(log))
+    data = f' data-box="{" ".join(f"{v:.9g}" for v in box)}" data-x="{escaped(x_label)}"'
+    out = _open(title, _described(series, drawn, x_label), (width, height), data)
+    out += legend
+    unit = f"{y_label}, log scale" if log else y_label
+    if unit:
+        out.append(f'<text x="8" y="{top - 12}">{escaped(unit)}</text>')
+    out.append(f'<text class="end" x="{width - RIGHT}" y="{height - 6}">{escaped(x_label)}</text>')
+    out += _frame(across, up, bounds)
+    for mark in marks:
+        if first <= mark <= last:
+            out.append(f'<path class="mark" d="M{across(mark):.1f},{top}V{up.start:g}"/>')
+    for i, (one, runs) in enumerate(zip(series, drawn, strict=True)):
+        out += _line(one, i % COLOURS, runs, across, up)
+    if not values:
+        middle = f'x="{(LEFT + width - RIGHT) / 2:g}" y="{(top + up.start) / 2:g}"'
+        out.append(f'<text class="middle" {middle}>no finite values</text>')
+    return "\n".join([*out, "</svg>"])
+
+
+def _line(
+    one: Series, colour: int, runs: Sequence[Sequence[Point]], across: Scale, up: Scale
+) -> list[str]:
+    """The path of a series, and its dots."""
+    if not runs:
+        return []
+    kind = "faint" if one.style == "faint" else "line"
+    name = escaped(one.name)
+    out = [f'<path class="{kind} s{colour}" data-name="{name}" d="{_path(runs, across, up)}"/>']
+    points = [[point] for run in runs for point in run]
+    if one.style == "dots" and len(points) <= DOTS:
+        out.append(f'<path class="point s{colour}" d="{_path(points, across, up)}"/>')
+    return out
+
+
+def stacked_bar(
+    parts: Mapping[str, float], *, title: str, unit: str = "s", width: int = 720
+) -> str:
+    """Shares of a whole as one horizontal bar, with amounts and percentages below."""
+    known = {name: value for name, value in parts.items() if 0.0 < value < LARGEST}
+    total = sum(known.values())
+    top, thick, inner = 34, 34, width - 16
+    out, x, row = [], 8.0, top + thick + 26
+    words = []
+    left = 8.0
+    for i, (name, value) in enumerate(known.items()):
+        share, colour = value / total, i % COLOURS
+        size = share * inner
+        text = f"{name} {short(value)} {unit} ({percent(share)})"
+        words.append(text)
+        out.append(
+            f'<rect class="f{colour}" x="{x:.1f}" y="{top}" width="{max(size - 1, 0.5):.1f}" '
+            f'height="{thick}"><title>{escaped(text)}</title></rect>'
+        )
+        if size > 64:
+            place = f'x="{x + size / 2:.1f}" y="{top + thick / 2 + 5:g}"'
+            out.append(f'<text class="paper middle" {place}>{percent(share)}</text>')
+        x += size
+        room = 30 + 8.5 * len(text)
+        if left > 8 and left + room > width:
+            left, row = 8.0, row + 22
+        out.append(
+            f'<rect class="f{colour}" x="{left:g}" y="{row - 11}" width="12" height="12" rx="2"/>'
+        )
+        out.append(f'<text class="ink" x="{left + 19:g}" y="{row}">{escaped(text)}</text>')
+        left += room
+    if not known:
+        out.append(f'<text x="8" y="{top + 20}">no time was recorded</text>')
+    head = _open(title, escaped("; ".join(words) or "nothing"), (width, row + 12))
+    return "\n".join([*head, *out, "</svg>"])
+
+
+def percent(share: float) -> str:
+    """A share as text."""
+    return f"{100 * share:.1f} %" if share < 0.0995 else f"{100 * share:.0f} %"
+
+
+def standalone(svg: str) -> str:
+    """An .svg file of a plot: light, on white, with its styles, for renderers without variables."""
+    style = re.sub(r"var\(--(\w+)\)", lambda m: LIGHT[m[1]], RULES)
+    size = re.search(r'viewBox="0 0 (\d+) (\d+)"', svg)
+    assert size is not None, f"no viewBox in {svg[:80]!r}"
+    head, _, body = svg.partition("</desc>")
+    space = f'<svg xmlns="http://www.w3.org/2000/svg" width="{size[1]}" height="{size[2]}" '
+    head = head.replace("<svg ", space, 1)
+    paper = f'<rect width="{size[1]}" height="{size[2]}" fill="#ffffff"/>'
+    return f"{head}</desc>\n<style>{style}</style>\n{paper}{body}\n"

@@ -1,0 +1,472 @@
+"""Report: what happened in a training run, as one HTML file that needs nothing else.
+
+`write` reads the directory of a run (metrics.jsonl, and config.toml, run.json, checkpoints/ and
+trace-rank*.json where they exist) and writes report.html beside them. It is readable without
+scripts, loads nothing, and escapes all text of the run. A missing fact leaves its place out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from ranvier.errors import DataError
+from ranvier.train.page import LISTED, document, folded, listing, section, table, text_block
+from ranvier.train.plot import Series, escaped, line_plot, percent, short, stacked_bar
+
+COLUMNS = ("tokens", "loss", "held_out_loss", "lr", "grad_norm", "tokens_per_second")
+MFU = {"causal": "mfu", "full": "mfu_full"}
+Metrics = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the directory of a run holds."""
+
+    folder: Path
+    rows: list[Metrics]
+    """Every step that was taken, in the order of the file."""
+    about: dict[str, Any]
+    """run.json, or nothing."""
+    notes: list[str]
+    """What could not be read."""
+
+    columns: dict[str, list[float | None]] = field(default_factory=dict)
+    """The metrics that were asked for, by name."""
+
+    def column(self, name: str) -> list[float | None]:
+        """A metric of all rows; None where it is missing, perhaps not finite."""
+        if name not in self.columns:
+            self.columns[name] = [number(row.get(name)) for row in self.rows]
+        return self.columns[name]
+
+    def finite(self, name: str) -> list[float]:
+        """The values of a metric that are numbers."""
+        return [v for v in self.column(name) if v is not None and math.isfinite(v)]
+
+    def latest(self) -> Record:
+        """The record with one row a step, in order: what was repeated after a restart counts."""
+        rows = {row["step"]: row for row in self.rows}
+        if len(rows) == len(self.rows) and list(rows) == sorted(rows):
+            return self
+        return Record(self.folder, [rows[step] for step in sorted(rows)], self.about, self.notes)
+
+
+def number(value: object) -> float | None:
+    """A JSON number as float, perhaps not finite; None for anything else."""
+    if type(value) is float:
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def read(folder: Path) -> Record:
+    """The record of a run, or a DataError if it has no metrics."""
+    path, notes = folder / "metrics.jsonl", []
+    rule = "A report needs the metrics of at least one step."
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror}. {rule} Give the directory of a run."
+        ) from None
+    rows, broken = parse(lines)
+    if not rows:
+        raise DataError(
+            f"{path} holds no step in {len(lines)} line(s). {rule} "
+            "Wait for the first step, or give another directory."
+        )
+    if broken:
+        notes.append(f"{broken} line(s) of metrics.jsonl could not be read and were left out.")
+    return Record(folder, rows, about(folder / "run.json", notes), notes)
+
+
+def parse(lines: Sequence[str]) -> tuple[list[Metrics], int]:
+    """The rows of a metrics file and how many lines are broken, not counting a cut-off last one."""
+    rows: list[Metrics] = []
+    broken, step = 0, -1
+    for i, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            broken += i < len(lines) - 1
+            continue
+        known = number(row.get("step"))
+        step = int(known) if known is not None and math.isfinite(known) else step + 1
+        row["step"] = step
+        rows.append(row)
+    return rows, broken
+
+
+def about(path: Path, notes: list[str]) -> dict[str, Any]:
+    """The facts of run.json; a file that cannot be used is noted."""
+    if not path.exists():
+        return {}
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError) as error:
+        notes.append(f"run.json could not be read ({error}); its facts are missing here.")
+        return {}
+    if not isinstance(facts, dict):
+        notes.append("run.json holds no table; its facts are missing here.")
+        return {}
+    return facts
+
+
+def median(values: Sequence[float]) -> float | None:
+    """The median, or None of nothing."""
+    return statistics.median(values) if values else None
+
+
+def span(facts: Mapping[str, Any]) -> float | None:
+    """Seconds from start to finish, where both are known."""
+    try:
+        start = datetime.fromisoformat(str(facts.get("started")))
+        return (datetime.fromisoformat(str(facts.get("finished"))) - start).total_seconds()
+    except (ValueError, TypeError):
+        return None
+
+
+def phases(record: Record) -> dict[str, float]:
+    """Seconds of each part of a run: those of run.json, or what the metrics tell; and the rest."""
+    given = record.about.get("phases")
+    known = {str(k): number(v) for k, v in given.items()} if isinstance(given, dict) else {}
+    parts = {name: v for name, v in known.items() if v is not None and 0.0 < v < math.inf}
+    if not parts:
+        split = {k: sum(filter(math.isfinite, v)) for k, v in times(record).items()}
+        parts = {name: value for name, value in split.items() if value > 0.0}
+    rest = (span(record.about) or 0.0) - sum(parts.values())
+    if parts and not restarts(record) and rest > 0.01 * sum(parts.values()):
+        parts["not accounted for"] = rest
+    return parts
+
+
+def restarts(record: Record) -> list[float]:
+    """The steps at which the run was resumed."""
+    steps = record.about.get("restarts")
+    known = [number(step) for step in steps] if isinstance(steps, list) else []
+    return [step for step in known if step is not None and math.isfinite(step)]
+
+
+def times(record: Record) -> dict[str, list[float]]:
+    """Seconds of each step: compute, exposed communication, waiting for data; nan if unknown."""
+    keys = ("exposed_communication_seconds", "data_seconds")
+    wait, data = (
+        [v if v is not None and math.isfinite(v) else 0.0 for v in record.column(key)]
+        for key in keys
+    )
+    compute = [
+        math.nan if whole is None else max(whole - a - b, 0.0)
+        for whole, a, b in zip(record.column("seconds"), wait, data, strict=True)
+    ]
+    return {"compute": compute, "exposed communication": wait, "data": data}
+
+
+def facts_of(record: Record) -> dict[str, Any]:
+    """The key facts of a record; see `summary`."""
+    latest, facts = record.latest(), record.about
+    held = latest.finite("held_out_loss")
+    losses = [v for v in latest.column("loss") if v is not None]
+    bad = [
+        row["step"]
+        for row, loss in zip(latest.rows, latest.column("loss"), strict=True)
+        if loss is not None and not math.isfinite(loss)
+    ]
+    busy = sum(record.finite("seconds"))
+    parameters = number(facts.get("parameters"))
+    return {
+        "title": str(facts.get("title") or facts.get("model") or record.folder.resolve().name),
+        "status": str(facts["status"]) if facts.get("status") else None,
+        "steps": len(latest.rows),
+        "last_step": latest.rows[-1]["step"],
+        "tokens": max(latest.finite("tokens"), default=None),
+        "final_loss": losses[-1] if losses and math.isfinite(losses[-1]) else None,
+        "losses_not_finite": len(bad),
+        "first_loss_not_finite": bad[0] if bad else None,
+        "held_out_loss": held[-1] if held else None,
+        "best_held_out_loss": min(held, default=None),
+        "tokens_per_second": median(latest.finite("tokens_per_second")),
+        "mfu": median(latest.finite("mfu")),
+        "mfu_full": median(latest.finite("mfu_full")),
+        "peak_memory_bytes": max(latest.finite("memory"), default=None),
+        "seconds": max(span(facts) or 0.0, busy) or None,
+        "parameters": parameters,
+        "phases": phases(record),
+    }
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """The key facts of a run, None where unknown; medians over steps, bytes and seconds."""
+    return facts_of(read(folder))
+
+
+def bytes_text(value: float) -> str:
+    """Bytes with a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
+def time_text(seconds: float) -> str:
+    """Seconds as a duration."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def smooth(values: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
+    """A centred running median, which spikes do not move, at up to 2,000 places of a run."""
+    count = len(values)
+    half = min(max(count // 100, 3), 200)
+    clean = [v if v is not None and math.isfinite(v) else None for v in values]
+    places = sorted({*range(0, count, max(count // 1000, 1)), count - 1})
+    out: list[float | None] = []
+    for i in places:
+        reach = max(min(half, i, count - 1 - i), 2)  # symmetric near the ends: no lag
+        window = sorted(v for v in clean[max(i - reach, 0) : i + reach + 1] if v is not None)
+        out.append(None if clean[i] is None else window[len(window) // 2])
+    return places, out
+
+
+def cards(facts: Mapping[str, Any]) -> str:
+    """The key facts, large."""
+    loss, bad = facts["final_loss"], facts["losses_not_finite"]
+    rows: list[tuple[str, str | None, str]] = [
+        ("Final loss", "not finite" if loss is None and bad else shown(loss, ".4f"), ""),
+        (
+            "Held-out loss",
+            shown(facts["held_out_loss"], ".4f"),
+            f"best {shown(facts['best_held_out_loss'], '.4f')}",
+        ),
+        ("Throughput", shown(facts["tokens_per_second"], short), "tokens/s, median"),
+        ("MFU", shown(facts["mfu"], percent), "causal attention, median"),
+        ("MFU, full", shown(facts["mfu_full"], percent), "full attention, median"),
+        ("Peak memory", shown(facts["peak_memory_bytes"], bytes_text), "of a device"),
+        ("Tokens", shown(facts["tokens"], short), f"in {facts['steps']:,} steps"),
+        ("Wall time", shown(facts["seconds"], time_text), ""),
+        ("Parameters", shown(facts["parameters"], short), ""),
+    ]
+    out = []
+    for name, value, more in rows:
+        if value is not None:
+            extra = f"<dd>{escaped(more)}</dd>" if more else ""
+            out.append(f"<div><dt>{name}</dt><dd>{escaped(value)}</dd>{extra}</div>")
+    return f'<dl class="cards">{"".join(out)}</dl>'
+
+
+def shown(value: float | None, form: Any) -> str | None:
+    """A value as text, by a format or a function; None stays None."""
+    if value is None:
+        return None
+    return format(value, form) if isinstance(form, str) else str(form(value))
+
+
+def lines(record: Record, name: str, label: str, *, scale: float = 1.0) -> list[Series]:
+    """A metric, each step and smoothed; a short run has its steps only."""
+    steps = [row["step"] for row in record.rows]
+    values = record.column(name)
+    if scale != 1.0:
+        values = [None if v is None else v * scale for v in values]
+    if len(values) < 20:
+        return [Series(label, steps, values, "dots")]
+    places, means = smooth(values)
+    smoothed = Series(f"{label}, smoothed", [steps[i] for i in places], means)
+    return [Series(label, steps, values, "faint"), smoothed]
+
+
+def loss_lines(record: Record) -> list[Series]:
+    """Losses; those held out are joined across the steps without one."""
+    held = [(row["step"], number(row.get("held_out_loss"))) for row in record.rows]
+    held = [(step, loss) for step, loss in held if loss is not None]
+    out = lines(record, "loss", "train")
+    if held:
+        out.append(Series("held-out", [x for x, _ in held], [y for _, y in held], "dots"))
+    return out
+
+
+def spread(values: Sequence[float]) -> bool:
+    """Whether spikes would press the rest of a line flat on a linear axis."""
+    return bool(values) and min(values) > 0.0 and max(values) > 10 * statistics.median(values)
+
+
+def plots(record: Record) -> Iterator[str]:
+    """The plots over steps, of a record with one row a step."""
+    steps, marks = [row["step"] for row in record.rows], restarts(record)
+
+    def plot(
+        series: Sequence[Series], title: str, unit: str, axis: Literal["log", "zero", "near"]
+    ) -> str:
+        svg = line_plot(
+            series,
+            title=title,
+            x_label="step",
+            y_label=unit,
+            log=axis == "log",
+            zero=axis == "zero",
+            marks=marks,
+            width=600,
+        )
+        return f"<figure>{svg}</figure>"
+
+    wide = spread(record.finite("loss"))
+    yield plot(loss_lines(record), "Loss", "nats per token", "log" if wide else "near")
+    speed = lines(record, "tokens_per_second", "each step")
+    yield plot(speed, "Throughput", "tokens/s", "zero")
+    yield plot([Series("lr", steps, record.column("lr"))], "Learning rate", "", "zero")
+    norms = lines(record, "grad_norm", "each step")
+    yield plot(norms, "Gradient norm", "before clipping", "log")
+    peak = max(record.finite("memory"), default=None)
+    if peak is not None:
+        size, unit = (2.0**30, "GiB") if peak >= 2**30 else (2.0**20, "MiB")
+        memory = lines(record, "memory", "memory", scale=1 / size)[:1]
+        yield plot([replace(memory[0], style="line")], "Memory", f"{unit} of a device", "zero")
+    shares = {word: key for word, key in MFU.items() if record.finite(key)}
+    if shares:
+        used = [lines(record, key, word, scale=100.0)[-1] for word, key in shares.items()]
+        yield plot(used, "Model FLOP utilization (MFU)", "% of the device's peak", "zero")
+    split = {k: v for k, v in times(record).items() if any(t > 0.0 for t in v)}
+    if split:
+        slow = record.finite("seconds")
+        parts = [Series(name, steps, values) for name, values in split.items()]
+        yield plot(parts, "Time per step", "seconds", "log" if spread(slow) else "zero")
+    if record.finite("loss_scale"):
+        scale = Series("loss scale", steps, record.column("loss_scale"))
+        yield plot([scale], "Loss scale", "factor of the loss", "log")
+
+
+def sampled(record: Record) -> str:
+    """A dozen steps in numbers."""
+    count = len(record.rows)
+    places = sorted({round(i * (count - 1) / 11) for i in range(12)})
+    form = (short, "{:.4f}".format, "{:.4f}".format, short, short, short)
+    rows: list[list[str]] = []
+    for row in (record.rows[i] for i in places):
+        values = [number(row.get(name)) for name in COLUMNS]
+        cells = ["–" if v is None else f(v) for v, f in zip(values, form, strict=True)]
+        rows.append([f"{row['step']:,}", *cells])
+    return table(["step", *(name.replace("_", " ") for name in COLUMNS)], rows)
+
+
+def spent(parts: Mapping[str, float], steps: int) -> str:
+    """Where the time went, as a bar and in numbers."""
+    whole = sum(parts.values())
+    if not whole:
+        return ""
+    bar = stacked_bar(parts, title="Share of the time", width=600)
+    rows = [
+        (name, f"{v:,.2f}", percent(v / whole), time_text(v / steps)) for name, v in parts.items()
+    ]
+    rows.append(("all", f"{whole:,.2f}", percent(1.0), time_text(whole / steps)))
+    return f'<figure class="bar">{bar}</figure>' + table(
+        ["part", "seconds", "share", "per step"], rows
+    )
+
+
+def header(record: Record, facts: Mapping[str, Any]) -> str:
+    """Title, status, what ran where, and notes on what needs care."""
+    known, status, notes = record.about, facts["status"], list(record.notes)
+    words = [f"{key} {known[key]}" for key in ("model", "grid", "device") if known.get(key)]
+    words += [f"{known['world']} rank(s)"] if known.get("world") else []
+    words += [f"{key} {known[key]}" for key in ("started", "finished") if known.get(key)]
+    if facts["losses_not_finite"]:
+        notes.append(
+            f"The loss is not finite on {facts['losses_not_finite']:,} step(s), "
+            f"first on step {facts['first_loss_not_finite']:,}."
+        )
+    if resumed := restarts(record):
+        shown_steps = ", ".join(f"{step:,.0f}" for step in resumed[:LISTED])
+        notes.append(f"The run was resumed at step {shown_steps} (dotted lines).")
+    bad = "" if status == "finished" else " bad"
+    badge = f'<p><span class="status{bad}">{escaped(status)}</span></p>' if status else ""
+    return "\n".join(
+        [
+            f'<header><p class="kind">Ranvier training run</p><h1>{escaped(facts["title"])}</h1>',
+            f'{badge}<p class="muted">{escaped(" · ".join(words))}</p>',
+            *(f'<p class="note">{escaped(note)}</p>' for note in notes),
+            f"{cards(facts)}</header>",
+        ]
+    )
+
+
+def files(folder: Path) -> str:
+    """Checkpoints and traces in the directory."""
+    steps = sorted(p.name for p in folder.glob("checkpoints/step-*") if p.is_dir())
+    steps = [name for name in steps if re.fullmatch(r"step-\d+", name)]
+    traces = sorted(p.name for p in folder.glob("trace-rank*.json"))
+    out = [f"<p>{len(steps)} checkpoint(s):</p>{listing(steps)}"] if steps else []
+    if traces:
+        how = "Open them at ui.perfetto.dev (Open trace file); the files stay on your machine."
+        out.append(f"<p>{len(traces)} trace(s). {how}</p>{listing(traces)}")
+    return "".join(out)
+
+
+def body(record: Record, facts: Mapping[str, Any]) -> str:
+    """The inside of the page."""
+    known, latest = record.about, record.latest()
+    sample, versions = known.get("sample"), known.get("versions")
+    sample = sample if isinstance(sample, dict) else {}
+    pairs = [(k, str(v)) for k, v in versions.items()] if isinstance(versions, dict) else []
+    mark, command = known.get("fingerprint"), known.get("command")
+    config = record.folder / "config.toml"
+    toml = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+    prompt = f'<p class="muted">Prompt</p>{text_block(sample.get("prompt") or "")}'
+    return "\n".join(
+        [
+            header(record, facts),
+            section("Curves", f'<div class="plots">{"".join(plots(latest))}</div>'),
+            section("Where the time went", spent(facts["phases"], len(record.rows))),
+            section("Steps in numbers", sampled(latest)),
+            section(
+                "Sample of text",
+                prompt if sample.get("prompt") else "",
+                f'<p class="muted">Text</p>{text_block(sample["text"])}'
+                if sample.get("text")
+                else "",
+            ),
+            section(
+                "Data",
+                listing(known.get("corpora")),
+                f"<p>Fingerprint <code>{escaped(mark)}</code></p>" if mark else "",
+            ),
+            section("Parameter groups", listing(known.get("groups"))),
+            section("Files", files(record.folder)),
+            section(
+                "Configuration",
+                text_block(command) if command else "",
+                folded("config.toml", text_block(toml)),
+                folded("Versions", table(["name", "version"], pairs) if pairs else ""),
+            ),
+        ]
+    )
+
+
+def write(folder: Path) -> Path:
+    """Write report.html into the directory of a run; its path."""
+    record = read(folder)
+    facts = facts_of(record)
+    page = document(facts["title"], body(record, facts))
+    path = folder / "report.html"
+    temporary = folder / f".report.html.{os.getpid()}"
+    temporary.write_text(page, encoding="utf-8")
+    os.replace(temporary, path)
+    return path

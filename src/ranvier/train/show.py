@@ -1,0 +1,138 @@
+"""Show: where the metrics of a run go. A file, a progress display, TensorBoard, Weights & Biases.
+
+Each is a sink: called with the metrics of a step, closed at the end. rich, tensorboard and wandb
+are imported only where they are used; without rich, or without a terminal, lines are printed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from ranvier import run as runs
+from ranvier.errors import PlanError
+from ranvier.run import Run
+
+Row = dict[str, Any]
+Sink = Callable[[Row], None]
+LINES = 20
+"""Lines that a run without a terminal prints, about."""
+
+
+def check_log(run: Run) -> None:
+    """Refuse a log whose package is missing, before any work."""
+    missing = [name for name in run.train.log if importlib.util.find_spec(name) is None]
+    if missing:
+        raise PlanError(
+            f"train.log names {', '.join(missing)}, which is not installed. A log needs its "
+            "package. Install the extra: pip install -e '.[log]'."
+        )
+
+
+def line(row: Row, steps: int) -> str:
+    """The metrics of a step in words."""
+    parts = [f"step {row['step'] + 1:>5}/{steps}", f"loss {_number(row['loss'], '.4f')}"]
+    if row["held_out_loss"] is not None:
+        parts.append(f"held-out {row['held_out_loss']:.4f}")
+    parts += [f"lr {row['lr']:.2e}", f"norm {_number(row['grad_norm'], '.3f')}"]
+    parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+    if row["mfu"] is not None:
+        parts.append(f"MFU {row['mfu']:.1%} (full {row['mfu_full']:.1%})")
+    parts.append(f"{row['memory'] / 2**30:.2f} GiB")
+    return "  ".join(parts)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "not finite" if value is None else format(value, form)
+
+
+@contextmanager
+def sinks(run: Run, folder: Path) -> Iterator[Sink]:
+    """All sinks of a run as one."""
+    with ExitStack() as stack:
+        file = stack.enter_context((folder / "metrics.jsonl").open("a"))
+        every: list[Sink] = [stack.enter_context(display(run.train.steps))]
+        for name in run.train.log:
+            every.append(stack.enter_context(LOGS[name](run, folder)))
+
+        def sink(row: Row) -> None:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            for one in every:
+                one(row)
+
+        yield sink
+
+
+@contextmanager
+def display(steps: int) -> Iterator[Sink]:
+    """A progress bar on a terminal, else about twenty lines."""
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        yield _lines(steps)
+        return
+    from rich import progress
+
+    columns = (progress.TextColumn("{task.description}"), progress.BarColumn())
+    times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
+    with progress.Progress(*columns, *times, refresh_per_second=4) as bar:
+        task = bar.add_task("starting", total=steps)
+        last: Row = {}
+
+        def show(row: Row) -> None:
+            if row["held_out_loss"] is None:  # the newest one stays in sight
+                row = {**row, "held_out_loss": last.get("held_out_loss")}
+            last.update(row)
+            bar.update(task, completed=row["step"] + 1, description=line(row, steps))
+
+        yield show
+
+
+def _lines(steps: int) -> Sink:
+    every = max(steps // LINES, 1)
+
+    def show(row: Row) -> None:
+        step = row["step"]
+        if step % every == 0 or step == steps - 1 or row["held_out_loss"] is not None:
+            print(line(row, steps), flush=True)
+
+    return show
+
+
+def numbers(row: Row) -> Row:
+    """The metrics that have a value, without the number of the step."""
+    return {key: value for key, value in row.items() if value is not None and key != "step"}
+
+
+@contextmanager
+def tensorboard(run: Run, folder: Path) -> Iterator[Sink]:
+    """Event files in the run's own folder."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder / "tensorboard")) as writer:
+        writer.add_text("config", f"```\n{runs.to_toml(run)}\n```")
+
+        def log(row: Row) -> None:
+            for key, value in numbers(row).items():
+                writer.add_scalar(key, value, row["step"])
+
+        yield log
+
+
+@contextmanager
+def wandb(run: Run, folder: Path) -> Iterator[Sink]:
+    """A run of Weights & Biases; its own environment says where and whether online."""
+    import tomllib
+
+    import wandb
+
+    config = tomllib.loads(runs.to_toml(run))
+    with wandb.init(project="ranvier", name=folder.name, dir=str(folder), config=config) as log:
+        yield lambda row: log.log(numbers(row), step=row["step"])
+
+
+LOGS: dict[str, Any] = {"tensorboard": tensorboard, "wandb": wandb}

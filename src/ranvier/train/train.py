@@ -1,0 +1,284 @@
+"""Train: a run from the first line it prints to the last."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import platform
+import shutil
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ranvier.checkpoint import files
+from ranvier.comm.agree import told
+from ranvier.data.dataset import Data, open_data
+from ranvier.errors import DataError, PlanError
+from ranvier.grid import Grid
+from ranvier.infer.sample import Speaker
+from ranvier.launch import Ranks, Stop
+from ranvier.parallel import Parallel, parallel_of
+from ranvier.run import Run
+from ranvier.train import corpora, report
+from ranvier.train import folder as folders
+from ranvier.train.show import sinks
+from ranvier.train.trainer import Trainer
+
+SAMPLED = 300_000_000
+"""Parameters up to which a run ends with a sample of text."""
+
+
+def device_of(run: Run, me: Ranks) -> torch.device:
+    """The device of this rank."""
+    kind = run.train.device
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise PlanError("train.device='cuda', but torch sees no CUDA device. Use 'cpu' or 'auto'.")
+    if kind == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", me.local_rank % torch.cuda.device_count())
+
+
+def backend_of(run: Run, me: Ranks, device: torch.device) -> str:
+    """The backend of the process groups: nccl needs a device for each rank."""
+    if run.train.backend == "nccl" and device.type != "cuda":
+        raise PlanError(f"train.backend='nccl' on {device}. nccl needs CUDA devices. Use 'gloo'.")
+    if run.train.backend != "auto":
+        return run.train.backend
+    own = device.type == "cuda" and me.local_world <= torch.cuda.device_count()
+    return "nccl" if own else "gloo"
+
+
+def settled(run: Run, device: torch.device) -> Run:
+    """The run with the device and the type that `auto` means here."""
+    has = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype = run.train.dtype
+    if dtype == "auto":
+        dtype = "fp32" if device.type == "cpu" else "bf16" if has else "fp16"
+    if dtype == "bf16" and not has:
+        raise PlanError(
+            f"train.dtype='bf16', but {torch.cuda.get_device_name(device)} does not compute in "
+            "bf16. It would be emulated, slowly. Use 'fp16' (with its loss scale) or 'fp32'."
+        )
+    kind: Any = device.type
+    return replace(run, train=replace(run.train, dtype=dtype, device=kind))
+
+
+def opened(run: Run, stored: list[str]) -> Data:
+    """The tokenized corpora of a run as samples, if the model can name all their tokens."""
+    data = open_data(
+        stored,
+        weights=run.data.weights,
+        seq=run.data.seq,
+        seed=run.train.seed,
+        held_out=run.data.held_out,
+        packed=run.data.packed,
+    )
+    words = max((c.manifest.vocab for c in data.corpora if c.manifest.tokenizer), default=0)
+    if words > run.model.vocab:
+        raise DataError(
+            f"model.vocab={run.model.vocab} is smaller than the {words} tokens of the tokenizer. "
+            f"The model must name each. Use model.vocab={words} or more."
+        )
+    data.check(run.model.vocab)
+    return data
+
+
+def ranks_of(run: Run) -> int:
+    """Local ranks where nobody has said how many: what the plan needs, in all devices there are."""
+    known = math.prod(size for size in run.plan.degrees.values() if size > 0)
+    cuda = run.train.device != "cpu" and torch.cuda.is_available()
+    there = torch.cuda.device_count() if cuda else min(2, os.cpu_count() or 1)
+    inferred = any(size == -1 for size in run.plan.degrees.values())
+    return known * max(there // known, 1) if inferred else known
+
+
+def train(run: Run, me: Ranks, stored: list[str] | None = None) -> int:
+    """Train as one rank; the exit code. Communicates: all of it.
+
+    stored: tokenized corpora; None: the first rank of each machine sees to them.
+    """
+    began, device = time.perf_counter(), device_of(run, me)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    run = settled(run, device)
+    grid = Grid.of(
+        run.plan, rank=me.rank, connected=me.world > 1, timeout_seconds=run.train.timeout
+    )
+    grid.trace.check = run.train.debug
+    if stored is None:
+        here = corpora.stored(run) if me.local_rank == 0 else []
+        stored = json.loads(told(json.dumps(here), grid, device))
+    assert stored is not None
+    data = opened(run, stored)
+    folder, checkpoint = _claimed(run, grid, device)
+    trainer = Trainer.assemble(folders.placed(run, folder), grid, device, data)
+    if checkpoint is not None:
+        trainer.resume(checkpoint)
+    if me.rank == 0:
+        _announce(trainer, folder, stored, resumed=checkpoint is not None)
+    trainer.meter.spend("start-up", time.perf_counter() - began)
+    try:
+        with Stop(quiet=me.rank > 0) as stop:
+            _loop(trainer, folder, stop)
+    except BaseException as error:
+        if me.rank == 0:
+            with suppress(Exception):  # the first error is the one to be told
+                _close(trainer, folder, f"failed: {str(error) or type(error).__name__}")
+        raise
+    if me.rank == 0:
+        _farewell(trainer, folder)
+    return 128 + trainer.stopping if trainer.stopping else 0
+
+
+def _claimed(run: Run, grid: Grid, device: torch.device) -> tuple[Path, Path | None]:
+    """What rank 0 has claimed. Communicates: a text over all axes."""
+    words = ["", ""]
+    if grid.rank == 0:
+        folder, checkpoint = folders.claim(run)
+        words = [str(folder), str(checkpoint or "")]
+    folder_name, checkpoint_name = json.loads(told(json.dumps(words), grid, device))
+    return Path(folder_name), Path(checkpoint_name) if checkpoint_name else None
+
+
+def _loop(trainer: Trainer, folder: Path, stop: Stop) -> None:
+    """Take all steps, write their metrics, save at the end."""
+    if trainer.grid.rank > 0:
+        for _ in trainer.steps(stop):
+            pass
+    else:
+        with sinks(trainer.run, folder) as sink:
+            for row in trainer.steps(stop):
+                sink(row)
+    trainer.save()
+
+
+def _announce(trainer: Trainer, folder: Path, stored: list[str], *, resumed: bool) -> None:
+    """Print and write down what is about to be trained."""
+    run, parallel, data = trainer.run, parallel_of(trainer.model), trainer.data
+    lines = folders.begin(folder, run, trainer.step)
+    words = Path(stored[0]) / "tokenizer.json"
+    if words.exists():
+        shutil.copyfile(words, folder / "tokenizer.json")
+    groups = groups_of(parallel, run)
+    print(describe(trainer))
+    for line in (*data.lines, f"fingerprint of the data: {data.fingerprint}", *groups, *lines):
+        print(f"  {line}")
+    if resumed:
+        print(f"Going on after step {trainer.step} of {run.train.steps} in {folder}")
+    sys.stdout.flush()
+    record = folder / "run.json"
+    restarts = json.loads(record.read_text()).get("restarts", []) if record.exists() else []
+    folders.record(
+        folder,
+        title=folder.name,
+        model=run.model.size,
+        parameters=parameters_of(parallel),
+        device=device_name(trainer.device),
+        world=trainer.grid.world,
+        grid=grid_of(run),
+        versions={"python": platform.python_version(), "torch": torch.__version__},
+        fingerprint=data.fingerprint,
+        corpora=data.lines,
+        groups=groups,
+        command=" ".join(["ranvier", *sys.argv[1:]]),
+        started=now(),
+        finished=None,
+        status="running",
+        restarts=[*restarts, trainer.step] if resumed else [],
+    )
+
+
+def _close(trainer: Trainer, folder: Path, status: str) -> Path:
+    """Write down how the run ended, and its report."""
+    folders.record(folder, status=status, finished=now(), phases=trainer.meter.phases)
+    return report.write(folder)
+
+
+def _farewell(trainer: Trainer, folder: Path) -> None:
+    """A sample of text, the report, and what to do next."""
+    run = trainer.run
+    saved = files.found(trainer.checkpoints)
+    small = parameters_of(parallel_of(trainer.model)) <= SAMPLED
+    words = run.train.prompt and (folder / "tokenizer.json").exists()
+    if saved and small and words and not trainer.stopping:
+        text = said(folder, trainer)
+        print("\nA sample of text:\n")
+        print("\n".join(f"  {line}" for line in (run.train.prompt + text).splitlines()))
+        folders.record(folder, sample={"prompt": run.train.prompt, "text": text})
+    status = f"stopped by signal {trainer.stopping}" if trainer.stopping else "finished"
+    path = _close(trainer, folder, status)
+    print(f"\nReport: {path}")
+    if trainer.stopping:
+        where = f"saved in {saved[-1]}" if saved else "not saved, as checkpoint.every=-1"
+        print(f"Stopped after step {trainer.step} of {run.train.steps}; {where}.")
+        print(f"Go on with:\n  ranvier train {folder}")
+        return
+    print("Try next:")
+    if saved:
+        print(f'  ranvier generate {folder} --prompt "{run.train.prompt.strip()} "')
+        print(f"  ranvier train {folder} --train.steps {2 * run.train.steps}")
+    print("  ranvier train --data.corpus YOUR.txt --plan.row 2")
+    print("  ranvier train --help")
+
+
+def said(folder: Path, trainer: Trainer) -> str:
+    """What the run's newest checkpoint says after the prompt."""
+    speaker = Speaker.of(folder, trainer.device)
+    pieces = speaker.speak(
+        trainer.run.train.prompt, tokens=80, temperature=0.7, top_k=40, seed=trainer.run.train.seed
+    )
+    return "".join(pieces)
+
+
+def parameters_of(parallel: Parallel) -> int:
+    """Parameters of the whole model."""
+    return sum(math.prod(weight.sharding.shape) for weight in parallel.weights.values())
+
+
+def groups_of(parallel: Parallel, run: Run) -> list[str]:
+    """One line for each group of weights: how many, learning rate, decay."""
+    lines = []
+    for group in ("matrix", "embedding", "vector"):
+        members = [w for w in parallel.weights.values() if w.group == group and w.trainable]
+        count = sum(math.prod(weight.sharding.shape) for weight in members)
+        decay = run.optim.decay if group == "matrix" else 0.0
+        lr = run.optim.lr * float(getattr(run.optim, f"{group}_lr"))
+        if members:
+            lines.append(
+                f"group {group}: {len(members)} weights, {count:,} parameters, lr {lr:g}, "
+                f"decay {decay:g}"
+            )
+    return lines
+
+
+def grid_of(run: Run) -> str:
+    """The axes that have several ranks."""
+    return " · ".join(f"{a} {n}" for a, n in run.plan.degrees.items() if n > 1) or "one rank"
+
+
+def device_name(device: torch.device) -> str:
+    """A device as people call it."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def describe(trainer: Trainer) -> str:
+    """One line on what is about to be trained."""
+    run, parallel = trainer.run, parallel_of(trainer.model)
+    return (
+        f"{run.model.size}: {parameters_of(parallel) / 1e6:.2f} M parameters in "
+        f"{run.train.dtype}, on {device_name(trainer.device)}, grid: {grid_of(run)}; "
+        f"{run.plan.batch} x {run.data.seq} tokens a step in {run.plan.micro_batches} "
+        "micro-batch(es)"
+    )
+
+
+def now() -> str:
+    """The time, for people."""
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")

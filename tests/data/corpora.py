@@ -1,0 +1,28 @@
+"""Small corpora for the tests: documents given as lists of tokens, or texts as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ranvier.data.corpus import Corpus
+from ranvier.data.pairs import PairWriter
+from ranvier.data.stored import index_pairs
+
+
+def write_pair(prefix: Path, documents: Sequence[Sequence[int]], dtype: str = "<u2") -> Path:
+    """A pair of documents; its prefix."""
+    writer = PairWriter(prefix, dtype)
+    for document in documents:
+        writer.add(np.array(document, np.int64))
+    writer.close()
+    return prefix
+
+
+def corpus_of(folder: Path, *shards: Sequence[Sequence[int]]) -> Corpus:
+    """A corpus of documents in shards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pairs = [write_pair(folder / f"part{i}", shard) for i, shard in enumerate(shards)]
+    return Corpus.open(index_pairs(pairs, folder / "cache"))

@@ -1,0 +1,128 @@
+"""The data of a run: from inputs to mixtures, and what must agree."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from corpora import write_pair
+
+from ranvier.data import dataset
+from ranvier.data.dataset import Data, open_data, stored_all
+from ranvier.data.tokenizer import Bytes
+from ranvier.errors import DataError, PlanError
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """Two texts of 40 and 10 documents, and a pair of an unknown tokenizer."""
+    for name, count in (("a", 40), ("b", 10)):
+        lines = [json.dumps({"text": f"{name} {i}"}) for i in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    write_pair(tmp_path / "c", [[1, 2, 300], [4]])
+    inputs = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c")]
+    return stored_all(inputs, cache=tmp_path / "cache", tokenizer="bytes", verify=True)
+
+
+def opened(folders: list[Path], **options: object) -> Data:
+    return open_data(folders, **{"seq": 8, "seed": 0, **options})  # type: ignore[arg-type]
+
+
+def test_corpora_are_mixed_and_described(folders: list[Path]) -> None:
+    data = opened(folders, weights=[1, 1, 2], held_out=0.2)
+    assert data.train.quotas == [2500, 2500, 5000]
+    assert data.vocab == 301
+    assert isinstance(data.tokenizer, Bytes)
+    assert data.held_out is not None
+    aside = sum(stream.documents for stream in data.held_out.streams)
+    assert sum(stream.documents for stream in data.train.streams) + aside == 52
+    assert len(data.lines) == 3
+    assert "a.jsonl: 40 documents, " in data.lines[0] and "share 25.00%" in data.lines[0]
+    assert Bytes().fingerprint in data.lines[0] and "tokenizer unknown" in data.lines[2]
+    data.check(301)
+    with pytest.raises(DataError, match=r"c\.bin: document 0 has token 300 at offset 2"):
+        data.check(300)
+
+
+def test_without_weights_tokens_count(folders: list[Path]) -> None:
+    data = opened(folders)
+    tokens = [stream.tokens for stream in data.train.streams]
+    assert data.held_out is None
+    assert [round(n / 100) for n in data.train.quotas] == [
+        round(100 * n / sum(tokens)) for n in tokens
+    ]
+
+
+def test_the_fingerprint_follows_corpora_and_shares(folders: list[Path]) -> None:
+    prints = [
+        opened(folders, weights=weights).fingerprint
+        for weights in ([1, 1, 1], [2, 2, 2], [1, 1, 2])
+    ]
+    assert prints[0] == prints[1] != prints[2]
+    assert opened(folders[:2], weights=[1, 1]).fingerprint not in prints
+    assert opened(folders[:2], weights=[1, 1]).fingerprint == (
+        opened(folders[:2], weights=[1, 1], seed=3, seq=5).fingerprint
+    )
+
+
+def test_held_out_samples_do_not_depend_on_the_seed(folders: list[Path]) -> None:
+    read = []
+    for seed in (0, 1):
+        held_out = opened(folders, seed=seed, held_out=0.3).held_out
+        assert held_out is not None
+        read.append([held_out.sample(n).tokens.tolist() for n in range(held_out.windows)])
+    assert read[0] == read[1]
+
+
+def test_a_corpus_without_weight_is_not_read(folders: list[Path]) -> None:
+    data = opened(folders, weights=[1, 0, 0], held_out=0.2)
+    assert {data.train.pick(n)[0] for n in range(200)} == {0}
+    assert data.held_out is not None and len(data.held_out.streams) == 1
+
+
+def test_tokenizers_must_agree_and_need_no_library(
+    folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = tmp_path / "mine.json"
+    mine.write_text(json.dumps({"model": {"vocab": {"</s>": 400}}}))
+    write_pair(tmp_path / "d", [[1, 2]])
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    other = stored_all([str(tmp_path / "d")], cache=tmp_path / "cache", tokenizer=str(mine))
+    data = opened(other)
+    assert data.tokenizer is not None and data.tokenizer.end == 400 and data.vocab == 401
+    with pytest.raises(DataError, match=r"different tokenizers: .*a\.jsonl: .*, .*d: "):
+        opened([folders[0], other[0]])
+    assert opened([folders[2], other[0]]).tokenizer is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seq": 0}, r"seq=0 tokens a sample\. It must be 1 or more"),
+        ({"held_out": 1.0}, r"held_out=1\.0 is no share"),
+        ({"held_out": float("nan")}, r"held_out=nan"),
+        ({"weights": [1]}, r"1 weights for 3 corpora"),
+    ],
+)
+def test_senseless_numbers_are_refused(
+    folders: list[Path], options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        opened(folders, **options)
+
+
+def test_the_package_needs_no_optional_package() -> None:
+    for path in Path(dataset.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [name.name for name in node.names] + [getattr(node, "module", None) or ""]
+                roots = {name.partition(".")[0] for name in names}
+                assert not roots & {"tyro", "rich", "tokenizers", "pyarrow"}, (path, names)
+
+
+def test_a_run_needs_a_corpus() -> None:
+    with pytest.raises(PlanError, match="There is no corpus"):
+        opened([])

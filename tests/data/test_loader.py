@@ -1,0 +1,130 @@
+"""Loader: order, errors, closing; the rows of a rank are those that Batch would give it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from corpora import corpus_of
+
+from ranvier.data.batch import Batch
+from ranvier.data.corpus import Stream
+from ranvier.data.loader import Loader, held_out_batches, micro_batches, rows
+from ranvier.data.order import Mixture
+from ranvier.grid import Grid
+from ranvier.nn.loss import IGNORE
+
+
+def test_things_come_in_order_and_not_too_early() -> None:
+    made: list[int] = []
+
+    def make(number: int) -> int:
+        made.append(number)
+        return number * 10
+
+    with Loader(make, first=5, ahead=3) as loader:
+        assert [next(loader) for _ in range(50)] == [10 * n for n in range(5, 55)]
+        time.sleep(0.05)
+        assert made[-1] <= 55 + 3
+    assert made == list(range(5, 5 + len(made)))
+
+
+def test_an_error_comes_in_its_place_and_stays() -> None:
+    def make(number: int) -> int:
+        if number == 2:
+            raise ValueError("two")
+        return number
+
+    with Loader(make) as loader:
+        assert [next(loader), next(loader)] == [0, 1]
+        for _ in range(2):
+            with pytest.raises(ValueError, match="two"):
+                next(loader)
+
+
+def test_closing_ends_the_thread_also_when_it_is_full() -> None:
+    before = threading.active_count()
+    loader = Loader(lambda number: number, ahead=1)
+    time.sleep(0.02)
+    start = time.perf_counter()
+    loader.close()
+    loader.close()
+    assert time.perf_counter() - start < 1
+    assert threading.active_count() == before
+    assert list(loader) == []
+
+
+def test_waiting_is_counted_once() -> None:
+    def make(number: int) -> int:
+        time.sleep(0.05)
+        return number
+
+    with Loader(make, ahead=1) as loader:
+        next(loader)
+        assert 0.02 < loader.waited() < 5
+        assert loader.waited() == 0.0
+
+
+@pytest.fixture
+def stream(tmp_path: Path) -> Stream:
+    made = corpus_of(tmp_path, [[i, i + 1, i + 2] for i in range(40)]).stream(4)
+    assert made is not None
+    return made
+
+
+GRIDS = [{}, {"data": 2, "row": 2}, {"pipe": 2, "data": 2, "expert": 2, "context": 2, "depth": 3}]
+
+
+@pytest.mark.parametrize("degrees", GRIDS, ids=str)
+def test_a_rank_reads_the_rows_that_a_batch_gives_it(
+    stream: Stream, degrees: dict[str, int]
+) -> None:
+    mixture = Mixture([stream], [1], seed=1)
+    whole = [mixture.sample(100 + i) for i in range(24)]
+    names = ("tokens", "targets", "positions", "documents")
+    stacked = [torch.stack([torch.tensor(getattr(w, n)) for w in whole]) for n in names]
+    batch = Batch(*stacked, samples=torch.arange(100, 124))
+    for rank in range(Grid(degrees).world):
+        grid = Grid(degrees, rank=rank)
+        found = micro_batches(mixture, 100, 24, grid, 2)
+        expected = batch.micro_batches(grid, 2)
+        assert len(found) == len(expected)
+        for mine, theirs in zip(found, expected, strict=True):
+            for name in (*names, "samples"):
+                assert torch.equal(getattr(mine, name), getattr(theirs, name)), name
+
+
+def test_the_thread_makes_no_group() -> None:
+    grid = Grid({"data": 2, "depth": 2}, rank=3)
+    assert rows(8, grid) == range(6, 8)
+    assert not grid._axes
+
+
+def test_without_packing_a_batch_has_no_documents(tmp_path: Path) -> None:
+    stream = corpus_of(tmp_path, [[1, 2, 3]]).stream(4, packed=False)
+    assert stream is not None
+    (batch,) = micro_batches(Mixture([stream], [1], 0), 0, 1, Grid({}), 1)
+    assert batch.positions is None and batch.documents is None
+    assert batch.samples is not None and batch.samples.tolist() == [0]
+
+
+def test_held_out_samples_come_once_and_are_filled_up(stream: Stream) -> None:
+    found: list[list[int]] = []
+    blanks = 0
+    count = stream.windows  # 30 in batches of 8
+    for rank in range(4):
+        grid = Grid({"data": 4}, rank=rank)
+        batches = list(held_out_batches(stream, count, 8, grid, 1))
+        assert [len(micros) for micros in batches] == [2, 2, 2, 2]
+        for micro in (micro for micros in batches for micro in micros):
+            assert micro.tokens.shape == (1, 4) and micro.samples is not None
+            if micro.samples[0] < count:
+                found.append(micro.tokens[0].tolist())
+            else:
+                blanks += 1
+                assert (micro.targets == IGNORE).all()
+    assert sorted(found) == sorted(stream.window(k).tokens.tolist() for k in range(count))
+    assert blanks == 2

@@ -1,0 +1,160 @@
+"""Preparing: shards, fingerprint, nothing left behind, nothing overwritten."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ranvier.data import prepare as module
+from ranvier.data.corpus import Corpus
+from ranvier.data.files import Sink
+from ranvier.data.manifest import Manifest
+from ranvier.data.pairs import Pair
+from ranvier.data.prepare import document_hash, prepare
+from ranvier.data.tokenizer import Bytes, Tokenizer, tokenizer_of
+from ranvier.errors import DataError, PlanError
+
+TEXTS = ["alpha", "beta gamma", "alpha", "δ" * 40, "z"]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def read(folder: Path) -> list[list[int]]:
+    """The documents of a prepared folder, in order."""
+    pairs = [Pair.open(folder / shard.pair) for shard in Manifest.read(folder).shards]
+    return [pair.document(i).tolist() for pair in pairs for i in range(pair.documents)]
+
+
+def test_documents_are_tokens_and_an_end(source: Path, tmp_path: Path) -> None:
+    made = prepare([source], tmp_path / "deep" / "out", Bytes())
+    expected = [[*text.encode(), 256] for text in TEXTS]
+    folder = tmp_path / "deep" / "out"
+    assert read(folder) == expected
+    assert Manifest.read(folder) == made
+    assert (made.documents, made.tokens, made.largest) == (5, sum(map(len, expected)), 256)
+    assert (made.vocab, made.end, made.tokenizer) == (257, 256, Bytes().fingerprint)
+    assert isinstance(tokenizer_of(folder, tmp_path), Bytes)
+    hashes = np.fromfile(folder / "shard-00000.hash", "<u8")
+    assert hashes.tolist() == [document_hash(np.array(one)) for one in expected]
+    assert hashes[0] == hashes[2] and len(set(hashes.tolist())) == 4
+    made.check(folder, verify=True)
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["out"]
+
+
+def test_shards_hold_the_same_corpus_whatever_their_size(source: Path, tmp_path: Path) -> None:
+    one = prepare([source], tmp_path / "one", Bytes())
+    many = prepare([source], tmp_path / "many", Bytes(), shard_tokens=12)
+    assert [shard.documents for shard in many.shards] == [1, 1, 1, 1, 1]
+    assert [shard.tokens for shard in many.shards] == [6, 11, 6, 81, 2]
+    two = prepare([source], tmp_path / "two", Bytes(), shard_tokens=17)
+    assert [shard.documents for shard in two.shards] == [2, 1, 1, 1]
+    assert one.fingerprint == many.fingerprint == two.fingerprint
+    assert read(tmp_path / "one") == read(tmp_path / "many") == read(tmp_path / "two")
+    assert (
+        Corpus.open(tmp_path / "many").hashes.tolist()
+        == Corpus.open(tmp_path / "one").hashes.tolist()
+    )
+
+
+def test_any_change_changes_the_fingerprint(source: Path, tmp_path: Path) -> None:
+    prints = {prepare([source], tmp_path / "0", Bytes()).fingerprint}
+    other = Tokenizer(Bytes().text.replace("<|end|>", "</s>"), 257, 256)
+    other.__dict__["encode"] = Bytes().encode
+    prints.add(prepare([source], tmp_path / "1", other).fingerprint)
+    for number, texts in enumerate([TEXTS[::-1], TEXTS[:-1], [*TEXTS[:-1], "y"]], 2):
+        source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        prints.add(prepare([source], tmp_path / str(number), Bytes()).fingerprint)
+    assert len(prints) == 5
+
+
+def test_large_vocabularies_have_wide_tokens(source: Path, tmp_path: Path) -> None:
+    for vocab, size in ((65536, 2), (65537, 4)):
+        wide = Tokenizer(Bytes().text, vocab, vocab - 1)
+        wide.__dict__["encode"] = Bytes().encode
+        made = prepare([source], tmp_path / str(vocab), wide)
+        assert made.largest == vocab - 1
+        assert made.shards[0].files["bin"].size == size * made.tokens
+        assert read(tmp_path / str(vocab))[4] == [ord("z"), vocab - 1]
+
+
+def test_progress_ends_with_everything(source: Path, tmp_path: Path) -> None:
+    calls: list[tuple[int, ...]] = []
+    second = tmp_path / "b.txt"
+    second.write_text("b" * 100)
+    made = prepare(
+        [source, second], tmp_path / "out", Bytes(), progress=lambda *now: calls.append(now)
+    )
+    total = source.stat().st_size + 100
+    assert calls == sorted(calls) and len(calls) == 3
+    assert calls[-1] == (total, total, 6, made.tokens)
+    assert made.source == f"{source}, {second}"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, OSError(28, "No space left")])
+def test_a_cut_off_prepare_leaves_nothing(
+    source: Path, tmp_path: Path, error: type[BaseException] | OSError
+) -> None:
+    def stop(*now: int) -> None:
+        raise error
+
+    expected = DataError if isinstance(error, OSError) else error
+    with pytest.raises(expected):
+        prepare([source], tmp_path / "out", Bytes(), progress=stop)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Sink, raw: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Sink, "write", full)
+    with pytest.raises(DataError, match=r"out cannot be written: No space left on device"):
+        prepare([source], tmp_path / "out", Bytes())
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_bad_line_far_in_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    source.write_text(source.read_text() + "{\n")
+    with pytest.raises(DataError, match=r"in\.jsonl:6: broken JSON"):
+        prepare([source], tmp_path / "out", Bytes())
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_corpus_is_kept_and_never_overwritten(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()  # empty: as good as none
+    first = prepare([source], out, Bytes())
+    before = (out / "corpus.json").stat().st_mtime_ns
+    assert prepare([source], out, Bytes(), shard_tokens=12) == first
+    assert (out / "corpus.json").stat().st_mtime_ns == before
+    source.write_text('{"text": "other"}')
+    with pytest.raises(DataError, match=rf"holds another corpus: fingerprint {first.fingerprint}"):
+        prepare([source], out, Bytes())
+    assert Manifest.read(out) == first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out"]
+
+
+def test_other_folders_and_files_are_refused_before_the_work(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "Reader", None)
+    for out in (tmp_path, source):
+        with pytest.raises(DataError, match=r"exists and is no prepared corpus"):
+            prepare([source], out, Bytes())
+
+
+def test_senseless_numbers_are_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="1 inputs in shards of 0 tokens"):
+        prepare([source], tmp_path / "out", Bytes(), shard_tokens=0)
+    with pytest.raises(PlanError, match="0 inputs"):
+        prepare([], tmp_path / "out", Bytes())

@@ -1,0 +1,165 @@
+"""Sources: every format read, every mistake named with its file and place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranvier.data.sources import Reader, documents
+from ranvier.errors import DataError
+
+DOCUMENTS = ["one\r\ntwo", "drei – 漢字", "x" * 5000]
+RECORDS = [{"text": text, "id": i} for i, text in enumerate(DOCUMENTS)]
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
+
+
+def parquet(path: Path, column: dict[str, Any], **options: Any) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet as files
+
+    files.write_table(arrow.table(column), path, **options)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".md", ".py", ".rst", ".txt.gz", ".TXT"])
+def test_a_text_file_is_one_document(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a{suffix}"
+    raw = "\n".join(DOCUMENTS).encode()
+    path.write_bytes(gzip.compress(raw) if suffix.endswith(".gz") else raw)
+    assert list(documents(path)) == ["\n".join(DOCUMENTS)]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz"])
+def test_a_line_of_json_is_a_document(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a{suffix}"
+    raw = b"\xef\xbb\xbf" + LINES + b'\n  \n{"text": ""}\n'
+    path.write_bytes(gzip.compress(raw) if suffix.endswith(".gz") else raw)
+    reader = Reader(path)
+    assert list(reader) == list(reader) == DOCUMENTS
+    assert reader.done == reader.total == path.stat().st_size
+
+
+def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
+    texts = [f"document {i}" for i in range(50)]
+    parquet(tmp_path / "a.parquet", {"id": list(range(50)), "body": texts}, row_group_size=7)
+    reader = Reader(tmp_path / "a.parquet", field="body")
+    assert list(reader) == texts
+    assert reader.done == reader.total > 0
+
+
+def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/z.txt", "a/b/c.md", "a.txt", ".hidden.txt", ".git/x.txt", "x.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "c.jsonl").write_bytes(LINES)
+    assert list(documents(tmp_path)) == ["a.txt", "a/b/c.md", "a/z.txt", "b.txt", *DOCUMENTS]
+
+
+def test_the_standard_library_is_read_up_to_a_limit() -> None:
+    texts = list(documents("stdlib", max_bytes=20_000))
+    assert 19_900 <= sum(len(text.encode()) for text in texts) <= 20_000
+    assert "import" in "".join(texts)
+    reader = Reader("stdlib", max_bytes=20_000)
+    assert list(reader) == texts and reader.done == reader.total == 20_000
+    more = list(documents("stdlib", max_bytes=40_000))
+    assert more[: len(texts) - 1] == texts[:-1] and more[len(texts) - 1].startswith(texts[-1])
+
+
+def test_the_digest_follows_content_not_name(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_bytes(LINES)
+    digests = {Reader(tmp_path / name).digest() for name in ("a.jsonl", "b.jsonl")}
+    (tmp_path / "b.jsonl").write_bytes(LINES.replace(b"one", b"ONE"))
+    assert len(digests) == 1 and Reader(tmp_path / "b.jsonl").digest() not in digests
+    assert Reader(tmp_path / "b.jsonl").digest() != Reader(tmp_path).digest()
+    small, large = (Reader("stdlib", max_bytes=n).digest() for n in (10_000, 10_001))
+    assert small != large == Reader("stdlib", max_bytes=10_001).digest()
+
+
+BAD: dict[str, tuple[str, bytes, str]] = {
+    "not utf-8": ("a.txt", b"abc\xffdef", r"a\.txt is not UTF-8: byte 0xff at offset 3\..*iconv"),
+    "line not utf-8": ("a.jsonl", LINES + b'"\xfe"', rf"byte 0xfe at offset {len(LINES) + 1}"),
+    "broken json": (
+        "a.jsonl",
+        LINES + b'{"text": \n',
+        r"a\.jsonl:4: broken JSON: .*one JSON object",
+    ),
+    "deep json": ("a.jsonl", b"[" * 200_000, r"a\.jsonl:1: broken JSON"),
+    "no object": ("a.json", b"[1, 2]\n", r"a\.json:1: a list, not an object"),
+    "no field": ("a.jsonl", b'{"txt": "a", "id": 1}', r":1: the record has no field 'text'; its "),
+    "keys": ("a.jsonl", b'{"id": 1, "txt": "a"}', r"'id', 'txt'\..* Use the field 'txt'\."),
+    "no key": ("a.jsonl", b"{}", r"its fields are none\. .*Choose another file"),
+    "a number": ("a.jsonl", b'{"text": 3}', r":1: the field 'text' is a int, not a string"),
+    "a null": ("a.jsonl", b'{"text": null}', r":1: the field 'text' is a NoneType"),
+    "cut gzip": ("a.jsonl.gz", gzip.compress(LINES)[:-20], r"a\.jsonl\.gz is no whole gzip file"),
+    "no gzip": ("a.txt.gz", b"plain text", r"a\.txt\.gz is no whole gzip file \(10 bytes\)"),
+    "bad gzip": ("a.txt.gz", gzip.compress(b"")[:10] + b"\xff" * 40, r"is no whole gzip file"),
+    "suffix": ("a.docx", b"x", r"a\.docx has an unknown suffix\. Suffixes are \.txt, \.md"),
+    "empty": ("a.txt", b"", r"a\.txt holds no document \(1 files, 0 bytes\)"),
+    "all empty": ("a.jsonl", b'{"text": ""}\n\n', r"holds no document"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files_are_named_with_the_place(tmp_path: Path, case: str) -> None:
+    name, content, message = BAD[case]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        list(documents(tmp_path / name))
+
+
+def test_bad_parquet_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    parquet(path, {"txt": ["a"], "number": [1]})
+    with pytest.raises(
+        DataError, match=r"no field 'text'; its fields are 'txt', 'number'\..*'txt'"
+    ):
+        list(documents(path))
+    with pytest.raises(DataError, match=r"a\.parquet: row 1: the field 'number' is a int"):
+        list(documents(path, "number"))
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(DataError, match=r"a\.parquet is no whole parquet file"):
+        list(documents(path, "txt"))
+    parquet(path, {"text": ["a", None]})
+    with pytest.raises(DataError, match=r"row 2: the field 'text' is a NoneType"):
+        list(documents(path))
+
+
+def test_parquet_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r"pip install pyarrow"):
+        list(documents(tmp_path / "a.parquet"))
+
+
+def missing(folder: Path) -> Path:
+    return folder / "none.txt"
+
+
+def empty(folder: Path) -> Path:
+    (folder / "a.png").write_bytes(b"x")
+    return folder
+
+
+def dangling(folder: Path) -> Path:
+    os.symlink(folder / "nowhere", folder / "a.txt")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (missing, r"none\.txt cannot be read: No such file.*A corpus is 'stdlib', a file"),
+        (empty, r"The folder .* holds no file that can be read\. Suffixes are"),
+        (dangling, r"a\.txt cannot be read: No such file"),
+    ],
+)
+def test_bad_paths_are_named(tmp_path: Path, make: Callable[[Path], Path], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        list(documents(make(tmp_path)))

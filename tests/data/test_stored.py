@@ -1,0 +1,183 @@
+"""Stored corpora: made once, found again, indexed in place, checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from corpora import write_pair
+
+from ranvier.data import stored as module
+from ranvier.data.corpus import Corpus
+from ranvier.data.manifest import Manifest
+from ranvier.data.prepare import prepare
+from ranvier.data.stored import index_pairs, pair_prefixes, stored
+from ranvier.data.tokenizer import Bytes
+from ranvier.errors import DataError
+
+
+def keep(source: str | Path, folder: Path, **options: Any) -> Path:
+    return stored(source, cache=folder / "cache", **{"tokenizer": "bytes", **options})
+
+
+def test_a_text_is_prepared_once_under_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "abc", "body": "ABC"}\n')
+    first = keep(path, tmp_path, verify=True)
+    assert Manifest.read(first).source == str(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "prepare", None)
+        assert keep(path, tmp_path) == keep(str(path), tmp_path, verify=True) == first
+        assert keep(path, tmp_path, max_bytes=7) == first, "only of the standard library"
+    other = keep(path, tmp_path, field="body")
+    path.write_text('{"text": "abx", "body": "ABC"}\n')
+    assert len({first, other, keep(path, tmp_path)}) == 3
+
+
+def test_the_standard_library_is_prepared(tmp_path: Path) -> None:
+    folders = [keep("stdlib", tmp_path, max_bytes=n) for n in (3000, 3000, 4000)]
+    assert folders[0] == folders[1] != folders[2]
+    assert Manifest.read(folders[0]).source == "stdlib"
+    assert Manifest.read(folders[0]).tokens > 2900
+
+
+def test_a_prepared_folder_is_used_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    prepare([tmp_path / "a.txt"], tmp_path / "out", Bytes())
+    assert keep(tmp_path / "out", tmp_path) == tmp_path / "out"
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx", "hash"])
+def test_changed_missing_and_cut_shards_are_named(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    out = tmp_path / "out"
+    prepare([tmp_path / "a.txt"], out, Bytes())
+    path = out / f"shard-00000.{suffix}"
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    assert keep(out, tmp_path) == out, "the size is right"
+    with pytest.raises(DataError, match=rf"shard-00000\.{suffix} is changed or damaged: .*digest"):
+        keep(out, tmp_path, verify=True)
+    path.write_bytes(raw[:-1])
+    with pytest.raises(DataError, match=rf"{suffix} is changed or damaged: {len(raw) - 1} bytes\."):
+        keep(out, tmp_path)
+    path.unlink()
+    with pytest.raises(DataError, match=rf"shard-00000\.{suffix} cannot be read: No such file"):
+        keep(out, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[:-20], r"corpus\.json is broken: JSONDecodeError"),
+        (lambda text: "[]", r"corpus\.json is broken: TypeError"),
+        (lambda text: "{}", r"corpus\.json is broken: KeyError: 'format'"),
+        (lambda text: text.replace('"tokens"', '"tokes"'), r"is broken: TypeError.*tokes"),
+        (lambda text: text.replace('"tokens": 4', '"tokens": "4"'), r"tokens is '4', not a number"),
+        (lambda text: text.replace('"format": 1', '"format": 9'), r"has format 9\. .* format 1"),
+    ],
+)
+def test_a_broken_manifest_is_named(tmp_path: Path, change: Any, message: str) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    prepare([tmp_path / "a.txt"], tmp_path / "out", Bytes())
+    path = tmp_path / "out" / "corpus.json"
+    path.write_text(change(path.read_text()))
+    with pytest.raises(DataError, match=message):
+        keep(tmp_path / "out", tmp_path)
+
+
+def test_a_manifest_that_counts_otherwise_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    prepare([tmp_path / "a.txt"], tmp_path / "out", Bytes())
+    content = json.loads((tmp_path / "out" / "corpus.json").read_text())
+    content["shards"][0]["documents"] = 2
+    (tmp_path / "out" / "corpus.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"1 documents, 4 tokens and 1 hashes\. .* 2 documents"):
+        Corpus.open(tmp_path / "out")
+
+
+def test_a_pair_is_indexed_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = write_pair(tmp_path / "x", [[1, 2], [3], [], [1, 2]], "<i4")
+    calls: list[tuple[int, ...]] = []
+    folder = keep(prefix, tmp_path, progress=lambda *now: calls.append(now))
+    assert calls[-1] == (20, 20, 4, 5)
+    made = Manifest.read(folder)
+    assert (made.tokenizer, made.end, made.vocab, made.largest) == ("", None, 4, 3)
+    assert (made.documents, made.tokens) == (4, 5)
+    assert sorted(path.name for path in folder.iterdir()) == ["corpus.json", "shard-00000.hash"]
+    corpus = Corpus.open(folder)
+    assert corpus.hashes[0] == corpus.hashes[3] and corpus.read(np.arange(5)).tolist() == [
+        *(1, 2, 3, 1, 2)
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "Tally", None)
+        for name in ("x", "x.bin", "x.idx"):
+            assert keep(tmp_path / name, tmp_path, verify=True) == folder
+    raw = (tmp_path / "x.bin").read_bytes()
+    (tmp_path / "x.bin").write_bytes(b"\x07" + raw[1:])
+    os.utime(tmp_path / "x.bin", ns=(1, 1))
+    changed = keep(prefix, tmp_path)
+    assert Manifest.read(changed).fingerprint != made.fingerprint
+
+
+def test_a_folder_of_pairs_is_one_corpus(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "abc"}\n{"text": "d"}\n{"text": "efgh"}\n')
+    ours = prepare([tmp_path / "in.jsonl"], tmp_path / "out", Bytes(), shard_tokens=6)
+    theirs = tmp_path / "theirs"
+    shutil.copytree(tmp_path / "out", theirs, ignore=shutil.ignore_patterns("*.hash", "corpus.*"))
+    folder = keep(theirs, tmp_path, tokenizer="standard", verify=True)
+    made = Manifest.read(folder)
+    assert len(made.shards) == 2 and made.fingerprint == ours.fingerprint
+    assert (made.tokenizer, made.end, made.vocab) == (Bytes().fingerprint, 256, 257)
+    (theirs / "shard-00001.idx").unlink()
+    with pytest.raises(DataError, match=r"shard-00001\.idx cannot be read"):
+        keep(theirs, tmp_path)
+
+
+def test_a_pair_takes_a_tokenizer_that_is_a_path(tmp_path: Path) -> None:
+    prefix = write_pair(tmp_path / "x", [[1, 2]])
+    Bytes().save(tmp_path / "mine.json")
+    folder = keep(prefix, tmp_path, tokenizer=str(tmp_path / "mine.json"))
+    assert Manifest.read(folder).tokenizer == Bytes().fingerprint
+    write_pair(tmp_path / "y", [[1, 2, 300]])
+    with pytest.raises(DataError, match=r"y holds token 300\. .* 257 ids"):
+        keep(tmp_path / "y", tmp_path, tokenizer=str(tmp_path / "mine.json"))
+
+
+@pytest.mark.parametrize(
+    ("documents", "dtype", "message"),
+    [
+        ([[1], [5, -3]], "<i4", r"x\.bin: document 1 has tokens from -3 to 5"),
+        ([[2**31]], "<i8", r"document 0 has tokens from 2147483648 to"),
+        ([[], []], "<u2", r"x holds no token \(2 documents\)"),
+        ([], "<u2", r"x holds no token \(0 documents\)"),
+    ],
+)
+def test_pairs_without_use_are_refused(
+    tmp_path: Path, documents: list[list[int]], dtype: str, message: str
+) -> None:
+    prefix = write_pair(tmp_path / "x", documents, dtype)
+    with pytest.raises(DataError, match=message):
+        index_pairs([prefix], tmp_path / "cache")
+    assert list((tmp_path / "cache" / "pairs").iterdir()) == []
+
+
+def test_what_is_a_pair(tmp_path: Path) -> None:
+    write_pair(tmp_path / "x", [[1]])
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a")
+    assert pair_prefixes(tmp_path) == pair_prefixes(tmp_path / "x") == [tmp_path / "x"]
+    for name in ("texts", "texts/a.txt", "y", "y.txt"):
+        assert pair_prefixes(tmp_path / name) == []
+    with pytest.raises(DataError, match=r"y\.idx cannot be read"):
+        keep(tmp_path / "y.bin", tmp_path)
+    with pytest.raises(DataError, match=r"y cannot be read: No such file"):
+        keep(tmp_path / "y", tmp_path)

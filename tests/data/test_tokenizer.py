@@ -1,0 +1,162 @@
+"""Tokenizers: round trips, fingerprints, the standard one and its cache, files of others."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ranvier.data import tokenizer as module
+from ranvier.data.tokenizer import END, Bytes, parsed, tokenizer_of, trained
+from ranvier.errors import DataError, PlanError
+
+tokenizers = pytest.importorskip("tokenizers")
+
+TEXTS = ["def f(x):\n    return x", "", "naïve — 漢字 🙂\r\n", f"not an {END} of mine", "\0\t" * 3]
+
+
+@pytest.fixture
+def bpe() -> module.Tokenizer:
+    return trained(TEXTS * 3, 300)
+
+
+def test_bytes_are_the_bytes_of_utf8() -> None:
+    made = Bytes()
+    assert (made.vocab, made.end) == (257, 256)
+    for text, ids in zip(TEXTS, made.encode(TEXTS), strict=True):
+        assert ids.tolist() == list(text.encode())
+        assert made.decode([*ids, made.end]) == text
+    assert made.decode([0xFF, 65]) == "\ufffdA"
+
+
+def test_the_file_of_bytes_is_read_by_us_and_by_the_library(tmp_path: Path) -> None:
+    Bytes().save(tmp_path / "tokenizer.json")
+    assert isinstance(tokenizer_of(str(tmp_path), tmp_path), Bytes)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert theirs.token_to_id(END) == 256
+    for text in [*TEXTS[:3], "".join(map(chr, range(256)))]:
+        ids = theirs.encode(text).ids
+        assert ids == list(text.encode())
+        assert theirs.decode(ids) == text
+
+
+def test_bpe_goes_there_and_back(bpe: module.Tokenizer, tmp_path: Path) -> None:
+    assert bpe.vocab <= 300
+    for text, ids in zip(TEXTS, bpe.encode(TEXTS), strict=True):
+        assert bpe.end not in ids, "a text cannot end itself"
+        assert bpe.decode([*ids, bpe.end]) == text
+    bpe.save(tmp_path / "tokenizer.json")
+    again = tokenizer_of(tmp_path, tmp_path)
+    assert again == bpe and again.fingerprint == bpe.fingerprint != Bytes().fingerprint
+    assert [x.tolist() for x in again.encode(TEXTS)] == [x.tolist() for x in bpe.encode(TEXTS)]
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.json"]
+
+
+def test_halves_of_surrogates_are_replaced(bpe: module.Tokenizer) -> None:
+    for made in (bpe, Bytes()):
+        (ids,) = made.encode(["a\ud800b\ud83d\ude42"])
+        assert made.decode(ids) == "a\ufffdb🙂"
+
+
+def test_truncation_and_padding_of_a_file_are_off(bpe: module.Tokenizer) -> None:
+    theirs = tokenizers.Tokenizer.from_str(bpe.text)
+    theirs.enable_truncation(2)
+    theirs.enable_padding(length=8)
+    cut = parsed(theirs.to_str(), "cut")
+    assert [x.tolist() for x in cut.encode(TEXTS)] == [x.tolist() for x in bpe.encode(TEXTS)]
+
+
+def test_layout_of_the_json_does_not_count_but_content_does(bpe: module.Tokenizer) -> None:
+    content = json.loads(bpe.text)
+    assert parsed(json.dumps(content, indent=3), "x").fingerprint == bpe.fingerprint
+    content["model"]["merges"].pop()
+    assert parsed(json.dumps(content), "x").fingerprint != bpe.fingerprint
+
+
+@pytest.mark.parametrize("end", module.ENDS)
+def test_the_end_is_found_among_known_names(end: str) -> None:
+    vocab = {"a": 0, end: 5}
+    made = parsed(json.dumps({"model": {"vocab": vocab}, "added_tokens": []}), "x")
+    assert (made.end, made.vocab) == (5, 6)
+    pieces = [["a", 0.0], ["b", -1.0]]
+    added = [{"id": 2, "content": end}]
+    made = parsed(json.dumps({"model": {"vocab": pieces}, "added_tokens": added}), "x")
+    assert (made.end, made.vocab) == (2, 3)
+
+
+def test_the_standard_one_is_trained_once_and_again_when_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STANDARD_BYTES", 60_000)
+    monkeypatch.setattr(module, "STANDARD_VOCAB", 400)
+    made = tokenizer_of("standard", tmp_path / "new")
+    assert made.vocab == 400
+    (path,) = (tmp_path / "new").iterdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "trained", None)
+        assert tokenizer_of("standard", tmp_path / "new") == made
+    path.write_text(made.text[:1000])
+    assert tokenizer_of("standard", tmp_path / "new") == made
+    assert path.read_text() == made.text
+
+
+def test_training_is_the_same_in_every_process() -> None:
+    code = (
+        f"import sys; sys.path[:0] = {sys.path}\n"
+        "from ranvier.data.sources import documents\n"
+        "from ranvier.data.tokenizer import trained\n"
+        "print(trained(documents('stdlib', max_bytes=100_000), 600).fingerprint)"
+    )
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for threads in ("1", "3")
+    ]
+    assert runs[0].stdout == runs[1].stdout and len(runs[0].stdout.strip()) == 32
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("byte", None, r"'byte' cannot be read.*A tokenizer is 'bytes'.*Did you mean 'bytes'\?"),
+        ("none/here.json", None, r"No such file.*Check the path"),
+        ("bad.json", b"{", r"bad.json is no tokenizer.json: JSONDecodeError"),
+        ("bad.json", b"[1]", r"bad.json is no tokenizer.json: TypeError"),
+        ("bad.json", b'{"model": {}}', r"KeyError: 'vocab'"),
+        ("bad.json", b"\xff", r"it is not UTF-8"),
+        ("bad.json", b'{"model": {"vocab": {"a": 0}}}', r"1 tokens, none of which ends a document"),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused(
+    tmp_path: Path, name: str, text: bytes | None, message: str
+) -> None:
+    path = tmp_path / name
+    if text is not None:
+        path.write_bytes(text)
+    with pytest.raises(DataError, match=message):
+        tokenizer_of(name if name == "byte" else path, tmp_path)
+
+
+def test_a_json_the_library_refuses_and_a_vocabulary_too_small(tmp_path: Path) -> None:
+    made = parsed('{"model": {"type": "no", "vocab": {"</s>": 0}}}', "x")
+    with pytest.raises(DataError, match="is not accepted"):
+        made.encode(["a"])
+    with pytest.raises(PlanError, match="A tokenizer of 256 ids"):
+        trained(["a"], 256)
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(DataError, match=r"package tokenizers.*pip install tokenizers"):
+        trained(["a"], 300)
+    made = parsed('{"model": {"vocab": {"</s>": 0}}}', "x")
+    with pytest.raises(DataError, match=r"pip install tokenizers"):
+        made.encode(["a"])
