@@ -152,6 +152,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["train", "--optim.beta1", "1.0"], "optim.beta1=1.0 is no share"),
     (["train", "--optim.lr", "nan"], "optim.lr=nan is no finite number"),
     (["train", "--optim.lr", "-1"], "optim.lr=-1.0 is too small"),
+    (["train", "--optim.lr", "0"], "optim.lr=0.0 trains nothing"),
     (["train", "--optim.warmup", "500"], "optim.warmup=500 is longer than train.steps"),
     (["train", "--plan.batch", "7"], "batch=7"),
     (["train", "--train.backend", "nccl"], "nccl needs CUDA devices"),
@@ -183,7 +184,9 @@ MISTAKES: list[tuple[list[str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("words", "says"), MISTAKES, ids=lambda x: " ".join(x) if isinstance(x, list) else "")
+@pytest.mark.parametrize(
+    ("words", "says"), MISTAKES, ids=lambda x: " ".join(x) if isinstance(x, list) else ""
+)
 def test_mistakes_end_with_one_message(
     folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
 ) -> None:

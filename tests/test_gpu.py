@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from pool import Pool
 from ranvier.comm import pairs, verbs
+from ranvier.data.loader import Loader
 from ranvier.grid import Axis, Grid
-from ranvier.plan import Plan
-from ranvier.run import DataConfig, Run, TrainConfig
+from ranvier.models.decoder import Documents, kernel_takes, packed, packed_kernel
 from ranvier.trace import COMPUTE
-from ranvier.train.trainer import Trainer
+from training import run_of, stored, trainer_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,27 +25,35 @@ pytestmark = [
 STEPS = 4
 
 
-def losses(grid: Grid, dtype: Any, recompute: Any = "none") -> tuple[list[float], list[str]]:
-    """Losses of a few steps of the tiny model on the GPU, and what was communicated and hidden."""
-    plan = Plan(**grid.degrees, batch=8, recompute=recompute).resolve(grid.world)
-    run = Run(plan=plan, train=TrainConfig(steps=STEPS, dtype=dtype), data=DataConfig(seq=128))
-    trainer = Trainer.assemble(run, grid, torch.device("cuda", 0))
-    found, words = [], []
-    for step in range(STEPS):
-        with grid.trace.recording() as events:
-            found.append(trainer.step(step)["loss"])
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return stored(tmp_path_factory.mktemp("corpus"))
+
+
+def losses(
+    grid: Grid, corpus: str, dtype: str, recompute: str = "none"
+) -> tuple[list[float], list[str]]:
+    """Losses of a few steps on the GPU, and what was communicated and hidden."""
+    run = run_of("", dict(grid.degrees), STEPS, train__dtype=dtype, plan__recompute=recompute)
+    trainer = trainer_of(grid, corpus, run, device="cuda")
+    with grid.trace.recording() as events:
+        rows = list(trainer.steps())
+    words = []
     for event in events:
         if event.op != COMPUTE:
             assert event.issued <= event.waited <= event.resumed and event.exposed >= 0.0  # type: ignore[operator]
             words.append(f"{event.op} {event.axis}")
-    return found, words
+    assert all(row["memory"] > 0 for row in rows)
+    return [row["loss"] for row in rows], words
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("degrees", [{"row": 2}, {"depth": 2}, {"col": 2}, {"data": 2}], ids=str)
-def test_two_ranks_share_one_gpu(pool: Pool, degrees: dict[str, int], dtype: str) -> None:
-    ((one, silent),) = pool.on_grid({}, losses, dtype)
-    results = pool.on_grid(degrees, losses, dtype)
+def test_two_ranks_share_one_gpu(
+    pool: Pool, corpus: str, degrees: dict[str, int], dtype: str
+) -> None:
+    ((one, silent),) = pool.on_grid({}, losses, corpus, dtype)
+    results = pool.on_grid(degrees, losses, corpus, dtype)
     assert silent == []
     for found, words in results:
         assert words
@@ -53,10 +62,47 @@ def test_two_ranks_share_one_gpu(pool: Pool, degrees: dict[str, int], dtype: str
     assert results[0][0] == results[1][0]
 
 
-def test_recomputation_on_the_gpu(pool: Pool) -> None:
-    ((one, _),) = pool.on_grid({}, losses, "fp32")
-    for found, _ in pool.on_grid({"depth": 2}, losses, "fp32", "full"):
+def test_recomputation_on_the_gpu(pool: Pool, corpus: str) -> None:
+    ((one, _),) = pool.on_grid({}, losses, corpus, "fp32")
+    for found, _ in pool.on_grid({"depth": 2}, losses, corpus, "fp32", "full"):
         assert found == pytest.approx(one, abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_the_kernel_for_documents_equals_its_twin(dtype: torch.dtype, kv_heads: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    shapes = [(2 * 300, heads, 64) for heads in (8, kv_heads, kv_heads)]
+    inputs = [torch.randn(s, device="cuda", generator=generator).to(dtype) for s in shapes]
+    ids = (torch.rand(2, 300) < 0.03).cumsum(1)
+    documents = Documents.of(ids, "cuda")
+    assert kernel_takes(inputs[0]) and not kernel_takes(inputs[0].float())
+    results = []
+    for attend, wide in ((packed_kernel, False), (packed, True)):
+        mine = [(x.float() if wide else x.clone()).requires_grad_() for x in inputs]
+        y = attend(*mine, documents)
+        y.float().square().sum().backward()
+        results.append([y, *(x.grad for x in mine)])
+    for ours, twin in zip(*results, strict=True):
+        assert twin is not None and ours is not None
+        error = (ours.float() - twin).abs().max() / twin.abs().max()
+        assert error < 2e-2, error
+
+
+def test_the_host_does_not_wait_for_the_device(corpus: str) -> None:
+    """A step is issued without one synchronization."""
+    run = run_of("", {}, 6, train__dtype="bf16", model__head_dim=8)
+    trainer = trainer_of(Grid({}), corpus, run, device="cuda")
+    with Loader(trainer._loaded()) as loader:
+        for _ in range(3):  # documents are cut in one of them: the kernel has run
+            trainer.issue(loader)
+        with warnings.catch_warnings(action="ignore"):  # that it is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            under = trainer.issue(loader)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert trainer.read(under, None)["loss"] > 0
 
 
 class Some(int):

@@ -208,7 +208,7 @@ def test_a_first_signal_is_noted(first: int, capfd: pytest.CaptureFixture[str]) 
         with pytest.raises(KeyboardInterrupt):
             send(signal.SIGINT)
     assert handlers() == before and stop.signal == first
-    assert capfd.readouterr().err.count("Stopping after this step") == 1
+    assert capfd.readouterr().err.count("Stopping: finishing the step") == 1
 
 
 def test_other_ranks_are_quiet_and_other_threads_untouched(

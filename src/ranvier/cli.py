@@ -95,11 +95,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
         raise SystemExit(0 if words else USAGE_ERROR)
-    with launch.reported(Ranks()):
+    with launch.reported(Ranks(), quiet=launch.is_follower()):
         if words[0] not in VERBS:
             near = runs.nearest(words[0], VERBS)
             raise PlanError(f"{words[0]!r} is no verb.{near} Verbs are {', '.join(VERBS)}.")
         code = VERBS[words[0]](words[1:])
+        sys.stdout.flush()
     raise SystemExit(code)
 
 

@@ -269,7 +269,7 @@ def advice() -> list[Finding]:
     if not num:
         lines = [
             "no GPU: runs are fp32 on the CPU, over gloo",
-            f"{count} core(s): `ranvier train` starts {min(count, 2)} rank(s); --nproc sets the number",
+            f"{count} core(s): `ranvier train` starts {min(count, 2)} rank(s), --nproc others",
         ]
     else:
         lines = [f"{num} GPU(s): `ranvier train` gives each a rank"]

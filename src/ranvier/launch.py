@@ -43,7 +43,7 @@ INTERNAL = 70
 CANNOT_WRITE = 73
 """Exit code where a file cannot be written."""
 WRITING = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG),
 )
 """A full disk and its kin."""
@@ -175,7 +175,7 @@ def _address(launcher: Launcher, env: Mapping[str, str], *, alone: bool) -> str:
     """Where rank 0 listens: this node if it is alone, else the first host of the job."""
     names = [name for name in launcher.hosts if env.get(name)]
     every = hosts(env[names[0]]) if names and not alone else []
-    if alone or len(every) == 1:
+    if alone or len(every) == 1 or (launcher.hosts and not names):
         return "127.0.0.1"
     if every:
         return every[0]
@@ -207,6 +207,14 @@ def _span(text: str) -> list[str]:
         first, _, last = part.partition("-")
         numbers += [f"{n:0{len(first)}}" for n in range(int(first), int(last or first) + 1)]
     return numbers
+
+
+def is_follower() -> bool:
+    """Whether a launcher has started this process as another rank than 0: rank 0 speaks."""
+    with contextlib.suppress(PlanError):
+        me = ranks()
+        return me is not None and me.rank > 0
+    return False
 
 
 def environment(*names: str) -> dict[str, str]:
@@ -412,7 +420,7 @@ def _verdict(codes: Sequence[int], errors: Sequence[Path]) -> int:
 
 
 class Stop:
-    """Inside, the first SIGINT or SIGTERM is only noted: the step at hand can end and be saved.
+    """Inside, the first SIGINT, SIGTERM or SIGUSR1 is only noted: the step can end and be saved.
 
     A further SIGINT interrupts at once; a further SIGTERM, which torchrun sends after a Ctrl-C,
     does nothing. Only the main thread may handle signals; elsewhere nothing is noted.
@@ -426,7 +434,7 @@ class Stop:
 
     def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -440,21 +448,30 @@ class Stop:
             raise KeyboardInterrupt
         if self.signal == 0 and not self.quiet:
             with contextlib.suppress(OSError):  # not print: it may be at work underneath
-                os.write(2, b"Stopping after this step; press Ctrl-C again to stop at once.\n")
+                os.write(
+                    2, b"Stopping: finishing the step, then saving; Ctrl-C again stops at once.\n"
+                )
         self.signal = self.signal or number
 
 
 @contextlib.contextmanager
-def reported(me: Ranks) -> Iterator[None]:
-    """Turn an error inside into a message (without traceback if mendable) and an exit code."""
+def reported(me: Ranks, *, quiet: bool = False) -> Iterator[None]:
+    """Turn an error inside into a message (without traceback if mendable) and an exit code.
+
+    quiet: say nothing, as another rank says the same.
+    """
     with contextlib.suppress(ValueError):  # only the main thread may
         signal.signal(signal.SIGTERM, _terminated)
     try:
         yield
+    except BrokenPipeError:  # whoever read what is printed has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
     except (Exception, KeyboardInterrupt) as error:
         where = f"rank {me.rank}: " if me.world > 1 else ""
         message, code = _told(error)
-        _leave(me, where + message, code, secondary=isinstance(error, CommunicationError))
+        if not quiet:
+            _leave(me, where + message, code, secondary=isinstance(error, CommunicationError))
         raise SystemExit(code) from None
 
 

@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 import tomllib
+import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -52,8 +53,9 @@ class DataConfig:
     """What the model reads."""
 
     corpus: tuple[str, ...] = ("stdlib",)
-    """Files (.txt, .jsonl, .jsonl.gz, .parquet), Megatron pairs (.bin/.idx), directories of these
-    or what `ranvier data prepare` made; stdlib: the texts of the running Python's own library."""
+    """Files (.txt, .md, .py, .rst, .txt.gz, .jsonl, .jsonl.gz, .json, .json.gz, .parquet), Megatron
+    pairs (.bin/.idx), directories of these or what `ranvier data prepare` made; stdlib: the texts
+    of the running Python's own library."""
     weights: tuple[float, ...] = ()
     """Share of the samples that comes from each corpus; empty: by their number of tokens."""
     tokenizer: str = "standard"
@@ -77,12 +79,13 @@ class DataConfig:
 class OptimConfig:
     """AdamW and its schedule."""
 
-    lr: float = 3e-3
-    """Learning rate after warm-up."""
+    lr: float | None = None
+    """Learning rate after warm-up. Not given: 0.576 / embed, which is 3e-3 for tiny and 2.8e-4 for
+    llama3-1b, times the share min(1, 6 · sqrt(tokens of a step) / embed)."""
     schedule: Literal["cosine", "wsd"] = "cosine"
     """After warm-up: a cosine down, or stable and then linearly down (warm-up, stable, decay)."""
     warmup: int = -1
-    """Steps in which the learning rate rises to lr. -1: a tenth of all steps."""
+    """Steps in which the learning rate rises to lr. -1: a tenth of all, but 10 at least."""
     cooldown: float = 0.2
     """Share of the steps after warm-up in which wsd falls."""
     floor: float = 0.1
@@ -109,7 +112,7 @@ class OptimConfig:
 class TrainConfig:
     """How long, where and with which numbers."""
 
-    steps: int = 150
+    steps: int = 100
     """Optimizer steps."""
     seed: int = 0
     """Of initial weights, data order and dropout."""
@@ -162,7 +165,7 @@ class Run:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def check(self, world: int) -> Run:
-        """The run with plan and warm-up resolved for `world` ranks, or every problem at once."""
+        """The run with all that is derived resolved for `world` ranks, or every problem at once."""
         problems = list(self._problems())
         if any(value < 1 for value in self.model.sizes.values()):
             raise PlanError(problems)
@@ -172,10 +175,18 @@ class Run:
             raise PlanError([*problems, *error.problems]) from None
         if problems:
             raise PlanError(problems)
-        warmup = self.train.steps // 10 if self.optim.warmup == -1 else self.optim.warmup
-        return dataclasses.replace(
-            self, plan=plan, optim=dataclasses.replace(self.optim, warmup=warmup)
-        )
+        warmup, steps = self.optim.warmup, self.train.steps
+        warmup = min(max(steps // 10, 10), steps) if warmup == -1 else warmup
+        optim = dataclasses.replace(self.optim, lr=self.lr, warmup=warmup)
+        return dataclasses.replace(self, plan=plan, optim=optim)
+
+    @property
+    def lr(self) -> float:
+        """The learning rate after warm-up: as given, or from the width of the model."""
+        if self.optim.lr is not None:
+            return self.optim.lr
+        embed, tokens = self.model.embed, max(self.plan.batch * self.data.seq, 1)
+        return float(f"{0.576 / embed * min(1.0, 6.0 * math.sqrt(tokens) / embed):.3g}")
 
     def _problems(self) -> Iterator[str]:
         for name, value in self._numbers():
@@ -186,6 +197,8 @@ class Run:
                 yield f"{name}={value} is too small. It is at least {least}. Use {least} or more."
             if name in SHARES and not 0.0 <= value < 1.0:
                 yield f"{name}={value} is no share. It lies in [0, 1). Use {SHARES[name]}."
+        if self.optim.lr == 0.0:
+            yield "optim.lr=0.0 trains nothing. A learning rate is above 0. Use 3e-4."
         yield from self._model_problems()
         yield from self._data_problems()
         if self.optim.warmup > self.train.steps:
@@ -328,6 +341,8 @@ def _fill(config: Any, table: Mapping[str, Any], path: str) -> Any:
 
 def _typed(value: Any, kind: Any, path: str) -> Any:
     """`value` if it is of the type `kind`."""
+    if isinstance(kind, types.UnionType):  # a value that is derived where it is not given
+        (kind,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
     origin = typing.get_origin(kind)
     if origin is Literal:
         good, rule = (
@@ -364,7 +379,8 @@ def to_toml(run: Run) -> str:
     for section in dataclasses.fields(run):
         lines.append(f"[{section.name}]")
         for key, value in dataclasses.asdict(getattr(run, section.name)).items():
-            text = json.dumps(list(value) if isinstance(value, tuple) else value)
-            lines.append(f"{key} = {text}")
+            if value is not None:
+                text = json.dumps(list(value) if isinstance(value, tuple) else value)
+                lines.append(f"{key} = {text}")
         lines.append("")
     return "\n".join(lines)

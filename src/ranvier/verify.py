@@ -126,7 +126,7 @@ class Reference:
         optim, named = run.optim, list(model.named_parameters())
         optimizer = torch.optim.AdamW(
             [{"params": [p], "weight_decay": optim.decay * decays[name]} for name, p in named],
-            lr=optim.lr,
+            lr=run.lr,
             betas=(optim.beta1, optim.beta2),
             eps=optim.eps,
         )
@@ -201,7 +201,7 @@ def compare(
     optim = run.optim
     optimizer = Optimizer(
         parallel.queue,
-        lr=optim.lr,
+        lr=run.lr,
         betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
         decay=optim.decay,

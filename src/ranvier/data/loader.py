@@ -161,7 +161,7 @@ def _cut(
         stacked("targets"),
         stacked("positions") if packed else None,
         stacked("documents") if packed else None,
-        torch.tensor(numbers),
+        torch.tensor(numbers, pin_memory=pin),
     )
     mine = mine.pin() if pin else mine
     return [mine.select(slice(i, i + size)) for i in range(0, len(windows), size)]

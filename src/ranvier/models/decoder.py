@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from inspect import signature
 from itertools import accumulate
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -197,18 +198,22 @@ def kernel_takes(q: Tensor) -> bool:
     """Whether the kernel for ragged sequences runs here; elsewhere its twin `packed` does."""
     if q.device.type != "cuda" or torch.version.hip or q.dtype not in KERNEL_TYPES:
         return False
+    if q.shape[-1] % 8 or q.shape[-1] > 256:
+        return False
     return torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 KERNEL_TYPES = (torch.bfloat16, torch.float16)
+# torch 2.13 wants to be told that heads share keys, 2.11 has no word for it.
+SHARED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+)
 
 
 def packed_kernel(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     """As `packed`, in one kernel whose work is that of the documents."""
     at, longest = documents.bounds, documents.longest
-    out = varlen_attn(
-        q, k, v, at, at, longest, longest, window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1]
-    )
+    out = varlen_attn(q, k, v, at, at, longest, longest, window_size=(-1, 0), **SHARED)
     assert isinstance(out, Tensor)
     return out
 

@@ -15,6 +15,7 @@ from ranvier.data.dataset import stored_all
 from ranvier.data.manifest import Manifest
 from ranvier.data.prepare import Progress
 from ranvier.data.sources import Reader
+from ranvier.data.stored import pair_prefixes
 from ranvier.data.tokenizer import Tokenizer, tokenizer_of, trained
 from ranvier.errors import PlanError
 from ranvier.run import Run
@@ -42,6 +43,12 @@ def prepare(inputs: Sequence[str], *, out: str, tokenizer: str, vocab: int, fiel
         raise PlanError(
             "data prepare was given no file. It tokenizes one or more. "
             "Write: ranvier data prepare FILE ... --out DIR."
+        )
+    tokens = [path for path in inputs if pair_prefixes(Path(path))]
+    if tokens:
+        raise PlanError(
+            f"{tokens[0]} holds tokens already. prepare makes them of texts. Train on it as it is: "
+            f"ranvier train --data.corpus {tokens[0]}."
         )
     folder = Path(out or Path("data") / Path(inputs[0]).resolve().name.partition(".")[0])
     preparing.refuse_other(folder)

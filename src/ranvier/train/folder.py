@@ -50,15 +50,14 @@ def claim(run: Run) -> tuple[Path, Path | None]:
         return folder, None
     _refuse_changes(folder, run)
     checkpoints = files.found(folder / "checkpoints")
-    if not checkpoints:
-        return folder, None
-    done = int(files.facts(checkpoints[-1])["step"])
-    if done >= run.train.steps:
+    done = int(files.facts(checkpoints[-1])["step"]) if checkpoints else 0
+    if done >= run.train.steps or (not checkpoints and facts(folder).get("status") == "finished"):
         raise PlanError(
-            f"train.out={run.train.out!r} holds a run that has taken its {done} steps. A finished "
-            f"run is not repeated. Use train.steps above {done}, or another directory."
+            f"train.out={run.train.out!r} holds a run that has taken its steps. A finished run is "
+            "not repeated. Use another directory"
+            + (f", or train.steps above {done}." if checkpoints else ".")
         )
-    return folder, checkpoints[-1]
+    return folder, checkpoints[-1] if checkpoints else None
 
 
 def _new(name: str) -> Path:
@@ -96,7 +95,9 @@ def begin(folder: Path, run: Run, step: int) -> list[str]:
     """Write the config and keep the metrics before `step`; what has changed since, as lines."""
     lines = []
     config = folder / "config.toml"
-    if config.exists() and step > 0:
+    if config.exists() and step == 0:
+        lines = ["the directory holds a run without a checkpoint, which begins again"]
+    elif config.exists():
         changed = differences(runs.load(config), run)
         lines = [f"changed: {name} from {old!r} to {new!r}" for name, old, new in changed]
     write(config, runs.to_toml(run))
@@ -123,13 +124,17 @@ def write(path: Path, text: str) -> None:
         raise
 
 
-def record(folder: Path, **facts: Any) -> None:
-    """Add facts to run.json."""
-    path = folder / "run.json"
-    table = {}
+def facts(folder: Path) -> dict[str, Any]:
+    """What run.json says; nothing if it is not there or broken."""
     with suppress(OSError, ValueError):
-        table = json.loads(path.read_text())
-    write(path, json.dumps({**table, **facts}, indent=1) + "\n")
+        table = json.loads((folder / "run.json").read_text())
+        return table if isinstance(table, dict) else {}
+    return {}
+
+
+def record(folder: Path, **more: Any) -> None:
+    """Add facts to run.json."""
+    write(folder / "run.json", json.dumps({**facts(folder), **more}, indent=1) + "\n")
 
 
 def placed(run: Run, folder: Path) -> Run:

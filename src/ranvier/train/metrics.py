@@ -21,6 +21,7 @@ from ranvier.parallel import Parallel
 
 PEAK_TFLOPS = {
     "H200": 989.0,
+    "H100 PCIe": 756.0,
     "H100": 989.0,
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -58,7 +59,8 @@ def step_flops(parallel: Parallel, flow: Flow, micro_batches: int) -> tuple[int,
 def memory(device: torch.device) -> int:
     """Most bytes this rank has held so far: of the device, or of the process."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        held = torch.cuda.memory.memory_stats_as_nested_dict(device)  # the flat one is slow
+        return int(held["allocated_bytes"]["all"]["peak"])
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ranvier.checkpoint import files
-from ranvier.comm.agree import told
+from ranvier.comm.agree import largest, told
 from ranvier.data.dataset import Data, open_data
 from ranvier.errors import DataError, PlanError
 from ranvier.grid import Grid
@@ -51,12 +51,16 @@ def backend_of(run: Run, me: Ranks, device: torch.device) -> str:
         raise PlanError(f"train.backend='nccl' on {device}. nccl needs CUDA devices. Use 'gloo'.")
     if run.train.backend != "auto":
         return run.train.backend
-    own = device.type == "cuda" and me.local_world <= torch.cuda.device_count()
+    if device.type != "cuda":
+        return "gloo"
+    # A launcher may show each rank a device of its own and no other.
+    count = torch.cuda.device_count()
+    own = me.local_world <= count or (me.launcher not in ("", "torchrun") and count == 1)
     return "nccl" if own else "gloo"
 
 
-def settled(run: Run, device: torch.device) -> Run:
-    """The run with the device and the type that `auto` means here."""
+def settled(run: Run, device: torch.device, backend: str = "auto") -> Run:
+    """The run with the device, the backend and the type that `auto` means here."""
     has = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     dtype = run.train.dtype
     if dtype == "auto":
@@ -66,8 +70,8 @@ def settled(run: Run, device: torch.device) -> Run:
             f"train.dtype='bf16', but {torch.cuda.get_device_name(device)} does not compute in "
             "bf16. It would be emulated, slowly. Use 'fp16' (with its loss scale) or 'fp32'."
         )
-    kind: Any = device.type
-    return replace(run, train=replace(run.train, dtype=dtype, device=kind))
+    words: dict[str, Any] = {"dtype": dtype, "device": device.type, "backend": backend}
+    return replace(run, train=replace(run.train, **words))
 
 
 def opened(run: Run, stored: list[str]) -> Data:
@@ -107,7 +111,7 @@ def train(run: Run, me: Ranks, stored: list[str] | None = None) -> int:
     began, device = time.perf_counter(), device_of(run, me)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    run = settled(run, device)
+    run = settled(run, device, backend_of(run, me, device))
     grid = Grid.of(
         run.plan, rank=me.rank, connected=me.world > 1, timeout_seconds=run.train.timeout
     )
@@ -134,6 +138,7 @@ def train(run: Run, me: Ranks, stored: list[str] | None = None) -> int:
         raise
     if me.rank == 0:
         _farewell(trainer, folder)
+    largest(0, grid, device)  # a launcher may end all ranks once one has ended
     return 128 + trainer.stopping if trainer.stopping else 0
 
 
@@ -173,8 +178,7 @@ def _announce(trainer: Trainer, folder: Path, stored: list[str], *, resumed: boo
     if resumed:
         print(f"Going on after step {trainer.step} of {run.train.steps} in {folder}")
     sys.stdout.flush()
-    record = folder / "run.json"
-    restarts = json.loads(record.read_text()).get("restarts", []) if record.exists() else []
+    restarts = folders.facts(folder).get("restarts", [])
     folders.record(
         folder,
         title=folder.name,
@@ -249,7 +253,7 @@ def groups_of(parallel: Parallel, run: Run) -> list[str]:
         members = [w for w in parallel.weights.values() if w.group == group and w.trainable]
         count = sum(math.prod(weight.sharding.shape) for weight in members)
         decay = run.optim.decay if group == "matrix" else 0.0
-        lr = run.optim.lr * float(getattr(run.optim, f"{group}_lr"))
+        lr = run.lr * float(getattr(run.optim, f"{group}_lr"))
         if members:
             lines.append(
                 f"group {group}: {len(members)} weights, {count:,} parameters, lr {lr:g}, "
@@ -273,7 +277,8 @@ def describe(trainer: Trainer) -> str:
     run, parallel = trainer.run, parallel_of(trainer.model)
     return (
         f"{run.model.size}: {parameters_of(parallel) / 1e6:.2f} M parameters in "
-        f"{run.train.dtype}, on {device_name(trainer.device)}, grid: {grid_of(run)}; "
+        f"{run.train.dtype}, on {device_name(trainer.device)}, grid: {grid_of(run)}"
+        f"{f' over {run.train.backend}' if trainer.grid.world > 1 else ''}; "
         f"{run.plan.batch} x {run.data.seq} tokens a step in {run.plan.micro_batches} "
         "micro-batch(es)"
     )

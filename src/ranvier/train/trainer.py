@@ -93,7 +93,7 @@ class Trainer:
         )
         optimizer = Optimizer(
             parallel_of(model).queue,
-            lr=optim.lr,
+            lr=run.lr,
             betas=(optim.beta1, optim.beta2),
             eps=optim.eps,
             decay=optim.decay,
@@ -182,16 +182,20 @@ class Trainer:
         """
         run, scale = self.run, self.optimizer.scale
         begun, batches, lr = Mark(self.device), next(loader), self.lr()
-        status = torch.tensor([signal, memory(self.device)], dtype=torch.float64)
+        pinned = self.device.type == "cuda"  # a copy from other memory would wait for the device
+        status = torch.tensor(
+            [signal, memory(self.device)], dtype=torch.float64, pin_memory=pinned
+        ).to(self.device, non_blocking=True)
         with self.grid.trace.at("step.status"):
-            largest = verbs.all_reduce(status.to(self.device), everyone(self.grid), "max")
+            largest = verbs.all_reduce(status, everyone(self.grid), "max")
         on_device = [batch.to(self.device) for batch in batches]
         taken = train_step(self.model, on_device, self.optimizer, lr, self.healthy)
         self.healthy = taken.healthy
         factor = torch.full_like(taken.loss, math.nan) if scale is None else scale.value
-        numbers = Later(
-            [taken.loss, taken.norm, taken.healthy, *largest.wait(), factor], self.device
-        )
+        both = largest.wait()
+        if self.device.type == "cpu":  # here nothing is gained by reading it later
+            self.stopping = int(both[0])
+        numbers = Later([taken.loss, taken.norm, taken.healthy, *both, factor], self.device)
         self.step, self.samples = self.step + 1, self.samples + run.plan.batch
         awaited, self.grid.trace.awaited = self.grid.trace.awaited, []
         tokens = self.samples * run.data.seq
@@ -200,7 +204,7 @@ class Trainer:
     def lr(self) -> float:
         """The learning rate of the next step."""
         run, optim = self.run, self.run.optim
-        return optim.lr * share(
+        return run.lr * share(
             self.step,
             kind=optim.schedule,
             steps=run.train.steps,
@@ -228,9 +232,10 @@ class Trainer:
         cause = f"The first is {name}" if name else "Taken again, all are: a device may be faulty"
         kept = [path.name for path in files.found(self.checkpoints)]
         raise NumericError(
-            f"Step {step} (loss {loss}) has numbers that are not finite. {cause}. Weights and "
-            "moments were not updated with them. Use a lower optim.lr or look at samples "
-            f"{self.samples_of(step)}; checkpoints: {', '.join(kept) or 'none yet'}."
+            f"Step {step + 1} of {self.run.train.steps} (loss {loss}) has numbers that are not "
+            f"finite. {cause}. Weights and moments were not updated with them. Use a lower "
+            f"optim.lr or look at samples {self.samples_of(step)}; checkpoints: "
+            f"{', '.join(kept) or 'none yet'}."
         )
 
     def samples_of(self, step: int) -> str:

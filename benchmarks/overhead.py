@@ -1,0 +1,108 @@
+"""What metrics, progress and prefetch cost: the trainer's loop against a bare loop, interleaved.
+
+The bare loop takes the same steps (forward, backward, update) on batches that lie on the device
+already and reads nothing. Both use the same model and optimizer in the same process, in turns; the
+medians of many turns are compared.
+
+    python benchmarks/overhead.py --size llama3-1b --seq 2048 --batch 4 --steps 10 --turns 7
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ranvier import launch
+from ranvier.data.dataset import open_data, stored_all
+from ranvier.grid import Grid
+from ranvier.launch import Ranks
+from ranvier.plan import Plan
+from ranvier.run import DataConfig, ModelConfig, Run, TrainConfig
+from ranvier.train.show import sinks
+from ranvier.train.step import train_step
+from ranvier.train.train import device_of, settled
+from ranvier.train.trainer import Trainer
+
+
+def settings() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="llama3-1b")
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10, help="steps of a turn")
+    parser.add_argument("--turns", type=int, default=7)
+    return parser.parse_args()
+
+
+def trainer_for(asked: argparse.Namespace, out: str) -> Trainer:
+    run = Run(
+        model=ModelConfig.of(asked.size),
+        data=DataConfig(seq=asked.seq, tokenizer="bytes"),
+        plan=Plan(batch=asked.batch),
+        train=TrainConfig(steps=10**6, out=out, evaluate=0),
+    ).check(1)
+    device = device_of(run, Ranks())
+    run = settled(run, device)
+    folders = stored_all(["stdlib"], cache=launch.cache(), tokenizer="bytes", max_bytes=4_000_000)
+    data = open_data(folders, seq=asked.seq, seed=0, held_out=0.02)
+    return Trainer.assemble(run, Grid({}), device, data)
+
+
+def wait(trainer: Trainer) -> float:
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def bare(trainer: Trainer, steps: int) -> float:
+    """Seconds of a step of the bare loop."""
+    load = trainer._loaded()
+    first = trainer.step  # the steps that the trainer takes next
+    ready = [[batch.to(trainer.device) for batch in load(first + i)] for i in range(steps)]
+    healthy = trainer.healthy
+    start = wait(trainer)
+    for batches in ready:
+        healthy = train_step(trainer.model, batches, trainer.optimizer, 1e-5, healthy).healthy
+    return (wait(trainer) - start) / steps
+
+
+def full(rows: Iterator[dict[str, object]], sink: object, trainer: Trainer, steps: int) -> float:
+    """Seconds of a step of the trainer's loop, metrics written and shown."""
+    start = wait(trainer)
+    for _ in range(steps):
+        sink(next(rows))  # type: ignore[operator]
+    return (wait(trainer) - start) / steps
+
+
+def main() -> None:
+    asked = settings()
+    with tempfile.TemporaryDirectory() as out:
+        trainer = trainer_for(asked, out)
+        trainer.run = replace(trainer.run, optim=replace(trainer.run.optim, lr=1e-5, warmup=0))
+        rows = trainer.steps()
+        with sinks(trainer.run, Path(out)) as sink:
+            bare(trainer, 10)
+            full(rows, sink, trainer, 10)
+            times = [
+                (bare(trainer, asked.steps), full(rows, sink, trainer, asked.steps))
+                for _ in range(asked.turns)
+            ]
+        rows.close()
+    plain, ours = (statistics.median(column) for column in zip(*times, strict=True))
+    ratios = [b / a for a, b in times]
+    print(f"{asked.size}, {asked.batch} x {asked.seq} tokens, {asked.turns} turns of {asked.steps}")
+    print(f"bare loop {plain * 1e3:.2f} ms a step, trainer {ours * 1e3:.2f} ms")
+    print(
+        f"overhead {ours / plain - 1:+.2%}, turns {min(ratios) - 1:+.2%} to {max(ratios) - 1:+.2%}"
+    )
+
+
+if __name__ == "__main__":
+    main()

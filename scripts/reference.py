@@ -1,0 +1,227 @@
+"""The page docs/configuration.md, made from the config classes and the docstrings of their fields.
+
+Usage: python scripts/reference.py [--check]
+Writes the page; --check writes nothing and returns 1 if the page is not what would be written.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ranvier import errors, launch
+from ranvier.models import SIZES
+from ranvier.run import Run
+from ranvier.train.metrics import Meter
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "configuration.md"
+
+HEAD = """\
+<!-- Written by scripts/reference.py from the config classes; change those, not this page. -->
+
+# Configuration
+
+A run is one tree of settings in six sections. It is read from a TOML file and changed by options
+of the same names:
+
+```toml
+[model]
+size = "llama3-1b"
+
+[data]
+corpus = ["data/books", "data/code"]
+weights = [0.7, 0.3]
+seq = 4096
+
+[plan]
+row = 2
+batch = 64
+```
+
+```bash
+ranvier train run.toml --plan.row 4 --train.steps 2000
+```
+
+* **What wins:** an option, then the file, then the named size of the model, then the defaults
+  below. A size given as `--model.size` replaces that of the file; fields of the model that the file
+  names stay as they are there.
+* **Going on:** `ranvier train RUN` reads `config.toml` in the directory of a run and continues it.
+* **Mistakes:** an unknown key or option is an error that names the nearest known one. Values are
+  checked together and before anything is tokenized or started; all problems are told at once.
+* **What was used:** the settings are saved as `config.toml` in the directory of the run, all
+  written out; what was left to be derived (a degree, the micro-batch, learning
+  rate and warm-up, device and type) has its value there.
+* **On the command line** booleans are written `True` and `False` (`--train.trace True`; in TOML
+  `true` and `false`), lists as several words (`--data.corpus a.jsonl b.jsonl`); no word is the
+  empty list (`--plan.overlap`). A dash may stand for an underscore: `--plan.micro-batch 2`.
+  Options follow the file: `ranvier train run.toml --plan.row 2`.
+* **Paths** are relative to the directory in which the command is started.
+
+`--nproc N`, the number of local ranks to start, belongs to the command and not to the run: see
+[Launching](launching.md).
+"""
+
+METRICS = {
+    "step": "Number of the step, from 0.",
+    "tokens": "Tokens of the run so far, this step included (padding too).",
+    "loss": "Mean over the tokens with a target of the whole step; null if it is not finite.",
+    "lr": "Learning rate of this step, before the factor of a group.",
+    "grad_norm": "Norm of the gradient of the whole model before clipping; null if not finite.",
+    "seconds": "From the end of the step before, or from its own start after an evaluation or a "
+    "checkpoint, to its end.",
+    "tokens_per_second": "Of all ranks together.",
+    "mfu": "Share of the device's peak that is used, attention counted causally; null where the "
+    "peak is not known (CPU, fp32, unknown GPUs).",
+    "mfu_full": "The same with attention counted fully, as many papers do.",
+    "memory": "Most bytes that any rank has held so far: of its GPU, or of the process on a CPU.",
+    "exposed_communication_seconds": "Seconds in which rank 0 waited for communication.",
+    "data_seconds": "Seconds in which rank 0 waited for its batch.",
+    "held_out_loss": "Mean loss of the held-out samples; null where this step has no evaluation.",
+    "loss_scale": "Factor of the loss in fp16; null in other types.",
+}
+FILES = {
+    "config.toml": "The resolved settings.",
+    "run.json": "Device, grid, versions, data, command, times, where the time went, status "
+    "(`running`, `finished`, `stopped by signal N` or `failed: ...`).",
+    "metrics.jsonl": "One object a step, see below.",
+    "checkpoints/step-NNNNNNNN/": "What the run goes on from, after that many steps: "
+    "`rank-NNNNN.safetensors` for each rank, and `state.json`.",
+    "tokenizer.json": "The tokenizer of the corpora, if it is known.",
+    "report.html": "Plots and facts in one file that needs no network.",
+    "tensorboard/, wandb/": "Logs that `train.log` asked for.",
+    "trace-rank*.json": "The communication of the last step, with `train.trace`.",
+}
+CODES = {
+    0: "The run ended as planned.",
+    errors.RanvierError.exit_code: "A setting, an option, a plan or a model that cannot run.",
+    errors.DataError.exit_code: "Training data, a tokenizer or a checkpoint that cannot be used.",
+    launch.INTERNAL: "An error that is not yours; it comes with a traceback.",
+    errors.CommunicationError.exit_code: "Ranks that did not meet, disagree, or were lost.",
+    launch.CANNOT_WRITE: "A file could not be written: a full disk, no permission.",
+    errors.NumericError.exit_code: "A loss or a gradient that is not a finite number.",
+    130: "Stopped by Ctrl-C (SIGINT).",
+    143: "Stopped by SIGTERM, as batch systems send it.",
+}
+
+
+def field_texts(kind: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass and of those it inherits from."""
+    texts: dict[str, str] = {}
+    for cls in reversed(kind.__mro__[:-1]):
+        body = ast.parse(inspect.getsource(cls)).body[0]
+        assert isinstance(body, ast.ClassDef), cls
+        for field, below in zip(body.body, body.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                assert isinstance(field.target, ast.Name), ast.dump(field)
+                texts[field.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return texts
+
+
+def kind_of(hint: Any) -> str:
+    """A type in words."""
+    if isinstance(hint, types.UnionType):  # a value that is derived where it is not given
+        return kind_of(typing.get_args(hint)[0])
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(f"`{word}`" for word in arguments)
+    if typing.get_origin(hint) is tuple:
+        one = kind_of(arguments[0])
+        return f"list of {one if one.startswith('`') else f'{one}s'}"
+    return {int: "whole number", float: "number", str: "text", bool: "`true`, `false`"}[hint]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table."""
+    for row in (head, ["---"] * len(head), *rows):
+        yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in row)} |"
+
+
+def section(name: str, config: Any) -> Iterator[str]:
+    """The settings of a section."""
+    kind = type(config)
+    hints, texts = typing.get_type_hints(kind), field_texts(kind)
+    names = [field.name for field in dataclasses.fields(config)]
+    names.sort(key=lambda key: key != "size")  # it decides about the others
+    rows = [
+        (f"`{name}.{key}`", kind_of(hints[key]), _default(getattr(config, key)), texts[key])
+        for key in names
+    ]
+    yield from ("", f"## {name}", "", inspect.cleandoc(kind.__doc__ or ""), "")
+    yield from table(("setting", "values", "default", "what it is"), rows)
+
+
+def _default(value: Any) -> str:
+    return "derived" if value is None else f"`{_toml(value)}`"
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
+
+
+def sizes() -> Iterator[str]:
+    """The named sizes of the model."""
+    keys = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "tied")
+    rows = [[f"`{name}`", *(_toml(getattr(SIZES[name], key)) for key in keys)] for name in SIZES]
+    yield from ("", "The defaults above are those of `tiny`. The named sizes:", "")
+    yield from table(("size", *keys), rows)
+
+
+def known_metrics() -> list[str]:
+    """The keys of a line of metrics.jsonl, from the source."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(Meter.row)))
+    (made,) = (node.value for node in ast.walk(tree) if isinstance(node, ast.Return))
+    assert isinstance(made, ast.Dict), made
+    return [ast.literal_eval(key) for key in made.keys if key is not None]
+
+
+def results() -> Iterator[str]:
+    """What a run leaves behind."""
+    assert [*METRICS] == known_metrics(), f"METRICS are {[*METRICS]}, not {known_metrics()}"
+    yield from ("", "## The directory of a run", "")
+    yield from table(("file", "what it holds"), [(f"`{k}`", v) for k, v in FILES.items()])
+    yield from ("", "## metrics.jsonl", "", "One JSON object a step, on one line:", "")
+    yield from table(("field", "what it is"), [(f"`{k}`", v) for k, v in METRICS.items()])
+    yield from ("", "## Exit codes", "")
+    yield from table(("code", "meaning"), [(str(k), v) for k, v in CODES.items()])
+    yield from (
+        "",
+        "`ranvier verify` exits with 1 if anything differs, `ranvier doctor` if something "
+        "essential is missing.",
+        "A rank that is killed by signal n makes it 128 + n.",
+    )
+
+
+def page() -> str:
+    """The whole page."""
+    run = Run()
+    lines = HEAD.splitlines()
+    for field in dataclasses.fields(run):
+        lines += section(field.name, getattr(run, field.name))
+        lines += sizes() if field.name == "model" else ()
+    return "\n".join([*lines, *results(), ""])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the page or compare it; the exit code."""
+    text = page()
+    if "--check" in arguments:
+        stale = not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text
+        if stale:
+            print(f"{PAGE} is stale. Run: python scripts/reference.py", file=sys.stderr)
+        return int(stale)
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,94 @@
+"""Packed samples: documents attend to themselves only, and give the losses they have alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data.corpora import corpus_of
+from ranvier.data.loader import micro_batches
+from ranvier.grid import Grid
+from ranvier.models import Decoder, DecoderConfig
+from ranvier.models.decoder import Core, Documents, packed, rotate
+from ranvier.nn.loss import IGNORE
+
+
+def masked(core: Core, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+    """The same attention with a dense mask."""
+    positions = torch.arange(q.shape[1]).unsqueeze(0)
+    cos, sin = core.angles(positions, q.dtype)
+    mask = (ids.unsqueeze(2) == ids.unsqueeze(1)).tril().unsqueeze(1)
+    q, k, v = (x.transpose(1, 2) for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return y.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
+def test_attention_inside_documents_equals_a_mask(share: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    core = Core(DecoderConfig(head_dim=8))
+    shapes = [(3, 17, 4, 8), (3, 17, 2, 8), (3, 17, 2, 8)]
+    inputs = [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
+    ids = (torch.rand(3, 17, generator=generator) < share).cumsum(1)
+    ours = [x.clone().requires_grad_() for x in inputs]
+    theirs = [x.clone().requires_grad_() for x in inputs]
+    y, z = core(*ours, None, Documents.of(ids)), masked(core, *theirs, ids)
+    weight = torch.randn(y.shape, dtype=torch.float64, generator=generator)
+    (y * weight).sum().backward()
+    (z * weight).sum().backward()
+    torch.testing.assert_close(y, z, rtol=0, atol=1e-14)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-13)
+
+
+def test_cuts_of_some_samples() -> None:
+    ids = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0], [5, 6, 7, 7]])
+    documents = Documents.of(ids)
+    assert documents.lengths == ((2, 2), (4,), (1, 1, 2))
+    assert documents.bounds.tolist() == [0, 2, 4, 8, 9, 10, 12] and documents.longest == 4
+    assert documents.select(slice(1, 3)).bounds.tolist() == [0, 4, 5, 6, 8]
+
+
+def test_work_follows_the_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call attends over more than a document: the scores are the sum of squares of lengths."""
+    sizes = []
+    attend = F.scaled_dot_product_attention
+
+    def counted(q: Tensor, *rest: Tensor, **options: bool) -> Tensor:
+        sizes.append(q.shape[0] * q.shape[2] ** 2)
+        return attend(q, *rest, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
+    q = torch.randn(24, 2, 4)
+    packed(q, q, q, Documents.of(torch.tensor([[0] * 3 + [1] * 3 + [2] * 6, [0] * 12])))
+    assert sum(sizes) == 2 * 9 + 36 + 144
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+def test_packed_documents_give_the_loss_of_unpacked_ones(tmp_path: Path, positions: str) -> None:
+    generator = torch.Generator().manual_seed(11)
+    lengths = [5, 1, 40, 13, 2, 16, 1, 7, 33]
+    texts = [torch.randint(0, 50, (n,), generator=generator).tolist() for n in lengths]
+    stream = corpus_of(tmp_path, texts).stream(16, 0.0, "train")
+    assert stream is not None
+    torch.manual_seed(5)
+    config = DecoderConfig(vocab=50, max_seq=64, positions=positions)  # type: ignore[arg-type]
+    model = Decoder(config).double()
+    (batch,) = micro_batches(stream, 0, stream.windows, Grid({}), stream.windows)
+    together = model(**batch.inputs())
+    alone = torch.zeros((), dtype=torch.float64)
+    at = 0
+    for text in texts:  # a document is cut where a window ends, and keeps its last target
+        tokens, targets = torch.tensor(text), torch.tensor([*text[1:], IGNORE])
+        start = 0
+        while start < len(text):
+            stop = min(start + 16 - (at + start) % 16, len(text))
+            alone = alone + model(tokens[None, start:stop], targets[None, start:stop])
+            start = stop
+        at += len(text)
+    assert int((batch.targets != IGNORE).sum()) == sum(n - 1 for n in lengths)
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=0)

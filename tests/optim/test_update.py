@@ -1,0 +1,135 @@
+"""Groups, masked updates, the loss scale and the schedules."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from equivalence import Case, batch_of
+from pool import Pool
+from ranvier.grid import Grid
+from ranvier.nn.loss import IGNORE
+from ranvier.optim.optimizer import Optimizer
+from ranvier.optim.scale import LEAST, PATIENCE, START, Scale
+from ranvier.optim.schedule import share
+from ranvier.train.step import forward_backward, train_step
+
+FACTORS = {"matrix": 1.0, "embedding": 0.3, "vector": 5.0}
+
+
+def grouped(grid: Grid) -> float:
+    """Largest difference of weights after three steps with factors to torch's own groups."""
+    case, batch = Case("qwen3"), batch_of("qwen3", samples=8, packed=False)
+    model, plain = case.on(grid), case.build()
+    parallel = model.parallel
+    optimizer = Optimizer(parallel.queue, lr=1e-2, clip=0.5, factors=FACTORS)  # type: ignore[arg-type,union-attr]
+    groups = []
+    for name, param in plain.named_parameters():
+        group = "vector" if param.ndim < 2 else "embedding" if "embed" in name else "matrix"
+        decay = 0.1 if group == "matrix" else 0.0
+        groups.append({"params": [param], "lr": 1e-2 * FACTORS[group], "weight_decay": decay})
+    theirs = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    micros = batch.micro_batches(grid, 8 // grid.axis("data", "expert", "depth").size)
+    for _ in range(3):
+        forward_backward(model, micros)
+        optimizer.step()
+        theirs.zero_grad()
+        (plain(**batch.inputs()) / (batch.targets != IGNORE).sum()).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        theirs.step()
+    want = dict(plain.named_parameters())
+    parts = parallel.state().items()  # type: ignore[union-attr]
+    return max(
+        float((part - place.take(want[n])).detach().abs().max()) for n, (part, place) in parts
+    )
+
+
+@pytest.mark.parametrize("degrees", [{}, {"row": 2, "depth": 2}, {"col": 2, "data": 2}], ids=str)
+def test_groups_are_those_of_the_named_dims(pool: Pool, degrees: dict[str, int]) -> None:
+    assert max(pool.on_grid(degrees, grouped)) < 1e-10
+
+
+def masked(grid: Grid, kind: str) -> list[str]:
+    """What changes in a step whose gradient is no number on one rank, and in the one after it."""
+    case, batch = Case("llama"), batch_of("llama", samples=8, packed=False)
+    model = case.on(grid)
+    parallel = model.parallel
+    optimizer = Optimizer(parallel.queue, lr=1e-2)  # type: ignore[arg-type,union-attr]
+    micros = batch.micro_batches(grid, 8 // grid.axis("data", "expert", "depth").size)
+    forward_backward(model, micros)
+    optimizer.step()
+    before = {n: x.clone() for n, (x, _) in optimizer.state().items()}
+    weights = {n: x.clone() for n, (x, _) in parallel.state().items()}  # type: ignore[union-attr]
+    forward_backward(model, micros)
+    if grid.rank == 0:
+        bucket = next(b for b in parallel.queue.buckets if b.reduced or b.grad is not None)  # type: ignore[union-attr]
+        grad = bucket.grad if bucket.grad is not None else bucket.reduced[0].wait()
+        grad.view(-1)[0] = float(kind)
+    optimizer.step()
+    changed = [n for n, (x, _) in optimizer.state().items() if not torch.equal(x, before[n])]
+    state = parallel.state().items()  # type: ignore[union-attr]
+    changed += [n for n, (x, _) in state if not torch.equal(x, weights[n])]
+    assert not optimizer.finite and optimizer.updates == 1
+    forward_backward(model, micros)
+    optimizer.step()
+    assert optimizer.finite and optimizer.updates == 2
+    moved = any(not torch.equal(x, before[n]) for n, (x, _) in optimizer.state().items())
+    return changed if moved else ["nothing moves any more"]
+
+
+@pytest.mark.parametrize("kind", ["nan", "inf"])
+def test_a_bad_gradient_changes_no_bit(pool: Pool, kind: str) -> None:
+    assert pool.on_grid({"row": 2, "data": 2}, masked, kind) == [[]] * 4
+
+
+def test_the_scale_follows_overflows() -> None:
+    scale, yes, no = Scale("cpu"), torch.tensor(True), torch.tensor(False)
+    scale.update(no)
+    assert scale.value == START / 2
+    for _ in range(PATIENCE):
+        scale.update(yes)
+    assert scale.value == START and scale.good == 0
+    for _ in range(40):
+        scale.update(no)
+    assert scale.value == LEAST and scale.exhausted()
+
+
+def scaled(grid: Grid, start: float) -> tuple[list[float], float, bool]:
+    """Losses of some steps in fp16 that begin with a scale; the scale and the health they leave."""
+    case, batch = Case("llama"), batch_of("llama", samples=8, packed=False)
+    model = case.on(grid, dtype=torch.float16)
+    scale = Scale("cpu")
+    scale.value.fill_(start)
+    optimizer = Optimizer(model.parallel.queue, lr=1e-2, scale=scale)  # type: ignore[arg-type,union-attr]
+    micros = batch.micro_batches(grid, 8 // grid.axis("data", "expert", "depth").size)
+    healthy, losses = torch.tensor(True), []
+    for _ in range(12):
+        taken = train_step(model, micros, optimizer, 1e-2, healthy)
+        healthy = taken.healthy
+        losses.append(taken.loss.item())
+    return losses, scale.value.item(), bool(healthy)
+
+
+def test_fp16_skips_overflows_and_trains(pool: Pool) -> None:
+    ((losses, scale, healthy),) = pool.on_grid({}, scaled, 2.0**24)
+    assert healthy and scale < 2.0**24
+    assert losses[0] == losses[1], "the first updates overflow and are skipped"
+    assert losses[-1] < losses[0] - 0.1
+    for other, same, fine in pool.on_grid({"row": 2}, scaled, 2.0**24):
+        assert fine and same == scale
+        assert other == pytest.approx(losses, abs=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "wsd"])
+def test_schedules_rise_stay_and_fall(kind: str) -> None:
+    rates = [
+        share(step, kind=kind, steps=100, warmup=10, cooldown=0.2, floor=0.1)  # type: ignore[arg-type]
+        for step in range(101)
+    ]
+    assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
+    assert max(rates) == 1.0 and rates[100] == pytest.approx(0.1)
+    assert all(a >= b for a, b in pairwise(rates[10:]))
+    if kind == "wsd":
+        assert rates[10:82] == pytest.approx([1.0] * 72) and rates[91] == pytest.approx(0.55)

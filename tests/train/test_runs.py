@@ -1,0 +1,239 @@
+"""Whole runs as a user has them: what they leave, how they stop, go on and fail."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commands import SMALL, call, ended, losses, metrics, started
+from data.corpora import write_pair
+from ranvier.checkpoint import files
+from ranvier.train.trainer import Trainer
+
+FAST = [*SMALL, "--nproc", "1"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, at: int, action: Callable[[], Any]) -> None:
+    """Have something happen when a step is issued."""
+    issue = Trainer.issue
+
+    def patched(self: Trainer, *arguments: Any, **options: Any) -> Any:
+        if self.step == at:
+            action()
+        return issue(self, *arguments, **options)
+
+    monkeypatch.setattr(Trainer, "issue", patched)
+
+
+def test_a_run_leaves_what_people_look_for(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--train.steps", "12", "--train.evaluate", "6", "--train.prompt", "def "]
+    words += ["--data.held-out", "0.3"]
+    assert call("train", *FAST, *words, "--train.log", "tensorboard") == 0
+    out = capsys.readouterr().out
+    run = folder / "runs" / "tiny"
+    for part in ("fingerprint of the data", "group matrix", "held-out", "A sample of text"):
+        assert part in out, out
+    assert "Report: runs/tiny/report.html" in out and "ranvier generate runs/tiny" in out
+    names = {path.name for path in run.iterdir()}
+    assert names >= {"config.toml", "metrics.jsonl", "run.json", "checkpoints", "report.html"}
+    rows = metrics(run)
+    held_out = [row["held_out_loss"] for row in rows if row["held_out_loss"] is not None]
+    assert len(rows) == 12 and held_out[-1] < held_out[0]
+    page = (run / "report.html").read_text()
+    for word in ("Loss", "Throughput", "Learning rate", "Gradient norm", "Where the time went"):
+        assert word.lower() in page.lower(), word
+    known = json.loads((run / "run.json").read_text())
+    assert known["status"] == "finished" and known["sample"]["prompt"] == "def "
+    assert list((run / "tensorboard").iterdir())
+
+    (run / "report.html").unlink()
+    assert call("report", "runs/tiny") == 0 and (run / "report.html").exists()
+    capsys.readouterr()
+    again = []
+    for _ in range(2):
+        assert call("generate", "runs/tiny", "--prompt", "import", "--tokens", "20") == 0
+        again.append(capsys.readouterr().out)
+    assert again[0] == again[1] and again[0].startswith("import")
+    assert call("generate", "runs/tiny", "--step", "5") == 64
+    assert "after 12" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_step_and_the_run_goes_on_as_if_undisturbed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    words = ["train", *FAST, "--train.steps", "8"]
+    assert call(*words, "--train.out", "whole") == 0
+    with monkeypatch.context() as patch:
+        interrupted(patch, 3, lambda: os.kill(os.getpid(), number))
+        assert call(*words, "--train.out", "run") == code
+    done = len(metrics(folder / "run"))
+    assert 3 < done < 8
+    assert files.found(folder / "run" / "checkpoints")[-1].name == f"step-{done:08}"
+    assert f"stopped by signal {number}" in (folder / "run" / "run.json").read_text()
+    assert call("train", "run", "--nproc", "1") == 0
+    assert losses(folder / "run") == losses(folder / "whole")
+    assert [row["step"] for row in metrics(folder / "run")] == list(range(8))
+
+
+def test_ranks_stop_together_and_go_on_together(folder: Path) -> None:
+    """Ctrl-C of two ranks, then the same command again."""
+    words = ["train", *SMALL, "--nproc", "2", "--train.steps", "2000", "--train.out", "run"]
+    words += ["--optim.warmup", "2"]
+    process = started(folder, *words)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    process.send_signal(signal.SIGINT)
+    code, out, errors = ended(process)
+    assert code == 130 and "Traceback" not in errors, errors
+    assert "ranvier train run" in out and "Stopping: finishing the step" in errors
+    done = len(metrics(folder / "run"))
+    more = ["train", "run", "--nproc", "2", "--train.steps", str(done + 3)]
+    code, out, errors = ended(started(folder, *more))
+    assert code == 0 and f"Going on after step {done}" in out, errors
+    assert [row["step"] for row in metrics(folder / "run")] == list(range(done + 3))
+
+
+def test_a_run_goes_on_only_as_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", *FAST, "--train.steps", "2", "--train.out", "run"]
+    assert call(*words) == 0
+    assert call(*words) == 64
+    assert "train.steps above 2" in capsys.readouterr().err
+    assert call(*words[:-3], "4", "--train.out", "run", "--model.layers", "3") == 64
+    assert "model.layers=3, but the run in run has 2" in capsys.readouterr().err
+    assert call(*words[:-3], "4", "--train.out", "run", "--data.max-bytes", "50000") == 65
+    assert "has the fingerprint" in capsys.readouterr().err
+    assert call(*words[:-3], "4", "--train.out", "run", "--optim.lr", "1e-4") == 0
+    assert "changed: optim.lr from 0.018 to 0.0001" in capsys.readouterr().out
+
+
+def test_a_run_that_broke_before_its_first_checkpoint_begins_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", *FAST, "--train.steps", "4", "--train.out", "run", "--checkpoint.every", "-1"]
+
+    def breaks() -> None:
+        raise RuntimeError("a cable")
+
+    with monkeypatch.context() as patch:
+        interrupted(patch, 2, breaks)
+        assert call(*words) == 70
+    first = losses(folder / "run")
+    assert len(first) == 2 and "a cable" in capsys.readouterr().err
+    assert call(*words) == 0
+    assert "begins again" in capsys.readouterr().out
+    assert losses(folder / "run")[:2] == first and len(metrics(folder / "run")) == 4
+    assert call(*words) == 64
+    assert "A finished run is not repeated" in capsys.readouterr().err
+
+
+def test_what_is_no_number_stops_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--optim.lr", "1e30", "--optim.clip", "0", "--optim.warmup", "0"]
+    assert call("train", *FAST, *words, "--train.steps", "20", "--train.out", "run") == 74
+    text = capsys.readouterr().err
+    assert "NumericError" in text and "The first is the" in text and "Traceback" not in text
+    assert "failed" in (folder / "run" / "report.html").read_text()
+    assert files.found(folder / "run" / "checkpoints") == []
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", *FAST, "--train.steps", "2", "--train.out", "run"]
+    assert call(*words) == 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))  # no file may be larger
+    try:
+        assert call("train", "run", "--train.steps", "4", "--nproc", "1") == 73
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    text = capsys.readouterr().err
+    assert "rank-00000.safetensors" in text and "Free space" in text and "Traceback" not in text
+    assert [p.name for p in (folder / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+    assert call("train", "run", "--train.steps", "4", "--nproc", "1") == 0
+
+
+TEXTS = [f"Document {n} says {n} and {n + 1}. " * (1 + n % 4) for n in range(60)]
+
+
+def written(folder: Path, kind: str) -> str:
+    """The texts as a corpus of a kind."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    path = folder / f"texts.{kind}"
+    lines = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(TEXTS))
+    if kind == "txt":
+        path.write_text("\n".join(TEXTS))
+    elif kind == "jsonl":
+        path.write_text(lines)
+    elif kind == "jsonl.gz":
+        path.write_bytes(gzip.compress(lines.encode()))
+    elif kind == "parquet":
+        parquet.write_table(pa.table({"text": TEXTS}), path)
+    elif kind == "bin":
+        tokens = [[*np.frombuffer(text.encode(), np.uint8).tolist(), 256] for text in TEXTS]
+        write_pair(folder / "texts", tokens)
+    else:
+        path.mkdir()
+        for i, text in enumerate(TEXTS):
+            (path / f"{i:03}.txt").write_text(text)
+    return str(path)
+
+
+def test_every_kind_of_corpus_trains_alike(folder: Path) -> None:
+    found = {}
+    for kind in ("txt", "jsonl", "jsonl.gz", "parquet", "bin", "folder"):
+        words = ["--data.corpus", written(folder, kind), "--train.steps", "3"]
+        assert call("train", *FAST, *words, "--train.out", f"run-{kind}") == 0
+        found[kind] = losses(folder / f"run-{kind}")
+    assert call("data", "prepare", "texts.jsonl", "--out", "made", "--tokenizer", "bytes") == 0
+    words = ["--data.corpus", "made", "--train.steps", "3", "--train.out", "run-made"]
+    assert call("train", *FAST, *words) == 0
+    found["prepared"] = losses(folder / "run-made")
+    one = found.pop("txt")  # a file is one document
+    assert len(one) == 3 and one != found["jsonl"]
+    assert all(values == found["jsonl"] for values in found.values()), found
+
+
+def test_prepare_learns_a_tokenizer_and_refuses_to_overwrite(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(folder, "jsonl")
+    words = ["data", "prepare", "texts.jsonl", "--tokenizer", "train", "--vocab", "300"]
+    assert call(*words) == 0
+    out = capsys.readouterr().out
+    assert "60 documents" in out and "ranvier train --data.corpus data/texts" in out
+    assert call("data", "show", "data/texts") == 0
+    assert "fingerprint of the tokenizer" in capsys.readouterr().out
+    (folder / "other").mkdir()
+    (folder / "other" / "mine.txt").write_text("keep me")
+    assert call(*words, "--out", "other") in (64, 65)
+    assert (folder / "other" / "mine.txt").read_text() == "keep me"
+
+
+def test_a_missing_log_package_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert call("train", *FAST, "--train.log", "wandb") == 64
+    assert "pip install -e '.[log]'" in capsys.readouterr().err

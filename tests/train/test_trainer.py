@@ -1,0 +1,131 @@
+"""The trainer: resume to the bit, bad numbers named, work counted, health without waiting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pool import Pool
+from ranvier.checkpoint import files
+from ranvier.errors import DataError, PlanError
+from ranvier.grid import Grid
+from ranvier.models import SIZES, Decoder
+from ranvier.nn.leaf import Flow
+from ranvier.parallel import parallel_of, parallelize
+from ranvier.run import Run, TrainConfig
+from ranvier.train.metrics import known, peak_flops, step_flops
+from ranvier.train.train import ranks_of, settled
+from training import losses_of, poisoned, run_of, stored, trainer_of
+
+GRIDS = [{}, {"data": 2, "depth": 2}, {"row": 2, "col": 2}]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return stored(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.mark.parametrize("degrees", GRIDS, ids=str)
+def test_a_resumed_run_repeats_the_undisturbed_one_to_the_bit(
+    pool: Pool, tmp_path: Path, corpus: str, degrees: dict[str, int]
+) -> None:
+    whole, *_ = pool.on_grid(degrees, losses_of, corpus, str(tmp_path / "whole"), 6)
+    half = str(tmp_path / "half")
+    options = {"train__steps": 6, "checkpoint__every": 3}
+    pool.on_grid(degrees, losses_of, corpus, half, 6, "", options)
+    middle = files.found(Path(half) / "checkpoints")[0]
+    assert middle.name == "step-00000003"
+    rest = pool.on_grid(degrees, losses_of, corpus, half, 6, str(middle))
+    assert rest == [whole[3:]] * len(rest)
+    assert whole[-1] < whole[0]
+
+
+def test_other_batches_go_on_with_the_next_sample(tmp_path: Path, corpus: str) -> None:
+    grid = Grid({})
+    losses_of(grid, corpus, str(tmp_path), 2)
+    trainer = trainer_of(grid, corpus, run_of(str(tmp_path), {}, 4, plan__batch=4))
+    trainer.resume(files.found(tmp_path / "checkpoints")[-1])
+    assert (trainer.step, trainer.samples) == (2, 16)
+    batches = trainer._loaded()(2)
+    assert [n for batch in batches for n in batch.samples.tolist()] == [16, 17, 18, 19]  # type: ignore[union-attr]
+
+
+def test_a_changed_corpus_is_noticed_by_its_fingerprint(tmp_path: Path, corpus: str) -> None:
+    losses_of(Grid({}), corpus, str(tmp_path / "run"), 2)
+    other = stored(tmp_path, documents=39)
+    checkpoint = str(files.found(tmp_path / "run" / "checkpoints")[-1])
+    with pytest.raises(DataError, match="has the fingerprint"):
+        losses_of(Grid({}), other, str(tmp_path / "run"), 4, checkpoint)
+    allowed = {"checkpoint__other_data": True}
+    assert len(losses_of(Grid({}), other, str(tmp_path / "run"), 4, checkpoint, allowed)) == 2
+
+
+@pytest.mark.parametrize(
+    ("degrees", "where", "rank"),
+    [
+        ({}, "blocks.1.mlp.down", 0),
+        ({"row": 2}, "blocks.0.attention.core", 1),
+        ({"data": 2, "col": 2}, "blocks.1.norm2", 3),
+    ],
+    ids=str,
+)
+def test_a_bad_number_is_named_and_changes_nothing(
+    pool: Pool, tmp_path: Path, corpus: str, degrees: dict[str, int], where: str, rank: int
+) -> None:
+    found = pool.on_grid(degrees, poisoned, corpus, str(tmp_path), where, rank, 3)
+    for one in found:
+        assert one["said"].startswith("NumericError: Step 4 of 6 (loss nan)"), one
+        assert f"The first is the output of {where} (" in one["said"], one
+        assert (f"on rank {rank}" in one["said"]) == (len(found) > 1)
+        assert one["rows"] == 3 and one["kept"], one
+
+
+def test_metrics_are_those_of_their_step(tmp_path: Path, corpus: str) -> None:
+    trainer = trainer_of(Grid({}), corpus, run_of(str(tmp_path), {}, 5, train__evaluate=2))
+    rows = list(trainer.steps())
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["tokens"] for row in rows] == [128 * (i + 1) for i in range(5)]
+    assert [row["held_out_loss"] is not None for row in rows] == [True, True, False, True, True]
+    assert all(row["seconds"] > 0 and row["memory"] > 0 for row in rows)
+    assert all(row["mfu"] is None and row["loss_scale"] is None for row in rows)
+    assert all(row["exposed_communication_seconds"] == 0.0 for row in rows)
+    phases = trainer.meter.phases
+    assert set(phases) == {"compute", "exposed communication", "waiting for data", "evaluation"}
+
+
+def test_the_work_of_a_step_is_counted_both_ways() -> None:
+    config = SIZES["llama3-8b"]
+    with torch.device("meta"):
+        model = parallelize(Decoder(config), Grid({}), materialize=False)
+        cut = Grid({"row": 2, "col": 2, "depth": 2})
+        small = parallelize(Decoder(config), cut, materialize=False)
+    causal, full = step_flops(parallel_of(model), Flow(1, 8192, 2, 4), 1)
+    # 57.9 GFLOP a token with full attention is what torchtitan counts, causal 51.5 (Megatron)
+    assert full / 8192 == pytest.approx(57.9e9, rel=0.01)
+    assert causal / 8192 == pytest.approx(51.5e9, rel=0.01)
+    part, _ = step_flops(parallel_of(small), Flow(2, 8192, 2, 4), 1)
+    assert part == causal * 2 // 4, "row and col divide the work of a coordinate"
+    assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
+    assert known(float("nan")) is None and known(1.0) == 1.0
+
+
+def test_types_are_settled_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert settled(Run(), cpu).train.dtype == "fp32"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old GPU")
+    for has, want in ((True, "bf16"), (False, "fp16")):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda has=has, **_: has)
+        assert settled(Run(), cuda).train.dtype == want
+    with pytest.raises(PlanError, match="Old GPU does not compute in bf16"):
+        settled(Run(train=TrainConfig(dtype="bf16")), cuda)
+
+
+def test_ranks_follow_from_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    assert ranks_of(Run()) == 2
+    assert ranks_of(run_of("", {"row": 4, "data": 1}, 1)) == 4
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert ranks_of(Run()) == 8

@@ -1,0 +1,101 @@
+"""Training runs inside workers: small, in float64 if not said otherwise, on a corpus of bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ranvier.data.dataset import open_data
+from ranvier.data.prepare import prepare
+from ranvier.data.tokenizer import Bytes
+from ranvier.grid import Grid
+from ranvier.models import DecoderConfig
+from ranvier.plan import Plan
+from ranvier.run import CheckpointConfig, DataConfig, ModelConfig, OptimConfig, Run, TrainConfig
+from ranvier.train.trainer import Trainer
+
+SHAPE = {"layers": 2, "embed": 16, "heads": 4, "kv_heads": 2, "head_dim": 4, "mlp": 24}
+
+
+def stored(folder: Path, *, documents: int = 40) -> str:
+    """A tokenized corpus of lines of different lengths."""
+    words = [f"{n} times {n} is {n * n}, " * (1 + n % 5) for n in range(documents)]
+    for n, text in enumerate(words):
+        (folder / "texts").mkdir(exist_ok=True)
+        (folder / "texts" / f"{n:03}.txt").write_text(text)
+    prepare([folder / "texts"], folder / "corpus", Bytes())
+    return str(folder / "corpus")
+
+
+def run_of(out: str, degrees: dict[str, int], steps: int, **changes: Any) -> Run:
+    """A run of a small model; changes: `section__setting=value`."""
+    model = ModelConfig(size="small", **dataclasses.asdict(DecoderConfig(**SHAPE, vocab=257)))
+    run = Run(
+        model=model,
+        data=DataConfig(seq=16, held_out=0.1),
+        optim=OptimConfig(lr=1e-2),
+        plan=Plan(**degrees, batch=8),
+        train=TrainConfig(steps=steps, out=out, dtype="fp64", evaluate=0),
+        checkpoint=CheckpointConfig(),
+    )
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        part = dataclasses.replace(getattr(run, section), **{key: value})
+        run = dataclasses.replace(run, **{section: part})
+    world = 1
+    for size in degrees.values():
+        world *= size
+    return run.check(world)
+
+
+def trainer_of(grid: Grid, corpus: str, run: Run, device: str = "cpu") -> Trainer:
+    """A trainer on a corpus."""
+    data = open_data(
+        [corpus], seq=run.data.seq, seed=run.train.seed, held_out=run.data.held_out, packed=True
+    )
+    return Trainer.assemble(run, grid, torch.device(device), data)
+
+
+def losses_of(
+    grid: Grid,
+    corpus: str,
+    out: str,
+    steps: int,
+    resume: str = "",
+    changes: dict[str, Any] | None = None,
+) -> list[float]:
+    """Losses of a run, which saves at its end; resume: a checkpoint to go on from."""
+    trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), steps, **(changes or {})))
+    if resume:
+        trainer.resume(Path(resume))
+    found = [row["loss"] for row in trainer.steps()]
+    trainer.save()
+    return found
+
+
+def poisoned(grid: Grid, corpus: str, out: str, where: str, rank: int, at: int) -> dict[str, Any]:
+    """What a run says whose layer `where` gives a bad number on one rank from step `at` on."""
+    trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), 6))
+    leaf = trainer.model.get_submodule(where)
+
+    def poison(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor | None:
+        if grid.rank != rank or trainer.step < at:
+            return None
+        return output.index_fill(0, torch.tensor([0]), torch.nan)
+
+    leaf.register_forward_hook(poison)
+    said, before = "", {}
+    rows = 0
+    try:
+        for row in trainer.steps():
+            rows += 1
+            if row["step"] == at - 2:  # the step after it was issued and is the last good one
+                before = {name: x.clone() for name, (x, _) in trainer.state().items()}
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    after = trainer.state()
+    same = all(torch.equal(x, after[name][0]) for name, x in before.items())
+    return {"said": said, "rows": rows, "kept": bool(before) and same}
