@@ -213,7 +213,7 @@ def test_gpus_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     found = of(doctor.devices(), "devices")
     texts = [found[f"gpu {i}"].value for i in range(3)]
     assert texts[0] == "NVIDIA H100 PCIe, 80.0 GiB, capability 9.0, bf16, 756 TFLOP/s"
-    assert texts[1].endswith("70 TFLOP/s") and "no bf16" in texts[2]
+    assert texts[1].endswith("bf16") and "no bf16" in texts[2]
     peers = of(doctor.links(), "links")["peer access"]
     assert (peers.value, peers.mark) == ("2 of 3 GPU pairs", "note")
     assert "--nproc 3" in doctor.advice()[0].value
