@@ -216,7 +216,7 @@ def test_gpus_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     assert texts[1].endswith("bf16") and "no bf16" in texts[2]
     peers = of(doctor.links(), "links")["peer access"]
     assert (peers.value, peers.mark) == ("2 of 3 GPU pairs", "note")
-    assert "--nproc 3" in doctor.advice()[0].value
+    assert "3 GPU(s)" in doctor.advice()[0].value
 
 
 def test_launchers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
