@@ -18,7 +18,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ranvier import errors, launch
+from ranvier import errors
+from ranvier.launch import ends
 from ranvier.models import SIZES
 from ranvier.run import Run
 from ranvier.train.metrics import Meter
@@ -105,11 +106,11 @@ CODES = {
     0: "The run ended as planned.",
     errors.RanvierError.exit_code: "A setting, an option, a plan or a model that cannot run.",
     errors.DataError.exit_code: "Training data, a tokenizer or a checkpoint that cannot be used.",
-    launch.INTERNAL: "An error that is not yours; it comes with a traceback.",
+    ends.INTERNAL: "An error that is not yours; it comes with a traceback.",
     errors.CommunicationError.exit_code: "Ranks that did not meet, disagree, or were lost.",
-    launch.CANNOT_WRITE: "A file could not be written: a full disk, no permission.",
+    ends.CANNOT_WRITE: "A file could not be written: a full disk, no permission.",
     errors.NumericError.exit_code: "A loss or a gradient that is not a finite number.",
-    130: "Stopped by Ctrl-C (SIGINT).",
+    130: "Stopped by Ctrl-C (SIGINT), saved.",
     143: "Stopped by SIGTERM, as batch systems send it.",
 }
 

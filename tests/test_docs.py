@@ -120,7 +120,8 @@ def test_translated_configurations_make_the_grid_beside_them() -> None:
 
 
 def test_variables_of_launchers_are_read() -> None:
-    source = Path(launch.__file__).read_text(encoding="utf-8")
+    folder = Path(launch.__file__).parent
+    source = "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
     rows = re.findall(r"^\|.*\|$", TEXTS[ROOT / "docs" / "launching.md"], re.MULTILINE)
     names = {name for row in rows for name in re.findall(r"`([A-Z][A-Z_]{3,})`", row)}
     assert len(names) >= 20

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 
 from ranvier import launch
 from ranvier.errors import CommunicationError, PlanError
-from ranvier.launch import Ranks, Stop, hosts, ranks
+from ranvier.launch import Ranks, Stop, hosts, processes, ranks
 
 SLURM = {
     "SLURM_PROCID": "5",
@@ -248,7 +251,7 @@ def _interrupted(me: Ranks) -> int:
 def test_ranks_that_stopped_end_quietly(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.2)
+    monkeypatch.setattr(processes, "GRACE_SECONDS", 0.2)
     assert launch.start(2, _stopped, preload=["torch"]) == 143
     assert capfd.readouterr().err == ""
     assert launch.start(2, _interrupted, preload=["torch"]) == 130
@@ -259,10 +262,49 @@ def test_verdict_tells_a_stop_from_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     errors = [tmp_path / "0", tmp_path / "1"]
-    assert launch._verdict([143, 143], errors) == 143
-    assert launch._verdict([0, 130], errors) == 130
+    assert processes._verdict([143, 143], errors) == 143
+    assert processes._verdict([0, 130], errors) == 130
     assert capsys.readouterr().err == ""
-    assert launch._verdict([130, -9], errors) == 137
+    assert processes._verdict([130, -9], errors) == 137
     assert "Rank 1 was killed by signal 9" in capsys.readouterr().err
-    assert launch._verdict([3, 130], errors) == 3
+    assert processes._verdict([3, 130], errors) == 3
     assert "Rank 0 ended with exit code 3" in capsys.readouterr().err
+
+
+ORPHANS = """
+import os, time
+from pathlib import Path
+from ranvier import launch
+
+def task(me):
+    Path(f"pid{me.rank}").write_text(str(os.getpid()))
+    time.sleep(60)
+    return 0
+
+if __name__ == "__main__":
+    launch.start(2, task)
+"""
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    return False
+
+
+def test_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "parent.py").write_text(ORPHANS)
+    parent = subprocess.Popen([sys.executable, "parent.py"], cwd=tmp_path)
+    files = [tmp_path / "pid0", tmp_path / "pid1"]
+    limit = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < limit and parent.poll() is None
+        time.sleep(0.05)
+    ranks = [int(file.read_text()) for file in files]
+    assert all(map(alive, ranks))
+    parent.kill()
+    parent.wait()
+    limit = time.monotonic() + 10
+    while any(map(alive, ranks)):
+        assert time.monotonic() < limit, "orphans"
+        time.sleep(0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ usage: ranvier VERB ...
   srun ranvier train run.toml
 """
 USAGE_ERROR = 64
+MOST_RANKS = 256
 Config = TypeVar("Config")
 
 
@@ -135,7 +137,7 @@ def parse(verb: str, words: Sequence[str]) -> Arguments:
             f"{files[1]!r} follows {files[0]!r}. One file or run is read. Leave it out."
         )
     size = _option(options, "--model.size")
-    if files and Path(files[0]).is_dir():
+    if files and os.path.isdir(files[0]):
         if not (Path(files[0]) / "config.toml").exists():
             raise PlanError(
                 f"{files[0]} is a directory without config.toml. Give a TOML file, or the "
@@ -165,13 +167,21 @@ def _option(words: Sequence[str], name: str) -> str | None:
 def _world(arguments: Arguments, default: int) -> tuple[Ranks | None, int]:
     """Who a launcher says I am, and how many ranks there are."""
     me = launch.ranks()
-    if arguments.nproc < 0 or (me is not None and arguments.nproc not in (0, me.world)):
+    if not 0 <= arguments.nproc <= MOST_RANKS or (
+        me is not None and arguments.nproc not in (0, me.world)
+    ):
         started = "none are started yet" if me is None else f"a launcher has started {me.world}"
         raise PlanError(
             f"nproc={arguments.nproc}, but {started}. nproc is the number of local ranks to start, "
-            "from 1. Leave it out under a launcher."
+            f"from 1 to {MOST_RANKS}. Leave it out under a launcher."
         )
-    return me, me.world if me else arguments.nproc or default
+    world = me.world if me else arguments.nproc or default
+    if me is None and world > MOST_RANKS:
+        raise PlanError(
+            f"The plan needs {world} ranks. At most {MOST_RANKS} are started on one machine. Use "
+            "smaller degrees, or a launcher such as srun or torchrun."
+        )
+    return me, world
 
 
 def _run(arguments: Arguments) -> Run:
@@ -181,14 +191,16 @@ def _run(arguments: Arguments) -> Run:
 def _train(words: Sequence[str]) -> int:
     """Check, tokenize, then train here or start local ranks that do."""
     arguments = parse("train", words)
-    from ranvier.train import corpora, show, train
+    from ranvier.train import corpora, folder, show, train
 
     run = _run(arguments)
     me, world = _world(arguments, train.ranks_of(run))
     run = run.check(world)
     show.check_log(run)
-    train.settled(run, train.device_of(run, me or Ranks()))
-    train.backend_of(run, me or Ranks(), train.device_of(run, me or Ranks()))
+    folder.check_out(run)
+    one = me or Ranks(local_world=world)
+    device = train.device_of(run, one)
+    train.check_memory(train.settled(run, device, train.backend_of(run, one, device)), one, device)
     task = functools.partial(_train_rank, run)
     if me is not None:
         with launch.reported(me):

@@ -1,6 +1,6 @@
 """Errors for users: what is wrong with its values, the rule, the remedy.
 
-Five classes. Broken invariants of our own are `assert`s with their values in the message.
+Few classes. Broken invariants of our own are `assert`s with their values in the message.
 """
 
 from __future__ import annotations
@@ -30,6 +30,14 @@ class CommunicationError(RanvierError):
     """Ranks that disagree on a collective, or a peer that was lost."""
 
     exit_code = 71
+
+
+class ElsewhereError(CommunicationError):
+    """An error that another rank tells; this one only ends with it."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__("Another rank could not go on. Its own message says why. Look there.")
+        self.exit_code = code
 
 
 class NumericError(RanvierError):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranvier.errors import PlanError
+from ranvier.errors import CommunicationError, PlanError
 from ranvier.plan import AXES, Plan
 from ranvier.trace import Trace
 
@@ -169,11 +169,18 @@ class Grid:
 
         # Only members take part (O(1) calls a rank at any world size). c10d names such a group by
         # its ranks and how many groups the process has: members must have made equally many before.
-        group = distributed.new_group(
-            ranks,
-            timeout=datetime.timedelta(seconds=self.timeout_seconds),
-            use_local_synchronization=True,
-        )
+        try:
+            group = distributed.new_group(
+                ranks,
+                timeout=datetime.timedelta(seconds=self.timeout_seconds),
+                use_local_synchronization=True,
+            )
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"Rank {self.rank} could not form a group with ranks {ranks}: "
+                f"{str(error).splitlines()[0]}. All of them must be alive. Look at the other "
+                "ranks' messages first."
+            ) from error
         assert isinstance(group, distributed.ProcessGroup), (self.rank, ranks)
         return group
 

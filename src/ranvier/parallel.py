@@ -389,6 +389,8 @@ def _again(
     forward: Callable[..., Any], moment: Moment, reentrant: bool, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a block, keep no activations; what runs again works on the samples of its own forward."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
     samples = moment.samples
 
     def run(*inputs: Any) -> Any:  # keywords are bound, as reentrant checkpoints take none

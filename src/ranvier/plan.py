@@ -203,7 +203,7 @@ class Plan:
         heads = sizes.get("kv_heads", 1)
         for ranks, axis in dict.fromkeys([(self.row, "row"), self._inside]):
             if heads % ranks and ranks % heads:
-                fits = [n for n in range(1, 2 * ranks) if heads % n == 0 or n % heads == 0]
+                fits = {*divisors(heads), *(heads * (ranks // heads + i) for i in (0, 1, 2))} - {0}
                 near = sorted(sorted(fits, key=lambda n: abs(n - ranks))[:3])
                 yield (
                     f"{axis}={ranks} neither divides nor is a multiple of kv_heads={heads}. Key "
@@ -213,12 +213,13 @@ class Plan:
 
 def divisors(number: int) -> list[int]:
     """All divisors, ascending."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*low, *(number // n for n in low)})
 
 
 def nearest_multiple(number: int, of: int) -> int:
     """The multiple of `of`, at least `of`, that is nearest to `number`."""
-    return max(round(number / of), 1) * of
+    return max((2 * number + of) // (2 * of), 1) * of
 
 
 def _listed(numbers: Iterable[int]) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from ranvier.errors import PlanError
 from ranvier.models import SIZES, DecoderConfig
-from ranvier.plan import Plan
+from ranvier.plan import AXES, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,16 @@ class ModelConfig(DecoderConfig):
                 f"Sizes are {', '.join(SIZES)}."
             )
         return cls(size=size, **dataclasses.asdict(SIZES[size]))
+
+    @property
+    def parameters(self) -> int:
+        """Weights of all matrices and embeddings; vectors are too few to matter."""
+        width, attended = self.head_dim, self.heads + self.kv_heads
+        attention = 2 * self.embed * attended * width
+        mlp = (3 if self.activation == "swiglu" else 2) * self.embed * self.mlp
+        words = self.vocab * self.embed * (1 if self.tied else 2)
+        places = self.max_seq * self.embed if self.positions == "learned" else 0
+        return self.layers * (attention + mlp) + words + places
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -63,7 +73,7 @@ class DataConfig:
     that are tokenized already keep theirs."""
     field: str = "text"
     """Key of a .jsonl record, or column of a .parquet file, that holds the text."""
-    seq: int = 128
+    seq: int = 96
     """Tokens of a sample."""
     packed: bool = True
     """Attention and positions stay inside a document where a sample holds several."""
@@ -167,7 +177,8 @@ class Run:
     def check(self, world: int) -> Run:
         """The run with all that is derived resolved for `world` ranks, or every problem at once."""
         problems = list(self._problems())
-        if any(value < 1 for value in self.model.sizes.values()):
+        sizes = (*self.model.sizes.values(), self.data.seq, *self.plan.degrees.values())
+        if problems and (min(self.model.sizes.values()) < 1 or max(sizes) > 2**31):
             raise PlanError(problems)
         try:
             plan = self.plan.check({**self.model.sizes, "seq": self.data.seq}, world)
@@ -189,14 +200,8 @@ class Run:
         return float(f"{0.576 / embed * min(1.0, 6.0 * math.sqrt(tokens) / embed):.3g}")
 
     def _problems(self) -> Iterator[str]:
-        for name, value in self._numbers():
-            least = LEAST.get(name)
-            if isinstance(value, float) and not math.isfinite(value):
-                yield f"{name}={value} is no finite number. Use {least or 1.0}."
-            elif least is not None and value < least:
-                yield f"{name}={value} is too small. It is at least {least}. Use {least} or more."
-            if name in SHARES and not 0.0 <= value < 1.0:
-                yield f"{name}={value} is no share. It lies in [0, 1). Use {SHARES[name]}."
+        yield from self._number_problems()
+        yield from self._text_problems()
         if self.optim.lr == 0.0:
             yield "optim.lr=0.0 trains nothing. A learning rate is above 0. Use 3e-4."
         yield from self._model_problems()
@@ -207,12 +212,36 @@ class Run:
                 f"The learning rate must get where it rises to. Use at most {self.train.steps}."
             )
 
-    def _numbers(self) -> Iterator[tuple[str, float]]:
-        """Dotted name and value of every number."""
+    def _number_problems(self) -> Iterator[str]:
+        for name, value in self._values():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                continue
+            whole = isinstance(value, int)
+            least, most = LEAST.get(name), MOST.get(name, LARGEST if whole else math.inf)
+            if isinstance(value, float) and not math.isfinite(value):
+                usual = SHARES.get(name, {"optim.lr": 3e-4}.get(name, least or 1.0))
+                yield f"{name}={value} is no finite number. It must be one. Use {usual}."
+            elif name in SHARES and not 0.0 <= value < 1.0:
+                yield f"{name}={value} is no share. It lies in [0, 1). Use {SHARES[name]}."
+            elif least is not None and value < least:
+                yield f"{name}={value} is too small. It is at least {least}. Use {least} or more."
+            elif value > most:
+                shown = str(value) if len(str(value)) < 30 else f"{str(value)[:30]}..."
+                yield f"{name}={shown} is too large. It is at most {most}. Use {most} or less."
+
+    def _text_problems(self) -> Iterator[str]:
+        for name, value in self._values():
+            for text in value if isinstance(value, tuple) else (value,):
+                if isinstance(text, str) and not text.isprintable() and name not in FREE:
+                    yield f"{name}={text!r} has characters that no path or name has. Remove them."
+                elif isinstance(text, str) and any("\ud800" <= c <= "\udfff" for c in text):
+                    yield f"{name}={text!r} is no text. It has half a character. Remove it."
+
+    def _values(self) -> Iterator[tuple[str, Any]]:
+        """Dotted name and value of every setting."""
         for section in dataclasses.fields(self):
             for key, value in dataclasses.asdict(getattr(self, section.name)).items():
-                if isinstance(value, (int, float)) and not isinstance(value, bool):
-                    yield f"{section.name}.{key}", value
+                yield f"{section.name}.{key}", value
 
     def _data_problems(self) -> Iterator[str]:
         data = self.data
@@ -291,16 +320,33 @@ SHARES: dict[str, float] = {
 """Numbers in [0, 1), and a usual value of each."""
 
 
+LARGEST = 2**40
+"""The largest value of a whole number that has no other."""
+MOST: dict[str, float] = {
+    **{f"plan.{axis}": 10**6 for axis in AXES},
+    **{f"model.{dim}": 2**24 for dim in ("embed", "heads", "kv_heads", "head_dim", "mlp")},
+    "model.layers": 10_000,
+    "model.vocab": 2**31,
+    "data.seq": 2**31,
+    "plan.batch": 2**31,
+    "train.seed": 2**63 - 1,
+    "train.timeout": 1e7,
+}
+"""The largest value of numbers that have one."""
+FREE = ("train.prompt", "data.field")
+"""Texts that may hold any character."""
+
+
 def load(path: Path, *, size: str | None = None) -> Run:
     """The run of a TOML file, perhaps with another size; the rest keeps its defaults."""
     try:
-        table = tomllib.loads(path.read_text())
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(
             f"{path} cannot be read: {error.strerror}. Give the path of a TOML file."
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} is no TOML: {error}. Mend that line.") from None
+    except (ValueError, RecursionError) as error:  # also of other encodings and endless numbers
+        raise PlanError(f"{path} is no TOML: {str(error)[:200]}. Mend that line.") from None
     if size is not None and isinstance(table.get("model", {}), dict):
         table["model"] = {**table.get("model", {}), "size": size}
     return from_tables(table)
@@ -352,11 +398,11 @@ def _typed(value: Any, kind: Any, path: str) -> Any:
     elif origin is tuple:
         inner = typing.get_args(kind)[0]
         if not isinstance(value, (list, tuple)):
-            raise PlanError(f"{path}={value!r} is no list. Write {path} = [{json.dumps(value)}].")
+            raise PlanError(f"{path}={value!r} is no list. Write {path} = [{_quoted(value)}].")
         return tuple(_typed(one, inner, path) for one in value)
     elif kind is float:
         good, rule = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
-        value = float(value) if good else value
+        value = float(value) if good and abs(value) < 2**1000 else math.inf if good else value
     else:
         good, rule = (
             type(value) is kind,
@@ -380,7 +426,12 @@ def to_toml(run: Run) -> str:
         lines.append(f"[{section.name}]")
         for key, value in dataclasses.asdict(getattr(run, section.name)).items():
             if value is not None:
-                text = json.dumps(list(value) if isinstance(value, tuple) else value)
-                lines.append(f"{key} = {text}")
+                lines.append(f"{key} = {_quoted(value)}")
         lines.append("")
     return "\n".join(lines)
+
+
+def _quoted(value: Any) -> str:
+    """A value as TOML writes it."""
+    value = list(value) if isinstance(value, tuple) else value
+    return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")

@@ -27,8 +27,12 @@ def state(value: float) -> State:
     return {"a.master": (torch.full((2, 3), value), place)}
 
 
+def facts(step: int) -> dict[str, object]:
+    return {"samples": step, "updates": float(step), "fingerprint": "f"}
+
+
 def save(folder: Path, step: int, value: float, keep: int = 0) -> Path:
-    return files.save(folder, step, state(value), {"samples": step}, ALONE, "cpu", keep=keep)
+    return files.save(folder, step, state(value), facts(step), ALONE, "cpu", keep=keep)
 
 
 def test_what_is_saved_is_found_and_loaded(tmp_path: Path) -> None:
@@ -48,6 +52,7 @@ def test_what_is_saved_is_found_and_loaded(tmp_path: Path) -> None:
 def test_only_the_newest_are_kept_and_a_step_can_be_saved_again(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, 0.0, keep=2)
+    (tmp_path / ".step-00000009.writing").mkdir()  # of a save that was killed
     last = save(tmp_path, 3, 7.0, keep=2)
     assert [p.name for p in tmp_path.iterdir() if p.name != last.name] == ["step-00000002"]
     assert files.wholes(last)["a"][0, 0] == 7.0
@@ -85,7 +90,7 @@ def one_fails(grid: Grid, folder: str) -> str:
 
 def test_a_full_disk_of_one_rank_is_an_error_of_all(pool: Pool, tmp_path: Path) -> None:
     found = pool.on_grid({"row": 2}, one_fails, str(tmp_path))
-    assert found == ["CommunicationError", "OSError"]
+    assert found == ["ElsewhereError", "OSError"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -93,7 +98,7 @@ def saved(grid: Grid, folder: str) -> dict[str, torch.Tensor]:
     """Save a fresh model; rank 0 gives its whole weights."""
     model = Case("qwen3").on(grid)
     optimizer = Optimizer(model.parallel.queue)  # type: ignore[arg-type,union-attr]
-    path = files.save(Path(folder), 1, optimizer.state(), {}, grid, "cpu")
+    path = files.save(Path(folder), 1, optimizer.state(), facts(1), grid, "cpu")
     return files.wholes(path) if grid.rank == 0 else {}
 
 
@@ -121,6 +126,10 @@ def test_damage_is_named(tmp_path: Path) -> None:
     other = Place((4, 3), (0, 0), (2, 3), (2, 3))
     with pytest.raises(DataError, match="saved on another grid"):
         files.load(path, {"a.master": (torch.zeros(2, 3), other)}, ALONE)
+    for bad in ({"format": 1}, {"format": 1, **facts(1), "step": "2", "ranks": 1}):
+        (path / "state.json").write_text(json.dumps(bad))
+        with pytest.raises(DataError, match="is damaged"):
+            files.facts(path)
     (path / "state.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(DataError, match="format 99"):
         files.facts(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,64 @@ def test_tokenizers_must_agree_and_need_no_library(
     with pytest.raises(DataError, match=r"different tokenizers: .*a\.jsonl: .*, .*d: "):
         opened([folders[0], other[0]])
     assert opened([folders[2], other[0]]).tokenizer is not None
+
+
+def removed(path: Path) -> None:
+    path.unlink()
+
+
+def broken(path: Path) -> None:
+    path.write_text(path.read_text()[:-9])
+
+
+def no_text(path: Path) -> None:
+    path.write_bytes(b"\xff")
+
+
+def replaced(path: Path) -> None:
+    path.write_text(json.dumps({"model": {"vocab": {"</s>": 256}}}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (removed, r"cannot be read: No such file"),
+        (broken, r"is changed or damaged: its fingerprint is unknown, JSONDecodeError"),
+        (no_text, r"is changed or damaged: its fingerprint is unknown, UnicodeDecodeError"),
+        (replaced, r"is changed or damaged: its fingerprint is [0-9a-f]{32}\."),
+    ],
+)
+def test_the_tokenizer_beside_the_tokens_must_be_theirs(
+    folders: list[Path],
+    change: Callable[[Path], None],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert opened(folders[::-1]).words == folders[1] / "tokenizer.json"
+    assert opened(folders[2:]).words is None
+    path = folders[0] / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=2))
+    assert opened(folders).words == path, "layout does not count"
+    change(path)
+    both = rf"tokenizer\.json {message}.* names the tokenizer {Bytes().fingerprint}"
+    with pytest.raises(DataError, match=both + r".* prepare the corpus again\."):
+        opened(folders)
+
+
+def test_a_manifest_must_agree_with_its_tokenizer(folders: list[Path]) -> None:
+    path = folders[0] / "corpus.json"
+    path.write_text(path.read_text().replace('"vocab": 257', '"vocab": 300'))
+    with pytest.raises(DataError, match=r"has 257 ids and the end 256\. .* with 300 ids"):
+        opened(folders)
+
+
+def test_documents_of_one_token_teach_nothing_when_packed(tmp_path: Path) -> None:
+    write_pair(tmp_path / "x", [[1], [], [2], [3]])
+    folders = stored_all([str(tmp_path / "x")], cache=tmp_path / "cache")
+    with pytest.raises(DataError, match=r"nothing to learn: 3 documents .* each of 1 token"):
+        opened(folders)
+    assert opened(folders, packed=False).train.windows == 1
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,9 @@ WEIGHTS = [
     [1, 2, 3, 4, 5, 6, 7],
     [0.9, *[0.01] * 10],
     [1e300, 1e300],
+    [1e308, 1e308],
+    [1.7e308, 5e-324],
+    [5e-324, 5e-324, 5e-324],
     [1e-320, 1.0],
     [*[1e-6] * 300, 5],
 ]
@@ -73,6 +76,12 @@ def test_quotas_fill_a_period(weights: list[float]) -> None:
     assert all((n == 0) == (w == 0) for n, w in zip(found, weights, strict=True))
     for n, w in zip(found, weights, strict=True):
         assert abs(n - PERIOD * (w / sum(weights))) <= len(weights)
+
+
+def test_a_power_of_two_changes_no_quota() -> None:
+    weights = [0.1, 0.2, 0.3, 1 / 3, 7.7]
+    for scale in (2.0**-900, 2.0**900):
+        assert quotas([weight * scale for weight in weights]) == quotas(weights)
 
 
 @pytest.fixture
@@ -153,7 +162,8 @@ def test_each_stream_of_a_mixture_has_epochs_of_its_own(streams: list[Stream]) -
         ([1], r"1 weights for 3 corpora\. Each has one\."),
         ([1, -1, 1], r"A weight of -1\. It is finite and 0 or more"),
         ([1, math.nan, math.inf], r"A weight of nan.*\nA weight of inf"),
-        ([0, 0, 0], r"sum to 0\.0\. The sum is finite and above 0"),
+        ([0, 0, 0], r"All 3 weights are 0\. One at least is above"),
+        ([1, 10**400, 1], r"A weight of 10000.*It is finite"),
     ],
 )
 def test_senseless_weights_are_refused(

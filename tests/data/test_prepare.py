@@ -111,6 +111,28 @@ def test_a_cut_off_prepare_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_folders_above_go_too_unless_they_were_there(
+    source: Path, tmp_path: Path, error: type[BaseException]
+) -> None:
+    def stop(*now: int) -> None:
+        raise error
+
+    (tmp_path / "kept").mkdir()
+    for out in (tmp_path / "new" / "a" / "out", tmp_path / "kept" / "a" / "out"):
+        with pytest.raises(error):
+            prepare([source], out, Bytes(), progress=stop)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["in.jsonl", "kept"]
+
+
+def test_folders_above_go_too_when_one_cannot_be_made(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot be written: File name too long"):
+        prepare([source], tmp_path / "new" / ("x" * 250) / ("y" * 300) / "out", Bytes())
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    with pytest.raises(DataError, match=r"cannot be written: .* holds a NUL"):
+        prepare([source], tmp_path / "a\0b", Bytes())
+
+
 def test_a_full_disk_is_named_and_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,9 +152,37 @@ def dangling(folder: Path) -> Path:
     return folder
 
 
+def fifo(folder: Path) -> Path:
+    os.mkfifo(folder / "a.txt")
+    return folder / "a.txt"
+
+
+def folder_of_a_fifo(folder: Path) -> Path:
+    (folder / "b.txt").write_text("b")
+    return fifo(folder).parent
+
+
+def device(folder: Path) -> Path:
+    os.symlink("/dev/zero", folder / "a.txt")
+    return folder / "a.txt"
+
+
+def too_long(folder: Path) -> Path:
+    return folder / ("x" * 300 + ".txt")
+
+
+def with_nul(folder: Path) -> Path:
+    return folder / "a\0b.txt"
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (fifo, r"a\.txt cannot be read: it is no regular file"),
+        (folder_of_a_fifo, r"a\.txt cannot be read: it is no regular file"),
+        (device, r"a\.txt cannot be read: it is no regular file"),
+        (too_long, r"x\.txt cannot be read: File name too long"),
+        (with_nul, r"a\\0b\.txt cannot be read: embedded null byte"),
         (missing, r"none\.txt cannot be read: No such file.*A corpus is 'stdlib', a file"),
         (empty, r"The folder .* holds no file that can be read\. Suffixes are"),
         (dangling, r"a\.txt cannot be read: No such file"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -94,11 +95,52 @@ def test_a_broken_manifest_is_named(tmp_path: Path, change: Any, message: str) -
         keep(tmp_path / "out", tmp_path)
 
 
+HOSTILE: list[tuple[str, Any]] = [
+    *((name, value) for name in ("source", "fingerprint", "tokenizer") for value in (None, 3, [])),
+    *(("source", value) for value in ("\ud800", {"a": 1})),
+    *(("fingerprint", value) for value in ("",)),
+    *(("tokenizer", value) for value in ("", True)),
+    *(("vocab", value) for value in (-1, 0, 256, 2**31 + 1, 257.0, "257", None, True, math.inf)),
+    *(("end", value) for value in (-1, 257, 10**30, 256.0, "256", False, [], None)),
+    *((name, value) for name in ("documents", "tokens") for value in (-1, 0, 9, 1.0, True, None)),
+    *(("largest", value) for value in (-1, 257, 2**31, 10**30, math.nan, "256", None)),
+    *(("format", value) for value in (True, 1.0, None, [], "1")),
+    *(("shards", value) for value in ({}, [], "", None, 3, [3], [[]], [{}], ["files"], [None])),
+    *(("shards.0.pair", value) for value in ("", ".", "/", "a\0b", "\ud800", None, 3, ["x"])),
+    *(("shards.0.hash", value) for value in ("", ".", "/", "a\0b", "\ud800", None, 3, ["x"])),
+    *(("shards.0.documents", value) for value in (-1, 2, True, 1.0, "1", None, 10**30)),
+    *(("shards.0.tokens", value) for value in (-4, 5, 4.0, "4", None, math.nan)),
+    *(("shards.0.files", value) for value in ({}, [], None, 3, "bin", {"bin": {}})),
+    *(("shards.0.files.bin", value) for value in ({}, [], None, 3, {"size": 8}, {"digest": ""})),
+    *(("shards.0.files.bin.size", value) for value in (-1, 8.0, "8", None, True, math.inf)),
+    *(("shards.0.files.idx.digest", value) for value in (None, 3, [], "\ud800")),
+    *(("shards.0.files.other", value) for value in ({"size": 0, "digest": ""},)),
+    ("other", 3),
+    ("shards.0.other", 3),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), HOSTILE)
+def test_a_manifest_with_damaged_values_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    prepare([tmp_path / "a.txt"], tmp_path / "out", Bytes())
+    path = tmp_path / "out" / "corpus.json"
+    content = place = json.loads(path.read_text())
+    *above, last = name.split(".")
+    for step in above:
+        place = place[int(step) if step.isdigit() else step]
+    place[last] = value
+    path.write_text(json.dumps(content))
+    for use in (Manifest.read, lambda folder: keep(folder, tmp_path)):
+        with pytest.raises(DataError, match=r"corpus\.json (is broken: .|has format )"):
+            use(tmp_path / "out")
+
+
 def test_a_manifest_that_counts_otherwise_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abc")
     prepare([tmp_path / "a.txt"], tmp_path / "out", Bytes())
     content = json.loads((tmp_path / "out" / "corpus.json").read_text())
-    content["shards"][0]["documents"] = 2
+    content["documents"] = content["shards"][0]["documents"] = 2
     (tmp_path / "out" / "corpus.json").write_text(json.dumps(content))
     with pytest.raises(DataError, match=r"1 documents, 4 tokens and 1 hashes\. .* 2 documents"):
         Corpus.open(tmp_path / "out")
@@ -167,7 +209,7 @@ def test_pairs_without_use_are_refused(
     prefix = write_pair(tmp_path / "x", documents, dtype)
     with pytest.raises(DataError, match=message):
         index_pairs([prefix], tmp_path / "cache")
-    assert list((tmp_path / "cache" / "pairs").iterdir()) == []
+    assert not (tmp_path / "cache").exists()
 
 
 def test_what_is_a_pair(tmp_path: Path) -> None:
@@ -181,3 +223,41 @@ def test_what_is_a_pair(tmp_path: Path) -> None:
         keep(tmp_path / "y.bin", tmp_path)
     with pytest.raises(DataError, match=r"y cannot be read: No such file"):
         keep(tmp_path / "y", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + ".txt", "x" * 300 + ".bin", "d/" * 3000])
+def test_names_too_long_for_the_system_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match=r"cannot be read: File name too long"):
+        keep(str(tmp_path / name), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "a\0b.txt", "a\0b.bin"])
+def test_names_with_a_nul_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match=r"cannot be read: embedded null byte"):
+        keep(str(tmp_path / name), tmp_path)
+
+
+def test_texts_beside_pairs_are_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    write_pair(folder / "x", [[1, 2]])
+    Bytes().save(folder / "tokenizer.json")
+    for name in ("README.md", "merges.txt", ".hidden.txt", "x.png"):
+        (folder / name).write_text("no text to train on")
+    assert Manifest.read(keep(folder, tmp_path)).tokens == 2
+    (folder / "b.jsonl").write_text('{"text": "abc"}')
+    with pytest.raises(DataError, match=r"pair \(x\.bin\) and a text \(b\.jsonl\).*data\.weights"):
+        keep(folder, tmp_path)
+
+
+def test_fifos_are_refused_not_waited_for(tmp_path: Path) -> None:
+    for name in ("x.bin", "y.txt"):
+        os.mkfifo(tmp_path / name)
+    write_pair(tmp_path / "z", [[1, 2]])
+    (tmp_path / "x.idx").write_bytes((tmp_path / "z.idx").read_bytes())
+    for name in ("x", "x.bin", "y.txt"):
+        with pytest.raises(DataError, match=r"cannot be read: it is no regular file"):
+            keep(tmp_path / name, tmp_path)
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match=r"tokenizer\.json'?: it is no regular file"):
+        keep(tmp_path / "z", tmp_path)

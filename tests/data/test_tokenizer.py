@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -123,6 +128,59 @@ def test_training_is_the_same_in_every_process() -> None:
     assert runs[0].stdout == runs[1].stdout and len(runs[0].stdout.strip()) == 32
 
 
+def test_training_is_interrupted_before_its_end() -> None:
+    code = (
+        f"import sys; sys.path[:0] = {sys.path}\n"
+        "import os, random, signal, threading, time\n"
+        "from ranvier.data.tokenizer import trained\n"
+        "def texts():\n"
+        "    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
+        "    yield random.Random(0).randbytes(10_000_000).hex()\n"  # half a minute of merges
+        "start = time.monotonic()\n"
+        "try:\n"
+        "    trained(texts(), 20_000)\n"
+        "except KeyboardInterrupt:\n"
+        "    print(time.monotonic() - start)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout) < 8
+
+
+def test_training_stops_to_read_when_interrupted() -> None:
+    reading = threading.Event()
+    seconds = []
+
+    def texts() -> Iterator[str]:
+        reading.set()
+        while True:
+            yield "abc " * 100
+            time.sleep(0.001)
+
+    def interrupt() -> None:
+        assert reading.wait(30)
+        seconds.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        trained(texts(), 300)
+    assert time.monotonic() - seconds[0] < 10
+    left = [thread for thread in threading.enumerate() if thread.name == "trained tokenizer"]
+    for thread in left:
+        thread.join(10)
+        assert not thread.is_alive(), "it stops reading"
+
+
+def test_a_bad_document_in_training_is_told() -> None:
+    def texts() -> Iterator[str]:
+        yield "abc"
+        raise DataError("line 7 is broken")
+
+    with pytest.raises(DataError, match="line 7 is broken"):
+        trained(texts(), 300)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
@@ -132,6 +190,21 @@ def test_training_is_the_same_in_every_process() -> None:
         ("bad.json", b"[1]", r"bad.json is no tokenizer.json: TypeError"),
         ("bad.json", b'{"model": {}}', r"KeyError: 'vocab'"),
         ("bad.json", b"\xff", r"it is not UTF-8"),
+        ("x" * 300, None, r"cannot be read: .*: File name too long.*Check the path"),
+        ("a\0b.json", None, r"cannot be read: .*: embedded null byte.*Check the path"),
+        *(
+            ("bad.json", b'{"model": {"vocab": {"</s>": 0, "a": %s}}}' % i, rf"id of 'a' is {said}")
+            for i, said in [
+                *((b"Infinity", "inf"), (b"NaN", "nan"), (b"-1", "-1"), (b"1e400", "inf")),
+                *((b"1.5", r"1\.5"), (b"2147483648", "2147483648"), (b'"7"', "'7'")),
+                *((b"true", "True"), (b"null", "None"), (b"9" * 400, "9{80},")),
+            ]
+        ),
+        (
+            "bad.json",
+            b'{"model": {"vocab": {}}, "added_tokens": [{"content": "</s>", "id": Infinity}]}',
+            r"id of '</s>' is inf, not 0 or more and below 2\^31",
+        ),
         ("bad.json", b'{"model": {"vocab": {"a": 0}}}', r"1 tokens, none of which ends a document"),
     ],
 )
@@ -149,8 +222,9 @@ def test_a_json_the_library_refuses_and_a_vocabulary_too_small(tmp_path: Path) -
     made = parsed('{"model": {"type": "no", "vocab": {"</s>": 0}}}', "x")
     with pytest.raises(DataError, match="is not accepted"):
         made.encode(["a"])
-    with pytest.raises(PlanError, match="A tokenizer of 256 ids"):
-        trained(["a"], 256)
+    for vocab in (-1, 256, 2**20 + 1, 2**62):
+        with pytest.raises(PlanError, match=rf"A tokenizer of {vocab} ids .*Use 257 to 1048576"):
+            trained(["a"], vocab)
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,31 @@ def test_a_run_that_broke_before_its_first_checkpoint_begins_again(
     assert "A finished run is not repeated" in capsys.readouterr().err
 
 
+def test_any_text_survives_in_the_config(folder: Path) -> None:
+    (folder / "😀 text.txt").write_text("some text 😀 " * 60, encoding="utf-8")
+    words = ["--data.corpus", "😀 text.txt", "--train.steps", "2", "--train.out", "r 😀"]
+    assert call("train", *FAST, *words, "--train.prompt", "\x7f\n😀\\") == 0
+    assert call("train", "r 😀", "--train.steps", "3", "--nproc", "1") == 0
+    assert call("report", "r 😀") == 0 and call("generate", "r 😀", "--tokens", "3") == 0
+
+
+def test_a_directory_holds_one_run_at_a_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", *FAST, "--train.steps", "3", "--train.out", "run"]
+    codes: list[int] = []
+    with monkeypatch.context() as patch:
+        interrupted(patch, 2, lambda: codes.append(call(*words)) if not codes else None)
+        assert call(*words) == 0
+    assert codes == [64] and "is being written by another run" in capsys.readouterr().err
+
+
+def test_weights_that_are_no_numbers_are_not_saved(folder: Path) -> None:
+    words = ["--optim.lr", "1e39", "--optim.warmup", "0", "--checkpoint.every", "1"]
+    assert call("train", *FAST, *words, "--train.steps", "4", "--train.out", "run") == 74
+    assert files.found(folder / "run" / "checkpoints") == []
+
+
 def test_what_is_no_number_stops_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--optim.lr", "1e30", "--optim.clip", "0", "--optim.warmup", "0"]
     assert call("train", *FAST, *words, "--train.steps", "20", "--train.out", "run") == 74
@@ -237,3 +262,11 @@ def test_a_missing_log_package_is_named(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert call("train", *FAST, "--train.log", "wandb") == 64
     assert "pip install -e '.[log]'" in capsys.readouterr().err
+
+
+def test_weights_and_biases_get_the_metrics(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    words = ["--train.steps", "2", "--train.out", "run", "--train.log", "wandb"]
+    assert call("train", *FAST, *words) == 0
+    assert list((folder / "run" / "wandb").glob("offline-run-*/*.wandb"))

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from ranvier.checkpoint.state import assemble
-from ranvier.comm.agree import largest
-from ranvier.errors import CommunicationError, DataError
+from ranvier.comm.agree import together
+from ranvier.errors import DataError
 from ranvier.grid import Grid
 from ranvier.sharding import Place, State
 
@@ -61,7 +61,8 @@ def save(
     whole = {**facts, "format": FORMAT, "step": step, "degrees": grid.degrees, "ranks": grid.world}
 
     def begin() -> None:
-        shutil.rmtree(writing, ignore_errors=True)
+        for left in folder.glob(".step-*"):  # by a save that was killed
+            shutil.rmtree(left, ignore_errors=True)
         writing.mkdir(parents=True)
 
     def end() -> None:
@@ -81,11 +82,9 @@ def save(
 
     first = grid.rank == 0
     try:
-        _together(begin if first else None, grid, device)
-        _together(
-            lambda: _write(writing / f"rank-{grid.rank:05d}.safetensors", state), grid, device
-        )
-        _together(end if first else None, grid, device)
+        together(begin if first else _nothing, grid, device)
+        together(lambda: _write(writing / f"rank-{grid.rank:05d}.safetensors", state), grid, device)
+        together(end if first else _nothing, grid, device)
     except BaseException:
         if first:
             shutil.rmtree(writing, ignore_errors=True)
@@ -93,22 +92,8 @@ def save(
     return final
 
 
-def _together(work: Callable[[], None] | None, grid: Grid, device: torch.device | str) -> None:
-    """Do my part; an error of any rank is an error on all."""
-    error: Exception | None = None
-    try:
-        if work is not None:
-            work()
-    except Exception as caught:
-        error = caught
-    failed = largest(int(error is not None), grid, device)
-    if error is not None:
-        raise error
-    if failed:
-        raise CommunicationError(
-            "Another rank could not save. A checkpoint needs the parts of all ranks. "
-            "See that rank's message."
-        )
+def _nothing() -> None:
+    """What ranks above 0 do while rank 0 is at work."""
 
 
 def _flush(path: Path) -> None:
@@ -149,6 +134,19 @@ def facts(checkpoint: Path) -> dict[str, Any]:
         raise DataError(
             f"{path} is of format {table.get('format') if isinstance(table, dict) else table!r}. "
             f"This version reads format {FORMAT}. Use the version that wrote it."
+        )
+    kinds: dict[str, Any] = {
+        "step": int,
+        "ranks": int,
+        "samples": int,
+        "updates": (int, float),
+        "fingerprint": str,
+    }
+    odd = [key for key, kind in kinds.items() if not isinstance(table.get(key), kind)]
+    if odd or table["step"] < 0 or table["ranks"] < 1:
+        raise DataError(
+            f"{path} is damaged: {', '.join(odd) or 'step, ranks'} cannot be. It must be as it was "
+            f"written. Remove {checkpoint} to use the one before."
         )
     return table
 

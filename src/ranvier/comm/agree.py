@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 
 from ranvier.comm import verbs
+from ranvier.errors import ElsewhereError, RanvierError
 from ranvier.grid import Axis, Grid
+
+T = TypeVar("T")
+INTERNAL = 70
 
 
 def everyone(grid: Grid) -> Axis:
@@ -31,3 +38,22 @@ def told(text: str, grid: Grid, device: torch.device | str, *, source: int = 0) 
     if not len(buffer):
         return ""
     return bytes(verbs.broadcast(buffer, everyone(grid), source).wait().tolist()).decode()
+
+
+def together(work: Callable[[], T], grid: Grid, device: torch.device | str) -> T:
+    """Do my part; an error of any rank is an error on all, told by those that met it.
+
+    Communicates: one number over all axes.
+    """
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    code = 0 if error is None else INTERNAL
+    worst = largest(error.exit_code if isinstance(error, RanvierError) else code, grid, device)
+    if error is not None:
+        raise error
+    if worst:
+        raise ElsewhereError(worst)
+    return result

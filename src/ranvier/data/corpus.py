@@ -9,14 +9,17 @@ on its tokens only, so copies never stand on both sides.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ranvier.data.manifest import Manifest
+from ranvier.data.files import size_of
+from ranvier.data.manifest import NAME, Manifest
 from ranvier.data.pairs import Pair, part
+from ranvier.data.tokenizer import Tokenizer, fingerprint_of, parsed
 from ranvier.errors import DataError
 from ranvier.nn.loss import IGNORE
 
@@ -88,6 +91,39 @@ class Corpus:
             np.concatenate(empty + [np.diff(pair.bounds) for pair in pairs]),
             np.concatenate([np.zeros(0, np.uint64), *hashes]),
         )
+
+    @property
+    def words(self) -> Path | None:
+        """The tokenizer.json that made the tokens, None if the tokenizer is unknown."""
+        return self.folder / "tokenizer.json" if self.manifest.tokenizer else None
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the folder, if it is the one that made the tokens."""
+        path, said = self.words, self.manifest
+        if path is None:
+            return None
+        rule = f"{self.folder / NAME} names the tokenizer {said.tokenizer}"
+        remedy = "Restore it, or remove the folder and prepare the corpus again."
+        try:
+            size_of(path)
+            text = path.read_text(encoding="utf-8")
+            found = fingerprint_of(text)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}. {rule}. {remedy}") from None
+        except (ValueError, RecursionError) as error:
+            found = f"unknown, {type(error).__name__}: {error}"
+        if found != said.tokenizer:
+            raise DataError(
+                f"{path} is changed or damaged: its fingerprint is {found}. {rule}. {remedy}"
+            )
+        known = parsed(text, str(path))
+        if (known.vocab, known.end) != (said.vocab, said.end):
+            raise DataError(
+                f"{path} has {known.vocab} ids and the end {known.end}. {rule} with {said.vocab} "
+                f"ids and the end {said.end}. {remedy}"
+            )
+        return known
 
     def read(self, places: Ints) -> Ints:
         """The tokens at increasing places."""
@@ -196,6 +232,7 @@ class Stream:
 
 def _hashes(path: Path) -> NDArray[np.uint64]:
     try:
+        size_of(path)
         return np.fromfile(path, "<u8")
     except OSError as error:
         raise DataError(

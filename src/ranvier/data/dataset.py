@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from ranvier.data.corpus import Corpus, Stream
@@ -12,7 +11,7 @@ from ranvier.data.files import digest_of
 from ranvier.data.order import PERIOD, Mixture, check_weights
 from ranvier.data.prepare import Progress
 from ranvier.data.stored import stored
-from ranvier.data.tokenizer import Tokenizer, tokenizer_of
+from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import DataError, PlanError
 
 
@@ -36,13 +35,15 @@ class Data:
         """The smallest vocabulary that names all tokens of corpora and tokenizer."""
         return max(max(c.manifest.vocab, c.manifest.largest + 1) for c in self.corpora)
 
-    @cached_property
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the corpora, None if it is unknown."""
-        for corpus in self.corpora:
-            if corpus.manifest.tokenizer:
-                return tokenizer_of(corpus.folder / "tokenizer.json", corpus.folder)
-        return None
+        return next((corpus.tokenizer for corpus in self.corpora if corpus.tokenizer), None)
+
+    @property
+    def words(self) -> Path | None:
+        """The tokenizer.json of the corpora, None if the tokenizer is unknown."""
+        return next((corpus.words for corpus in self.corpora if corpus.words), None)
 
     @property
     def lines(self) -> list[str]:
@@ -139,11 +140,18 @@ def _train(corpus: Corpus, seq: int, held_out: float, packed: bool) -> Stream:
             f"{corpus.folder} has {corpus.manifest.documents} documents, all empty. A corpus needs "
             "at least one token. Choose another one."
         )
+    if packed and stream.tokens == stream.documents:
+        raise DataError(
+            f"{corpus.folder} has nothing to learn: {stream.documents} documents to train on, each "
+            "of 1 token. In packed samples a token is predicted from those before it in its "
+            "document. Choose longer documents, or data.packed=false: samples across them."
+        )
     return stream
 
 
 def _check_tokenizers(corpora: Sequence[Corpus]) -> None:
-    known = [corpus for corpus in corpora if corpus.manifest.tokenizer]
+    # Read and compared on every rank, though a run may never encode a text.
+    known = [corpus for corpus in corpora if corpus.tokenizer is not None]
     if len({corpus.manifest.tokenizer for corpus in known}) > 1:
         found = ", ".join(f"{c.manifest.source}: {c.manifest.tokenizer}" for c in known)
         raise DataError(

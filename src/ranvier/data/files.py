@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +29,17 @@ def digest_of(*parts: bytes | str) -> str:
         state.update(len(raw).to_bytes(8, "little"))
         state.update(raw)
     return state.hexdigest()
+
+
+def size_of(path: Path) -> int:
+    """The bytes of a regular file; an OSError for anything else: opening a FIFO waits forever."""
+    try:
+        now = path.stat()
+    except ValueError as error:  # no name of a file: it holds a NUL or half a surrogate pair
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    if not stat.S_ISREG(now.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return now.st_size
 
 
 def stamp_of(path: Path) -> Stamp:

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ranvier.data.files import Stamp, stamp_of
+from ranvier.data.files import Stamp, size_of, stamp_of
 from ranvier.data.pairs import part
 from ranvier.errors import DataError
 
 NAME = "corpus.json"
+FILES = ("bin", "idx", "hash")
+"""Suffixes of the files of a shard."""
+LIMIT = 2**31
+"""Tokens are below it."""
 FORMAT = 1
 
 
@@ -69,18 +75,21 @@ class Manifest:
         path = folder / NAME
         remedy = "Prepare the corpus again."
         try:
+            size_of(path)
             content = json.loads(path.read_text(encoding="utf-8"))
             if content["format"] != FORMAT:
                 raise DataError(
-                    f"{path} has format {content['format']}. This version reads format {FORMAT}. "
-                    f"{remedy}"
+                    f"{path} has format {content['format']!r:.80}. This version reads format "
+                    f"{FORMAT}. {remedy}"
                 )
             shards = [
                 Shard(**one | {"files": {k: Stamp(**v) for k, v in one["files"].items()}})
-                for one in content["shards"]
+                for one in _typed(content["shards"], list, "shards")
             ]
             made = cls(**content | {"shards": shards})
-            _check_types(made)
+            for number, shard in enumerate(shards):
+                _check_shard(shard, f"shard {number}: ")
+            _check_numbers(made)
         except OSError as error:
             raise DataError(
                 f"{path} cannot be read: {error.strerror}. A prepared corpus holds it. {remedy}"
@@ -99,17 +108,60 @@ class Manifest:
                 _check(shard.path(folder, suffix), stamp, folder, verify)
 
 
-def _check_types(made: Manifest) -> None:
-    for thing in (made, *made.shards):
-        for name in ("documents", "tokens", "vocab", "largest"):
-            value = getattr(thing, name, 0)
-            if not isinstance(value, int):
-                raise TypeError(f"{name} is {value!r}, not a number")
+def _typed(value: Any, kind: type, name: str) -> Any:
+    if type(value) is not kind:  # a bool is no number here
+        raise TypeError(f"{name} is {value!r:.80}, not a {kind.__name__}")
+    return value
+
+
+def _number(value: Any, name: str) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{name} is {value!r:.80}, not a number of 0 or more")
+    return value
+
+
+def _text(value: Any, name: str) -> str:
+    """A text that can be printed and, with a NUL aside, name a file."""
+    os.fsencode(_typed(value, str, name))
+    return str(value)
+
+
+def _check_shard(shard: Shard, at: str) -> None:
+    _number(shard.documents, at + "documents")
+    _number(shard.tokens, at + "tokens")
+    for name, prefix in (("pair", shard.pair), ("hash", shard.hash)):
+        if "\0" in _text(prefix, at + name) or not Path(prefix).name:
+            raise ValueError(f"{at}{name} is {prefix!r:.80}, not the prefix of a file")
+    if set(shard.files) != set(FILES):
+        raise ValueError(f"{at}files has {sorted(shard.files)}, not {', '.join(FILES)}")
+    for suffix, stamp in shard.files.items():
+        _number(stamp.size, f"{at}size of {suffix}")
+        _text(stamp.digest, f"{at}digest of {suffix}")
+
+
+def _check_numbers(made: Manifest) -> None:
+    """Refuse values that no corpus has; its shards are checked."""
+    for name in ("source", "fingerprint", "tokenizer"):
+        _text(getattr(made, name), name)
+    for name in ("format", "vocab", "largest", "documents", "tokens"):
+        _number(getattr(made, name), name)
+    for name in ("documents", "tokens"):
+        value, total = getattr(made, name), sum(getattr(shard, name) for shard in made.shards)
+        if value != total:
+            raise ValueError(f"{name} is {value}, but its shards have {total}")
+    if not made.fingerprint:
+        raise ValueError("fingerprint is empty")
+    if not made.largest < made.vocab <= LIMIT:
+        raise ValueError(f"vocab is {made.vocab}, not above largest={made.largest} and up to 2^31")
+    if (made.end is None) == bool(made.tokenizer):
+        raise ValueError(f"end is {made.end!r:.80}, but tokenizer is {made.tokenizer!r:.80}")
+    if made.end is not None and _number(made.end, "end") >= made.vocab:
+        raise ValueError(f"end is {made.end}, not below vocab={made.vocab}")
 
 
 def _check(path: Path, stamp: Stamp, folder: Path, verify: bool) -> None:
     try:
-        size = path.stat().st_size
+        size = size_of(path)
         digest = stamp_of(path).digest if verify and size == stamp.size else stamp.digest
     except OSError as error:
         raise DataError(

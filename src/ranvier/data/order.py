@@ -9,6 +9,7 @@ many cells, walked until it lands inside.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,8 +51,11 @@ def permuted(index: int, count: int, key: int) -> int:
 
 def quotas(weights: Sequence[float]) -> list[int]:
     """Samples of each stream in a period: the largest remainders, at least 1 if it has a weight."""
-    total = math.fsum(weights)
-    exact = [PERIOD * (weight / total) for weight in weights]
+    # A power of two: no sum overflows, and the shares are those of the weights to the last bit.
+    power = math.frexp(max(weights))[1]
+    scaled = [math.ldexp(weight, -power) for weight in weights]
+    total = math.fsum(scaled)
+    exact = [PERIOD * (weight / total) for weight in scaled]
     parts = [max(math.floor(x), 1) if w > 0 else 0 for x, w in zip(exact, weights, strict=True)]
     while (missing := PERIOD - sum(parts)) != 0:
         step = 1 if missing > 0 else -1
@@ -68,13 +72,11 @@ def check_weights(weights: Sequence[float], count: int) -> None:
     if len(weights) != count:
         problems.append(f"{len(weights)} weights for {count} corpora. Each has one. {remedy}")
     for weight in weights:
-        if not (math.isfinite(weight) and weight >= 0):
-            problems.append(f"A weight of {weight}. It is finite and 0 or more. {remedy}")
-    if not problems and not 0 < math.fsum(weights) < math.inf:
-        problems.append(
-            f"The weights {list(weights)} sum to {math.fsum(weights)}. The sum is finite and above "
-            f"0. {remedy}"
-        )
+        # A comparison, not isfinite: that fails on an int beyond all floats.
+        if not 0 <= weight <= sys.float_info.max:
+            problems.append(f"A weight of {weight!s:.40}. It is finite and 0 or more. {remedy}")
+    if not problems and not any(weights):
+        problems.append(f"All {count} weights are 0. One at least is above. {remedy}")
     if sum(weight > 0 for weight in weights) > PERIOD:
         problems.append(f"{count} corpora. A run mixes at most {PERIOD}. Join some of them.")
     if problems:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ranvier.data.files import Sink, Stamp
+from ranvier.data.files import Sink, Stamp, size_of
 from ranvier.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -87,7 +87,7 @@ class Pair:
 
 def _size(path: Path) -> int:
     try:
-        return path.stat().st_size
+        return size_of(path)
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror}. A Megatron pair is NAME.bin and NAME.idx. "

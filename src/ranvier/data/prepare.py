@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,8 @@ def _batches(texts: Iterator[str] | Reader) -> Iterator[list[str]]:
 def refuse_other(out: Path) -> None:
     """Refuse a target that holds anything but a corpus."""
     try:
+        if "\0" in str(out):
+            raise OSError(f"{str(out)!r} holds a NUL")
         taken = (
             out.exists() and not (out / NAME).is_file() and (out.is_file() or any(out.iterdir()))
         )
@@ -204,8 +206,9 @@ def _unwritable(out: Path, error: OSError) -> DataError:
 
 @contextmanager
 def assembled(out: Path) -> Iterator[Path]:
-    """A hidden folder beside `out` to write into; removed again unless it was renamed."""
+    """A hidden folder beside `out` to write into; all that was made is removed if not renamed."""
     folder = out.absolute().with_name(f".{out.absolute().name}.{secrets.token_hex(4)}")
+    missing = [above for above in folder.parents if not os.path.lexists(above)]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
@@ -214,6 +217,10 @@ def assembled(out: Path) -> Iterator[Path]:
         raise _unwritable(out, error) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        # Folders made for it go too, the innermost first; one that holds something stays.
+        for above in missing:
+            with suppress(OSError):
+                above.rmdir()
 
 
 def publish(made: Manifest, folder: Path, out: Path) -> Manifest:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from ranvier.data.files import digest_of, stamp_of
+from ranvier.data.files import digest_of, size_of, stamp_of
 from ranvier.errors import DataError
 
 TEXT = (".txt", ".md", ".py", ".rst", ".txt.gz")
@@ -121,8 +121,9 @@ def suffix_of(path: Path) -> str | None:
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
+    name = str(path).replace("\0", "\\0")
     return DataError(
-        f"{path} cannot be read: {error.strerror or error}. A corpus is {EMBEDDED!r}, a file "
+        f"{name} cannot be read: {error.strerror or error}. A corpus is {EMBEDDED!r}, a file "
         f"({', '.join(SUFFIXES)}), a folder of them, a prepared corpus or a Megatron pair. "
         "Check the path and its permissions."
     )
@@ -130,14 +131,14 @@ def _unreadable(path: Path, error: OSError) -> DataError:
 
 def _size(path: Path) -> int:
     try:
-        return path.stat().st_size
+        return size_of(path)
     except OSError as error:
         raise _unreadable(path, error) from None
 
 
 def _files(path: Path) -> list[Path]:
     """The files of a path, of a folder sorted by relative path."""
-    if not path.is_dir():
+    if not os.path.isdir(path):  # unlike Path.is_dir, whatever the name
         _size(path)
         if suffix_of(path) is None:
             raise DataError(

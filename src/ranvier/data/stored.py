@@ -6,6 +6,7 @@ cache, tokens stay in place. Everything else is prepared in the cache under a ke
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,11 +16,16 @@ from ranvier.data.files import Sink, Stamp, digest_of, stamp_of
 from ranvier.data.manifest import FORMAT, NAME, Manifest, Shard
 from ranvier.data.pairs import Pair, part, prefix_of
 from ranvier.data.prepare import Progress, Tally, assembled, prepare, publish
-from ranvier.data.sources import EMBEDDED, Reader
+from ranvier.data.sources import EMBEDDED, Reader, suffix_of
 from ranvier.data.tokenizer import NAMES, Tokenizer, tokenizer_of
 from ranvier.errors import DataError
 
 BOTH = ("bin", "idx")
+ASIDE = {
+    *("corpus.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "README.md"),
+}
+"""Files beside pairs that describe them: no texts to train on."""
 
 
 def stored(
@@ -34,7 +40,7 @@ def stored(
 ) -> Path:
     """The folder of an input's corpus; verify: compare the content of its files, not only sizes."""
     path = Path(source)
-    if source != EMBEDDED and (path / NAME).is_file():
+    if source != EMBEDDED and os.path.isfile(path / NAME):
         folder = path
     elif source != EMBEDDED and (prefixes := pair_prefixes(path)):
         known = _tokenizer_beside(prefixes, tokenizer, cache)
@@ -52,18 +58,32 @@ def stored(
 
 def pair_prefixes(path: Path) -> list[Path]:
     """The Megatron pairs of a prefix, of one of its files or of a folder, if there are any."""
-    if path.is_dir():
+    if os.path.isdir(path):  # unlike Path.is_dir, whatever the name
         found = [*path.glob("*.idx"), *path.glob("*.bin")] if any(path.glob("*.idx")) else []
+        if found:
+            _refuse_texts(path, min(found))
         return sorted({prefix_of(file) for file in found})
     prefix = prefix_of(path)
-    there = prefix != path or part(path, "idx").exists() or part(path, "bin").exists()
-    return [prefix] if there and (prefix != path or not path.exists()) else []
+    there = prefix != path or any(os.path.exists(part(path, suffix)) for suffix in BOTH)
+    return [prefix] if there and (prefix != path or not os.path.exists(path)) else []
+
+
+def _refuse_texts(folder: Path, pair: Path) -> None:
+    """Refuse texts beside pairs: only the pairs would be read."""
+    for file in sorted(folder.iterdir()):
+        known = file.name.startswith(".") or file.name in ASIDE or suffix_of(file) is None
+        if not known and not file.is_dir():
+            raise DataError(
+                f"{folder} holds a Megatron pair ({pair.name}) and a text ({file.name}). A "
+                "directory holds one kind. Put them in directories of their own and mix them with "
+                "data.weights."
+            )
 
 
 def _tokenizer_beside(prefixes: Sequence[Path], name: str, cache: Path) -> Tokenizer | None:
     """The tokenizer of pairs: the tokenizer.json beside them, or a path that was asked for."""
     beside = prefixes[0].parent / "tokenizer.json"
-    if beside.is_file():
+    if os.path.lexists(beside):
         return tokenizer_of(beside, cache)
     # A name is the choice for texts; these tokens may come from anywhere.
     return None if name in NAMES else tokenizer_of(name, cache)

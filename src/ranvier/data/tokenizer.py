@@ -12,7 +12,8 @@ import difflib
 import json
 import os
 import platform
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ranvier.data.files import digest_of
+from ranvier.data.files import digest_of, size_of
 from ranvier.data.sources import documents, imported
 from ranvier.errors import DataError, PlanError
 
@@ -32,6 +33,10 @@ END = "<|end|>"
 ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 """Names of the token that ends a document, in the order in which they are looked for."""
 NAMES = ("bytes", "standard")
+LIMIT = 2**31
+"""Ids of a tokenizer, at most: tokens are stored in 32 bits with a sign."""
+TRAINED = (257, 2**20)
+"""Ids of a tokenizer that is trained: the bytes and an end, and what fits in memory."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """The digest of the canonical JSON."""
-        return digest_of(_canonical(json.loads(self.text)))
+        return fingerprint_of(self.text)
 
     @cached_property
     def _library(self) -> Any:
@@ -112,21 +117,27 @@ def whole(text: str) -> str:
     return text
 
 
+def fingerprint_of(text: str) -> str:
+    """The digest of the canonical form of a JSON; a ValueError or RecursionError if it is none."""
+    return digest_of(_canonical(json.loads(text)))
+
+
 def tokenizer_of(name: str | Path, cache: Path) -> Tokenizer:
     """The tokenizer of a name: bytes, standard, or the path of a tokenizer.json or its folder."""
     if name == "bytes":
         return Bytes()
     if name == "standard":
         return _standard(cache)
-    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    path = Path(name) / "tokenizer.json" if os.path.isdir(name) else Path(name)
     try:
+        size_of(path)
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         near = difflib.get_close_matches(str(name), NAMES, n=1)
         remedy = f"Did you mean {near[0]!r}?" if near else "Check the path."
         raise DataError(
-            f"The tokenizer {str(name)!r} cannot be read: {path}: {reason}. A tokenizer is "
+            f"The tokenizer {str(name)!r} cannot be read: {str(path)!r}: {reason}. A tokenizer is "
             f"'bytes', 'standard', a tokenizer.json or a folder that holds one. {remedy}"
         ) from None
     return parsed(text, str(path))
@@ -159,16 +170,21 @@ def _ids(content: Any) -> dict[str, int]:
     vocab = content["model"]["vocab"]
     if isinstance(vocab, list):  # Unigram: pieces with their scores
         vocab = {piece[0]: i for i, piece in enumerate(vocab)}
-    ids = {str(name): int(i) for name, i in vocab.items()}
-    return ids | {one["content"]: int(one["id"]) for one in content.get("added_tokens") or []}
+    added = {one["content"]: one["id"] for one in content.get("added_tokens") or []}
+    ids: dict[str, int] = vocab | added
+    for name, i in ids.items():
+        if type(i) is not int or not 0 <= i < LIMIT:
+            raise ValueError(f"the id of {name!r:.80} is {i!r:.80}, not 0 or more and below 2^31")
+    return ids
 
 
 def trained(texts: Iterable[str], vocab: int) -> Tokenizer:
     """A byte-level BPE of at most `vocab` ids, learnt from texts; equal texts make it equal."""
-    if vocab < 257:
+    if not TRAINED[0] <= vocab <= TRAINED[1]:
         raise PlanError(
             f"A tokenizer of {vocab} ids cannot be trained. The 256 bytes and the end of a "
-            "document need one each. Use 257 or more."
+            f"document need one each, and more than 2^20 no memory holds. Use {TRAINED[0]} to "
+            f"{TRAINED[1]}, such as {STANDARD_VOCAB}."
         )
     tokenizers = imported("tokenizers", "training a tokenizer (the tokenizer 'bytes' needs none)")
     level = tokenizers.pre_tokenizers.ByteLevel
@@ -181,8 +197,42 @@ def trained(texts: Iterable[str], vocab: int) -> Tokenizer:
         initial_alphabet=sorted(level.alphabet()),
         show_progress=False,
     )
-    made.train_from_iterator((whole(text) for text in texts), trainer)
+    _train(made, trainer, texts)
     return parsed(made.to_str(), "The trained tokenizer")
+
+
+def _train(made: Any, trainer: Any, texts: Iterable[str]) -> None:
+    """Run the library's trainer beside this thread: it looks at no signal before its end."""
+    stopped, done = threading.Event(), threading.Event()
+    failed: list[BaseException] = []
+
+    def fed() -> Iterator[str]:
+        for text in texts:
+            if stopped.is_set():
+                raise InterruptedError("the training was stopped")
+            yield whole(text)
+
+    def work() -> None:
+        try:
+            made.train_from_iterator(fed(), trainer)
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=work, name="trained tokenizer", daemon=True)
+    try:
+        thread.start()
+        # Not join: an interrupted one takes the thread for ended (Python 3.11).
+        while not done.wait(0.2):
+            pass
+    except BaseException:
+        stopped.set()
+        # While it reads, it stops at the next text; nothing else stops it.
+        done.wait(1.0)
+        raise
+    if failed:
+        raise failed[0]
 
 
 def _standard(cache: Path) -> Tokenizer:

@@ -6,7 +6,6 @@ several devices.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +47,11 @@ class Speaker:
         whole = files.wholes(checkpoint)
         with torch.no_grad():
             for name, param in model.named_parameters():
+                if name not in whole or whole[name].shape != param.shape:
+                    raise DataError(
+                        f"{checkpoint} has no {name} of shape {tuple(param.shape)}. A checkpoint "
+                        f"fits the config it was trained with. Restore {folder}/config.toml."
+                    )
                 param.copy_(whole[name])
         return cls(model.eval(), tokenizer_of(str(words), folder), run.data.seq)
 
@@ -102,8 +106,13 @@ def say(
     problems = []
     if tokens < 1 or top_k < 0:
         problems.append(f"tokens={tokens}, top_k={top_k}: too small. Use 1 and 0 or more.")
-    if not 0.0 <= temperature < math.inf:
-        problems.append(f"temperature={temperature} is no number from 0. Use 0.8.")
+    if not (temperature == 0.0 or 1e-3 <= temperature <= 1e3):
+        problems.append(
+            f"temperature={temperature} is not 0, nor in [0.001, 1000]. Logits are divided by it. "
+            "Use 0.8."
+        )
+    if not 0 <= seed < 2**63 or tokens > 10**6:
+        problems.append(f"seed={seed}, tokens={tokens}: too large. Use 0 and 100.")
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         problems.append(f"device={device!r} is not here. Use 'cpu'.")
     if problems:
@@ -127,7 +136,9 @@ def run_of(folder: Path) -> Run:
             f"{folder} is no run: it has no config.toml. A run is a directory that `ranvier train` "
             f"made. Runs nearby: {others}."
         )
-    return runs.load(folder / "config.toml")
+    run = runs.load(folder / "config.toml")
+    run.check(run.plan.world)  # it may have been edited
+    return run
 
 
 def checkpoint_of(folder: Path, step: int | None = None) -> Path:

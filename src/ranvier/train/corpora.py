@@ -64,11 +64,6 @@ def _words(inputs: Sequence[str], name: str, vocab: int, field: str) -> Tokenize
     """The tokenizer of a name; train: learnt from the inputs."""
     if name != "train":
         return tokenizer_of(name, launch.cache())
-    if vocab < 257:
-        raise PlanError(
-            f"vocab={vocab} is too small. A tokenizer has the 256 bytes and an end of document. "
-            "Use 4096."
-        )
     return trained(chain.from_iterable(Reader(path, field=field) for path in inputs), vocab)
 
 
@@ -85,7 +80,7 @@ def show(folder: Path) -> int:
 @contextmanager
 def shown(what: str) -> Iterator[Progress]:
     """A progress bar on a terminal, else a line at the start and the end of long work."""
-    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+    if sys.stdout is None or not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         yield _lines(what)
         return
     from rich import progress as rich

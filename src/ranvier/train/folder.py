@@ -10,6 +10,7 @@ report.html     plots
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import itertools
 import json
 import os
@@ -17,11 +18,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ranvier import run as runs
 from ranvier.checkpoint import files
 from ranvier.errors import PlanError
+from ranvier.launch import writable
 from ranvier.plan import AXES
 from ranvier.run import Run
 
@@ -30,6 +32,40 @@ FIXED = (
     *(f"plan.{axis}" for axis in AXES),
 )
 """Settings that a run keeps for its whole life; the corpora are compared by fingerprint."""
+
+
+def check_out(run: Run) -> None:
+    """Refuse a directory that cannot be made or written in, before any work."""
+    folder = Path(run.train.out or "runs")
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"train.out={str(folder)[:80]!r} cannot be a directory: {error.__class__.__name__}. "
+            "Its name must be one that the file system takes. Choose another."
+        ) from None
+    if not there.is_dir() or not writable(there):
+        what = "cannot be written in" if there.is_dir() else "is no directory"
+        raise PlanError(
+            f"train.out={str(folder)!r}: {there} {what}. A run needs a directory of its own that "
+            "it can write in. Choose another train.out."
+        )
+
+
+def lock(folder: Path) -> IO[str]:
+    """A handle that keeps other runs out of a directory as long as it is open."""
+    handle = (folder / ".lock").open("a")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.close()
+        raise PlanError(
+            f"train.out={str(folder)!r} is being written by another run. A directory holds one "
+            "run. Wait for it, stop it, or choose another directory."
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return handle
 
 
 def claim(run: Run) -> tuple[Path, Path | None]:
@@ -107,7 +143,7 @@ def begin(folder: Path, run: Run, step: int) -> list[str]:
 
 def _rows_before(path: Path, step: int) -> Iterator[str]:
     """Lines of the steps that are not taken again."""
-    for line in path.read_text().splitlines() if path.exists() and step > 0 else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() and step > 0 else []:
         with suppress(ValueError, KeyError, TypeError):  # the last line may be cut off
             if json.loads(line)["step"] < step:
                 yield line + "\n"
@@ -117,7 +153,7 @@ def write(path: Path, text: str) -> None:
     """Replace a file at once: a reader sees the old one or the new one."""
     writing = path.with_name(f".{path.name}.writing")
     try:
-        writing.write_text(text)
+        writing.write_text(text, encoding="utf-8")
         os.replace(writing, path)
     except BaseException:
         writing.unlink(missing_ok=True)

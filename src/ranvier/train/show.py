@@ -61,8 +61,12 @@ def sinks(run: Run, folder: Path) -> Iterator[Sink]:
             every.append(stack.enter_context(LOGS[name](run, folder)))
 
         def sink(row: Row) -> None:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
+            try:
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+            except OSError as error:
+                error.filename = error.filename or str(folder / "metrics.jsonl")
+                raise
             for one in every:
                 one(row)
 
@@ -72,7 +76,7 @@ def sinks(run: Run, folder: Path) -> Iterator[Sink]:
 @contextmanager
 def display(steps: int) -> Iterator[Sink]:
     """A progress bar on a terminal, else about twenty lines."""
-    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+    if sys.stdout is None or not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         yield _lines(steps)
         return
     from rich import progress
@@ -131,7 +135,14 @@ def wandb(run: Run, folder: Path) -> Iterator[Sink]:
     import wandb
 
     config = tomllib.loads(runs.to_toml(run))
-    with wandb.init(project="ranvier", name=folder.name, dir=str(folder), config=config) as log:
+    try:
+        log = wandb.init(project="ranvier", name=folder.name, dir=str(folder), config=config)
+    except wandb.errors.Error as error:
+        raise PlanError(
+            f"train.log names wandb, which does not start: {error}. It needs an account or to be "
+            "offline. Run `wandb login`, or set WANDB_MODE=offline."
+        ) from None
+    with log:
         yield lambda row: log.log(numbers(row), step=row["step"])
 
 

@@ -10,17 +10,17 @@ import platform
 import shutil
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from ranvier.checkpoint import files
-from ranvier.comm.agree import largest, told
+from ranvier.comm.agree import largest, together, told
 from ranvier.data.dataset import Data, open_data
-from ranvier.errors import DataError, PlanError
+from ranvier.errors import DataError, PlanError, RanvierError
 from ranvier.grid import Grid
 from ranvier.infer.sample import Speaker
 from ranvier.launch import Ranks, Stop
@@ -29,7 +29,7 @@ from ranvier.run import Run
 from ranvier.train import corpora, report
 from ranvier.train import folder as folders
 from ranvier.train.show import sinks
-from ranvier.train.trainer import Trainer
+from ranvier.train.trainer import DTYPES, Trainer
 
 SAMPLED = 300_000_000
 """Parameters up to which a run ends with a sample of text."""
@@ -103,6 +103,27 @@ def ranks_of(run: Run) -> int:
     return known * max(there // known, 1) if inferred else known
 
 
+def check_memory(run: Run, me: Ranks, device: torch.device) -> None:
+    """Refuse a model whose weights and states alone cannot fit: a bound from below."""
+    plan, width = run.plan, DTYPES[run.train.dtype].itemsize
+    split, tokens = plan.depth * plan.row * plan.col, plan.micro_batch * run.data.seq
+    wide = max(width, 4)
+    state = run.model.parameters * (width + wide) / split  # weights and gradients
+    state += run.model.parameters * (2 * wide + (wide if width < 4 else 0)) / plan.world
+    kept = tokens * run.model.embed * run.model.layers * width / (plan.row * plan.col)
+    if device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+    else:
+        there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // me.local_world
+    if state + kept > there:
+        raise PlanError(
+            f"A rank needs {(state + kept) / 2**30:,.1f} GiB at least ({state / 2**30:,.1f} for "
+            f"weights, gradients and moments, {kept / 2**30:,.1f} for activations), but has "
+            f"{there / 2**30:,.1f} GiB. They must fit. Use a smaller model.size, data.seq or "
+            "plan.batch, or more ranks on depth, row or col."
+        )
+
+
 def train(run: Run, me: Ranks, stored: list[str] | None = None) -> int:
     """Train as one rank; the exit code. Communicates: all of it.
 
@@ -117,39 +138,52 @@ def train(run: Run, me: Ranks, stored: list[str] | None = None) -> int:
     )
     grid.trace.check = run.train.debug
     if stored is None:
-        here = corpora.stored(run) if me.local_rank == 0 else []
+        here = together(lambda: corpora.stored(run) if me.local_rank == 0 else [], grid, device)
         stored = json.loads(told(json.dumps(here), grid, device))
     assert stored is not None
     data = opened(run, stored)
-    folder, checkpoint = _claimed(run, grid, device)
-    trainer = Trainer.assemble(folders.placed(run, folder), grid, device, data)
-    if checkpoint is not None:
-        trainer.resume(checkpoint)
-    if me.rank == 0:
-        _announce(trainer, folder, stored, resumed=checkpoint is not None)
-    trainer.meter.spend("start-up", time.perf_counter() - began)
-    try:
-        with Stop(quiet=me.rank > 0) as stop:
-            _loop(trainer, folder, stop)
-    except BaseException as error:
-        if me.rank == 0:
-            with suppress(Exception):  # the first error is the one to be told
-                _close(trainer, folder, f"failed: {str(error) or type(error).__name__}")
-        raise
-    if me.rank == 0:
-        _farewell(trainer, folder)
-    largest(0, grid, device)  # a launcher may end all ranks once one has ended
+    folder, checkpoint, handle = _claimed(run, grid, device)
+    with handle or nullcontext(), Stop(quiet=me.rank > 0) as stop:
+        trainer = Trainer.assemble(folders.placed(run, folder), grid, device, data)
+        if checkpoint is not None:
+            trainer.resume(checkpoint)
+            trainer.meter.phases = dict(folders.facts(folder).get("phases", {}))
+        trainer.meter.spend("start-up", time.perf_counter() - began)
+        _run(trainer, folder, stop, resumed=checkpoint is not None)
+        largest(0, grid, device)  # a launcher may end all ranks once one has ended
     return 128 + trainer.stopping if trainer.stopping else 0
 
 
-def _claimed(run: Run, grid: Grid, device: torch.device) -> tuple[Path, Path | None]:
-    """What rank 0 has claimed. Communicates: a text over all axes."""
-    words = ["", ""]
-    if grid.rank == 0:
+def _run(trainer: Trainer, folder: Path, stop: Stop, *, resumed: bool) -> None:
+    """From the announcement to the farewell; how it ended is written down in any case."""
+    first = trainer.grid.rank == 0
+    try:
+        if first:
+            _announce(trainer, folder, resumed=resumed)
+        _loop(trainer, folder, stop)
+    except BaseException as error:
+        if first:
+            with suppress(Exception):  # the first error is the one to be told
+                _close(trainer, folder, f"failed: {str(error) or type(error).__name__}")
+        raise
+    if first:
+        _farewell(trainer, folder)
+
+
+def _claimed(
+    run: Run, grid: Grid, device: torch.device
+) -> tuple[Path, Path | None, IO[str] | None]:
+    """What rank 0 has claimed and its lock. Communicates: a text over all axes."""
+
+    def claim() -> tuple[list[str], IO[str] | None]:
+        if grid.rank > 0:
+            return ["", ""], None
         folder, checkpoint = folders.claim(run)
-        words = [str(folder), str(checkpoint or "")]
+        return [str(folder), str(checkpoint or "")], folders.lock(folder)
+
+    words, handle = together(claim, grid, device)
     folder_name, checkpoint_name = json.loads(told(json.dumps(words), grid, device))
-    return Path(folder_name), Path(checkpoint_name) if checkpoint_name else None
+    return Path(folder_name), Path(checkpoint_name) if checkpoint_name else None, handle
 
 
 def _loop(trainer: Trainer, folder: Path, stop: Stop) -> None:
@@ -164,13 +198,12 @@ def _loop(trainer: Trainer, folder: Path, stop: Stop) -> None:
     trainer.save()
 
 
-def _announce(trainer: Trainer, folder: Path, stored: list[str], *, resumed: bool) -> None:
+def _announce(trainer: Trainer, folder: Path, *, resumed: bool) -> None:
     """Print and write down what is about to be trained."""
     run, parallel, data = trainer.run, parallel_of(trainer.model), trainer.data
     lines = folders.begin(folder, run, trainer.step)
-    words = Path(stored[0]) / "tokenizer.json"
-    if words.exists():
-        shutil.copyfile(words, folder / "tokenizer.json")
+    if data.words is not None:
+        shutil.copyfile(data.words, folder / "tokenizer.json")
     groups = groups_of(parallel, run)
     print(describe(trainer))
     for line in (*data.lines, f"fingerprint of the data: {data.fingerprint}", *groups, *lines):
@@ -178,7 +211,7 @@ def _announce(trainer: Trainer, folder: Path, stored: list[str], *, resumed: boo
     if resumed:
         print(f"Going on after step {trainer.step} of {run.train.steps} in {folder}")
     sys.stdout.flush()
-    restarts = folders.facts(folder).get("restarts", [])
+    before = folders.facts(folder) if resumed else {}
     folders.record(
         folder,
         title=folder.name,
@@ -192,11 +225,15 @@ def _announce(trainer: Trainer, folder: Path, stored: list[str], *, resumed: boo
         corpora=data.lines,
         groups=groups,
         command=" ".join(["ranvier", *sys.argv[1:]]),
-        started=now(),
+        started=before.get("started", now()),
         finished=None,
         status="running",
-        restarts=[*restarts, trainer.step] if resumed else [],
+        restarts=[*_list(before.get("restarts")), trainer.step] if resumed else [],
     )
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _close(trainer: Trainer, folder: Path, status: str) -> Path:
@@ -212,10 +249,13 @@ def _farewell(trainer: Trainer, folder: Path) -> None:
     small = parameters_of(parallel_of(trainer.model)) <= SAMPLED
     words = run.train.prompt and (folder / "tokenizer.json").exists()
     if saved and small and words and not trainer.stopping:
-        text = said(folder, trainer)
-        print("\nA sample of text:\n")
-        print("\n".join(f"  {line}" for line in (run.train.prompt + text).splitlines()))
-        folders.record(folder, sample={"prompt": run.train.prompt, "text": text})
+        try:
+            text = said(folder, trainer)
+            print("\nA sample of text:\n")
+            print("\n".join(f"  {line}" for line in (run.train.prompt + text).splitlines()))
+            folders.record(folder, sample={"prompt": run.train.prompt, "text": text})
+        except (RanvierError, OSError) as error:  # the run itself has ended well
+            print(f"No sample of text: {error}")
     status = f"stopped by signal {trainer.stopping}" if trainer.stopping else "finished"
     path = _close(trainer, folder, status)
     print(f"\nReport: {path}")

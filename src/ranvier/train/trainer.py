@@ -20,7 +20,7 @@ from torch import Tensor
 from ranvier import init, trace
 from ranvier.checkpoint import files
 from ranvier.comm import verbs
-from ranvier.comm.agree import everyone
+from ranvier.comm.agree import everyone, together
 from ranvier.data.batch import Batch
 from ranvier.data.dataset import Data
 from ranvier.data.loader import Loader, held_out_batches, micro_batches
@@ -181,6 +181,7 @@ class Trainer:
         Communicates: all of a step; the largest signal and memory of all ranks.
         """
         run, scale = self.run, self.optimizer.scale
+        self.grid.trace.awaited = []  # what lay between is no part of a step
         begun, batches, lr = Mark(self.device), next(loader), self.lr()
         pinned = self.device.type == "cuda"  # a copy from other memory would wait for the device
         status = torch.tensor(
@@ -282,6 +283,7 @@ class Trainer:
             return None
         scale = self.optimizer.scale
         with self.meter.phase("checkpoint"):
+            together(self._refuse_bad, self.grid, self.device)
             facts = {
                 "samples": self.samples,
                 "updates": self.optimizer.updates.item(),
@@ -298,6 +300,15 @@ class Trainer:
                 self.device,
                 keep=keep,
             )
+
+    def _refuse_bad(self) -> None:
+        """A checkpoint must be one to go on from."""
+        for name, (part, _) in self.state().items():
+            if not bool(part.isfinite().all()):
+                raise NumericError(
+                    f"{name} is not finite after step {self.step}. Such weights are not saved. "
+                    "Use a lower optim.lr and go on from the checkpoint before."
+                )
 
     def resume(self, checkpoint: Path) -> None:
         """Go on from a checkpoint. Communicates: all-gather of weights over data."""

@@ -1,0 +1,40 @@
+"""Launch: who am I, who are the others, how ranks start and end. It alone reads the environment."""
+
+from ranvier.launch.ends import Stop, reported
+from ranvier.launch.environment import (
+    Ranks,
+    cache,
+    environment,
+    hosts,
+    is_follower,
+    ranks,
+    writable,
+)
+from ranvier.launch.processes import (
+    backends,
+    connect,
+    die_with_parent,
+    fake,
+    free_port,
+    joined,
+    start,
+)
+
+__all__ = [
+    "Ranks",
+    "Stop",
+    "backends",
+    "cache",
+    "connect",
+    "die_with_parent",
+    "environment",
+    "fake",
+    "free_port",
+    "hosts",
+    "is_follower",
+    "joined",
+    "ranks",
+    "reported",
+    "start",
+    "writable",
+]

@@ -1,0 +1,225 @@
+"""Environment: who this process is among all ranks, and where it may keep things.
+
+Ranks come from the variables of torchrun, mpirun or srun. Heterogeneous jobs of Slurm are not
+handled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import tempfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ranvier.errors import PlanError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all processes of a run."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    address: str = "127.0.0.1"
+    port: int = 0
+    error_file: str = ""
+    """Where to leave the error for the parent that started this rank; empty: print it."""
+    launcher: str = ""
+    """The program that started the ranks; empty: this package."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The variables in which a launcher tells a process who it is."""
+
+    name: str
+    rank: str
+    world: tuple[str, ...]
+    """The first that is set counts."""
+    local_rank: str
+    local_world: tuple[str, ...]
+    """The first that is set counts: a number, or one for each node as in `4(x2),3`."""
+    node: str = ""
+    """The index of this node."""
+    hosts: tuple[str, ...] = ()
+    """The first that is set counts: the hosts of all ranks, as in `node[01-04,07],gpu3`."""
+    job: tuple[str, ...] = ()
+    """What tells one job from another: a port is made of it."""
+
+    def world_in(self, env: Mapping[str, str]) -> str:
+        """The variable that counts the ranks, empty if none is set."""
+        return next((name for name in self.world if name in env), "")
+
+
+TORCHRUN = Launcher("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE",))
+LAUNCHERS = (
+    Launcher(  # before srun, by which mpirun may start its own processes
+        name="mpirun",
+        rank="OMPI_COMM_WORLD_RANK",
+        world=("OMPI_COMM_WORLD_SIZE",),
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    Launcher(
+        name="srun",
+        rank="SLURM_PROCID",
+        world=("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NPROCS"),
+        local_rank="SLURM_LOCALID",
+        local_world=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
+        node="SLURM_NODEID",
+        hosts=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ),
+)
+
+
+def ranks(environment: Mapping[str, str] | None = None) -> Ranks | None:
+    """What the environment says; None if no launcher has started this process, or it alone."""
+    env = os.environ if environment is None else environment
+    names = (TORCHRUN.rank, *TORCHRUN.world, "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in env]
+    others = [it for it in LAUNCHERS if it.rank in env and it.world_in(env)]
+    if others and missing:
+        return _ranks(others[0], env) if env[others[0].world_in(env)] != "1" else None
+    if TORCHRUN.rank not in env and not TORCHRUN.world_in(env):
+        return None
+    if missing:
+        raise PlanError(
+            f"{', '.join(missing)} not set, but {', '.join(n for n in names if n in env)} is. A "
+            "launcher sets all four. Start with --nproc or torchrun, or set the others."
+        )
+    return _ranks(TORCHRUN, env)
+
+
+def _ranks(launcher: Launcher, env: Mapping[str, str]) -> Ranks:
+    """The ranks of a launcher whose variables are there, checked."""
+    rank = _number(launcher.rank, env[launcher.rank])
+    count = launcher.world_in(env)
+    world = _number(count, env[count])
+    if rank >= world:
+        raise PlanError(
+            f"{launcher.rank}={rank} is not below {count}={world}. Ranks count from 0. Mend one."
+        )
+    local_world, known = world, [name for name in launcher.local_world if name in env]
+    if known:
+        node = _number(launcher.node, env.get(launcher.node, "0"))
+        local_world = _number(known[0], _of_node(env[known[0]], node))
+    alone = bool(known) and local_world == world
+    job = ".".join(env[name] for name in launcher.job if name in env)
+    port = 20000 + zlib.crc32(job.encode()) % 20000 if job else 29500
+    return Ranks(
+        rank=rank,
+        world=world,
+        local_rank=_number(launcher.local_rank, env.get(launcher.local_rank, str(rank))),
+        local_world=local_world,
+        address=env.get("MASTER_ADDR") or _address(launcher, env, alone=alone),
+        port=_number("MASTER_PORT", env.get("MASTER_PORT", str(port))),
+        error_file=env.get("RANVIER_ERROR_FILE", ""),
+        launcher=launcher.name,
+    )
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdecimal():
+        raise PlanError(
+            f"{name}={text!r} is not a number. A launcher sets it to 0, 1, 2, ... Unset or mend it."
+        )
+    return int(text)
+
+
+def _of_node(text: str, node: int) -> str:
+    """The number of one node in a list such as `4(x2),3`; the text itself if it is none."""
+    counts: list[str] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            return text
+        counts += [match[1]] * int(match[2] or 1)
+    return counts[node if node < len(counts) else 0] if counts else text
+
+
+def _address(launcher: Launcher, env: Mapping[str, str], *, alone: bool) -> str:
+    """Where rank 0 listens: this node if it is alone, else the first host of the job."""
+    names = [name for name in launcher.hosts if env.get(name)]
+    every = hosts(env[names[0]]) if names and not alone else []
+    if alone or len(every) == 1 or (launcher.hosts and not names):
+        return "127.0.0.1"
+    if every:
+        return every[0]
+    raise PlanError(
+        f"{launcher.name} has started {env[launcher.world_in(env)]} ranks on several nodes, but "
+        "MASTER_ADDR is not set. All ranks meet at the host of rank 0. Set MASTER_ADDR to its name."
+    )
+
+
+def hosts(text: str) -> list[str]:
+    """The hosts in a list of Slurm: `node[01-02,07],gpu3` are node01, node02, node07 and gpu3."""
+    names: list[str] = []
+    if not re.fullmatch(r"[^\[\]]*(\[\d+(-\d+)?(,\d+(-\d+)?)*\][^\[\]]*)*", text):
+        raise PlanError(
+            f"{text!r} is not a list of hosts. Slurm writes them as node[01-04,07],gpu3. Set "
+            "MASTER_ADDR to the host of rank 0."
+        )
+    for term in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        pieces = re.split(r"\[([^\]]*)\]", term)  # outside, inside, outside, ...
+        choices = [_span(piece) if i % 2 else [piece] for i, piece in enumerate(pieces)]
+        names += ["".join(parts) for parts in itertools.product(*choices)]
+    return names
+
+
+def _span(text: str) -> list[str]:
+    """The numbers in `01-04,07`, with their leading zeros."""
+    numbers: list[str] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        numbers += [f"{n:0{len(first)}}" for n in range(int(first), int(last or first) + 1)]
+    return numbers
+
+
+def is_follower() -> bool:
+    """Whether a launcher has started this process as another rank than 0: rank 0 speaks."""
+    with contextlib.suppress(PlanError):
+        me = ranks()
+        return me is not None and me.rank > 0
+    return False
+
+
+def environment(*names: str) -> dict[str, str]:
+    """Those of the variables that are set."""
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def cache() -> Path:
+    """A folder for what can be made again: the user's cache, or one in the temporary folder."""
+    env = os.environ
+    folder = Path(env.get("XDG_CACHE_HOME") or "~/.cache") / "ranvier"
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home
+        folder = Path(env.get("RANVIER_CACHE") or folder).expanduser().absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        if writable(folder):
+            return folder
+    folder = Path(tempfile.gettempdir()) / f"ranvier-{os.getuid()}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.lstat().st_uid == os.getuid() and not folder.is_symlink():
+            folder.chmod(0o700)
+            return folder
+    return Path(tempfile.mkdtemp(prefix="ranvier-"))  # somebody else owns that name
+
+
+def writable(folder: Path) -> bool:
+    """Whether a file can be written in a folder."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"ranvier")
+    except OSError:
+        return False
+    return True
