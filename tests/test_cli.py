@@ -11,7 +11,7 @@ import pytest
 from commands import SMALL, call, ended, losses, metrics, started
 from ranvier.cli import main, parse
 from ranvier.errors import PlanError
-from ranvier.launch import free_port
+from ranvier.launch import free_port, ranks
 from ranvier.run import ModelConfig, Run, TrainConfig, load
 from ranvier.train.folder import claim
 
@@ -49,24 +49,20 @@ def test_every_start_and_every_grid_gives_the_same_losses(folder: Path) -> None:
     code, out, errors = ended(started(folder, *words, *many, "--train.out", "many"))
     assert code == 0, errors
     assert "hidden" in out and "reduce_scatter" in out
-    port, job = str(free_port()), str(free_port())
-    slurm = {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "here", "SLURM_NTASKS": "2"}
-    torchrun = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, environment, rank in (("torch", torchrun, "RANK"), ("slurm", slurm, "SLURM_PROCID")):
-        local = {"SLURM_LOCALID": "0"} if name == "slurm" else {}
-        ranks = [
-            started(
-                folder,
-                *(*words, "--train.out", name, "--plan.row", "2"),
-                environment={**environment, **local, rank: number},
-            )
-            for number in ("0", "1")
-        ]
-        ends = [ended(one) for one in ranks]
-        assert [code for code, _, _ in ends] == [0, 0], ends
-        assert "row 2" in ends[0][1] and ends[1][1] == ""
+    # One rank is told by srun's variables and the other by torchrun's: both mean the same.
+    slurm = {"SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NODELIST": "here", "SLURM_NTASKS": "2"}
+    slurm |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
+    meant = ranks(slurm)
+    assert meant is not None
+    torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": meant.address}
+    torchrun |= {"MASTER_PORT": str(meant.port)}
+    launched = [*words, "--train.out", "launched", "--plan.row", "2"]
+    both = [started(folder, *launched, environment=env) for env in (torchrun, slurm)]
+    ends = [ended(one) for one in both]
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert "row 2" in ends[0][1] and ends[1][1] == ""
     one = losses(folder / "one")
-    for name in ("many", "torch", "slurm"):
+    for name in ("many", "launched"):
         assert losses(folder / name) == pytest.approx(one, abs=1e-4)
         assert [row["tokens"] for row in metrics(folder / name)] == [256, 512, 768, 1024]
     assert one[0] > one[-1] and set(metrics(folder / "one")[0]) >= FIELDS

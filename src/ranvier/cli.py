@@ -209,7 +209,7 @@ def _train(words: Sequence[str]) -> int:
     train.opened(run, stored)  # what is wrong with the data is said before any rank starts
     if world > 1:
         task = functools.partial(task, stored=stored)
-        return launch.start(world, task, preload=["ranvier.train.train"])
+        return launch.start(world, task, preload=[train.__name__])
     return task(Ranks(), stored=stored)
 
 
@@ -236,7 +236,7 @@ def _verify(words: Sequence[str]) -> int:
         )
     task = functools.partial(_verify_rank, run)
     if me is None and world > 1:
-        return launch.start(world, task, preload=["ranvier.verify"])
+        return launch.start(world, task, preload=[verify.__name__])
     with launch.reported(me or Ranks()):
         return task(me or Ranks())
 

@@ -18,6 +18,7 @@ from ranvier.launch.processes import (
     free_port,
     joined,
     start,
+    warm,
 )
 
 __all__ = [
@@ -36,5 +37,6 @@ __all__ = [
     "ranks",
     "reported",
     "start",
+    "warm",
     "writable",
 ]

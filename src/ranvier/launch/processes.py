@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -107,15 +108,22 @@ def die_with_parent() -> None:
         ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)
 
 
-def start(nproc: int, task: Callable[[Ranks], int], *, preload: Sequence[str] = ()) -> int:
-    """Run `task` as `nproc` local ranks; the exit code of the run.
+def warm(preload: Sequence[str]) -> None:
+    """Have a clean process import modules once, from which ranks are then forked.
 
-    preload: modules imported once, before the ranks are forked from a clean process.
+    It works while this process does other things.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ranvier.launch.deaf", *preload])
     # The server would import modules of the user's directory before Python's own.
     os.environ["PYTHONSAFEPATH"] = "1"
+    forkserver.ensure_running()
+
+
+def start(nproc: int, task: Callable[[Ranks], int], *, preload: Sequence[str] = ()) -> int:
+    """Run `task` as `nproc` local ranks; the exit code of the run. preload: see `warm`."""
+    context = multiprocessing.get_context("forkserver")
+    warm(preload)
     with tempfile.TemporaryDirectory(prefix="ranvier-") as folder:
         errors = [Path(folder) / f"rank{rank}.json" for rank in range(nproc)]
         port = free_port()
