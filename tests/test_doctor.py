@@ -61,9 +61,9 @@ sys.exit(doctor.show(doctor.examine()))
         [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
     assert end.returncode == 1, end.stderr
-    assert "Essential and missing: torch, tyro." in end.stdout
+    assert "Essential and missing: torch, tokenizers, tyro." in end.stdout
     missing = [line for line in end.stdout.splitlines() if line.startswith("  missing")]
-    assert any("tokenizers [hf]" in line for line in missing)
+    assert any("transformers [hf]" in line for line in missing)
     assert "[hf]'" in end.stdout and "could not be examined" not in end.stdout
 
 

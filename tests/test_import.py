@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BLOCKED = ("tyro", "rich", "tokenizers", "tensorboard", "transformers", "safetensors")
+BLOCKED = ("tyro", "rich", "tokenizers", "tensorboard", "transformers", "safetensors", "pyarrow")
 BLOCK = f"""
 import sys
 class Blocker:
