@@ -50,7 +50,7 @@ sys.path[:0] = {sys.path}
 from importlib import metadata
 version = metadata.version
 def hidden(name):
-    if name in ("torch", "tyro", "tokenizers"):
+    if name in ("torch", "tyro", "tokenizers", "transformers"):
         raise metadata.PackageNotFoundError(name)
     return version(name)
 metadata.version = hidden
