@@ -154,6 +154,19 @@ def test_any_text_survives_in_the_config(folder: Path) -> None:
     assert call("report", "r 😀") == 0 and call("generate", "r 😀", "--tokens", "3") == 0
 
 
+def test_a_tied_model_speaks_with_the_loss_it_was_trained_to(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model.tied", "True", "--model.positions", "learned", "--model.bias", "True"]
+    words += ["--train.steps", "30", "--train.out", "run", "--optim.lr", "0.02"]
+    (folder / "ab.txt").write_text("abcdefgh" * 400)
+    assert call("train", *FAST, *words, "--data.corpus", "ab.txt", "--model.max-seq", "32") == 0
+    capsys.readouterr()
+    options = ["--prompt", "abcdefgh", "--tokens", "16", "--temperature", "0"]
+    assert call("generate", "run", *options) == 0
+    assert capsys.readouterr().out == "abcdefgh" * 3 + "\n"
+
+
 def test_a_directory_holds_one_run_at_a_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,12 +6,12 @@ several devices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ranvier import run as runs
 from ranvier.checkpoint import files
@@ -43,16 +43,7 @@ class Speaker:
             )
         with torch.device("meta"):
             model = Decoder(run.model)
-        model.to_empty(device=device)
-        whole = files.wholes(checkpoint)
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                if name not in whole or whole[name].shape != param.shape:
-                    raise DataError(
-                        f"{checkpoint} has no {name} of shape {tuple(param.shape)}. A checkpoint "
-                        f"fits the config it was trained with. Restore {folder}/config.toml."
-                    )
-                param.copy_(whole[name])
+        fill(model, files.wholes(checkpoint), checkpoint, device)
         return cls(model.eval(), tokenizer_of(str(words), folder), run.data.seq)
 
     @torch.inference_mode()
@@ -79,6 +70,27 @@ class Speaker:
     def device(self) -> torch.device:
         """Where the model is."""
         return next(self.model.parameters()).device
+
+
+def fill(
+    model: nn.Module, whole: Mapping[str, Tensor], origin: Path, device: torch.device | str
+) -> None:
+    """Give a model without values its weights; a tied one bears its first name and stays tied."""
+    owners: dict[int, list[tuple[nn.Module, str, str]]] = {}
+    for path, module in model.named_modules():
+        for key, param in module.named_parameters(recurse=False):
+            owners.setdefault(id(param), []).append((module, key, f"{path}.{key}".lstrip(".")))
+    for tied in owners.values():
+        module, key, name = tied[0]
+        shape = getattr(module, key).shape
+        if name not in whole or whole[name].shape != shape:
+            raise DataError(
+                f"{origin} has no {name} of shape {tuple(shape)}. A checkpoint fits the config "
+                "it was trained with. Restore the config.toml of its run."
+            )
+        param = nn.Parameter(whole[name].to(device), requires_grad=False)
+        for module, key, _ in tied:
+            setattr(module, key, param)
 
 
 def chosen(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
