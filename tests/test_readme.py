@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import doctest
+import math
 import re
+import shlex
 from pathlib import Path
 
+import pytest
+
 import ranvier.parallel
+from commands import SMALL, call
+from ranvier.cli import parse
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -38,3 +44,39 @@ def test_its_links_exist() -> None:
 def test_examples_in_docstrings_run() -> None:
     result = doctest.testmod(ranvier.parallel)
     assert result.attempted and not result.failed
+
+
+def commands() -> list[list[str]]:
+    """The words after `ranvier` of each command in the tour."""
+    (tour,) = blocks("console")
+    lines = [line.partition(" # ")[0] for line in tour.splitlines() if line.startswith("$ ")]
+    return [shlex.split(line.partition("ranvier ")[2]) for line in lines]
+
+
+def test_the_tour_runs_from_its_first_command_to_its_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it is written, on a smaller model; what needs several ranks is checked for them."""
+    root = Path(__file__).parent.parent
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.jsonl").write_text('{"text": "some words of mine"}\n' * 50)
+    (tmp_path / "recipes").symlink_to(root / "recipes")
+    tokenizer = SMALL.index("--data.tokenizer")
+    small = [*SMALL[:tokenizer], *SMALL[tokenizer + 2 :], "--model.vocab", "4096"]
+    small += ["--nproc", "1", "--train.steps"]
+    done = []
+    for words in commands():
+        if words[0] == "train" and any("runs/" in word for word in words):
+            assert call(*words[:2], "--train.steps", "4", "--nproc", "1") == 0
+        elif words[0] in ("verify",) or any("plan" in word or "recipes" in word for word in words):
+            arguments = parse(words[0], words[1:])
+            plan = arguments.plan
+            world = 512 if "recipes" in words[-1] else math.prod(map(abs, plan.degrees.values()))
+            assert arguments.check(world).plan.world == world
+        elif words[0] == "train":
+            assert call(*words, *small, "2") == 0
+        else:
+            assert call(*words) == 0, words
+        done.append(words[0])
+    assert done.count("train") == 5 and {"generate", "data", "verify", "doctor"} <= {*done}
+    assert "Ready to run" in capsys.readouterr().out

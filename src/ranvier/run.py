@@ -239,7 +239,7 @@ class Run:
 
     def _values(self) -> Iterator[tuple[str, Any]]:
         """Dotted name and value of every setting."""
-        for section in dataclasses.fields(self):
+        for section in dataclasses.fields(Run):
             for key, value in dataclasses.asdict(getattr(self, section.name)).items():
                 yield f"{section.name}.{key}", value
 
