@@ -29,11 +29,35 @@ def call(*words: str) -> int:
     return end.value.code
 
 
+PATCHED = """
+import importlib.util, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name != {module!r}:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+        def patched(module):
+            run(module)
+            exec({patch!r}, vars(module))
+        spec.loader.exec_module = patched
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+"""Code that every process runs first: it does nothing until a module is imported."""
+
+
 def started(
-    folder: Path, *words: str, patch: str = "", environment: dict[str, str] | None = None
+    folder: Path,
+    *words: str,
+    patch: tuple[str, str] = ("", ""),
+    environment: dict[str, str] | None = None,
 ) -> subprocess.Popen[str]:
-    """A command begun in a folder; `patch` is code that every process runs first."""
-    (folder / "sitecustomize.py").write_text(patch)
+    """A command begun in a folder; patch: a module, and code that its end runs."""
+    (folder / "sitecustomize.py").write_text(PATCHED.format(module=patch[0], patch=patch[1]))
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     return subprocess.Popen(
         [sys.executable, "-m", "ranvier", *words],

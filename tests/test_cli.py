@@ -17,18 +17,18 @@ from ranvier.train.folder import claim
 
 FAULT = """
 import os
-from ranvier.train import trainer
-take = trainer.Trainer.issue
+take = Trainer.issue
 def issue(self, *arguments, **options):
     if self.grid.rank == 1 and self.step == 1:
         {action}
     return take(self, *arguments, **options)
-trainer.Trainer.issue = issue
+Trainer.issue = issue
 """
 BROKEN = """
-from ranvier.comm import pairs, verbs
-verbs.reduce_scatter = lambda x, axis, dim=0: verbs.Pending(pairs.take(x, axis, dim).clone())
+def reduce_scatter(x, axis, dim=0):
+    return Pending(x.chunk(axis.size, dim)[axis.index].clone())
 """
+TRAINER = "ranvier.train.trainer"
 FIELDS = {
     *("step", "tokens", "loss", "lr", "grad_norm", "seconds", "tokens_per_second", "mfu"),
     *("mfu_full", "memory", "exposed_communication_seconds"),
@@ -73,7 +73,7 @@ def test_every_start_and_every_grid_gives_the_same_losses(folder: Path) -> None:
 
 def test_a_rank_that_raises_ends_all_with_its_message(folder: Path) -> None:
     start = time.monotonic()
-    patch = FAULT.format(action="raise RuntimeError('disk on fire')")
+    patch = TRAINER, FAULT.format(action="raise RuntimeError('disk on fire')")
     words = ["train", *SMALL, "--nproc", "2", "--plan.row", "2", "--train.out", "run"]
     code, _, errors = ended(started(folder, *words, patch=patch))
     assert code == 70
@@ -85,7 +85,7 @@ def test_a_rank_that_raises_ends_all_with_its_message(folder: Path) -> None:
 
 
 def test_a_rank_that_is_killed_ends_all(folder: Path) -> None:
-    patch = FAULT.format(action="os.kill(os.getpid(), 9)")
+    patch = TRAINER, FAULT.format(action="os.kill(os.getpid(), 9)")
     words = ["train", *SMALL, "--nproc", "2", "--plan.depth", "2", "--train.out", "run"]
     code, _, errors = ended(started(folder, *words, patch=patch))
     assert code == 137 and "Traceback" not in errors
@@ -102,7 +102,9 @@ def test_verify_passes_on_grids_and_fails_on_a_broken_collective(folder: Path) -
     assert "verified: the grid equals one process" in out
     assert "32 heads, 1 kv heads" in out and "all as predicted" in out
     assert "vocab 25," in out  # 128259 and 25 are odd
-    code, out, _ = ended(started(folder, "verify", "run.toml", patch=BROKEN))
+    code, out, _ = ended(
+        started(folder, "verify", "run.toml", patch=("ranvier.comm.verbs", BROKEN))
+    )
     assert code == 1
     assert "DIFFERS" in out and "FAILED" in out
 

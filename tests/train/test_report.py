@@ -262,9 +262,9 @@ def test_smoothing_follows_without_lag_and_ignores_spikes() -> None:
 def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     form = '{"step": %d, "loss": %g, "grad_norm": %g, "seconds": %g, "tokens_per_second": %g}'
     lines = []
-    for i in range(100_000):
+    for i in range(50_000):
         noise = i * 7919 % 101 / 500
-        loss = 900.0 if i == 77_777 else 2.0 + noise
+        loss = 900.0 if i == 38_888 else 2.0 + noise
         lines.append(form % (i, loss, noise, 0.5 + noise, 2000 - noise))
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     path = report.write(tmp_path)
