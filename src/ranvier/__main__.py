@@ -6,6 +6,7 @@ before anything else is imported.
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import suppress
 
@@ -19,6 +20,10 @@ WORKERS = {"train": "ranvier.train.train", "verify": "ranvier.verify"}
 def main() -> None:
     """Run the command line; exits with its code."""
     words = sys.argv[1:]
+    if sys.stdout is None:  # closed by whoever started this
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.set_inheritable(1, True)  # for the ranks too
+        sys.stdout = os.fdopen(1, "w")
     one = "--nproc 1" in " ".join(words).replace("=", " ")
     if words and words[0] in WORKERS and not one and not {"-h", "--help"} & {*words}:
         with suppress(PlanError):  # told later

@@ -134,7 +134,7 @@ def start(nproc: int, task: Callable[[Ranks], int], *, preload: Sequence[str] = 
                 children.append(context.Process(target=_rank, args=(me, task), daemon=True))
                 children[-1].start()
             codes, slain = _wait(children, errors)
-        if any(codes) and sys.stdout is not None and sys.stdout.isatty():
+        if any(codes) and sys.stdout.isatty():
             print("\x1b[?25h")  # a progress display that was killed has hidden the cursor
         return _verdict(codes, errors, slain)
 

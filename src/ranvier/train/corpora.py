@@ -80,7 +80,7 @@ def show(folder: Path) -> int:
 @contextmanager
 def shown(what: str) -> Iterator[Progress]:
     """A progress bar on a terminal, else a line at the start and the end of long work."""
-    if sys.stdout is None or not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         yield _lines(what)
         return
     from rich import progress as rich

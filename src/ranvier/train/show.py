@@ -76,7 +76,7 @@ def sinks(run: Run, folder: Path) -> Iterator[Sink]:
 @contextmanager
 def display(steps: int) -> Iterator[Sink]:
     """A progress bar on a terminal, else about twenty lines."""
-    if sys.stdout is None or not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         yield _lines(steps)
         return
     from rich import progress
