@@ -24,7 +24,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.set_inheritable(1, True)  # for the ranks too
         sys.stdout = os.fdopen(1, "w")
-    one = "--nproc 1" in " ".join(words).replace("=", " ")
+    one = " --nproc 1 " in f"{' '.join(words)} ".replace("=", " ")
     if words and words[0] in WORKERS and not one and not {"-h", "--help"} & {*words}:
         with suppress(PlanError):  # told later
             if launch.ranks() is None:
