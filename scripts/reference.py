@@ -106,7 +106,7 @@ CODES = {
     0: "The run ended as planned.",
     errors.RanvierError.exit_code: "A setting, an option, a plan or a model that cannot run.",
     errors.DataError.exit_code: "Training data, a tokenizer or a checkpoint that cannot be used.",
-    ends.INTERNAL: "An error that is not yours; it comes with a traceback.",
+    errors.INTERNAL: "An error that is not yours; it comes with a traceback.",
     errors.CommunicationError.exit_code: "Ranks that did not meet, disagree, or were lost.",
     ends.CANNOT_WRITE: "A file could not be written: a full disk, no permission.",
     errors.NumericError.exit_code: "A loss or a gradient that is not a finite number.",

@@ -37,7 +37,7 @@ usage: ranvier VERB ...
   torchrun --nproc-per-node 8 -m ranvier train --plan.row 8
   srun ranvier train run.toml
 """
-USAGE_ERROR = 64
+USAGE_ERROR = PlanError.exit_code
 MOST_RANKS = 256
 Config = TypeVar("Config")
 

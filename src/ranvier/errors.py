@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+INTERNAL = 70
+"""Exit code of an error that is not the user's."""
+
 
 class RanvierError(Exception):
     """Any mistake a user can mend; the command line prints it without a traceback."""

@@ -93,6 +93,24 @@ def test_a_signal_ends_the_step_and_the_run_goes_on_as_if_undisturbed(
     assert [row["step"] for row in metrics(folder / "run")] == list(range(8))
 
 
+def test_steps_after_the_last_checkpoint_are_taken_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["train", *FAST, "--train.steps", "6", "--checkpoint.every", "2"]
+    assert call(*words, "--train.out", "whole") == 0
+
+    def breaks() -> None:
+        raise RuntimeError("a cable")
+
+    with monkeypatch.context() as patch:
+        interrupted(patch, 5, breaks)
+        assert call(*words, "--train.out", "run") == 70
+    assert len(metrics(folder / "run")) == 5, "one more than the checkpoint holds"
+    assert call("train", "run", "--nproc", "1") == 0
+    assert [row["step"] for row in metrics(folder / "run")] == list(range(6))
+    assert losses(folder / "run") == losses(folder / "whole")
+
+
 def test_ranks_stop_together_and_go_on_together(folder: Path) -> None:
     """Ctrl-C of two ranks, then the same command again."""
     words = ["train", *SMALL, "--nproc", "2", "--train.steps", "2000", "--train.out", "run"]

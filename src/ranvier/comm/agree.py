@@ -8,11 +8,10 @@ from typing import TypeVar
 import torch
 
 from ranvier.comm import verbs
-from ranvier.errors import ElsewhereError, RanvierError
+from ranvier.errors import INTERNAL, ElsewhereError, RanvierError
 from ranvier.grid import Axis, Grid
 
 T = TypeVar("T")
-INTERNAL = 70
 
 
 def everyone(grid: Grid) -> Axis:

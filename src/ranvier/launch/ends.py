@@ -16,11 +16,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ranvier.errors import CommunicationError, ElsewhereError, RanvierError
+from ranvier.errors import INTERNAL, CommunicationError, ElsewhereError, RanvierError
 from ranvier.launch.environment import Ranks
 
-INTERNAL = 70
-"""Exit code of an error that is not the user's."""
 CANNOT_WRITE = 73
 """Exit code where a file cannot be written."""
 WRITING = (
