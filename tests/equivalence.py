@@ -141,9 +141,9 @@ def decays(name: str, param: nn.Parameter) -> bool:
 def gradients(parallel: Parallel) -> State:
     """My part of every finished gradient, without the update."""
     return {
-        weight.name: (grad[slice(*bucket.range(weight))].clone(), bucket.place(weight))
-        for bucket, grad in parallel.queue.finish()
-        for weight in bucket.weights
+        weight.name: (part.clone(), bucket.place(weight))
+        for bucket, pieces in parallel.queue.finish()
+        for weight, part in bucket.by_weight(pieces)
     }
 
 

@@ -60,7 +60,7 @@ def test_weights_are_gathered_before_the_block_that_uses_them(pool: Pool) -> Non
 def test_dx_is_in_flight_while_dw_is_computed(pool: Pool) -> None:
     for events in pool.on_grid(CUBE, traced, ("dx", "dw", "gather")):
         spans = [e for e in events if e.op == COMPUTE and e.where.startswith("dW ")]
-        assert len(spans) == 9  # four a block, and the head
+        assert len(spans) == 8  # four a block
         for span in spans:
             leaf = span.where.removeprefix("dW ")
             mine = [e for e in events if e.op == "reduce_scatter" and e.where == leaf]

@@ -69,6 +69,8 @@ class Trace:
     """Communications that were waited for while the meter ran."""
     events: list[Event] = field(default_factory=list)
     where: str = ""
+    outer: list[str] = field(default_factory=list)
+    """Places around the one a graph is traced at."""
     last: list[str] = field(default_factory=list)
     """The last few operations issued, kept also when off, for reports of a hang."""
 
@@ -83,14 +85,33 @@ class Trace:
             self.events.append(event)
         return event
 
-    def note(self, op: str, axis: tuple[str, ...], num_bytes: int, where: str) -> int:
+    def note(self, op: str, axis: tuple[str, ...], num_bytes: int) -> int:
         """Record what a graph will communicate; the compiler runs this while it traces."""
-        with self.at(where):
-            self.record(op, axis, num_bytes).issued = None
+        self.record(op, axis, num_bytes).issued = None
+        return 0
+
+    def enter(self, where: str) -> int:
+        """What follows in a graph is issued by `where`; likewise: no part of the graph."""
+        self.outer.append(self.where)
+        self.where = where
+        return 0
+
+    def leave(self) -> int:
+        """What follows in a graph is issued by who issued it before."""
+        self.where = self.outer.pop()
         return 0
 
     # What torch.compiler.assume_constant_result does, without the second that its import takes.
     note._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    enter._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    leave._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    @contextmanager
+    def marked(self, where: str) -> Iterator[None]:
+        """As `at`, while a graph is traced, which may change nothing outside of it."""
+        self.enter(where)
+        yield
+        self.leave()
 
     @contextmanager
     def at(self, where: str) -> Iterator[None]:

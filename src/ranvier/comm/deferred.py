@@ -17,10 +17,8 @@ changes no bit. All waiting is in `finish`.
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ranvier.comm import pairs, verbs
+from ranvier.comm.sums import Pieces, Sum, flat
 from ranvier.comm.verbs import Pending
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis, Grid
@@ -138,12 +137,14 @@ class Bucket:
     """Complete only at the end of a step: tied weights, vectors."""
     data: Tensor = field(init=False)
     """Values `[size]`; the parameters are views of it."""
-    grad: Tensor | None = None
-    """Sum of the gradients of this step `[size]`."""
+    grad: Sum | None = None
+    """Sum of the gradients of this step, of `size` elements."""
     full: Tensor | None = None
     """Gradients of the gathered weights `[depth, size]`, before their reduction."""
     reduced: list[Pending] = field(default_factory=list)
     """My range over data of the gradient `[size/data]`; several are to be added."""
+    finished: Sum | None = None
+    """My range over data of the gradient, summed over all who hold the bucket."""
     gathered: list[Tensor] | None = None
 
     @property
@@ -161,11 +162,15 @@ class Bucket:
         """Segments whose gradients have to be summed over other axes than depth and data."""
         return [segment for segment in self.segments if segment.over.size > 1]
 
-    def first(self, grad: Tensor) -> list[Tensor]:
+    def first(self, pieces: Pieces) -> list[Tensor]:
         """Of my range over data of a gradient what no rank before me holds as well."""
-        low = self.queue.data_axis.index * grad.numel()
+        low = self.queue.data_axis.index * (self.size // self.queue.data_axis.size)
         owned = [segment for segment in self.segments if segment.over.index == 0]
-        return [grad[max(s.start - low, 0) : max(s.stop - low, 0)] for s in owned]
+        return [
+            piece[max(s.start - low - at, 0) : max(s.stop - low - at, 0)]
+            for at, piece in pieces
+            for s in owned
+        ]
 
     def place(self, weight: Weight) -> Place:
         """The part of `weight` whose optimizer state lies here.
@@ -185,6 +190,11 @@ class Bucket:
         flat = self.place(weight).flat
         assert flat is not None
         return start, start + flat[1] - flat[0]
+
+    def by_weight(self, pieces: Pieces) -> list[tuple[Weight, Tensor]]:
+        """What of my range over data each weight has."""
+        whole = flat(pieces, self.queue.dtype)
+        return [(weight, whole[slice(*self.range(weight))]) for weight in self.weights]
 
     def unpack(self, buffer: Tensor) -> list[Tensor]:
         """The gathered weights from their gathered buffer `[depth · size]`."""
@@ -209,14 +219,11 @@ class Bucket:
             grad = padded
         self.full[:, weight.offset : weight.offset + weight.elements] += grad.reshape(depth, -1)
 
-    def accumulate(self, grad: Tensor, weight: Weight | None = None) -> None:
-        """Add a gradient of my shards: of one weight, or of the whole bucket."""
+    def accumulate(self, grad: Tensor, start: int = 0) -> None:
+        """Add a gradient of my shards that lie one after the other from `start` on."""
         if self.grad is None:
-            self.grad = torch.zeros(self.size, dtype=self.queue.dtype, device=grad.device)
-        if weight is None:
-            self.grad += grad
-        else:
-            self.grad[weight.offset : weight.offset + weight.elements] += grad.reshape(-1)
+            self.grad = Sum(self.size, self.queue.dtype)
+        self.grad.add(start, grad)
 
 
 class Deferred:
@@ -259,7 +266,7 @@ class Deferred:
         self._seen, self._ahead, self._resident = [], {}, ""
         self._filling, self._reducing = None, deque()
         for bucket in self.buckets:
-            bucket.gathered = bucket.grad = bucket.full = None
+            bucket.gathered = bucket.grad = bucket.full = bucket.finished = None
             bucket.reduced = []
 
     def use(self, block: str) -> None:
@@ -316,15 +323,28 @@ class Deferred:
 
         The bucket filled before is complete and gets reduced.
         """
-        bucket = weight.bucket
+        if not weight.split:
+            self.arrive(weight.bucket, weight.offset, grad)
+            return
         with verbs.hidden():
-            if bucket is not self._filling and not bucket.late:
-                self._close()
-                self._filling = bucket
-            if weight.split:
-                bucket.add(weight, grad)
-            else:
-                bucket.accumulate(grad, weight)
+            self._fill(weight.bucket)
+            weight.bucket.add(weight, grad)
+
+    def arrive(self, bucket: Bucket, start: int, grad: Tensor) -> None:
+        """Take a gradient of my shards that lie one after the other from `start` on."""
+        with verbs.hidden():
+            self._fill(bucket)
+            bucket.accumulate(grad, start)
+
+    def _fill(self, bucket: Bucket) -> None:
+        """Gradients of a bucket begin to come: that of the block before is complete.
+
+        Other buckets of the same block come in between; they are reduced at the end.
+        """
+        if bucket.late or (self._filling is not None and bucket.name == self._filling.name):
+            return
+        self._close()
+        self._filling = bucket
 
     def _close(self) -> None:
         """Reduce the bucket that was being filled."""
@@ -352,7 +372,7 @@ class Deferred:
 
     def _advance(self, bucket: Bucket) -> None:
         """Start the reduction over data early, where nothing has to come before it."""
-        if not bucket.late and not bucket.copied:
+        if self.data_axis.size > 1 and not bucket.late and not bucket.copied:
             self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
@@ -362,14 +382,14 @@ class Deferred:
         """
         assert bucket.grad is not None, bucket.name
         with self.grid.trace.at(bucket.name):
-            pending = verbs.reduce_scatter(bucket.grad, self.data_axis)
+            pending = verbs.reduce_scatter(bucket.grad.flat(bucket.data.device), self.data_axis)
         bucket.grad = None
         bucket.reduced.append(pending)
         if "dw" not in self.overlap:
             pending.wait()
 
-    def finish(self) -> list[tuple[Bucket, Tensor]]:
-        """Each trainable bucket with my range over data of its gradient.
+    def finish(self) -> list[tuple[Bucket, Pieces]]:
+        """Each trainable bucket with my range over data of its gradient, in pieces.
 
         The gradient is summed over all who hold the bucket.
         Communicates: what is left of the reductions over depth, then over the axes that do not
@@ -384,15 +404,30 @@ class Deferred:
             self._settle()
         buckets = [bucket for bucket in self.buckets if bucket.trainable]
         for bucket in buckets:
-            if bucket.grad is None and not bucket.reduced:
-                bucket.accumulate(torch.zeros_like(bucket.data, dtype=self.dtype))
+            if bucket.grad is None and not bucket.reduced and bucket.finished is None:
+                bucket.grad = Sum(bucket.size, self.dtype)
             if bucket.grad is not None:
                 self._sum_copies(bucket)
-                self._reduce(bucket)
-        return [
-            (bucket, functools.reduce(torch.add, [pending.wait() for pending in bucket.reduced]))
-            for bucket in buckets
-        ]
+                if self.data_axis.size > 1:
+                    self._reduce(bucket)
+        return [(bucket, self._finished(bucket)) for bucket in buckets]
+
+    def _finished(self, bucket: Bucket) -> Pieces:
+        """My range over data of a gradient: as it was reduced, or as it came if nobody else has it.
+
+        Late buckets have many small weights, or one that came twice: they are one piece.
+        """
+        device = bucket.data.device
+        if bucket.finished is None:
+            bucket.finished = Sum(bucket.size // self.data_axis.size, self.dtype)
+        if bucket.grad is not None:
+            pieces = bucket.grad.covering(device)
+            for at, piece in [(0, flat(pieces, self.dtype))] if bucket.late else pieces:
+                bucket.finished.add(at, piece)
+        for pending in bucket.reduced:
+            bucket.finished.add(0, pending.wait())
+        bucket.grad, bucket.reduced = None, []
+        return bucket.finished.covering(device)
 
     def _check(self) -> None:
         """Refuse parameters that were changed behind the back of their buckets."""
@@ -417,52 +452,11 @@ class Deferred:
     def _sum_copies(self, bucket: Bucket) -> None:
         """Sum over the ranks that hold the same parts, where depth and data are not all of them."""
         assert bucket.grad is not None, bucket.name
+        if not bucket.copied:
+            return
+        whole = bucket.grad.flat(bucket.data.device).clone()
         with self.grid.trace.at(bucket.name):
             for segment in bucket.copied:
-                part = bucket.grad[segment.start : segment.stop]
+                part = whole[segment.start : segment.stop]
                 part.copy_(verbs.all_reduce(part, segment.over).wait())
-
-
-def fill(queue: Deferred, weights: Iterable[Weight], blocks: Mapping[str, str]) -> None:
-    """Sort weights into buckets: by block, split over depth, group, trained, tied.
-
-    blocks: name of the block of each weight. Communicates: the making of groups.
-    """
-    groups: dict[tuple[str, bool, Group, bool, bool], list[Weight]] = {}
-    for weight in weights:
-        tied = len(weight.owners) > 1
-        key = (blocks[weight.name], weight.split, weight.group, weight.trainable, tied)
-        groups.setdefault(key, []).append(weight)
-    multiple = queue.data_axis.size
-    for (block, _, _, _, tied), members in groups.items():
-        members.sort(key=lambda weight: sorted(_copies(weight, queue).items()))
-        segments = _segments(members, queue)
-        bucket = Bucket(
-            name=block,
-            weights=members,
-            queue=queue,
-            segments=segments,
-            size=-(-segments[-1].stop // multiple) * multiple,
-            late=tied or block == VECTORS,
-        )
-        for weight in members:
-            weight.bucket = bucket
-        queue.buckets.append(bucket)
-
-
-def _copies(weight: Weight, queue: Deferred) -> dict[str, int]:
-    """Ranks of each axis but data that hold the same part."""
-    same = weight.sharding.over(queue.grid.degrees)
-    return {axis: count for axis, count in same.items() if axis != "data"}
-
-
-def _segments(members: list[Weight], queue: Deferred) -> list[Segment]:
-    """Lay weights one after the other; neighbours with the same copies form a segment."""
-    segments, start = [], 0
-    for copies, group in itertools.groupby(members, key=lambda weight: _copies(weight, queue)):
-        stop = start
-        for weight in group:
-            weight.offset, stop = stop, stop + weight.elements
-        segments.append(Segment(start, stop, queue.grid.axis(share=copies)))
-        start = stop
-    return segments
+        bucket.grad.parts = {(0, bucket.size): whole}

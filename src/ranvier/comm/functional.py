@@ -56,7 +56,7 @@ def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
 def _record(op: str, axis: Axis, x: Tensor, times: int = 1) -> None:
     num_bytes = x.numel() * x.element_size() * times
     if torch.fx.experimental.symbolic_shapes.has_static_value(num_bytes):
-        axis.trace.note(op, axis.names, num_bytes, axis.trace.where)
+        axis.trace.note(op, axis.names, num_bytes)
 
 
 def _done(x: Tensor) -> Tensor:

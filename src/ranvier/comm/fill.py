@@ -1,0 +1,53 @@
+"""Fill: weights are sorted into the buckets in which they are communicated and updated."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+
+from ranvier.comm.deferred import VECTORS, Bucket, Deferred, Group, Segment, Weight
+
+
+def fill(queue: Deferred, weights: Iterable[Weight], blocks: Mapping[str, str]) -> None:
+    """Sort weights into buckets: by block, split over depth, group, trained, tied.
+
+    blocks: name of the block of each weight. Communicates: the making of groups.
+    """
+    groups: dict[tuple[str, bool, Group, bool, bool], list[Weight]] = {}
+    for weight in weights:
+        tied = len(weight.owners) > 1
+        key = (blocks[weight.name], weight.split, weight.group, weight.trainable, tied)
+        groups.setdefault(key, []).append(weight)
+    multiple = queue.data_axis.size
+    for (block, _, _, _, tied), members in groups.items():
+        members.sort(key=lambda weight: sorted(_copies(weight, queue).items()))
+        segments = _segments(members, queue)
+        bucket = Bucket(
+            name=block,
+            weights=members,
+            queue=queue,
+            segments=segments,
+            size=-(-segments[-1].stop // multiple) * multiple,
+            late=tied or block == VECTORS,
+        )
+        for weight in members:
+            weight.bucket = bucket
+        queue.buckets.append(bucket)
+
+
+def _copies(weight: Weight, queue: Deferred) -> dict[str, int]:
+    """Ranks of each axis but data that hold the same part."""
+    same = weight.sharding.over(queue.grid.degrees)
+    return {axis: count for axis, count in same.items() if axis != "data"}
+
+
+def _segments(members: list[Weight], queue: Deferred) -> list[Segment]:
+    """Lay weights one after the other; neighbours with the same copies form a segment."""
+    segments, start = [], 0
+    for copies, group in itertools.groupby(members, key=lambda weight: _copies(weight, queue)):
+        stop = start
+        for weight in group:
+            weight.offset, stop = stop, stop + weight.elements
+        segments.append(Segment(start, stop, queue.grid.axis(share=copies)))
+        start = stop
+    return segments
