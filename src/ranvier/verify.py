@@ -48,7 +48,7 @@ def world_of(plan: Plan) -> int:
 
 def shrink(run: Run) -> Run:
     """The run with a model as small as its grid allows."""
-    plan, model = run.plan, run.model
+    plan, model = run.plan.unmeasured, run.model
     inside = plan.row * (plan.col if plan.inner == "features" else 1)
     heads, kv_heads = _heads(model.heads, model.kv_heads, plan.row, inside)
     period = plan.row * plan.col * plan.depth
@@ -193,6 +193,8 @@ def compare(
         inner=run.plan.inner,
         overlap=run.plan.overlap,
         recompute=run.plan.recompute,
+        # a graph keeps what eager backward gathers again: its events are others
+        compiled="inductor" if run.plan.compile == "on" and _whole(run) else "",
     )
     parallel = parallel_of(model)
     decays = {name: weight.group == "matrix" for name, weight in parallel.weights.items()}
@@ -225,6 +227,11 @@ def compare(
     return findings, difference(predicted, events), events
 
 
+def _whole(run: Run) -> bool:
+    """Whether blocks communicate nothing."""
+    return run.plan.depth * run.plan.row * run.plan.col == 1
+
+
 def predict(parallel: Parallel, flow: Flow, micro_batches: int) -> list[Event]:
     """Communication of one step: passes, update, and the two numbers the step itself sums."""
     axis, itemsize = parallel.token_axis, parallel.queue.dtype.itemsize
@@ -238,9 +245,9 @@ def predict(parallel: Parallel, flow: Flow, micro_batches: int) -> list[Event]:
 def _gradients(parallel: Parallel) -> dict[str, tuple[Tensor, Place]]:
     """My range of every gradient; the queue keeps them for the update."""
     return {
-        weight.name: (grad[slice(*bucket.range(weight))].clone(), bucket.place(weight))
-        for bucket, grad in parallel.queue.finish()
-        for weight in bucket.weights
+        weight.name: (part.clone(), bucket.place(weight))
+        for bucket, pieces in parallel.queue.finish()
+        for weight, part in bucket.by_weight(pieces)
     }
 
 

@@ -13,23 +13,25 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ranvier import init
 from ranvier.comm import verbs
 from ranvier.comm.deferred import Bucket, Deferred, Group
+from ranvier.comm.sums import Pieces
 from ranvier.grid import Grid
-from ranvier.optim import rules
+from ranvier.optim import fused
 from ranvier.optim.scale import Scale
 from ranvier.sharding import State
 
 
-def gradient_norm(grads: Sequence[tuple[Bucket, Tensor]], grid: Grid) -> Tensor:
+def gradient_norm(grads: Sequence[tuple[Bucket, Pieces]], grid: Grid) -> Tensor:
     """Euclidean norm of the gradient of the whole model.
 
     Ranges over data are disjoint; of the ranks that hold the same part only the first counts it.
     Communicates: all-reduce of one number over all axes.
     """
-    mine = [part.square().sum() for bucket, grad in grads for part in bucket.first(grad)]
-    none = grads[0][1].new_zeros(()) if grads else torch.zeros(())  # of the type the others send
-    square = torch.stack(mine).sum() if mine else none
+    mine = [part for bucket, pieces in grads for part in bucket.first(pieces)]
+    none = grads[0][0].data[:0] if grads else torch.zeros(0)  # of the type the others send
+    square = fused.square_sum(mine or [none])
     with grid.trace.at("norm"):
         return verbs.all_reduce(square, grid.axis(*grid.degrees)).wait().sqrt()
 
@@ -57,16 +59,21 @@ class Optimizer:
         clip: float = 1.0,
         factors: Mapping[Group, float] | None = None,
         scale: Scale | None = None,
+        moments: torch.dtype | None = None,
     ) -> None:
-        """factors: of the learning rate of each group of weights. scale: what the loss bears."""
+        """factors: of the learning rate of each group of weights. scale: what the loss bears.
+
+        moments: bf16, rounded at random; or None, the type of the master weights.
+        """
         self.queue, self.grid = queue, queue.grid
         self.lr, self.betas, self.eps, self.decay, self.clip = lr, betas, eps, decay, clip
         self.factors, self.scale = dict(factors or {}), scale
         self.buckets = [bucket for bucket in queue.buckets if bucket.trainable]
         self.master = {bucket: self._master(bucket) for bucket in self.buckets}
         self._loads = queue.loads
-        self.mean = {bucket: torch.zeros_like(self.master[bucket]) for bucket in self.buckets}
-        self.square = {bucket: torch.zeros_like(self.master[bucket]) for bucket in self.buckets}
+        self.mean = {b: torch.zeros_like(x, dtype=moments) for b, x in self.master.items()}
+        self.square = {b: torch.zeros_like(x, dtype=moments) for b, x in self.master.items()}
+        self._seeds = {b: init.key(0, "moments", b.weights[0].name) for b in self.buckets}
         device = self.buckets[0].data.device if self.buckets else "cpu"
         self.updates = torch.zeros((), dtype=torch.float64, device=device)
         """Updates made; masked ones do not count."""
@@ -80,10 +87,11 @@ class Optimizer:
 
     def _master(self, bucket: Bucket) -> Tensor:
         """The weights that are updated: my range itself, or a wider copy of 16-bit weights."""
-        return self._range(bucket).to(self.queue.dtype)
+        narrow = bucket.data.dtype in (torch.bfloat16, torch.float16)
+        return self._range(bucket).to(torch.float32 if narrow else bucket.data.dtype)
 
     @torch.no_grad()
-    def step(self, lr: float | None = None, *, allowed: Tensor | None = None) -> Tensor:
+    def step(self, lr: float | Tensor | None = None, *, allowed: Tensor | None = None) -> Tensor:
         """Update the weights with the gradients of this step; the norm before clipping.
 
         allowed: a bool on the device without which nothing is updated either.
@@ -96,21 +104,11 @@ class Optimizer:
         norm, factor = self._norm(grads)
         self.finite = norm.isfinite()
         good = self.finite if allowed is None else self.finite & allowed
-        for bucket, grad in grads:
-            group = bucket.weights[0].group
-            rules.adamw(
-                self.master[bucket],
-                grad if factor is None else grad * factor,
-                self.mean[bucket],
-                self.square[bucket],
-                step=self.updates + 1.0,
-                good=good,
-                lr=(self.lr if lr is None else lr) * self.factors.get(group, 1.0),
-                beta1=self.betas[0],
-                beta2=self.betas[1],
-                eps=self.eps,
-                decay=self.decay if group == "matrix" else 0.0,
-            )
+        lr = self.lr if lr is None else lr
+        now = fused.Scalars.of(self.updates + 1.0, good, factor, self.betas, lr)
+        for bucket, pieces in grads:
+            for start, grad in pieces:
+                self._update(bucket, start, grad, now)
         self.updates += good
         if self.scale is not None:
             self.scale.update(self.finite)
@@ -118,7 +116,7 @@ class Optimizer:
         self.queue.begin("")
         return norm
 
-    def _norm(self, grads: Sequence[tuple[Bucket, Tensor]]) -> tuple[Tensor, Tensor | None]:
+    def _norm(self, grads: Sequence[tuple[Bucket, Pieces]]) -> tuple[Tensor, Tensor | None]:
         """Norm of the gradient without its scale, and what gradients are to be multiplied by."""
         norm = gradient_norm(grads, self.grid)
         if self.scale is not None:
@@ -128,15 +126,35 @@ class Optimizer:
             factor = (1.0 if factor is None else factor) / self.scale.value
         return norm, factor
 
+    def _update(self, bucket: Bucket, start: int, grad: Tensor, now: fused.Scalars) -> None:
+        """Update a piece of my range of a bucket, master and working weights in one pass."""
+        group, piece = bucket.weights[0].group, slice(start, start + grad.numel())
+        master, working = self.master[bucket][piece], self._range(bucket)[piece]
+        fused.adamw(
+            master,
+            grad,
+            self.mean[bucket][piece],
+            self.square[bucket][piece],
+            now=now,
+            share=self.factors.get(group, 1.0),
+            eps=self.eps,
+            decay=self.decay if group == "matrix" else 0.0,
+            out=working if working.dtype != master.dtype else None,
+            seed=self._seeds[bucket],
+            first=self.queue.data_axis.index * self.master[bucket].numel() + start,
+        )
+
     def _publish(self) -> None:
-        """Give all data ranks the updated weights.
+        """Give all data ranks the working weights of my range.
 
         Communicates: all-gather over data, by bucket.
         """
+        if self.queue.data_axis.size == 1:
+            return
         pending = []
         for bucket in self.buckets:
             with self.grid.trace.at(bucket.name):
-                part = self.master[bucket].to(bucket.data.dtype)
+                part = self._range(bucket)
                 pending.append((bucket, verbs.all_gather(part, self.queue.data_axis)))
         for bucket, values in pending:
             bucket.data.copy_(values.wait())
@@ -168,4 +186,6 @@ class Optimizer:
         """
         self.updates.fill_(updates)
         self._loads = self.queue.loads
+        for bucket in self.buckets:
+            self._range(bucket).copy_(self.master[bucket])
         self._publish()

@@ -59,6 +59,9 @@ def first_bad(model: nn.Module, batches: Sequence[Batch], scale: Tensor | None) 
     for name, (part, _) in parallel.state().items():
         checks.look(f"the weight {name}", part)
     with ExitStack() as hooks:
+        if parallel.compiled is not None:  # a graph cannot be looked into
+            hooks.callback(setattr, parallel.compiled, "on", parallel.compiled.on)
+            parallel.compiled.on = False
         for name, leaf in parallel.leaves.items():
 
             def hook(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
@@ -68,9 +71,9 @@ def first_bad(model: nn.Module, batches: Sequence[Batch], scale: Tensor | None) 
         loss = forward_backward(model, batches, scale=scale)
     checks.look("the loss", loss)
     grads = parallel.queue.finish()
-    for bucket, grad in reversed(grads):
-        for weight in reversed(bucket.weights):
-            checks.look(f"the gradient of {weight.name}", grad[slice(*bucket.range(weight))])
+    for bucket, pieces in reversed(grads):
+        for weight, grad in reversed(bucket.by_weight(pieces)):
+            checks.look(f"the gradient of {weight.name}", grad)
     parallel.queue.begin("")
     return _earliest(checks, model, loss.device)
 
