@@ -145,7 +145,9 @@ def mask(samples: range, tokens: range, features: range, p: float = 0.25) -> Ten
     """Which elements of a part of a batch are kept."""
     counters = [torch.tensor(samples).view(-1, 1, 1), torch.tensor(tokens).view(-1, 1)]
     shape = (len(samples), len(tokens), len(features))
-    return init.keep(shape, [*counters, torch.tensor(features)], init.key(1, "dropout"), p)
+    return init.keep(
+        shape, [*counters, torch.tensor(features)], torch.tensor(init.key(1, "dropout")), p
+    )
 
 
 def test_dropout_masks_are_equal_on_parts() -> None:

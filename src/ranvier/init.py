@@ -107,12 +107,12 @@ def value(
     return part
 
 
-def keep(shape: Sequence[int], counters: Sequence[Tensor], stream: int, p: float) -> Tensor:
+def keep(shape: Sequence[int], counters: Sequence[Tensor], stream: Tensor, p: float) -> Tensor:
     """Which elements a dropout keeps: a function of the counters, broadcast to `shape`.
 
     counters: for each dim of `shape` the global indices along it, shaped to broadcast.
     """
-    bits = torch.full((), stream, dtype=torch.int64, device=counters[0].device)
+    bits = stream.to(counters[0].device)
     for counter in counters:
         bits = scramble(bits ^ counter)
     return (uniform(bits) >= int(p * 2**32)).expand(tuple(shape))

@@ -13,16 +13,18 @@ from data.corpora import corpus_of
 from ranvier.data.loader import micro_batches
 from ranvier.grid import Grid
 from ranvier.models import Decoder, DecoderConfig
-from ranvier.models.decoder import Core, Documents, packed, rotate
+from ranvier.models.decoder import Core, rotate
+from ranvier.models.documents import Documents, inside, packed, packed_backward
 from ranvier.nn.loss import IGNORE
 
 
 def masked(core: Core, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
     """The same attention with a dense mask."""
     positions = torch.arange(q.shape[1]).unsqueeze(0)
-    cos, sin = core.angles(positions, q.dtype)
+    assert core.rotary is not None
+    angles = core.rotary(positions, q.dtype)
     mask = (ids.unsqueeze(2) == ids.unsqueeze(1)).tril().unsqueeze(1)
-    q, k, v = (x.transpose(1, 2) for x in (rotate(q, cos, sin), rotate(k, cos, sin), v))
+    q, k, v = (x.transpose(1, 2) for x in (rotate(q, angles), rotate(k, angles), v))
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return y.transpose(1, 2).flatten(2)
 
@@ -50,7 +52,8 @@ def test_cuts_of_some_samples() -> None:
     documents = Documents.of(ids)
     assert documents.lengths == ((2, 2), (4,), (1, 1, 2))
     assert documents.bounds.tolist() == [0, 2, 4, 8, 9, 10, 12] and documents.longest == 4
-    assert documents.select(slice(1, 3)).bounds.tolist() == [0, 4, 5, 6, 8]
+    some = documents.select(slice(1, 3))  # those of other samples have no tokens
+    assert some.lengths == ((4,), (1, 1, 2)) and some.bounds.tolist() == [0, 0, 0, 4, 5, 6, 8]
 
 
 def test_work_follows_the_documents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +67,8 @@ def test_work_follows_the_documents(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
     q = torch.randn(24, 2, 4)
-    packed(q, q, q, Documents.of(torch.tensor([[0] * 3 + [1] * 3 + [2] * 6, [0] * 12])))
+    documents = Documents.of(torch.tensor([[0] * 3 + [1] * 3 + [2] * 6, [0] * 12]))
+    packed(q, q, q, documents.bounds)
     assert sum(sizes) == 2 * 9 + 36 + 144
 
 
@@ -92,3 +96,69 @@ def test_packed_documents_give_the_loss_of_unpacked_ones(tmp_path: Path, positio
         at += len(text)
     assert int((batch.targets != IGNORE).sum()) == sum(n - 1 for n in lengths)
     torch.testing.assert_close(together, alone, rtol=1e-12, atol=0)
+
+
+def ragged(bounds: list[int], seed: int = 5) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Queries, keys and values of documents that lie one after the other; bounds; a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(bounds[-1], heads, 8) for heads in (4, 2, 2, 4)]
+    q, k, v, dy = (torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes)
+    return [q, k, v], torch.tensor(bounds, dtype=torch.int32), dy
+
+
+def by_autograd(inputs: list[Tensor], bounds: Tensor, dy: Tensor) -> list[Tensor]:
+    """The result of `packed` and its gradients."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    y = packed(*leaves, bounds)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+CUTS = [
+    [0, 17],
+    [0, 3, 6, 12, 17],
+    [0, 1, 2, 17],
+    [0, 0, 5, 5, 5, 17, 17],  # some of no tokens, as where samples were selected
+    [0, *range(1, 18)],
+]
+
+
+@pytest.mark.parametrize("bounds", CUTS, ids=str)
+def test_the_gradient_of_packed_documents(bounds: list[int]) -> None:
+    inputs, cuts, dy = ragged(bounds)
+    _, *want = by_autograd(inputs, cuts, dy)
+    for have, grad in zip(packed_backward(dy, *inputs, cuts), want, strict=True):
+        torch.testing.assert_close(have, grad, rtol=0, atol=1e-13)
+
+
+def test_documents_of_no_tokens_change_nothing() -> None:
+    inputs, cuts, dy = ragged([0, 5, 17])
+    _, more, _ = ragged([0, 0, 5, 5, 5, 17, 17])
+    for a, b in zip(by_autograd(inputs, cuts, dy), by_autograd(inputs, more, dy), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_one_graph_attends_inside_any_documents() -> None:
+    """Forward and backward; the number of documents is no part of the graph."""
+    from torch._dynamo.backends.debugging import aot_eager
+    from torch._dynamo.testing import CompileCounter
+
+    graphs = CompileCounter()
+
+    def counting(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        graphs(graph, inputs)
+        return aot_eager(graph, inputs)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, most: Tensor) -> Tensor:
+        return inside(q, k, v, Documents((), bounds, most))
+
+    torch.compiler.reset()
+    compiled = torch.compile(attend, backend=counting, fullgraph=True, dynamic=False)
+    for cuts in CUTS:
+        inputs, bounds, dy = ragged(cuts)
+        torch._dynamo.maybe_mark_dynamic(bounds, 0)
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        y = compiled(*leaves, bounds, torch.tensor(32))
+        have = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+        for a, b in zip(have, by_autograd(inputs, bounds, dy), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+    assert graphs.frame_count == 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ranvier.grid import Grid
-from ranvier.models.decoder import Documents
+from ranvier.models.documents import Documents
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,15 @@ Shapes: b samples, s tokens, d embed, h heads, g kv heads, k head dim, f mlp, v 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
-from inspect import signature
-from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
+
+from ranvier.models.documents import Documents, causal, inside, several
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,57 +75,51 @@ class Siblings(nn.ModuleDict):
         return tuple(layer(x) for layer in self.values())
 
 
+class Head(nn.Linear):
+    """Logits over the vocabulary, or the sum of the losses of tokens."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """x: `[b, s, d]`, targets: `[b, s]`."""
+        logits = super().forward(x)
+        return logits if targets is None else cross_entropy(logits, targets)
+
+
 class CrossEntropy(nn.Module):
     """Sum over the tokens with a target (not -100) of their negative log-likelihood."""
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """logits: `[b, s, v]`, targets: `[b, s]`."""
-        logits = logits.flatten(0, 1)
-        logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-        return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=-100)
+        return cross_entropy(logits, targets)
 
 
-@dataclass(frozen=True, eq=False)
-class Documents:
-    """How samples are cut into documents: attention stays inside each, and costs what they do."""
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """What CrossEntropy computes."""
+    logits = logits.flatten(0, 1)
+    logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=-100)
 
-    lengths: tuple[tuple[int, ...], ...]
-    """Tokens of each document of each sample; the host knows them, so that no device is asked."""
-    bounds: Tensor
-    """Where documents begin when all samples are laid one after the other, and the end `[n + 1]`.
-    """
 
-    @classmethod
-    def of(cls, ids: Tensor, device: torch.device | str | None = None) -> Documents:
-        """From numbers `[b, s]`: equal neighbours are one document."""
-        rows = (torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in ids)
-        return cls.cut(tuple(map(tuple, rows)), ids.device if device is None else device)
+class Rotary(nn.Module):
+    """Cosines and sines of the rotary angles of positions."""
 
-    @classmethod
-    def cut(cls, lengths: tuple[tuple[int, ...], ...], device: torch.device | str) -> Documents:
-        """From the lengths in each sample."""
-        ends = accumulate((n for sample in lengths for n in sample), initial=0)
-        bounds = torch.tensor(list(ends), dtype=torch.int32)
-        if torch.device(device).type == "cuda":
-            bounds = bounds.pin_memory()
-        return cls(lengths, bounds.to(device, non_blocking=True))
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.head_dim, self.theta, self.scale = (
+            config.head_dim,
+            config.rope_theta,
+            config.rope_scale,
+        )
 
-    def select(self, rows: slice) -> Documents:
-        """Those of some samples."""
-        return Documents.cut(self.lengths[rows], self.bounds.device)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest, rounded up to a power of two: few values, few compilations."""
-        return int(1 << (max(n for sample in self.lengths for n in sample) - 1).bit_length())
-
-    def groups(self) -> dict[int, list[int]]:
-        """Starts of the documents of each length, in all samples laid one after the other."""
-        starts, at = defaultdict(list), 0
-        for length in (n for sample in self.lengths for n in sample):
-            starts[length].append(at)
-            at += length
-        return starts
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """positions: `[b, s]`; cosines of a head, then sines: `[b, s, 1, 2k]`."""
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        steps = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=wide)
+        frequency = self.theta ** (-steps / self.head_dim)
+        if self.scale != 1.0:
+            frequency = llama3_frequencies(frequency, self.scale)
+        angle = positions.unsqueeze(-1).to(wide) * frequency  # (b, s, k/2)
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat([cos, cos, sin, sin], -1).unsqueeze(2).to(dtype)
 
 
 class Core(nn.Module):
@@ -135,92 +128,39 @@ class Core(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.rotary = config.positions == "rope"
-        self.theta, self.scale = config.rope_theta, config.rope_scale
+        self.rotary = Rotary(config) if config.positions == "rope" else None
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal
+        """How whole samples attend; a faster way of the same may take its place."""
 
     def forward(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        positions: Tensor | None,
+        angles: Tensor | None,
         documents: Documents | Tensor | None,
     ) -> Tensor:
-        """q: `[b, s, h, k]`; k, v: `[b, s, g, k]`; positions: `[b, s]`, documents also as such.
+        """q: `[b, s, h, k]`; k, v: `[b, s, g, k]`; y: `[b, s, h·k]`.
 
-        y: `[b, s, h·k]`.
+        angles: what `Rotary` makes of positions `[b, s]`, or these; documents also as `[b, s]`.
         """
-        if self.rotary:
-            if positions is None:
-                positions = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
-            cos, sin = self.angles(positions, q.dtype)  # (b, s, 1, k)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.rotary is not None:
+            if angles is None:
+                angles = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
+            if not angles.is_floating_point():
+                angles = self.rotary(angles, q.dtype)
+            q, k = rotate(q, angles), rotate(k, angles)
         if isinstance(documents, Tensor):
             documents = Documents.of(documents)
-        if documents is None or all(len(sample) == 1 for sample in documents.lengths):
-            return causal(q, k, v).flatten(2)
-        attend = packed_kernel if kernel_takes(q) else packed
-        y = attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), documents)  # (b·s, h, k)
+        if documents is None:
+            return self.attend(q, k, v).flatten(2)
+        y = inside(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), documents)  # (b·s, h, k)
         return y.view(q.shape).flatten(2)
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the rotary angles, `[b, s, 1, k]`."""
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        steps = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=wide)
-        frequency = self.theta ** (-steps / self.head_dim)
-        if self.scale != 1.0:
-            frequency = llama3_frequencies(frequency, self.scale)
-        angle = positions.unsqueeze(-1).to(wide) * frequency  # (b, s, k/2)
-        angle = torch.cat([angle, angle], -1).unsqueeze(2)
-        return angle.cos().to(dtype), angle.sin().to(dtype)
 
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention; q, y: `[b, s, h, k]`, k, v: `[b, s, g, k]`."""
-    shared = q.shape[2] != k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
-    return y.transpose(1, 2)
-
-
-def packed(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """Causal attention inside documents, those of equal length together; all `[b·s, h, k]`."""
-    outputs, places = [], []
-    for length, starts in documents.groups().items():
-        first = torch.tensor(starts, device=q.device).unsqueeze(1)
-        place = first + torch.arange(length, device=q.device)  # (documents, length)
-        outputs.append(causal(q[place], k[place], v[place]).flatten(0, 1))
-        places.append(place.flatten())
-    return torch.cat(outputs)[torch.cat(places).argsort()]
-
-
-def kernel_takes(q: Tensor) -> bool:
-    """Whether the kernel for ragged sequences runs here; elsewhere its twin `packed` does."""
-    if q.device.type != "cuda" or torch.version.hip or q.dtype not in KERNEL_TYPES:
-        return False
-    if q.shape[-1] % 8 or q.shape[-1] > 256:
-        return False
-    return torch.cuda.get_device_capability(q.device) >= (8, 0)
-
-
-KERNEL_TYPES = (torch.bfloat16, torch.float16)
-# torch 2.13 wants to be told that heads share keys, 2.11 has no word for it.
-SHARED: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-)
-
-
-def packed_kernel(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """As `packed`, in one kernel whose work is that of the documents."""
-    at, longest = documents.bounds, documents.longest
-    out = varlen_attn(q, k, v, at, at, longest, longest, window_size=(-1, 0), **SHARED)
-    assert isinstance(out, Tensor)
-    return out
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the two halves of each head."""
-    left, right = x.chunk(2, -1)
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate the two halves of each head; x: `[b, s, h, k]`, angles: `[b, s, 1, 2k]`."""
+    (left, right), (cos, sin) = x.chunk(2, -1), angles.chunk(2, -1)
     return x * cos + torch.cat([-right, left], -1) * sin
 
 
@@ -264,11 +204,11 @@ class Attention(nn.Module):
         self.o = nn.Linear(config.heads * k, d, bias=bias)
 
     def forward(
-        self, x: Tensor, positions: Tensor | None, documents: Documents | Tensor | None
+        self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
     ) -> Tensor:
         """x, y: `[b, s, d]`."""
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(x))  # (b, s, h, k)
-        y = self.core(self.q_norm(q), self.k_norm(k), v, positions, documents)
+        y = self.core(self.q_norm(q), self.k_norm(k), v, angles, documents)
         out: Tensor = self.o(y)
         return out
 
@@ -336,12 +276,18 @@ class Block(nn.Module):
         self.dropout1, self.dropout2 = nn.Dropout(config.dropout), nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, positions: Tensor | None, documents: Documents | Tensor | None
+        self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
     ) -> Tensor:
         """x, y: `[b, s, d]`."""
-        x = x + self.dropout1(self.attention(self.norm1(x), positions, documents))
-        y: Tensor = x + self.dropout2(self.mlp(self.norm2(x)))
-        return y
+        x, more = self.halves(x, angles, documents)
+        return x + more
+
+    def halves(
+        self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream after attention, and what the MLP adds to it."""
+        x = x + self.dropout1(self.attention(self.norm1(x), angles, documents))
+        return x, self.dropout2(self.mlp(self.norm2(x)))
 
 
 class Decoder(nn.Module):
@@ -353,7 +299,6 @@ class Decoder(nn.Module):
         "dropout": ("embed",),
         "norm": ("embed",),
         "head": ("vocab", "embed"),
-        "loss": ("vocab",),
     }
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -372,10 +317,10 @@ class Decoder(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = norm(config)
-        self.head = nn.Linear(config.embed, config.vocab, bias=False)
+        self.rotary = Rotary(config) if config.positions == "rope" else None
+        self.head = Head(config.embed, config.vocab, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
-        self.loss = CrossEntropy()
         out = config.init_std / (2 * config.layers) ** 0.5
         self.init = {".o": out, ".down": out, "": config.init_std}
         """Deviation of initial weights by the end of the layer's name, first match."""
@@ -392,12 +337,14 @@ class Decoder(nn.Module):
         documents: attention stays inside equal numbers (or cuts); positions: default 0, 1, 2, ...
         """
         x = self.embed(tokens)  # (b, s, d)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         if self.position is not None:
-            if positions is None:
-                positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
             x = x + self.position(positions)
+        angles = None if self.rotary is None else self.rotary(positions, x.dtype)  # once for all
+        documents = several(documents)
         x = self.dropout(x)
         for block in self.blocks:
-            x = block(x, positions, documents)
-        logits: Tensor = self.head(self.norm(x))
-        return logits if targets is None else self.loss(logits, targets)
+            x = block(x, angles, documents)
+        out: Tensor = self.head(self.norm(x), targets)
+        return out

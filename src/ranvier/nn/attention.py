@@ -22,7 +22,8 @@ from ranvier.sharding import Dim
 class Core(Leaf):
     """Attention of the heads and samples of this rank.
 
-    q: `[b/col, s, h/row, k]`, positions, documents: `[b, s]` or None. Communicates: nothing.
+    q: `[b/col, s, h/row, k]`; angles: of positions, or these; documents: `[b, s]` or None.
+    Communicates: nothing.
     """
 
     def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
@@ -47,21 +48,23 @@ class Core(Leaf):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        positions: Tensor | None,
+        angles: Tensor | None,
         documents: Any,
     ) -> Tensor:
-        """Attend; documents: numbers, or cuts from which samples can be selected."""
-        out: Tensor = self.serial(q, k, v, self._mine(positions), self._mine(documents))
+        """Attend; documents: numbers, or cuts that can be narrowed to some tokens."""
+        tokens = q.shape[0] * q.shape[1]
+        out: Tensor = self.serial(
+            q, k, v, self._mine(angles, tokens), self._mine(documents, tokens)
+        )
         return out
 
-    def _mine(self, x: Any) -> Any:
-        """What concerns my samples."""
+    def _mine(self, x: Any, tokens: int) -> Any:
+        """What concerns my samples, which have so many tokens."""
         if isinstance(x, Tensor):
             return x if x.shape[0] == 1 else take(x, self.batch_axis, 0)
         if x is None or self.batch_axis.size == 1:
             return x
-        share = len(x.lengths) // self.batch_axis.size
-        return x.select(slice(self.batch_axis.index * share, (self.batch_axis.index + 1) * share))
+        return x.narrow(self.batch_axis.index * tokens, tokens)
 
     def flops(self, flow: Flow) -> int:
         """Scores and values of the causal half: 2 · s · (width of my heads) a token."""

@@ -28,6 +28,8 @@ class Dropout(Leaf):
         (dim,) = dims
         assert isinstance(dim, str), dims
         self.dim, self.p = dim, serial.p
+        self.stream = torch.tensor(init.key(site.moment.seed, "dropout", site.name))
+        """Of random bits; a tensor, as a graph for all blocks cannot hold it."""
         region = site.table.region(dim)
         self.batch_axis = site.axis(*(axis for axis in region["batch"] if axis == "col"))
         self.seq_axis = site.axis(*region["seq"])
@@ -53,9 +55,8 @@ class Dropout(Leaf):
         samples = self._samples(x)
         tokens = torch.arange(x.shape[1], device=x.device) + self.seq_axis.index * x.shape[1]
         features = torch.arange(x.shape[2], device=x.device) + self.features_axis.index * x.shape[2]
-        stream = init.key(self.site.moment.seed, "dropout", self.site.name)
         mask = init.keep(
-            x.shape, [samples.view(-1, 1, 1), tokens.view(-1, 1), features], stream, self.p
+            x.shape, [samples.view(-1, 1, 1), tokens.view(-1, 1), features], self.stream, self.p
         )
         return torch.where(mask, x / (1.0 - self.p), 0.0)
 

@@ -1,0 +1,214 @@
+"""Attention of whole samples, and inside the documents that samples are cut into.
+
+The cuts are data: the bounds lie on the device, a compiled graph does not know their number, and
+the work is that of the documents. Plain PyTorch, imports torch only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+KERNEL_TYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """How samples are cut into documents: attention stays inside each, and costs what they do."""
+
+    lengths: tuple[tuple[int, ...], ...]
+    """Tokens of each document of each sample; the host knows them, so that no device is asked."""
+    bounds: Tensor
+    """Where documents begin when all samples are laid one after the other, and the end `[n + 1]`;
+    documents of no tokens may follow."""
+    most: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    """Tokens of the longest at most, on the host: a graph does not depend on it."""
+
+    @classmethod
+    def of(cls, ids: Tensor, device: torch.device | str | None = None) -> Documents:
+        """From numbers `[b, s]`: equal neighbours are one document."""
+        rows = (torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in ids)
+        return cls.cut(tuple(map(tuple, rows)), ids.device if device is None else device)
+
+    @classmethod
+    def cut(cls, lengths: tuple[tuple[int, ...], ...], device: torch.device | str) -> Documents:
+        """From the lengths in each sample."""
+        ends = accumulate((n for sample in lengths for n in sample), initial=0)
+        bounds = torch.tensor(list(ends), dtype=torch.int32)
+        if torch.device(device).type == "cuda":
+            bounds = bounds.pin_memory()
+        longest = max(n for sample in lengths for n in sample)
+        bounds = bounds.to(device, non_blocking=True)
+        return cls(lengths, bounds, torch.tensor(1 << (longest - 1).bit_length()))
+
+    def select(self, rows: slice) -> Documents:
+        """Those of some samples."""
+        first, last, _ = rows.indices(len(self.lengths))
+        tokens = sum(self.lengths[0])
+        bounds = self.narrow(first * tokens, (last - first) * tokens).bounds
+        return Documents(self.lengths[rows], bounds, self.most)
+
+    def narrow(self, start: int, tokens: int) -> Documents:
+        """Those of some tokens, for the device: no lengths, as a graph must not depend on them.
+
+        The others become documents of no tokens: no size depends on the cuts.
+        """
+        return Documents((), (self.bounds - start).clamp(0, tokens), self.most)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest, rounded up to a power of two: few values, few kernels."""
+        return int(self.most)
+
+
+def several(documents: Documents | Tensor | None) -> Documents | None:
+    """The documents as cuts, or None if each sample is one."""
+    if isinstance(documents, Tensor):
+        documents = Documents.of(documents)
+    if documents is None or not documents.lengths:
+        return documents
+    return None if all(len(cuts) == 1 for cuts in documents.lengths) else documents
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention; q, y: `[b, s, h, k]`, k, v: `[b, s, g, k]`."""
+    shared = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+    return y.transpose(1, 2)
+
+
+def inside(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+    """Causal attention inside documents; q, y: `[b·s, h, k]`, k, v: `[b·s, g, k]`."""
+    if torch.compiler.is_compiling() or kernel_takes(q):
+        y: Tensor = attend_documents(q, k, v, documents.bounds, documents.most)[0]
+        return y
+    return packed(q, k, v, documents.bounds)
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
+    """The same in differentiable operations, documents of equal length together."""
+    places = _places(bounds)
+    outputs = [causal(q[at], k[at], v[at]).flatten(0, 1) for at in places]
+    return torch.cat(outputs)[torch.cat([at.flatten() for at in places]).argsort()]
+
+
+def _places(bounds: Tensor) -> list[Tensor]:
+    """Where the tokens of documents of equal length lie: `[documents, length]` of each length."""
+    starts = defaultdict[int, list[int]](list)
+    for start, stop in pairwise(bounds.tolist()):
+        if stop > start:
+            starts[stop - start].append(start)
+    return [
+        torch.tensor(some, device=bounds.device).unsqueeze(1)
+        + torch.arange(length, device=bounds.device)
+        for length, some in starts.items()
+    ]
+
+
+def packed_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `packed`: dS = P (dP - Σ dP P), dq = dS k / √n, dk = dSᵀ q / √n, dv = Pᵀ dy."""
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    groups, scale = q.shape[1] // k.shape[1], q.shape[2] ** -0.5
+    for at in _places(bounds):
+        # (documents, kv heads, heads that share one, length, k)
+        a, d = (x[at].transpose(1, 2).unflatten(1, (-1, groups)) for x in (q, dy))
+        b, c = (x[at].transpose(1, 2).unsqueeze(2) for x in (k, v))
+        later = torch.ones(at.shape[1], at.shape[1], dtype=torch.bool, device=q.device).triu(1)
+        scores = (a @ b.transpose(-1, -2) * scale).masked_fill(later, float("-inf"))
+        p = scores.softmax(-1)
+        dp = d @ c.transpose(-1, -2)
+        ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
+        dq[at] = (ds @ b).flatten(1, 2).transpose(1, 2)
+        dk[at] = (ds.transpose(-1, -2) @ a).sum(2).transpose(1, 2)
+        dv[at] = (p.transpose(-1, -2) @ d).sum(2).transpose(1, 2)
+    return dq, dk, dv
+
+
+def kernel_takes(q: Tensor) -> bool:
+    """Whether the kernel for ragged sequences runs here; elsewhere its twin `packed` does."""
+    if q.device.type != "cuda" or torch.version.hip or q.dtype not in KERNEL_TYPES:
+        return False
+    if q.shape[-1] % 8 or q.shape[-1] > 256:
+        return False
+    return torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+# ---- one operation for the compiler -----------------------------------------------------
+
+
+@torch.library.custom_op("ranvier::attend_documents", mutates_args=())
+def attend_documents(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, most: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `inside`, and what its backward needs: logarithms of sums, state of no generator."""
+    if not kernel_takes(q):
+        y, none = packed(q, k, v, bounds), q.new_empty(0)
+        return y.contiguous(), none, none.clone()
+    longest = int(most)
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    y, sums, state, _, _ = torch.ops.aten._flash_attention_forward(
+        q, k, v, bounds, bounds, longest, longest, 0.0, True, False
+    )
+    return y, sums, state
+
+
+@attend_documents.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, most: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not kernel_takes(q):
+        return y, q.new_empty(0), q.new_empty(0)
+    sums = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    return y, sums, q.new_empty(2, dtype=torch.uint64)
+
+
+@torch.library.custom_op("ranvier::attend_documents_backward", mutates_args=())
+def attend_documents_backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    sums: Tensor,
+    state: Tensor,
+    bounds: Tensor,
+    most: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    if not kernel_takes(q):
+        return packed_backward(dy, q, k, v, bounds)  # an operation cannot use autograd
+    longest, none = int(most), torch.empty(0, device=q.device)
+    dy, q, k, v = (x.contiguous() for x in (dy, q, k, v))
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        dy, q, k, v, y, sums, bounds, bounds, longest, longest, 0.0, True, state, none
+    )
+    return dq, dk, dv
+
+
+@attend_documents_backward.register_fake
+def _(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    q, k, v, bounds, most = inputs
+    y, sums, state = output
+    ctx.mark_non_differentiable(sums, state)
+    ctx.save_for_backward(q, k, v, y, sums, state, bounds, most)
+
+
+def _backward(ctx, dy, *_):  # type: ignore[no-untyped-def]
+    return *attend_documents_backward(dy, *ctx.saved_tensors), None, None
+
+
+attend_documents.register_autograd(_backward, setup_context=_keep)
