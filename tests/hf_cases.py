@@ -51,7 +51,7 @@ def logits_of(grid: Grid, case: HfCase, tokens: Tensor) -> tuple[Tensor, int]:
     model = case.on(grid)
     loss = model.loss
     assert isinstance(loss, CrossEntropy)
-    return model(tokens)[..., : loss.valid].detach(), loss.first
+    return model(tokens)[..., : loss.columns.valid].detach(), loss.columns.first
 
 
 def from_meta(grid: Grid, case: HfCase, batch: Batch) -> tuple[float, list[str]]:

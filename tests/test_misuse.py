@@ -154,7 +154,7 @@ def test_tokens_outside_of_the_vocabulary_are_refused(number: int) -> None:
     bad[1, 3] = number
     with pytest.raises(DataError, match=rf"embed gets numbers from .*{number}.*\[0, 29\)"):
         model(bad, good)
-    with pytest.raises(DataError, match=r"loss gets numbers .* or be -100"):
+    with pytest.raises(DataError, match=r"head gets numbers .* or be -100"):
         model(good, bad)
 
 

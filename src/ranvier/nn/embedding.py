@@ -131,11 +131,22 @@ class _LookUp(torch.autograd.Function):
         with leaf.site.grid.trace.at(leaf.site.name):
             dy = verbs.all_gather(dy, leaf.axis, 1).wait()  # (b, s, d/col)
             if weight.trainable:
-                rows, width = weight.sharding.gathered
+                rows = weight.sharding.gathered[0]
                 local, mine = leaf._mine(ids, rows)
                 if leaf.padding_idx is not None:
                     mine = mine & (ids != leaf.padding_idx)
-                grad = torch.zeros(rows, width, dtype=leaf.site.queue.dtype, device=dy.device)
-                dy = (dy * mine.unsqueeze(-1)).flatten(0, 1).to(grad.dtype)
-                weight.deliver(grad.index_add_(0, local.flatten(), dy))
+                if leaf.axis.size > 1 or leaf.padding_idx is not None:
+                    dy = dy * mine.unsqueeze(-1)
+                weight.deliver(_summed(dy, local, rows, leaf.site.queue.dtype))
         return None, None, None
+
+
+def _summed(dy: Tensor, ids: Tensor, rows: int, wide: torch.dtype) -> Tensor:
+    """The gradient of a table `[rows, d]`: that of each token added to its row, widely."""
+    if (
+        dy.device.type == "cuda" and dy.dtype != wide
+    ):  # sorts the tokens: no order is left to chance
+        summed: Tensor = torch.ops.aten.embedding_dense_backward(dy, ids, rows, -1, False)
+        return summed
+    grad = torch.zeros(rows, dy.shape[-1], dtype=wide, device=dy.device)
+    return grad.index_add_(0, ids.flatten(), dy.flatten(0, 1).to(wide))

@@ -14,14 +14,17 @@ nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ranvier import launch
 from ranvier.comm import verbs
 from ranvier.comm.pairs import take, total
+from ranvier.grid import Axis
 from ranvier.nn.example import Example
 from ranvier.nn.leaf import Flow, Leaf, Site, applied, check_range
 from ranvier.sharding import Dim, Sharding
@@ -29,7 +32,30 @@ from ranvier.trace import Event
 
 IGNORE = -100
 CHUNK = 1 << 22
-"""Logits widened to fp32 at once."""
+"""Logits widened to fp32 at once, where there is no kernel."""
+TRITON = launch.triton()
+
+
+@dataclass(frozen=True)
+class Columns:
+    """My part of the vocabulary, and who has the rest."""
+
+    axis: Axis
+    """Ranks that hold the other columns."""
+    batch_axis: Axis
+    """Ranks among which the samples of a micro-batch are divided."""
+    first: int
+    valid: int
+    """Columns that are no padding."""
+
+    @classmethod
+    def of(cls, site: Site, dim: str) -> Columns:
+        """Those of a dim of a model on this rank."""
+        region = site.table.region(dim)
+        sharding = Sharding.make([site.units[dim]], [dim], region, site.grid.degrees)
+        place = sharding.place(site.grid.index)
+        batch_axis = site.axis(*(axis for axis in region["batch"] if axis == "col"))
+        return cls(site.axis(*site.table.axes(dim)), batch_axis, place.start[0], place.valid[0])
 
 
 class CrossEntropy(Leaf):
@@ -46,12 +72,7 @@ class CrossEntropy(Leaf):
         (dim,) = dims
         assert isinstance(dim, str), dims
         self.dim = dim
-        region = site.table.region(dim)
-        sharding = Sharding.make([site.units[dim]], dims, region, site.grid.degrees)
-        place = sharding.place(site.grid.index)
-        self.axis = site.axis(*site.table.axes(dim))
-        self.batch_axis = site.axis(*(axis for axis in region["batch"] if axis == "col"))
-        self.first, self.valid = place.start[0], place.valid[0]
+        self.columns = Columns.of(site, dim)
 
     @staticmethod
     def examples() -> list[Example]:
@@ -62,42 +83,140 @@ class CrossEntropy(Leaf):
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Sum of the losses of my tokens."""
         check_range(targets, self.site.units[self.dim], self.site.name, ignore=IGNORE)
-        targets = take(targets, self.batch_axis, 0).flatten()  # (t,)
+        targets = take(targets, self.columns.batch_axis, 0).flatten()  # (t,)
         logits = logits.flatten(0, 1)  # (t, V/row)
         with self.here():
             if torch.compiler.is_compiling() or not self.site.fast:
-                return reference(logits, targets, self)
-            loss: Tensor = applied(_Loss, logits, targets, self)
+                return reference(logits, targets, self.columns)
+            loss: Tensor = applied(_Loss, logits, targets, self.columns)
         return loss
 
     def forward_events(self, flow: Flow) -> list[Event]:
         """The maximum, then sum and target logit together."""
         tokens = self.tokens(flow, self.dim)
         return [
-            *self.event("all_reduce", self.axis, tokens, flow.statistics),
-            *self.event("all_reduce", self.axis, 2 * tokens, flow.statistics),
+            *self.event("all_reduce", self.columns.axis, tokens, flow.statistics),
+            *self.event("all_reduce", self.columns.axis, 2 * tokens, flow.statistics),
         ]
 
 
-def _local(targets: Tensor, leaf: CrossEntropy) -> tuple[Tensor, Tensor]:
+def reference(logits: Tensor, targets: Tensor, mine: Columns) -> Tensor:
+    """The loss in differentiable pairs."""
+    x = _wide(logits)[:, : mine.valid]
+    peak = verbs.all_reduce(_peak(x.detach()), mine.axis, "max").wait()
+    column, here = _local(targets, mine)
+    hit = x.gather(1, column.unsqueeze(1)).squeeze(1) * here if mine.valid else x.sum(1)
+    sums = total(torch.stack([(x - peak.unsqueeze(1)).exp().sum(1), hit]), mine.axis)
+    return ((sums[0].log() + peak - sums[1]) * (targets != IGNORE)).sum()
+
+
+def score(logits: Tensor, targets: Tensor, mine: Columns, gradient: Tensor | None) -> Tensor:
+    """Sum of the losses of tokens; logits `[t, V/row]` become theirs times `gradient`, in place.
+
+    Communicates: all-reduce (max, then sums) of three numbers a token over the axes of vocab.
+    """
+    alone = mine.axis.size == 1 and kernel_takes(logits)
+    peak, sums, hit = statistics(logits, targets, mine, gradient=gradient if alone else None)
+    log_sum, hit = _combined(peak, sums, hit, mine)
+    if gradient is not None and not alone:
+        gradient_(logits, targets, log_sum, mine, gradient)
+    return ((log_sum - hit) * (targets != IGNORE)).sum()
+
+
+def _combined(peak: Tensor, sums: Tensor, hit: Tensor, mine: Columns) -> tuple[Tensor, Tensor]:
+    """Logarithm of the sum of exponentials and the target's logit, of all columns `[t]`."""
+    highest = verbs.all_reduce(peak, mine.axis, "max").wait()
+    scaled = sums * (peak - highest).exp()
+    both = verbs.all_reduce(torch.stack([scaled, hit]), mine.axis).wait()
+    return both[0].log() + highest, both[1]
+
+
+def kernel_takes(logits: Tensor) -> bool:
+    """Whether the kernel runs here."""
+    return (
+        logits.device.type == "cuda"
+        and logits.dtype != torch.float64
+        and logits.stride(-1) == 1
+        and TRITON
+    )
+
+
+def statistics(
+    logits: Tensor, targets: Tensor, mine: Columns, *, gradient: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest logit, sum of exponentials below it and the target's logit of each token `[t]`.
+
+    gradient: the kernel, which has all columns, leaves theirs times it in the place of the logits.
+    """
+    if kernel_takes(logits):
+        from ranvier.nn import kernels
+
+        return kernels.cross_entropy(
+            logits, targets, first=mine.first, valid=mine.valid, gradient=gradient
+        )
+    column, here = _local(targets, mine)
+    peaks, sums, hits = [], [], []
+    for rows in _chunks(logits):
+        x = _wide(logits[rows])[:, : mine.valid]
+        peak = _peak(x)
+        peaks.append(peak)
+        sums.append((x - peak.unsqueeze(1)).exp_().sum(1))
+        hit = x.gather(1, column[rows].unsqueeze(1)).squeeze(1) if mine.valid else peak
+        hits.append(torch.where(here[rows], hit, 0.0))
+    return torch.cat(peaks), torch.cat(sums), torch.cat(hits)
+
+
+def gradient_(
+    logits: Tensor, targets: Tensor, log_sum: Tensor, mine: Columns, factor: Tensor
+) -> None:
+    """factor · (softmax - one-hot) in the place of the logits; 0 where nothing counts."""
+    if kernel_takes(logits):
+        from ranvier.nn import kernels
+
+        kernels.cross_entropy(
+            logits, targets, first=mine.first, valid=mine.valid, log_sums=log_sum, gradient=factor
+        )
+        return
+    column, here = _local(targets, mine)
+    counted = targets != IGNORE
+    for rows in _chunks(logits):
+        x = _wide(logits[rows])[:, : mine.valid]
+        x = (x - log_sum[rows].unsqueeze(1)).exp_() * counted[rows].unsqueeze(1)
+        if mine.valid:
+            hit = -(here & counted)[rows].unsqueeze(1).to(x.dtype)
+            x.scatter_add_(1, column[rows].unsqueeze(1), hit)
+        logits[rows, : mine.valid] = (x * factor).to(logits.dtype)
+        logits[rows, mine.valid :] = 0.0
+
+
+class _Loss(torch.autograd.Function):
+    """The loss of whole logits; backward makes their gradient chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, mine: Columns) -> Tensor:
+        log_sum, hit = _combined(*statistics(logits, targets, mine), mine)
+        ctx.save_for_backward(logits, targets, log_sum)
+        ctx.mine = mine
+        return ((log_sum - hit) * (targets != IGNORE)).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits, targets, log_sum = ctx.saved_tensors
+        out = logits.clone()
+        gradient_(out, targets, log_sum, ctx.mine, grad)
+        return out, None, None
+
+
+def _local(targets: Tensor, mine: Columns) -> tuple[Tensor, Tensor]:
     """Column of each target on this rank, and whether it is here."""
-    column = targets - leaf.first
-    here = (column >= 0) & (column < leaf.valid)
-    return column.clamp(0, max(leaf.valid - 1, 0)), here
+    column = targets - mine.first
+    here = (column >= 0) & (column < mine.valid)
+    return column.clamp(0, max(mine.valid - 1, 0)), here
 
 
 def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
-def reference(logits: Tensor, targets: Tensor, leaf: CrossEntropy) -> Tensor:
-    """The loss in differentiable pairs."""
-    x = _wide(logits)[:, : leaf.valid]
-    peak = verbs.all_reduce(_peak(x.detach()), leaf.axis, "max").wait()
-    column, here = _local(targets, leaf)
-    hit = x.gather(1, column.unsqueeze(1)).squeeze(1) * here if leaf.valid else x.sum(1)
-    sums = total(torch.stack([(x - peak.unsqueeze(1)).exp().sum(1), hit]), leaf.axis)
-    return ((sums[0].log() + peak - sums[1]) * (targets != IGNORE)).sum()
 
 
 def _peak(x: Tensor) -> Tensor:
@@ -105,44 +224,6 @@ def _peak(x: Tensor) -> Tensor:
     if x.shape[1] == 0:
         return x.new_full((x.shape[0],), torch.finfo(x.dtype).min)
     return x.amax(1)
-
-
-class _Loss(torch.autograd.Function):
-    """The loss in chunks; backward makes the gradient of the logits chunk by chunk."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, leaf: CrossEntropy) -> Tensor:
-        column, here = _local(targets, leaf)
-        peaks, sums, hits = [], [], []
-        for rows in _chunks(logits):
-            x = _wide(logits[rows])[:, : leaf.valid]
-            peak = _peak(x)
-            peaks.append(peak)
-            sums.append((x - peak.unsqueeze(1)).exp_().sum(1))
-            hit = x.gather(1, column[rows].unsqueeze(1)).squeeze(1) if leaf.valid else peak
-            hits.append(torch.where(here[rows], hit, 0.0))
-        local, axis = torch.cat(peaks), leaf.axis
-        peak = verbs.all_reduce(local, axis, "max").wait()
-        scaled = torch.cat(sums) * (local - peak).exp()
-        both = verbs.all_reduce(torch.stack([scaled, torch.cat(hits)]), axis).wait()
-        log_sum = both[0].log() + peak  # (t,)
-        counted = targets != IGNORE
-        ctx.save_for_backward(logits, log_sum, column, here & counted, counted)
-        ctx.valid = leaf.valid
-        return ((log_sum - both[1]) * counted).sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        logits, log_sum, column, here, counted = ctx.saved_tensors
-        out = torch.zeros_like(logits)
-        for rows in _chunks(logits):
-            x = _wide(logits[rows])[:, : ctx.valid]
-            x = (x - log_sum[rows].unsqueeze(1)).exp_() * counted[rows].unsqueeze(1)
-            if ctx.valid:
-                x.scatter_add_(1, column[rows].unsqueeze(1), -here[rows].unsqueeze(1).to(x.dtype))
-            out[rows, : ctx.valid] = (x * grad).to(out.dtype)
-        return out, None, None
 
 
 def _chunks(logits: Tensor) -> list[slice]:

@@ -1,0 +1,205 @@
+"""Head: logits over the vocabulary and their loss, a chunk of tokens at a time.
+
+The logits of a batch are its largest tensor by far, and nobody needs them whole: for each chunk of
+tokens they are multiplied, reduced to a loss, turned into their gradient where they lie, and
+multiplied back into dX and dW before the next chunk takes their place. So forward computes the
+gradients too; backward only scales them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ranvier.comm import verbs
+from ranvier.comm.pairs import take
+from ranvier.nn.example import Example
+from ranvier.nn.leaf import Flow, Site, applied, check_range
+from ranvier.nn.linear import Linear, _packed, pack, pack_adjoint, repack, unpack
+from ranvier.nn.loss import IGNORE, Columns, reference, score
+from ranvier.nn.matmul import Layouts
+from ranvier.sharding import Dim
+from ranvier.trace import Event
+
+CHUNK = 1 << 32
+"""Bytes of the logits of a chunk at most."""
+SMALL = 1 << 30
+"""Bytes of logits that may be whole."""
+
+
+class Head(Linear):
+    """y = x Wᵀ, or with targets the sum of the losses of my tokens.
+
+    x: `[b, s/row, d/col]`; y: `[b/col, s, V/row]` or `[b, s, V/(row·col)]`; targets: `[b, s]`.
+    Communicates: all-gather x, reduce-scatter dx; for each chunk reduce-scatter and all-gather of
+    its logits, all-reduce of three numbers a token over the axes of vocab.
+    """
+
+    def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
+        super().__init__(site, serial, dims)
+        self.columns = Columns.of(site, self.out)
+        self.flat = self.steps[1][0].size == 1
+        """Nothing is scattered: samples need not be told apart."""
+
+    @staticmethod
+    def examples() -> list[Example]:
+        """What the generic tests try."""
+        x, targets = ("batch", "seq", "embed"), ("batch", "seq")
+        return [
+            Example(lambda twin: twin(16, 29, bias=False), ("vocab", "embed"), [x, targets], [()])
+        ]
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Multiply, and compare."""
+        if targets is None:
+            return super().forward(x)
+        check_range(targets, self.site.units[self.out], self.site.name, ignore=IGNORE)
+        targets = take(targets, self.columns.batch_axis, 0)  # (b/col, s)
+        with self.here():
+            if torch.compiler.is_compiling() or not self.site.fast or self.bias is not None:
+                logits = super().forward(x)
+                return reference(logits.flatten(0, 1), targets.flatten(), self.columns)
+            needed = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
+            factor = torch.ones((), device=x.device) if needed else None
+            known = self.site.moment.factor if needed else None
+            loss: Tensor = applied(_Loss, x, targets, self, factor, known, self.weight)
+        return loss
+
+    def forward_events(self, flow: Flow) -> list[Event]:
+        """Gather x; of each chunk scatter the logits, then sum their statistics."""
+        (from_axis, _), (to_axis, _) = self.steps
+        events = self.event("all_gather", from_axis, self._features(flow), flow.itemsize)
+        for tokens in self._chunked(flow):
+            events += self.event("reduce_scatter", to_axis, self._logits(tokens), flow.itemsize)
+            for numbers in (1, 2):
+                count = numbers * tokens // self.columns.batch_axis.size
+                events += self.event("all_reduce", self.columns.axis, count, flow.statistics)
+        return events
+
+    def backward_events(self, flow: Flow) -> list[Event]:
+        """Of each chunk gather the gradient of the logits; scatter dx."""
+        (from_axis, _), (to_axis, _) = self.steps
+        events = [
+            event
+            for tokens in self._chunked(flow)
+            for event in self.event("all_gather", to_axis, self._logits(tokens), flow.itemsize)
+        ]
+        return events + self.event("reduce_scatter", from_axis, self._features(flow), flow.itemsize)
+
+    def _chunked(self, flow: Flow) -> list[int]:
+        """Tokens of each chunk, of all samples."""
+        row = self.handles["weight"].sharding.gathered[0] * flow.itemsize
+        if self.flat:
+            return [cut.stop - cut.start for cut in chunks(flow.samples * flow.seq, row)]
+        cuts = chunks(flow.seq, flow.samples * row)
+        return [flow.samples * (cut.stop - cut.start) for cut in cuts]
+
+    def _features(self, flow: Flow) -> int:
+        return flow.samples * flow.seq * self.handles["weight"].sharding.gathered[1]
+
+    def _logits(self, tokens: int) -> int:
+        """Elements of the logits of a chunk before they are scattered."""
+        (_, _), (to_axis, to_dim) = self.steps
+        ranks = to_axis.size if to_dim == -1 else 1
+        return tokens * self.output.local[0] * ranks
+
+
+def chunks(tokens: int, row_bytes: int) -> list[slice]:
+    """Ranges of tokens of which at most CHUNK bytes are needed at once, and never all of many.
+
+    A power of two: matrix products come in tiles.
+    """
+    many = tokens * row_bytes > SMALL
+    step = min(CHUNK // max(row_bytes, 1), tokens // 2 if many else tokens)
+    step = 1 << max(step.bit_length() - 1, 0) if step < tokens else tokens
+    return [slice(start, min(start + step, tokens)) for start in range(0, tokens, max(step, 1))]
+
+
+class _Loss(torch.autograd.Function):
+    """The loss of a head in chunks; forward computes the gradients, backward scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        targets: Tensor,
+        leaf: Head,
+        one: Tensor | None,
+        known: Tensor | None,
+        weight: Tensor,
+    ) -> Tensor:
+        (from_axis, from_dim), _ = leaf.steps
+        whole = verbs.all_gather(x, from_axis, from_dim).wait()  # (b, s, d/col)
+        handle = leaf.handles["weight"]
+        matrix = leaf.matrix(handle.whole())  # (V/row, d/col)
+        needed, factor = one is not None, one if known is None else known
+        dx = whole.new_empty(whole.shape) if needed and x.requires_grad else None
+        dw: Tensor | None = None
+        loss = torch.zeros((), dtype=leaf.site.queue.dtype, device=x.device)
+        shape = whole.shape
+        if leaf.flat:
+            whole, targets = whole.flatten(0, 1).unsqueeze(0), targets.flatten().unsqueeze(0)
+        samples, tokens, _ = whole.shape
+        dx = None if dx is None else dx.view(whole.shape)
+        for cut in chunks(tokens, samples * matrix.shape[0] * x.element_size()):
+            part = whole[:, cut].flatten(0, 1)  # (b · c, d/col)
+            y = _scattered(leaf.products.forward(part, matrix).unflatten(0, (samples, -1)), leaf)
+            loss += score(y.flatten(0, 1), targets[:, cut].flatten(), leaf.columns, factor)
+            if needed:
+                dy = _gathered(y, leaf).flatten(0, 1)  # (b · c, V/row)
+                if dx is not None:
+                    dx[:, cut] = leaf.products.grad_x(dy, matrix).unflatten(0, (samples, -1))
+                if handle.trainable:
+                    dw = _added(dw, dy, part, leaf)
+                del dy
+            del y  # before the next chunk takes as much
+        if dx is not None:
+            dx = verbs.reduce_scatter(dx.view(shape), from_axis, from_dim).wait()
+        ctx.leaf, ctx.dx, ctx.dw, ctx.taken = leaf, dx, dw, False
+        ctx.scaled = known is not None
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw, handle = ctx.dx, ctx.dw, ctx.leaf.handles["weight"]
+        if ctx.taken:
+            raise RuntimeError(
+                f"{ctx.leaf.site.name}: backward ran a second time through the same loss. Its "
+                "gradients are made once, in forward. Compute the loss again."
+            )
+        ctx.dx, ctx.dw, ctx.taken = None, None, True
+        if not ctx.scaled:
+            dx, dw = (None if x is None else x.mul_(grad) for x in (dx, dw))
+        if dw is not None:
+            handle.deliver(dw.view(handle.sharding.gathered))
+        return dx, None, None, None, None, None
+
+
+def _scattered(y: Tensor, leaf: Head) -> Tensor:
+    """My part of the sum of logits `[b, c, V/row]`. Communicates: reduce-scatter over col."""
+    _, (axis, dim) = leaf.steps
+    sums = verbs.reduce_scatter(pack([y], [leaf], axis, dim), axis, _packed(dim)).wait()
+    return unpack(sums, [leaf], dim)[0]
+
+
+def _gathered(dy: Tensor, leaf: Head) -> Tensor:
+    """The other way. Communicates: all-gather over col."""
+    _, (axis, dim) = leaf.steps
+    whole = verbs.all_gather(repack([dy], [leaf], dim), axis, _packed(dim)).wait()
+    return pack_adjoint(whole, [leaf], axis, dim)[0]
+
+
+def _added(sum_: Tensor | None, dy: Tensor, x: Tensor, leaf: Head) -> Tensor:
+    """dYᵀ·X of a chunk added to those before it, in a wide type; dy: `[t, n]`, x: `[t, d]`."""
+    wide = leaf.site.queue.dtype
+    if x.dtype == wide or x.device.type != "cuda" or leaf.products != Layouts():
+        new = leaf.products.grad_w(dy, x).to(wide)
+        return new if sum_ is None else sum_.add_(new)
+    if sum_ is None:
+        return torch.mm(dy.T, x, out_dtype=wide)
+    return torch.addmm(sum_, dy.T, x, out_dtype=wide, out=sum_)

@@ -1,0 +1,118 @@
+"""Kernels in Triton, for CUDA only: imported where they are used, each with a twin in PyTorch.
+
+The twins are the definition (`nn/loss.py`, `nn/fp8.py`); tests hold both equal.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+triton: Any = importlib.import_module("triton")
+tl: Any = importlib.import_module("triton.language")
+
+# ---- cross-entropy ----------------------------------------------------------------------
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cross_entropy(  # type: ignore[no-untyped-def]
+    logits, stride, targets, peaks, sums, hits, log_sums, factor, first, valid, width,
+    STATISTICS: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token a program."""
+    token = tl.program_id(0)
+    row = logits + token.to(tl.int64) * stride
+    target = tl.load(targets + token)
+    column = target - first
+    here = (column >= 0) & (column < valid)
+    lanes = tl.arange(0, BLOCK)
+    if STATISTICS:
+        hit = tl.load(row + column, mask=here, other=0.0).to(tl.float32)  # before it is written
+        most = float("-inf")
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, valid, BLOCK):  # one exponential a logit
+            at = start + lanes
+            x = tl.load(row + at, mask=at < valid, other=float("-inf")).to(tl.float32)
+            higher = tl.maximum(most, tl.max(x, 0))
+            total = total * tl.exp(most - higher) + tl.exp(x - higher)
+            most = higher
+        sum_ = tl.sum(total, 0)
+        tl.store(peaks + token, most)
+        tl.store(sums + token, sum_)
+        tl.store(hits + token, hit)
+        log_sum = most + tl.log(sum_)
+    else:
+        log_sum = tl.load(log_sums + token)
+    if GRADIENT:
+        weight = tl.where(target == -100, 0.0, tl.load(factor))
+        for start in range(0, width, BLOCK):
+            at = start + lanes
+            x = tl.load(row + at, mask=at < valid, other=float("-inf")).to(tl.float32)
+            p = tl.exp(x - log_sum) - tl.where((at == column) & here, 1.0, 0.0)
+            tl.store(row + at, (p * weight).to(logits.dtype.element_ty), mask=at < width)
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    first: int,
+    valid: int,
+    log_sums: Tensor | None = None,
+    gradient: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Peak, sum of exponentials and target's logit of each token `[t]`; logits `[t, v]`.
+
+    gradient: logits become (softmax - one-hot) times it, in place, by `log_sums` or the statistics.
+    """
+    count, width = logits.shape
+    peaks, sums, hits = torch.empty(3, count, device=logits.device).unbind(0)
+    _cross_entropy[(count,)](
+        logits, logits.stride(0), targets, peaks, sums, hits,
+        peaks if log_sums is None else log_sums, peaks if gradient is None else gradient.float(),
+        first, valid, width,
+        STATISTICS=log_sums is None, GRADIENT=gradient is not None, BLOCK=4096, num_warps=8,
+    )  # fmt: skip
+    return peaks, sums, hits
+
+
+# ---- fp8 --------------------------------------------------------------------------------
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cast(  # type: ignore[no-untyped-def]
+    x, stride, scale, plain, turned, rows, columns, largest,
+    PLAIN: tl.constexpr, TURNED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """A tile of x times a scale in fp8, as it lies and transposed."""
+    r = tl.program_id(0) * R + tl.arange(0, R)
+    c = tl.program_id(1) * C + tl.arange(0, C)
+    inside = (r[:, None] < rows) & (c[None, :] < columns)
+    tile = tl.load(x + r[:, None].to(tl.int64) * stride + c[None, :], mask=inside, other=0.0)
+    y = tile.to(tl.float32) * tl.load(scale)
+    y = tl.minimum(tl.maximum(y, -largest), largest)
+    if PLAIN:
+        q = y.to(plain.dtype.element_ty)
+        tl.store(plain + r[:, None].to(tl.int64) * columns + c[None, :], q, mask=inside)
+    if TURNED:
+        t = tl.trans(y).to(turned.dtype.element_ty)
+        at = c[:, None].to(tl.int64) * rows + r[None, :]
+        tl.store(turned + at, t, mask=(c[:, None] < columns) & (r[None, :] < rows))
+
+
+def cast(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, *, plain: bool, turned: bool
+) -> tuple[Tensor, Tensor]:
+    """x `[r, c]` times scale in fp8 `[r, c]` and transposed `[c, r]`; else empty."""
+    rows, columns = x.shape
+    a = torch.empty((rows, columns) if plain else (0,), dtype=dtype, device=x.device)
+    b = torch.empty((columns, rows) if turned else (0,), dtype=dtype, device=x.device)
+    R, C = 64, 128
+    _cast[(triton.cdiv(rows, R), triton.cdiv(columns, C))](
+        x, x.stride(0), scale, a, b, rows, columns, torch.finfo(dtype).max,
+        PLAIN=plain, TURNED=turned, R=R, C=C, num_warps=4,
+    )  # fmt: skip
+    return a, b
