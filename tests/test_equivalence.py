@@ -28,7 +28,7 @@ OPTIONS: dict[str, list[Any]] = {
     "model": [*EXAMPLES, *HF_MODELS],
     "inner": ["samples", "features"],
     "overlap": [True, False],
-    "recompute": ["none", "full", "reentrant"],
+    "recompute": ["none", "selective", "full", "reentrant"],
     "micro_batches": [1, 2],
     "packed": [False, True],
     "fast": [True, False],
@@ -63,7 +63,7 @@ def whole_product() -> list[tuple[dict[str, int], Case]]:
     The reference comes with each model. A case with overlaps on computes the gradients with all of
     them off as well, which must be equal to the bit. Micro-batches and packing alternate.
     """
-    found, alternate = [], itertools.cycle(itertools.product((1, 2), (False, True), (0, 1, 2)))
+    found, alternate = [], itertools.cycle(itertools.product((1, 2), (False, True), (0, 1, 2, 3)))
     for grid, row in itertools.product(GRIDS, product({k: OPTIONS[k] for k in KEYS}, valid)):
         micro_batches, packed, spare = next(alternate)
         if row["fast"] or row["recompute"] == OPTIONS["recompute"][spare]:

@@ -9,6 +9,7 @@ dim. Everything a run needs afterwards (buckets, gradients, predictions, state) 
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,24 +17,27 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ranvier import init, sharding
-from ranvier.comm.deferred import VECTORS, Bucket, Deferred, Weight, fill
+from ranvier.comm.deferred import VECTORS, Bucket, Deferred, Weight
+from ranvier.comm.fill import fill
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis, Grid
 from ranvier.models import decoder
 from ranvier.nn import huggingface
 from ranvier.nn.attention import Core
+from ranvier.nn.compiled import Compiled
 from ranvier.nn.dropout import Dropout
 from ranvier.nn.embedding import Embedding
+from ranvier.nn.head import Head
 from ranvier.nn.leaf import Flow, Leaf, Moment, Site, place
 from ranvier.nn.linear import Linear, Siblings
 from ranvier.nn.loss import CrossEntropy
-from ranvier.nn.norm import LayerNorm, RMSNorm
+from ranvier.nn.norm import LayerNorm, Norm, RMSNorm
+from ranvier.nn.recompute import again
 from ranvier.plan import Inner, Recompute
 from ranvier.sharding import Dim, State, Table
-from ranvier.trace import Event, Trace
+from ranvier.trace import Event
 
 LEAVES: dict[type[nn.Module], Callable[..., Leaf]] = {
     nn.Linear: Linear,
@@ -43,6 +47,7 @@ LEAVES: dict[type[nn.Module], Callable[..., Leaf]] = {
     nn.Dropout: Dropout,
     decoder.Siblings: Siblings,
     decoder.Core: Core,
+    decoder.Head: Head,
     decoder.CrossEntropy: CrossEntropy,
 }
 """Serial layers and their leaves: a new leaf is one file and one line here."""
@@ -62,9 +67,10 @@ class Parallel:
     moment: Moment
     weights: dict[str, Weight]
     leaves: dict[str, Leaf]
-    recompute: Recompute = "none"
-    blocks: list[str] = field(default_factory=list)
-    """Names of the blocks that are recomputed or gathered together, in order."""
+    compiled: Compiled | None = None
+    """The compiled function of its blocks."""
+    kinds: dict[str, Recompute] = field(default_factory=dict)
+    """How the activations of each block, in order, are computed again; read at each call."""
 
     @property
     def token_axis(self) -> Axis:
@@ -102,9 +108,8 @@ class Parallel:
         return events * micro_batches
 
     def _recomputed(self, name: str) -> bool:
-        return self.recompute != "none" and any(
-            name.startswith(f"{block}.") for block in self.blocks
-        )
+        kinds = (kind for block, kind in self.kinds.items() if name.startswith(f"{block}."))
+        return next(kinds, "none") != "none"
 
     def _depth_events(self) -> list[Event]:
         """Gathers of a micro-batch: forward, then backward.
@@ -169,6 +174,7 @@ def parallelize(
     overlap: Iterable[str] = ("dx", "dw", "gather"),
     recompute: Recompute = "none",
     fast: bool = True,
+    compiled: str = "",
     seed: int = 0,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
@@ -176,11 +182,10 @@ def parallelize(
     leaves: Leaves | None = None,
     materialize: bool = True,
 ) -> Model:
-    """The model with its layers on the grid.
+    """The model with its layers on the grid; weights keep their values, or get initial ones (meta).
 
-    Its weights keep their values, or get initial ones (meta).
     names: dims of layers by full name, for models without `dims` tables. leaves: further layers.
-    fast=False computes in differentiable pairs, for comparison.
+    fast=False: differentiable pairs, for comparison. compiled: torch's compiler of blocks, if any.
     Communicates: the making of groups.
 
     Example:
@@ -190,19 +195,12 @@ def parallelize(
         >>> len(model.parallel.weights)
         39
     """
-    if hasattr(model, "parallel"):
-        raise ShardingError("The model is parallel already. Build a new one for another grid.")
-    dtypes = {param.dtype for param in model.parameters()}
-    if dtype is None and len(dtypes) > 1:
-        raise ShardingError(
-            f"The parameters are of the types {', '.join(sorted(map(str, dtypes)))}. All weights "
-            "of a parallel model have one. Give parallelize dtype=."
-        )
+    _refuse_use(model, recompute, compiled)
+    dtype = _one_type(model, dtype)
     if huggingface.recognised(model):
         names, leaves = huggingface.adapt(
             model, grid, inner=inner, names=names, leaves=leaves, device=device
         )
-    dtype = dtype or next((p.dtype for p in model.parameters()), torch.float32)
     wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     site = Site(
         name="",
@@ -212,6 +210,7 @@ def parallelize(
         queue=Deferred(grid, overlap=overlap, dtype=wide),
         moment=Moment(seed=seed),
         fast=fast,
+        compiled=compiled,
         init=dict(getattr(model, "init", {})),
     )
     found = dict(_swap(model, site, {**LEAVES, **(leaves or {})}, names or dict(named(model))))
@@ -223,12 +222,46 @@ def parallelize(
     return model
 
 
+def _refuse_use(model: nn.Module, recompute: Recompute, compiled: str) -> None:
+    """Refuse what cannot be asked of `parallelize`."""
+    if hasattr(model, "parallel"):
+        raise ShardingError("The model is parallel already. Build a new one for another grid.")
+    if recompute == "budget":
+        raise ShardingError(
+            "recompute='budget' is a matter of a run, which measures. A model has a kind for each "
+            "block. Use none, selective or full, or set model.parallel.kinds."
+        )
+    if compiled and huggingface.recognised(model):
+        raise ShardingError(
+            f"compiled={compiled!r} for {type(model).__name__}. Blocks of Hugging Face models are "
+            "not compiled here. Leave compiled out."
+        )
+
+
+def _one_type(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype:
+    """The type of all weights: as asked for, or the one they have."""
+    dtypes = {param.dtype for param in model.parameters()}
+    if dtype is None and len(dtypes) > 1:
+        raise ShardingError(
+            f"The parameters are of the types {', '.join(sorted(map(str, dtypes)))}. All weights "
+            "of a parallel model have one. Give parallelize dtype=."
+        )
+    return dtype or next(iter(dtypes), torch.float32)
+
+
 def _assembled(
     model: nn.Module, site: Site, found: Mapping[str, Leaf], recompute: Recompute
 ) -> Parallel:
     """What a model whose layers are swapped knows of itself; its weights are in buckets now."""
     order = {name: leaf for name, leaf in model.named_modules() if name in found}
     fill(site.queue, site.weights.values(), _blocks(model, site.weights))
+    kinds = dict.fromkeys(_blocks_of(model), recompute)
+    compiled = Compiled(site.grid.trace, site.moment, site.compiled) if site.compiled else None
+    norms = [name for name, leaf in order.items() if isinstance(leaf, Norm)]
+    outside = [name for name in norms if compiled is not None and not found[name].site.block]
+    for name in [*kinds, *outside]:
+        block = model.get_submodule(name)
+        block.forward = partial(_run, block, block.forward, name, kinds, site, compiled)
     return Parallel(
         grid=site.grid,
         table=site.table,
@@ -236,9 +269,32 @@ def _assembled(
         moment=site.moment,
         weights=site.weights,
         leaves={name: leaf for name, leaf in order.items() if isinstance(leaf, Leaf)},
-        recompute=recompute,
-        blocks=_recompute(model, recompute, site.grid.trace, site.moment),
+        compiled=compiled,
+        kinds=kinds,
     )
+
+
+def _run(
+    block: nn.Module,
+    forward: Callable[..., Any],
+    name: str,
+    kinds: Mapping[str, Recompute],
+    site: Site,
+    compiled: Compiled | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run a block as its kind says; a trace that is on shows when.
+
+    Without gradients a block is not worth a graph of its own.
+    """
+    if torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    with site.grid.trace.compute(f"forward {name}"):
+        kind = kinds.get(name, "none")
+        if compiled is not None and compiled.on and torch.is_grad_enabled() and not kwargs:
+            return compiled(block, name, kind, *args)
+        return again(forward, kind, site.moment, *args, **kwargs)
 
 
 def parallel_of(model: nn.Module) -> Parallel:
@@ -361,52 +417,17 @@ def _blocks(model: nn.Module, weights: Mapping[str, Weight]) -> dict[str, str]:
     return blocks
 
 
-def _recompute(model: nn.Module, kind: Recompute, trace: Trace, moment: Moment) -> list[str]:
-    """Wrap the blocks (elements of lists) so that backward computes their activations again."""
-    lists = [
-        (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-    ]
-    names = [f"{path}.{i}" for path, blocks in lists for i in range(len(blocks))]
-    for name in names:
-        block = model.get_submodule(name)
-        block.forward = partial(_timed, block.forward, trace, f"forward {name}")
-        if kind != "none":
-            block.forward = partial(_again, block.forward, moment, kind == "reentrant")
-    return names
-
-
-def _timed(forward: Callable[..., Any], trace: Trace, where: str, *args: Any, **kwargs: Any) -> Any:
-    """Run a block; a trace that is on shows when."""
-    if torch.compiler.is_compiling() or not trace.on:
-        return forward(*args, **kwargs)
-    with trace.compute(where):
-        return forward(*args, **kwargs)
-
-
-def _again(
-    forward: Callable[..., Any], moment: Moment, reentrant: bool, *args: Any, **kwargs: Any
-) -> Any:
-    """Run a block, keep no activations; what runs again works on the samples of its own forward."""
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    samples = moment.samples
-
-    def run(*inputs: Any) -> Any:  # keywords are bound, as reentrant checkpoints take none
-        before, moment.samples = moment.samples, samples
-        try:
-            return forward(*inputs, **kwargs)
-        finally:
-            moment.samples = before
-
-    return checkpoint(run, *args, use_reentrant=reentrant, preserve_rng_state=False)
+def _blocks_of(model: nn.Module) -> list[str]:
+    """Names of the blocks: the elements of the lists of a model."""
+    lists = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    return [f"{path}.{i}" for path, blocks in lists for i in range(len(blocks))]
 
 
 def _materialize(
     parallel: Parallel, *, seed: int, dtype: torch.dtype, device: torch.device | str | None
 ) -> None:
     """Give every parameter its part of the values, as views of its bucket."""
+    where: torch.device | str = device or "cpu"
     for bucket in parallel.queue.buckets:
         originals = [w.original.device for w in bucket.weights if w.original is not None]
         where = device or (originals[0] if originals else "cpu")
@@ -421,7 +442,14 @@ def _materialize(
             for owner, attribute in weight.owners:
                 setattr(owner, attribute, param)
             if weight.trainable:
-                param.register_post_accumulate_grad_hook(partial(_collect, weight))
+                # a hook that held the weight would keep both for ever
+                hook = partial(_collect, weakref.ref(weight))
+                param.register_post_accumulate_grad_hook(hook)
+    for leaf in parallel.leaves.values():
+        if isinstance(leaf, Siblings):
+            leaf.pack()
+        elif isinstance(leaf, Dropout):
+            leaf.stream = leaf.stream.to(where)
 
 
 def _initial(
@@ -440,8 +468,9 @@ def _initial(
     )
 
 
-def _collect(weight: Weight, param: Any) -> None:
+def _collect(reference: weakref.ref[Weight], param: Any) -> None:
     """Move a gradient that autograd made (of a vector, or in the reference) to the bucket."""
-    if param.grad is not None:  # None where a leaf has delivered it already
-        weight.bucket.accumulate(param.grad, weight)
+    weight = reference()
+    if param.grad is not None and weight is not None:  # None where a leaf has delivered it already
+        weight.bucket.queue.arrive(weight.bucket, weight.offset, param.grad)
         param.grad = None

@@ -22,7 +22,8 @@ RUNTIME = ("data", "depth", "row", "col")
 
 Inner = Literal["samples", "features"]
 Overlap = Literal["dx", "dw", "gather"]
-Recompute = Literal["none", "full", "reentrant"]
+Compile = Literal["auto", "on", "off"]
+Recompute = Literal["none", "selective", "full", "reentrant", "budget"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +49,25 @@ class Plan:
     batch: int = 8
     """Sequences of one optimizer step on the whole machine."""
     micro_batch: int = -1
-    """Sequences of a forward pass on each (data, expert, depth) coordinate. -1: all at once."""
+    """Sequences of a forward pass on each (data, expert, depth) coordinate. -1: all at once; with
+    recompute = budget the largest that fits and is of use."""
     recompute: Recompute = "none"
-    """Activations computed again in backward: none, full (blocks keep their input), reentrant."""
+    """Activations computed again in backward: none; selective (blocks keep the results of matrix
+    products and attention); full (blocks keep their input); reentrant (full, in torch's older way);
+    budget (each block keeps what fits into `memory`, as little as possible is computed again)."""
+    memory: float = 0.0
+    """GiB a rank may use, for recompute = budget. 0: what its device has free, less a reserve; on
+    a CPU its share of the machine's memory."""
+    compile: Compile = "auto"
+    """Compile each block, without a break and one graph for all equal blocks: on, off, or auto: on
+    CUDA with Triton where depth, row and col are 1 (a graph does not overlap their communication).
+    The first run takes longer to start; later ones find what was compiled."""
+    graph: bool = False
+    """Replay the whole step as one CUDA graph, for models so small that launching kernels is what
+    takes the time; one rank, samples without documents inside (data.packed=False)."""
+    tune: bool = False
+    """On CUDA: time the layouts of each matmul at the start and take the fastest (see ranvier
+    doctor --matmuls; on an H200 none gains); what was timed once on a device is kept."""
     overlap: tuple[Overlap, ...] = ("dx", "dw", "gather")
     """Communication hidden behind compute: of dX, of dW (depth and data), of gathered weights."""
 
@@ -72,7 +89,15 @@ class Plan:
     @property
     def micro_batches(self) -> int:
         """Forward passes of one optimizer step."""
+        assert self.micro_batch > 0, f"micro_batch={self.micro_batch} is not settled yet"
         return self.batch // (self.replicas * self.micro_batch)
+
+    @property
+    def unmeasured(self) -> Plan:
+        """The plan for those who measure no memory: what a budget leaves open has usual values."""
+        if self.recompute != "budget":
+            return self
+        return replace(self, recompute="selective", memory=0.0)._with({})
 
     def resolve(self, world: int) -> Plan:
         """Replace -1 by the degree that fills `world` and the micro-batch that fills the batch."""
@@ -99,6 +124,7 @@ class Plan:
         """The resolved plan, or a PlanError with every problem.
 
         `sizes` counts the units of each named dim of the model, and `seq`, the tokens of a sample.
+        A micro-batch that a budget is to find stays -1; that of the whole share is checked for it.
         """
         problems = [
             f"{axis}={size} is not a number of ranks. A degree is at least 1 (or -1 once: "
@@ -116,7 +142,8 @@ class Plan:
         problems += plan._problems(sizes, None if problems else world)
         if problems:
             raise PlanError(problems)
-        return plan
+        left_open = self.recompute == "budget" and self.micro_batch == -1
+        return replace(plan, micro_batch=-1) if left_open else plan
 
     def _problems(self, sizes: Mapping[str, int], world: int | None) -> Iterator[str]:
         """Every reason why this plan cannot run: values, rule, remedy."""
@@ -129,6 +156,16 @@ class Plan:
                 )
         if world is not None and self.world != world:
             yield _world_problem(self.degrees, world)
+        if self.memory < 0.0 or (self.memory > 0.0 and self.recompute != "budget"):
+            yield (
+                f"memory={self.memory} with recompute={self.recompute!r}. It is the GiB that a "
+                "budget may use. Use recompute='budget' and a number above 0, or memory=0."
+            )
+        if self.graph and self.world > 1:
+            yield (
+                f"graph=True on {self.world} ranks. A step is recorded on one rank only. "
+                "Use graph=False or one rank."
+            )
         yield from self._batch_problems()
         yield from self._sample_problems(sizes)
         yield from self._split_problems(sizes)
@@ -138,6 +175,7 @@ class Plan:
         words: list[tuple[str, str, tuple[str, ...]]]
         words = [("inner", self.inner, get_args(Inner))]
         words += [("recompute", self.recompute, get_args(Recompute))]
+        words += [("compile", self.compile, get_args(Compile))]
         words += [("overlap", word, get_args(Overlap)) for word in self.overlap]
         for name, word, known in words:
             if word not in known:

@@ -7,6 +7,7 @@ and what it communicates; `events()` predicts that communication in closed form,
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,11 @@ class Moment:
     seed: int = 0
     samples: Tensor | None = None
     """Number in the run of each sample of this micro-batch `[b]`; it implies the step."""
+    leave: bool = False
+    """Compiled blocks may leave their last addition to the next: whoever calls them is a model."""
+    factor: Tensor | None = None
+    """What the loss of this pass will be multiplied by, where the step knows it: a head that makes
+    gradients in forward scales them at once and trusts it."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,9 @@ class Site:
     """Number of units of each named dim of the model (heads, not their elements)."""
     queue: Deferred
     moment: Moment
+    compiled: str = ""
+    """The compiler of the blocks, all equal ones as one graph: nothing in it may depend on which
+    block it is. Empty: none."""
     fast: bool = True
     """Overlapped autograd functions; False: the reference in differentiable pairs."""
     whole_sequence: bool = False
@@ -56,6 +65,12 @@ class Site:
     """All weights placed so far, by name."""
     tied: dict[int, Weight] = field(default_factory=dict)
     """The same by identity of the serial parameter."""
+
+    @property
+    def block(self) -> str:
+        """Name of the block around the leaf (an element of a list); empty outside of any."""
+        inside = re.match(r"(.*\.\d+)\.", self.name)
+        return inside.group(1) if inside else ""
 
     def at(self, name: str, **changes: object) -> Site:
         """The site of another leaf of the same model."""
@@ -149,6 +164,8 @@ class Leaf(torch.nn.Module):
     def __init__(self, site: Site) -> None:
         super().__init__()
         self.site = site
+        self.local = site.name.removeprefix(f"{site.block}.")
+        """Name inside the block: the same in all equal blocks, which share a compiled graph."""
         self.handles: dict[str, Weight] = {}
 
     def place(
@@ -167,7 +184,12 @@ class Leaf(torch.nn.Module):
         return []
 
     def here(self) -> AbstractContextManager[None]:
-        """Communication inside is recorded as this leaf's."""
+        """Communication inside is recorded as this leaf's.
+
+        In a compiled block its name counts from there; whoever calls the block adds the rest.
+        """
+        if torch.compiler.is_compiling():
+            return self.site.grid.trace.marked(self.local if self.site.compiled else self.site.name)
         return self.site.grid.trace.at(self.site.name)
 
     def forward_events(self, flow: Flow) -> list[Event]:

@@ -22,22 +22,40 @@ behind everything that follows.
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ranvier.comm import verbs
+from ranvier.comm.deferred import Bucket
 from ranvier.comm.pairs import gather, sum_scatter
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis
 from ranvier.nn.example import Example
 from ranvier.nn.leaf import Flow, Leaf, Site, applied
+from ranvier.nn.matmul import Layouts, Products, forward, grad_x, multiply
 from ranvier.sharding import Dim, Sharding
 from ranvier.trace import Event
+
+NARROW = 1024
+"""Output features up to which a layer is packed with its neighbours, if another is twice as wide
+(k and v beside q)."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Layers `start` to `stop` of siblings, whose weights are one matrix."""
+
+    start: int
+    stop: int
+    matrix: Tensor | None
 
 
 def _name(dim: Dim) -> str:
@@ -68,10 +86,15 @@ class Linear(Leaf):
         self.out = _name(packed)
         self.count = 1 if isinstance(packed, str) else packed[0]
         self.move = site.table.move(self.out, self.into)
+        self.steps = self._steps()
+        """Axis and dim of the gather of the input, and of the scatter of the output."""
         weight, bias = serial.weight, serial.bias
         assert isinstance(weight, torch.nn.Parameter), type(weight)
         assert bias is None or isinstance(bias, torch.nn.Parameter), type(bias)
+        self.products: Products = Layouts()
+        """How it multiplies."""
         self.place("weight", weight, dims, std=0.02)
+        self.split = self.handles["weight"].split
         self.place("bias", bias, (packed,), rule=site.table.region(self.out))
         features = weight.shape[1 if self.transposed else 0]
         self.output = Sharding.make(
@@ -106,6 +129,12 @@ class Linear(Leaf):
             Example(lambda twin: twin(24, 16), ("embed", "mlp"), [("batch", "seq", "mlp")], enter),
         ]
 
+    def _steps(self) -> tuple[tuple[Axis, int], tuple[Axis, int]]:
+        move, site = self.move, self.site
+        gathered = site.whole_sequence and move.gather.dim == 1
+        from_axis = site.axis() if gathered else site.axis(move.gather.axis)
+        return (from_axis, move.gather.dim), (site.axis(move.scatter.axis), move.scatter.dim)
+
     @property
     def parts(self) -> int:
         """Different parts into which the scatter over features cuts the output.
@@ -115,6 +144,10 @@ class Linear(Leaf):
         cuts = [cut for cut in self.output.cuts[0] if cut.axis == self.move.scatter.axis]
         return cuts[0].ranks // cuts[0].share if cuts else 1
 
+    def gathered(self) -> Tensor:
+        """The weight gathered over depth, in autograd; a graph for all blocks reads no handle."""
+        return self.handles["weight"].gathered() if self.split else self.weight
+
     def matrix(self, weight: Tensor) -> Tensor:
         """The weight as (out, in)."""
         return weight.flatten(1).T if self.transposed else weight.flatten(0, -2)
@@ -122,13 +155,13 @@ class Linear(Leaf):
     def matrix_grad(self, x: Tensor, dy: Tensor) -> Tensor:
         """dW in the shape in which the weight is stored."""
         x, dy = x.flatten(0, -2), dy.flatten(0, -2)
-        grad = x.T @ dy if self.transposed else dy.T @ x
+        grad = x.T @ dy if self.transposed else self.products.grad_w(dy, x)
         return grad.view(self.handles["weight"].sharding.gathered)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply."""
         with self.here():
-            (y,) = product(x, [self], self.site)
+            (y,) = product(x, [self], self.site, [])
         if not torch.is_grad_enabled():  # nobody shall see padding; the loss leaves it out itself
             y = y[..., : self.output.place(self.site.grid.index).valid[0] * self.count]
         return y
@@ -162,6 +195,30 @@ class Siblings(Leaf):
 
     def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim] = ()) -> None:
         super().__init__(site)
+        self.runs: list[Run] = []
+        """Neighbours whose weights are seen as one matrix."""
+
+    def pack(self, widest: int = NARROW, *, all_alike: bool = False) -> None:
+        """See neighbours with few output features as one matrix; their gradients come as one, too.
+
+        A small product does not fill a device; of large ones the packed result would have to be
+        cut, and its gradient put together, which costs more than it saves: so only those half as
+        wide as another are packed, unless all are to be treated alike. In the bucket they must lie
+        one after the other, whole over depth.
+        """
+        layers, self.runs = self.layers, []
+        widths = [math.prod(layer.handles["weight"].sharding.local[:-1]) for layer in layers]
+        limit = widest if all_alike else min(widest, max(widths) // 2)
+        start = 0
+        while start < len(layers):
+            stop = start + 1
+            while stop < len(layers) and follows(*layers[stop - 1 : stop + 1]):
+                if max(widths[start : stop + 1]) > limit:
+                    break
+                stop += 1
+            if stop > start + 1:
+                self.runs.append(Run(start, stop, _together(layers[start:stop])))
+            start = stop
 
     @staticmethod
     def examples() -> list[Example]:
@@ -180,7 +237,7 @@ class Siblings(Leaf):
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """The outputs of all layers, in order."""
         with self.here():
-            return product(x, self.layers, self.site)
+            return product(x, self.layers, self.site, self.runs)
 
     @property
     def layers(self) -> list[Linear]:
@@ -199,10 +256,12 @@ class Siblings(Leaf):
 # ---- the product ------------------------------------------------------------------------
 
 
-def product(x: Tensor, layers: Sequence[Linear], site: Site) -> tuple[Tensor, ...]:
+def product(
+    x: Tensor, layers: Sequence[Linear], site: Site, runs: Sequence[Run]
+) -> tuple[Tensor, ...]:
     """x times the weights of layers that read it. Communicates: as Linear."""
     if torch.compiler.is_compiling() or not site.fast:
-        ys = reference(x, layers, site)
+        ys = reference(x, layers, runs)
     else:
         ys = list(applied(_Product, x, layers, site, *[layer.weight for layer in layers]))
     return tuple(
@@ -211,11 +270,19 @@ def product(x: Tensor, layers: Sequence[Linear], site: Site) -> tuple[Tensor, ..
     )
 
 
-def reference(x: Tensor, layers: Sequence[Linear], site: Site) -> list[Tensor]:
+def reference(x: Tensor, layers: Sequence[Linear], runs: Sequence[Run]) -> list[Tensor]:
     """The product in differentiable pairs."""
-    (from_axis, from_dim), (to_axis, to_dim) = _steps(layers[0], site)
+    (from_axis, from_dim), (to_axis, to_dim) = layers[0].steps
     x = gather(x, from_axis, from_dim)
-    ys = [F.linear(x, layer.matrix(layer.handles["weight"].gathered())) for layer in layers]
+    ys: list[Tensor] = []
+    for run in [*runs, Run(len(layers), len(layers), None)]:
+        for layer in layers[len(ys) : run.start]:
+            ys.append(multiply(x, layer.matrix(layer.gathered()), layer.products))
+        if run.matrix is not None:
+            sizes = [layer.weight.flatten(0, -2).shape[0] for layer in layers[run.start : run.stop]]
+            ys += multiply(x, run.matrix, layers[run.start].products).split(sizes, -1)
+    if to_axis.size == 1:
+        return ys
     y = sum_scatter(pack(ys, layers, to_axis, to_dim), to_axis, _packed(to_dim))
     return unpack(y, layers, to_dim)
 
@@ -230,12 +297,17 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, layers: Sequence[Linear], site: Site, *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        (from_axis, from_dim), (to_axis, to_dim) = _steps(layers[0], site)
+        (from_axis, from_dim), (to_axis, to_dim) = layers[0].steps
         whole = verbs.all_gather(x, from_axis, from_dim).wait()
-        ys = [F.linear(whole, layer.matrix(layer.handles["weight"].whole())) for layer in layers]
-        y = verbs.reduce_scatter(pack(ys, layers, to_axis, to_dim), to_axis, _packed(to_dim)).wait()
+        ys = [
+            forward(whole, layer.matrix(layer.handles["weight"].whole()), layer.products)
+            for layer in layers
+        ]
         ctx.save_for_backward(x)
         ctx.layers, ctx.site = layers, site
+        if to_axis.size == 1:
+            return tuple(ys)
+        y = verbs.reduce_scatter(pack(ys, layers, to_axis, to_dim), to_axis, _packed(to_dim)).wait()
         return tuple(unpack(y, layers, to_dim))
 
     @staticmethod
@@ -243,18 +315,21 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (x,), layers, site = ctx.saved_tensors, ctx.layers, ctx.site
         trace, hide = site.grid.trace, "dx" in site.queue.overlap
-        (from_axis, from_dim), (to_axis, to_dim) = _steps(layers[0], site)
+        (from_axis, from_dim), (to_axis, to_dim) = layers[0].steps
         with trace.at(site.name):
             again = verbs.all_gather(x, from_axis, from_dim)  # X once more, behind the dX matmul
             if not hide:
                 again.wait()
-            dy = verbs.all_gather(repack(grads, layers, to_dim), to_axis, _packed(to_dim)).wait()
-            dys = pack_adjoint(dy, layers, to_axis, to_dim)
+            dys = list(grads)
+            if to_axis.size > 1:
+                packed = repack(grads, layers, to_dim)
+                dy = verbs.all_gather(packed, to_axis, _packed(to_dim)).wait()
+                dys = pack_adjoint(dy, layers, to_axis, to_dim)
             pending = None
             if ctx.needs_input_grad[0]:
                 dx = _sum(
                     [
-                        d @ layer.matrix(layer.handles["weight"].whole())
+                        grad_x(d, layer.matrix(layer.handles["weight"].whole()), layer.products)
                         for d, layer in zip(dys, layers, strict=True)
                     ]
                 )
@@ -271,12 +346,35 @@ class _Product(torch.autograd.Function):
             return (None if pending is None else pending.wait(), None, None, *[None] * len(layers))
 
 
-def _steps(layer: Linear, site: Site) -> tuple[tuple[Axis, int], tuple[Axis, int]]:
-    """Axis and dim of the gather of the input and of the scatter of the output."""
-    move = layer.move
-    gathered = site.whole_sequence and move.gather.dim == 1
-    from_axis = site.axis() if gathered else site.axis(move.gather.axis)
-    return (from_axis, move.gather.dim), (site.axis(move.scatter.axis), move.scatter.dim)
+def follows(before: Linear, layer: Linear) -> bool:
+    """Whether the weight of a layer lies in the bucket right behind that of the one before.
+
+    And is multiplied in the same way.
+    """
+    a, b = before.handles["weight"], layer.handles["weight"]
+    plain = not any(one.split or one.transposed for one in (before, layer))
+    plain = plain and before.products == layer.products
+    return plain and a.bucket is b.bucket and a.offset + a.elements == b.offset
+
+
+def _together(layers: Sequence[Linear]) -> Tensor:
+    """The weights of layers that follow each other as one matrix `[Σn, i]`."""
+    first, last = (layer.handles["weight"] for layer in (layers[0], layers[-1]))
+    bucket, start = first.bucket, first.offset
+    flat = bucket.data[start : last.offset + last.elements]
+    matrix = flat.view(-1, first.sharding.local[-1]).requires_grad_(first.trainable)
+    if first.trainable:
+        hook = partial(_arrived, weakref.ref(bucket), start)
+        matrix.register_post_accumulate_grad_hook(hook)
+    return matrix
+
+
+def _arrived(reference: weakref.ref[Bucket], start: int, packed: Tensor) -> None:
+    """Move the gradient of packed weights to their bucket."""
+    bucket = reference()
+    if packed.grad is not None and bucket is not None:
+        bucket.queue.arrive(bucket, start, packed.grad)
+        packed.grad = None
 
 
 def _sum(terms: list[Tensor]) -> Tensor:
@@ -348,7 +446,7 @@ def _sizes(layers: Sequence[Linear]) -> list[list[int]]:
 def _elements(leaf: Leaf, flow: Flow, layers: Sequence[Linear]) -> tuple[Axis, int, Axis, int]:
     """Axes and elements of the gathered input and of the output before its scatter."""
     first = layers[0]
-    (from_axis, _), (to_axis, _) = _steps(first, leaf.site)
+    (from_axis, _), (to_axis, _) = first.steps
     width = leaf.site.grid.axis(*leaf.site.table.axes(first.into)).size
     features = first.handles["weight"].sharding.shape[0 if first.transposed else -1] // width
     x = leaf.tokens(flow, first.into) * features * from_axis.size

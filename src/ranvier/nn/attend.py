@@ -1,0 +1,122 @@
+"""Attend: causal attention by the libraries that have it, and which of them is fastest here.
+
+Each way is a plain function of q `[b, s, h, k]` and k, v `[b, s, g, k]` with a result like q, also
+while torch.compile traces it. h is a multiple of g; query heads share keys in order.
+
+    auto    what torch would take
+    cudnn   NVIDIA's library
+    flash   the kernel that torch brings along
+
+Not handled: documents inside a sample, masks, dropout.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ranvier.nn.fastest import Fastest, Way, noise
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+HALVES = (torch.bfloat16, torch.float16)
+WIDEST = 128
+"""Largest head dim that all these devices have a backward pass for."""
+
+
+def auto(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention as torch chooses; q, y: `[b, s, h, k]`, k, v: `[b, s, g, k]`."""
+    shared = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+    return y.transpose(1, 2)
+
+
+def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As `auto`, by cuDNN, which knows shared keys itself."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
+    # no bias, with what backward needs, no dropout, causal
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    y: Tensor = attend(q, k, v, None, True, 0.0, True)[0]
+    return y.transpose(1, 2)
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As `auto`, by torch's own kernel, which knows shared keys itself."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
+    # no dropout, causal
+    attend = torch.ops.aten._scaled_dot_product_flash_attention
+    y: Tensor = attend(q, k, v, 0.0, True)[0]
+    return y.transpose(1, 2)
+
+
+WAYS: dict[str, Attend] = {"auto": auto, "cudnn": cudnn, "flash": flash}
+
+
+def takes(name: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a way runs on such tensors, forward and backward."""
+    if name == "auto":
+        return True
+    alike = k.shape == v.shape and q.dtype == k.dtype == v.dtype
+    if q.device.type != "cuda" or torch.version.hip or q.dtype not in HALVES or not alike:
+        return False
+    if q.shape[-1] % 8 or q.shape[-1] > WIDEST or q.shape[2] % k.shape[2]:
+        return False
+    if torch.cuda.get_device_capability(q.device) < (8, 0):
+        return False
+    # cuDNN adds gradients in any order, and has no way for a single token.
+    exact = torch.are_deterministic_algorithms_enabled()
+    return name != "cudnn" or (torch.backends.cudnn.is_available() and not exact and q.shape[1] > 1)
+
+
+def way(name: str) -> Attend:
+    """A way for whatever comes: inputs it does not take go the way of torch."""
+    function = WAYS[name]
+    if name == "auto":
+        return function
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # what is compiled is what was tried; a graph cannot ask about the device
+        good = torch.compiler.is_compiling() or takes(name, q, k, v)
+        return function(q, k, v) if good else auto(q, k, v)
+
+    return attend
+
+
+def tuned(
+    b: int,
+    s: int,
+    h: int,
+    g: int,
+    k: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    fastest: Fastest,
+) -> str:
+    """The fastest way, forward and backward, for b samples of s tokens; k is the head dim."""
+    device = torch.device(device)
+    sizes = [(b, s, h, k), (b, s, g, k), (b, s, g, k), (b, s, h, k)]
+    shapes = [torch.empty((), dtype=dtype, device=device).expand(n) for n in sizes[:3]]
+    names = [name for name in WAYS if takes(name, *shapes)]
+    if len(names) == 1:
+        return names[0]
+
+    @functools.cache  # made with the first call only: a known shape costs neither time nor memory
+    def operands() -> list[Tensor]:
+        q, keys, values, dy = noise(sizes, dtype, device)
+        return [q.requires_grad_(), keys.requires_grad_(), values.requires_grad_(), dy]
+
+    def timed(function: Attend) -> Way:
+        def both() -> object:
+            *inputs, dy = operands()
+            return torch.autograd.grad(function(*inputs), inputs, dy)
+
+        return both
+
+    key = f"b{b} s{s} h{h} g{g} k{k} {str(dtype).removeprefix('torch.')}"
+    with torch.inference_mode(False), torch.enable_grad():
+        ways = {name: timed(WAYS[name]) for name in names}
+        return fastest.choose("attention", key, ways, "auto")

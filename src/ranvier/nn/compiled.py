@@ -1,0 +1,121 @@
+"""Compiled blocks: one graph, without a break, for all equal blocks of a model.
+
+A block is compiled the first time it is trained; the blocks after it find its graph, as nothing in
+it depends on which block it is: weights are inputs, names count from the block. What a graph
+communicates is noted when it is traced and counted again, under the block's own name, for every
+call of it (not what it recomputes).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ranvier.nn.leaf import Moment
+from ranvier.nn.recompute import again
+from ranvier.plan import Recompute
+from ranvier.trace import Event, Trace
+
+GRAPHS = 64
+"""Graphs of a function at most: kinds of recomputation, shapes, with documents and without."""
+SHAPES = 24
+"""Of these what a model asks for; more run operation by operation."""
+
+
+class Unadded(NamedTuple):
+    """A residual stream whose last addition is left to the next graph, which does it in passing."""
+
+    x: Tensor
+    more: Tensor
+
+
+def _block(
+    kind: Recompute,
+    left: bool,
+    moment: Moment,
+    block: torch.nn.Module,
+    x: Tensor,
+    more: Tensor | None,
+    *args: Any,
+) -> Any:
+    """Run a block, or its halves if the addition of the second is to be left."""
+    x = x if more is None else x + more
+    if left:
+        return type(block).halves(block, x, *args)  # type: ignore[attr-defined]
+    return again(type(block).forward, kind, moment, block, x, *args)
+
+
+def found() -> bool:
+    """Whether all graphs of this process came from the cache of an earlier one."""
+    from torch._dynamo.utils import counters
+
+    misses = counters["inductor"]["fxgraph_cache_miss"]
+    return bool(misses == 0 and counters["stats"]["unique_graphs"] > 0)
+
+
+class Compiled:
+    """The compiled function of all blocks of a model.
+
+    backend: the compiler; "aot_eager" traces as it does and then runs operation by operation.
+    """
+
+    def __init__(self, trace: Trace, moment: Moment, backend: str = "inductor") -> None:
+        import torch._dynamo  # here, as it takes a second
+
+        limit = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = max(limit, GRAPHS)
+        self.trace, self.moment, self.on = trace, moment, True
+        # Graphs hang on the code: with one of another model's nothing would be noted here.
+        own = FunctionType(_block.__code__.replace(), globals(), _block.__name__)
+        self.function = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+        self.events: dict[tuple[Any, ...], list[Event]] = {}
+        """What each graph communicates, with names counted from the block."""
+
+    def __call__(self, block: torch.nn.Module, name: str, kind: Recompute, *args: Any) -> Any:
+        """Run a block."""
+        for document in args:
+            if hasattr(document, "bounds"):  # of documents, whose number is data
+                torch._dynamo.maybe_mark_dynamic(document.bounds, 0)
+        (x, *others), more = args, None
+        if isinstance(x, Unadded):
+            x, more = x if kind == "none" else (x.x + x.more, None)  # of what is kept: one tensor
+        left = self.moment.leave and kind == "none" and hasattr(block, "halves")
+        left = left and not (block._forward_hooks or block._forward_pre_hooks)
+        key = (type(block), kind, left, *map(_seen, (x, more, *others)))
+        if key not in self.events and len(self.events) >= SHAPES:
+            x = x if more is None else x + more
+            return again(type(block).forward, kind, self.moment, block, x, *others)
+        out = self._called(key, block, name, (kind, left), x, more, *others)
+        return Unadded(*out) if left else out
+
+    def _called(
+        self,
+        key: tuple[Any, ...],
+        block: torch.nn.Module,
+        name: str,
+        how: tuple[Recompute, bool],
+        *args: Any,
+    ) -> Any:
+        """Call the graph; the trace gets what it communicates."""
+        if key in self.events and not self.trace.on:
+            return self.function(*how, self.moment, block, *args)
+        where, depth = self.trace.where, len(self.trace.outer)
+        try:
+            with self.trace.recording() as noted:
+                out = self.function(*how, self.moment, block, *args)
+        finally:  # tracing may have ended in the middle
+            self.trace.where = where
+            del self.trace.outer[depth:]
+        events = self.events.setdefault(key, list(noted))
+        if self.trace.on:
+            self.trace.events += [replace(e, where=f"{name}.{e.where}") for e in events]
+        return out
+
+
+def _seen(arg: Any) -> Any:
+    """What a graph depends on of an argument."""
+    return (arg.shape, arg.requires_grad) if isinstance(arg, Tensor) else type(arg)

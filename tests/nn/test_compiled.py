@@ -1,0 +1,269 @@
+"""Compiled blocks: the numbers of eager ones, one graph for all, and events under their own names.
+
+The backend traces as the compiler does and then runs operation by operation, so that numbers can be
+compared closely; one test makes machine code.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from comm.test_compile import strict
+from equivalence import batch_of, copied, flow_of, gradients, micros_of, worst
+from pool import Pool
+from ranvier.data.batch import Batch
+from ranvier.grid import Grid
+from ranvier.models.decoder import Decoder, DecoderConfig
+from ranvier.optim.optimizer import Optimizer
+from ranvier.parallel import Parallel, parallelize
+from ranvier.sharding import State
+from ranvier.trace import communication, difference
+from ranvier.train.step import forward_backward
+
+ONE_PASS, STEPS = 1e-12, 1e-9
+"""Relative to the tensor's largest magnitude."""
+LAYERS = 3
+SHAPE = {"layers": LAYERS, "embed": 16, "heads": 8, "kv_heads": 2, "head_dim": 4, "mlp": 24}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run the decoder."""
+
+    inner: str = "samples"
+    recompute: str = "none"
+    packed: bool = False
+    dropout: float = 0.0
+    micro_batches: int = 1
+
+    def on(self, grid: Grid, compiled: str) -> Any:
+        """The decoder on a grid, the same on every call."""
+        torch.manual_seed(1)
+        model = Decoder(DecoderConfig(**SHAPE, vocab=29, dropout=self.dropout)).double()
+        options: dict[str, Any] = {"inner": self.inner, "recompute": self.recompute}
+        return parallelize(model, grid, compiled=compiled, **options)
+
+    def micros(self, grid: Grid, batch: Batch) -> list[Batch]:
+        """What this rank works on, with documents as cuts."""
+        return [one.to("cpu") for one in micros_of(batch, grid, self.micro_batches)]
+
+
+def fresh() -> None:
+    """Forget all graphs; warnings are errors, but for one that the compiler itself lets go by."""
+    strict()
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    """Graphs that this process has compiled."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def batches(packed: bool) -> list[Batch]:
+    """Two batches; if packed of different numbers of documents, in each sample several."""
+    first = batch_of("llama", samples=8, packed=False)
+    if not packed:
+        return [first, first]
+    index, row = torch.arange(8).expand(8, 8), torch.arange(8).unsqueeze(1)
+    found = []
+    for most in (3, 5):
+        ids = (index + row) // most
+        starts = ids.diff(dim=1, prepend=ids[:, :1] - 1) > 0
+        positions = index - torch.where(starts, index, 0).cummax(1).values
+        found.append(Batch(first.tokens, first.targets, positions, ids, first.samples))
+    return found
+
+
+@dataclass
+class Trained:
+    """What two steps gave."""
+
+    numbers: list[float]
+    """Loss and norm of each."""
+    grads: State
+    after: State
+    graphs: list[int]
+    """Compiled in each step."""
+    weights: dict[str, weakref.ref[nn.Parameter]]
+
+
+def trained(grid: Grid, case: Case, compiled: str) -> Trained:
+    """Two steps."""
+    model = case.on(grid, compiled)
+    parallel: Parallel = model.parallel
+    optimizer = Optimizer(parallel.queue, lr=1e-2, clip=0.5)
+    numbers, made, grads = list[float](), list[int](), State()
+    for step, batch in enumerate(batches(case.packed)):
+        before = graphs()
+        numbers.append(forward_backward(model, case.micros(grid, batch)).item())
+        grads = grads if step else copied(gradients(parallel))
+        numbers.append(optimizer.step().item())
+        made.append(graphs() - before)
+    weights = {name: weakref.ref(param) for name, param in model.named_parameters()}
+    return Trained(numbers, grads, copied(parallel.state()), made, weights)
+
+
+def differs(grid: Grid, case: Case) -> tuple[list[str], list[int], list[str]]:
+    """What a compiled decoder does otherwise than the eager one; graphs of each step; what of the
+    weights is left when the models are gone."""
+    fresh()
+    want, have = trained(grid, case, ""), trained(grid, case, "aot_eager")
+    lines = []
+    for i, (a, b) in enumerate(zip(have.numbers, want.numbers, strict=True)):
+        if not abs(a - b) <= (ONE_PASS if i < 2 else STEPS) * abs(b):
+            lines.append(f"number {i}: {a} instead of {b}")
+    floor = max(grad.abs().max().item() for grad, _ in want.grads.values() if grad.numel())
+    for what, limit in (("grads", ONE_PASS), ("after", STEPS)):
+        for name, (part, place) in getattr(want, what).items():
+            mine, where = getattr(have, what)[name]
+            assert where == place, name
+            if part.numel():
+                lines += worst(f"{what} of {name}", mine, part, limit, floor)
+    gc.collect()
+    alive = [name for one in (want, have) for name, ref in one.weights.items() if ref() is not None]
+    return [f"rank {grid.rank}: {line}" for line in lines], have.graphs, alive
+
+
+CASES: list[tuple[dict[str, int], Case]] = [
+    ({}, Case(packed=True, dropout=0.1, micro_batches=2)),
+    ({"row": 2, "col": 2}, Case(recompute="selective", packed=True)),
+    ({"row": 2, "col": 2}, Case(inner="features", recompute="full")),
+    ({"depth": 2, "data": 2}, Case(recompute="full", packed=True, dropout=0.1)),
+]
+
+
+@pytest.mark.parametrize(("degrees", "case"), CASES, ids=["one", "samples", "features", "depth"])
+def test_compiled_blocks_equal_eager_ones(pool: Pool, degrees: dict[str, int], case: Case) -> None:
+    """And one graph serves all blocks, one the last norm; other documents need no other.
+
+    Where nothing is computed again, blocks leave their last addition to the next: the first one,
+    which gets none, has a graph of its own.
+    """
+    needed = 3 if case.recompute == "none" else 2
+    for lines, made, alive in pool.on_grid(degrees, differs, case):
+        assert lines == []
+        assert made == [needed, 0]
+        assert alive == [], "no graph holds a weight of a model that is gone"
+
+
+def traced(grid: Grid) -> list[tuple[list[str], list[float | None]]]:
+    """How the events of two steps differ from the prediction for eager blocks.
+
+    And when what a graph communicates was issued: it is counted, not measured.
+    """
+    fresh()
+    case, found = Case(), []
+    batch = batches(packed=False)[0]
+    model = case.on(grid, "aot_eager")
+    expected = model.parallel.events(flow_of(batch, grid, 1))
+    for _ in range(2):
+        with grid.trace.recording() as events:
+            forward_backward(model, case.micros(grid, batch))
+        mine = [e for e in communication(events) if not e.where.startswith("step.")]
+        times = [e.issued for e in mine if e.where.startswith("blocks.")]
+        found.append((difference(expected, mine), times))
+    return found
+
+
+def test_a_graph_counts_its_events_under_the_name_of_each_block(pool: Pool) -> None:
+    """A graph keeps the gathered input of a layer, which eager backward gathers again."""
+    size = 8 * 8 * 16 * 8
+    again = [
+        f"all_gather over row of {size} bytes at blocks.{block}.{where}: predicted 2, recorded 1"
+        for block in range(LAYERS)
+        for where in ("attention.qkv", "mlp.enter")
+    ]
+    for found in pool.on_grid({"row": 2}, traced):
+        for lines, times in found:
+            assert lines == again
+            assert times and not any(times)
+
+
+class Hidden(nn.Module):
+    """A block with little to compile."""
+
+    dims = {"up": ("mlp", "embed"), "down": ("embed", "mlp")}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x, y: `[b, s, d]`."""
+        y: Tensor = self.down(F.silu(self.up(x)))
+        return y
+
+
+class Blocks(nn.Module):
+    """Blocks and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes = {"embed": 16, "mlp": 24}
+        self.blocks = nn.ModuleList(Hidden() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x, y: `[b, s, d]`."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def passed(grid: Grid, backend: str) -> tuple[State, list[str]]:
+    """Gradients of blocks alone, and what they communicate."""
+    torch.manual_seed(1)
+    model = parallelize(Blocks().double(), grid, compiled=backend)
+    x = torch.randn(2, 4, 16, dtype=torch.float64)
+    model.parallel.queue.begin("")  # type: ignore[union-attr]
+    with grid.trace.recording() as events:
+        model(x).square().sum().backward()
+    where = sorted(f"{event.op} {event.where}" for event in communication(events))
+    return copied(gradients(model.parallel)), where  # type: ignore[arg-type]
+
+
+def models(grid: Grid) -> list[list[str]]:
+    """What two equal models communicate, one after the other."""
+    fresh()
+    return [passed(grid, "aot_eager")[1] for _ in range(2)]
+
+
+def test_a_second_model_counts_its_events_too(pool: Pool) -> None:
+    """It must not find the graphs of the first, which were noted there.
+
+    The input of the first block needs no gradient, so nothing is reduced for it.
+    """
+    want = [
+        *("all_gather blocks.0.down", "all_gather blocks.0.up"),
+        *("all_gather blocks.1.down", "all_gather blocks.1.up"),
+        *("reduce_scatter blocks.0.down", "reduce_scatter blocks.1.down"),
+        "reduce_scatter blocks.1.up",
+    ]
+    for found in pool.on_grid({"row": 2}, models):
+        assert found == [want, want]
+
+
+def machine_code(grid: Grid) -> list[str]:
+    """Gradients that are others in machine code."""
+    fresh()
+    (want, _), (have, _) = (passed(grid, backend) for backend in ("", "inductor"))
+    return [line for n, (part, _) in want.items() for line in worst(n, have[n][0], part, ONE_PASS)]
+
+
+@pytest.mark.skipif(
+    not shutil.which("g++") and not shutil.which("clang++"), reason="no C++ compiler"
+)
+def test_blocks_compile_to_machine_code(pool: Pool) -> None:
+    assert pool.on_grid({}, machine_code) == [[]]
