@@ -1,0 +1,1 @@
+"""Memory: what a model needs, and which activations are worth keeping."""
