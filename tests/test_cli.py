@@ -235,8 +235,8 @@ def test_all_problems_come_at_once(folder: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
-    verbs = (["train"], ["generate"], ["data", "prepare"], ["verify"], ["doctor"], ["report"], [])
-    for words in verbs:
+    verbs = ("train", "generate", "data prepare", "verify", "doctor", "report", "profile", "")
+    for words in map(str.split, verbs):
         with pytest.raises(SystemExit) as end:
             main([*words, "--help"])
         assert end.value.code == 0

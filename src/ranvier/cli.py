@@ -24,10 +24,12 @@ usage: ranvier VERB ...
                              standard library; a RUN (its directory) is continued
   generate RUN --prompt ...  text from the newest checkpoint of a run
   report RUN                 write report.html of a run again
+  profile RUN | run.toml     where the time of its steps goes, kernel by kernel, on one rank
   data prepare FILE ...      tokenize corpora once, into memory-mapped shards
   data show DIR              what a prepared corpus holds
   verify [run.toml]          compare the configured grid with one process, shrunk, in float64
-  doctor                     what this machine has, what is missing and how to get it
+  doctor [--matmuls]         what this machine has, what is missing and how to get it; or how fast
+                             it multiplies the matrices of a model, in which layout
 
 `ranvier VERB --help` lists all settings. Examples:
   ranvier train
@@ -40,6 +42,7 @@ usage: ranvier VERB ...
 USAGE_ERROR = PlanError.exit_code
 MOST_RANKS = 256
 Config = TypeVar("Config")
+Settings = TypeVar("Settings", bound=Run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,25 @@ class Arguments(Run):
     nproc: int = 0
     """Local ranks to start; 0: as many as the plan needs, else one for each GPU, or two on a CPU
     (train), or one (verify)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(Run):
+    """Where the time of a run's steps goes, kernel by kernel, on one rank.
+
+    The run is put together anew and takes a few steps on its own data; its metrics and checkpoints
+    are not touched. Settings of the run can be changed for it.
+    """
+
+    steps: int = 2
+    """Steps that are profiled."""
+    warm: int = 3
+    """Steps taken before; the pace of the last is what the report tells."""
+    top: int = 15
+    """Kernels in the table."""
+    out: str = ""
+    """Directory of profile.txt, profile.json and trace.json.gz; empty: profile/ inside the run's,
+    or NAME-profile/ next to NAME.toml."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +108,20 @@ class Generate:
     """cpu or cuda."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """What this machine has, what is missing and how to get it."""
+
+    matmuls: bool = False
+    """Instead: time the matrix products of a model in several layouts and keep the fastest."""
+    size: str = ""
+    """Model whose layers are timed; empty: llama3-1b, or tiny on a CPU."""
+    tokens: int = 0
+    """Tokens of a micro-batch; 0: 16384, or 512 on a CPU."""
+    dtype: str = ""
+    """bf16, fp16 or fp32; empty: bf16 where the device has it, or fp32."""
+
+
 @dataclass(frozen=True)
 class Nothing:
     """No settings."""
@@ -106,8 +142,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     raise SystemExit(code)
 
 
-def asked(kind: type[Config], default: Config, verb: str, words: Sequence[str]) -> Config:
-    """The settings that options change in a default."""
+def asked(
+    kind: type[Config], default: Config, verb: str, words: Sequence[str], *, flags: bool = False
+) -> Config:
+    """The settings that options change in a default; flags: booleans take no value."""
     import tyro
 
     try:
@@ -116,7 +154,7 @@ def asked(kind: type[Config], default: Config, verb: str, words: Sequence[str]) 
             prog=f"ranvier {verb}",
             args=list(words),
             default=default,
-            config=(tyro.conf.FlagConversionOff,),
+            config=(tyro.conf.FlagCreatePairsOff if flags else tyro.conf.FlagConversionOff,),
         )
     except SystemExit as stop:
         raise SystemExit(USAGE_ERROR if stop.code else 0) from None
@@ -131,6 +169,11 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def parse(verb: str, words: Sequence[str]) -> Arguments:
     """Settings from defaults, then the file or the run, then options."""
+    return filled(Arguments, f"{verb} [run.toml]", words)
+
+
+def filled(kind: type[Settings], usage: str, words: Sequence[str]) -> Settings:
+    """As `parse`, for any class of settings that holds a run."""
     files, options = split(words)
     if len(files) > 1:
         raise PlanError(
@@ -149,8 +192,8 @@ def parse(verb: str, words: Sequence[str]) -> Arguments:
         run = runs.load(Path(files[0]), size=size)
     else:
         run = Run() if size is None else Run(model=ModelConfig.of(size))
-    default = Arguments(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)})
-    return asked(Arguments, default, f"{verb} [run.toml]", options)
+    default = kind(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)})
+    return asked(kind, default, usage, options)
 
 
 def _option(words: Sequence[str], name: str) -> str | None:
@@ -184,7 +227,7 @@ def _world(arguments: Arguments, default: int) -> tuple[Ranks | None, int]:
     return me, world
 
 
-def _run(arguments: Arguments) -> Run:
+def _run(arguments: Run) -> Run:
     return Run(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(Run)})
 
 
@@ -293,10 +336,30 @@ def _report(words: Sequence[str]) -> int:
     return 0
 
 
+def _profile(words: Sequence[str]) -> int:
+    from ranvier.infer.sample import run_of
+
+    names, _ = split(words)
+    if names and os.path.isdir(names[0]):
+        run_of(Path(names[0]))
+    settings = filled(Profile, "profile RUN", words)
+    origin = Path(_one("profile", "a run or a TOML file", names))
+    from ranvier.train import profile
+
+    own = {name: getattr(settings, name) for name in ("steps", "warm", "top", "out")}
+    return profile.profile(_run(settings), origin, **own)
+
+
 def _doctor(words: Sequence[str]) -> int:
+    settings = asked(Doctor, Doctor(), "doctor", words, flags=True)
+    if settings.matmuls:
+        from ranvier.train import matmuls
+
+        return matmuls.show(size=settings.size, tokens=settings.tokens, dtype=settings.dtype)
+    if settings != Doctor():
+        raise PlanError("size, tokens and dtype are those of --matmuls. Add --matmuls.")
     from ranvier import doctor
 
-    asked(Nothing, Nothing(), "doctor", words)
     return doctor.show(doctor.examine())
 
 
@@ -316,6 +379,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "generate": _generate,
     "report": _report,
+    "profile": _profile,
     "data": _data,
     "verify": _verify,
     "doctor": _doctor,

@@ -33,6 +33,29 @@ PEAK_TFLOPS = {
 }
 """Dense 16-bit matrix products of a device (of an AMD MI250X: of one of its two halves)."""
 
+PEAK_BANDWIDTH = {
+    "GH200": 4000.0,
+    "H200": 4800.0,
+    "H100 PCIe": 2039.0,
+    "H100 NVL": 3900.0,
+    "H100": 3350.0,
+    "B200": 8000.0,
+    "A100-SXM4-40GB": 1555.0,
+    "A100-PCIE-40GB": 1555.0,
+    "A100": 2039.0,
+    "V100": 900.0,
+    "MI250": 1638.0,
+    "MI300": 5300.0,
+}
+"""GB/s of a device's memory, by its data sheet; the first name that fits counts."""
+
+
+def peak_bandwidth(device: torch.device) -> float | None:
+    """Bytes the device's memory can move in a second; None where that is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    found = (speed for word, speed in PEAK_BANDWIDTH.items() if word in name)
+    return next((speed * 1e9 for speed in found), None)
+
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """What the device can do in a second in this type; None where that is not known."""

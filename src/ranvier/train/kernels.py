@@ -1,0 +1,485 @@
+"""Kernels of a profile: read from a Chrome trace, with their group, their work and their bytes.
+
+A trace holds what the host did (operators with the shapes of their inputs, calls of the driver) and
+what the device did (kernels, copies). A kernel bears the number of the call that launched it, and
+the call lies inside the operators that made it; so a kernel knows its operator, and from its shapes
+
+    matrix product  2 · m · n · k
+    attention       4 · b · h · s · s · k, half of it if causal; backward 2.5 times that
+    other           bytes of inputs and outputs, each tensor once (also if a Triton kernel, of
+                    which no more is known, both reads and writes it)
+
+What does not follow from shapes stays None: operators outside the tables below, lists of tensors
+(the trace does not say their type), attention over ragged documents, kernels of a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+OPTIMIZER = "optimizer"
+"""The name under which the profile records the update of the weights."""
+TRITON = "triton::"
+"""What the profile puts before the name of a Triton function that it records."""
+GROUPS = (
+    *("matmul", "attention", "norm, elementwise", "cross-entropy", OPTIMIZER),
+    *("copies", "communication", "other"),
+)
+BYTES = {
+    "double": 8,
+    "float": 4,
+    "c10::BFloat16": 2,
+    "c10::Half": 2,
+    "c10::Float8_e4m3fn": 1,
+    "c10::Float8_e5m2": 1,
+    "long int": 8,
+    "long": 8,
+    "int": 4,
+    "short": 2,
+    "signed char": 1,
+    "unsigned char": 1,
+    "bool": 1,
+}
+"""Bytes of an element by the name that traces give its type."""
+FLOATS = ("double", "float", "c10::BFloat16", "c10::Half")
+HALVES = ("c10::BFloat16", "c10::Half")
+EIGHTHS = ("c10::Float8_e4m3fn", "c10::Float8_e5m2")
+PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0}
+"""Matrix products, and which input is the left factor; the right one follows."""
+ATTENTION = tuple(
+    f"_scaled_dot_product_{kind}_attention{where}"
+    for kind, where in (("flash", ""), ("efficient", ""), ("cudnn", ""), ("flash", "_for_cpu"))
+)
+TESTS = {
+    *("eq", "ne", "lt", "le", "gt", "ge", "isfinite", "isnan", "logical_and", "logical_or"),
+}
+"""Operators of each element whose output is bool."""
+POINTWISE = TESTS | {
+    *("add", "sub", "rsub", "mul", "div", "neg", "abs", "sign", "exp", "log", "sqrt", "rsqrt"),
+    *("reciprocal", "pow", "square", "sigmoid", "silu", "gelu", "relu", "tanh", "cos", "sin"),
+    *("clamp", "clamp_min", "clamp_max", "where", "addcmul", "addcdiv", "lerp", "masked_fill"),
+    *("maximum", "minimum", "bitwise_and", "bitwise_or", "bitwise_not", "sigmoid_backward"),
+    *("silu_backward", "gelu_backward", "tanh_backward", "threshold_backward"),
+}
+"""Operators whose output is as large as their inputs, spread over each other."""
+REDUCTIONS = {"sum", "mean", "amax", "amin", "prod", "linalg_vector_norm", "max", "min", "any"}
+COPIES = {"copy_", "_to_copy", "clone", "contiguous", "fill_", "zero_", "cat", "stack", "index"}
+
+
+@dataclass(frozen=True)
+class Op:
+    """An operator of the host as a trace describes it; one entry for each argument."""
+
+    name: str
+    dims: Sequence[Any] = ()
+    types: Sequence[str] = ()
+    strides: Sequence[Any] = ()
+    values: Sequence[str] = ()
+    """Arguments that are no tensors, as text."""
+
+    @property
+    def base(self) -> str:
+        """The name without its library."""
+        return self.name.rpartition("::")[2]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel, copy or (on a CPU) operator; times in microseconds."""
+
+    name: str
+    op: str
+    """The operator that launched it; empty if it is not known."""
+    start: float
+    duration: float
+    """On a CPU without the operators inside it."""
+    shapes: tuple[Any, ...] = ()
+    """Of the inputs of the operator."""
+    stream: str = ""
+    types: tuple[str, ...] = ()
+    scope: tuple[str, ...] = ()
+    """Operators and annotations around its launch, outermost first."""
+    flops: float | None = None
+    bytes: float | None = None
+    span: float | None = None
+    """On a CPU: from its start to its end, operators inside included."""
+
+    @property
+    def end(self) -> float:
+        """When it was over."""
+        return self.start + (self.duration if self.span is None else self.span)
+
+    @property
+    def local(self) -> bool:
+        """Whether the device's own memory is all it moves bytes in."""
+        return not self.name.startswith(("Memcpy HtoD", "Memcpy DtoH", "Memcpy PtoP"))
+
+    @property
+    def group(self) -> str:
+        """Which of GROUPS it belongs to."""
+        return group_of(self.name, self.op, self.scope)
+
+
+# ---- groups and names -----------------------------------------------------------------------
+
+_COMMUNICATION = re.compile(r"nccl|rccl|^c10d::|^gloo:|record_param_comms|_c10d_functional", re.I)
+_ATTENTION = re.compile(r"attention|attn|flash_|fmha|sdpa", re.I)
+_MATMUL = re.compile(
+    r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|scaled_mm|triton_tem\w*_(add|b)?mm_|Cijk_", re.I
+)
+_FUSED = re.compile(r"triton_(poi|red|per)_")
+_LOSS = re.compile(r"loss|cross_?entropy|log_softmax", re.I)
+_SMOOTH = re.compile(r"norm|softmax|elementwise|reduce_kernel|^triton_|rotary|dropout", re.I)
+
+
+def group_of(name: str, op: str, scope: Sequence[str] = ()) -> str:
+    """The group of a kernel by its name, its operator and what lies around that."""
+    base, around = op.rpartition("::")[2], [name, op, *scope]
+    plain = base.removesuffix("_")
+    if any(_COMMUNICATION.search(word) for word in around):
+        return "communication"
+    if OPTIMIZER in scope:
+        return OPTIMIZER
+    fused = _FUSED.match(name)  # such a name lists what it was made of, and of what it feeds
+    if not fused and any(_ATTENTION.search(word) for word in around):
+        return "attention"
+    if base in PRODUCTS or _MATMUL.search(name):
+        return "matmul"
+    if any(_LOSS.search(word) for word in around):
+        return "cross-entropy"
+    if name.startswith(("Memcpy", "Memset")) or base in COPIES:
+        return "copies"
+    if (
+        op.startswith(TRITON)
+        or plain in POINTWISE | REDUCTIONS
+        or any(map(_SMOOTH.search, (name, base)))
+    ):
+        return "norm, elementwise"
+    return "other"
+
+
+def short(name: str) -> str:
+    """A kernel's name without types, arguments and namespaces."""
+    if name.startswith(("Memcpy", "Memset")):
+        return name.partition(" (")[0]
+    plain = name.removeprefix("void ").removeprefix("autograd::engine::evaluate_function: ")
+    text, arguments = _outside(plain.replace("(anonymous namespace)::", ""))
+    base = (text.split() or [name])[-1].rpartition("::")[2]
+    if base.lower() in ("kernel", "kernel2", "device_kernel") and arguments:
+        return short(arguments.split(",")[0])
+    return base or name
+
+
+def _outside(name: str) -> tuple[str, str]:
+    """What of a name stands outside of brackets, and what is inside the first angle brackets."""
+    outside, inside, depth, first = [], [], 0, True
+    for letter in name:
+        if letter in ">)":
+            depth = max(depth - 1, 0)
+            first = first and not (letter == ">" and depth == 0)
+        elif letter in "<(":
+            depth += 1
+        elif depth == 0:
+            outside.append(letter)
+        if depth > 0 and first:
+            inside.append(letter)
+    return "".join(outside), "".join(inside).removeprefix("<")
+
+
+# ---- work -----------------------------------------------------------------------------------
+
+
+def stored(op: Op, i: int) -> int | None:
+    """Bytes of an argument; 0 if it is no tensor, None if its type or its shape is not known."""
+    kind = op.types[i] if i < len(op.types) else ""
+    if kind in ("", "Scalar", "ScalarList"):
+        return 0
+    if kind not in BYTES or i >= len(op.dims):
+        return None
+    dims, strides = op.dims[i], op.strides[i] if i < len(op.strides) else []
+    if len(strides) == len(dims):  # a dimension of stride 0 is one element, read again
+        dims = [n for n, stride in zip(dims, strides, strict=True) if stride != 0 or n == 0]
+    return int(math.prod(dims)) * BYTES[kind]
+
+
+def _inputs(op: Op) -> int | None:
+    """Bytes of all inputs."""
+    sizes = [stored(op, i) for i in range(len(op.types))]
+    return None if None in sizes else sum(size or 0 for size in sizes)
+
+
+def _tensors(op: Op) -> list[tuple[list[int], str]]:
+    """Shape and type of the inputs that are tensors."""
+    pairs = zip(op.dims, op.types, strict=False)
+    return [(list(dims), kind) for dims, kind in pairs if kind in BYTES]
+
+
+def _places(name: str, *arguments: str) -> tuple[int, ...] | None:
+    """Where an operator of torch has its arguments; None if it has no such ones."""
+    try:
+        schema = getattr(torch.ops.aten, name).default._schema
+        names = [argument.name for argument in schema.arguments]
+        return tuple(names.index(argument) for argument in arguments)
+    except (AttributeError, ValueError):
+        return None
+
+
+def flops(op: Op) -> int | None:
+    """Multiplications and additions of a matrix product or of attention; else None."""
+    if not op.name.startswith("aten::"):
+        return None
+    if op.base in PRODUCTS:
+        left, right = (op.dims[i] if i < len(op.dims) else [] for i in _factors(op))
+        if len(left) not in (2, 3) or len(right) != len(left) or left[-1] != right[-2]:
+            return None
+        return 2 * int(math.prod(left)) * int(right[-1])
+    return _attention_flops(op) if op.base.removesuffix("_backward") in ATTENTION else None
+
+
+def _factors(op: Op) -> tuple[int, int]:
+    return PRODUCTS[op.base], PRODUCTS[op.base] + 1
+
+
+def _attention_flops(op: Op) -> int | None:
+    """Of q, k: `[b, h, s, d]`: 4 · b · h · s · s · d, the half if causal, 2.5 times backward."""
+    places = _places(op.base, "query", "key", "is_causal")
+    if places is None or max(places) >= min(len(op.dims), len(op.values)):
+        return None
+    query, key, causal = places
+    if len(op.dims[query]) != 4 or len(op.dims[key]) != 4:
+        return None
+    full = 4 * int(math.prod(op.dims[query])) * int(op.dims[key][2])
+    full = full // 2 if op.values[causal] == "True" else full
+    return full * 5 // 2 if op.base.endswith("_backward") else full
+
+
+def moved(op: Op) -> int | None:
+    """Bytes of the inputs and outputs of an operator, each once; None where they are not known."""
+    inputs = _inputs(op)
+    if inputs is None or not op.types:
+        return None
+    if op.name.startswith((TRITON, "triton_")):  # its outputs are among its arguments
+        return inputs
+    if not op.name.startswith("aten::"):
+        return None
+    first = stored(op, 0) or 0
+    if op.base == "copy_":
+        return inputs
+    if op.base in ("fill_", "zero_"):
+        return first
+    if op.base.endswith("_") and op.base.removesuffix("_") in POINTWISE:
+        return inputs + first
+    out = _output(op)
+    return None if out is None else inputs + out
+
+
+def _output(op: Op) -> int | None:
+    """Bytes of what an operator returns."""
+    tensors, plain = _tensors(op), op.base.removesuffix("_backward")
+    if not tensors:
+        return None
+    if op.base in PRODUCTS:
+        left, right = (op.dims[i] for i in _factors(op))
+        kind = BYTES.get(op.types[0], 0)
+        same = op.base != "_scaled_mm" and len(left) in (2, 3) and len(right) == len(left)
+        return int(math.prod(left[:-1])) * int(right[-1]) * kind if same else None
+    if op.base in POINTWISE:
+        try:
+            shape = torch.broadcast_shapes(*(dims for dims, _ in tensors))
+        except RuntimeError:
+            return None
+        return int(math.prod(shape)) * (1 if op.base in TESTS else _wider(tensors))
+    if plain in ATTENTION:  # out like q; gradients like q, k, v
+        size = [math.prod(dims) * BYTES[kind] for dims, kind in tensors]
+        return sum(size[1:4]) if op.base.endswith("_backward") else size[0]
+    return _reduced(op) if op.base in ("sum", "mean", "amax", "amin") else None
+
+
+def _wider(tensors: Sequence[tuple[list[int], str]]) -> int:
+    """Bytes of an element of what tensors are computed to: floats and many elements decide."""
+    whole = [kind for dims, kind in tensors if dims] or [kind for _, kind in tensors]
+    real = [kind for kind in whole if kind in FLOATS]
+    return max(BYTES[kind] for kind in real or whole)
+
+
+def _reduced(op: Op) -> int | None:
+    """Bytes of the output of a reduction whose dims are written down."""
+    dims, kind = _tensors(op)[0]
+    over = op.values[1] if len(op.values) > 1 else ""
+    if not re.fullmatch(r"\[[-\d, ]*\]", over) or (len(op.values) > 3 and op.values[3]):
+        return None
+    gone = {int(i) % len(dims) for i in re.findall(r"-?\d+", over)} if dims else set()
+    kept = [n for i, n in enumerate(dims) if gone and i not in gone]
+    return int(math.prod(kept)) * BYTES[kind]
+
+
+# ---- reading a trace ------------------------------------------------------------------------
+
+
+@dataclass
+class _Event:
+    """Something the host did, and what it was part of."""
+
+    raw: Mapping[str, Any]
+    parent: _Event | None = None
+    inside: float = 0.0
+    """Microseconds of the operators right inside it."""
+    key: int = 0
+
+    @property
+    def is_op(self) -> bool:
+        """Whether it is an operator of torch."""
+        return self.raw.get("cat") == "cpu_op"
+
+    @property
+    def is_scope(self) -> bool:
+        """Whether other things can be part of it; calls of the driver are parts only."""
+        return self.raw.get("cat") in ("cpu_op", "user_annotation")
+
+    def told(self, name: str) -> Any:
+        """A number that the trace gives it."""
+        return self.raw.get("args", {}).get(name)
+
+    def around(self) -> list[_Event]:
+        """Itself and what lies around it, innermost first."""
+        return [self, *(self.parent.around() if self.parent else [])]
+
+    def op(self) -> Op:
+        """As an operator."""
+        told = self.raw.get("args", {})
+        names = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
+        dims, types, strides, values = (told.get(name, ()) for name in names)
+        return Op(str(self.raw["name"]), dims, types, strides, values)
+
+
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
+
+
+def read(trace: Mapping[str, Any]) -> list[Kernel]:
+    """The kernels of a Chrome trace by their start; of a CPU's its operators."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    host = _nested([event for event in events if event.get("cat") in HOST])
+    device = [event for event in events if event.get("cat") in DEVICE]
+    if device:
+        return _on_device(device, host)
+    kernels = [_on_host(event) for event in host if event.is_op]
+    return sorted(kernels, key=lambda kernel: kernel.start)
+
+
+def _nested(events: Iterable[Mapping[str, Any]]) -> list[_Event]:
+    """What the host did, each inside the last on its thread that was not over."""
+    open_on: dict[Any, list[_Event]] = {}
+    made = []
+    order = sorted(events, key=lambda raw: (float(raw["ts"]), -float(raw.get("dur", 0.0))))
+    for key, raw in enumerate(order):
+        stack = open_on.setdefault((raw["pid"], raw["tid"]), [])
+        while stack and _end(stack[-1].raw) <= float(raw["ts"]):
+            stack.pop()
+        event = _Event(raw, stack[-1] if stack else None, key=key)
+        outer = next((one for one in event.around()[1:] if one.is_op), None)
+        if outer is not None and event.is_op:
+            outer.inside += float(raw.get("dur", 0.0))
+        if event.is_scope:
+            stack.append(event)
+        made.append(event)
+    return made
+
+
+def _end(raw: Mapping[str, Any]) -> float:
+    return float(raw["ts"]) + float(raw.get("dur", 0.0))
+
+
+def _on_host(event: _Event) -> Kernel:
+    """An operator of a CPU as a kernel."""
+    op, span = event.op(), float(event.raw.get("dur", 0.0))
+    return Kernel(
+        op.name,
+        op.name,
+        float(event.raw["ts"]),
+        max(span - event.inside, 0.0),
+        tuple(op.dims),
+        str(event.raw["tid"]),
+        tuple(op.types),
+        tuple(str(one.raw["name"]) for one in reversed(event.around()[1:])),
+        flops(op),
+        moved(op),
+        span,
+    )
+
+
+def _on_device(device: Iterable[Mapping[str, Any]], host: Sequence[_Event]) -> list[Kernel]:
+    """Kernels with the operators that launched them, and their share of the work of these."""
+    calls = {event.told("correlation"): event for event in host if not event.is_scope}
+    numbered = {event.told("External id"): event for event in host if event.is_op}
+    for table in (calls, numbered):
+        table.pop(None, None)
+    kernels: list[Kernel] = []
+    owned: dict[int, tuple[_Event, list[int]]] = {}
+    for raw in sorted(device, key=lambda raw: float(raw["ts"])):
+        told = raw.get("args", {})
+        found = (calls.get(told.get("correlation")), numbered.get(told.get("External id")))
+        chains = [event.around() for event in found if event]
+        around = next((c for c in chains if any(one.is_op for one in c)), (chains or [[]])[0])
+        ops = [event for event in around if event.is_op]
+        op = ops[0].op() if ops else Op("")
+        kernels.append(
+            Kernel(
+                str(raw["name"]),
+                op.name,
+                float(raw["ts"]),
+                float(raw.get("dur", 0.0)),
+                tuple(op.dims),
+                str(told.get("stream", raw["tid"])),
+                tuple(op.types),
+                tuple(str(event.raw["name"]) for event in reversed(around) if event.is_scope),
+            )
+        )
+        owner = _owner(ops)
+        if raw["cat"] != "kernel":
+            kernels[-1] = replace(kernels[-1], bytes=_copied(raw))
+        elif owner is not None:
+            owned.setdefault(owner.key, (owner, []))[1].append(len(kernels) - 1)
+    for owner, places in owned.values():
+        _share(kernels, places, owner.op())
+    return kernels
+
+
+def _copied(raw: Mapping[str, Any]) -> float | None:
+    """Bytes that a copy or a fill reads and writes on the device; of a copy to the host: once."""
+    size = raw.get("args", {}).get("bytes")
+    return None if size is None else float(size) * (2.0 if "DtoD" in str(raw["name"]) else 1.0)
+
+
+def _owner(ops: Sequence[_Event]) -> _Event | None:
+    """The operator whose work a kernel does: the innermost one of known work."""
+    if ops and moved(ops[0].op()) is not None:
+        return ops[0]
+    return next((event for event in ops if flops(event.op()) is not None), None)
+
+
+def _share(kernels: list[Kernel], places: Sequence[int], op: Op) -> None:
+    """Give the work of an operator to its longest kernel.
+
+    Others of the same name have done none of it, which keeps their sum right. Of kernels with
+    another name nothing is known; nor of any, if the operator is no product or attention.
+    """
+    work, size = flops(op), moved(op)
+    main = max(places, key=lambda i: kernels[i].duration)
+    same = [i for i in places if kernels[i].name == kernels[main].name]
+    if work is None and len(same) < len(places):
+        return
+    for i in same:
+        some = 1.0 if i == main else 0.0
+        kernels[i] = replace(
+            kernels[i],
+            flops=None if work is None else work * some,
+            bytes=None if size is None else size * some,
+            types=tuple(op.types),
+        )
