@@ -14,7 +14,9 @@ from pool import Pool
 from ranvier.comm import pairs, verbs
 from ranvier.data.loader import Loader
 from ranvier.grid import Axis, Grid
-from ranvier.models.decoder import Documents, kernel_takes, packed, packed_kernel
+from ranvier.models.documents import Documents, inside, kernel_takes, packed
+from ranvier.nn import fp8, loss
+from ranvier.optim import fused, rules
 from ranvier.trace import COMPUTE
 from training import run_of, stored, trainer_of
 
@@ -78,9 +80,9 @@ def test_the_kernel_for_documents_equals_its_twin(dtype: torch.dtype, kv_heads: 
     documents = Documents.of(ids, "cuda")
     assert kernel_takes(inputs[0]) and not kernel_takes(inputs[0].float())
     results = []
-    for attend, wide in ((packed_kernel, False), (packed, True)):
+    for wide in (False, True):
         mine = [(x.float() if wide else x.clone()).requires_grad_() for x in inputs]
-        y = attend(*mine, documents)
+        y = packed(*mine, documents.bounds) if wide else inside(*mine, documents)
         y.float().square().sum().backward()
         results.append([y, *(x.grad for x in mine)])
     for ours, twin in zip(*results, strict=True):
@@ -160,3 +162,182 @@ def on_nccl(_: int) -> list[str]:
 
 def test_every_verb_runs_on_nccl(pool: Pool) -> None:
     assert pool.run(on_nccl, 1) == [[]]
+
+
+def updated(
+    kernel: bool, tensors: list[Tensor], out: Tensor | None, *, first: int = 0, good: bool = True
+) -> list[Tensor]:
+    """Copies of weight, moments and working weights after an update by the kernel or its twin."""
+    step = torch.full((), 3.0, dtype=torch.float64, device="cuda")
+    now = fused.Scalars.of(step, step > (0 if good else 9), step.float() / 8, (0.9, 0.95), 1e-3)
+    # slices of copies begin where those of the originals begin in their 16 bytes
+    bases = [(x if x._base is None else x._base).clone() for x in tensors]
+    weight, grad, mean, square = (
+        base[x.storage_offset() :] for base, x in zip(bases, tensors, strict=True)
+    )
+    out = None if out is None else out.clone()
+    assert fused.available(weight, grad, mean, square, out)
+    settings: dict[str, Any] = {"decay": 0.1, "out": out, "seed": 1 << 40, "eps": 1e-8}
+    if kernel:
+        fused.adamw(weight, grad, mean, square, now=now, first=first, **settings)
+    else:
+        rules.adamw(
+            *(weight, grad, mean, square),
+            step=now.step,
+            lr=1e-3,
+            good=now.good,
+            factor=now.factor,
+            first=first,
+            **settings,
+        )
+    return [weight, mean, square, *([] if out is None else [out])]
+
+
+def drawn(count: int, grads: torch.dtype, moments: torch.dtype, start: int) -> list[Tensor]:
+    """Weight, gradient and moments as slices that begin at an element `start`."""
+    draw = torch.Generator("cuda").manual_seed(1)
+    weight, grad, mean, square = torch.randn(4, count + start, device="cuda", generator=draw)
+    square = square.abs() + 0.01  # so that no small root makes a large update of the rounding
+    kinds = (torch.float32, grads, moments, moments)
+    pairs = zip((weight, grad, mean, square), kinds, strict=True)
+    return [x.to(kind, copy=True)[start:] for x, kind in pairs]
+
+
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("count", [1 << 20, 1_000_003, 5])
+@pytest.mark.parametrize("grads", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_fused_update_equals_its_twin(grads: torch.dtype, count: int, start: int) -> None:
+    for out in (None, torch.zeros(count, dtype=torch.bfloat16, device="cuda")):
+        tensors = drawn(count, grads, torch.float32, start)
+        pairs = zip(updated(True, tensors, out), updated(False, tensors, out), strict=True)
+        for ours, twin in list(pairs)[:3]:
+            assert torch.allclose(ours, twin, rtol=1e-6, atol=1e-7)
+    ours = updated(True, tensors, out)
+    assert torch.equal(ours[3], ours[0].bfloat16())
+
+
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("first", [0, 7, (1 << 32) - 1000])
+def test_fused_bf16_moments_round_like_the_twin(first: int, start: int) -> None:
+    tensors = drawn(1_000_003, torch.bfloat16, torch.bfloat16, start)
+    ours = updated(True, tensors, None, first=first)
+    twin = updated(False, tensors, None, first=first)
+    assert torch.allclose(ours[0], twin[0], rtol=1e-6, atol=1e-7)
+    for mine, other in zip(ours[1:], twin[1:], strict=True):
+        off = (mine.view(torch.int16).int() - other.view(torch.int16).int()).abs()
+        off = off[other.abs() > 1e-6]  # what cancels leaves nothing but rounding
+        assert off.max() <= 1 and (off > 0).float().mean() < 1e-4
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
+def test_a_fused_update_that_is_not_good_changes_no_bit(moments: torch.dtype) -> None:
+    tensors = drawn(10_007, torch.bfloat16, moments, 0)
+    tensors[1][::3] = torch.nan
+    out = torch.full((10_007,), 3.0, dtype=torch.bfloat16, device="cuda")
+    after = updated(True, tensors, out, good=False)
+    for before, same in zip((tensors[0], *tensors[2:], out), after, strict=True):
+        assert torch.equal(before, same)
+
+
+def test_the_fused_update_counts_beyond_32_bits() -> None:
+    count, tail = (1 << 31) + 5003, 1 << 16
+    if torch.cuda.mem_get_info()[0] < 60 << 30:
+        pytest.skip("needs 60 GiB of free device memory")
+    kinds = (torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    whole = [torch.full((count,), 0.75, dtype=kind, device="cuda") for kind in kinds]
+    end = [x[-tail:] - 0.25 for x in whole]
+    for x, part in zip(whole, end, strict=True):
+        x[-tail:] = part
+    want = updated(True, end, None, first=count - tail)
+    for mine, other in zip(updated(True, whole, None), want, strict=True):
+        assert torch.equal(mine[-tail:], other)
+        assert bool((mine[:-tail] != 0.75).sum() > count // 2)
+
+
+def test_squares_are_summed_in_fp32() -> None:
+    draw = torch.Generator("cuda").manual_seed(1)
+    x = torch.randn(5_000_003, device="cuda", generator=draw)
+    tensors = [x[3:], x[:0], x.bfloat16()[1:], x.half()[:7]]
+    found = fused.square_sum(tensors)
+    want = sum(part.double().square().sum() for part in tensors)
+    assert found.dtype == torch.float32 and found.item() == pytest.approx(float(want), rel=1e-5)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    fused.square_sum([x.bfloat16()])
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * 2 * x.numel(), "no wider copy"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_kernel_of_the_loss_equals_its_twin(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Also on a part of the vocabulary with padding behind it, and where tokens do not count."""
+    axis = Grid({}).axis("row")
+    logits = torch.randn(37, 5000, device="cuda", dtype=dtype)
+    targets = torch.randint(0, 9000, (37,), device="cuda")
+    targets[3] = loss.IGNORE
+    factor = torch.tensor(0.25, device="cuda")
+    for mine in (loss.Columns(axis, axis, 0, 5000), loss.Columns(axis, axis, 2000, 4321)):
+        found = []
+        for kernel in (True, False):
+            monkeypatch.setattr(loss, "TRITON", kernel)
+            assert loss.kernel_takes(logits) == kernel
+            peak, total, hit = loss.statistics(logits, targets, mine)
+            grad = logits.clone()
+            loss.gradient_(grad, targets, peak + total.log(), mine, factor)
+            found.append([peak, total.log(), hit, grad.float()])
+        assert found[0][3][:, mine.valid :].abs().max().item() == 0.0 if mine.valid < 5000 else True
+        for ours, twin in zip(*found, strict=True):
+            torch.testing.assert_close(ours, twin, rtol=1e-5, atol=1e-3)
+        monkeypatch.setattr(loss, "TRITON", True)
+        if mine.valid == 5000:  # both in one pass
+            at_once = logits.clone()
+            loss.statistics(at_once, targets, mine, gradient=factor)
+            torch.testing.assert_close(at_once.float(), found[1][3], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (37, 50), (300, 1000)], ids=str)
+def test_the_cast_to_fp8_equals_its_twin(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 100
+    scale = torch.tensor(8.0, device="cuda")
+    for dtype in (fp8.E4M3, fp8.E5M2):
+        want = fp8._narrow(x, scale, dtype).float()
+        plain, turned = fp8.cast(x, scale, dtype, True, True)
+        assert torch.equal(plain.float(), want) and torch.equal(turned.float(), want.t())
+        assert fp8.cast(x, scale, dtype, True, False)[1].numel() == 0
+
+
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+def test_products_in_fp8_are_those_of_the_cpu(kind: fp8.Kind) -> None:
+    if not fp8.supported(torch.device("cuda")):
+        pytest.skip("the device has no fp8")
+    x, w, dy = (torch.randn(n, 64, dtype=torch.bfloat16) for n in (96, 64, 96))
+    scaled = fp8.Scaled(kind)
+    for name, a, b in (("forward", x, w), ("grad_x", dy, w), ("grad_w", dy, x)):
+        want = getattr(scaled, name)(a, b).float()
+        have = getattr(scaled, name)(a.cuda(), b.cuda()).float().cpu()
+        assert (have - want).norm() < 5e-3 * want.norm(), name
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"plan__compile": "on"},
+        {"plan__compile": "on", "plan__recompute": "selective"},
+        {"plan__compile": "on", "train__fp8": "tensorwise"},
+        {"plan__graph": True, "data__packed": False},
+        {"plan__compile": "on", "plan__graph": True, "data__packed": False},
+    ],
+    ids=str,
+)
+def test_the_fast_ways_train_alike(corpus: str, change: dict[str, Any]) -> None:
+    """Compiled, recomputed, in fp8 and as one graph: the losses of the plain run."""
+    curves = []
+    for extra in ({}, change):
+        packed = change.get("data__packed", True)
+        settings = {"train__dtype": "bf16", "model__head_dim": 16, "data__packed": packed, **extra}
+        run = run_of("", {}, 8, **settings)
+        trainer = trainer_of(Grid({}), corpus, run, device="cuda")
+        curves.append([row["loss"] for row in trainer.steps()])
+    limit = 0.1 if "train__fp8" in change else 0.03
+    assert curves[1] == pytest.approx(curves[0], abs=limit)

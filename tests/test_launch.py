@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -308,3 +310,32 @@ def test_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     while any(map(alive, ranks)):
         assert time.monotonic() < limit, "orphans"
         time.sleep(0.05)
+
+
+def test_compilers_keep_their_results_in_our_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Unless the user has said where."""
+    monkeypatch.setenv("RANVIER_CACHE", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    launch.keep_compiled()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled" / "inductor")
+    assert os.environ["TRITON_CACHE_DIR"] == "/elsewhere"
+
+
+def test_a_process_knows_its_age() -> None:
+    first = launch.age()
+    assert first > 0.0 or not Path("/proc/uptime").exists()
+    assert launch.age() >= first
+
+
+def test_triton_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/cc" if name == "cc" else None)
+    assert launch.triton()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert not launch.triton()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not launch.triton()

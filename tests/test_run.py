@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from ranvier import run as runs
 from ranvier.errors import PlanError
 from ranvier.plan import Plan
 from ranvier.run import ModelConfig, Run
+from ranvier.train.train import settled
 from ranvier.verify import shrink
 
 
@@ -67,3 +72,38 @@ def test_a_shrunk_model_keeps_what_matters(size: str, plan: Plan) -> None:
     assert small.model.vocab % period == run.model.vocab % period
     assert (small.model.tied, small.model.bias) == (run.model.tied, run.model.bias)
     assert small.check(run.plan.world) == small
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"graph": True}, r"plan.graph=True with data.packed=True.*data.packed=False"),
+        ({"compile": "yes"}, r"compile='yes' is not known"),
+        ({"memory": 3.0}, r"memory=3.0 with recompute='none'.*recompute='budget'"),
+        ({"memory": -1.0, "recompute": "budget"}, r"memory=-1.0"),
+    ],
+    ids=str,
+)
+def test_plans_that_contradict_themselves(change: dict[str, Any], words: str) -> None:
+    run = dataclasses.replace(Run(), plan=dataclasses.replace(Run().plan, **change))
+    with pytest.raises(PlanError, match=words):
+        run.check(1)
+
+
+def test_a_graph_is_recorded_on_one_rank() -> None:
+    data = dataclasses.replace(Run().data, packed=False)
+    run = dataclasses.replace(Run(), data=data, plan=Plan(graph=True, data=2))
+    with pytest.raises(PlanError, match=r"graph=True on 2 ranks.*Use graph=False or one rank"):
+        run.check(2)
+    with pytest.raises(PlanError, match=r"plan\.graph=True on cpu"):
+        alone = dataclasses.replace(run, plan=Plan(graph=True, data=1)).check(1)
+        settled(alone, torch.device("cpu"))
+
+
+def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = dataclasses.replace(Run(), plan=Plan(compile="on", data=1)).check(1)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(PlanError, match=r"plan.compile='on', but nothing compiles.*'off'"):
+        settled(run, torch.device("cpu"))
+    auto = dataclasses.replace(run, plan=Plan(data=1)).check(1)
+    assert settled(auto, torch.device("cpu")).plan.compile == "off"

@@ -54,7 +54,11 @@ def run_of(out: str, degrees: dict[str, int], steps: int, **changes: Any) -> Run
 def trainer_of(grid: Grid, corpus: str, run: Run, device: str = "cpu") -> Trainer:
     """A trainer on a corpus."""
     data = open_data(
-        [corpus], seq=run.data.seq, seed=run.train.seed, held_out=run.data.held_out, packed=True
+        [corpus],
+        seq=run.data.seq,
+        seed=run.train.seed,
+        held_out=run.data.held_out,
+        packed=run.data.packed,
     )
     return Trainer.assemble(run, grid, torch.device(device), data)
 

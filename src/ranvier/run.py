@@ -106,6 +106,9 @@ class OptimConfig:
     """Decay of the second moment."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
+    moments: Literal["master", "bf16"] = "master"
+    """Type of both moments. master: that of the master weights (fp32, or fp64 in runs in fp64);
+    bf16: half the memory of fp32, rounded up or down at random so that small changes count."""
     decay: float = 0.1
     """Weight decay of matrices: parameters with two named dims or more that are no embeddings."""
     clip: float = 1.0
@@ -133,6 +136,12 @@ class TrainConfig:
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
     """Of weights and activations. auto: fp32 on cpu, on cuda bf16 or, on devices without it, fp16
     with a dynamic loss scale."""
+    fp8: Literal["off", "tensorwise", "rowwise"] = "off"
+    """Multiply in 8 bits (e4m3; tensorwise gradients e5m2), scaled by the largest number of each
+    tensor, or of each of its rows, as it is now; weights stay as they are. Needs bf16 and a device
+    that has it (H100 and later)."""
+    fp8_layers: tuple[str, ...] = ("qkv", "o", "enter", "up", "down")
+    """Linear layers that do so: those with one of these words in their name (also: head)."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto: nccl on cuda with a device for each rank, else gloo."""
     evaluate: int = 50
@@ -206,6 +215,11 @@ class Run:
             yield "optim.lr=0.0 trains nothing. A learning rate is above 0. Use 3e-4."
         yield from self._model_problems()
         yield from self._data_problems()
+        if self.plan.graph and self.data.packed:
+            yield (
+                "plan.graph=True with data.packed=True. A recorded step is always the same work, "
+                "but documents differ. Use data.packed=False or plan.graph=False."
+            )
         if self.optim.warmup > self.train.steps:
             yield (
                 f"optim.warmup={self.optim.warmup} is longer than train.steps={self.train.steps}. "
@@ -219,7 +233,7 @@ class Run:
             whole = isinstance(value, int)
             least, most = LEAST.get(name), MOST.get(name, LARGEST if whole else math.inf)
             if isinstance(value, float) and not math.isfinite(value):
-                usual = SHARES.get(name, {"optim.lr": 3e-4}.get(name, least or 1.0))
+                usual = {**SHARES, "optim.lr": 3e-4, "plan.memory": 0.0}.get(name, least or 1.0)
                 yield f"{name}={value} is no finite number. It must be one. Use {usual}."
             elif name in SHARES and not 0.0 <= value < 1.0:
                 yield f"{name}={value} is no share. It lies in [0, 1). Use {SHARES[name]}."

@@ -3,11 +3,14 @@
 from ranvier.launch.ends import Stop, reported
 from ranvier.launch.environment import (
     Ranks,
+    age,
     cache,
     environment,
     hosts,
     is_follower,
+    keep_compiled,
     ranks,
+    triton,
     writable,
 )
 from ranvier.launch.processes import (
@@ -24,6 +27,7 @@ from ranvier.launch.processes import (
 __all__ = [
     "Ranks",
     "Stop",
+    "age",
     "backends",
     "cache",
     "connect",
@@ -34,9 +38,11 @@ __all__ = [
     "hosts",
     "is_follower",
     "joined",
+    "keep_compiled",
     "ranks",
     "reported",
     "start",
+    "triton",
     "warm",
     "writable",
 ]

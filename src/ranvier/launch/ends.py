@@ -102,7 +102,10 @@ def _told(error: BaseException) -> tuple[str, int]:
         return f"{error.filename or 'A file'}: {error.strerror}. {rule}", CANNOT_WRITE
     if isinstance(error, MemoryError) or any(words in str(error) for words in MEMORY):
         rule = "Weights, gradients, moments and activations of a rank must fit on its device."
-        remedy = "Use a smaller plan.micro_batch, plan.recompute=full, or more ranks."
+        remedy = (
+            "Use plan.recompute=budget (if it is on, a plan.memory below what the device has), a "
+            "smaller plan.micro_batch, or more ranks."
+        )
         return f"Out of memory: {str(error).splitlines()[0][:200]}. {rule} {remedy}", INTERNAL
     return "".join(traceback.format_exception(error)).rstrip(), INTERNAL
 

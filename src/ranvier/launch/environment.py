@@ -7,9 +7,11 @@ handled.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import os
 import re
+import shutil
 import tempfile
 import zlib
 from collections.abc import Mapping
@@ -213,6 +215,29 @@ def cache() -> Path:
             folder.chmod(0o700)
             return folder
     return Path(tempfile.mkdtemp(prefix="ranvier-"))  # somebody else owns that name
+
+
+def triton() -> bool:
+    """Whether kernels in Triton can be built here: there are the package and a C compiler."""
+    found = importlib.util.find_spec("triton") is not None
+    names = (os.environ.get("CC", ""), "gcc", "cc", "clang")
+    return found and any(name and shutil.which(name) for name in names)
+
+
+def keep_compiled() -> None:
+    """Have compilers keep their results in our cache, so that the next run finds them."""
+    folder = cache() / "compiled"
+    for name, part in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
+        os.environ.setdefault(name, str(folder / part))
+
+
+def age() -> float:
+    """Seconds since this process was launched; 0 where the system does not say."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        up = float(Path("/proc/uptime").read_text().split()[0])
+        return max(up - started / os.sysconf("SC_CLK_TCK"), 0.0)
+    return 0.0
 
 
 def writable(folder: Path) -> bool:

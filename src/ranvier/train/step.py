@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ranvier.comm import verbs
 from ranvier.comm.pairs import take
 from ranvier.data.batch import Batch
+from ranvier.models import Decoder
 from ranvier.nn.loss import IGNORE
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import Parallel, parallel_of
@@ -31,13 +32,20 @@ def forward_backward(
     samples = [take(batch.targets, _batch_axis(parallel), 0) for batch in batches]
     with trace.at("step.tokens"):
         count = verbs.all_reduce(sum_of([(x != IGNORE).sum() for x in samples]), axis).wait()
-    losses = []
+    plain = _returns_the_loss_of_its_head(model)
+    share, losses = 1.0 / count.clamp(min=1).to(queue.dtype), []
+    factor = share if scale is None else share * scale
     for i, batch in enumerate(batches):
         queue.micro_batch(last=i == len(batches) - 1)
-        parallel.moment.samples = batch.samples
-        loss = model(**batch.inputs()) / count.clamp(min=1)
-        (loss if scale is None else loss * scale).backward()
-        losses.append(loss.detach())
+        moment = parallel.moment
+        moment.samples, moment.leave = batch.samples, plain
+        moment.factor = factor if plain else None
+        try:
+            loss = model(**batch.inputs())
+        finally:
+            moment.factor, moment.leave = None, False
+        loss.backward(factor.to(loss.dtype))
+        losses.append(loss.detach() * share)
     with trace.at("step.loss"):
         return verbs.all_reduce(sum_of(losses), axis).wait()
 
@@ -72,9 +80,9 @@ class Taken:
 
 def train_step(
     model: nn.Module,
-    batches: Sequence[Batch],
     optimizer: Optimizer,
-    lr: float,
+    batches: Sequence[Batch],
+    lr: float | Tensor,
     healthy: Tensor,
 ) -> Taken:
     """One update; it is not made once a loss or a gradient is no number.
@@ -88,6 +96,14 @@ def train_step(
     norm = optimizer.step(lr, allowed=healthy)
     healthy = healthy & (optimizer.finite if mendable is None else optimizer.finite | mendable)
     return Taken(loss, norm, healthy)
+
+
+def _returns_the_loss_of_its_head(model: nn.Module) -> bool:
+    """Whether what the head returns is what is multiplied by the factor, and blocks follow blocks.
+
+    Of another model, or one that is hooked into, nobody knows.
+    """
+    return type(model).forward is Decoder.forward and not model._forward_hooks
 
 
 def _batch_axis(parallel: Parallel) -> Any:

@@ -23,7 +23,9 @@ from ranvier.data.dataset import Data, open_data
 from ranvier.errors import DataError, PlanError, RanvierError
 from ranvier.grid import Grid
 from ranvier.infer.sample import Speaker
-from ranvier.launch import Ranks, Stop
+from ranvier.launch import Ranks, Stop, age, environment, keep_compiled, triton
+from ranvier.nn import fp8
+from ranvier.nn.compiled import found
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.run import Run
 from ranvier.train import corpora, report
@@ -70,8 +72,36 @@ def settled(run: Run, device: torch.device, backend: str = "auto") -> Run:
             f"train.dtype='bf16', but {torch.cuda.get_device_name(device)} does not compute in "
             "bf16. It would be emulated, slowly. Use 'fp16' (with its loss scale) or 'fp32'."
         )
+    if run.train.fp8 != "off" and device.type == "cuda" and dtype != "bf16":
+        raise PlanError(
+            f"train.fp8={run.train.fp8!r} with train.dtype={dtype!r}. On cuda products in 8 bits "
+            "give bf16. Use train.dtype='bf16' or train.fp8='off'."
+        )
+    if run.train.fp8 != "off" and not fp8.supported(device):
+        raise PlanError(
+            f"train.fp8={run.train.fp8!r}, but {torch.cuda.get_device_name(device)} does not "
+            "multiply in 8 bits. That needs compute capability 8.9 or more. Use train.fp8='off'."
+        )
+    if run.plan.graph and device.type != "cuda":
+        raise PlanError(f"plan.graph=True on {device}. CUDA records graphs. Use plan.graph=False.")
+    compiled = run.plan.compile
+    if compiled == "auto":
+        able = device.type == "cuda" and triton()
+        whole = run.plan.depth * run.plan.row * run.plan.col == 1
+        compiled = "on" if able and whole else "off"
+    elif compiled == "on" and not (triton() if device.type == "cuda" else _builds()):
+        raise PlanError(
+            f"plan.compile='on', but nothing compiles for {device.type} here. That needs Triton "
+            "and a C compiler on cuda, g++ on cpu. Install them, or use plan.compile='off'."
+        )
     words: dict[str, Any] = {"dtype": dtype, "device": device.type, "backend": backend}
-    return replace(run, train=replace(run.train, **words))
+    plan = replace(run.plan, compile=compiled)
+    return replace(run, plan=plan, train=replace(run.train, **words))
+
+
+def _builds() -> bool:
+    """Whether there is a C++ compiler, which torch uses on a CPU."""
+    return any(shutil.which(name) for name in (*environment("CXX").values(), "g++", "clang++"))
 
 
 def opened(run: Run, stored: list[str]) -> Data:
@@ -106,21 +136,24 @@ def ranks_of(run: Run) -> int:
 def check_memory(run: Run, me: Ranks, device: torch.device) -> None:
     """Refuse a model whose weights and states alone cannot fit: a bound from below."""
     plan, width = run.plan, DTYPES[run.train.dtype].itemsize
-    split, tokens = plan.depth * plan.row * plan.col, plan.micro_batch * run.data.seq
+    split, tokens = plan.depth * plan.row * plan.col, max(plan.micro_batch, 1) * run.data.seq
     wide = max(width, 4)
-    state = run.model.parameters * (width + wide) / split  # weights and gradients
-    state += run.model.parameters * (2 * wide + (wide if width < 4 else 0)) / plan.world
+    moment = 2 if run.optim.moments == "bf16" else wide
+    state = run.model.parameters * 2 * width / split  # weights and gradients
+    state += run.model.parameters * (2 * moment + (wide if width < 4 else 0)) / plan.world
     kept = tokens * run.model.embed * run.model.layers * width / (plan.row * plan.col)
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
     else:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // me.local_world
+    there = min(there, int(plan.memory * 2**30)) if plan.memory > 0.0 else there
     if state + kept > there:
         raise PlanError(
-            f"A rank needs {(state + kept) / 2**30:,.1f} GiB at least ({state / 2**30:,.1f} for "
-            f"weights, gradients and moments, {kept / 2**30:,.1f} for activations), but has "
-            f"{there / 2**30:,.1f} GiB. They must fit. Use a smaller model.size, data.seq or "
-            "plan.batch, or more ranks on depth, row or col."
+            f"A rank needs {(state + kept) / 2**30:,.2f} GiB at least ({state / 2**30:,.2f} for "
+            f"weights, gradients and moments, {kept / 2**30:,.2f} for activations), but has "
+            f"{there / 2**30:,.2f} GiB. They must fit. Use a smaller model.size, data.seq or "
+            f"plan.batch, {'a larger plan.memory, ' if plan.memory > 0.0 else ''}or more ranks on "
+            "depth, row or col."
         )
 
 
@@ -133,6 +166,8 @@ def train(run: Run, me: Ranks, stored: list[str] | None = None) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     run = settled(run, device, backend_of(run, me, device))
+    if run.plan.compile == "on":
+        keep_compiled()
     grid = Grid.of(
         run.plan, rank=me.rank, connected=me.world > 1, timeout_seconds=run.train.timeout
     )
@@ -144,7 +179,8 @@ def train(run: Run, me: Ranks, stored: list[str] | None = None) -> int:
     data = opened(run, stored)
     folder, checkpoint, handle = _claimed(run, grid, device)
     with handle or nullcontext(), Stop(quiet=me.rank > 0) as stop:
-        trainer = Trainer.assemble(folders.placed(run, folder), grid, device, data)
+        placed, local = folders.placed(run, folder), me.local_world
+        trainer = Trainer.assemble(placed, grid, device, data, local_ranks=local)
         if checkpoint is not None:
             trainer.resume(checkpoint)
             trainer.meter.phases = dict(folders.facts(folder).get("phases", {}))
@@ -193,9 +229,22 @@ def _loop(trainer: Trainer, folder: Path, stop: Stop) -> None:
             pass
     else:
         with sinks(trainer.run, folder) as sink:
-            for row in trainer.steps(stop):
+            for count, row in enumerate(trainer.steps(stop), 1):
                 sink(row)
+                if count == 2:
+                    _started(trainer, folder)
     trainer.save()
+
+
+def _started(trainer: Trainer, folder: Path) -> None:
+    """Say how long it took to get going: the first two steps are done."""
+    seconds, compiled = age(), ""
+    if trainer.run.plan.compile == "on":
+        compiled = "found in the cache" if found() else "compiled anew"
+    if seconds > 0.0:
+        words = f" (blocks {compiled})" if compiled else ""
+        print(f"  two steps were done {seconds:.1f} s after launch{words}", flush=True)
+    folders.record(folder, seconds_to_step_2=seconds, compiled=compiled)
 
 
 def _announce(trainer: Trainer, folder: Path, *, resumed: bool) -> None:
@@ -206,7 +255,8 @@ def _announce(trainer: Trainer, folder: Path, *, resumed: bool) -> None:
         shutil.copyfile(data.words, folder / "tokenizer.json")
     groups = groups_of(parallel, run)
     print(describe(trainer))
-    for line in (*data.lines, f"fingerprint of the data: {data.fingerprint}", *groups, *lines):
+    fingerprint = f"fingerprint of the data: {data.fingerprint}"
+    for line in (*data.lines, fingerprint, *groups, *trainer.notes, *lines):
         print(f"  {line}")
     if resumed:
         print(f"Going on after step {trainer.step} of {run.train.steps} in {folder}")

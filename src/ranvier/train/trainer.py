@@ -7,9 +7,12 @@ read while step k + 1 runs.
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,6 +38,8 @@ from ranvier.parallel import parallel_of, parallelize
 from ranvier.run import Run
 from ranvier.sharding import State
 from ranvier.train.diagnose import first_bad
+from ranvier.train.fit import candidates, fit
+from ranvier.train.graph import Graph
 from ranvier.train.metrics import (
     Later,
     Mark,
@@ -45,7 +50,8 @@ from ranvier.train.metrics import (
     peak_flops,
     step_flops,
 )
-from ranvier.train.step import evaluate, train_step
+from ranvier.train.step import Taken, evaluate, train_step
+from ranvier.train.tune import tune
 
 DTYPES = {
     "fp64": torch.float64,
@@ -53,6 +59,17 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """What is there now is no garbage: the collector does not look at it again in each round."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @dataclass
@@ -74,10 +91,22 @@ class Trainer:
     """Samples used."""
     stopping: int = 0
     """The signal that ends the run, once all ranks know of it."""
+    notes: list[str] = field(default_factory=list)
+    """Lines on what was settled by measuring."""
+    take: Callable[[Sequence[Batch], float, Tensor], Taken] = field(init=False)
+    """Takes a step of these micro-batches with a learning rate, if all was healthy so far."""
+
+    def __post_init__(self) -> None:
+        self.take = partial(train_step, self.model, self.optimizer)
 
     @classmethod
-    def assemble(cls, run: Run, grid: Grid, device: torch.device, data: Data) -> Trainer:
-        """Model and optimizer of a checked run. Communicates: the making of groups."""
+    def assemble(
+        cls, run: Run, grid: Grid, device: torch.device, data: Data, *, local_ranks: int = 0
+    ) -> Trainer:
+        """Model and optimizer of a checked run. Communicates: the making of groups; see `fit`.
+
+        local_ranks: those that share the memory of this machine; 0: all.
+        """
         optim, dtype = run.optim, DTYPES[run.train.dtype]
         with init.blank():
             model = Decoder(run.model)
@@ -86,7 +115,8 @@ class Trainer:
             grid,
             inner=run.plan.inner,
             overlap=run.plan.overlap,
-            recompute=run.plan.recompute,
+            recompute=run.plan.unmeasured.recompute,
+            compiled="inductor" if run.plan.compile == "on" else "",
             seed=run.train.seed,
             dtype=dtype,
             device=device,
@@ -104,13 +134,22 @@ class Trainer:
                 "vector": optim.vector_lr,
             },
             scale=Scale(device) if dtype == torch.float16 else None,
+            moments=torch.bfloat16 if optim.moments == "bf16" else None,
         )
+        micro = candidates(run.plan, run.data.seq)[0]
+        flow = Flow(micro, run.data.seq, dtype.itemsize, statistics=4)
+        notes = tune(run, model, grid, device, flow)
+        run, more = fit(run, model, optimizer, device, local_ranks=local_ranks or grid.world)
         plan, grid.trace.meter = run.plan, True
-        flow = Flow(plan.micro_batch, run.data.seq, itemsize=dtype.itemsize, statistics=4)
+        flow = replace(flow, samples=plan.micro_batch)
         flops = step_flops(parallel_of(model), flow, plan.micro_batches)
         meter = Meter(plan.batch * run.data.seq, flops, peak_flops(device, dtype))
         healthy = torch.ones((), dtype=torch.bool, device=device)
-        return cls(run, grid, device, model, optimizer, data, meter, healthy)
+        notes += more
+        trainer = cls(run, grid, device, model, optimizer, data, meter, healthy, notes=notes)
+        if plan.graph:
+            trainer.take = Graph(model, optimizer).step
+        return trainer
 
     # ---- steps --------------------------------------------------------------------------
 
@@ -123,7 +162,7 @@ class Trainer:
         first = self.measure() if every and self.step == 0 else None
         before: Under | None = None
         ended: Mark | None = None
-        with Loader(self._loaded(), first=self.step) as loader:
+        with frozen(), Loader(self._loaded(), first=self.step) as loader:
             while self.step < last and not self.stopping:
                 try:
                     under = self._traced(loader, getattr(stop, "signal", 0))
@@ -190,7 +229,7 @@ class Trainer:
         with self.grid.trace.at("step.status"):
             largest = verbs.all_reduce(status, everyone(self.grid), "max")
         on_device = [batch.to(self.device) for batch in batches]
-        taken = train_step(self.model, on_device, self.optimizer, lr, self.healthy)
+        taken = self.take(on_device, lr, self.healthy)
         self.healthy = taken.healthy
         factor = torch.full_like(taken.loss, math.nan) if scale is None else scale.value
         both = largest.wait()

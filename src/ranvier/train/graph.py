@@ -1,0 +1,61 @@
+"""Graph: a whole step as one CUDA graph, for models whose kernels end before the next is launched.
+
+Forward, backward and update are recorded once and then replayed: the host only copies the batch and
+the learning rate to where the graph reads them. A step must always be the same work: one rank, no
+documents inside samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import torch
+from torch import Tensor, nn
+
+from ranvier.data.batch import Batch
+from ranvier.optim.optimizer import Optimizer
+from ranvier.train.step import Taken, train_step
+
+WARM = 3
+"""Steps taken one kernel at a time before one is recorded: compilers and libraries settle."""
+
+
+class Graph:
+    """`train_step`, recorded after a few steps and replayed from then on."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.taken = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def step(self, batches: Sequence[Batch], lr: float, healthy: Tensor) -> Taken:
+        """One update, as `train_step`."""
+        self.taken += 1
+        if self.taken <= WARM:
+            return train_step(self.model, self.optimizer, batches, lr, healthy)
+        if self.graph is None:
+            self._record(batches, healthy)
+        for mine, batch in zip(self.batches, batches, strict=True):
+            for one in fields(batch):
+                value = getattr(batch, one.name)
+                if value is not None:
+                    getattr(mine, one.name).copy_(value, non_blocking=True)
+        self.lr.fill_(lr)
+        assert self.graph is not None
+        self.graph.replay()
+        return self.result
+
+    def _record(self, batches: Sequence[Batch], healthy: Tensor) -> None:
+        """Record a step; recording it does not take it."""
+        self.batches = [batch._each(lambda x: x.clone()) for batch in batches]
+        self.lr = torch.zeros((), dtype=torch.float64, device=healthy.device)
+        self.healthy = healthy.clone()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # the graph has memory of its own
+        self.graph = torch.cuda.CUDAGraph()
+        # other threads, which pin the next batch, may go on meanwhile
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            taken = train_step(self.model, self.optimizer, self.batches, self.lr, self.healthy)
+            self.healthy.copy_(taken.healthy)
+        self.result = Taken(taken.loss, taken.norm, self.healthy)

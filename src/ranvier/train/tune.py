@@ -1,0 +1,167 @@
+"""Tune: how the layers of a run compute, where there are several ways to the same.
+
+Attention takes the fastest kernel of the device, linear layers multiply in fp8 where the run asks
+for it, or in the fastest layout (AxoNN's matmul tuning, `plan.tune`, off by default). What is
+measured is measured by rank 0, which tells the others, so that all ranks compute alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import astuple, replace
+
+import torch
+from torch import nn
+
+from ranvier.comm.agree import told
+from ranvier.errors import PlanError
+from ranvier.grid import Grid
+from ranvier.nn import attend, fp8
+from ranvier.nn.attention import Core
+from ranvier.nn.fastest import Fastest
+from ranvier.nn.head import Head
+from ranvier.nn.leaf import Flow
+from ranvier.nn.linear import Linear, Siblings
+from ranvier.nn.matmul import Layouts
+from ranvier.parallel import Parallel, parallel_of
+from ranvier.run import Run, TrainConfig
+from ranvier.train.fit import candidates
+
+DEFAULT = TrainConfig().fp8_layers
+PACKED = 4096
+"""Output features up to which siblings are packed in fp8."""
+
+
+def tune(run: Run, model: nn.Module, grid: Grid, device: torch.device, flow: Flow) -> list[str]:
+    """Settle how attention and linear layers compute; lines that say what was chosen.
+
+    Communicates: what rank 0 has measured, as texts over all axes.
+    """
+    parallel, fastest = parallel_of(model), Fastest.of(device)
+    dtype = next(iter(model.parameters())).dtype
+    notes = _attention(run, parallel, fastest, grid, device, dtype, flow)
+    if run.train.fp8 != "off":
+        least = replace(flow, samples=candidates(run.plan, flow.seq)[-1])
+        notes += _eighths(run, parallel, least)
+    if run.plan.tune and device.type == "cuda":
+        notes += _layouts(parallel, fastest, grid, device, dtype, flow)
+    _pack(parallel)
+    return notes
+
+
+def _pack(parallel: Parallel) -> None:
+    """Pack siblings that multiply alike; in fp8 wider ones, too: there are fewer casts."""
+    for leaf in parallel.leaves.values():
+        if isinstance(leaf, Siblings):
+            if all(isinstance(layer.products, fp8.Scaled) for layer in leaf.layers):
+                leaf.pack(PACKED, all_alike=True)
+            else:
+                leaf.pack()
+
+
+def _attention(
+    run: Run,
+    parallel: Parallel,
+    fastest: Fastest,
+    grid: Grid,
+    device: torch.device,
+    dtype: torch.dtype,
+    flow: Flow,
+) -> list[str]:
+    cores = [leaf for leaf in parallel.leaves.values() if isinstance(leaf, Core)]
+    if device.type != "cuda" or not cores:
+        return []
+    core, model = cores[0], run.model
+    ranks = grid.axis(*core.site.table.axes(core.dim)).size
+    samples = max(core.tokens(flow, core.dim) // flow.seq, 1)
+    heads, groups = model.heads // ranks, max(model.kv_heads // ranks, 1)
+    shape = (samples, flow.seq, heads, groups, model.head_dim)
+    mine = attend.tuned(*shape, dtype, device, fastest) if grid.rank == 0 else ""
+    name = told(mine, grid, device)
+    for leaf in cores:
+        leaf.serial.attend = attend.way(name)  # type: ignore[assignment]
+    return [f"attention of whole samples: {name}"]
+
+
+def _eighths(run: Run, parallel: Parallel, flow: Flow) -> list[str]:
+    """Have the named layers multiply in fp8 where their sizes allow it."""
+    products, layers = fp8.Scaled(run.train.fp8), _linear(parallel)  # type: ignore[arg-type]
+    named = [name for name in layers if set(name.split(".")) & set(run.train.fp8_layers)]
+    if not named:
+        raise PlanError(
+            f"train.fp8_layers={list(run.train.fp8_layers)} names no linear layer. A word of its "
+            f"name means a layer. Words are {', '.join(_words(layers))}."
+        )
+    left = [name for name in named if not _even(layers[name], flow)]
+    chosen = [name for name in named if name not in left]
+    if not chosen:
+        raise PlanError(
+            f"train.fp8={run.train.fp8!r}, but no layer can be multiplied so: tokens of a "
+            f"micro-batch, inputs and outputs must be multiples of {fp8.EVEN}, not "
+            f"{_tokens(layers[left[0]], flow)}, {_matrix(layers[left[0]])[1]} and "
+            f"{_matrix(layers[left[0]])[0]}. Change data.seq or the model, or use train.fp8='off'."
+        )
+    for name in chosen:
+        layers[name].products = products
+    count = sum(math.prod(_matrix(layers[name])) for name in chosen)
+    lines = [f"fp8 ({run.train.fp8}): {len(chosen)} layers, {count:,} parameters on a rank"]
+    nowhere = sorted(set(run.train.fp8_layers) - set(_words(named)) - set(DEFAULT))
+    if nowhere:
+        lines.append(f"train.fp8_layers has words of no layer: {', '.join(nowhere)}")
+    if left:
+        lines.append(
+            f"not in fp8, as their sizes are no multiples of {fp8.EVEN}: {', '.join(left[:4])}"
+            f"{' ...' if len(left) > 4 else ''}"
+        )
+    return lines
+
+
+def _words(layers: Iterable[str]) -> list[str]:
+    """The words in the names of layers, without numbers."""
+    return sorted({word for name in layers for word in name.split(".") if not word.isdigit()})
+
+
+def _even(layer: Linear, flow: Flow) -> bool:
+    return fp8.takes(_tokens(layer, flow), *_matrix(layer))
+
+
+def _layouts(
+    parallel: Parallel,
+    fastest: Fastest,
+    grid: Grid,
+    device: torch.device,
+    dtype: torch.dtype,
+    flow: Flow,
+) -> list[str]:
+    """Give each linear layer its fastest layouts, but the head, which multiplies in chunks."""
+    changed = set[str]()
+    for name, layer in _linear(parallel).items():
+        plain = isinstance(layer.products, Layouts) and not layer.transposed
+        if not plain or isinstance(layer, Head):
+            continue
+        shape = (_tokens(layer, flow), *_matrix(layer))
+        mine = Layouts.tuned(shape, dtype, device, fastest) if grid.rank == 0 else Layouts()
+        layer.products = Layouts(*told(" ".join(astuple(mine)), grid, device).split())
+        if layer.products != Layouts():
+            changed.add(f"{name.rpartition('.')[2]} ({layer.products})")
+    return [f"matmul layouts other than plain: {', '.join(sorted(changed)) or 'none'}"]
+
+
+def _linear(parallel: Parallel) -> dict[str, Linear]:
+    return {name: leaf for name, leaf in parallel.leaves.items() if isinstance(leaf, Linear)}
+
+
+def _matrix(layer: Linear) -> tuple[int, int]:
+    """Out and in features of the product on this rank."""
+    *out, into = layer.handles["weight"].sharding.gathered
+    size = 1
+    for extent in out:
+        size *= extent
+    return (into, size) if layer.transposed else (size, into)
+
+
+def _tokens(layer: Linear, flow: Flow) -> int:
+    """Tokens of the product on this rank: those of the gathered input."""
+    (axis, _), _ = layer.steps
+    return layer.tokens(flow, layer.into) * axis.size

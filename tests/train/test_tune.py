@@ -1,0 +1,201 @@
+"""How layers compute: packed weights, layouts and ways of attention change no result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from equivalence import ONE_PASS, batch_of, copied, gradients, micros_of, worst
+from pool import Pool
+from ranvier.checkpoint import files
+from ranvier.grid import Grid
+from ranvier.models import Decoder, DecoderConfig
+from ranvier.models.documents import causal
+from ranvier.nn import attend, fp8
+from ranvier.nn.fastest import Fastest
+from ranvier.nn.leaf import Flow
+from ranvier.nn.linear import Linear, Siblings
+from ranvier.nn.matmul import Layouts
+from ranvier.parallel import parallel_of, parallelize
+from ranvier.sharding import State
+from ranvier.train.step import forward_backward
+from ranvier.train.tune import tune
+from training import run_of, stored, trainer_of
+
+SHAPE = {"layers": 2, "embed": 16, "heads": 8, "kv_heads": 2, "head_dim": 4, "mlp": 24, "vocab": 29}
+BATCH = batch_of("llama", samples=8, packed=False)
+QKV, ENTER = "blocks.1.attention.qkv", "blocks.1.mlp.enter"
+
+
+def decoder(grid: Grid, *, fast: bool = True, inner: Any = "samples", **changes: int) -> Any:
+    """A decoder, the same on every call."""
+    torch.manual_seed(1)
+    model = Decoder(DecoderConfig(**{**SHAPE, **changes})).double()  # type: ignore[arg-type]
+    return parallelize(model, grid, fast=fast, inner=inner)
+
+
+def packs(model: Any, name: str) -> list[tuple[int, int]]:
+    """Ranges of siblings whose weights are one matrix."""
+    return [(run.start, run.stop) for run in model.get_submodule(name).runs]
+
+
+# ---- packing ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "want"), [(1, [(1, 3)]), (2, [(1, 3)]), (4, [(1, 3)]), (8, [])]
+)
+def test_only_narrow_siblings_are_packed(kv_heads: int, want: list[tuple[int, int]]) -> None:
+    """k and v beside a q twice as wide; neither three alike nor gate and up."""
+    model = decoder(Grid({}), kv_heads=kv_heads)
+    assert packs(model, QKV) == want and packs(model, ENTER) == []
+
+
+def test_wide_siblings_are_not_packed() -> None:
+    model = decoder(Grid({}))
+    siblings = model.get_submodule(QKV)
+    siblings.pack(7)
+    assert siblings.runs == []
+    siblings.pack(8)
+    assert packs(model, QKV) == [(1, 3)]
+    siblings.pack(32, all_alike=True)
+    assert packs(model, QKV) == [(0, 3)]
+    siblings.pack(31, all_alike=True)
+    assert packs(model, QKV) == [(1, 3)]
+
+
+def test_a_packed_matrix_is_the_weights_themselves() -> None:
+    model = decoder(Grid({}))
+    (run,) = model.get_submodule(QKV).runs
+    k, v = (model.get_submodule(f"{QKV}.{name}").weight for name in "kv")
+    assert torch.equal(run.matrix, torch.cat([k, v]))
+    assert run.matrix.data_ptr() == k.data_ptr()
+    whole = {name: torch.full_like(x, 3.0) for name, (x, _) in model.parallel.state().items()}
+    model.parallel.load(whole)
+    assert bool((run.matrix == 3.0).all())
+
+
+def taken(model: Any, micros: list[Any]) -> State:
+    """Gradients of a step."""
+    forward_backward(model, micros)
+    return copied(gradients(model.parallel))
+
+
+def compared(have: State, want: State) -> list[str]:
+    """What differs between gradients."""
+    lines = [] if [*have] == [*want] else [f"{[*have]} instead of {[*want]}"]
+    for name, (part, place) in want.items():
+        assert have[name][1] == place
+        lines += worst(name, have[name][0], part, ONE_PASS) if part.numel() else []
+    return lines
+
+
+def ways(grid: Grid, inner: str) -> dict[str, list[str]]:
+    """What packing and layouts change in gradients, fast and as reference."""
+    micros, found = micros_of(BATCH, grid, 2 if grid.world == 1 else 1), dict[str, list[str]]()
+    want = taken(decoder(grid, inner=inner), micros)
+    for fast in (True, False):
+        for kind in ("apart", "packed", "all", "turned", "turned, packed"):
+            model = decoder(grid, inner=inner, fast=fast)
+            for leaf in model.parallel.leaves.values():
+                if isinstance(leaf, Siblings) and "packed" not in kind:
+                    leaf.pack(1 << 20 if kind == "all" else 0, all_alike=True)
+                if isinstance(leaf, Linear) and "turned" in kind:
+                    leaf.products = Layouts("transposed", "copied", "copied_x")
+            found[f"{kind}, {'fast' if fast else 'pairs'}"] = compared(taken(model, micros), want)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("degrees", "inner"),
+    [
+        ({}, "samples"),
+        ({"row": 2, "col": 2}, "features"),
+        ({"depth": 2, "row": 2}, "samples"),  # split over depth, weights are not packed
+    ],
+    ids=["one", "features", "depth"],
+)
+def test_packing_and_layouts_change_no_gradient(
+    pool: Pool, degrees: dict[str, int], inner: str
+) -> None:
+    for found in pool.on_grid(degrees, ways, inner):
+        assert len(found) == 10 and {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_names_know_nothing_of_packing() -> None:
+    torch.manual_seed(1)
+    plain = [name for name, _ in Decoder(DecoderConfig(**SHAPE)).named_parameters()]  # type: ignore[arg-type]
+    model = decoder(Grid({}))
+    for leaf in model.parallel.leaves.values():
+        if isinstance(leaf, Siblings):
+            leaf.pack(1 << 20, all_alike=True)
+    assert packs(model, QKV) == [(0, 3)]
+    assert [*dict(model.named_parameters())] == plain and {*model.state_dict()} == {*plain}
+    assert {*model.parallel.state()} == {*plain}
+
+
+# ---- runs -------------------------------------------------------------------------------
+
+EVEN = {"embed": 32, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 48}
+"""Sizes that fp8 takes."""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return stored(tmp_path_factory.mktemp("corpus"))
+
+
+def test_in_fp8_all_siblings_are_packed_and_checkpoints_are_the_same(
+    tmp_path: Path, corpus: str
+) -> None:
+    names = []
+    for kind in ("off", "tensorwise"):
+        changes = {f"model__{name}": size for name, size in EVEN.items()} | {"train__fp8": kind}
+        out = tmp_path / kind
+        trainer = trainer_of(Grid({}), corpus, run_of(str(out), {}, 1, **changes))
+        whole = kind != "off"
+        assert packs(trainer.model, QKV) == ([(0, 3)] if whole else [(1, 3)])
+        assert packs(trainer.model, ENTER) == ([(0, 2)] if whole else [])
+        layers = [x for x in parallel_of(trainer.model).leaves.values() if isinstance(x, Linear)]
+        assert sum(isinstance(x.products, fp8.Scaled) for x in layers) == (14 if whole else 0)
+        assert trainer.notes == (
+            ["fp8 (tensorwise): 14 layers, 21,504 parameters on a rank"] if whole else []
+        )
+        list(trainer.steps())
+        trainer.save()
+        names.append(sorted(trainer.state()))
+    assert names[0] == names[1]
+    trainer.resume(files.found(tmp_path / "off" / "checkpoints")[-1])
+
+
+def test_a_cpu_has_nothing_to_choose() -> None:
+    model = decoder(Grid({}))
+    run = run_of("", {}, 1, plan__tune=True)
+    assert tune(run, model, Grid({}), torch.device("cpu"), Flow(8, 8, 8, 8)) == []
+
+
+# ---- attention --------------------------------------------------------------------------
+
+
+def attended(function: attend.Attend) -> Tensor:
+    """Attention with shared keys."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(2, 5, heads, 8) for heads in (4, 2, 2)]
+    return function(*(torch.randn(shape, generator=generator) for shape in shapes))
+
+
+def test_ways_of_attention_take_what_they_can() -> None:
+    """Others go the way of torch."""
+    assert attend.way("auto") is attend.auto
+    want = attended(causal)
+    for name in attend.WAYS:
+        assert torch.equal(attended(attend.way(name)), want)
+    x = torch.zeros(2, 5, 4, 8)
+    assert [name for name in attend.WAYS if attend.takes(name, x, x, x)] == ["auto"]
+    fastest = Fastest("cpu")
+    assert attend.tuned(2, 5, 4, 2, 8, torch.float32, "cpu", fastest) == "auto"
+    assert not fastest.table, "nothing is measured where there is no choice"
