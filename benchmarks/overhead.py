@@ -69,7 +69,7 @@ def bare(trainer: Trainer, steps: int) -> float:
     healthy = trainer.healthy
     start = wait(trainer)
     for batches in ready:
-        healthy = train_step(trainer.model, batches, trainer.optimizer, 1e-5, healthy).healthy
+        healthy = train_step(trainer.model, trainer.optimizer, batches, 1e-5, healthy).healthy
     return (wait(trainer) - start) / steps
 
 

@@ -1,0 +1,99 @@
+"""Whether faster training learns the same: losses of variants against the eager reference.
+
+The reference computes operation by operation in bf16 with fp32 master weights. Each variant takes
+the same steps on the same text from the same initial weights; the reference is also run from
+another seed of its weights. The mean absolute difference of the losses over the last quarter of the
+steps must not be larger between a variant and the reference than between the two seeds; in fp8 the
+mean itself must lie within 0.5 %.
+
+    python benchmarks/convergence.py --corpus data/corpus --size 0.5b --batch 2 --steps 200
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+from pathlib import Path
+
+import torch
+from one_gpu import SIZES, TOY
+from peers import Shape, run_of
+
+from ranvier.data.dataset import open_data
+from ranvier.grid import Grid
+from ranvier.train.train import settled
+from ranvier.train.trainer import Trainer
+
+EAGER = {"plan.compile": "off", "plan.tune": "false"}
+VARIANTS: dict[str, dict[str, str]] = {
+    "eager": EAGER,
+    "other seed": {**EAGER, "train.seed": "1"},
+    "compiled": {},
+    "fp8 tensorwise": {"train.fp8": "tensorwise"},
+}
+
+
+def settings() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--corpus", required=True, help="folder that `ranvier data prepare` made")
+    parser.add_argument("--size", default="0.5b", help=f"of {', '.join([*SIZES, *TOY])}")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--json", help="where all losses go")
+    return parser.parse_args()
+
+
+def losses(asked: argparse.Namespace, shape: Shape, changes: dict[str, str]) -> list[float]:
+    """The loss of each step of a variant."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options = {
+        "train.steps": str(asked.steps),
+        "train.evaluate": "0",
+        "data.packed": "true",
+        **changes,
+    }
+    run = settled(run_of(shape, asked.batch, options, device.type), device)
+    data = open_data([asked.corpus], seq=shape.max_seq, seed=0, held_out=0.0)  # one order for all
+    trainer = Trainer.assemble(run, Grid({}), device, data)
+    found = [float(row["loss"]) for row in trainer.steps()]
+    del trainer
+    torch._dynamo.reset()
+    gc.collect()
+    return found
+
+
+def main() -> None:
+    asked = settings()
+    known = {**SIZES, **TOY}
+    if asked.size not in known:
+        raise SystemExit(f"--size {asked.size} is not known. Sizes are {', '.join(known)}.")
+    shape = known[asked.size][0]
+    curves, tail = dict[str, list[float]](), slice(3 * asked.steps // 4, None)
+    for name, changes in VARIANTS.items():
+        curves[name] = losses(asked, shape, changes)
+        mean = statistics.mean(curves[name][tail])
+        print(f"{name:20} mean loss of the last quarter {mean:.5f}", flush=True)
+    reference = curves["eager"][tail]
+    size = statistics.mean(reference)
+    gaps, good = dict[str, float](), True
+    for name, curve in curves.items():
+        gaps[name] = statistics.mean(
+            abs(a - b) for a, b in zip(curve[tail], reference, strict=True)
+        )
+        shift = statistics.mean(curve[tail]) / size - 1.0
+        allowed = (
+            abs(shift) <= 0.005 if "fp8" in name else gaps[name] <= gaps.get("other seed", 9.9)
+        )
+        print(f"{name:20} mean difference to eager {gaps[name]:.5f}, mean shifted by {shift:+.3%}")
+        if not allowed:
+            good = False
+            print(f"{name:20} is further away than the other seed, or than 0.5 % in fp8")
+    if asked.json:
+        Path(asked.json).write_text(json.dumps(curves))
+    raise SystemExit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,499 @@
+"""Llama-shaped models on one GPU: our trainer and others, in one process, in turns.
+
+Every contestant trains the same shape on the same random tokens with AdamW, its weights in fp32
+and its matrix products in bf16. For each peer the windows alternate: each variant of ours, the
+peer, ours, the peer. A ratio comes from the windows of that peer only, so that clocks that drift
+cancel. Where two contestants do not fit into memory together, each is built anew for its window.
+
+    python benchmarks/one_gpu.py --sizes 1.5b --batch 4 --json one_gpu.json
+    python benchmarks/one_gpu.py --variant plain: --variant full:plan.recompute=full
+    python benchmarks/one_gpu.py --smoke
+
+Peers are looked for among the installed packages and in the folder peers/ (unpacked wheels). The
+table: MFU counts 6·(N - table) + 6·L·D·S operations a token (full: 12·L·D·S); ceiling is the share
+of the step that its matrix products would take alone; the last columns are our speed over a peer's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import json
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peers import PACKAGES, PEERS, Contestant, Ours, Shape, Task, first_line, missing, run_of
+from torch import Tensor
+
+from ranvier import run as runs
+from ranvier.errors import PlanError, RanvierError
+from ranvier.train.metrics import Mark, peak_flops
+
+SIZES: dict[str, tuple[Shape, tuple[int, ...]]] = {
+    "0.5b": (Shape.of(24, 1024, 16, 4096, tied=True), (16,)),
+    "1.5b": (Shape.of(16, 2048, 32, 8192), (4, 8)),
+    "3b": (Shape.of(28, 3072, 24, 8192), (4,)),
+    "8b": (Shape.of(32, 4096, 32, 14336), (1,)),
+}
+"""Shapes, and sequences of a step."""
+TOY = {
+    "toy": (Shape.of(2, 64, 4, 256, kv_heads=2, vocab=512, max_seq=64), (2,)),
+    "toy-tied": (Shape.of(2, 64, 4, 256, kv_heads=2, vocab=512, max_seq=64, tied=True), (2,)),
+}
+"""What a CPU can train in a moment."""
+GIB = 2**30
+
+
+def settings() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--sizes", help=f"comma-separated, of {', '.join(SIZES)} (default: all)")
+    add("--batch", help="sequences of a step, comma-separated (default: those of the size)")
+    add("--peers", help=f"comma-separated, of {', '.join(PEERS)}, or none (default: all there are)")
+    add(
+        "--ours",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of every variant of ours, as plan.recompute=full; may be repeated",
+    )
+    add(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="NAME:KEY=VALUE,KEY=VALUE",
+        help="a variant of ours with its settings; may be repeated (default: ranvier, without)",
+    )
+    add("--windows", type=int, default=3, help="windows of each contestant against each peer")
+    add("--steps", type=int, default=6, help="steps of a window")
+    add("--warm", type=int, default=3, help="steps before the first window; they also compile")
+    add("--clip", action="store_true", help="peers clip the gradient norm too (ours always does)")
+    add("--json", type=Path, metavar="FILE", help="write everything there, after each peer anew")
+    add("--smoke", action="store_true", help="a toy on the CPU in fp32, to see that all works")
+    return parser.parse_args()
+
+
+# ---- windows ----------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Seat:
+    """The place of a contestant, who may come and go."""
+
+    name: str
+    make: Callable[[], Contestant]
+    settings: Mapping[str, str] | None = None
+    """Of ours; peers have none."""
+    live: Contestant | None = None
+    cold: bool = True
+    """Steps are to be taken before any is timed."""
+    held: int = 0
+    """Bytes it holds between steps."""
+    failed: str = ""
+    built: list[float] = field(default_factory=list)
+    """Seconds of building and warming, each time."""
+    windows: list[dict[str, Any]] = field(default_factory=list)
+
+    def leave(self) -> None:
+        """Let go of the contestant and its memory."""
+        if self.live is not None:
+            self.live.close()
+        self.live, self.cold, self.held = None, True, 0
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def against(self, peer: str) -> list[float]:
+        """Milliseconds a step in the windows interleaved with a peer."""
+        return [window["ms"] for window in self.windows if window["against"] == peer]
+
+
+@dataclass
+class Arena:
+    """A task, and those who are tried on it."""
+
+    task: Task
+    asked: argparse.Namespace
+    ours: list[Seat]
+    peers: list[Seat]
+    alone: bool = False
+    """Contestants do not fit into memory together."""
+
+    def play(self, after: Callable[[], None]) -> None:
+        """All rounds; `after` is called when one is done."""
+        for peer in self.peers:
+            if not self.alone:
+                self.attempt(peer, self.ready)
+            if not peer.failed:
+                self.round([*self.ours, peer], peer.name)
+            peer.leave()
+            torch._dynamo.reset()  # ours compile again too, in steps that are not timed
+            gc.collect()
+            for seat in self.ours:
+                seat.cold = True
+            after()
+        if not any(seat.windows for seat in self.ours):
+            self.round(self.ours, "")
+            after()
+        for seat in self.ours:
+            seat.leave()
+        torch._dynamo.reset()
+        gc.collect()
+
+    def round(self, seats: Sequence[Seat], peer: str) -> None:
+        """The windows of ours and a peer, in turns."""
+        for _ in range(self.asked.windows):
+            for seat in seats:
+                if not seat.failed:
+                    self.attempt(seat, partial(self.window, peer=peer))
+            if seats[-1].failed:
+                break
+
+    def attempt(self, seat: Seat, action: Callable[[Seat], None]) -> None:
+        """Do something with a contestant; if memory is short, once more without the others."""
+        others = [one for one in (*self.ours, *self.peers) if one is not seat]
+        for again in (False, True):
+            for other in others:
+                if self.alone and other.live is not None:
+                    other.leave()
+            if self.alone and seat.live is None and self.allocated() > GIB:
+                torch._dynamo.reset()  # what was compiled keeps weights of those who left
+                gc.collect()
+            short, reason = False, ""
+            try:
+                action(seat)
+            except Exception as error:
+                reason, short = first_line(error), out_of_memory(error)
+            if not reason:
+                return
+            seat.leave()  # only now: the error kept the frames, and they the tensors
+            if not short or again or not any(other.live for other in others):
+                seat.failed = reason
+                print(f"  {seat.name:24} failed: {reason}", flush=True)
+                return
+            print(f"  {seat.name:24} does not fit beside others; from here each alone", flush=True)
+            self.alone = True
+
+    def ready(self, seat: Seat) -> None:
+        """Build and warm a contestant."""
+        if seat.live is not None and not seat.cold:
+            return
+        torch.manual_seed(0)
+        start = time.perf_counter()
+        seat.live = seat.live or seat.make()
+        expected = self.task.shape.parameters
+        if seat.live.parameters != expected:
+            raise ValueError(f"it has {seat.live.parameters:,} parameters, not {expected:,}")
+        for i in range(self.asked.warm):
+            seat.live.step(i)
+        self.wait()
+        seat.cold = False
+        seat.built.append(time.perf_counter() - start)
+        seat.held = self.allocated() - self.beside(seat)
+
+    def window(self, seat: Seat, *, peer: str) -> None:
+        """Time some steps of a contestant."""
+        self.ready(seat)
+        assert seat.live is not None, seat.name
+        cuda, device, beside = self.task.cuda, self.task.device, self.beside(seat)
+        if cuda:
+            torch.cuda.empty_cache()  # blocks that the one before has cut
+        seat.live.step(0)  # and this step takes new ones
+        self.wait()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        begin = Mark(device)
+        for i in range(self.asked.steps):
+            seat.live.step(i)
+        end = Mark(device)
+        end.wait()
+        peak = torch.cuda.max_memory_allocated() - beside if cuda else 0
+        seat.held = self.allocated() - beside
+        loss = float(seat.live.loss) if seat.live.loss is not None else None
+        ms = end.since(begin) / self.asked.steps * 1e3
+        seat.windows.append({"against": peer, "ms": ms, "memory": peak, "loss": loss})
+        rate = self.task.batch * self.task.shape.max_seq / ms * 1e3
+        print(
+            f"  {seat.name:24} {ms:9.2f} ms  {rate:9,.0f} tok/s  against {peer or '-'}", flush=True
+        )
+
+    def beside(self, seat: Seat) -> int:
+        """Bytes that the others hold."""
+        return sum(one.held for one in (*self.ours, *self.peers) if one is not seat)
+
+    def allocated(self) -> int:
+        """Bytes in use now."""
+        return torch.cuda.memory_allocated() if self.task.cuda else 0
+
+    def wait(self) -> None:
+        """Until the device has done all."""
+        if self.task.cuda:
+            torch.cuda.synchronize()
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Also where a library says so in its own words."""
+    words = ("out of memory", "ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
+
+
+def ceiling(task: Task) -> float:
+    """Floating-point operations a second of the matrix products of a step, run by torch.mm alone.
+
+    Each kind of matrix forward, for the gradient of its input and for that of itself; the rate is
+    their work over their time, as often as a step has each.
+    """
+    tokens, work, seconds = task.batch * task.shape.max_seq, 0.0, 0.0
+    dtype = torch.bfloat16 if task.cuda else torch.float32
+    for k, n, count in task.shape.matmuls.values():
+        x, weight, grad = (
+            torch.randn(size, device=task.device, dtype=dtype)
+            for size in ((tokens, k), (n, k), (tokens, n))
+        )
+        products = ((x, weight.t()), (grad, weight), (grad.t(), x))
+        seconds += count * sum(_seconds(a, b, task.device) for a, b in products)
+        work += count * 6.0 * tokens * k * n
+        del x, weight, grad, products
+    return work / seconds
+
+
+def _seconds(a: Tensor, b: Tensor, device: torch.device) -> float:
+    """Of a product, the median of some runs of several."""
+    out = torch.mm(a, b)
+    for _ in range(3):
+        torch.mm(a, b, out=out)
+    times = []
+    for _ in range(3):
+        begin = Mark(device)
+        for _ in range(5):
+            torch.mm(a, b, out=out)
+        end = Mark(device)
+        end.wait()
+        times.append(end.since(begin) / 5)
+    return statistics.median(times)
+
+
+# ---- what comes out ---------------------------------------------------------------------
+
+
+def summary(arena: Arena, rate: float) -> dict[str, Any]:
+    """All numbers of a size and batch."""
+    task, shape = arena.task, arena.task.shape
+    tokens, peak = task.batch * shape.max_seq, peak_flops(task.device, torch.bfloat16)
+    matmuls = sum(6.0 * tokens * k * n * count for k, n, count in shape.matmuls.values())
+    rows = []
+    for seat in (*arena.ours, *arena.peers):
+        row: dict[str, Any] = {"name": seat.name, "settings": seat.settings, "failed": seat.failed}
+        row |= {"windows": seat.windows, "build_seconds": seat.built}
+        if seat.windows and not seat.failed:
+            seconds = statistics.median(window["ms"] for window in seat.windows) / 1e3
+            row |= {"ms": seconds * 1e3, "tokens_per_second": tokens / seconds}
+            row["mfu"], row["mfu_full"] = (
+                None if peak is None else shape.flops(full=full) * tokens / seconds / peak
+                for full in (False, True)
+            )
+            row["memory"] = max(window["memory"] for window in seat.windows)
+            row["loss"] = seat.windows[-1]["loss"]
+            row["of_ceiling"] = matmuls / rate / seconds
+        rows.append(row)
+    ratios = {
+        peer.name: {seat.name: ratio(seat, peer) for seat in arena.ours} for peer in arena.peers
+    }
+    return {
+        "batch": task.batch,
+        "shape": asdict(shape),
+        "parameters": shape.parameters,
+        "ceiling_tflops": rate / 1e12,
+        "alone": arena.alone,
+        "contestants": rows,
+        "ratios": ratios,
+    }
+
+
+def ratio(ours: Seat, peer: Seat) -> float | None:
+    """Our speed over a peer's: the median over pairs of neighbouring windows."""
+    pairs = list(zip(ours.against(peer.name), peer.against(peer.name), strict=False))
+    if not pairs or ours.failed or peer.failed:
+        return None
+    return statistics.median(theirs / mine for mine, theirs in pairs)
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The numbers of a size and batch for people."""
+    ours = [row["name"] for row in result["contestants"] if row["settings"] is not None]
+    head = ["", "tok/s", "ms", "MFU", "full", "ceiling", "GiB", "loss", "build s"]
+    lines = [[*head, *(f"{name} is" for name in ours)]]
+    notes = []
+    for row in result["contestants"]:
+        if "ms" not in row:
+            notes.append(f"{row['name']} failed: {row['failed'] or 'it was never its turn'}")
+            lines.append([row["name"], "failed", *[""] * (len(head) - 2 + len(ours))])
+            continue
+        ratios = result["ratios"].get(row["name"], {})
+        lines.append(
+            [
+                row["name"],
+                f"{row['tokens_per_second']:,.0f}",
+                f"{row['ms']:.2f}",
+                *("-" if row[m] is None else f"{row[m]:.1%}" for m in ("mfu", "mfu_full")),
+                f"{row['of_ceiling']:.1%}",
+                f"{row['memory'] / GIB:.1f}" if row["memory"] else "-",
+                "-" if row["loss"] is None else f"{row['loss']:.3f}",
+                f"{row['build_seconds'][0]:.0f}",
+                *(f"{ratios[n]:.3f}x" if ratios.get(n) else "" for n in ours),
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = [
+        "  ".join(f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(both))
+        for both in (list(zip(line, widths, strict=True)) for line in lines)
+    ]
+    return "\n".join([*(line.rstrip() for line in text), *notes])
+
+
+def versions() -> dict[str, str | None]:
+    """Of all that takes part."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("ranvier", "triton", *PACKAGES):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return {**found, "torch": torch.__version__, "cuda": torch.version.cuda}
+
+
+# ---- the whole --------------------------------------------------------------------------
+
+
+def chosen(text: str | None, known: Sequence[str], what: str) -> list[str]:
+    """The names in a comma-separated list."""
+    names = list(known) if text is None else [name for name in text.split(",") if name]
+    for name in names:
+        if name not in known:
+            near = runs.nearest(name, known)
+            raise PlanError(f"{name!r} is no {what}.{near} There are {', '.join(known)}.")
+    return names
+
+
+def pairs_of(texts: Sequence[str]) -> dict[str, str]:
+    """Settings from KEY=VALUE."""
+    for text in texts:
+        if "=" not in text:
+            raise PlanError(f"{text!r} sets nothing. A setting is KEY=VALUE. Give it a value.")
+    return {key: value for key, _, value in (text.partition("=") for text in texts)}
+
+
+def variants(asked: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """Settings of each variant of ours by its name."""
+    found = {}
+    for text in asked.variant or ["ranvier:"]:
+        name, colon, rest = text.partition(":")
+        if not colon or not name or name in PEERS or name in found:
+            raise PlanError(
+                f"--variant {text!r} has no name of its own. Write NAME:KEY=VALUE,KEY=VALUE, or "
+                "NAME: for one without settings."
+            )
+        parts = re.split(r",(?=[\w.]+=)", rest) if rest else []  # commas of lists stay
+        found[name] = {**pairs_of(asked.ours), **pairs_of(parts)}
+    return found
+
+
+def batches_of(asked: argparse.Namespace, usual: Sequence[int]) -> list[int]:
+    """Sequences of a step."""
+    words = asked.batch.split(",") if asked.batch else [str(size) for size in usual]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise PlanError(f"--batch {asked.batch!r} is no list of numbers above 0. Use 4 or 4,8.")
+    return [int(word) for word in words]
+
+
+def compare(asked: argparse.Namespace) -> None:
+    """Everything that was asked for."""
+    if not asked.smoke and not torch.cuda.is_available():
+        raise PlanError("torch sees no CUDA device. The benchmark needs one. Try --smoke here.")
+    if min(asked.windows, asked.steps, asked.warm) < 1:
+        raise PlanError("--windows, --steps and --warm are at least 1. Use 3, 6 and 3.")
+    device = torch.device("cpu") if asked.smoke else torch.device("cuda", 0)
+    sizes, usual = (TOY, "hf") if asked.smoke else (SIZES, None)
+    known, ours = chosen(asked.sizes, list(sizes), "size"), variants(asked)
+    wanted = [] if asked.peers == "none" else chosen(asked.peers or usual, list(PEERS), "peer")
+    plan = [(size, batch) for size in known for batch in batches_of(asked, sizes[size][1])]
+    for size, batch in plan:  # what is wrong is said before any work
+        for changes in ours.values():
+            run_of(sizes[size][0], batch, changes, device.type)
+    reasons = {name: missing(name) for name in wanted}
+    for name, reason in reasons.items():
+        if reason:
+            print(f"{name} cannot be imported: {reason}")
+    there = [name for name in wanted if not reasons[name]]
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    facts: dict[str, Any] = {
+        "command": sys.argv,
+        "device": kind,
+        "versions": versions(),
+        "missing": {name: reason for name, reason in reasons.items() if reason},
+        "results": [],
+    }
+    print(f"{kind}, " + ", ".join(f"{k} {v}" for k, v in facts["versions"].items() if v))
+    torch.set_float32_matmul_precision("high")  # of all
+    for size, batch in plan:
+        task = Task.of(sizes[size][0], batch, device, clip=asked.clip)
+        play(size, task, asked, ours, there, facts)
+
+
+def play(
+    size: str,
+    task: Task,
+    asked: argparse.Namespace,
+    ours: Mapping[str, Mapping[str, str]],
+    peers: Sequence[str],
+    facts: dict[str, Any],
+) -> None:
+    """One size and batch: its windows, its table and its part of the file."""
+    shape, rate = task.shape, ceiling(task)
+    print(
+        f"\n{size}: {shape.parameters / 1e9:.3f} billion parameters, {task.batch} x "
+        f"{shape.max_seq} tokens, matrix products alone {rate / 1e12:.4g} TFLOP/s",
+        flush=True,
+    )
+    arena = Arena(
+        task,
+        asked,
+        [Seat(name, partial(Ours, task, one), one) for name, one in ours.items()],
+        [Seat(name, partial(PEERS[name][1], task)) for name in peers],
+    )
+    before = list(facts["results"])
+
+    def after() -> None:
+        facts["results"] = [*before, {"size": size, **summary(arena, rate)}]
+        if asked.json is not None:
+            asked.json.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+    arena.play(after)
+    print(table(summary(arena, rate)), flush=True)
+
+
+def main() -> int:
+    """Compare; a mistake of the user is told without a traceback."""
+    try:
+        compare(settings())
+    except RanvierError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
