@@ -144,11 +144,14 @@ def test_memory_and_budget_belong_together() -> None:
     assert Plan().unmeasured == Plan()
     with pytest.raises(PlanError, match="col=4 does not divide micro_batch=6"):
         Plan(recompute="budget", batch=6, data=1, col=4).check(sizes, 4)
-    col = Plan(recompute="budget", batch=24, data=1, col=2, memory=3.0)
+    col = Plan(recompute="budget", batch=24, data=1, col=2, memory=0.5)
     assert candidates(col, 16) == [24, 12, 8, 6, 4, 2]
     assert candidates(replace(col, micro_batch=3), 16) == [3]
-    assert room(col, torch.device("cpu"), 8) == 3 * GIB
+    assert room(col, torch.device("cpu"), 1) == GIB // 2
     machine = room(Plan(), torch.device("cpu"), 1)
+    assert room(replace(col, memory=1e6), torch.device("cpu"), 1) == machine, (
+        "no more than is there"
+    )
     assert room(Plan(), torch.device("cpu"), 2) == pytest.approx(machine / 2, rel=1e-6)
 
 
