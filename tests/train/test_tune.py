@@ -94,19 +94,22 @@ def compared(have: State, want: State) -> list[str]:
     return lines
 
 
+WAYS = [(True, "turned"), *((False, kind) for kind in ("apart", "packed", "all", "all turned"))]
+"""Fast or as reference, which alone uses packed weights outside of graphs; packing and layouts."""
+
+
 def ways(grid: Grid, inner: str) -> dict[str, list[str]]:
-    """What packing and layouts change in gradients, fast and as reference."""
+    """What packing and layouts change in gradients."""
     micros, found = micros_of(BATCH, grid, 2 if grid.world == 1 else 1), dict[str, list[str]]()
     want = taken(decoder(grid, inner=inner), micros)
-    for fast in (True, False):
-        for kind in ("apart", "packed", "all", "turned", "turned, packed"):
-            model = decoder(grid, inner=inner, fast=fast)
-            for leaf in model.parallel.leaves.values():
-                if isinstance(leaf, Siblings) and "packed" not in kind:
-                    leaf.pack(1 << 20 if kind == "all" else 0, all_alike=True)
-                if isinstance(leaf, Linear) and "turned" in kind:
-                    leaf.products = Layouts("transposed", "copied", "copied_x")
-            found[f"{kind}, {'fast' if fast else 'pairs'}"] = compared(taken(model, micros), want)
+    for fast, kind in WAYS:
+        model = decoder(grid, inner=inner, fast=fast)
+        for leaf in model.parallel.leaves.values():
+            if isinstance(leaf, Siblings) and kind != "packed":
+                leaf.pack(1 << 20 if "all" in kind else 0, all_alike=True)
+            if isinstance(leaf, Linear) and "turned" in kind:
+                leaf.products = Layouts("transposed", "copied", "copied_x")
+        found[f"{kind}, {fast}"] = compared(taken(model, micros), want)
     return found
 
 
@@ -123,7 +126,8 @@ def test_packing_and_layouts_change_no_gradient(
     pool: Pool, degrees: dict[str, int], inner: str
 ) -> None:
     for found in pool.on_grid(degrees, ways, inner):
-        assert len(found) == 10 and {name: lines for name, lines in found.items() if lines} == {}
+        assert len(found) == len(WAYS)
+        assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 def test_names_know_nothing_of_packing() -> None:
