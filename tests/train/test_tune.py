@@ -203,3 +203,14 @@ def test_ways_of_attention_take_what_they_can() -> None:
     fastest = Fastest("cpu")
     assert attend.tuned(2, 5, 4, 2, 8, torch.float32, "cpu", fastest) == "auto"
     assert not fastest.table, "nothing is measured where there is no choice"
+
+
+def test_neighbours_that_multiply_otherwise_are_not_packed() -> None:
+    model = decoder(Grid({}))
+    leaf = model.blocks[0].attention.qkv
+    leaf.layers[1].products = fp8.Scaled()
+    leaf.pack()
+    assert leaf.runs == []
+    leaf.layers[2].products = fp8.Scaled()
+    leaf.pack()
+    assert [(run.start, run.stop) for run in leaf.runs] == [(1, 3)]
