@@ -17,6 +17,7 @@ from ranvier.grid import Axis, Grid
 from ranvier.models.documents import Documents, inside, kernel_takes, packed
 from ranvier.nn import fp8, loss
 from ranvier.optim import fused, rules
+from ranvier.optim.early import Early
 from ranvier.trace import COMPUTE
 from training import run_of, stored, trainer_of
 
@@ -82,7 +83,8 @@ def test_the_kernel_for_documents_equals_its_twin(dtype: torch.dtype, kv_heads: 
     results = []
     for wide in (False, True):
         mine = [(x.float() if wide else x.clone()).requires_grad_() for x in inputs]
-        y = packed(*mine, documents.bounds) if wide else inside(*mine, documents)
+        q, k, v = mine[0], *torch.cat(mine[1:], 1).split(kv_heads, 1)  # packed, as k and v are
+        y = packed(q, k, v, documents.bounds) if wide else inside(q, k, v, documents)
         y.float().square().sum().backward()
         results.append([y, *(x.grad for x in mine)])
     for ours, twin in zip(*results, strict=True):
@@ -267,6 +269,25 @@ def test_squares_are_summed_in_fp32() -> None:
     assert torch.cuda.max_memory_allocated() - before < 1.5 * 2 * x.numel(), "no wider copy"
 
 
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_squares_summed_during_backward_are_those_summed_after_it(
+    corpus: str, monkeypatch: pytest.MonkeyPatch, micro_batches: int
+) -> None:
+    made: list[int] = []
+    begun = Early.__call__
+    monkeypatch.setattr(Early, "__call__", lambda *args: made.append(1) or begun(*args))
+    norms = []
+    for overlap in (("dw",), ()):
+        made.clear()
+        settings = {"plan__overlap": overlap, "plan__micro_batch": 8 // micro_batches}
+        run = run_of("", {}, 8, train__dtype="bf16", **settings)
+        trainer = trainer_of(Grid({}), corpus, run, device="cuda")
+        norms.append([row["grad_norm"] for row in trainer.steps()])
+        assert bool(made) == bool(overlap)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_kernel_of_the_loss_equals_its_twin(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
@@ -319,6 +340,7 @@ def test_products_in_fp8_are_those_of_the_cpu(kind: fp8.Kind) -> None:
         assert (have - want).norm() < 5e-3 * want.norm(), name
 
 
+@pytest.mark.filterwarnings("default")  # those of compilers are not ours
 @pytest.mark.parametrize(
     "change",
     [

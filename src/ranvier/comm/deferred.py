@@ -18,7 +18,7 @@ changes no bit. All waiting is in `finish`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -145,6 +145,8 @@ class Bucket:
     """My range over data of the gradient `[size/data]`; several are to be added."""
     finished: Sum | None = None
     """My range over data of the gradient, summed over all who hold the bucket."""
+    squares: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Gradients of this step whose squares are being summed already, with their sums."""
     gathered: list[Tensor] | None = None
 
     @property
@@ -240,6 +242,8 @@ class Deferred:
         self.buckets: list[Bucket] = []
         self.loads = 0
         """How often values were loaded into the weights from outside."""
+        self.complete: Callable[[Bucket], None] | None = None
+        """Told of buckets whose gradients, which nobody else has, are complete early."""
         self._last = False
         self._orders: dict[str, list[str]] = {}
         self._kind = ""
@@ -267,7 +271,7 @@ class Deferred:
         self._filling, self._reducing = None, deque()
         for bucket in self.buckets:
             bucket.gathered = bucket.grad = bucket.full = bucket.finished = None
-            bucket.reduced = []
+            bucket.reduced, bucket.squares = [], []
 
     def use(self, block: str) -> None:
         """Have the weights of a block gathered.
@@ -372,8 +376,12 @@ class Deferred:
 
     def _advance(self, bucket: Bucket) -> None:
         """Start the reduction over data early, where nothing has to come before it."""
-        if self.data_axis.size > 1 and not bucket.late and not bucket.copied:
+        if bucket.late or bucket.copied:
+            return
+        if self.data_axis.size > 1:
             self._reduce(bucket)
+        elif self.complete is not None and "dw" in self.overlap:
+            self.complete(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
         """Start the reduction over data.

@@ -141,6 +141,11 @@ def kernel_takes(q: Tensor) -> bool:
     return torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
+def _even(x: Tensor) -> Tensor:
+    """As the kernel takes it: heads without gaps, such as those of a packed k and v."""
+    return x if x.stride(-1) == 1 and x.stride(-2) == x.shape[-1] else x.contiguous()
+
+
 # ---- one operation for the compiler -----------------------------------------------------
 
 
@@ -153,7 +158,7 @@ def attend_documents(
         y, none = packed(q, k, v, bounds), q.new_empty(0)
         return y.contiguous(), none, none.clone()
     longest = int(most)
-    q, k, v = (x.contiguous() for x in (q, k, v))
+    q, k, v = map(_even, (q, k, v))
     y, sums, state, _, _ = torch.ops.aten._flash_attention_forward(
         q, k, v, bounds, bounds, longest, longest, 0.0, True, False
     )
@@ -187,7 +192,7 @@ def attend_documents_backward(
     if not kernel_takes(q):
         return packed_backward(dy, q, k, v, bounds)  # an operation cannot use autograd
     longest, none = int(most), torch.empty(0, device=q.device)
-    dy, q, k, v = (x.contiguous() for x in (dy, q, k, v))
+    dy, q, k, v = map(_even, (dy, q, k, v))
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         dy, q, k, v, y, sums, bounds, bounds, longest, longest, 0.0, True, state, none
     )

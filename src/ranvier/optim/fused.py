@@ -204,14 +204,24 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors[0].is_cuda:  # the norms of the CPU add up fp32 numbers one by one
         return torch.stack([x.to(wide).square().sum() for x in tensors]).sum()
     some = [x for x in tensors if x.numel() > 0]
-    if not some or not FOUND or wide != torch.float32 or not all(x.is_contiguous() for x in some):
+    if not some or not all(summable(x) for x in some):
         parts = [x.to(wide).square().sum() for x in some]
         return torch.stack(parts).sum() if parts else tensors[0].new_zeros((), dtype=wide)
-    sums = torch.empty(len(some), PROGRAMS, device=some[0].device)
-    with torch.cuda.device_of(some[0]):
-        for x, row in zip(some, sums, strict=True):
+    return squares(some).sum()
+
+
+def summable(x: Tensor) -> bool:
+    """Whether there is a kernel for the sum of its squares."""
+    return FOUND and x.is_cuda and x.is_contiguous() and x.dtype != torch.float64
+
+
+def squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Sums of the squares of many parts of each tensor, `[tensors, PROGRAMS]`."""
+    sums = torch.empty(len(tensors), PROGRAMS, device=tensors[0].device)
+    with torch.cuda.device_of(sums):
+        for x, row in zip(tensors, sums, strict=True):
             _squares[(PROGRAMS,)](x, row, x.numel(), BLOCK=4096, num_warps=8)
-    return sums.sum()
+    return sums
 
 
 # ---- on the device --------------------------------------------------------------------------

@@ -19,11 +19,12 @@ from ranvier.comm.deferred import Bucket, Deferred, Group
 from ranvier.comm.sums import Pieces
 from ranvier.grid import Grid
 from ranvier.optim import fused
+from ranvier.optim.early import Early
 from ranvier.optim.scale import Scale
 from ranvier.sharding import State
 
 
-def gradient_norm(grads: Sequence[tuple[Bucket, Pieces]], grid: Grid) -> Tensor:
+def gradient_norm(grads: Sequence[tuple[Bucket, Pieces]], grid: Grid, early: Early) -> Tensor:
     """Euclidean norm of the gradient of the whole model.
 
     Ranges over data are disjoint; of the ranks that hold the same part only the first counts it.
@@ -31,7 +32,7 @@ def gradient_norm(grads: Sequence[tuple[Bucket, Pieces]], grid: Grid) -> Tensor:
     """
     mine = [part for bucket, pieces in grads for part in bucket.first(pieces)]
     none = grads[0][0].data[:0] if grads else torch.zeros(0)  # of the type the others send
-    square = fused.square_sum(mine or [none])
+    square = early.total([bucket for bucket, _ in grads], mine or [none])
     with grid.trace.at("norm"):
         return verbs.all_reduce(square, grid.axis(*grid.degrees)).wait().sqrt()
 
@@ -71,6 +72,7 @@ class Optimizer:
         self.buckets = [bucket for bucket in queue.buckets if bucket.trainable]
         self.master = {bucket: self._master(bucket) for bucket in self.buckets}
         self._loads = queue.loads
+        self._early = queue.complete = Early()
         self.mean = {b: torch.zeros_like(x, dtype=moments) for b, x in self.master.items()}
         self.square = {b: torch.zeros_like(x, dtype=moments) for b, x in self.master.items()}
         self._seeds = {b: init.key(0, "moments", b.weights[0].name) for b in self.buckets}
@@ -118,7 +120,7 @@ class Optimizer:
 
     def _norm(self, grads: Sequence[tuple[Bucket, Pieces]]) -> tuple[Tensor, Tensor | None]:
         """Norm of the gradient without its scale, and what gradients are to be multiplied by."""
-        norm = gradient_norm(grads, self.grid)
+        norm = gradient_norm(grads, self.grid, self._early)
         if self.scale is not None:
             norm = norm / self.scale.value
         factor = clip_factor(norm, self.clip) if self.clip > 0.0 else None
