@@ -4,8 +4,7 @@ The reference computes operation by operation in bf16 with fp32 master weights. 
 the same steps on the same text from the same initial weights; the reference is also run from
 another seed of its weights. The mean absolute difference of the losses over the last quarter of the
 steps must not be larger between a variant and the reference than between the two seeds; the mean of
-fp8 must lie within 0.5 % of that of the same compiled step in bf16, from which it differs by nothing
-else.
+fp8 must lie within 0.5 % of that of the same compiled step in bf16, which differs in nothing else.
 
     python benchmarks/convergence.py --corpus data/corpus --size 0.5b --batch 2 --steps 200
 """

@@ -162,3 +162,11 @@ def test_one_graph_attends_inside_any_documents() -> None:
         for a, b in zip(have, by_autograd(inputs, bounds, dy), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
     assert graphs.frame_count == 1
+
+
+def test_a_rotated_gradient_is_that_of_autograd() -> None:
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 3, 2, 4, dtype=torch.float64, generator=draw, requires_grad=True)
+    angles = torch.randn(2, 3, 1, 2, dtype=torch.float64, generator=draw)
+    both = torch.cat([angles.cos(), angles.cos(), angles.sin(), angles.sin()], -1)
+    assert torch.autograd.gradcheck(lambda x: rotate(x, both), (x,))
