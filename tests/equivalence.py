@@ -6,7 +6,8 @@ success.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,11 @@ from hf_models import HF_MODELS
 from ranvier.checkpoint.state import assemble
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
-from ranvier.models import EXAMPLES
+from ranvier.models import EXAMPLES, Decoder, DecoderConfig
 from ranvier.nn.leaf import Flow
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import Parallel, parallelize
+from ranvier.pipeline.cut import Cut
 from ranvier.sharding import Place, State
 from ranvier.trace import difference
 from ranvier.train.step import forward_backward
@@ -43,6 +45,12 @@ class Case:
     fast: bool = True
     both: bool = False
     """Compute the gradients without overlap as well; they must be equal to the bit."""
+    policy: str = "message"
+    chunks: int = 1
+    spread: bool = False
+    keep: bool = False
+    delay: int = -1
+    """Seed of the delays of messages between stages; -1: none."""
 
     @property
     def label(self) -> str:
@@ -66,12 +74,32 @@ class Case:
             "fast": self.fast,
         }
         options["overlap"] = ("dx", "dw", "gather") if self.overlap else ()
-        return parallelize(self.build(), grid, **(options | changes))
+        options["how"] = Cut(chunks=self.chunks, policy=self.policy, spread=self.spread)
+        model = parallelize(self.build(), grid, keep=self.keep, **(options | changes))
+        if self.delay >= 0:
+            drawn = random.Random(self.delay * 64 + grid.rank)
+            pipeline = model.parallel.pipeline  # type: ignore[union-attr]
+            pipeline.runtime.delay = lambda key, number: drawn.choice((0.0, 0.0, 0.002, 0.01))
+        return model
+
+
+def _deep(**changes: Any) -> Callable[[], nn.Module]:
+    shape = {"embed": 16, "heads": 8, "kv_heads": 2, "head_dim": 4, "mlp": 24, "vocab": 29}
+    config: dict[str, Any] = {"layers": 6, "max_seq": 16, **shape, **changes}
+    return lambda: Decoder(DecoderConfig(**config))
+
+
+DEEP: dict[str, Callable[[], nn.Module]] = {
+    "deep": _deep(),
+    "deep tied": _deep(tied=True),
+    "deep learned": _deep(positions="learned", norm="layer", activation="gelu", bias=True),
+}
+"""Models with parts for eight stages."""
 
 
 def build(name: str) -> nn.Module:
     """A model by name, ours or Hugging Face's, in float64."""
-    return {**EXAMPLES, **HF_MODELS}[name]().double()
+    return {**EXAMPLES, **HF_MODELS, **DEEP}[name]().double()
 
 
 def batch_of(model: str, *, samples: int, packed: bool, seq: int = 8) -> Batch:

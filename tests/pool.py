@@ -40,7 +40,7 @@ class Pool:
     def __init__(self, size: int = SIZE) -> None:
         self.size = size
         self.workers: list[tuple[BaseProcess, Connection]] = []
-        self.known: list[tuple[int, ...]] = []
+        self.known: list[tuple[tuple[int, ...], str]] = []
 
     def start(self) -> None:
         """Start the workers."""
@@ -107,10 +107,12 @@ class Pool:
         **options: Any,
     ) -> list[Any]:
         """Call `function(grid, *arguments)` on every rank of a grid."""
-        lists = [ranks for ranks in lines(degrees) if ranks not in self.known]
-        if lists:
-            self.run(_make_groups, self.size, lists)
-            self.known += lists
+        wanted = [(ranks, channel) for ranks in lines(degrees) for channel in CHANNELS]
+        wanted += piped(degrees)
+        missing = [one for one in wanted if one not in self.known]
+        if missing:
+            self.run(_make_groups, self.size, missing)
+            self.known += missing
         return self.run(
             _with_grid, math.prod(degrees.values()), dict(degrees), function, arguments, **options
         )
@@ -136,6 +138,8 @@ class Pool:
 GROUPS: dict[tuple[tuple[int, ...], str], Any] = {}
 """Process groups of a worker, shared by all its grids: making them takes longer than most tests."""
 CHANNELS = ("", "gather", "scatter")
+PIPE = ("forward", "backward")
+"""Channels of the pipe axis alone."""
 
 
 def lines(degrees: Mapping[str, int]) -> list[tuple[int, ...]]:
@@ -159,15 +163,27 @@ def _primes(number: int) -> list[int]:
     return []
 
 
-def _make_groups(rank: int, lists: list[tuple[int, ...]]) -> None:
+def piped(degrees: Mapping[str, int]) -> list[tuple[tuple[int, ...], str]]:
+    """Groups of the pipe axis, and of its first and last rank, which may share a weight."""
+    stages = degrees.get("pipe", 1)
+    if stages == 1:
+        return []
+    whole = np.arange(math.prod(degrees.values())).reshape(stages, -1).T
+    found: list[tuple[tuple[int, ...], str]] = []
+    for line in whole.tolist():
+        found += [(tuple(line), channel) for channel in PIPE]
+        found += [((line[0], line[-1]), "")]
+    return found
+
+
+def _make_groups(rank: int, wanted: list[tuple[tuple[int, ...], str]]) -> None:
     """Make groups on all workers in one order: c10d names groups by how many a process has."""
     from torch import distributed
 
-    for ranks in lists:
-        for channel in CHANNELS:
-            group = distributed.new_group(list(ranks))
-            if rank in ranks:
-                GROUPS[ranks, channel] = group
+    for ranks, channel in wanted:
+        group = distributed.new_group(list(ranks))
+        if rank in ranks:
+            GROUPS[ranks, channel] = group
 
 
 def _with_grid(

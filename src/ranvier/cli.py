@@ -25,6 +25,7 @@ usage: ranvier VERB ...
   generate RUN --prompt ...  text from the newest checkpoint of a run
   report RUN                 write report.html of a run again
   profile RUN | run.toml     where the time of its steps goes, kernel by kernel, on one rank
+  simulate [run.toml | RUN]  play a step of its pipeline: time, bubble, what stages wait for; drawn
   data prepare FILE ...      tokenize corpora once, into memory-mapped shards
   data show DIR              what a prepared corpus holds
   verify [run.toml]          compare the configured grid with one process, shrunk, in float64
@@ -71,6 +72,31 @@ class Profile(Run):
     out: str = ""
     """Directory of profile.txt, profile.json and trace.json.gz; empty: profile/ inside the run's,
     or NAME-profile/ next to NAME.toml."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulate(Run):
+    """A step of a run's pipeline, played without processes, with each policy.
+
+    Writes timeline.svg, timeline.html and timeline-trace.json (for Perfetto).
+    """
+
+    times: str = ""
+    """TOML table (forward, backward, weight: seconds of each virtual stage; link; jitter;
+    [stragglers]) or RUN whose measured times are taken; empty: those of the given RUN, or times
+    in proportion to the work of the layers."""
+    jitter: float | None = None
+    """How much times vary: the deviation of their logarithm."""
+    link: float | None = None
+    """Time from the end of a job until the next stage has its message."""
+    straggler: tuple[str, ...] = ()
+    """STAGE=FACTOR: stages that take longer."""
+    seed: int = 0
+    """Of the jitter."""
+    policies: tuple[str, ...] = ()
+    """Policies to compare with that of the plan; empty: all."""
+    out: str = ""
+    """Directory of the drawings; empty: the run's, or this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,6 +376,15 @@ def _profile(words: Sequence[str]) -> int:
     return profile.profile(_run(settings), origin, **own)
 
 
+def _simulate(words: Sequence[str]) -> int:
+    settings = filled(Simulate, "simulate [run.toml | RUN]", words)
+    from ranvier.train import simulate
+
+    names = [field.name for field in dataclasses.fields(simulate.Wanted)]
+    wanted = simulate.Wanted(**{name: getattr(settings, name) for name in names})
+    return simulate.simulate(_run(settings), wanted)
+
+
 def _doctor(words: Sequence[str]) -> int:
     settings = asked(Doctor, Doctor(), "doctor", words, flags=True)
     if settings.matmuls:
@@ -380,6 +415,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "generate": _generate,
     "report": _report,
     "profile": _profile,
+    "simulate": _simulate,
     "data": _data,
     "verify": _verify,
     "doctor": _doctor,

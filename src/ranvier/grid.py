@@ -128,11 +128,28 @@ class Grid:
             self._axes[key] = self._make(counts, channel)
         return self._axes[key]
 
+    def some(self, name: str, indices: Sequence[int]) -> Axis:
+        """Some of the ranks of an axis, mine among them.
+
+        Communicates: with its members, the first time it is asked for on a connected grid.
+        """
+        assert self.index[name] in indices, (name, indices)
+        if len(indices) == self.degrees[name]:
+            return self.axis(name)
+        key = (name, tuple(indices))
+        if key not in self._axes:
+            line = self._members({name: self.degrees[name]})
+            self._axes[key] = self._joined((name,), [line[i] for i in indices], "")
+        return self._axes[key]
+
     def _make(self, counts: Mapping[str, int], channel: str) -> Axis:
         assert all(self.degrees[name] % n == 0 for name, n in counts.items()), (
             f"{dict(counts)} do not divide {self.degrees}"
         )
-        ranks = self._members(counts)
+        return self._joined(tuple(counts), self._members(counts), channel)
+
+    def _joined(self, names: tuple[str, ...], ranks: list[int], channel: str) -> Axis:
+        """An axis of these ranks, and their group."""
         places = {rank: place for place, rank in enumerate(sorted(ranks))}
         group = None
         if self.connected and len(ranks) > 1:
@@ -141,7 +158,7 @@ class Grid:
                 self.groups[key] = self._group(ranks)
             group = self.groups[key]
         return Axis(
-            names=tuple(counts),
+            names=names,
             size=len(ranks),
             index=ranks.index(self.rank),
             ranks=tuple(ranks),

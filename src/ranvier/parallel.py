@@ -8,8 +8,8 @@ dim. Everything a run needs afterwards (buckets, gradients, predictions, state) 
 
 from __future__ import annotations
 
+import math
 import re
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ranvier import init, sharding
-from ranvier.comm.deferred import VECTORS, Bucket, Deferred, Weight
+from ranvier import sharding
+from ranvier.comm.deferred import VECTORS, Bucket, Deferred, Group, Weight
 from ranvier.comm.fill import fill
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis, Grid
@@ -35,6 +35,11 @@ from ranvier.nn.linear import Linear, Siblings
 from ranvier.nn.loss import CrossEntropy
 from ranvier.nn.norm import LayerNorm, Norm, RMSNorm
 from ranvier.nn.recompute import again
+from ranvier.nn.values import fill_values
+from ranvier.pipeline.cut import Absent, Cut
+from ranvier.pipeline.pipeline import Pipeline
+from ranvier.pipeline.runtime import Runtime
+from ranvier.pipeline.stage import meet, staged
 from ranvier.plan import Inner, Recompute
 from ranvier.sharding import Dim, State, Table
 from ranvier.trace import Event
@@ -69,6 +74,10 @@ class Parallel:
     leaves: dict[str, Leaf]
     compiled: Compiled | None = None
     """The compiled function of its blocks."""
+    pipeline: Pipeline = field(init=False)
+    """Which parts of the model are here, and how they take turns."""
+    shapes: dict[str, tuple[Group, bool, int]] = field(default_factory=dict)
+    """Group, whether it is trained, and elements of every weight of the model, of all stages."""
     kinds: dict[str, Recompute] = field(default_factory=dict)
     """How the activations of each block, in order, are computed again; read at each call."""
 
@@ -100,36 +109,48 @@ class Parallel:
 
     def events(self, flow: Flow, *, micro_batches: int = 1) -> list[Event]:
         """Predicted communication of the forward and backward passes of a step."""
-        events = self._depth_events()
+        events: list[Event] = []
         for name, leaf in self.leaves.items():
             siblings = isinstance(self.leaves.get(name.rpartition(".")[0]), Siblings)
             if not siblings:  # those are predicted together
                 events += leaf.events(flow, recomputed=self._recomputed(name))
-        return events * micro_batches
+        events += self.pipeline.events(flow, self.queue.dtype.itemsize)
+        gathers, scatters = self._depth_events()
+        kept = 1 if self.queue.keep else micro_batches
+        return (events + scatters) * micro_batches + gathers * kept
 
     def _recomputed(self, name: str) -> bool:
         kinds = (kind for block, kind in self.kinds.items() if name.startswith(f"{block}."))
         return next(kinds, "none") != "none"
 
-    def _depth_events(self) -> list[Event]:
-        """Gathers of a micro-batch: forward, then backward.
+    def _depth_events(self) -> tuple[list[Event], list[Event]]:
+        """Gathers of a micro-batch, forward, then backward, and reductions.
 
-        One gather serves uses of the same bucket that follow each other. An embedding needs its
-        weight forward only. A bucket's gradients are reduced once.
+        One gather serves uses of the same bucket that follow each other, or all uses if gathered
+        weights are kept. Embedding and head need their weights forward only. A bucket's gradients are
+        reduced once. Forward and backward of a stage are jobs of their own.
         """
-        queue, events = self.queue, []
+        queue = self.queue
         if queue.gather_axis.size == 1:
-            return []
+            return [], []
         forward = self._uses(lambda leaf: True)
-        backward = self._uses(lambda leaf: not isinstance(leaf, Embedding))[::-1]
+        alone = self.pipeline.runtime.stage.count == 1
+        once = Embedding if alone else (Embedding, Head)
+        backward = self._uses(lambda leaf: not isinstance(leaf, once))[::-1]
         split = [bucket for bucket in queue.buckets if bucket.split]
-        before = ""
-        for block in [*forward, *backward]:
-            if block != before:
-                events += [self._bucket_event("all_gather", b) for b in split if b.name == block]
-            before = block
+        between = [] if alone else [""]
+        uses = [*forward, *between, *backward]
+        if queue.keep:
+            uses = list(dict.fromkeys(forward))
+        gathers = [
+            self._bucket_event("all_gather", bucket)
+            for i, block in enumerate(uses)
+            if i == 0 or block != uses[i - 1]
+            for bucket in split
+            if bucket.name == block
+        ]
         reduced = [bucket for bucket in split if bucket.trainable and not bucket.late]
-        return events + [self._bucket_event("reduce_scatter", bucket) for bucket in reduced]
+        return gathers, [self._bucket_event("reduce_scatter", bucket) for bucket in reduced]
 
     def _bucket_event(self, op: str, bucket: Bucket) -> Event:
         axis = self.queue.gather_axis
@@ -158,6 +179,8 @@ class Parallel:
             for segment in bucket.copied:
                 size = (segment.stop - segment.start) * queue.dtype.itemsize
                 events.append(Event("all_reduce", segment.over.names, size, bucket.name))
+            if bucket.tied is not None:
+                events.append(Event("all_reduce", bucket.tied.names, grad, bucket.name))
             if queue.data_axis.size > 1:
                 events.append(Event("reduce_scatter", queue.data_axis.names, grad, bucket.name))
                 events.append(Event("all_gather", queue.data_axis.names, weight, bucket.name))
@@ -181,11 +204,14 @@ def parallelize(
     names: Names | None = None,
     leaves: Leaves | None = None,
     materialize: bool = True,
+    how: Cut | None = None,
+    keep: bool = False,
 ) -> Model:
     """The model with its layers on the grid; weights keep their values, or get initial ones (meta).
 
     names: dims of layers by full name, for models without `dims` tables. leaves: further layers.
     fast=False: differentiable pairs, for comparison. compiled: torch's compiler of blocks, if any.
+    how: it is cut into stages over pipe. keep: weights gathered over depth stay for a whole step.
     Communicates: the making of groups.
 
     Example:
@@ -196,6 +222,7 @@ def parallelize(
         39
     """
     _refuse_use(model, recompute, compiled)
+    meet(grid)
     dtype = _one_type(model, dtype)
     if huggingface.recognised(model):
         names, leaves = huggingface.adapt(
@@ -207,7 +234,7 @@ def parallelize(
         grid=grid,
         table=Table(inner),
         units=dict(getattr(model, "sizes", {})),
-        queue=Deferred(grid, overlap=overlap, dtype=wide),
+        queue=Deferred(grid, overlap=overlap, dtype=wide, keep=keep),
         moment=Moment(seed=seed),
         fast=fast,
         compiled=compiled,
@@ -215,10 +242,19 @@ def parallelize(
     )
     found = dict(_swap(model, site, {**LEAVES, **(leaves or {})}, names or dict(named(model))))
     _refuse_unnamed(model, site)
+    shapes = {
+        name: (weight.group, weight.trainable, math.prod(weight.sharding.shape))
+        for name, weight in site.weights.items()
+    }
+    how = how or Cut()
+    stage = staged(model, site, found, how)
     parallel = _assembled(model, site, found, recompute)
+    where = torch.device(device or "cpu")
+    runtime = Runtime(grid, stage, parallel.queue, parallel.moment, where)
+    parallel.pipeline, parallel.shapes = Pipeline(runtime, how, site.units.get("embed", 0)), shapes
     model.parallel = parallel  # type: ignore[assignment]
     if materialize:
-        _materialize(parallel, seed=seed, dtype=dtype, device=device)
+        fill_values(parallel.queue, parallel.leaves, seed=seed, dtype=dtype, device=device)
     return model
 
 
@@ -253,9 +289,11 @@ def _assembled(
     model: nn.Module, site: Site, found: Mapping[str, Leaf], recompute: Recompute
 ) -> Parallel:
     """What a model whose layers are swapped knows of itself; its weights are in buckets now."""
-    order = {name: leaf for name, leaf in model.named_modules() if name in found}
+    here = dict(model.named_modules())
+    order = {name: leaf for name, leaf in here.items() if name in found}
     fill(site.queue, site.weights.values(), _blocks(model, site.weights))
-    kinds = dict.fromkeys(_blocks_of(model), recompute)
+    blocks = [name for name in _blocks_of(model) if not isinstance(here[name], Absent)]
+    kinds = dict.fromkeys(blocks, recompute)
     compiled = Compiled(site.grid.trace, site.moment, site.compiled) if site.compiled else None
     norms = [name for name, leaf in order.items() if isinstance(leaf, Norm)]
     outside = [name for name in norms if compiled is not None and not found[name].site.block]
@@ -421,56 +459,3 @@ def _blocks_of(model: nn.Module) -> list[str]:
     """Names of the blocks: the elements of the lists of a model."""
     lists = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     return [f"{path}.{i}" for path, blocks in lists for i in range(len(blocks))]
-
-
-def _materialize(
-    parallel: Parallel, *, seed: int, dtype: torch.dtype, device: torch.device | str | None
-) -> None:
-    """Give every parameter its part of the values, as views of its bucket."""
-    where: torch.device | str = device or "cpu"
-    for bucket in parallel.queue.buckets:
-        originals = [w.original.device for w in bucket.weights if w.original is not None]
-        where = device or (originals[0] if originals else "cpu")
-        bucket.data = torch.zeros(bucket.size, dtype=dtype, device=where)
-        for weight in bucket.weights:
-            view = bucket.data[weight.offset : weight.offset + weight.elements].view(
-                weight.sharding.local
-            )
-            view.copy_(_initial(weight, seed=seed, dtype=dtype, device=where))
-            weight.original = None
-            param = weight.made = nn.Parameter(view, requires_grad=weight.trainable)
-            for owner, attribute in weight.owners:
-                setattr(owner, attribute, param)
-            if weight.trainable:
-                # a hook that held the weight would keep both for ever
-                hook = partial(_collect, weakref.ref(weight))
-                param.register_post_accumulate_grad_hook(hook)
-    for leaf in parallel.leaves.values():
-        if isinstance(leaf, Siblings):
-            leaf.pack()
-        elif isinstance(leaf, Dropout):
-            leaf.stream = leaf.stream.to(where)
-
-
-def _initial(
-    weight: Weight, *, seed: int, dtype: torch.dtype, device: torch.device | str
-) -> Tensor:
-    if weight.original is not None:
-        return weight.place.take(weight.original)
-    return init.value(
-        weight.place,
-        seed=seed,
-        name=weight.name,
-        std=weight.std,
-        mean=weight.mean,
-        dtype=dtype,
-        device=device,
-    )
-
-
-def _collect(reference: weakref.ref[Weight], param: Any) -> None:
-    """Move a gradient that autograd made (of a vector, or in the reference) to the bucket."""
-    weight = reference()
-    if param.grad is not None and weight is not None:  # None where a leaf has delivered it already
-        weight.bucket.queue.arrive(weight.bucket, weight.offset, param.grad)
-        param.grad = None

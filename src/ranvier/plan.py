@@ -17,12 +17,14 @@ from ranvier.errors import PlanError
 AXES = ("pipe", "data", "expert", "context", "depth", "row", "col")
 """All axes of the grid, from the outermost (slowest links) to the innermost (fastest)."""
 
-RUNTIME = ("data", "depth", "row", "col")
+RUNTIME = ("pipe", "data", "depth", "row", "col")
 """Axes that a run can use today; the others must have degree 1."""
 
 Inner = Literal["samples", "features"]
 Overlap = Literal["dx", "dw", "gather"]
 Compile = Literal["auto", "on", "off"]
+Gathered = Literal["again", "keep"]
+Policy = Literal["message", "gpipe", "1f1b", "interleaved", "zero-bubble"]
 Recompute = Literal["none", "selective", "full", "reentrant", "budget"]
 
 
@@ -50,7 +52,31 @@ class Plan:
     """Sequences of one optimizer step on the whole machine."""
     micro_batch: int = -1
     """Sequences of a forward pass on each (data, expert, depth) coordinate. -1: all at once; with
-    recompute = budget the largest that fits and is of use."""
+    recompute = budget the largest that fits and is of use; with a pipeline so few that each stage
+    has up to four micro-batches to work on."""
+    policy: Policy = "message"
+    """What decides which job a stage of the pipeline takes next: message (what has arrived, with
+    credits and priority by simulation, never slower than 1f1b), or a fixed order: gpipe, 1f1b,
+    interleaved (for chunks of 2 or more), zero-bubble (weight gradients fill the waiting)."""
+    chunks: int = 1
+    """Ranges of layers on each stage: with more a pipeline fills faster and sends more."""
+    stages: tuple[int, ...] = ()
+    """First part (0: embedding, 1, 2, ...: blocks, last: head) of each stage but the first. Empty:
+    balanced by the work of the layers, or by stage_times."""
+    stage_times: str = ""
+    """Run folder (its timeline.json) or TOML file (forward = [seconds of each part, ...]) whose
+    measured times decide where the model is cut. Empty: the work of the layers."""
+    credits: int = 0
+    """Micro-batches whose activations a stage may hold. 0: as many as are of use, or as fit into
+    `memory` if that is given."""
+    jitter: float = 0.1
+    """How much the times of jobs vary (deviation of their logarithm): what the policy message
+    expects."""
+    spread: bool = False
+    """Spread the vocabulary (embedding and head) over all stages instead of giving it to the first
+    and the last."""
+    gathered: Gathered = "again"
+    """Weights gathered over depth: again for each micro-batch, or keep them for all of a step."""
     recompute: Recompute = "none"
     """Activations computed again in backward: none; selective (blocks keep the results of matrix
     products and attention); full (blocks keep their input); reentrant (full, in torch's older way);
@@ -117,8 +143,14 @@ class Plan:
         """These degrees, and the micro-batch of a rank's whole share if it was to be inferred."""
         plan = replace(self, **dict[str, Any](degrees))
         if plan.micro_batch == -1 and plan.replicas > 0 and plan.batch % plan.replicas == 0:
-            plan = replace(plan, micro_batch=plan.batch // plan.replicas)
+            plan = replace(plan, micro_batch=plan._usual(plan.batch // plan.replicas))
         return plan
+
+    def _usual(self, share: int) -> int:
+        """The micro-batch of a rank's share: all of it, or a part that keeps all stages busy."""
+        multiple = self.col if self.inner == "samples" else 1
+        fits = [n for n in divisors(share) if n % multiple == 0 and share // n <= 4 * self.pipe]
+        return fits[0] if self.pipe > 1 and fits else share
 
     def check(self, sizes: Mapping[str, int], world: int) -> Plan:
         """The resolved plan, or a PlanError with every problem.
@@ -156,11 +188,14 @@ class Plan:
                 )
         if world is not None and self.world != world:
             yield _world_problem(self.degrees, world)
-        if self.memory < 0.0 or (self.memory > 0.0 and self.recompute != "budget"):
+        if self.memory < 0.0 or (
+            self.memory > 0.0 and self.recompute != "budget" and self.pipe == 1
+        ):
             yield (
                 f"memory={self.memory} with recompute={self.recompute!r}. It is the GiB that a "
                 "budget may use. Use recompute='budget' and a number above 0, or memory=0."
             )
+        yield from self._pipe_problems(sizes)
         if self.graph and self.world > 1:
             yield (
                 f"graph=True on {self.world} ranks. A step is recorded on one rank only. "
@@ -171,11 +206,47 @@ class Plan:
         yield from self._split_problems(sizes)
         yield from self._kv_problems(sizes)
 
+    def _pipe_problems(self, sizes: Mapping[str, int]) -> Iterator[str]:
+        """What a pipeline needs."""
+        if self.chunks < 1 or self.credits < 0 or not 0.0 <= self.jitter <= 2.0:
+            yield (
+                f"chunks={self.chunks}, credits={self.credits} or jitter={self.jitter} is out of "
+                "range. They are 1 or more, 0 or more, in [0, 2]. Use 1, 0 and 0.1."
+            )
+            return
+        if self.pipe == 1:
+            odd = [f"chunks={self.chunks}"] * (self.chunks > 1) + ["spread=True"] * self.spread
+            odd += [f"stages={list(self.stages)}"] * bool(self.stages)
+            for one in odd:
+                yield f"{one} with pipe=1. Only a pipeline has stages. Use pipe=2 or leave it out."
+            return
+        virtual, parts = self.pipe * self.chunks, sizes.get("layers", 0) + 2
+        if "layers" in sizes and virtual > parts:
+            yield (
+                f"pipe={self.pipe} with chunks={self.chunks} makes {virtual} virtual stages, but "
+                f"{sizes['layers']} layers, embedding and head are {parts} parts. Each stage needs "
+                f"one. Use pipe·chunks of at most {parts}."
+            )
+        if self.recompute == "budget":
+            yield (
+                "recompute='budget' with a pipeline. A budget is measured on whole models. Use "
+                "'selective' or 'full', and credits or memory to bound what a stage holds."
+            )
+        if self.policy in ("1f1b", "gpipe", "zero-bubble") and self.chunks > 1:
+            yield (
+                f"policy={self.policy!r} with chunks={self.chunks}. Its order is for one chunk. "
+                "Use 'interleaved' or 'message', or chunks=1."
+            )
+        if self.policy == "interleaved" and self.chunks == 1:
+            yield "policy='interleaved' with chunks=1 is 1f1b. Use chunks=2 or policy='1f1b'."
+
     def _word_problems(self) -> Iterator[str]:
         words: list[tuple[str, str, tuple[str, ...]]]
         words = [("inner", self.inner, get_args(Inner))]
         words += [("recompute", self.recompute, get_args(Recompute))]
         words += [("compile", self.compile, get_args(Compile))]
+        words += [("policy", self.policy, get_args(Policy))]
+        words += [("gathered", self.gathered, get_args(Gathered))]
         words += [("overlap", word, get_args(Overlap)) for word in self.overlap]
         for name, word, known in words:
             if word not in known:

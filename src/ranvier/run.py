@@ -190,7 +190,8 @@ class Run:
         if problems and (min(self.model.sizes.values()) < 1 or max(sizes) > 2**31):
             raise PlanError(problems)
         try:
-            plan = self.plan.check({**self.model.sizes, "seq": self.data.seq}, world)
+            sizes_of = {**self.model.sizes, "seq": self.data.seq, "layers": self.model.layers}
+            plan = self.plan.check(sizes_of, world)
         except PlanError as error:
             raise PlanError([*problems, *error.problems]) from None
         if problems:

@@ -31,6 +31,7 @@ from ranvier.plan import Plan
 from ranvier.run import Run
 from ranvier.sharding import Place
 from ranvier.trace import Event, communication, difference
+from ranvier.train.stages import cut_of
 from ranvier.train.step import forward_backward
 
 ONE_PASS, AFTER_STEPS = 1e-12, 1e-9
@@ -57,10 +58,10 @@ def shrink(run: Run) -> Run:
         vocab += period
     seq = plan.row * max(-(-8 // plan.row), 2)
     micro = 2 * plan.col if plan.inner == "samples" else 2
-    micro_batches = min(plan.micro_batches, 2)
+    micro_batches = min(plan.micro_batches, 2 * plan.pipe)
     small = replace(
         model,
-        layers=min(model.layers, 2),
+        layers=min(model.layers, max(2, plan.pipe * plan.chunks)),
         embed=plan.col * -(-16 // plan.col),
         heads=heads,
         kv_heads=kv_heads,
@@ -74,7 +75,9 @@ def shrink(run: Run) -> Run:
     return replace(
         run,
         model=small,
-        plan=replace(plan, batch=batch, micro_batch=micro),
+        plan=replace(
+            plan, batch=batch, micro_batch=micro, stages=(), stage_times="", credits=0, jitter=0.0
+        ),
         data=replace(run.data, seq=seq),
     )
 
@@ -195,6 +198,8 @@ def compare(
         recompute=run.plan.recompute,
         # a graph keeps what eager backward gathers again: its events are others
         compiled="inductor" if run.plan.compile == "on" and _whole(run) else "",
+        how=cut_of(run),
+        keep=run.plan.gathered == "keep",
     )
     parallel = parallel_of(model)
     decays = {name: weight.group == "matrix" for name, weight in parallel.weights.items()}
@@ -239,7 +244,7 @@ def predict(parallel: Parallel, flow: Flow, micro_batches: int) -> list[Event]:
     if axis.size > 1:
         events.append(Event("all_reduce", axis.names, 8, "step.tokens"))
         events.append(Event("all_reduce", axis.names, itemsize, "step.loss"))
-    return events
+    return events + parallel.pipeline.step_events(micro_batches, itemsize)
 
 
 def _gradients(parallel: Parallel) -> dict[str, tuple[Tensor, Place]]:

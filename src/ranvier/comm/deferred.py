@@ -62,6 +62,8 @@ class Weight:
     """Values the model came with; None if it came without (meta device)."""
     made: torch.nn.Parameter | None = None
     """The parameter that parallelize made; another in its place would not be trained."""
+    tied: Axis | None = None
+    """Ranks of other stages that hold it as well."""
     bucket: Bucket = field(init=False)
     offset: int = field(init=False)
 
@@ -135,6 +137,8 @@ class Bucket:
     """Elements on this rank, rounded up to a multiple of the data axis."""
     late: bool
     """Complete only at the end of a step: tied weights, vectors."""
+    tied: Axis | None
+    """Ranks of other stages that hold its weights as well."""
     data: Tensor = field(init=False)
     """Values `[size]`; the parameters are views of it."""
     grad: Sum | None = None
@@ -167,7 +171,8 @@ class Bucket:
     def first(self, pieces: Pieces) -> list[Tensor]:
         """Of my range over data of a gradient what no rank before me holds as well."""
         low = self.queue.data_axis.index * (self.size // self.queue.data_axis.size)
-        owned = [segment for segment in self.segments if segment.over.index == 0]
+        tied = self.tied is not None and self.tied.index > 0
+        owned = [s for s in self.segments if s.over.index == 0 and not tied]
         return [
             piece[max(s.start - low - at, 0) : max(s.stop - low - at, 0)]
             for at, piece in pieces
@@ -231,8 +236,12 @@ class Bucket:
 class Deferred:
     """The queue of weights being gathered and gradients being reduced; one for each model."""
 
-    def __init__(self, grid: Grid, *, overlap: Iterable[str], dtype: torch.dtype) -> None:
+    def __init__(
+        self, grid: Grid, *, overlap: Iterable[str], dtype: torch.dtype, keep: bool = False
+    ) -> None:
         self.grid = grid
+        self.keep = keep
+        """Gathered weights stay until the step ends."""
         self.overlap = frozenset(overlap)
         self.dtype = dtype
         """Type in which gradients are accumulated and reduced."""
@@ -285,14 +294,18 @@ class Deferred:
     def _enter(self, block: str) -> None:
         if self._filling is not None and self._filling.name != block:
             self._close()  # the block before is done: reduce it behind all that follows
-        for bucket in self._split(self._resident):
-            bucket.gathered = None
+        here = self._split(block)
+        if not self.keep:
+            for bucket in self._split(self._resident):
+                bucket.gathered = None
+        self._resident = block
+        if here and all(bucket.gathered is not None for bucket in here):
+            return
         pending = self._ahead.pop(block, None) or self._gather(block)
         self._seen.append(block)
         self._prefetch()
-        for bucket, values in zip(self._split(block), pending, strict=True):
+        for bucket, values in zip(here, pending, strict=True):
             bucket.gathered = bucket.unpack(values.wait())
-        self._resident = block
 
     def _split(self, block: str) -> list[Bucket]:
         """Buckets of a block that lie split over depth."""
@@ -315,10 +328,17 @@ class Deferred:
             if block not in self._ahead:
                 self._ahead[block] = self._gather(block)
 
-    def micro_batch(self, *, last: bool) -> None:
-        """Start a micro-batch; in the last one reductions over data start as soon as they can."""
+    def job(self, *, last: bool = False, forget: bool = False) -> None:
+        """Start a pass over some blocks; in the last one reductions over data start early.
+
+        forget: the block before is not the first of this pass, whichever it is.
+        """
         self._close()
         self._last = last
+        if forget and not self.keep:
+            for bucket in self._split(self._resident):
+                bucket.gathered = None
+            self._resident = ""
 
     # ---- gradients --------------------------------------------------------------------
 
@@ -460,11 +480,13 @@ class Deferred:
     def _sum_copies(self, bucket: Bucket) -> None:
         """Sum over the ranks that hold the same parts, where depth and data are not all of them."""
         assert bucket.grad is not None, bucket.name
-        if not bucket.copied:
+        if not bucket.copied and bucket.tied is None:
             return
         whole = bucket.grad.flat(bucket.data.device).clone()
         with self.grid.trace.at(bucket.name):
             for segment in bucket.copied:
                 part = whole[segment.start : segment.stop]
                 part.copy_(verbs.all_reduce(part, segment.over).wait())
+            if bucket.tied is not None:
+                whole = verbs.all_reduce(whole, bucket.tied).wait()
         bucket.grad.parts = {(0, bucket.size): whole}

@@ -15,12 +15,12 @@ def fill(queue: Deferred, weights: Iterable[Weight], blocks: Mapping[str, str]) 
     """
     groups: dict[tuple[str, bool, Group, bool, bool], list[Weight]] = {}
     for weight in weights:
-        tied = len(weight.owners) > 1
+        tied = len(weight.owners) > 1 or weight.tied is not None
         key = (blocks[weight.name], weight.split, weight.group, weight.trainable, tied)
         groups.setdefault(key, []).append(weight)
     multiple = queue.data_axis.size
     for (block, _, _, _, tied), members in groups.items():
-        members.sort(key=lambda weight: sorted(_copies(weight, queue).items()))
+        members.sort(key=lambda weight: sorted(copies(weight, queue).items()))
         segments = _segments(members, queue)
         bucket = Bucket(
             name=block,
@@ -29,25 +29,26 @@ def fill(queue: Deferred, weights: Iterable[Weight], blocks: Mapping[str, str]) 
             segments=segments,
             size=-(-segments[-1].stop // multiple) * multiple,
             late=tied or block == VECTORS,
+            tied=members[0].tied,
         )
         for weight in members:
             weight.bucket = bucket
         queue.buckets.append(bucket)
 
 
-def _copies(weight: Weight, queue: Deferred) -> dict[str, int]:
-    """Ranks of each axis but data that hold the same part."""
+def copies(weight: Weight, queue: Deferred) -> dict[str, int]:
+    """Ranks of each axis but data and pipe that hold the same part."""
     same = weight.sharding.over(queue.grid.degrees)
-    return {axis: count for axis, count in same.items() if axis != "data"}
+    return {axis: count for axis, count in same.items() if axis not in ("data", "pipe")}
 
 
 def _segments(members: list[Weight], queue: Deferred) -> list[Segment]:
     """Lay weights one after the other; neighbours with the same copies form a segment."""
     segments, start = [], 0
-    for copies, group in itertools.groupby(members, key=lambda weight: _copies(weight, queue)):
+    for same, group in itertools.groupby(members, key=lambda weight: copies(weight, queue)):
         stop = start
         for weight in group:
             weight.offset, stop = stop, stop + weight.elements
-        segments.append(Segment(start, stop, queue.grid.axis(share=copies)))
+        segments.append(Segment(start, stop, queue.grid.axis(share=same)))
         start = stop
     return segments

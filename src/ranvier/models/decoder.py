@@ -344,6 +344,12 @@ class Decoder(nn.Module):
         self.init = {".o": out, ".down": out, "": config.init_std}
         """Deviation of initial weights by the end of the layer's name, first match."""
 
+    @property
+    def parts(self) -> list[tuple[str, ...]]:
+        """Names of the layers that run together, in order: embedding, each block, norm and head."""
+        blocks = [(f"blocks.{i}",) for i in range(len(self.blocks))]
+        return [("embed", "position", "dropout"), *blocks, ("norm", "head")]
+
     def forward(
         self,
         tokens: Tensor,
@@ -355,15 +361,32 @@ class Decoder(nn.Module):
 
         documents: attention stays inside equal numbers (or cuts); positions: default 0, 1, 2, ...
         """
-        x = self.embed(tokens)  # (b, s, d)
+        everything = slice(0, len(self.blocks) + 2)
+        return self.segment(None, everything, tokens, targets, positions, documents)
+
+    def segment(
+        self,
+        x: Tensor | None,
+        parts: slice,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents: Documents | Tensor | None = None,
+    ) -> Tensor:
+        """Some of the parts; x: what those before them gave, `[b, s, d]`. Else as `forward`."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-        if self.position is not None:
-            x = x + self.position(positions)
+        if x is None:
+            x = self.embed(tokens)  # (b, s, d)
+            if self.position is not None:
+                x = x + self.position(positions)
+            x = self.dropout(x)
+        assert isinstance(x, Tensor), type(x)
         angles = None if self.rotary is None else self.rotary(positions, x.dtype)  # once for all
         documents = several(documents)
-        x = self.dropout(x)
-        for block in self.blocks:
+        for block in self.blocks[max(parts.start - 1, 0) : parts.stop - 1]:
             x = block(x, angles, documents)
-        out: Tensor = self.head(self.norm(x), targets)
-        return out
+        if parts.stop > len(self.blocks) + 1:
+            x = self.head(self.norm(x), targets)
+        assert x is not None
+        return x

@@ -8,7 +8,7 @@ and what it communicates; `events()` predicts that communication in closed form,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -36,6 +36,15 @@ class Moment:
     factor: Tensor | None = None
     """What the loss of this pass will be multiplied by, where the step knows it: a head that makes
     gradients in forward scales them at once and trusts it."""
+    later: list[Callable[[], None]] | None = None
+    """Where the work on gradients of weights waits, if it is not done in the backward pass."""
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Do work on gradients of weights, now or later."""
+        if self.later is None:
+            work()
+        else:
+            self.later.append(work)
 
 
 @dataclass(frozen=True)

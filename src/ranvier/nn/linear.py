@@ -338,12 +338,17 @@ class _Product(torch.autograd.Function):
                 if not hide:
                     pending.wait()
             whole = again.wait()
-            with trace.compute(f"dW {site.name}"):
-                for layer, d in zip(layers, dys, strict=True):
-                    weight = layer.handles["weight"]
-                    if weight.trainable:
-                        weight.deliver(layer.matrix_grad(whole, d))
+            site.moment.do(partial(_deliver, site, layers, whole, dys))
             return (None if pending is None else pending.wait(), None, None, *[None] * len(layers))
+
+
+def _deliver(site: Site, layers: Sequence[Linear], x: Tensor, dys: Sequence[Tensor]) -> None:
+    """Gradients of the weights. Communicates: reduce-scatter over depth, by bucket, later."""
+    with site.grid.trace.compute(f"dW {site.name}"):
+        for layer, dy in zip(layers, dys, strict=True):
+            weight = layer.handles["weight"]
+            if weight.trainable:
+                weight.deliver(layer.matrix_grad(x, dy))
 
 
 def follows(before: Linear, layer: Linear) -> bool:

@@ -11,6 +11,7 @@ import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ranvier.comm.agree import largest
+from ranvier.comm.agree import largest, told
 from ranvier.comm.deferred import Bucket
 from ranvier.data.batch import Batch
 from ranvier.errors import PlanError
@@ -28,6 +29,7 @@ from ranvier.memory.budget import Block, Kind, Need
 from ranvier.models import Decoder
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import Parallel, parallel_of
+from ranvier.pipeline.choice import read, written
 from ranvier.plan import Plan
 from ranvier.run import Run
 
@@ -118,6 +120,52 @@ def _refusal(plan: Plan, available: int, short: int) -> str:
         "Weights, moments, gradients and what a block computes again must fit. Use "
         f"{remedy}a smaller data.seq or model.size, or more ranks on depth, row or col."
     )
+
+
+def bounded(
+    run: Run, model: Decoder, optimizer: Optimizer, device: torch.device, local_ranks: int
+) -> list[str]:
+    """Settle how many micro-batches a stage may hold, by measuring one; lines on the pipeline.
+
+    Communicates: as a forward and backward pass inside the stage, and a number over all axes.
+    """
+    parallel, plan = parallel_of(model), run.plan
+    pipeline = parallel.pipeline
+    stage = pipeline.runtime.stage
+    if stage.count == 1:
+        return []
+    lines = stage.words()
+    if plan.memory > 0.0 and plan.credits == 0:
+        batch = _blank(run, plan.micro_batch, device)
+        rows, cols = (plan.row * plan.context, plan.col)
+        shape = (plan.micro_batch, run.data.seq // rows, run.model.embed // cols)
+        dtype, kept = parallel.queue.buckets[0].data.dtype, 0
+        parallel.moment.samples = batch.samples
+        for chunk, parts in enumerate(stage.chunks):
+            x = None
+            if not stage.enters(chunk):
+                x = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+            run_it = partial(stage.run, x, parts, **batch.inputs())
+            kept = max(kept, _pass(run_it, [x, batch.inputs()], parallel, device).kept)
+        fixed = _fixed(parallel, optimizer, device) + sum(_gradients(parallel, True).values())
+        available = room(plan, device, local_ranks)
+        fits = (available - fixed) // max(kept, 1)
+        limit = -largest(-int(min(fits, 2**31)), parallel.grid, device)
+        if limit < 1:
+            raise PlanError(
+                f"plan.memory={plan.memory} leaves room for no micro-batch: of "
+                f"{available / GIB:.3g} GiB weights, gradients and moments take "
+                f"{fixed / GIB:.3g} on rank {parallel.grid.rank}, a micro-batch {kept / GIB:.3g}. "
+                "A stage holds one at least. Use a larger plan.memory, a smaller "
+                "plan.micro_batch, or plan.recompute='full'."
+            )
+        pipeline.how = replace(pipeline.how, limit=limit)
+        lines.append(f"a stage may hold {limit} micro-batches in {available / GIB:.3g} GiB")
+    # the simulator runs on one rank, and all do what it found
+    found = pipeline.policy(plan.micro_batches) if parallel.grid.rank == 0 else None
+    policy = read(told(written(found), parallel.grid, device), pipeline.shape(plan.micro_batches))
+    pipeline.chosen[plan.micro_batches] = policy
+    return [*lines, f"policy {plan.policy}: {policy}"]
 
 
 # ---- measuring --------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ranvier import trace
+from ranvier.comm import verbs
 from ranvier.nn.attention import Core
 from ranvier.nn.leaf import Flow
 from ranvier.parallel import Parallel
@@ -76,7 +77,14 @@ def step_flops(parallel: Parallel, flow: Flow, micro_batches: int) -> tuple[int,
         flops = leaf.flops(flow)
         causal += flops
         full += flops * (2 if isinstance(leaf, Core) else 1)
+    axis = parallel.grid.axis("pipe")  # stages differ: of all their mean
+    here = torch.tensor([causal, full], dtype=torch.float64, device=_device(parallel))
+    causal, full = map(int, (verbs.all_reduce(here, axis).wait() / axis.size).tolist())
     return 3 * causal * micro_batches, 3 * full * micro_batches
+
+
+def _device(parallel: Parallel) -> torch.device:
+    return parallel.pipeline.runtime.device
 
 
 def memory(device: torch.device) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ranvier.errors import DataError
+from ranvier.train import timeline
 from ranvier.train.page import LISTED, document, folded, listing, section, table, text_block
 from ranvier.train.plot import Series, escaped, line_plot, percent, short, stacked_bar
 
@@ -435,6 +436,7 @@ def body(record: Record, facts: Mapping[str, Any]) -> str:
             header(record, facts),
             section("Curves", f'<div class="plots">{"".join(plots(latest))}</div>'),
             section("Where the time went", spent(facts["phases"], len(record.rows))),
+            timeline.section(record.folder),
             section("Steps in numbers", sampled(latest)),
             section(
                 "Sample of text",

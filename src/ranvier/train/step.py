@@ -16,6 +16,7 @@ from ranvier.models import Decoder
 from ranvier.nn.loss import IGNORE
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import Parallel, parallel_of
+from ranvier.pipeline.runtime import Micro
 
 
 def forward_backward(
@@ -32,22 +33,28 @@ def forward_backward(
     samples = [take(batch.targets, _batch_axis(parallel), 0) for batch in batches]
     with trace.at("step.tokens"):
         count = verbs.all_reduce(sum_of([(x != IGNORE).sum() for x in samples]), axis).wait()
-    plain = _returns_the_loss_of_its_head(model)
-    share, losses = 1.0 / count.clamp(min=1).to(queue.dtype), []
-    factor = share if scale is None else share * scale
-    for i, batch in enumerate(batches):
-        queue.micro_batch(last=i == len(batches) - 1)
-        moment = parallel.moment
-        moment.samples, moment.leave = batch.samples, plain
-        moment.factor = factor if plain else None
-        try:
-            loss = model(**batch.inputs())
-        finally:
-            moment.factor, moment.leave = None, False
-        loss.backward(factor.to(loss.dtype))
-        losses.append(loss.detach() * share)
+    share, losses = 1.0 / count.clamp(min=1).to(queue.dtype), list[Tensor]()
+    parallel.pipeline.runtime.train(
+        _micros(batches),
+        parallel.pipeline.policy(len(batches)),
+        scored=lambda loss: losses.append(loss * share),
+        factor=share if scale is None else share * scale,
+        plain=_returns_the_loss_of_its_head(model),
+    )
     with trace.at("step.loss"):
-        return verbs.all_reduce(sum_of(losses), axis).wait()
+        loss = verbs.all_reduce(sum_of(losses or [torch.zeros_like(share)]), axis).wait()
+    return _told(loss, parallel)
+
+
+def _micros(batches: Sequence[Batch]) -> list[Micro]:
+    return [Micro(batch.inputs(), batch.samples) for batch in batches]
+
+
+def _told(loss: Tensor, parallel: Parallel) -> Tensor:
+    """What the last stage knows, on all. Communicates: broadcast of one number over pipe."""
+    with parallel.grid.trace.at("pipeline.loss"):
+        axis = parallel.grid.axis("pipe")
+        return verbs.broadcast(loss, axis, axis.size - 1).wait()
 
 
 @torch.no_grad()
@@ -58,14 +65,19 @@ def evaluate(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
     parallel.queue.begin("evaluate")
     was, _ = model.training, model.eval()
     try:
-        loss = sum_of([model(**batch.inputs()) for batch in batches])
+        losses = parallel.pipeline.runtime.forward(_micros(batches))
     finally:
         model.train(was)
+    loss = sum_of(losses or [torch.zeros((), dtype=parallel.queue.dtype, device=_device(parallel))])
     samples = [take(batch.targets, _batch_axis(parallel), 0) for batch in batches]
     count = sum_of([(x != IGNORE).sum() for x in samples])
     both = verbs.all_reduce(torch.stack([loss, count.to(loss.dtype)]), axis).wait()
     parallel.queue.begin("")
-    return both[0] / both[1]
+    return _told(both[0] / both[1], parallel)
+
+
+def _device(parallel: Parallel) -> torch.device:
+    return parallel.pipeline.runtime.device
 
 
 @dataclass(frozen=True)

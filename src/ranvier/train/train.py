@@ -136,12 +136,14 @@ def ranks_of(run: Run) -> int:
 def check_memory(run: Run, me: Ranks, device: torch.device) -> None:
     """Refuse a model whose weights and states alone cannot fit: a bound from below."""
     plan, width = run.plan, DTYPES[run.train.dtype].itemsize
-    split, tokens = plan.depth * plan.row * plan.col, max(plan.micro_batch, 1) * run.data.seq
+    split = plan.pipe * plan.depth * plan.row * plan.col
+    tokens = max(plan.micro_batch, 1) * run.data.seq
     wide = max(width, 4)
     moment = 2 if run.optim.moments == "bf16" else wide
     state = run.model.parameters * 2 * width / split  # weights and gradients
     state += run.model.parameters * (2 * moment + (wide if width < 4 else 0)) / plan.world
-    kept = tokens * run.model.embed * run.model.layers * width / (plan.row * plan.col)
+    layers = run.model.layers / plan.pipe
+    kept = tokens * run.model.embed * layers * width / (plan.row * plan.col)
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
     else:
@@ -333,15 +335,15 @@ def said(folder: Path, trainer: Trainer) -> str:
 
 def parameters_of(parallel: Parallel) -> int:
     """Parameters of the whole model."""
-    return sum(math.prod(weight.sharding.shape) for weight in parallel.weights.values())
+    return sum(elements for _, _, elements in parallel.shapes.values())
 
 
 def groups_of(parallel: Parallel, run: Run) -> list[str]:
     """One line for each group of weights: how many, learning rate, decay."""
     lines = []
     for group in ("matrix", "embedding", "vector"):
-        members = [w for w in parallel.weights.values() if w.group == group and w.trainable]
-        count = sum(math.prod(weight.sharding.shape) for weight in members)
+        members = [n for kind, trained, n in parallel.shapes.values() if kind == group and trained]
+        count = sum(members)
         decay = run.optim.decay if group == "matrix" else 0.0
         lr = run.lr * float(getattr(run.optim, f"{group}_lr"))
         if members:

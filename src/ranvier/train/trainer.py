@@ -8,6 +8,7 @@ read while step k + 1 runs.
 from __future__ import annotations
 
 import gc
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ from ranvier.parallel import parallel_of, parallelize
 from ranvier.run import Run
 from ranvier.sharding import State
 from ranvier.train.diagnose import first_bad
-from ranvier.train.fit import candidates, fit
+from ranvier.train.fit import bounded, candidates, fit
 from ranvier.train.graph import Graph
 from ranvier.train.metrics import (
     Later,
@@ -50,6 +51,7 @@ from ranvier.train.metrics import (
     peak_flops,
     step_flops,
 )
+from ranvier.train.stages import TIMELINE, cut_of, timeline
 from ranvier.train.step import Taken, evaluate, train_step
 from ranvier.train.tune import tune
 
@@ -120,6 +122,8 @@ class Trainer:
             seed=run.train.seed,
             dtype=dtype,
             device=device,
+            how=cut_of(run),
+            keep=run.plan.gathered == "keep",
         )
         optimizer = Optimizer(
             parallel_of(model).queue,
@@ -140,6 +144,7 @@ class Trainer:
         flow = Flow(micro, run.data.seq, dtype.itemsize, statistics=4)
         notes = tune(run, model, grid, device, flow)
         run, more = fit(run, model, optimizer, device, local_ranks=local_ranks or grid.world)
+        notes += bounded(run, model, optimizer, device, local_ranks or grid.world)
         plan, grid.trace.meter = run.plan, True
         flow = replace(flow, samples=plan.micro_batch)
         flops = step_flops(parallel_of(model), flow, plan.micro_batches)
@@ -162,8 +167,10 @@ class Trainer:
         first = self.measure() if every and self.step == 0 else None
         before: Under | None = None
         ended: Mark | None = None
+        runtime = parallel_of(self.model).pipeline.runtime
         with frozen(), Loader(self._loaded(), first=self.step) as loader:
             while self.step < last and not self.stopping:
+                runtime.timing = runtime.stage.count > 1 and self._timed()
                 try:
                     under = self._traced(loader, getattr(stop, "signal", 0))
                 except BaseException:
@@ -184,6 +191,11 @@ class Trainer:
                         self.save()
         if before is not None:
             yield self.read(before, ended)
+        self.write_timeline()
+
+    def _timed(self) -> bool:
+        """Whether the next step shows what its stages do: on a device it takes longer then."""
+        return self.device.type == "cpu" or self.step == self.run.train.steps - 1
 
     def _traced(self, loader: Loader[list[Batch]], signal: int) -> Under:
         """Issue a step; the last one is traced if the run asks for it."""
@@ -365,6 +377,16 @@ class Trainer:
             scale.value.fill_(facts["scale"][0])
             scale.good.fill_(facts["scale"][1])
         self.step, self.samples = int(facts["step"]), int(facts["samples"])
+
+    def write_timeline(self) -> None:
+        """Write what the stages did in the last step. Communicates: a text of each stage."""
+        parallel = parallel_of(self.model)
+        if self.grid.degrees["pipe"] == 1 or self.step == 0 or not self.run.train.out:
+            return
+        facts = timeline(parallel, self.step, self.run.plan.micro_batches, self.device)
+        folder = Path(self.run.train.out)
+        if self.grid.rank == 0 and folder.is_dir():
+            (folder / TIMELINE).write_text(json.dumps(facts))
 
     def write_trace(self, events: list[trace.Event]) -> None:
         """Write this rank's part of the last step; rank 0 prints its table."""

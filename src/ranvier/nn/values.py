@@ -1,0 +1,75 @@
+"""Values: every parameter of a rank becomes a view of its bucket and gets its part of the whole."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ranvier import init
+from ranvier.comm.deferred import Deferred, Weight
+from ranvier.nn.dropout import Dropout
+from ranvier.nn.leaf import Leaf
+from ranvier.nn.linear import Siblings
+
+
+def fill_values(
+    queue: Deferred,
+    leaves: Mapping[str, Leaf],
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+) -> None:
+    """Give every parameter its part of the values, as views of its bucket."""
+    where: torch.device | str = device or "cpu"
+    for bucket in queue.buckets:
+        originals = [w.original.device for w in bucket.weights if w.original is not None]
+        where = device or (originals[0] if originals else "cpu")
+        bucket.data = torch.zeros(bucket.size, dtype=dtype, device=where)
+        for weight in bucket.weights:
+            view = bucket.data[weight.offset : weight.offset + weight.elements].view(
+                weight.sharding.local
+            )
+            view.copy_(_initial(weight, seed=seed, dtype=dtype, device=where))
+            weight.original = None
+            param = weight.made = nn.Parameter(view, requires_grad=weight.trainable)
+            for owner, attribute in weight.owners:
+                setattr(owner, attribute, param)
+            if weight.trainable:
+                # a hook that held the weight would keep both for ever
+                hook = partial(_collect, weakref.ref(weight))
+                param.register_post_accumulate_grad_hook(hook)
+    for leaf in leaves.values():
+        if isinstance(leaf, Siblings):
+            leaf.pack()
+        elif isinstance(leaf, Dropout):
+            leaf.stream = leaf.stream.to(where)
+
+
+def _initial(
+    weight: Weight, *, seed: int, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    if weight.original is not None:
+        return weight.place.take(weight.original)
+    return init.value(
+        weight.place,
+        seed=seed,
+        name=weight.name,
+        std=weight.std,
+        mean=weight.mean,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _collect(reference: weakref.ref[Weight], param: Any) -> None:
+    """Move a gradient that autograd made (of a vector, or in the reference) to the bucket."""
+    weight = reference()
+    if param.grad is not None and weight is not None:  # None where a leaf has delivered it already
+        weight.bucket.queue.arrive(weight.bucket, weight.offset, param.grad)
+        param.grad = None

@@ -1,0 +1,1 @@
+"""Pipeline: stages along the pipe axis that work on what has arrived."""

@@ -1,0 +1,98 @@
+"""Orders: the schedules of the literature as fixed orders of jobs.
+
+GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019, 2021), its interleaved form over chunks
+(Narayanan et al. 2021) and the zero-bubble order that keeps no more than 1F1B (ZB-H1, Qi et al.
+2024). Each is a closed form of stage and shape, for any number of micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ranvier.errors import PlanError
+from ranvier.pipeline.policy import Job, Order, Shape
+
+
+def gpipe(shape: Shape) -> Order:
+    """All forwards, chunk after chunk, then all backwards; keeps every activation."""
+    micros, chunks = range(shape.micro_batches), range(shape.chunks)
+    jobs = [Job("F", m, c) for c in chunks for m in micros]
+    jobs += [Job("B", m, c) for c in reversed(chunks) for m in micros]
+    return Order("gpipe", (tuple(jobs),) * shape.stages)
+
+
+def one_f_one_b(shape: Shape) -> Order:
+    """Forwards until the first gradient can be there, then backward and forward in turn."""
+    if shape.chunks > 1:
+        raise PlanError(
+            f"1f1b has chunks={shape.chunks}. It knows one chunk per stage. "
+            "Use interleaved or message, or chunks=1."
+        )
+    micros = range(shape.micro_batches)
+    forwards, backwards = [Job("F", m) for m in micros], [Job("B", m) for m in micros]
+    lead = [shape.stages - s - 1 for s in range(shape.stages)]
+    return Order("1f1b", tuple(_alternate(forwards, backwards, n) for n in lead))
+
+
+def interleaved(shape: Shape) -> Order:
+    """1F1B over chunks: a stage does `stages` micro-batches of a chunk, then of the next one.
+
+    Bubble `(stages - 1)(f + b) / chunks` if stages divide the micro-batches.
+    """
+    S, M, V = shape.stages, shape.micro_batches, shape.chunks
+    if V == 1:
+        return replace(one_f_one_b(shape), name="interleaved")
+    # The last group is filled up and then left out: jobs need only jobs of their own micro-batch,
+    # so what is left of an order that can be played can be played.
+    turns = [(k // (S * V) * S + k % S, k // S % V) for k in range(-(-M // S) * S * V)]
+    forwards = [Job("F", m, c) for m, c in turns]
+    backwards = [Job("B", m, V - 1 - c) for m, c in turns]
+    rows = (_alternate(forwards, backwards, 2 * (S - s - 1) + (V - 1) * S) for s in range(S))
+    return Order("interleaved", tuple(tuple(j for j in row if j.micro < M) for row in rows))
+
+
+def zero_bubble(shape: Shape) -> Order:
+    """1F1B (interleaved, with chunks) whose weight gradients come later the later the stage.
+
+    Bubble `(stages - 1)(f + b - w)` for one chunk, `w <= f, b` and as many micro-batches as stages
+    or more. Later stages keep fewer activations, so they can wait: none keeps more than the first.
+    """
+    lag = 1 if shape.chunks == 1 else 2
+    rows = (_delayed(row, lag * s) for s, row in enumerate(interleaved(shape).jobs))
+    return Order("zero-bubble", tuple(rows), split=True)
+
+
+def peaks(order: Order) -> tuple[int, ...]:
+    """Most activations that each stage keeps at a time, which no times can change."""
+    last = "W" if order.split else "B"
+    found = []
+    for row in order.jobs:
+        held = peak = 0
+        for job in row:
+            held += (job.kind == "F") - (job.kind == last)
+            peak = max(peak, held)
+        found.append(peak)
+    return tuple(found)
+
+
+def _alternate(forwards: Sequence[Job], backwards: Sequence[Job], lead: int) -> tuple[Job, ...]:
+    """`lead` forwards, then forward and backward in turn, then the backwards left."""
+    lead = min(lead, len(forwards))
+    jobs = list(forwards[:lead])
+    for forward, backward in zip(forwards[lead:], backwards, strict=False):
+        jobs += [forward, backward]
+    return (*jobs, *backwards[len(forwards) - lead :])
+
+
+def _delayed(jobs: Sequence[Job], lag: int) -> tuple[Job, ...]:
+    """The same jobs, and after each backward the weight gradients of the `lag`-th before it."""
+    weights = [Job("W", job.micro, job.chunk) for job in jobs if job.kind == "B"]
+    row, seen = [], 0
+    for job in jobs:
+        row.append(job)
+        if job.kind == "B":
+            seen += 1
+            if seen > lag:
+                row.append(weights[seen - lag - 1])
+    return (*row, *weights[max(0, seen - lag) :])

@@ -1,0 +1,188 @@
+"""Policy: which job a stage takes next, of those that are ready.
+
+A step is a set of jobs. Virtual stage `v = chunk · stages + stage` runs forward F(m), backward B(m)
+and, if backward is split, the weight gradients W(m) of every micro-batch m. F(m) needs the
+activation of the virtual stage before, B(m) the gradient of the one behind (of the last one: its
+own F(m)), W(m) its own B(m). Jobs of one kind and chunk are taken in the order of micro-batches, so
+gradients add up in that order whatever arrives when, and at most one job of each kind and chunk is
+ready at a time.
+
+A policy is a pure object: the executor asks it with what has arrived over the network, the
+simulator with what has arrived on its own clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+Kind = Literal["F", "B", "W"]
+
+
+class Job(NamedTuple):
+    """Work of a stage on a micro-batch."""
+
+    kind: Kind
+    micro: int
+    chunk: int = 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many jobs a step has."""
+
+    stages: int
+    micro_batches: int
+    chunks: int = 1
+    """Virtual stages of each stage."""
+    split: bool = False
+    """Whether weight gradients are jobs of their own."""
+    forward_only: bool = False
+    """Evaluation: no backward passes."""
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kinds of jobs."""
+        if self.forward_only:
+            return ("F",)
+        return ("F", "B", "W") if self.split else ("F", "B")
+
+    @property
+    def jobs(self) -> int:
+        """Jobs of one stage."""
+        return len(self.kinds) * self.chunks * self.micro_batches
+
+
+@dataclass
+class Progress:
+    """How far a stage is; the executor and the simulator keep one for each stage."""
+
+    shape: Shape
+    stage: int
+    done: dict[tuple[Kind, int], int] = field(default_factory=dict)
+    """Jobs done, by kind and chunk: also the next micro-batch of each."""
+    taken: int = 0
+    """Jobs done in all."""
+
+    def count(self, kind: Kind, chunk: int = 0) -> int:
+        """Jobs of a kind and chunk that are done."""
+        return self.done.get((kind, chunk), 0)
+
+    def finish(self, job: Job) -> None:
+        """Take note that a job is done, which must be the next of its kind and chunk."""
+        assert job.micro == self.count(job.kind, job.chunk), (job, self.done)
+        self.done[job.kind, job.chunk] = job.micro + 1
+        self.taken += 1
+
+    @property
+    def held(self) -> int:
+        """Activations kept here: of forwards whose backward (and weights) is not done."""
+        last: Kind = self.shape.kinds[-1]
+        chunks = range(self.shape.chunks)
+        return sum(self.count("F", c) - self.count(last, c) for c in chunks)
+
+    @property
+    def over(self) -> bool:
+        """Whether all jobs are done."""
+        return self.taken == self.shape.jobs
+
+
+class Policy(Protocol):
+    """Decides what a stage does next."""
+
+    @property
+    def split(self) -> bool:
+        """Whether it wants weight gradients as jobs of their own."""
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether its choice depends on what arrives when."""
+
+    def choose(self, ready: Sequence[Job], now: Progress) -> Job | None:
+        """One of the ready jobs (in the order in which they became ready), or None: wait."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A fixed order of jobs for each stage: what other frameworks call a schedule."""
+
+    name: str
+    jobs: tuple[tuple[Job, ...], ...]
+    """Of each stage."""
+    split: bool = False
+    dynamic: bool = False
+
+    def __str__(self) -> str:
+        return f"the order of {self.name}"
+
+    def choose(self, ready: Sequence[Job], now: Progress) -> Job | None:
+        """The next one in the order, once it is ready."""
+        job = self.jobs[now.stage][now.taken]
+        return job if job in ready else None
+
+
+Priority = Literal["backward", "first", "forward"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """Takes what has arrived: a stage never waits for one message while it could work on another.
+
+    Credits bound the activations kept: a forward is taken while `held < credits`. With chunks, it
+    must also leave room for the forwards that older micro-batches have still to make here, else
+    newer ones could use up what they need and all would wait for ever. So the oldest micro-batch
+    can always go on, and a stage keeps at most `max(credits, chunks)`. Weight gradients, which give
+    back what is kept, fill the waiting.
+    """
+
+    priority: Priority
+    """What goes first of the jobs that are ready; "first": the one that was ready first."""
+    credits: tuple[int, ...]
+    """Most activations that each stage keeps."""
+    split: bool = False
+    dynamic: bool = True
+
+    def __str__(self) -> str:
+        same = len(set(self.credits)) == 1
+        held = str(self.credits[0]) if same else ", ".join(map(str, self.credits))
+        first = "first come" if self.priority == "first" else f"{self.priority} first"
+        return f"{first}, at most {held} micro-batches a stage"
+
+    def choose(self, ready: Sequence[Job], now: Progress) -> Job | None:
+        """The first by priority for which there is credit; else weight gradients; else none."""
+        chunks = now.shape.chunks
+        order = [job for job in ready if job.kind != "W"]
+        if len(order) > 1 and self.priority != "first":
+            order.sort(key=lambda job: self._rank(job, chunks))
+        for job in order:
+            if job.kind == "B" or self._admits(job, now):
+                return job
+        return next((job for job in ready if job.kind == "W"), None)
+
+    def _rank(self, job: Job, chunks: int) -> int:
+        """Smaller goes first; of one kind the job that is nearest to its end."""
+        if job.kind == "B":
+            return job.chunk + (0 if self.priority == "backward" else chunks)
+        return chunks - 1 - job.chunk + (chunks if self.priority == "backward" else 0)
+
+    def _admits(self, job: Job, now: Progress) -> bool:
+        """Whether there is credit for a forward, and enough left for all older micro-batches."""
+        chunks = range(now.shape.chunks)
+        limit = max(self.credits[now.stage], now.shape.chunks)
+        held = now.held
+        if held >= limit:
+            return False
+        if now.shape.chunks == 1 or held + now.shape.chunks < limit:
+            return True  # no micro-batch lacks more than one forward per chunk
+        forward = [now.count("F", c) for c in chunks]
+        backward = [now.count("B", c) for c in chunks]
+        # Micro-batch i can end once those before it have: what it still lacks and what it and newer
+        # ones keep fit. The sum grows with i only where a chunk's next forward is that of i.
+        for i in {backward[0], *forward}:
+            if backward[0] <= i < job.micro:
+                lacks = sum(f <= i for f in forward)
+                keeps = sum(max(0, f - max(b, i)) for f, b in zip(forward, backward, strict=True))
+                if lacks + keeps >= limit:
+                    return False
+        return True

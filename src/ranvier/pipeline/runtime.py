@@ -1,0 +1,404 @@
+"""Runtime: a stage takes the jobs of a step as messages arrive, in the order its policy likes.
+
+Stages have no schedule in common: each knows what has arrived and asks the policy, the same object
+that the simulator plays. Ranks that share collectives inside a stage follow the first of them. One
+stage is gradient accumulation: there are no messages, and the order is F(0) B(0) F(1) B(1) ...
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ranvier.comm import verbs
+from ranvier.comm.deferred import Deferred
+from ranvier.comm.inbox import Delay, Form, Inbox, Key, LostError, Outbox, Source, header
+from ranvier.errors import CommunicationError
+from ranvier.grid import Axis, Grid
+from ranvier.nn.leaf import Moment
+from ranvier.pipeline.cut import Stage
+from ranvier.pipeline.policy import Job, Kind, Policy, Progress, Shape
+
+INSIDE = ("expert", "context", "depth", "row", "col")
+"""Axes along which the ranks of a stage communicate in its jobs."""
+FORWARD, BACKWARD = "forward", "backward"
+WORDS = {FORWARD: "activation", BACKWARD: "gradient"}
+
+
+@dataclass(frozen=True)
+class Done:
+    """A job that was done, or a wait: when, and what for."""
+
+    kind: str
+    """F, B, W, or what was waited for: activation, gradient, order."""
+    micro: int
+    chunk: int
+    start: float
+    stop: float
+
+
+@dataclass
+class Micro:
+    """What a step knows of a micro-batch."""
+
+    inputs: Mapping[str, Any]
+    samples: Tensor | None = None
+    """Number in the run of each sample."""
+
+
+@dataclass
+class _Kept:
+    """What backward of a job needs."""
+
+    x: Tensor | None
+    edge: Any
+    """Where in the graph the result lies; the result itself may go."""
+
+
+@dataclass
+class Runtime:
+    """Runs the jobs of this rank's stage."""
+
+    grid: Grid
+    stage: Stage
+    queue: Deferred
+    moment: Moment
+    device: torch.device
+    delay: Delay | None = None
+    """Holds messages back, for tests."""
+    timing: bool = False
+    """Note when jobs ran; on a device each is waited for."""
+    done: list[Done] = field(default_factory=list)
+    """Jobs and waits of the last step, if they were timed."""
+    _forms: dict[tuple[Any, int], Form] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.pipe: dict[str, Axis] = {
+            way: self.grid.axis("pipe", channel=way) for way in (FORWARD, BACKWARD)
+        }
+        self.inside = self.grid.axis(*INSIDE)
+
+    # ---- steps --------------------------------------------------------------------------
+
+    def train(
+        self,
+        micros: Sequence[Micro],
+        policy: Policy,
+        *,
+        scored: Callable[[Tensor], None],
+        factor: Tensor,
+        plain: bool = False,
+    ) -> None:
+        """Forward and backward of all micro-batches.
+
+        scored: gets the loss of each, on the last stage. factor: what losses are multiplied by.
+        plain: a head may trust that.
+        Communicates: messages over pipe, orders inside the stage, all that the layers do.
+        """
+        _Step(self, micros, policy, scored, factor, plain).run()
+
+    @torch.no_grad()
+    def forward(self, micros: Sequence[Micro]) -> list[Tensor]:
+        """Results of all micro-batches, on the last stage; nothing is kept. Communicates: as train.
+
+        Any number of micro-batches may be under way.
+        """
+        shape = Shape(self.stage.count, len(micros), len(self.stage.chunks), forward_only=True)
+        results: list[Tensor] = []
+        none = torch.zeros((), device=self.device)
+        _Step(self, micros, _Forwards(shape), results.append, none, False).run()
+        return results
+
+
+@dataclass(frozen=True)
+class _Forwards:
+    """Forward passes only: micro-batches in order, the last chunk that can go first."""
+
+    shape: Shape
+    split: bool = False
+    dynamic: bool = False
+
+    def choose(self, ready: Sequence[Job], now: Progress) -> Job | None:
+        """A fixed order, as all ranks of a stage must have the same: chunk after chunk."""
+        each = self.shape.micro_batches
+        job = Job("F", now.taken % each, now.taken // each)
+        return job if job in ready else None
+
+
+class _Step:
+    """One step of a runtime."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        micros: Sequence[Micro],
+        policy: Policy,
+        scored: Callable[[Tensor], None],
+        factor: Tensor,
+        plain: bool,
+    ) -> None:
+        self.at, self.micros, self.policy = runtime, micros, policy
+        self.scored, self.factor, self.plain = scored, factor, plain
+        stage, forward_only = runtime.stage, isinstance(policy, _Forwards)
+        self.shape = Shape(
+            stage.count, len(micros), len(stage.chunks), policy.split, forward_only=forward_only
+        )
+        self.now = Progress(self.shape, stage.index)
+        self.kept: dict[tuple[int, int], _Kept] = {}
+        self.later: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self.inbox = Inbox(runtime.delay)
+        self.outbox = {way: Outbox(runtime.device) for way in WORDS}
+        self.first: dict[Job, int] = {}
+        """When a job was first seen to be ready."""
+        self.led = runtime.inside.size > 1 and policy.dynamic
+
+    def run(self) -> None:
+        """Take all jobs."""
+        at, stage = self.at, self.at.stage
+        at.done = []
+        for chunk in range(len(stage.chunks)):
+            if not stage.enters(chunk):
+                form = at._forms.get((self._shape_of(), chunk))
+                self._listen(FORWARD, chunk, form)
+        while not self.now.over:
+            job = self._next()
+            start = time.perf_counter()
+            run = {"F": self._forward, "B": self._backward, "W": self._weights}[job.kind]
+            run(job)
+            self.now.finish(job)
+            if at.timing:
+                if at.device.type == "cuda":
+                    torch.cuda.synchronize(at.device)
+                at.done.append(Done(job.kind, job.micro, job.chunk, start, time.perf_counter()))
+        at.queue.job(forget=stage.count > 1)
+        for box in self.outbox.values():
+            box.close(at.grid.timeout_seconds)
+        for (way, chunk), form in self.inbox.forms.items():
+            if way == FORWARD:
+                at._forms[self._shape_of(), chunk] = form
+
+    def _shape_of(self) -> Any:
+        """What the shapes of messages depend on."""
+        return tuple(
+            (name, tuple(x.shape)) for name, x in self.micros[0].inputs.items() if name == "tokens"
+        )
+
+    def _listen(self, way: str, chunk: int, form: Form | None) -> None:
+        stage = self.at.stage
+        away = -1 if way == FORWARD else 1
+        index = (stage.index + away) % stage.count
+        source = Source(self.at.pipe[way], index, len(self.micros), self.at.device, form)
+        self.inbox.listen((way, chunk), source)
+
+    # ---- what to do next ----------------------------------------------------------------
+
+    def _next(self) -> Job:
+        """The job that the policy or the leader of the stage wants, once it is ready."""
+        if not self.led:
+            return self._chosen()
+        leader = self.at.inside.index == 0
+        kinds: tuple[Kind, ...] = ("F", "B", "W")
+        job = self._chosen() if leader else Job("F", 0)
+        code = (job.chunk * len(self.micros) + job.micro) * len(kinds) + kinds.index(job.kind)
+        order = torch.tensor([code], device=self.at.device)
+        with self.at.grid.trace.at("pipeline.order"):
+            told = verbs.broadcast(order, self.at.inside).wait()
+        if leader:
+            return job
+        rest, kind = divmod(int(told), len(kinds))
+        job = Job(kinds[kind], rest % len(self.micros), rest // len(self.micros))
+        self._wait_until(lambda: job in self._ready(), job)
+        return job
+
+    def _chosen(self) -> Job:
+        """Ask the policy until it takes a job."""
+        found: list[Job | None] = [None]
+
+        def choose() -> bool:
+            ready = self._ready()
+            for job in ready:
+                self.first.setdefault(job, len(self.first))
+            found[0] = self.policy.choose(sorted(ready, key=self.first.__getitem__), self.now)
+            return found[0] is not None
+
+        self._wait_until(choose, None)
+        assert found[0] is not None
+        return found[0]
+
+    def _wait_until(self, good: Callable[[], bool], job: Job | None) -> None:
+        """Wait for messages until something is so; a message that does not come ends the step."""
+        at, start = self.at, time.perf_counter()
+        limit = at.grid.timeout_seconds
+        while True:
+            seen = self.inbox.total
+            if good():
+                break
+            try:
+                came = self.inbox.wait(seen, limit - (time.perf_counter() - start))
+            except LostError as lost:
+                raise CommunicationError(self._lost(lost.key, lost.number, lost.error)) from lost
+            if not came:
+                way, chunk = self._missing(job)
+                number = self.inbox.arrived.get((way, chunk), 0)
+                raise CommunicationError(self._lost((way, chunk), number, None))
+        if at.timing and time.perf_counter() - start > 1e-5:
+            way, chunk = self._cause(job, start)
+            micro = max(self.inbox.arrived.get((way, chunk), 1) - 1, 0)
+            at.done.append(Done(WORDS[way], micro, chunk, start, time.perf_counter()))
+
+    def _cause(self, job: Job | None, start: float) -> Key:
+        """The message that ended a wait: the last that came."""
+        log = [entry for entry in self.inbox.log if entry[2] >= start]
+        return log[-1][0] if log else self._missing(job)
+
+    def _missing(self, job: Job | None) -> Key:
+        """What a stage that can do nothing waits for: of all that is to come the first."""
+        stage, each = self.at.stage, len(self.micros)
+        if job is not None:
+            return (FORWARD if job.kind == "F" else BACKWARD), job.chunk
+        for chunk in range(len(stage.chunks)):
+            done = self.now.count("F", chunk)
+            if done < each and not stage.enters(chunk) and not self._here(FORWARD, chunk, done):
+                return FORWARD, chunk
+        for chunk in reversed(range(len(stage.chunks))):
+            done = self.now.count("B", chunk)
+            if done < each and not stage.leaves(chunk) and not self._here(BACKWARD, chunk, done):
+                return BACKWARD, chunk
+        return BACKWARD, 0
+
+    def _lost(self, key: Key, number: int, error: BaseException | None) -> str:
+        """What is said when a message does not come."""
+        (way, chunk), stage, grid = key, self.at.stage, self.at.grid
+        other = (stage.index + (-1 if way == FORWARD else 1)) % stage.count
+        why = f" ({error})" if error is not None else ""
+        within = "" if error is not None else f" within {grid.timeout_seconds:g} s"
+        of_chunk = f" of chunk {chunk}" if len(stage.chunks) > 1 else ""
+        return (
+            f"Stage {stage.index} (rank {grid.rank}) did not get the {WORDS[way]} of micro-batch "
+            f"{number}{of_chunk} from stage {other} ({way}){within}{why}. All stages must stay "
+            "alive and answer. Look at the messages of that stage first; train.timeout says how "
+            "long to wait."
+        )
+
+    def _here(self, way: str, chunk: int, number: int) -> bool:
+        """Whether a message has come."""
+        return self.inbox.arrived.get((way, chunk), 0) > number
+
+    def _ready(self) -> list[Job]:
+        """Jobs that can be done now: of each kind and chunk the next, if it can."""
+        stage, each, found = self.at.stage, len(self.micros), list[Job]()
+        for chunk in range(len(stage.chunks)):
+            f, b, w = (self.now.count(kind, chunk) for kind in ("F", "B", "W"))
+            if f < each and (stage.enters(chunk) or self._here(FORWARD, chunk, f)):
+                found.append(Job("F", f, chunk))
+            if self.shape.forward_only:
+                continue
+            if b < f and (stage.leaves(chunk) or self._here(BACKWARD, chunk, b)):
+                found.append(Job("B", b, chunk))
+            if self.shape.split and w < b:
+                found.append(Job("W", w, chunk))
+        return found
+
+    # ---- jobs ---------------------------------------------------------------------------
+
+    def _enter(self, job: Job, *, last: bool) -> Micro:
+        """Have layers work on a micro-batch."""
+        at, micro = self.at, self.micros[job.micro]
+        # with one stage backward goes on where forward ended
+        alone = at.stage.count == 1
+        if not alone or job.kind == "F":
+            at.queue.job(last=last, forget=not alone)
+        at.moment.samples = micro.samples
+        return micro
+
+    def _forward(self, job: Job) -> None:
+        stage, moment = self.at.stage, self.at.moment
+        last = job.micro == len(self.micros) - 1
+        micro = self._enter(job, last=last and stage.count == 1)
+        x = None
+        if not stage.enters(job.chunk):
+            x = self._take(FORWARD, job)
+            x.requires_grad_(torch.is_grad_enabled())
+        final = stage.leaves(job.chunk)
+        moment.leave = self.plain and stage.count == 1
+        moment.factor = self.factor if final and self.plain else None
+        try:
+            y = stage.run(x, stage.chunks[job.chunk], **micro.inputs)
+        finally:
+            moment.factor, moment.leave = None, False
+        if not self.shape.forward_only:
+            edge = y if final else torch.autograd.graph.get_gradient_edge(y)
+            self.kept[job.chunk, job.micro] = _Kept(x, edge)
+        if final:
+            self.scored(y.detach())
+            return
+        self._send(FORWARD, job, y.detach())
+
+    def _backward(self, job: Job) -> None:
+        at, stage = self.at, self.at.stage
+        last = job.micro == len(self.micros) - 1
+        kept = self.kept.pop((job.chunk, job.micro))
+        self._enter(job, last=last and not self._held_back)
+        if stage.leaves(job.chunk):
+            dy = self.factor.to(kept.edge.dtype)
+        else:
+            dy = self._take(BACKWARD, job)
+        at.moment.later = [] if self.shape.split else None
+        try:
+            torch.autograd.backward((kept.edge,), (dy,))
+            if at.moment.later is not None:
+                self.later[job.chunk, job.micro] = at.moment.later
+        finally:
+            at.moment.later = None
+        if kept.x is not None:
+            assert kept.x.grad is not None, job
+            self._send(BACKWARD, job, kept.x.grad)
+
+    @torch.no_grad()
+    def _weights(self, job: Job) -> None:
+        last = job.micro == len(self.micros) - 1
+        self._enter(job, last=last and not self._held_back)
+        for work in self.later.pop((job.chunk, job.micro)):
+            work()
+
+    @property
+    def _held_back(self) -> bool:
+        """Whether reductions over data wait for the end: chunks may end in any order."""
+        return self.shape.split and self.shape.chunks > 1
+
+    # ---- messages -----------------------------------------------------------------------
+
+    def _take(self, way: str, job: Job) -> Tensor:
+        """The message of a job."""
+        value = self.inbox.take((way, job.chunk), self.at.device)
+        self._noted("receive", way, value)
+        return value
+
+    def _send(self, way: str, job: Job, value: Tensor) -> None:
+        """Send the result of a job on, to the virtual stage before or behind."""
+        at, stage = self.at, self.at.stage
+        ahead = 1 if way == FORWARD else -1
+        to = (stage.index + ahead) % stage.count
+        chunk = (stage.virtual(job.chunk) + ahead) // stage.count
+        form = (tuple(value.shape), value.dtype)
+        if way == FORWARD and job.micro == 0:
+            known = (self._shape_of(), -1 - job.chunk)
+            if at._forms.get(known) != form:
+                at._forms[known] = form
+                self.outbox[way].send(header(form, at.device), at.pipe[way], to, chunk)
+            if not self.shape.forward_only:
+                self._listen(BACKWARD, job.chunk, form)
+        self._noted("send", way, value)
+        self.outbox[way].send(value, at.pipe[way], to, chunk)
+
+    def _noted(self, op: str, way: str, value: Tensor) -> None:
+        """Have the trace know of a message."""
+        size = value.numel() * value.element_size()
+        with self.at.grid.trace.at(f"pipeline.{way}"):
+            event = self.at.grid.trace.record(op, ("pipe",), size)
+        event.waited = event.done = event.resumed = event.issued

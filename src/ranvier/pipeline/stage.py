@@ -1,0 +1,101 @@
+"""Stage: of a model whose layers are on the grid, only the parts of this rank's stage stay.
+
+All ranks swap the layers of the whole model first, without values: so all of them make the same
+groups in the same order, and weights bear the names they have in the whole model, tied ones too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from ranvier.comm.agree import everyone
+from ranvier.comm.fill import copies
+from ranvier.grid import Grid
+from ranvier.nn.leaf import Flow, Leaf, Site
+from ranvier.pipeline.cut import Absent, Cut, Stage, cut, parts_of
+
+CHANNELS = ("forward", "backward")
+"""Each direction has a communicator of its own."""
+
+
+def meet(grid: Grid) -> None:
+    """Make the groups that several stages share, before stages go ways of their own.
+
+    Communicates: the making of groups.
+    """
+    if grid.degrees["pipe"] == 1:
+        return
+    everyone(grid)
+    grid.axis("pipe")
+    for channel in CHANNELS:
+        grid.axis("pipe", channel=channel)
+
+
+def staged(model: nn.Module, site: Site, found: Mapping[str, Leaf], how: Cut) -> Stage:
+    """My stage; layers and weights of others are gone from the model and the site.
+
+    Communicates: the making of groups.
+    """
+    grid = site.grid
+    count = grid.degrees["pipe"]
+    if count == 1:
+        return Stage(run=lambda x, parts, **inputs: model(**inputs))
+    for weight in site.weights.values():  # by all ranks, as long as they do the same
+        grid.axis(share=copies(weight, site.queue))
+    parts = parts_of(model)
+    stage = cut(model, _work(parts, found, grid, how.seq), how, grid.index["pipe"], count)
+    bounds = [*stage.firsts, len(parts)]
+    owner = {  # stage of each layer
+        name: v % count
+        for v in range(len(stage.firsts))
+        for names in parts[bounds[v] : bounds[v + 1]]
+        for name in names
+    }
+    paths = {id(module): path for path, module in model.named_modules()}
+    for name, weight in list(site.weights.items()):
+        stages = [_stage_of(paths[id(module)], owner) for module, _ in weight.owners]
+        weight.owners = [
+            one for one, at in zip(weight.owners, stages, strict=True) if at == stage.index
+        ]
+        if len(set(stages)) > 1 and weight.owners:
+            weight.tied = grid.some("pipe", sorted(set(stages)))
+        if not weight.owners:
+            del site.weights[name]
+    for name, at in owner.items():
+        if at != stage.index and _has(model, name):
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, Absent())
+    return stage
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    """Whether a model has a layer of a name; some are optional."""
+    parent, _, attribute = name.rpartition(".")
+    return isinstance(getattr(model.get_submodule(parent), attribute, None), nn.Module)
+
+
+def _stage_of(path: str, owner: Mapping[str, int]) -> int:
+    """The stage of a module: that of the layer around it."""
+    while path and path not in owner:
+        path = path.rpartition(".")[0]
+    return owner[path]
+
+
+def _work(
+    parts: list[tuple[str, ...]], found: Mapping[str, Leaf], grid: Grid, seq: int
+) -> list[float]:
+    """Work of each part on a sample, as its layers tell it; a part without any has a little."""
+    flow = Flow(
+        samples=grid.degrees["row"] * grid.degrees["col"], seq=seq, itemsize=2, statistics=4
+    )
+    work = []
+    for names in parts:
+        inside = (
+            leaf
+            for path, leaf in found.items()
+            if any(f"{path}.".startswith(f"{name}.") for name in names)
+        )
+        work.append(1.0 + sum(leaf.flops(flow) for leaf in inside))
+    return work

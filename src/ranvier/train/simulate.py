@@ -1,0 +1,285 @@
+"""Simulate: the step of a run's pipeline, played without processes.
+
+The grid and the number of micro-batches are those of the plan. Times are those of a table or of a
+real run; else they are in proportion to the work of the layers, and 1 is the mean forward of a
+virtual stage. All policies are played under the same luck.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ranvier import init
+from ranvier.errors import PlanError
+from ranvier.grid import Grid
+from ranvier.models import Decoder
+from ranvier.parallel import Parallel, parallelize
+from ranvier.pipeline import choice, draw
+from ranvier.pipeline.draw import Picture
+from ranvier.pipeline.policy import Shape
+from ranvier.pipeline.simulator import Times
+from ranvier.pipeline.simulator import simulate as play
+from ranvier.run import Run, nearest
+from ranvier.train import page, timeline
+from ranvier.train.folder import write
+from ranvier.train.plot import escaped, standalone
+from ranvier.train.stages import cut_of
+
+KEYS = ("forward", "backward", "weight", "link", "jitter", "stragglers")
+"""What a table of times may hold."""
+RELATIVE = "mean forwards"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Times of a step and where they are from."""
+
+    times: Times
+    words: list[str]
+    """Lines that say so."""
+    unit: str = "s"
+    real: Picture | None = None
+    """The step of a run that they were measured in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is changed in the times, and what is played."""
+
+    times: str = ""
+    jitter: float | None = None
+    link: float | None = None
+    straggler: tuple[str, ...] = ()
+    seed: int = 0
+    policies: tuple[str, ...] = ()
+    out: str = ""
+
+
+def simulate(run: Run, wanted: Wanted) -> int:
+    """Play the step of a run with each policy; print tables, write drawings."""
+    known = math.prod(max(size, 1) for size in run.plan.degrees.values())
+    run = run.check(known)
+    plan = run.plan.unmeasured
+    run = replace(run, plan=plan)
+    shape = Shape(plan.pipe, plan.micro_batches, plan.chunks)
+    names = _names(plan.policy, wanted.policies)
+    source = source_of(run, shape, wanted.times)
+    times = changed(source.times, wanted, shape)
+    print(f"{shape.stages} stage(s), {shape.chunks} chunk(s) each, {shape.micro_batches} ", end="")
+    print("micro-batch(es)")
+    print("\n".join(source.words))
+    expected = replace(times, jitter=times.jitter or plan.jitter)
+    pictures, refused = dict[str, Picture](), dict[str, str]()
+    for name in names:
+        try:
+            policy = choice.policy_for(name, shape, expected, limit=plan.credits)
+            step = play(shape, policy, times, wanted.seed)
+        except PlanError as error:
+            if name == plan.policy:
+                raise
+            refused[name] = str(error)
+        else:
+            pictures[name] = draw.simulated(f"simulated, {name}", step, unit=source.unit)
+    tables = [source.real] if source.real else []
+    tables.append(pictures[plan.policy])
+    for picture in tables:
+        print(f"\n{draw.table(picture)}")
+    print(f"\n{compared(pictures, refused)}\n")
+    drawn = [*tables, *(one for one in pictures.values() if one not in tables)]
+    _save(_folder(run, wanted.out), drawn, tables)
+    return 0
+
+
+def _names(own: str, given: Sequence[str]) -> list[str]:
+    """Policies to play, that of the plan first."""
+    for name in given:
+        if name not in choice.NAMES:
+            raise PlanError(
+                f"policy {name!r} is not known.{nearest(name, choice.NAMES)} Policies are "
+                f"{', '.join(choice.NAMES)}. Use one of them."
+            )
+    return list(dict.fromkeys([own, *(given or choice.NAMES)]))
+
+
+# ---- times ----------------------------------------------------------------------------------
+
+
+def source_of(run: Run, shape: Shape, path: str) -> Source:
+    """Times from a table or a run, from the run itself if it has some that fit, or from work."""
+    if path and not Path(path).is_dir():
+        return Source(from_toml(Path(path), shape), [f"times: {path}"])
+    folder, note = Path(path or run.train.out or "."), list[str]()
+    if path or (run.train.out and (folder / timeline.FILE).exists()):
+        source = from_run(folder)
+        size = len(source.times.forward)
+        if path or size == shape.stages * shape.chunks:
+            return source
+        note = [f"{folder / timeline.FILE} is of {size} virtual stages and is left out"]
+    source = by_work(run, shape)
+    return replace(source, words=[*note, *source.words])
+
+
+def from_run(folder: Path) -> Source:
+    """The mean times of a run's timeline."""
+    picture = timeline.real(timeline.read(folder))
+    times = timeline.mean_times(picture, halves=True)
+    return Source(times, [f"times: measured in {folder / timeline.FILE}"], real=picture)
+
+
+def by_work(run: Run, shape: Shape) -> Source:
+    """Times in proportion to the work of the layers; those of backward are twice as long."""
+    if shape.stages == 1:
+        ones = (1.0,) * shape.chunks
+        return Source(Times(ones, ones, ones), ["times: one stage has all the work"], RELATIVE)
+    with init.blank():
+        model = Decoder(run.model)
+    grid = Grid.of(run.plan)
+    model = parallelize(model, grid, inner=run.plan.inner, materialize=False, how=cut_of(run))
+    parallel: Any = model.parallel
+    assert isinstance(parallel, Parallel)
+    stage = parallel.pipeline.runtime.stage
+    unit = sum(stage.costs) / len(stage.costs)
+    forward = tuple(cost / unit for cost in stage.costs)
+    words = ["times: by the work of the layers, 1 is the mean forward", *stage.words()]
+    return Source(Times(forward, forward, forward), words, RELATIVE)
+
+
+def from_toml(path: Path, shape: Shape) -> Times:
+    """The times of a TOML table; one number for a list is the same for all."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(
+            f"{path} cannot be read: {error.strerror}. Times are in a TOML file or in the "
+            "directory of a run. Give the path of one."
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{path} is no TOML: {str(error)[:200]}. Mend that line.") from None
+    for key in table:
+        if key not in KEYS:
+            raise PlanError(
+                f"{path}: {key} is no time.{nearest(key, KEYS)} Known are {', '.join(KEYS)}."
+            )
+    size = shape.stages * shape.chunks
+    forward, backward, weight = (
+        _numbers(table.get(key), size, f"{path}: {key}")
+        for key in ("forward", "backward", "weight")
+    )
+    if not forward:
+        raise PlanError(
+            f"{path} has no forward. A table of times says at least how long forward takes. "
+            f"Write forward = [...] with {size} numbers, in seconds."
+        )
+    link = table.get("link", 0.0)
+    slow = table.get("stragglers", {})
+    if not isinstance(slow, Mapping):
+        raise PlanError(f"{path}: stragglers={slow!r} is no table. Write [stragglers] 3 = 1.3.")
+    factors = _stragglers([f"{stage}={factor}" for stage, factor in slow.items()], shape)
+    jitter = _numbers(table.get("jitter", 0.0), 1, f"{path}: jitter")[0]
+    return Times(
+        forward=forward,
+        backward=backward or tuple(2 * time for time in forward),
+        weight=weight,
+        link=_numbers(link, size - 1, f"{path}: link") if size > 1 else 0.0,
+        jitter=jitter,
+        stragglers=factors,
+    )
+
+
+def _numbers(value: Any, count: int, what: str) -> tuple[float, ...]:
+    """A list of numbers, or one for all."""
+    if value is None:
+        return ()
+    values = value if isinstance(value, list) else [value] * count
+    if any(isinstance(one, bool) or not isinstance(one, int | float) for one in values):
+        raise PlanError(f"{what}={value!r} is no list of numbers. Times are. Write [0.01, 0.02].")
+    return tuple(map(float, values))
+
+
+def _stragglers(words: Sequence[str], shape: Shape) -> dict[int, float]:
+    """Factors on the times of stages, from STAGE=FACTOR."""
+    factors = {}
+    for word in words:
+        stage, _, factor = word.partition("=")
+        try:
+            number, slow = int(stage), float(factor)
+        except ValueError:
+            number, slow = -1, math.nan
+        if not 0 <= number < shape.stages or not 0 < slow < math.inf:
+            raise PlanError(
+                f"straggler {word!r} is not valid. It is STAGE=FACTOR with a stage below "
+                f"{shape.stages} and a factor above 0. Write for example 0=1.3."
+            )
+        factors[number] = slow
+    return factors
+
+
+def changed(times: Times, wanted: Wanted, shape: Shape) -> Times:
+    """Times with the jitter, link and stragglers of the options."""
+    times = replace(
+        times,
+        link=times.link if wanted.link is None else wanted.link,
+        jitter=times.jitter if wanted.jitter is None else wanted.jitter,
+        stragglers={**times.stragglers, **_stragglers(wanted.straggler, shape)},
+    )
+    problems = times.problems(shape)
+    if not 0.0 <= times.jitter <= 2.0:
+        problems.append(f"jitter={times.jitter} is out of range. It lies in [0, 2]. Use 0.1.")
+    if not isinstance(times.link, tuple) and not 0.0 <= times.link < math.inf:
+        problems.append(f"link={times.link} is no time. A link takes 0 or more. Use 0.001.")
+    if problems:
+        raise PlanError(problems)
+    return times
+
+
+# ---- results --------------------------------------------------------------------------------
+
+
+def compared(pictures: Mapping[str, Picture], refused: Mapping[str, str]) -> str:
+    """A line for each policy: time, bubble, most activations kept, ratio to the fastest."""
+    best = min((one.seconds for one in pictures.values()), default=0.0)
+    lines = [f"{'policy':<12} {'step':>24} {'bubble':>8} {'keeps':>6} {'to best':>8}"]
+    for name, one in pictures.items():
+        step, ratio = draw.amount(one.seconds, one.unit), one.seconds / best if best else 1.0
+        keeps = max(lane.peak for lane in one.lanes)
+        lines.append(f"{name:<12} {step:>24} {one.bubble:>8.1%} {keeps:>6} {ratio:>8.3f}")
+    lines += [f"{name:<12} does not fit: {why}" for name, why in refused.items()]
+    return "\n".join(lines)
+
+
+def _folder(run: Run, out: str) -> Path:
+    """Where drawings go: as asked for, to the run, or here."""
+    own = Path(run.train.out)
+    folder = Path(out) if out else own if (own / "config.toml").exists() else Path(".")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise PlanError(
+            f"out={str(folder)[:80]!r} cannot be a directory: {error.__class__.__name__}. Drawings "
+            "need one that can be written in. Choose another."
+        ) from None
+    return folder
+
+
+def _save(folder: Path, pictures: Sequence[Picture], tables: Sequence[Picture]) -> None:
+    """Write the drawing as SVG and HTML, and the trace."""
+    drawing = draw.svg(pictures, title="A step of the pipeline")
+    body = [f"<h1>A step of the pipeline</h1><figure>{drawing}</figure>"]
+    for one in tables:
+        body.append(page.section(one.words, page.table(*draw.cells(one))))
+    rows = [[one.words] for one in pictures]
+    body.append(f'<p class="muted">{escaped("; ".join(row[0] for row in rows))}</p>')
+    texts = {
+        "timeline.svg": standalone(drawing),
+        "timeline.html": page.document("A step of the pipeline", "\n".join(body)),
+        "timeline-trace.json": json.dumps(draw.chrome(pictures), separators=(",", ":")),
+    }
+    for name, text in texts.items():
+        write(folder / name, text)
+    print(f"drawn: {folder / 'timeline.svg'}, timeline.html, and timeline-trace.json for Perfetto")

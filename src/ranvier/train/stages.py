@@ -1,0 +1,109 @@
+"""Stages: how a run cuts its model, and what the timeline of a step says of its pipeline."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ranvier.comm.agree import told
+from ranvier.errors import PlanError
+from ranvier.grid import Grid
+from ranvier.parallel import Parallel
+from ranvier.pipeline.cut import Cut
+from ranvier.pipeline.runtime import Runtime
+from ranvier.run import Run
+
+TIMELINE = "timeline.json"
+
+
+def cut_of(run: Run) -> Cut:
+    """How the plan wants the model to be cut."""
+    plan = run.plan
+    return Cut(
+        chunks=plan.chunks,
+        first=plan.stages,
+        costs=measured(Path(plan.stage_times)) if plan.stage_times else (),
+        seq=run.data.seq,
+        policy=plan.policy,
+        limit=plan.credits,
+        jitter=plan.jitter,
+        spread=plan.spread,
+    )
+
+
+def measured(path: Path) -> tuple[float, ...]:
+    """Seconds of each part of a model: of a run's timeline, or of a TOML table."""
+    remedy = "Give a run folder with a timeline.json, or a TOML file with forward = [...]."
+    try:
+        if path.is_dir():
+            return tuple(json.loads((path / TIMELINE).read_text())["part_seconds"])
+        table = tomllib.loads(path.read_text())
+        sums = zip(*(table[kind] for kind in KINDS if kind in table), strict=True)
+        seconds = tuple(float(sum(one)) for one in sums)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise PlanError(
+            f"plan.stage_times={str(path)!r} cannot be read: {error}. It holds the measured times "
+            f"of the parts of the model. {remedy}"
+        ) from None
+    if not seconds or min(seconds) < 0.0:
+        raise PlanError(
+            f"plan.stage_times={str(path)!r} has the times {list(seconds)}. Each part has one, not "
+            f"below 0. {remedy}"
+        )
+    return seconds
+
+
+KINDS = ("forward", "backward", "weight")
+
+
+def timeline(
+    parallel: Parallel, step: int, micro_batches: int, device: torch.device
+) -> dict[str, Any]:
+    """What all stages did in the step that was timed last, on all ranks.
+
+    Communicates: a text of each stage over all axes.
+    """
+    grid, runtime = parallel.grid, parallel.pipeline.runtime
+    begun = min((done.start for done in runtime.done), default=0.0)
+    mine = [
+        [done.kind, done.micro, done.chunk, done.start - begun, done.stop - begun]
+        for done in sorted(runtime.done, key=lambda done: done.start)
+    ]
+    words = json.dumps({"jobs": mine, "parts": _part_seconds(runtime)})
+    stages = [json.loads(told(words, grid, device, source=rank)) for rank in leaders(grid)]
+    parts: dict[str, float] = {}
+    for one in stages:
+        parts.update(one["parts"])
+    seconds = max((job[4] for one in stages for job in one["jobs"]), default=0.0)
+    return {
+        "policy": parallel.pipeline.how.policy,
+        "step": step,
+        "micro_batches": micro_batches,
+        "chunks": len(runtime.stage.chunks),
+        "seconds": seconds,
+        "stages": [one["jobs"] for one in stages],
+        "part_seconds": [parts[str(i)] for i in range(len(parts))],
+    }
+
+
+def leaders(grid: Grid) -> list[int]:
+    """The first rank of each stage."""
+    stages = grid.ranks.reshape(grid.degrees["pipe"], -1)
+    return [int(ranks[0]) for ranks in stages]
+
+
+def _part_seconds(runtime: Runtime) -> dict[str, float]:
+    """Seconds of a micro-batch of my parts: of a chunk, shared out by the work of its parts."""
+    stage, found = runtime.stage, dict[str, float]()
+    for chunk, parts in enumerate(stage.chunks):
+        jobs = [d for d in runtime.done if d.chunk == chunk and d.kind in ("F", "B", "W")]
+        count = max(sum(d.kind == "F" for d in jobs), 1)
+        seconds = sum(d.stop - d.start for d in jobs) / count
+        work = stage.work[parts]
+        for i, share in zip(range(parts.start, parts.stop), work, strict=True):
+            found[str(i)] = seconds * share / sum(work)
+    return found

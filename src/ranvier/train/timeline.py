@@ -1,0 +1,102 @@
+"""Timeline: the step of a pipeline that a run has recorded, in its report.
+
+A run with several stages leaves timeline.json: what each stage did and waited for in one step. The
+report draws it above the same step as the simulator plays it with the mean time of each job, so
+that what the simulator does not know (links, jitter, work between jobs) is what differs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ranvier.errors import PlanError
+from ranvier.pipeline import draw
+from ranvier.pipeline.choice import policy_for
+from ranvier.pipeline.draw import Picture
+from ranvier.pipeline.policy import Shape
+from ranvier.pipeline.simulator import Times, simulate
+from ranvier.train import page
+from ranvier.train.plot import escaped
+
+FILE = "timeline.json"
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """What the timeline of a run holds."""
+    path = folder / FILE
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no JSON"
+        raise PlanError(
+            f"{path} cannot be read: {why}. A run with several stages writes it. Give the "
+            "directory of such a run."
+        ) from None
+    return table if isinstance(table, dict) else {}
+
+
+def real(table: dict[str, Any]) -> Picture:
+    """The step as it was."""
+    return draw.recorded(f"run, step {table.get('step')}, {table.get('policy')}", table)
+
+
+def mean_times(picture: Picture, *, halves: bool = False) -> Times:
+    """The mean time of each kind of job on each virtual stage.
+
+    halves: where weight gradients were no jobs of their own, they are half of backward.
+    """
+    stages, size = len(picture.lanes), len(picture.lanes) * picture.chunks
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for stage, lane in enumerate(picture.lanes):
+        for bar in lane.jobs:
+            found[bar.kind, bar.chunk * stages + stage].append(bar.stop - bar.start)
+    missing = [v for v in range(size) for kind in "FB" if (kind, v) not in found]
+    if missing:
+        raise PlanError(
+            f"The timeline of the run has no forward or no backward of virtual stage {missing[0]}. "
+            f"Each of the {size} has both. Train again to write it anew."
+        )
+    forward, backward, weight = (
+        tuple(fmean(found.get((kind, v), [0.0])) for v in range(size)) for kind in "FBW"
+    )
+    if halves and not any(weight):
+        weight = backward = tuple(time / 2 for time in backward)
+    return Times(forward, backward, weight)
+
+
+def played(table: dict[str, Any], picture: Picture) -> Picture:
+    """The same step as the simulator plays it."""
+    name, limit = str(table.get("policy")), table.get("credits")
+    shape = Shape(len(picture.lanes), picture.micro_batches, picture.chunks)
+    times = mean_times(picture)
+    policy = policy_for(name, shape, times, limit=limit if isinstance(limit, int) else 0)
+    return draw.simulated(f"simulated, {name}", simulate(shape, policy, times))
+
+
+def section(folder: Path) -> str:
+    """The section of a report, or nothing for a run without a timeline."""
+    if not (folder / FILE).exists():
+        return ""
+    notes: list[str] = []
+    pictures: list[Picture] = []
+    try:
+        table = read(folder)
+        pictures.append(real(table))
+        pictures.append(played(table, pictures[0]))
+    except PlanError as error:
+        notes.append(str(error))
+    parts = [f'<p class="note">{escaped(note)}</p>' for note in notes]
+    if pictures:
+        parts.append(f"<figure>{draw.svg(pictures, title='A step of the pipeline')}</figure>")
+    if len(pictures) > 1:
+        parts.append(
+            '<p class="muted">Above the run, below the simulator with the mean time of each job, '
+            "without links and jitter.</p>"
+        )
+    for picture in pictures:
+        parts.append(f"<p>{escaped(picture.words)}</p>{page.table(*draw.cells(picture))}")
+    return page.section("Pipeline", *parts)

@@ -1,0 +1,109 @@
+"""Any pipeline equals one process: policies, grids, tied weights, documents, random delays.
+
+By default a sample in which every grid and every pair of options occurs, each with its own seed of
+delays; `--full` runs every grid with every policy, model and way for col.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import pytest
+
+from equivalence import DEEP, Case, Serial, batch_of, compare, reload, run_case
+from grids import label, pairwise, product
+from pool import Pool
+from ranvier.checkpoint.state import assemble
+
+LR, CLIP = 1e-2, 0.5
+OPTIONS: dict[str, list[Any]] = {
+    "model": [*DEEP],
+    "policy": ["message", "gpipe", "1f1b", "interleaved", "zero-bubble"],
+    "chunks": [1, 2],
+    "micro_batches": [1, 2, 4],
+    "packed": [False, True],
+    "inner": ["samples", "features"],
+    "recompute": ["none", "full"],
+    "keep": [False, True],
+}
+
+
+def grids() -> list[dict[str, int]]:
+    """Every way to put up to 8 ranks on pipe (2 or more), data, depth, row and col."""
+    axes = ("pipe", "data", "depth", "row", "col")
+    every = itertools.product((2, 4, 8), *[(1, 2, 4)] * 4)
+    return [dict(zip(axes, d, strict=True)) for d in every if math.prod(d) <= 8]
+
+
+GRIDS = grids()
+
+
+def valid(row: dict[str, Any]) -> bool:
+    """Orders are for one chunk or for several."""
+    if row["policy"] == "message":
+        return True
+    return (row["policy"] == "interleaved") == (row["chunks"] > 1)
+
+
+def fits(degrees: dict[str, int], case: Case) -> bool:
+    """Eight parts make eight virtual stages; col needs samples to split."""
+    share = 16 // (degrees["data"] * degrees["depth"]) // case.micro_batches
+    samples = case.inner == "features" or share % degrees["col"] == 0
+    return degrees["pipe"] * case.chunks <= 8 and share > 0 and samples
+
+
+def sample() -> list[tuple[dict[str, int], Case]]:
+    """Every pair of options, every grid; delays of a seed of its own for each."""
+    rows, found = pairwise(OPTIONS, valid), list[tuple[dict[str, int], Case]]()
+    for i in range(max(len(rows), len(GRIDS))):
+        for row in rows[i % len(rows) :] + rows:
+            case = Case(**row, delay=i)
+            if fits(GRIDS[i % len(GRIDS)], case):
+                found.append((GRIDS[i % len(GRIDS)], case))
+                break
+    return found
+
+
+def whole_product() -> list[tuple[dict[str, int], Case]]:
+    """Every grid with every model, policy, number of chunks and way for col."""
+    keys = ("model", "policy", "chunks", "inner")
+    rest = itertools.cycle(itertools.product((4, 1, 2), (False, True), ("none", "full"), (0, 1)))
+    found = []
+    every = itertools.product(GRIDS, product({k: OPTIONS[k] for k in keys}, valid))
+    for i, (grid, row) in enumerate(every):
+        micro_batches, packed, recompute, keep = next(rest)
+        more = {"micro_batches": micro_batches, "packed": packed, "recompute": recompute}
+        case = Case(**row, **more, keep=bool(keep), delay=i)
+        if fits(grid, case):
+            found.append((grid, case))
+    return found
+
+
+@functools.cache
+def serial(model: str, packed: bool) -> Serial:
+    """One process."""
+    return Serial(model, batch_of(model, samples=16, packed=packed), LR, CLIP)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        pairs = whole_product() if metafunc.config.getoption("--full") else sample()
+        names = [
+            f"{label(grid)}-{case.policy}-{case.chunks}-{case.label}{'-keep' * case.keep}"
+            for grid, case in pairs
+        ]
+        metafunc.parametrize(("degrees", "case"), pairs, ids=names)
+
+
+def test_a_pipeline_equals_one_process(pool: Pool, degrees: dict[str, int], case: Case) -> None:
+    whole = serial(case.model, case.packed)
+    results = pool.on_grid(degrees, run_case, case, whole.batch, LR, CLIP)
+    assert compare(whole, results) == []
+    state = {key: assemble(result[key] for result in results) for key in ("after", "optimizer")}
+    other = GRIDS[(GRIDS.index(degrees) * 7 + 3) % len(GRIDS)]
+    plain = Case(case.model, inner="features")
+    bad = pool.on_grid(other, reload, plain, state["after"], state["optimizer"])
+    assert [line for lines in bad for line in lines] == [], f"reloaded on {label(other)}"
