@@ -24,6 +24,9 @@ from ranvier.trace import Trace
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+HOST = "host"
+"""Channel of groups whose messages never leave the hosts: small facts, at any moment."""
+
 
 @dataclass(frozen=True, eq=False)
 class Axis:
@@ -155,7 +158,7 @@ class Grid:
         if self.connected and len(ranks) > 1:
             key = (tuple(sorted(ranks)), channel)
             if key not in self.groups:
-                self.groups[key] = self._group(ranks)
+                self.groups[key] = self._group(ranks, "gloo" if channel == HOST else None)
             group = self.groups[key]
         return Axis(
             names=names,
@@ -181,7 +184,14 @@ class Grid:
             window.append(slice(start, start + counts.get(axis, 1)))
         return [int(rank) for rank in self.ranks[tuple(window)].reshape(-1)]
 
-    def _group(self, ranks: list[int]) -> ProcessGroup:
+    @property
+    def tagged(self) -> bool:
+        """Whether messages between two ranks can be told apart: all but NCCL do it."""
+        from torch import distributed
+
+        return not self.connected or distributed.get_backend() != "nccl"
+
+    def _group(self, ranks: list[int], backend: str | None) -> ProcessGroup:
         from torch import distributed
 
         # Only members take part (O(1) calls a rank at any world size). c10d names such a group by
@@ -189,6 +199,7 @@ class Grid:
         try:
             group = distributed.new_group(
                 ranks,
+                backend=backend,
                 timeout=datetime.timedelta(seconds=self.timeout_seconds),
                 use_local_synchronization=True,
             )

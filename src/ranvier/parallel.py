@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -72,12 +72,14 @@ class Parallel:
     moment: Moment
     weights: dict[str, Weight]
     leaves: dict[str, Leaf]
+    pipeline: Pipeline
+    """Which parts of the model are here, and how they take turns."""
+    sizes: Mapping[str, int]
+    """Units of each named dim."""
+    shapes: dict[str, tuple[Group, bool, int]]
+    """Group, whether it is trained, and elements of every weight of the model, of all stages."""
     compiled: Compiled | None = None
     """The compiled function of its blocks."""
-    pipeline: Pipeline = field(init=False)
-    """Which parts of the model are here, and how they take turns."""
-    shapes: dict[str, tuple[Group, bool, int]] = field(default_factory=dict)
-    """Group, whether it is trained, and elements of every weight of the model, of all stages."""
     kinds: dict[str, Recompute] = field(default_factory=dict)
     """How the activations of each block, in order, are computed again; read at each call."""
 
@@ -127,7 +129,7 @@ class Parallel:
         """Gathers of a micro-batch, forward, then backward, and reductions.
 
         One gather serves uses of the same bucket that follow each other, or all uses if gathered
-        weights are kept. Embedding and head need their weights forward only. A bucket's gradients are
+        weights are kept. Embedding and head need theirs forward only. A bucket's gradients are
         reduced once. Forward and backward of a stage are jobs of their own.
         """
         queue = self.queue
@@ -222,8 +224,8 @@ def parallelize(
         39
     """
     _refuse_use(model, recompute, compiled)
-    meet(grid)
-    dtype = _one_type(model, dtype)
+    meet(grid, how or Cut())
+    dtype, first = _one_type(model, dtype), list(model.parameters())[:1]
     if huggingface.recognised(model):
         names, leaves = huggingface.adapt(
             model, grid, inner=inner, names=names, leaves=leaves, device=device
@@ -232,7 +234,7 @@ def parallelize(
     site = Site(
         name="",
         grid=grid,
-        table=Table(inner),
+        table=Table(inner, how is not None and how.spread),
         units=dict(getattr(model, "sizes", {})),
         queue=Deferred(grid, overlap=overlap, dtype=wide, keep=keep),
         moment=Moment(seed=seed),
@@ -242,16 +244,8 @@ def parallelize(
     )
     found = dict(_swap(model, site, {**LEAVES, **(leaves or {})}, names or dict(named(model))))
     _refuse_unnamed(model, site)
-    shapes = {
-        name: (weight.group, weight.trainable, math.prod(weight.sharding.shape))
-        for name, weight in site.weights.items()
-    }
-    how = how or Cut()
-    stage = staged(model, site, found, how)
-    parallel = _assembled(model, site, found, recompute)
-    where = torch.device(device or "cpu")
-    runtime = Runtime(grid, stage, parallel.queue, parallel.moment, where)
-    parallel.pipeline, parallel.shapes = Pipeline(runtime, how, site.units.get("embed", 0)), shapes
+    where = device or next((p.device for p in first if not p.is_meta), "cpu")
+    parallel = _assembled(model, site, found, recompute, how or Cut(), torch.device(where))
     model.parallel = parallel  # type: ignore[assignment]
     if materialize:
         fill_values(parallel.queue, parallel.leaves, seed=seed, dtype=dtype, device=device)
@@ -286,9 +280,19 @@ def _one_type(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _assembled(
-    model: nn.Module, site: Site, found: Mapping[str, Leaf], recompute: Recompute
+    model: nn.Module,
+    site: Site,
+    found: Mapping[str, Leaf],
+    recompute: Recompute,
+    how: Cut,
+    device: torch.device,
 ) -> Parallel:
     """What a model whose layers are swapped knows of itself; its weights are in buckets now."""
+    shapes = {
+        name: (weight.group, weight.trainable, math.prod(weight.sharding.shape))
+        for name, weight in site.weights.items()
+    }
+    runtime = Runtime(site.grid, staged(model, site, found, how), site.queue, site.moment, device)
     here = dict(model.named_modules())
     order = {name: leaf for name, leaf in here.items() if name in found}
     fill(site.queue, site.weights.values(), _blocks(model, site.weights))
@@ -308,6 +312,13 @@ def _assembled(
         weights=site.weights,
         leaves={name: leaf for name, leaf in order.items() if isinstance(leaf, Leaf)},
         compiled=compiled,
+        pipeline=Pipeline(
+            runtime,
+            replace(how, splits=how.splits and site.fast and compiled is None),
+            site.units.get("embed", 0),
+        ),
+        sizes=site.units,
+        shapes=shapes,
         kinds=kinds,
     )
 

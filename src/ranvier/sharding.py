@@ -74,10 +74,20 @@ class Table:
     """The three rules of a run; `inner` is the row that says what col splits inside."""
 
     inner: Inner = "samples"
+    spread: bool = False
+    """Whether the stages of a pipeline split the vocabulary, too."""
+
+    @property
+    def weights(self) -> Rule:
+        """Where weights are split."""
+        return self._spread(WEIGHTS)
 
     def region(self, dim: str) -> Rule:
         """The rule of the activations that carry `dim` as their features."""
-        return OUTER if dim == "embed" else INNER[self.inner]
+        return OUTER if dim == "embed" else self._spread(INNER[self.inner])
+
+    def _spread(self, rule: Rule) -> Rule:
+        return {**rule, "vocab": ("pipe", *rule["vocab"])} if self.spread else rule
 
     def axes(self, dim: str) -> tuple[str, ...]:
         """Axes that split `dim` as the features of an activation."""
@@ -275,7 +285,7 @@ def _cut(
     """Cut one dim over `axes`: evenly, vocabulary padded, shared kv heads held by several ranks."""
     padded = False
     if name == "vocab":
-        multiple = degrees["row"] * degrees["col"]
+        multiple = degrees["row"] * degrees["col"] * (degrees["pipe"] if "pipe" in axes else 1)
         padded = size % multiple > 0
         size = units = -(-size // multiple) * multiple
     if axes and size % units:

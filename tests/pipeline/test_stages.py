@@ -28,6 +28,7 @@ OPTIONS: dict[str, list[Any]] = {
     "inner": ["samples", "features"],
     "recompute": ["none", "full"],
     "keep": [False, True],
+    "spread": [False, True],
 }
 
 
@@ -70,13 +71,14 @@ def sample() -> list[tuple[dict[str, int], Case]]:
 def whole_product() -> list[tuple[dict[str, int], Case]]:
     """Every grid with every model, policy, number of chunks and way for col."""
     keys = ("model", "policy", "chunks", "inner")
-    rest = itertools.cycle(itertools.product((4, 1, 2), (False, True), ("none", "full"), (0, 1)))
+    both = (False, True)
+    rest = itertools.cycle(itertools.product((4, 1, 2), both, ("none", "full"), both, both))
     found = []
     every = itertools.product(GRIDS, product({k: OPTIONS[k] for k in keys}, valid))
     for i, (grid, row) in enumerate(every):
-        micro_batches, packed, recompute, keep = next(rest)
+        micro_batches, packed, recompute, keep, spread = next(rest)
         more = {"micro_batches": micro_batches, "packed": packed, "recompute": recompute}
-        case = Case(**row, **more, keep=bool(keep), delay=i)
+        case = Case(**row, **more, keep=keep, spread=spread, delay=i)
         if fits(grid, case):
             found.append((grid, case))
     return found
@@ -92,7 +94,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         pairs = whole_product() if metafunc.config.getoption("--full") else sample()
         names = [
-            f"{label(grid)}-{case.policy}-{case.chunks}-{case.label}{'-keep' * case.keep}"
+            f"{label(grid)}-{case.policy}-{case.chunks}-{case.label}"
+            f"{'-keep' * case.keep}{'-spread' * case.spread}"
             for grid, case in pairs
         ]
         metafunc.parametrize(("degrees", "case"), pairs, ids=names)

@@ -26,7 +26,7 @@ from ranvier.errors import CommunicationError
 from ranvier.grid import Axis
 
 Key = tuple[str, int]
-"""Direction and chunk of messages."""
+"""What messages are, as a direction, and of which chunk (or sender)."""
 Delay = Callable[[Key, int], float]
 """Seconds that a message is held back, by its key and number; for tests."""
 
@@ -50,6 +50,8 @@ class Source:
     device: torch.device
     form: Form | None = None
     """Their shape and type; None: the sender tells before the first."""
+    tag: int = 0
+    """Tells messages of a sender apart."""
 
 
 class Inbox:
@@ -76,10 +78,10 @@ class Inbox:
         number = 0
         try:
             with _stream(source.device) as stream:
-                form = source.form or read_header(_received(source, key[1], HEADING, stream))
+                form = source.form or read_header(_received(source, HEADING, stream))
                 self.forms[key] = form
                 for number in range(source.count):
-                    value = _received(source, key[1], form, stream)
+                    value = _received(source, form, stream)
                     if self._delay is not None:
                         time.sleep(self._delay(key, number))
                     with self._change:
@@ -153,14 +155,14 @@ def read_header(numbers: Tensor) -> Form:
     return tuple(sizes[:dims]), TYPES[kind]
 
 
-def _received(source: Source, tag: int, form: Form, stream: Any) -> Tensor:
+def _received(source: Source, form: Form, stream: Any) -> Tensor:
     """The next message, complete when this returns."""
     axis, (shape, dtype) = source.axis, form
     if _staged(axis, source.device):
         value = torch.empty(shape, dtype=dtype, pin_memory=True)
     else:
         value = torch.empty(shape, dtype=dtype, device=source.device)
-    work = distributed.irecv(value, axis.ranks[source.index], group=axis.group, tag=tag)
+    work = distributed.irecv(value, axis.ranks[source.index], group=axis.group, tag=source.tag)
     assert work is not None
     work.wait()
     if stream is not None:

@@ -372,12 +372,17 @@ class Decoder(nn.Module):
         targets: Tensor | None = None,
         positions: Tensor | None = None,
         documents: Documents | Tensor | None = None,
+        *,
+        scored: bool = True,
     ) -> Tensor:
-        """Some of the parts; x: what those before them gave, `[b, s, d]`. Else as `forward`."""
+        """Some of the parts; x: what those before them gave, `[b, s, d]`. Else as `forward`.
+
+        x with the first part: the rows of the tokens. scored=False: what the head would get.
+        """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-        if x is None:
-            x = self.embed(tokens)  # (b, s, d)
+        if parts.start == 0:
+            x = self.embed(tokens) if x is None else x  # (b, s, d)
             if self.position is not None:
                 x = x + self.position(positions)
             x = self.dropout(x)
@@ -387,6 +392,7 @@ class Decoder(nn.Module):
         for block in self.blocks[max(parts.start - 1, 0) : parts.stop - 1]:
             x = block(x, angles, documents)
         if parts.stop > len(self.blocks) + 1:
-            x = self.head(self.norm(x), targets)
+            x = self.norm(x)
+            x = self.head(x, targets) if scored else x
         assert x is not None
         return x

@@ -58,7 +58,10 @@ class Embedding(Leaf):
         assert isinstance(serial.weight, torch.nn.Parameter), type(serial.weight)
         weight = self.place("weight", serial.weight, dims, std=0.02, embedding=True)
         assert weight is not None
-        self.first = weight.sharding.without("depth").place(site.grid.index).start[0]
+        whole = weight.sharding.without("depth")
+        self.first = whole.place(site.grid.index).start[0]
+        self.some = any(cut.ranks > 1 for cut in whole.cuts[0])
+        """Whether other ranks hold other rows; those of other stages are summed by the pipeline."""
 
     @staticmethod
     def examples() -> list[Example]:
@@ -86,9 +89,7 @@ class Embedding(Leaf):
         """Indices into my rows, and which ids are mine."""
         local = ids - self.first
         mine = (
-            (local >= 0) & (local < rows)
-            if self.axis.size > 1
-            else torch.ones_like(ids, dtype=torch.bool)
+            (local >= 0) & (local < rows) if self.some else torch.ones_like(ids, dtype=torch.bool)
         )
         return local.clamp(0, rows - 1), mine
 
@@ -98,7 +99,7 @@ class Embedding(Leaf):
         if self.padding_idx is not None:  # its row is read but gets no gradient, as in torch
             pad = (ids == self.padding_idx).unsqueeze(-1)
             y = torch.where(pad, y.detach(), y)
-        return y * mine.unsqueeze(-1) if self.axis.size > 1 else y
+        return y * mine.unsqueeze(-1) if self.some else y
 
     def forward_events(self, flow: Flow) -> list[Event]:
         """Scatter the looked-up rows to the tokens."""
@@ -135,7 +136,7 @@ class _LookUp(torch.autograd.Function):
                 local, mine = leaf._mine(ids, rows)
                 if leaf.padding_idx is not None:
                     mine = mine & (ids != leaf.padding_idx)
-                if leaf.axis.size > 1 or leaf.padding_idx is not None:
+                if leaf.some or leaf.padding_idx is not None:
                     dy = dy * mine.unsqueeze(-1)
                 weight.deliver(_summed(dy, local, rows, leaf.site.queue.dtype))
         return None, None, None

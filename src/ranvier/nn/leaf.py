@@ -20,7 +20,7 @@ from ranvier.comm.deferred import Deferred, Weight
 from ranvier.errors import DataError
 from ranvier.grid import Axis, Grid
 from ranvier.nn.example import Example
-from ranvier.sharding import WEIGHTS, Dim, Rule, Sharding, Table
+from ranvier.sharding import Dim, Rule, Sharding, Table
 from ranvier.trace import Event
 
 
@@ -122,7 +122,7 @@ def place(
         sharding = Sharding.make(
             serial.shape,
             dims,
-            WEIGHTS if rule is None else rule,
+            site.table.weights if rule is None else rule,
             site.grid.degrees,
             units=site.units,
             depth=rule is None,

@@ -48,6 +48,8 @@ class Cut:
     """How much times vary: the deviation of their logarithm."""
     spread: bool = False
     """Whether all stages share the vocabulary."""
+    splits: bool = True
+    """Whether layers can put their weight gradients off; those of a compiled block cannot."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Stage:
     """My ranges of parts."""
     run: Callable[..., Tensor] = field(repr=False, default=torch.zeros)
     """`run(x, parts, **inputs)`: what these parts make of x."""
+    vocabulary: tuple[nn.Module, ...] = ()
+    """Embedding and head, if all stages share them."""
     costs: tuple[float, ...] = ()
     """Cost of each virtual stage, forward."""
     parts: tuple[str, ...] = ()

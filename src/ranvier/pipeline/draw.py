@@ -292,7 +292,7 @@ def _labels(stages: int, y: float, high: float) -> Iterator[str]:
 
 def _opacity(chunk: int, chunks: int) -> float:
     """The shade of a chunk."""
-    return 1 - (1 - LIGHTEST) * chunk / max(chunks - 1, 3)
+    return 1 - (1 - LIGHTEST) * chunk / max(chunks - 1, 2)
 
 
 def _boxes(picture: Picture, y: float, high: float, scale: float) -> Iterator[str]:

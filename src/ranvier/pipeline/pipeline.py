@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ranvier.nn.leaf import Flow
 from ranvier.pipeline.choice import policy_for
 from ranvier.pipeline.cut import Cut
+from ranvier.pipeline.line import BACKWARD, FORWARD
 from ranvier.pipeline.policy import Job, Order, Policy, Shape
-from ranvier.pipeline.runtime import BACKWARD, FORWARD, Runtime
-from ranvier.pipeline.simulator import Times
+from ranvier.pipeline.runtime import Runtime
+from ranvier.pipeline.simulator import Times, simulate
+from ranvier.pipeline.vocabulary import FINAL, PART, RETURN, ROWS
 from ranvier.trace import Event
+
+GAIN = 0.97
+"""Of the time of a step that a split backward must save: it keeps activations longer."""
 
 
 @dataclass
@@ -38,10 +43,19 @@ class Pipeline:
             if shape.stages == 1:
                 self.chosen[micro_batches] = accumulating(micro_batches)
             else:
-                self.chosen[micro_batches] = policy_for(
-                    self.how.policy, shape, self.expected(), limit=self.how.limit
-                )
+                self.chosen[micro_batches] = self._best(shape)
         return self.chosen[micro_batches]
+
+    def _best(self, shape: Shape) -> Policy:
+        """The policy of the plan's name; `message` splits backward where that clearly gains."""
+        name, times, limit = self.how.policy, self.expected(), self.how.limit
+        whole = policy_for(name, shape, times, limit=limit)
+        if name != "message" or not self.how.splits or self.runtime.stage.vocabulary:
+            return whole
+        apart = policy_for(name, replace(shape, split=True), times, limit=limit)
+        even = replace(times, jitter=0.0)
+        seconds = [simulate(shape, policy, even).seconds for policy in (whole, apart)]
+        return apart if seconds[1] < GAIN * seconds[0] else whole
 
     def expected(self) -> Times:
         """Times of the jobs: backward takes twice as long as forward, half of it for weights."""
@@ -67,6 +81,14 @@ class Pipeline:
             if not stage.leaves(chunk):
                 found.append(Event("send", ("pipe",), size, f"pipeline.{FORWARD}"))
                 found.append(Event("receive", ("pipe",), size, f"pipeline.{BACKWARD}"))
+        if stage.vocabulary:
+            others, first, last = stage.count - 1, stage.index == 0, stage.index == stage.count - 1
+            for way, sender in ((ROWS, not first), (PART, not last)):
+                op = "send" if sender else "receive"
+                found += [Event(op, ("pipe",), size, f"pipeline.{way}")] * (1 if sender else others)
+            for way, sender in ((FINAL, last), (RETURN, first)):
+                op = "send" if sender else "receive"
+                found += [Event(op, ("pipe",), size, f"pipeline.{way}")] * (others if sender else 1)
         return found
 
     def step_events(self, micro_batches: int, itemsize: int) -> list[Event]:
@@ -76,7 +98,9 @@ class Pipeline:
         if shape.stages == 1:
             return []
         jobs = (3 if policy.split else 2) * shape.chunks * micro_batches
-        led = policy.dynamic and inside.size > 1
+        spread = bool(runtime.stage.vocabulary)
+        led = (policy.dynamic or spread) and inside.size > 1
+        jobs += micro_batches * spread
         orders = [Event("broadcast", inside.names, 8, "pipeline.order")] * (jobs if led else 0)
         return [*orders, Event("broadcast", ("pipe",), itemsize, "pipeline.loss")]
 

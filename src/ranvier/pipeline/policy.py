@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-Kind = Literal["F", "B", "W"]
+Kind = Literal["F", "B", "W", "H"]
+"""Forward, backward, weight gradients; H, the work on a vocabulary that all stages share, is none
+of a policy's."""
 
 
 class Job(NamedTuple):

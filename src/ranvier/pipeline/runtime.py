@@ -19,15 +19,26 @@ from ranvier.comm import verbs
 from ranvier.comm.deferred import Deferred
 from ranvier.comm.inbox import Delay, Form, Inbox, Key, LostError, Outbox, Source, header
 from ranvier.errors import CommunicationError
-from ranvier.grid import Axis, Grid
+from ranvier.grid import HOST, Axis, Grid
 from ranvier.nn.leaf import Moment
 from ranvier.pipeline.cut import Stage
+from ranvier.pipeline.line import BACKWARD, FORWARD, line
 from ranvier.pipeline.policy import Job, Kind, Policy, Progress, Shape
+from ranvier.pipeline.vocabulary import FINAL, PART, RETURN, ROWS, Vocabulary
 
 INSIDE = ("expert", "context", "depth", "row", "col")
 """Axes along which the ranks of a stage communicate in its jobs."""
-FORWARD, BACKWARD = "forward", "backward"
-WORDS = {FORWARD: "activation", BACKWARD: "gradient"}
+WORDS = {
+    FORWARD: "activation",
+    BACKWARD: "gradient",
+    ROWS: "activation",
+    FINAL: "activation",
+    PART: "gradient",
+    RETURN: "gradient",
+}
+"""What messages bring."""
+SHORT = 1e-4
+"""Seconds below which a wait is none."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +86,13 @@ class Runtime:
     """Note when jobs ran; on a device each is waited for."""
     done: list[Done] = field(default_factory=list)
     """Jobs and waits of the last step, if they were timed."""
+    begun: float = 0.0
+    """When it began."""
     _forms: dict[tuple[Any, int], Form] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.pipe: dict[str, Axis] = {
-            way: self.grid.axis("pipe", channel=way) for way in (FORWARD, BACKWARD)
-        }
-        self.inside = self.grid.axis(*INSIDE)
+        self.inside: Axis = self.grid.axis(*INSIDE, channel="" if self.grid.tagged else HOST)
+        """Ranks that share collectives inside the stage, and where its leader tells them orders."""
 
     # ---- steps --------------------------------------------------------------------------
 
@@ -100,7 +111,7 @@ class Runtime:
         plain: a head may trust that.
         Communicates: messages over pipe, orders inside the stage, all that the layers do.
         """
-        _Step(self, micros, policy, scored, factor, plain).run()
+        Step(self, micros, policy, scored, factor, plain).run()
 
     @torch.no_grad()
     def forward(self, micros: Sequence[Micro]) -> list[Tensor]:
@@ -111,7 +122,7 @@ class Runtime:
         shape = Shape(self.stage.count, len(micros), len(self.stage.chunks), forward_only=True)
         results: list[Tensor] = []
         none = torch.zeros((), device=self.device)
-        _Step(self, micros, _Forwards(shape), results.append, none, False).run()
+        Step(self, micros, _Forwards(shape), results.append, none, False).run()
         return results
 
 
@@ -130,7 +141,7 @@ class _Forwards:
         return job if job in ready else None
 
 
-class _Step:
+class Step:
     """One step of a runtime."""
 
     def __init__(
@@ -152,35 +163,56 @@ class _Step:
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.later: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self.inbox = Inbox(runtime.delay)
-        self.outbox = {way: Outbox(runtime.device) for way in WORDS}
+        self.outbox = {way: Outbox(runtime.device) for way in (FORWARD, BACKWARD)}
         self.first: dict[Job, int] = {}
         """When a job was first seen to be ready."""
-        self.led = runtime.inside.size > 1 and policy.dynamic
+        self.vocabulary = Vocabulary(self) if stage.vocabulary else None
+        # Where the vocabulary is spread, messages decide about the order in any case.
+        dynamic = policy.dynamic or self.vocabulary is not None
+        self.led = runtime.inside.size > 1 and dynamic
 
     def run(self) -> None:
         """Take all jobs."""
         at, stage = self.at, self.at.stage
-        at.done = []
+        at.done, at.begun = [], time.perf_counter()
         for chunk in range(len(stage.chunks)):
             if not stage.enters(chunk):
                 form = at._forms.get((self._shape_of(), chunk))
                 self._listen(FORWARD, chunk, form)
-        while not self.now.over:
+        if self.vocabulary is not None:
+            self.vocabulary.begin()
+        while not self._over:
             job = self._next()
             start = time.perf_counter()
-            run = {"F": self._forward, "B": self._backward, "W": self._weights}[job.kind]
-            run(job)
-            self.now.finish(job)
+            self._do(job)
             if at.timing:
                 if at.device.type == "cuda":
                     torch.cuda.synchronize(at.device)
                 at.done.append(Done(job.kind, job.micro, job.chunk, start, time.perf_counter()))
+        if self.vocabulary is not None:
+            self.vocabulary.end()
         at.queue.job(forget=stage.count > 1)
         for box in self.outbox.values():
             box.close(at.grid.timeout_seconds)
         for (way, chunk), form in self.inbox.forms.items():
             if way == FORWARD:
                 at._forms[self._shape_of(), chunk] = form
+
+    @property
+    def _over(self) -> bool:
+        """Whether all jobs are done."""
+        scored = self.vocabulary is None or self.vocabulary.heads == len(self.micros)
+        return self.now.over and scored
+
+    def _do(self, job: Job) -> None:
+        """Do a job."""
+        if job.kind == "H":
+            assert self.vocabulary is not None
+            self.vocabulary.score()
+            return
+        run = {"F": self._forward, "B": self._backward, "W": self._weights}[job.kind]
+        run(job)
+        self.now.finish(job)
 
     def _shape_of(self) -> Any:
         """What the shapes of messages depend on."""
@@ -192,7 +224,10 @@ class _Step:
         stage = self.at.stage
         away = -1 if way == FORWARD else 1
         index = (stage.index + away) % stage.count
-        source = Source(self.at.pipe[way], index, len(self.micros), self.at.device, form)
+        # the gradient of a chunk of mine comes back from the one behind it
+        tag = chunk if way == FORWARD else (stage.virtual(chunk) + 1) // stage.count
+        axis = line(self.at.grid, way, tag, wraps=stage.index + away != index)
+        source = Source(axis, index, len(self.micros), self.at.device, form, tag)
         self.inbox.listen((way, chunk), source)
 
     # ---- what to do next ----------------------------------------------------------------
@@ -202,18 +237,24 @@ class _Step:
         if not self.led:
             return self._chosen()
         leader = self.at.inside.index == 0
-        kinds: tuple[Kind, ...] = ("F", "B", "W")
+        kinds: tuple[Kind, ...] = ("F", "B", "W", "H")
         job = self._chosen() if leader else Job("F", 0)
         code = (job.chunk * len(self.micros) + job.micro) * len(kinds) + kinds.index(job.kind)
-        order = torch.tensor([code], device=self.at.device)
+        order = torch.tensor([code])
         with self.at.grid.trace.at("pipeline.order"):
             told = verbs.broadcast(order, self.at.inside).wait()
         if leader:
             return job
         rest, kind = divmod(int(told), len(kinds))
         job = Job(kinds[kind], rest % len(self.micros), rest // len(self.micros))
-        self._wait_until(lambda: job in self._ready(), job)
+        self.wait_until(lambda: job in self._ready(), self._needs(job))
         return job
+
+    def _needs(self, job: Job) -> Key:
+        """The message that a job works on."""
+        if job.kind == "H":
+            return FINAL, self.at.stage.count - 1
+        return (FORWARD if job.kind == "F" else BACKWARD), job.chunk
 
     def _chosen(self) -> Job:
         """Ask the policy until it takes a job."""
@@ -221,16 +262,21 @@ class _Step:
 
         def choose() -> bool:
             ready = self._ready()
+            if ready and ready[0].kind == "H":
+                found[0] = ready[0]
+                return True
+            if self.now.over:
+                return False
             for job in ready:
                 self.first.setdefault(job, len(self.first))
             found[0] = self.policy.choose(sorted(ready, key=self.first.__getitem__), self.now)
             return found[0] is not None
 
-        self._wait_until(choose, None)
+        self.wait_until(choose, None)
         assert found[0] is not None
         return found[0]
 
-    def _wait_until(self, good: Callable[[], bool], job: Job | None) -> None:
+    def wait_until(self, good: Callable[[], bool], needs: Key | None) -> None:
         """Wait for messages until something is so; a message that does not come ends the step."""
         at, start = self.at, time.perf_counter()
         limit = at.grid.timeout_seconds
@@ -243,41 +289,42 @@ class _Step:
             except LostError as lost:
                 raise CommunicationError(self._lost(lost.key, lost.number, lost.error)) from lost
             if not came:
-                way, chunk = self._missing(job)
+                way, chunk = needs or self._missing()
                 number = self.inbox.arrived.get((way, chunk), 0)
                 raise CommunicationError(self._lost((way, chunk), number, None))
-        if at.timing and time.perf_counter() - start > 1e-5:
-            way, chunk = self._cause(job, start)
-            micro = max(self.inbox.arrived.get((way, chunk), 1) - 1, 0)
+        if at.timing and time.perf_counter() - start > SHORT:
+            (way, chunk), micro = self._cause(start)
             at.done.append(Done(WORDS[way], micro, chunk, start, time.perf_counter()))
 
-    def _cause(self, job: Job | None, start: float) -> Key:
+    def _cause(self, start: float) -> tuple[Key, int]:
         """The message that ended a wait: the last that came."""
         log = [entry for entry in self.inbox.log if entry[2] >= start]
-        return log[-1][0] if log else self._missing(job)
+        key = log[-1][0] if log else self._missing()
+        return key, log[-1][1] if log else self.inbox.arrived.get(key, 0)
 
-    def _missing(self, job: Job | None) -> Key:
+    def _missing(self) -> Key:
         """What a stage that can do nothing waits for: of all that is to come the first."""
         stage, each = self.at.stage, len(self.micros)
-        if job is not None:
-            return (FORWARD if job.kind == "F" else BACKWARD), job.chunk
         for chunk in range(len(stage.chunks)):
             done = self.now.count("F", chunk)
-            if done < each and not stage.enters(chunk) and not self._here(FORWARD, chunk, done):
+            if done < each and not stage.enters(chunk) and not self.here(FORWARD, chunk, done):
                 return FORWARD, chunk
         for chunk in reversed(range(len(stage.chunks))):
             done = self.now.count("B", chunk)
-            if done < each and not stage.leaves(chunk) and not self._here(BACKWARD, chunk, done):
+            if done < each and not stage.leaves(chunk) and not self.here(BACKWARD, chunk, done):
                 return BACKWARD, chunk
         return BACKWARD, 0
 
     def _lost(self, key: Key, number: int, error: BaseException | None) -> str:
         """What is said when a message does not come."""
         (way, chunk), stage, grid = key, self.at.stage, self.at.grid
-        other = (stage.index + (-1 if way == FORWARD else 1)) % stage.count
+        other = chunk  # who sends what is no matter of a chunk
+        if way in (FORWARD, BACKWARD):
+            other = (stage.index + (-1 if way == FORWARD else 1)) % stage.count
         why = f" ({error})" if error is not None else ""
         within = "" if error is not None else f" within {grid.timeout_seconds:g} s"
-        of_chunk = f" of chunk {chunk}" if len(stage.chunks) > 1 else ""
+        between = len(stage.chunks) > 1 and way in (FORWARD, BACKWARD)
+        of_chunk = f" of chunk {chunk}" if between else ""
         return (
             f"Stage {stage.index} (rank {grid.rank}) did not get the {WORDS[way]} of micro-batch "
             f"{number}{of_chunk} from stage {other} ({way}){within}{why}. All stages must stay "
@@ -285,69 +332,88 @@ class _Step:
             "long to wait."
         )
 
-    def _here(self, way: str, chunk: int, number: int) -> bool:
+    def here(self, way: str, chunk: int, number: int) -> bool:
         """Whether a message has come."""
         return self.inbox.arrived.get((way, chunk), 0) > number
 
     def _ready(self) -> list[Job]:
         """Jobs that can be done now: of each kind and chunk the next, if it can."""
         stage, each, found = self.at.stage, len(self.micros), list[Job]()
+        if self.vocabulary is not None and self.vocabulary.can_score():
+            found.append(Job("H", self.vocabulary.heads))
         for chunk in range(len(stage.chunks)):
             f, b, w = (self.now.count(kind, chunk) for kind in ("F", "B", "W"))
-            if f < each and (stage.enters(chunk) or self._here(FORWARD, chunk, f)):
+            if not self.shape.forward_only:
+                if b < f and self._can_return(chunk, b):
+                    found.append(Job("B", b, chunk))
+                if self.shape.split and w < b:
+                    found.append(Job("W", w, chunk))
+            if f < each and self._can_enter(chunk, f):
                 found.append(Job("F", f, chunk))
-            if self.shape.forward_only:
-                continue
-            if b < f and (stage.leaves(chunk) or self._here(BACKWARD, chunk, b)):
-                found.append(Job("B", b, chunk))
-            if self.shape.split and w < b:
-                found.append(Job("W", w, chunk))
         return found
+
+    def _can_enter(self, chunk: int, m: int) -> bool:
+        """Whether the input of a forward pass is there."""
+        if not self.at.stage.enters(chunk):
+            return self.here(FORWARD, chunk, m)
+        return self.vocabulary is None or self.vocabulary.can_enter(m)
+
+    def _can_return(self, chunk: int, m: int) -> bool:
+        """Whether the gradient for a backward pass is there."""
+        if not self.at.stage.leaves(chunk):
+            return self.here(BACKWARD, chunk, m)
+        return self.vocabulary is None or self.vocabulary.can_return(m)
 
     # ---- jobs ---------------------------------------------------------------------------
 
-    def _enter(self, job: Job, *, last: bool) -> Micro:
+    def enter(self, m: int, *, last: bool = False) -> Micro:
         """Have layers work on a micro-batch."""
-        at, micro = self.at, self.micros[job.micro]
-        # with one stage backward goes on where forward ended
-        alone = at.stage.count == 1
-        if not alone or job.kind == "F":
-            at.queue.job(last=last, forget=not alone)
+        at, micro = self.at, self.micros[m]
+        at.queue.job(last=last, forget=at.stage.count > 1)
         at.moment.samples = micro.samples
         return micro
 
     def _forward(self, job: Job) -> None:
         stage, moment = self.at.stage, self.at.moment
         last = job.micro == len(self.micros) - 1
-        micro = self._enter(job, last=last and stage.count == 1)
-        x = None
+        micro = self.enter(job.micro, last=last and stage.count == 1)
+        x, more = None, dict[str, bool]()
         if not stage.enters(job.chunk):
-            x = self._take(FORWARD, job)
+            x = self.taken(FORWARD, job.chunk)
             x.requires_grad_(torch.is_grad_enabled())
         final = stage.leaves(job.chunk)
+        if self.vocabulary is not None:
+            x = self.vocabulary.embedded(job.micro) if stage.enters(job.chunk) else x
+            more = {"scored": False}
         moment.leave = self.plain and stage.count == 1
         moment.factor = self.factor if final and self.plain else None
         try:
-            y = stage.run(x, stage.chunks[job.chunk], **micro.inputs)
+            y = stage.run(x, stage.chunks[job.chunk], **micro.inputs, **more)
         finally:
             moment.factor, moment.leave = None, False
         if not self.shape.forward_only:
-            edge = y if final else torch.autograd.graph.get_gradient_edge(y)
+            loss = final and self.vocabulary is None
+            edge = y if loss else torch.autograd.graph.get_gradient_edge(y)
             self.kept[job.chunk, job.micro] = _Kept(x, edge)
-        if final:
+        if not final:
+            self._send(FORWARD, job, y.detach())
+        elif self.vocabulary is None:
             self.scored(y.detach())
-            return
-        self._send(FORWARD, job, y.detach())
+        else:
+            self.vocabulary.leave(job.micro, y.detach())
 
     def _backward(self, job: Job) -> None:
         at, stage = self.at, self.at.stage
         last = job.micro == len(self.micros) - 1
         kept = self.kept.pop((job.chunk, job.micro))
-        self._enter(job, last=last and not self._held_back)
-        if stage.leaves(job.chunk):
+        if stage.count > 1:  # alone, backward goes on where forward ended
+            self.enter(job.micro, last=last and not self._held_back)
+        if not stage.leaves(job.chunk):
+            dy = self.taken(BACKWARD, job.chunk)
+        elif self.vocabulary is None:
             dy = self.factor.to(kept.edge.dtype)
         else:
-            dy = self._take(BACKWARD, job)
+            dy = self.vocabulary.gradient(job.micro)
         at.moment.later = [] if self.shape.split else None
         try:
             torch.autograd.backward((kept.edge,), (dy,))
@@ -355,14 +421,19 @@ class _Step:
                 self.later[job.chunk, job.micro] = at.moment.later
         finally:
             at.moment.later = None
-        if kept.x is not None:
-            assert kept.x.grad is not None, job
+        if kept.x is None:
+            return
+        assert kept.x.grad is not None, job
+        if stage.enters(job.chunk):
+            assert self.vocabulary is not None
+            self.vocabulary.returned(job.micro, kept.x.grad)
+        else:
             self._send(BACKWARD, job, kept.x.grad)
 
     @torch.no_grad()
     def _weights(self, job: Job) -> None:
         last = job.micro == len(self.micros) - 1
-        self._enter(job, last=last and not self._held_back)
+        self.enter(job.micro, last=last and not self._held_back)
         for work in self.later.pop((job.chunk, job.micro)):
             work()
 
@@ -373,28 +444,35 @@ class _Step:
 
     # ---- messages -----------------------------------------------------------------------
 
-    def _take(self, way: str, job: Job) -> Tensor:
-        """The message of a job."""
-        value = self.inbox.take((way, job.chunk), self.at.device)
+    def taken(self, way: str, chunk: int) -> Tensor:
+        """The next message of a key."""
+        value = self.inbox.take((way, chunk), self.at.device)
         self._noted("receive", way, value)
         return value
+
+    def post(self, way: str, to: int, value: Tensor, tag: int) -> None:
+        """Send a message to any stage."""
+        self._noted("send", way, value)
+        self.outbox[FORWARD].send(value, line(self.at.grid, way, tag), to, tag)
 
     def _send(self, way: str, job: Job, value: Tensor) -> None:
         """Send the result of a job on, to the virtual stage before or behind."""
         at, stage = self.at, self.at.stage
         ahead = 1 if way == FORWARD else -1
         to = (stage.index + ahead) % stage.count
-        chunk = (stage.virtual(job.chunk) + ahead) // stage.count
+        # messages are known by the later of the two chunks
+        tag = (stage.virtual(job.chunk) + max(ahead, 0)) // stage.count
+        axis = line(at.grid, way, tag, wraps=stage.index + ahead != to)
         form = (tuple(value.shape), value.dtype)
         if way == FORWARD and job.micro == 0:
             known = (self._shape_of(), -1 - job.chunk)
             if at._forms.get(known) != form:
                 at._forms[known] = form
-                self.outbox[way].send(header(form, at.device), at.pipe[way], to, chunk)
+                self.outbox[way].send(header(form, at.device), axis, to, tag)
             if not self.shape.forward_only:
                 self._listen(BACKWARD, job.chunk, form)
         self._noted("send", way, value)
-        self.outbox[way].send(value, at.pipe[way], to, chunk)
+        self.outbox[way].send(value, axis, to, tag)
 
     def _noted(self, op: str, way: str, value: Tensor) -> None:
         """Have the trace know of a message."""

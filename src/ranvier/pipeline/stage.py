@@ -7,20 +7,24 @@ groups in the same order, and weights bear the names they have in the whole mode
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import nn
 
 from ranvier.comm.agree import everyone
 from ranvier.comm.fill import copies
+from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.nn.leaf import Flow, Leaf, Site
 from ranvier.pipeline.cut import Absent, Cut, Stage, cut, parts_of
+from ranvier.pipeline.line import BACKWARD, FORWARD, line
+from ranvier.pipeline.vocabulary import TAGS
 
-CHANNELS = ("forward", "backward")
-"""Each direction has a communicator of its own."""
+VOCABULARY = ("embed", "head")
+"""Layers that all stages have, if the vocabulary is spread."""
 
 
-def meet(grid: Grid) -> None:
+def meet(grid: Grid, how: Cut) -> None:
     """Make the groups that several stages share, before stages go ways of their own.
 
     Communicates: the making of groups.
@@ -29,8 +33,12 @@ def meet(grid: Grid) -> None:
         return
     everyone(grid)
     grid.axis("pipe")
-    for channel in CHANNELS:
-        grid.axis("pipe", channel=channel)
+    for tag in range(how.chunks):
+        for way in (FORWARD, BACKWARD):
+            for wraps in (False, True):
+                line(grid, way, tag, wraps=wraps)
+    for way, tag in TAGS.items() if how.spread else ():
+        line(grid, way, tag)
 
 
 def staged(model: nn.Module, site: Site, found: Mapping[str, Leaf], how: Cut) -> Stage:
@@ -45,10 +53,16 @@ def staged(model: nn.Module, site: Site, found: Mapping[str, Leaf], how: Cut) ->
     for weight in site.weights.values():  # by all ranks, as long as they do the same
         grid.axis(share=copies(weight, site.queue))
     parts = parts_of(model)
-    stage = cut(model, _work(parts, found, grid, how.seq), how, grid.index["pipe"], count)
+    if how.spread and not all(hasattr(model, name) for name in (*VOCABULARY, "segment")):
+        raise PlanError(
+            f"spread=True for {type(model).__name__}. Models with the layers embed and head can "
+            "spread their vocabulary. Use spread=False."
+        )
+    stage = cut(model, _work(parts, found, grid, how), how, grid.index["pipe"], count)
     bounds = [*stage.firsts, len(parts)]
+    everywhere = VOCABULARY if how.spread else ()
     owner = {  # stage of each layer
-        name: v % count
+        name: stage.index if name in everywhere else v % count
         for v in range(len(stage.firsts))
         for names in parts[bounds[v] : bounds[v + 1]]
         for name in names
@@ -63,6 +77,9 @@ def staged(model: nn.Module, site: Site, found: Mapping[str, Leaf], how: Cut) ->
             weight.tied = grid.some("pipe", sorted(set(stages)))
         if not weight.owners:
             del site.weights[name]
+    if how.spread:
+        layers = (model.get_submodule(name) for name in VOCABULARY)
+        stage = replace(stage, vocabulary=tuple(layers))
     for name, at in owner.items():
         if at != stage.index and _has(model, name):
             parent, _, attribute = name.rpartition(".")
@@ -84,12 +101,11 @@ def _stage_of(path: str, owner: Mapping[str, int]) -> int:
 
 
 def _work(
-    parts: list[tuple[str, ...]], found: Mapping[str, Leaf], grid: Grid, seq: int
+    parts: list[tuple[str, ...]], found: Mapping[str, Leaf], grid: Grid, how: Cut
 ) -> list[float]:
     """Work of each part on a sample, as its layers tell it; a part without any has a little."""
-    flow = Flow(
-        samples=grid.degrees["row"] * grid.degrees["col"], seq=seq, itemsize=2, statistics=4
-    )
+    samples = grid.degrees["row"] * grid.degrees["col"]
+    flow = Flow(samples, how.seq, itemsize=2, statistics=4)
     work = []
     for names in parts:
         inside = (
@@ -98,4 +114,6 @@ def _work(
             if any(f"{path}.".startswith(f"{name}.") for name in names)
         )
         work.append(1.0 + sum(leaf.flops(flow) for leaf in inside))
+    if how.spread:  # the head is no matter of the last stage alone
+        work[-1] = 1.0
     return work

@@ -28,7 +28,7 @@ from ranvier.pipeline.simulator import simulate as play
 from ranvier.run import Run, nearest
 from ranvier.train import page, timeline
 from ranvier.train.folder import write
-from ranvier.train.plot import escaped, standalone
+from ranvier.train.plot import standalone
 from ranvier.train.stages import cut_of
 
 KEYS = ("forward", "backward", "weight", "link", "jitter", "stragglers")
@@ -71,9 +71,9 @@ def simulate(run: Run, wanted: Wanted) -> int:
     names = _names(plan.policy, wanted.policies)
     source = source_of(run, shape, wanted.times)
     times = changed(source.times, wanted, shape)
-    print(f"{shape.stages} stage(s), {shape.chunks} chunk(s) each, {shape.micro_batches} ", end="")
-    print("micro-batch(es)")
-    print("\n".join(source.words))
+    folder = _folder(run, wanted.out)
+    counts = f"{shape.stages} stage(s), {shape.chunks} chunk(s) each"
+    print("\n".join([f"{counts}, {shape.micro_batches} micro-batch(es)", *source.words]))
     expected = replace(times, jitter=times.jitter or plan.jitter)
     pictures, refused = dict[str, Picture](), dict[str, str]()
     for name in names:
@@ -92,7 +92,7 @@ def simulate(run: Run, wanted: Wanted) -> int:
         print(f"\n{draw.table(picture)}")
     print(f"\n{compared(pictures, refused)}\n")
     drawn = [*tables, *(one for one in pictures.values() if one not in tables)]
-    _save(_folder(run, wanted.out), drawn, tables)
+    _save(folder, drawn, tables)
     return 0
 
 
@@ -146,7 +146,8 @@ def by_work(run: Run, shape: Shape) -> Source:
     stage = parallel.pipeline.runtime.stage
     unit = sum(stage.costs) / len(stage.costs)
     forward = tuple(cost / unit for cost in stage.costs)
-    words = ["times: by the work of the layers, 1 is the mean forward", *stage.words()]
+    what = run.plan.stage_times or "the work of the layers"
+    words = [f"times: in proportion to {what}, 1 is the mean forward", *stage.words()]
     return Source(Times(forward, forward, forward), words, RELATIVE)
 
 
@@ -273,8 +274,6 @@ def _save(folder: Path, pictures: Sequence[Picture], tables: Sequence[Picture]) 
     body = [f"<h1>A step of the pipeline</h1><figure>{drawing}</figure>"]
     for one in tables:
         body.append(page.section(one.words, page.table(*draw.cells(one))))
-    rows = [[one.words] for one in pictures]
-    body.append(f'<p class="muted">{escaped("; ".join(row[0] for row in rows))}</p>')
     texts = {
         "timeline.svg": standalone(drawing),
         "timeline.html": page.document("A step of the pipeline", "\n".join(body)),

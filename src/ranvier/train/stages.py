@@ -68,13 +68,13 @@ def timeline(
     Communicates: a text of each stage over all axes.
     """
     grid, runtime = parallel.grid, parallel.pipeline.runtime
-    begun = min((done.start for done in runtime.done), default=0.0)
     mine = [
-        [done.kind, done.micro, done.chunk, done.start - begun, done.stop - begun]
+        [done.kind, done.micro, done.chunk, done.start - runtime.begun, done.stop - runtime.begun]
         for done in sorted(runtime.done, key=lambda done: done.start)
     ]
-    words = json.dumps({"jobs": mine, "parts": _part_seconds(runtime)})
+    words = json.dumps({"jobs": mine, "parts": _part_seconds(runtime), "begun": runtime.begun})
     stages = [json.loads(told(words, grid, device, source=rank)) for rank in leaders(grid)]
+    _align(stages)
     parts: dict[str, float] = {}
     for one in stages:
         parts.update(one["parts"])
@@ -85,9 +85,21 @@ def timeline(
         "micro_batches": micro_batches,
         "chunks": len(runtime.stage.chunks),
         "seconds": seconds,
+        "credits": parallel.pipeline.how.limit,
         "stages": [one["jobs"] for one in stages],
         "part_seconds": [parts[str(i)] for i in range(len(parts))],
     }
+
+
+def _align(stages: list[dict[str, Any]]) -> None:
+    """Count times from when the first stage began, if all have the same clock: on one machine."""
+    begun = [one["begun"] for one in stages]
+    if max(begun) - min(begun) > 1.0:
+        return
+    for one in stages:
+        for job in one["jobs"]:
+            job[3] += one["begun"] - min(begun)
+            job[4] += one["begun"] - min(begun)
 
 
 def leaders(grid: Grid) -> list[int]:

@@ -1,0 +1,857 @@
+"""Pipelines: ours against `torch.distributed.pipelining`, and the simulator against both clocks.
+
+Both run the same layers with the same weights and messages in the same processes (Gloo, a thread
+each), in turns: after a warm-up each repetition takes one step of everyone, whose turn is first
+changes, and ratios are medians over repetitions. Two ranks multiply matrices; four ranks, more than
+the cores of a small machine, sleep for as long as the work would take.
+
+    real   a virtual stage is a stack of `relu(x Wᵀ)`; jitter varies how many layers a micro-batch
+           passes (never how large messages are), forward and backward alike
+    sleep  forward sleeps f, backward f for the input's and f for the weights' gradient; jitter
+           varies each of the three on its own
+
+jitter: factors exp(N(-σ²/2, σ)), σ = 0.5, drawn from repetition, virtual stage, micro-batch and
+kind: the same for all. slow: rank 1 does half as much again. Gradients of weights can wait on
+both sides: ours by `Moment.do`, torch's ZBV by its own hook for that, `dw_builder`. So the sides
+differ in nothing but what decides on jobs, sends and receives. Chunks are compared with as many
+chunks; ours `+w` may split backward, as zero-bubble and ZBV do; `=mem` keeps no more than
+1F1B (interleaved) does.
+
+The simulator is given the median time of each kind of job on each virtual stage, as measured in
+these very runs, times the factors drawn, and the time of a message.
+
+    python benchmarks/pipeline.py --json pipeline.json
+    python benchmarks/pipeline.py --quick
+    python benchmarks/pipeline.py --ranks 4 --case jitter --micros 16 --repeat 31
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import platform
+import random
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
+
+from ranvier.grid import Grid
+from ranvier.launch import Ranks, connect, die_with_parent, free_port
+from ranvier.nn.leaf import Moment
+from ranvier.pipeline.choice import policy_for
+from ranvier.pipeline.cut import Cut, Stage
+from ranvier.pipeline.orders import peaks
+from ranvier.pipeline.policy import Order, Policy, Shape
+from ranvier.pipeline.runtime import Micro, Runtime
+from ranvier.pipeline.simulator import Play, Times, lengths, links
+from ranvier.pipeline.stage import meet
+
+SIGMA, SLOW = 0.5, 1.5
+CASES = ("balanced", "jitter", "slow")
+KINDS = "FBW"
+TORCH = {
+    "torch GPipe": (ScheduleGPipe, 1),
+    "torch 1F1B": (Schedule1F1B, 1),
+    "torch Interleaved": (ScheduleInterleaved1F1B, 2),
+    "torch ZBV": (ScheduleZBVZeroBubble, 2),
+}
+OURS = {
+    1: ("message", "message +w", "message =mem", "1f1b", "gpipe", "zero-bubble"),
+    2: ("message", "message +w", "message =mem", "interleaved", "zero-bubble"),
+}
+LEAST = {("balanced", 2): 0.97, ("balanced", 4): 0.97, ("jitter", 2): 1.0, ("jitter", 4): 1.05}
+"""Least speed of ours over the best of torch's."""
+
+
+def settings() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--ranks", type=int, action="append", choices=(2, 4), help="default: 2 and 4")
+    add("--case", action="append", choices=CASES, help="default: all")
+    add("--micros", type=int, action="append", help="micro-batches of a step (default: 8, 16)")
+    add("--repeat", type=int, default=9, help="repetitions; of jitter twice as many")
+    add("--ms", type=float, default=10.0, help="forward of a stage, if it sleeps")
+    add("--layers", type=int, default=8, help="of a stage, if it multiplies")
+    add("--width", type=int, default=512, help="features")
+    add("--rows", type=int, default=128, help="of a micro-batch")
+    add("--json", type=Path, metavar="FILE", help="write everything there")
+    add("--quick", action="store_true", help="a short run, whose verdicts mean little")
+    asked = parser.parse_args()
+    asked.ranks, asked.case = asked.ranks or [2, 4], asked.case or [*CASES]
+    asked.micros = asked.micros or ([4] if asked.quick else [8, 16])
+    if asked.quick:
+        asked.repeat, asked.ms, asked.rows, asked.width = 3, 4.0, 32, 256
+    return asked
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured."""
+
+    ranks: int
+    case: str
+    micros: int
+    repeat: int
+    ms: float
+    layers: int
+    width: int
+    rows: int
+
+    @property
+    def real(self) -> bool:
+        """Whether matrices are multiplied."""
+        return self.ranks == 2
+
+    def __str__(self) -> str:
+        what = "real" if self.real else f"sleep, forward {self.ms:g} ms"
+        return f"{self.ranks} ranks ({what}), {self.micros} micro-batches, {self.case}"
+
+    @staticmethod
+    def all(asked: argparse.Namespace) -> list[Setting]:
+        """In the order in which they are measured."""
+        return [
+            Setting(
+                ranks=ranks,
+                case=case,
+                micros=micros,
+                repeat=asked.repeat * (2 if case == "jitter" else 1),
+                ms=asked.ms,
+                layers=asked.layers,
+                width=asked.width,
+                rows=asked.rows,
+            )
+            for ranks in asked.ranks
+            for case in asked.case
+            for micros in asked.micros
+        ]
+
+
+# ---- work ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Effort:
+    """How much each job of a repetition has to do, as a factor."""
+
+    setting: Setting
+    chunks: int
+    seed: int = -1
+    """Of the repetition; -1: jobs are all alike."""
+
+    def factor(self, rank: int, virtual: int, micro: int, kind: str) -> float:
+        """Of a job, as it is done: in layers, if it multiplies."""
+        case, real = self.setting.case, self.setting.real
+        factor = SLOW if case == "slow" and rank == 1 else 1.0
+        if case == "jitter" and self.seed >= 0:
+            number = "F" if real else kind
+            key = ((self.seed * 64 + virtual) * 1024 + micro) * 4 + KINDS.index(number)
+            factor = math.exp(random.Random(key).gauss(-SIGMA * SIGMA / 2, SIGMA))
+        if real:
+            base = self.setting.layers // self.chunks
+            return max(1, round(base * factor)) / base
+        return factor
+
+
+class Nap(torch.autograd.Function):
+    """Work that is slept through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, block: Block, micro: int) -> Tensor:
+        """Sleep."""
+        ctx.block, ctx.micro = block, micro
+        time.sleep(block.seconds(micro, "F"))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, None, None, None]:
+        """Sleep for dx, and now or later for the weights."""
+        block: Block = ctx.block
+        time.sleep(block.seconds(ctx.micro, "B"))
+        block.moment.do(partial(time.sleep, block.seconds(ctx.micro, "W")))
+        return dys[0].clone(), None, None, None
+
+
+class Product(torch.autograd.Function):
+    """y = x Wᵀ, whose dW can wait."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, moment: Moment) -> Tensor:
+        """Multiply."""
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.moment = weight, moment
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, None, None]:
+        """The gradient of x, and now or later that of the weight."""
+        (x,), weight, dy = ctx.saved_tensors, ctx.weight, dys[0]
+
+        def deliver() -> None:
+            grad = dy.T @ x
+            weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+
+        dx = dy @ weight if ctx.needs_input_grad[0] else None
+        ctx.moment.do(deliver)
+        return dx, None, None
+
+
+class Block(nn.Module):
+    """A virtual stage."""
+
+    def __init__(self, effort: Effort, moment: Moment, rank: int, virtual: int) -> None:
+        super().__init__()
+        self.effort, self.moment, self.rank, self.virtual = effort, moment, rank, virtual
+        self.calls = 0
+        """Forward passes of this step: micro-batches come in order."""
+        setting, made = effort.setting, torch.Generator().manual_seed(virtual)
+        self.base = setting.layers // effort.chunks
+        width, count = setting.width, (8 * self.base if setting.real else 1)
+        size = (width, width) if setting.real else (1,)
+        scale = math.sqrt(2 / width)
+        self.weights = nn.ParameterList(
+            torch.randn(size, generator=made) * scale for _ in range(count)
+        )
+
+    def amount(self, micro: int, kind: str) -> float:
+        """Factor of a job."""
+        return self.effort.factor(self.rank, self.virtual, micro, kind)
+
+    def seconds(self, micro: int, kind: str) -> float:
+        """Of a job that sleeps."""
+        setting = self.effort.setting
+        return setting.ms / 1e3 / self.effort.chunks * self.amount(micro, kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the next micro-batch."""
+        micro = self.calls % self.effort.setting.micros
+        self.calls += 1
+        if not self.effort.setting.real:
+            return Nap.apply(x, self.weights[0], self, micro)  # type: ignore[no-any-return]
+        for i in range(round(self.base * self.amount(micro, "F"))):
+            x = torch.relu(Product.apply(x, self.weights[i % len(self.weights)], self.moment))
+        return x
+
+
+def loss_of(y: Tensor, target: Tensor) -> Tensor:
+    """Of a micro-batch."""
+    return (y - target).square().mean()
+
+
+# ---- contestants ----------------------------------------------------------------------------
+
+
+@dataclass
+class Contestant:
+    """Someone who takes steps."""
+
+    name: str
+    chunks: int
+    effort: Effort
+    blocks: dict[int, Block]
+    """By virtual stage."""
+    take: Callable[[], list[Tensor]]
+    """A step; losses, where the last virtual stage is."""
+    policy: Policy | None = None
+    """Of ours."""
+    runtime: Runtime | None = None
+    log: list[tuple[str, int]] = field(default_factory=list)
+    """What torch's stages did: kind, and +1, -1 or 0 activations."""
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+    def step(self, seed: int) -> None:
+        """One step after all are there, noted."""
+        self.effort.seed = seed
+        self.log.clear()
+        for block in self.blocks.values():
+            block.calls = 0
+            for weight in block.weights:
+                weight.grad = None
+        distributed.barrier()
+        start = time.perf_counter()
+        losses = self.take()
+        stop = time.perf_counter()
+        jobs = [] if self.runtime is None else [asdict(one) for one in self.runtime.done]
+        last = "W" if self.policy is not None and self.policy.split else "B"
+        ours = ((job["kind"] == "F") - (job["kind"] == last) for job in jobs)
+        changes = list(ours) if jobs else [change for _, change in self.log]
+        self.steps.append(
+            {
+                "seed": seed,
+                "start": start,
+                "stop": stop,
+                "jobs": [job for job in jobs if job["kind"] in KINDS],
+                "peak": max(itertools.accumulate(changes)),
+                "loss": sum(float(loss) for loss in losses),
+            }
+        )
+
+
+class NoQueue:
+    """Weights that are not on the grid need no gathering."""
+
+    def job(self, *, last: bool = False, forget: bool = False) -> None:
+        """Nothing."""
+
+
+@dataclass
+class Field:
+    """All that the contestants of a setting share on this rank."""
+
+    setting: Setting
+    grid: Grid
+    rank: int
+
+    def __post_init__(self) -> None:
+        setting, made = self.setting, torch.Generator().manual_seed(99)
+        shape = (setting.micros * setting.rows, setting.width)
+        self.inputs = torch.randn(shape, generator=made)
+        self.targets = torch.randn(shape, generator=made)
+
+    def ours(self, chunks: int) -> Callable[[str, Policy], Contestant]:
+        """Makes those of ours with so many chunks, who share a runtime."""
+        setting, moment, effort = self.setting, Moment(), Effort(self.setting, chunks)
+        mine = [c * setting.ranks + self.rank for c in range(chunks)]
+        blocks = {v: Block(effort, moment, self.rank, v) for v in mine}
+        final = chunks * setting.ranks - 1
+
+        def run(x: Tensor | None, parts: slice, tokens: Tensor, targets: Tensor) -> Tensor:
+            y: Tensor = blocks[parts.start](tokens if x is None else x)
+            return loss_of(y, targets) if parts.start == final else y
+
+        stage = Stage(self.rank, setting.ranks, tuple(slice(v, v + 1) for v in mine), run)
+        queue: Any = NoQueue()
+        runtime = Runtime(self.grid, stage, queue, moment, torch.device("cpu"), timing=True)
+        micros = [
+            Micro({"tokens": x, "targets": y})
+            for x, y in zip(
+                self.inputs.split(setting.rows), self.targets.split(setting.rows), strict=True
+            )
+        ]
+
+        def contestant(name: str, policy: Policy) -> Contestant:
+            def take() -> list[Tensor]:
+                losses: list[Tensor] = []
+                runtime.train(micros, policy, scored=losses.append, factor=torch.ones(()))
+                return losses
+
+            return Contestant(name, chunks, effort, blocks, take, policy, runtime)
+
+        return contestant
+
+    def torchs(self, name: str) -> Contestant:
+        """One of torch's schedules."""
+        (kind, chunks), setting = TORCH[name], self.setting
+        count = setting.ranks * chunks
+        mine = [c * setting.ranks + self.rank for c in range(chunks)]
+        if kind is ScheduleZBVZeroBubble:
+            mine = [self.rank, count - 1 - self.rank]
+        moment, effort, log = Moment(), Effort(setting, chunks), list[tuple[str, int]]()
+        blocks = {v: Block(effort, moment, self.rank, v) for v in mine}
+        if kind is ScheduleZBVZeroBubble:
+            moment.later = []
+        example = torch.empty(setting.rows, setting.width, requires_grad=True)
+        stages = [
+            Counted(
+                block,
+                v,
+                count,
+                torch.device("cpu"),
+                input_args=example if v else example.detach(),
+                output_args=example,
+                dw_builder=partial(waiting, moment) if moment.later is not None else None,
+            )
+            for v, block in blocks.items()
+        ]
+        for stage in stages:
+            stage.log = log
+        schedule: Any = kind(
+            stages if chunks > 1 else stages[0],  # type: ignore[arg-type]
+            setting.micros,
+            loss_fn=loss_of,
+            scale_grads=False,
+        )
+        first, final = 0 in mine, count - 1 in mine
+
+        def take() -> list[Tensor]:
+            losses: list[Tensor] = []
+            schedule.step(
+                *([self.inputs] if first else []),
+                target=self.targets if final else None,
+                losses=losses if final else None,
+                return_outputs=False,
+            )
+            return [loss.detach() for loss in losses]
+
+        return Contestant(name, chunks, effort, blocks, take, log=log)
+
+
+def waiting(moment: Moment) -> Callable[[], None]:
+    """Work on weights that the last backward left, for torch to do when it likes."""
+    works, moment.later = moment.later or [], []
+
+    @torch.no_grad()
+    def run() -> None:
+        for work in works:
+            work()
+
+    return run
+
+
+class Counted(PipelineStage):
+    """Torch's stage that notes what it keeps."""
+
+    log: list[tuple[str, int]]
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Keep an activation."""
+        self.log.append(("F", 1))
+        return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Free it, unless the weights are to follow."""
+        result = super().backward_one_chunk(*args, **kwargs)
+        self.log.append(("B", -1 if kwargs.get("full_backward", True) else 0))
+        return result
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Free it."""
+        result = super().backward_weight_one_chunk(*args, **kwargs)
+        self.log.append(("W", -1))
+        return result
+
+
+# ---- a setting --------------------------------------------------------------------------------
+
+
+def everyone(value: Any) -> list[Any]:
+    """The values of all ranks."""
+    values: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(values, value)
+    return values
+
+
+def told(value: Any) -> Any:
+    """The value of rank 0."""
+    box = [value]
+    distributed.broadcast_object_list(box)
+    return box[0]
+
+
+def measured(setting: Setting, grid: Grid, rank: int) -> dict[str, Any]:
+    """All steps of all contestants on all ranks."""
+    field = Field(setting, grid, rank)
+    found: list[Contestant] = []
+    for chunks, names in OURS.items():
+        found += ours(field, chunks, names)
+    found += [field.torchs(name) for name in TORCH]
+    for one in found:
+        for _ in range(2):
+            one.step(-1)
+        one.steps.clear()
+    gc.collect()
+    gc.disable()
+    for seed in range(setting.repeat):
+        for i in range(len(found)):
+            found[(i + seed) % len(found)].step(seed)
+        gc.collect()
+    gc.enable()
+    rows = everyone([one.steps for one in found])
+    return {
+        "setting": asdict(setting),
+        "contestants": [
+            {
+                "name": one.name,
+                "chunks": one.chunks,
+                "policy": one.policy,
+                "steps": [row[i] for row in rows],  # of each rank
+            }
+            for i, one in enumerate(found)
+        ],
+    }
+
+
+def ours(field: Field, chunks: int, names: Sequence[str]) -> list[Contestant]:
+    """Ours with so many chunks, whose policies are chosen by times that are measured first."""
+    setting = field.setting
+    make = field.ours(chunks)
+    shape = Shape(setting.ranks, setting.micros, chunks)
+    usual = "1f1b" if chunks == 1 else "interleaved"
+    zero = Times((1.0,) * setting.ranks * chunks, (1.0,) * setting.ranks * chunks)
+    tried = [make(name, policy_for(name, shape, zero)) for name in (usual, "zero-bubble")]
+    for one in tried:
+        for _ in range(4):
+            one.step(-1)
+        one.steps = one.steps[1:]
+    runs = [(one.policy, everyone(one.steps)) for one in tried]
+    effort = Effort(setting, chunks)
+    times = times_of(effort, runs)
+    if setting.case == "jitter":
+        times = replace(times, jitter=SIGMA)
+    order = tried[0].policy
+    assert isinstance(order, Order)
+    policies: dict[str, Policy] = {}
+    if field.rank == 0:
+        for name in names:
+            base, _, extra = name.partition(" ")
+            asked = replace(shape, split=extra == "+w")
+            limit = max(peaks(order)) if extra == "=mem" else 0
+            policies[name] = policy_for(base, asked, times, limit=limit)
+    policies = told(policies)
+    return [make(name, policy) for name, policy in policies.items()]
+
+
+def times_of(effort: Effort, runs: Sequence[tuple[Policy | None, Sequence[Any]]]) -> Times:
+    """Median time of each kind of job on each virtual stage, per unit of work, and of a message.
+
+    runs: a policy, and of each rank its steps.
+    """
+    setting, seen = effort.setting, defaultdict[tuple[str, int], list[float]](list)
+    delays: list[float] = []
+    for policy, ranks in runs:
+        split = policy is not None and policy.split
+        for rank, steps in enumerate(ranks):
+            for step in steps:
+                at = replace(effort, seed=step["seed"])
+                for job in step["jobs"]:
+                    virtual = job["chunk"] * setting.ranks + rank
+                    kind = job["kind"] if split or job["kind"] != "B" else "whole"
+                    if kind == "whole" and not setting.real:
+                        continue  # two amounts of work in one
+                    unit = "B" if kind == "whole" else kind
+                    amount = at.factor(rank, virtual, job["micro"], unit) / slow(setting, rank)
+                    seen[kind, virtual].append((job["stop"] - job["start"]) / amount)
+        delays += links_of(ranks, setting)
+    size = setting.ranks * effort.chunks
+    row = {kind: tuple(median(seen[kind, v]) for v in range(size)) for kind in KINDS}
+    link = max(0.0, median(delays)) if delays else 0.0
+    return Times(row["F"], row["B"], row["W"], link=link)
+
+
+def slow(setting: Setting, rank: int) -> float:
+    """The factor that all jobs of a rank have: it belongs to their time, not to luck."""
+    return Effort(replace(setting, case="slow"), 1).factor(rank, 0, 0, "F") if (
+        setting.case == "slow"
+    ) else 1.0
+
+
+def links_of(ranks: Sequence[Any], setting: Setting) -> Iterator[float]:
+    """From the end of a job until the next begins, where the next rank was idle before.
+
+    Clocks of one machine agree.
+    """
+    for steps in zip(*ranks, strict=True):
+        ends = {
+            (job["kind"], job["chunk"] * setting.ranks + rank, job["micro"]): job["stop"]
+            for rank, step in enumerate(steps)
+            for job in step["jobs"]
+        }
+        for rank, step in enumerate(steps):
+            idle = step["start"]
+            for job in step["jobs"]:
+                away = {"F": -1, "B": 1}.get(job["kind"], 0)
+                virtual = job["chunk"] * setting.ranks + rank + away
+                sent = ends.get((job["kind"], virtual, job["micro"]))
+                if away and sent is not None and idle < sent:
+                    yield job["start"] - sent
+                idle = job["stop"]
+
+
+# ---- what it says -------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """A contestant in a setting."""
+
+    name: str
+    chunks: int
+    policy: str
+    seconds: list[float]
+    """Of each repetition: from the last rank's start to the last rank's end."""
+    peak: list[int]
+    """Most activations that each stage kept, a chunk's counts as one."""
+    loss: float
+    predicted: list[float]
+    """By the simulator, for each repetition."""
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is one of ours."""
+        return not self.name.startswith("torch")
+
+    @property
+    def middle(self) -> float:
+        """Median seconds."""
+        return median(self.seconds)
+
+
+def rows_of(result: dict[str, Any]) -> tuple[list[Row], dict[int, Times]]:
+    """Contestants of a setting, and the times of jobs by number of chunks."""
+    setting = Setting(**result["setting"])
+    contestants, times, rows = result["contestants"], dict[int, Times](), list[Row]()
+    for chunks in OURS:
+        runs = [(c["policy"], c["steps"]) for c in contestants if c["chunks"] == chunks]
+        runs = [(policy, steps) for policy, steps in runs if policy is not None]
+        times[chunks] = times_of(Effort(setting, chunks), runs)
+    for one in contestants:
+        turns = list(zip(*one["steps"], strict=True))  # by repetition, of each rank
+        policy, chunks = one["policy"], one["chunks"]
+        predicted = (
+            [prediction(setting, chunks, policy, times[chunks], turn[0]["seed"]) for turn in turns]
+            if policy is not None
+            else []
+        )
+        rows.append(
+            Row(
+                name=one["name"],
+                chunks=chunks,
+                policy="" if policy is None else str(policy),
+                seconds=[
+                    max(s["stop"] for s in turn) - max(s["start"] for s in turn) for turn in turns
+                ],
+                peak=[max(step["peak"] for step in steps) for steps in one["steps"]],
+                loss=sum(step["loss"] for step in turns[0]),
+                predicted=predicted,
+            )
+        )
+    return rows, times
+
+
+def prediction(
+    setting: Setting, chunks: int, policy: Policy, times: Times, seed: int
+) -> float:
+    """Seconds of a repetition, as the simulator sees it."""
+    effort = Effort(setting, chunks, seed)
+    shape = Shape(setting.ranks, setting.micros, chunks, policy.split)
+    table = lengths(replace(shape, split=True), times)
+    for rank, places in enumerate(table):
+        for place, row in enumerate(places):
+            kind, virtual = KINDS[place // chunks], place % chunks * setting.ranks + rank
+            for micro in range(setting.micros):
+                row[micro] *= effort.factor(rank, virtual, micro, kind) / slow(setting, rank)
+        if not policy.split:
+            for place in range(chunks, 2 * chunks):
+                weights = places[place + chunks]
+                places[place] = [b + w for b, w in zip(places[place], weights, strict=True)]
+            del places[2 * chunks :]
+    play = Play(shape, policy, table, links(shape, times))
+    play.run()
+    return play.seconds
+
+
+def bound(setting: Setting, chunks: int, times: Times) -> float:
+    """Least seconds of a step: for each stage its work, what must come before, what must follow.
+
+    `max over k of M·(work of a micro-batch on stage k) + forward and backward of those before k`
+    """
+    whole = [
+        f + b + w for f, b, w in zip(times.forward, times.backward, times.weight, strict=True)
+    ]
+    return max(
+        setting.micros * sum(whole[k :: setting.ranks]) + sum(whole[:k])
+        for k in range(setting.ranks)
+    )
+
+
+def ratio(peer: Row, ours: Row) -> float:
+    """How many times as fast ours is: median over repetitions."""
+    return median(a / b for a, b in zip(peer.seconds, ours.seconds, strict=True))
+
+
+@dataclass
+class Verdict:
+    """A requirement and what was measured."""
+
+    text: str
+    value: float
+    limit: float
+    most: bool = False
+    """Whether the limit is the most, else the least."""
+
+    @property
+    def good(self) -> bool:
+        """Whether it is met."""
+        return self.value <= self.limit if self.most else self.value >= self.limit
+
+    def __str__(self) -> str:
+        sign = "<=" if self.most else ">="
+        return (
+            f"{'PASS' if self.good else 'FAIL'}  {self.text}: {self.value:.3f} {sign} "
+            f"{self.limit:g}"
+        )
+
+
+def verdicts(setting: Setting, rows: Sequence[Row], times: dict[int, Times]) -> list[Verdict]:
+    """On the requirements that a setting is for."""
+    found, by = [], {(row.name, row.chunks): row for row in rows}
+    if least := LEAST.get((setting.case, setting.ranks)):
+        for chunks in OURS:
+            peers = [row for row in rows if not row.ours and row.chunks == chunks]
+            mine = [by[name, chunks] for name in ("message", "message +w")]
+            best, own = min(peers, key=lambda r: r.middle), min(mine, key=lambda r: r.middle)
+            text = f"{own.name} over {best.name}, {chunks} chunks"
+            found.append(Verdict(text, ratio(best, own), least))
+            equal = [r for r in peers if max(r.peak) <= max(by["message =mem", chunks].peak)]
+            if equal:
+                best = min(equal, key=lambda r: r.middle)
+                text = f"message =mem over {best.name}, {chunks} chunks (equal memory)"
+                found.append(Verdict(text, ratio(best, by["message =mem", chunks]), least))
+        peers, mine = ([r for r in rows if r.ours is own] for own in (False, True))
+        best, own = min(peers, key=lambda r: r.middle), min(mine, key=lambda r: r.middle)
+        found.append(
+            Verdict(
+                f"best of all: {own.name} ({own.chunks}) over {best.name} ({best.chunks})",
+                best.middle / own.middle,
+                least,
+            )
+        )
+    if setting.case == "slow":
+        for chunks in OURS:
+            value = by["message", chunks].middle / bound(setting, chunks, times[chunks])
+            text = f"message over the bound, {chunks} chunks"
+            found.append(Verdict(text, value, 1.05, most=True))
+    mine = [row for row in rows if row.ours]
+    off = max(mine, key=lambda r: abs(median(r.predicted) / r.middle - 1))
+    found.append(
+        Verdict(
+            f"prediction, worst ({off.name}, {off.chunks} chunks)",
+            abs(median(off.predicted) / off.middle - 1),
+            0.10,
+            most=True,
+        )
+    )
+    return [*found, Verdict("pairs in another order than predicted", wrong(mine), 0, most=True)]
+
+
+def wrong(rows: Sequence[Row]) -> int:
+    """Pairs that differ by more than 5 % when measured and are predicted the other way round."""
+    count = 0
+    for a, b in itertools.combinations(rows, 2):
+        real, said = ratio(a, b), median(a.predicted) / median(b.predicted)
+        if max(real, 1 / real) > 1.05 and (real > 1) != (said > 1):
+            print(f"      {a.name} ({a.chunks}) / {b.name} ({b.chunks}): {real:.3f}, said {said:.3f}")
+            count += 1
+    return count
+
+
+def show(setting: Setting, rows: Sequence[Row], times: dict[int, Times]) -> None:
+    """The table of a setting."""
+    print(f"\n{setting}, {setting.repeat} repetitions")
+    for chunks, one in times.items():
+        per = " ".join(
+            f"{name} {statistics.fmean(values) * 1e3:.2f}"
+            for name, values in zip(KINDS, (one.forward, one.backward, one.weight), strict=True)
+        )
+        assert isinstance(one.link, float)
+        print(
+            f"  {chunks} chunks: jobs {per} ms, message {one.link * 1e3:.2f} ms, "
+            f"bound {bound(setting, chunks, one) * 1e3:.1f} ms"
+        )
+    print("  name               chunks     ms  (half of them)  torch's best  predicted  keeps")
+    for row in sorted(rows, key=lambda r: (r.chunks, r.middle)):
+        peers = [r for r in rows if not r.ours and r.chunks == row.chunks]
+        best = min(peers, key=lambda r: r.middle)
+        low, high = (statistics.quantiles(row.seconds, n=4)[i] * 1e3 for i in (0, 2))
+        said = f"{median(row.predicted) / row.middle:9.3f}" if row.ours else " " * 9
+        print(
+            f"  {row.name:<18} {row.chunks:>6} {row.middle * 1e3:7.1f}  ({low:6.1f}-{high:6.1f})"
+            f"  {ratio(best, row):12.3f}  {said}  {row.peak}  {row.policy}"
+        )
+
+
+def serve(rank: int, ranks: int, port: int, settings: Sequence[Setting], pipe: Any) -> None:
+    """The life of a rank."""
+    die_with_parent()
+    torch.set_num_threads(1)
+    connect(Ranks(rank=rank, world=ranks, port=port), backend="gloo", timeout_seconds=300.0)
+    grid = Grid({"pipe": ranks}, connected=True, timeout_seconds=300.0)
+    meet(grid, Cut(chunks=max(OURS)))
+    for setting in settings:
+        result = measured(setting, grid, rank)
+        if rank == 0:
+            pipe.send(result)
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def results(ranks: int, settings: Sequence[Setting]) -> Iterator[dict[str, Any]]:
+    """Of each setting, by processes that are started for all of them."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    arguments = (ranks, free_port(), settings)
+    workers = [
+        context.Process(target=serve, args=(rank, *arguments, there if rank == 0 else None))
+        for rank in range(ranks)
+    ]
+    for worker in workers:
+        worker.start()
+    there.close()
+    try:
+        for _ in settings:
+            yield here.recv()
+        for worker in workers:
+            worker.join()
+    finally:
+        for worker in workers:
+            worker.kill()
+
+
+def main() -> int:
+    """Measure, show, judge."""
+    asked = settings()
+    every, notes, bad = Setting.all(asked), list[dict[str, Any]](), 0
+    print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores")
+    for ranks in dict.fromkeys(s.ranks for s in every):
+        for result in results(ranks, [s for s in every if s.ranks == ranks]):
+            setting = Setting(**result["setting"])
+            rows, times = rows_of(result)
+            show(setting, rows, times)
+            losses = [row.loss for row in rows if row.chunks == 1], [row.loss for row in rows]
+            spread = [max(each) / min(each) - 1 for each in losses]
+            assert spread[0] < 1e-5, f"not the same model: {losses}"
+            found = verdicts(setting, rows, times)
+            print("\n".join(f"  {one}" for one in found), flush=True)
+            bad += sum(not one.good for one in found)
+            notes.append(
+                {
+                    "setting": asdict(setting),
+                    "load": os.getloadavg(),
+                    "times": {chunks: asdict(one) for chunks, one in times.items()},
+                    "rows": [asdict(row) for row in rows],
+                    "verdicts": [{**asdict(one), "good": one.good} for one in found],
+                }
+            )
+            if asked.json:
+                head = {"torch": torch.__version__, "argv": sys.argv, "cores": os.cpu_count()}
+                asked.json.write_text(json.dumps({**head, "settings": notes}, indent=1))
+    print(f"\n{'FAIL' if bad else 'PASS'}: {bad} requirements not met")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Vocabulary: embedding and head spread over all stages, in the steps of a pipeline.
+
+Every stage holds the rows of V/pipe words. At the start of a step it looks up its rows of all
+micro-batches and sends them to the first stage, which adds them up. What the last stage makes of a
+micro-batch goes to all stages; each computes the loss of its words (three numbers a token are
+summed over the stages) and sends its part of the gradient back. The gradient of the embedding goes
+to all at the end. Work on the head comes before any other: all stages must be there for it.
+
+Not handled: stages do other work while they wait for each other there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ranvier.comm.inbox import Source
+from ranvier.pipeline.line import line
+
+if TYPE_CHECKING:
+    from ranvier.pipeline.runtime import Step
+
+ROWS, FINAL, PART, RETURN = "rows", "final", "part", "return"
+"""Messages: looked-up rows, what the head gets, parts of its gradient, that of the embedding."""
+TAGS = {ROWS: 1000, FINAL: 1001, PART: 1002, RETURN: 1003}
+
+
+class Vocabulary:
+    """The work of one step on the vocabulary."""
+
+    def __init__(self, step: Step) -> None:
+        self.step, self.at = step, step.at
+        stage = self.at.stage
+        self.embed, self.head = stage.vocabulary
+        self.first, self.last = stage.index == 0, stage.index == stage.count - 1
+        self.others = [s for s in range(stage.count) if s != stage.index]
+        self.heads = 0
+        """Micro-batches whose loss is computed."""
+        self.rows: dict[int, Tensor] = {}
+        """My rows of each micro-batch, in the graph."""
+        self.finals: dict[int, Tensor] = {}
+        """What the head gets, on the last stage."""
+        self.grads: dict[int, Tensor] = {}
+        """My part of its gradient, on the last stage."""
+
+    def begin(self) -> None:
+        """Look up all rows; listen to the other stages."""
+        count, training = len(self.step.micros), not self.step.shape.forward_only
+        form = None
+        for m in range(count):
+            micro = self.step.enter(m)
+            rows = self.embed(micro.inputs["tokens"])
+            form = (tuple(rows.shape), rows.dtype)
+            self.rows[m] = rows
+            if not self.first:
+                self.step.post(ROWS, 0, rows.detach(), TAGS[ROWS])
+        assert form is not None
+
+        def listen(what: str, sender: int) -> None:
+            axis = line(self.at.grid, what, TAGS[what])
+            source = Source(axis, sender, count, self.at.device, form, TAGS[what])
+            self.step.inbox.listen((what, sender), source)
+
+        for sender in self.others:
+            if self.first:
+                listen(ROWS, sender)
+            if self.last and training:
+                listen(PART, sender)
+        if not self.last:
+            listen(FINAL, self.at.stage.count - 1)
+        if not self.first and training:
+            listen(RETURN, 0)
+
+    def embedded(self, m: int) -> Tensor:
+        """The rows of all stages, on the first one."""
+        total = self.rows[m].detach()
+        for sender in self.others:
+            total = total + self.step.taken(ROWS, sender)
+        return total.requires_grad_(not self.step.shape.forward_only)
+
+    def can_enter(self, m: int) -> bool:
+        """Whether the rows of a micro-batch have come."""
+        return all(self.step.here(ROWS, sender, m) for sender in self.others)
+
+    def leave(self, m: int, y: Tensor) -> None:
+        """Tell all stages what the head gets."""
+        self.finals[m] = y
+        for other in self.others:
+            self.step.post(FINAL, other, y, TAGS[FINAL])
+
+    def can_score(self) -> bool:
+        """Whether the head can work on the next micro-batch."""
+        if self.heads == len(self.step.micros):
+            return False
+        if self.last:
+            return self.heads in self.finals
+        return self.step.here(FINAL, self.at.stage.count - 1, self.heads)
+
+    def score(self) -> None:
+        """The loss of the next micro-batch; all stages take part.
+
+        Communicates: as the head; my part of the gradient to the last stage.
+        """
+        step, m = self.step, self.heads
+        micro = step.enter(m)
+        if self.last:
+            y = self.finals.pop(m)
+        else:
+            y = step.taken(FINAL, self.at.stage.count - 1)
+        y = y.requires_grad_(not step.shape.forward_only)
+        moment = self.at.moment
+        moment.factor = step.factor if step.plain else None
+        try:
+            loss = self.head(y, micro.inputs.get("targets"))
+        finally:
+            moment.factor = None
+        if self.last or "targets" not in micro.inputs:  # of logits each stage has some
+            step.scored(loss.detach())
+        if not step.shape.forward_only:
+            loss.backward(step.factor.to(loss.dtype))
+            assert y.grad is not None
+            if self.last:
+                self.grads[m] = y.grad
+            else:
+                step.post(PART, self.at.stage.count - 1, y.grad, TAGS[PART])
+        self.heads += 1
+
+    def can_return(self, m: int) -> bool:
+        """Whether all parts of the gradient of a micro-batch have come, on the last stage."""
+        there = all(self.step.here(PART, sender, m) for sender in self.others)
+        return m in self.grads and there
+
+    def gradient(self, m: int) -> Tensor:
+        """The gradient of what the head got, on the last stage."""
+        total = self.grads.pop(m)
+        for sender in self.others:
+            total = total + self.step.taken(PART, sender)
+        return total
+
+    def returned(self, m: int, dx: Tensor) -> None:
+        """The gradient of the rows, on the first stage, which tells the others."""
+        for other in self.others:
+            self.step.post(RETURN, other, dx, TAGS[RETURN])
+        self.rows.pop(m).backward(dx)
+
+    def end(self) -> None:
+        """Gradients of my rows, once the first stage has sent them."""
+        if self.step.shape.forward_only or self.first:
+            return
+        for m in range(len(self.step.micros)):
+            self.step.wait_until(lambda m=m: self.step.here(RETURN, 0, m), (RETURN, 0))  # type: ignore[misc]
+            self.step.enter(m)
+            self.rows.pop(m).backward(self.step.taken(RETURN, 0))

@@ -1,0 +1,240 @@
+"""The runtime: evaluation and generation through stages, models of other kinds, lost messages."""
+
+from __future__ import annotations
+
+import os
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from equivalence import Case, batch_of, build, copied, gradients, micros_of, worst
+from pool import Pool, RankError
+from ranvier.errors import CommunicationError, PlanError
+from ranvier.grid import Grid
+from ranvier.infer.staged import continued
+from ranvier.models.decoder import Head
+from ranvier.parallel import parallel_of, parallelize
+from ranvier.pipeline.cut import Cut, balanced, cut
+from ranvier.train.step import evaluate, forward_backward
+
+# ---- cut --------------------------------------------------------------------------------
+
+
+def test_the_largest_stage_is_as_small_as_can_be() -> None:
+    draw = torch.Generator().manual_seed(5)
+    for _ in range(200):
+        parts = int(torch.randint(2, 9, (), generator=draw))
+        count = int(torch.randint(1, parts + 1, (), generator=draw))
+        costs = (torch.rand(parts, generator=draw) * 4).tolist()
+        firsts = balanced(costs, count)
+        assert firsts[0] == 0 and all(a < b for a, b in pairwise((*firsts, parts)))
+
+        def largest(firsts: tuple[int, ...], costs: list[float] = costs) -> float:
+            return max(sum(costs[a:b]) for a, b in pairwise((*firsts, len(costs))))
+
+        every = [
+            (0, *rest)
+            for rest in torch.combinations(torch.arange(1, parts), count - 1).tolist()
+            if count > 1
+        ] or [(0,)]
+        assert largest(firsts) == pytest.approx(min(map(largest, every)))
+
+
+def test_a_heavy_head_gets_fewer_blocks() -> None:
+    model = build("deep")
+    stage = cut(model, [0.1, *[1.0] * 6, 3.0], Cut(), 1, 2)
+    assert stage.firsts == (0, 5) and stage.costs == pytest.approx((4.1, 5.0))
+    assert "stage 1: blocks.4 to norm" in stage.words()[1]
+
+
+@pytest.mark.parametrize(
+    ("how", "count", "words"),
+    [
+        (Cut(first=(3, 3)), 3, "rising"),
+        (Cut(first=(3,)), 3, "3 virtual stages"),
+        (Cut(chunks=5), 2, "10 virtual stages"),
+        (Cut(costs=(1.0, 2.0)), 2, "2 costs for 8 parts"),
+    ],
+)
+def test_a_cut_that_cannot_be_is_refused(how: Cut, count: int, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        cut(build("deep"), [1.0] * 8, how, 0, count)
+
+
+def test_other_models_cannot_be_cut() -> None:
+    with pytest.raises(PlanError, match="Linear cannot be cut"):
+        cut(nn.Linear(2, 2), [1.0], Cut(), 0, 2)
+
+
+# ---- evaluation, generation -------------------------------------------------------------
+
+
+def evaluated(grid: Grid, case: Case) -> tuple[float, list[str]]:
+    """The mean loss through the pipeline, and what it changed."""
+    model = case.on(grid)
+    parallel = parallel_of(model)
+    before = copied(parallel.state())
+    micros = micros_of(batch_of(case.model, samples=16, packed=True), grid, case.micro_batches)
+    losses = [evaluate(model, micros).item() for _ in range(2)]
+    assert losses[0] == losses[1] and model.training
+    changed = [n for n, (x, _) in parallel.state().items() if not torch.equal(x, before[n][0])]
+    changed += [b.name for b in parallel.queue.buckets if b.grad is not None or b.full is not None]
+    return losses[0], changed
+
+
+@pytest.mark.parametrize(
+    ("degrees", "chunks", "spread", "micro_batches"),
+    [
+        ({"pipe": 4}, 1, False, 1),
+        ({"pipe": 2, "row": 2}, 2, False, 4),
+        ({"pipe": 2, "col": 2}, 1, True, 2),
+    ],
+    ids=str,
+)
+def test_evaluation_through_stages_is_that_of_one_process(
+    pool: Pool, degrees: dict[str, int], chunks: int, spread: bool, micro_batches: int
+) -> None:
+    case = Case("deep tied", chunks=chunks, spread=spread, micro_batches=micro_batches, delay=1)
+    batch = batch_of("deep tied", samples=16, packed=True)
+    with torch.no_grad():
+        want = build_once()(**batch.inputs()).item() / int((batch.targets != -100).sum())
+    for loss, changed in pool.on_grid(degrees, evaluated, case):
+        assert loss == pytest.approx(want, rel=1e-12) and changed == []
+
+
+def build_once() -> nn.Module:
+    """The tied model as plain PyTorch."""
+    return Case("deep tied").build()
+
+
+def spoken(grid: Grid, spread: bool, inner: str) -> list[list[int]]:
+    """What the model says greedily after some tokens."""
+    model = Case("deep tied", spread=spread, inner=inner).on(grid)
+    tokens = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    return continued(model, tokens, 4, lambda logits: logits.argmax(-1)).tolist()
+
+
+@pytest.mark.parametrize(
+    ("degrees", "spread", "inner"),
+    [
+        ({"pipe": 4}, False, "samples"),
+        ({"pipe": 2, "row": 2, "col": 2}, False, "features"),
+        ({"pipe": 2, "row": 2}, True, "samples"),
+        ({"pipe": 2, "col": 2}, False, "samples"),
+    ],
+    ids=str,
+)
+def test_generation_through_stages_is_that_of_one_process(
+    pool: Pool, degrees: dict[str, int], spread: bool, inner: str
+) -> None:
+    model, tokens = build_once(), torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    with torch.no_grad():
+        for _ in range(4):
+            tokens = torch.cat([tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)], 1)
+    for said in pool.on_grid(degrees, spoken, spread, inner):
+        assert said == tokens.tolist()
+
+
+# ---- other models -----------------------------------------------------------------------
+
+
+class Chain(nn.Sequential):
+    """Layers one after the other, with an elementwise one between them."""
+
+    sizes = {"embed": 16, "mlp": 24, "vocab": 29}
+    dims = {
+        "0": ("vocab", "embed"),
+        "1": ("embed",),
+        "2": ("mlp", "embed"),
+        "4": ("embed", "mlp"),
+        "5": ("vocab", "embed"),
+    }
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Embedding(29, 16),
+            nn.RMSNorm(16),
+            nn.Linear(16, 24),
+            nn.SiLU(),
+            nn.Linear(24, 16),
+            Head(16, 29, bias=False),
+        )
+
+
+def chained(grid: Grid, firsts: tuple[int, ...]) -> tuple[float, dict[str, Any]]:
+    """Loss and gradients of a chain of layers."""
+    torch.manual_seed(2)
+    model = parallelize(Chain().double(), grid, how=Cut(first=firsts))
+    batch = batch_of("", samples=8, packed=False)
+    loss = forward_backward(model, micros_of(batch, grid, 4)).item()
+    return loss, {n: g for n, (g, _) in gradients(parallel_of(model)).items()}
+
+
+@pytest.mark.parametrize("firsts", [(2,), (3,), (5,)])
+def test_a_sequence_of_layers_is_cut_anywhere(pool: Pool, firsts: tuple[int, ...]) -> None:
+    torch.manual_seed(2)
+    serial, batch = Chain().double(), batch_of("", samples=8, packed=False)
+    x: Any = batch.tokens
+    *layers, head = serial
+    for layer in layers:
+        x = layer(x)
+    loss = head(x, batch.targets) / int((batch.targets != -100).sum())
+    loss.backward()
+    found: dict[str, Tensor] = {}
+    for have, grads in pool.on_grid({"pipe": 2}, chained, firsts):
+        assert have == pytest.approx(loss.item(), rel=1e-12)
+        found.update(grads)
+    for name, param in serial.named_parameters():
+        assert param.grad is not None
+        assert worst(name, found[name], param.grad, 1e-12) == []
+
+
+# ---- lost messages ----------------------------------------------------------------------
+
+
+def lost(grid: Grid, how: str, policy: str, path: str) -> None:
+    """A step in which stage 1 stalls or dies at micro-batch 2; stage 0 writes down what it says."""
+    grid.timeout_seconds = 3.0
+    model = Case("deep", policy=policy).on(grid)
+    runtime = parallel_of(model).pipeline.runtime
+    run, calls = runtime.stage.run, [0]
+
+    def stop(*args: Any, **kwargs: Any) -> Tensor:
+        calls[0] += 1
+        if calls[0] == 3 and runtime.stage.index == 1:
+            if how == "dies":
+                os._exit(3)
+            time.sleep(8.0)
+        return run(*args, **kwargs)
+
+    object.__setattr__(runtime.stage, "run", stop)
+    start = time.monotonic()
+    try:
+        forward_backward(model, micros_of(batch_of("deep", samples=8, packed=False), grid, 8))
+    except CommunicationError as error:
+        if grid.rank == 0:
+            Path(path).write_text(f"{time.monotonic() - start:.1f} {error}")
+        raise
+
+
+@pytest.mark.parametrize("how", ["stalls", "dies"])
+def test_a_stage_that_stops_ends_the_step_with_its_name(tmp_path: Path, how: str) -> None:
+    pool, path = Pool(size=2), tmp_path / "said"
+    try:
+        with pytest.raises(RankError):
+            pool.on_grid({"pipe": 2}, lost, how, "1f1b", str(path), timeout=30.0)
+        for _ in range(60):
+            if path.exists() and path.read_text():
+                break
+            time.sleep(0.1)
+    finally:
+        pool.stop()
+    seconds, _, words = path.read_text().partition(" ")
+    assert float(seconds) < 6.0
+    for fact in ("Stage 0 (rank 0)", "the gradient of micro-batch", "from stage 1 (backward)"):
+        assert fact in words, words
