@@ -14,8 +14,9 @@ jitter: factors exp(N(-σ²/2, σ)), σ = 0.5, drawn from repetition, virtual st
 kind: the same for all. slow: rank 1 does half as much again. Gradients of weights can wait on
 both sides: ours by `Moment.do`, torch's ZBV by its own hook for that, `dw_builder`. So the sides
 differ in nothing but what decides on jobs, sends and receives. Chunks are compared with as many
-chunks; ours `+w` may split backward, as zero-bubble and ZBV do; `=mem` keeps no more than
-1F1B (interleaved) does.
+chunks. Ours `+w` may split backward, as zero-bubble and ZBV do; `=mem` keeps no more than 1F1B
+(interleaved) does, `+w=mem` no more than ZBV. At equal memory each of torch's is compared with our
+fastest of all that keeps no more, in activations of a whole stage.
 
 The simulator is given the median time of each kind of job on each virtual stage, as measured in
 these very runs, times the factors drawn, and the time of a message.
@@ -78,8 +79,8 @@ TORCH = {
     "torch ZBV": (ScheduleZBVZeroBubble, 2),
 }
 OURS = {
-    1: ("message", "message +w", "message =mem", "1f1b", "gpipe", "zero-bubble"),
-    2: ("message", "message +w", "message =mem", "interleaved", "zero-bubble"),
+    1: ("message", "message +w", "message =mem", "message +w=mem", "1f1b", "gpipe", "zero-bubble"),
+    2: ("message", "message +w", "message =mem", "message +w=mem", "interleaved", "zero-bubble"),
 }
 LEAST = {("balanced", 2): 0.97, ("balanced", 4): 0.97, ("jitter", 2): 1.0, ("jitter", 4): 1.05}
 """Least speed of ours over the best of torch's."""
@@ -279,8 +280,8 @@ class Contestant:
     policy: Policy | None = None
     """Of ours."""
     runtime: Runtime | None = None
-    log: list[tuple[str, int]] = field(default_factory=list)
-    """What torch's stages did: kind, and +1, -1 or 0 activations."""
+    log: list[int] = field(default_factory=list)
+    """Activations that torch's stages began to keep (1) and freed (-1)."""
     steps: list[dict[str, Any]] = field(default_factory=list)
 
     def step(self, seed: int) -> None:
@@ -295,20 +296,29 @@ class Contestant:
         start = time.perf_counter()
         losses = self.take()
         stop = time.perf_counter()
-        jobs = [] if self.runtime is None else [asdict(one) for one in self.runtime.done]
+        jobs = [] if self.runtime is None else jobs_of(self.runtime)
         last = "W" if self.policy is not None and self.policy.split else "B"
-        ours = ((job["kind"] == "F") - (job["kind"] == last) for job in jobs)
-        changes = list(ours) if jobs else [change for _, change in self.log]
+        ours = [(job["kind"] == "F") - (job["kind"] == last) for job in jobs]
         self.steps.append(
             {
                 "seed": seed,
                 "start": start,
                 "stop": stop,
-                "jobs": [job for job in jobs if job["kind"] in KINDS],
-                "peak": max(itertools.accumulate(changes)),
+                "jobs": jobs,
+                "peak": max(itertools.accumulate(ours or self.log)),
                 "loss": sum(float(loss) for loss in losses),
             }
         )
+
+
+def jobs_of(runtime: Runtime) -> list[dict[str, Any]]:
+    """Jobs of the last step; choosing a job is part of it, waiting for it is not."""
+    jobs, before = [], None
+    for one in runtime.done:
+        if one.kind in KINDS:
+            jobs.append({**asdict(one), "start": one.start if before is None else before})
+        before = one.stop
+    return jobs
 
 
 class NoQueue:
@@ -370,7 +380,7 @@ class Field:
         mine = [c * setting.ranks + self.rank for c in range(chunks)]
         if kind is ScheduleZBVZeroBubble:
             mine = [self.rank, count - 1 - self.rank]
-        moment, effort, log = Moment(), Effort(setting, chunks), list[tuple[str, int]]()
+        moment, effort, log = Moment(), Effort(setting, chunks), list[int]()
         blocks = {v: Block(effort, moment, self.rank, v) for v in mine}
         if kind is ScheduleZBVZeroBubble:
             moment.later = []
@@ -425,23 +435,23 @@ def waiting(moment: Moment) -> Callable[[], None]:
 class Counted(PipelineStage):
     """Torch's stage that notes what it keeps."""
 
-    log: list[tuple[str, int]]
+    log: list[int]
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Keep an activation."""
-        self.log.append(("F", 1))
+        self.log.append(1)
         return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Free it, unless the weights are to follow."""
         result = super().backward_one_chunk(*args, **kwargs)
-        self.log.append(("B", -1 if kwargs.get("full_backward", True) else 0))
+        self.log.append(-1 if kwargs.get("full_backward", True) else 0)
         return result
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Free it."""
         result = super().backward_weight_one_chunk(*args, **kwargs)
-        self.log.append(("W", -1))
+        self.log.append(-1)
         return result
 
 
@@ -518,9 +528,9 @@ def ours(field: Field, chunks: int, names: Sequence[str]) -> list[Contestant]:
     if field.rank == 0:
         for name in names:
             base, _, extra = name.partition(" ")
-            asked = replace(shape, split=extra == "+w")
-            limit = max(peaks(order)) if extra == "=mem" else 0
-            policies[name] = policy_for(base, asked, times, limit=limit)
+            asked = replace(shape, split="+w" in extra)
+            most = setting.ranks * chunks if asked.split else max(peaks(order))
+            policies[name] = policy_for(base, asked, times, limit=most if "=mem" in extra else 0)
     policies = told(policies)
     return [make(name, policy) for name, policy in policies.items()]
 
@@ -554,9 +564,11 @@ def times_of(effort: Effort, runs: Sequence[tuple[Policy | None, Sequence[Any]]]
 
 def slow(setting: Setting, rank: int) -> float:
     """The factor that all jobs of a rank have: it belongs to their time, not to luck."""
-    return Effort(replace(setting, case="slow"), 1).factor(rank, 0, 0, "F") if (
-        setting.case == "slow"
-    ) else 1.0
+    return (
+        Effort(replace(setting, case="slow"), 1).factor(rank, 0, 0, "F")
+        if (setting.case == "slow")
+        else 1.0
+    )
 
 
 def links_of(ranks: Sequence[Any], setting: Setting) -> Iterator[float]:
@@ -642,9 +654,7 @@ def rows_of(result: dict[str, Any]) -> tuple[list[Row], dict[int, Times]]:
     return rows, times
 
 
-def prediction(
-    setting: Setting, chunks: int, policy: Policy, times: Times, seed: int
-) -> float:
+def prediction(setting: Setting, chunks: int, policy: Policy, times: Times, seed: int) -> float:
     """Seconds of a repetition, as the simulator sees it."""
     effort = Effort(setting, chunks, seed)
     shape = Shape(setting.ranks, setting.micros, chunks, policy.split)
@@ -669,9 +679,7 @@ def bound(setting: Setting, chunks: int, times: Times) -> float:
 
     `max over k of M·(work of a micro-batch on stage k) + forward and backward of those before k`
     """
-    whole = [
-        f + b + w for f, b, w in zip(times.forward, times.backward, times.weight, strict=True)
-    ]
+    whole = [f + b + w for f, b, w in zip(times.forward, times.backward, times.weight, strict=True)]
     return max(
         setting.micros * sum(whole[k :: setting.ranks]) + sum(whole[:k])
         for k in range(setting.ranks)
@@ -716,11 +724,6 @@ def verdicts(setting: Setting, rows: Sequence[Row], times: dict[int, Times]) -> 
             best, own = min(peers, key=lambda r: r.middle), min(mine, key=lambda r: r.middle)
             text = f"{own.name} over {best.name}, {chunks} chunks"
             found.append(Verdict(text, ratio(best, own), least))
-            equal = [r for r in peers if max(r.peak) <= max(by["message =mem", chunks].peak)]
-            if equal:
-                best = min(equal, key=lambda r: r.middle)
-                text = f"message =mem over {best.name}, {chunks} chunks (equal memory)"
-                found.append(Verdict(text, ratio(best, by["message =mem", chunks]), least))
         peers, mine = ([r for r in rows if r.ours is own] for own in (False, True))
         best, own = min(peers, key=lambda r: r.middle), min(mine, key=lambda r: r.middle)
         found.append(
@@ -754,9 +757,28 @@ def wrong(rows: Sequence[Row]) -> int:
     for a, b in itertools.combinations(rows, 2):
         real, said = ratio(a, b), median(a.predicted) / median(b.predicted)
         if max(real, 1 / real) > 1.05 and (real > 1) != (said > 1):
-            print(f"      {a.name} ({a.chunks}) / {b.name} ({b.chunks}): {real:.3f}, said {said:.3f}")
+            print(
+                f"      {a.name} ({a.chunks}) / {b.name} ({b.chunks}): {real:.3f}, said {said:.3f}"
+            )
             count += 1
     return count
+
+
+def equal_memory(rows: Sequence[Row]) -> list[str]:
+    """Torch's against our fastest that keeps no more, in activations of a whole stage."""
+    found = []
+    for peer in rows:
+        if peer.ours:
+            continue
+        room = max(peer.peak) / peer.chunks
+        mine = [r for r in rows if r.ours and max(r.peak) / r.chunks <= room]
+        if mine:
+            best = min(mine, key=lambda r: r.middle)
+            found.append(
+                f"info  within the {room:g} activations of {peer.name}: {best.name} "
+                f"({best.chunks} chunks) {ratio(peer, best):.3f} times as fast"
+            )
+    return found
 
 
 def show(setting: Setting, rows: Sequence[Row], times: dict[int, Times]) -> None:
@@ -795,8 +817,7 @@ def serve(rank: int, ranks: int, port: int, settings: Sequence[Setting], pipe: A
         result = measured(setting, grid, rank)
         if rank == 0:
             pipe.send(result)
-    distributed.barrier()
-    distributed.destroy_process_group()
+    distributed.barrier()  # ended by the parent once it has all
 
 
 def results(ranks: int, settings: Sequence[Setting]) -> Iterator[dict[str, Any]]:
@@ -814,8 +835,6 @@ def results(ranks: int, settings: Sequence[Setting]) -> Iterator[dict[str, Any]]
     try:
         for _ in settings:
             yield here.recv()
-        for worker in workers:
-            worker.join()
     finally:
         for worker in workers:
             worker.kill()
@@ -835,7 +854,8 @@ def main() -> int:
             spread = [max(each) / min(each) - 1 for each in losses]
             assert spread[0] < 1e-5, f"not the same model: {losses}"
             found = verdicts(setting, rows, times)
-            print("\n".join(f"  {one}" for one in found), flush=True)
+            lines = [*map(str, found), *equal_memory(rows)]
+            print("\n".join(f"  {line}" for line in lines), flush=True)
             bad += sum(not one.good for one in found)
             notes.append(
                 {

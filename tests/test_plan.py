@@ -83,8 +83,8 @@ def test_axis_without_runtime_is_named(axis: str) -> None:
     degrees: dict[str, Any] = {axis: 2}
     text = only(Plan(**degrees), 2)
     assert text == (
-        f"{axis}=2: the {axis} axis has no runtime yet. Axes that run today are data, depth, row, "
-        f"col. Use {axis}=1."
+        f"{axis}=2: the {axis} axis has no runtime yet. Axes that run today are pipe, data, depth, "
+        f"row, col. Use {axis}=1."
     )
 
 
@@ -178,13 +178,13 @@ def test_kv_heads_neither_split_nor_shared() -> None:
 
 
 def test_all_problems_at_once() -> None:
-    plan = Plan(data=3, pipe=2, row=5, col=7, batch=10, micro_batch=3, recompute="all")  # type: ignore[arg-type]
+    plan = Plan(data=3, expert=2, row=5, col=7, batch=10, micro_batch=3, recompute="all")  # type: ignore[arg-type]
     starts = [line.split(".")[0] for line in problems(plan, 8)]
     expected = [
         "recompute='all' is not known",
-        "pipe=2: the pipe axis has no runtime yet",
-        "pipe=2 · data=3 · row=5 · col=7 needs 210 ranks, but 8 are there",
-        "batch=10 cannot be shared by data·expert·depth=3 ranks",
+        "expert=2: the expert axis has no runtime yet",
+        "data=3 · expert=2 · row=5 · col=7 needs 210 ranks, but 8 are there",
+        "batch=10 cannot be shared by data·expert·depth=6 ranks",
         "col=7 does not divide micro_batch=3",
         "row=5 does not divide seq=12",
         "col=7 does not divide embed=24",
@@ -264,3 +264,36 @@ def test_divisors(number: int) -> None:
     assert found == sorted(set(found))
     assert all(number % n == 0 for n in found)
     assert math.prod(found) ** 2 == number ** len(found)
+
+
+@pytest.mark.parametrize(
+    ("plan", "start", "end"),
+    [
+        (Plan(chunks=2), "chunks=2 with pipe=1.", "Use pipe=2 or leave it out."),
+        (Plan(spread=True), "spread=True with pipe=1.", "Use pipe=2 or leave it out."),
+        (Plan(stages=(2,)), "stages=[2] with pipe=1.", "Use pipe=2 or leave it out."),
+        (Plan(pipe=8), "pipe=8 with chunks=1 makes 8 virtual stages", "of at most 4."),
+        (Plan(pipe=2, chunks=4), "pipe=2 with chunks=4 makes 8 virtual", "of at most 4."),
+        (Plan(pipe=2, policy="1f1b", chunks=2), "policy='1f1b' with chunks=2.", "or chunks=1."),
+        (Plan(pipe=2, policy="interleaved"), "policy='interleaved' with chunks=1", "'1f1b'."),
+        (Plan(pipe=2, recompute="budget"), "recompute='budget' with a pipeline.", "holds."),
+        (Plan(pipe=2, policy="fifo"), "policy='fifo' is not known.", "Use '1f1b'."),  # type: ignore[arg-type]
+        (Plan(pipe=2, credits=-1), "chunks=1, credits=-1 or jitter=0.1 is out", "0 and 0.1."),
+        (Plan(memory=1.0), "memory=1.0 with recompute='none'.", "or memory=0."),
+    ],
+)
+def test_pipelines_that_cannot_be(plan: Plan, start: str, end: str) -> None:
+    lines = problems(replace(plan, data=1), plan.pipe, layers=2)
+    (text,) = [line for line in lines if line.startswith(start)]
+    assert text.endswith(end)
+
+
+def test_a_pipeline_has_several_micro_batches_unless_told_otherwise() -> None:
+    sizes = {**SIZES, "layers": 6}
+    plan = Plan(pipe=2, data=2, batch=32).check(sizes, 4)
+    assert (plan.micro_batch, plan.micro_batches) == (2, 8)
+    assert Plan(pipe=2, data=2, batch=8).check(sizes, 4).micro_batches == 4
+    split = Plan(pipe=2, col=2, batch=8).check(sizes, 4)
+    assert (split.micro_batch, split.micro_batches) == (2, 4), "col splits the samples"
+    assert Plan(pipe=2, batch=8, micro_batch=8).check(sizes, 2).micro_batches == 1
+    assert Plan(batch=8).check(sizes, 1).micro_batches == 1

@@ -1,0 +1,76 @@
+"""Pipelines whose messages come late at random equal one process: many seeds beyond the tests.
+
+Cases are drawn from the whole product of `tests/pipeline/test_stages.py` (grids, models, policies,
+chunks), each with a seed of delays of its own that no test uses; losses, gradients, weights after a
+step and the optimizer's state are compared as the tests do. Case n is the same on every run.
+
+    python benchmarks/pipeline_delays.py --count 200
+    python benchmarks/pipeline_delays.py --first 137 --count 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1] / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "pipeline")]
+
+from test_stages import CLIP, LR, serial, whole_product  # noqa: E402
+
+from equivalence import Case, compare, run_case  # noqa: E402
+from grids import label  # noqa: E402
+from pool import Pool, RankError  # noqa: E402
+
+FIRST_SEED = 1_000_000
+"""Tests use the numbers of their cases, which are smaller."""
+
+
+def settings() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=200, help="cases")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    return parser.parse_args()
+
+
+def drawn(number: int) -> tuple[dict[str, int], Case]:
+    """Case of a number."""
+    grid, case = random.Random(number).choice(whole_product())
+    return grid, replace(case, delay=FIRST_SEED + number)
+
+
+def differences(pool: Pool, grid: dict[str, int], case: Case) -> list[str]:
+    """What is not as in one process."""
+    whole = serial(case.model, case.packed)
+    try:
+        return compare(whole, pool.on_grid(grid, run_case, case, whole.batch, LR, CLIP))
+    except RankError as error:
+        return str(error).splitlines()
+
+
+def main() -> int:
+    """Try them all."""
+    asked, pool, bad, start = settings(), Pool(), 0, time.perf_counter()
+    for number in range(asked.first, asked.first + asked.count):
+        grid, case = drawn(number)
+        lines = differences(pool, grid, case)
+        bad += bool(lines)
+        if lines:
+            name = f"{label(grid)}-{case.policy}-{case.chunks}-{case.label}{'-keep' * case.keep}"
+            print(f"case {number}: {name}, delays {case.delay}")
+            print("\n".join(f"    {line}" for line in lines), flush=True)
+    pool.stop()
+    seconds = time.perf_counter() - start
+    print(f"{asked.count} cases with random delays, {bad} differ, {seconds:.0f} s")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

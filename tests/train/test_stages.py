@@ -1,0 +1,130 @@
+"""Runs with stages: losses, checkpoints, credits, measured times, the timeline of a step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pool import Pool
+from ranvier.errors import PlanError
+from ranvier.grid import Grid
+from ranvier.parallel import parallel_of
+from ranvier.train.stages import measured
+from training import run_of, stored, trainer_of
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return stored(tmp_path_factory.mktemp("corpus"))
+
+
+def trained(grid: Grid, corpus: str, out: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Losses and norms of a few steps, evaluated at the end, and what the pipeline settled."""
+    run = run_of(out, dict(grid.degrees), STEPS, **changes)
+    trainer = trainer_of(grid, corpus, run)
+    rows = list(trainer.steps())
+    pipeline = parallel_of(trainer.model).pipeline
+    return {
+        "losses": [row["loss"] for row in rows],
+        "norms": [row["grad_norm"] for row in rows],
+        "held_out": trainer.measure(),
+        "limit": pipeline.how.limit,
+        "firsts": pipeline.runtime.stage.firsts,
+        "notes": trainer.notes,
+        "flops": trainer.meter.flops,
+    }
+
+
+@pytest.mark.parametrize(
+    ("degrees", "changes"),
+    [
+        ({"pipe": 2, "row": 2, "data": 2}, {}),
+        ({"pipe": 4}, {"model__tied": True, "plan__policy": "zero-bubble", "model__dropout": 0.2}),
+        ({"pipe": 2}, {"plan__spread": True, "plan__recompute": "selective"}),
+        ({"pipe": 2, "depth": 2}, {"plan__gathered": "keep", "plan__chunks": 2}),
+    ],
+    ids=str,
+)
+def test_a_run_with_stages_is_that_of_one_process(
+    pool: Pool, tmp_path: Path, corpus: str, degrees: dict[str, int], changes: dict[str, Any]
+) -> None:
+    """Dropout draws by sample, so it is the same as well."""
+    model = {name: value for name, value in changes.items() if name.startswith("model")}
+    ((one),) = pool.on_grid({}, trained, corpus, "", model)
+    for found in pool.on_grid(degrees, trained, corpus, str(tmp_path), changes):
+        for what in ("losses", "norms", "held_out"):
+            assert found[what] == pytest.approx(one[what], rel=1e-9), what
+    facts = json.loads((tmp_path / "timeline.json").read_text())
+    assert len(facts["stages"]) == degrees["pipe"] and facts["step"] == STEPS
+    each = facts["micro_batches"] * facts["chunks"]
+    for jobs in facts["stages"]:
+        assert sum(kind == "F" for kind, *_ in jobs) == each
+        assert all(0.0 <= start <= stop <= facts["seconds"] for _, _, _, start, stop in jobs)
+    assert len(facts["part_seconds"]) == 4 and min(facts["part_seconds"]) > 0.0
+
+
+def test_a_limit_of_memory_bounds_what_a_stage_holds(
+    pool: Pool, tmp_path: Path, corpus: str
+) -> None:
+    """Much room gives many credits; room for none is an error."""
+    settings = {"plan__micro_batch": 1, "plan__memory": 1.0}
+    roomy = pool.on_grid({"pipe": 2}, trained, corpus, str(tmp_path), settings)
+    assert roomy[0]["limit"] == roomy[1]["limit"] > 8
+    assert any("a stage may hold" in line for line in roomy[0]["notes"])
+    tight = {**settings, "plan__memory": 2e-4}
+    for said in pool.on_grid({"pipe": 2}, refused, corpus, tight):
+        assert said.startswith("plan.memory=0.0002 leaves room for no micro-batch")
+
+
+def refused(grid: Grid, corpus: str, changes: dict[str, Any]) -> str:
+    """What is said of a run that cannot be."""
+    try:
+        trained(grid, corpus, "", changes)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def test_measured_times_decide_where_the_model_is_cut(
+    pool: Pool, tmp_path: Path, corpus: str
+) -> None:
+    table = tmp_path / "times.toml"
+    table.write_text("forward = [1.0, 1.0, 1.0, 9.0]\nbackward = [2, 2, 2, 18]\n")
+    changes: dict[str, Any] = {"plan__stage_times": str(table)}
+    found = pool.on_grid({"pipe": 2}, trained, corpus, str(tmp_path), changes)
+    assert found[0]["firsts"] == (0, 3)
+    changes = {"plan__stage_times": str(tmp_path)}  # of the run just made
+    again = pool.on_grid({"pipe": 2}, trained, corpus, str(tmp_path), changes)
+    assert again[0]["losses"] == pytest.approx(found[0]["losses"], rel=1e-12)
+    explicit = pool.on_grid({"pipe": 2}, trained, corpus, "", {"plan__stages": (1,)})
+    assert explicit[1]["firsts"] == (0, 1)
+    assert explicit[0]["flops"] == found[0]["flops"], "the mean over stages"
+
+
+@pytest.mark.parametrize("text", ["forward = 3", "forward = [-1.0]", "forward = [", ""])
+def test_times_that_cannot_be_read_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "times.toml").write_text(text)
+    with pytest.raises(PlanError, match="stage_times"):
+        measured(tmp_path / "times.toml")
+    with pytest.raises(PlanError, match="cannot be read"):
+        measured(tmp_path / "nowhere")
+
+
+def resumed(grid: Grid, corpus: str, out: str) -> tuple[list[float], list[float]]:
+    """Losses of a run, and of one that goes on from its checkpoint in the middle."""
+    settings: dict[str, Any] = {"checkpoint__every": 2, "model__tied": True}
+    run = run_of(out, dict(grid.degrees), STEPS, **settings)
+    whole = [row["loss"] for row in trainer_of(grid, corpus, run).steps()]
+    second = trainer_of(grid, corpus, run)
+    second.resume(Path(out) / "checkpoints" / "step-00000002")
+    return whole, [row["loss"] for row in second.steps()]
+
+
+def test_a_run_with_stages_goes_on_to_the_bit(pool: Pool, tmp_path: Path, corpus: str) -> None:
+    for whole, rest in pool.on_grid({"pipe": 2, "data": 2}, resumed, corpus, str(tmp_path)):
+        assert rest == whole[2:]
