@@ -51,7 +51,9 @@ def losses(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("degrees", [{"row": 2}, {"depth": 2}, {"col": 2}, {"data": 2}], ids=str)
+@pytest.mark.parametrize(
+    "degrees", [{"row": 2}, {"depth": 2}, {"col": 2}, {"data": 2}, {"pipe": 2}], ids=str
+)
 def test_two_ranks_share_one_gpu(
     pool: Pool, corpus: str, degrees: dict[str, int], dtype: str
 ) -> None:

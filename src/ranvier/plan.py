@@ -227,6 +227,11 @@ class Plan:
                 f"{sizes['layers']} layers, embedding and head are {parts} parts. Each stage needs "
                 f"one. Use pipe·chunks of at most {parts}."
             )
+        if self.tune:
+            yield (
+                "tune=True with a pipeline. Stages have other matmuls than the rank that times "
+                "them. Use tune=False."
+            )
         if self.recompute == "budget":
             yield (
                 "recompute='budget' with a pipeline. A budget is measured on whole models. Use "

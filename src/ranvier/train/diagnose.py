@@ -21,6 +21,8 @@ from ranvier.parallel import parallel_of
 from ranvier.train.step import forward_backward
 
 NONE = 2**62
+MANY = 2**32
+"""More checks than a stage makes."""
 
 
 @dataclass
@@ -56,8 +58,10 @@ def first_bad(model: nn.Module, batches: Sequence[Batch], scale: Tensor | None) 
     Communicates: as a step does, then one number and a name over all axes.
     """
     parallel, checks = parallel_of(model), Checks()
+    stage = parallel.pipeline.runtime.stage
     for name, (part, _) in parallel.state().items():
         checks.look(f"the weight {name}", part)
+    checks.number = MANY * (1 + stage.index)  # earlier stages come before later ones
     with ExitStack() as hooks:
         if parallel.compiled is not None:  # a graph cannot be looked into
             hooks.callback(setattr, parallel.compiled, "on", parallel.compiled.on)
@@ -69,7 +73,9 @@ def first_bad(model: nn.Module, batches: Sequence[Batch], scale: Tensor | None) 
 
             hooks.callback(leaf.register_forward_hook(hook).remove)
         loss = forward_backward(model, batches, scale=scale)
+    checks.number = MANY * (1 + stage.count)
     checks.look("the loss", loss)
+    checks.number = MANY * (2 + 2 * stage.count - stage.index)
     grads = parallel.queue.finish()
     for bucket, pieces in reversed(grads):
         for weight, grad in reversed(bucket.by_weight(pieces)):

@@ -69,17 +69,16 @@ def _attention(
     dtype: torch.dtype,
     flow: Flow,
 ) -> list[str]:
-    cores = [leaf for leaf in parallel.leaves.values() if isinstance(leaf, Core)]
-    if device.type != "cuda" or not cores:
+    if device.type != "cuda":
         return []
-    core, model = cores[0], run.model
-    ranks = grid.axis(*core.site.table.axes(core.dim)).size
-    samples = max(core.tokens(flow, core.dim) // flow.seq, 1)
+    model, some = run.model, next(iter(parallel.leaves.values()))  # a stage may have no attention
+    ranks = grid.axis(*parallel.table.axes("heads")).size
+    samples = max(some.tokens(flow, "heads") // flow.seq, 1)
     heads, groups = model.heads // ranks, max(model.kv_heads // ranks, 1)
     shape = (samples, flow.seq, heads, groups, model.head_dim)
     mine = attend.tuned(*shape, dtype, device, fastest) if grid.rank == 0 else ""
     name = told(mine, grid, device)
-    for leaf in cores:
+    for leaf in (leaf for leaf in parallel.leaves.values() if isinstance(leaf, Core)):
         leaf.serial.attend = attend.way(name)  # type: ignore[assignment]
     return [f"attention of whole samples: {name}"]
 
@@ -88,14 +87,14 @@ def _eighths(run: Run, parallel: Parallel, flow: Flow) -> list[str]:
     """Have the named layers multiply in fp8 where their sizes allow it."""
     products, layers = fp8.Scaled(run.train.fp8), _linear(parallel)  # type: ignore[arg-type]
     named = [name for name in layers if set(name.split(".")) & set(run.train.fp8_layers)]
-    if not named:
+    if not named and parallel.grid.degrees["pipe"] == 1:  # else another stage may have them
         raise PlanError(
             f"train.fp8_layers={list(run.train.fp8_layers)} names no linear layer. A word of its "
             f"name means a layer. Words are {', '.join(_words(layers))}."
         )
     left = [name for name in named if not _even(layers[name], flow)]
     chosen = [name for name in named if name not in left]
-    if not chosen:
+    if named and not chosen:
         raise PlanError(
             f"train.fp8={run.train.fp8!r}, but no layer can be multiplied so: tokens of a "
             f"micro-batch, inputs and outputs must be multiples of {fp8.EVEN}, not "
