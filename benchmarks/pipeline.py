@@ -83,6 +83,8 @@ OURS = {
     1: ("message", "message +w", "message =mem", "message +w=mem", "1f1b", "gpipe", "zero-bubble"),
     2: ("message", "message +w", "message =mem", "message +w=mem", "interleaved", "zero-bubble"),
 }
+WARM = 2
+"""Steps of everyone before any is measured."""
 LEAST = {("balanced", 2): 0.97, ("balanced", 4): 0.97, ("jitter", 2): 1.0, ("jitter", 4): 1.05}
 """Least speed of ours over the best of torch's."""
 
@@ -478,11 +480,13 @@ def measured(setting: Setting, grid: Grid, rank: int) -> dict[str, Any]:
     """All steps of all contestants on all ranks."""
     field = Field(setting, grid, rank)
     found: list[Contestant] = []
+    known: dict[int, Times] = {}
     for chunks, names in OURS.items():
-        found += ours(field, chunks, names)
+        more, known[chunks] = ours(field, chunks, names)
+        found += more
     found += [field.torchs(name) for name in TORCH]
     for one in found:
-        for _ in range(2):
+        for _ in range(WARM):
             one.step(-1)
         one.steps.clear()
     gc.collect()
@@ -495,6 +499,7 @@ def measured(setting: Setting, grid: Grid, rank: int) -> dict[str, Any]:
     rows = everyone([one.steps for one in found])
     return {
         "setting": asdict(setting),
+        "known": known,
         "contestants": [
             {
                 "name": one.name,
@@ -507,8 +512,8 @@ def measured(setting: Setting, grid: Grid, rank: int) -> dict[str, Any]:
     }
 
 
-def ours(field: Field, chunks: int, names: Sequence[str]) -> list[Contestant]:
-    """Ours with so many chunks, whose policies are chosen by times that are measured first."""
+def ours(field: Field, chunks: int, names: Sequence[str]) -> tuple[list[Contestant], Times]:
+    """Ours with so many chunks, and times that are measured first, by which policies are chosen."""
     setting = field.setting
     make = field.ours(chunks)
     shape = Shape(setting.ranks, setting.micros, chunks)
@@ -516,9 +521,9 @@ def ours(field: Field, chunks: int, names: Sequence[str]) -> list[Contestant]:
     zero = Times((1.0,) * setting.ranks * chunks, (1.0,) * setting.ranks * chunks)
     tried = [make(name, policy_for(name, shape, zero)) for name in (usual, "zero-bubble")]
     for one in tried:
-        for _ in range(4):
+        for _ in range(WARM + 5):
             one.step(-1)
-        one.steps = one.steps[1:]
+        one.steps = one.steps[WARM:]
     runs = [(one.policy, everyone(one.steps)) for one in tried]
     effort = Effort(setting, chunks)
     times = times_of(effort, runs)
@@ -534,7 +539,7 @@ def ours(field: Field, chunks: int, names: Sequence[str]) -> list[Contestant]:
             most = setting.ranks * chunks if asked.split else max(peaks(order))
             policies[name] = policy_for(base, asked, times, limit=most if "=mem" in extra else 0)
     policies = told(policies)
-    return [make(name, policy) for name, policy in policies.items()]
+    return [make(name, policy) for name, policy in policies.items()], times
 
 
 def times_of(effort: Effort, runs: Sequence[tuple[Policy | None, Sequence[Any]]]) -> Times:
@@ -805,19 +810,22 @@ def equal_memory(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def show(setting: Setting, rows: Sequence[Row], times: dict[int, Times]) -> None:
+def words(times: Times) -> str:
+    """Means over virtual stages."""
+    rows = zip(KINDS, (times.forward, times.backward, times.weight), strict=True)
+    jobs = " ".join(f"{kind} {statistics.fmean(row) * 1e3:.2f}" for kind, row in rows)
+    assert isinstance(times.link, float)
+    return f"jobs {jobs} ms, message {times.link * 1e3:.2f} ms"
+
+
+def show(
+    setting: Setting, rows: Sequence[Row], times: dict[int, Times], known: dict[int, Times]
+) -> None:
     """The table of a setting."""
     print(f"\n{setting}, {setting.repeat} repetitions")
     for chunks, one in times.items():
-        per = " ".join(
-            f"{name} {statistics.fmean(values) * 1e3:.2f}"
-            for name, values in zip(KINDS, (one.forward, one.backward, one.weight), strict=True)
-        )
-        assert isinstance(one.link, float)
-        print(
-            f"  {chunks} chunks: jobs {per} ms, message {one.link * 1e3:.2f} ms, "
-            f"bound {bound(setting, chunks, one) * 1e3:.1f} ms"
-        )
+        print(f"  {chunks} chunks: {words(one)}, bound {bound(setting, chunks, one) * 1e3:.1f} ms")
+        print(f"            (when policies were chosen: {words(known[chunks])})")
     print("  name               chunks     ms  (half of them)  torch's best  predicted  keeps")
     for row in sorted(rows, key=lambda r: (r.chunks, r.middle)):
         peers = [r for r in rows if not r.ours and r.chunks == row.chunks]
@@ -879,7 +887,7 @@ def main() -> int:
         for result in results(ranks, [s for s in every if s.ranks == ranks]):
             setting = Setting(**result["setting"])
             rows, times = rows_of(result)
-            show(setting, rows, times)
+            show(setting, rows, times, result["known"])
             refuse_other_models(rows)
             found = verdicts(setting, rows, times)
             lines = [*map(str, found), *without_splitting(rows), *equal_memory(rows)]
@@ -890,6 +898,7 @@ def main() -> int:
                     "setting": asdict(setting),
                     "load": os.getloadavg(),
                     "times": {chunks: asdict(one) for chunks, one in times.items()},
+                    "known": {chunks: asdict(one) for chunks, one in result["known"].items()},
                     "rows": [asdict(row) for row in rows],
                     "verdicts": [{**asdict(one), "good": one.good} for one in found],
                 }

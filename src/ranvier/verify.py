@@ -202,7 +202,7 @@ def compare(
         keep=run.plan.gathered == "keep",
     )
     parallel = parallel_of(model)
-    decays = {name: weight.group == "matrix" for name, weight in parallel.weights.items()}
+    decays = {name: group == "matrix" for name, (group, _, _) in parallel.shapes.items()}
     reference = Reference.of(serial, batch, run, decays)
     micros = batch.micro_batches(grid, run.plan.micro_batch)
     optim = run.optim
@@ -259,27 +259,27 @@ def _gradients(parallel: Parallel) -> dict[str, tuple[Tensor, Place]]:
 def _tensors(parallel: Parallel, reference: Reference, grads: Mapping[str, Any]) -> list[Finding]:
     """Gradients and weights of this rank against its part of the whole ones."""
     floor = max(grad.abs().max().item() for grad in reference.grads.values())
-    findings = []
-    for name, (part, place) in grads.items():
+    findings, state = list[Finding](), parallel.state()
+    for name in (name for name, (_, trained, _) in parallel.shapes.items() if trained):
         want = reference.grads[name]
         size = want.abs().max().item()
         zero = size < NOISE * floor
-        findings.append(
-            _finding(f"gradient of {name}", part, place, want, floor if zero else size, ONE_PASS)
-        )
+        scale = floor if zero else size
+        findings.append(_finding(f"gradient of {name}", grads.get(name), want, scale, ONE_PASS))
         if not zero:  # Adam makes full steps of rounding noise
-            have, box = parallel.state()[name]
-            want = reference.weights[name]
+            after, want = f"weight {name} after {STEPS} steps", reference.weights[name]
             size = want.abs().max().item()
-            findings.append(
-                _finding(f"weight {name} after {STEPS} steps", have, box, want, size, AFTER_STEPS)
-            )
+            findings.append(_finding(after, state.get(name), want, size, AFTER_STEPS))
     return findings
 
 
 def _finding(
-    what: str, part: Tensor, place: Place, whole: Tensor, scale: float, limit: float
+    what: str, mine: tuple[Tensor, Place] | None, whole: Tensor, scale: float, limit: float
 ) -> Finding:
+    """How far my part is off; what lies on another stage is not mine to judge."""
+    if mine is None:
+        return Finding(what, 0.0, limit)
+    part, place = mine
     error = (part - place.take(whole)).abs()
     return Finding(what, (error.max().item() if error.numel() else 0.0) / scale, limit)
 

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from equivalence import Case, batch_of, gradients, micros_of, worst
 from pool import Pool
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
+from ranvier.models import Decoder
+from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import parallel_of
 from ranvier.train.stages import measured
+from ranvier.train.step import forward_backward
+from ranvier.verify import compare, shrink
 from training import run_of, stored, trainer_of
 
 STEPS = 4
@@ -128,3 +135,62 @@ def resumed(grid: Grid, corpus: str, out: str) -> tuple[list[float], list[float]
 def test_a_run_with_stages_goes_on_to_the_bit(pool: Pool, tmp_path: Path, corpus: str) -> None:
     for whole, rest in pool.on_grid({"pipe": 2, "data": 2}, resumed, corpus, str(tmp_path)):
         assert rest == whole[2:]
+
+
+def verified(grid: Grid, changes: dict[str, Any]) -> list[str]:
+    """What `ranvier verify` finds wrong on a grid, on this rank."""
+    run = shrink(run_of("", dict(grid.degrees), STEPS, **changes))
+    torch.manual_seed(run.train.seed)
+    findings, lines, _ = compare(run, grid, Decoder(run.model).double())
+    names = [finding.what for finding in findings]
+    assert len(names) > 40 and len(names) == len(set(names))
+    return lines + [finding.what for finding in findings if not finding.good]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "changes"),
+    [
+        ({"pipe": 2, "depth": 2}, {"model__tied": True, "plan__spread": True}),
+        ({"pipe": 4}, {"plan__policy": "1f1b"}),
+    ],
+    ids=str,
+)
+def test_verify_takes_stages(pool: Pool, degrees: dict[str, int], changes: dict[str, Any]) -> None:
+    assert pool.on_grid(degrees, verified, changes) == [[]] * math.prod(degrees.values())
+
+
+def reduced(grid: Grid) -> list[str]:
+    """Messages back and reductions over data of a step, in the order of their issue."""
+    model = Case("deep", policy="1f1b").on(grid)
+    micros = micros_of(batch_of("deep", samples=16, packed=False), grid, 2)
+    optimizer = Optimizer(parallel_of(model).queue)
+    with grid.trace.recording() as events:
+        forward_backward(model, micros)
+        optimizer.step()
+    words = {("send", ("pipe",)): "message", ("reduce_scatter", ("data",)): "reduction"}
+    return [words[e.op, e.axis] for e in events if (e.op, e.axis) in words]
+
+
+def test_reductions_over_data_begin_in_the_last_backward_pass(pool: Pool) -> None:
+    """Before the last gradient is sent on, all but the last block are on their way."""
+    last_stage = pool.on_grid({"pipe": 2, "data": 2}, reduced)[2]
+    assert last_stage.count("message") == 2
+    before = last_stage[: len(last_stage) - last_stage[::-1].index("message")]
+    assert before.count("reduction") >= 2
+
+
+def compiled(grid: Grid) -> list[str]:
+    """What differs between compiled blocks and eager ones in the stages of a pipeline."""
+    lines, found = [], []
+    for backend in ("", "aot_eager"):
+        case = Case("deep tied", micro_batches=2, packed=True)
+        model = case.on(grid, compiled=backend)
+        loss = forward_backward(model, micros_of(batch_of("", samples=8, packed=True), grid, 2))
+        found.append({n: g for n, (g, _) in gradients(parallel_of(model)).items()} | {"": loss})
+    for name, want in found[0].items():
+        lines += worst(name, found[1][name], want, 1e-12)
+    return lines
+
+
+def test_compiled_blocks_run_in_stages(pool: Pool) -> None:
+    assert pool.on_grid({"pipe": 2}, compiled) == [[], []]

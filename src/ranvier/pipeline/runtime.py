@@ -83,7 +83,7 @@ class Runtime:
     delay: Delay | None = None
     """Holds messages back, for tests."""
     timing: bool = False
-    """Note when jobs ran; on a device each is waited for."""
+    """Note when the jobs of a step of training run; on a device each is waited for."""
     done: list[Done] = field(default_factory=list)
     """Jobs and waits of the last step, if they were timed."""
     begun: float = 0.0
@@ -159,6 +159,7 @@ class Step:
         self.shape = Shape(
             stage.count, len(micros), len(stage.chunks), policy.split, forward_only=forward_only
         )
+        self.timing = runtime.timing and not forward_only
         self.now = Progress(self.shape, stage.index)
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.later: dict[tuple[int, int], list[Callable[[], None]]] = {}
@@ -174,7 +175,8 @@ class Step:
     def run(self) -> None:
         """Take all jobs."""
         at, stage = self.at, self.at.stage
-        at.done, at.begun = [], time.perf_counter()
+        if self.timing:
+            at.done, at.begun = [], time.perf_counter()
         for chunk in range(len(stage.chunks)):
             if not stage.enters(chunk):
                 form = at._forms.get((self._shape_of(), chunk))
@@ -185,7 +187,7 @@ class Step:
             job = self._next()
             start = time.perf_counter()
             self._do(job)
-            if at.timing:
+            if self.timing:
                 if at.device.type == "cuda":
                     torch.cuda.synchronize(at.device)
                 at.done.append(Done(job.kind, job.micro, job.chunk, start, time.perf_counter()))
@@ -292,7 +294,7 @@ class Step:
                 way, chunk = needs or self._missing()
                 number = self.inbox.arrived.get((way, chunk), 0)
                 raise CommunicationError(self._lost((way, chunk), number, None))
-        if at.timing and time.perf_counter() - start > SHORT:
+        if self.timing and time.perf_counter() - start > SHORT:
             (way, chunk), micro = self._cause(start)
             at.done.append(Done(WORDS[way], micro, chunk, start, time.perf_counter()))
 
