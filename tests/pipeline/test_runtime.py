@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from equivalence import Case, batch_of, build, copied, gradients, micros_of, worst
 from pool import Pool, RankError
+from ranvier.comm.inbox import Inbox
 from ranvier.errors import CommunicationError, PlanError
 from ranvier.grid import Grid
 from ranvier.infer.staged import continued
@@ -105,6 +106,35 @@ def test_evaluation_through_stages_is_that_of_one_process(
         want = build_once()(**batch.inputs()).item() / int((batch.targets != -100).sum())
     for loss, changed in pool.on_grid(degrees, evaluated, case):
         assert loss == pytest.approx(want, rel=1e-12) and changed == []
+
+
+def crowded(grid: Grid) -> tuple[float, int]:
+    """Evaluation with a slow last stage: the most messages that waited there."""
+    model = Case("deep").on(grid)
+    runtime = parallel_of(model).pipeline.runtime
+    run, most = runtime.stage.run, [0]
+
+    def slow(*args: Any, **kwargs: Any) -> Tensor:
+        if runtime.stage.index == 1:
+            time.sleep(0.01)
+        return run(*args, **kwargs)
+
+    object.__setattr__(runtime.stage, "run", slow)
+    taken = Inbox.take
+
+    def counted(inbox: Inbox, key: Any, device: torch.device) -> Tensor:
+        most[0] = max(most[0], len(inbox._ready[key]))
+        return taken(inbox, key, device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Inbox, "take", counted)
+        micros = micros_of(batch_of("deep", samples=32, packed=False), grid, 32)
+        return evaluate(model, micros).item(), most[0]
+
+
+def test_evaluation_does_not_pile_up_messages(pool: Pool) -> None:
+    (one, none), (same, most) = pool.on_grid({"pipe": 2}, crowded)
+    assert one == same and none == 0 and 1 <= most <= 3
 
 
 def build_once() -> nn.Module:

@@ -52,6 +52,8 @@ class Source:
     """Their shape and type; None: the sender tells before the first."""
     tag: int = 0
     """Tells messages of a sender apart."""
+    ahead: int = 0
+    """Messages that may wait to be taken; 0: any number."""
 
 
 class Inbox:
@@ -81,6 +83,8 @@ class Inbox:
                 form = source.form or read_header(_received(source, HEADING, stream))
                 self.forms[key] = form
                 for number in range(source.count):
+                    if source.ahead:
+                        self._room(key, source.ahead)
                     value = _received(source, form, stream)
                     if self._delay is not None:
                         time.sleep(self._delay(key, number))
@@ -93,6 +97,11 @@ class Inbox:
             with self._change:
                 self._error = self._error or (key, number, error)
                 self._change.notify_all()
+
+    def _room(self, key: Key, ahead: int) -> None:
+        """Wait until fewer than so many messages wait to be taken."""
+        with self._change:
+            self._change.wait_for(lambda: len(self._ready[key]) < ahead)
 
     def wait(self, seen: int, seconds: float) -> bool:
         """Wait until more than `seen` messages have come in all; False if none came in time."""
@@ -112,6 +121,7 @@ class Inbox:
         """The next message of a key, which must have come."""
         with self._change:
             value = self._ready[key].popleft()
+            self._change.notify_all()
         return value.to(device, non_blocking=True)
 
 
@@ -185,14 +195,20 @@ class _Letter:
 class Outbox:
     """Messages on their way out in one direction, in order."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ahead: int = 0) -> None:
+        """ahead: messages on their way after which `send` waits; 0: never."""
         self.device = device
+        self._room = threading.Semaphore(ahead) if ahead else None
         self._letters: queue.SimpleQueue[_Letter | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def send(self, value: Tensor, axis: Axis, to: int, tag: int) -> None:
-        """Hand a message over; it must not be changed any more."""
+    def send(
+        self, value: Tensor, axis: Axis, to: int, tag: int, seconds: float | None = None
+    ) -> None:
+        """Hand a message over; it must not be changed any more. seconds: to wait for room."""
+        if self._room is not None and not self._room.acquire(timeout=seconds):
+            raise CommunicationError(_untaken(seconds or 0.0))
         if self._error is not None:
             raise CommunicationError(f"A message could not be sent: {self._error}") from self._error
         if self._thread is None:
@@ -221,8 +237,12 @@ class Outbox:
                     work.wait()
                     if stream is not None:
                         stream.synchronize()
+                    if self._room is not None:
+                        self._room.release()
         except BaseException as error:  # seen by the next send, or at the end
             self._error = error
+            if self._room is not None:
+                self._room.release()
 
     def close(self, seconds: float) -> None:
         """Wait until all is sent."""
@@ -230,10 +250,14 @@ class Outbox:
             self._letters.put(None)
             self._thread.join(seconds)
             if self._thread.is_alive():
-                raise CommunicationError(
-                    f"Messages to the next stage were not taken within {seconds:g} s. All stages "
-                    "must stay alive. Look at the other ranks' messages first."
-                )
+                raise CommunicationError(_untaken(seconds))
             self._thread = None
         if self._error is not None:
             raise CommunicationError(f"A message could not be sent: {self._error}") from self._error
+
+
+def _untaken(seconds: float) -> str:
+    return (
+        f"Messages to another stage were not taken within {seconds:g} s. All stages must stay "
+        "alive. Look at the other ranks' messages first."
+    )

@@ -37,6 +37,8 @@ WORDS = {
     RETURN: "gradient",
 }
 """What messages bring."""
+AHEAD = 3
+"""Messages that evaluation may have under way to a stage, and waiting there."""
 SHORT = 1e-4
 """Seconds below which a wait is none."""
 
@@ -115,10 +117,7 @@ class Runtime:
 
     @torch.no_grad()
     def forward(self, micros: Sequence[Micro]) -> list[Tensor]:
-        """Results of all micro-batches, on the last stage; nothing is kept. Communicates: as train.
-
-        Any number of micro-batches may be under way.
-        """
+        """Results of all micro-batches, on the last stage. Communicates: as train."""
         shape = Shape(self.stage.count, len(micros), len(self.stage.chunks), forward_only=True)
         results: list[Tensor] = []
         none = torch.zeros((), device=self.device)
@@ -164,7 +163,10 @@ class Step:
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.later: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self.inbox = Inbox(runtime.delay)
-        self.outbox = {way: Outbox(runtime.device) for way in (FORWARD, BACKWARD)}
+        # Credits bound what is under way. Evaluation has none: of one chunk a few may be ahead.
+        plain = forward_only and len(stage.chunks) == 1 and not stage.vocabulary
+        self.ahead = AHEAD if plain else 0
+        self.outbox = {way: Outbox(runtime.device, self.ahead) for way in (FORWARD, BACKWARD)}
         self.first: dict[Job, int] = {}
         """When a job was first seen to be ready."""
         self.vocabulary = Vocabulary(self) if stage.vocabulary else None
@@ -229,7 +231,7 @@ class Step:
         # the gradient of a chunk of mine comes back from the one behind it
         tag = chunk if way == FORWARD else (stage.virtual(chunk) + 1) // stage.count
         axis = line(self.at.grid, way, tag, wraps=stage.index + away != index)
-        source = Source(axis, index, len(self.micros), self.at.device, form, tag)
+        source = Source(axis, index, len(self.micros), self.at.device, form, tag, self.ahead)
         self.inbox.listen((way, chunk), source)
 
     # ---- what to do next ----------------------------------------------------------------
@@ -465,16 +467,16 @@ class Step:
         # messages are known by the later of the two chunks
         tag = (stage.virtual(job.chunk) + max(ahead, 0)) // stage.count
         axis = line(at.grid, way, tag, wraps=stage.index + ahead != to)
-        form = (tuple(value.shape), value.dtype)
+        form, limit = (tuple(value.shape), value.dtype), at.grid.timeout_seconds
         if way == FORWARD and job.micro == 0:
             known = (self._shape_of(), -1 - job.chunk)
             if at._forms.get(known) != form:
                 at._forms[known] = form
-                self.outbox[way].send(header(form, at.device), axis, to, tag)
+                self.outbox[way].send(header(form, at.device), axis, to, tag, limit)
             if not self.shape.forward_only:
                 self._listen(BACKWARD, job.chunk, form)
         self._noted("send", way, value)
-        self.outbox[way].send(value, axis, to, tag)
+        self.outbox[way].send(value, axis, to, tag, limit)
 
     def _noted(self, op: str, way: str, value: Tensor) -> None:
         """Have the trace know of a message."""
