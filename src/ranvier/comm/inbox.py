@@ -188,8 +188,16 @@ class _Letter:
     axis: Axis
     to: int
     tag: int
-    made: Any
+    made: Any = None
     """The moment of the device at which the value is there."""
+    work: Any = None
+    """What it is waited for by, once it is sent."""
+
+    def send(self) -> None:
+        """Start to send it."""
+        to, group = self.axis.ranks[self.to], self.axis.group
+        self.work = distributed.isend(self.value, to, group=group, tag=self.tag)
+        assert self.work is not None
 
 
 class Outbox:
@@ -208,33 +216,31 @@ class Outbox:
     ) -> None:
         """Hand a message over; it must not be changed any more. seconds: to wait for room."""
         if self._room is not None and not self._room.acquire(timeout=seconds):
-            raise CommunicationError(_untaken(seconds or 0.0))
-        if self._error is not None:
-            raise CommunicationError(f"A message could not be sent: {self._error}") from self._error
+            raise CommunicationError(f"it was not taken within {seconds:g} s")
+        self._check()
+        letter = _Letter(value.contiguous(), axis, to, tag)
+        if self.device.type == "cuda":  # whose thread waits for the device first
+            letter.made = torch.cuda.Event()
+            letter.made.record()
+        else:
+            try:
+                letter.send()
+            except RuntimeError as error:
+                self._error = error
+                self._check()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._send, daemon=True)
+            self._thread = threading.Thread(target=self._work, daemon=True)
             self._thread.start()
-        made = None
-        if self.device.type == "cuda":
-            made = torch.cuda.Event()
-            made.record()
-        self._letters.put(_Letter(value.contiguous(), axis, to, tag, made))
+        self._letters.put(letter)
 
-    def _send(self) -> None:
+    def _work(self) -> None:
+        """See letters off."""
         try:
             with _stream(self.device) as stream:
                 while (letter := self._letters.get()) is not None:
-                    if letter.made is not None:
-                        stream.wait_event(letter.made)
-                    value = letter.value
-                    if _staged(letter.axis, self.device):
-                        value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
-                        value.copy_(letter.value, non_blocking=True)
-                        stream.synchronize()
-                    to = letter.axis.ranks[letter.to]
-                    work = distributed.isend(value, to, group=letter.axis.group, tag=letter.tag)
-                    assert work is not None
-                    work.wait()
+                    if letter.work is None:
+                        _leave(letter, stream)
+                    letter.work.wait()
                     if stream is not None:
                         stream.synchronize()
                     if self._room is not None:
@@ -250,14 +256,21 @@ class Outbox:
             self._letters.put(None)
             self._thread.join(seconds)
             if self._thread.is_alive():
-                raise CommunicationError(_untaken(seconds))
+                raise CommunicationError(f"it was not taken within {seconds:g} s")
             self._thread = None
+        self._check()
+
+    def _check(self) -> None:
         if self._error is not None:
-            raise CommunicationError(f"A message could not be sent: {self._error}") from self._error
+            raise CommunicationError(str(self._error)) from self._error
 
 
-def _untaken(seconds: float) -> str:
-    return (
-        f"Messages to another stage were not taken within {seconds:g} s. All stages must stay "
-        "alive. Look at the other ranks' messages first."
-    )
+def _leave(letter: _Letter, stream: Any) -> None:
+    """Send what lies on a device, once it is there; through the host where Gloo sends it."""
+    stream.wait_event(letter.made)
+    if _staged(letter.axis, letter.value.device):
+        there = letter.value
+        letter.value = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+        letter.value.copy_(there, non_blocking=True)
+        stream.synchronize()
+    letter.send()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ranvier.nn.leaf import Flow
 from ranvier.pipeline.choice import policy_for
@@ -10,12 +10,9 @@ from ranvier.pipeline.cut import Cut
 from ranvier.pipeline.line import BACKWARD, FORWARD
 from ranvier.pipeline.policy import Job, Order, Policy, Shape
 from ranvier.pipeline.runtime import Runtime
-from ranvier.pipeline.simulator import Times, simulate
+from ranvier.pipeline.simulator import Times
 from ranvier.pipeline.vocabulary import FINAL, PART, RETURN, ROWS
 from ranvier.trace import Event
-
-GAIN = 0.97
-"""Of the time of a step that a split backward must save: it keeps activations longer."""
 
 
 @dataclass
@@ -47,15 +44,11 @@ class Pipeline:
         return self.chosen[micro_batches]
 
     def _best(self, shape: Shape) -> Policy:
-        """The policy of the plan's name; `message` splits backward where that clearly gains."""
-        name, times, limit = self.how.policy, self.expected(), self.how.limit
-        whole = policy_for(name, shape, times, limit=limit)
-        if name != "message" or not self.how.splits or self.runtime.stage.vocabulary:
-            return whole
-        apart = policy_for(name, replace(shape, split=True), times, limit=limit)
-        even = replace(times, jitter=0.0)
-        seconds = [simulate(shape, policy, even).seconds for policy in (whole, apart)]
-        return apart if seconds[1] < GAIN * seconds[0] else whole
+        """The policy of the plan's name; `message` may split backward."""
+        splits = self.how.splits and not self.runtime.stage.vocabulary
+        return policy_for(
+            self.how.policy, shape, self.expected(), limit=self.how.limit, splits=splits
+        )
 
     def expected(self) -> Times:
         """Times of the jobs: backward takes twice as long as forward, half of it for weights."""

@@ -91,10 +91,18 @@ class Runtime:
     begun: float = 0.0
     """When it began."""
     _forms: dict[tuple[Any, int], Form] = field(default_factory=dict)
+    _lines: dict[tuple[str, int, bool], Axis] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.inside: Axis = self.grid.axis(*INSIDE, channel="" if self.grid.tagged else HOST)
         """Ranks that share collectives inside the stage, and where its leader tells them orders."""
+
+    def line(self, way: str, tag: int, *, wraps: bool = False) -> Axis:
+        """The communicator of a kind of message."""
+        key = (way, tag, wraps)
+        if key not in self._lines:
+            self._lines[key] = line(self.grid, way, tag, wraps=wraps)
+        return self._lines[key]
 
     # ---- steps --------------------------------------------------------------------------
 
@@ -196,8 +204,11 @@ class Step:
         if self.vocabulary is not None:
             self.vocabulary.end()
         at.queue.job(forget=stage.count > 1)
-        for box in self.outbox.values():
-            box.close(at.grid.timeout_seconds)
+        for way, box in self.outbox.items():
+            try:
+                box.close(at.grid.timeout_seconds)
+            except CommunicationError as error:
+                raise CommunicationError(self._unsent(way, len(self.micros) - 1, error)) from error
         for (way, chunk), form in self.inbox.forms.items():
             if way == FORWARD:
                 at._forms[self._shape_of(), chunk] = form
@@ -230,7 +241,7 @@ class Step:
         index = (stage.index + away) % stage.count
         # the gradient of a chunk of mine comes back from the one behind it
         tag = chunk if way == FORWARD else (stage.virtual(chunk) + 1) // stage.count
-        axis = line(self.at.grid, way, tag, wraps=stage.index + away != index)
+        axis = self.at.line(way, tag, wraps=stage.index + away != index)
         source = Source(axis, index, len(self.micros), self.at.device, form, tag, self.ahead)
         self.inbox.listen((way, chunk), source)
 
@@ -334,6 +345,17 @@ class Step:
             f"{number}{of_chunk} from stage {other} ({way}){within}{why}. All stages must stay "
             "alive and answer. Look at the messages of that stage first; train.timeout says how "
             "long to wait."
+        )
+
+    def _unsent(self, way: str, number: int, error: Exception) -> str:
+        """What is said when a message cannot be sent."""
+        stage = self.at.stage
+        other = (stage.index + (1 if way == FORWARD else -1)) % stage.count
+        return (
+            f"Stage {stage.index} (rank {self.at.grid.rank}) could not send the {WORDS[way]} of "
+            f"micro-batch {number} to stage {other} ({way}): {error}. All stages must stay alive "
+            "and answer. Look at the messages of that stage first; train.timeout says how long to "
+            "wait."
         )
 
     def here(self, way: str, chunk: int, number: int) -> bool:
@@ -457,7 +479,7 @@ class Step:
     def post(self, way: str, to: int, value: Tensor, tag: int) -> None:
         """Send a message to any stage."""
         self._noted("send", way, value)
-        self.outbox[FORWARD].send(value, line(self.at.grid, way, tag), to, tag)
+        self.outbox[FORWARD].send(value, self.at.line(way, tag), to, tag)
 
     def _send(self, way: str, job: Job, value: Tensor) -> None:
         """Send the result of a job on, to the virtual stage before or behind."""
@@ -466,17 +488,20 @@ class Step:
         to = (stage.index + ahead) % stage.count
         # messages are known by the later of the two chunks
         tag = (stage.virtual(job.chunk) + max(ahead, 0)) // stage.count
-        axis = line(at.grid, way, tag, wraps=stage.index + ahead != to)
+        axis = at.line(way, tag, wraps=stage.index + ahead != to)
         form, limit = (tuple(value.shape), value.dtype), at.grid.timeout_seconds
-        if way == FORWARD and job.micro == 0:
+        box, first = self.outbox[way], way == FORWARD and job.micro == 0
+        try:
             known = (self._shape_of(), -1 - job.chunk)
-            if at._forms.get(known) != form:
+            if first and at._forms.get(known) != form:
                 at._forms[known] = form
-                self.outbox[way].send(header(form, at.device), axis, to, tag, limit)
-            if not self.shape.forward_only:
-                self._listen(BACKWARD, job.chunk, form)
+                box.send(header(form, at.device), axis, to, tag, limit)
+            box.send(value, axis, to, tag, limit)
+        except CommunicationError as error:
+            raise CommunicationError(self._unsent(way, job.micro, error)) from error
         self._noted("send", way, value)
-        self.outbox[way].send(value, axis, to, tag, limit)
+        if first and not self.shape.forward_only:
+            self._listen(BACKWARD, job.chunk, form)
 
     def _noted(self, op: str, way: str, value: Tensor) -> None:
         """Have the trace know of a message."""

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ranvier.comm.inbox import Source
-from ranvier.pipeline.line import line
 
 if TYPE_CHECKING:
     from ranvier.pipeline.runtime import Step
@@ -58,7 +57,7 @@ class Vocabulary:
         assert form is not None
 
         def listen(what: str, sender: int) -> None:
-            axis = line(self.at.grid, what, TAGS[what])
+            axis = self.at.line(what, TAGS[what])
             source = Source(axis, sender, count, self.at.device, form, TAGS[what])
             self.step.inbox.listen((what, sender), source)
 
