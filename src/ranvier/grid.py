@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 HOST = "host"
 """Channel of groups whose messages never leave the hosts: small facts, at any moment."""
+MESSAGES = ("forward", "backward", "rows", "final", "part", "return")
+"""How channels of messages between stages begin; who waits for one has a clock of its own."""
+WEEK = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,17 +135,21 @@ class Grid:
         return self._axes[key]
 
     def some(self, name: str, indices: Sequence[int]) -> Axis:
-        """Some of the ranks of an axis, mine among them.
+        """Some of the ranks of an axis; for another rank that rank alone.
 
-        Communicates: with its members, the first time it is asked for on a connected grid.
+        All ranks must ask, also those that are none of them: each makes a group, so that all have
+        made equally many. Communicates: with its members, the first time it is asked for.
         """
-        assert self.index[name] in indices, (name, indices)
         if len(indices) == self.degrees[name]:
             return self.axis(name)
         key = (name, tuple(indices))
         if key not in self._axes:
             line = self._members({name: self.degrees[name]})
-            self._axes[key] = self._joined((name,), [line[i] for i in indices], "")
+            some = [line[i] for i in indices]
+            mine = self.rank in some
+            if not mine and self.connected and ((self.rank,), str(key)) not in self.groups:
+                self.groups[(self.rank,), str(key)] = self._group([self.rank], "")
+            self._axes[key] = self._joined((name,), some if mine else [self.rank], "")
         return self._axes[key]
 
     def _make(self, counts: Mapping[str, int], channel: str) -> Axis:
@@ -158,7 +165,7 @@ class Grid:
         if self.connected and len(ranks) > 1:
             key = (tuple(sorted(ranks)), channel)
             if key not in self.groups:
-                self.groups[key] = self._group(ranks, "gloo" if channel == HOST else None)
+                self.groups[key] = self._group(ranks, channel)
             group = self.groups[key]
         return Axis(
             names=names,
@@ -191,16 +198,19 @@ class Grid:
 
         return not self.connected or distributed.get_backend() != "nccl"
 
-    def _group(self, ranks: list[int], backend: str | None) -> ProcessGroup:
+    def _group(self, ranks: list[int], channel: str) -> ProcessGroup:
         from torch import distributed
 
+        # A receive that is posted long before its message is no sign of a hang.
+        patient = channel.startswith(MESSAGES)
+        seconds = max(self.timeout_seconds, WEEK) if patient else self.timeout_seconds
         # Only members take part (O(1) calls a rank at any world size). c10d names such a group by
         # its ranks and how many groups the process has: members must have made equally many before.
         try:
             group = distributed.new_group(
                 ranks,
-                backend=backend,
-                timeout=datetime.timedelta(seconds=self.timeout_seconds),
+                backend="gloo" if channel == HOST else None,
+                timeout=datetime.timedelta(seconds=seconds),
                 use_local_synchronization=True,
             )
         except RuntimeError as error:

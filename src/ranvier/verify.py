@@ -38,6 +38,8 @@ ONE_PASS, AFTER_STEPS = 1e-12, 1e-9
 """Largest difference, relative to the largest magnitude of a tensor."""
 NOISE = 1e-10
 """A gradient this much smaller than the model's largest is rounding noise of a true zero."""
+NOT_MINE = -1.0
+"""Difference of what lies on another stage; if no rank has it, something is wrong."""
 STEPS = 3
 MOST_RANKS = 64
 
@@ -278,7 +280,7 @@ def _finding(
 ) -> Finding:
     """How far my part is off; what lies on another stage is not mine to judge."""
     if mine is None:
-        return Finding(what, 0.0, limit)
+        return Finding(what, NOT_MINE, limit)
     part, place = mine
     error = (part - place.take(whole)).abs()
     return Finding(what, (error.max().item() if error.numel() else 0.0) / scale, limit)
@@ -292,9 +294,10 @@ def _worst(findings: list[Finding], grid: Grid) -> list[Finding]:
     here = torch.tensor([f.difference for f in findings], dtype=torch.float64)
     here = here.nan_to_num(nan=math.inf)
     most = verbs.all_reduce(here, grid.axis(*grid.degrees), "max").wait()
+    found = [max(m, h) for m, h in zip(most.tolist(), here.tolist(), strict=True)]
     return [
-        replace(f, difference=max(m, h))
-        for f, m, h in zip(findings, most.tolist(), here.tolist(), strict=True)
+        replace(f, difference=math.inf if worst == NOT_MINE else worst)
+        for f, worst in zip(findings, found, strict=True)
     ]
 
 

@@ -156,7 +156,13 @@ CASES: list[tuple[dict[str, int], Case]] = [
 ]
 
 
-@pytest.mark.parametrize(("degrees", "case"), CASES, ids=["one", "samples", "features", "depth"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_compiled_blocks_equal_eager_ones:
+        names = ["one", "samples", "features", "depth"]
+        count = len(CASES) if metafunc.config.getoption("--full") else 2
+        metafunc.parametrize(("degrees", "case"), CASES[:count], ids=names[:count])
+
+
 def test_compiled_blocks_equal_eager_ones(pool: Pool, degrees: dict[str, int], case: Case) -> None:
     """And one graph serves all blocks, one the last norm; other documents need no other."""
     for lines, made, alive in pool.on_grid(degrees, differs, case):

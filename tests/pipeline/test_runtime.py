@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from equivalence import Case, batch_of, build, copied, gradients, micros_of, worst
 from pool import Pool, RankError
 from ranvier.comm.inbox import Inbox
-from ranvier.errors import CommunicationError, PlanError
+from ranvier.errors import CommunicationError, PlanError, RanvierError
 from ranvier.grid import Grid
 from ranvier.infer.staged import continued
-from ranvier.models.decoder import Head
+from ranvier.models.decoder import Decoder, DecoderConfig, Head
+from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.pipeline.cut import Cut, balanced, cut
 from ranvier.train.step import evaluate, forward_backward
@@ -268,3 +269,95 @@ def test_a_stage_that_stops_ends_the_step_with_its_name(tmp_path: Path, how: str
     assert float(seconds) < 6.0
     for fact in ("Stage 0 (rank 0)", "the gradient of micro-batch", "from stage 1 (backward)"):
         assert fact in words, words
+
+
+# ---- stages that train little or nothing ------------------------------------------------
+
+
+class Bare(nn.Sequential):
+    """A chain whose middle part has no weights."""
+
+    sizes = {"embed": 16, "vocab": 29}
+    dims = {"0": ("vocab", "embed"), "1": ("embed",), "2": ("vocab", "embed")}
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(29, 16), nn.Dropout(0.0), Head(16, 29, bias=False))
+
+
+def stepped(grid: Grid, kind: str, frozen: tuple[str, ...], how: Cut) -> list[Any]:
+    """Losses and norms of three steps, and the weights after them."""
+    torch.manual_seed(2)
+    model = Bare().double() if kind == "bare" else build("deep")
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith(frozen))
+    model = parallelize(model, grid, how=how)
+    optimizer = Optimizer(parallel_of(model).queue, lr=1e-2, clip=0.5)
+    micros, found = micros_of(batch_of("", samples=8, packed=False), grid, 4), list[Any]()
+    for _ in range(3):
+        loss = forward_backward(model, micros).item()
+        found.append((loss, optimizer.step().item()))
+    found.append({n: x.clone() for n, (x, _) in parallel_of(model).state().items()})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "frozen", "how"),
+    [
+        ("bare", 3, ("nothing",), Cut()),
+        ("deep", 2, ("embed", "blocks.0", "blocks.1", "blocks.2"), Cut(first=(4,))),
+        ("deep", 2, ("blocks.5", "norm", "head"), Cut(first=(6,))),
+        ("deep", 2, ("embed",), Cut(spread=True)),
+        ("deep", 4, ("blocks.2", "blocks.3"), Cut(first=(2, 3, 5), policy="zero-bubble")),
+    ],
+    ids=str,
+)
+def test_stages_may_have_nothing_to_train(
+    pool: Pool, kind: str, stages: int, frozen: tuple[str, ...], how: Cut
+) -> None:
+    (one,) = pool.on_grid({}, stepped, kind, frozen, Cut())
+    for found in pool.on_grid({"pipe": stages}, stepped, kind, frozen, how):
+        assert found[:3] == [pytest.approx(want, rel=1e-9) for want in one[:3]]
+        for name, value in found[3].items():
+            if value.shape == one[3][name].shape:  # a spread vocabulary is cut
+                assert worst(name, value, one[3][name], 1e-9) == []
+
+
+class Trebled(Decoder):
+    """A model that does something in forward that no stage would do."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().forward(*args, **kwargs) * 3.0
+
+
+def misused(grid: Grid, how: str) -> str:
+    """What is said of a model or a batch that stages cannot take."""
+    batch = batch_of("deep", samples=8, packed=False)
+    try:
+        if how == "forward":
+            config = DecoderConfig(layers=2, embed=16, heads=8, kv_heads=2, head_dim=4, vocab=29)
+            parallelize(Trebled(config), grid)
+            return ""
+        model = Case("deep").on(grid)
+        micros = micros_of(batch, grid, 4)
+        if how == "hook":
+            model.register_forward_hook(lambda *_: None)
+        else:
+            micros = [batch.select(slice(0, 3)), batch.select(slice(3, 8))]
+        forward_backward(model, micros)
+    except RanvierError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("forward", "Trebled has a forward of its own but the segment of another class."),
+        ("hook", "Decoder has forward hooks, but stages never call the whole model."),
+        ("ragged", "The micro-batches of a step have the shapes [(3, 8), (5, 8)]."),
+    ],
+)
+def test_what_stages_would_leave_out_is_refused(pool: Pool, how: str, words: str) -> None:
+    assert [said.startswith(words) for said in pool.on_grid({"pipe": 2}, misused, how)] == [
+        True
+    ] * 2

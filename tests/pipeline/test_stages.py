@@ -102,9 +102,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_a_pipeline_equals_one_process(pool: Pool, degrees: dict[str, int], case: Case) -> None:
+    """And, of some cases, the state reloads bit for bit on another grid with stages."""
     whole = serial(case.model, case.packed)
     results = pool.on_grid(degrees, run_case, case, whole.batch, LR, CLIP)
     assert compare(whole, results) == []
+    if case.delay % 4:
+        return
     state = {key: assemble(result[key] for result in results) for key in ("after", "optimizer")}
     other = GRIDS[(GRIDS.index(degrees) * 7 + 3) % len(GRIDS)]
     plain = Case(case.model, inner="features")

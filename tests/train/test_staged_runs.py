@@ -83,6 +83,8 @@ def test_a_limit_of_memory_bounds_what_a_stage_holds(
     roomy = pool.on_grid({"pipe": 2}, trained, corpus, str(tmp_path), settings)
     assert roomy[0]["limit"] == roomy[1]["limit"] > 8
     assert any("a stage may hold" in line for line in roomy[0]["notes"])
+    spread = pool.on_grid({"pipe": 2}, trained, corpus, "", {**settings, "plan__spread": True})
+    assert spread[0]["limit"] == spread[1]["limit"] > 8
     tight = {**settings, "plan__memory": 2e-4}
     for said in pool.on_grid({"pipe": 2}, refused, corpus, tight):
         assert said.startswith("plan.memory=0.0002 leaves room for no micro-batch")
@@ -113,7 +115,17 @@ def test_measured_times_decide_where_the_model_is_cut(
     assert explicit[0]["flops"] == found[0]["flops"], "the mean over stages"
 
 
-@pytest.mark.parametrize("text", ["forward = 3", "forward = [-1.0]", "forward = [", ""])
+@pytest.mark.parametrize("facts", ["{}", '{"part_seconds": ["a"]}', '{"part_seconds": [0.0, 0]}'])
+def test_a_timeline_without_times_is_refused(tmp_path: Path, facts: str) -> None:
+    (tmp_path / "timeline.json").write_text(facts)
+    with pytest.raises(PlanError, match="stage_times"):
+        measured(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["forward = 3", "forward = [-1.0]", "forward = [", "", "forward = [nan, 1.0]", "forward = [0]"],
+)
 def test_times_that_cannot_be_read_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "times.toml").write_text(text)
     with pytest.raises(PlanError, match="stage_times"):

@@ -249,6 +249,8 @@ class Deferred:
         self.scatter_axis = grid.axis("depth", channel="scatter")
         self.data_axis = grid.axis("data")
         self.buckets: list[Bucket] = []
+        self.device = torch.device("cpu")
+        """Where the weights lie."""
         self.loads = 0
         """How often values were loaded into the weights from outside."""
         self.complete: Callable[[Bucket], None] | None = None

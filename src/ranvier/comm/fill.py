@@ -13,13 +13,14 @@ def fill(queue: Deferred, weights: Iterable[Weight], blocks: Mapping[str, str]) 
 
     blocks: name of the block of each weight. Communicates: the making of groups.
     """
-    groups: dict[tuple[str, bool, Group, bool, bool], list[Weight]] = {}
+    groups: dict[tuple[str, bool, Group, bool, bool, tuple[int, ...]], list[Weight]] = {}
     for weight in weights:
         tied = len(weight.owners) > 1 or weight.tied is not None
-        key = (blocks[weight.name], weight.split, weight.group, weight.trainable, tied)
+        whom = weight.tied.ranks if weight.tied is not None else ()
+        key = (blocks[weight.name], weight.split, weight.group, weight.trainable, tied, whom)
         groups.setdefault(key, []).append(weight)
     multiple = queue.data_axis.size
-    for (block, _, _, _, tied), members in groups.items():
+    for (block, _, _, _, tied, _), members in groups.items():
         members.sort(key=lambda weight: sorted(copies(weight, queue).items()))
         segments = _segments(members, queue)
         bucket = Bucket(

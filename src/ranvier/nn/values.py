@@ -27,10 +27,12 @@ def fill_values(
 ) -> None:
     """Give every parameter its part of the values, as views of its bucket."""
     where: torch.device | str = device or "cpu"
+    queue.device = torch.device(where)
     for bucket in queue.buckets:
         originals = [w.original.device for w in bucket.weights if w.original is not None]
         where = device or (originals[0] if originals else "cpu")
         bucket.data = torch.zeros(bucket.size, dtype=dtype, device=where)
+        queue.device = bucket.data.device
         for weight in bucket.weights:
             view = bucket.data[weight.offset : weight.offset + weight.elements].view(
                 weight.sharding.local

@@ -24,14 +24,16 @@ from ranvier.optim.scale import Scale
 from ranvier.sharding import State
 
 
-def gradient_norm(grads: Sequence[tuple[Bucket, Pieces]], grid: Grid, early: Early) -> Tensor:
+def gradient_norm(
+    grads: Sequence[tuple[Bucket, Pieces]], grid: Grid, early: Early, none: Tensor
+) -> Tensor:
     """Euclidean norm of the gradient of the whole model.
 
     Ranges over data are disjoint; of the ranks that hold the same part only the first counts it.
+    none: an empty tensor of the type the others sum in, for a rank without any.
     Communicates: all-reduce of one number over all axes.
     """
     mine = [part for bucket, pieces in grads for part in bucket.first(pieces)]
-    none = grads[0][0].data[:0] if grads else torch.zeros(0)  # of the type the others send
     square = early.total([bucket for bucket, _ in grads], mine or [none])
     with grid.trace.at("norm"):
         return verbs.all_reduce(square, grid.axis(*grid.degrees)).wait().sqrt()
@@ -76,7 +78,7 @@ class Optimizer:
         self.mean = {b: torch.zeros_like(x, dtype=moments) for b, x in self.master.items()}
         self.square = {b: torch.zeros_like(x, dtype=moments) for b, x in self.master.items()}
         self._seeds = {b: init.key(0, "moments", b.weights[0].name) for b in self.buckets}
-        device = self.buckets[0].data.device if self.buckets else "cpu"
+        device = queue.device
         self.updates = torch.zeros((), dtype=torch.float64, device=device)
         """Updates made; masked ones do not count."""
         self.finite = torch.ones((), dtype=torch.bool, device=device)
@@ -120,7 +122,8 @@ class Optimizer:
 
     def _norm(self, grads: Sequence[tuple[Bucket, Pieces]]) -> tuple[Tensor, Tensor | None]:
         """Norm of the gradient without its scale, and what gradients are to be multiplied by."""
-        norm = gradient_norm(grads, self.grid, self._early)
+        none = torch.zeros(0, dtype=self.queue.dtype, device=self.queue.device)
+        norm = gradient_norm(grads, self.grid, self._early, none)
         if self.scale is not None:
             norm = norm / self.scale.value
         factor = clip_factor(norm, self.clip) if self.clip > 0.0 else None

@@ -114,6 +114,7 @@ def segment_of(model: nn.Module) -> Callable[..., Tensor]:
     """What runs some of the parts."""
     own: Any = getattr(model, "segment", None)
     if own is not None:
+        _refuse_other_forward(type(model))
         run: Callable[..., Tensor] = own
         return run
 
@@ -128,6 +129,18 @@ def segment_of(model: nn.Module) -> Callable[..., Tensor]:
         return result
 
     return through
+
+
+def _refuse_other_forward(kind: type) -> None:
+    """Stages run `segment`: a `forward` that was written over it would be left out in silence."""
+    for one in kind.__mro__:
+        if "segment" in vars(one):
+            return
+        if "forward" in vars(one):
+            raise PlanError(
+                f"{one.__name__} has a forward of its own but the segment of another class. Stages "
+                "run segment, so what forward adds would be lost. Write segment too, or use pipe=1."
+            )
 
 
 def cut(model: nn.Module, costs: Sequence[float], how: Cut, index: int, count: int) -> Stage:

@@ -149,7 +149,8 @@ class Message:
         same = len(set(self.credits)) == 1
         held = str(self.credits[0]) if same else ", ".join(map(str, self.credits))
         first = "first come" if self.priority == "first" else f"{self.priority} first"
-        return f"{first}, at most {held} micro-batches a stage"
+        waiting = ", weight gradients while it waits" if self.split else ""
+        return f"{first}, at most {held} micro-batches a stage{waiting}"
 
     def choose(self, ready: Sequence[Job], now: Progress) -> Job | None:
         """The first by priority for which there is credit; else weight gradients; else none."""

@@ -18,25 +18,17 @@ from torch import Tensor
 from ranvier.comm import verbs
 from ranvier.comm.deferred import Deferred
 from ranvier.comm.inbox import Delay, Form, Inbox, Key, LostError, Outbox, Source, header
-from ranvier.errors import CommunicationError
+from ranvier.errors import CommunicationError, ShardingError
 from ranvier.grid import HOST, Axis, Grid
 from ranvier.nn.leaf import Moment
 from ranvier.pipeline.cut import Stage
 from ranvier.pipeline.line import BACKWARD, FORWARD, line
+from ranvier.pipeline.lost import WORDS, lost_words, unsent_words
 from ranvier.pipeline.policy import Job, Kind, Policy, Progress, Shape
-from ranvier.pipeline.vocabulary import FINAL, PART, RETURN, ROWS, Vocabulary
+from ranvier.pipeline.vocabulary import FINAL, Vocabulary
 
 INSIDE = ("expert", "context", "depth", "row", "col")
 """Axes along which the ranks of a stage communicate in its jobs."""
-WORDS = {
-    FORWARD: "activation",
-    BACKWARD: "gradient",
-    ROWS: "activation",
-    FINAL: "activation",
-    PART: "gradient",
-    RETURN: "gradient",
-}
-"""What messages bring."""
 AHEAD = 3
 """Messages that evaluation may have under way to a stage, and waiting there."""
 SHORT = 1e-4
@@ -166,6 +158,12 @@ class Step:
         self.shape = Shape(
             stage.count, len(micros), len(stage.chunks), policy.split, forward_only=forward_only
         )
+        shapes = {tuple(micro.inputs["tokens"].shape) for micro in micros}
+        if stage.count > 1 and len(shapes) > 1:
+            raise ShardingError(
+                f"The micro-batches of a step have the shapes {sorted(shapes)}. Between stages all "
+                "have one. Cut the batch into equal ones, or use pipe=1."
+            )
         self.timing = runtime.timing and not forward_only
         self.now = Progress(self.shape, stage.index)
         self.kept: dict[tuple[int, int], _Kept] = {}
@@ -208,7 +206,9 @@ class Step:
             try:
                 box.close(at.grid.timeout_seconds)
             except CommunicationError as error:
-                raise CommunicationError(self._unsent(way, len(self.micros) - 1, error)) from error
+                raise CommunicationError(
+                    unsent_words(self.at, way, len(self.micros) - 1, error)
+                ) from error
         for (way, chunk), form in self.inbox.forms.items():
             if way == FORWARD:
                 at._forms[self._shape_of(), chunk] = form
@@ -300,13 +300,15 @@ class Step:
             if good():
                 break
             try:
-                came = self.inbox.wait(seen, limit - (time.perf_counter() - start))
+                came = self.inbox.wait(seen, limit)
             except LostError as lost:
-                raise CommunicationError(self._lost(lost.key, lost.number, lost.error)) from lost
+                raise CommunicationError(
+                    lost_words(self.at, lost.key, lost.number, lost.error)
+                ) from lost
             if not came:
                 way, chunk = needs or self._missing()
                 number = self.inbox.arrived.get((way, chunk), 0)
-                raise CommunicationError(self._lost((way, chunk), number, None))
+                raise CommunicationError(lost_words(self.at, (way, chunk), number, None))
         if self.timing and time.perf_counter() - start > SHORT:
             (way, chunk), micro = self._cause(start)
             at.done.append(Done(WORDS[way], micro, chunk, start, time.perf_counter()))
@@ -329,34 +331,6 @@ class Step:
             if done < each and not stage.leaves(chunk) and not self.here(BACKWARD, chunk, done):
                 return BACKWARD, chunk
         return BACKWARD, 0
-
-    def _lost(self, key: Key, number: int, error: BaseException | None) -> str:
-        """What is said when a message does not come."""
-        (way, chunk), stage, grid = key, self.at.stage, self.at.grid
-        other = chunk  # who sends what is no matter of a chunk
-        if way in (FORWARD, BACKWARD):
-            other = (stage.index + (-1 if way == FORWARD else 1)) % stage.count
-        why = f" ({error})" if error is not None else ""
-        within = "" if error is not None else f" within {grid.timeout_seconds:g} s"
-        between = len(stage.chunks) > 1 and way in (FORWARD, BACKWARD)
-        of_chunk = f" of chunk {chunk}" if between else ""
-        return (
-            f"Stage {stage.index} (rank {grid.rank}) did not get the {WORDS[way]} of micro-batch "
-            f"{number}{of_chunk} from stage {other} ({way}){within}{why}. All stages must stay "
-            "alive and answer. Look at the messages of that stage first; train.timeout says how "
-            "long to wait."
-        )
-
-    def _unsent(self, way: str, number: int, error: Exception) -> str:
-        """What is said when a message cannot be sent."""
-        stage = self.at.stage
-        other = (stage.index + (1 if way == FORWARD else -1)) % stage.count
-        return (
-            f"Stage {stage.index} (rank {self.at.grid.rank}) could not send the {WORDS[way]} of "
-            f"micro-batch {number} to stage {other} ({way}): {error}. All stages must stay alive "
-            "and answer. Look at the messages of that stage first; train.timeout says how long to "
-            "wait."
-        )
 
     def here(self, way: str, chunk: int, number: int) -> bool:
         """Whether a message has come."""
@@ -418,8 +392,9 @@ class Step:
         finally:
             moment.factor, moment.leave = None, False
         if not self.shape.forward_only:
-            loss = final and self.vocabulary is None
-            edge = y if loss else torch.autograd.graph.get_gradient_edge(y)
+            loss, edge = final and self.vocabulary is None, None
+            if y.requires_grad:  # else nothing before it is trained
+                edge = y if loss else torch.autograd.graph.get_gradient_edge(y)
             self.kept[job.chunk, job.micro] = _Kept(x, edge)
         if not final:
             self._send(FORWARD, job, y.detach())
@@ -437,12 +412,15 @@ class Step:
         if not stage.leaves(job.chunk):
             dy = self.taken(BACKWARD, job.chunk)
         elif self.vocabulary is None:
-            dy = self.factor.to(kept.edge.dtype)
+            dy = self.factor
         else:
             dy = self.vocabulary.gradient(job.micro)
         at.moment.later = [] if self.shape.split else None
         try:
-            torch.autograd.backward((kept.edge,), (dy,))
+            if isinstance(kept.edge, Tensor):
+                kept.edge.backward(dy.to(kept.edge.dtype))
+            elif kept.edge is not None:
+                torch.autograd.backward((kept.edge,), (dy,))
             if at.moment.later is not None:
                 self.later[job.chunk, job.micro] = at.moment.later
         finally:
@@ -479,7 +457,12 @@ class Step:
     def post(self, way: str, to: int, value: Tensor, tag: int) -> None:
         """Send a message to any stage."""
         self._noted("send", way, value)
-        self.outbox[FORWARD].send(value, self.at.line(way, tag), to, tag)
+        try:
+            self.outbox[FORWARD].send(value, self.at.line(way, tag), to, tag)
+        except CommunicationError as error:
+            raise CommunicationError(
+                unsent_words(self.at, way, self.now.count("F"), error, to)
+            ) from error
 
     def _send(self, way: str, job: Job, value: Tensor) -> None:
         """Send the result of a job on, to the virtual stage before or behind."""
@@ -498,7 +481,7 @@ class Step:
                 box.send(header(form, at.device), axis, to, tag, limit)
             box.send(value, axis, to, tag, limit)
         except CommunicationError as error:
-            raise CommunicationError(self._unsent(way, job.micro, error)) from error
+            raise CommunicationError(unsent_words(self.at, way, job.micro, error)) from error
         self._noted("send", way, value)
         if first and not self.shape.forward_only:
             self._listen(BACKWARD, job.chunk, form)

@@ -16,7 +16,7 @@ from ranvier.comm.fill import copies
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.nn.leaf import Flow, Leaf, Site
-from ranvier.pipeline.cut import Absent, Cut, Stage, cut, parts_of
+from ranvier.pipeline.cut import Absent, Cut, Stage, cut, parts_of, segment_of
 from ranvier.pipeline.line import BACKWARD, FORWARD, line
 from ranvier.pipeline.vocabulary import TAGS
 
@@ -48,6 +48,8 @@ def staged(model: nn.Module, site: Site, found: Mapping[str, Leaf], how: Cut) ->
     """
     grid = site.grid
     count = grid.degrees["pipe"]
+    if count == 1 and type(model).forward is nn.Sequential.forward:
+        return Stage(chunks=(slice(0, len(parts_of(model))),), run=segment_of(model))
     if count == 1:
         return Stage(run=lambda x, parts, **inputs: model(**inputs))
     for weight in site.weights.values():  # by all ranks, as long as they do the same
@@ -73,8 +75,9 @@ def staged(model: nn.Module, site: Site, found: Mapping[str, Leaf], how: Cut) ->
         weight.owners = [
             one for one, at in zip(weight.owners, stages, strict=True) if at == stage.index
         ]
-        if len(set(stages)) > 1 and weight.owners:
-            weight.tied = grid.some("pipe", sorted(set(stages)))
+        if len(set(stages)) > 1:
+            axis = grid.some("pipe", sorted(set(stages)))
+            weight.tied = axis if weight.owners else None
         if not weight.owners:
             del site.weights[name]
     if how.spread:

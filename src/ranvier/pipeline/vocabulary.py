@@ -141,7 +141,12 @@ class Vocabulary:
         """The gradient of the rows, on the first stage, which tells the others."""
         for other in self.others:
             self.step.post(RETURN, other, dx, TAGS[RETURN])
-        self.rows.pop(m).backward(dx)
+        self._back(m, dx)
+
+    def _back(self, m: int, dx: Tensor) -> None:
+        rows = self.rows.pop(m)
+        if rows.requires_grad:
+            rows.backward(dx)
 
     def end(self) -> None:
         """Gradients of my rows, once the first stage has sent them."""
@@ -150,4 +155,4 @@ class Vocabulary:
         for m in range(len(self.step.micros)):
             self.step.wait_until(lambda m=m: self.step.here(RETURN, 0, m), (RETURN, 0))  # type: ignore[misc]
             self.step.enter(m)
-            self.rows.pop(m).backward(self.step.taken(RETURN, 0))
+            self._back(m, self.step.taken(RETURN, 0))

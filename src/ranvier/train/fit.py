@@ -142,10 +142,10 @@ def bounded(
         dtype, kept = parallel.queue.buckets[0].data.dtype, 0
         parallel.moment.samples = batch.samples
         for chunk, parts in enumerate(stage.chunks):
-            x = None
-            if not stage.enters(chunk):
+            x, more = None, {"scored": False} if stage.vocabulary else {}
+            if not stage.enters(chunk) or stage.vocabulary:
                 x = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
-            run_it = partial(stage.run, x, parts, **batch.inputs())
+            run_it = partial(stage.run, x, parts, **batch.inputs(), **more)
             kept = max(kept, _pass(run_it, [x, batch.inputs()], parallel, device).kept)
         fixed = _fixed(parallel, optimizer, device) + sum(_gradients(parallel, True).values())
         available = room(plan, device, local_ranks)

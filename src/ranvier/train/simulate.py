@@ -74,11 +74,13 @@ def simulate(run: Run, wanted: Wanted) -> int:
     folder = _folder(run, wanted.out)
     counts = f"{shape.stages} stage(s), {shape.chunks} chunk(s) each"
     print("\n".join([f"{counts}, {shape.micro_batches} micro-batch(es)", *source.words]))
-    expected = replace(times, jitter=times.jitter or plan.jitter)
+    told = wanted.jitter is not None or times.jitter > 0.0
+    expected = times if told else replace(times, jitter=plan.jitter)
     pictures, refused = dict[str, Picture](), dict[str, str]()
     for name in names:
         try:
-            policy = choice.policy_for(name, shape, expected, limit=plan.credits)
+            splits = not plan.spread
+            policy = choice.policy_for(name, shape, expected, limit=plan.credits, splits=splits)
             step = play(shape, policy, times, wanted.seed)
         except PlanError as error:
             if name == plan.policy:
@@ -182,7 +184,7 @@ def from_toml(path: Path, shape: Shape) -> Times:
     if not isinstance(slow, Mapping):
         raise PlanError(f"{path}: stragglers={slow!r} is no table. Write [stragglers] 3 = 1.3.")
     factors = _stragglers([f"{stage}={factor}" for stage, factor in slow.items()], shape)
-    jitter = _numbers(table.get("jitter", 0.0), 1, f"{path}: jitter")[0]
+    (jitter,) = _numbers(table.get("jitter", 0.0), 1, f"{path}: jitter")
     return Times(
         forward=forward,
         backward=backward or tuple(2 * time for time in forward),

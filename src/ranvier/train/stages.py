@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from ranvier.comm.agree import told
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.parallel import Parallel
+from ranvier.pipeline.choice import written
 from ranvier.pipeline.cut import Cut
 from ranvier.pipeline.runtime import Runtime
 from ranvier.run import Run
@@ -40,19 +42,21 @@ def measured(path: Path) -> tuple[float, ...]:
     remedy = "Give a run folder with a timeline.json, or a TOML file with forward = [...]."
     try:
         if path.is_dir():
-            return tuple(json.loads((path / TIMELINE).read_text())["part_seconds"])
-        table = tomllib.loads(path.read_text())
-        sums = zip(*(table[kind] for kind in KINDS if kind in table), strict=True)
-        seconds = tuple(float(sum(one)) for one in sums)
+            found = json.loads((path / TIMELINE).read_text())["part_seconds"]
+            seconds = tuple(float(one) for one in found)
+        else:
+            table = tomllib.loads(path.read_text())
+            sums = zip(*(table[kind] for kind in KINDS if kind in table), strict=True)
+            seconds = tuple(float(sum(one)) for one in sums)
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise PlanError(
             f"plan.stage_times={str(path)!r} cannot be read: {error}. It holds the measured times "
             f"of the parts of the model. {remedy}"
         ) from None
-    if not seconds or min(seconds) < 0.0:
+    if not seconds or not all(0.0 <= one < math.inf for one in seconds) or not any(seconds):
         raise PlanError(
-            f"plan.stage_times={str(path)!r} has the times {list(seconds)}. Each part has one, not "
-            f"below 0. {remedy}"
+            f"plan.stage_times={str(path)!r} has the times {list(seconds)}. Each part has one, a "
+            f"finite number, and not all are 0. {remedy}"
         )
     return seconds
 
@@ -86,6 +90,7 @@ def timeline(
         "chunks": len(runtime.stage.chunks),
         "seconds": seconds,
         "credits": parallel.pipeline.how.limit,
+        "chosen": written(parallel.pipeline.policy(micro_batches)),
         "stages": [one["jobs"] for one in stages],
         "part_seconds": [parts[str(i)] for i in range(len(parts))],
     }

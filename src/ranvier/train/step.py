@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ranvier.comm import verbs
 from ranvier.comm.pairs import take
 from ranvier.data.batch import Batch
+from ranvier.errors import PlanError
 from ranvier.models import Decoder
 from ranvier.nn.loss import IGNORE
 from ranvier.optim.optimizer import Optimizer
@@ -29,6 +30,11 @@ def forward_backward(
     """
     parallel = parallel_of(model)
     queue, axis, trace = parallel.queue, parallel.token_axis, parallel.grid.trace
+    if parallel.grid.degrees["pipe"] > 1 and (model._forward_hooks or model._forward_pre_hooks):
+        raise PlanError(
+            f"{type(model).__name__} has forward hooks, but stages never call the whole model. "
+            "They would be left out. Hook into its layers, or use pipe=1."
+        )
     queue.begin(f"train {len(batches)}")
     samples = [take(batch.targets, _batch_axis(parallel), 0) for batch in batches]
     with trace.at("step.tokens"):

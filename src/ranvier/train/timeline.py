@@ -16,6 +16,7 @@ from typing import Any
 from ranvier.errors import PlanError
 from ranvier.pipeline import draw
 from ranvier.pipeline.choice import policy_for
+from ranvier.pipeline.choice import read as read_policy
 from ranvier.pipeline.draw import Picture
 from ranvier.pipeline.policy import Shape
 from ranvier.pipeline.simulator import Times, simulate
@@ -73,7 +74,11 @@ def played(table: dict[str, Any], picture: Picture) -> Picture:
     name, limit = str(table.get("policy")), table.get("credits")
     shape = Shape(len(picture.lanes), picture.micro_batches, picture.chunks)
     times = mean_times(picture)
-    policy = policy_for(name, shape, times, limit=limit if isinstance(limit, int) else 0)
+    known = table.get("chosen")
+    if isinstance(known, str):  # what the run itself has chosen
+        policy = read_policy(known, shape)
+    else:
+        policy = policy_for(name, shape, times, limit=limit if isinstance(limit, int) else 0)
     return draw.simulated(f"simulated, {name}", simulate(shape, policy, times))
 
 

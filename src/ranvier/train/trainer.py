@@ -384,8 +384,8 @@ class Trainer:
         if self.grid.degrees["pipe"] == 1 or self.step == 0 or not self.run.train.out:
             return
         facts = timeline(parallel, self.step, self.run.plan.micro_batches, self.device)
-        folder = Path(self.run.train.out)
-        if self.grid.rank == 0 and folder.is_dir():
+        folder, timed = Path(self.run.train.out), facts["seconds"] > 0.0
+        if self.grid.rank == 0 and folder.is_dir() and timed:
             (folder / TIMELINE).write_text(json.dumps(facts))
 
     def write_trace(self, events: list[trace.Event]) -> None:

@@ -1,0 +1,56 @@
+"""Lost: what is said of messages that do not come or cannot be sent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ranvier.comm.inbox import Key
+from ranvier.pipeline.line import BACKWARD, FORWARD
+from ranvier.pipeline.vocabulary import FINAL, PART, RETURN, ROWS
+
+if TYPE_CHECKING:
+    from ranvier.pipeline.runtime import Runtime
+
+WORDS = {
+    FORWARD: "activation",
+    BACKWARD: "gradient",
+    ROWS: "activation",
+    FINAL: "activation",
+    PART: "gradient",
+    RETURN: "gradient",
+}
+"""What messages bring."""
+
+
+def lost_words(at: Runtime, key: Key, number: int, error: BaseException | None) -> str:
+    """Of a message that does not come; error: what its receive says, else time is over."""
+    (way, chunk), stage = key, at.stage
+    other = chunk  # who sends what is no matter of a chunk
+    if way in (FORWARD, BACKWARD):
+        other = (stage.index + (-1 if way == FORWARD else 1)) % stage.count
+    why = f" ({error})" if error is not None else ""
+    within = "" if error is not None else f" within {at.grid.timeout_seconds:g} s"
+    between = len(stage.chunks) > 1 and way in (FORWARD, BACKWARD)
+    of_chunk = f" of chunk {chunk}" if between else ""
+    return (
+        f"Stage {stage.index} (rank {at.grid.rank}) did not get the {WORDS[way]} of micro-batch "
+        f"{number}{of_chunk} from stage {other} ({way}){within}{why}. {RULE}"
+    )
+
+
+def unsent_words(
+    at: Runtime, way: str, number: int, error: Exception, to: int | None = None
+) -> str:
+    """Of a message that cannot be sent."""
+    stage = at.stage
+    other = (stage.index + (1 if way == FORWARD else -1)) % stage.count if to is None else to
+    return (
+        f"Stage {stage.index} (rank {at.grid.rank}) could not send the {WORDS[way]} of "
+        f"micro-batch {number} to stage {other} ({way}): {error}. {RULE}"
+    )
+
+
+RULE = (
+    "All stages must stay alive and answer. Look at the messages of that stage first; "
+    "train.timeout says how long to wait."
+)
