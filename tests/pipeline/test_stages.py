@@ -1,6 +1,6 @@
 """Any pipeline equals one process: policies, grids, tied weights, documents, random delays.
 
-By default a sample in which every grid and every pair of options occurs, each with its own seed of
+By default a sample in which every axis and every pair of options occurs, each with its own seed of
 delays; `--full` runs every grid with every policy, model and way for col.
 """
 
@@ -57,13 +57,16 @@ def fits(degrees: dict[str, int], case: Case) -> bool:
 
 
 def sample() -> list[tuple[dict[str, int], Case]]:
-    """Every pair of options, every grid; delays of a seed of its own for each."""
+    """Every pair of options, every axis beside pipe; delays of a seed of its own for each."""
     rows, found = pairwise(OPTIONS, valid), list[tuple[dict[str, int], Case]]()
-    for i in range(max(len(rows), len(GRIDS))):
+    large = [{"pipe": 2, "row": 2, "col": 2}, {"pipe": 4, "data": 2}, {"pipe": 2, "depth": 4}]
+    some = [grid for grid in GRIDS if math.prod(grid.values()) <= 4 or grid["pipe"] == 8]
+    some += [{**dict.fromkeys(GRIDS[0], 1), **grid} for grid in large]
+    for i in range(max(len(rows), len(some))):
         for row in rows[i % len(rows) :] + rows:
             case = Case(**row, delay=i)
-            if fits(GRIDS[i % len(GRIDS)], case):
-                found.append((GRIDS[i % len(GRIDS)], case))
+            if fits(some[i % len(some)], case):
+                found.append((some[i % len(some)], case))
                 break
     return found
 
