@@ -35,8 +35,8 @@ import torch
 from peers import PACKAGES, PEERS, Contestant, Ours, Shape, Task, first_line, missing, run_of
 from torch import Tensor
 
-from ranvier import run as runs
 from ranvier.errors import PlanError, RanvierError
+from ranvier.settings import nearest
 from ranvier.train.metrics import Mark, peak_flops
 
 SIZES: dict[str, tuple[Shape, tuple[int, ...]]] = {
@@ -383,7 +383,7 @@ def chosen(text: str | None, known: Sequence[str], what: str) -> list[str]:
     names = list(known) if text is None else [name for name in text.split(",") if name]
     for name in names:
         if name not in known:
-            near = runs.nearest(name, known)
+            near = nearest(name, known)
             raise PlanError(f"{name!r} is no {what}.{near} There are {', '.join(known)}.")
     return names
 

@@ -24,7 +24,8 @@ from ranvier.data.dataset import open_data, stored_all
 from ranvier.grid import Grid
 from ranvier.launch import Ranks
 from ranvier.plan import Plan
-from ranvier.run import DataConfig, ModelConfig, Run, TrainConfig
+from ranvier.run import Run
+from ranvier.settings import DataConfig, ModelConfig, TrainConfig
 from ranvier.train.show import sinks
 from ranvier.train.step import train_step
 from ranvier.train.train import device_of, settled

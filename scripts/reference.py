@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from ranvier import errors
-from ranvier.launch import ends
 from ranvier.models import SIZES
 from ranvier.run import Run
 from ranvier.train.metrics import Meter
@@ -32,7 +31,7 @@ HEAD = """\
 
 # Configuration
 
-A run is one tree of settings in six sections. It is read from a TOML file and changed by options
+A run is one tree of settings in eight sections. It is read from a TOML file and changed by options
 of the same names:
 
 ```toml
@@ -105,11 +104,17 @@ FILES = {
 CODES = {
     0: "The run ended as planned.",
     errors.RanvierError.exit_code: "A setting, an option, a plan or a model that cannot run.",
-    errors.DataError.exit_code: "Training data, a tokenizer or a checkpoint that cannot be used.",
+    errors.DataError.exit_code: "Training data or a tokenizer that cannot be used.",
+    errors.CheckpointError.exit_code: "No checkpoint to load: missing, damaged, of another model.",
     errors.INTERNAL: "An error that is not yours; it comes with a traceback.",
     errors.CommunicationError.exit_code: "Ranks that did not meet, disagree, or were lost.",
-    ends.CANNOT_WRITE: "A file could not be written: a full disk, no permission.",
-    errors.NumericError.exit_code: "A loss or a gradient that is not a finite number.",
+    errors.HangError.exit_code: "A rank gave no sign of life; all stacks were shown.",
+    errors.WriteError.exit_code: "A file could not be written: a full disk, no permission.",
+    errors.NumericError.exit_code: "Too many losses or gradients that are no numbers, or spikes.",
+    errors.STOPPED: "Told to stop (a signal); saved. Start it again and it goes on.",
+    errors.VersionError.exit_code: "A checkpoint of another version of the format.",
+    errors.RefusedError.exit_code: "What could do harm: a path that leads out, a link, a pickle.",
+    errors.NO_PROGRESS: "Ranks were lost again and again without getting further.",
     130: "Stopped by Ctrl-C (SIGINT), saved.",
     143: "Stopped by SIGTERM, as batch systems send it.",
 }

@@ -24,7 +24,7 @@ LEVELS = (
     "nn | models",
     "pipeline",
     "parallel | optim | memory | data | checkpoint",
-    "run",
+    "settings run",
     "planner",
     "train infer graph verify doctor",
     "cli __main__",

@@ -12,7 +12,8 @@ from commands import SMALL, call, ended, losses, metrics, started
 from ranvier.cli import main, parse
 from ranvier.errors import PlanError
 from ranvier.launch import free_port, ranks
-from ranvier.run import ModelConfig, Run, TrainConfig, load
+from ranvier.run import Run, load
+from ranvier.settings import ModelConfig, TrainConfig
 from ranvier.train.folder import claim
 
 FAULT = """

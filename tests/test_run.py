@@ -15,7 +15,8 @@ import torch
 from ranvier import run as runs
 from ranvier.errors import PlanError
 from ranvier.plan import Plan
-from ranvier.run import ModelConfig, Run
+from ranvier.run import Run
+from ranvier.settings import ModelConfig
 from ranvier.train.train import settled
 from ranvier.verify import shrink
 

@@ -14,7 +14,8 @@ from ranvier.data.tokenizer import Bytes
 from ranvier.grid import Grid
 from ranvier.models import DecoderConfig
 from ranvier.plan import Plan
-from ranvier.run import CheckpointConfig, DataConfig, ModelConfig, OptimConfig, Run, TrainConfig
+from ranvier.run import Run
+from ranvier.settings import CheckpointConfig, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from ranvier.train.trainer import Trainer
 
 SHAPE = {"layers": 2, "embed": 16, "heads": 4, "kv_heads": 2, "head_dim": 4, "mlp": 24}

@@ -15,7 +15,8 @@ from ranvier import launch
 from ranvier import run as runs
 from ranvier.errors import PlanError
 from ranvier.launch import Ranks
-from ranvier.run import ModelConfig, Run
+from ranvier.run import Run
+from ranvier.settings import ModelConfig, nearest
 
 USAGE = """\
 usage: ranvier VERB ...
@@ -161,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(0 if words else USAGE_ERROR)
     with launch.reported(Ranks(), quiet=launch.is_follower()):
         if words[0] not in VERBS:
-            near = runs.nearest(words[0], VERBS)
+            near = nearest(words[0], VERBS)
             raise PlanError(f"{words[0]!r} is no verb.{near} Verbs are {', '.join(VERBS)}.")
         code = VERBS[words[0]](words[1:])
         sys.stdout.flush()

@@ -9,6 +9,10 @@ from collections.abc import Iterable
 
 INTERNAL = 70
 """Exit code of an error that is not the user's."""
+STOPPED = 75
+"""Exit code of a run that was told to stop and has saved: start it again and it goes on."""
+NO_PROGRESS = 93
+"""Exit code of a run that was started again and again without getting further."""
 
 
 class RanvierError(Exception):
@@ -53,3 +57,37 @@ class DataError(RanvierError):
     """Training data or a file that cannot be used."""
 
     exit_code = 65
+
+
+class CheckpointError(RanvierError):
+    """A checkpoint that is missing, damaged, or of another model."""
+
+    exit_code = 66
+
+
+class DamageError(CheckpointError):
+    """A checkpoint that is not as it was written: an older one may be taken."""
+
+
+class HangError(RanvierError):
+    """Ranks that give no sign of life."""
+
+    exit_code = 72
+
+
+class WriteError(RanvierError):
+    """A file that cannot be written: a full disk, no permission."""
+
+    exit_code = 73
+
+
+class VersionError(RanvierError):
+    """A file of another version of the format."""
+
+    exit_code = 76
+
+
+class RefusedError(RanvierError):
+    """Something that could do harm: a path that leads out of its directory, a link, a pickle."""
+
+    exit_code = 77

@@ -14,7 +14,8 @@ from ranvier.grid import Grid
 from ranvier.models import SIZES, Decoder
 from ranvier.nn.leaf import Flow
 from ranvier.parallel import parallel_of, parallelize
-from ranvier.run import Run, TrainConfig
+from ranvier.run import Run
+from ranvier.settings import TrainConfig
 from ranvier.train.metrics import known, peak_flops, step_flops
 from ranvier.train.train import ranks_of, settled
 from training import losses_of, poisoned, run_of, stored, trainer_of

@@ -16,11 +16,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ranvier.errors import INTERNAL, CommunicationError, ElsewhereError, RanvierError
+from ranvier.errors import (
+    INTERNAL,
+    CommunicationError,
+    ElsewhereError,
+    RanvierError,
+    WriteError,
+)
 from ranvier.launch.environment import Ranks
 
-CANNOT_WRITE = 73
-"""Exit code where a file cannot be written."""
 WRITING = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG),
@@ -99,7 +103,7 @@ def _told(error: BaseException) -> tuple[str, int]:
         return "Interrupted.", code
     if isinstance(error, OSError) and error.errno in WRITING:
         rule = "A run must be able to write there. Free space or choose another train.out."
-        return f"{error.filename or 'A file'}: {error.strerror}. {rule}", CANNOT_WRITE
+        return f"{error.filename or 'A file'}: {error.strerror}. {rule}", WriteError.exit_code
     if isinstance(error, MemoryError) or any(words in str(error) for words in MEMORY):
         rule = "Weights, gradients, moments and activations of a rank must fit on its device."
         remedy = (

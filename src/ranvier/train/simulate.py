@@ -25,7 +25,8 @@ from ranvier.pipeline.draw import Picture
 from ranvier.pipeline.policy import Shape
 from ranvier.pipeline.simulator import Times
 from ranvier.pipeline.simulator import simulate as play
-from ranvier.run import Run, nearest
+from ranvier.run import Run
+from ranvier.settings import nearest
 from ranvier.train import page, timeline
 from ranvier.train.folder import write
 from ranvier.train.plot import standalone

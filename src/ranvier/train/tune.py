@@ -25,7 +25,8 @@ from ranvier.nn.leaf import Flow
 from ranvier.nn.linear import Linear, Siblings
 from ranvier.nn.matmul import Layouts
 from ranvier.parallel import Parallel, parallel_of
-from ranvier.run import Run, TrainConfig
+from ranvier.run import Run
+from ranvier.settings import TrainConfig
 from ranvier.train.fit import candidates
 
 DEFAULT = TrainConfig().fp8_layers

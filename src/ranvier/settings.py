@@ -1,0 +1,286 @@
+"""Settings: the sections of a run, and the bounds of their numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from ranvier.errors import PlanError
+from ranvier.models import SIZES, DecoderConfig
+from ranvier.plan import AXES
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(DecoderConfig):
+    """The model: a named size, any field of which can be changed."""
+
+    size: str = "tiny"
+    """tiny, gpt2, llama3-1b, llama3-8b, llama3-70b, llama3-405b, qwen3-0.6b or qwen3-8b."""
+
+    @classmethod
+    def of(cls, size: str) -> ModelConfig:
+        """The config of a named size."""
+        if size not in SIZES:
+            raise PlanError(
+                f"model.size={size!r} is not known.{nearest(size, SIZES)} "
+                f"Sizes are {', '.join(SIZES)}."
+            )
+        return cls(size=size, **dataclasses.asdict(SIZES[size]))
+
+    @property
+    def parameters(self) -> int:
+        """Weights of all matrices and embeddings; vectors are too few to matter."""
+        width, attended = self.head_dim, self.heads + self.kv_heads
+        attention = 2 * self.embed * attended * width
+        mlp = (3 if self.activation == "swiglu" else 2) * self.embed * self.mlp
+        words = self.vocab * self.embed * (1 if self.tied else 2)
+        places = self.max_seq * self.embed if self.positions == "learned" else 0
+        return self.layers * (attention + mlp) + words + places
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Units of each named dim."""
+        return {
+            name: getattr(self, name) for name in ("embed", "heads", "kv_heads", "mlp", "vocab")
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What the model reads."""
+
+    corpus: tuple[str, ...] = ("stdlib",)
+    """Files (.txt, .md, .py, .rst, .txt.gz, .jsonl, .jsonl.gz, .json, .json.gz, .parquet), Megatron
+    pairs (.bin/.idx), directories of these or what `ranvier data prepare` made; stdlib: the texts
+    of the running Python's own library."""
+    weights: tuple[float, ...] = ()
+    """Share of the samples that comes from each corpus; empty: by their number of tokens."""
+    tokenizer: str = "standard"
+    """standard: byte pairs learnt from the standard library; bytes; or a tokenizer.json. Corpora
+    that are tokenized already keep theirs."""
+    field: str = "text"
+    """Key of a .jsonl record, or column of a .parquet file, that holds the text."""
+    seq: int = 96
+    """Tokens of a sample."""
+    packed: bool = True
+    """Attention and positions stay inside a document where a sample holds several."""
+    held_out: float = 0.02
+    """Share of the documents, chosen by their hash, that is kept from training for evaluation."""
+    max_bytes: int = 4_000_000
+    """How much of the corpus stdlib is read."""
+    verify: bool = True
+    """Read tokenized corpora once at the start and compare digests (about 1 s a gigabyte)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and its schedule."""
+
+    lr: float | None = None
+    """Learning rate after warm-up. Not given: 0.576 / embed, which is 3e-3 for tiny and 2.8e-4 for
+    llama3-1b, times the share min(1, 6 · sqrt(tokens of a step) / embed)."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """After warm-up: a cosine down, or stable and then linearly down (warm-up, stable, decay)."""
+    warmup: int = -1
+    """Steps in which the learning rate rises to lr. -1: a tenth of all, but 10 at least."""
+    cooldown: float = 0.2
+    """Share of the steps after warm-up in which wsd falls."""
+    floor: float = 0.1
+    """Share of lr at the end."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    moments: Literal["master", "bf16"] = "master"
+    """Type of both moments. master: that of the master weights (fp32, or fp64 in runs in fp64);
+    bf16: half the memory of fp32, rounded up or down at random so that small changes count."""
+    decay: float = 0.1
+    """Weight decay of matrices: parameters with two named dims or more that are no embeddings."""
+    clip: float = 1.0
+    """Largest gradient norm; 0 is no clipping."""
+    matrix_lr: float = 1.0
+    """Factor of the learning rate of matrices."""
+    embedding_lr: float = 1.0
+    """Factor of the learning rate of embeddings (and of a head tied to one)."""
+    vector_lr: float = 1.0
+    """Factor of the learning rate of norms and biases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long, where and with which numbers."""
+
+    steps: int = 100
+    """Optimizer steps."""
+    seed: int = 0
+    """Of initial weights, data order and dropout."""
+    out: str = ""
+    """Directory of the run; empty: a new one under runs/. One that holds a run is continued."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda (also AMD's ROCm) if there is one."""
+    dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"
+    """Of weights and activations. auto: fp32 on cpu, on cuda bf16 or, on devices without it, fp16
+    with a dynamic loss scale."""
+    fp8: Literal["off", "tensorwise", "rowwise"] = "off"
+    """Multiply in 8 bits (e4m3; tensorwise gradients e5m2), scaled by the largest number of each
+    tensor, or of each of its rows, as it is now; weights stay as they are. Needs bf16 and a device
+    that has it (H100 and later)."""
+    fp8_layers: tuple[str, ...] = ("qkv", "o", "enter", "up", "down")
+    """Linear layers that do so: those with one of these words in their name (also: head)."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """auto: nccl on cuda with a device for each rank, else gloo."""
+    evaluate: int = 50
+    """Steps between evaluations of the held-out loss (also at both ends); 0: none."""
+    evaluate_samples: int = 64
+    """Held-out samples of an evaluation."""
+    log: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where metrics go besides metrics.jsonl; needs the extra `log`."""
+    prompt: str = "def "
+    """What the sample of text at the end begins with; empty: no sample."""
+    trace: bool = False
+    """Record the communication of the last step: a table, and trace-rank*.json for Perfetto."""
+    debug: bool = False
+    """Compare every collective between its ranks before it runs (slow)."""
+    timeout: float = 600.0
+    """Seconds after which a collective that waits for a lost rank is an error."""
+    deterministic: bool = False
+    """On cuda: only algorithms that give the same bits each time, so that a resumed run repeats an
+    uninterrupted one exactly (slower). On a CPU that is so anyway."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is kept to go on from."""
+
+    every: int = 0
+    """Steps between checkpoints; 0: only at the end and when stopped; -1: never."""
+    keep: int = 2
+    """Newest checkpoints that are kept; 0: all."""
+    keep_every: int = 0
+    """Checkpoints of steps that are multiples of this stay for good; 0: none do."""
+    keep_best: bool = False
+    """The checkpoint with the lowest held-out loss stays, too."""
+    resume: str = "auto"
+    """auto: go on from the newest good checkpoint in the directory of the run; never: begin anew
+    in a directory without one; or the path of a checkpoint or of a run to go on from."""
+    background: bool = True
+    """Copy while the next step computes and write behind the run; False: the run waits."""
+    other_data: bool = False
+    """Go on from a checkpoint although the data has another fingerprint."""
+    other_config: bool = False
+    """Go on from a checkpoint although settings that it depends on differ."""
+    partial: bool = False
+    """Load what of a checkpoint fits (names, shapes); the rest keeps its initial values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """What is done when ranks end or hang."""
+
+    retries: int = 3
+    """Times in a row that killed ranks are started again without reaching a new step before the
+    run goes on with a smaller grid or gives up (exit code 93); 0: they are not started again."""
+    faults: bool = False
+    """Start again also after a rank's own fault (an internal error, SIGSEGV, SIGABRT, ...)."""
+    grids: tuple[str, ...] = ()
+    """Grids to go on with where ranks are lost for good, such as data=2,row=2: the largest that
+    fits is taken; the batch of a step stays what it is."""
+    watchdog: float = 0.0
+    """Seconds a rank may take without a sign of life before all are ended with their stacks shown
+    (exit code 72). 0: twice the slowest of the last 100 steps and 30 s more; -1: for ever."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """What is done about numbers that are wrong."""
+
+    skips: int = 10
+    """Steps with a loss or a gradient that is no number that are left out, on all ranks and without
+    a trace in weights and moments, before the run stops (exit code 74)."""
+    spike: Literal["off", "warn", "skip", "rewind"] = "warn"
+    """What a loss far above those before it leads to: nothing, a warning, its update being left
+    out, or going back to the newest checkpoint and on behind the samples that led to it."""
+    height: float = 10.0
+    """How far a spike lies above the median of the window, in robust deviations (1.4826 times the
+    median distance from it)."""
+    window: int = 128
+    """Losses that a spike is compared with."""
+    rewinds: int = 3
+    """Times that a run may go back before it stops (exit code 74)."""
+    replicas: int = 100
+    """Steps between comparisons of all weights that several ranks hold; also before a checkpoint.
+    0: none."""
+
+
+LEAST: dict[str, float] = {
+    **{f"model.{dim}": 1 for dim in ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")},
+    "model.vocab": 1,
+    "model.max_seq": 1,
+    "model.rope_theta": 1.0,
+    "model.rope_scale": 1.0,
+    "model.norm_eps": 0.0,
+    "model.init_std": 0.0,
+    "data.seq": 1,
+    "data.max_bytes": 1,
+    "optim.lr": 0.0,
+    "optim.warmup": -1,
+    "optim.eps": 1e-30,
+    "optim.decay": 0.0,
+    "optim.clip": 0.0,
+    "optim.matrix_lr": 0.0,
+    "optim.embedding_lr": 0.0,
+    "optim.vector_lr": 0.0,
+    "train.steps": 1,
+    "train.seed": 0,
+    "train.evaluate": 0,
+    "train.evaluate_samples": 1,
+    "train.timeout": 1.0,
+    "checkpoint.every": -1,
+    "checkpoint.keep": 0,
+    "checkpoint.keep_every": 0,
+    "launch.retries": 0,
+    "launch.watchdog": -1.0,
+    "guard.skips": 0,
+    "guard.height": 1.0,
+    "guard.window": 8,
+    "guard.rewinds": 0,
+    "guard.replicas": 0,
+}
+"""The smallest value of each number that has one."""
+SHARES: dict[str, float] = {
+    "optim.beta1": 0.9,
+    "optim.beta2": 0.95,
+    "optim.cooldown": 0.2,
+    "optim.floor": 0.1,
+    "model.dropout": 0.1,
+    "data.held_out": 0.02,
+}
+"""Numbers in [0, 1), and a usual value of each."""
+
+
+LARGEST = 2**40
+"""The largest value of a whole number that has no other."""
+MOST: dict[str, float] = {
+    **{f"plan.{axis}": 10**6 for axis in AXES},
+    **{f"model.{dim}": 2**24 for dim in ("embed", "heads", "kv_heads", "head_dim", "mlp")},
+    "model.layers": 10_000,
+    "model.vocab": 2**31,
+    "data.seq": 2**31,
+    "plan.batch": 2**31,
+    "train.seed": 2**63 - 1,
+    "train.timeout": 1e7,
+}
+"""The largest value of numbers that have one."""
+FREE = ("train.prompt", "data.field")
+"""Texts that may hold any character."""
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    """A guess at what was meant, as a sentence."""
+    close = difflib.get_close_matches(key, list(known), 1)
+    return f" Did you mean {close[0]!r}?" if close else ""
