@@ -16,7 +16,7 @@ zero, and never leaves it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -133,6 +133,61 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class Box:
+    """A box of a whole tensor, and where its elements lie in the part that holds it."""
+
+    start: tuple[int, ...]
+    """First index in each dim of the whole."""
+    size: tuple[int, ...]
+    offset: int
+    """Place of its first element in the flattened part."""
+    strides: tuple[int, ...]
+    """Elements of the part from one index to the next, in each dim."""
+
+    @property
+    def elements(self) -> int:
+        """How many it has."""
+        return math.prod(self.size)
+
+    @property
+    def span(self) -> int:
+        """Elements of the part from its first to its last, both included."""
+        steps = zip(self.size, self.strides, strict=True)
+        return sum((n - 1) * stride for n, stride in steps) + 1
+
+    def within(self, other: Box) -> Box | None:
+        """What of this box the other one has, too, as it lies in this part; None: nothing."""
+        start = tuple(map(max, self.start, other.start))
+        ends = ([a + n for a, n in zip(x.start, x.size, strict=True)] for x in (self, other))
+        size = tuple(min(e, f) - a for e, f, a in zip(*ends, start, strict=True))
+        if any(n <= 0 for n in size):
+            return None
+        moved = zip(start, self.start, self.strides, strict=True)
+        offset = self.offset + sum((a - b) * stride for a, b, stride in moved)
+        return Box(start, size, offset, self.strides)
+
+    def cut(self, most: int) -> list[Box]:
+        """The box in pieces along its first dims, so that none spans more than `most` elements."""
+        if self.span <= most or not self.size:
+            return [self]
+        if self.size[0] == 1:
+            inner = Box(self.start[1:], self.size[1:], self.offset, self.strides[1:]).cut(most)
+            first, stride = self.start[:1], self.strides[:1]
+            return [Box(first + x.start, (1, *x.size), x.offset, stride + x.strides) for x in inner]
+        rows = max(most // max(self.strides[0], 1), 1)
+        return [
+            piece
+            for row in range(0, self.size[0], rows)
+            for piece in Box(
+                (self.start[0] + row, *self.start[1:]),
+                (min(rows, self.size[0] - row), *self.size[1:]),
+                self.offset + row * self.strides[0],
+                self.strides,
+            ).cut(most)
+        ]
+
+
+@dataclass(frozen=True)
 class Place:
     """A part of a whole tensor: a box, perhaps padded behind, perhaps only a flat range of it."""
 
@@ -170,10 +225,52 @@ class Place:
         ]
         return None
 
+    def boxes(self) -> list[Box]:
+        """The part as boxes of the whole, padding left out: a flat range has a few of them."""
+        strides = tuple(math.prod(self.local[i + 1 :]) for i in range(len(self.local)))
+        first, last = self.flat or (0, math.prod(self.local))
+        found = []
+        for corner, extent in _corners(self.local, first, last):
+            size = tuple(
+                min(n, have - a) for a, n, have in zip(corner, extent, self.valid, strict=True)
+            )
+            if all(n > 0 for n in size):
+                at = sum(a * stride for a, stride in zip(corner, strides, strict=True))
+                start = tuple(a + b for a, b in zip(self.start, corner, strict=True))
+                found.append(Box(start, size, at - first, strides))
+        return found
+
     def narrow(self, start: int, stop: int) -> Place:
         """The flat range `[start, stop)` of this box, cut to its end."""
         size = math.prod(self.local)
         return replace(self, flat=(min(start, size), min(stop, size)))
+
+
+def _corners(
+    shape: tuple[int, ...], first: int, last: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Corner and extent of the boxes that elements `first` to `last` of an array form.
+
+    A row begun, whole rows, a row not ended: 2 · dims - 1 boxes at most.
+    """
+    if first >= last:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    begun, ended = -(-first // row), last // row
+    if begun > ended:  # inside one row
+        for corner, extent in _corners(shape[1:], first - ended * row, last - ended * row):
+            yield (ended, *corner), (1, *extent)
+        return
+    for corner, extent in _corners(shape[1:], first - begun * row + row, row):
+        if first < begun * row:
+            yield (begun - 1, *corner), (1, *extent)
+    if begun < ended:
+        yield (begun, *(0 for _ in shape[1:])), (ended - begun, *shape[1:])
+    for corner, extent in _corners(shape[1:], 0, last - ended * row):
+        yield (ended, *corner), (1, *extent)
 
 
 @dataclass(frozen=True)
