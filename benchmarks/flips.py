@@ -1,0 +1,86 @@
+"""Flip single bits of a checkpoint: none may pass `verify`, nor a load that reads that byte.
+
+Usage: python benchmarks/flips.py [--flips 10000] [--seed 0]
+
+The checkpoint is of four ranks with tensors of several types and sizes; bits of all files in its
+directory are flipped one at a time, each byte equally likely, and set right again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import torch
+from kills import Kind, saved
+
+from ranvier.checkpoint import load, show
+from ranvier.checkpoint import manifest as manifests
+from ranvier.errors import CheckpointError, RanvierError
+
+
+def noticed(checkpoint: Path) -> tuple[bool, bool]:
+    """Whether `verify` finds damage, and whether a load of all tensors does."""
+    with open(os.devnull, "w") as null, redirect_stdout(null):
+        try:
+            seen = show.verified(checkpoint) == CheckpointError.exit_code
+        except RanvierError:  # refused
+            seen = True
+    try:
+        manifest = manifests.read(checkpoint)
+        load.fill(checkpoint, manifest, {n: load.blank(e) for n, e in manifest.tensors.items()})
+    except RanvierError:
+        return seen, True
+    return seen, False
+
+
+def flips(checkpoint: Path, count: int, seed: int) -> Iterator[tuple[str, int, bool, bool]]:
+    """File, byte, and whether verify and load notice, of so many flipped bits."""
+    draw = random.Random(seed)
+    files = sorted(path for path in checkpoint.iterdir())
+    sizes = [path.stat().st_size for path in files]
+    for number in range(count):
+        # Half of them in proportion to the size, half in each file alike: manifests are small.
+        weights = sizes if number % 2 else [1] * len(files)
+        path = draw.choices(files, weights)[0]
+        at, bit = draw.randrange(path.stat().st_size), 1 << draw.randrange(8)
+        with path.open("r+b") as file:
+            file.seek(at)
+            old = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([old ^ bit]))
+        yield path.name, at, *noticed(checkpoint)
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(bytes([old]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--flips", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    missed = {"verify": 0, "load": 0}
+    with tempfile.TemporaryDirectory(prefix="flips-") as folder:
+        saved(Path(folder), 1, 1.0, Kind("four ranks", ranks=4), "aaaa")
+        checkpoint = Path(folder) / "step-00000001"
+        assert noticed(checkpoint) == (False, False), "the control: nothing is wrong with it"
+        for name, at, seen, failed in flips(checkpoint, options.flips, options.seed):
+            missed["verify"] += not seen
+            missed["load"] += not failed
+            if not seen or not failed:
+                print(f"byte {at} of {name}: verify {seen}, load {failed}")
+        assert noticed(checkpoint) == (False, False), "the control: all is as it was"
+    print(f"{options.flips} flips: {missed['verify']} passed verify, {missed['load']} a load")
+    return int(any(missed.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

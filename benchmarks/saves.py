@@ -1,0 +1,168 @@
+"""What a checkpoint costs a run: steps with one save behind them against steps without, in turns.
+
+    python benchmarks/saves.py --size llama3-1b --untied --seq 4096 --batch 8 --steps 50 --turns 5
+
+Then the same tensors are saved by torch's distributed checkpoint, which the run would wait for, and
+by ours without the background. The first save, which allocates host memory, is apart. Verdicts: the
+stall of a window is at most one step, and at most a tenth of torch's synchronous save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.distributed import checkpoint as dcp
+
+from ranvier import launch
+from ranvier.data.dataset import open_data, stored_all
+from ranvier.grid import Grid
+from ranvier.launch import Ranks
+from ranvier.plan import Plan
+from ranvier.run import Run
+from ranvier.settings import CheckpointConfig, DataConfig, ModelConfig, TrainConfig
+from ranvier.train import saves
+from ranvier.train.train import device_of, settled
+from ranvier.train.trainer import Trainer
+
+NEVER = 10**9
+
+
+def settings() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="llama3-1b")
+    parser.add_argument("--untied", action="store_true")
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=50, help="steps of a window")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--peers", type=int, default=2, help="saves by torch's DCP")
+    parser.add_argument("--folder", default=None, help="where checkpoints go")
+    parser.add_argument("--json", default="")
+    return parser.parse_args()
+
+
+def trainer_for(asked: argparse.Namespace, out: str) -> Trainer:
+    model = ModelConfig.of(asked.size)
+    run = Run(
+        model=replace(model, tied=False) if asked.untied else model,
+        data=DataConfig(seq=asked.seq, tokenizer="bytes"),
+        plan=Plan(batch=asked.batch),
+        train=TrainConfig(steps=10**6, out=out, evaluate=0),
+        checkpoint=CheckpointConfig(every=NEVER, keep=1),
+    ).check(1)
+    device = device_of(run, Ranks())
+    run = settled(run, device)
+    folders = stored_all(["stdlib"], cache=launch.cache(), tokenizer="bytes", max_bytes=4_000_000)
+    data = open_data(folders, seq=asked.seq, seed=0, held_out=0.02)
+    return Trainer.assemble(run, Grid({}), device, data)
+
+
+def now(trainer: Trainer) -> float:
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def window(rows: Iterator[object], trainer: Trainer, steps: int, *, save: bool) -> float:
+    """Seconds of so many steps, after a fifth of which a checkpoint is due; it may end later."""
+    due = trainer.step + max(steps // 5, 1) if save else NEVER
+    _every(trainer, due)
+    start = now(trainer)
+    for _ in range(steps):
+        next(rows)
+        if trainer.step > due:
+            due = NEVER
+            _every(trainer, due)
+    return now(trainer) - start
+
+
+def _every(trainer: Trainer, steps: int) -> None:
+    trainer.run = replace(trainer.run, checkpoint=replace(trainer.run.checkpoint, every=steps))
+
+
+def written(trainer: Trainer) -> float:
+    """Seconds until the save behind the run has ended."""
+    start = time.perf_counter()
+    trainer.saver.finish()
+    return time.perf_counter() - start
+
+
+def peer(trainer: Trainer, folder: Path) -> float:
+    """Seconds of torch's distributed checkpoint of the same tensors."""
+    tensors = {name: x for name, (x, _) in trainer.state().items()}
+    start = now(trainer)
+    dcp.save(tensors, checkpoint_id=str(folder), no_dist=True)
+    seconds = time.perf_counter() - start
+    shutil.rmtree(folder)
+    return seconds
+
+
+def main() -> int:
+    asked = settings()
+    with tempfile.TemporaryDirectory(dir=asked.folder) as out:
+        trainer = trainer_for(asked, out)
+        state, _ = saves.tensors(trainer)
+        size = sum(x.numel() * x.element_size() for x, _ in state.values())
+        rows = iter(trainer.steps())
+        window(rows, trainer, 12, save=False)
+        first = window(rows, trainer, 10, save=True)
+        rest = written(trainer)
+        print(
+            f"{asked.size}, {asked.batch} x {asked.seq} tokens a step, {size / 1e9:.2f} GB of state"
+        )
+        print(f"first save: 10 steps took {first:.2f} s, then {rest:.2f} s to write", flush=True)
+        times: list[tuple[float, float]] = []
+        for turn in range(asked.turns):
+            pair = {}
+            for save in (turn % 2 == 0, turn % 2 == 1):
+                pair[save] = window(rows, trainer, asked.steps, save=save)
+                behind = written(trainer) if save else 0.0
+                if save:
+                    print(f"  after the window {behind:.2f} s more to write")
+            times.append((pair[False], pair[True]))
+            print(f"turn {turn}: {pair[False]:.3f} s without, {pair[True]:.3f} s with", flush=True)
+        rows.close()  # type: ignore[attr-defined]
+        shutil.rmtree(trainer.checkpoints)
+        theirs = [peer(trainer, Path(out) / "dcp") for _ in range(asked.peers)]
+        good = verdict(asked, times, theirs)
+        trainer.checkpoints.mkdir()
+        trainer.saver.step = -1
+        start = now(trainer)
+        trainer.save()
+        print(f"ours without the background: {time.perf_counter() - start:.2f} s")
+    return 0 if good else 1
+
+
+def verdict(
+    asked: argparse.Namespace, times: list[tuple[float, float]], theirs: list[float]
+) -> bool:
+    """Print what was found, and whether it is good enough."""
+    step = statistics.median(a for a, _ in times) / asked.steps
+    stall = statistics.median(b - a for a, b in times)
+    best = min(theirs)
+    print(f"a step {step * 1e3:.1f} ms; one save in {asked.steps} steps costs {stall * 1e3:.1f} ms")
+    print(f"synchronous: torch DCP {', '.join(f'{x:.2f}' for x in theirs)} s", flush=True)
+    verdicts = {"at most one step": stall <= step, "at most DCP / 10": stall <= best / 10}
+    for words, good in verdicts.items():
+        print(
+            f"{'pass' if good else 'FAIL'}: {words} ({stall / step:.2f} steps, DCP / "
+            f"{best / max(stall, 1e-9):.0f})"
+        )
+    if asked.json:
+        found = {"step": step, "stall": stall, "dcp": theirs, "times": times}
+        Path(asked.json).write_text(json.dumps(found))
+    return all(verdicts.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

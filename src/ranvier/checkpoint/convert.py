@@ -1,0 +1,198 @@
+"""Convert: a checkpoint as another one, or as plain weights, a few tensors at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ranvier.checkpoint import blocks, folder, load, part
+from ranvier.checkpoint import manifest as manifests
+from ranvier.checkpoint.part import Host, Layout
+from ranvier.errors import CheckpointError, DamageError, PlanError, WriteError
+from ranvier.plan import AXES
+from ranvier.sharding import Place, State
+
+ROOM = 1 << 30
+"""Bytes of a file, unless one tensor has more."""
+TYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Whole tensors of a checkpoint, read when they are asked for."""
+
+    step: int
+    facts: Mapping[str, Any]
+    kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    read: Callable[[Sequence[str]], Mapping[str, Tensor]]
+
+
+def opened(checkpoint: Path) -> Source:
+    """A checkpoint of this or the first format."""
+    if not (checkpoint / manifests.NAME).exists() and (checkpoint / "state.json").exists():
+        return _first(checkpoint)
+    manifest = manifests.read(checkpoint)
+
+    def read(names: Sequence[str]) -> Mapping[str, Tensor]:
+        state = {name: load.blank(manifest.tensors[name]) for name in names}
+        load.fill(checkpoint, manifest, state)
+        return {name: tensor for name, (tensor, _) in state.items()}
+
+    kinds = {name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}
+    return Source(manifest.step, manifest.facts, kinds, read)
+
+
+def _first(checkpoint: Path) -> Source:
+    """A checkpoint of format 1: a file a rank with places in its header, without checksums."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with os.fdopen(blocks.opened(checkpoint / "state.json"), "rb") as told:
+            table = json.loads(told.read(manifests.MOST))
+        ranks = min(table["ranks"], 1 + len([*checkpoint.glob("rank-*.safetensors")]))
+        names = [f"rank-{rank:05d}.safetensors" for rank in range(ranks)]
+        for name in names:
+            os.close(blocks.opened(checkpoint / name))  # plain files that lie here
+        files: list[Any] = [safe_open(checkpoint / name, framework="pt") for name in names]
+        places = [json.loads(file.metadata()["places"]) for file in files]
+        kinds = {
+            name: (file.get_tensor(name).dtype, tuple(place["whole"]))
+            for file, of_file in zip(files, places, strict=True)
+            for name, place in of_file.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise DamageError(f"{checkpoint} of format 1 cannot be read: {error}.") from None
+
+    def read(wanted: Sequence[str]) -> Mapping[str, Tensor]:
+        whole = {name: torch.zeros(kinds[name][1], dtype=kinds[name][0]) for name in wanted}
+        for file, of_file in zip(files, places, strict=True):
+            for name in wanted:
+                if name in of_file:
+                    words = of_file[name].items()
+                    place: Any = {k: x if x is None else tuple(x) for k, x in words}
+                    Place(**place).put(whole[name], file.get_tensor(name))
+        return whole
+
+    dropped = ("format", "step", "degrees", "ranks", "updates", "scale")
+    facts = {key: value for key, value in table.items() if key not in dropped}
+    scale = dict(zip(("run.scale", "run.good"), table.get("scale") or (), strict=False))
+    extra = {"run.updates": torch.tensor(table["updates"], dtype=torch.float64)}
+    extra |= {name: torch.tensor(value, dtype=torch.float32) for name, value in scale.items()}
+    kinds |= {name: (x.dtype, ()) for name, x in extra.items()}
+    return Source(
+        int(table["step"]),
+        facts,
+        kinds,
+        lambda names: {
+            **read([name for name in names if name not in extra]),
+            **{name: extra[name] for name in names if name in extra},
+        },
+    )
+
+
+def convert(checkpoint: Path, out: Path, *, form: str, dtype: str) -> list[str]:
+    """Write a checkpoint anew; the names of its files. A file `out` appears whole or not at all."""
+    if out.exists():
+        raise PlanError(f"{out} exists. What is there is not overwritten. Choose another name.")
+    if form not in ("checkpoint", "weights") or (dtype and dtype not in TYPES):
+        raise PlanError(
+            f"form={form!r}, dtype={dtype!r}. Forms are checkpoint and weights, types "
+            f"{', '.join(TYPES)} (of weights only). Use these."
+        )
+    if form == "checkpoint" and dtype:
+        raise PlanError("dtype is for form=weights; a checkpoint keeps its types. Leave it out.")
+    source, hidden = opened(checkpoint), out.with_name(f".{out.name}.writing")
+    shutil.rmtree(hidden, ignore_errors=True)
+    try:
+        hidden.mkdir(parents=True)
+        if form == "checkpoint":
+            names = _as_checkpoint(source, hidden)
+        else:
+            names = _as_weights(source, hidden, TYPES.get(dtype))
+        folder.rename(hidden, out)
+        blocks.flush(out.absolute().parent)
+    except OSError as error:
+        shutil.rmtree(hidden, ignore_errors=True)
+        size = sum(torch.Size(s).numel() * d.itemsize for d, s in source.kinds.values())
+        raise WriteError(
+            f"{error.filename or out}: {error.strerror}. Up to {size:,} bytes are to be written. "
+            "Free space, or choose another place."
+        ) from None
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+    return names
+
+
+def _groups(source: Source, names: Sequence[str]) -> Iterator[list[str]]:
+    """Names in order, as many as fit into a file."""
+    group: list[str] = []
+    held = 0
+    for name in names:
+        dtype, shape = source.kinds[name]
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if group and held + size > ROOM:
+            yield group
+            group, held = [], 0
+        group.append(name)
+        held += size
+    if group:
+        yield group
+
+
+def _as_checkpoint(source: Source, here: Path) -> list[str]:
+    """The same checkpoint as one process would have saved it, in files of about 1 GiB."""
+    host, groups = Host(torch.device("cpu")), list(_groups(source, list(source.kinds)))
+    for number, group in enumerate(groups):
+        state: State = {
+            name: (x, Place(tuple(x.shape), (0,) * x.dim(), *(tuple(x.shape),) * 2))
+            for name, x in source.read(group).items()
+        }
+        layout = Layout.of(state)
+        host.ready(layout.size)
+        for begin, flat in part.runs(state, layout):
+            host.copy(begin, flat)
+        part.write(here, number, state, layout, host.bytes(layout.size))
+    folder.seal(here, source.step, dict.fromkeys(AXES, 1), source.facts, files=len(groups))
+    return [part.names(number)[0] for number in range(len(groups))]
+
+
+def _as_weights(source: Source, here: Path, dtype: torch.dtype | None) -> list[str]:
+    """Whole weights by the names of their parameters, as safetensors with an index."""
+    from safetensors.torch import save_file
+
+    names = [name for name in source.kinds if name.endswith(".master")]
+    if not names:
+        raise CheckpointError("It holds no weights. Convert a checkpoint of a run.")
+    groups, where, size = list(_groups(source, names)), dict[str, str](), 0
+    for number, group in enumerate(groups, 1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        tensors = {n.removesuffix(".master"): x.to(dtype) for n, x in source.read(group).items()}
+        save_file(tensors, here / file, metadata={"format": "pt"})
+        (here / file).chmod(0o666 & ~_umask())
+        blocks.flush(here / file)
+        where |= dict.fromkeys(tensors, file)
+        size += sum(x.numel() * x.dtype.itemsize for x in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": where}
+    text = json.dumps(index, indent=1) + "\n"
+    blocks.write(here / "model.safetensors.index.json", [memoryview(text.encode())])
+    return sorted(set(where.values()))
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,169 @@
+"""Part: what one rank writes of a checkpoint, copied to the host first.
+
+The file is what safetensors reads: the length of a header, the header, tensors without gaps. Host
+memory has the same order, so that writing it is one pass.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ranvier.checkpoint import blocks
+from ranvier.checkpoint.blocks import Sums
+from ranvier.checkpoint.manifest import WORDS, Part, sealed, unsealed, written
+from ranvier.errors import NumericError, WriteError
+from ranvier.sharding import State
+
+CHUNK = 1 << 30
+"""Bytes of a piece of host memory: pinned memory is handed out in powers of two."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tensors of a state lie in a file."""
+
+    header: bytes
+    begins: Mapping[str, int]
+    """First byte of each tensor behind the header."""
+    size: int
+    """Bytes behind the header."""
+
+    @classmethod
+    def of(cls, state: State) -> Layout:
+        """Wide types first, so that each tensor begins at a multiple of its width."""
+        order = sorted(state, key=lambda name: -state[name][0].dtype.itemsize)
+        table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        begins, at = {}, 0
+        for name in order:
+            tensor = state[name][0]
+            end = at + tensor.numel() * tensor.dtype.itemsize
+            begins[name] = at
+            word, shape = WORDS[tensor.dtype], list(tensor.shape)
+            table[name] = {"dtype": word, "shape": shape, "data_offsets": [at, end]}
+            at = end
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return cls(len(text).to_bytes(8, "little") + text, begins, at)
+
+
+class Host:
+    """Host memory that the tensors of a rank are copied into, kept from one save to the next."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.pinned = device.type == "cuda"
+        self.chunks: list[Tensor] = []
+
+    def ready(self, size: int) -> None:
+        """Have at least so many bytes."""
+        if self.chunks and len(self.chunks[-1]) < min(CHUNK, size):
+            self.chunks.pop()
+        while CHUNK * len(self.chunks) < size:
+            # A small state on a CPU needs no whole chunk.
+            room = CHUNK if self.pinned or size > CHUNK else size
+            self.chunks.append(torch.empty(room, dtype=torch.uint8, pin_memory=self.pinned))
+
+    def copy(self, begin: int, tensor: Tensor) -> None:
+        """Copy a flat tensor to its place; from a device without waiting."""
+        source = tensor.view(torch.uint8)
+        at = 0
+        while at < len(source):
+            chunk, low = divmod(begin + at, CHUNK)
+            room = min(CHUNK - low, len(source) - at)
+            into = self.chunks[chunk][low : low + room]
+            into.copy_(source[at : at + room], non_blocking=True)
+            at += room
+
+    def bytes(self, size: int) -> list[memoryview]:
+        """The first `size` bytes."""
+        full = [memoryview(chunk.numpy().data) for chunk in self.chunks[: -(-size // CHUNK)]]
+        return [piece[: size - i * CHUNK] for i, piece in enumerate(full)]
+
+
+def runs(state: State, layout: Layout) -> list[tuple[int, Tensor]]:
+    """The tensors of a state as few flat ones, each with its first byte in the file.
+
+    Neighbours in the file that are neighbours in memory are one: a device is given few copies, as
+    the host would have to wait for its queue to take many.
+    """
+    found: list[tuple[int, Tensor]] = []
+    for name in layout.begins:
+        tensor = state[name][0].detach()
+        if tensor.numel() == 0:
+            continue
+        flat = tensor.contiguous().view(-1)
+        if found and _follows(found[-1][1], flat):
+            begin, before = found[-1]
+            size = before.numel() + flat.numel()
+            found[-1] = begin, before.as_strided((size,), (1,), before.storage_offset())
+        else:
+            found.append((layout.begins[name], flat))
+    return found
+
+
+def _follows(one: Tensor, other: Tensor) -> bool:
+    """Whether a flat tensor begins in memory where the other ends."""
+    same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    end = one.storage_offset() + one.numel()
+    return same and one.dtype == other.dtype and end == other.storage_offset()
+
+
+def largest(tensors: Iterable[Tensor]) -> Tensor:
+    """The largest magnitude of all numbers: not finite if one of them is not."""
+    numbers = [x for x in tensors if x.is_floating_point() and x.numel()]
+    if not numbers:
+        return torch.zeros(())
+    norms = [torch.linalg.vector_norm(x, math.inf).to(torch.float64) for x in numbers]
+    return torch.stack(norms).max()
+
+
+def bad(state: State, step: int) -> NumericError:
+    """A checkpoint must be one to go on from: the first tensor that has no number."""
+    names = [name for name, (x, _) in state.items() if not bool(x.isfinite().all())]
+    return NumericError(
+        f"{(names or ['A number'])[0]} is not finite after step {step}. Such weights are not "
+        "saved. Use a lower optim.lr and go on from the checkpoint before."
+    )
+
+
+def names(rank: int) -> tuple[str, str]:
+    """The file of a rank, and what it says of it until the manifest is made."""
+    return f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
+
+
+def write(
+    folder: Path, rank: int, state: State, layout: Layout, data: Sequence[memoryview]
+) -> None:
+    """Write the tensors of a rank, and what the manifest will say of them."""
+    file, told = (folder / name for name in names(rank))
+    sums = blocks.write(file, [memoryview(layout.header), *data])
+    start = len(layout.header)
+    tensors = {
+        name: [
+            WORDS[tensor.dtype],
+            place.whole,
+            written(Part(0, start + layout.begins[name], place)),
+        ]
+        for name, (tensor, place) in state.items()
+    }
+    body = {"size": sums.size, "sums": sums.text(), "tensors": tensors}
+    blocks.write(told, [memoryview(sealed(json.dumps(body, separators=(",", ":")).encode()))])
+
+
+def told(folder: Path, rank: int) -> tuple[Sums, dict[str, Any]]:
+    """What a rank has said of its file."""
+    path = folder / names(rank)[1]
+    if not path.exists():
+        raise WriteError(
+            f"{path} is not there, though rank {rank} has written it. All ranks must see the same "
+            "directory. Use a train.out on a file system that all nodes share."
+        )
+    body = unsealed(path)
+    return Sums.of(body["size"], body["sums"]), body["tensors"]

@@ -1,0 +1,330 @@
+"""Saver: saves a run while it goes on.
+
+Tensors are copied to the host while the next forward and backward passes compute; only what changes
+them (the optimizer step) waits for the copy. A thread writes. No thread communicates: ranks tell
+each other how far they are with what they exchange at each step anyway (`report`, `hear`), and once
+all parts are written rank 0 makes them a checkpoint. At most one save is under way; its failure is
+an error of all ranks at the next step.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ranvier.checkpoint import blocks, folder, part
+from ranvier.checkpoint.folder import Keep
+from ranvier.checkpoint.part import Host, Layout
+from ranvier.comm.agree import largest, together, told
+from ranvier.errors import INTERNAL, ElsewhereError, RanvierError, WriteError
+from ranvier.grid import Grid
+from ranvier.sharding import State
+
+T = TypeVar("T")
+ROUND = 0.5
+"""Seconds that a rank waits for its thread before it tells the others that it is alive."""
+AGAIN = (errno.EIO, errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT)
+"""Errors of a disk that may not come twice."""
+
+
+class Saver:
+    """Saves checkpoints of a run into a directory, one at a time."""
+
+    def __init__(
+        self, where: Path, grid: Grid, device: torch.device, keep: Keep | None = None
+    ) -> None:
+        """Communicates: a number and a word over all axes."""
+        self.folder, self.grid, self.device, self.keep = where, grid, device, keep or Keep()
+
+        def make() -> None:
+            try:
+                if grid.rank == 0:
+                    where.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise _explained(error, where.parent, 0) from None
+
+        together(make, grid, device)
+        self.nonce = told(os.urandom(4).hex(), grid, device)
+        self.saved: Path | None = None
+        """The last checkpoint that was committed, as far as this rank knows."""
+        self.step = -1
+        """The step that was saved last, or is being saved."""
+        self.repeated = 0
+        """Writes that failed and were repeated."""
+        self._host = Host(device)
+        self._stream: torch.cuda.Stream | None = None
+        self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
+        self._arrived: torch.cuda.Event | None = None
+        self._error: BaseException | None = None
+        self._phase = ""
+        """What is under way: nothing, writing or committing."""
+        self._number = 0
+        """Saves that were begun, the same on all ranks: what is heard of another is of no use."""
+        self._facts: dict[str, Any] = {}
+        self._also: Sequence[Path] = ()
+        self._needed = 0
+        """Bytes of the checkpoint, about."""
+
+    # ---- beginning ----------------------------------------------------------------------
+
+    def save(
+        self, step: int, state: State, facts: Mapping[str, Any], *, also: Sequence[Path] = ()
+    ) -> None:
+        """Begin to save; what this rank writes must not change before `changing` was called.
+
+        also: files to be on disk when it is committed.
+        """
+        assert not self._phase, f"step {step}, while {self._phase} step {self.step}"
+        self.step, self._phase, self._facts, self._also = step, "writing", dict(facts), also
+        self._number += 1
+        mine = {name: x for name, x in state.items() if _needed(*x)}
+        layout = Layout.of(mine)
+        try:
+            self._host.ready(layout.size)
+            finite = self._started(mine, layout)
+
+            def work() -> None:
+                if not finite():
+                    raise part.bad(mine, step)
+                self._write(mine, layout)
+
+            self._begin(work)
+        except (MemoryError, RuntimeError) as error:  # all ranks must learn of it
+            self._error = error
+            self._copied.set()  # nobody copies: who waits for that would wait for ever
+
+    def note(self, **facts: Any) -> None:
+        """Add facts that became known after the save began; rank 0 commits with them."""
+        self._facts |= facts
+
+    def _started(self, state: State, layout: Layout) -> Callable[[], bool]:
+        """Copies on their way; waits for them and tells whether all numbers are finite."""
+        flats = part.runs(state, layout)
+        if self.device.type != "cuda":
+
+            def copied() -> bool:
+                for begin, flat in flats:
+                    self._host.copy(begin, flat)
+                peak = part.largest(flat for _, flat in flats)
+                self._copied.set()
+                return bool(peak.isfinite())
+
+            self._copied.clear()
+            self._arrived = None
+            return copied
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        good = torch.empty((), dtype=torch.bool, pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            for begin, flat in flats:
+                self._host.copy(begin, flat)
+            peak = part.largest(flat for _, flat in flats)
+            good.copy_(peak.isfinite(), non_blocking=True)
+            arrived = self._arrived = torch.cuda.Event()
+            arrived.record()
+
+        def came() -> bool:
+            arrived.synchronize()
+            flats.clear()  # until now nobody else may have their memory
+            return bool(good)
+
+        return came
+
+    def changing(self) -> None:
+        """What was to be saved is about to change: wait for the copies; a device waits itself."""
+        if self._phase != "writing":
+            return
+        if self._arrived is not None:
+            if not torch.cuda.is_current_stream_capturing():  # who replays a graph waits before
+                torch.cuda.current_stream(self.device).wait_event(self._arrived)
+        else:
+            self._copied.wait()
+
+    # ---- behind the run -----------------------------------------------------------------
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._copied.set()
+
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _write(self, state: State, layout: Layout) -> None:
+        """Write my part."""
+        here = folder.writing(self.folder, self.step, self.nonce)
+        self._needed = (len(layout.header) + layout.size) * self.grid.world
+
+        def once() -> None:
+            if self.grid.rank == 0:
+                folder.sweep(self.folder, self.nonce)
+                self._warn()
+            here.mkdir(exist_ok=True)
+            for name in part.names(self.grid.rank):
+                (here / name).unlink(missing_ok=True)
+            part.write(here, self.grid.rank, state, layout, self._host.bytes(layout.size))
+
+        self._tried(once)
+
+    def _tried(self, work: Callable[[], T]) -> T:
+        """Do it, a second time if the disk stumbled; what it cannot take is said in bytes."""
+        try:
+            return work()
+        except OSError as error:
+            try:
+                if error.errno not in AGAIN:
+                    raise
+                self.repeated += 1
+                print(
+                    f"Rank {self.grid.rank}: {self.folder}: {error.strerror}; writing again.",
+                    file=sys.stderr,
+                )
+                return work()
+            except OSError as last:
+                raise _explained(last, self.folder, self._needed) from None
+
+    def _warn(self) -> None:
+        """Say beforehand that space is short."""
+        free, needed = shutil.disk_usage(self.folder).free, self._needed
+        if free < 1.1 * needed:
+            print(
+                f"Warning: {self.folder} has {free:,} bytes free; the checkpoint of step "
+                f"{self.step} needs about {needed:,}.",
+                file=sys.stderr,
+            )
+
+    def _commit(self) -> None:
+        """Make the parts a checkpoint, then remove those that need not stay."""
+        where, step = self.folder, self.step
+        for path in self._also:
+            with suppress(OSError):  # a run can go on without them
+                blocks.flush(path)
+        here = folder.writing(where, step, self.nonce)
+        self._tried(lambda: folder.seal(here, step, self.grid.degrees, self._facts))
+        final = self._tried(lambda: folder.publish(where, here, step))
+        self._tried(lambda: blocks.flush(where))
+        self._tried(lambda: folder.point(where, final.name))
+        self.saved = final
+        try:
+            folder.prune(where, self.keep)
+        except (OSError, RanvierError) as error:  # what is saved is saved; more is kept than asked
+            print(f"Warning: old checkpoints were not removed: {error}", file=sys.stderr)
+
+    # ---- agreement ----------------------------------------------------------------------
+
+    def report(self) -> tuple[int, int]:
+        """For the others: how much is left to do of which save, and the exit code of what failed.
+
+        3: my part is being written; 2: it is; 1: rank 0 makes the parts a checkpoint; 0: nothing;
+        and 4 times the number of the save.
+        """
+        working = self._thread is not None and self._thread.is_alive()
+        left = {"writing": 2, "committing": 0}.get(self._phase, 0) + int(working)
+        return 4 * self._number + left, _code(self._error)
+
+    def hear(self, left: int, failed: int) -> None:
+        """Take note of the largest of all reports; all ranks hear the same at the same point.
+
+        It may be of a step before: what it says of a phase or a save that is over changes nothing.
+        """
+        number, left = divmod(left, 4)
+        if failed:
+            error, self._error, self._phase = self._error, None, ""
+            if self.grid.rank == 0:
+                here = folder.writing(self.folder, self.step, self.nonce)
+                shutil.rmtree(here, ignore_errors=True)
+            if error is not None:
+                raise error
+            raise ElsewhereError(failed)
+        if number != self._number:
+            return
+        if self._phase == "writing" and left == 2:
+            self._phase, self._thread = "committing", None
+            if self.grid.rank == 0:
+                self._begin(self._commit)
+        elif self._phase == "committing" and left == 0:
+            self._phase, self._thread = "", None
+
+    def finish(self) -> Path | None:
+        """Wait for the save that is under way, on all ranks; the last checkpoint (on rank 0).
+
+        Communicates: three numbers over all axes, a few times.
+        """
+        self.settle(math.inf)
+        return self.saved
+
+    def settle(self, seconds: float) -> bool:
+        """Wait so long for the save that is under way; whether it has ended, on all ranks alike.
+
+        Communicates: as `finish`.
+        """
+        limit = time.monotonic() + seconds
+        while self._phase:
+            if self._thread is not None:
+                # Not longer: the others are waiting in a collective, which has a limit of its own.
+                self._thread.join(max(min(limit - time.monotonic(), ROUND), 0.0))
+            mine = (*self.report(), int(time.monotonic() > limit))
+            left, failed, late = (largest(n, self.grid, self.device) for n in mine)
+            self.hear(left, failed)
+            if late and self._phase:
+                return False
+        return True
+
+
+def save(
+    where: Path,
+    step: int,
+    state: State,
+    facts: Mapping[str, Any],
+    grid: Grid,
+    device: torch.device | str = "cpu",
+    *,
+    keep: Keep | None = None,
+) -> Path | None:
+    """Save a checkpoint and wait for it; its path on rank 0. Communicates: see `Saver`."""
+    saver = Saver(where, grid, torch.device(device), keep)
+    saver.save(step, state, facts)
+    return saver.finish()
+
+
+def _needed(tensor: Tensor, place: Any) -> bool:
+    """Whether a part has elements of the whole, or the whole has none."""
+    return bool(place.boxes()) or 0 in place.whole
+
+
+def _code(error: BaseException | None) -> int:
+    if error is None:
+        return 0
+    return error.exit_code if isinstance(error, RanvierError) else INTERNAL
+
+
+def _explained(error: OSError, where: Path, needed: int) -> WriteError:
+    """An error of the disk for people, with the bytes it was about."""
+    try:
+        free = f"{shutil.disk_usage(where).free:,} bytes are free"
+    except OSError as gone:
+        free = f"it cannot be reached ({gone.strerror})"
+    return WriteError(
+        f"{error.filename or where}: {error.strerror}. A checkpoint needs about {needed:,} bytes; "
+        f"{free}. Free space, make the "
+        "directory writable or choose another train.out; checkpoints that were finished are as "
+        "they were."
+    )
