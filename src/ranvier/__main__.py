@@ -20,6 +20,8 @@ WORKERS = {"train": "ranvier.train.train", "verify": "ranvier.verify"}
 def main() -> None:
     """Run the command line; exits with its code."""
     words = sys.argv[1:]
+    if words[:1] == ["train"]:  # from the very start, whoever sends a signal learns the same
+        launch.end_at_once()
     if sys.stdout is None:  # closed by whoever started this
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.set_inheritable(1, True)  # for the ranks too

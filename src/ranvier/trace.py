@@ -73,6 +73,10 @@ class Trace:
     """Places around the one a graph is traced at."""
     last: list[str] = field(default_factory=list)
     """The last few operations issued, kept also when off, for reports of a hang."""
+    begun: int = 0
+    """Operations issued so far."""
+    heard: Callable[[int, str], None] | None = None
+    """Is told the number of each operation and what it is."""
 
     def record(self, op: str, axis: tuple[str, ...], num_bytes: int) -> Event:
         """A new event, issued now; kept if the trace is on."""
@@ -81,6 +85,9 @@ class Trace:
             *self.last[-7:],
             f"{op} over {'·'.join(axis)} of {num_bytes} bytes at {self.where or '?'}",
         ]
+        self.begun += 1
+        if self.heard is not None:
+            self.heard(self.begun, self.last[-1])
         if self.on:
             self.events.append(event)
         return event

@@ -1,7 +1,8 @@
 """Launch: who am I, who are the others, how ranks start and end. It alone reads the environment."""
 
-from ranvier.launch.ends import Stop, reported
+from ranvier.launch.ends import Stop, end_at_once, reported
 from ranvier.launch.environment import (
+    Failure,
     Ranks,
     age,
     cache,
@@ -10,9 +11,11 @@ from ranvier.launch.environment import (
     is_follower,
     keep_compiled,
     ranks,
+    repeat_products,
     triton,
     writable,
 )
+from ranvier.launch.nodes import Nodes
 from ranvier.launch.processes import (
     backends,
     connect,
@@ -20,11 +23,18 @@ from ranvier.launch.processes import (
     fake,
     free_port,
     joined,
-    start,
     warm,
 )
+from ranvier.launch.pulse import Pulse
+from ranvier.launch.restarts import Policy
+from ranvier.launch.supervisor import start
+from ranvier.launch.watch import watched
 
 __all__ = [
+    "Failure",
+    "Nodes",
+    "Policy",
+    "Pulse",
     "Ranks",
     "Stop",
     "age",
@@ -32,6 +42,7 @@ __all__ = [
     "cache",
     "connect",
     "die_with_parent",
+    "end_at_once",
     "environment",
     "fake",
     "free_port",
@@ -40,9 +51,11 @@ __all__ = [
     "joined",
     "keep_compiled",
     "ranks",
+    "repeat_products",
     "reported",
     "start",
     "triton",
     "warm",
+    "watched",
     "writable",
 ]

@@ -1,5 +1,9 @@
-"""Imported first by the server of local ranks: a terminal's Ctrl-C is not for it."""
+"""Imported first by the server of local ranks: signals for a whole group are not for it.
+
+Ctrl-C and `timeout` signal every process of a group; ranks hear of it through their parent.
+"""
 
 import signal
 
-signal.signal(signal.SIGINT, signal.SIG_IGN)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, signal.SIG_IGN)

@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from ranvier.errors import (
     INTERNAL,
+    STOPPED,
     CommunicationError,
     ElsewhereError,
     RanvierError,
@@ -34,63 +35,181 @@ MEMORY = ("out of memory", "DefaultCPUAllocator", "Unable to allocate")
 """How torch and numpy say that memory is too small."""
 
 
-class Stop:
-    """Inside, the first SIGINT, SIGTERM or SIGUSR1 is only noted: the step can end and be saved.
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that ask a run to stop."""
+ECHO_SECONDS = 0.1
+"""A signal that comes so soon again is the same one, sent to a process and to its group."""
+PATIENCE_SECONDS = 1.0
+"""How long a second signal may wait for the interpreter."""
+START_SECONDS = 3.0
+"""The same for a first signal, when there is nothing to save."""
+BEFORE = "Stopped before a step was taken. There was nothing to save."
 
-    A further SIGINT interrupts at once; a further SIGTERM, which torchrun sends after a Ctrl-C,
-    does nothing. Only the main thread may handle signals; elsewhere nothing is noted.
+
+class Stopped(KeyboardInterrupt):
+    """A signal to stop came while there was nothing to save."""
+
+
+class Stop:
+    """Inside, the first signal to stop is only noted: the step can end and be saved.
+
+    A further SIGINT ends at once, and so does a second SIGTERM; a SIGTERM after a SIGINT, as
+    torchrun sends it, does nothing. Only the main thread may handle signals.
+
+    patient: further signals do nothing, as the parent of this rank sees to them.
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        self.quiet = quiet
+    def __init__(self, *, quiet: bool = False, patient: bool = False) -> None:
+        self.quiet, self.patient = quiet, patient
         self.signal = 0
         """The first signal, 0 if none has come."""
+        self.when = 0.0
+        """When it came."""
         self._before: dict[int, Any] = {}
+        self._ear = contextlib.ExitStack()
+        self._left = threading.Event()
 
-    def __enter__(self) -> Stop:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-                self._before[number] = signal.signal(number, self._note)
+    def __enter__(self) -> Self:
+        self._before = handled(self._note)
+        if self._before:
+            self._ear.enter_context(hearing(_nothing if self.patient else self._hear()))
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._before:
-            number, handler = self._before.popitem()
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._left.set()
+        self._ear.close()
+        restore(self._before)
 
     def _note(self, number: int, _: FrameType | None) -> None:
-        if self.signal and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if self.signal == 0 and not self.quiet:
+        if self.signal == 0:
+            self.signal, self.when = number, time.monotonic()
+            self.first(number)
+        elif _ends(number, self.signal, self.when):
+            self.again(number)
+
+    def _hear(self) -> Callable[[int], None]:
+        """Ends the process by a second signal that the interpreter has no time for."""
+        first: list[tuple[int, float]] = []
+
+        def heard(number: int) -> None:
+            if not first:
+                first.append((number, time.monotonic()))
+            elif _ends(number, *first[0]) and not self._left.wait(PATIENCE_SECONDS):
+                os.write(2, b"Interrupted.\n")
+                os._exit(128 + number)
+
+        return heard
+
+    def first(self, number: int) -> None:
+        """What is done when the first signal comes."""
+        if not self.quiet:
             with contextlib.suppress(OSError):  # not print: it may be at work underneath
                 os.write(
                     2, b"Stopping: finishing the step, then saving; Ctrl-C again stops at once.\n"
                 )
-        self.signal = self.signal or number
+
+    def again(self, number: int) -> None:
+        """What is done when another one comes."""
+        if not self.patient:
+            raise KeyboardInterrupt(number)
+
+
+def _ends(number: int, first: int, when: float) -> bool:
+    """Whether a signal after the first one asks for an end at once."""
+    again = number == signal.SIGINT or number == first == signal.SIGTERM
+    return again and time.monotonic() - when > ECHO_SECONDS
 
 
 @contextlib.contextmanager
-def reported(me: Ranks, *, quiet: bool = False) -> Iterator[None]:
-    """Turn an error inside into a message (without traceback if mendable) and an exit code.
+def hearing(heard: Callable[[int], None]) -> Iterator[None]:
+    """Inside, a thread hears each signal to stop at once, also while the interpreter is in C++.
 
-    quiet: say nothing, as another rank says the same.
+    Handlers of Python run only when that has returned, and two equal signals are one to them.
     """
-    with contextlib.suppress(ValueError):  # only the main thread may
-        signal.signal(signal.SIGTERM, _terminated)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def listen() -> None:
+        with os.fdopen(reader, "rb", buffering=0) as pipe:
+            while byte := pipe.read(1):
+                if byte[0] in STOPS:
+                    heard(byte[0])
+
+    threading.Thread(target=listen, daemon=True).start()
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+
+
+def end_at_once() -> None:
+    """Until something else is said, signals to stop end this process: it has done nothing yet."""
+
+    def end(_: int, __: FrameType | None) -> None:
+        os.write(2, f"{BEFORE}\n".encode())
+        os._exit(STOPPED)
+
+    handled(end)
+
+
+def handled(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
+    """Have all signals to stop go to a handler; those that were there before."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    return {number: signal.signal(number, handler) for number in STOPS}
+
+
+def restore(before: dict[int, Any]) -> None:
+    """Have the handlers that were there before."""
+    while before:
+        number, handler = before.popitem()
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextlib.contextmanager
+def reported(me: Ranks, *, quiet: bool = False, trains: bool = True) -> Iterator[None]:
+    """Turn an error inside into a message (without traceback if mendable) and an exit code.
+
+    quiet: say nothing, as another rank says the same; trains: signals ask a run to stop, which it
+    does also while the interpreter waits for C++, until somebody else sees to them (`Stop`).
+    """
+    before, left = handled(_stopped if trains else _interrupted), threading.Event()
+
+    def heard(_: int) -> None:
+        if trains and not left.wait(START_SECONDS):
+            os.write(2, f"{BEFORE}\n".encode())
+            os._exit(STOPPED)
+
+    try:
+        with hearing(heard) if before else contextlib.nullcontext():
+            yield
     except BrokenPipeError:  # whoever read what is printed has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
     except (Exception, KeyboardInterrupt) as error:
         where = f"rank {me.rank}: " if me.world > 1 else ""
         message, code = _told(error)
-        if not quiet and (me.error_file or not isinstance(error, ElsewhereError)):
+        # A supervisor tells of stops and of other ranks' errors by itself.
+        quiet = quiet or isinstance(error, Stopped if me.error_file else ElsewhereError)
+        if not quiet:
             _leave(me, where + message, code, secondary=isinstance(error, CommunicationError))
         raise SystemExit(code) from None
+    finally:
+        left.set()
+        restore(before)
 
 
-def _terminated(number: int, _: FrameType | None) -> None:
+def _nothing(_: int) -> None:
+    pass
+
+
+def _stopped(number: int, _: FrameType | None) -> None:
+    raise Stopped(number)
+
+
+def _interrupted(number: int, _: FrameType | None) -> None:
     raise KeyboardInterrupt(number)
 
 
@@ -98,9 +217,11 @@ def _told(error: BaseException) -> tuple[str, int]:
     """Message and exit code of an error; only what is nobody's mistake shows its traceback."""
     if isinstance(error, RanvierError):
         return f"{type(error).__name__}: {error}", error.exit_code
+    if isinstance(error, Stopped):
+        return BEFORE, STOPPED
     if isinstance(error, KeyboardInterrupt):
-        code = 143 if error.args else 130
-        return "Interrupted.", code
+        number = error.args[0] if error.args else signal.SIGINT
+        return "Interrupted.", 128 + int(number)
     if isinstance(error, OSError) and error.errno in WRITING:
         rule = "A run must be able to write there. Free space or choose another train.out."
         return f"{error.filename or 'A file'}: {error.strerror}. {rule}", WriteError.exit_code

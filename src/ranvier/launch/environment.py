@@ -22,6 +22,18 @@ from ranvier.errors import PlanError
 
 
 @dataclass(frozen=True)
+class Failure:
+    """Why all ranks were started again."""
+
+    attempt: int
+    step: int
+    """The step that was at hand; -1: none."""
+    why: str
+    grid: str
+    """The grid that the attempt had."""
+
+
+@dataclass(frozen=True)
 class Ranks:
     """This process among all processes of a run."""
 
@@ -35,6 +47,16 @@ class Ranks:
     """Where to leave the error for the parent that started this rank; empty: print it."""
     launcher: str = ""
     """The program that started the ranks; empty: this package."""
+    pulse: str = ""
+    """Where to say what this rank is at; empty: nobody watches it from outside."""
+    attempt: int = 0
+    """How often the ranks of this run have been started before."""
+    grid: int = 0
+    """Which of the grids that the launcher may choose from: 0 is the one that was asked for."""
+    failures: tuple[Failure, ...] = ()
+    """Why the attempts before ended."""
+    began: float = 0.0
+    """When the launcher began (seconds since 1970); 0: with this process."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +251,16 @@ def keep_compiled() -> None:
     folder = cache() / "compiled"
     for name, part in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         os.environ.setdefault(name, str(folder / part))
+
+
+def repeat_products() -> None:
+    """Have cuBLAS sum in the same order each time; it looks when CUDA computes first."""
+    name, good = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+    if os.environ.setdefault(name, good[0]) not in good:
+        raise PlanError(
+            f"{name}={os.environ[name]!r} with train.deterministic=True. Products repeat their "
+            f"bits only with {' or '.join(good)}. Unset it or use one of these."
+        )
 
 
 def age() -> float:

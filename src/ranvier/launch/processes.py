@@ -1,39 +1,27 @@
-"""Processes: joining the others, and starting local ranks.
-
-A rank that fails ends all ranks; its own message is shown first, not the broken connections of the
-others. Nothing outlives its parent.
-"""
+"""Processes: joining the others, and the life of a local rank, which never outlives its parent."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import datetime
-import json
-import math
 import multiprocessing
 import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 from ranvier.errors import CommunicationError
 from ranvier.launch.ends import reported
 from ranvier.launch.environment import Ranks
-
-GRACE_SECONDS = 5.0
-"""How long the other ranks may take to end by themselves after one has failed."""
-STOP_SECONDS = 600.0
-"""How long the other ranks may still save after one has stopped because of a signal."""
+from ranvier.launch.pulse import DONE, START, Pulse
+from ranvier.launch.watch import listen
 
 
 def backends() -> list[str]:
@@ -48,16 +36,17 @@ def backends() -> list[str]:
 
 def connect(me: Ranks, *, backend: str, timeout_seconds: float = 600.0) -> None:
     """Join the process group of all ranks. Communicates: with all ranks."""
-    from torch import distributed
+    from torch import distributed as torch_distributed
 
+    distributed: Any = torch_distributed  # its stores are not in its list of names
     limit = datetime.timedelta(seconds=timeout_seconds)
     try:
+        where: dict[str, Any] = {"init_method": f"tcp://{me.address}:{me.port}"}
+        if me.pulse:  # what an attempt before has left is not found under another prefix
+            store = distributed.TCPStore(me.address, me.port, is_master=me.rank == 0, timeout=limit)
+            where = {"store": distributed.PrefixStore(f"attempt{me.attempt}", store)}
         distributed.init_process_group(
-            backend,
-            init_method=f"tcp://{me.address}:{me.port}",
-            rank=me.rank,
-            world_size=me.world,
-            timeout=limit,
+            backend, rank=me.rank, world_size=me.world, timeout=limit, **where
         )
     except (RuntimeError, ValueError) as error:
         slurm = "; inside an sbatch script start the ranks with srun" * (me.launcher == "srun")
@@ -120,29 +109,12 @@ def warm(preload: Sequence[str]) -> None:
     forkserver.ensure_running()
 
 
-def start(nproc: int, task: Callable[[Ranks], int], *, preload: Sequence[str] = ()) -> int:
-    """Run `task` as `nproc` local ranks; the exit code of the run. preload: see `warm`."""
-    context = multiprocessing.get_context("forkserver")
-    warm(preload)
-    with tempfile.TemporaryDirectory(prefix="ranvier-") as folder:
-        errors = [Path(folder) / f"rank{rank}.json" for rank in range(nproc)]
-        port = free_port()
-        children: list[BaseProcess] = []
-        with _forwarded(children):
-            for rank in range(nproc):
-                me = Ranks(rank, nproc, rank, nproc, port=port, error_file=str(errors[rank]))
-                children.append(context.Process(target=_rank, args=(me, task), daemon=True))
-                children[-1].start()
-            codes, slain = _wait(children, errors)
-        if any(codes) and sys.stdout.isatty():
-            print("\x1b[?25h")  # a progress display that was killed has hidden the cursor
-        return _verdict(codes, errors, slain)
-
-
-def _rank(me: Ranks, task: Callable[[Ranks], int]) -> None:
+def live(me: Ranks, task: Callable[[Ranks], int]) -> None:
     """The life of a local rank: only rank 0 prints, and all threads together fill the cores."""
     with reported(me):
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # the server was deaf to it
+        pulse = Pulse(me.pulse)
+        pulse.beat(START)
+        listen(Path(me.pulse).with_suffix(".stack"))
         os.setsid()  # a terminal's Ctrl-C comes through the parent, once
         _end_with_parent()
         import torch
@@ -152,6 +124,7 @@ def _rank(me: Ranks, task: Callable[[Ranks], int]) -> None:
         if me.rank > 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = task(me)
+        pulse.beat(DONE)
     raise SystemExit(code)
 
 
@@ -166,74 +139,3 @@ def _end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def _wait(children: Sequence[BaseProcess], errors: Sequence[Path]) -> tuple[list[int], list[int]]:
-    """Wait for all; once one has failed or stopped the others get their time, then are ended.
-
-    Exit codes, and the ranks that were ended here.
-    """
-    limit, ended = math.inf, [False] * len(children)
-    slain: list[int] = []
-    while any(child.exitcode is None for child in children):
-        for i, child in enumerate(children):
-            if child.exitcode and not ended[i]:
-                ended[i] = True
-                stopped = _stopped(child.exitcode) and not errors[i].exists()
-                seconds = STOP_SECONDS if stopped else GRACE_SECONDS
-                limit = min(limit, time.monotonic() + seconds)
-        if time.monotonic() > limit:
-            slain = slain or [i for i, child in enumerate(children) if child.exitcode is None]
-            for child in children:
-                child.kill()
-        time.sleep(0.02)
-    return [child.exitcode or 0 for child in children], slain
-
-
-def _stopped(code: int) -> bool:
-    """Whether a rank that left no report has ended well, but before its time, after a signal."""
-    return code > 128
-
-
-@contextlib.contextmanager
-def _forwarded(children: Sequence[BaseProcess]) -> Iterator[None]:
-    """Signals to this process go to the ranks, which end in their own way."""
-
-    def forward(number: int, _: FrameType | None) -> None:
-        for child in children:
-            if child.exitcode is None and child.pid is not None:
-                os.kill(child.pid, number)
-
-    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.signal(number, forward) for number in caught}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _verdict(codes: Sequence[int], errors: Sequence[Path], slain: Sequence[int] = ()) -> int:
-    """Print the message of the rank that failed first and of its own accord; the exit code.
-
-    A rank that something else has killed comes before those that only lost it.
-    """
-    if not any(codes):
-        return 0
-    killed = [i for i, code in enumerate(codes) if code < 0 and i not in slain]
-    reports = []
-    for path in errors:
-        with contextlib.suppress(OSError, ValueError):
-            reports.append(json.loads(path.read_text()))
-    reports.sort(key=lambda report: (report["secondary"], report["time"]))
-    if reports and not (killed and reports[0]["secondary"]):
-        print(reports[0]["message"], file=sys.stderr)
-        return int(reports[0]["code"])
-    if not killed and all(code == 0 or _stopped(code) for code in codes):
-        return max(codes)
-    failed = killed or [i for i, code in enumerate(codes) if code and not _stopped(code)]
-    rank, code = failed[0], codes[failed[0]]
-    what = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    why = " Memory may have run out." if code == -signal.SIGKILL else ""
-    print(f"Rank {rank} {what} and left no message. All ranks were ended.{why}", file=sys.stderr)
-    return 128 - code if code < 0 else code

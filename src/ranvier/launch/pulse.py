@@ -1,0 +1,100 @@
+"""Pulse: what a rank is at, for whoever watches it from outside.
+
+A rank writes where it is into a few bytes of shared memory, a file that is mapped. That costs a
+microsecond, nobody waits for anybody, and it can be read while the rank is stopped or stuck.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+LAYOUT = struct.Struct("@ddqq32s192s")
+"""Time, slowest step, step, collectives, section, last collective.
+
+Native: a number is then written as a whole, and nobody reads half of it.
+"""
+CLOCK, SLOWEST = struct.Struct("@d"), struct.Struct("@dd")
+STEP_AT, BEGUN_AT, SECTION_AT, LAST_AT = 16, 24, 32, 64
+NUMBER = struct.Struct("@q")
+RECENT = 100
+"""Steps whose slowest is known."""
+START, STEP, END, DONE = "start", "step", "end", "done"
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a pulse says."""
+
+    time: float = 0.0
+    """When the section or the step was begun, on the clock that all processes share."""
+    slowest: float = 0.0
+    """Seconds of the slowest of the last steps; 0: none is done."""
+    step: int = -1
+    """Steps taken; -1: not known yet."""
+    begun: int = 0
+    """Collectives begun."""
+    section: str = START
+    """start, step, evaluation, checkpoint, end or done."""
+    last: str = ""
+    """The last collective begun."""
+
+
+class Pulse:
+    """Where a rank is: in a file that others map, or without a path in memory of its own."""
+
+    def __init__(self, path: str = "") -> None:
+        self._data: bytearray | mmap.mmap = bytearray(LAYOUT.size)
+        self._seconds: deque[float] = deque(maxlen=RECENT)
+        self._stepped: float | None = None
+        if path:
+            with open(path, "r+b") as file:
+                self._data = mmap.mmap(file.fileno(), LAYOUT.size)
+        else:
+            NUMBER.pack_into(self._data, STEP_AT, -1)
+            self.beat(START)
+
+    @staticmethod
+    def lay(path: Path) -> None:
+        """Make the file of a rank that is about to start."""
+        section = START.encode()
+        path.write_bytes(LAYOUT.pack(time.monotonic(), 0.0, -1, 0, section, b""))
+
+    def beat(self, section: str, step: int | None = None) -> None:
+        """Something is begun; step: the steps taken before it."""
+        now = time.monotonic()
+        if step is None:
+            self._stepped = None
+        else:
+            if self._stepped is not None:
+                self._seconds.append(now - self._stepped)
+                SLOWEST.pack_into(self._data, 0, now, max(self._seconds))
+            self._stepped = now
+            NUMBER.pack_into(self._data, STEP_AT, step)
+        CLOCK.pack_into(self._data, 0, now)
+        self._data[SECTION_AT:LAST_AT] = section.encode()[:32].ljust(32, b"\0")
+
+    @contextmanager
+    def inside(self, section: str) -> Iterator[None]:
+        """A section, after which the one before goes on."""
+        before = self.read().section
+        self.beat(section)
+        yield
+        self.beat(before)
+
+    def began(self, number: int, words: str) -> None:
+        """A collective was begun."""
+        NUMBER.pack_into(self._data, BEGUN_AT, number)
+        self._data[LAST_AT : LAYOUT.size] = words.encode()[:192].ljust(192, b"\0")
+
+    def read(self) -> Beat:
+        """What it says now."""
+        when, slowest, step, begun, section, last = LAYOUT.unpack_from(self._data)
+        words = (text.rstrip(b"\0").decode(errors="replace") for text in (section, last))
+        return Beat(when, slowest, step, begun, *words)

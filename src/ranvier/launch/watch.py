@@ -1,0 +1,155 @@
+"""Watch: how long a rank may be silent, which one holds up the others, and what all are doing.
+
+Limits are learnt from the steps of the run. A supervisor looks from outside and so notices also a
+rank that is stopped or whose interpreter is stuck; ranks of other launchers watch themselves by a
+thread, which notices neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from ranvier.errors import HangError
+from ranvier.launch.pulse import DONE, START, STEP, Beat, Pulse
+
+START_SECONDS = 600.0
+"""How long may pass before the first steps, in an evaluation, or after the last step."""
+CHECKPOINT_SECONDS = 420.0
+FACTOR, MARGIN_SECONDS = 2.0, 30.0
+"""A step may take so many times the slowest of the last ones, and so much more."""
+DUMP = signal.SIGQUIT
+"""Asks a rank for its stacks."""
+STACK_LINES = 60
+"""Most lines of a rank's stacks that are shown."""
+
+
+def limit(beat: Beat, seconds: float) -> float:
+    """How long a rank may stay where it is; seconds: as `launch.watchdog`."""
+    if seconds < 0.0 or beat.section == DONE:
+        return math.inf
+    if seconds > 0.0 and beat.section != START:
+        return seconds
+    if beat.section == STEP and beat.slowest > 0.0:
+        return FACTOR * beat.slowest + MARGIN_SECONDS
+    usual = CHECKPOINT_SECONDS if beat.section == "checkpoint" else START_SECONDS
+    return max(usual, seconds)
+
+
+def slow(beat: Beat, seconds: float) -> float:
+    """How long a rank may stay where it is before that is worth a warning."""
+    return max(limit(beat, seconds) / 4.0, 1.5 * beat.slowest + 1.0)
+
+
+def state(pid: int | None) -> str:
+    """The kernel's letter for what a process is doing: T if it is stopped; empty if unknown."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def behind(beats: Sequence[Beat], states: Sequence[str]) -> int:
+    """The rank that the others wait for: stopped, or with fewest steps, then fewest collectives."""
+    order = [(s != "T", b.step, b.begun, b.time) for b, s in zip(beats, states, strict=True)]
+    return min(range(len(beats)), key=lambda i: order[i])
+
+
+class Eye:
+    """Looks at pulses again and again; time in which it could not look itself does not count."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._since = self._last = time.monotonic()
+
+    def ages(self, beats: Sequence[Beat]) -> list[float]:
+        """Seconds that each rank has been where it is, as far as somebody looked."""
+        now = time.monotonic()
+        if now - self._last > 5.0:  # this process was stopped: perhaps all were
+            self._since = now
+        self._last = now
+        return [now - max(beat.time, self._since) for beat in beats]
+
+    def over(self, beats: Sequence[Beat], most: Callable[[Beat, float], float] = limit) -> bool:
+        """Whether a rank has been where it is for too long."""
+        ages = self.ages(beats)
+        return any(age > most(b, self.seconds) for age, b in zip(ages, beats, strict=True))
+
+
+def listen(path: Path) -> None:
+    """Have this rank write its stacks into a file when asked to, or when it crashes."""
+    file = path.open("w")  # stays open as long as the process lives
+    faulthandler.register(DUMP, file=file, all_threads=True)
+    faulthandler.enable(file=file)
+
+
+def stacks(pids: Sequence[int | None], paths: Sequence[Path]) -> list[str]:
+    """What all ranks are doing; one that is stopped or does not answer has none."""
+    for pid in pids:
+        if pid is not None and state(pid) not in ("", "T", "Z"):
+            with contextlib.suppress(OSError):
+                os.kill(pid, DUMP)
+    time.sleep(0.5)
+    return [stack(path) for path in paths]
+
+
+def stack(path: Path) -> str:
+    """The stacks that a rank has written, of its main thread first; empty if it has not."""
+    with contextlib.suppress(OSError):
+        blocks = path.read_text(errors="replace").strip().split("\n\n")
+        blocks = [block for block in blocks if not block.startswith("Extension modules")]
+        blocks.sort(key=lambda block: not block.startswith(("Fatal", "Current")))
+        lines = "\n".join(blocks).splitlines()
+        return "\n".join(f"    {line}" for line in lines[:STACK_LINES])
+    return ""
+
+
+def hang(
+    ranks: Sequence[int],
+    beats: Sequence[Beat],
+    states: Sequence[str],
+    texts: Sequence[str],
+    seconds: float,
+) -> str:
+    """The message of a hang: which rank holds up the others, and where each is."""
+    worst, now = behind(beats, states), time.monotonic()
+    beat = beats[worst]
+    stopped = ", where it was stopped from outside (SIGSTOP)" if states[worst] == "T" else ""
+    lines = [
+        f"HangError: Rank {ranks[worst]} has given no sign of life for {now - beat.time:.0f} s in "
+        f"section {beat.section} after step {beat.step}{stopped}. A rank may take "
+        f"{limit(beat, seconds):g} s there. Look at its stack, or use a larger launch.watchdog."
+    ]
+    for rank, one, letter, text in zip(ranks, beats, states, texts, strict=True):
+        did = f"collective {one.begun}: {one.last}" if one.begun else "no collective yet"
+        ago = f"{now - one.time:.1f} s ago"
+        lines.append(f"rank {rank}: section {one.section}, step {one.step}, {did}, {ago}")
+        lines.append(text or f"    no stack: it did not answer (state {letter or 'unknown'})")
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def watched(pulse: Pulse, rank: int, seconds: float) -> Iterator[None]:
+    """Inside, a thread ends this rank with its stacks shown when it hangs."""
+    ended, eye = threading.Event(), Eye(seconds)
+
+    def look() -> None:
+        while not ended.wait(1.0):
+            if eye.over([pulse.read()]):
+                message = hang([rank], [pulse.read()], [""], ["    its stacks follow"], seconds)
+                print(message, file=sys.stderr, flush=True)
+                faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+                os._exit(HangError.exit_code)
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()

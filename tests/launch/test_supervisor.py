@@ -1,0 +1,328 @@
+"""Ranks that end, hang or are told to stop, and what their launcher makes of it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from ranvier import launch
+from ranvier.errors import CommunicationError, DataError
+from ranvier.launch import Policy, Pulse, Ranks, Stop
+from ranvier.launch.ends import STOPS
+
+PAIR = (("data=2", 2),)
+FAST = ("torch",)
+
+
+def _first_attempt(action: Callable[[], object], me: Ranks) -> int:
+    """Rank 1 does something at step 4 of the first attempt; rank 0 loses it."""
+    pulse = Pulse(me.pulse)
+    pulse.beat("step", 4 + me.attempt)
+    if me.attempt == 0:
+        if me.rank == 1:
+            action()
+        time.sleep(0.1)
+        raise CommunicationError("It lost a peer.")
+    return 0
+
+
+def _always(me: Ranks) -> int:
+    """Rank 1 of two dies at the same step each time; alone, rank 0 is well."""
+    Pulse(me.pulse).beat("step", 4)
+    if me.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if me.world > 1:
+        raise CommunicationError("It lost a peer.")
+    return 0
+
+
+def _raise(kind: type[Exception]) -> None:
+    raise kind("words of rank 1")
+
+
+def kill(number: int) -> Callable[[], object]:
+    return partial(_kill, number)
+
+
+def _kill(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def run(action: Callable[[], object], **policy: object) -> int:
+    return launch.start(
+        2,
+        partial(_first_attempt, action),
+        preload=FAST,
+        policy=Policy(grids=PAIR, **policy),  # type: ignore[arg-type]
+    )
+
+
+def test_a_killed_rank_is_started_again_with_all_others(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(kill(signal.SIGKILL), retries=3) == 0
+    assert capfd.readouterr().err == (
+        "Rank 1 was killed by signal 9 (SIGKILL) at step 4. Memory may have run out. Starting all "
+        "ranks again from the newest checkpoint (1 of 3 without a new step).\n"
+    )
+    assert run(kill(signal.SIGKILL)) == 71
+    assert "Memory may have run out. All ranks were ended." in capfd.readouterr().err
+
+
+def test_a_fault_of_a_rank_ends_the_run_unless_asked_otherwise(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert run(kill(signal.SIGSEGV), retries=3) == 71
+    text = capfd.readouterr().err
+    assert text.startswith("Rank 1 was killed by signal 11 (SIGSEGV) at step 4.")
+    assert "in _kill" in text, "where it was"
+    assert run(partial(_raise, RuntimeError), retries=3) == 70
+    text = capfd.readouterr().err
+    assert text.startswith("rank 1: Traceback") and "words of rank 1" in text
+    assert "It lost a peer" not in text
+    assert run(partial(_raise, RuntimeError), retries=3, faults=True) == 0
+
+
+def test_mistakes_and_silent_ends_are_not_tried_again(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(partial(_raise, DataError), retries=3, faults=True) == 65
+    assert "rank 1: DataError: words of rank 1" in capfd.readouterr().err
+    assert run(partial(os._exit, 0), retries=3) == 71
+    assert "Rank 1 ended with exit code 0 at step 4, before the run" in capfd.readouterr().err
+
+
+def _late_end(me: Ranks) -> int:
+    """A task without steps, in which rank 0 has more to do than rank 1."""
+    time.sleep(2.2 * (me.rank == 0))
+    return 1
+
+
+def test_a_rank_may_end_before_the_others() -> None:
+    assert launch.start(2, _late_end, preload=FAST) == 1
+
+
+def test_a_crash_loop_ends_or_goes_on_smaller(capfd: pytest.CaptureFixture[str]) -> None:
+    policy = Policy(retries=2, grids=PAIR)
+    assert launch.start(2, _always, preload=FAST, policy=policy) == 93
+    text = capfd.readouterr().err
+    assert text.count("Starting all ranks again") == 2 and "no further than step 4" in text
+    policy = Policy(retries=1, grids=(*PAIR, ("data=1", 1)))
+    assert launch.start(2, _always, preload=FAST, policy=policy) == 0
+    assert "Going on with the grid data=1 on 1 rank(s)" in capfd.readouterr().err
+
+
+def _waiting(folder: Path, me: Ranks) -> int:
+    """At its start for a long time; rank 0 is deaf as in C++."""
+    if me.rank == 0:
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    (folder / str(me.rank)).touch()
+    time.sleep(60)
+    return 0
+
+
+def test_others_are_ended_soon_after_a_rank_is_killed_at_the_start(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    start = time.monotonic()
+    assert launch.start(2, _dead_at_start, preload=FAST, policy=Policy(grids=PAIR)) == 71
+    assert time.monotonic() - start < 5.0
+    assert "(SIGKILL) before its first step" in capfd.readouterr().err
+
+
+def _dead_at_start(me: Ranks) -> int:
+    if me.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+    return 0
+
+
+def _stepping(folder: Path, heed: bool, me: Ranks) -> int:
+    """Takes steps until told to stop; heed: and then stops."""
+    pulse = Pulse(me.pulse)
+    with Stop(quiet=True, patient=True) as stop:
+        for step in range(1000):
+            pulse.beat("step", step)
+            (folder / str(me.rank)).touch()
+            time.sleep(0.05)
+            if stop.signal and heed:
+                return 75
+    return 0
+
+
+def told(folder: Path, task: Callable[[Ranks], int], *numbers: int) -> tuple[int, float]:
+    """Exit code and seconds after the last of signals to the launcher."""
+    sent: list[float] = []
+
+    def tell() -> None:
+        while not all((folder / str(rank)).exists() for rank in range(2)):
+            time.sleep(0.02)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            sent.append(time.monotonic())
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=tell)
+    thread.start()
+    code = launch.start(2, task, preload=FAST, policy=Policy(retries=3, grids=PAIR))
+    seconds = time.monotonic() - sent[-1]
+    thread.join()
+    return code, seconds
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_to_the_launcher_stops_all_ranks(tmp_path: Path, number: int) -> None:
+    code, seconds = told(tmp_path, partial(_stepping, tmp_path, True), number)
+    assert code == 75 and seconds < 2.0
+
+
+def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        folder = tmp_path / str(code)
+        folder.mkdir()
+        end, seconds = told(folder, partial(_stepping, folder, False), number, number)
+        assert end == code and seconds < 2.0
+
+
+def test_a_signal_before_the_first_step_ends_all_at_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, seconds = told(tmp_path, partial(_waiting, tmp_path), signal.SIGTERM)
+    assert code == 75 and seconds < 2.0
+    assert capfd.readouterr().err == "Stopped before a step was taken. There was nothing to save.\n"
+
+
+def _silent(action: Callable[[], object], seconds: float, me: Ranks) -> int:
+    """Rank 1 is silent at step 2 for some time, then all take steps again."""
+    pulse = Pulse(me.pulse)
+    for step in range(3):
+        pulse.beat("step", step)
+        pulse.began(step, "all_reduce over data of 8 bytes at here")
+        time.sleep(0.02)
+    if me.rank == 1:
+        pulse.began(2, "barrier")
+        action()
+    pulse.began(3, "all_gather over data of 16 bytes at there")
+    time.sleep(seconds)
+    return 0
+
+
+def _hold_the_interpreter() -> None:
+    ctypes.PyDLL(None).sleep(60)
+
+
+def _pause(seconds: float) -> None:
+    """Be stopped from outside for a while."""
+    if os.fork() == 0:
+        time.sleep(seconds)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_rank_that_is_stopped_for_ever_is_a_hang(capfd: pytest.CaptureFixture[str]) -> None:
+    start, policy = time.monotonic(), Policy(retries=3, watchdog=1.5, grids=PAIR)
+    task = partial(_silent, kill(signal.SIGSTOP), 60.0)
+    assert launch.start(2, task, preload=FAST, policy=policy) == 72
+    assert time.monotonic() - start < 1.5 + 5.0
+    text = capfd.readouterr().err
+    assert "HangError: Rank 1 has given no sign of life" in text and "(SIGSTOP)" in text
+    assert "rank 0: section step, step 2, collective 3: all_gather over data" in text
+    assert "in _silent" in text, "the stack of the rank that can answer"
+    assert "rank 1: section step, step 2, collective 2: barrier" in text and "(state T)" in text
+
+
+def test_a_rank_that_holds_its_interpreter_is_a_hang(capfd: pytest.CaptureFixture[str]) -> None:
+    policy = Policy(watchdog=1.5, grids=PAIR)
+    task = partial(_silent, _hold_the_interpreter, 60.0)
+    assert launch.start(2, task, preload=FAST, policy=policy) == 72
+    text = capfd.readouterr().err
+    assert "HangError: Rank 1" in text and "in _hold_the_interpreter" in text
+
+
+def test_a_rank_that_lags_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
+    policy = Policy(watchdog=6.0, grids=PAIR)
+    task = partial(_silent, partial(_pause, 2.8), 0.0)
+    assert launch.start(2, partial(_late, task), preload=FAST, policy=policy) == 0
+    text = capfd.readouterr().err
+    assert text.count("lags") == 1 and "Rank 1 lags: no sign of life for" in text
+
+
+def _late(task: Callable[[Ranks], int], me: Ranks) -> int:
+    code = task(me)
+    time.sleep(3.2 * (me.rank == 0))  # rank 0 waits for rank 1
+    return code
+
+
+ALONE = """
+import time
+from ranvier import launch
+
+pulse = launch.Pulse()
+pulse.beat("step", 5)
+with launch.watched(pulse, 3, 0.5):
+    time.sleep(20)
+"""
+
+
+def test_ranks_watch_themselves_where_no_launcher_does() -> None:
+    end = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
+    assert end.returncode == 72
+    assert "HangError: Rank 3" in end.stderr and "step 5" in end.stderr
+    assert "most recent call first" in end.stderr
+
+
+MEETING = """
+import sys
+from ranvier import launch
+
+with launch.reported(launch.Ranks(1, 2)):
+    print("waiting", flush=True)
+    launch.connect(launch.Ranks(1, 2, port=int(sys.argv[1]), launcher="srun"), backend="gloo")
+"""
+
+
+def test_a_rank_of_another_launcher_stops_while_it_waits_for_others() -> None:
+    words = [sys.executable, "-c", MEETING, str(launch.free_port())]
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=quiet, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "waiting\n"
+        time.sleep(1.5)  # it is in C++ now
+        process.send_signal(signal.SIGUSR2)
+        assert process.wait(timeout=10) == 75
+
+
+DEAF = """
+import hashlib
+from ranvier import launch
+
+with launch.reported(launch.Ranks()), launch.Stop():
+    print("busy", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**27)  # a minute in C, which hears no signals
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_second_signal_ends_a_rank_alone_even_in_a_long_operation(number: int, code: int) -> None:
+    words = [sys.executable, "-c", DEAF]
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=quiet, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "busy\n"
+        for _ in range(2):
+            time.sleep(0.3)
+            process.send_signal(number)
+        start = time.monotonic()
+        assert process.wait(timeout=10) == code and time.monotonic() - start < 2.0
+
+
+def test_a_signal_to_a_command_that_has_just_begun() -> None:
+    early = "import os, sys; sys.argv = ['', 'train']; import ranvier.__main__ as m; "
+    early += "m.launch.ranks = lambda: os.kill(os.getpid(), 15); m.main()"
+    end = subprocess.run([sys.executable, "-c", early], capture_output=True, text=True)
+    assert end.returncode == 75 and end.stderr.startswith("Stopped before a step was taken.")

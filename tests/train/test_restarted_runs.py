@@ -1,0 +1,109 @@
+"""Whole runs whose ranks are killed, and which go on as if they had not been."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from commands import SMALL, call, ended, losses, metrics, started
+from ranvier.checkpoint.folder import found
+from ranvier.train import folder as folders
+
+PAIR = ["train", *SMALL, "--model.layers", "1", "--nproc", "2", "--train.steps", "8"]
+ONCE = """
+import os
+_{name} = Trainer.{name}
+def _patched(self, *arguments, **options):
+    if self.step == {step} and self.grid.rank == {rank} and not os.path.exists("once"):
+        open("once", "w").close()
+        os.kill(os.getpid(), {number})
+    return _{name}(self, *arguments, **options)
+Trainer.{name} = _patched
+"""
+
+
+def patch(name: str, *, step: int, rank: int, number: int = 9) -> tuple[str, str]:
+    """Have a rank get a signal once, when a method of its trainer is called."""
+    return "ranvier.train.trainer", ONCE.format(name=name, step=step, rank=rank, number=number)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a run that nobody disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    code, _, errors = ended(started(folder, *PAIR, "--train.out", "run"))
+    assert code == 0, errors
+    return losses(folder / "run")
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "rank", "begins"),
+    [("issue", 5, 0, 4), ("save", 2, 1, 0)],
+    ids=["the host of the store in a step", "in the first save"],
+)
+def test_a_killed_rank_changes_no_loss(
+    tmp_path: Path, whole: list[float], name: str, step: int, rank: int, begins: int
+) -> None:
+    """The directory is one that nobody asked for: the second attempt finds it."""
+    faults = patch(name, step=step, rank=rank)
+    words = [*PAIR, "--checkpoint.every", "2", "--checkpoint.background", "False"]
+    process = started(tmp_path, *words, patch=faults)
+    code, out, errors = ended(process)
+    assert code == 0, errors
+    assert f"Rank {rank} was killed by signal 9 (SIGKILL) at step" in errors
+    assert "Starting all ranks again from the newest checkpoint (1 of 3" in errors
+    said = f"Going on after step {begins}" if begins else "no committed checkpoint"
+    assert said in out, out
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny"]
+    run = tmp_path / "runs" / "tiny"
+    assert losses(run) == whole and [row["step"] for row in metrics(run)] == list(range(8))
+    known = folders.facts(run)
+    (launch,) = known["launches"]
+    (failure,) = launch["failures"]
+    assert failure["attempt"] == 0 and failure["grid"] == "data=2" and "SIGKILL" in failure["why"]
+    assert 0.0 < known["goodput"] < 1.0 and launch["seconds"] > 0.0
+    assert "Ranks were started again 1 time(s)" in out
+    assert "Ranks were started again 1 time(s)" in (run / "report.html").read_text()
+
+
+def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
+    faults = patch("issue", step=3, rank=1, number=signal.SIGUSR2)
+    code, out, errors = ended(started(tmp_path, *PAIR, "--train.out", "run", patch=faults))
+    assert code == 75 and errors == "", errors
+    done = len(metrics(tmp_path / "run"))
+    assert 3 < done < 8 and f"Stopped after step {done} of 8; saved in" in out
+    assert found(tmp_path / "run" / "checkpoints")[-1].name == f"step-{done:08}"
+
+
+def test_a_directory_in_use_is_refused_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    with folders.lock(tmp_path / "run"):
+        assert call(*PAIR, "--train.out", "run") == 77
+    text = capsys.readouterr().err
+    assert "train.out='run' is being written by process" in text and "Wait for it, stop it" in text
+    folders.lock(tmp_path / "run").close()
+
+
+def test_grids_that_cannot_be_are_refused_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call(*PAIR, "--launch.grids", "dat=1", "row=2") == 64
+    text = capsys.readouterr().err
+    assert "Did you mean 'data'" in text and "'row=2' has 2 ranks, the plan 2" in text
+    assert not (tmp_path / "runs").exists()
+
+
+def test_time_of_several_launches_adds_up(tmp_path: Path) -> None:
+    rows = [{"step": step, "seconds": 2.0} for step in range(5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    launches = [{"began": 0.0, "seconds": 15.0, "failures": []}]
+    launches += [{"began": 1e12, "seconds": 0.0, "failures": []}]
+    folders.record(tmp_path, launches=launches)
+    assert folders.account(tmp_path)["goodput"] == pytest.approx(10.0 / 15.0)
