@@ -83,7 +83,8 @@ def losses_of(
 
 def poisoned(grid: Grid, corpus: str, out: str, where: str, rank: int, at: int) -> dict[str, Any]:
     """What a run says whose layer `where` gives a bad number on one rank from step `at` on."""
-    trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), 6))
+    run = run_of(out, dict(grid.degrees), 6, guard__skips=0)
+    trainer = trainer_of(grid, corpus, run)
     leaf = trainer.model.get_submodule(where)
 
     def poison(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor | None:

@@ -192,7 +192,15 @@ class LaunchConfig:
     fits is taken; the batch of a step stays what it is."""
     watchdog: float = 0.0
     """Seconds a rank may take without a sign of life before all are ended with their stacks shown
-    (exit code 72). 0: twice the slowest of the last 100 steps and 30 s more; -1: for ever."""
+    (exit code 72); at the start 600 at least. 0: twice the slowest of the last 100 steps and 30 s
+    more, 420 s for a checkpoint, 600 s for an evaluation and at the start; -1: for ever."""
+    nodes: int = 1
+    """Nodes of the run. On each, one ranvier train starts `nproc` ranks, and all restart together;
+    under srun with one task a node and --nproc it is known."""
+    node: int = 0
+    """The number of this node, from 0; under srun it is known."""
+    address: str = ""
+    """host:port where node 0 listens for the others; under srun it is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +209,8 @@ class GuardConfig:
 
     skips: int = 10
     """Steps with a loss or a gradient that is no number that are left out, on all ranks and without
-    a trace in weights and moments, before the run stops (exit code 74)."""
+    a trace in weights and moments, before the run stops (exit code 74). With spike = skip also how
+    many spikes in a row are left out."""
     spike: Literal["off", "warn", "skip", "rewind"] = "warn"
     """What a loss far above those before it leads to: nothing, a warning, its update being left
     out, or going back to the newest checkpoint and on behind the samples that led to it."""
@@ -245,6 +254,8 @@ LEAST: dict[str, float] = {
     "checkpoint.keep_every": 0,
     "launch.retries": 0,
     "launch.watchdog": -1.0,
+    "launch.nodes": 1,
+    "launch.node": 0,
     "guard.skips": 0,
     "guard.height": 1.0,
     "guard.window": 8,
@@ -274,6 +285,7 @@ MOST: dict[str, float] = {
     "plan.batch": 2**31,
     "train.seed": 2**63 - 1,
     "train.timeout": 1e7,
+    "launch.nodes": 10**5,
 }
 """The largest value of numbers that have one."""
 FREE = ("train.prompt", "data.field")

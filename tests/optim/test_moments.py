@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pool import Pool
-from ranvier.checkpoint import files
+from ranvier.checkpoint.folder import found
+from ranvier.checkpoint.load import wholes
 from ranvier.grid import Grid
 from ranvier.optim import fused, rules
 from training import losses_of, run_of, stored, trainer_of
@@ -131,11 +132,13 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, corpus: str, dtype: str
     losses = [row["loss"] for row in whole.steps()]
     half.resume(tmp_path / "checkpoints" / "step-00000003")
     assert [row["loss"] for row in half.steps()] == losses[3:]
-    types = {name.rpartition(".")[2]: part.dtype for name, (part, _) in whole.state().items()}
+    types = {
+        name.rpartition(".")[2]: part.dtype for name, (part, _) in whole.optimizer.state().items()
+    }
     wide = torch.float64 if dtype == "fp64" else torch.float32
     assert types == {"master": wide, "mean": torch.bfloat16, "square": torch.bfloat16}
-    for name, (part, _) in half.state().items():
-        assert torch.equal(part, whole.state()[name][0]), name
+    for name, (part, _) in half.optimizer.state().items():
+        assert torch.equal(part, whole.optimizer.state()[name][0]), name
         assert bool((part != 0).any()), name
 
 
@@ -144,9 +147,9 @@ def test_ranks_over_data_round_like_one(pool: Pool, tmp_path: Path, corpus: str)
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder, degrees in zip(folders, ({}, {"data": 2}), strict=True):
         pool.on_grid(degrees, losses_of, corpus, str(folder), 4, "", changes)
-    paths = [files.found(folder / "checkpoints")[-1] for folder in folders]
+    paths = [found(folder / "checkpoints")[-1] for folder in folders]
     for kind in ("mean", "square", "master"):
-        one, two = (files.wholes(path, kind) for path in paths)
+        one, two = (wholes(path, kind) for path in paths)
         assert set(one) == set(two) and one
         for name, value in one.items():
             if kind == "master":

@@ -15,7 +15,7 @@ from ranvier.optim.optimizer import Optimizer
 from ranvier.optim.scale import LEAST, PATIENCE, START, Scale
 from ranvier.optim.schedule import share
 from ranvier.parallel import parallelize
-from ranvier.train.step import forward_backward, train_step
+from ranvier.train.step import Watch, forward_backward, train_step
 
 FACTORS = {"matrix": 1.0, "embedding": 0.3, "vector": 5.0}
 
@@ -108,12 +108,11 @@ def scaled(grid: Grid, start: float) -> tuple[list[float], float, bool]:
     scale.value.fill_(start)
     optimizer = Optimizer(model.parallel.queue, lr=1e-2, scale=scale)  # type: ignore[arg-type,union-attr]
     micros = batch.micro_batches(grid, 8 // grid.axis("data", "expert", "depth").size)
-    healthy, losses = torch.tensor(True), []
+    watch, losses = Watch.of("cpu"), []
     for _ in range(12):
-        taken = train_step(model, optimizer, micros, 1e-2, healthy)
-        healthy = taken.healthy
+        taken = train_step(model, optimizer, micros, 1e-2, watch)
         losses.append(taken.loss.item())
-    return losses, scale.value.item(), bool(healthy)
+    return losses, scale.value.item(), not watch.bad
 
 
 def test_fp16_skips_overflows_and_trains(pool: Pool) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pool import Pool
-from ranvier.checkpoint import files
+from ranvier.checkpoint.folder import found
 from ranvier.errors import DataError, PlanError
 from ranvier.grid import Grid
 from ranvier.models import SIZES, Decoder
@@ -36,7 +36,7 @@ def test_a_resumed_run_repeats_the_undisturbed_one_to_the_bit(
     half = str(tmp_path / "half")
     options = {"train__steps": 6, "checkpoint__every": 3}
     pool.on_grid(degrees, losses_of, corpus, half, 6, "", options)
-    middle = files.found(Path(half) / "checkpoints")[0]
+    middle = found(Path(half) / "checkpoints")[0]
     assert middle.name == "step-00000003"
     rest = pool.on_grid(degrees, losses_of, corpus, half, 6, str(middle))
     assert rest == [whole[3:]] * len(rest)
@@ -47,7 +47,7 @@ def test_other_batches_go_on_with_the_next_sample(tmp_path: Path, corpus: str) -
     grid = Grid({})
     losses_of(grid, corpus, str(tmp_path), 2)
     trainer = trainer_of(grid, corpus, run_of(str(tmp_path), {}, 4, plan__batch=4))
-    trainer.resume(files.found(tmp_path / "checkpoints")[-1])
+    trainer.resume(found(tmp_path / "checkpoints")[-1])
     assert (trainer.step, trainer.samples) == (2, 16)
     batches = trainer._loaded()(2)
     assert [n for batch in batches for n in batch.samples.tolist()] == [16, 17, 18, 19]  # type: ignore[union-attr]
@@ -56,7 +56,7 @@ def test_other_batches_go_on_with_the_next_sample(tmp_path: Path, corpus: str) -
 def test_a_changed_corpus_is_noticed_by_its_fingerprint(tmp_path: Path, corpus: str) -> None:
     losses_of(Grid({}), corpus, str(tmp_path / "run"), 2)
     other = stored(tmp_path, documents=39)
-    checkpoint = str(files.found(tmp_path / "run" / "checkpoints")[-1])
+    checkpoint = str(found(tmp_path / "run" / "checkpoints")[-1])
     with pytest.raises(DataError, match="has the fingerprint"):
         losses_of(Grid({}), other, str(tmp_path / "run"), 4, checkpoint)
     allowed = {"checkpoint__other_data": True}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from equivalence import ONE_PASS, batch_of, copied, gradients, micros_of, worst
 from pool import Pool
-from ranvier.checkpoint import files
+from ranvier.checkpoint.folder import found
 from ranvier.grid import Grid
 from ranvier.models import Decoder, DecoderConfig
 from ranvier.models.documents import causal
@@ -125,9 +125,9 @@ def ways(grid: Grid, inner: str) -> dict[str, list[str]]:
 def test_packing_and_layouts_change_no_gradient(
     pool: Pool, degrees: dict[str, int], inner: str
 ) -> None:
-    for found in pool.on_grid(degrees, ways, inner):
-        assert len(found) == len(WAYS)
-        assert {name: lines for name, lines in found.items() if lines} == {}
+    for lines_of in pool.on_grid(degrees, ways, inner):
+        assert len(lines_of) == len(WAYS)
+        assert {name: lines for name, lines in lines_of.items() if lines} == {}
 
 
 def test_names_know_nothing_of_packing() -> None:
@@ -173,7 +173,7 @@ def test_in_fp8_all_siblings_are_packed_and_checkpoints_are_the_same(
         trainer.save()
         names.append(sorted(trainer.state()))
     assert names[0] == names[1]
-    trainer.resume(files.found(tmp_path / "off" / "checkpoints")[-1])
+    trainer.resume(found(tmp_path / "off" / "checkpoints")[-1])
 
 
 def test_a_cpu_has_nothing_to_choose() -> None:

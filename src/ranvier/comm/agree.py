@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -39,6 +41,30 @@ def told(text: str, grid: Grid, device: torch.device | str, *, source: int = 0) 
     return bytes(verbs.broadcast(buffer, everyone(grid), source).wait().tolist()).decode()
 
 
+def differences(
+    mine: Mapping[str, str], grid: Grid, device: torch.device | str, *, most: int = 8
+) -> list[str]:
+    """How ranks differ from rank 0 in facts that should be the same, as lines; none if they agree.
+
+    most: ranks that are named. Communicates: a digest over all axes; if ranks differ also texts.
+    """
+    text = json.dumps(dict(mine), sort_keys=True)
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    if largest(digest, grid, device) == -largest(-digest, grid, device):
+        return []
+    first = json.loads(told(text, grid, device))
+    odd = [
+        f"{key}={mine.get(key)} on rank {grid.rank}, but {first.get(key)} on rank 0"
+        for key in sorted({*mine, *first})
+        if mine.get(key) != first.get(key)
+    ]
+    flag = torch.tensor([len(odd)], device=device)
+    counts = verbs.all_gather(flag, everyone(grid)).wait().tolist()
+    whose = [rank for rank, count in enumerate(counts) if count]
+    words = (told(json.dumps(odd), grid, device, source=rank) for rank in whose[:most])
+    return [line for word in words for line in json.loads(word)]
+
+
 def together(work: Callable[[], T], grid: Grid, device: torch.device | str) -> T:
     """Do my part; an error of any rank is an error on all, told by those that met it.
 
@@ -56,3 +82,12 @@ def together(work: Callable[[], T], grid: Grid, device: torch.device | str) -> T
     if worst:
         raise ElsewhereError(worst)
     return result
+
+
+def complaint(text: str, grid: Grid, device: torch.device | str) -> str:
+    """The text of the first rank that has one, on all ranks; empty: none has.
+
+    Communicates: one number, then perhaps a text, over all axes.
+    """
+    first = grid.world - largest(grid.world - grid.rank if text else 0, grid, device)
+    return told(text, grid, device, source=first) if first < grid.world else ""

@@ -168,6 +168,12 @@ class Bucket:
         """Segments whose gradients have to be summed over other axes than depth and data."""
         return [segment for segment in self.segments if segment.over.size > 1]
 
+    def owned(self, weight: Weight) -> bool:
+        """Whether no rank before me, along other axes than data, holds the same of a weight."""
+        tied = self.tied is not None and self.tied.index > 0
+        at = next(s for s in self.segments if s.start <= weight.offset < max(s.stop, s.start + 1))
+        return at.over.index == 0 and not tied
+
     def first(self, pieces: Pieces) -> list[Tensor]:
         """Of my range over data of a gradient what no rank before me holds as well."""
         low = self.queue.data_axis.index * (self.size // self.queue.data_axis.size)

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ranvier.data.batch import Batch
 from ranvier.data.corpus import Window
-from ranvier.grid import Grid
+from ranvier.errors import DataError, HangError
+from ranvier.grid import WEEK, Grid
 
 T = TypeVar("T")
 
@@ -39,15 +40,25 @@ class Samples(Protocol):
         """The sample of a number."""
 
 
-class Loader(Generic[T]):
-    """make(first), make(first + 1), ..., made by a thread, at most `ahead` before their use."""
+LAST_SECONDS = 5.0
+"""How long closing waits for what is being made; a thread that hangs is left to its fate."""
 
-    def __init__(self, make: Callable[[int], T], first: int = 0, ahead: int = 2) -> None:
+
+class Loader(Generic[T]):
+    """make(first), make(first + 1), ..., made by a thread, at most `ahead` before their use.
+
+    patience: seconds after which a batch that does not come is an error.
+    """
+
+    def __init__(
+        self, make: Callable[[int], T], first: int = 0, ahead: int = 2, *, patience: float = WEEK
+    ) -> None:
         assert ahead >= 1, ahead
-        self._make, self._ahead = make, ahead
+        self._make, self._ahead, self._patience = make, ahead, patience
+        self._number = first
         self._ready: deque[T] = deque()
         self._error: BaseException | None = None
-        self._closed = False
+        self._closed = self._hung = False
         self._waited = 0.0
         self._change = threading.Condition()
         self._thread = threading.Thread(target=self._work, args=(first,), daemon=True)
@@ -61,11 +72,17 @@ class Loader(Generic[T]):
                     self._ready.append(made)
                     self._change.notify_all()
                 number += 1
+        except OSError as error:
+            text = f"Batch {number} cannot be read: {error}. Corpora stay as they are during a run."
+            self._fail(DataError(f"{text} Look at the file and its disk, then go on."))
         except BaseException as error:
             # whatever it is, the consumer must see it instead of waiting
-            with self._change:
-                self._error = error
-                self._change.notify_all()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._change:
+            self._error = error
+            self._change.notify_all()
 
     def _room(self) -> bool:
         """Wait until another one may be made; False if the loader is closed."""
@@ -79,12 +96,22 @@ class Loader(Generic[T]):
     def __next__(self) -> T:
         start = time.perf_counter()
         with self._change:
-            self._change.wait_for(lambda: self._ready or self._error or self._closed)
+            there = self._change.wait_for(
+                lambda: self._ready or self._error or self._closed, min(self._patience, WEEK)
+            )
             self._waited += time.perf_counter() - start
+            if not there:
+                self._hung = True
+                raise HangError(
+                    f"Batch {self._number} has not come for {self._patience:.0f} s. The thread "
+                    "that reads the data hangs, perhaps in a file system. Look at the disks of the "
+                    "corpora, or use a larger train.timeout."
+                )
             if self._closed:
                 raise StopIteration
             if self._ready:
                 made = self._ready.popleft()
+                self._number += 1
                 self._change.notify_all()
                 return made
             assert self._error is not None
@@ -101,7 +128,8 @@ class Loader(Generic[T]):
             self._closed = True
             self._ready.clear()
             self._change.notify_all()
-        self._thread.join()
+        # A launcher gives a rank that fails seconds to say why: none are spent on a hang.
+        self._thread.join(0.0 if self._hung else LAST_SECONDS)
 
     def __enter__(self) -> Loader[T]:
         return self

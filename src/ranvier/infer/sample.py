@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ranvier import run as runs
-from ranvier.checkpoint import files
+from ranvier.checkpoint.folder import found, step_of
+from ranvier.checkpoint.load import wholes
 from ranvier.data.tokenizer import Tokenizer, tokenizer_of
 from ranvier.errors import DataError, PlanError
 from ranvier.models import Decoder
@@ -43,7 +44,7 @@ class Speaker:
             )
         with torch.device("meta"):
             model = Decoder(run.model)
-        fill(model, files.wholes(checkpoint), checkpoint, device)
+        fill(model, wholes(checkpoint), checkpoint, device)
         return cls(model.eval(), tokenizer_of(str(words), folder), run.data.seq)
 
     @torch.inference_mode()
@@ -155,16 +156,16 @@ def run_of(folder: Path) -> Run:
 
 def checkpoint_of(folder: Path, step: int | None = None) -> Path:
     """A checkpoint of a run: of a step, or the newest."""
-    found = files.found(folder / "checkpoints")
-    if not found:
+    paths = found(folder / "checkpoints")
+    if not paths:
         raise DataError(
             f"{folder} has no checkpoint. Weights are read from one. Let the run end, or train "
             "with checkpoint.every=100."
         )
-    named = {int(path.name.removeprefix("step-")): path for path in found}
+    named = {step_of(path): path for path in paths}
     if step is not None and step not in named:
         raise PlanError(
             f"{folder} has no checkpoint after step {step}. Kept are those after "
             f"{', '.join(map(str, named))}. Use one of these."
         )
-    return found[-1] if step is None else named[step]
+    return paths[-1] if step is None else named[step]

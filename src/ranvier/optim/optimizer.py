@@ -8,7 +8,7 @@ one number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,18 +25,24 @@ from ranvier.sharding import State
 
 
 def gradient_norm(
-    grads: Sequence[tuple[Bucket, Pieces]], grid: Grid, early: Early, none: Tensor
-) -> Tensor:
-    """Euclidean norm of the gradient of the whole model.
+    grads: Sequence[tuple[Bucket, Pieces]],
+    grid: Grid,
+    early: Early,
+    none: Tensor,
+    votes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Euclidean norm of the gradient of the whole model, and for what some rank has voted.
 
     Ranges over data are disjoint; of the ranks that hold the same part only the first counts it.
     none: an empty tensor of the type the others sum in, for a rank without any.
-    Communicates: all-reduce of one number over all axes.
+    Communicates: all-reduce of one number, and one a vote, over all axes.
     """
     mine = [part for bucket, pieces in grads for part in bucket.first(pieces)]
     square = early.total([bucket for bucket, _ in grads], mine or [none])
     with grid.trace.at("norm"):
-        return verbs.all_reduce(square, grid.axis(*grid.degrees)).wait().sqrt()
+        numbers = [square[None], *([] if votes is None else [votes.to(square.dtype)])]
+        total = verbs.all_reduce(torch.cat(numbers), grid.axis(*grid.degrees)).wait()
+    return total[0].sqrt(), total[1:] > 0.0
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
@@ -83,6 +89,10 @@ class Optimizer:
         """Updates made; masked ones do not count."""
         self.finite = torch.ones((), dtype=torch.bool, device=device)
         """Whether the last gradient norm was a number."""
+        self.changing: Callable[[], None] | None = None
+        """Called before weights and moments change: who still reads them waits."""
+        self.voted = torch.zeros(0, dtype=torch.bool, device=device)
+        """For what some rank has voted in the last step."""
 
     def _range(self, bucket: Bucket) -> Tensor:
         """My range over data of the working weights."""
@@ -95,21 +105,30 @@ class Optimizer:
         return self._range(bucket).to(torch.float32 if narrow else bucket.data.dtype)
 
     @torch.no_grad()
-    def step(self, lr: float | Tensor | None = None, *, allowed: Tensor | None = None) -> Tensor:
+    def step(
+        self,
+        lr: float | Tensor | None = None,
+        *,
+        votes: Tensor | None = None,
+        vetoes: int = 0,
+    ) -> Tensor:
         """Update the weights with the gradients of this step; the norm before clipping.
 
-        allowed: a bool on the device without which nothing is updated either.
+        votes: bools on the device that travel with the norm, so that all ranks know of them and
+        decide alike. vetoes: any rank's vote for one of the first so many forbids the update.
         Communicates: the end of the gradient reductions, the norm, all-gather of weights over data.
         """
         if self._loads != self.queue.loads:
             self._loads = self.queue.loads
             self.master = {bucket: self._master(bucket) for bucket in self.buckets}
         grads = self.queue.finish()
-        norm, factor = self._norm(grads)
+        norm, factor = self._norm(grads, votes)
         self.finite = norm.isfinite()
-        good = self.finite if allowed is None else self.finite & allowed
+        good = self.finite & ~self.voted[:vetoes].any() if vetoes else self.finite
         lr = self.lr if lr is None else lr
         now = fused.Scalars.of(self.updates + 1.0, good, factor, self.betas, lr)
+        if self.changing is not None:
+            self.changing()
         for bucket, pieces in grads:
             for start, grad in pieces:
                 self._update(bucket, start, grad, now)
@@ -120,10 +139,12 @@ class Optimizer:
         self.queue.begin("")
         return norm
 
-    def _norm(self, grads: Sequence[tuple[Bucket, Pieces]]) -> tuple[Tensor, Tensor | None]:
+    def _norm(
+        self, grads: Sequence[tuple[Bucket, Pieces]], votes: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Norm of the gradient without its scale, and what gradients are to be multiplied by."""
         none = torch.zeros(0, dtype=self.queue.dtype, device=self.queue.device)
-        norm = gradient_norm(grads, self.grid, self._early, none)
+        norm, self.voted = gradient_norm(grads, self.grid, self._early, none, votes)
         if self.scale is not None:
             norm = norm / self.scale.value
         factor = clip_factor(norm, self.clip) if self.clip > 0.0 else None
@@ -181,15 +202,15 @@ class Optimizer:
         """Take my part of a whole state, after `steps` updates. Communicates: as `restored`."""
         for name, (part, place) in self.state().items():
             part.copy_(place.take(whole[name]))
-        self.restored(updates=steps)
+        self.updates.fill_(steps)
+        self.restored()
 
     @torch.no_grad()
-    def restored(self, *, updates: float) -> None:
-        """Take note that the tensors of `state` were filled with those after `updates` updates.
+    def restored(self) -> None:
+        """Take note that `updates` and the tensors of `state` were filled with earlier ones.
 
         Working weights follow the master weights. Communicates: all-gather over data.
         """
-        self.updates.fill_(updates)
         self._loads = self.queue.loads
         for bucket in self.buckets:
             self._range(bucket).copy_(self.master[bucket])

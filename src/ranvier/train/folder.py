@@ -14,24 +14,22 @@ import fcntl
 import itertools
 import json
 import os
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from ranvier import run as runs
-from ranvier.checkpoint import files
-from ranvier.errors import PlanError
-from ranvier.launch import writable
-from ranvier.plan import AXES
+from ranvier.checkpoint.folder import STEP, found, newest
+from ranvier.checkpoint.manifest import NAME, Manifest, read
+from ranvier.errors import CheckpointError, DamageError, PlanError, RefusedError, WriteError
+from ranvier.launch import Ranks, age, writable
 from ranvier.run import Run
-
-FIXED = (
-    *("model", "data.seq", "data.packed", "data.held_out", "train.seed", "train.dtype"),
-    *(f"plan.{axis}" for axis in AXES),
-)
-"""Settings that a run keeps for its whole life; the corpora are compared by fingerprint."""
+from ranvier.settings import LARGEST
+from ranvier.train import saves
 
 
 def check_out(run: Run) -> None:
@@ -44,59 +42,159 @@ def check_out(run: Run) -> None:
             f"train.out={str(folder)[:80]!r} cannot be a directory: {error.__class__.__name__}. "
             "Its name must be one that the file system takes. Choose another."
         ) from None
-    if not there.is_dir() or not writable(there):
-        what = "cannot be written in" if there.is_dir() else "is no directory"
+    if not there.is_dir():
         raise PlanError(
-            f"train.out={str(folder)!r}: {there} {what}. A run needs a directory of its own that "
-            "it can write in. Choose another train.out."
+            f"train.out={str(folder)!r}: {there} is no directory. A run needs one of its own. "
+            "Choose another train.out."
+        )
+    if not writable(there):
+        wide = {"fp64": 8}.get(run.train.dtype, 4)
+        needed = run.model.parameters * (wide + 2 * (2 if run.optim.moments == "bf16" else wide))
+        raise WriteError(
+            f"train.out={str(folder)!r}: {there} cannot be written in. A run writes there, and a "
+            f"checkpoint needs about {needed:,} bytes. Make it writable, or choose another "
+            "train.out."
         )
 
 
-def lock(folder: Path) -> IO[str]:
-    """A handle that keeps other runs out of a directory as long as it is open."""
-    handle = (folder / ".lock").open("a")
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        handle.close()
-        raise PlanError(
-            f"train.out={str(folder)!r} is being written by another run. A directory holds one "
-            "run. Wait for it, stop it, or choose another directory."
-        ) from None
-    except OSError:  # a file system without locks
-        pass
+def lock(folder: Path, seconds: float = 1.0) -> IO[str]:
+    """A handle that keeps other runs out of a directory as long as it is open.
+
+    seconds: how long to wait for a run that is just ending.
+    """
+    handle, limit = (folder / ".lock").open("a+"), time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > limit:
+                raise _held(folder, handle) from None
+            time.sleep(0.05)
+        except OSError:  # a file system without locks
+            break
+    handle.truncate(0)
+    handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    handle.flush()
     return handle
 
 
-def claim(run: Run) -> tuple[Path, Path | None]:
-    """The directory of a run, and the checkpoint to go on from if it holds one.
+def check_free(run: Run) -> None:
+    """Refuse a directory that another run is writing, before any rank is started."""
+    if run.train.out and (Path(run.train.out) / ".lock").exists():
+        lock(Path(run.train.out)).close()
+
+
+def _held(folder: Path, handle: IO[str]) -> RefusedError:
+    with handle:
+        handle.seek(0)
+        holder = handle.read(200).strip() or "another run"
+    return RefusedError(
+        f"train.out={str(folder)!r} is being written by {holder}. A directory holds one run. Wait "
+        "for it, stop it, or choose another directory."
+    )
+
+
+def again(run: Run, began: float) -> Run:
+    """The run as it is started again: it goes on from what it has saved itself, if it has.
+
+    began: this launch. One that was to begin anew may have ended before it put the old aside.
+    """
+    folder = Path(run.train.out)
+    own = any(one.get("began") == began for one in launches(folder))
+    if own and (run.checkpoint.resume == "never" or found(folder / "checkpoints")):
+        return replace(run, checkpoint=replace(run.checkpoint, resume="auto"))
+    return run
+
+
+def claim(run: Run) -> tuple[Path, list[Path], list[str]]:
+    """The directory of a run, the checkpoints to go on from, best first, and lines on them.
 
     A directory that was not asked for is a new one, which only one run can claim.
     """
-    if not run.train.out:
-        return _new(run.model.size), None
-    folder = Path(run.train.out)
-    if not (folder / "config.toml").exists():
-        if (folder / "metrics.jsonl").exists():
-            raise PlanError(
-                f"train.out={run.train.out!r} holds metrics without a config.toml. A run is only "
-                "continued by its own settings. Choose another directory."
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder, None
-    _refuse_changes(folder, run)
-    checkpoints = files.found(folder / "checkpoints")
-    done = int(files.facts(checkpoints[-1])["step"]) if checkpoints else 0
-    if done >= run.train.steps or (not checkpoints and facts(folder).get("status") == "finished"):
+    word = run.checkpoint.resume
+    own = Path(run.train.out) if run.train.out else None
+    if own is not None and not (own / "config.toml").exists() and (own / "metrics.jsonl").exists():
         raise PlanError(
-            f"train.out={run.train.out!r} holds a run that has taken its steps. A finished run is "
-            "not repeated. Use another directory"
-            + (f", or train.steps above {done}." if checkpoints else ".")
+            f"train.out={run.train.out!r} holds metrics without a config.toml. A run is only "
+            "continued by its own settings. Choose another directory."
         )
-    return folder, checkpoints[-1] if checkpoints else None
+    lines: list[str] = []
+    candidates: list[Path] = []
+    if word not in ("auto", "never"):
+        candidates, lines = _named(Path(word))
+    elif word == "auto" and own is not None:
+        candidates, lines = newest(own / "checkpoints")
+        if not candidates and _finished(own):
+            raise _repeated(run, "")
+    manifest = _readable(candidates)
+    if manifest is not None:
+        saves.check_config(manifest, candidates[0], run)
+        if manifest.step >= run.train.steps and word != "auto":
+            raise PlanError(
+                f"train.steps={run.train.steps}, but checkpoint.resume={word!r} has taken "
+                f"{manifest.step} steps. There is nothing left to do. Use train.steps above "
+                f"{manifest.step}."
+            )
+        if manifest.step >= run.train.steps:
+            raise _repeated(run, f", or train.steps above {manifest.step}")
+        if own is None or not (own / "config.toml").exists():  # else `begin` tells them
+            changed = saves.differences(manifest.facts.get("config", {}), saves.tables(run))
+            lines += [f"changed: {name} from {old!r} to {new!r}" for name, old, new in changed]
+    if own is None:
+        return new(run.model.size), candidates, lines
+    own.mkdir(parents=True, exist_ok=True)
+    return own, candidates, lines + (_put_aside(own) if word == "never" else [])
 
 
-def _new(name: str) -> Path:
+def _finished(folder: Path) -> bool:
+    return (folder / "config.toml").exists() and facts(folder).get("status") == "finished"
+
+
+def _repeated(run: Run, other: str) -> PlanError:
+    return PlanError(
+        f"train.out={run.train.out!r} holds a run that has taken its steps. A finished run is not "
+        f"repeated. Use another directory{other}."
+    )
+
+
+def _named(path: Path) -> tuple[list[Path], list[str]]:
+    """The checkpoint that a path is, or those of the run that it is."""
+    if (path / NAME).exists() or STEP.fullmatch(path.name) or (path / "state.json").exists():
+        candidates, lines = ([path] if path.is_dir() else []), list[str]()
+    else:
+        candidates, lines = newest(
+            path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        )
+    if not candidates:
+        raise CheckpointError(
+            f"checkpoint.resume={str(path)!r} has no checkpoint. It must be the directory of one "
+            "(step-00000100) or of a run. Mend the path, or use auto."
+        )
+    return candidates, lines
+
+
+def _readable(candidates: list[Path]) -> Manifest | None:
+    """The first manifest that can be read; that of none is a matter for the loading."""
+    for path in candidates:
+        with suppress(DamageError):
+            return read(path)
+    return None
+
+
+def _put_aside(folder: Path) -> list[str]:
+    """Rename what an earlier run has left in a directory, so that one begins anew beside it."""
+    names = [name for name in ("checkpoints", "metrics.jsonl") if (folder / name).exists()]
+    if not names:
+        return []
+    number = next(n for n in itertools.count(1) if not [*folder.glob(f"before-{n}-*")])
+    for name in names:
+        os.replace(folder / name, folder / f"before-{number}-{name}")
+    return [f"checkpoint.resume=never: the run before is now {folder}/before-{number}-*"]
+
+
+def new(name: str) -> Path:
+    """A directory for a run that asked for none, which only one run can make."""
     for number in itertools.count(1):
         folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
         with suppress(FileExistsError):
@@ -105,39 +203,21 @@ def _new(name: str) -> Path:
     return folder
 
 
-def differences(old: Run, new: Run) -> Iterator[tuple[str, Any, Any]]:
-    """Dotted name, old and new value of each setting that differs."""
-    for section in dataclasses.fields(Run):
-        before, after = (dataclasses.asdict(getattr(run, section.name)) for run in (old, new))
-        for key, value in before.items():
-            if value != after[key]:
-                yield f"{section.name}.{key}", value, after[key]
+def begin(folder: Path, run: Run, step: int, origin: Path | None = None) -> list[str]:
+    """Write the config and keep the metrics before `step`; what has changed since, as lines.
 
-
-def _refuse_changes(folder: Path, run: Run) -> None:
-    """A run goes on with the settings that its weights and its data order depend on."""
-    changed = differences(runs.load(folder / "config.toml"), run)
-    fatal = [
-        f"{name}={new!r}, but the run in {folder} has {old!r}. It was begun with that. "
-        f"Use {old!r}, or another train.out."
-        for name, old, new in changed
-        if name in FIXED or name.partition(".")[0] in FIXED
-    ]
-    if fatal:
-        raise PlanError(fatal)
-
-
-def begin(folder: Path, run: Run, step: int) -> list[str]:
-    """Write the config and keep the metrics before `step`; what has changed since, as lines."""
+    origin: the run it goes on from, if that is another one.
+    """
     lines = []
     config = folder / "config.toml"
     if config.exists() and step == 0:
-        lines = ["the directory holds a run without a checkpoint, which begins again"]
+        lines = ["no committed checkpoint in the directory of the run: it begins again"]
     elif config.exists():
-        changed = differences(runs.load(config), run)
+        changed = saves.differences(saves.tables(runs.load(config)), saves.tables(run))
         lines = [f"changed: {name} from {old!r} to {new!r}" for name, old, new in changed]
     write(config, runs.to_toml(run))
-    write(folder / "metrics.jsonl", "".join(_rows_before(folder / "metrics.jsonl", step)))
+    rows = _rows_before((origin or folder) / "metrics.jsonl", step)
+    write(folder / "metrics.jsonl", "".join(rows))
     return lines
 
 
@@ -173,6 +253,58 @@ def record(folder: Path, **more: Any) -> None:
     write(folder / "run.json", json.dumps({**facts(folder), **more}, indent=1) + "\n")
 
 
+def launched(folder: Path, me: Ranks) -> None:
+    """Add to run.json when this launch began and why its ranks were started again."""
+    began = me.began or time.time() - age()
+    before = [one for one in launches(folder) if one.get("began") != began]
+    failures = [dataclasses.asdict(failure) for failure in me.failures]
+    record(folder, launches=[*before, {"began": began, "seconds": 0.0, "failures": failures}])
+
+
+def launches(folder: Path) -> list[dict[str, Any]]:
+    """The launches in run.json, oldest first."""
+    known = facts(folder).get("launches")
+    return _tables(known)
+
+
+def account(folder: Path) -> dict[str, Any]:
+    """The launches with the time that the last one has taken, and the goodput.
+
+    That is the share of the time of all launches that went to steps which counted.
+    """
+    known = launches(folder)
+    if not known:
+        return {}
+    known[-1]["seconds"] = max(time.time() - float(known[-1]["began"]), 0.0)
+    whole = sum(float(one.get("seconds", 0.0)) for one in known)
+    rows = _rows_before(folder / "metrics.jsonl", LARGEST)
+    counted = sum(float(json.loads(row).get("seconds", 0.0)) for row in rows)
+    return {"launches": known, "goodput": min(counted / whole, 1.0) if whole else 0.0}
+
+
 def placed(run: Run, folder: Path) -> Run:
     """The run in its directory."""
     return replace(run, train=replace(run.train, out=str(folder)))
+
+
+def restarted(about: Mapping[str, Any]) -> list[str]:
+    """How often ranks were started again, why last, and the goodput, as a line."""
+    reasons = [
+        one.get("why")
+        for some in _tables(about.get("launches"))
+        for one in _tables(some.get("failures"))
+    ]
+    if not reasons:
+        return []
+    goodput = about.get("goodput")
+    share = (
+        f" {goodput:.0%} of the time went to steps that counted."
+        if isinstance(goodput, float)
+        else ""
+    )
+    return [f"Ranks were started again {len(reasons)} time(s), last: {reasons[-1]}{share}"]
+
+
+def _tables(value: Any) -> list[dict[str, Any]]:
+    """The tables of a list; of what is none nothing."""
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ranvier.data.batch import Batch
 from ranvier.optim.optimizer import Optimizer
-from ranvier.train.step import Taken, train_step
+from ranvier.train.step import Taken, Watch, train_step
 
 WARM = 3
 """Steps taken one kernel at a time before one is recorded: compilers and libraries settle."""
@@ -29,13 +29,13 @@ class Graph:
         self.taken = 0
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def step(self, batches: Sequence[Batch], lr: float, healthy: Tensor) -> Taken:
+    def step(self, batches: Sequence[Batch], lr: float, watch: Watch) -> Taken:
         """One update, as `train_step`."""
         self.taken += 1
         if self.taken <= WARM:
-            return train_step(self.model, self.optimizer, batches, lr, healthy)
+            return train_step(self.model, self.optimizer, batches, lr, watch)
         if self.graph is None:
-            self._record(batches, healthy)
+            self._record(batches, watch)
         for mine, batch in zip(self.batches, batches, strict=True):
             for one in fields(batch):
                 value = getattr(batch, one.name)
@@ -46,16 +46,13 @@ class Graph:
         self.graph.replay()
         return self.result
 
-    def _record(self, batches: Sequence[Batch], healthy: Tensor) -> None:
-        """Record a step; recording it does not take it."""
+    def _record(self, batches: Sequence[Batch], watch: Watch) -> None:
+        """Record a step; recording it does not take it. What it watches is read where it lies."""
         self.batches = [batch._each(lambda x: x.clone()) for batch in batches]
-        self.lr = torch.zeros((), dtype=torch.float64, device=healthy.device)
-        self.healthy = healthy.clone()
+        self.lr = torch.zeros((), dtype=torch.float64, device=watch.bad.device)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # the graph has memory of its own
         self.graph = torch.cuda.CUDAGraph()
         # other threads, which pin the next batch, may go on meanwhile
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            taken = train_step(self.model, self.optimizer, self.batches, self.lr, self.healthy)
-            self.healthy.copy_(taken.healthy)
-        self.result = Taken(taken.loss, taken.norm, self.healthy)
+            self.result = train_step(self.model, self.optimizer, self.batches, self.lr, watch)

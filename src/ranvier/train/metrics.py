@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ranvier import trace
 from ranvier.comm import verbs
+from ranvier.launch import Pulse
 from ranvier.nn.attention import Core
 from ranvier.nn.leaf import Flow
 from ranvier.parallel import Parallel
@@ -150,12 +151,17 @@ class Under:
     """Of the run, this step included."""
     lr: float
     numbers: Later
-    """Loss, gradient norm, health, signal, memory, loss scale."""
+    """Loss, gradient norm, whether it is bad, whether it is a spike, signal, memory, loss scale,
+    and how far a checkpoint is."""
     begun: Mark
     waited: float
     """Seconds the host waited for its batch."""
     awaited: list[trace.Event]
     held_out: float | None = None
+    skipped: bool = False
+    """Whether its update was left out."""
+    skips: int = 0
+    """Of the run, this step included."""
 
 
 @dataclass
@@ -169,6 +175,8 @@ class Meter:
     peak: float | None
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds by what they went to."""
+    pulse: Pulse = field(default_factory=Pulse)
+    """Tells who watches from outside what this rank is at."""
 
     def spend(self, name: str, seconds: float) -> None:
         """Add to a phase."""
@@ -178,7 +186,8 @@ class Meter:
     def phase(self, name: str) -> Iterator[None]:
         """The time inside goes to a phase."""
         start = time.perf_counter()
-        yield
+        with self.pulse.inside(name):
+            yield
         self.spend(name, time.perf_counter() - start)
 
     def row(self, under: Under, ended: Mark | None) -> dict[str, Any]:
@@ -186,7 +195,7 @@ class Meter:
 
         ended: when the step before was done, if nothing else lay between.
         """
-        loss, norm, _, _, held, scale = under.numbers.read()
+        loss, norm, _, spike, _, held, scale, *_ = under.numbers.read()
         seconds = under.numbers.mark.since(ended or under.begun)
         exposed = trace.exposed(under.awaited)
         self.spend("compute", max(seconds - exposed - under.waited, 0.0))
@@ -208,4 +217,7 @@ class Meter:
             "data_seconds": under.waited,
             "held_out_loss": under.held_out,
             "loss_scale": known(scale),
+            "skipped": under.skipped,
+            "spike": bool(spike),
+            "skips": under.skips,
         }

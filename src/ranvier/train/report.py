@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ranvier.errors import DataError
+from ranvier.train import folder as folders
 from ranvier.train import timeline
 from ranvier.train.page import LISTED, document, folded, listing, section, table, text_block
 from ranvier.train.plot import Series, escaped, line_plot, percent, short, stacked_bar
@@ -200,6 +201,7 @@ def facts_of(record: Record) -> dict[str, Any]:
         "final_loss": losses[-1] if losses and math.isfinite(losses[-1]) else None,
         "losses_not_finite": len(bad),
         "first_loss_not_finite": bad[0] if bad else None,
+        "skips": sum(row.get("skipped") is True for row in record.rows),
         "held_out_loss": held[-1] if held else None,
         "best_held_out_loss": min(held, default=None),
         "tokens_per_second": median(latest.finite("tokens_per_second")),
@@ -302,7 +304,17 @@ def loss_lines(record: Record) -> list[Series]:
     out = lines(record, "loss", "train")
     if held:
         out.append(Series("held-out", [x for x, _ in held], [y for _, y in held], "dots"))
-    return out
+    return [*out, *marked(record, "skipped", "left out"), *marked(record, "spike", "spike")]
+
+
+def marked(record: Record, name: str, label: str) -> list[Series]:
+    """Single dots at the steps that bear a mark: at their loss, or the last that was a number."""
+    steps, values, last = list[float](), list[float | None](), None
+    for row, loss in zip(record.rows, record.column("loss"), strict=True):
+        last = loss if loss is not None and math.isfinite(loss) else last
+        if row.get(name) is True and last is not None:
+            steps, values = [*steps, row["step"], row["step"]], [*values, last, None]
+    return [Series(label, steps, values, "dots")] if steps else []
 
 
 def spread(values: Sequence[float]) -> bool:
@@ -394,9 +406,12 @@ def header(record: Record, facts: Mapping[str, Any]) -> str:
             f"The loss is not finite on {facts['losses_not_finite']:,} step(s), "
             f"first on step {facts['first_loss_not_finite']:,}."
         )
+    if facts["skips"]:
+        notes.append(f"{facts['skips']:,} step(s) were left out (dots in the plot of the loss).")
     if resumed := restarts(record):
         shown_steps = ", ".join(f"{step:,.0f}" for step in resumed[:LISTED])
         notes.append(f"The run was resumed at step {shown_steps} (dotted lines).")
+    notes += folders.restarted(known)
     bad = "" if status == "finished" else " bad"
     badge = f'<p><span class="status{bad}">{escaped(status)}</span></p>' if status else ""
     return "\n".join(

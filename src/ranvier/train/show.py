@@ -44,6 +44,8 @@ def line(row: Row, steps: int) -> str:
     if row["mfu"] is not None:
         parts.append(f"MFU {row['mfu']:.1%} (full {row['mfu_full']:.1%})")
     parts.append(f"{row['memory'] / 2**30:.2f} GiB")
+    if row["skips"]:
+        parts.append(f"{row['skips']} left out")
     return "  ".join(parts)
 
 
@@ -55,22 +57,45 @@ def _number(value: float | None, form: str) -> str:
 def sinks(run: Run, folder: Path) -> Iterator[Sink]:
     """All sinks of a run as one."""
     with ExitStack() as stack:
-        file = stack.enter_context((folder / "metrics.jsonl").open("a"))
-        every: list[Sink] = [stack.enter_context(display(run.train.steps))]
+        every: list[Sink] = [stack.enter_context(written(folder / "metrics.jsonl"))]
+        every.append(stack.enter_context(display(run.train.steps)))
         for name in run.train.log:
             every.append(stack.enter_context(LOGS[name](run, folder)))
 
         def sink(row: Row) -> None:
-            try:
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-            except OSError as error:
-                error.filename = error.filename or str(folder / "metrics.jsonl")
-                raise
             for one in every:
                 one(row)
 
         yield sink
+
+
+@contextmanager
+def written(path: Path) -> Iterator[Sink]:
+    """One line a step in a file; where that fails the run goes on without it, and says so once."""
+    warned = False
+
+    def warn(error: OSError) -> None:
+        nonlocal warned
+        if not warned:
+            text = f"{path} cannot be written: {error.strerror}. The run goes on without metrics."
+            print(text, file=sys.stderr, flush=True)
+        warned = True
+
+    with ExitStack() as stack:
+        try:  # nothing is kept back, which could fail once more at the end
+            file = stack.enter_context(path.open("ab", buffering=0))
+        except OSError as error:
+            warn(error)
+            yield lambda row: None
+            return
+
+        def write(row: Row) -> None:
+            try:
+                file.write(json.dumps(row).encode() + b"\n")
+            except OSError as error:
+                warn(error)
+
+        yield write
 
 
 @contextmanager
@@ -101,7 +126,8 @@ def _lines(steps: int) -> Sink:
 
     def show(row: Row) -> None:
         step = row["step"]
-        if step % every == 0 or step == steps - 1 or row["held_out_loss"] is not None:
+        shown = step % every == 0 or step == steps - 1 or row["held_out_loss"] is not None
+        if shown or row["skipped"]:
             print(line(row, steps), flush=True)
 
     return show

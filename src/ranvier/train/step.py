@@ -87,13 +87,36 @@ def _device(parallel: Parallel) -> torch.device:
 
 
 @dataclass(frozen=True)
+class Watch:
+    """What steps are judged by; it lives on the device, so that no host waits for a verdict."""
+
+    bad: Tensor
+    """Steps so far whose loss or gradient was no number."""
+    limit: Tensor
+    """A loss above it is a spike (float64)."""
+    budget: int = 0
+    """Bad steps that are left out; after one more no update is made, so that it can be repeated."""
+    strict: bool = False
+    """The update of a spike is left out, too."""
+
+    @classmethod
+    def of(cls, device: torch.device | str, *, budget: int = 0, strict: bool = False) -> Watch:
+        """At the start of a run: nothing was bad, nothing is a spike."""
+        bad = torch.zeros((), dtype=torch.int64, device=device)
+        limit = torch.full((), torch.inf, dtype=torch.float64, device=device)
+        return cls(bad, limit, budget, strict)
+
+
+@dataclass(frozen=True)
 class Taken:
-    """What a step left on the device; the host reads it later."""
+    """What a step left on the device, the same on all ranks; the host reads it later."""
 
     loss: Tensor
     norm: Tensor
-    healthy: Tensor
-    """Whether this and all steps before it were numbers."""
+    bad: Tensor
+    """Whether its loss or gradient was no number."""
+    spike: Tensor
+    """Whether its loss was above the limit."""
 
 
 def train_step(
@@ -101,19 +124,21 @@ def train_step(
     optimizer: Optimizer,
     batches: Sequence[Batch],
     lr: float | Tensor,
-    healthy: Tensor,
+    watch: Watch,
 ) -> Taken:
-    """One update; it is not made once a loss or a gradient is no number.
+    """One update; it is left out on all ranks if a loss or a gradient is no number on any.
 
-    An overflow that a smaller loss scale can mend is skipped, and the run stays healthy.
+    An overflow that a smaller loss scale can mend is left out as well, but is not bad.
     """
     scale = optimizer.scale
     mendable = None if scale is None else ~scale.exhausted()
     loss = forward_backward(model, batches, scale=None if scale is None else scale.value)
-    healthy = healthy & loss.isfinite()
-    norm = optimizer.step(lr, allowed=healthy)
-    healthy = healthy & (optimizer.finite if mendable is None else optimizer.finite | mendable)
-    return Taken(loss, norm, healthy)
+    votes = torch.stack([~loss.isfinite(), watch.bad > watch.budget, loss > watch.limit])
+    norm = optimizer.step(lr, votes=votes, vetoes=3 if watch.strict else 2)
+    finite = optimizer.finite if mendable is None else optimizer.finite | mendable
+    bad = optimizer.voted[0] | ~finite
+    watch.bad.add_(bad)
+    return Taken(loss, norm, bad, optimizer.voted[2])
 
 
 def _returns_the_loss_of_its_head(model: nn.Module) -> bool:

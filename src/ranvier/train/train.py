@@ -11,25 +11,26 @@ import shutil
 import sys
 import time
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
-from ranvier.checkpoint import files
-from ranvier.comm.agree import largest, together, told
+from ranvier.checkpoint.folder import found as checkpoints_in
+from ranvier.comm.agree import differences, largest, together, told
 from ranvier.data.dataset import Data, open_data
-from ranvier.errors import DataError, PlanError, RanvierError
+from ranvier.errors import STOPPED, DataError, PlanError, RanvierError
 from ranvier.grid import Grid
 from ranvier.infer.sample import Speaker
-from ranvier.launch import Ranks, Stop, age, environment, keep_compiled, triton
+from ranvier.launch import Pulse, Ranks, Stop, age, environment, keep_compiled, triton, watched
 from ranvier.nn import fp8
 from ranvier.nn.compiled import found
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.run import Run
 from ranvier.train import corpora, report
 from ranvier.train import folder as folders
+from ranvier.train.exact import check_exact, compiles_exactly
 from ranvier.train.show import sinks
 from ranvier.train.trainer import DTYPES, Trainer
 
@@ -88,12 +89,15 @@ def settled(run: Run, device: torch.device, backend: str = "auto") -> Run:
     if compiled == "auto":
         able = device.type == "cuda" and triton()
         whole = run.plan.depth * run.plan.row * run.plan.col == 1
-        compiled = "on" if able and whole else "off"
+        repeats = not run.train.deterministic or compiles_exactly()
+        compiled = "on" if able and whole and repeats else "off"
     elif compiled == "on" and not (triton() if device.type == "cuda" else _builds()):
         raise PlanError(
             f"plan.compile='on', but nothing compiles for {device.type} here. That needs Triton "
             "and a C compiler on cuda, g++ on cpu. Install them, or use plan.compile='off'."
         )
+    if device.type == "cuda":
+        check_exact(run)
     words: dict[str, Any] = {"dtype": dtype, "device": device.type, "backend": backend}
     plan = replace(run.plan, compile=compiled)
     return replace(run, plan=plan, train=replace(run.train, **words))
@@ -159,6 +163,19 @@ def check_memory(run: Run, me: Ranks, device: torch.device) -> None:
         )
 
 
+def agree(run: Run, grid: Grid, device: torch.device) -> None:
+    """Refuse ranks with different settings. Communicates: a digest over all axes."""
+    mine = {
+        f"{section.name}.{key}": repr(value)
+        for section in fields(run)
+        for key, value in asdict(getattr(run, section.name)).items()
+    }
+    lines = differences(mine, grid, device)
+    if lines:
+        rule = "All ranks of a run have the same settings. Give each the same file and options."
+        raise PlanError([*lines, rule])
+
+
 def train(run: Run, me: Ranks, stored: list[str] | None = None) -> int:
     """Train as one rank; the exit code. Communicates: all of it.
 
@@ -168,37 +185,50 @@ def train(run: Run, me: Ranks, stored: list[str] | None = None) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     run = settled(run, device, backend_of(run, me, device))
+    torch.manual_seed(run.train.seed)  # a layer may draw from torch: it begins alike each time
     if run.plan.compile == "on":
         keep_compiled()
     grid = Grid.of(
         run.plan, rank=me.rank, connected=me.world > 1, timeout_seconds=run.train.timeout
     )
     grid.trace.check = run.train.debug
+    agree(run, grid, device)
     if stored is None:
         here = together(lambda: corpora.stored(run) if me.local_rank == 0 else [], grid, device)
         stored = json.loads(told(json.dumps(here), grid, device))
     assert stored is not None
     data = opened(run, stored)
-    folder, checkpoint, handle = _claimed(run, grid, device)
-    with handle or nullcontext(), Stop(quiet=me.rank > 0) as stop:
+    folder, candidates, lines, handle = _claimed(run, grid, device)
+    pulse, alone = Pulse(me.pulse), me.world > 1 and not me.pulse
+    grid.trace.heard = pulse.began
+    watching = watched(pulse, me.rank, run.launch.watchdog) if alone else nullcontext()
+    with handle or nullcontext(), watching:
         placed, local = folders.placed(run, folder), me.local_world
         trainer = Trainer.assemble(placed, grid, device, data, local_ranks=local)
-        if checkpoint is not None:
-            trainer.resume(checkpoint)
+        trainer.notes += lines
+        if run.checkpoint.every >= 0:
+            _ = trainer.saver  # where it cannot write it need not begin
+        if candidates:
+            trainer.notes += trainer.resume(*candidates)
             trainer.meter.phases = dict(folders.facts(folder).get("phases", {}))
+        trainer.meter.pulse = pulse
+        if me.rank == 0:
+            folders.launched(folder, me)
         trainer.meter.spend("start-up", time.perf_counter() - began)
-        _run(trainer, folder, stop, resumed=checkpoint is not None)
-        largest(0, grid, device)  # a launcher may end all ranks once one has ended
-    return 128 + trainer.stopping if trainer.stopping else 0
+        with Stop(quiet=me.rank > 0, patient=bool(me.pulse)) as stop:  # from here on it is saved
+            _run(trainer, folder, stop, origin=candidates[0] if candidates else None)
+            largest(0, grid, device)  # a launcher may end all ranks once one has ended
+    return STOPPED if trainer.stopping and trainer.step < run.train.steps else 0
 
 
-def _run(trainer: Trainer, folder: Path, stop: Stop, *, resumed: bool) -> None:
+def _run(trainer: Trainer, folder: Path, stop: Stop, *, origin: Path | None) -> None:
     """From the announcement to the farewell; how it ended is written down in any case."""
     first = trainer.grid.rank == 0
     try:
         if first:
-            _announce(trainer, folder, resumed=resumed)
+            _announce(trainer, folder, origin)
         _loop(trainer, folder, stop)
+        trainer.meter.pulse.beat("end")
     except BaseException as error:
         if first:
             with suppress(Exception):  # the first error is the one to be told
@@ -210,18 +240,25 @@ def _run(trainer: Trainer, folder: Path, stop: Stop, *, resumed: bool) -> None:
 
 def _claimed(
     run: Run, grid: Grid, device: torch.device
-) -> tuple[Path, Path | None, IO[str] | None]:
+) -> tuple[Path, list[Path], list[str], IO[str] | None]:
     """What rank 0 has claimed and its lock. Communicates: a text over all axes."""
 
-    def claim() -> tuple[list[str], IO[str] | None]:
+    def claim() -> tuple[Any, IO[str] | None]:
         if grid.rank > 0:
-            return ["", ""], None
-        folder, checkpoint = folders.claim(run)
-        return [str(folder), str(checkpoint or "")], folders.lock(folder)
+            return None, None
+        there = run.train.out and Path(run.train.out).is_dir()
+        held = folders.lock(Path(run.train.out)) if there else None  # before anything is renamed
+        try:
+            folder, candidates, lines = folders.claim(run)
+        except BaseException:
+            if held is not None:
+                held.close()
+            raise
+        return [str(folder), [*map(str, candidates)], lines], held or folders.lock(folder)
 
     words, handle = together(claim, grid, device)
-    folder_name, checkpoint_name = json.loads(told(json.dumps(words), grid, device))
-    return Path(folder_name), Path(checkpoint_name) if checkpoint_name else None, handle
+    name, paths, lines = json.loads(told(json.dumps(words), grid, device))
+    return Path(name), [*map(Path, paths)], lines, handle
 
 
 def _loop(trainer: Trainer, folder: Path, stop: Stop) -> None:
@@ -246,13 +283,15 @@ def _started(trainer: Trainer, folder: Path) -> None:
     if seconds > 0.0:
         words = f" (blocks {compiled})" if compiled else ""
         print(f"  two steps were done {seconds:.1f} s after launch{words}", flush=True)
-    folders.record(folder, seconds_to_step_2=seconds, compiled=compiled)
+    with suppress(OSError):  # no reason to end a run
+        folders.record(folder, seconds_to_step_2=seconds, compiled=compiled)
 
 
-def _announce(trainer: Trainer, folder: Path, *, resumed: bool) -> None:
-    """Print and write down what is about to be trained."""
+def _announce(trainer: Trainer, folder: Path, origin: Path | None) -> None:
+    """Print and write down what is about to be trained; origin: a checkpoint it goes on from."""
     run, parallel, data = trainer.run, parallel_of(trainer.model), trainer.data
-    lines = folders.begin(folder, run, trainer.step)
+    resumed = origin is not None
+    lines = folders.begin(folder, run, trainer.step, _other(origin, folder))
     if data.words is not None:
         shutil.copyfile(data.words, folder / "tokenizer.json")
     groups = groups_of(parallel, run)
@@ -284,20 +323,31 @@ def _announce(trainer: Trainer, folder: Path, *, resumed: bool) -> None:
     )
 
 
+def _other(origin: Path | None, folder: Path) -> Path | None:
+    """The run of a checkpoint, if it is another than this."""
+    run = origin.absolute().parent.parent if origin is not None else None
+    return run if run is not None and run != folder.absolute() else None
+
+
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _close(trainer: Trainer, folder: Path, status: str) -> Path:
-    """Write down how the run ended, and its report."""
-    folders.record(folder, status=status, finished=now(), phases=trainer.meter.phases)
-    return report.write(folder)
+def _close(trainer: Trainer, folder: Path, status: str) -> str:
+    """Write down how the run ended, and its report; where that is, in words."""
+    more = dict(zip(("bad", "spikes", "skips", "rewinds"), trainer.guard.counts, strict=True))
+    more |= folders.account(folder)
+    folders.record(folder, status=status, finished=now(), phases=trainer.meter.phases, **more)
+    try:
+        return f"Report: {report.write(folder)}"
+    except (RanvierError, OSError) as error:  # no reason for a run to fail
+        return f"No report: {error}"
 
 
 def _farewell(trainer: Trainer, folder: Path) -> None:
     """A sample of text, the report, and what to do next."""
     run = trainer.run
-    saved = files.found(trainer.checkpoints)
+    saved = checkpoints_in(trainer.checkpoints)
     small = parameters_of(parallel_of(trainer.model)) <= SAMPLED
     words = run.train.prompt and (folder / "tokenizer.json").exists()
     if saved and small and words and not trainer.stopping:
@@ -308,10 +358,12 @@ def _farewell(trainer: Trainer, folder: Path) -> None:
             folders.record(folder, sample={"prompt": run.train.prompt, "text": text})
         except (RanvierError, OSError) as error:  # the run itself has ended well
             print(f"No sample of text: {error}")
-    status = f"stopped by signal {trainer.stopping}" if trainer.stopping else "finished"
-    path = _close(trainer, folder, status)
-    print(f"\nReport: {path}")
-    if trainer.stopping:
+    stopped = trainer.stopping and trainer.step < run.train.steps
+    status = f"stopped by signal {trainer.stopping}" if stopped else "finished"
+    print(f"\n{_close(trainer, folder, status)}")
+    for line in folders.restarted(folders.facts(folder)):
+        print(line)
+    if stopped:
         where = f"saved in {saved[-1]}" if saved else "not saved, as checkpoint.every=-1"
         print(f"Stopped after step {trainer.step} of {run.train.steps}; {where}.")
         print(f"Go on with:\n  ranvier train {folder}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,16 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ranvier import init, trace
-from ranvier.checkpoint import files
+from ranvier.checkpoint.folder import found
+from ranvier.checkpoint.saver import Saver
 from ranvier.comm import verbs
-from ranvier.comm.agree import everyone, together
+from ranvier.comm.agree import everyone, told
 from ranvier.data.batch import Batch
 from ranvier.data.dataset import Data
 from ranvier.data.loader import Loader, held_out_batches, micro_batches
-from ranvier.errors import DataError, NumericError
+from ranvier.errors import NumericError
 from ranvier.grid import Grid
 from ranvier.models import Decoder
 from ranvier.nn.leaf import Flow
@@ -38,9 +39,11 @@ from ranvier.optim.schedule import share
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.run import Run
 from ranvier.sharding import State
+from ranvier.train import saves
 from ranvier.train.diagnose import first_bad
 from ranvier.train.fit import bounded, candidates, fit
 from ranvier.train.graph import Graph
+from ranvier.train.guard import Guard
 from ranvier.train.metrics import (
     Later,
     Mark,
@@ -51,10 +54,13 @@ from ranvier.train.metrics import (
     peak_flops,
     step_flops,
 )
+from ranvier.train.replicas import compare
 from ranvier.train.stages import TIMELINE, cut_of, timeline
-from ranvier.train.step import Taken, evaluate, train_step
+from ranvier.train.step import Taken, Watch, evaluate, train_step
 from ranvier.train.tune import tune
 
+PATIENCE = 5.0
+"""Seconds that a run waits for the checkpoint before when the next is due, then does without."""
 DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -85,8 +91,7 @@ class Trainer:
     optimizer: Optimizer
     data: Data
     meter: Meter
-    healthy: Tensor
-    """Whether all losses and gradients so far were numbers; it lives on the device."""
+    guard: Guard
     step: int = 0
     """Steps taken."""
     samples: int = 0
@@ -95,11 +100,18 @@ class Trainer:
     """The signal that ends the run, once all ranks know of it."""
     notes: list[str] = field(default_factory=list)
     """Lines on what was settled by measuring."""
-    take: Callable[[Sequence[Batch], float, Tensor], Taken] = field(init=False)
-    """Takes a step of these micro-batches with a learning rate, if all was healthy so far."""
+    held_out: float | None = None
+    """The last held-out loss."""
+    skipped_saves: int = 0
+    """Checkpoints that were due while the one before was still being written."""
+    take: Callable[[Sequence[Batch], float, Watch], Taken] = field(init=False)
+    """Takes a step of these micro-batches with a learning rate, if its numbers are good."""
 
     def __post_init__(self) -> None:
         self.take = partial(train_step, self.model, self.optimizer)
+        self._saver: Saver | None = None
+        self._read = self.step
+        """Steps that the host has read."""
 
     @classmethod
     def assemble(
@@ -149,9 +161,9 @@ class Trainer:
         flow = replace(flow, samples=plan.micro_batch)
         flops = step_flops(parallel_of(model), flow, plan.micro_batches)
         meter = Meter(plan.batch * run.data.seq, flops, peak_flops(device, dtype))
-        healthy = torch.ones((), dtype=torch.bool, device=device)
+        guard = Guard(run.guard, device)
         notes += more
-        trainer = cls(run, grid, device, model, optimizer, data, meter, healthy, notes=notes)
+        trainer = cls(run, grid, device, model, optimizer, data, meter, guard, notes=notes)
         if plan.graph:
             trainer.take = Graph(model, optimizer).step
         return trainer
@@ -163,12 +175,23 @@ class Trainer:
 
         stop: its `signal` is looked at before each step; all ranks end after the same one.
         """
-        every, last = self.run.train.evaluate, self.run.train.steps
-        first = self.measure() if every and self.step == 0 else None
+        first = self.measure() if self.run.train.evaluate and self.step == 0 else None
+        yield from self._stretch(stop, first)
+        while self.guard.goes_back():
+            self.rewind()
+            yield from self._stretch(stop, None)
+        if self._saver is not None:
+            self._saver.finish()
+        self.write_timeline()
+
+    def _stretch(self, stop: Any, first: float | None) -> Iterator[dict[str, Any]]:
+        """Take steps to the end, or until the run has to go back."""
+        every, last, guard = self.run.train.evaluate, self.run.train.steps, self.guard
         before: Under | None = None
         ended: Mark | None = None
         runtime = parallel_of(self.model).pipeline.runtime
-        with frozen(), Loader(self._loaded(), first=self.step) as loader:
+        patience = self.run.train.timeout
+        with frozen(), Loader(self._loaded(), self.step, patience=patience) as loader:
             while self.step < last and not self.stopping:
                 runtime.timing = runtime.stage.count > 1 and self._timed()
                 try:
@@ -181,17 +204,38 @@ class Trainer:
                 if before is not None:
                     yield self.read(before, ended)
                     ended = before.numbers.mark
-                before = under
+                if guard.goes_back():  # what was just issued is thrown away, too
+                    return
+                before, saved = under, self.due(self.run.checkpoint.every)
                 if self.due(every):
                     under.held_out = self.measure()
-                if self.due(every) or self.due(self.run.checkpoint.every):
+                if self.due(every) or self._compared() or (saved and self._reads_first()):
                     yield self.read(under, ended)
                     before = ended = None
-                    if self.due(self.run.checkpoint.every) and self.step < last:
-                        self.save()
+                    if guard.goes_back():
+                        return
+                    if self._compared():
+                        self.compare()
+                if saved and self.step < last:
+                    self.save(wait=False)
         if before is not None:
             yield self.read(before, ended)
-        self.write_timeline()
+
+    def _reads_first(self) -> bool:
+        """Whether a step is read before it is saved; else the device need not even pause."""
+        waits = self.device.type == "cpu" or not self.run.checkpoint.background
+        return waits or self.run.guard.spike == "rewind"
+
+    def _compared(self) -> bool:
+        """Whether the copies of weights are compared after this step."""
+        every = self.run.guard.replicas if self.grid.world > 1 else 0
+        return every > 0 and self.step % every == 0
+
+    def compare(self) -> None:
+        """Compare all copies of weights. Communicates: see `compare`."""
+        if self.grid.world > 1:
+            with self.meter.phase("comparison of copies"):
+                compare(self.optimizer, self.grid, self.device, self._kept)
 
     def _timed(self) -> bool:
         """Whether the next step shows what its stages do: on a device it takes longer then."""
@@ -232,26 +276,34 @@ class Trainer:
         Communicates: all of a step; the largest signal and memory of all ranks.
         """
         run, scale = self.run, self.optimizer.scale
+        self.meter.pulse.beat("step", self.step)
         self.grid.trace.awaited = []  # what lay between is no part of a step
         begun, batches, lr = Mark(self.device), next(loader), self.lr()
         pinned = self.device.type == "cuda"  # a copy from other memory would wait for the device
         status = torch.tensor(
-            [signal, memory(self.device)], dtype=torch.float64, pin_memory=pinned
+            [signal, memory(self.device), *self._reported()], dtype=torch.float64, pin_memory=pinned
         ).to(self.device, non_blocking=True)
         with self.grid.trace.at("step.status"):
             largest = verbs.all_reduce(status, everyone(self.grid), "max")
         on_device = [batch.to(self.device) for batch in batches]
-        taken = self.take(on_device, lr, self.healthy)
-        self.healthy = taken.healthy
+        if run.plan.graph and self._saver is not None:  # a recorded step asks nobody
+            self._saver.changing()
+        self.guard.before(self.step)
+        taken = self.take(on_device, lr, self.guard.watch)
         factor = torch.full_like(taken.loss, math.nan) if scale is None else scale.value
-        both = largest.wait()
+        signals, held, *heard = largest.wait()
         if self.device.type == "cpu":  # here nothing is gained by reading it later
-            self.stopping = int(both[0])
-        numbers = Later([taken.loss, taken.norm, taken.healthy, *both, factor], self.device)
+            self.stopping = int(signals)
+        fate = [taken.loss, taken.norm, taken.bad, taken.spike]
+        numbers = Later([*fate, signals, held, factor, *heard], self.device)
         self.step, self.samples = self.step + 1, self.samples + run.plan.batch
         awaited, self.grid.trace.awaited = self.grid.trace.awaited, []
         tokens = self.samples * run.data.seq
         return Under(self.step - 1, tokens, lr, numbers, begun, loader.waited(), awaited)
+
+    def _reported(self) -> tuple[int, int]:
+        """How far this rank's part of a checkpoint is, and what failed."""
+        return (0, 0) if self._saver is None else self._saver.report()
 
     def lr(self) -> float:
         """The learning rate of the next step."""
@@ -266,15 +318,34 @@ class Trainer:
         )
 
     def read(self, under: Under, ended: Mark | None) -> dict[str, Any]:
-        """The metrics of a step; waits for it.
+        """The metrics of a step; waits for it. Too many that are wrong end the run here.
 
-        A loss or gradient that is no number ends the run here.
+        Communicates: after a spike from which the run goes back, the name of a checkpoint.
         """
-        loss, _, healthy, signal, *_ = under.numbers.read()
-        if not healthy:
+        loss, _, _, spike, signal, *_, left, failed = under.numbers.read()
+        if self._saver is not None:
+            self._saver.hear(int(left), int(failed))
+        words = self.guard.judge(under)
+        self._read = under.step + 1
+        if self._saver is not None and self._saver.step == self._read:
+            self._saver.note(guard=self.guard.facts())
+        if self.guard.exhausted():
             self.fail(under.step, loss)
+        if spike:
+            self.guard.check_spikes(under.step, self._kept())
+        if spike and self.run.guard.spike == "rewind" and self.newest():
+            self.guard.back = under.tokens
+        elif spike and self.run.guard.spike == "rewind":
+            words += "There is no checkpoint to go back to."
+        if words:
+            self.say(words)
         self.stopping = self.stopping or int(signal)
         return self.meter.row(under, ended)
+
+    def say(self, words: str) -> None:
+        """Warn, once for all ranks."""
+        if self.grid.rank == 0:
+            print(words.strip(), file=sys.stderr, flush=True)
 
     def fail(self, step: int, loss: float) -> None:
         """Name the first tensor of a step that is no number. Communicates: as that step."""
@@ -282,13 +353,18 @@ class Trainer:
         scale = self.optimizer.scale
         name = first_bad(self.model, batches, None if scale is None else scale.value)
         cause = f"The first is {name}" if name else "Taken again, all are: a device may be faulty"
-        kept = [path.name for path in files.found(self.checkpoints)]
         raise NumericError(
             f"Step {step + 1} of {self.run.train.steps} (loss {loss}) has numbers that are not "
-            f"finite. {cause}. Weights and moments were not updated with them. Use a lower "
-            f"optim.lr or look at samples {self.samples_of(step)}; checkpoints: "
-            f"{', '.join(kept) or 'none yet'}."
+            f"finite. {cause}. At most guard.skips={self.run.guard.skips} such steps are left out; "
+            "weights and moments were not updated with them. Use a lower optim.lr or look at "
+            f"samples {self.samples_of(step)}; go on from {self._kept()}."
         )
+
+    def _kept(self) -> str:
+        """The checkpoint to go on from, in words. Communicates: see `Saver.finish`."""
+        if self._saver is not None:
+            self._saver.finish()
+        return next((str(path) for path in found(self.checkpoints)[::-1]), "none yet")
 
     def samples_of(self, step: int) -> str:
         """Numbers of the samples of a step that has been issued."""
@@ -309,8 +385,8 @@ class Trainer:
                 run.plan.micro_batch,
             )
             micros = [batch.to(self.device) for batch in chain.from_iterable(batches)]
-            loss = evaluate(self.model, micros)
-            return known(loss.item())
+            self.held_out = known(evaluate(self.model, micros).item())
+            return self.held_out
 
     # ---- checkpoints --------------------------------------------------------------------
 
@@ -319,64 +395,71 @@ class Trainer:
         """Where they lie."""
         return Path(self.run.train.out) / "checkpoints"
 
+    @property
+    def saver(self) -> Saver:
+        """What saves this run. Communicates: a word over all axes, when first asked for."""
+        if self._saver is None:
+            self._saver = saves.saver(self)
+        return self._saver
+
     def state(self) -> State:
         """All tensors that the run goes on from."""
-        frozen = {
-            f"{weight.name}.master": (weight.param.detach(), weight.place)
-            for weight in parallel_of(self.model).weights.values()
-            if not weight.trainable
-        }
-        return {**self.optimizer.state(), **frozen}
+        return saves.tensors(self)[0]
 
-    def save(self) -> Path | None:
-        """Save a checkpoint. Communicates: see `files.save`."""
+    def save(self, *, wait: bool = True) -> Path | None:
+        """Save a checkpoint, perhaps behind the run; the last one that is there, on rank 0.
+
+        Communicates: what `Saver` does.
+        """
         if self.run.checkpoint.every < 0:
             return None
-        scale = self.optimizer.scale
+        if self.run.guard.replicas and not self._compared():  # else it has been done just now
+            self.compare()
+        saver, wait = self.saver, wait or not self.run.checkpoint.background
         with self.meter.phase("checkpoint"):
-            together(self._refuse_bad, self.grid, self.device)
-            facts = {
-                "samples": self.samples,
-                "updates": self.optimizer.updates.item(),
-                "scale": None if scale is None else [scale.value.item(), scale.good.item()],
-                "fingerprint": self.data.fingerprint,
-            }
-            keep = self.run.checkpoint.keep
-            return files.save(
-                self.checkpoints,
-                self.step,
-                self.state(),
-                facts,
-                self.grid,
-                self.device,
-                keep=keep,
-            )
+            if not saver.settle(math.inf if wait else PATIENCE):
+                self._skip_save(saver.step)
+            elif saver.step != self.step:
+                _, owned = saves.tensors(self)
+                also = [Path(self.run.train.out) / "metrics.jsonl"]
+                saver.save(self.step, owned, saves.facts(self), also=also)
+                if self._read == self.step:
+                    saver.note(guard=self.guard.facts())
+            return saver.finish() if wait else saver.saved
 
-    def _refuse_bad(self) -> None:
-        """A checkpoint must be one to go on from."""
-        for name, (part, _) in self.state().items():
-            if not bool(part.isfinite().all()):
-                raise NumericError(
-                    f"{name} is not finite after step {self.step}. Such weights are not saved. "
-                    "Use a lower optim.lr and go on from the checkpoint before."
-                )
+    def _skip_save(self, before: int) -> None:
+        self.skipped_saves += 1
+        self.say(
+            f"No checkpoint after step {self.step}: that of step {before} is still being written. "
+            "Use a larger checkpoint.every or a faster disk."
+        )
 
-    def resume(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint. Communicates: all-gather of weights over data."""
-        facts = files.facts(checkpoint)
-        if facts["fingerprint"] != self.data.fingerprint and not self.run.checkpoint.other_data:
-            raise DataError(
-                f"The data has the fingerprint {self.data.fingerprint}, but {checkpoint} was "
-                f"trained on {facts['fingerprint']}. A run goes on with the same corpora and "
-                "weights. Restore them, or set checkpoint.other_data=True."
-            )
-        files.load(checkpoint, self.state(), self.grid)
-        self.optimizer.restored(updates=facts["updates"])
-        scale = self.optimizer.scale
-        if scale is not None and facts["scale"] is not None:
-            scale.value.fill_(facts["scale"][0])
-            scale.good.fill_(facts["scale"][1])
-        self.step, self.samples = int(facts["step"]), int(facts["samples"])
+    def newest(self) -> list[Path]:
+        """The checkpoints, newest first. Communicates: what rank 0 sees, to all."""
+        if self._saver is not None:
+            self._saver.finish()
+        mine = [str(path) for path in found(self.checkpoints)[::-1]]
+        return [*map(Path, json.loads(told(json.dumps(mine), self.grid, self.device)))]
+
+    def rewind(self) -> None:
+        """Go back to the newest good checkpoint, and on behind the samples that led to a spike.
+
+        Communicates: as `resume`.
+        """
+        guard, after = self.guard, self.step
+        assert guard.back is not None, after
+        samples, counts = guard.back // self.run.data.seq, guard.counts
+        for line in self.resume(*self.newest()):
+            self.say(line)
+        self.samples = samples
+        guard.went_back(counts)
+        self.say(f"Gone back from step {after} to {self.step}, on with sample {samples}.")
+
+    def resume(self, *candidates: Path) -> list[str]:
+        """Go on from the first of these checkpoints that is good. Communicates: see `saves`."""
+        lines = saves.resume(self, candidates)
+        self._read = self.step
+        return lines
 
     def write_timeline(self) -> None:
         """Write what the stages did in the last step. Communicates: a text of each stage."""

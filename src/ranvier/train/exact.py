@@ -1,0 +1,78 @@
+"""Exact: a run that repeats itself to the bit on CUDA, also when it is resumed.
+
+Only algorithms that always add in the same order are allowed (torch refuses others), and nothing is
+chosen by a measurement, which may be otherwise next time. Our own kernels use no atomics. On a CPU
+runs repeat themselves anyway, with the same number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ranvier import launch
+from ranvier.errors import PlanError
+from ranvier.run import Run
+
+
+def check_exact(run: Run) -> None:
+    """Refuse settings that would make a deterministic run depend on measurements."""
+    if not run.train.deterministic:
+        return
+    problems = []
+    if run.plan.tune:
+        problems.append(
+            "train.deterministic=True with plan.tune=True. Layouts that are measured may be others "
+            "next time, and round otherwise. Use plan.tune=False."
+        )
+    if run.plan.recompute == "budget":
+        problems.append(
+            "train.deterministic=True with plan.recompute='budget'. The micro-batch follows from "
+            "measured memory, and sums from it. Use plan.recompute='none', 'selective' or 'full'."
+        )
+    if run.plan.compile == "on" and not compiles_exactly():
+        problems.append(
+            f"train.deterministic=True with plan.compile='on' under torch {torch.__version__}, "
+            "whose compiler chooses kernels by measuring. Use plan.compile='off' or a newer torch."
+        )
+    if problems:
+        raise PlanError(problems)
+
+
+def compiles_exactly() -> bool:
+    """Whether the compiler can be told to measure nothing that changes numbers."""
+    from torch._inductor import config
+
+    return hasattr(config, "deterministic")
+
+
+@contextmanager
+def exact(on: bool) -> Iterator[None]:
+    """Have torch use only algorithms that repeat their bits, inside; before CUDA has computed."""
+    if not on:
+        yield
+        return
+    launch.repeat_products()
+    cudnn, memory = torch.backends.cudnn, torch.utils.deterministic
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    flags = [(cudnn, "deterministic", True), (cudnn, "benchmark", False)]
+    flags.append((memory, "fill_uninitialized_memory", False))  # nobody reads such memory here
+    if compiles_exactly():
+        from torch._inductor import config
+
+        flags.append((config, "deterministic", True))
+    old = [getattr(owner, name) for owner, name, _ in flags]
+    try:
+        torch.use_deterministic_algorithms(True)
+        for owner, name, value in flags:
+            setattr(owner, name, value)
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        for (owner, name, _), value in zip(flags, old, strict=True):
+            setattr(owner, name, value)

@@ -1,0 +1,153 @@
+"""Replicas: what several ranks hold must be the same to the bit.
+
+All copies of a weight start equal and get equal updates, so a difference is a fault: a flipped bit
+in a device's memory, or a gradient that was not summed everywhere (as in BLOOM, whose norms drifted
+apart unnoticed for thousands of steps). Each tensor is hashed where it lies; the largest and the
+smallest hash among its holders are equal, or it is named with the ranks that differ.
+
+Compared are the working weights over data and over all axes that do not split them, and master
+weights and moments over the latter. Not handled: a wrong number that was sent to all.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ranvier.comm import verbs
+from ranvier.comm.agree import everyone, told
+from ranvier.errors import NumericError
+from ranvier.grid import Axis, Grid
+from ranvier.optim.optimizer import Optimizer
+from ranvier.sharding import Place
+
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+"""An odd number of 64 bits without a pattern, as a signed one."""
+CHUNK = 2**23
+"""Elements that are hashed at a time: what that needs beside them stays small."""
+NAME = "replicas"
+"""Where a trace shows the comparison."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A tensor on this rank that others hold, too."""
+
+    name: str
+    part: Tensor
+    place: Place
+    axes: tuple[Axis, ...]
+    """Lines of ranks that hold the same; all of them are joined by these lines."""
+
+
+def fingerprint(x: Tensor) -> Tensor:
+    """64 bits of a tensor, on its device: other bits or another order give others.
+
+    Σ wᵢ · mᵢ of its 64-bit words w with odd m, modulo 2⁶⁴: one flipped bit always shows.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    if x.numel() == 0:
+        return total
+    count = 8 // x.element_size()  # elements of a word
+    for number, part in enumerate(x.detach().reshape(-1).split(CHUNK)):
+        whole = part.new_zeros(-(-part.numel() // count) * count)
+        whole[: part.numel()] = part
+        words = whole.view(torch.int64)
+        places = torch.arange(len(words), device=x.device)
+        weighted = words.mul_(places.mul_(2).add_(1).mul_(GOLDEN)).sum()
+        total = total + weighted * (2 * number + 1)
+    return total
+
+
+def copies(optimizer: Optimizer) -> Iterator[Copy]:
+    """All tensors of this rank that other ranks hold as well."""
+    queue = optimizer.queue
+    state = optimizer.state()
+    for bucket in queue.buckets:
+        tied = () if bucket.tied is None else (bucket.tied,)
+        for weight in (one for one in bucket.weights if one.elements):
+            held = next(s for s in bucket.segments if s.start <= weight.offset < s.stop)
+            others = tuple(axis for axis in (held.over, *tied) if axis.size > 1)
+            lines = (*others, queue.data_axis) if queue.data_axis.size > 1 else others
+            if lines:
+                yield Copy(weight.name, weight.param, weight.place, lines)
+            for kind in ("master", "mean", "square") if others and bucket.trainable else ():
+                yield Copy(f"{weight.name}.{kind}", *state[f"{weight.name}.{kind}"], others)
+
+
+@torch.no_grad()
+def compare(
+    optimizer: Optimizer,
+    grid: Grid,
+    device: torch.device | str,
+    kept: Callable[[], str] = lambda: "none yet",
+) -> None:
+    """Refuse copies that differ. kept: tells the checkpoint to go on from; all ranks ask.
+
+    Communicates: all-reduce of two numbers a tensor over each axis, one number over all.
+    """
+    mine = list(copies(optimizer))
+    nothing = torch.zeros((), dtype=torch.int64, device=device)
+    hashes = torch.stack([*(fingerprint(one.part) for one in mine), nothing])
+    with grid.trace.at(NAME):
+        odd = torch.zeros_like(hashes, dtype=torch.bool)
+        for axis in dict.fromkeys(axis for one in mine for axis in one.axes):
+            at = torch.tensor([i for i, one in enumerate(mine) if axis in one.axes], device=device)
+            # ~h turns the order of numbers round without an overflow: both ends at once
+            both = torch.stack([hashes[at], ~hashes[at]])
+            largest = verbs.all_reduce(both, axis, "max").wait()
+            odd[at] |= largest[0] != ~largest[1]
+        first = torch.where(odd.any(), nothing + grid.rank, nothing + grid.world)
+        whose = int(verbs.all_reduce(first[None], everyone(grid), "min").wait().item())
+        if whose < grid.world:
+            _refuse(mine, hashes.tolist(), odd.tolist(), grid, device, whose, kept)
+
+
+def _refuse(
+    mine: Sequence[Copy],
+    hashes: Sequence[int],
+    odd: Sequence[bool],
+    grid: Grid,
+    device: torch.device | str,
+    whose: int,
+    kept: Callable[[], str],
+) -> None:
+    """Name the first tensor that rank `whose` knows to differ, and the ranks that differ.
+
+    Communicates: its name, and the hashes of all who hold it.
+    """
+    name = mine[odd.index(True)].name if grid.rank == whose else ""
+    name = told(name, grid, device, source=whose)
+    found = [(hashes[i], one) for i, one in enumerate(mine) if one.name == name]
+    # holders are those whose part is at the same place; other ranks take part with a zero
+    row = [[int(h), 1 + zlib.crc32(str(one.place).encode())] for h, one in found] or [[0, 0]]
+    rows = verbs.all_gather(torch.tensor(row, device=device), everyone(grid)).wait().tolist()
+    ranks = everyone(grid).ranks
+    here = rows[ranks.index(whose)][1]
+    held = {rank: h for rank, (h, place) in zip(ranks, rows, strict=True) if place == here}
+    raise NumericError(
+        f"{_disagreement(name, held)}. Copies of a weight are equal to the bit as long as devices "
+        "and sums are right. Do not use those devices before they are checked (ranvier doctor), "
+        f"and go on from {kept()}."
+    )
+
+
+def _disagreement(name: str, held: dict[int, int]) -> str:
+    """Which ranks differ from most; all values if there is no majority."""
+    value, count = Counter(held.values()).most_common(1)[0]
+    if 2 * count > len(held):
+        odd, rest = ([r for r, h in held.items() if (h == value) == same] for same in (False, True))
+        verb = "holds" if len(odd) == 1 else "hold"
+        return f"{_ranks(odd)} {verb} other bits of {name} than {_ranks(rest)}"
+    values = ", ".join(f"rank {rank} {h % 2**64:016x}" for rank, h in sorted(held.items())[:16])
+    return f"{_ranks(sorted(held))} hold different bits of {name}: {values}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

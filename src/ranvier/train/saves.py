@@ -1,0 +1,266 @@
+"""Saves: all that a run goes on from, to a checkpoint and back, on the same grid or another.
+
+Tensors (master weights, moments, the state of torch's random numbers) are saved by name with their
+place in the whole; the rest are a few facts. Data needs one number, as samples are numbered.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ranvier.checkpoint import folder as folders
+from ranvier.checkpoint import load, part
+from ranvier.checkpoint import manifest as manifests
+from ranvier.checkpoint.folder import Keep
+from ranvier.checkpoint.manifest import Manifest
+from ranvier.checkpoint.saver import Saver
+from ranvier.comm.agree import complaint, together
+from ranvier.errors import CheckpointError, DamageError, DataError, WriteError
+from ranvier.parallel import parallel_of
+from ranvier.run import Run
+from ranvier.sharding import Place, State
+
+if TYPE_CHECKING:
+    from ranvier.train.trainer import Trainer
+
+RANDOM = "random."
+"""How the names of the states of random numbers begin."""
+FIXED = (
+    *("model", "data.seq", "data.packed", "data.held_out", "train.seed", "train.dtype"),
+    "optim.moments",
+)
+"""Settings that a run keeps for its whole life; the corpora are compared by fingerprint."""
+
+
+def tensors(trainer: Trainer) -> tuple[State, State]:
+    """All tensors that the run goes on from, and those of them that this rank writes."""
+    state, parallel = trainer.optimizer.state(), parallel_of(trainer.model)
+    owners = {weight.name: weight.bucket.owned(weight) for weight in parallel.weights.values()}
+    frozen = {
+        f"{weight.name}.master": (weight.param.detach(), weight.place)
+        for weight in parallel.weights.values()
+        if not weight.trainable
+    }
+    first = trainer.grid.index["data"] == 0  # frozen weights are not split over data
+    mine = {name: x for name, x in state.items() if owners[name.rpartition(".")[0]]}
+    mine |= {n: x for n, x in frozen.items() if first and owners[n.rpartition(".")[0]]}
+    random, counts = _random(trainer), _counts(trainer)
+    more = {**random, **counts} if trainer.grid.rank == 0 else random
+    return {**state, **frozen, **random, **counts}, {**mine, **more}
+
+
+def _counts(trainer: Trainer) -> State:
+    """Numbers that live on the device: nobody has to wait for them."""
+    optimizer, place = trainer.optimizer, Place((), (), (), ())
+    found = {"run.updates": (optimizer.updates, place)}
+    if optimizer.scale is not None:
+        found["run.scale"] = (optimizer.scale.value, place)
+        found["run.good"] = (optimizer.scale.good, place)
+    return found
+
+
+def _random(trainer: Trainer) -> State:
+    """The state of torch's random numbers, one row for each rank."""
+    rows = {"cpu": torch.get_rng_state()}
+    if trainer.device.type == "cuda":
+        rows["cuda"] = torch.cuda.get_rng_state(trainer.device)
+    world, rank = trainer.grid.world, trainer.grid.rank
+    return {
+        f"{RANDOM}{kind}": (row[None], Place((world, len(row)), (rank, 0), *((1, len(row)),) * 2))
+        for kind, row in rows.items()
+    }
+
+
+def facts(trainer: Trainer) -> dict[str, Any]:
+    """What the run goes on from besides tensors, but for what is read of the last step."""
+    return {
+        "samples": trainer.samples,
+        "fingerprint": trainer.data.fingerprint,
+        "held_out_loss": trainer.held_out,
+        "threads": torch.get_num_threads(),
+        "config": tables(trainer.run),
+    }
+
+
+def tables(run: Run) -> dict[str, Any]:
+    """A run as JSON holds it."""
+    found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(run), default=str))
+    return found
+
+
+def saver(trainer: Trainer) -> Saver:
+    """What saves this run. Communicates: a word over all axes."""
+    config = trainer.run.checkpoint
+    keep = Keep(config.keep, config.keep_every, config.keep_best)
+    made = Saver(trainer.checkpoints, trainer.grid, trainer.device, keep)
+    trainer.optimizer.changing = made.changing
+    return made
+
+
+def resume(trainer: Trainer, candidates: Sequence[Path]) -> list[str]:
+    """Go on from the first of these checkpoints that is as it was written; lines on it.
+
+    Communicates: a text for each that is not; all-gather of weights over data.
+    """
+    damaged: list[str] = []
+    for checkpoint in candidates:
+        why = _tried(trainer, checkpoint)
+        if not why:
+            break
+        damaged.append(f"{checkpoint}: {why}")
+    else:
+        raise CheckpointError(
+            "No checkpoint can be used. "
+            + " ".join(damaged)
+            + " A run goes on from one that is as it was written. Restore one, or begin anew with "
+            "checkpoint.resume=never."
+        )
+    own = _same(checkpoint.parent, trainer.checkpoints)
+    if trainer.run.checkpoint.every >= 0 and own:
+        trainer.saver.step = trainer.step  # it is saved
+    # Those of another past must not be what a restart finds.
+    moved = together(
+        lambda: _put_aside(trainer, trainer.step if own else -1), trainer.grid, trainer.device
+    )
+    lines = [f"damaged, not used: {line}" for line in damaged]
+    why = "the run goes on before it" if own else "the run goes on from another"
+    return lines + [f"set aside, as {why}: {path}" for path in moved]
+
+
+def _put_aside(trainer: Trainer, after: int) -> list[Path]:
+    """Rename the checkpoints that the run leaves behind, on rank 0."""
+    try:
+        return folders.set_aside(trainer.checkpoints, after) if trainer.grid.rank == 0 else []
+    except OSError as error:
+        raise WriteError(
+            f"{error.filename}: {error.strerror}. Checkpoints that the run goes back behind are "
+            "renamed. Make their directory writable, or choose another train.out."
+        ) from None
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether two paths lead to the same directory."""
+    return one.absolute().resolve() == other.absolute().resolve()
+
+
+def _tried(trainer: Trainer, checkpoint: Path) -> str:
+    """Load a checkpoint on all ranks; why it cannot be used, if it is damaged on one."""
+    why = ""
+
+    def work() -> None:
+        nonlocal why
+        try:
+            _load(trainer, checkpoint)
+        except DamageError as error:
+            why = str(error)
+
+    together(work, trainer.grid, trainer.device)
+    why = complaint(why, trainer.grid, trainer.device)
+    if not why:
+        trainer.optimizer.restored()
+    return why
+
+
+def _load(trainer: Trainer, checkpoint: Path) -> None:
+    """Fill the tensors of this rank and take the facts."""
+    manifest, config = manifests.read(checkpoint), trainer.run.checkpoint
+    _check_facts(manifest, checkpoint)
+    check_data(manifest, checkpoint, trainer.data.fingerprint, allowed=config.other_data)
+    state, _ = tensors(trainer)
+    for name, (_, place) in list(state.items()):
+        entry = manifest.tensors.get(name)
+        if name.startswith(RANDOM) and (entry is None or entry.shape != place.whole):
+            del state[name]  # of another number of ranks
+    cast = config.other_config
+    known = {f"{name}.master" for name in parallel_of(trainer.model).shapes}
+    odd = sorted(n for n in manifest.tensors if n.endswith(".master") and n not in known)
+    if odd and not config.partial:
+        raise CheckpointError(
+            f"{checkpoint} does not fit the model, which lacks {', '.join(odd[:5])}"
+            f"{' ...' * (len(odd) > 5)} ({len(odd)} in all). Weights are not left out in silence. "
+            "Use the same settings, or checkpoint.partial=True to load what fits."
+        )
+    left = load.load(checkpoint, state, partial=config.partial, cast=cast)
+    if left and trainer.grid.rank == 0:
+        print(f"Not in {checkpoint}, so left as they are: {', '.join(left)}", file=sys.stderr)
+    if not bool(part.largest(x for x, _ in state.values()).isfinite()):
+        print(f"Warning: {checkpoint} holds numbers that are not finite.", file=sys.stderr)
+    try:
+        for name, (row, _) in state.items():
+            if name == f"{RANDOM}cpu":
+                torch.set_rng_state(row[0])
+            elif name == f"{RANDOM}cuda":
+                torch.cuda.set_rng_state(row[0].cpu(), trainer.device)
+        _take(trainer, manifest)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise DamageError(f"{checkpoint} holds facts that cannot be: {error!r:.200}.") from None
+
+
+def _take(trainer: Trainer, manifest: Manifest) -> None:
+    """Take the facts of a checkpoint."""
+    facts = manifest.facts
+    trainer.step, trainer.samples = manifest.step, int(facts["samples"])
+    trainer.held_out = facts.get("held_out_loss")
+    if "guard" in facts:
+        trainer.guard.restore(facts["guard"])
+    threads = torch.get_num_threads()
+    if facts.get("threads", threads) != threads:
+        trainer.say(
+            f"The checkpoint was saved with {facts['threads']} threads a rank, not {threads}. "
+            "Sums are then cut otherwise: the run goes on, but not to the bit. Set "
+            f"OMP_NUM_THREADS={facts['threads']} if it has to."
+        )
+
+
+def _check_facts(manifest: Manifest, checkpoint: Path) -> None:
+    kinds: Mapping[str, Any] = {"samples": int, "fingerprint": str}
+    odd = [key for key, kind in kinds.items() if not isinstance(manifest.facts.get(key), kind)]
+    step = folders.STEP.fullmatch(checkpoint.name)
+    if odd or (step and int(step[1]) != manifest.step):
+        raise DamageError(f"{checkpoint} is not one of step {manifest.step}: {', '.join(odd)}.")
+
+
+def check_data(manifest: Manifest, checkpoint: Path, fingerprint: str, *, allowed: bool) -> None:
+    """Refuse data that the checkpoint was not trained on."""
+    before = manifest.facts.get("fingerprint")
+    if before != fingerprint and not allowed:
+        raise DataError(
+            f"The data has the fingerprint {fingerprint}, but {checkpoint} was trained on "
+            f"{before}. A run goes on with the same corpora, tokenizer and weights. Restore them, "
+            "or set checkpoint.other_data=True."
+        )
+
+
+def check_config(manifest: Manifest, checkpoint: Path, run: Run) -> None:
+    """Refuse settings that the checkpoint depends on, if they differ."""
+    if run.checkpoint.other_config:
+        return
+    fatal = [
+        f"{name}={new!r}, but {checkpoint} has {old!r}."
+        for name, old, new in differences(manifest.facts.get("config", {}), tables(run))
+        if name in FIXED or name.partition(".")[0] in FIXED
+    ]
+    if fatal:
+        raise CheckpointError(
+            "\n".join(fatal) + "\nA run goes on with the settings it was begun with. Use those, "
+            "another train.out, or checkpoint.other_config=True."
+        )
+
+
+def differences(
+    old: Mapping[str, Mapping[str, Any]], new: Mapping[str, Mapping[str, Any]]
+) -> list[tuple[str, Any, Any]]:
+    """Dotted name, old and new value of each setting that differs; new ones are left out."""
+    return [
+        (f"{section}.{key}", value, new[section][key])
+        for section, settings in (old.items() if isinstance(old, Mapping) else ())
+        for key, value in (settings.items() if isinstance(settings, Mapping) else ())
+        if section in new and key in new[section] and value != new[section][key]
+    ]

@@ -1,0 +1,327 @@
+"""Going on: the newest good checkpoint, what is refused and what a flag allows, and the verbs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from commands import SMALL, call, ended, losses, metrics, started
+from ranvier.checkpoint import load
+from ranvier.checkpoint import manifest as manifests
+from ranvier.checkpoint.folder import found
+from ranvier.sharding import Place
+
+FAST = [*SMALL, "--nproc", "1", "--model.layers", "1"]
+SAVING = ["--checkpoint.every", "2", "--checkpoint.keep", "0"]
+FILE = "rank-00000.safetensors"
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps with three checkpoints."""
+    folder = tmp_path_factory.mktemp("origin")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert call("train", *FAST, *SAVING, "--train.steps", "6", "--train.out", "run") == 0
+        assert call("train", *FAST, "--train.steps", "8", "--train.out", "whole") == 0
+    return folder
+
+
+@pytest.fixture
+def folder(origin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, and of a run of eight steps that nothing disturbed."""
+    for name in ("run", "whole"):
+        shutil.copytree(origin / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 4
+    path.write_bytes(data)
+
+
+def place_of(checkpoint: Path, name: str) -> int:
+    """A byte in the middle of a tensor in its file."""
+    entry = manifests.read(checkpoint).tensors[name]
+    return entry.parts[0].begin + torch.Size(entry.shape).numel() * entry.dtype.itemsize // 2
+
+
+TENSORS = ["head.weight.master", "head.weight.square", "random.cpu", "run.updates"]
+
+
+@pytest.mark.parametrize("name", [*TENSORS, "manifest"])
+def test_a_flipped_bit_leads_to_the_checkpoint_before(
+    folder: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """D1, D5: in weights, moments, random numbers, counts and the data's position."""
+    path = folder / "run" / "checkpoints" / "step-00000006"
+    if name == "manifest":
+        flip(path / "manifest.json", 300)
+    else:
+        flip(path / FILE, place_of(path, name))
+    assert call("checkpoint", "verify", "run") == 66
+    assert "damaged" in capsys.readouterr().out
+    assert call("train", "run", "--nproc", "1", "--train.steps", "8") == 0
+    out = capsys.readouterr().out
+    assert "damaged, not used: run/checkpoints/step-00000006" in out, out
+    assert "Going on after step 4 of 8" in out and "aside-step-00000006" in out
+    assert [row["step"] for row in metrics(folder / "run")] == list(range(8))
+    names = [p.name for p in found(folder / "run" / "checkpoints")]
+    assert names[-2:] == ["step-00000006", "step-00000008"]
+
+
+def test_a_run_goes_on_to_the_bit_and_newer_ones_are_set_aside(folder: Path) -> None:
+    words = ["train", "whole", "--nproc", "1", "--train.steps", "10", "--train.out"]
+    source = "whole/checkpoints/step-00000008"
+    assert call(*words, "a", "--checkpoint.resume", source) == 0
+    assert call(*words, "b", "--checkpoint.resume", "whole") == 0
+    assert losses(folder / "a") == losses(folder / "b") and len(losses(folder / "a")) == 10
+    assert losses(folder / "a")[:8] == losses(folder / "whole"), "metrics come with it"
+    assert call(*words[:-1], "--checkpoint.resume", source) == 0
+    assert losses(folder / "whole") == losses(folder / "a")
+    assert call(*words, "run", "--checkpoint.resume", source) == 0
+    own = [path.name for path in found(folder / "run" / "checkpoints")]
+    assert own == ["step-00000010"], "those of its own past are set aside"
+
+
+def test_all_damaged_is_an_error_that_lists_each(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """D7: never a silent start from scratch."""
+    for number, path in enumerate(found(folder / "run" / "checkpoints")):
+        if number == 0:
+            (path / FILE).unlink()
+        elif number == 1:
+            (path / FILE).write_bytes(b"")
+        else:
+            (path / "manifest.json").write_text("{}")
+    before = sorted(p.name for p in (folder / "run" / "checkpoints").iterdir())
+    assert call("train", "run", "--nproc", "1", "--train.steps", "8") == 66
+    text = capsys.readouterr().err
+    for step in (2, 4, 6):
+        assert f"step-0000000{step}" in text
+    assert sorted(p.name for p in (folder / "run" / "checkpoints").iterdir()) == before
+    assert len(metrics(folder / "run")) == 6
+
+
+REFUSED: dict[str, tuple[list[str], int, str]] = {
+    "D8 nothing there": (["--checkpoint.resume", "nowhere"], 66, "has no checkpoint"),
+    "D9 layers": (["--model.layers", "2"], 66, "model.layers=2"),
+    "D9 tied": (["--model.tied", "True"], 66, "model.tied=True"),
+    "D9 vocab": (["--model.vocab", "300"], 66, "model.vocab=300"),
+    "D9 norm": (["--model.norm", "layer"], 66, "model.norm='layer'"),
+    "the type": (["--train.dtype", "fp64"], 66, "train.dtype='fp64'"),
+    "D13 moments": (["--optim.moments", "bf16"], 66, "optim.moments='bf16'"),
+    "the seed": (["--train.seed", "5"], 66, "train.seed=5"),
+    "E3 the corpus": (["--data.max-bytes", "50000"], 65, "has the fingerprint"),
+    "E3 the shuffled order of other weights": (
+        ["--data.held-out", "0.3"],
+        66,
+        "data.held_out=0.3",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_with_the_difference(
+    folder: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    words, code, text = REFUSED[case]
+    assert call("train", "run", "--nproc", "1", "--train.steps", "8", *words) == code
+    said = capsys.readouterr().err
+    assert text in said and "Traceback" not in said
+    assert len(metrics(folder / "run")) == 6, "nothing was touched"
+
+
+def test_flags_accept_what_else_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """D10, D13: other data, other settings, more layers."""
+    words = ["train", "run", "--nproc", "1", "--train.steps", "8", "--train.out"]
+    source = ["--checkpoint.resume", "run/checkpoints/step-00000004"]
+    change = ["--data.max-bytes", "50000", "--checkpoint.other-data", "True"]
+    assert call(*words, "a", *source, *change) == 0
+    change = ["--optim.moments", "bf16", "--checkpoint.other-config", "True"]
+    assert call(*words, "b", *source, *change) == 0
+    change = ["--model.layers", "2", "--checkpoint.other-config", "True"]
+    assert call(*words, "c", *source, *change) == 66
+    assert "not there: blocks.1." in capsys.readouterr().err
+    assert call(*words, "c", *source, *change, "--checkpoint.partial", "True") == 0
+    assert "left as they are: blocks.1." in capsys.readouterr().err
+    assert [len(losses(folder / name)) for name in "abc"] == [8, 8, 8]
+    change = ["--model.layers", "1", "--checkpoint.other-config", "True"]
+    source = ["--checkpoint.resume", "c"]
+    assert call(*words[:-3], "--train.steps", "9", "--train.out", "d", *source, *change) == 66
+
+
+def test_never_begins_anew_beside_what_was_there(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = losses(folder / "run")
+    words = ["train", "run", "--nproc", "1", "--checkpoint.resume", "never"]
+    assert call(*words, "--checkpoint.every", "0") == 0
+    assert "the run before is now run/before-1-" in capsys.readouterr().out
+    assert losses(folder / "run") == before
+    assert [p.name for p in found(folder / "run" / "checkpoints")] == ["step-00000006"]
+    assert len(found(folder / "run" / "before-1-checkpoints")) == 3
+    assert call("train", "run", "--nproc", "1", "--train.steps", "8") == 0
+    assert "Going on after step 6 of 8" in capsys.readouterr().out, "never was for that launch"
+
+
+def test_a_longer_run_and_another_batch_go_on_by_rule(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """D13, F9: the schedule follows the new length; the next sample comes next."""
+    words = ["train", "run", "--nproc", "1", "--train.steps", "8", "--plan.batch", "4"]
+    assert call(*words) == 0
+    out = capsys.readouterr().out
+    assert "changed: train.steps from 6 to 8" in out and "plan.batch from 8 to 4" in out
+    samples = manifests.read(found(folder / "run" / "checkpoints")[-1]).facts["samples"]
+    assert samples == 6 * 8 + 2 * 4
+
+
+def test_a_run_goes_on_on_another_grid_by_its_command(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """D11: degrees and micro-batch that nobody gives follow from the ranks there are."""
+    steps = ["--train.steps", "8", "--optim.warmup", "2"]
+    assert (
+        call(
+            "train",
+            "run",
+            "--nproc",
+            "1",
+            *steps,
+            "--train.out",
+            "one",
+            "--checkpoint.resume",
+            "run",
+        )
+        == 0
+    )
+    code, out, errors = ended(
+        started(folder, "train", "run", "--nproc", "4", "--plan.row", "2", *steps)
+    )
+    assert code == 0 and "grid: data 2 · row 2" in out, errors
+    assert losses(folder / "run") == pytest.approx(losses(folder / "one"), rel=1e-6)
+
+
+def test_a_stop_at_a_saved_step_saves_nothing_twice(folder: Path) -> None:
+    """A18: the last step is due and final at once."""
+    names = [p.name for p in (folder / "run" / "checkpoints").iterdir()]
+    assert sorted(names) == ["latest", *(f"step-0000000{n}" for n in (2, 4, 6))]
+
+
+def test_the_verbs_of_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = found(folder / "run" / "checkpoints")
+    assert call("checkpoint", "ls", "run") == 0
+    out = capsys.readouterr().out
+    assert "step-00000006" in out and "complete, latest" in out and "one rank" in out
+    assert call("checkpoint", "verify", "run") == 0
+    assert capsys.readouterr().out.count("good") == 3
+    assert call("checkpoint", "diff", str(paths[0]), str(paths[1])) == 1
+    out = capsys.readouterr().out
+    assert "step: 2 | 4" in out and "elements differ, by at most" in out
+    assert call("checkpoint", "diff", str(paths[1]), str(paths[1])) == 0
+    assert call("checkpoint", "convert", "run", "one") == 0
+    assert call("checkpoint", "diff", "run", "one") == 0
+    assert call("checkpoint", "convert", "run", "weights", "--form", "weights") == 0
+    index = json.loads((folder / "weights" / "model.safetensors.index.json").read_text())
+    (name,) = set(index["weight_map"].values())
+    weights, whole = load_file(folder / "weights" / name), load.wholes(paths[-1])
+    assert set(weights) == set(whole)
+    assert all(torch.equal(weights[key], whole[key]) for key in whole)
+    (paths[0] / FILE).unlink()
+    assert call("checkpoint", "ls", "run") == 66
+    assert "rank-00000.safetensors is missing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["ls", "nothing"], 66),
+        (["verify", "nothing"], 66),
+        (["diff", "run"], 64),
+        (["convert", "run", "run"], 64),
+        (["convert", "run", "x", "--form", "gguf"], 64),
+        (["convert", "run", "x", "--dtype", "bf16"], 64),
+        (["vreify", "run"], 64),
+        ([], 64),
+        (["--help"], 0),
+    ],
+    ids=str,
+)
+def test_mistakes_in_the_verbs_have_a_message(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int
+) -> None:
+    assert call("checkpoint", *words) == code
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err and (code == 0 or said.err)
+    assert not (folder / "x").exists()
+
+
+def first_format(path: Path, out: Path) -> None:
+    """The same checkpoint as the format before wrote it: without manifest and checksums."""
+    manifest = manifests.read(path)
+    tensors, places = {}, {}
+    for name, tensor in load_file(path / FILE).items():
+        if not name.startswith(("random.", "run.")):
+            shape = tuple(tensor.shape)
+            entry = manifest.tensors[name].parts[0].place
+            tensors[name] = tensor.reshape(-1)
+            places[name] = asdict(
+                Place(entry.whole, entry.start, entry.valid, entry.local, (0, tensor.numel()))
+            )
+            assert entry.whole == entry.local and shape
+    out.mkdir()
+    save_file(tensors, out / FILE, metadata={"places": json.dumps(places)})
+    facts = {"samples": 48, "updates": 6.0, "scale": None, "fingerprint": ""}
+    facts |= {"fingerprint": manifest.facts["fingerprint"]}
+    table = {**facts, "format": 1, "step": 6, "degrees": dict(manifest.degrees), "ranks": 1}
+    (out / "state.json").write_text(json.dumps(table))
+
+
+def test_the_format_before_is_converted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """I1: refused with the command that helps."""
+    path = found(folder / "run" / "checkpoints")[-1]
+    first_format(path, folder / "step-00000006")
+    words = ["train", "run", "--nproc", "1", "--train.steps", "8", "--train.out", "new"]
+    assert call(*words, "--checkpoint.resume", "step-00000006") == 76
+    said = capsys.readouterr().err
+    assert "ranvier checkpoint convert step-00000006 OUT" in said
+    assert call("checkpoint", "convert", "step-00000006", "new-format") == 0
+    assert call(*words, "--checkpoint.resume", "new-format") == 0
+    again = ["train", "run", "--nproc", "1", "--train.steps", "8", "--train.out", "same"]
+    assert call(*again, "--checkpoint.resume", str(path)) == 0
+    assert losses(folder / "new")[-2:] == losses(folder / "same")[-2:]
+
+
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "latest leads out": lambda folder: (folder / "latest").write_text("../../../etc"),
+    "a link": lambda folder: (folder / "step-00000099").symlink_to("/tmp"),
+    "a linked file": lambda folder: _linked(folder / "step-00000006" / FILE),
+}
+
+
+def _linked(path: Path) -> None:
+    path.rename(path.parent.parent / "outside")
+    path.symlink_to(path.parent.parent / "outside")
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_what_could_do_harm_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    HOSTILE[case](folder / "run" / "checkpoints")
+    assert call("train", "run", "--nproc", "1", "--train.steps", "8") == 77
+    assert "Traceback" not in capsys.readouterr().err
+    assert len(metrics(folder / "run")) == 6
