@@ -116,7 +116,7 @@ class Parallel:
             siblings = isinstance(self.leaves.get(name.rpartition(".")[0]), Siblings)
             if not siblings:  # those are predicted together
                 events += leaf.events(flow, recomputed=self._recomputed(name))
-        events += self.pipeline.events(flow, self.queue.dtype.itemsize)
+        events += self.pipeline.events(flow)
         gathers, scatters = self._depth_events()
         kept = 1 if self.queue.keep else micro_batches
         return (events + scatters) * micro_batches + gathers * kept
@@ -245,7 +245,7 @@ def parallelize(
     found = dict(_swap(model, site, {**LEAVES, **(leaves or {})}, names or dict(named(model))))
     _refuse_unnamed(model, site)
     where = device or next((p.device for p in first if not p.is_meta), "cpu")
-    parallel = _assembled(model, site, found, recompute, how or Cut(), torch.device(where))
+    parallel = _assembled(model, site, found, recompute, how or Cut(), _exactly(where))
     model.parallel = parallel  # type: ignore[assignment]
     if materialize:
         fill_values(parallel.queue, parallel.leaves, seed=seed, dtype=dtype, device=device)
@@ -266,6 +266,14 @@ def _refuse_use(model: nn.Module, recompute: Recompute, compiled: str) -> None:
             f"compiled={compiled!r} for {type(model).__name__}. Blocks of Hugging Face models are "
             "not compiled here. Leave compiled out."
         )
+
+
+def _exactly(device: torch.device | str) -> torch.device:
+    """A device with its number: threads have a current device of their own."""
+    where = torch.device(device)
+    if where == torch.device("cuda"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return where
 
 
 def _one_type(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype:

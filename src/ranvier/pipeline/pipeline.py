@@ -23,8 +23,6 @@ class Pipeline:
     how: Cut
     embed: int = 0
     """Features of a message, all ranks of col together."""
-    times: Times | None = None
-    """Measured times; None: in proportion to the work of the stages."""
     chosen: dict[int, Policy] = field(default_factory=dict)
     """The policy for each number of micro-batches."""
 
@@ -52,14 +50,12 @@ class Pipeline:
 
     def expected(self) -> Times:
         """Times of the jobs: backward takes twice as long as forward, half of it for weights."""
-        if self.times is not None:
-            return self.times
         costs = self.runtime.stage.costs
         unit = sum(costs) / len(costs)
         forward = tuple(cost / unit for cost in costs)
         return Times(forward, forward, forward, jitter=self.how.jitter)
 
-    def events(self, flow: Flow, itemsize: int) -> list[Event]:
+    def events(self, flow: Flow) -> list[Event]:
         """Messages of a micro-batch in the outer layout `[b, s/row, d/col]`, and orders."""
         runtime, found = self.runtime, list[Event]()
         stage, degrees = runtime.stage, runtime.grid.degrees
