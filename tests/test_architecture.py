@@ -27,7 +27,7 @@ LEVELS = (
     "settings run",
     "planner",
     "train infer graph verify doctor",
-    "cli __main__",
+    "cli options __main__",
 )
 """From the lowest up. Neighbours may import each other without cycles, but not across a bar."""
 

@@ -7,14 +7,25 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ranvier import launch
 from ranvier import run as runs
 from ranvier.errors import PlanError
 from ranvier.launch import Ranks
+from ranvier.options import (
+    Arguments,
+    Convert,
+    Doctor,
+    Generate,
+    Nothing,
+    Prepare,
+    Profile,
+    Simulate,
+)
+from ranvier.plan import AXES
 from ranvier.run import Run
 from ranvier.settings import ModelConfig, nearest
 
@@ -29,6 +40,10 @@ usage: ranvier VERB ...
   simulate [run.toml | RUN]  play a step of its pipeline: time, bubble, what stages wait for; drawn
   data prepare FILE ...      tokenize corpora once, into memory-mapped shards
   data show DIR              what a prepared corpus holds
+  checkpoint ls RUN          its checkpoints: step, size, grid, state
+  checkpoint verify PATH     read every byte of checkpoints and compare checksums
+  checkpoint diff A B        settings, facts and tensors in which two checkpoints differ
+  checkpoint convert A OUT   write a checkpoint anew, or its weights as plain safetensors
   verify [run.toml]          compare the configured grid with one process, shrunk, in float64
   doctor [--matmuls]         what this machine has, what is missing and how to get it; or how fast
                              it multiplies the matrices of a model, in which layout
@@ -45,113 +60,7 @@ USAGE_ERROR = PlanError.exit_code
 MOST_RANKS = 256
 Config = TypeVar("Config")
 Settings = TypeVar("Settings", bound=Run)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arguments(Run):
-    """What train and verify are given: a run, and how many local ranks to start."""
-
-    nproc: int = 0
-    """Local ranks to start; 0: as many as the plan needs, else one for each GPU, or two on a CPU
-    (train), or one (verify)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Profile(Run):
-    """Where the time of a run's steps goes, kernel by kernel, on one rank.
-
-    The run is put together anew and takes a few steps on its own data; its metrics and checkpoints
-    are not touched. Settings of the run can be changed for it.
-    """
-
-    steps: int = 2
-    """Steps that are profiled."""
-    warm: int = 3
-    """Steps taken before; the pace of the last is what the report tells."""
-    top: int = 15
-    """Kernels in the table."""
-    out: str = ""
-    """Directory of profile.txt, profile.json and trace.json.gz; empty: profile/ inside the run's,
-    or NAME-profile/ next to NAME.toml."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Simulate(Run):
-    """A step of a run's pipeline, played without processes, with each policy.
-
-    Writes timeline.svg, timeline.html and timeline-trace.json (for Perfetto).
-    """
-
-    times: str = ""
-    """TOML table (forward, backward, weight: seconds of each virtual stage; link; jitter;
-    [stragglers]) or RUN whose measured times are taken; empty: those of the given RUN, or times
-    in proportion to the work of the layers."""
-    jitter: float | None = None
-    """How much times vary: the deviation of their logarithm."""
-    link: float | None = None
-    """Time from the end of a job until the next stage has its message."""
-    straggler: tuple[str, ...] = ()
-    """STAGE=FACTOR: stages that take longer."""
-    seed: int = 0
-    """Of the jitter."""
-    policies: tuple[str, ...] = ()
-    """Policies to compare with that of the plan; empty: all."""
-    out: str = ""
-    """Directory of the drawings; empty: the run's, or this one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepare:
-    """Tokenize corpora once, into memory-mapped shards (Megatron pairs) with a fingerprint."""
-
-    out: str = ""
-    """Directory to make; empty: data/ and the name of the first file."""
-    tokenizer: str = "standard"
-    """standard: byte pairs learnt from Python's standard library; bytes; train: learn one from
-    these files; or a tokenizer.json."""
-    vocab: int = 4096
-    """Tokens of a tokenizer that is trained."""
-    field: str = "text"
-    """Key of a .jsonl record, or column of a .parquet file, that holds the text."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generate:
-    """Text from a checkpoint of a run."""
-
-    prompt: str = ""
-    """What the text begins with."""
-    tokens: int = 100
-    """Most tokens to say."""
-    temperature: float = 0.8
-    """0: always the likeliest token; higher: more surprising."""
-    top_k: int = 50
-    """Draw from this many likeliest tokens; 0: from all."""
-    seed: int = 0
-    """Of the draw."""
-    step: int = -1
-    """Checkpoint after this step; -1: the newest."""
-    device: str = "cpu"
-    """cpu or cuda."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Doctor:
-    """What this machine has, what is missing and how to get it."""
-
-    matmuls: bool = False
-    """Instead: time the matrix products of a model in several layouts and keep the fastest."""
-    size: str = ""
-    """Model whose layers are timed; empty: llama3-1b, or tiny on a CPU."""
-    tokens: int = 0
-    """Tokens of a micro-batch; 0: 16384, or 512 on a CPU."""
-    dtype: str = ""
-    """bf16, fp16 or fp32; empty: bf16 where the device has it, or fp32."""
-
-
-@dataclass(frozen=True)
-class Nothing:
-    """No settings."""
+Verb = Callable[[Sequence[str]], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -160,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not words or words[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
         raise SystemExit(0 if words else USAGE_ERROR)
-    with launch.reported(Ranks(), quiet=launch.is_follower()):
+    trains = words[0] == "train"
+    with launch.reported(Ranks(), quiet=launch.is_follower(), trains=trains):
         if words[0] not in VERBS:
             near = nearest(words[0], VERBS)
             raise PlanError(f"{words[0]!r} is no verb.{near} Verbs are {', '.join(VERBS)}.")
@@ -179,13 +89,30 @@ def asked(
         settings: Config = tyro.cli(
             kind,
             prog=f"ranvier {verb}",
-            args=list(words),
+            args=_capitals(words, default),
             default=default,
             config=(tyro.conf.FlagCreatePairsOff if flags else tyro.conf.FlagConversionOff,),
         )
     except SystemExit as stop:
         raise SystemExit(USAGE_ERROR if stop.code else 0) from None
     return settings
+
+
+def _capitals(words: Sequence[str], default: object, path: str = "--") -> list[str]:
+    """The words with true and false as Python writes them, where a setting is a boolean."""
+    found = list(words)
+    for name, value in vars(default).items():
+        if dataclasses.is_dataclass(value):
+            found = _capitals(found, value, f"{path}{name}.")
+        elif isinstance(value, bool):
+            options = {f"{path}{name}", f"{path}{name.replace('_', '-')}"}
+            for i, word in enumerate(found):
+                option, sign, text = word.partition("=")
+                if option in options and sign and text in ("true", "false"):
+                    found[i] = f"{option}={text.capitalize()}"
+                elif i and found[i - 1] in options and word in ("true", "false"):
+                    found[i] = word.capitalize()
+    return found
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -214,7 +141,13 @@ def filled(kind: type[Settings], usage: str, words: Sequence[str]) -> Settings:
                 "directory of a run to continue it."
             )
         run = runs.load(Path(files[0]) / "config.toml", size=size)
-        run = replace(run, train=replace(run.train, out=files[0]))
+        here = replace(run.launch, nodes=1, node=0, address="")  # it may go on elsewhere
+        # what was asked of its checkpoints was for that launch: it goes on from its own now
+        word = {"resume": "auto", "other_data": False, "other_config": False, "partial": False}
+        own = replace(run.checkpoint, **dict[str, Any](word))
+        run = replace(run, train=replace(run.train, out=files[0]), launch=here, checkpoint=own)
+        if any(_option(options, name) for name in ("--nproc", *(f"--plan.{a}" for a in AXES))):
+            run = replace(run, plan=replace(run.plan, data=-1))  # on another grid, if not given
     elif files:
         run = runs.load(Path(files[0]), size=size)
     else:
@@ -254,40 +187,95 @@ def _world(arguments: Arguments, default: int) -> tuple[Ranks | None, int]:
     return me, world
 
 
+def _nodes(arguments: Arguments, me: Ranks | None) -> launch.Nodes | None:
+    """The nodes on each of which one command starts local ranks; None if that is not so."""
+    wish, nproc = arguments.launch, arguments.nproc
+    if me is not None and me.launcher == "srun" and me.local_world == 1 and nproc > 0:
+        return launch.Nodes(me.world, me.rank, f"{me.address}:{me.port}")
+    if wish.nodes == 1:
+        return None
+    if me is not None or not 0 < nproc <= MOST_RANKS:
+        started = "" if me is None else f" under {me.launcher}, which has started {me.world} ranks"
+        raise PlanError(
+            f"launch.nodes={wish.nodes} with nproc={nproc}{started}. One command a node starts its "
+            f"ranks. Give --nproc from 1 to {MOST_RANKS}, and start it once a node."
+        )
+    return launch.Nodes(wish.nodes, wish.node, wish.address)
+
+
 def _run(arguments: Run) -> Run:
     return Run(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(Run)})
+
+
+def _goes_on(words: Sequence[str]) -> bool:
+    """Whether a run is continued whose micro-batch nobody has given now."""
+    files, options = split(words)
+    given = [word for word in options if word.replace("_", "-").startswith("--plan.micro-batch")]
+    return bool(files) and os.path.isdir(files[0]) and not given
 
 
 def _train(words: Sequence[str]) -> int:
     """Check, tokenize, then train here or start local ranks that do."""
     arguments = parse("train", words)
-    from ranvier.train import corpora, folder, show, train
+    from ranvier.train import corpora, elastic, folder, show, train
 
     run = _run(arguments)
-    me, world = _world(arguments, train.ranks_of(run))
-    run = run.check(world)
+    nodes = _nodes(arguments, launch.ranks())
+    if nodes is None:
+        me, world = _world(arguments, train.ranks_of(run))
+    else:
+        me, world = None, nodes.count * arguments.nproc
+    run = elastic.fitted(run, world) if _goes_on(words) else run.check(world)
+    choices = [run, *elastic.smaller(run)]
     show.check_log(run)
     folder.check_out(run)
-    one = me or Ranks(local_world=world)
-    device = train.device_of(run, one)
-    train.check_memory(train.settled(run, device, train.backend_of(run, one, device)), one, device)
-    task = functools.partial(_train_rank, run)
+    for one in choices:
+        who = me or Ranks(local_world=min(arguments.nproc or world, one.plan.world))
+        device = train.device_of(one, who)
+        backend = train.backend_of(one, who, device)
+        train.check_memory(train.settled(one, device, backend), who, device)
     if me is not None:
         with launch.reported(me):
-            return task(me, stored=None)
+            return _train_rank([run], None, me)
+    first = nodes is None or nodes.node == 0
+    if first:
+        folder.check_free(run)
     stored = corpora.stored(run)
     train.opened(run, stored)  # what is wrong with the data is said before any rank starts
-    if world > 1:
-        task = functools.partial(task, stored=stored)
-        return launch.start(world, task, preload=[train.__name__])
-    return task(Ranks(), stored=stored)
+    if world == 1:
+        return _train_rank([run], stored, Ranks())
+    if first and not run.train.out:  # a restarted run comes back to the same one
+        out = folder.new(run.model.size)
+        choices = [folder.placed(one, out) for one in choices]
+    task = functools.partial(_train_rank, choices, stored)
+    policy = launch.Policy(
+        retries=run.launch.retries,
+        faults=run.launch.faults,
+        watchdog=run.launch.watchdog,
+        grids=tuple((elastic.named(o.plan.degrees), o.plan.world) for o in choices),
+    )
+    return launch.start(
+        arguments.nproc or world,
+        task,
+        preload=[train.__name__],
+        policy=policy,
+        nodes=nodes,
+        timeout_seconds=run.train.timeout,
+    )
 
 
-def _train_rank(run: Run, me: Ranks, *, stored: list[str] | None) -> int:
-    from ranvier.train import train
+def _train_rank(choices: Sequence[Run], stored: list[str] | None, me: Ranks) -> int:
+    """Train as a rank of the grid that the launcher has chosen."""
+    from ranvier.train import exact, folder, train
 
+    run = choices[me.grid]
+    if me.attempt:
+        run = folder.again(run, me.began)
     device = train.device_of(run, me)
-    with launch.joined(me, train.backend_of(run, me, device), run.train.timeout):
+    with (
+        exact.exact(run.train.deterministic and device.type == "cuda"),
+        launch.joined(me, train.backend_of(run, me, device), run.train.timeout),
+    ):
         return train.train(run, me, stored)
 
 
@@ -320,14 +308,58 @@ def _verify_rank(run: Run, me: Ranks) -> int:
 
 def _data(words: Sequence[str]) -> int:
     """prepare or show."""
-    verbs: dict[str, Callable[[Sequence[str]], int]] = {"prepare": _prepare, "show": _data_show}
+    return _below("data", {"prepare": _prepare, "show": _data_show}, words)
+
+
+def _below(name: str, verbs: dict[str, Verb], words: Sequence[str]) -> int:
+    """Run a verb of a verb."""
     if not words or words[0] not in verbs:
         if words[:1] in (["--help"], ["-h"]):
             print(USAGE, end="")
             return 0
-        what = f"data {words[0]!r} is no verb" if words else "data needs a verb"
-        raise PlanError(f"{what}. Verbs are {', '.join(verbs)}. See ranvier --help.")
+        near = nearest(words[0], verbs) if words else ""
+        what = f"{name} {words[0]!r} is no verb.{near}" if words else f"{name} needs a verb."
+        raise PlanError(f"{what} Verbs are {', '.join(verbs)}. See ranvier --help.")
     return verbs[words[0]](words[1:])
+
+
+def _checkpoint(words: Sequence[str]) -> int:
+    """ls, verify, diff or convert."""
+    from ranvier.checkpoint import show
+
+    def ls(words: Sequence[str]) -> int:
+        return show.listed(Path(_one("checkpoint ls", "a run", words)))
+
+    def verify(words: Sequence[str]) -> int:
+        return show.verified(Path(_one("checkpoint verify", "a run or a checkpoint", words)))
+
+    def diff(words: Sequence[str]) -> int:
+        return show.compared(*_two("checkpoint diff A B", words))
+
+    verbs: dict[str, Verb] = {"ls": ls, "verify": verify, "diff": diff, "convert": _convert}
+    return _below("checkpoint", verbs, words)
+
+
+def _convert(words: Sequence[str]) -> int:
+    from ranvier.checkpoint import convert, show
+
+    paths, options = split(words)
+    settings = asked(Convert, Convert(), "checkpoint convert A OUT", options)
+    source, out = _two("checkpoint convert A OUT", paths)
+    origin = show.checkpoints(source)[-1]
+    for name in convert.convert(origin, out, form=settings.form, dtype=settings.dtype):
+        print(out / name)
+    return 0
+
+
+def _two(usage: str, words: Sequence[str]) -> tuple[Path, Path]:
+    """The two paths a verb takes."""
+    names, options = split(words)
+    if options:
+        asked(Nothing, Nothing(), usage, options)
+    if len(names) != 2:
+        raise PlanError(f"{len(names)} paths. Two are needed. Write: ranvier {usage}.")
+    return Path(names[0]), Path(names[1])
 
 
 def _prepare(words: Sequence[str]) -> int:
@@ -411,13 +443,14 @@ def _one(verb: str, what: str, words: Sequence[str]) -> str:
     return names[0]
 
 
-VERBS: dict[str, Callable[[Sequence[str]], int]] = {
+VERBS: dict[str, Verb] = {
     "train": _train,
     "generate": _generate,
     "report": _report,
     "profile": _profile,
     "simulate": _simulate,
     "data": _data,
+    "checkpoint": _checkpoint,
     "verify": _verify,
     "doctor": _doctor,
 }

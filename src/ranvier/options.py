@@ -1,0 +1,125 @@
+"""Options: what the verbs of the command line take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ranvier.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments(Run):
+    """What train and verify are given: a run, and how many local ranks to start."""
+
+    nproc: int = 0
+    """Local ranks to start; 0: as many as the plan needs, else one for each GPU, or two on a CPU
+    (train), or one (verify)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(Run):
+    """Where the time of a run's steps goes, kernel by kernel, on one rank.
+
+    The run is put together anew and takes a few steps on its own data; its metrics and checkpoints
+    are not touched. Settings of the run can be changed for it.
+    """
+
+    steps: int = 2
+    """Steps that are profiled."""
+    warm: int = 3
+    """Steps taken before; the pace of the last is what the report tells."""
+    top: int = 15
+    """Kernels in the table."""
+    out: str = ""
+    """Directory of profile.txt, profile.json and trace.json.gz; empty: profile/ inside the run's,
+    or NAME-profile/ next to NAME.toml."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulate(Run):
+    """A step of a run's pipeline, played without processes, with each policy.
+
+    Writes timeline.svg, timeline.html and timeline-trace.json (for Perfetto).
+    """
+
+    times: str = ""
+    """TOML table (forward, backward, weight: seconds of each virtual stage; link; jitter;
+    [stragglers]) or RUN whose measured times are taken; empty: those of the given RUN, or times
+    in proportion to the work of the layers."""
+    jitter: float | None = None
+    """How much times vary: the deviation of their logarithm."""
+    link: float | None = None
+    """Time from the end of a job until the next stage has its message."""
+    straggler: tuple[str, ...] = ()
+    """STAGE=FACTOR: stages that take longer."""
+    seed: int = 0
+    """Of the jitter."""
+    policies: tuple[str, ...] = ()
+    """Policies to compare with that of the plan; empty: all."""
+    out: str = ""
+    """Directory of the drawings; empty: the run's, or this one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepare:
+    """Tokenize corpora once, into memory-mapped shards (Megatron pairs) with a fingerprint."""
+
+    out: str = ""
+    """Directory to make; empty: data/ and the name of the first file."""
+    tokenizer: str = "standard"
+    """standard: byte pairs learnt from Python's standard library; bytes; train: learn one from
+    these files; or a tokenizer.json."""
+    vocab: int = 4096
+    """Tokens of a tokenizer that is trained."""
+    field: str = "text"
+    """Key of a .jsonl record, or column of a .parquet file, that holds the text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Text from a checkpoint of a run."""
+
+    prompt: str = ""
+    """What the text begins with."""
+    tokens: int = 100
+    """Most tokens to say."""
+    temperature: float = 0.8
+    """0: always the likeliest token; higher: more surprising."""
+    top_k: int = 50
+    """Draw from this many likeliest tokens; 0: from all."""
+    seed: int = 0
+    """Of the draw."""
+    step: int = -1
+    """Checkpoint after this step; -1: the newest."""
+    device: str = "cpu"
+    """cpu or cuda."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convert:
+    """Write a checkpoint anew, a few tensors at a time."""
+
+    form: str = "checkpoint"
+    """checkpoint: as one process would have saved it (also from the format before); weights: only
+    the weights, whole, as safetensors with an index."""
+    dtype: str = ""
+    """Type of weights: fp64, fp32, bf16 or fp16; empty: that of the checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """What this machine has, what is missing and how to get it."""
+
+    matmuls: bool = False
+    """Instead: time the matrix products of a model in several layouts and keep the fastest."""
+    size: str = ""
+    """Model whose layers are timed; empty: llama3-1b, or tiny on a CPU."""
+    tokens: int = 0
+    """Tokens of a micro-batch; 0: 16384, or 512 on a CPU."""
+    dtype: str = ""
+    """bf16, fp16 or fp32; empty: bf16 where the device has it, or fp32."""
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """No settings."""
