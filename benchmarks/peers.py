@@ -162,7 +162,6 @@ class Ours:
         nothing: Any = None  # steps are given their batches
         run = settled(run, task.device)
         self.trainer = Trainer.assemble(run, Grid({}), task.device, nothing)
-        self.healthy = self.trainer.healthy
         self.batches = [
             Batch(tokens, targets).micro_batches(self.trainer.grid, run.plan.micro_batch)
             for tokens, targets in task.pairs
@@ -174,8 +173,7 @@ class Ours:
         """One optimizer step on batch number i."""
         trainer = self.trainer
         micros = self.batches[i % len(self.batches)]
-        taken = trainer.take(micros, RATE, self.healthy)
-        self.loss, self.healthy = taken.loss, taken.healthy
+        self.loss = trainer.take(micros, RATE, trainer.guard.watch).loss
         trainer.grid.trace.awaited = []  # as the trainer does
 
     def close(self) -> None:
