@@ -61,8 +61,8 @@ ranvier train run.toml --plan.row 4 --train.steps 2000
 * **What was used:** the settings are saved as `config.toml` in the directory of the run, all
   written out; what was left to be derived (a degree, the micro-batch, learning
   rate and warm-up, device and type) has its value there.
-* **On the command line** booleans are written `True` and `False` (`--train.trace True`; in TOML
-  `true` and `false`), lists as several words (`--data.corpus a.jsonl b.jsonl`); no word is the
+* **On the command line** booleans are written `true` and `false` as in TOML (or as in Python):
+  `--train.trace true`; lists as several words (`--data.corpus a.jsonl b.jsonl`); no word is the
   empty list (`--plan.overlap`). A dash may stand for an underscore: `--plan.micro-batch 2`.
   Options follow the file: `ranvier train run.toml --plan.row 2`.
 * **Paths** are relative to the directory in which the command is started.
@@ -88,11 +88,16 @@ METRICS = {
     "data_seconds": "Seconds in which rank 0 waited for its batch.",
     "held_out_loss": "Mean loss of the held-out samples; null where this step has no evaluation.",
     "loss_scale": "Factor of the loss in fp16; null in other types.",
+    "skipped": "Whether the update of this step was left out: its loss or a gradient is no number "
+    "(and no smaller loss scale mends that), or it is a spike and `guard.spike` is `skip`.",
+    "spike": "Whether the loss lies far above those before it, see `guard.height`.",
+    "skips": "Steps of the run so far whose update was left out.",
 }
 FILES = {
     "config.toml": "The resolved settings.",
     "run.json": "Device, grid, versions, data, command, times, where the time went, status "
-    "(`running`, `finished`, `stopped by signal N` or `failed: ...`).",
+    "(`running`, `finished`, `stopped by signal N` or `failed: ...`), launches and why ranks were "
+    "started again, goodput.",
     "metrics.jsonl": "One object a step, see below.",
     "checkpoints/step-NNNNNNNN/": "What the run goes on from, after that many steps: "
     "`rank-NNNNN.safetensors` for each rank, and `state.json`.",
@@ -113,10 +118,11 @@ CODES = {
     errors.NumericError.exit_code: "Too many losses or gradients that are no numbers, or spikes.",
     errors.STOPPED: "Told to stop (a signal); saved. Start it again and it goes on.",
     errors.VersionError.exit_code: "A checkpoint of another version of the format.",
-    errors.RefusedError.exit_code: "What could do harm: a path that leads out, a link, a pickle.",
+    errors.RefusedError.exit_code: "What could do harm: a path that leads out, a link, a pickle, a "
+    "directory that another run writes.",
     errors.NO_PROGRESS: "Ranks were lost again and again without getting further.",
-    130: "Stopped by Ctrl-C (SIGINT), saved.",
-    143: "Stopped by SIGTERM, as batch systems send it.",
+    130: "Ctrl-C (SIGINT) twice, or a command that does not train: ended at once.",
+    143: "SIGTERM twice, or a command that does not train: ended at once.",
 }
 
 
@@ -203,7 +209,7 @@ def results() -> Iterator[str]:
         "",
         "`ranvier verify` exits with 1 if anything differs, `ranvier doctor` if something "
         "essential is missing.",
-        "A rank that is killed by signal n makes it 128 + n.",
+        "A rank that is killed by a signal makes it 71, and the signal is named.",
     )
 
 

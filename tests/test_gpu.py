@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from commands import SMALL, call
+from commands import losses as losses_of
 from pool import Pool
+from ranvier.checkpoint import folder as folders
+from ranvier.checkpoint.load import wholes
 from ranvier.comm import pairs, verbs
 from ranvier.data.loader import Loader
 from ranvier.grid import Axis, Grid
@@ -19,6 +24,7 @@ from ranvier.nn import fp8, loss
 from ranvier.optim import fused, rules
 from ranvier.optim.early import Early
 from ranvier.trace import COMPUTE
+from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
 
 pytestmark = [
@@ -365,3 +371,42 @@ def test_the_fast_ways_train_alike(corpus: str, change: dict[str, Any]) -> None:
         curves.append([row["loss"] for row in trainer.steps()])
     limit = 0.1 if "train__fp8" in change else 0.03
     assert curves[1] == pytest.approx(curves[0], abs=limit)
+
+
+@pytest.mark.filterwarnings("default")  # those of compilers are not ours
+@pytest.mark.parametrize(
+    "change",
+    [
+        ["--plan.compile", "off"],
+        ["--plan.compile", "on", "--optim.moments", "bf16"],
+        ["--plan.compile", "off", "--train.dtype", "fp32", "--data.packed", "False"],
+        ["--plan.graph", "True", "--data.packed", "False", "--plan.compile", "off"],
+    ],
+    ids=str,
+)
+def test_a_deterministic_run_repeats_itself_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: list[str]
+) -> None:
+    """G9 on CUDA: twice the same bits, also for a run that broke in the middle and went on."""
+    monkeypatch.chdir(tmp_path)
+    words = ["train", *SMALL, "--nproc", "1", "--train.steps", "6", "--checkpoint.every", "3"]
+    words += ["--model.head-dim", "16", "--train.dtype", "bf16", "--train.deterministic", "True"]
+    for name in ("one", "two"):
+        assert call(*words, *change, "--train.out", name) == 0
+    issue = Trainer.issue
+
+    def breaks(self: Trainer, *arguments: Any, **options: Any) -> Any:
+        if self.step == 5:
+            raise RuntimeError("a cable")
+        return issue(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "issue", breaks)
+        assert call(*words, *change, "--train.out", "three") == 70
+    assert call("train", "three", "--nproc", "1") == 0
+    assert not torch.are_deterministic_algorithms_enabled()
+    wanted = wholes(folders.found(tmp_path / "one" / "checkpoints")[-1])
+    for name in ("two", "three"):
+        assert losses_of(tmp_path / name) == losses_of(tmp_path / "one"), name
+        found = wholes(folders.found(tmp_path / name / "checkpoints")[-1])
+        assert all(torch.equal(x, found[key]) for key, x in wanted.items()), name
