@@ -87,6 +87,11 @@ class Run:
                 "plan.graph=True with data.packed=True. A recorded step is always the same work, "
                 "but documents differ. Use data.packed=False or plan.graph=False."
             )
+        if self.guard.replay and self.plan.graph:
+            yield (
+                f"guard.replay={self.guard.replay} with plan.graph=True. A recorded step is taken "
+                "as a whole. Use guard.replay=0 or plan.graph=False."
+            )
         if self.optim.warmup > self.train.steps:
             yield (
                 f"optim.warmup={self.optim.warmup} is longer than train.steps={self.train.steps}. "

@@ -221,6 +221,9 @@ class GuardConfig:
     """Losses that a spike is compared with."""
     rewinds: int = 3
     """Times that a run may go back before it stops (exit code 74)."""
+    replay: int = 0
+    """Steps between steps that are computed twice before their update, loss and gradients compared
+    bit by bit (exit code 74 if they differ); on cuda with train.deterministic. 0: none."""
     replicas: int = 100
     """Steps between comparisons of all weights that several ranks hold; also before a checkpoint.
     0: none."""
@@ -261,6 +264,7 @@ LEAST: dict[str, float] = {
     "guard.window": 8,
     "guard.rewinds": 0,
     "guard.replicas": 0,
+    "guard.replay": 0,
 }
 """The smallest value of each number that has one."""
 SHARES: dict[str, float] = {

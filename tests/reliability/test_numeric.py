@@ -476,3 +476,47 @@ def test_copies_that_differ_are_named(
     assert len(set(found)) == 1, found
     text, kept = found[0]
     assert text.startswith("74 ") and said in text and "none yet" in text and kept == 0, text
+
+
+def replaying(grid: Grid, corpus: str, out: str, at: int, where: str) -> tuple[str, list[float]]:
+    """What a run says that computes each second step twice; at: a pass in which one bit flips."""
+    trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), 4, guard__replay=2))
+    passes = 0
+
+    def flips(_: Any, __: Any, output: Tensor) -> Tensor | None:
+        nonlocal passes
+        passes += 1
+        if passes != at or grid.rank != grid.world - 1:
+            return None
+        bits = output.detach().clone(memory_format=torch.contiguous_format).view(torch.int64)
+        bits.view(-1)[3] ^= 1 << 40
+        return output + (bits.view(torch.float64) - output.detach())
+
+    trainer.model.get_submodule(where).register_forward_hook(flips)
+    losses: list[float] = []
+    try:
+        for row in trainer.steps():
+            losses.append(row["loss"])
+    except NumericError as error:
+        return str(error), losses
+    return "", losses
+
+
+@pytest.mark.parametrize("degrees", [{}, {"data": 2, "row": 2}], ids=str)
+def test_a_bit_that_flips_in_an_activation_is_seen_in_a_replay(
+    pool: Pool, tmp_path: Path, corpus: str, degrees: dict[str, int]
+) -> None:
+    """G7: in the first or the second pass of a step that is computed twice, before its update."""
+    where = "blocks.0.mlp.down"
+    good = pool.on_grid(degrees, replaying, corpus, str(tmp_path / "0"), 0, where)
+    assert {said for said, _ in good} == {""} and len(good[0][1]) == 4
+    plain = run_of(str(tmp_path / "1"), {}, 4)
+    rows = [row["loss"] for row in trainer_of(Grid({}), corpus, plain).steps()]
+    assert good[0][1] == pytest.approx(rows, rel=1e-9), "what is computed twice counts once"
+    for at in (4, 5):  # step 0 has two passes, step 1 one, step 2 the fourth and the fifth
+        found = pool.on_grid(degrees, replaying, corpus, str(tmp_path / str(at + 5)), at, where)
+        for said, losses in found:
+            assert "Step 3 was computed twice and differs in the loss" in said
+            assert losses == good[0][1][: len(losses)] and len(losses) in (1, 2)
+    missed = pool.on_grid(degrees, replaying, corpus, str(tmp_path / "9"), 3, where)
+    assert {said for said, _ in missed} == {""}, "the control: step 1 is computed once"

@@ -19,6 +19,11 @@ from ranvier.run import Run
 
 def check_exact(run: Run) -> None:
     """Refuse settings that would make a deterministic run depend on measurements."""
+    if run.guard.replay and run.train.device == "cuda" and not run.train.deterministic:
+        raise PlanError(
+            f"guard.replay={run.guard.replay} without train.deterministic. On cuda the same work "
+            "may else give other bits. Use train.deterministic=True or guard.replay=0."
+        )
     if not run.train.deterministic:
         return
     problems = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,14 +125,20 @@ def train_step(
     batches: Sequence[Batch],
     lr: float | Tensor,
     watch: Watch,
+    twice: Callable[[Callable[[], Tensor]], Tensor] | None = None,
 ) -> Taken:
     """One update; it is left out on all ranks if a loss or a gradient is no number on any.
 
     An overflow that a smaller loss scale can mend is left out as well, but is not bad.
+    twice: does the passes in its own way (see `replay`).
     """
     scale = optimizer.scale
     mendable = None if scale is None else ~scale.exhausted()
-    loss = forward_backward(model, batches, scale=None if scale is None else scale.value)
+
+    def work() -> Tensor:
+        return forward_backward(model, batches, scale=None if scale is None else scale.value)
+
+    loss = work() if twice is None else twice(work)
     votes = torch.stack([~loss.isfinite(), watch.bad > watch.budget, loss > watch.limit])
     norm = optimizer.step(lr, votes=votes, vetoes=3 if watch.strict else 2)
     finite = optimizer.finite if mendable is None else optimizer.finite | mendable

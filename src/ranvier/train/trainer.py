@@ -11,7 +11,7 @@ import gc
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -54,9 +54,10 @@ from ranvier.train.metrics import (
     peak_flops,
     step_flops,
 )
+from ranvier.train.replay import Replay
 from ranvier.train.replicas import compare
 from ranvier.train.stages import TIMELINE, cut_of, timeline
-from ranvier.train.step import Taken, Watch, evaluate, train_step
+from ranvier.train.step import Taken, evaluate, train_step
 from ranvier.train.tune import tune
 
 PATIENCE = 5.0
@@ -104,7 +105,7 @@ class Trainer:
     """The last held-out loss."""
     skipped_saves: int = 0
     """Checkpoints that were due while the one before was still being written."""
-    take: Callable[[Sequence[Batch], float, Watch], Taken] = field(init=False)
+    take: Callable[..., Taken] = field(init=False)
     """Takes a step of these micro-batches with a learning rate, if its numbers are good."""
 
     def __post_init__(self) -> None:
@@ -289,7 +290,9 @@ class Trainer:
         if run.plan.graph and self._saver is not None:  # a recorded step asks nobody
             self._saver.changing()
         self.guard.before(self.step)
-        taken = self.take(on_device, lr, self.guard.watch)
+        again = self.run.guard.replay
+        check = (Replay(self.model, self.step).twice,) if again and self.step % again == 0 else ()
+        taken = self.take(on_device, lr, self.guard.watch, *check)
         factor = torch.full_like(taken.loss, math.nan) if scale is None else scale.value
         signals, held, *heard = largest.wait()
         if self.device.type == "cpu":  # here nothing is gained by reading it later

@@ -1,0 +1,57 @@
+"""Replay: a step computed twice before its update, loss and gradients compared bit by bit.
+
+A flipped bit in an activation leaves a finite loss and equal copies of weights: only the same work
+done again shows it. It costs a second forward and backward pass, so it is done now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ranvier.comm.agree import complaint
+from ranvier.errors import NumericError
+from ranvier.parallel import parallel_of
+from ranvier.train.replicas import fingerprint
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Compares two passes over the same micro-batches."""
+
+    model: nn.Module
+    step: int
+    """Number of the step, from 0."""
+
+    def twice(self, work: Callable[[], Tensor]) -> Tensor:
+        """Do a forward and backward pass twice; the loss, and gradients in the queue.
+
+        Communicates: twice what the pass does, then perhaps a text over all axes.
+        """
+        before = self._signature(work())
+        loss = work()
+        after = self._signature(loss)
+        odd = [name for name, bits in after.items() if before[name] != bits]
+        what = f"{odd[0]} ({len(odd)} of {len(after)} differ)" if odd else ""
+        parallel = parallel_of(self.model)
+        rank = f" on rank {parallel.grid.rank}" if parallel.grid.world > 1 else ""
+        found = complaint(what and what + rank, parallel.grid, loss.device)
+        if found:
+            raise NumericError(
+                f"Step {self.step + 1} was computed twice and differs in {found}. The same work "
+                "gives the same bits as long as devices are sound. No update was made. Check that "
+                "device (ranvier doctor) and go on from the newest checkpoint."
+            )
+        return loss
+
+    def _signature(self, loss: Tensor) -> dict[str, int]:
+        """Bits of the loss and of the gradient of each weight, my range over data."""
+        found = {"the loss": loss.detach().reshape(1)}
+        for bucket, pieces in parallel_of(self.model).queue.finish():
+            for weight, grad in bucket.by_weight(pieces):
+                found[f"the gradient of {weight.name}"] = grad
+        hashes = torch.stack([fingerprint(x) for x in found.values()]).tolist()
+        return dict(zip(found, hashes, strict=True))
