@@ -337,8 +337,8 @@ def _close(trainer: Trainer, folder: Path, status: str) -> str:
     """Write down how the run ended, and its report; where that is, in words."""
     more = dict(zip(("bad", "spikes", "skips", "rewinds"), trainer.guard.counts, strict=True))
     more |= folders.account(folder)
-    folders.record(folder, status=status, finished=now(), phases=trainer.meter.phases, **more)
     try:
+        folders.record(folder, status=status, finished=now(), phases=trainer.meter.phases, **more)
         return f"Report: {report.write(folder)}"
     except (RanvierError, OSError) as error:  # no reason for a run to fail
         return f"No report: {error}"
