@@ -146,31 +146,16 @@ def _longer(stage: Stage) -> str:
 # ---- numbers ----------------------------------------------------------------------------
 
 BAD = """
-_take = Trainer.issue
-def _poisoned(self, *arguments, **options):
+_assemble = Trainer.assemble
+def _poisoned(*arguments, **options):
     import torch
-    inner = self.take
-    def take(batches, lr, watch):
-        if self.step in {steps} and self.grid.rank == 1:
-            weight = next(p for p in self.model.parameters() if p.dim() > 1)
-            kept = weight.data.clone()
-            weight.data.view(-1)[0] = float("nan")
-            changing = self.optimizer.changing
-            def undo():  # the weight itself stays good: only this step is bad
-                weight.data.copy_(kept)
-                changing and changing()
-            self.optimizer.changing = undo
-            try:
-                return inner(batches, lr, watch)
-            finally:
-                self.optimizer.changing = changing
-        return inner(batches, lr, watch)
-    self.take = take
-    try:
-        return _take(self, *arguments, **options)
-    finally:
-        self.take = inner
-Trainer.issue = _poisoned
+    made = _assemble(*arguments, **options)
+    def poison(module, inputs, output):
+        if made.step in {steps} and made.grid.rank == 1:
+            return output.index_fill(0, torch.tensor([0]), torch.nan)
+    next(iter(made.model.blocks)).register_forward_hook(poison)
+    return made
+Trainer.assemble = _poisoned
 """
 
 
@@ -202,7 +187,9 @@ def _flip(self, *_, **__):
         weight.data.view(torch.int32).view(-1)[0] ^= 1
 before(Trainer, "compare", _flip)
 """
-    ended = stage.run(*RUN, "--guard.replicas=4", faults={TRAINER: code}).expect(74, "other bits")
+    ended = stage.run(*RUN, "--guard.replicas=4", faults={TRAINER: code}).expect(
+        74, "different bits"
+    )
     return f"74: {ended.errors.strip()[:80]}"
 
 

@@ -82,9 +82,10 @@ def kill(number=9):
 
 def mark(name="there"):
     """Tell whoever watches that this point was reached, and by which process."""
-    with open(os.path.join(HERE, name + "~"), "w") as file:
+    hidden = os.path.join(HERE, f"{name}-{os.getpid()}")  # several ranks may come here
+    with open(hidden, "w") as file:
         file.write(str(os.getpid()))
-    os.replace(os.path.join(HERE, name + "~"), os.path.join(HERE, name))
+    os.replace(hidden, os.path.join(HERE, name))
 
 def fail(number):
     raise OSError(number, os.strerror(number))
