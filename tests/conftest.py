@@ -25,6 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--full"):
+        items[:] = [item for item in items if item.get_closest_marker("full") is None]
     part, parts = map(int, config.getoption("--part").split("/"))
     items[:] = items[part - 1 :: parts]
 

@@ -109,6 +109,7 @@ def test_a_node_that_is_gone_is_left_out(pair: Pair) -> None:
     assert not alive(rank)
 
 
+@pytest.mark.full
 def test_without_node_0_the_others_end(pair: Pair) -> None:
     _, (first, second), ranks = pair
     start = time.monotonic()

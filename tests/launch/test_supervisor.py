@@ -246,6 +246,7 @@ def test_a_rank_that_holds_its_interpreter_is_a_hang(capfd: pytest.CaptureFixtur
     assert "HangError: Rank 1" in text and "in _hold_the_interpreter" in text
 
 
+@pytest.mark.full
 def test_a_rank_that_lags_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
     policy = Policy(watchdog=6.0, grids=PAIR)
     task = partial(_silent, partial(_pause, 2.8), 0.0)

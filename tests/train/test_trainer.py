@@ -20,7 +20,12 @@ from ranvier.train.metrics import known, peak_flops, step_flops
 from ranvier.train.train import ranks_of, settled
 from training import losses_of, poisoned, run_of, stored, trainer_of
 
-GRIDS = [{}, {"data": 2, "depth": 2}, {"row": 2, "col": 2}]
+GRIDS = [
+    {},
+    pytest.param({"data": 2, "depth": 2}, marks=pytest.mark.full),
+    pytest.param({"row": 2, "col": 2}, marks=pytest.mark.full),
+]
+"""Others: tests/reliability/test_repeatable.py."""
 
 
 @pytest.fixture(scope="module")
