@@ -318,6 +318,8 @@ def test_a_pickle_is_never_executed(tmp_path: Path, good: Path, name: str) -> No
     else:
         load.wholes(path)
     assert not marker.exists() and sorted(p.name for p in path.iterdir()) == before
+    # Our own bytes of a few lines above, which only touch a file: without this the test could not
+    # tell a payload that was refused from one that never worked.
     pickle.loads((path / name).read_bytes())
     assert marker.exists(), "the control: it would have"
 
