@@ -23,7 +23,7 @@ from ranvier.comm.deferred import VECTORS, Bucket, Deferred, Group, Weight
 from ranvier.comm.fill import fill
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis, Grid
-from ranvier.models import decoder
+from ranvier.models import adapter, decoder
 from ranvier.nn import huggingface
 from ranvier.nn.attention import Core
 from ranvier.nn.compiled import Compiled
@@ -31,10 +31,12 @@ from ranvier.nn.dropout import Dropout
 from ranvier.nn.embedding import Embedding
 from ranvier.nn.head import Head
 from ranvier.nn.leaf import Flow, Leaf, Moment, Site, place
-from ranvier.nn.linear import Linear, Siblings
+from ranvier.nn.linear import Linear
 from ranvier.nn.loss import CrossEntropy
+from ranvier.nn.magnitude import Magnitude
 from ranvier.nn.norm import LayerNorm, Norm, RMSNorm
 from ranvier.nn.recompute import again
+from ranvier.nn.siblings import Apart, Siblings
 from ranvier.nn.values import fill_values
 from ranvier.pipeline.cut import Absent, Cut
 from ranvier.pipeline.pipeline import Pipeline
@@ -51,6 +53,8 @@ LEAVES: dict[type[nn.Module], Callable[..., Leaf]] = {
     nn.LayerNorm: LayerNorm,
     nn.Dropout: Dropout,
     decoder.Siblings: Siblings,
+    adapter.Apart: Apart,
+    adapter.Magnitude: Magnitude,
     decoder.Core: Core,
     decoder.Head: Head,
     decoder.CrossEntropy: CrossEntropy,
@@ -374,7 +378,8 @@ def _swap(model: nn.Module, site: Site, table: Leaves, names: Names) -> Iterator
     Parameters that are named themselves are placed as they are.
     """
     modules = dict(model.named_modules())
-    implied: Names = {path: () for path, m in modules.items() if type(m) is decoder.Siblings}
+    groups = (decoder.Siblings, adapter.Apart)
+    implied: Names = {path: () for path, m in modules.items() if type(m) in groups}
     if huggingface.recognised(model):  # theirs are of embeddings and of the residual stream
         implied |= {path: ("embed",) for path, m in modules.items() if type(m) is nn.Dropout}
     names = {**implied, **names}

@@ -5,6 +5,7 @@ A model names the dims of its weights; three tables map those names to axes of t
 * `WEIGHTS`: where a weight is split. Matrices are also split over `depth` along dim 0.
 * `OUTER`: the residual stream, norms, messages. Shape on a rank `[b, s/row, d/col]`.
 * `INNER`: attention heads, MLP hidden, logits. `[b/col, s, n/row]` or `[b, s, n/(row·col)]`.
+* `WHOLE`: features that nothing splits (a LoRA rank). `[b/col, s/row, r]` or `[b, s/row, r]`.
 
 Everything else is derived from them here: the part of a weight on a rank (`Sharding`, `Place`), the
 ranks that hold the same part and so sum its gradient (`Sharding.over`), and what a linear layer
@@ -37,6 +38,7 @@ WEIGHTS: Rule = {
     "mlp": ("row",),
     "embed": ("col",),
     "expert": ("expert",),
+    "rank": (),
 }
 OUTER: Rule = {
     "batch": ("data", "expert", "depth"),
@@ -49,24 +51,36 @@ INNER: Mapping[Inner, Rule] = {
     "features": {"batch": ("data", "expert", "depth"), "seq": ("context",)}
     | dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("row", "col")),
 }
+WHOLE: Mapping[Inner, Rule] = {
+    "samples": {"batch": INNER["samples"]["batch"], "seq": OUTER["seq"], "rank": ()},
+    "features": {"batch": OUTER["batch"], "seq": OUTER["seq"], "rank": ()},
+}
+"""Tokens lie as they do in both regions around it; where only features lie on col, its ranks have
+the same values, and the same gradients of them."""
 POSITION = {"batch": 0, "seq": 1}
 """Where these dims stand in an activation; the features are its last dim."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """One communication of a linear layer: over `axis`, along `dim` of the activation."""
+    """One communication of a linear layer: over `axis` (empty: none), along `dim` of the activation."""
 
-    axis: str
-    dim: int
+    axis: str = ""
+    dim: int = 0
 
 
 @dataclass(frozen=True)
 class Move:
-    """What a linear layer does to its input and output: gather, matmul, reduce-scatter."""
+    """What a linear layer does to its input and output: gather, matmul, reduce-scatter.
 
-    gather: Step
-    scatter: Step
+    Where one of its dims is whole, col may have a step without a dim of an activation: an input
+    that all its ranks have (`share`, backward sums), an output that all get (`total`, the sum).
+    """
+
+    gather: Step = Step()
+    scatter: Step = Step()
+    share: str = ""
+    total: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,6 +98,8 @@ class Table:
 
     def region(self, dim: str) -> Rule:
         """The rule of the activations that carry `dim` as their features."""
+        if dim == "rank":
+            return WHOLE[self.inner]
         return OUTER if dim == "embed" else self._spread(INNER[self.inner])
 
     def _spread(self, rule: Rule) -> Rule:
@@ -102,19 +118,43 @@ class Table:
 
         The out dim lies on an axis over which the input is still split: gather it. The in dim lies
         on an axis over which the product is a partial sum: scatter it to where the output region
-        wants it. From embed to an inner dim the layer enters, the other way it leaves.
+        wants it. From embed to an inner dim the layer enters, the other way it leaves; a rank lies
+        between the two.
         """
         inside = set(WEIGHTS) & set(INNER[self.inner])
-        if not ((out == "embed" and into in inside) or (into == "embed" and out in inside)):
+        pair = {out, into} - inside
+        wrong = len({out, into}) < 2 or not pair or not pair <= {"embed", "rank"}
+        if wrong or {out, into} == {"vocab", "rank"}:
             raise ShardingError(
                 f"A linear layer has the dims ({out!r}, {into!r}). It goes from 'embed' to one of "
-                f"{sorted(inside)} or back. Rename one of its dims."
+                f"{sorted(inside)} or back, or between 'rank' and these. Rename one of its dims."
             )
+        if "rank" in pair:
+            return self._whole(out, into)
         (out_axis,), (in_axis,) = WEIGHTS[out], WEIGHTS[into]
         return Move(
             gather=Step(out_axis, _position(self.region(into), out_axis)),
             scatter=Step(in_axis, _position(self.region(out), in_axis)),
         )
+
+    def _whole(self, out: str, into: str) -> Move:
+        """The same for a layer from or to a dim that nothing splits.
+
+        The axes of the other dim split tokens on the side of the rank, or nothing.
+        """
+        rank, other = self.region("rank"), into if out == "rank" else out
+        steps = {axis: _tokens(rank, axis) for axis in self.axes(other)}
+        moved = [Step(axis, dim) for axis, dim in steps.items() if dim is not None]
+        alike = "".join(axis for axis, dim in steps.items() if dim is None)
+        step = moved[0] if moved else Step()
+        if out == "rank":
+            return Move(scatter=step, total=alike)
+        return Move(gather=step, share=alike)
+
+
+def _tokens(region: Rule, axis: str) -> int | None:
+    """The dim of tokens that `axis` splits in `region`, if any."""
+    return next((POSITION[dim] for dim in POSITION if axis in region[dim]), None)
 
 
 def _position(region: Rule, axis: str) -> int:

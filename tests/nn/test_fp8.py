@@ -19,7 +19,8 @@ from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
 from ranvier.nn import fp8
 from ranvier.nn.head import Head
-from ranvier.nn.linear import Linear, Siblings
+from ranvier.nn.linear import Linear
+from ranvier.nn.siblings import Siblings
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.sharding import State
 from ranvier.train.step import forward_backward

@@ -18,7 +18,8 @@ from ranvier.models.documents import causal
 from ranvier.nn import attend, fp8
 from ranvier.nn.fastest import Fastest
 from ranvier.nn.leaf import Flow
-from ranvier.nn.linear import Linear, Siblings
+from ranvier.nn.linear import Linear
+from ranvier.nn.siblings import Siblings
 from ranvier.nn.matmul import Layouts
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.sharding import State

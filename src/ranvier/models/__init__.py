@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 from torch import nn
 
+from ranvier.models.adapter import LoraConfig, adapters_of, attach, build
 from ranvier.models.decoder import Decoder, DecoderConfig
 
-__all__ = ["EXAMPLES", "SIZES", "Decoder", "DecoderConfig"]
+__all__ = ["EXAMPLES", "SIZES", "Decoder", "DecoderConfig", "LoraConfig", "build"]
 
 _GPT2 = {"norm": "layer", "positions": "learned", "activation": "gelu", "bias": True, "tied": True}
 _LLAMA3 = {"kv_heads": 8, "vocab": 128256, "max_seq": 8192, "rope_theta": 500000.0}
@@ -49,11 +50,29 @@ def _small(**changes: object) -> Callable[[], nn.Module]:
     return lambda: Decoder(DecoderConfig(**{"max_seq": 16, **shape, **changes}))  # type: ignore[arg-type]
 
 
+def _adapted(lora: LoraConfig, **changes: object) -> Callable[[], nn.Module]:
+    """A model with adapters that add something: nothing of theirs is at its initial value."""
+
+    def make() -> nn.Module:
+        model = _small(**changes)()
+        assert isinstance(model, Decoder)
+        attach(model, lora)
+        for _, adapter, layer in adapters_of(model):
+            adapter.measure(layer)
+            for weight in (*adapter.b.parameters(), *adapter.m.parameters()):
+                nn.init.normal_(weight, mean=float(weight.detach().mean()), std=0.2)
+        return model
+
+    return make
+
+
 EXAMPLES: dict[str, Callable[[], nn.Module]] = {
     "llama": _small(),
     "gpt2": _small(kv_heads=8, **_GPT2),
     "qwen3": _small(qk_norm=True, tied=True, vocab=32),
     "biased": _small(bias=True, activation="gelu", norm="layer"),
+    "lora": _adapted(LoraConfig(rank=3, on=("heads", "v", "mlp"))),
+    "dora": _adapted(LoraConfig(rank=3, dora=True, shared=True), bias=True),
 }
 """Small models with which the generic tests try every grid.
 

@@ -226,9 +226,10 @@ class Attention(nn.Module):
         self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
     ) -> Tensor:
         """x, y: `[b, s, d]`."""
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self.qkv(x))  # (b, s, h, k)
+        qkv = adapted(self, "qkv", x)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv)  # (b, s, h, k)
         y = self.core(self.q_norm(q), self.k_norm(k), v, angles, documents)
-        out: Tensor = self.o(y)
+        out: Tensor = adapted(self, "o", y)
         return out
 
 
@@ -247,8 +248,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x, y: `[b, s, d]`."""
-        gate, up = self.enter(x)  # (b, s, f)
-        out: Tensor = self.down(F.silu(gate) * up)
+        gate, up = adapted(self, "enter", x)  # (b, s, f)
+        out: Tensor = adapted(self, "down", F.silu(gate) * up)
         return out
 
 
@@ -264,8 +265,15 @@ class GELU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x, y: `[b, s, d]`."""
-        out: Tensor = self.down(F.gelu(self.up(x), approximate="tanh"))
+        out: Tensor = adapted(self, "down", F.gelu(adapted(self, "up", x), approximate="tanh"))
         return out
+
+
+def adapted(module: nn.Module, name: str, x: Tensor) -> Any:
+    """What a layer of a module makes of x, with what an adapter beside it adds, if there is one."""
+    layer, adapters = getattr(module, name), getattr(module, "adapters", None)
+    y = layer(x)
+    return y if adapters is None or name not in adapters else adapters[name](x, y, layer)
 
 
 def norm(config: DecoderConfig) -> nn.Module:

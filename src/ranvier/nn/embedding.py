@@ -81,9 +81,11 @@ class Embedding(Leaf):
             ids = pairs.take(ids, self.seq_axis, 1)
         with self.here():
             if torch.compiler.is_compiling() or not self.site.fast:
-                return pairs.sum_scatter(self._rows(weight.gathered(), ids), self.axis, 1)
-            y: Tensor = applied(_LookUp, ids, self, self.weight)
-        return y
+                y = pairs.sum_scatter(self._rows(weight.gathered(), ids), self.axis, 1)
+            else:
+                y = applied(_LookUp, ids, self, self.weight)
+        # Above a frozen table something may be trained: all that follows has the same backward.
+        return y if weight.trainable else y.requires_grad_(torch.is_grad_enabled())
 
     def _mine(self, ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Indices into my rows, and which ids are mine."""
@@ -106,7 +108,9 @@ class Embedding(Leaf):
         return self.event("reduce_scatter", self.axis, self._elements(flow), flow.itemsize)
 
     def backward_events(self, flow: Flow) -> list[Event]:
-        """Gather the gradient of all tokens."""
+        """Gather the gradient of all tokens, if the table is trained."""
+        if not self.handles["weight"].trainable:
+            return []
         return self.event("all_gather", self.axis, self._elements(flow), flow.itemsize)
 
     def _elements(self, flow: Flow) -> int:

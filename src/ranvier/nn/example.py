@@ -22,6 +22,7 @@ SIZES = {
     "mlp": 24,
     "vocab": 29,
     "head_dim": 4,
+    "rank": 3,
 }
 """Units that fit every grid of up to 8 ranks.
 

@@ -13,18 +13,23 @@ where over col the batch is moved (`inner = samples`) or the features (`inner = 
 col = depth = 1 these are Megatron's column- and row-parallel layers with sequence parallelism; with
 row = col = 1 nothing is moved and the gather of the weight over depth alone is ZeRO-3.
 
-Layers that read the same value (`Siblings`: q, k, v; gate, up) share one gather, one scatter and
-one dX reduction. Two implementations, held equal by the tests: `reference` in differentiable pairs,
+Between these two a dim may be whole (a LoRA rank r, `[b/col, s/row, r]` or `[b, s/row, r]`), and
+only activations of the rank are moved:
+
+    embed to rank   x · W[r, d/col]ᵀ  -scatter batch (or sum) over col->        y
+    rank to inner   x  -gather seq over row->  x · W[n/row, r]ᵀ                 y
+    inner to rank   x · W[r, n/row]ᵀ  -scatter seq over row (sum over col)->    y
+    rank to embed   x  -gather batch over col->  x · W[d/col, r]ᵀ               y
+
+Several layers that read the same value share their communication (`Siblings`). Two implementations, held equal by the tests: `reference` in differentiable pairs,
 and `_Product`, whose backward overlaps: X is gathered again while dX is multiplied, dX is reduced
 while dW is multiplied, and dW goes to the weight's bucket, whose reduction over depth runs on
-behind everything that follows.
+behind everything that follows. Of a frozen weight X is neither kept nor gathered again.
 """
 
 from __future__ import annotations
 
-import math
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,19 +39,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ranvier.comm import verbs
-from ranvier.comm.deferred import Bucket
-from ranvier.comm.pairs import gather, sum_scatter
+from ranvier.comm.pairs import gather, share, sum_scatter, total
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis
-from ranvier.nn.example import Example
+from ranvier.nn.example import SIZES, Example
 from ranvier.nn.leaf import Flow, Leaf, Site, applied
 from ranvier.nn.matmul import Layouts, Products, forward, grad_x, multiply
-from ranvier.sharding import Dim, Sharding
+from ranvier.sharding import WEIGHTS, Dim, Sharding
 from ranvier.trace import Event
-
-NARROW = 1024
-"""Output features up to which a layer is packed with its neighbours, if another is twice as wide
-(k and v beside q)."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,10 @@ class Linear(Leaf):
         self.move = site.table.move(self.out, self.into)
         self.steps = self._steps()
         """Axis and dim of the gather of the input, and of the scatter of the output."""
+        self.share_axis = site.axis(*filter(None, [self.move.share]))
+        """Ranks that have the same input and use it differently."""
+        self.total_axis = site.axis(*filter(None, [self.move.total]))
+        """Ranks that get the same sum as their output."""
         weight, bias = serial.weight, serial.bias
         assert isinstance(weight, torch.nn.Parameter), type(weight)
         assert bias is None or isinstance(bias, torch.nn.Parameter), type(bias)
@@ -105,6 +109,8 @@ class Linear(Leaf):
             units=site.units,
         )
         """Sharding of the output features."""
+        self.part = self._part()
+        """Dim, start and size of what of its matrix a rank uses; None: all of it."""
 
     @staticmethod
     def examples() -> list[Example]:
@@ -127,13 +133,33 @@ class Linear(Leaf):
                 [("batch", "seq", "vocab")],
             ),
             Example(lambda twin: twin(24, 16), ("embed", "mlp"), [("batch", "seq", "mlp")], enter),
+            *_ranked(),
         ]
 
     def _steps(self) -> tuple[tuple[Axis, int], tuple[Axis, int]]:
         move, site = self.move, self.site
         gathered = site.whole_sequence and move.gather.dim == 1
-        from_axis = site.axis() if gathered else site.axis(move.gather.axis)
-        return (from_axis, move.gather.dim), (site.axis(move.scatter.axis), move.scatter.dim)
+        from_axis, to_axis = (
+            site.axis(*filter(None, [step.axis])) for step in (move.gather, move.scatter)
+        )
+        return (site.axis() if gathered else from_axis, move.gather.dim), (
+            to_axis,
+            move.scatter.dim,
+        )
+
+    def _part(self) -> tuple[int, int, int] | None:
+        """Of the dim opposite to a rank my features: their region may cut it where no weight is."""
+        if "rank" not in (self.out, self.into):
+            return None
+        dim, name = (0, self.out) if self.into == "rank" else (1, self.into)
+        site, size = self.site, self.handles["weight"].sharding.shape[dim]
+        cuts = Sharding.make(
+            [size], [name], site.table.region(name), site.grid.degrees, units=site.units
+        ).cuts[0]
+        for cut in cuts:
+            if cut.axis not in WEIGHTS[name]:
+                return dim, site.grid.index[cut.axis] // cut.share * cut.block, cut.block
+        return None
 
     @property
     def parts(self) -> int:
@@ -149,14 +175,19 @@ class Linear(Leaf):
         return self.handles["weight"].gathered() if self.split else self.weight
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """The weight as (out, in)."""
-        return weight.flatten(1).T if self.transposed else weight.flatten(0, -2)
+        """The weight as (out, in), what I use of it."""
+        matrix = weight.flatten(1).T if self.transposed else weight.flatten(0, -2)
+        return matrix if self.part is None else matrix.narrow(*self.part)
 
     def matrix_grad(self, x: Tensor, dy: Tensor) -> Tensor:
         """dW in the shape in which the weight is stored."""
         x, dy = x.flatten(0, -2), dy.flatten(0, -2)
         grad = x.T @ dy if self.transposed else self.products.grad_w(dy, x)
-        return grad.view(self.handles["weight"].sharding.gathered)
+        shape = self.handles["weight"].sharding.gathered
+        if self.part is not None:
+            part, grad = grad, grad.new_zeros(shape)
+            grad.narrow(*self.part).copy_(part)
+        return grad.view(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply."""
@@ -168,17 +199,37 @@ class Linear(Leaf):
 
     def forward_events(self, flow: Flow) -> list[Event]:
         """Gather x, scatter y."""
-        return _forward_events(self, flow, [self])
+        return forward_events(self, flow, [self])
 
     def backward_events(self, flow: Flow) -> list[Event]:
         """Gather x and dy, scatter dx."""
-        return _backward_events(self, flow, [self])
+        return backward_events(self, flow, [self])
 
     def flops(self, flow: Flow) -> int:
         """2 · tokens · (out · in) of this rank."""
-        weight = self.handles["weight"].sharding.gathered
-        scattered = self.site.axis(self.move.scatter.axis).size if self.move.scatter.dim >= 0 else 1
+        weight = list(self.handles["weight"].sharding.gathered)
+        if self.part is not None:
+            weight[self.part[0]] = self.part[2]
+        _, (axis, dim) = self.steps
+        scattered = axis.size if dim >= 0 else 1
         return 2 * self.tokens(flow, self.out) * scattered * int(torch.Size(weight).numel())
+
+
+def _ranked() -> list[Example]:
+    """Layers from and to a dim that is whole; 3 fit no axis, so that depth pads."""
+    sizes = {**SIZES, "rank": 3}
+    outer, rank = ("batch", "seq", "embed"), ("batch", "seq", "rank")
+    made = []
+    for name, size in (("embed", 16), ("heads", 32), ("kv_heads", 8), ("mlp", 24)):
+        other = outer if name == "embed" else ("batch", "seq", name)
+        made.append(Example(_between(3, size), (name, "rank"), [rank], [other], sizes))
+        if name != "kv_heads":  # nothing reads these
+            made.append(Example(_between(size, 3), ("rank", name), [other], [rank], sizes))
+    return made
+
+
+def _between(into: int, out: int) -> Callable[[Any], torch.nn.Module]:
+    return lambda twin: twin(into, out, bias=False)  # type: ignore[no-any-return]
 
 
 class Conv1D(Linear):
@@ -187,104 +238,45 @@ class Conv1D(Linear):
     transposed = True
 
 
-class Siblings(Leaf):
-    """Linear layers that read the same value: one gather, one scatter and one dX reduction for all.
-
-    Communicates: as one Linear with the outputs of all.
-    """
-
-    def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim] = ()) -> None:
-        super().__init__(site)
-        self.runs: list[Run] = []
-        """Neighbours whose weights are seen as one matrix."""
-
-    def pack(self, widest: int = NARROW, *, all_alike: bool = False) -> None:
-        """See neighbours with few output features as one matrix; their gradients come as one, too.
-
-        A small product does not fill a device; of large ones the packed result would have to be
-        cut, and its gradient put together, which costs more than it saves: so only those half as
-        wide as another are packed, unless all are to be treated alike. In the bucket they must lie
-        one after the other, whole over depth.
-        """
-        layers, self.runs = self.layers, []
-        widths = [math.prod(layer.handles["weight"].sharding.local[:-1]) for layer in layers]
-        limit = widest if all_alike else min(widest, max(widths) // 2)
-        start = 0
-        while start < len(layers):
-            stop = start + 1
-            while stop < len(layers) and follows(*layers[stop - 1 : stop + 1]):
-                if max(widths[start : stop + 1]) > limit:
-                    break
-                stop += 1
-            if stop > start + 1:
-                self.runs.append(Run(start, stop, _together(layers[start:stop])))
-            start = stop
-
-    @staticmethod
-    def examples() -> list[Example]:
-        """What the generic tests try."""
-        dims: dict[str, Sequence[Dim]] = {"q": ("heads", "embed"), "k": ("kv_heads", "embed")}
-        return [
-            Example(
-                lambda twin: twin({"q": torch.nn.Linear(16, 32), "k": torch.nn.Linear(16, 8)}),
-                (),
-                [("batch", "seq", "embed")],
-                [("batch", "seq", "heads"), ("batch", "seq", "kv_heads")],
-                children=dims,
-            )
-        ]
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The outputs of all layers, in order."""
-        with self.here():
-            return product(x, self.layers, self.site, self.runs)
-
-    @property
-    def layers(self) -> list[Linear]:
-        """The layers, in order."""
-        return [layer for layer in self.children() if isinstance(layer, Linear)]
-
-    def forward_events(self, flow: Flow) -> list[Event]:
-        """As one layer."""
-        return _forward_events(self, flow, self.layers)
-
-    def backward_events(self, flow: Flow) -> list[Event]:
-        """As one layer."""
-        return _backward_events(self, flow, self.layers)
-
-
 # ---- the product ------------------------------------------------------------------------
 
 
 def product(
-    x: Tensor, layers: Sequence[Linear], site: Site, runs: Sequence[Run]
+    x: Tensor, layers: Sequence[Linear], site: Site, runs: Sequence[Run], *, apart: bool = False
 ) -> tuple[Tensor, ...]:
-    """x times the weights of layers that read it. Communicates: as Linear."""
+    """x times the weights of layers that read it, or a part of it each. Communicates: as Linear."""
     if torch.compiler.is_compiling() or not site.fast:
-        ys = reference(x, layers, runs)
+        ys = reference(x, layers, runs, apart)
     else:
-        ys = list(applied(_Product, x, layers, site, *[layer.weight for layer in layers]))
+        ys = list(applied(_Product, x, layers, site, apart, *[layer.weight for layer in layers]))
     return tuple(
         y if layer.bias is None else y + layer.bias.flatten()
         for y, layer in zip(ys, layers, strict=True)
     )
 
 
-def reference(x: Tensor, layers: Sequence[Linear], runs: Sequence[Run]) -> list[Tensor]:
+def reference(
+    x: Tensor, layers: Sequence[Linear], runs: Sequence[Run], apart: bool = False
+) -> list[Tensor]:
     """The product in differentiable pairs."""
     (from_axis, from_dim), (to_axis, to_dim) = layers[0].steps
-    x = gather(x, from_axis, from_dim)
+    xs = _read(gather(share(x, layers[0].share_axis), from_axis, from_dim), layers, apart)
     ys: list[Tensor] = []
     for run in [*runs, Run(len(layers), len(layers), None)]:
         for layer in layers[len(ys) : run.start]:
-            ys.append(multiply(x, layer.matrix(layer.gathered()), layer.products))
+            ys.append(multiply(xs[len(ys)], layer.matrix(layer.gathered()), layer.products))
         if run.matrix is not None:
             sizes = [layer.weight.flatten(0, -2).shape[0] for layer in layers[run.start : run.stop]]
-            ys += multiply(x, run.matrix, layers[run.start].products).split(sizes, -1)
-    if to_axis.size == 1:
+            ys += multiply(xs[0], run.matrix, layers[run.start].products).split(sizes, -1)
+    if to_axis.size == layers[0].total_axis.size == 1:
         return ys
     y = sum_scatter(pack(ys, layers, to_axis, to_dim), to_axis, _packed(to_dim))
-    return unpack(y, layers, to_dim)
+    return unpack(total(y, layers[0].total_axis), layers, to_dim)
+
+
+def _read(x: Tensor, layers: Sequence[Linear], apart: bool) -> list[Tensor]:
+    """What each layer reads of the gathered input."""
+    return list(x.chunk(len(layers), -1)) if apart else [x] * len(layers)
 
 
 class _Product(torch.autograd.Function):
@@ -295,30 +287,33 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, layers: Sequence[Linear], site: Site, *weights: Tensor
+        ctx: Any, x: Tensor, layers: Sequence[Linear], site: Site, apart: bool, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         (from_axis, from_dim), (to_axis, to_dim) = layers[0].steps
-        whole = verbs.all_gather(x, from_axis, from_dim).wait()
+        xs = _read(verbs.all_gather(x, from_axis, from_dim).wait(), layers, apart)
         ys = [
-            forward(whole, layer.matrix(layer.handles["weight"].whole()), layer.products)
-            for layer in layers
+            forward(part, layer.matrix(layer.handles["weight"].whole()), layer.products)
+            for part, layer in zip(xs, layers, strict=True)
         ]
-        ctx.save_for_backward(x)
-        ctx.layers, ctx.site = layers, site
-        if to_axis.size == 1:
+        if _trained(layers):
+            ctx.save_for_backward(x)
+        ctx.layers, ctx.site, ctx.apart = layers, site, apart
+        if to_axis.size == layers[0].total_axis.size == 1:
             return tuple(ys)
         y = verbs.reduce_scatter(pack(ys, layers, to_axis, to_dim), to_axis, _packed(to_dim)).wait()
-        return tuple(unpack(y, layers, to_dim))
+        return tuple(unpack(verbs.all_reduce(y, layers[0].total_axis).wait(), layers, to_dim))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x,), layers, site = ctx.saved_tensors, ctx.layers, ctx.site
+        layers, site = ctx.layers, ctx.site
         trace, hide = site.grid.trace, "dx" in site.queue.overlap
         (from_axis, from_dim), (to_axis, to_dim) = layers[0].steps
         with trace.at(site.name):
-            again = verbs.all_gather(x, from_axis, from_dim)  # X once more, behind the dX matmul
-            if not hide:
+            again = None
+            if _trained(layers):  # X once more, behind the dX matmul
+                again = verbs.all_gather(*ctx.saved_tensors, from_axis, from_dim)
+            if again is not None and not hide:
                 again.wait()
             dys = list(grads)
             if to_axis.size > 1:
@@ -327,59 +322,38 @@ class _Product(torch.autograd.Function):
                 dys = pack_adjoint(dy, layers, to_axis, to_dim)
             pending = None
             if ctx.needs_input_grad[0]:
-                dx = _sum(
-                    [
-                        grad_x(d, layer.matrix(layer.handles["weight"].whole()), layer.products)
-                        for d, layer in zip(dys, layers, strict=True)
-                    ]
-                )
+                terms = [
+                    grad_x(d, layer.matrix(layer.handles["weight"].whole()), layer.products)
+                    for d, layer in zip(dys, layers, strict=True)
+                ]
+                dx = torch.cat(terms, -1) if ctx.apart else _sum(terms)
                 # in flight while dW is computed
                 pending = verbs.reduce_scatter(dx, from_axis, from_dim)
                 if not hide:
                     pending.wait()
-            whole = again.wait()
-            site.moment.do(partial(_deliver, site, layers, whole, dys))
-            return (None if pending is None else pending.wait(), None, None, *[None] * len(layers))
+            if again is not None:
+                xs = _read(again.wait(), layers, ctx.apart)
+                site.moment.do(partial(_deliver, site, layers, xs, dys))
+            none = [None] * (3 + len(layers))
+            if pending is None:
+                return None, *none
+            return verbs.all_reduce(pending.wait(), layers[0].share_axis).wait(), *none
 
 
-def _deliver(site: Site, layers: Sequence[Linear], x: Tensor, dys: Sequence[Tensor]) -> None:
+def _trained(layers: Sequence[Linear]) -> bool:
+    """Whether a weight of the layers gets a gradient."""
+    return any(layer.handles["weight"].trainable for layer in layers)
+
+
+def _deliver(
+    site: Site, layers: Sequence[Linear], xs: Sequence[Tensor], dys: Sequence[Tensor]
+) -> None:
     """Gradients of the weights. Communicates: reduce-scatter over depth, by bucket, later."""
     with site.grid.trace.compute(f"dW {site.name}"):
-        for layer, dy in zip(layers, dys, strict=True):
+        for layer, x, dy in zip(layers, xs, dys, strict=True):
             weight = layer.handles["weight"]
             if weight.trainable:
                 weight.deliver(layer.matrix_grad(x, dy))
-
-
-def follows(before: Linear, layer: Linear) -> bool:
-    """Whether the weight of a layer lies in the bucket right behind that of the one before.
-
-    And is multiplied in the same way.
-    """
-    a, b = before.handles["weight"], layer.handles["weight"]
-    plain = not any(one.split or one.transposed for one in (before, layer))
-    plain = plain and before.products == layer.products
-    return plain and a.bucket is b.bucket and a.offset + a.elements == b.offset
-
-
-def _together(layers: Sequence[Linear]) -> Tensor:
-    """The weights of layers that follow each other as one matrix `[Σn, i]`."""
-    first, last = (layer.handles["weight"] for layer in (layers[0], layers[-1]))
-    bucket, start = first.bucket, first.offset
-    flat = bucket.data[start : last.offset + last.elements]
-    matrix = flat.view(-1, first.sharding.local[-1]).requires_grad_(first.trainable)
-    if first.trainable:
-        hook = partial(_arrived, weakref.ref(bucket), start)
-        matrix.register_post_accumulate_grad_hook(hook)
-    return matrix
-
-
-def _arrived(reference: weakref.ref[Bucket], start: int, packed: Tensor) -> None:
-    """Move the gradient of packed weights to their bucket."""
-    bucket = reference()
-    if packed.grad is not None and bucket is not None:
-        bucket.queue.arrive(bucket, start, packed.grad)
-        packed.grad = None
 
 
 def _sum(terms: list[Tensor]) -> Tensor:
@@ -448,12 +422,15 @@ def _sizes(layers: Sequence[Linear]) -> list[list[int]]:
 # ---- prediction -------------------------------------------------------------------------
 
 
-def _elements(leaf: Leaf, flow: Flow, layers: Sequence[Linear]) -> tuple[Axis, int, Axis, int]:
+def _elements(
+    leaf: Leaf, flow: Flow, layers: Sequence[Linear], apart: bool
+) -> tuple[Axis, int, Axis, int]:
     """Axes and elements of the gathered input and of the output before its scatter."""
     first = layers[0]
     (from_axis, _), (to_axis, _) = first.steps
     width = leaf.site.grid.axis(*leaf.site.table.axes(first.into)).size
     features = first.handles["weight"].sharding.shape[0 if first.transposed else -1] // width
+    features *= len(layers) if apart else 1
     x = leaf.tokens(flow, first.into) * features * from_axis.size
     y = (
         leaf.tokens(flow, first.out)
@@ -463,18 +440,27 @@ def _elements(leaf: Leaf, flow: Flow, layers: Sequence[Linear]) -> tuple[Axis, i
     return from_axis, x, to_axis, y
 
 
-def _forward_events(leaf: Leaf, flow: Flow, layers: Sequence[Linear]) -> list[Event]:
-    from_axis, x, to_axis, y = _elements(leaf, flow, layers)
+def forward_events(
+    leaf: Leaf, flow: Flow, layers: Sequence[Linear], *, apart: bool = False
+) -> list[Event]:
+    """What the forward pass of a product communicates."""
+    from_axis, x, to_axis, y = _elements(leaf, flow, layers, apart)
     return [
         *leaf.event("all_gather", from_axis, x, flow.itemsize),
         *leaf.event("reduce_scatter", to_axis, y, flow.itemsize),
+        *leaf.event("all_reduce", layers[0].total_axis, y // to_axis.size, flow.itemsize),
     ]
 
 
-def _backward_events(leaf: Leaf, flow: Flow, layers: Sequence[Linear]) -> list[Event]:
-    from_axis, x, to_axis, y = _elements(leaf, flow, layers)
+def backward_events(
+    leaf: Leaf, flow: Flow, layers: Sequence[Linear], *, apart: bool = False
+) -> list[Event]:
+    """What the backward pass of a product communicates."""
+    from_axis, x, to_axis, y = _elements(leaf, flow, layers, apart)
+    again = leaf.event("all_gather", from_axis, x, flow.itemsize) if _trained(layers) else []
     return [
-        *leaf.event("all_gather", from_axis, x, flow.itemsize),
+        *again,
         *leaf.event("all_gather", to_axis, y, flow.itemsize),
         *leaf.event("reduce_scatter", from_axis, x, flow.itemsize),
+        *leaf.event("all_reduce", layers[0].share_axis, x // from_axis.size, flow.itemsize),
     ]

@@ -14,7 +14,7 @@ from ranvier import init
 from ranvier.comm.deferred import Deferred, Weight
 from ranvier.nn.dropout import Dropout
 from ranvier.nn.leaf import Leaf
-from ranvier.nn.linear import Siblings
+from ranvier.nn.siblings import Siblings
 
 
 def fill_values(

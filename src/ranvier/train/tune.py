@@ -22,7 +22,8 @@ from ranvier.nn.attention import Core
 from ranvier.nn.fastest import Fastest
 from ranvier.nn.head import Head
 from ranvier.nn.leaf import Flow
-from ranvier.nn.linear import Linear, Siblings
+from ranvier.nn.linear import Linear
+from ranvier.nn.siblings import Siblings
 from ranvier.nn.matmul import Layouts
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.run import Run

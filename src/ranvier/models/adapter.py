@@ -1,0 +1,228 @@
+"""Adapters: small trained layers beside frozen ones (LoRA, DoRA); plain PyTorch, torch only.
+
+    LoRA   y = W x + b + s · B A drop(x)                       s = alpha / rank, or alpha / sqrt(rank)
+    DoRA   y = m / ‖W + s · B A‖ · (W x + s · B A drop(x)) + b  a norm for each output, not derived
+
+A `(rank, in)`, B `(out, rank)`, m `(out)`. Adapters hang beside their layers (`module.adapters`), so
+that these keep their names. Layers that read the same value have one adapter: one dropout, and what
+their A give lies side by side. The names of dims follow from those of the layer; a rank is whole.
+Not handled: embeddings and heads.
+
+Shapes: b samples, s tokens, r rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ranvier.models.decoder import Decoder, DecoderConfig, Siblings
+
+SHARED = "shared"
+"""Name of an A that several layers have in common."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Which layers get adapters, and of what kind."""
+
+    rank: int = 0
+    """Features between A and B; 0: no adapters, all weights are trained."""
+    alpha: float = 16.0
+    """What an adapter adds is multiplied by alpha / rank."""
+    dropout: float = 0.0
+    """Dropped share of what an adapter reads."""
+    on: tuple[str, ...] = ("heads", "kv_heads", "mlp")
+    """Layers by their dims (heads: q and o; kv_heads: k and v; mlp: gate, up and down) or by their
+    names (q, k, v, o, gate, up, down)."""
+    layers: tuple[int, ...] = ()
+    """Blocks that get adapters, counted from 0; empty: all."""
+    dora: bool = False
+    """Train the length of each row of the adapted weight, too (DoRA)."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead."""
+    shared: bool = False
+    """Layers that read the same value (q, k, v; gate, up) have one A in common: so it is in PEFT
+    where a family packs them into one layer."""
+
+    @property
+    def scale(self) -> float:
+        """What an adapter multiplies by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else max(self.rank, 1))
+
+
+class Apart(nn.ModuleDict):
+    """Layers each of which reads a part of the value, and their outputs in order."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x: `[b, s, n·r]`."""
+        parts = x.chunk(len(self), -1)
+        return tuple(layer(part) for layer, part in zip(self.values(), parts, strict=True))
+
+
+class Magnitude(nn.Module):
+    """m / ‖W + s · B A‖, the factor of each output of a layer."""
+
+    def __init__(self, out: int, scale: float) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(out)), scale
+
+    def forward(self, layer: nn.Module, a: nn.Module, b: nn.Module) -> Tensor:
+        """The factor `[out]`; the norm is as good as constant."""
+        return self.weight / self.norm(layer, a, b)
+
+    @torch.no_grad()
+    def norm(self, layer: nn.Module, a: nn.Module, b: nn.Module) -> Tensor:
+        """‖W + s · B A‖ of each row."""
+        matrices = [one.weight for one in (layer, a, b)]
+        return self.squares(*matrices, self.scale).sqrt().to(self.weight.dtype)  # type: ignore[arg-type]
+
+    @staticmethod
+    def squares(w: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        """Σ (W + s · B A)² of each row, without the sum of matrices; any columns add up.
+
+        ‖w‖² + 2s · b·(A w) + s² · bᵀ(A Aᵀ)b; w: `[o, i]`, a: `[r, i]`, b: `[o, r]`.
+        """
+        wide = torch.promote_types(w.dtype, torch.float32)
+        own = torch.linalg.vector_norm(w, dim=1, dtype=wide).square()
+        mixed = (b.to(wide) * (w @ a.T).to(wide)).sum(1)
+        added = (b.to(wide) * (b @ (a @ a.T)).to(wide)).sum(1)
+        return own + 2.0 * scale * mixed + scale * scale * added
+
+
+class Adapter(nn.Module):
+    """What is added to the outputs of one layer, or of several that read the same value."""
+
+    def __init__(
+        self,
+        config: LoraConfig,
+        layers: Mapping[str, nn.Linear],
+        dims: Mapping[str, tuple[str, str]],
+    ) -> None:
+        """layers: all of them, in order; dims: (out, in) of those that are adapted."""
+        super().__init__()
+        self.scale, self.names = config.scale, tuple(dims)
+        self.places = tuple(i for i, name in enumerate(layers) if name in dims)
+        (features,), (into,) = (
+            {layer.in_features for layer in layers.values()},
+            {into for _, into in dims.values()},
+        )
+        first = (SHARED,) if config.shared and len(layers) > 1 else self.names
+        self.dropout = nn.Dropout(config.dropout)
+        self.a = Siblings({name: nn.Linear(features, config.rank, bias=False) for name in first})
+        seconds = {
+            name: nn.Linear(config.rank, layers[name].out_features, bias=False) for name in dims
+        }
+        self.b = Siblings(seconds) if first == (SHARED,) else Apart(seconds)
+        self.m = nn.ModuleDict(
+            {n: Magnitude(layers[n].out_features, config.scale) for n in dims if config.dora}
+        )
+        self.dims: dict[str, tuple[str, ...]] = {"dropout": (into,)}
+        self.dims |= {f"a.{name}": ("rank", into) for name in first}
+        self.dims |= {f"b.{name}": (out, "rank") for name, (out, _) in dims.items()}
+        self.dims |= {f"m.{name}": dims[name] for name in self.m}
+
+    def reset_parameters(self) -> None:
+        """Initial values: A as a linear layer has them, B zero, so that nothing is added at first."""
+        for layer in self.b.children():
+            nn.init.zeros_(layer.weight)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor, y: Tensor | tuple[Tensor, ...], layer: nn.Module) -> object:
+        """y, which the layer made of x, with what is added to it."""
+        parts = self.a(self.dropout(x))  # (b, s, r) each
+        added = self.b(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
+        ys = list(y) if isinstance(y, tuple) else [y]
+        for place, name, more in zip(self.places, self.names, added, strict=True):
+            ys[place] = self._added(ys[place], self.scale * more, layer, name)
+        return tuple(ys) if isinstance(y, tuple) else ys[0]
+
+    def _added(self, y: Tensor, more: Tensor, layer: nn.Module, name: str) -> Tensor:
+        """One output with what is added to it; a bias is not scaled."""
+        if name not in self.m:
+            return y + more
+        bias, factor = self.adapted(layer, name).bias, self.m[name](*self.three(layer, name))
+        scaled: Tensor = factor * (y + more if bias is None else y - bias.flatten() + more)
+        return scaled if bias is None else scaled + bias.flatten()
+
+    def adapted(self, layer: nn.Module, name: str) -> nn.Module:
+        """The layer of a name: one of several, or the only one."""
+        found = getattr(layer, name, layer)
+        assert isinstance(found, nn.Module), name
+        return found
+
+    def three(self, layer: nn.Module, name: str) -> tuple[nn.Module, nn.Module, nn.Module]:
+        """The adapted layer, its A and its B."""
+        a = getattr(self.a, SHARED, None) or self.a.get_submodule(name)
+        return self.adapted(layer, name), a, self.b.get_submodule(name)
+
+    @torch.no_grad()
+    def measure(self, layer: nn.Module) -> None:
+        """Set the lengths of DoRA to those of the weights as they are: nothing changes at first."""
+        for name, magnitude in self.m.items():
+            assert isinstance(magnitude.weight, nn.Parameter)
+            magnitude.weight.copy_(magnitude.norm(*self.three(layer, name)))  # type: ignore[operator]
+
+
+def attach(model: Decoder, config: LoraConfig) -> None:
+    """Hang adapters beside the layers that the config names; all else is frozen."""
+    model.requires_grad_(False)
+    init: dict[str, float | tuple[float, float]] = {}
+    for i, block in enumerate(model.blocks):
+        if config.layers and i not in config.layers:
+            continue
+        for module in list(block.modules()):
+            adapters = {
+                group: Adapter(config, layers, dims)
+                for group, layers, dims in _groups(module, config.on)
+            }
+            if adapters:
+                module.adapters = nn.ModuleDict(adapters)
+            for group, adapter in adapters.items():
+                adapter.reset_parameters()
+                init |= _initial(f".adapters.{group}", adapter)
+    model.init = {**init, **model.init}
+
+
+def _initial(path: str, adapter: Adapter) -> dict[str, tuple[float, float]]:
+    """Mean and deviation of initial values by the end of a name: A as PEFT has it, B zero."""
+    found = {f"{path}.b.{name}.weight": (0.0, 0.0) for name in adapter.names}
+    found |= {f"{path}.m.{name}.weight": (1.0, 0.0) for name in adapter.m}
+    for name, layer in adapter.a.items():
+        assert isinstance(layer, nn.Linear)
+        # the deviation of numbers spread evenly between ±1 / sqrt(in)
+        found[f"{path}.a.{name}.weight"] = (0.0, 1.0 / math.sqrt(3 * layer.in_features))
+    return found
+
+
+def _groups(
+    module: nn.Module, on: tuple[str, ...]
+) -> Iterator[tuple[str, dict[str, nn.Linear], dict[str, tuple[str, str]]]]:
+    """Name of a layer (or of several siblings), its layers, and the dims of those to be adapted."""
+    chosen: dict[str, dict[str, tuple[str, str]]] = {}
+    for key, dims in getattr(module, "dims", {}).items():
+        group, _, name = key.partition(".")
+        if len(dims) == 2 and {name or group, *dims} & {*on}:
+            chosen.setdefault(group, {})[name or group] = dims
+    for group, dims in chosen.items():
+        layer = getattr(module, group)
+        layers = dict(layer.items()) if isinstance(layer, Siblings) else {group: layer}
+        yield group, layers, dims
+
+
+def adapters_of(model: nn.Module) -> Iterator[tuple[str, Adapter, nn.Module]]:
+    """Name, adapter and adapted layer of all there are, also on the grid and of a stage."""
+    for path, module in model.named_modules():
+        for group, adapter in (getattr(module, "adapters", None) or {}).items():
+            yield f"{path}.adapters.{group}", adapter, getattr(module, group)
+
+
+def build(config: DecoderConfig, lora: LoraConfig) -> Decoder:
+    """A decoder, with adapters if they have a rank."""
+    model = Decoder(config)
+    if lora.rank > 0:
+        attach(model, lora)
+    return model

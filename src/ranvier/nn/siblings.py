@@ -1,0 +1,177 @@
+"""Siblings: linear layers that are computed and communicated together.
+
+Layers that read the same value (q, k, v; gate, up) share one gather, one scatter and one dX
+reduction. Neighbours in a bucket with few features may be seen as one matrix. `Apart` are layers
+each of which reads a part of its own (the second halves of LoRA's adapters): one gather of all.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ranvier.comm.deferred import Bucket
+from ranvier.nn.example import SIZES, Example
+from ranvier.nn.leaf import Flow, Leaf, Site
+from ranvier.nn.linear import Linear, Run, backward_events, forward_events, product
+from ranvier.sharding import Dim
+from ranvier.trace import Event
+
+NARROW = 1024
+"""Output features up to which a layer is packed with its neighbours, if another is twice as wide
+(k and v beside q)."""
+
+
+def linear(into: int, out: int) -> torch.nn.Linear:
+    """A layer without bias, for examples."""
+    return torch.nn.Linear(into, out, bias=False)
+
+
+class Siblings(Leaf):
+    """Linear layers that read the same value: one gather, one scatter and one dX reduction for all.
+
+    Communicates: as one Linear with the outputs of all.
+    """
+
+    apart = False
+    """Whether each layer reads a part of the value of its own."""
+
+    def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim] = ()) -> None:
+        super().__init__(site)
+        self.runs: list[Run] = []
+        """Neighbours whose weights are seen as one matrix."""
+
+    def pack(self, widest: int = NARROW, *, all_alike: bool = False) -> None:
+        """See neighbours with few output features as one matrix; their gradients come as one, too.
+
+        A small product does not fill a device; of large ones the packed result would have to be
+        cut, and its gradient put together, which costs more than it saves: so only those half as
+        wide as another are packed, unless all are to be treated alike. In the bucket they must lie
+        one after the other, whole over depth.
+        """
+        layers, self.runs = self.layers, []
+        widths = [math.prod(layer.handles["weight"].sharding.local[:-1]) for layer in layers]
+        limit = widest if all_alike else min(widest, max(widths) // 2)
+        start = 0
+        while start < len(layers):
+            stop = start + 1
+            while stop < len(layers) and follows(*layers[stop - 1 : stop + 1]):
+                if max(widths[start : stop + 1]) > limit:
+                    break
+                stop += 1
+            if stop > start + 1:
+                self.runs.append(Run(start, stop, _together(layers[start:stop])))
+            start = stop
+
+    @staticmethod
+    def examples() -> list[Example]:
+        """What the generic tests try."""
+        dims: dict[str, Sequence[Dim]] = {"q": ("heads", "embed"), "k": ("kv_heads", "embed")}
+        ranks: dict[str, Sequence[Dim]] = {"q": ("rank", "embed"), "k": ("rank", "embed")}
+        shared: dict[str, Sequence[Dim]] = {"q": ("heads", "rank"), "k": ("kv_heads", "rank")}
+        outer, inner = ("batch", "seq", "embed"), ("batch", "seq", "heads")
+        rank, groups = ("batch", "seq", "rank"), ("batch", "seq", "kv_heads")
+        return [
+            Example(
+                lambda twin: twin({"q": torch.nn.Linear(16, 32), "k": torch.nn.Linear(16, 8)}),
+                (),
+                [outer],
+                [inner, groups],
+                children=dims,
+            ),
+            Example(
+                lambda twin: twin({"q": linear(16, 3), "k": linear(16, 3)}),
+                (),
+                [outer],
+                [rank, rank],
+                children=ranks,
+            ),
+            Example(
+                lambda twin: twin({"q": linear(3, 32), "k": linear(3, 8)}),
+                (),
+                [rank],
+                [inner, groups],
+                children=shared,
+            ),
+        ]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of all layers, in order."""
+        with self.here():
+            return product(x, self.layers, self.site, self.runs, apart=self.apart)
+
+    @property
+    def layers(self) -> list[Linear]:
+        """The layers, in order."""
+        return [layer for layer in self.children() if isinstance(layer, Linear)]
+
+    def forward_events(self, flow: Flow) -> list[Event]:
+        """As one layer."""
+        return forward_events(self, flow, self.layers, apart=self.apart)
+
+    def backward_events(self, flow: Flow) -> list[Event]:
+        """As one layer."""
+        return backward_events(self, flow, self.layers, apart=self.apart)
+
+
+class Apart(Siblings):
+    """Linear layers that read a part of the same value each, one after the other.
+
+    Communicates: as one Linear with the inputs and the outputs of all.
+    """
+
+    apart = True
+
+    def pack(self, widest: int = NARROW, *, all_alike: bool = False) -> None:
+        """Nothing: what they read differs."""
+
+    @staticmethod
+    def examples() -> list[Example]:
+        """What the generic tests try."""
+        dims: dict[str, Sequence[Dim]] = {"q": ("heads", "rank"), "k": ("kv_heads", "rank")}
+        return [
+            Example(
+                lambda twin: twin({"q": linear(3, 32), "k": linear(3, 8)}),
+                (),
+                [("batch", "seq", "rank")],
+                [("batch", "seq", "heads"), ("batch", "seq", "kv_heads")],
+                sizes={**SIZES, "rank": 6},
+                children=dims,
+            )
+        ]
+
+
+def follows(before: Linear, layer: Linear) -> bool:
+    """Whether the weight of a layer lies in the bucket right behind that of the one before.
+
+    And is multiplied in the same way.
+    """
+    a, b = before.handles["weight"], layer.handles["weight"]
+    plain = not any(one.split or one.transposed or one.part for one in (before, layer))
+    plain = plain and before.products == layer.products
+    return plain and a.bucket is b.bucket and a.offset + a.elements == b.offset
+
+
+def _together(layers: Sequence[Linear]) -> Tensor:
+    """The weights of layers that follow each other as one matrix `[Σn, i]`."""
+    first, last = (layer.handles["weight"] for layer in (layers[0], layers[-1]))
+    bucket, start = first.bucket, first.offset
+    flat = bucket.data[start : last.offset + last.elements]
+    matrix = flat.view(-1, first.sharding.local[-1]).requires_grad_(first.trainable)
+    if first.trainable:
+        hook = partial(_arrived, weakref.ref(bucket), start)
+        matrix.register_post_accumulate_grad_hook(hook)
+    return matrix
+
+
+def _arrived(reference: weakref.ref[Bucket], start: int, packed: Tensor) -> None:
+    """Move the gradient of packed weights to their bucket."""
+    bucket = reference()
+    if packed.grad is not None and bucket is not None:
+        bucket.queue.arrive(bucket, start, packed.grad)
+        packed.grad = None
