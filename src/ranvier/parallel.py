@@ -50,6 +50,7 @@ LEAVES: dict[type[nn.Module], Callable[..., Leaf]] = {
     nn.RMSNorm: RMSNorm,
     nn.LayerNorm: LayerNorm,
     nn.Dropout: Dropout,
+    decoder.ShiftedNorm: RMSNorm,
     decoder.Siblings: Siblings,
     decoder.Core: Core,
     decoder.Head: Head,
