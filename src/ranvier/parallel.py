@@ -52,6 +52,7 @@ LEAVES: dict[type[nn.Module], Callable[..., Leaf]] = {
     nn.RMSNorm: RMSNorm,
     nn.LayerNorm: LayerNorm,
     nn.Dropout: Dropout,
+    decoder.ShiftedNorm: RMSNorm,
     decoder.Siblings: Siblings,
     adapter.Apart: Apart,
     adapter.Magnitude: Magnitude,

@@ -151,16 +151,7 @@ class Run:
 
     def _model_problems(self) -> Iterator[str]:
         model = self.model
-        if model.kv_heads > 0 and model.heads % model.kv_heads:
-            yield (
-                f"kv_heads={model.kv_heads} does not divide heads={model.heads}. Each kv head "
-                f"serves the same number of heads. Use a divisor of {model.heads}."
-            )
-        if model.head_dim % 2 and model.positions == "rope":
-            yield (
-                f"head_dim={model.head_dim} is odd. Rotary positions turn pairs. "
-                f"Use {model.head_dim + 1}."
-            )
+        yield from model.problems()
         if model.positions == "learned" and self.data.seq > model.max_seq:
             yield (
                 f"data.seq={self.data.seq} is longer than model.max_seq={model.max_seq}. Learned "

@@ -10,6 +10,7 @@ from typing import Literal
 
 from ranvier.errors import PlanError
 from ranvier.models import SIZES, DecoderConfig
+from ranvier.models.decoder import GATED
 from ranvier.plan import AXES
 
 
@@ -35,7 +36,7 @@ class ModelConfig(DecoderConfig):
         """Weights of all matrices and embeddings; vectors are too few to matter."""
         width, attended = self.head_dim, self.heads + self.kv_heads
         attention = 2 * self.embed * attended * width
-        mlp = (3 if self.activation == "swiglu" else 2) * self.embed * self.mlp
+        mlp = (3 if self.activation in GATED else 2) * self.embed * self.mlp
         words = self.vocab * self.embed * (1 if self.tied else 2)
         places = self.max_seq * self.embed if self.positions == "learned" else 0
         return self.layers * (attention + mlp) + words + places
@@ -235,6 +236,15 @@ LEAST: dict[str, float] = {
     "model.max_seq": 1,
     "model.rope_theta": 1.0,
     "model.rope_scale": 1.0,
+    "model.rope_original": 1,
+    "model.rope_attention": 1e-6,
+    "model.rope_share": 0.0,
+    "model.norm_shift": 0.0,
+    "model.attention_scale": 0.0,
+    "model.attention_cap": 0.0,
+    "model.logit_cap": 0.0,
+    "model.embed_scale": 1e-6,
+    "model.window": 0,
     "model.norm_eps": 0.0,
     "model.init_std": 0.0,
     "data.seq": 1,

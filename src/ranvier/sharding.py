@@ -63,7 +63,10 @@ POSITION = {"batch": 0, "seq": 1}
 
 @dataclass(frozen=True)
 class Step:
-    """One communication of a linear layer: over `axis` (empty: none), along `dim` of the activation."""
+    """One communication of a linear layer: over `axis`, along `dim` of the activation.
+
+    Without an axis there is none.
+    """
 
     axis: str = ""
     dim: int = 0

@@ -18,6 +18,13 @@ _QWEN3 = {"kv_heads": 8, "head_dim": 128, "vocab": 151936, "max_seq": 40960} | {
     "norm_eps": 1e-6,
     "qk_norm": True,
 }
+_GEMMA2 = {"norm_shift": 1.0, "norms": "both", "activation": "geglu", "embed_scale": 4.0} | {
+    "attention_cap": 5.0,
+    "logit_cap": 3.0,
+    "attention_scale": 8.0,
+    "window": 3,
+    "window_layers": (0,),
+}
 
 
 def _size(layers: int, embed: int, heads: int, mlp: int, **rest: object) -> DecoderConfig:
@@ -71,6 +78,8 @@ EXAMPLES: dict[str, Callable[[], nn.Module]] = {
     "gpt2": _small(kv_heads=8, **_GPT2),
     "qwen3": _small(qk_norm=True, tied=True, vocab=32),
     "biased": _small(bias=True, activation="gelu", norm="layer"),
+    "olmo2": _small(qk_whole=True, norms="after"),
+    "gemma2": _small(tied=True, vocab=32, **_GEMMA2),
     "lora": _adapted(LoraConfig(rank=3, on=("heads", "v", "mlp"))),
     "dora": _adapted(LoraConfig(rank=3, dora=True, shared=True), bias=True),
 }

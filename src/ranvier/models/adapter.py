@@ -1,12 +1,13 @@
 """Adapters: small trained layers beside frozen ones (LoRA, DoRA); plain PyTorch, torch only.
 
-    LoRA   y = W x + b + s · B A drop(x)                       s = alpha / rank, or alpha / sqrt(rank)
-    DoRA   y = m / ‖W + s · B A‖ · (W x + s · B A drop(x)) + b  a norm for each output, not derived
+    LoRA   y = W x + b + s · B A drop(x)
+    DoRA   y = m / ‖W + s · B A‖ · (W x + s · B A drop(x)) + b
 
-A `(rank, in)`, B `(out, rank)`, m `(out)`. Adapters hang beside their layers (`module.adapters`), so
-that these keep their names. Layers that read the same value have one adapter: one dropout, and what
-their A give lies side by side. The names of dims follow from those of the layer; a rank is whole.
-Not handled: embeddings and heads.
+with A `(rank, in)`, B `(out, rank)`, m `(out)` and s = alpha / rank or alpha / sqrt(rank); the norm
+is that of a row and as good as constant. Adapters hang beside their layers (`module.adapters`), so
+that these keep their names. Layers that read the same value have one adapter: one dropout, and
+what their A give lies side by side. The names of dims follow from those of the layer; a rank is
+whole. Not handled: embeddings and heads.
 
 Shapes: b samples, s tokens, r rank.
 """
@@ -78,8 +79,8 @@ class Magnitude(nn.Module):
     @torch.no_grad()
     def norm(self, layer: nn.Module, a: nn.Module, b: nn.Module) -> Tensor:
         """‖W + s · B A‖ of each row."""
-        matrices = [one.weight for one in (layer, a, b)]
-        return self.squares(*matrices, self.scale).sqrt().to(self.weight.dtype)  # type: ignore[arg-type]
+        w, first, second = (one.get_parameter("weight") for one in (layer, a, b))
+        return self.squares(w, first, second, self.scale).sqrt().to(self.weight.dtype)
 
     @staticmethod
     def squares(w: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -88,7 +89,7 @@ class Magnitude(nn.Module):
         ‖w‖² + 2s · b·(A w) + s² · bᵀ(A Aᵀ)b; w: `[o, i]`, a: `[r, i]`, b: `[o, r]`.
         """
         wide = torch.promote_types(w.dtype, torch.float32)
-        own = torch.linalg.vector_norm(w, dim=1, dtype=wide).square()
+        own: Tensor = torch.linalg.vector_norm(w, dim=1, dtype=wide).square()
         mixed = (b.to(wide) * (w @ a.T).to(wide)).sum(1)
         added = (b.to(wide) * (b @ (a @ a.T)).to(wide)).sum(1)
         return own + 2.0 * scale * mixed + scale * scale * added
@@ -127,7 +128,7 @@ class Adapter(nn.Module):
         self.dims |= {f"m.{name}": dims[name] for name in self.m}
 
     def reset_parameters(self) -> None:
-        """Initial values: A as a linear layer has them, B zero, so that nothing is added at first."""
+        """Initial values: A as a linear layer has them, B zero, so that nothing is added."""
         for layer in self.b.children():
             nn.init.zeros_(layer.weight)  # type: ignore[arg-type]
 
@@ -144,9 +145,12 @@ class Adapter(nn.Module):
         """One output with what is added to it; a bias is not scaled."""
         if name not in self.m:
             return y + more
-        bias, factor = self.adapted(layer, name).bias, self.m[name](*self.three(layer, name))
-        scaled: Tensor = factor * (y + more if bias is None else y - bias.flatten() + more)
-        return scaled if bias is None else scaled + bias.flatten()
+        factor, bias = self.m[name](*self.three(layer, name)), self.adapted(layer, name).bias
+        if bias is None:
+            scaled: Tensor = factor * (y + more)
+            return scaled
+        assert isinstance(bias, Tensor), type(bias)
+        return factor * (y - bias.flatten() + more) + bias.flatten()
 
     def adapted(self, layer: nn.Module, name: str) -> nn.Module:
         """The layer of a name: one of several, or the only one."""
@@ -208,9 +212,9 @@ def _groups(
         if len(dims) == 2 and {name or group, *dims} & {*on}:
             chosen.setdefault(group, {})[name or group] = dims
     for group, dims in chosen.items():
-        layer = getattr(module, group)
-        layers = dict(layer.items()) if isinstance(layer, Siblings) else {group: layer}
-        yield group, layers, dims
+        layer = module.get_submodule(group)
+        inside = layer.items() if isinstance(layer, Siblings) else [(group, layer)]
+        yield group, {name: one for name, one in inside if isinstance(one, nn.Linear)}, dims
 
 
 def adapters_of(model: nn.Module) -> Iterator[tuple[str, Adapter, nn.Module]]:

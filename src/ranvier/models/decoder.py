@@ -14,17 +14,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ranvier.models.documents import Documents, causal, inside, several
+from ranvier.models.documents import Documents, causal, inside, kernel_takes, several
+from ranvier.models.rotary import Rotary, RotaryConfig, rotate
+
+Activation = Literal["swiglu", "geglu", "geglu_exact", "reglu", "gelu", "gelu_exact", "relu"]
+_TANH = partial(F.gelu, approximate="tanh")
+GATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": _TANH,
+    "geglu_exact": F.gelu,
+    "reglu": F.relu,
+}
+"""Activations of which one half of the hidden layer gates the other."""
+UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": _TANH,
+    "gelu_exact": F.gelu,
+    "relu": F.relu,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
+class DecoderConfig(RotaryConfig):
     """The shape of a decoder."""
 
     layers: int = 2
@@ -47,24 +64,84 @@ class DecoderConfig:
     """RMSNorm or LayerNorm."""
     norm_eps: float = 1e-5
     """Added to the variance."""
+    norm_shift: float = 0.0
+    """Added to the weights of RMSNorms (Gemma: 1)."""
+    norms: Literal["before", "after", "both"] = "before"
+    """Whether attention and MLP get a normalised input, give a normalised output, or both."""
     positions: Literal["rope", "learned"] = "rope"
     """Rotary or learned positions."""
-    rope_theta: float = 10000.0
-    """Base of the rotary frequencies."""
-    rope_scale: float = 1.0
-    """Llama 3.1 scaling of low rotary frequencies; 1 is none."""
     qk_norm: bool = False
     """Normalise each query and key head."""
-    activation: Literal["swiglu", "gelu"] = "swiglu"
-    """Gated SiLU, or GELU."""
+    qk_whole: bool = False
+    """Normalise all heads of a query or key at once (OLMo 2)."""
+    attention_scale: float = 0.0
+    """Scores are divided by its root; 0: head_dim."""
+    attention_cap: float = 0.0
+    """Scores are bent into (-cap, cap) by tanh; 0: they are not."""
+    window: int = 0
+    """Tokens that a token sees, itself included; 0: all before it."""
+    window_layers: tuple[int, ...] = ()
+    """Layers, from 0, to which the window applies; empty: all."""
+    activation: Activation = "swiglu"
+    """Gated SiLU, GELU (by tanh, or exact) or ReLU; or GELU or ReLU without a gate."""
     bias: bool = False
     """Biases in linear layers and LayerNorm."""
+    biases: tuple[Literal["qkv", "o", "mlp"], ...] = ()
+    """Linear layers that have biases where not all do."""
     tied: bool = False
     """The head is the embedding."""
+    embed_scale: float = 1.0
+    """What embeddings are multiplied by."""
+    logit_cap: float = 0.0
+    """Logits are bent into (-cap, cap) by tanh; 0: they are not."""
     dropout: float = 0.0
     """Dropped share of embeddings and of what blocks add to the residual stream."""
     init_std: float = 0.02
     """Deviation of initial weights; layers that leave a block divide it by sqrt(2 · layers)."""
+
+    def has_bias(self, layers: Literal["qkv", "o", "mlp"]) -> bool:
+        """Whether linear layers have biases."""
+        return self.bias or layers in self.biases
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that a token sees in a layer; 0: all."""
+        here = not self.window_layers or layer in self.window_layers
+        return self.window if here else 0
+
+    def problems(self) -> list[str]:
+        """What cannot be, with value, rule and remedy."""
+        turned, found = int(self.head_dim * self.rope_share), []
+        if self.kv_heads > 0 and self.heads % self.kv_heads:
+            found.append(
+                f"kv_heads={self.kv_heads} does not divide heads={self.heads}. Each kv head "
+                f"serves the same number of heads. Use a divisor of {self.heads}."
+            )
+        if turned % 2 and self.positions == "rope":
+            share = f" · rope_share={self.rope_share}" * (self.rope_share != 1.0)
+            found.append(
+                f"head_dim={self.head_dim}{share} is odd. Rotary positions turn pairs. "
+                f"Use {self.head_dim + 1}."
+            )
+        for name in ("rope_short", "rope_long"):
+            count = len(getattr(self, name))
+            if self.rope == "longrope" and count != turned // 2:
+                found.append(
+                    f"{name} has {count} factors. longrope has one for each of the {turned // 2} "
+                    "pairs of a head. Give as many."
+                )
+        if not self.rope_turns[0] < self.rope_turns[1]:
+            found.append(
+                f"rope_turns={list(self.rope_turns)}. Between the two frequencies are mixed. The "
+                "first must be smaller, such as 1 and 4."
+            )
+        if any(not 0 <= layer < self.layers for layer in self.window_layers):
+            found.append(
+                f"window_layers={list(self.window_layers)}. Layers are numbered from 0 to "
+                f"{self.layers - 1}. Use these numbers."
+            )
+        if self.norm_shift != 0.0 and self.norm != "rms":
+            found.append(f"norm_shift={self.norm_shift} with norm={self.norm!r}. Use norm='rms'.")
+        return found
 
 
 class Siblings(nn.ModuleDict):
@@ -78,9 +155,16 @@ class Siblings(nn.ModuleDict):
 class Head(nn.Linear):
     """Logits over the vocabulary, or the sum of the losses of tokens."""
 
+    def __init__(self, embed: int, vocab: int, bias: bool = False, cap: float = 0.0) -> None:
+        super().__init__(embed, vocab, bias=bias)
+        self.cap = cap
+        """Logits are cap · tanh(logits / cap); 0: as they are."""
+
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """x: `[b, s, d]`, targets: `[b, s]`."""
         logits = super().forward(x)
+        if self.cap > 0.0:
+            logits = torch.tanh(logits / self.cap) * self.cap
         return logits if targets is None else cross_entropy(logits, targets)
 
 
@@ -99,36 +183,32 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=-100)
 
 
-class Rotary(nn.Module):
-    """Cosines and sines of the rotary angles of positions."""
+class ShiftedNorm(nn.RMSNorm):
+    """y = (shift + w) · x / sqrt(mean(x²) + eps); w begins at 0 for a shift of 1."""
 
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.head_dim, self.theta, self.scale = (
-            config.head_dim,
-            config.rope_theta,
-            config.rope_scale,
-        )
+    def __init__(self, size: int, eps: float | None = None, shift: float = 1.0) -> None:
+        super().__init__(size, eps=eps)
+        self.shift = shift
+        nn.init.constant_(self.weight, 1.0 - shift)
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
-        """positions: `[b, s]`; cosines of a head, then sines: `[b, s, 1, 2k]`."""
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        steps = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=wide)
-        frequency = self.theta ** (-steps / self.head_dim)
-        if self.scale != 1.0:
-            frequency = llama3_frequencies(frequency, self.scale)
-        angle = positions.unsqueeze(-1).to(wide) * frequency  # (b, s, k/2)
-        cos, sin = angle.cos(), angle.sin()
-        return torch.cat([cos, cos, sin, sin], -1).unsqueeze(2).to(dtype)
+    def forward(self, x: Tensor) -> Tensor:
+        """x, y: `[.., d]`."""
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        weight = self.shift + self.weight.to(wide.dtype)
+        return F.rms_norm(wide, self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 class Core(nn.Module):
     """Rotary positions and causal attention, inside documents if they are given."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer: int = 0) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.rotary = Rotary(config) if config.positions == "rope" else None
+        self.window, self.cap = config.window_of(layer), config.attention_cap
+        scale = config.attention_scale
+        self.scale = (config.head_dim / scale) ** 0.5 if scale > 0.0 else 1.0
+        """Of queries, so that scores are divided by another root."""
         self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal
         """How whole samples attend; a faster way of the same may take its place."""
 
@@ -150,47 +230,19 @@ class Core(nn.Module):
             if not angles.is_floating_point():
                 angles = self.rotary(angles, q.dtype)
             q, k = rotate(q, angles), rotate(k, angles)
+        q = q if self.scale == 1.0 else q * self.scale
         if isinstance(documents, Tensor):
             documents = Documents.of(documents)
+        window = 0 if self.window >= q.shape[1] else self.window
+        if documents is None and window and kernel_takes(q, self.cap):
+            documents = Documents.equal(q.shape[0], q.shape[1], q.device)
         if documents is None:
-            return self.attend(q, k, v).flatten(2)
-        y = inside(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), documents)  # (b·s, h, k)
+            if not window and self.cap == 0.0:
+                return self.attend(q, k, v).flatten(2)
+            return causal(q, k, v, window, self.cap).flatten(2)
+        flat, keys, values = (x.flatten(0, 1) for x in (q, k, v))  # (b·s, h, k)
+        y = inside(flat, keys, values, documents, window, self.cap)
         return y.view(q.shape).flatten(2)
-
-
-class Rotate(torch.autograd.Function):
-    """The two halves of each head rotated; x: `[b, s, h, k]`, angles: `[b, s, 1, 2k]`.
-
-    The gradient is rotated back, which a compiler turns into as good a kernel as the way there;
-    what autograd derives takes more than twice the time.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, angles: Tensor) -> Tensor:
-        ctx.save_for_backward(angles)
-        (left, right), (cos, sin) = x.chunk(2, -1), angles.chunk(2, -1)
-        return x * cos + torch.cat([-right, left], -1) * sin
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        (left, right), (cos, sin) = dy.chunk(2, -1), ctx.saved_tensors[0].chunk(2, -1)
-        return dy * cos + torch.cat([right, -left], -1) * sin, None
-
-
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate each head by the angles of its position, as `Rotate`."""
-    y: Tensor = Rotate.apply(x, angles)  # type: ignore[no-untyped-call]
-    return y
-
-
-def llama3_frequencies(frequency: Tensor, scale: float) -> Tensor:
-    """The rotary frequencies of Llama 3.1.
-
-    Those below 1 turn in 8192 tokens are slowed by `scale`, above 4 kept, between mixed.
-    """
-    turns = 8192 * frequency / (2 * torch.pi)
-    mix = ((turns - 1.0) / 3.0).clamp(0.0, 1.0)
-    return frequency * (mix + (1.0 - mix) / scale)
 
 
 class Attention(nn.Module):
@@ -206,10 +258,10 @@ class Attention(nn.Module):
         "o": ("embed", "heads"),
     }
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer: int = 0) -> None:
         super().__init__()
-        d, k, bias = config.embed, config.head_dim, config.bias
-        self.head_dim = k
+        d, k, bias = config.embed, config.head_dim, config.has_bias("qkv")
+        self.head_dim, self.whole = k, config.qk_whole
         self.qkv = Siblings(
             {
                 "q": nn.Linear(d, config.heads * k, bias=bias),
@@ -217,55 +269,66 @@ class Attention(nn.Module):
                 "v": nn.Linear(d, config.kv_heads * k, bias=bias),
             }
         )
-        self.q_norm = nn.RMSNorm(k, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(k, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        self.core = Core(config)
-        self.o = nn.Linear(config.heads * k, d, bias=bias)
+        widths = (config.heads * k, config.kv_heads * k) if self.whole else (k, k)
+        normed = config.qk_norm or config.qk_whole
+        self.q_norm, self.k_norm = (
+            rms_norm(config, width) if normed else nn.Identity() for width in widths
+        )
+        if self.whole:
+            self.dims = self.dims | {"q_norm": ("heads",), "k_norm": ("kv_heads",)}
+        self.core = Core(config, layer)
+        self.o = nn.Linear(config.heads * k, d, bias=config.has_bias("o"))
 
     def forward(
         self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
     ) -> Tensor:
         """x, y: `[b, s, d]`."""
-        qkv = adapted(self, "qkv", x)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv)  # (b, s, h, k)
-        y = self.core(self.q_norm(q), self.k_norm(k), v, angles, documents)
-        out: Tensor = adapted(self, "o", y)
+        q, k, v = adapted(self, "qkv", x)
+        if self.whole:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # (b, s, h, k)
+        if not self.whole:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out: Tensor = adapted(self, "o", self.core(q, k, v, angles, documents))
         return out
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x))."""
+class Gated(nn.Module):
+    """down(f(gate(x)) · up(x))."""
 
     dims = {"enter.gate": ("mlp", "embed"), "enter.up": ("mlp", "embed"), "down": ("embed", "mlp")}
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        d, f, bias = config.embed, config.mlp, config.bias
+        d, f, bias = config.embed, config.mlp, config.has_bias("mlp")
         self.enter = Siblings(
             {"gate": nn.Linear(d, f, bias=bias), "up": nn.Linear(d, f, bias=bias)}
         )
         self.down = nn.Linear(f, d, bias=bias)
+        self.function = GATED[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """x, y: `[b, s, d]`."""
         gate, up = adapted(self, "enter", x)  # (b, s, f)
-        out: Tensor = adapted(self, "down", F.silu(gate) * up)
+        out: Tensor = adapted(self, "down", self.function(gate) * up)
         return out
 
 
-class GELU(nn.Module):
-    """down(gelu(up(x)))."""
+class Ungated(nn.Module):
+    """down(f(up(x)))."""
 
     dims = {"up": ("mlp", "embed"), "down": ("embed", "mlp")}
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.up = nn.Linear(config.embed, config.mlp, bias=config.bias)
-        self.down = nn.Linear(config.mlp, config.embed, bias=config.bias)
+        bias = config.has_bias("mlp")
+        self.up = nn.Linear(config.embed, config.mlp, bias=bias)
+        self.down = nn.Linear(config.mlp, config.embed, bias=bias)
+        self.function = UNGATED[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """x, y: `[b, s, d]`."""
-        out: Tensor = adapted(self, "down", F.gelu(adapted(self, "up", x), approximate="tanh"))
+        out: Tensor = adapted(self, "down", self.function(adapted(self, "up", x)))
         return out
 
 
@@ -276,30 +339,41 @@ def adapted(module: nn.Module, name: str, x: Tensor) -> Any:
     return y if adapters is None or name not in adapters else adapters[name](x, y, layer)
 
 
+def rms_norm(config: DecoderConfig, size: int) -> nn.Module:
+    """An RMSNorm over so many elements."""
+    if config.norm_shift != 0.0:
+        return ShiftedNorm(size, config.norm_eps, config.norm_shift)
+    return nn.RMSNorm(size, eps=config.norm_eps)
+
+
 def norm(config: DecoderConfig) -> nn.Module:
     """A norm of the residual stream."""
     if config.norm == "rms":
-        return nn.RMSNorm(config.embed, eps=config.norm_eps)
+        return rms_norm(config, config.embed)
     return nn.LayerNorm(config.embed, eps=config.norm_eps, bias=config.bias)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); or what they give is normalised."""
 
     dims = {
         "norm1": ("embed",),
+        "after1": ("embed",),
         "dropout1": ("embed",),
         "norm2": ("embed",),
+        "after2": ("embed",),
         "dropout2": ("embed",),
     }
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer: int = 0) -> None:
         super().__init__()
-        self.norm1, self.attention = norm(config), Attention(config)
-        self.norm2, self.mlp = (
-            norm(config),
-            (SwiGLU if config.activation == "swiglu" else GELU)(config),
-        )
+        before, after = config.norms != "after", config.norms != "before"
+        self.norm1 = norm(config) if before else nn.Identity()
+        self.attention = Attention(config, layer)
+        self.after1 = norm(config) if after else nn.Identity()
+        self.norm2 = norm(config) if before else nn.Identity()
+        self.mlp = (Gated if config.activation in GATED else Ungated)(config)
+        self.after2 = norm(config) if after else nn.Identity()
         self.dropout1, self.dropout2 = nn.Dropout(config.dropout), nn.Dropout(config.dropout)
 
     def forward(
@@ -313,8 +387,9 @@ class Block(nn.Module):
         self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The residual stream after attention, and what the MLP adds to it."""
-        x = x + self.dropout1(self.attention(self.norm1(x), angles, documents))
-        return x, self.dropout2(self.mlp(self.norm2(x)))
+        y = self.after1(self.attention(self.norm1(x), angles, documents))
+        x = x + self.dropout1(y)
+        return x, self.dropout2(self.after2(self.mlp(self.norm2(x))))
 
 
 class Decoder(nn.Module):
@@ -342,10 +417,10 @@ class Decoder(nn.Module):
         learned = config.positions == "learned"
         self.position = nn.Embedding(config.max_seq, config.embed) if learned else None
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.norm = norm(config)
         self.rotary = Rotary(config) if config.positions == "rope" else None
-        self.head = Head(config.embed, config.vocab, bias=False)
+        self.head = Head(config.embed, config.vocab, cap=config.logit_cap)
         if config.tied:
             self.head.weight = self.embed.weight
         out = config.init_std / (2 * config.layers) ** 0.5
@@ -391,6 +466,8 @@ class Decoder(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         if parts.start == 0:
             x = self.embed(tokens) if x is None else x  # (b, s, d)
+            if self.config.embed_scale != 1.0:
+                x = x * x.new_full((), self.config.embed_scale)  # rounded as x is
             if self.position is not None:
                 x = x + self.position(positions)
             x = self.dropout(x)

@@ -1,7 +1,9 @@
 """Attention of whole samples, and inside the documents that samples are cut into.
 
 The cuts are data: the bounds lie on the device, a compiled graph does not know their number, and
-the work is that of the documents. Plain PyTorch, imports torch only.
+the work is that of the documents. A token may see only the last `window` ones, itself included, and
+scores may be bent into (-cap, cap) as cap · tanh(score / cap); 0 is neither. Plain PyTorch, imports
+torch only.
 """
 
 from __future__ import annotations
@@ -46,6 +48,12 @@ class Documents:
         bounds = bounds.to(device, non_blocking=True)
         return cls(lengths, bounds, torch.tensor(1 << (longest - 1).bit_length()))
 
+    @classmethod
+    def equal(cls, samples: int, seq: int, device: torch.device) -> Documents:
+        """Each sample one document."""
+        bounds = torch.arange(0, samples * seq + 1, seq, dtype=torch.int32, device=device)
+        return cls((), bounds, torch.tensor(seq))
+
     def select(self, rows: slice) -> Documents:
         """Those of some samples."""
         first, last, _ = rows.indices(len(self.lengths))
@@ -75,26 +83,62 @@ def several(documents: Documents | Tensor | None) -> Documents | None:
     return None if all(len(cuts) == 1 for cuts in documents.lengths) else documents
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal(q: Tensor, k: Tensor, v: Tensor, window: int = 0, cap: float = 0.0) -> Tensor:
     """Causal attention; q, y: `[b, s, h, k]`, k, v: `[b, s, g, k]`."""
-    shared = q.shape[2] != k.shape[2]
+    shared, seq = q.shape[2] != k.shape[2], q.shape[1]
+    window = 0 if window >= seq else window
+    if cap > 0.0:
+        return _capped(q, k, v, window, cap)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+    mask = ~_unseen(seq, window, q.device) if window else None
+    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not window, enable_gqa=shared)
     return y.transpose(1, 2)
 
 
-def inside(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+def _unseen(seq: int, window: int, device: torch.device) -> Tensor:
+    """Which keys a query does not see: later ones, and those before its window `[s, s]`."""
+    ones = torch.ones(seq, seq, dtype=torch.bool, device=device)
+    return ones.triu(1) | ones.tril(-window) if window else ones.triu(1)
+
+
+def _scores(q: Tensor, k: Tensor, window: int, cap: float) -> tuple[Tensor, Tensor]:
+    """Probabilities, and scores before what is not seen was left out `[.., s, s]`, in fp32."""
+    scores = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).to(_wide(q.dtype))
+    if cap > 0.0:
+        scores = torch.tanh(scores / cap) * cap
+    unseen = _unseen(q.shape[-2], window, q.device)
+    return scores.masked_fill(unseen, float("-inf")).softmax(-1), scores
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in KERNEL_TYPES else dtype
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, window: int, cap: float) -> Tensor:
+    """As `causal`, with all scores at once: no library bends them."""
+    groups = q.shape[2] // k.shape[2]
+    q = q.transpose(1, 2).unflatten(1, (-1, groups))  # (b, g, h/g, s, k)
+    k, v = (x.transpose(1, 2).unsqueeze(2) for x in (k, v))  # (b, g, 1, s, k)
+    y = _scores(q, k, window, cap)[0].to(v.dtype) @ v
+    return y.flatten(1, 2).transpose(1, 2)
+
+
+def inside(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int = 0, cap: float = 0.0
+) -> Tensor:
     """Causal attention inside documents; q, y: `[b·s, h, k]`, k, v: `[b·s, g, k]`."""
-    if torch.compiler.is_compiling() or kernel_takes(q):
-        y: Tensor = attend_documents(q, k, v, documents.bounds, documents.most)[0]
+    if torch.compiler.is_compiling() or kernel_takes(q, cap):
+        y: Tensor = attend_documents(q, k, v, documents.bounds, documents.most, window, cap)[0]
         return y
-    return packed(q, k, v, documents.bounds)
+    return packed(q, k, v, documents.bounds, window, cap)
 
 
-def packed(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
+def packed(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, window: int = 0, cap: float = 0.0
+) -> Tensor:
     """The same in differentiable operations, documents of equal length together."""
     places = _places(bounds)
-    outputs = [causal(q[at], k[at], v[at]).flatten(0, 1) for at in places]
+    outputs = [causal(q[at], k[at], v[at], window, cap).flatten(0, 1) for at in places]
     return torch.cat(outputs)[torch.cat([at.flatten() for at in places]).argsort()]
 
 
@@ -112,29 +156,39 @@ def _places(bounds: Tensor) -> list[Tensor]:
 
 
 def packed_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bounds: Tensor,
+    window: int = 0,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `packed`: dS = P (dP - Σ dP P), dq = dS k / √n, dk = dSᵀ q / √n, dv = Pᵀ dy."""
+    """Gradients of `packed`: dS = P (dP - Σ dP P), dq = dS k / √n, dk = dSᵀ q / √n, dv = Pᵀ dy.
+
+    With a cap c, S = c tanh(T / c): dT = dS (1 - (S / c)²).
+    """
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     groups, scale = q.shape[1] // k.shape[1], q.shape[2] ** -0.5
     for at in _places(bounds):
         # (documents, kv heads, heads that share one, length, k)
         a, d = (x[at].transpose(1, 2).unflatten(1, (-1, groups)) for x in (q, dy))
         b, c = (x[at].transpose(1, 2).unsqueeze(2) for x in (k, v))
-        later = torch.ones(at.shape[1], at.shape[1], dtype=torch.bool, device=q.device).triu(1)
-        scores = (a @ b.transpose(-1, -2) * scale).masked_fill(later, float("-inf"))
-        p = scores.softmax(-1)
-        dp = d @ c.transpose(-1, -2)
+        p, scores = _scores(a, b, 0 if window >= at.shape[1] else window, cap)
+        dp = (d @ c.transpose(-1, -2)).to(p.dtype)
         ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * scale
+        if cap > 0.0:
+            ds = ds * (1.0 - (scores / cap) ** 2)
+        p, ds = p.to(q.dtype), ds.to(q.dtype)
         dq[at] = (ds @ b).flatten(1, 2).transpose(1, 2)
         dk[at] = (ds.transpose(-1, -2) @ a).sum(2).transpose(1, 2)
         dv[at] = (p.transpose(-1, -2) @ d).sum(2).transpose(1, 2)
     return dq, dk, dv
 
 
-def kernel_takes(q: Tensor) -> bool:
+def kernel_takes(q: Tensor, cap: float = 0.0) -> bool:
     """Whether the kernel for ragged sequences runs here; elsewhere its twin `packed` does."""
-    if q.device.type != "cuda" or torch.version.hip or q.dtype not in KERNEL_TYPES:
+    if q.device.type != "cuda" or torch.version.hip or q.dtype not in KERNEL_TYPES or cap > 0.0:
         return False
     if q.shape[-1] % 8 or q.shape[-1] > 256:
         return False
@@ -151,26 +205,31 @@ def _even(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("ranvier::attend_documents", mutates_args=())
 def attend_documents(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, most: Tensor
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, most: Tensor, window: int, cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `inside`, and what its backward needs: logarithms of sums, state of no generator."""
-    if not kernel_takes(q):
-        y, none = packed(q, k, v, bounds), q.new_empty(0)
+    if not kernel_takes(q, cap):
+        y, none = packed(q, k, v, bounds, window, cap), q.new_empty(0)
         return y.contiguous(), none, none.clone()
     longest = int(most)
     q, k, v = map(_even, (q, k, v))
     y, sums, state, _, _ = torch.ops.aten._flash_attention_forward(
-        q, k, v, bounds, bounds, longest, longest, 0.0, True, False
+        q, k, v, bounds, bounds, longest, longest, 0.0, True, False, **_sides(window)
     )
     return y, sums, state
 
 
+def _sides(window: int) -> dict[str, int]:
+    """How many keys before and behind itself a query sees, as the kernel counts them."""
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
 @attend_documents.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, most: Tensor
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, most: Tensor, window: int, cap: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     y = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if not kernel_takes(q):
+    if not kernel_takes(q, cap):
         return y, q.new_empty(0), q.new_empty(0)
     sums = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
     return y, sums, q.new_empty(2, dtype=torch.uint64)
@@ -187,14 +246,18 @@ def attend_documents_backward(
     state: Tensor,
     bounds: Tensor,
     most: Tensor,
+    window: int,
+    cap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    if not kernel_takes(q):
-        return packed_backward(dy, q, k, v, bounds)  # an operation cannot use autograd
+    if not kernel_takes(q, cap):
+        # an operation cannot use autograd
+        return packed_backward(dy, q, k, v, bounds, window, cap)
     longest, none = int(most), torch.empty(0, device=q.device)
     dy, q, k, v = map(_even, (dy, q, k, v))
+    ends = (bounds, bounds, longest, longest)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        dy, q, k, v, y, sums, bounds, bounds, longest, longest, 0.0, True, state, none
+        dy, q, k, v, y, sums, *ends, 0.0, True, state, none, **_sides(window)
     )
     return dq, dk, dv
 
@@ -206,14 +269,16 @@ def _(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tenso
 
 
 def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, bounds, most = inputs
+    q, k, v, bounds, most, window, cap = inputs
     y, sums, state = output
     ctx.mark_non_differentiable(sums, state)
     ctx.save_for_backward(q, k, v, y, sums, state, bounds, most)
+    ctx.how = (window, cap)
 
 
 def _backward(ctx, dy, *_):  # type: ignore[no-untyped-def]
-    return *attend_documents_backward(dy, *ctx.saved_tensors), None, None
+    grads = attend_documents_backward(dy, *ctx.saved_tensors, *ctx.how)
+    return *grads, None, None, None, None
 
 
 attend_documents.register_autograd(_backward, setup_context=_keep)

@@ -40,7 +40,7 @@ class Core(Leaf):
         """What the generic tests try."""
         q, k = (("batch", "seq", dim, "head_dim") for dim in ("heads", "kv_heads"))
         ids, y = ("batch", "seq"), ("batch", "seq", "heads")
-        config = SimpleNamespace(head_dim=4, positions="rope", rope_theta=1e4, rope_scale=1.0)
+        config = _shape()
         return [Example(lambda twin: twin(config), ("heads",), [q, k, k, ids, ids], [y])]
 
     def forward(
@@ -67,7 +67,20 @@ class Core(Leaf):
         return x.narrow(self.batch_axis.index * tokens, tokens)
 
     def flops(self, flow: Flow) -> int:
-        """Scores and values of the causal half: 2 · s · (width of my heads) a token."""
+        """Scores and values of the causal half: 2 · s · (width of my heads) a token.
+
+        In a window of w tokens: 2 · w · (2 - w/s).
+        """
         width = self.site.units[self.dim] * getattr(self.serial, "head_dim", 0)
         width //= self.site.grid.axis(*self.site.table.axes(self.dim)).size
-        return 2 * self.tokens(flow, self.dim) * flow.seq * width
+        seen = min(getattr(self.serial, "window", 0) or flow.seq, flow.seq)
+        return 2 * self.tokens(flow, self.dim) * seen * (2 * flow.seq - seen) // flow.seq * width
+
+
+def _shape() -> Any:
+    """As much of a decoder's config as a core reads."""
+    rope = dict.fromkeys(("rope_scale", "rope_attention", "rope_share"), 1.0)
+    plain = {"attention_scale": 0.0, "attention_cap": 0.0, "window_of": lambda layer: 0}
+    return SimpleNamespace(
+        head_dim=4, positions="rope", rope="llama3", rope_theta=1e4, **rope, **plain
+    )

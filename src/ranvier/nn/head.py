@@ -42,6 +42,8 @@ class Head(Linear):
     def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
         super().__init__(site, serial, dims)
         self.columns = Columns.of(site, self.out)
+        self.cap = float(getattr(serial, "cap", 0.0))
+        """Logits are cap · tanh(logits / cap); 0: as they are."""
         self.flat = self.steps[1][0].size == 1
         """Nothing is scattered: samples need not be told apart."""
 
@@ -50,24 +52,28 @@ class Head(Linear):
         """What the generic tests try."""
         x, targets = ("batch", "seq", "embed"), ("batch", "seq")
         return [
-            Example(lambda twin: twin(16, 29, bias=False), ("vocab", "embed"), [x, targets], [()])
+            Example(lambda twin: twin(16, 29), ("vocab", "embed"), [x, targets], [()]),
+            Example(lambda twin: twin(16, 29, cap=0.5), ("vocab", "embed"), [x, targets], [()]),
         ]
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """Multiply, and compare."""
         if targets is None:
-            return super().forward(x)
+            return self._bent(super().forward(x))
         check_range(targets, self.site.units[self.out], self.site.name, ignore=IGNORE)
         targets = take(targets, self.columns.batch_axis, 0)  # (b/col, s)
         with self.here():
             if torch.compiler.is_compiling() or not self.site.fast or self.bias is not None:
-                logits = super().forward(x)
+                logits = self._bent(super().forward(x))
                 return reference(logits.flatten(0, 1), targets.flatten(), self.columns)
             needed = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
             factor = torch.ones((), device=x.device) if needed else None
             known = self.site.moment.factor if needed else None
             loss: Tensor = applied(_Loss, x, targets, self, factor, known, self.weight)
         return loss
+
+    def _bent(self, logits: Tensor) -> Tensor:
+        return torch.tanh(logits / self.cap) * self.cap if self.cap > 0.0 else logits
 
     def forward_events(self, flow: Flow) -> list[Event]:
         """Gather x; of each chunk scatter the logits, then sum their statistics."""
@@ -148,8 +154,14 @@ class _Loss(torch.autograd.Function):
         for cut in chunks(tokens, samples * matrix.shape[0] * x.element_size()):
             part = whole[:, cut].flatten(0, 1)  # (b · c, d/col)
             y = _scattered(leaf.products.forward(part, matrix).unflatten(0, (samples, -1)), leaf)
+            slope = None
+            if leaf.cap > 0.0:
+                y = y.div_(leaf.cap).tanh_()
+                slope = 1.0 - y * y if needed else None
+                y.mul_(leaf.cap)
             loss += score(y.flatten(0, 1), targets[:, cut].flatten(), leaf.columns, factor)
             if needed:
+                y = y if slope is None else y.mul_(slope)
                 dy = _gathered(y, leaf).flatten(0, 1)  # (b · c, V/row)
                 if dx is not None:
                     dx[:, cut] = leaf.products.grad_x(dy, matrix).unflatten(0, (samples, -1))

@@ -21,10 +21,11 @@ only activations of the rank are moved:
     inner to rank   x · W[r, n/row]ᵀ  -scatter seq over row (sum over col)->    y
     rank to embed   x  -gather batch over col->  x · W[d/col, r]ᵀ               y
 
-Several layers that read the same value share their communication (`Siblings`). Two implementations, held equal by the tests: `reference` in differentiable pairs,
-and `_Product`, whose backward overlaps: X is gathered again while dX is multiplied, dX is reduced
-while dW is multiplied, and dW goes to the weight's bucket, whose reduction over depth runs on
-behind everything that follows. Of a frozen weight X is neither kept nor gathered again.
+Several layers that read the same value share their communication (`Siblings`). Two implementations,
+held equal by the tests: `reference` in differentiable pairs, and `_Product`, whose backward
+overlaps: X is gathered again while dX is multiplied, dX is reduced while dW is multiplied, and dW
+goes to the weight's bucket, whose reduction over depth runs on behind everything that follows. Of
+frozen weights X is neither kept nor gathered again.
 """
 
 from __future__ import annotations
@@ -229,7 +230,7 @@ def _ranked() -> list[Example]:
 
 
 def _between(into: int, out: int) -> Callable[[Any], torch.nn.Module]:
-    return lambda twin: twin(into, out, bias=False)  # type: ignore[no-any-return]
+    return lambda twin: twin(into, out, bias=False)
 
 
 class Conv1D(Linear):
@@ -312,7 +313,7 @@ class _Product(torch.autograd.Function):
         with trace.at(site.name):
             again = None
             if _trained(layers):  # X once more, behind the dX matmul
-                again = verbs.all_gather(*ctx.saved_tensors, from_axis, from_dim)
+                again = verbs.all_gather(ctx.saved_tensors[0], from_axis, from_dim)
             if again is not None and not hide:
                 again.wait()
             dys = list(grads)

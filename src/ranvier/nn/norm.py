@@ -27,6 +27,8 @@ class Norm(Leaf):
     bias: torch.nn.Parameter | None
     sums = 1
     """Numbers a token that are summed over the axes."""
+    shift = 0.0
+    """Added to the weight."""
 
     def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
         super().__init__(site)
@@ -45,7 +47,8 @@ class Norm(Leaf):
         self.copies = 1
         for cut in sharding.cuts[0]:
             self.copies *= cut.share
-        self.place("weight", weight, dims, rule=region, mean=1.0)
+        self.shift = float(getattr(serial, "shift", 0.0))
+        self.place("weight", weight, dims, rule=region, mean=1.0 - self.shift)
         self.place(
             "bias", bias if isinstance(bias, torch.nn.Parameter) else None, dims, rule=region
         )
@@ -69,7 +72,7 @@ class Norm(Leaf):
 
 
 class RMSNorm(Norm):
-    """y = w · x / sqrt(mean(x²) + eps).
+    """y = (shift + w) · x / sqrt(mean(x²) + eps).
 
     x, y: `[b, s/row, d/col]`.
     Communicates: all-reduce of one number a token over col, forward and backward.
@@ -98,7 +101,8 @@ class RMSNorm(Norm):
             wide = _wide(x)
             eps = torch.finfo(wide.dtype).eps if self.eps is None else self.eps  # as in torch
             y = wide * torch.rsqrt(self.mean(wide * wide) + eps)
-        return (y * _wide(self.weight)).to(x.dtype)
+        weight = _wide(self.weight)
+        return (y * (weight if self.shift == 0.0 else self.shift + weight)).to(x.dtype)
 
 
 class LayerNorm(Norm):

@@ -1,0 +1,137 @@
+"""Rotary positions: the frequencies of the families of models. Plain PyTorch, imports torch only.
+
+A head of k elements is turned in pairs, pair i by the angle position · θ^(-2i/k). Models that read
+longer texts than they were first trained on slow these frequencies, each family in its own way:
+
+    linear    all by 1/scale
+    llama3    those that turn less than `low` times in `original` tokens by 1/scale; more than
+              `high` times: not; between: mixed by how often they turn
+    yarn      the same, mixed by their number i instead
+    longrope  each by its own factor, of one list for texts up to `original` tokens and of another
+              for longer ones
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryConfig:
+    """How positions turn the heads; part of a decoder's config."""
+
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
+    """How low rotary frequencies are slowed where rope_scale is not 1: that of Llama 3.1, all
+    alike, YaRN, or (whatever rope_scale is) LongRoPE by its lists of factors."""
+    rope_scale: float = 1.0
+    """By how much they are slowed; 1 is not at all."""
+    rope_original: int = 8192
+    """Tokens that the model was first trained on."""
+    rope_turns: tuple[float, float] = (1.0, 4.0)
+    """Turns in rope_original tokens below which a frequency is slowed by rope_scale, and above
+    which it is kept; between it is mixed (llama3, yarn)."""
+    rope_short: tuple[float, ...] = ()
+    """Factor of each frequency in texts of up to rope_original tokens (longrope)."""
+    rope_long: tuple[float, ...] = ()
+    """The same in longer texts."""
+    rope_attention: float = 1.0
+    """What cosines and sines are multiplied by (yarn, longrope)."""
+    rope_share: float = 1.0
+    """Share of a head that is turned; the rest of it knows no position."""
+
+
+class Rotary(nn.Module):
+    """Cosines and sines of the rotary angles of positions."""
+
+    def __init__(self, config: Any) -> None:
+        """config: a `RotaryConfig` with a head_dim."""
+        super().__init__()
+        self.config: RotaryConfig = config
+        self.turned = int(config.head_dim * config.rope_share)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """positions: `[b, s]`; cosines of the turned part k of a head, then sines: `[b, s, 1, 2k]`.
+
+        How long a text is, is a matter of s, not of positions: the same on every grid.
+        """
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        steps = torch.arange(0, self.turned, 2, device=positions.device, dtype=wide)
+        frequency = self.frequencies(steps, positions.shape[1])
+        angle = positions.unsqueeze(-1).to(wide) * frequency  # (b, s, k/2)
+        cos, sin = angle.cos(), angle.sin()
+        found = torch.cat([cos, cos, sin, sin], -1).unsqueeze(2)
+        if self.config.rope_attention != 1.0:
+            found = found * self.config.rope_attention
+        return found.to(dtype)
+
+    def frequencies(self, steps: Tensor, seq: int) -> Tensor:
+        """Radians a token of the pairs whose first elements are `steps` `[k/2]`."""
+        config = self.config
+        # as others write it: to the last bit, which counts at far positions
+        frequency: Tensor = 1.0 / config.rope_theta ** (steps / self.turned)
+        if config.rope == "longrope":
+            factors = config.rope_long if seq > config.rope_original else config.rope_short
+            return frequency / torch.tensor(factors, dtype=steps.dtype, device=steps.device)
+        if config.rope_scale == 1.0:
+            return frequency
+        if config.rope == "linear":
+            return frequency / config.rope_scale
+        kept = _by_turns(frequency, config) if config.rope == "llama3" else self._by_number(steps)
+        return frequency * (kept + (1.0 - kept) / config.rope_scale)
+
+    def _by_number(self, steps: Tensor) -> Tensor:
+        """How much of each frequency is kept, falling evenly from pair to pair (YaRN)."""
+        config, k = self.config, self.turned
+
+        def pair(turns: float) -> float:
+            """The number of the pair that turns so often in the original length."""
+            length = config.rope_original / (turns * 2 * math.pi)
+            return k * math.log(length) / (2 * math.log(config.rope_theta))
+
+        low, high = config.rope_turns
+        first, last = max(math.floor(pair(high)), 0), min(math.ceil(pair(low)), k - 1)
+        width = last - first if last != first else 0.001
+        return 1.0 - ((steps / 2 - first) / width).clamp(0.0, 1.0)
+
+
+def _by_turns(frequency: Tensor, config: RotaryConfig) -> Tensor:
+    """How much of each frequency is kept, by how often it turns (Llama 3.1)."""
+    low, high = config.rope_turns
+    turns = config.rope_original * frequency / (2 * torch.pi)
+    return ((turns - low) / (high - low)).clamp(0.0, 1.0)
+
+
+class Rotate(torch.autograd.Function):
+    """The two halves of each head rotated; x: `[b, s, h, k]`, angles: `[b, s, 1, 2k]`.
+
+    The gradient is rotated back, which a compiler turns into as good a kernel as the way there;
+    what autograd derives takes more than twice the time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, angles: Tensor) -> Tensor:
+        ctx.save_for_backward(angles)
+        (left, right), (cos, sin) = x.chunk(2, -1), angles.chunk(2, -1)
+        return x * cos + torch.cat([-right, left], -1) * sin
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        (left, right), (cos, sin) = dy.chunk(2, -1), ctx.saved_tensors[0].chunk(2, -1)
+        return dy * cos + torch.cat([right, -left], -1) * sin, None
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate each head by the angles of its position; what they do not reach stays as it is."""
+    turned = angles.shape[-1] // 2
+    if turned == x.shape[-1]:
+        y: Tensor = Rotate.apply(x, angles)  # type: ignore[no-untyped-call]
+        return y
+    y = Rotate.apply(x[..., :turned], angles)  # type: ignore[no-untyped-call]
+    return torch.cat([y, x[..., turned:]], -1)
