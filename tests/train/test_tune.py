@@ -19,8 +19,8 @@ from ranvier.nn import attend, fp8
 from ranvier.nn.fastest import Fastest
 from ranvier.nn.leaf import Flow
 from ranvier.nn.linear import Linear
-from ranvier.nn.siblings import Siblings
 from ranvier.nn.matmul import Layouts
+from ranvier.nn.siblings import Siblings
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.sharding import State
 from ranvier.train.step import forward_backward

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -145,11 +145,10 @@ class Adapter(nn.Module):
         """One output with what is added to it; a bias is not scaled."""
         if name not in self.m:
             return y + more
-        factor, bias = self.m[name](*self.three(layer, name)), self.adapted(layer, name).bias
+        factor: Tensor = self.m[name](*self.three(layer, name))
+        bias: Tensor | None = getattr(self.adapted(layer, name), "bias", None)
         if bias is None:
-            scaled: Tensor = factor * (y + more)
-            return scaled
-        assert isinstance(bias, Tensor), type(bias)
+            return factor * (y + more)
         return factor * (y - bias.flatten() + more) + bias.flatten()
 
     def adapted(self, layer: nn.Module, name: str) -> nn.Module:
@@ -215,6 +214,48 @@ def _groups(
         layer = module.get_submodule(group)
         inside = layer.items() if isinstance(layer, Siblings) else [(group, layer)]
         yield group, {name: one for name, one in inside if isinstance(one, nn.Linear)}, dims
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """The parameters of an adapted layer."""
+
+    a: str
+    b: str
+    m: str
+    """Without DoRA it is not there."""
+    shape: tuple[int, int]
+    """Features out and in."""
+
+
+def adapted_weights(config: DecoderConfig, lora: LoraConfig) -> dict[str, Adapted]:
+    """What belongs to each adapted weight of a decoder, by its name."""
+    with torch.device("meta"):
+        one = build(replace(config, layers=1, window_layers=()), replace(lora, layers=()))
+    found = {}
+    for path, adapter, layer in adapters_of(one):
+        above, _, group = path.rpartition(".adapters.")
+        for name in adapter.names:
+            base, _, _ = adapter.three(layer, name)
+            assert isinstance(base, nn.Linear), name
+            single = base is layer
+            first = SHARED if hasattr(adapter.a, SHARED) else name
+            found[f"{above}.{group}{'' if single else f'.{name}'}.weight"] = Adapted(
+                f"{path}.a.{first}.weight",
+                f"{path}.b.{name}.weight",
+                f"{path}.m.{name}.weight",
+                (base.out_features, base.in_features),
+            )
+    blocks = lora.layers or range(config.layers)
+    return {
+        _moved(name, i): Adapted(_moved(own.a, i), _moved(own.b, i), _moved(own.m, i), own.shape)
+        for i in blocks
+        for name, own in found.items()
+    }
+
+
+def _moved(name: str, block: int) -> str:
+    return f"blocks.{block}.{name.removeprefix('blocks.0.')}"
 
 
 def adapters_of(model: nn.Module) -> Iterator[tuple[str, Adapter, nn.Module]]:

@@ -23,8 +23,8 @@ from ranvier.nn.fastest import Fastest
 from ranvier.nn.head import Head
 from ranvier.nn.leaf import Flow
 from ranvier.nn.linear import Linear
-from ranvier.nn.siblings import Siblings
 from ranvier.nn.matmul import Layouts
+from ranvier.nn.siblings import Siblings
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.run import Run
 from ranvier.settings import TrainConfig

@@ -1,0 +1,188 @@
+"""Adapters out: written in PEFT's format, or merged into the weights they belong to.
+
+See `peft` for the format. One matrix is held at a time when merging.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ranvier.checkpoint.convert import opened
+from ranvier.checkpoint.peft import BEFORE, CONFIG, ENDS, WEIGHTS
+from ranvier.errors import CheckpointError
+from ranvier.models import DecoderConfig, LoraConfig
+from ranvier.models.adapter import Adapted, adapted_weights
+from ranvier.models.family import Entry, Family
+
+Read = Callable[[Sequence[str]], Mapping[str, Tensor]]
+"""Whole tensors by name."""
+
+
+def weights_of(checkpoint: Path) -> Read:
+    """Whole weights of a checkpoint by the names of their parameters, read when asked for."""
+    source = opened(checkpoint)
+
+    def read(names: Sequence[str]) -> Mapping[str, Tensor]:
+        lost = [name for name in names if f"{name}.master" not in source.kinds]
+        if lost:
+            raise CheckpointError(
+                f"{checkpoint} has no {lost[0]} ({len(lost)} in all are missing). A checkpoint "
+                "fits the settings that it was trained with. Restore the config.toml of its run."
+            )
+        found = source.read([f"{name}.master" for name in names])
+        return {name.removesuffix(".master"): tensor for name, tensor in found.items()}
+
+    return read
+
+
+def write_adapter(
+    checkpoint: Path,
+    config: DecoderConfig,
+    lora: LoraConfig,
+    family: Family,
+    out: Path,
+    base_name: str | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+) -> list[str]:
+    """Write the adapter of a checkpoint as PEFT would; the names of its files.
+
+    base_name: where the model that it was trained on is to be found.
+    """
+    from safetensors.torch import save_file
+
+    if lora.rank < 1:
+        raise CheckpointError(
+            f"{checkpoint} has no adapter: lora.rank={lora.rank}. Only runs with a rank have one. "
+            "Export the whole model."
+        )
+    read, weights = weights_of(checkpoint), adapted_weights(config, lora)
+    tensors: dict[str, Tensor] = {}
+    adapted = []
+    for entry in family.tensors(config):
+        owns = [weights.get(ours) for ours in entry.ours]
+        if any(owns):
+            module = entry.name.removesuffix(".weight")
+            adapted.append((module, len(owns)))
+            for kind, tensor in _theirs(owns, lora, read, entry).items():
+                tensors[f"{BEFORE}{module}{ENDS[kind]}"] = tensor.to(dtype).contiguous()
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
+    names = [e.name.removesuffix(".weight") for e in family.tensors(config)]
+    table = _written(lora, adapted, names, family, base_name)
+    (out / CONFIG).write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
+    return [CONFIG, WEIGHTS]
+
+
+def _theirs(
+    owns: Sequence[Adapted | None], lora: LoraConfig, read: Read, entry: Entry
+) -> dict[str, Tensor]:
+    """A, B and m of one of their layers from those of ours that it packs."""
+    if None in owns and (lora.dora or lora.shared):
+        raise CheckpointError(
+            f"lora.on={list(lora.on)} adapts only a part of {entry.name}, which packs "
+            f"{len(owns)} of our layers. PEFT adapts such a layer as a whole. Adapt all of them, "
+            "or none."
+        )
+    there = [own for own in owns if own is not None]
+    kinds = ("a", "b", "m") if lora.dora else ("a", "b")
+    values = read(list(dict.fromkeys(getattr(own, kind) for own in there for kind in kinds)))
+    found = {}
+    if lora.dora:
+        found["m"] = torch.cat([values[own.m] for own in there])
+    if lora.shared or len(owns) == 1:
+        return {
+            **found,
+            "a": values[there[0].a],
+            "b": torch.cat([values[own.b] for own in there]),
+        }
+    blank = torch.zeros_like(values[there[0].a])
+    a = [blank if own is None else values[own.a] for own in owns]
+    rows = [_rows(ours, owns, i, read, lora.rank) for i, ours in enumerate(entry.ours)]
+    return {**found, "a": torch.cat(a), "b": torch.block_diag(*rows)}
+
+
+def _rows(ours: str, owns: Sequence[Adapted | None], i: int, read: Read, rank: int) -> Tensor:
+    """The block of a layer on the diagonal of a packed B; zero where it is not adapted."""
+    own = owns[i]
+    if own is not None:
+        return read([own.b])[own.b]
+    weight = read([ours])[ours]
+    return weight.new_zeros(weight.shape[0], rank)
+
+
+def _written(
+    lora: LoraConfig,
+    adapted: Sequence[tuple[str, int]],
+    names: Sequence[str],
+    family: Family,
+    base_name: str | None,
+) -> dict[str, Any]:
+    """The adapter_config.json."""
+    ends = {_end(module, [m for m, _ in adapted], names): count for module, count in adapted}
+    packed = {end: n for end, n in ends.items() if n > 1 and not lora.shared}
+    root = lora.rslora
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": _short(lora.alpha),
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(ends),
+        "layers_to_transform": list(lora.layers) or None,
+        "use_dora": lora.dora,
+        "use_rslora": lora.rslora,
+        "bias": "none",
+        "fan_in_fan_out": family.transposed,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "rank_pattern": {end: n * lora.rank for end, n in packed.items()},
+        "alpha_pattern": {
+            end: _short(lora.alpha * (n**0.5 if root else n)) for end, n in packed.items()
+        },
+    }
+
+
+def _short(value: float) -> float | int:
+    return int(value) if value == int(value) else value
+
+
+def _end(module: str, adapted: Sequence[str], names: Sequence[str]) -> str:
+    """The shortest end of a name that means adapted layers only, in whichever block."""
+    parts, kinds = module.split("."), {re.sub(r"\.\d+\.", ".*.", name) for name in adapted}
+    for count in (1, 2, 3):
+        end = ".".join(parts[-count:])
+        meant = [name for name in names if name.endswith(f".{end}")]
+        if all(re.sub(r"\.\d+\.", ".*.", name) in kinds for name in meant):
+            return end
+    return module
+
+
+# ---- merging ----------------------------------------------------------------------------
+
+
+def merged(name: str, read: Read, lora: LoraConfig, known: Mapping[str, Adapted]) -> Tensor:
+    """A weight of the base with its adapter in it, in the type of the base.
+
+    W + s · B A, with DoRA times m / its norm by rows. known: of `adapted_weights`; a weight that it
+    has not is as it was.
+    """
+    own, weight = known.get(name), read([name])[name]
+    if own is None:
+        return weight
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    parts = read([own.a, own.b, *([own.m] if lora.dora else [])])
+    delta = parts[own.b].to(wide) @ parts[own.a].to(wide)
+    whole = weight.to(wide) + lora.scale * delta
+    if lora.dora:
+        whole *= (parts[own.m].to(wide) / torch.linalg.vector_norm(whole, dim=1)).unsqueeze(1)
+    return whole.to(weight.dtype)
