@@ -18,8 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ranvier.errors import PlanError
+from ranvier.models.adapter import adapted_weights
+from ranvier.models.decoder import GATED
 from ranvier.plan import Plan
 from ranvier.settings import (
+    ADAPTED,
     FREE,
     LARGEST,
     LEAST,
@@ -29,6 +32,7 @@ from ranvier.settings import (
     DataConfig,
     GuardConfig,
     LaunchConfig,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     TrainConfig,
@@ -41,6 +45,7 @@ class Run:
     """A training run."""
 
     model: ModelConfig = field(default_factory=lambda: ModelConfig.of("tiny"))
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     plan: Plan = field(default_factory=Plan)
@@ -75,12 +80,22 @@ class Run:
         embed, tokens = self.model.embed, max(self.plan.batch * self.data.seq, 1)
         return float(f"{0.576 / embed * min(1.0, 6.0 * math.sqrt(tokens) / embed):.3g}")
 
+    @property
+    def trained(self) -> int:
+        """Weights of the matrices and embeddings that are trained."""
+        if self.lora.rank == 0:
+            return self.model.parameters
+        found = adapted_weights(self.model, self.lora).values()
+        sizes = {own.b: own.shape[0] for own in found} | {own.a: own.shape[1] for own in found}
+        return self.lora.rank * sum(sizes.values())
+
     def _problems(self) -> Iterator[str]:
         yield from self._number_problems()
         yield from self._text_problems()
         if self.optim.lr == 0.0:
             yield "optim.lr=0.0 trains nothing. A learning rate is above 0. Use 3e-4."
         yield from self._model_problems()
+        yield from self._lora_problems()
         yield from self._data_problems()
         if self.plan.graph and self.data.packed:
             yield (
@@ -148,6 +163,23 @@ class Run:
             )
         elif data.weights and not any(data.weights):
             yield "data.weights are all 0. One corpus must be read. Give one a weight above 0."
+
+    def _lora_problems(self) -> Iterator[str]:
+        lora, gated = self.lora, self.model.activation in GATED
+        words = [word for word in ADAPTED if gated or word != "gate"]
+        odd = [word for word in lora.on if word not in words]
+        if odd or not lora.on:
+            yield (
+                f"lora.on={list(lora.on)} names no layer of this model with {odd or 'nothing'}. "
+                f"Layers are named by dims or by their own names. Words are {', '.join(words)}."
+            )
+        if any(not 0 <= block < self.model.layers for block in lora.layers):
+            yield (
+                f"lora.layers={list(lora.layers)}. Blocks are numbered from 0 to "
+                f"{self.model.layers - 1}. Use these numbers, or none for all."
+            )
+        if len(set(lora.layers)) < len(lora.layers):
+            yield f"lora.layers={list(lora.layers)} names a block twice. Name each once."
 
     def _model_problems(self) -> Iterator[str]:
         model = self.model

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ranvier.errors import PlanError
-from ranvier.models import SIZES, DecoderConfig
+from ranvier.models import SIZES, AdapterConfig, DecoderConfig
 from ranvier.models.decoder import GATED
 from ranvier.plan import AXES
 
@@ -47,6 +47,19 @@ class ModelConfig(DecoderConfig):
         return {
             name: getattr(self, name) for name in ("embed", "heads", "kv_heads", "mlp", "vocab")
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(AdapterConfig):
+    """Adapters: small trained layers beside frozen ones (LoRA, DoRA)."""
+
+    start: str = ""
+    """Directory of an adapter in PEFT's format to begin with: all settings but this are its own.
+    Empty: A is drawn, B zero."""
+
+
+ADAPTED = ("heads", "kv_heads", "mlp", "q", "k", "v", "o", "gate", "up", "down")
+"""Words of `lora.on`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +260,8 @@ LEAST: dict[str, float] = {
     "model.window": 0,
     "model.norm_eps": 0.0,
     "model.init_std": 0.0,
+    "lora.rank": 0,
+    "lora.alpha": 0.0,
     "data.seq": 1,
     "data.max_bytes": 1,
     "optim.lr": 0.0,
@@ -283,6 +298,7 @@ SHARES: dict[str, float] = {
     "optim.cooldown": 0.2,
     "optim.floor": 0.1,
     "model.dropout": 0.1,
+    "lora.dropout": 0.05,
     "data.held_out": 0.02,
 }
 """Numbers in [0, 1), and a usual value of each."""
@@ -294,6 +310,7 @@ MOST: dict[str, float] = {
     **{f"plan.{axis}": 10**6 for axis in AXES},
     **{f"model.{dim}": 2**24 for dim in ("embed", "heads", "kv_heads", "head_dim", "mlp")},
     "model.layers": 10_000,
+    "lora.rank": 2**16,
     "model.vocab": 2**31,
     "data.seq": 2**31,
     "plan.batch": 2**31,

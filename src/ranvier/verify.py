@@ -22,7 +22,7 @@ from ranvier.comm import verbs
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.launch import Ranks
-from ranvier.models import Decoder
+from ranvier.models import build
 from ranvier.nn.leaf import Flow
 from ranvier.nn.loss import IGNORE
 from ranvier.optim.optimizer import Optimizer
@@ -81,6 +81,7 @@ def shrink(run: Run) -> Run:
             plan, batch=batch, micro_batch=micro, stages=(), stage_times="", credits=0, jitter=0.0
         ),
         data=replace(run.data, seq=seq),
+        lora=replace(run.lora, dropout=0.0, layers=(), start=""),
     )
 
 
@@ -173,7 +174,7 @@ def verify(run: Run, me: Ranks) -> int:
         run.plan, rank=me.rank, connected=me.world > 1, timeout_seconds=run.train.timeout
     )
     torch.manual_seed(run.train.seed)
-    serial = Decoder(run.model).double()
+    serial = build(run.model, run.lora).double()
     findings, lines, events = compare(run, grid, serial)
     unlike = torch.tensor([float(len(lines))], dtype=torch.float64)
     others = int(verbs.all_reduce(unlike, grid.axis(*grid.degrees), "max").wait().item())
@@ -193,7 +194,7 @@ def compare(
     batch = random_batch(run)
     torch.manual_seed(run.train.seed)
     model = parallelize(
-        Decoder(run.model).double(),
+        build(run.model, run.lora).double(),
         grid,
         inner=run.plan.inner,
         overlap=run.plan.overlap,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ranvier.errors import CheckpointError, RefusedError
-from ranvier.models import DecoderConfig, LoraConfig
+from ranvier.models import AdapterConfig, DecoderConfig
 from ranvier.models.adapter import Adapted, adapted_weights
 from ranvier.models.families import FAMILIES
 from ranvier.models.family import Entry, Family, UnknownError
@@ -61,7 +61,7 @@ class Stored:
     """An adapter in a directory."""
 
     path: Path
-    lora: LoraConfig
+    lora: AdapterConfig
     pieces: Mapping[str, Piece]
     """By the names of our parameters."""
 
@@ -93,7 +93,7 @@ def read_adapter(path: Path, config: DecoderConfig) -> Stored:
     }
     _refuse_lost(path, table, family.tensors(config), modules)
     stacked = _stacked(path, table, entries, shapes)
-    lora = LoraConfig(
+    lora = AdapterConfig(
         rank=_positive(path, table, "r"),
         alpha=float(table.get("lora_alpha", 8)),
         dropout=float(table.get("lora_dropout", 0.0)),
@@ -300,7 +300,7 @@ def _where(path: Path, config: DecoderConfig, entries: Sequence[Entry] | Any) ->
 
 
 def _pieces(
-    module: str, entry: Entry, weights: Mapping[str, Adapted], lora: LoraConfig, stacked: bool
+    module: str, entry: Entry, weights: Mapping[str, Adapted], lora: AdapterConfig, stacked: bool
 ) -> Iterator[tuple[str, Piece]]:
     """Where our tensors lie in those of one of their layers."""
     row, rank = 0, lora.rank
@@ -321,7 +321,7 @@ def _compare(
     shapes: Mapping[str, tuple[int, ...]],
     entries: Mapping[str, Entry],
     weights: Mapping[str, Adapted],
-    lora: LoraConfig,
+    lora: AdapterConfig,
 ) -> None:
     """Refuse tensors that are missing, too many, of another shape, or not on the diagonal."""
     expected: dict[str, tuple[int, ...]] = {}

@@ -17,7 +17,7 @@ from torch import Tensor
 from ranvier.checkpoint.convert import opened
 from ranvier.checkpoint.peft import BEFORE, CONFIG, ENDS, WEIGHTS
 from ranvier.errors import CheckpointError
-from ranvier.models import DecoderConfig, LoraConfig
+from ranvier.models import AdapterConfig, DecoderConfig
 from ranvier.models.adapter import Adapted, adapted_weights
 from ranvier.models.family import Entry, Family
 
@@ -45,7 +45,7 @@ def weights_of(checkpoint: Path) -> Read:
 def write_adapter(
     checkpoint: Path,
     config: DecoderConfig,
-    lora: LoraConfig,
+    lora: AdapterConfig,
     family: Family,
     out: Path,
     base_name: str | None = None,
@@ -82,7 +82,7 @@ def write_adapter(
 
 
 def _theirs(
-    owns: Sequence[Adapted | None], lora: LoraConfig, read: Read, entry: Entry
+    owns: Sequence[Adapted | None], lora: AdapterConfig, read: Read, entry: Entry
 ) -> dict[str, Tensor]:
     """A, B and m of one of their layers from those of ours that it packs."""
     if None in owns and (lora.dora or lora.shared):
@@ -119,7 +119,7 @@ def _rows(ours: str, owns: Sequence[Adapted | None], i: int, read: Read, rank: i
 
 
 def _written(
-    lora: LoraConfig,
+    lora: AdapterConfig,
     adapted: Sequence[tuple[str, int]],
     names: Sequence[str],
     family: Family,
@@ -170,7 +170,7 @@ def _end(module: str, adapted: Sequence[str], names: Sequence[str]) -> str:
 # ---- merging ----------------------------------------------------------------------------
 
 
-def merged(name: str, read: Read, lora: LoraConfig, known: Mapping[str, Adapted]) -> Tensor:
+def merged(name: str, read: Read, lora: AdapterConfig, known: Mapping[str, Adapted]) -> Tensor:
     """A weight of the base with its adapter in it, in the type of the base.
 
     W + s · B A, with DoRA times m / its norm by rows. known: of `adapted_weights`; a weight that it

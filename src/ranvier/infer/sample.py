@@ -18,7 +18,7 @@ from ranvier.checkpoint.folder import found, step_of
 from ranvier.checkpoint.load import wholes
 from ranvier.data.tokenizer import Tokenizer, tokenizer_of
 from ranvier.errors import DataError, PlanError
-from ranvier.models import Decoder
+from ranvier.models import Decoder, build
 from ranvier.run import Run
 
 
@@ -43,7 +43,7 @@ class Speaker:
                 f"tokenizer that made them. Copy its tokenizer.json to {words}."
             )
         with torch.device("meta"):
-            model = Decoder(run.model)
+            model = build(run.model, run.lora)
         fill(model, wholes(checkpoint), checkpoint, device)
         return cls(model.eval(), tokenizer_of(str(words), folder), run.data.seq)
 

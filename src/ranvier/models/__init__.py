@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from torch import nn
 
-from ranvier.models.adapter import LoraConfig, adapters_of, attach, build
+from ranvier.models.adapter import AdapterConfig, adapters_of, attach, build
 from ranvier.models.decoder import Decoder, DecoderConfig
 
-__all__ = ["EXAMPLES", "SIZES", "Decoder", "DecoderConfig", "LoraConfig", "build"]
+__all__ = ["EXAMPLES", "SIZES", "AdapterConfig", "Decoder", "DecoderConfig", "build"]
 
 _GPT2 = {"norm": "layer", "positions": "learned", "activation": "gelu", "bias": True, "tied": True}
 _LLAMA3 = {"kv_heads": 8, "vocab": 128256, "max_seq": 8192, "rope_theta": 500000.0}
@@ -57,7 +57,7 @@ def _small(**changes: object) -> Callable[[], nn.Module]:
     return lambda: Decoder(DecoderConfig(**{"max_seq": 16, **shape, **changes}))  # type: ignore[arg-type]
 
 
-def _adapted(lora: LoraConfig, **changes: object) -> Callable[[], nn.Module]:
+def _adapted(lora: AdapterConfig, **changes: object) -> Callable[[], nn.Module]:
     """A model with adapters that add something: nothing of theirs is at its initial value."""
 
     def make() -> nn.Module:
@@ -80,8 +80,8 @@ EXAMPLES: dict[str, Callable[[], nn.Module]] = {
     "biased": _small(bias=True, activation="gelu", norm="layer"),
     "olmo2": _small(qk_whole=True, norms="after"),
     "gemma2": _small(tied=True, vocab=32, **_GEMMA2),
-    "lora": _adapted(LoraConfig(rank=3, on=("heads", "v", "mlp"))),
-    "dora": _adapted(LoraConfig(rank=3, dora=True, shared=True), bias=True),
+    "lora": _adapted(AdapterConfig(rank=3, on=("heads", "v", "mlp"))),
+    "dora": _adapted(AdapterConfig(rank=3, dora=True, shared=True), bias=True),
 }
 """Small models with which the generic tests try every grid.
 

@@ -28,7 +28,7 @@ SHARED = "shared"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig:
+class AdapterConfig:
     """Which layers get adapters, and of what kind."""
 
     rank: int = 0
@@ -100,7 +100,7 @@ class Adapter(nn.Module):
 
     def __init__(
         self,
-        config: LoraConfig,
+        config: AdapterConfig,
         layers: Mapping[str, nn.Linear],
         dims: Mapping[str, tuple[str, str]],
     ) -> None:
@@ -170,7 +170,7 @@ class Adapter(nn.Module):
             magnitude.weight.copy_(magnitude.norm(*self.three(layer, name)))  # type: ignore[operator]
 
 
-def attach(model: Decoder, config: LoraConfig) -> None:
+def attach(model: Decoder, config: AdapterConfig) -> None:
     """Hang adapters beside the layers that the config names; all else is frozen."""
     model.requires_grad_(False)
     init: dict[str, float | tuple[float, float]] = {}
@@ -228,7 +228,7 @@ class Adapted:
     """Features out and in."""
 
 
-def adapted_weights(config: DecoderConfig, lora: LoraConfig) -> dict[str, Adapted]:
+def adapted_weights(config: DecoderConfig, lora: AdapterConfig) -> dict[str, Adapted]:
     """What belongs to each adapted weight of a decoder, by its name."""
     with torch.device("meta"):
         one = build(replace(config, layers=1, window_layers=()), replace(lora, layers=()))
@@ -265,7 +265,7 @@ def adapters_of(model: nn.Module) -> Iterator[tuple[str, Adapter, nn.Module]]:
             yield f"{path}.adapters.{group}", adapter, getattr(module, group)
 
 
-def build(config: DecoderConfig, lora: LoraConfig) -> Decoder:
+def build(config: DecoderConfig, lora: AdapterConfig) -> Decoder:
     """A decoder, with adapters if they have a rank."""
     model = Decoder(config)
     if lora.rank > 0:

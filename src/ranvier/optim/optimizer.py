@@ -119,8 +119,7 @@ class Optimizer:
         Communicates: the end of the gradient reductions, the norm, all-gather of weights over data.
         """
         if self._loads != self.queue.loads:
-            self._loads = self.queue.loads
-            self.master = {bucket: self._master(bucket) for bucket in self.buckets}
+            self.reread()
         grads = self.queue.finish()
         norm, factor = self._norm(grads, votes)
         self.finite = norm.isfinite()
@@ -138,6 +137,11 @@ class Optimizer:
         self._publish()
         self.queue.begin("")
         return norm
+
+    def reread(self) -> None:
+        """Take note that weights were changed from outside: master weights follow them."""
+        self._loads = self.queue.loads
+        self.master = {bucket: self._master(bucket) for bucket in self.buckets}
 
     def _norm(
         self, grads: Sequence[tuple[Bucket, Pieces]], votes: Tensor | None

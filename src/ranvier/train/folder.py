@@ -30,6 +30,7 @@ from ranvier.launch import Ranks, age, writable
 from ranvier.run import Run
 from ranvier.settings import LARGEST
 from ranvier.train import saves
+from ranvier.train.adapters import is_base
 
 
 def check_out(run: Run) -> None:
@@ -49,7 +50,8 @@ def check_out(run: Run) -> None:
         )
     if not writable(there):
         wide = {"fp64": 8}.get(run.train.dtype, 4)
-        needed = run.model.parameters * (wide + 2 * (2 if run.optim.moments == "bf16" else wide))
+        moments = 2 * (2 if run.optim.moments == "bf16" else wide)
+        needed = run.model.parameters * wide + run.trained * moments
         raise WriteError(
             f"train.out={str(folder)!r}: {there} cannot be written in. A run writes there, and a "
             f"checkpoint needs about {needed:,} bytes. Make it writable, or choose another "
@@ -130,14 +132,7 @@ def claim(run: Run) -> tuple[Path, list[Path], list[str]]:
     manifest = _readable(candidates)
     if manifest is not None:
         saves.check_config(manifest, candidates[0], run)
-        if manifest.step >= run.train.steps and word != "auto":
-            raise PlanError(
-                f"train.steps={run.train.steps}, but checkpoint.resume={word!r} has taken "
-                f"{manifest.step} steps. There is nothing left to do. Use train.steps above "
-                f"{manifest.step}."
-            )
-        if manifest.step >= run.train.steps:
-            raise _repeated(run, f", or train.steps above {manifest.step}")
+        _refuse_ended(manifest, run)
         if own is None or not (own / "config.toml").exists():  # else `begin` tells them
             changed = saves.differences(manifest.facts.get("config", {}), saves.tables(run))
             lines += [f"changed: {name} from {old!r} to {new!r}" for name, old, new in changed]
@@ -145,6 +140,26 @@ def claim(run: Run) -> tuple[Path, list[Path], list[str]]:
         return new(run.model.size), candidates, lines
     own.mkdir(parents=True, exist_ok=True)
     return own, candidates, lines + (_put_aside(own) if word == "never" else [])
+
+
+def _refuse_ended(manifest: Manifest, run: Run) -> None:
+    """Refuse a checkpoint after which nothing is left to do, or that is another run's base."""
+    word, auto = run.checkpoint.resume, run.checkpoint.resume == "auto"
+    if is_base(manifest, run):
+        if manifest.step > 0 and auto:
+            raise PlanError(
+                f"train.out={run.train.out!r} holds a run without adapters, but lora.rank="
+                f"{run.lora.rank}. A run that trains adapters has a directory of its own. Use "
+                f"another train.out and checkpoint.resume={run.train.out!r}."
+            )
+    elif manifest.step >= run.train.steps and not auto:
+        raise PlanError(
+            f"train.steps={run.train.steps}, but checkpoint.resume={word!r} has taken "
+            f"{manifest.step} steps. There is nothing left to do. Use train.steps above "
+            f"{manifest.step}."
+        )
+    elif manifest.step >= run.train.steps:
+        raise _repeated(run, f", or train.steps above {manifest.step}")
 
 
 def _finished(folder: Path) -> bool:

@@ -19,6 +19,7 @@ from ranvier.comm import verbs
 from ranvier.launch import Pulse
 from ranvier.nn.attention import Core
 from ranvier.nn.leaf import Flow
+from ranvier.nn.linear import Linear
 from ranvier.parallel import Parallel
 
 PEAK_TFLOPS = {
@@ -71,17 +72,19 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 def step_flops(parallel: Parallel, flow: Flow, micro_batches: int) -> tuple[int, int]:
     """Work of a step on this rank, attention counted causally, and counted fully.
 
-    Three forward passes' worth: backward costs two. What is computed again does not count.
+    Three forward passes' worth: backward costs two, one if the weight is frozen. What is computed
+    again does not count.
     """
     causal = full = 0
     for leaf in parallel.leaves.values():
-        flops = leaf.flops(flow)
+        frozen = isinstance(leaf, Linear) and not leaf.handles["weight"].trainable
+        flops = leaf.flops(flow) * (2 if frozen else 3)
         causal += flops
         full += flops * (2 if isinstance(leaf, Core) else 1)
     axis = parallel.grid.axis("pipe")  # stages differ: of all their mean
     here = torch.tensor([causal, full], dtype=torch.float64, device=_device(parallel))
     causal, full = map(int, (verbs.all_reduce(here, axis).wait() / axis.size).tolist())
-    return 3 * causal * micro_batches, 3 * full * micro_batches
+    return causal * micro_batches, full * micro_batches
 
 
 def _device(parallel: Parallel) -> torch.device:

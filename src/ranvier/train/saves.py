@@ -26,6 +26,7 @@ from ranvier.errors import CheckpointError, DamageError, DataError, WriteError
 from ranvier.parallel import parallel_of
 from ranvier.run import Run
 from ranvier.sharding import Place, State
+from ranvier.train import adapters
 
 if TYPE_CHECKING:
     from ranvier.train.trainer import Trainer
@@ -34,6 +35,7 @@ RANDOM = "random."
 """How the names of the states of random numbers begin."""
 FIXED = (
     *("model", "data.seq", "data.packed", "data.held_out", "train.seed", "train.dtype"),
+    *(f"lora.{key}" for key in ("rank", "alpha", "on", "layers", "dora", "rslora", "shared")),
     "optim.moments",
 )
 """Settings that a run keeps for its whole life; the corpora are compared by fingerprint."""
@@ -122,8 +124,9 @@ def resume(trainer: Trainer, candidates: Sequence[Path]) -> list[str]:
             + " A run goes on from one that is as it was written. Restore one, or begin anew with "
             "checkpoint.resume=never."
         )
+    base = adapters.is_base(manifests.read(checkpoint), trainer.run)
     own = _same(checkpoint.parent, trainer.checkpoints)
-    if trainer.run.checkpoint.every >= 0 and own:
+    if trainer.run.checkpoint.every >= 0 and own and not base:
         trainer.saver.step = trainer.step  # it is saved
     # Those of another past must not be what a restart finds.
     moved = together(
@@ -165,6 +168,8 @@ def _tried(trainer: Trainer, checkpoint: Path) -> str:
     why = complaint(why, trainer.grid, trainer.device)
     if not why:
         trainer.optimizer.restored()
+        if adapters.is_base(manifests.read(checkpoint), trainer.run):
+            adapters.begin(trainer)
     return why
 
 
@@ -172,8 +177,11 @@ def _load(trainer: Trainer, checkpoint: Path) -> None:
     """Fill the tensors of this rank and take the facts."""
     manifest, config = manifests.read(checkpoint), trainer.run.checkpoint
     _check_facts(manifest, checkpoint)
-    check_data(manifest, checkpoint, trainer.data.fingerprint, allowed=config.other_data)
     state, _ = tensors(trainer)
+    if adapters.is_base(manifest, trainer.run):
+        _load_base(trainer, checkpoint, state)
+        return
+    check_data(manifest, checkpoint, trainer.data.fingerprint, allowed=config.other_data)
     for name, (_, place) in list(state.items()):
         entry = manifest.tensors.get(name)
         if name.startswith(RANDOM) and (entry is None or entry.shape != place.whole):
@@ -201,6 +209,14 @@ def _load(trainer: Trainer, checkpoint: Path) -> None:
         _take(trainer, manifest)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DamageError(f"{checkpoint} holds facts that cannot be: {error!r:.200}.") from None
+
+
+def _load_base(trainer: Trainer, checkpoint: Path, state: State) -> None:
+    """Take the weights beside which adapters are trained, in whichever type, and nothing else."""
+    frozen = {f"{n}.master" for n, w in parallel_of(trainer.model).weights.items()} & state.keys()
+    base = {name: state[name] for name in frozen if adapters.INSIDE not in name}
+    load.load(checkpoint, base, cast=True)
+    parallel_of(trainer.model).queue.loads += 1
 
 
 def _take(trainer: Trainer, manifest: Manifest) -> None:
@@ -245,7 +261,8 @@ def check_config(manifest: Manifest, checkpoint: Path, run: Run) -> None:
     fatal = [
         f"{name}={new!r}, but {checkpoint} has {old!r}."
         for name, old, new in differences(manifest.facts.get("config", {}), tables(run))
-        if name in FIXED or name.partition(".")[0] in FIXED
+        if (name in FIXED or name.partition(".")[0] in FIXED)
+        and (name.startswith("model.") or not adapters.is_base(manifest, run))
     ]
     if fatal:
         raise CheckpointError(

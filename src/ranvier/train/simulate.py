@@ -18,7 +18,7 @@ from typing import Any
 from ranvier import init
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.models import Decoder
+from ranvier.models import build
 from ranvier.parallel import Parallel, parallelize
 from ranvier.pipeline import choice, draw
 from ranvier.pipeline.draw import Picture
@@ -141,7 +141,7 @@ def by_work(run: Run, shape: Shape) -> Source:
         ones = (1.0,) * shape.chunks
         return Source(Times(ones, ones, ones), ["times: one stage has all the work"], RELATIVE)
     with init.blank():
-        model = Decoder(run.model)
+        model = build(run.model, run.lora)
     grid = Grid.of(run.plan)
     model = parallelize(model, grid, inner=run.plan.inner, materialize=False, how=cut_of(run))
     parallel: Any = model.parallel

@@ -28,7 +28,7 @@ from ranvier.nn import fp8
 from ranvier.nn.compiled import found
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.run import Run
-from ranvier.train import corpora, report
+from ranvier.train import adapters, corpora, report
 from ranvier.train import folder as folders
 from ranvier.train.exact import check_exact, compiles_exactly
 from ranvier.train.show import sinks
@@ -144,8 +144,9 @@ def check_memory(run: Run, me: Ranks, device: torch.device) -> None:
     tokens = max(plan.micro_batch, 1) * run.data.seq
     wide = max(width, 4)
     moment = 2 if run.optim.moments == "bf16" else wide
-    state = run.model.parameters * 2 * width / split  # weights and gradients
-    state += run.model.parameters * (2 * moment + (wide if width < 4 else 0)) / plan.world
+    trained = run.trained
+    state = (run.model.parameters + trained) * width / split  # weights and gradients
+    state += trained * (2 * moment + (wide if width < 4 else 0)) / plan.world
     layers = run.model.layers / plan.pipe
     kept = tokens * run.model.embed * layers * width / (plan.row * plan.col)
     if device.type == "cuda":
@@ -184,7 +185,7 @@ def train(run: Run, me: Ranks, stored: list[str] | None = None) -> int:
     began, device = time.perf_counter(), device_of(run, me)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    run = settled(run, device, backend_of(run, me, device))
+    run = adapters.settled(settled(run, device, backend_of(run, me, device)))
     torch.manual_seed(run.train.seed)  # a layer may draw from torch: it begins alike each time
     if run.plan.compile == "on":
         keep_compiled()
@@ -390,9 +391,17 @@ def parameters_of(parallel: Parallel) -> int:
     return sum(elements for _, _, elements in parallel.shapes.values())
 
 
+def trained_of(parallel: Parallel) -> int:
+    """Parameters of the whole model that are trained."""
+    return sum(elements for _, trained, elements in parallel.shapes.values() if trained)
+
+
 def groups_of(parallel: Parallel, run: Run) -> list[str]:
     """One line for each group of weights: how many, learning rate, decay."""
     lines = []
+    count, every = trained_of(parallel), parameters_of(parallel)
+    if count < every:
+        lines.append(f"trained: {count:,} of {every:,} parameters ({count / every:.2%})")
     for group in ("matrix", "embedding", "vector"):
         members = [n for kind, trained, n in parallel.shapes.values() if kind == group and trained]
         count = sum(members)

@@ -31,7 +31,7 @@ from ranvier.data.dataset import Data
 from ranvier.data.loader import Loader, held_out_batches, micro_batches
 from ranvier.errors import NumericError
 from ranvier.grid import Grid
-from ranvier.models import Decoder
+from ranvier.models import Decoder, build
 from ranvier.nn.leaf import Flow
 from ranvier.optim.optimizer import Optimizer
 from ranvier.optim.scale import Scale
@@ -39,7 +39,7 @@ from ranvier.optim.schedule import share
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.run import Run
 from ranvier.sharding import State
-from ranvier.train import saves
+from ranvier.train import adapters, saves
 from ranvier.train.diagnose import first_bad
 from ranvier.train.fit import bounded, candidates, fit
 from ranvier.train.graph import Graph
@@ -122,9 +122,10 @@ class Trainer:
 
         local_ranks: those that share the memory of this machine; 0: all.
         """
+        run = adapters.settled(run)
         optim, dtype = run.optim, DTYPES[run.train.dtype]
         with init.blank():
-            model = Decoder(run.model)
+            model = build(run.model, run.lora)
         model = parallelize(
             model,
             grid,
@@ -165,6 +166,7 @@ class Trainer:
         guard = Guard(run.guard, device)
         notes += more
         trainer = cls(run, grid, device, model, optimizer, data, meter, guard, notes=notes)
+        adapters.begin(trainer)
         if plan.graph:
             trainer.take = Graph(model, optimizer).step
         return trainer

@@ -88,7 +88,11 @@ def _attention(
 def _eighths(run: Run, parallel: Parallel, flow: Flow) -> list[str]:
     """Have the named layers multiply in fp8 where their sizes allow it."""
     products, layers = fp8.Scaled(run.train.fp8), _linear(parallel)  # type: ignore[arg-type]
-    named = [name for name in layers if set(name.split(".")) & set(run.train.fp8_layers)]
+    named = [
+        name
+        for name in layers
+        if set(name.split(".")) & set(run.train.fp8_layers) and ".adapters." not in name
+    ]
     if not named and parallel.grid.degrees["pipe"] == 1:  # else another stage may have them
         raise PlanError(
             f"train.fp8_layers={list(run.train.fp8_layers)} names no linear layer. A word of its "
