@@ -23,7 +23,7 @@ from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import parallelize
 from ranvier.train.step import forward_backward
 
-VOCAB, STEPS, LR = 32, 10, 1e-2
+VOCAB, STEPS, LR = 32, 10, 3e-3
 SHAPE = {
     "hidden_size": 16,
     "intermediate_size": 24,

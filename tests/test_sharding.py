@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
-from ranvier.plan import AXES
-from ranvier.sharding import INNER, OUTER, WEIGHTS, Dim, Place, Sharding, Step, Table
+from ranvier.plan import AXES, Inner
+from ranvier.sharding import INNER, OUTER, WEIGHTS, Dim, Move, Place, Sharding, Step, Table
 
 RULES = {"weights": WEIGHTS, "outer": OUTER, **{f"inner {k}": v for k, v in INNER.items()}}
 
@@ -315,7 +315,8 @@ def test_layers_enter_and_leave(name: str) -> None:
         ("embed", "expert"),
         ("batch", "heads"),
         ("seq", "mlp"),
-        ("rank", "embed"),
+        ("rank", "rank"),
+        ("vocab", "rank"),
     ],
 )
 def test_layers_that_go_nowhere(dims: tuple[str, str]) -> None:
@@ -334,3 +335,21 @@ def test_regions() -> None:
     assert table.tokens("embed", "seq") == ("context", "row")
     assert table.tokens("heads", "seq") == ("context",)
     assert Table("samples").tokens("mlp", "batch") == ("data", "expert", "depth", "col")
+
+
+@pytest.mark.parametrize(
+    ("inner", "dims", "move"),
+    [
+        ("samples", ("rank", "embed"), Move(scatter=Step("col", 0))),
+        ("samples", ("heads", "rank"), Move(gather=Step("row", 1))),
+        ("samples", ("rank", "mlp"), Move(scatter=Step("row", 1))),
+        ("samples", ("embed", "rank"), Move(gather=Step("col", 0))),
+        ("features", ("rank", "embed"), Move(total="col")),
+        ("features", ("heads", "rank"), Move(gather=Step("row", 1), share="col")),
+        ("features", ("rank", "mlp"), Move(scatter=Step("row", 1), total="col")),
+        ("features", ("embed", "rank"), Move(share="col")),
+    ],
+)
+def test_a_rank_is_whole(inner: Inner, dims: tuple[str, str], move: Move) -> None:
+    """Only its own activations are moved, to where the tokens of the other side lie."""
+    assert Table(inner).move(*dims) == move

@@ -77,7 +77,9 @@ def written(
     peft_out.write_adapter(Path("unused"), one.config, lora, one.family, out)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full if n == "gemma2" else ()) for n in OPTIONS]
+)
 def test_training_equals_pefts_and_files_go_both_ways(
     pool: Pool, made: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +191,7 @@ def test_what_cannot_be_ours_is_refused_with_key_and_value(
 
 def test_adapters_of_other_models_and_pickles_are_refused(made: Any, tmp_path: Path) -> None:
     one = made("llama")
-    with pytest.raises(CheckpointError, match=r"shape \[4, 16\], but it should be \[4, 32\]"):
+    with pytest.raises(CheckpointError, match=r"shape \[16, 4\], but it should be \[32, 4\]"):
         read_adapter(one.path, DecoderConfig(**{**one.config.__dict__, "embed": 32}))
     with pytest.raises(CheckpointError, match="is a directory with"):
         read_adapter(tmp_path, one.config)

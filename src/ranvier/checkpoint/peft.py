@@ -180,10 +180,9 @@ def _positive(path: Path, table: Mapping[str, Any], key: str) -> int:
 
 
 def _family(path: Path, config: DecoderConfig, modules: set[str]) -> Family:
-    """The first family that can have the config and all adapted layers."""
+    """The first family that has the layers of the config, and among them all adapted ones."""
     for family in FAMILIES.values():
         try:
-            family.write(config)
             names = {entry.name.removesuffix(".weight") for entry in family.tensors(config)}
         except UnknownError:
             continue

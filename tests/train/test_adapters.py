@@ -1,0 +1,159 @@
+"""Runs with adapters: from a base, resumed on another grid, the same masks everywhere, text."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import training
+from pool import Pool
+from ranvier.checkpoint import manifest as manifests
+from ranvier.checkpoint import peft_out
+from ranvier.checkpoint.folder import found
+from ranvier.checkpoint.load import wholes
+from ranvier.checkpoint.peft import read_adapter
+from ranvier.errors import PlanError
+from ranvier.grid import Grid
+from ranvier.launch import Ranks
+from ranvier.models import adapters_of
+from ranvier.models.families import FAMILIES
+from ranvier.nn.leaf import Flow
+from ranvier.parallel import parallel_of
+from ranvier.run import Run
+from ranvier.train import folder as folders
+from ranvier.train.metrics import step_flops
+from ranvier.train.train import check_memory, trained_of
+
+CUBE = {"depth": 2, "row": 2, "col": 2}
+LORA: dict[str, Any] = {"lora__rank": 3, "lora__dora": True, "lora__dropout": 0.25}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return training.stored(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> Path:
+    """A run without adapters, which has taken three steps."""
+    out = tmp_path_factory.mktemp("base") / "run"
+    training.losses_of(Grid({}), corpus, str(out), 3)
+    return found(out / "checkpoints")[-1]
+
+
+def losses(grid: Grid, corpus: str, out: str, steps: int, resume: str, changes: Any) -> Any:
+    return training.losses_of(grid, corpus, out, steps, resume, changes)
+
+
+def test_a_run_from_a_base_goes_on_elsewhere_and_leaves_the_base_as_it_was(
+    pool: Pool, corpus: str, base: Path, tmp_path: Path
+) -> None:
+    """Dropout's masks are those of one process, so the losses are."""
+    whole = losses(Grid({}), corpus, str(tmp_path / "one"), 4, str(base), LORA)
+    (first, *_) = pool.on_grid(CUBE, losses, corpus, str(tmp_path / "a"), 2, str(base), LORA)
+    saved = found(tmp_path / "a" / "checkpoints")[-1]
+    other = {**LORA, "plan__inner": "features"}
+    grid = {"pipe": 2, "row": 2, "col": 2}
+    (then, *_) = pool.on_grid(grid, losses, corpus, str(tmp_path / "b"), 4, str(saved), other)
+    # the learning rate falls over the steps of a run, so the first two were taken with another
+    assert first[0] == pytest.approx(whole[0], rel=1e-12) and len(then) == 2
+    again = losses(Grid({}), corpus, str(tmp_path / "c"), 4, str(saved), LORA)
+    assert then == pytest.approx(again, rel=1e-9)
+    before, after = wholes(base), wholes(found(tmp_path / "b" / "checkpoints")[-1])
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    names = manifests.read(saved).tensors
+    assert not any(n.endswith((".mean", ".square")) and ".adapters." not in n for n in names)
+    assert any(n.endswith("m.q.weight.mean") for n in names)
+
+
+def adapted(grid: Grid, corpus: str, out: str, base: str, changes: Any) -> Any:
+    """What a run begins with: its first loss without adapters and with, and DoRA's lengths."""
+    run = training.run_of(out, dict(grid.degrees), 2, **changes)
+    trainer = training.trainer_of(grid, corpus, run)
+    trainer.resume(Path(base))
+    adapter = next(iter(adapters_of(trainer.model)))[1]
+    return trainer.measure(), adapter.m["q"].weight.detach().clone(), trainer.step
+
+
+def test_at_the_start_nothing_is_added(pool: Pool, corpus: str, base: Path, tmp_path: Path) -> None:
+    plain = training.trainer_of(Grid({}), corpus, training.run_of(str(tmp_path / "a"), {}, 9))
+    plain.resume(base)
+    want = plain.measure()
+    weight = wholes(base)["blocks.0.attention.qkv.q.weight"]
+    for loss, lengths, step in pool.on_grid(
+        {"row": 2}, adapted, corpus, str(tmp_path / "b"), str(base), LORA
+    ):
+        assert loss == pytest.approx(want, rel=1e-12) and step == 0
+        assert lengths.numel() * 2 == weight.shape[0]
+        assert float((lengths[:, None] - weight.norm(dim=1)).abs().min(1).values.max()) < 1e-12
+
+
+def test_a_run_starts_from_a_written_adapter_with_its_settings(
+    corpus: str, base: Path, tmp_path: Path
+) -> None:
+    run = training.run_of(str(tmp_path / "a"), {}, 2, **{**LORA, "lora__on": ("q", "mlp")})
+    trainer = training.trainer_of(Grid({}), corpus, run)
+    trainer.resume(base)
+    list(trainer.steps())
+    saved = trainer.save()
+    assert saved is not None
+    out = tmp_path / "adapter"
+    peft_out.write_adapter(saved, run.model, run.lora, FAMILIES["llama"], out, "a-base")
+    assert read_adapter(out, run.model).lora.on == ("q", "gate", "up", "down")
+    more = training.run_of(str(tmp_path / "b"), {}, 2, lora__start=str(out))
+    again = training.trainer_of(Grid({}), corpus, more)
+    again.resume(base)
+    assert again.run.lora.rank == 3 and again.run.lora.dora and again.run.lora.dropout == 0.25
+    assert again.measure() == pytest.approx(trainer.measure(), rel=1e-12)
+    mine, theirs = again.optimizer.state(), trainer.optimizer.state()
+    assert all(torch.equal(mine[n][0], theirs[n][0]) for n in mine if n.endswith(".master"))
+    other = dataclasses.replace(more, lora=dataclasses.replace(more.lora, rank=5))
+    with pytest.raises(PlanError, match=r"lora.rank=5, but lora.start=.* has rank 3"):
+        training.trainer_of(Grid({}), corpus, other)
+
+
+def test_frozen_weights_take_no_memory_and_less_work(corpus: str, tmp_path: Path) -> None:
+    run = training.run_of(str(tmp_path / "a"), {}, 2, lora__rank=3)
+    trainer = training.trainer_of(Grid({}), corpus, run)
+    parallel = parallel_of(trainer.model)
+    assert run.trained == trained_of(parallel) < 0.5 * run.model.parameters
+    assert all(b.trainable for b in trainer.optimizer.master)
+    list(trainer.steps())
+    assert all(bucket.grad is None for bucket in parallel.queue.buckets if not bucket.trainable)
+    full = training.trainer_of(Grid({}), corpus, training.run_of(str(tmp_path / "b"), {}, 2))
+    flow = Flow(8, 16, 8, 8)
+    assert step_flops(parallel, flow, 1) < step_flops(parallel_of(full.model), flow, 1)
+    big = dataclasses.replace(run.model, embed=1024, mlp=2**18, layers=1)
+    huge = dataclasses.replace(run, model=big, train=dataclasses.replace(run.train, dtype="fp32"))
+    limit = dataclasses.replace(huge.plan, memory=4.0)
+    check_memory(dataclasses.replace(huge, plan=limit), Ranks(), torch.device("meta"))
+    whole = dataclasses.replace(huge, plan=limit, lora=dataclasses.replace(run.lora, rank=0))
+    with pytest.raises(PlanError, match="GiB at least"):
+        check_memory(whole, Ranks(), torch.device("meta"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lora__on": ("keys",)}, "names no layer of this model with \\['keys'\\]"),
+        ({"lora__on": ()}, "names no layer"),
+        ({"lora__on": ("gate",), "model__activation": "gelu"}, "\\['gate'\\]"),
+        ({"lora__layers": (2,)}, "numbered from 0 to 1"),
+        ({"lora__layers": (1, 1)}, "names a block twice"),
+        ({"lora__rank": -1}, "lora.rank=-1 is too small"),
+        ({"lora__dropout": 1.0}, "lora.dropout=1.0 is no share"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        training.run_of("", {}, 2, **{"lora__rank": 2, **changes})
+
+
+def test_a_directory_of_a_run_without_adapters_is_not_taken(base: Path) -> None:
+    run: Run = training.run_of(str(base.parent.parent), {}, 9, **LORA)
+    with pytest.raises(PlanError, match=r"holds a run without adapters, but lora\.rank=3"):
+        folders.claim(run)
