@@ -23,7 +23,7 @@ from equivalence import batch_of, copied, flow_of, gradients, micros_of, worst
 from pool import Pool
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
-from ranvier.models.decoder import Decoder, DecoderConfig
+from ranvier.models import AdapterConfig, DecoderConfig, build
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import Parallel, parallelize
 from ranvier.sharding import State
@@ -46,6 +46,7 @@ class Case:
     dropout: float = 0.0
     micro_batches: int = 1
     layers: int = LAYERS
+    lora: AdapterConfig = AdapterConfig()
 
     @property
     def graphs(self) -> int:
@@ -60,7 +61,7 @@ class Case:
         """The decoder on a grid, the same on every call."""
         torch.manual_seed(1)
         config = DecoderConfig(**SHAPE, layers=self.layers, dropout=self.dropout)  # type: ignore[arg-type]
-        model = Decoder(config).double()
+        model = build(config, self.lora).double()
         options: dict[str, Any] = {"inner": self.inner, "recompute": self.recompute}
         return parallelize(model, grid, compiled=compiled, **options)
 
@@ -151,6 +152,7 @@ def differs(grid: Grid, case: Case) -> tuple[list[str], list[int], list[str]]:
 CASES: list[tuple[dict[str, int], Case]] = [
     ({}, Case(recompute="full", packed=True, dropout=0.1, micro_batches=2)),
     ({"row": 2, "col": 2}, Case(recompute="selective", packed=True)),
+    ({"row": 2}, Case(layers=2, lora=AdapterConfig(rank=2, dropout=0.2, dora=True))),
     ({"row": 2, "col": 2}, Case(inner="features", layers=1)),
     ({"depth": 2, "data": 2}, Case(packed=True, dropout=0.1, layers=1)),
 ]
@@ -158,8 +160,8 @@ CASES: list[tuple[dict[str, int], Case]] = [
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_compiled_blocks_equal_eager_ones:
-        names = ["one", "samples", "features", "depth"]
-        count = len(CASES) if metafunc.config.getoption("--full") else 2
+        names = ["one", "samples", "adapters", "features", "depth"]
+        count = len(CASES) if metafunc.config.getoption("--full") else 3
         metafunc.parametrize(("degrees", "case"), CASES[:count], ids=names[:count])
 
 
