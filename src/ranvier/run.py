@@ -21,6 +21,7 @@ from ranvier.errors import PlanError
 from ranvier.plan import Plan
 from ranvier.settings import (
     FREE,
+    IMPORTED,
     LARGEST,
     LEAST,
     MOST,
@@ -34,6 +35,9 @@ from ranvier.settings import (
     TrainConfig,
     nearest,
 )
+
+TUNED = 2e-5
+"""Learning rate of models that were trained before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,8 @@ class Run:
         """The learning rate after warm-up: as given, or from the width of the model."""
         if self.optim.lr is not None:
             return self.optim.lr
+        if self.train.start or self.model.size == IMPORTED:
+            return TUNED
         embed, tokens = self.model.embed, max(self.plan.batch * self.data.seq, 1)
         return float(f"{0.576 / embed * min(1.0, 6.0 * math.sqrt(tokens) / embed):.3g}")
 

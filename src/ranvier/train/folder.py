@@ -210,7 +210,7 @@ def begin(folder: Path, run: Run, step: int, origin: Path | None = None) -> list
     """
     lines = []
     config = folder / "config.toml"
-    if config.exists() and step == 0:
+    if config.exists() and step == 0 and not found(folder / "checkpoints"):
         lines = ["no committed checkpoint in the directory of the run: it begins again"]
     elif config.exists():
         changed = saves.differences(saves.tables(runs.load(config)), saves.tables(run))
