@@ -170,6 +170,16 @@ def _whole(out: Path) -> Iterator[Path]:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
+def carried(start: str, into: Path) -> None:
+    """Keep what came with the model that a new run takes its weights from, for its export."""
+    source = Path(start)
+    origin = source.parent.parent if folder.STEP.fullmatch(source.name) else source
+    if (origin / KEPT).is_dir() and not (into / KEPT).exists():
+        shutil.copytree(origin / KEPT, into / KEPT)
+    elif not (origin / "config.toml").exists() and not (into / KEPT).exists():
+        _kept(origin if origin.is_dir() else origin.parent, into)
+
+
 def begun(run: Run) -> Run:
     """A new run with the model of what it takes its weights from, and the words it knows."""
     source = found(run.train.start)
@@ -283,12 +293,11 @@ def _beside(origin: Path, here: Path, config: Mapping[str, Any]) -> None:
     for name in FILES:
         if name != "config.json":
             _copied(origin / KEPT / name, here / name)
-    if (origin / KEPT).is_dir():
-        return
-    _copied(origin / "chat_template.jinja", here / "chat_template.jinja")
     end = config.get("eos_token_id")
-    _json(here / "generation_config.json", {"eos_token_id": end} if end is not None else {})
-    if (origin / "tokenizer.json").exists():
+    if not (here / "generation_config.json").exists():
+        _json(here / "generation_config.json", {"eos_token_id": end} if end is not None else {})
+    if (origin / "tokenizer.json").exists() and not (here / "tokenizer.json").exists():
+        _copied(origin / "chat_template.jinja", here / "chat_template.jinja")
         from ranvier.data.tokenizer import tokenizer_of
 
         words = tokenizer_of(str(origin / "tokenizer.json"), origin)

@@ -28,7 +28,7 @@ from ranvier.nn import fp8
 from ranvier.nn.compiled import found
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.run import Run
-from ranvier.train import corpora, report, saves
+from ranvier.train import corpora, exchange, report, saves
 from ranvier.train import folder as folders
 from ranvier.train.exact import check_exact, compiles_exactly
 from ranvier.train.show import sinks
@@ -211,6 +211,8 @@ def train(run: Run, me: Ranks, stored: list[str] | None = None) -> int:
         if run.train.start and not candidates:
             saves.start(trainer, Path(run.train.start))
             trainer.notes += [f"it begins with the weights of {run.train.start}"]
+            if me.rank == 0:
+                exchange.carried(run.train.start, folder)
         if candidates:
             trainer.notes += trainer.resume(*candidates)
             trainer.meter.phases = dict(folders.facts(folder).get("phases", {}))
