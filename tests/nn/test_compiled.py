@@ -150,6 +150,7 @@ def differs(grid: Grid, case: Case) -> tuple[list[str], list[int], list[str]]:
 
 CASES: list[tuple[dict[str, int], Case]] = [
     ({}, Case(recompute="full", packed=True, dropout=0.1, micro_batches=2)),
+    ({"col": 2}, Case(recompute="selective", packed=True)),
     ({"row": 2, "col": 2}, Case(recompute="selective", packed=True)),
     ({"row": 2, "col": 2}, Case(inner="features", layers=1)),
     ({"depth": 2, "data": 2}, Case(packed=True, dropout=0.1, layers=1)),
@@ -158,7 +159,7 @@ CASES: list[tuple[dict[str, int], Case]] = [
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_compiled_blocks_equal_eager_ones:
-        names = ["one", "samples", "features", "depth"]
+        names = ["one", "col", "samples", "features", "depth"]
         count = len(CASES) if metafunc.config.getoption("--full") else 2
         metafunc.parametrize(("degrees", "case"), CASES[:count], ids=names[:count])
 
