@@ -5,6 +5,7 @@ A seeded covering sample by default, `--full` for the whole product.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -38,6 +39,13 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("RANVIER_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def modules() -> None:
+    """No run in this process has the collector look at all modules once more."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -51,6 +51,8 @@ class Case:
     keep: bool = False
     delay: int = -1
     """Seed of the delays of messages between stages; -1: none."""
+    steps: int = 2
+    """In the first the order of the gathers is not known, in the second it is."""
 
     @property
     def label(self) -> str:
@@ -132,9 +134,9 @@ def worst(name: str, have: Tensor, want: Tensor, limit: float, floor: float = 0.
 
 
 class Serial:
-    """The plain model: what one process computes in three steps."""
+    """The plain model: what one process computes in a few steps."""
 
-    def __init__(self, name: str, batch: Batch, lr: float, clip: float) -> None:
+    def __init__(self, name: str, batch: Batch, lr: float, clip: float, steps: int = 2) -> None:
         self.model, self.batch = Case(name).build(), batch
         self.values = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.grads: dict[str, Tensor] = {}
@@ -144,7 +146,7 @@ class Serial:
             {"params": [p], "weight_decay": 0.1 if decays(n, p) else 0.0} for n, p in self.named()
         ]
         optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
-        for step in range(3):
+        for step in range(steps):
             optimizer.zero_grad()
             count = (batch.targets != -100).sum()
             loss = self.model(**batch.inputs()) / count
@@ -186,14 +188,14 @@ def micros_of(batch: Batch, grid: Grid, micro_batches: int) -> list[Batch]:
 
 
 def run_case(grid: Grid, case: Case, batch: Batch, lr: float, clip: float) -> dict[str, Any]:
-    """Three steps on the grid: the state of this rank and what it saw."""
+    """A few steps on the grid: the state of this rank and what it saw."""
     model = case.on(grid)
     parallel: Parallel = model.parallel  # type: ignore[assignment]
     grads: State = {}
     start, losses, norms, lines = copied(parallel.state()), [], [], []
     micros = micros_of(batch, grid, case.micro_batches)
     optimizer = Optimizer(parallel.queue, lr=lr, clip=clip)
-    for step in range(3):
+    for step in range(case.steps):
         with grid.trace.recording() as events:
             losses.append(forward_backward(model, micros).item())
             grads = grads if step else gradients(parallel)
@@ -234,7 +236,7 @@ def reload(
     parallel: Parallel = model.parallel  # type: ignore[assignment]
     loaded = Optimizer(parallel.queue)
     parallel.load(weights)
-    loaded.load(optimizer, steps=3)
+    loaded.load(optimizer, steps=case.steps)
     whole = {**weights, **optimizer}
     return [
         f"rank {grid.rank}: {name} changed by reloading"

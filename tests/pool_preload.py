@@ -1,4 +1,9 @@
 """What every worker needs: imported once, then forked."""
 
+import gc
+
 import hf_models  # noqa: F401  (transformers takes seconds)
-import ranvier.parallel  # noqa: F401
+import ranvier.parallel
+import ranvier.train.trainer  # noqa: F401
+
+gc.freeze()  # else each run's round of the collector looks at all of this, in all workers

@@ -45,11 +45,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_start_and_every_grid_gives_the_same_losses(folder: Path) -> None:
     """One process, `--nproc`, `torchrun`'s and `srun`'s variables."""
     words = ["train", *SMALL, "--train.steps", "4", "--checkpoint.every", "-1"]
-    assert call(*words, "--train.out", "one", "--nproc", "1") == 0
     many = ["--nproc", "4", "--plan.col", "2", "--plan.depth", "2", "--train.trace", "True"]
-    code, out, errors = ended(started(folder, *words, *many, "--train.out", "many"))
-    assert code == 0, errors
-    assert "hidden" in out and "reduce_scatter" in out
+    four = started(folder, *words, *many, "--train.out", "many")
+    assert call(*words, "--train.out", "one", "--nproc", "1") == 0
     # One rank is told by srun's variables and the other by torchrun's: both mean the same.
     slurm = {"SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NODELIST": "here", "SLURM_NTASKS": "2"}
     slurm |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
@@ -59,6 +57,9 @@ def test_every_start_and_every_grid_gives_the_same_losses(folder: Path) -> None:
     torchrun |= {"MASTER_PORT": str(meant.port)}
     launched = [*words, "--train.out", "launched", "--plan.row", "2"]
     both = [started(folder, *launched, environment=env) for env in (torchrun, slurm)]
+    code, out, errors = ended(four)
+    assert code == 0, errors
+    assert "hidden" in out and "reduce_scatter" in out
     ends = [ended(one) for one in both]
     assert [code for code, _, _ in ends] == [0, 0], ends
     assert "row 2" in ends[0][1] and ends[1][1] == ""
@@ -95,18 +96,19 @@ def test_a_rank_that_is_killed_ends_all(folder: Path) -> None:
 
 
 def test_verify_passes_on_grids_and_fails_on_a_broken_collective(folder: Path) -> None:
-    (folder / "run.toml").write_text(
-        '[model]\nsize = "llama3-8b"\nkv_heads = 1\nvocab = 128259\nbias = true\n'
-        "[plan]\nrow = 2\nbatch = 8\n"
-    )
-    code, out, errors = ended(started(folder, "verify", "run.toml"))
+    text = '[model]\nsize = "llama3-8b"\nkv_heads = 1\nvocab = 128259\nbias = true\n'
+    begun = []
+    for name, patch in (("good", ("", "")), ("bad", ("ranvier.comm.verbs", BROKEN))):
+        (folder / name).mkdir()
+        (folder / name / "run.toml").write_text(text + "[plan]\nrow = 2\nbatch = 8\n")
+        begun.append(started(folder / name, "verify", "run.toml", patch=patch))
+    good, bad = begun
+    code, out, errors = ended(good)
     assert code == 0, out + errors
     assert "verified: the grid equals one process" in out
     assert "32 heads, 1 kv heads" in out and "all as predicted" in out
     assert "vocab 25," in out  # 128259 and 25 are odd
-    code, out, _ = ended(
-        started(folder, "verify", "run.toml", patch=("ranvier.comm.verbs", BROKEN))
-    )
+    code, out, _ = ended(bad)
     assert code == 1
     assert "DIFFERS" in out and "FAILED" in out
 

@@ -19,10 +19,12 @@ from ranvier.checkpoint.load import wholes
 from ranvier.comm import pairs, verbs
 from ranvier.data.loader import Loader
 from ranvier.grid import Axis, Grid
+from ranvier.models import EXAMPLES, DecoderConfig, decoder
 from ranvier.models.documents import Documents, inside, kernel_takes, packed
 from ranvier.nn import fp8, loss
 from ranvier.optim import fused, rules
 from ranvier.optim.early import Early
+from ranvier.parallel import parallelize
 from ranvier.trace import COMPUTE
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
@@ -99,6 +101,44 @@ def test_the_kernel_for_documents_equals_its_twin(dtype: torch.dtype, kv_heads: 
         assert twin is not None and ours is not None
         error = (ours.float() - twin).abs().max() / twin.abs().max()
         assert error < 2e-2, error
+
+
+@pytest.mark.parametrize("window", [2, 5, 64])
+def test_the_kernel_sees_a_window_as_its_twin(window: int) -> None:
+    """Whole samples and documents."""
+    torch.manual_seed(0)
+    shape = DecoderConfig(heads=8, kv_heads=2, head_dim=32, window=window)
+    core = decoder.Core(shape).cuda()
+    q = torch.randn(3, 96, 8, 32, device="cuda")
+    k, v = (torch.randn(3, 96, 2, 32, device="cuda") for _ in range(2))
+    cuts = Documents.cut(((40, 56), (96,), (1, 5, 90)), "cuda")
+    for documents in (None, cuts):
+        results = []
+        for dtype in (torch.float64, torch.bfloat16):
+            inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+            y = core(*inputs, None, documents)
+            grads = torch.autograd.grad(y.float().square().sum(), inputs)
+            results.append([y, *grads])
+        for want, have in zip(*results, strict=True):
+            error = (have.double() - want).abs().max() / want.abs().max()
+            assert error < 3e-2, (window, documents is None, error)
+    assert kernel_takes(q.bfloat16()) and not kernel_takes(q.bfloat16(), 5.0)
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", ["gemma2", "olmo2"])
+def test_shapes_of_families_compile(name: str) -> None:
+    """Caps, windows, shifted norms and norms over all heads, as compiled blocks in bf16."""
+    losses = []
+    for dtype, compiled in ((torch.float64, ""), (torch.bfloat16, "inductor")):
+        torch.manual_seed(0)
+        model = EXAMPLES[name]().to(dtype).cuda()
+        tokens = torch.randint(0, 29, (4, 16), generator=torch.Generator().manual_seed(1)).cuda()
+        model = parallelize(model, Grid({}), compiled=compiled, device="cuda")
+        loss = model(tokens, tokens)
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=3e-2)
 
 
 def test_the_host_does_not_wait_for_the_device(corpus: str) -> None:

@@ -47,8 +47,8 @@ def broken(grid: Grid, name: str, case: Case, batch: Batch) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_broken_part_is_caught(pool: Pool, name: str) -> None:
-    serial = Serial("biased", batch_of("biased", samples=8, packed=False), 1e-2, 0.5)
+    serial = Serial("biased", batch_of("biased", samples=8, packed=False), 1e-2, 0.5, steps=1)
     degrees = {"depth": 2, "row": 2, "col": 2}
-    results = pool.on_grid(degrees, broken, name, Case("biased"), serial.batch)
+    results = pool.on_grid(degrees, broken, name, Case("biased", steps=1), serial.batch)
     lines = compare(serial, results)
     assert any("gradient" in line or "losses" in line for line in lines), lines

@@ -19,7 +19,9 @@ from ranvier.options import (
     Arguments,
     Convert,
     Doctor,
+    Export,
     Generate,
+    Import,
     Nothing,
     Prepare,
     Profile,
@@ -34,6 +36,8 @@ usage: ranvier VERB ...
 
   train [run.toml | RUN]     train a model; without arguments a small one on the texts of Python's
                              standard library; a RUN (its directory) is continued
+  import SRC --to RUN        make a run of a published model (safetensors and config.json)
+  export RUN --to DIR        write its weights as transformers and other engines read them
   generate RUN --prompt ...  text from the newest checkpoint of a run
   report RUN                 write report.html of a run again
   profile RUN | run.toml     where the time of its steps goes, kernel by kernel, on one rank
@@ -152,6 +156,11 @@ def filled(kind: type[Settings], usage: str, words: Sequence[str]) -> Settings:
         run = runs.load(Path(files[0]), size=size)
     else:
         run = Run() if size is None else Run(model=ModelConfig.of(size))
+    start = _option(options, "--train.start") or run.train.start
+    if start and not (files and os.path.isdir(files[0])):
+        from ranvier.train import exchange
+
+        run = exchange.begun(replace(run, train=replace(run.train, start=start)))
     default = kind(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)})
     return asked(kind, default, usage, options)
 
@@ -385,6 +394,26 @@ def _generate(words: Sequence[str]) -> int:
     return sample.say(folder, **dataclasses.asdict(settings))
 
 
+def _import(words: Sequence[str]) -> int:
+    from ranvier.train import exchange
+
+    names, options = split(words)
+    settings = asked(Import, Import(), "import SRC --to RUN", options)
+    source = _one("import", "a published model", names)
+    out = Path(settings.to or Path("runs") / Path(source).absolute().name)
+    return exchange.say(exchange.imported(source, out))
+
+
+def _export(words: Sequence[str]) -> int:
+    from ranvier.train import exchange
+
+    names, options = split(words)
+    settings = dataclasses.asdict(asked(Export, Export(), "export RUN --to DIR", options))
+    origin = Path(_one("export", "a run", names))
+    out = Path(settings.pop("to") or f"{origin}-export")
+    return exchange.say(exchange.exported(origin, out, **settings))
+
+
 def _report(words: Sequence[str]) -> int:
     from ranvier.infer.sample import run_of
     from ranvier.train import report
@@ -445,6 +474,8 @@ def _one(verb: str, what: str, words: Sequence[str]) -> str:
 
 VERBS: dict[str, Verb] = {
     "train": _train,
+    "import": _import,
+    "export": _export,
     "generate": _generate,
     "report": _report,
     "profile": _profile,

@@ -96,6 +96,32 @@ class Generate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Import:
+    """Make a run of a published model: a directory (or file) of safetensors with config.json."""
+
+    to: str = ""
+    """Directory of the run; empty: runs/ and the name of the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Write the weights of a run as other engines read them: safetensors, config, tokenizer."""
+
+    to: str = ""
+    """Directory to make; empty: the run's name with -export."""
+    step: int = -1
+    """Checkpoint after this step; -1: the newest."""
+    dtype: str = ""
+    """Of the weights: fp64, fp32, bf16 or fp16; empty: that of the model when it was imported, or
+    of the checkpoint."""
+    family: str = ""
+    """llama, mistral, qwen2, qwen3, olmo2, gemma2, phi3 or gpt2; empty: that of the model when it
+    was imported, or the first that has such models."""
+    shard: int = 5_000_000_000
+    """Bytes of a file at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Convert:
     """Write a checkpoint anew, a few tensors at a time."""
 

@@ -24,6 +24,7 @@ from ranvier.plan import Plan
 from ranvier.settings import (
     ADAPTED,
     FREE,
+    IMPORTED,
     LARGEST,
     LEAST,
     MOST,
@@ -38,6 +39,9 @@ from ranvier.settings import (
     TrainConfig,
     nearest,
 )
+
+TUNED = 2e-5
+"""Learning rate of models that were trained before."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,8 @@ class Run:
         """The learning rate after warm-up: as given, or from the width of the model."""
         if self.optim.lr is not None:
             return self.optim.lr
+        if self.train.start or self.model.size == IMPORTED:
+            return TUNED * (10.0 if self.lora.rank > 0 or self.lora.start else 1.0)
         embed, tokens = self.model.embed, max(self.plan.batch * self.data.seq, 1)
         return float(f"{0.576 / embed * min(1.0, 6.0 * math.sqrt(tokens) / embed):.3g}")
 

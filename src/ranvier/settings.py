@@ -13,17 +13,23 @@ from ranvier.models import SIZES, AdapterConfig, DecoderConfig
 from ranvier.models.decoder import GATED
 from ranvier.plan import AXES
 
+IMPORTED = "imported"
+"""The size of a model that was published by others: all its fields are given."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(DecoderConfig):
     """The model: a named size, any field of which can be changed."""
 
     size: str = "tiny"
-    """tiny, gpt2, llama3-1b, llama3-8b, llama3-70b, llama3-405b, qwen3-0.6b or qwen3-8b."""
+    """tiny, gpt2, llama3-1b, llama3-8b, llama3-70b, llama3-405b, qwen3-0.6b or qwen3-8b;
+    imported: what `ranvier import` has found."""
 
     @classmethod
     def of(cls, size: str) -> ModelConfig:
         """The config of a named size."""
+        if size == IMPORTED:
+            return cls(size=size)
         if size not in SIZES:
             raise PlanError(
                 f"model.size={size!r} is not known.{nearest(size, SIZES)} "
@@ -95,7 +101,8 @@ class OptimConfig:
 
     lr: float | None = None
     """Learning rate after warm-up. Not given: 0.576 / embed, which is 3e-3 for tiny and 2.8e-4 for
-    llama3-1b, times the share min(1, 6 · sqrt(tokens of a step) / embed)."""
+    llama3-1b, times the share min(1, 6 · sqrt(tokens of a step) / embed); 2e-5 for a model that
+    was trained before."""
     schedule: Literal["cosine", "wsd"] = "cosine"
     """After warm-up: a cosine down, or stable and then linearly down (warm-up, stable, decay)."""
     warmup: int = -1
@@ -135,6 +142,9 @@ class TrainConfig:
     """Of initial weights, data order and dropout."""
     out: str = ""
     """Directory of the run; empty: a new one under runs/. One that holds a run is continued."""
+    start: str = ""
+    """What a new run takes its weights from, and the settings of its model: another run, one of
+    its checkpoints, or a published model (a directory of safetensors)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda (also AMD's ROCm) if there is one."""
     dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = "auto"

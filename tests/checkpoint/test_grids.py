@@ -40,6 +40,8 @@ CHANGES: dict[str, Any] = {
     "checkpoint__keep": 0,
 }
 """Three layers on two or four stages, 257 tokens, 2 kv heads on 4 rows: nothing divides."""
+STEPS = 2
+"""Taken after a load."""
 Found = tuple[list[float], list[float], State, list[int]]
 
 
@@ -58,12 +60,12 @@ def moved(grid: Grid, corpus: str, source: str, out: str, steps: int) -> Found:
     if source:
         trainer.resume(Path(source))
         manifest = manifests.read(Path(source))
-        for name, (part, place) in trainer.state().items():
-            if not name.startswith("random."):
-                whole = {name: load.blank(manifest.tensors[name])}
-                load.fill(Path(source), manifest, whole)
-                want = place.take(whole[name][0]).reshape(part.shape)
-                odd += [0.0] * (not torch.equal(part, want))
+        mine = {n: x for n, x in trainer.state().items() if not n.startswith("random.")}
+        whole = {name: load.blank(manifest.tensors[name]) for name in mine}
+        load.fill(Path(source), manifest, whole)
+        for name, (part, place) in mine.items():
+            want = place.take(whole[name][0]).reshape(part.shape)
+            odd += [0.0] * (not torch.equal(part, want))
         trainer.save()
     seen: list[int] = []
     take = trainer.take
@@ -99,7 +101,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> tuple[Path,
     folder = tmp_path_factory.mktemp("origin")
     moved(Grid({}), corpus, "", str(folder / "a"), 2)
     (path,) = found(folder / "a" / "checkpoints")
-    return path, moved(Grid({}), corpus, str(path), str(folder / "b"), 3)
+    return path, moved(Grid({}), corpus, str(path), str(folder / "b"), STEPS)
 
 
 def compare(parts: list[Found], alone: Found, *, same: bool) -> None:
@@ -120,13 +122,13 @@ def test_a_state_survives_all_grids_to_the_bit(
     origin: tuple[Path, Found],
     request: pytest.FixtureRequest,
 ) -> None:
-    """From each of twelve grids (a sample: six) to the next and back to the first (D11, D12)."""
+    """From each of twelve grids (a sample: four) to the next and back to the first (D11, D12)."""
     first, alone = origin
     source = first
-    some = range(1, 12) if request.config.getoption("--full") else (1, 3, 7, 8, 9)
+    some = range(1, 12) if request.config.getoption("--full") else (3, 8, 9)
     for number, degrees in enumerate([*(GRIDS[i] for i in some), GRIDS[0]]):
         out = tmp_path / str(number)
-        parts = pool.on_grid(degrees, moved, corpus, str(source), str(out), 3)
+        parts = pool.on_grid(degrees, moved, corpus, str(source), str(out), STEPS)
         compare(parts, alone, same=degrees == {})
         source = found(out / "checkpoints")[0]
     one, two = (manifests.read(path) for path in (first, source))
@@ -153,7 +155,7 @@ def test_each_grid_loads_what_each_other_saved(
         saved = tmp_path / f"{a}-{b}"
         pool.on_grid(GRIDS[a], moved, corpus, str(origin[0]), str(saved), 0)
         (path,) = found(saved / "checkpoints")
-        parts = pool.on_grid(GRIDS[b], moved, corpus, str(path), str(tmp_path / f"{a}-{b}+"), 3)
+        parts = pool.on_grid(GRIDS[b], moved, corpus, str(path), str(tmp_path / f"{a}-{b}+"), STEPS)
         compare(parts, origin[1], same=False)
 
 

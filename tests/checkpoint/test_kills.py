@@ -21,7 +21,7 @@ def killed(*options: str) -> tuple[int, str]:
 
 
 def test_a_save_killed_at_any_call_leaves_a_checkpoint(request: pytest.FixtureRequest) -> None:
-    count = "0" if request.config.getoption("--full") else "24"
+    count = "0" if request.config.getoption("--full") else "14"
     code, text = killed("--trials", count)
     assert code == 0 and "all loadable" in text, text
     assert (
@@ -36,6 +36,7 @@ def test_a_save_killed_at_any_call_leaves_a_checkpoint(request: pytest.FixtureRe
     ), text
 
 
+@pytest.mark.full
 def test_the_trial_fails_for_a_save_that_overwrites() -> None:
     """The control: a checkpoint that is removed for its successor is lost at some call."""
     code, text = killed("--control")

@@ -88,25 +88,28 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
         agent.communicate()
 
 
-def test_a_killed_rank_starts_all_nodes_again_and_a_signal_stops_them(pair: Pair) -> None:
+def test_a_killed_rank_starts_all_nodes_again_and_a_node_that_is_gone_is_left_out(
+    pair: Pair,
+) -> None:
     folder, (first, second), (_, rank) = pair
     os.kill(rank, signal.SIGKILL)
-    awaited(folder / "rank0.1", folder / "rank1.1")
-    second.send_signal(signal.SIGUSR1)
-    _, errors = first.communicate(timeout=30)
-    assert (first.returncode, second.wait(timeout=10)) == (75, 75)
-    assert "Rank 1 was killed by signal 9 (SIGKILL) at step" in errors
-    assert "Starting all ranks again" in errors
-
-
-def test_a_node_that_is_gone_is_left_out(pair: Pair) -> None:
-    _, (first, second), (_, rank) = pair
+    _, rank = awaited(folder / "rank0.1", folder / "rank1.1")
     start = time.monotonic()
     second.kill()
     _, errors = first.communicate(timeout=30)
     assert first.returncode == 0 and time.monotonic() - start < 15.0
+    assert "Rank 1 was killed by signal 9 (SIGKILL) at step" in errors
+    assert "Starting all ranks again" in errors
     assert "Node(s) 1 gave no sign of life for 2 s. Going on with the grid data=1" in errors
     assert not alive(rank)
+
+
+@pytest.mark.full
+def test_a_signal_stops_all_nodes(pair: Pair) -> None:
+    _, (first, second), _ = pair
+    second.send_signal(signal.SIGUSR1)
+    first.communicate(timeout=30)
+    assert (first.returncode, second.wait(timeout=10)) == (75, 75)
 
 
 @pytest.mark.full

@@ -1,7 +1,7 @@
 """Any pipeline equals one process: policies, grids, tied weights, documents, random delays.
 
 By default a sample in which every axis and every pair of options occurs, each with its own seed of
-delays; `--full` runs every grid with every policy, model and way for col.
+delays; `--full` runs every grid with every policy, model and way for col, and a third step.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def whole_product() -> list[tuple[dict[str, int], Case]]:
     for i, (grid, row) in enumerate(every):
         micro_batches, packed, recompute, keep, spread = next(rest)
         more = {"micro_batches": micro_batches, "packed": packed, "recompute": recompute}
+        more["steps"] = 3
         case = Case(**row, **more, keep=keep, spread=spread, delay=i)
         if fits(grid, case):
             found.append((grid, case))
@@ -88,9 +89,9 @@ def whole_product() -> list[tuple[dict[str, int], Case]]:
 
 
 @functools.cache
-def serial(model: str, packed: bool) -> Serial:
+def serial(model: str, packed: bool, steps: int) -> Serial:
     """One process."""
-    return Serial(model, batch_of(model, samples=16, packed=packed), LR, CLIP)
+    return Serial(model, batch_of(model, samples=16, packed=packed), LR, CLIP, steps)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -106,13 +107,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_a_pipeline_equals_one_process(pool: Pool, degrees: dict[str, int], case: Case) -> None:
     """And, of some cases, the state reloads bit for bit on another grid with stages."""
-    whole = serial(case.model, case.packed)
+    whole = serial(case.model, case.packed, case.steps)
     results = pool.on_grid(degrees, run_case, case, whole.batch, LR, CLIP)
     assert compare(whole, results) == []
     if case.delay % 4:
         return
     state = {key: assemble(result[key] for result in results) for key in ("after", "optimizer")}
     other = GRIDS[(GRIDS.index(degrees) * 7 + 3) % len(GRIDS)]
-    plain = Case(case.model, inner="features")
+    plain = Case(case.model, inner="features", steps=case.steps)
     bad = pool.on_grid(other, reload, plain, state["after"], state["optimizer"])
     assert [line for lines in bad for line in lines] == [], f"reloaded on {label(other)}"

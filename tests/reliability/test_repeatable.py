@@ -77,7 +77,14 @@ def test_twenty_steps_on_a_grid_are_those_of_one_process(
         assert same(found, wanted, limit)
 
 
-@pytest.mark.parametrize("micro", [4, 2, 1], ids="G14 {}".format)
+@pytest.mark.parametrize(
+    "micro",
+    [
+        *(pytest.param(4, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)),
+        1,
+    ],
+    ids="G14 {}".format,
+)
 def test_micro_batches_add_up(corpus: str, micro: int) -> None:
     """G14: 8 samples at once, or in 2, 4 or 8 parts."""
     wanted = curve(Grid({}), corpus, 4, {})

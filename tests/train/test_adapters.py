@@ -25,6 +25,7 @@ from ranvier.nn.leaf import Flow
 from ranvier.parallel import parallel_of
 from ranvier.run import Run
 from ranvier.train import folder as folders
+from ranvier.train import saves
 from ranvier.train.metrics import step_flops
 from ranvier.train.train import check_memory, trained_of
 
@@ -45,24 +46,34 @@ def base(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> Path:
     return found(out / "checkpoints")[-1]
 
 
-def losses(grid: Grid, corpus: str, out: str, steps: int, resume: str, changes: Any) -> Any:
-    return training.losses_of(grid, corpus, out, steps, resume, changes)
+def losses(
+    grid: Grid, corpus: str, out: str, steps: int, changes: Any, start: str = "", resume: str = ""
+) -> list[float]:
+    """Of a run that begins with weights, or goes on; it saves at its end."""
+    run = training.run_of(out, dict(grid.degrees), steps, **changes)
+    trainer = training.trainer_of(grid, corpus, run)
+    if start:
+        saves.start(trainer, Path(start))
+    else:
+        trainer.resume(Path(resume))
+    found = [row["loss"] for row in trainer.steps()]
+    trainer.save()
+    return found
 
 
 def test_a_run_from_a_base_goes_on_elsewhere_and_leaves_the_base_as_it_was(
     pool: Pool, corpus: str, base: Path, tmp_path: Path
 ) -> None:
     """Dropout's masks are those of one process, so the losses are."""
-    whole = losses(Grid({}), corpus, str(tmp_path / "one"), 4, str(base), LORA)
-    (first, *_) = pool.on_grid(CUBE, losses, corpus, str(tmp_path / "a"), 2, str(base), LORA)
+    whole = losses(Grid({}), corpus, str(tmp_path / "one"), 2, LORA, str(base))
+    (first, *_) = pool.on_grid(CUBE, losses, corpus, str(tmp_path / "a"), 2, LORA, str(base))
     saved = found(tmp_path / "a" / "checkpoints")[-1]
     other = {**LORA, "plan__inner": "features"}
     grid = {"pipe": 2, "row": 2, "col": 2}
-    (then, *_) = pool.on_grid(grid, losses, corpus, str(tmp_path / "b"), 4, str(saved), other)
-    # the learning rate falls over the steps of a run, so the first two were taken with another
-    assert first[0] == pytest.approx(whole[0], rel=1e-12) and len(then) == 2
-    again = losses(Grid({}), corpus, str(tmp_path / "c"), 4, str(saved), LORA)
-    assert then == pytest.approx(again, rel=1e-9)
+    (then, *_) = pool.on_grid(grid, losses, corpus, str(tmp_path / "b"), 4, other, "", str(saved))
+    assert first == pytest.approx(whole, rel=1e-9)
+    again = losses(Grid({}), corpus, str(tmp_path / "c"), 4, LORA, "", str(saved))
+    assert len(then) == 2 and then == pytest.approx(again, rel=1e-9)
     before, after = wholes(base), wholes(found(tmp_path / "b" / "checkpoints")[-1])
     assert all(torch.equal(before[name], after[name]) for name in before)
     names = manifests.read(saved).tensors
@@ -74,14 +85,14 @@ def adapted(grid: Grid, corpus: str, out: str, base: str, changes: Any) -> Any:
     """What a run begins with: its first loss without adapters and with, and DoRA's lengths."""
     run = training.run_of(out, dict(grid.degrees), 2, **changes)
     trainer = training.trainer_of(grid, corpus, run)
-    trainer.resume(Path(base))
+    saves.start(trainer, Path(base))
     adapter = next(iter(adapters_of(trainer.model)))[1]
     return trainer.measure(), adapter.m["q"].weight.detach().clone(), trainer.step
 
 
 def test_at_the_start_nothing_is_added(pool: Pool, corpus: str, base: Path, tmp_path: Path) -> None:
     plain = training.trainer_of(Grid({}), corpus, training.run_of(str(tmp_path / "a"), {}, 9))
-    plain.resume(base)
+    saves.start(plain, base)
     want = plain.measure()
     weight = wholes(base)["blocks.0.attention.qkv.q.weight"]
     for loss, lengths, step in pool.on_grid(
@@ -97,7 +108,7 @@ def test_a_run_starts_from_a_written_adapter_with_its_settings(
 ) -> None:
     run = training.run_of(str(tmp_path / "a"), {}, 2, **{**LORA, "lora__on": ("q", "mlp")})
     trainer = training.trainer_of(Grid({}), corpus, run)
-    trainer.resume(base)
+    saves.start(trainer, base)
     list(trainer.steps())
     saved = trainer.save()
     assert saved is not None
@@ -106,7 +117,7 @@ def test_a_run_starts_from_a_written_adapter_with_its_settings(
     assert read_adapter(out, run.model).lora.on == ("q", "gate", "up", "down")
     more = training.run_of(str(tmp_path / "b"), {}, 2, lora__start=str(out))
     again = training.trainer_of(Grid({}), corpus, more)
-    again.resume(base)
+    saves.start(again, base)
     assert again.run.lora.rank == 3 and again.run.lora.dora and again.run.lora.dropout == 0.25
     assert again.measure() == pytest.approx(trainer.measure(), rel=1e-12)
     mine, theirs = again.optimizer.state(), trainer.optimizer.state()
@@ -153,7 +164,7 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], words: str
         training.run_of("", {}, 2, **{"lora__rank": 2, **changes})
 
 
-def test_a_directory_of_a_run_without_adapters_is_not_taken(base: Path) -> None:
+def test_adapters_do_not_go_on_from_what_has_none(base: Path) -> None:
     run: Run = training.run_of(str(base.parent.parent), {}, 9, **LORA)
-    with pytest.raises(PlanError, match=r"holds a run without adapters, but lora\.rank=3"):
+    with pytest.raises(PlanError, match=r"lora\.rank=3, but .*without adapters.*Use train\.start="):
         folders.claim(run)

@@ -60,7 +60,7 @@ def test_blocks_are_recomputed_as_the_memory_asks_and_losses_stay(corpus: str) -
     need, want = need_of(plain, 8), losses(plain)
     low, high = budget.least(need), need.of(("none",) * LAYERS)
     found = []
-    for available in (low, low + (high - low) // 4, (low + high) // 2, high - 1, high):
+    for available in (low, (low + high) // 2, high):
         memory = (available + 0.5) / GIB
         trainer = made(corpus, recompute="budget", memory=memory, micro_batch=8)
         kinds = tuple(parallel_of(trainer.model).kinds.values())
@@ -70,7 +70,7 @@ def test_blocks_are_recomputed_as_the_memory_asks_and_losses_stay(corpus: str) -
         assert losses(trainer) == pytest.approx(want, rel=1e-12)
         if available == (low + high) // 2:
             assert len(set(kinds)) > 1, kinds
-    assert found == sorted(found, reverse=True) and found[0] > found[2] > found[-1] == 0.0
+    assert found[0] > found[1] > found[2] == 0.0
 
 
 @pytest.mark.parametrize("micro", [2, 8])
@@ -161,7 +161,11 @@ def on_grid(grid: Grid, corpus: str, memory: float) -> tuple[list[float], list[s
     return losses(trainer), kinds, trainer.run.plan.micro_batch
 
 
-@pytest.mark.parametrize("degrees", [{"depth": 2, "data": 2}, {"row": 2, "col": 2}], ids=str)
+@pytest.mark.parametrize(
+    "degrees",
+    [{"depth": 2, "data": 2}, pytest.param({"row": 2, "col": 2}, marks=pytest.mark.full)],
+    ids=str,
+)
 def test_ranks_agree(pool: Pool, corpus: str, degrees: dict[str, int]) -> None:
     rich = pool.on_grid(degrees, on_grid, corpus, 1.0)
     want = losses(made(corpus))

@@ -30,35 +30,40 @@ def patch(name: str, *, step: int, rank: int, number: int = 9) -> tuple[str, str
     return "ranvier.train.trainer", ONCE.format(name=name, step=step, rank=rank, number=number)
 
 
+KILLS = {"the host of the store in a step": ("issue", 5, 0), "in the first save": ("save", 2, 1)}
+"""The method in which a rank is killed, the step, the rank."""
+End = tuple[Path, tuple[int, str, str]]
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of a run that nobody disturbed."""
-    folder = tmp_path_factory.mktemp("whole")
-    code, _, errors = ended(started(folder, *PAIR, "--train.out", "run"))
-    assert code == 0, errors
-    return losses(folder / "run")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
+    """A run that nobody disturbed and those with a killed rank, side by side: a start of ranks
+    imports modules one after the other, which leaves cores idle."""
+    begun = {}
+    for kill in ("", *KILLS):
+        folder = tmp_path_factory.mktemp("run")
+        words = [*PAIR, "--checkpoint.every", "2", "--checkpoint.background", "False"]
+        faults = ("", "")
+        if kill:
+            name, step, rank = KILLS[kill]
+            faults = patch(name, step=step, rank=rank)
+        begun[kill] = folder, started(folder, *words, patch=faults)
+    return {kill: (folder, ended(process)) for kill, (folder, process) in begun.items()}
 
 
-@pytest.mark.parametrize(
-    ("name", "step", "rank", "begins"),
-    [("issue", 5, 0, 4), ("save", 2, 1, 0)],
-    ids=["the host of the store in a step", "in the first save"],
-)
-def test_a_killed_rank_changes_no_loss(
-    tmp_path: Path, whole: list[float], name: str, step: int, rank: int, begins: int
-) -> None:
+@pytest.mark.parametrize(("kill", "begins"), [*zip(KILLS, (4, 0), strict=True)], ids=KILLS)
+def test_a_killed_rank_changes_no_loss(ends: dict[str, End], kill: str, begins: int) -> None:
     """The directory is one that nobody asked for: the second attempt finds it."""
-    faults = patch(name, step=step, rank=rank)
-    words = [*PAIR, "--checkpoint.every", "2", "--checkpoint.background", "False"]
-    process = started(tmp_path, *words, patch=faults)
-    code, out, errors = ended(process)
+    (undisturbed, alone), (folder, (code, out, errors)) = ends[""], ends[kill]
+    assert alone[0] == 0, alone
+    whole, rank = losses(undisturbed / "runs" / "tiny"), KILLS[kill][2]
     assert code == 0, errors
     assert f"Rank {rank} was killed by signal 9 (SIGKILL) at step" in errors
     assert "Starting all ranks again from the newest checkpoint (1 of 3" in errors
     said = f"Going on after step {begins}" if begins else "no committed checkpoint"
     assert said in out, out
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny"]
-    run = tmp_path / "runs" / "tiny"
+    assert [path.name for path in (folder / "runs").iterdir()] == ["tiny"]
+    run = folder / "runs" / "tiny"
     assert losses(run) == whole and [row["step"] for row in metrics(run)] == list(range(8))
     known = folders.facts(run)
     (launch,) = known["launches"]

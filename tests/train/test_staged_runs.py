@@ -22,7 +22,7 @@ from ranvier.train.step import forward_backward
 from ranvier.verify import compare, shrink
 from training import run_of, stored, trainer_of
 
-STEPS = 4
+STEPS = 3
 
 
 @pytest.fixture(scope="module")

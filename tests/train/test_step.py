@@ -46,8 +46,13 @@ class Louder(Decoder):
         return out
 
 
-@pytest.mark.parametrize("kind", [Decoder, Half, Louder])
-@pytest.mark.parametrize("compiled", ["", "aot_eager"])
+@pytest.mark.parametrize(
+    ("kind", "compiled"),
+    [
+        *((Decoder, ""), (Half, ""), (Louder, ""), (Half, "aot_eager"), (Louder, "aot_eager")),
+        pytest.param(Decoder, "aot_eager", marks=pytest.mark.full),  # nn/test_compiled.py does it
+    ],
+)
 def test_gradients_are_those_of_the_plain_model(kind: type[Decoder], compiled: str) -> None:
     torch.manual_seed(0)
     serial = kind(CONFIG).double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from ranvier.run import Run
 from ranvier.settings import TrainConfig
 from ranvier.train.metrics import known, peak_flops, step_flops
 from ranvier.train.train import ranks_of, settled
+from ranvier.train.trainer import frozen
 from training import losses_of, poisoned, run_of, stored, trainer_of
 
 GRIDS = [
@@ -135,3 +137,19 @@ def test_ranks_follow_from_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert ranks_of(Run()) == 8
+
+
+def test_a_freeze_of_the_program_around_is_left_as_it_is() -> None:
+    """Nothing frozen: a run freezes and thaws; else neither."""
+    before = gc.get_freeze_count()
+    assert before > 0, "the suite freezes all modules at its start"
+    with frozen():
+        assert gc.get_freeze_count() <= before
+    assert gc.get_freeze_count() > 0
+    try:
+        gc.unfreeze()
+        with frozen():
+            assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()

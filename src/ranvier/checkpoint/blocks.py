@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from ranvier.errors import DamageError, RefusedError
 
@@ -43,7 +44,15 @@ class Sums:
         return cls(size, tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8)))
 
 
-def write(path: Path, pieces: Sequence[memoryview]) -> Sums:
+class Bytes(Protocol):
+    """Bytes that may be made only when they are asked for."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> memoryview: ...
+
+
+def write(path: Path, pieces: Sequence[Bytes]) -> Sums:
     """Write a new file of these bytes and have the disk hold it."""
     size = sum(len(piece) for piece in pieces)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -69,7 +78,7 @@ def write(path: Path, pieces: Sequence[memoryview]) -> Sums:
     return Sums(size, tuple(x for group in sums for x in group))
 
 
-def _joined(pieces: Sequence[memoryview], start: int, stop: int) -> memoryview:
+def _joined(pieces: Sequence[Bytes], start: int, stop: int) -> memoryview:
     """Bytes `start` to `stop` of pieces that lie one after the other; copied only at their ends."""
     found, at = [], 0
     for piece in pieces:

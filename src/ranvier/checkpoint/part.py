@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ranvier.checkpoint import blocks
-from ranvier.checkpoint.blocks import Sums
+from ranvier.checkpoint.blocks import Bytes, Sums
 from ranvier.checkpoint.manifest import WORDS, Part, sealed, unsealed, written
 from ranvier.errors import NumericError, WriteError
 from ranvier.sharding import State
@@ -138,9 +138,7 @@ def names(rank: int) -> tuple[str, str]:
     return f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
 
 
-def write(
-    folder: Path, rank: int, state: State, layout: Layout, data: Sequence[memoryview]
-) -> None:
+def write(folder: Path, rank: int, state: State, layout: Layout, data: Sequence[Bytes]) -> None:
     """Write the tensors of a rank, and what the manifest will say of them."""
     file, told = (folder / name for name in names(rank))
     sums = blocks.write(file, [memoryview(layout.header), *data])

@@ -85,6 +85,11 @@ class Tokenizer:
         text: str = self._library.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
 
+    def name(self, token: int) -> str:
+        """How the tokenizer.json writes a token."""
+        found: str | None = self._library.id_to_token(token)
+        return found or ""
+
     def save(self, path: Path) -> None:
         """Write the tokenizer.json, at once or not at all."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}")

@@ -6,6 +6,7 @@ several devices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,7 +151,8 @@ def run_of(folder: Path) -> Run:
             f"made. Runs nearby: {others}."
         )
     run = runs.load(folder / "config.toml")
-    run.check(run.plan.world)  # it may have been edited
+    known = math.prod(size for size in run.plan.degrees.values() if size > 0)
+    run.check(known)  # it may have been edited
     return run
 
 

@@ -6,14 +6,23 @@ cache of keys and values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from ranvier import init
 from ranvier.comm import verbs
+from ranvier.comm.agree import largest
+from ranvier.comm.pairs import take
+from ranvier.data.loader import rows
+from ranvier.infer.scores import REPLICAS, whole_batch
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.pipeline.runtime import Micro
+
+Choose = Callable[[Tensor, Sequence[int], int], Tensor]
+"""Tokens `[b]` from logits `[b, v]`, the numbers of their prompts, and how many were said before;
+ranks with the same logits must choose alike."""
 
 
 def continued(
@@ -35,15 +44,115 @@ def continued(
     return tokens
 
 
+def generated(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    choose: Choose,
+    *,
+    ended: Callable[[Sequence[int]], bool] = lambda said: False,
+    numbers: Sequence[int] | None = None,
+    batch: int = 8,
+) -> list[list[int]]:
+    """What follows each prompt, at most `count` tokens, on all ranks, which all ask for the same.
+
+    ended: whether tokens that were said, the last one just now, are all. numbers: of the prompts,
+    for those who choose; None: 0, 1, 2, ... batch: prompts of a micro-batch.
+    Communicates: as `continued`; of each token one number over all axes; at the end what was said
+    over the axes of samples.
+    """
+    parallel, was = parallel_of(model), model.training
+    assert all(len(prompt) > 0 for prompt in prompts), "a prompt has one token at least"
+    numbers = range(len(prompts)) if numbers is None else numbers
+    order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
+    size = whole_batch(parallel, batch) * parallel.grid.axis(*REPLICAS).size
+    found: dict[int, list[int]] = {}
+    model.eval()
+    try:
+        for start in range(0, len(order), size):
+            some = order[start : start + size]
+            asked = [(numbers[i], prompts[i]) for i in some]
+            found |= zip(some, _said(parallel, asked, count, choose, ended, batch), strict=True)
+    finally:
+        model.train(was)
+        parallel.queue.begin("")
+    return [found[i] for i in range(len(prompts))]
+
+
+def _said(
+    parallel: Parallel,
+    asked: Sequence[tuple[int, Sequence[int]]],
+    count: int,
+    choose: Choose,
+    ended: Callable[[Sequence[int]], bool],
+    batch: int,
+) -> list[list[int]]:
+    """What follows prompts that fit at once; replicas that are done go on for the others' sake."""
+    grid, device = parallel.grid, parallel.pipeline.runtime.device
+    replicas = grid.axis(*REPLICAS)
+    batch = whole_batch(parallel, min(batch, -(-len(asked) // replicas.size)))
+    mine = [asked[i] for i in rows(batch * replicas.size, grid) if i < len(asked)] or [(0, [0])]
+    idle = rows(batch * replicas.size, grid).start >= len(asked)
+    lengths = torch.tensor([len(prompt) for _, prompt in mine])
+    tokens = torch.zeros(len(mine), int(lengths.max()) + count, dtype=torch.int64)
+    for row, (_, prompt) in enumerate(mine):
+        tokens[row, : len(prompt)] = torch.as_tensor(prompt, dtype=torch.int64)
+    said: list[list[int]] = [[] for _ in mine]
+    open_ = [not idle] * len(mine)
+    for place in range(count):
+        if not largest(int(any(open_)), grid, device):
+            break
+        now = tokens[:, : int(lengths.max()) + place].to(device)
+        logits = last_logits(parallel, now, (lengths + place).to(device))
+        for row, token in enumerate(choose(logits, [n for n, _ in mine], place).tolist()):
+            tokens[row, lengths[row] + place] = token
+            if open_[row]:
+                said[row].append(token)
+                open_[row] = not ended(said[row])
+    known = torch.full((batch, count + 1), -1, dtype=torch.int64)
+    for row, words in enumerate(said if not idle else []):
+        known[row, : len(words)] = torch.tensor(words, dtype=torch.int64)
+    whole = verbs.all_gather(known.to(device), replicas, 0).wait().tolist()
+    return [words[: words.index(-1)] for words in whole[: len(asked)]]
+
+
+def drawn(*, temperature: float, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> Choose:
+    """Chooses the likeliest token at temperature 0, else draws one.
+
+    A draw depends on (seed, number of the prompt, place): on no grid and no batch. top_k: from so
+    many likeliest tokens (0: all); top_p: from the fewest that together have this probability.
+    """
+
+    def choose(logits: Tensor, numbers: Sequence[int], place: int) -> Tensor:
+        if temperature <= 0.0:
+            return logits.argmax(-1)
+        whole = (logits.double() / temperature).softmax(-1)
+        shares, tokens = whole.sort(stable=True, dim=-1, descending=True)
+        before = shares.cumsum(-1) - shares
+        kept = before < top_p
+        if top_k > 0:
+            kept[:, top_k:] = False
+        sums = (shares * kept).cumsum(-1)
+        keys = [init.key(seed, "draw", number, place) / 2.0**63 for number in numbers]
+        mark = torch.tensor(keys, dtype=torch.float64, device=logits.device).unsqueeze(1)
+        column = torch.searchsorted(sums, mark * sums[:, -1:], right=True)
+        found: Tensor = tokens.gather(1, column.clamp(max=logits.shape[-1] - 1)).squeeze(1)
+        return found
+
+    return choose
+
+
 @torch.no_grad()
-def last_logits(parallel: Parallel, tokens: Tensor) -> Tensor:
-    """Logits of what follows the tokens: `[b, v]`, on all ranks."""
+def last_logits(parallel: Parallel, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Logits of what follows the tokens `[b, s]`: `[b, v]`, on all ranks that read them.
+
+    lengths: how many tokens of each sample there are `[b]`; None: all.
+    """
     grid, stage = parallel.grid, parallel.pipeline.runtime.stage
     samples, length = tokens.shape
     multiple = grid.degrees["row"] * grid.degrees["context"]
-    shares = grid.degrees["col"] if parallel.table.inner == "samples" else 1
     # what comes later changes nothing before it
-    padded = tokens.new_zeros(-(-samples // shares) * shares, -(-length // multiple) * multiple)
+    padded = tokens.new_zeros(whole_batch(parallel, samples), -(-length // multiple) * multiple)
     padded[:samples, :length] = tokens
     parallel.queue.begin("generate")
     found = parallel.pipeline.runtime.forward([Micro({"tokens": padded})])
@@ -54,7 +163,11 @@ def last_logits(parallel: Parallel, tokens: Tensor) -> Tensor:
         words = parallel.sizes["vocab"]
         y = torch.zeros(samples, words, dtype=_dtype(parallel), device=tokens.device)
     else:
-        y = verbs.all_gather(_whole(found[0][:, length - 1], parallel), vocab, -1).wait()
+        last = torch.full((len(padded),), length, device=tokens.device)
+        last[:samples] = length if lengths is None else lengths
+        last = take(last, batch, 0) - 1  # (b/col,)
+        y = found[0][torch.arange(len(last), device=tokens.device), last]
+        y = verbs.all_gather(_whole(y, parallel), vocab, -1).wait()
         y = verbs.all_gather(y, batch, 0).wait()[:samples, : parallel.sizes["vocab"]]
     axis = grid.axis("pipe")
     if stage.vocabulary:

@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ranvier.models.decoder import GATED, UNGATED, DecoderConfig
+import torch
+
+from ranvier.models.decoder import GATED, UNGATED, Decoder, DecoderConfig
 
 Config = Mapping[str, Any]
 
@@ -142,7 +144,7 @@ class Family:
 
     def tensors(self, config: DecoderConfig) -> list[Entry]:
         """All their tensors, in the order of the model."""
-        found, present = [], set(parameters(config))
+        found, present = [], set(shapes(config))
         for i in range(-1, config.layers):
             for ours, theirs in self.names.items():
                 if ("{i}" in ours) != (i >= 0):
@@ -257,21 +259,16 @@ ROPE = (
 assert set(ACTS.values()) <= set(UNGATED) and set(ACTS_GATED.values()) <= set(GATED)
 
 
-def parameters(config: DecoderConfig) -> list[str]:
-    """Names of all parameters of a decoder, a tied one once."""
-    import torch
-
-    from ranvier.models.decoder import Decoder
-
+def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters of a decoder by name, a tied one once."""
     with torch.device("meta"):
         one = Decoder(dataclasses.replace(config, layers=1, window_layers=()))
-    names = [name for name, _ in one.named_parameters()]
-    inside = [name for name in names if name.startswith("blocks.0.")]
-    return [name for name in names if name not in inside] + [
-        f"blocks.{i}.{name.removeprefix('blocks.0.')}"
-        for i in range(config.layers)
-        for name in inside
-    ]
+    found: dict[str, tuple[int, ...]] = {}
+    for name, param in one.named_parameters():
+        inside = name.startswith("blocks.0.")
+        for i in range(config.layers if inside else 1):
+            found[name.replace("blocks.0.", f"blocks.{i}.", 1)] = tuple(param.shape)
+    return found
 
 
 def odd(key: str, value: object, rule: str) -> str:

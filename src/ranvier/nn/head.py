@@ -20,7 +20,7 @@ from ranvier.comm.pairs import take
 from ranvier.nn.example import Example
 from ranvier.nn.leaf import Flow, Site, applied, check_range
 from ranvier.nn.linear import Linear, _packed, pack, pack_adjoint, repack, unpack
-from ranvier.nn.loss import IGNORE, Columns, reference, score
+from ranvier.nn.loss import IGNORE, Columns, reference, score, score_each
 from ranvier.nn.matmul import Layouts
 from ranvier.sharding import Dim
 from ranvier.trace import Event
@@ -35,6 +35,8 @@ class Head(Linear):
     """y = x Wᵀ, or with targets the sum of the losses of my tokens.
 
     x: `[b, s/row, d/col]`; y: `[b/col, s, V/row]` or `[b, s, V/(row·col)]`; targets: `[b, s]`.
+    With `moment.each` and targets: log-probability of each target and whether it is the likeliest,
+    `[2, b/col, s]`.
     Communicates: all-gather x, reduce-scatter dx; for each chunk reduce-scatter and all-gather of
     its logits, all-reduce of three numbers a token over the axes of vocab.
     """
@@ -62,6 +64,9 @@ class Head(Linear):
             return self._bent(super().forward(x))
         check_range(targets, self.site.units[self.out], self.site.name, ignore=IGNORE)
         targets = take(targets, self.columns.batch_axis, 0)  # (b/col, s)
+        if self.site.moment.each:
+            with self.here():
+                return self._each(x, targets)
         with self.here():
             if torch.compiler.is_compiling() or not self.site.fast or self.bias is not None:
                 logits = self._bent(super().forward(x))
@@ -74,6 +79,22 @@ class Head(Linear):
 
     def _bent(self, logits: Tensor) -> Tensor:
         return torch.tanh(logits / self.cap) * self.cap if self.cap > 0.0 else logits
+
+    @torch.no_grad()
+    def _each(self, x: Tensor, targets: Tensor) -> Tensor:
+        """What each target `[b/col, s]` is worth, a chunk of tokens at a time."""
+        (from_axis, from_dim), _ = self.steps
+        whole = verbs.all_gather(x, from_axis, from_dim).wait()  # (b, s, d/col)
+        matrix, found = self.matrix(self.handles["weight"].whole()), list[Tensor]()
+        for cut in chunks(whole.shape[1], whole.shape[0] * matrix.shape[0] * x.element_size()):
+            part = whole[:, cut]
+            y = self.products.forward(part.flatten(0, 1), matrix).unflatten(0, part.shape[:2])
+            y = _scattered(y, self)  # (b/col, c, V/row)
+            y = self._bent(y if self.bias is None else y + self.bias.flatten())
+            shape = targets[:, cut].shape
+            some = score_each(y.flatten(0, 1), targets[:, cut].flatten(), self.columns)
+            found.append(some.unflatten(1, shape))  # (2, b/col, c)
+        return torch.cat(found, 2)
 
     def forward_events(self, flow: Flow) -> list[Event]:
         """Gather x; of each chunk scatter the logits, then sum their statistics."""

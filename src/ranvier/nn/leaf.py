@@ -36,6 +36,8 @@ class Moment:
     factor: Tensor | None = None
     """What the loss of this pass will be multiplied by, where the step knows it: a head that makes
     gradients in forward scales them at once and trusts it."""
+    each: bool = False
+    """A head with targets tells of each token what its target is worth, not the sum of all."""
     later: list[Callable[[], None]] | None = None
     """Where the work on gradients of weights waits, if it is not done in the backward pass."""
 

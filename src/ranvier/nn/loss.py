@@ -117,18 +117,34 @@ def score(logits: Tensor, targets: Tensor, mine: Columns, gradient: Tensor | Non
     """
     alone = mine.axis.size == 1 and kernel_takes(logits)
     peak, sums, hit = statistics(logits, targets, mine, gradient=gradient if alone else None)
-    log_sum, hit = _combined(peak, sums, hit, mine)
+    _, log_sum, hit = _combined(peak, sums, hit, mine)
     if gradient is not None and not alone:
         gradient_(logits, targets, log_sum, mine, gradient)
     return ((log_sum - hit) * (targets != IGNORE)).sum()
 
 
-def _combined(peak: Tensor, sums: Tensor, hit: Tensor, mine: Columns) -> tuple[Tensor, Tensor]:
-    """Logarithm of the sum of exponentials and the target's logit, of all columns `[t]`."""
+def _combined(
+    peak: Tensor, sums: Tensor, hit: Tensor, mine: Columns
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest logit, logarithm of the sum of exponentials, target's logit: of all columns `[t]`."""
     highest = verbs.all_reduce(peak, mine.axis, "max").wait()
     scaled = sums * (peak - highest).exp()
     both = verbs.all_reduce(torch.stack([scaled, hit]), mine.axis).wait()
-    return both[0].log() + highest, both[1]
+    return highest, both[0].log() + highest, both[1]
+
+
+def score_each(logits: Tensor, targets: Tensor, mine: Columns) -> Tensor:
+    """Log-probability of each target, and 1 where it is the likeliest token: `[2, t]`.
+
+    Of equally likely tokens the first counts, as in argmax. logits: `[t, V/row]`.
+    Communicates: all-reduce (max, sums, min) of four numbers a token over the axes of vocab.
+    """
+    peak, sums, hit = statistics(logits, targets, mine)
+    highest, log_sum, hit = _combined(peak, sums, hit, mine)
+    none = torch.full_like(targets, torch.iinfo(torch.int64).max)
+    best = logits[:, : mine.valid].argmax(1) + mine.first if mine.valid else none
+    first = verbs.all_reduce(torch.where(peak == highest, best, none), mine.axis, "min").wait()
+    return torch.stack([hit - log_sum, (first == targets).to(hit.dtype)])
 
 
 def kernel_takes(logits: Tensor) -> bool:
@@ -194,7 +210,7 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, mine: Columns) -> Tensor:
-        log_sum, hit = _combined(*statistics(logits, targets, mine), mine)
+        _, log_sum, hit = _combined(*statistics(logits, targets, mine), mine)
         ctx.save_for_backward(logits, targets, log_sum)
         ctx.mine = mine
         return ((log_sum - hit) * (targets != IGNORE)).sum()

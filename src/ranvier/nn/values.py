@@ -24,8 +24,9 @@ def fill_values(
     seed: int,
     dtype: torch.dtype,
     device: torch.device | str | None,
+    blank: bool = False,
 ) -> None:
-    """Give every parameter its part of the values, as views of its bucket."""
+    """Give every parameter its part of the values, as views of its bucket; blank: zeros."""
     where: torch.device | str = device or "cpu"
     queue.device = torch.device(where)
     for bucket in queue.buckets:
@@ -37,7 +38,8 @@ def fill_values(
             view = bucket.data[weight.offset : weight.offset + weight.elements].view(
                 weight.sharding.local
             )
-            view.copy_(_initial(weight, seed=seed, dtype=dtype, device=where))
+            if not blank:
+                view.copy_(_initial(weight, seed=seed, dtype=dtype, device=where))
             weight.original = None
             param = weight.made = nn.Parameter(view, requires_grad=weight.trainable)
             for owner, attribute in weight.owners:

@@ -37,10 +37,7 @@ def settled(run: Run) -> Run:
 
 
 def is_base(manifest: Manifest, run: Run) -> bool:
-    """Whether a checkpoint has the weights beside which a run trains adapters, and none of these.
-
-    Such a run only takes the weights and begins with step 1.
-    """
+    """Whether a checkpoint has weights beside which a run trains adapters, but none of these."""
     return run.lora.rank > 0 and not any(INSIDE in name for name in manifest.tensors)
 
 

@@ -131,6 +131,7 @@ def claim(run: Run) -> tuple[Path, list[Path], list[str]]:
             raise _repeated(run, "")
     manifest = _readable(candidates)
     if manifest is not None:
+        _refuse_base(manifest, run)
         saves.check_config(manifest, candidates[0], run)
         _refuse_ended(manifest, run)
         if own is None or not (own / "config.toml").exists():  # else `begin` tells them
@@ -142,23 +143,28 @@ def claim(run: Run) -> tuple[Path, list[Path], list[str]]:
     return own, candidates, lines + (_put_aside(own) if word == "never" else [])
 
 
+def _refuse_base(manifest: Manifest, run: Run) -> None:
+    """Refuse to go on with adapters from a checkpoint that has none."""
+    if is_base(manifest, run) and not manifest.facts.get("weights"):
+        word = run.checkpoint.resume
+        where = run.train.out if word == "auto" else word
+        raise PlanError(
+            f"lora.rank={run.lora.rank}, but {where!r} is of a run without adapters. A run that "
+            f"trains adapters begins with weights and goes on by itself. Use train.start={where!r} "
+            "and another train.out."
+        )
+
+
 def _refuse_ended(manifest: Manifest, run: Run) -> None:
-    """Refuse a checkpoint after which nothing is left to do, or that is another run's base."""
+    """Refuse a checkpoint after which nothing is left to do."""
     word, auto = run.checkpoint.resume, run.checkpoint.resume == "auto"
-    if is_base(manifest, run):
-        if manifest.step > 0 and auto:
-            raise PlanError(
-                f"train.out={run.train.out!r} holds a run without adapters, but lora.rank="
-                f"{run.lora.rank}. A run that trains adapters has a directory of its own. Use "
-                f"another train.out and checkpoint.resume={run.train.out!r}."
-            )
-    elif manifest.step >= run.train.steps and not auto:
+    if manifest.step >= run.train.steps and not auto:
         raise PlanError(
             f"train.steps={run.train.steps}, but checkpoint.resume={word!r} has taken "
             f"{manifest.step} steps. There is nothing left to do. Use train.steps above "
             f"{manifest.step}."
         )
-    elif manifest.step >= run.train.steps:
+    if manifest.step >= run.train.steps:
         raise _repeated(run, f", or train.steps above {manifest.step}")
 
 
@@ -225,7 +231,7 @@ def begin(folder: Path, run: Run, step: int, origin: Path | None = None) -> list
     """
     lines = []
     config = folder / "config.toml"
-    if config.exists() and step == 0:
+    if config.exists() and step == 0 and not found(folder / "checkpoints"):
         lines = ["no committed checkpoint in the directory of the run: it begins again"]
     elif config.exists():
         changed = saves.differences(saves.tables(runs.load(config)), saves.tables(run))

@@ -20,6 +20,7 @@ from ranvier.checkpoint import load, part
 from ranvier.checkpoint import manifest as manifests
 from ranvier.checkpoint.folder import Keep
 from ranvier.checkpoint.manifest import Manifest
+from ranvier.checkpoint.published import Published
 from ranvier.checkpoint.saver import Saver
 from ranvier.comm.agree import complaint, together
 from ranvier.errors import CheckpointError, DamageError, DataError, WriteError
@@ -177,24 +178,16 @@ def _load(trainer: Trainer, checkpoint: Path) -> None:
     """Fill the tensors of this rank and take the facts."""
     manifest, config = manifests.read(checkpoint), trainer.run.checkpoint
     _check_facts(manifest, checkpoint)
-    state, _ = tensors(trainer)
-    if adapters.is_base(manifest, trainer.run):
-        _load_base(trainer, checkpoint, state)
-        return
+    if manifest.facts.get("weights"):  # of a model that was imported: all else begins anew
+        return begin(trainer, checkpoint, manifest)
     check_data(manifest, checkpoint, trainer.data.fingerprint, allowed=config.other_data)
+    state, _ = tensors(trainer)
     for name, (_, place) in list(state.items()):
         entry = manifest.tensors.get(name)
         if name.startswith(RANDOM) and (entry is None or entry.shape != place.whole):
             del state[name]  # of another number of ranks
     cast = config.other_config
-    known = {f"{name}.master" for name in parallel_of(trainer.model).shapes}
-    odd = sorted(n for n in manifest.tensors if n.endswith(".master") and n not in known)
-    if odd and not config.partial:
-        raise CheckpointError(
-            f"{checkpoint} does not fit the model, which lacks {', '.join(odd[:5])}"
-            f"{' ...' * (len(odd) > 5)} ({len(odd)} in all). Weights are not left out in silence. "
-            "Use the same settings, or checkpoint.partial=True to load what fits."
-        )
+    _check_names(trainer, manifest, checkpoint)
     left = load.load(checkpoint, state, partial=config.partial, cast=cast)
     if left and trainer.grid.rank == 0:
         print(f"Not in {checkpoint}, so left as they are: {', '.join(left)}", file=sys.stderr)
@@ -211,12 +204,54 @@ def _load(trainer: Trainer, checkpoint: Path) -> None:
         raise DamageError(f"{checkpoint} holds facts that cannot be: {error!r:.200}.") from None
 
 
-def _load_base(trainer: Trainer, checkpoint: Path, state: State) -> None:
-    """Take the weights beside which adapters are trained, in whichever type, and nothing else."""
-    frozen = {f"{n}.master" for n, w in parallel_of(trainer.model).weights.items()} & state.keys()
-    base = {name: state[name] for name in frozen if adapters.INSIDE not in name}
-    load.load(checkpoint, base, cast=True)
-    parallel_of(trainer.model).queue.loads += 1
+def _check_names(trainer: Trainer, manifest: Manifest, checkpoint: Path) -> None:
+    """Refuse weights that the model does not have."""
+    known = {f"{name}.master" for name in parallel_of(trainer.model).shapes}
+    odd = sorted(n for n in manifest.tensors if n.endswith(".master") and n not in known)
+    if odd and not trainer.run.checkpoint.partial:
+        raise CheckpointError(
+            f"{checkpoint} does not fit the model, which lacks {', '.join(odd[:5])}"
+            f"{' ...' * (len(odd) > 5)} ({len(odd)} in all). Weights are not left out in silence. "
+            "Use the same settings, or checkpoint.partial=True to load what fits."
+        )
+
+
+def begin(trainer: Trainer, checkpoint: Path, manifest: Manifest) -> None:
+    """Fill the weights of this rank from a checkpoint; nothing else is taken."""
+    _check_names(trainer, manifest, checkpoint)
+    state, _ = tensors(trainer)
+    weights = {name: x for name, x in state.items() if name.endswith(".master")}
+    if adapters.is_base(manifest, trainer.run):
+        weights = {name: x for name, x in weights.items() if adapters.INSIDE not in name}
+    load.load(checkpoint, weights, partial=trainer.run.checkpoint.partial, cast=True)
+
+
+def start(trainer: Trainer, source: Path) -> None:
+    """Begin with the weights of a run, a checkpoint or a published model; all else is new.
+
+    Communicates: all-gather of weights over data.
+    """
+
+    bare = True
+
+    def work() -> None:
+        nonlocal bare
+        if (source / "config.json").exists() or source.is_file():
+            state = {n.removesuffix(".master"): x for n, x in tensors(trainer)[0].items()}
+            with Published.open(source) as model:
+                model.fill({n: x for n, x in state.items() if n in model.shapes})
+            return
+        checkpoints = source / "checkpoints"
+        found, _ = folders.newest(checkpoints if checkpoints.is_dir() else source)
+        checkpoint = found[0] if found else source
+        manifest = manifests.read(checkpoint)
+        begin(trainer, checkpoint, manifest)
+        bare = adapters.is_base(manifest, trainer.run)
+
+    together(work, trainer.grid, trainer.device)
+    trainer.optimizer.restored()
+    if bare:
+        adapters.begin(trainer)
 
 
 def _take(trainer: Trainer, manifest: Manifest) -> None:
@@ -261,8 +296,7 @@ def check_config(manifest: Manifest, checkpoint: Path, run: Run) -> None:
     fatal = [
         f"{name}={new!r}, but {checkpoint} has {old!r}."
         for name, old, new in differences(manifest.facts.get("config", {}), tables(run))
-        if (name in FIXED or name.partition(".")[0] in FIXED)
-        and (name.startswith("model.") or not adapters.is_base(manifest, run))
+        if name in FIXED or name.partition(".")[0] in FIXED
     ]
     if fatal:
         raise CheckpointError(

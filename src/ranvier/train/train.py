@@ -28,7 +28,7 @@ from ranvier.nn import fp8
 from ranvier.nn.compiled import found
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.run import Run
-from ranvier.train import adapters, corpora, report
+from ranvier.train import adapters, corpora, exchange, report, saves
 from ranvier.train import folder as folders
 from ranvier.train.exact import check_exact, compiles_exactly
 from ranvier.train.show import sinks
@@ -209,6 +209,11 @@ def train(run: Run, me: Ranks, stored: list[str] | None = None) -> int:
         trainer.notes += lines
         if run.checkpoint.every >= 0:
             _ = trainer.saver  # where it cannot write it need not begin
+        if run.train.start and not candidates:
+            saves.start(trainer, Path(run.train.start))
+            trainer.notes += [f"it begins with the weights of {run.train.start}"]
+            if me.rank == 0:
+                exchange.carried(run.train.start, folder)
         if candidates:
             trainer.notes += trainer.resume(*candidates)
             trainer.meter.phases = dict(folders.facts(folder).get("phases", {}))
@@ -301,7 +306,8 @@ def _announce(trainer: Trainer, folder: Path, origin: Path | None) -> None:
     for line in (*data.lines, fingerprint, *groups, *trainer.notes, *lines):
         print(f"  {line}")
     if resumed:
-        print(f"Going on after step {trainer.step} of {run.train.steps} in {folder}")
+        verb = f"Going on after step {trainer.step}" if trainer.step else "Beginning"
+        print(f"{verb} of {run.train.steps} in {folder}")
     sys.stdout.flush()
     before = folders.facts(folder) if resumed else {}
     folders.record(

@@ -72,7 +72,13 @@ DTYPES = {
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """What is there now is no garbage: the collector does not look at it again in each round."""
+    """What is there now is no garbage: the collector does not look at it again in each round.
+
+    A program that has frozen what it holds before is left as it is: thawing would undo that.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
     gc.collect()
     gc.freeze()
     try:

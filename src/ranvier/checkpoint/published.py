@@ -1,0 +1,376 @@
+"""Published: models as others store them, in safetensors with an index and a config.json.
+
+Files are mapped, never read whole: a tensor is a view of its file until elements of it are copied,
+so that each rank touches its own slices and nothing else. What a config says that no model of ours
+can be is refused before any weight is looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ranvier.checkpoint import blocks, part
+from ranvier.checkpoint.manifest import WORDS
+from ranvier.checkpoint.part import Layout
+from ranvier.errors import CheckpointError, DamageError, PlanError, RefusedError
+from ranvier.models.decoder import DecoderConfig
+from ranvier.models.families import family_of
+from ranvier.models.family import Entry, Family, UnknownError, shapes
+from ranvier.sharding import Place, State
+
+MOST = 100 << 20
+"""Bytes of a config or index at most."""
+ROOM = 4 << 30
+"""Bytes of a file of the checkpoint that an import makes, unless one tensor has more."""
+INDEX = "model.safetensors.index.json"
+NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+ASIDE = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+"""Ends of the names of tensors that are no weights: masks and tables of older versions."""
+
+
+def table(path: Path) -> dict[str, Any]:
+    """A JSON file that holds a table."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode) or os.stat(path).st_size > MOST:
+            raise RefusedError(f"{path} is no plain file of at most {MOST} bytes. Restore it.")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror}. A published model is a directory with "
+            "config.json and *.safetensors. Give the path of one."
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise DamageError(f"{path} is no JSON: {error!s:.200}. Restore it.") from None
+    if not isinstance(found, dict):
+        raise DamageError(f"{path} holds no table. Restore it.")
+    return found
+
+
+@dataclass
+class Published:
+    """A published model whose config is one of ours."""
+
+    folder: Path
+    theirs: dict[str, Any]
+    """Its config.json."""
+    family: Family
+    config: DecoderConfig
+    entries: list[Entry]
+    where: Mapping[str, Path]
+    """The file of each tensor."""
+    _open: dict[Path, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path) -> Published:
+        """A directory, or a safetensors file with config.json beside it."""
+        folder = path if path.is_dir() else path.parent
+        theirs = table(folder / "config.json")
+        try:
+            family = family_of(theirs)
+            config = family.read(theirs)
+            entries = family.tensors(config)
+        except UnknownError as error:
+            raise PlanError([f"{folder / 'config.json'}:", *str(error).splitlines()]) from None
+        made = cls(folder, theirs, family, config, entries, {})
+        made.where = dict(made._files(path))
+        made._check()
+        return made
+
+    def _files(self, path: Path) -> Iterator[tuple[str, Path]]:
+        """Names of tensors and their files."""
+        if path.is_file():
+            files = {path}
+        elif (path / INDEX).exists():
+            listed = table(path / INDEX).get("weight_map")
+            if not isinstance(listed, dict) or not all(isinstance(x, str) for x in listed.values()):
+                raise DamageError(f"{path / INDEX} has no weight_map of names. Restore it.")
+            odd = [x for x in listed.values() if x != os.path.basename(x) or x in ("", ".", "..")]
+            if odd:
+                raise RefusedError(
+                    f"{path / INDEX} names {odd[0]!r:.100}. It must be the name of a file beside "
+                    "it. Do not use this model."
+                )
+            files = {path / name for name in listed.values()}
+        else:
+            files = {*path.glob("*.safetensors")} - {path / "adapter_model.safetensors"}
+        if not files:
+            pickled = ", ".join(sorted(f.name for f in path.glob("*.bin"))[:3])
+            raise CheckpointError(
+                f"{path} has no *.safetensors{f', but {pickled}' if pickled else ''}. Weights are "
+                "read from safetensors only, which run no code. Convert it with "
+                "save_pretrained(..., safe_serialization=True)."
+            )
+        for file in sorted(files):
+            for name in self._file(file).keys():  # noqa: SIM118, no mapping
+                yield name, file
+
+    def _file(self, path: Path) -> Any:
+        """A mapped file that lies in the folder, or where a hub's cache keeps it."""
+        from safetensors import SafetensorError, safe_open
+
+        if path not in self._open:
+            real = path.resolve()
+            homes = [self.folder.resolve()]
+            if path.is_symlink():  # a cache of the hub has snapshots of links to its blobs
+                homes.append(self.folder.resolve().parent.parent / "blobs")
+            try:
+                if real.parent not in homes or not stat.S_ISREG(os.stat(real).st_mode):
+                    raise RefusedError(
+                        f"{path} leads to {real}. A model holds plain files of its own, so that "
+                        "nothing outside of it is read. Put a copy of the file in its place."
+                    )
+                self._open[path] = safe_open(real, framework="pt")
+            except OSError as error:
+                raise DamageError(f"{path} cannot be read: {error}. It must be there.") from None
+            except SafetensorError as error:
+                raise DamageError(f"{path} is damaged: {error!s:.200}. Restore it.") from None
+        return self._open[path]
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        """Their names by what the family calls them: some publish the body alone."""
+        body = self.family.prefix
+        bare = {f"{body}{name}": name for name in self.where if not name.startswith(body)}
+        return {entry.name: bare.get(entry.name, entry.name) for entry in self.entries}
+
+    @cached_property
+    def _ours(self) -> dict[str, tuple[Entry, int]]:
+        """Where each of our tensors is: in which of theirs, from which row of it on."""
+        sizes, found = self.shapes, {}
+        for entry in self.entries:
+            start = 0
+            for name in entry.ours:
+                found[name] = entry, start
+                start += sizes[name][0]
+        return found
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of our tensors."""
+        return shapes(self.config)
+
+    def _check(self) -> None:
+        """Refuse weights that are missing, of another shape or type, or have no place here."""
+        problems, expected = [], {*self._names.values()}
+        for entry in self.entries:
+            name, parts = self._names[entry.name], [self.shapes[x] for x in entry.ours]
+            if name not in self.where:
+                problems.append(f"{entry.name} is not there")
+                continue
+            want = [sum(shape[0] for shape in parts), *parts[0][1:]]
+            want = want[::-1] if entry.transposed else want
+            have = self._file(self.where[name]).get_slice(name)
+            if list(have.get_shape()) != want:
+                problems.append(f"{name} has the shape {list(have.get_shape())}, not {want}")
+            elif have.get_dtype() not in ("F64", "F32", "BF16", "F16"):
+                problems.append(f"{name} has numbers of the type {have.get_dtype()}")
+        for name in sorted(self.where.keys() - expected):
+            head = name == "lm_head.weight" and self.config.tied
+            if not head and not name.endswith(ASIDE):
+                problems.append(f"{name} has no place in {self.family.kind}")
+        if problems:
+            more = f" ({len(problems)} in all)" if len(problems) > 5 else ""
+            raise CheckpointError(
+                f"{self.folder} does not fit its config.json: {'; '.join(problems[:5])}{more}. "
+                "Weights are not left out in silence. Restore the files that belong together."
+            )
+        self._check_tied()
+
+    def _check_tied(self) -> None:
+        """Refuse a head beside a tied embedding unless it is the same."""
+        if self.config.tied and "lm_head.weight" in self.where:
+            head = self.mapped("lm_head.weight")
+            if not torch.equal(head, self.tensor("embed.weight")):
+                raise CheckpointError(
+                    f"{self.folder} has tie_word_embeddings=True, but lm_head.weight is not its "
+                    "embedding. One of the two is wrong. Set it to false in config.json, or remove "
+                    "lm_head.weight."
+                )
+
+    def mapped(self, name: str) -> Tensor:
+        """One of their tensors, a view of its file."""
+        found: Tensor = self._file(self.where[name]).get_tensor(name)
+        return found
+
+    def tensor(self, name: str) -> Tensor:
+        """One of our tensors, a view of the file that holds it."""
+        entry, start = self._ours[name]
+        theirs = self.mapped(self._names[entry.name])
+        theirs = theirs.T if entry.transposed else theirs
+        return theirs.narrow(0, start, self.shapes[name][0])
+
+    def fill(self, state: State) -> None:
+        """Fill my parts of our tensors; only their elements are read."""
+        with torch.no_grad():
+            for name, (tensor, place) in state.items():
+                copy(self.tensor(name), tensor, place)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of most of its numbers."""
+        counts = dict.fromkeys(NUMBERS, 0)
+        for name, shape in self.shapes.items():
+            counts[self.tensor(name).dtype] += math.prod(shape)
+        return max(counts, key=lambda dtype: counts[dtype])
+
+    def __enter__(self) -> Published:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.clear()
+
+
+def copy(whole: Tensor, into: Tensor, place: Place) -> None:
+    """Copy my part of a whole tensor, which may be mapped, element by element of it."""
+    flat = into.view(-1)
+    for box in place.boxes():
+        source = whole[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
+        offset = flat.storage_offset() + box.offset
+        flat.as_strided(box.size, box.strides, offset).copy_(source)
+
+
+# ---- as a checkpoint --------------------------------------------------------------------
+
+
+class Rows:
+    """The bytes of a tensor as it would lie in a file; made when they are asked for."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.row = tensor[0].numel() * tensor.element_size() if tensor.dim() else 1
+
+    def __len__(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def __getitem__(self, part: slice) -> memoryview:
+        low, high, _ = part.indices(len(self))
+        if self.tensor.is_contiguous():
+            return memoryview(self.tensor.view(-1).view(torch.uint8).numpy()[low:high].data)
+        first, last = low // self.row, -(-high // self.row)
+        some = self.tensor[first:last].contiguous().view(-1).view(torch.uint8).numpy()
+        return memoryview(some[low - first * self.row : high - first * self.row].data)
+
+
+def store(source: Published, here: Path) -> int:
+    """Write the weights of a published model as parts of a checkpoint; how many there are."""
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, shape in source.shapes.items():
+        size = math.prod(shape) * source.tensor(name).element_size()
+        if groups[-1] and held + size > ROOM:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    for number, group in enumerate(groups):
+        state: State = {}
+        for name in group:
+            x = source.tensor(name)
+            shape = tuple(x.shape)
+            state[f"{name}.master"] = x, Place(shape, (0,) * len(shape), shape, shape)
+        layout = Layout.of(state)
+        pieces = [Rows(state[name][0]) for name in layout.begins]
+        part.write(here, number, state, layout, pieces)
+    return len(groups)
+
+
+# ---- as others store them ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """A tensor to write: its name, type and shape, and whence its values come."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    entry: Entry
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def listed(
+    entries: Sequence[Entry],
+    sizes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+) -> list[Theirs]:
+    """What a family stores, from the shapes and types of ours."""
+    found = []
+    for entry in entries:
+        parts = [sizes[name] for name in entry.ours]
+        shape = (sum(one[0] for one in parts), *parts[0][1:])
+        shape = shape[::-1] if entry.transposed else shape
+        found.append(Theirs(entry.name, dtypes[entry.ours[0]], shape, entry))
+    return found
+
+
+def write(here: Path, tensors: Sequence[Theirs], read: Any, *, most: int) -> list[str]:
+    """Write safetensors of at most `most` bytes with an index; their names.
+
+    read: the whole of one of our tensors by its name.
+    """
+    groups: list[list[Theirs]] = [[]]
+    for one in tensors:
+        if groups[-1] and sum(x.bytes for x in groups[-1]) + one.bytes > most:
+            groups.append([])
+        groups[-1].append(one)
+    where: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        file = "model.safetensors" if len(groups) == 1 else file
+        _write_one(here / file, group, read)
+        where |= {one.name: file for one in group}
+    if len(groups) > 1:
+        size = sum(one.bytes for one in tensors)
+        index = {"metadata": {"total_size": size}, "weight_map": where}
+        text = json.dumps(index, indent=2) + "\n"
+        blocks.write(here / INDEX, [memoryview(text.encode())])
+    return list(dict.fromkeys(where.values()))
+
+
+def _write_one(path: Path, group: Sequence[Theirs], read: Any) -> None:
+    """One file: its header, then one tensor after the other, each made when its turn comes."""
+    group = sorted(group, key=lambda one: -one.dtype.itemsize)  # each at a multiple of its width
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for one in group:
+        word, end = WORDS[one.dtype], at + one.bytes
+        header[one.name] = {"dtype": word, "shape": list(one.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for one in group:
+            parts = [_cast(read(name), one) for name in one.entry.ours]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+            whole = (whole.T if one.entry.transposed else whole).contiguous()
+            file.write(whole.view(-1).view(torch.uint8).numpy().data)
+            del parts, whole
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _cast(x: Tensor, one: Theirs) -> Tensor:
+    """In the type to write; numbers that it cannot hold are refused."""
+    y = x.to(one.dtype)
+    if one.dtype == torch.float16 and not bool(y.isfinite().all()):
+        raise PlanError(
+            f"{one.name} has numbers up to {float(x.abs().max()):.3g}. fp16 ends at 65504. Use "
+            "--dtype bf16 or fp32."
+        )
+    return y

@@ -1,0 +1,87 @@
+"""Loaded: the weights of a run's checkpoint on any grid, for those who do not train.
+
+The model is put on the grid without values, its buckets are made once, and every rank reads its own
+slices into them: no rank ever holds the whole model, nor a second copy of its part.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ranvier import init
+from ranvier.checkpoint import manifest as manifests
+from ranvier.checkpoint.load import load as read
+from ranvier.comm.agree import together
+from ranvier.grid import Grid
+from ranvier.infer.sample import checkpoint_of, run_of
+from ranvier.models import Decoder, DecoderConfig
+from ranvier.nn.values import fill_values
+from ranvier.parallel import parallel_of, parallelize
+from ranvier.pipeline.cut import Cut
+from ranvier.plan import Inner
+
+MASTER = ".master"
+"""How the names of weights end in a checkpoint."""
+
+
+def load(
+    folder: Path,
+    grid: Grid,
+    device: torch.device | str,
+    *,
+    step: int | None = None,
+    inner: Inner = "samples",
+    how: Cut | None = None,
+    dtype: torch.dtype | None = None,
+) -> Decoder:
+    """The model of a run after a step (None: the newest checkpoint) on a grid, ready to be asked.
+
+    inner: what col splits inside. how: its stages over pipe. dtype: of the weights; None: the one
+    they were saved in. Communicates: the making of groups; one number over all axes.
+    """
+    run, checkpoint = run_of(folder), checkpoint_of(folder, step)
+    dtype = dtype or saved_dtype(checkpoint)
+    model = empty(run.model, grid, device, inner=inner, how=how, dtype=dtype)
+    fill_from(model, checkpoint, device)
+    return model.eval()
+
+
+def saved_dtype(checkpoint: Path) -> torch.dtype:
+    """The type of the weights of a checkpoint."""
+    tensors = manifests.read(checkpoint).tensors
+    return next((t.dtype for name, t in tensors.items() if name.endswith(MASTER)), torch.float32)
+
+
+def empty(
+    config: DecoderConfig,
+    grid: Grid,
+    device: torch.device | str,
+    *,
+    inner: Inner = "samples",
+    how: Cut | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Decoder:
+    """A model on a grid with weights of 0, of which a rank has its own part only.
+
+    Communicates: the making of groups.
+    """
+    with init.blank():
+        model = Decoder(config)
+    parallelize(model, grid, inner=inner, dtype=dtype, device=device, how=how, materialize=False)
+    parallel = parallel_of(model)
+    fill_values(parallel.queue, parallel.leaves, seed=0, dtype=dtype, device=device, blank=True)
+    return model
+
+
+def fill_from(model: torch.nn.Module, checkpoint: Path, device: torch.device | str) -> None:
+    """Read my slices of the weights of a checkpoint; an error of one rank is one on all.
+
+    Communicates: one number over all axes.
+    """
+    parallel = parallel_of(model)
+    state = {f"{name}{MASTER}": part for name, part in parallel.state().items()}
+    together(lambda: read(checkpoint, state, cast=True), parallel.grid, device)
+    parallel.queue.loads += 1
+    parallel.queue.begin("")

@@ -1,0 +1,114 @@
+"""Scores: how likely a model on a grid finds given tokens.
+
+Sequences of different lengths are sorted by length, shared out to the ranks that read different
+samples, and filled up at their ends, which changes nothing before. Logits stay where they are: of
+each token only its log-probability, and whether it was the likeliest, leave the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ranvier.comm import verbs
+from ranvier.data.loader import rows
+from ranvier.nn.loss import IGNORE
+from ranvier.parallel import Parallel, parallel_of
+from ranvier.pipeline.runtime import Micro
+
+REPLICAS = ("data", "expert", "depth")
+"""Axes along which ranks read different samples."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What a sequence of n tokens is worth: of each but the first, given all before it."""
+
+    log: Tensor
+    """Log-probabilities, float64 `[n - 1]`."""
+    greedy: Tensor
+    """Whether no token was likelier, bool `[n - 1]`."""
+
+
+def together_of(parallel: Parallel, batch: int) -> int:
+    """Sequences that all ranks score at once, `batch` of them a micro-batch."""
+    pipe, degrees = parallel.grid.degrees["pipe"], parallel.grid.degrees
+    replicas = degrees["data"] * degrees["expert"] * degrees["depth"]
+    return whole_batch(parallel, batch) * replicas * (1 if pipe == 1 else 2 * pipe)
+
+
+def whole_batch(parallel: Parallel, batch: int) -> int:
+    """The next micro-batch that col can divide, where it divides samples."""
+    shares = parallel.grid.degrees["col"] if parallel.table.inner == "samples" else 1
+    return -(-batch // shares) * shares
+
+
+def scores(model: nn.Module, sequences: Sequence[Sequence[int]], *, batch: int = 8) -> list[Scored]:
+    """What each sequence is worth, on all ranks, which all ask for the same.
+
+    batch: sequences of a micro-batch. Communicates: as forward passes; of each token two numbers
+    over the axes of samples and over pipe.
+    """
+    parallel, was = parallel_of(model), model.training
+    assert all(len(one) > 0 for one in sequences), "a sequence has one token at least"
+    order = sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i))
+    found: dict[int, Scored] = {}
+    model.eval()
+    parallel.moment.each = True
+    try:
+        size = together_of(parallel, batch)
+        for start in range(0, len(order), size):
+            some = order[start : start + size]
+            found |= zip(some, _round(parallel, [sequences[i] for i in some], batch), strict=True)
+    finally:
+        parallel.moment.each = False
+        model.train(was)
+        parallel.queue.begin("")
+    return [found[i] for i in range(len(sequences))]
+
+
+@torch.no_grad()
+def _round(parallel: Parallel, sequences: Sequence[Sequence[int]], batch: int) -> Iterator[Scored]:
+    """Of sequences that fit at once, longest first, what each is worth."""
+    grid, runtime = parallel.grid, parallel.pipeline.runtime
+    replicas = grid.axis(*REPLICAS)
+    batch = whole_batch(parallel, min(batch, -(-len(sequences) // replicas.size)))
+    micros = -(-len(sequences) // (batch * replicas.size))
+    multiple = grid.degrees["row"] * grid.degrees["context"]
+    length = max(-(-(len(sequences[0]) - 1) // multiple), 1) * multiple
+    mine = rows(batch * replicas.size, grid)  # of each micro-batch of all ranks
+    inputs = []
+    for micro in range(micros):
+        some = [micro * batch * replicas.size + row for row in mine]
+        inputs.append(_filled([sequences[i] for i in some if i < len(sequences)], batch, length))
+    parallel.queue.begin(f"score {micros}")
+    found = runtime.forward(
+        [Micro({k: x.to(runtime.device) for k, x in i.items()}) for i in inputs]
+    )
+    region = parallel.table.region("vocab")
+    if found:
+        y = torch.stack(found)  # (m, 2, b/col, s)
+        y = verbs.all_gather(y, grid.axis(*(a for a in region["batch"] if a == "col")), 2).wait()
+        y = verbs.all_gather(y, grid.axis(*region["seq"]), 3).wait()
+    else:  # another stage has them
+        shape = (micros, 2, batch, length)
+        y = torch.zeros(shape, dtype=parallel.queue.dtype, device=runtime.device)
+    pipe = grid.axis("pipe")
+    y = verbs.broadcast(y.contiguous(), pipe, pipe.size - 1).wait()
+    y = verbs.all_gather(y.transpose(1, 2).contiguous(), replicas, 1).wait()  # (m, R·b, 2, s)
+    for one, (log, greedy) in zip(sequences, y.flatten(0, 1).cpu(), strict=False):
+        count = len(one) - 1
+        yield Scored(log[:count].double(), greedy[:count] > 0.0)
+
+
+def _filled(sequences: Sequence[Sequence[int]], batch: int, length: int) -> dict[str, Tensor]:
+    """Tokens and targets `[b, s]` of sequences, filled up."""
+    tokens = torch.zeros(batch, length, dtype=torch.int64)
+    targets = torch.full((batch, length), IGNORE, dtype=torch.int64)
+    for row, one in enumerate(sequences):
+        known = torch.as_tensor(one, dtype=torch.int64)
+        tokens[row, : len(one) - 1], targets[row, : len(one) - 1] = known[:-1], known[1:]
+    return {"tokens": tokens, "targets": targets}

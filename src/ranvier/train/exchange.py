@@ -1,0 +1,319 @@
+"""Exchange: published models become runs, and runs become models that others read.
+
+A run that was imported has what any run has: settings, a checkpoint (of weights only, after step 0)
+and a tokenizer; so it is trained, generated from, evaluated and exported as any other. What came
+with the model and is not ours (its config.json, tokenizer files, generation settings) is kept in
+`published/` and goes out again as it came in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ranvier import run as runs
+from ranvier.checkpoint import blocks, folder, published
+from ranvier.checkpoint.convert import TYPES, Source, opened
+from ranvier.checkpoint.published import Published
+from ranvier.errors import PlanError, WriteError
+from ranvier.infer.sample import checkpoint_of, run_of
+from ranvier.models.decoder import DecoderConfig
+from ranvier.models.families import family_of, fitting
+from ranvier.models.family import Family, UnknownError
+from ranvier.plan import AXES
+from ranvier.run import Run
+from ranvier.settings import IMPORTED, DataConfig, ModelConfig
+from ranvier.train.saves import tables
+
+KEPT = "published"
+"""Directory of a run with the files that came with its model."""
+FILES = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    *("tokenizer.model", "vocab.json", "merges.txt", "spiece.model", "LICENSE", "NOTICE"),
+)
+"""Files beside weights that are kept; code is not."""
+LONGEST = 512
+"""Tokens of a sample that the settings of an imported run begin with, at most."""
+SHARD = 5 * 10**9
+"""Bytes of a file of weights at most."""
+
+
+def imported(source: str, out: Path) -> list[str]:
+    """Make a run of a published model; lines on it. The directory appears whole or not at all."""
+    with Published.open(found(source)) as model:
+        with _whole(out) as here:
+            lines = [*_kept(model.folder, here), *_noted(model)]
+            run = _run(model, out, tokenizer=(here / "tokenizer.json").exists())
+            (here / "config.toml").write_text(runs.to_toml(run), encoding="utf-8")
+            inside = here / "checkpoints" / "step-00000000"
+            inside.mkdir(parents=True)
+            facts = {
+                "weights": True,
+                "source": str(model.folder),
+                "samples": 0,
+                "fingerprint": "",
+                "config": {"model": tables(run)["model"]},
+            }
+            count = published.store(model, inside)
+            folder.seal(inside, 0, dict.fromkeys(AXES, 1), facts, files=count)
+            for told in inside.glob("rank-*.json"):
+                told.unlink()
+            folder.point(here / "checkpoints", inside.name)
+        parameters = sum(torch.Size(shape).numel() for shape in model.shapes.values())
+        word = next(name for name, dtype in TYPES.items() if dtype == model.dtype)
+        return [f"{model.family.kind}: {parameters:,} weights ({word}) in {out}", *lines]
+
+
+def found(source: str) -> Path:
+    """The path of a model: a directory, a file, or what a hub's name leads to."""
+    path = Path(source)
+    if path.exists():
+        return path
+    if source.count("/") > 1 or source.startswith((".", "/", "~")) or not source:
+        raise PlanError(
+            f"{source!r} is not there. A model is a directory with config.json and *.safetensors, "
+            "or the name of one on the hub. Mend the path."
+        )
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise PlanError(
+            f"{source!r} is no directory here, and huggingface_hub, which fetches models, is not "
+            "installed. Give a directory, or install the extra: pip install 'ranvier[hf]'."
+        ) from None
+    try:
+        patterns = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE", "NOTICE"]
+        return Path(snapshot_download(source, allow_patterns=patterns))
+    except Exception as error:  # whatever the network or the hub says
+        raise PlanError(
+            f"{source!r} is no directory here and cannot be fetched: "
+            f"{str(error).splitlines()[0]:.200}. Give the path of a directory with config.json "
+            "and *.safetensors."
+        ) from None
+
+
+def _noted(model: Published) -> list[str]:
+    """What of a model's config is a matter of training, and not taken over."""
+    names = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")
+    drops = [f"{name}={model.theirs[name]}" for name in names if model.theirs.get(name)]
+    if not drops:
+        return []
+    return [f"{', '.join(drops)}: not taken over (model.dropout is that of embeddings and blocks)"]
+
+
+def _run(model: Published, out: Path, *, tokenizer: bool) -> Run:
+    """The settings that an imported run begins with."""
+    data = DataConfig(seq=min(LONGEST, model.config.max_seq))
+    if tokenizer:
+        data = replace(data, tokenizer=str(out.absolute() / "tokenizer.json"))
+    return Run(model=as_model(model.config), data=data)
+
+
+def as_model(config: DecoderConfig) -> ModelConfig:
+    """The section `model` of a run."""
+    return ModelConfig(size=IMPORTED, **asdict(config))
+
+
+def _kept(source: Path, here: Path) -> list[str]:
+    """Copy what comes with a model; lines on what is missing."""
+    (here / KEPT).mkdir()
+    for name in FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, here / KEPT / name)
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        _copied(here / KEPT / name, here / name)
+    _copied(here / KEPT / "chat_template.jinja", here / "chat_template.jinja")
+    if (here / "tokenizer.json").exists():
+        return []
+    return [
+        f"{source} has no tokenizer.json: give data.tokenizer, or corpora that are tokenized. "
+        "AutoTokenizer.from_pretrained(...).save_pretrained(...) makes one of older files."
+    ]
+
+
+def _copied(source: Path, target: Path) -> None:
+    if source.is_file():
+        shutil.copyfile(source, target)
+
+
+@contextmanager
+def _whole(out: Path) -> Iterator[Path]:
+    """A hidden directory that becomes `out` at the end, and is gone if there is none."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise PlanError(f"{out} exists. What is there is not overwritten. Choose another --to.")
+    hidden = out.absolute().with_name(f".{out.absolute().name}.{os.getpid()}.writing")
+    try:
+        hidden.mkdir(parents=True)
+        yield hidden
+        for path in sorted(hidden.rglob("*")):
+            blocks.flush(path)
+        if out.is_dir():
+            out.rmdir()
+        os.replace(hidden, out)
+        blocks.flush(out.absolute().parent)
+    except OSError as error:
+        raise WriteError(
+            f"{error.filename or out}: {error.strerror}. A model is written there as a whole. Free "
+            "space, or choose another place."
+        ) from None
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def carried(start: str, into: Path) -> None:
+    """Keep what came with the model that a new run takes its weights from, for its export."""
+    source = Path(start)
+    origin = source.parent.parent if folder.STEP.fullmatch(source.name) else source
+    if (origin / KEPT).is_dir() and not (into / KEPT).exists():
+        shutil.copytree(origin / KEPT, into / KEPT)
+    elif not (origin / "config.toml").exists() and not (into / KEPT).exists():
+        _kept(origin if origin.is_dir() else origin.parent, into)
+
+
+def begun(run: Run) -> Run:
+    """A new run with the model of what it takes its weights from, and the words it knows."""
+    source = found(run.train.start)
+    origin = source.parent.parent if folder.STEP.fullmatch(source.name) else source
+    if (origin / "config.toml").exists():
+        model, words = run_of(origin).model, origin / "tokenizer.json"
+    else:
+        with Published.open(source) as there:
+            model, words = as_model(there.config), there.folder / "tokenizer.json"
+    data = run.data
+    if words.exists() and data.tokenizer == DataConfig().tokenizer:
+        data = replace(data, tokenizer=str(words.absolute()))
+    return replace(run, model=model, data=data, train=replace(run.train, start=str(source)))
+
+
+# ---- out --------------------------------------------------------------------------------
+
+
+def exported(
+    origin: Path,
+    out: Path,
+    *,
+    step: int = -1,
+    dtype: str = "",
+    family: str = "",
+    shard: int = SHARD,
+) -> list[str]:
+    """Write the weights of a run as others read them; lines on it.
+
+    dtype: of the weights; empty: that of the published model, or of the checkpoint.
+    """
+    if dtype and dtype not in TYPES:
+        raise PlanError(f"dtype={dtype!r}. Types are {', '.join(TYPES)}. Use one of these.")
+    if shard < 1:
+        raise PlanError(f"shard={shard} bytes. A file holds a tensor at least. Use 5000000000.")
+    run, checkpoint = run_of(origin), checkpoint_of(origin, None if step < 0 else step)
+    kind, theirs = told(origin, run, family)
+    source = opened(checkpoint)
+    sizes = {n.removesuffix(".master"): kind_ for n, kind_ in source.kinds.items()}
+    entries = kind.tensors(run.model)
+    stored = {name: sizes[name][0] for entry in entries for name in entry.ours}
+    wanted = TYPES.get(dtype) or _word(theirs) or torch.float32
+    types = dict.fromkeys(stored, wanted)
+    if source.facts.get("weights") and not dtype:
+        types = stored  # as it came
+    main = max(set(types.values()), key=lambda one: list(types.values()).count(one))
+    with _whole(out) as here:
+        config = {**theirs, **_ids(origin, theirs), "dtype": str(main).removeprefix("torch.")}
+        config.pop("torch_dtype", None)
+        _json(here / "config.json", config)
+        _beside(origin, here, config)
+        shapes = {name: sizes[name][1] for name in stored}
+        tensors = published.listed(entries, shapes, types)
+        read = weights_of(source, run)
+        names = published.write(here, tensors, read, most=shard)
+    size = sum(one.bytes for one in tensors)
+    return [f"{kind.kind}: {len(tensors)} tensors, {size:,} bytes in {len(names)} file(s), {out}"]
+
+
+def told(origin: Path, run: Run, wanted: str = "") -> tuple[Family, dict[str, Any]]:
+    """The family of a run's model, and its config.json: the one it came with if it still fits."""
+    kept = origin / KEPT / "config.json"
+    before = published.table(kept) if kept.exists() else {}
+    config = DecoderConfig(**{f.name: getattr(run.model, f.name) for f in fields(DecoderConfig)})
+    try:
+        if before and wanted in ("", before.get("model_type")):
+            kind = family_of(before)
+            if _same(kind.read(before), config):
+                return kind, before
+        if wanted:
+            return family_of(wanted), family_of(wanted).write(config)
+        return fitting(config, str(before.get("model_type", "")))
+    except UnknownError as error:
+        raise PlanError([f"{origin} has a model that cannot be exported.", str(error)]) from None
+
+
+def _same(one: DecoderConfig, other: DecoderConfig) -> bool:
+    """Whether two models are the same but for how they are trained."""
+    return replace(one, dropout=0.0, init_std=0.0) == replace(other, dropout=0.0, init_std=0.0)
+
+
+def weights_of(source: Source, run: Run) -> Callable[[str], Tensor]:
+    """Reads the whole of a weight by its name."""
+
+    def read(name: str) -> Tensor:
+        return source.read([f"{name}.master"])[f"{name}.master"]
+
+    return read
+
+
+def _word(theirs: Mapping[str, Any]) -> torch.dtype | None:
+    """The type that a config.json names."""
+    word = str(theirs.get("dtype") or theirs.get("torch_dtype") or "")
+    return next((x for x in TYPES.values() if str(x) == f"torch.{word}"), None)
+
+
+def _ids(origin: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokens that begin, end and fill a text: those of the tokenizer, if none are told."""
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    if (origin / KEPT / "config.json").exists():
+        return {}
+    from ranvier.data.tokenizer import tokenizer_of
+
+    words = origin / "tokenizer.json"
+    end = tokenizer_of(str(words), origin).end if words.exists() else None
+    return {**dict.fromkeys(names), "eos_token_id": end}
+
+
+def _beside(origin: Path, here: Path, config: Mapping[str, Any]) -> None:
+    """Tokenizer and generation settings: as they came, else made from the run's."""
+    for name in FILES:
+        if name != "config.json":
+            _copied(origin / KEPT / name, here / name)
+    end = config.get("eos_token_id")
+    if not (here / "generation_config.json").exists():
+        _json(here / "generation_config.json", {"eos_token_id": end} if end is not None else {})
+    if (origin / "tokenizer.json").exists() and not (here / "tokenizer.json").exists():
+        _copied(origin / "chat_template.jinja", here / "chat_template.jinja")
+        from ranvier.data.tokenizer import tokenizer_of
+
+        words = tokenizer_of(str(origin / "tokenizer.json"), origin)
+        _copied(origin / "tokenizer.json", here / "tokenizer.json")
+        table = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": words.name(words.end)}
+        _json(here / "tokenizer_config.json", table)
+
+
+def _json(path: Path, table: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+
+# ---- the verbs --------------------------------------------------------------------------
+
+
+def say(lines: Sequence[str]) -> int:
+    """Print lines."""
+    print("\n".join(lines))
+    return 0

@@ -1,0 +1,397 @@
+"""Published models: equal to `transformers` on every grid, back as they came, or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pool import Pool
+from published_models import (
+    BASE,
+    CASES,
+    GPT2,
+    LLAMA3,
+    VOCAB,
+    computed,
+    on_grid,
+    save,
+    theirs,
+    tokens,
+)
+from ranvier.checkpoint.published import Published
+from ranvier.checkpoint.state import assemble
+from ranvier.errors import RanvierError
+from ranvier.models import SIZES, Decoder, DecoderConfig
+from ranvier.models.families import FAMILIES, fitting
+from ranvier.models.family import UnknownError
+from ranvier.train.exchange import exported, imported
+
+CUBE = {"depth": 2, "row": 2, "col": 2}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """All cases, saved."""
+    folder = tmp_path_factory.mktemp("published")
+    return {
+        name: save(theirs(*case), folder / name.replace(" ", "-")) for name, case in CASES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[str, Any]:
+    """What `transformers` computes."""
+    return {name: computed(theirs(*case)) for name, case in CASES.items()}
+
+
+def compare(models: dict[str, Path], wanted: dict[str, Any], results: list[Any]) -> list[str]:
+    """What differs: logits by 1e-5, gradients by 1e-4 of the largest of their tensor."""
+    lines = []
+    for name, (logits, loss, grads) in wanted.items():
+        with Published.open(models[name]) as source:
+            entries = source.entries
+        ours = assemble(result[name][2] for result in results)
+        for rank, result in enumerate(results):
+            error = (result[name][0] - logits).abs().max().item()
+            if not error <= 1e-5 * max(logits.abs().max().item(), 1.0):
+                lines.append(f"{name}: logits of rank {rank} differ by {error:.2e}")
+            if not abs(result[name][1] - loss) <= 1e-5 * loss:
+                lines.append(f"{name}: loss {result[name][1]}, not {loss}")
+        floor = max(grad.abs().max().item() for grad in grads.values())
+        for entry in entries:
+            have = torch.cat([ours[one].view(ours[one].shape) for one in entry.ours])
+            want = grads[entry.name].T if entry.transposed else grads[entry.name]
+            error = (have.reshape(want.shape) - want).abs().max().item()
+            if not error <= 1e-4 * max(want.abs().max().item(), 1e-3 * floor):
+                lines.append(f"{name}: gradient of {entry.name} differs by {error:.2e}")
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("degrees", "inner"),
+    [({}, "samples"), (CUBE, "samples"), ({"pipe": 2, "row": 2}, "features")],
+    ids=["one", "cube", "pipe"],
+)
+def test_every_family_equals_transformers(
+    pool: Pool,
+    models: dict[str, Path],
+    wanted: dict[str, Any],
+    degrees: dict[str, int],
+    inner: str,
+) -> None:
+    results = pool.on_grid(degrees, on_grid, models, inner, timeout=300.0)
+    assert compare(models, wanted, results) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "degrees",
+    [{"pipe": 2}, {"row": 4}, {"col": 4}, {"pipe": 2, "depth": 2, "col": 2}, {"row": 2, "col": 2}],
+)
+@pytest.mark.parametrize("inner", ["samples", "features"])
+def test_every_family_on_more_grids(
+    pool: Pool, models: dict[str, Path], wanted: dict[str, Any], degrees: Any, inner: str
+) -> None:
+    kept = {n: x for n, x in models.items() if not (inner == "features" and "col" in degrees)}
+    results = pool.on_grid(degrees, on_grid, kept or models, inner, timeout=300.0)
+    assert compare(models, wanted, results) == []
+
+
+def test_a_grid_of_wrong_slices_is_seen(
+    pool: Pool, models: dict[str, Path], wanted: dict[str, Any]
+) -> None:
+    """The comparison can fail: another model's weights are not this one's."""
+    swapped = {**models, "llama": models["llama linear"]}
+    results = pool.on_grid({}, on_grid, {"llama": swapped["llama"]})
+    lines = compare(models, {"llama": wanted["llama"]}, results)
+    assert any("logits" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_what_comes_in_goes_out_to_the_bit(
+    tmp_path: Path, models: dict[str, Path], dtype: torch.dtype
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    names = CASES if dtype == torch.float32 else ("llama tied, biases", "gpt2 untied", "phi3")
+    for i, name in enumerate(names):
+        source = save(theirs(*CASES[name]).to(dtype), tmp_path / f"in{i}")
+        imported(str(source), tmp_path / f"run{i}")
+        exported(tmp_path / f"run{i}", tmp_path / f"out{i}")
+        before, after = (load_file(tmp_path / f"{x}{i}/model.safetensors") for x in ("in", "out"))
+        assert before.keys() == after.keys(), name
+        for key, value in before.items():
+            assert after[key].dtype == value.dtype, (name, key)
+            assert torch.equal(after[key], value), (name, key)
+        back, info = AutoModelForCausalLM.from_pretrained(
+            tmp_path / f"out{i}", output_loading_info=True, attn_implementation="eager"
+        )
+        assert not any(info.values()), (name, info)
+        assert back.dtype == dtype
+        with torch.no_grad():
+            # read again, as their tables of positions were rounded, too
+            same = AutoModelForCausalLM.from_pretrained(source, attn_implementation="eager")
+            have, want = (x.eval().float()(tokens()).logits for x in (back, same))
+            assert torch.equal(have, want), name
+
+
+def test_models_of_ours_load_in_transformers(tmp_path: Path) -> None:
+    """A config that was never theirs, through the family that has such models."""
+    from transformers import AutoModelForCausalLM
+
+    from ranvier import run as runs
+    from ranvier.checkpoint import folder, part
+    from ranvier.checkpoint.part import Layout
+    from ranvier.plan import AXES
+    from ranvier.sharding import Place
+    from ranvier.train.exchange import as_model
+
+    shape: dict[str, Any] = {"layers": 2, "embed": 32, "mlp": 48, "vocab": VOCAB, "head_dim": 8}
+    for i, (kind, more) in enumerate(
+        {
+            "llama": {"rope_scale": 8.0, "rope_original": 16},
+            "gpt2": {"kv_heads": 4, "positions": "learned", "norm": "layer"}
+            | {"activation": "gelu", "bias": True, "tied": True, "max_seq": 128},
+            "qwen3": {"qk_norm": True, "window": 4, "window_layers": (1,)},
+        }.items()
+    ):
+        config = DecoderConfig(**shape, **more)
+        torch.manual_seed(i)
+        model = Decoder(config).eval()
+        here = tmp_path / f"run{i}"
+        inside = here / "checkpoints" / "step-00000003"
+        inside.mkdir(parents=True)
+        run = runs.Run(model=as_model(config))
+        (here / "config.toml").write_text(runs.to_toml(run))
+        state = {
+            f"{n}.master": (
+                p.detach(),
+                Place(tuple(p.shape), (0,) * p.dim(), *(tuple(p.shape),) * 2),
+            )
+            for n, p in model.named_parameters()
+        }
+        layout = Layout.of(state)
+        data = [memoryview(state[n][0].numpy().tobytes()) for n in layout.begins]
+        part.write(inside, 0, state, layout, data)
+        folder.seal(inside, 3, dict.fromkeys(AXES, 1), {"samples": 0, "fingerprint": ""}, files=1)
+        exported(here, tmp_path / f"out{i}", shard=10_000)
+        table = json.loads((tmp_path / f"out{i}/config.json").read_text())
+        assert table["model_type"] == kind
+        assert (tmp_path / f"out{i}/model.safetensors.index.json").exists()
+        back, info = AutoModelForCausalLM.from_pretrained(
+            tmp_path / f"out{i}", output_loading_info=True
+        )
+        assert not any(info.values()), info
+        with torch.no_grad():
+            error = (back.eval()(tokens()).logits - model(tokens())).abs().max().item()
+        assert error < 1e-5, (kind, error)
+
+
+@pytest.mark.parametrize("size", sorted(SIZES))
+def test_our_sizes_have_a_family(size: str) -> None:
+    family, config = fitting(SIZES[size])
+    assert family.read(config) == SIZES[size] or size == "tiny"
+    assert family.tensors(SIZES[size])
+
+
+ODD: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+    ("llama", {"hidden_act": "mish"}, "hidden_act='mish'"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    ("llama", {"num_key_value_heads": 3}, "kv_heads=3 does not divide heads=4"),
+    ("llama", {"head_dim": 7}, "head_dim=7"),
+    ("llama", {"hidden_size": "wide"}, "hidden_size='wide'"),
+    ("llama", {"new_trick": True}, "new_trick=True"),
+    ("llama", {"rope_parameters": {**LLAMA3, "surprise": 1}}, "rope_parameters.surprise=1"),
+    ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "sliding_window"),
+    ("qwen2", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
+    ("mixtral", {}, "model_type='mixtral'"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "words"), ODD, ids=[w for *_, w in ODD])
+def test_what_cannot_be_is_refused_before_weights_are_read(
+    tmp_path: Path, kind: str, changes: dict[str, Any], words: str
+) -> None:
+    """There are none to be read."""
+    table = {"model_type": kind, **(GPT2 if kind == "gpt2" else BASE), **changes}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    with pytest.raises(RanvierError, match=r"config\.json") as error:
+        Published.open(tmp_path)
+    assert words in str(error.value), str(error.value)
+
+
+def invented(drawn: random.Random) -> tuple[str, dict[str, Any]]:
+    """A config within a family that nobody has published."""
+    kind = drawn.choice([kind for kind in FAMILIES if kind != "gpt2"])
+    heads = drawn.choice([1, 2, 3, 4, 5, 6])
+    kv = drawn.choice([n for n in range(1, heads + 1) if heads % n == 0] + [2])
+    table: dict[str, Any] = BASE | {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "hidden_size": heads * drawn.choice([4, 6, 8]),
+        "intermediate_size": drawn.choice([7, 16, 33]),
+        "num_hidden_layers": drawn.choice([1, 2, 3]),
+        "tie_word_embeddings": drawn.random() < 0.5,
+        "rms_norm_eps": drawn.choice([1e-6, 1e-3]),
+    }
+    if drawn.random() < 0.5 and kind != "phi3":
+        table["head_dim"] = drawn.choice([2, 6, 10])
+    if kind in ("qwen3", "gemma2") and "head_dim" not in table:
+        table["head_dim"] = 8
+    if kind in ("mistral", "phi3", "qwen2", "qwen3", "gemma2"):
+        table["sliding_window"] = drawn.choice([1, 3, 8, 100])
+    if kind in ("qwen2", "qwen3"):
+        table |= {"use_sliding_window": drawn.random() < 0.7, "max_window_layers": 1}
+    if kind != "phi3":
+        ropes = [None, LLAMA3, {"rope_type": "linear", "rope_theta": 1e3, "factor": 2.5}]
+        ropes += [{"rope_type": "yarn", "rope_theta": 1e5, "factor": 3.0, "beta_fast": 8}]
+        table["rope_parameters"] = drawn.choice(ropes)
+    if kind in ("llama", "qwen3", "olmo2", "gemma2"):
+        table["attention_bias"] = drawn.random() < 0.5
+    return kind, table
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_an_invented_config_works_or_is_refused(tmp_path: Path, seed: int) -> None:
+    kind, table = invented(random.Random(seed))
+    try:
+        model = theirs(kind, table)
+        want = model(tokens(), use_cache=False).logits.detach()
+    except Exception:  # what they cannot be need not be here
+        with pytest.raises(UnknownError):
+            FAMILIES[kind].read({"model_type": kind, **table})
+        return
+    with Published.open(save(model, tmp_path / "in")) as source:
+        ours = Decoder(source.config).eval()
+        for name, param in ours.named_parameters():
+            param.data.copy_(source.tensor(name))
+    with torch.no_grad():
+        error = (ours(tokens()) - want).abs().max().item()
+    assert error <= 1e-5 * max(want.abs().max().item(), 1.0), (kind, table, error)
+
+
+# ---- files ------------------------------------------------------------------------------
+
+
+def opened(folder: Path) -> str:
+    """Why a folder cannot be used; empty if it can."""
+    try:
+        Published.open(folder)
+    except RanvierError as error:
+        return str(error)
+    return ""
+
+
+def changed(source: Path, folder: Path, change: Any) -> Path:
+    """A copy whose tensors were changed."""
+    shutil.copytree(source, folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def test_files_that_do_not_fit_are_refused(tmp_path: Path, models: dict[str, Path]) -> None:
+    llama, tied = models["llama"], models["llama tied, biases"]
+    lost = changed(llama, tmp_path / "a", lambda t: t.pop("model.norm.weight"))
+    assert "model.norm.weight is not there" in opened(lost)
+    more = changed(llama, tmp_path / "b", lambda t: t.update(extra=torch.ones(2)))
+    assert "extra has no place in llama" in opened(more)
+    wide = changed(llama, tmp_path / "c", lambda t: t.update({"lm_head.weight": torch.ones(3, 32)}))
+    assert "has the shape [3, 32], not [61, 32]" in opened(wide)
+    whole = changed(
+        llama, tmp_path / "d", lambda t: t.update({"model.norm.weight": torch.ones(32).int()})
+    )
+    assert "type I32" in opened(whole)
+    other = changed(
+        tied, tmp_path / "e", lambda t: t.update({"lm_head.weight": torch.ones(VOCAB, 32)})
+    )
+    assert "lm_head.weight is not its embedding" in opened(other)
+    same = changed(
+        tied,
+        tmp_path / "f",
+        lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}),
+    )
+    assert opened(same) == ""
+
+
+def test_older_names_and_single_files_are_read(tmp_path: Path, models: dict[str, Path]) -> None:
+    def bare(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+
+    folder = changed(models["gpt2"], tmp_path / "old", bare)
+    with Published.open(folder) as old, Published.open(models["gpt2"]) as new:
+        assert all(torch.equal(old.tensor(n), new.tensor(n)) for n in new.shapes)
+    with Published.open(models["llama"] / "model.safetensors") as one:
+        assert one.family.kind == "llama"
+    split = save(theirs(*CASES["phi3"]), tmp_path / "split", max_shard_size="20KB")
+    assert len([*split.glob("*.safetensors")]) > 2
+    with Published.open(split) as many, Published.open(models["phi3"]) as single:
+        assert all(torch.equal(many.tensor(n), single.tensor(n)) for n in single.shapes)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "..", "a/b.safetensors"])
+def test_an_index_names_files_beside_it_only(
+    tmp_path: Path, models: dict[str, Path], name: str
+) -> None:
+    folder = tmp_path / "in"
+    shutil.copytree(models["llama"], folder)
+    index = {"weight_map": {"model.norm.weight": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "must be the name of a file beside" in opened(folder)
+
+
+def test_files_elsewhere_pipes_and_pickles_are_refused(
+    tmp_path: Path, models: dict[str, Path]
+) -> None:
+    def with_file(name: str) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        shutil.copyfile(models["llama"] / "config.json", folder / "config.json")
+        return folder
+
+    link = with_file("link")
+    os.symlink(models["llama"] / "model.safetensors", link / "model.safetensors")
+    assert "leads to" in opened(link)
+    pipe = with_file("pipe")
+    os.mkfifo(pipe / "model.safetensors")
+    assert "plain files" in opened(pipe)
+    pickled = with_file("pickled")
+    (pickled / "pytorch_model.bin").write_bytes(b"")
+    assert "safetensors only" in opened(pickled)
+    for name, data in {
+        "huge": (2**60).to_bytes(8, "little") + b"{}",
+        "cut": (models["llama"] / "model.safetensors").read_bytes()[:-100],
+        "empty": b"",
+    }.items():
+        folder = with_file(name)
+        (folder / "model.safetensors").write_bytes(data)
+        assert "damaged" in opened(folder), name
+
+
+def test_a_snapshot_of_a_hub_is_read(tmp_path: Path, models: dict[str, Path]) -> None:
+    """It holds links to blobs of its own cache."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for i, name in enumerate(("config.json", "model.safetensors")):
+        shutil.copyfile(models["qwen3"] / name, blobs / f"{i}")
+        os.symlink(f"../../blobs/{i}", snapshot / name)
+    assert opened(snapshot) == ""

@@ -1,0 +1,149 @@
+"""Scores and texts of a run's checkpoint: on every grid what one process gives."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evaluation import serial, trained
+from pool import Pool
+from ranvier.errors import CheckpointError, ElsewhereError
+from ranvier.grid import Grid
+from ranvier.infer.loaded import load
+from ranvier.infer.sample import checkpoint_of
+from ranvier.infer.scores import scores
+from ranvier.infer.staged import drawn, generated
+from ranvier.nn.loss import Columns, score_each
+from ranvier.pipeline.cut import Cut
+
+GRIDS: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"row": 2, "depth": 2}, {}),
+    ({"col": 2, "data": 2}, {}),
+    ({"row": 2, "col": 2, "depth": 2}, {"inner": "features"}),
+    ({"pipe": 2, "row": 2, "data": 2}, {}),
+    ({"pipe": 2, "col": 2}, {"spread": True}),
+]
+SEQUENCES = [
+    [(7 * n + i * i) % 257 for i in range(length)]
+    for n, length in enumerate([1, 2, 5, 17, 16, 9] * 2)
+]
+
+
+@pytest.fixture(scope="module")
+def folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(pool, tmp_path_factory.mktemp("run"), model__tied=True)
+
+
+def cut_of(options: dict[str, Any]) -> dict[str, Any]:
+    """What `load` is given."""
+    inner = {"inner": options["inner"]} if "inner" in options else {}
+    return {**inner, "how": Cut(spread=options.get("spread", False))}
+
+
+def scored(grid: Grid, folder: str, options: dict[str, Any], batch: int) -> list[Any]:
+    model = load(Path(folder), grid, "cpu", **cut_of(options))
+    found = scores(model, SEQUENCES, batch=batch)
+    assert not model.parallel.moment.each  # type: ignore[union-attr]
+    return [(one.log.tolist(), one.greedy.tolist()) for one in found]
+
+
+@pytest.mark.parametrize(("degrees", "options"), GRIDS)
+def test_scores_are_those_of_one_process(
+    pool: Pool, folder: Path, degrees: dict[str, int], options: dict[str, Any]
+) -> None:
+    model = serial(folder)
+    for batch in (1, 3):
+        told = pool.on_grid(degrees, scored, str(folder), options, batch)
+        assert all(one == told[0] for one in told), "all ranks know all"
+        for tokens, (log, greedy) in zip(SEQUENCES, told[0], strict=True):
+            ids = torch.tensor(tokens)
+            with torch.no_grad():
+                logits = model(ids[None, :-1])[0] if len(tokens) > 1 else torch.zeros(0, 257)
+            wanted = logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+            assert len(log) == len(tokens) - 1
+            torch.testing.assert_close(
+                torch.tensor(log, dtype=torch.float64), wanted.double(), rtol=1e-12, atol=1e-12
+            )
+            assert greedy == (logits.argmax(-1) == ids[1:]).tolist()
+
+
+def test_a_target_is_greedy_only_if_it_is_the_first_of_the_likeliest(pool: Pool) -> None:
+    told = pool.on_grid({"row": 4}, tied_logits)
+    assert told == [[[True, False, False, True]]] * 4
+
+
+def tied_logits(grid: Grid) -> list[list[bool]]:
+    """Rank by rank columns of a vocabulary of 8, the last two of which are padding."""
+    whole = torch.zeros(4, 8, dtype=torch.float64)
+    whole[:, 6:] = 9.0  # padding counts nothing
+    whole[3, 5] = 1.0
+    axis = grid.axis("row")
+    mine = Columns(axis, grid.axis(), 2 * axis.index, 2 if axis.index < 3 else 0)
+    logits = whole[:, 2 * axis.index : 2 * axis.index + 2].contiguous()
+    found = score_each(logits, torch.tensor([0, 1, 5, 5]), mine)
+    wanted = whole[:, :6].log_softmax(-1)[torch.arange(4), torch.tensor([0, 1, 5, 5])]
+    torch.testing.assert_close(found[0], wanted, rtol=1e-12, atol=1e-12)
+    return [(found[1] > 0).tolist()]
+
+
+PROMPTS = [[1, 2, 3], [40, 41, 42, 43, 44, 45], [7], [250, 3, 9], [100, 101]]
+
+
+def spoken(
+    grid: Grid, folder: str, options: dict[str, Any], temperature: float, stop: int
+) -> list[list[int]]:
+    model = load(Path(folder), grid, "cpu", **cut_of(options))
+    choose = drawn(temperature=temperature, top_k=40, top_p=0.9, seed=3)
+    return generated(model, PROMPTS, 6, choose, ended=lambda said: stop in said, batch=2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_are_those_of_one_process(pool: Pool, folder: Path, temperature: float) -> None:
+    alone = Grid({})
+    free = spoken(alone, str(folder), {}, temperature, -1)
+    model, choose = serial(folder), drawn(temperature=temperature, top_k=40, top_p=0.9, seed=3)
+    for number, (prompt, said) in enumerate(zip(PROMPTS, free, strict=True)):
+        known = list(prompt)
+        for place in range(6):
+            with torch.no_grad():
+                logits = model(torch.tensor([known]))[:, -1]
+            known.append(int(choose(logits, [number], place)))
+        assert known == [*prompt, *said]
+    stop = free[1][2]
+    cut = [said[: said.index(stop) + 1] if stop in said else said for said in free]
+    for degrees, options in GRIDS:
+        told = pool.on_grid(degrees, spoken, str(folder), options, temperature, stop)
+        assert told == [cut] * math.prod(degrees.values())
+
+
+def test_draws_keep_to_what_is_likely_and_have_the_right_shares() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(4000, -1)
+    shares = (logits[0].double() / 0.7).softmax(-1)
+    for top_k, top_p, allowed in ((0, 1.0, 4), (2, 1.0, 2), (0, 0.5, 1), (0, 0.8, 2)):
+        found = drawn(temperature=0.7, top_k=top_k, top_p=top_p)(logits, range(4000), 0)
+        counts = torch.bincount(found, minlength=4) / 4000
+        wanted = shares * (torch.arange(4) < allowed)
+        torch.testing.assert_close(counts.double(), wanted / wanted.sum(), rtol=0, atol=0.03)
+
+
+def damaged(grid: Grid, folder: str) -> str:
+    try:
+        load(Path(folder), grid, "cpu")
+    except (CheckpointError, ElsewhereError) as error:
+        return type(error).__name__
+    return ""
+
+
+def test_a_damaged_part_is_an_error_on_all_ranks(pool: Pool, folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    path = sorted(checkpoint_of(copy).glob("rank-*.safetensors"))[0]
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    told = pool.on_grid({"pipe": 4}, damaged, str(copy))
+    assert set(told) <= {"DamageError", "ElsewhereError"} and "DamageError" in told
