@@ -102,7 +102,7 @@ class OptimConfig:
     lr: float | None = None
     """Learning rate after warm-up. Not given: 0.576 / embed, which is 3e-3 for tiny and 2.8e-4 for
     llama3-1b, times the share min(1, 6 · sqrt(tokens of a step) / embed); 2e-5 for a model that
-    was trained before."""
+    was trained before, 2e-4 for adapters beside one."""
     schedule: Literal["cosine", "wsd"] = "cosine"
     """After warm-up: a cosine down, or stable and then linearly down (warm-up, stable, decay)."""
     warmup: int = -1

@@ -23,9 +23,11 @@ from torch import Tensor
 from ranvier import run as runs
 from ranvier.checkpoint import blocks, folder, published
 from ranvier.checkpoint.convert import TYPES, Source, opened
+from ranvier.checkpoint.peft_out import merged
 from ranvier.checkpoint.published import Published
 from ranvier.errors import PlanError, WriteError
 from ranvier.infer.sample import checkpoint_of, run_of
+from ranvier.models.adapter import adapted_weights
 from ranvier.models.decoder import DecoderConfig
 from ranvier.models.families import family_of, fitting
 from ranvier.models.family import Family, UnknownError
@@ -262,12 +264,14 @@ def _same(one: DecoderConfig, other: DecoderConfig) -> bool:
 
 
 def weights_of(source: Source, run: Run) -> Callable[[str], Tensor]:
-    """Reads the whole of a weight by its name."""
+    """Reads the whole of a weight by its name, with its adapter merged into it."""
+    known = adapted_weights(run.model, run.lora) if run.lora.rank > 0 else {}
 
-    def read(name: str) -> Tensor:
-        return source.read([f"{name}.master"])[f"{name}.master"]
+    def some(names: Sequence[str]) -> Mapping[str, Tensor]:
+        found = source.read([f"{name}.master" for name in names])
+        return {name: found[f"{name}.master"] for name in names}
 
-    return read
+    return lambda name: merged(name, some, run.lora, known)
 
 
 def _word(theirs: Mapping[str, Any]) -> torch.dtype | None:
