@@ -34,7 +34,7 @@ usage: ranvier VERB ...
 
   train [run.toml | RUN]     train a model; without arguments a small one on the texts of Python's
                              standard library; a RUN (its directory) is continued
-  generate RUN --prompt ...  text from the newest checkpoint of a run
+  generate RUN --prompt ...  text from the newest checkpoint of a run; --chat: an answer
   report RUN                 write report.html of a run again
   profile RUN | run.toml     where the time of its steps goes, kernel by kernel, on one rank
   simulate [run.toml | RUN]  play a step of its pipeline: time, bubble, what stages wait for; drawn

@@ -34,7 +34,7 @@ RANDOM = "random."
 """How the names of the states of random numbers begin."""
 FIXED = (
     *("model", "data.seq", "data.packed", "data.held_out", "train.seed", "train.dtype"),
-    "optim.moments",
+    *("optim.moments", "data.learn", "data.truncate"),
 )
 """Settings that a run keeps for its whole life; the corpora are compared by fingerprint."""
 
