@@ -222,6 +222,8 @@ class Chat:
         """Where an answer begins, and where its own text ends; past: where the one before did."""
         begin, stop = mark
         limit = stop if begin is None else begin
+        if limit is not None and stop is not None and not past <= limit <= stop:
+            raise self._lost(talk, f"message {number} is out of order in it")
         if limit is not None and stop is not None and self._header:
             header = text.rfind(self._header, past, limit)
             if header >= 0:
