@@ -62,6 +62,13 @@ GENERATION = """\
 {% endif %}{% endfor %}
 {% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+ENDLESS = """\
+{% for m in messages %}<|{{ 'bot' if m.role == 'assistant' else 'user' }}|>{{ m.content }}\
+{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"""
+PICKY = """\
+{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}\
+{{- '!' if m.content.startswith('y') }}{{- '<|im_end|>\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 TEMPLATES = {
     "chatml": CHATML,
     "inst": INST,
@@ -69,6 +76,7 @@ TEMPLATES = {
     "thinking": THINKING,
     "plain": PLAIN,
     "generation": GENERATION,
+    "picky": PICKY,
 }
 
 

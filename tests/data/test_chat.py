@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from data.chats import CHATML, GENERATION, TEMPLATES, chat_of, folder_of
+from data.chats import CHATML, ENDLESS, GENERATION, TEMPLATES, chat_of, folder_of
 from ranvier.data.chat import Chat
 from ranvier.data.conversation import Conversation, conversation_of, is_conversation
 from ranvier.data.template import DEFAULT, template_of
@@ -20,12 +20,20 @@ transformers = pytest.importorskip("transformers")
 Talk = list[tuple[str, str]]
 TALKS: dict[str, Talk] = {
     "one": [("user", "What is 17 plus 4?"), ("assistant", "It is 21.")],
-    "spaces": [("user", " capital? "), ("assistant", "Paris. \n"), ("user", "漢字 🙂?")]
-    + [("assistant", "naïve — 🙂")],
+    "spaces": [
+        ("user", " capital? "),
+        ("assistant", "Paris. \n"),
+        ("user", "漢字 🙂?"),
+        ("assistant", "naïve — 🙂"),
+    ],
     "system": [("system", "Be brief."), ("user", "a"), ("assistant", "b")],
     "empty": [("user", "q"), ("assistant", ""), ("user", "r"), ("assistant", "")],
-    "thought": [("user", "q"), ("assistant", "<think>\nhm\n</think>\n\nyes"), ("user", "r")]
-    + [("assistant", "<think>\nso\n</think>\n\nno")],
+    "thought": [
+        ("user", "q"),
+        ("assistant", "<think>\nhm\n</think>\n\nyes"),
+        ("user", "r"),
+        ("assistant", "<think>\nso\n</think>\n\nno"),
+    ],
     "same": [("user", "yes"), ("assistant", "yes"), ("user", "yes"), ("assistant", "yes")],
     "open": [("user", "yes"), ("assistant", "no"), ("user", "what?")],
 }
@@ -48,6 +56,8 @@ ANSWERS: dict[tuple[str, str], list[str]] = {
     ("thinking", "thought"): ["yes<|im_end|>", "<think>\nso\n</think>\n\nno<|im_end|>"],
     ("plain", "spaces"): ["Paris. \n", "naïve — 🙂</s>"],
     ("plain", "open"): ["no"],
+    ("picky", "same"): ["yes!<|im_end|>", "yes!<|im_end|>"],
+    ("picky", "open"): ["no<|im_end|>"],
     ("generation", "spaces"): ["Paris. \n<|im_end|>", "naïve — 🙂<|im_end|>"],
 }
 """What is learnt, by template and conversation."""
@@ -204,8 +214,13 @@ def test_records_of_all_kinds() -> None:
     ],
 )
 def test_a_wrong_record_is_named(record: Any) -> None:
-    with pytest.raises(DataError, match="talks.jsonl:3: "):
+    with pytest.raises(DataError, match=r"talks.jsonl:3: "):
         conversation_of(record, "talks.jsonl:3")
+
+
+def test_a_header_of_the_next_turn_ends_no_answer(tmp_path: Path) -> None:
+    chat = chat_of(folder_of(tmp_path, ENDLESS))
+    assert learned(chat, conversation(TALKS["same"])) == ["yes", "yes</s>"]
 
 
 def test_messages_that_are_not_learnt(folders: dict[tuple[str, str], Path]) -> None:
@@ -219,7 +234,7 @@ def test_messages_that_are_not_learnt(folders: dict[tuple[str, str], Path]) -> N
 def test_a_template_whose_answers_cannot_be_found_is_refused(tmp_path: Path) -> None:
     hidden = "{% for m in messages %}{{ m.content | upper | reverse }}{% endfor %}"
     chat = chat_of(folder_of(tmp_path, hidden))
-    with pytest.raises(DataError, match="talks.jsonl:7: the answers cannot be told") as found:
+    with pytest.raises(DataError, match=r"talks.jsonl:7: the answers cannot be told") as found:
         chat.encode(conversation(TALKS["one"]))
     assert "data.learn=all" in str(found.value)
     assert chat.encode(conversation(TALKS["one"]), "all")[1].all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,7 @@ def test_nothing_to_learn_is_left_out_and_counted(tmp_path: Path) -> None:
 def test_windows_hold_each_piece_once_and_are_well_filled(lengths: list[int], seq: int) -> None:
     order, bounds = filled(np.array(lengths, np.int64), seq)
     assert sorted(order.tolist()) == list(range(len(lengths)))
-    sizes = [sum(lengths[i] for i in order[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    sizes = [sum(lengths[i] for i in order[a:b]) for a, b in itertools.pairwise(bounds)]
     assert max(sizes) <= seq and min(sizes) > 0
     # no two windows could be one: what best fit promises
     assert len(sizes) < 2 or sum(sorted(sizes)[:2]) > seq
@@ -182,7 +183,7 @@ def test_chats_are_known_by_their_first_record(tmp_path: Path) -> None:
     assert stored_all([str(path)], **options) == [folder]
     (other,) = stored_all([str(path)], learn="all", **options)
     assert other != folder and Manifest.read(other).fingerprint != manifest.fingerprint
-    with pytest.raises(DataError, match="data.learn=all"):
+    with pytest.raises(DataError, match=r"data\.learn=all"):
         open_data([other], seq=64, seed=0)
     assert open_data([other], seq=64, seed=0, learn="all").train.windows > 0
     array = tmp_path / "talks.json"

@@ -25,7 +25,7 @@ ATTACKS = {
     "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "lists": "{% for i in range(99999) %}{% set x = range(99999)|list %}{% endfor %}",
     "recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-    "tree": "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(50) }}",
+    "tree": "{% macro m(n) %}{% if n %}{{ m(n-1) ~ m(n-1) }}{% endif %}{% endmacro %}{{ m(50) }}",
     "times": "{{ 'a' * 10**10 }}",
     "power": "{{ 9**9**9 }}",
     "plus": TWICE.replace("OP", "+"),
