@@ -224,19 +224,26 @@ class Chat:
         limit = stop if begin is None else begin
         if limit is not None and stop is not None and not past <= limit <= stop:
             raise self._lost(talk, f"message {number} is out of order in it")
+        if begin is None:
+            begin = self._prompted(talk, text, number, past)
+            if begin is not None:
+                return begin, self._own(talk, text, number, begin) if stop is None else stop
         if limit is not None and stop is not None and self._header:
             header = text.rfind(self._header, past, limit)
             if header >= 0:
                 return header + len(self._header), stop
             if begin is None:  # perhaps only a part of it: templates may add what they drop later
                 begin = self._shorter(text, past, limit)
-        if begin is not None and stop is not None:
-            return begin, stop
-        before = self._render(talk, talk.messages[:number], prompt=True)
-        bare = self._render(talk, talk.messages[:number])
-        if before == bare or not text.startswith(before) or len(before) < past:
+        if begin is None or stop is None:
             raise self._lost(talk, f"message {number} cannot be found in it")
-        return len(before), stop if stop is not None else self._own(talk, text, number, len(before))
+        return begin, stop
+
+    def _prompted(self, talk: Conversation, text: str, number: int, past: int) -> int | None:
+        """Where the prompt for an answer ends, if the text begins with it."""
+        before = self._render(talk, talk.messages[:number], prompt=True)
+        added = before != self._render(talk, talk.messages[:number])
+        good = added and text.startswith(before) and len(before) >= past
+        return len(before) if good else None
 
     def _own(self, talk: Conversation, text: str, number: int, begin: int) -> int:
         """Where the text of a message ends that no mark shows: before its last special token."""
