@@ -38,7 +38,7 @@ usage: ranvier VERB ...
                              standard library; a RUN (its directory) is continued
   import SRC --to RUN        make a run of a published model (safetensors and config.json)
   export RUN --to DIR        write its weights as transformers and other engines read them
-  generate RUN --prompt ...  text from the newest checkpoint of a run
+  generate RUN --prompt ...  text from the newest checkpoint of a run; --chat: an answer
   report RUN                 write report.html of a run again
   profile RUN | run.toml     where the time of its steps goes, kernel by kernel, on one rank
   simulate [run.toml | RUN]  play a step of its pipeline: time, bubble, what stages wait for; drawn

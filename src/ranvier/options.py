@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ranvier.run import Run
 
@@ -73,6 +74,13 @@ class Prepare:
     """Tokens of a tokenizer that is trained."""
     field: str = "text"
     """Key of a .jsonl record, or column of a .parquet file, that holds the text."""
+    format: Literal["auto", "text", "chat"] = "auto"
+    """What records are: texts, or conversations. auto: as the first record looks."""
+    template: str = ""
+    """File with the chat template, in Jinja; empty: that beside the tokenizer.json, else a simple
+    one."""
+    learn: Literal["answers", "all"] = "answers"
+    """Tokens of conversations that are marked to be learnt: the answers, or all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +89,8 @@ class Generate:
 
     prompt: str = ""
     """What the text begins with."""
+    chat: str = ""
+    """In its place: a question, which the run answers by its chat template."""
     tokens: int = 100
     """Most tokens to say."""
     temperature: float = 0.8
