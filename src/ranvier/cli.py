@@ -19,6 +19,7 @@ from ranvier.options import (
     Arguments,
     Convert,
     Doctor,
+    Eval,
     Generate,
     Nothing,
     Prepare,
@@ -35,6 +36,7 @@ usage: ranvier VERB ...
   train [run.toml | RUN]     train a model; without arguments a small one on the texts of Python's
                              standard library; a RUN (its directory) is continued
   generate RUN --prompt ...  text from the newest checkpoint of a run
+  eval RUN --tasks ...       what it is worth: tasks, perplexity, programs that it writes
   report RUN                 write report.html of a run again
   profile RUN | run.toml     where the time of its steps goes, kernel by kernel, on one rank
   simulate [run.toml | RUN]  play a step of its pipeline: time, bubble, what stages wait for; drawn
@@ -126,8 +128,13 @@ def parse(verb: str, words: Sequence[str]) -> Arguments:
     return filled(Arguments, f"{verb} [run.toml]", words)
 
 
-def filled(kind: type[Settings], usage: str, words: Sequence[str]) -> Settings:
-    """As `parse`, for any class of settings that holds a run."""
+def filled(
+    kind: type[Settings],
+    usage: str,
+    words: Sequence[str],
+    change: Callable[[Run], Run] = lambda run: run,
+) -> Settings:
+    """As `parse`, for any class of settings that holds a run; change: of it, before options."""
     files, options = split(words)
     if len(files) > 1:
         raise PlanError(
@@ -152,6 +159,7 @@ def filled(kind: type[Settings], usage: str, words: Sequence[str]) -> Settings:
         run = runs.load(Path(files[0]), size=size)
     else:
         run = Run() if size is None else Run(model=ModelConfig.of(size))
+    run = change(run)
     default = kind(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)})
     return asked(kind, default, usage, options)
 
@@ -385,6 +393,29 @@ def _generate(words: Sequence[str]) -> int:
     return sample.say(folder, **dataclasses.asdict(settings))
 
 
+def _eval(words: Sequence[str]) -> int:
+    from ranvier import verify
+    from ranvier.eval import verb
+    from ranvier.infer.sample import run_of
+
+    names, _ = split(words)
+    if names:
+        run_of(Path(names[0]))
+    settings = filled(Eval, "eval RUN", words, verb.afresh)
+    own = {f.name: getattr(settings, f.name) for f in dataclasses.fields(verb.Wanted)}
+    wanted = verb.Wanted(**own)
+    wanted.check(names[0] if names else None)
+    if wanted.samples:
+        return verb.counted(wanted)
+    me, world = _world(settings, verify.world_of(settings.plan))
+    run = verb.planned(_run(settings), world)
+    task = functools.partial(verb.ranked, run, Path(names[0]), wanted)
+    if me is None and world > 1:
+        return launch.start(world, task, preload=[verb.__name__])
+    with launch.reported(me or Ranks()):
+        return task(me or Ranks())
+
+
 def _report(words: Sequence[str]) -> int:
     from ranvier.infer.sample import run_of
     from ranvier.train import report
@@ -446,6 +477,7 @@ def _one(verb: str, what: str, words: Sequence[str]) -> str:
 VERBS: dict[str, Verb] = {
     "train": _train,
     "generate": _generate,
+    "eval": _eval,
     "report": _report,
     "profile": _profile,
     "simulate": _simulate,
