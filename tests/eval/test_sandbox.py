@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from ranvier.errors import DataError
 from ranvier.eval import sandbox
 from ranvier.eval.sandbox import Limits, Result, run
 
-QUICK = Limits(seconds=2.0, cpu_seconds=1, memory=256 << 20, processes=16, output=4096)
+BOUNDS = Limits(seconds=20.0, memory=256 << 20, processes=16, output=4096)
 WITHOUT = "        raise OSError(1, 'refused for a test')\n"
 
 
@@ -72,7 +72,7 @@ def test_other_languages_are_refused() -> None:
         run("fortran", "end")
 
 
-def attacked(program: str, limits: Limits = QUICK) -> Result:
+def attacked(program: str, limits: Limits = BOUNDS) -> Result:
     """A program that must not pass; it ends in time."""
     start = time.monotonic()
     found = run("python", program, limits)
@@ -82,10 +82,11 @@ def attacked(program: str, limits: Limits = QUICK) -> Result:
 
 
 def test_endless_programs_are_ended(cell: str) -> None:
-    found = attacked("import signal\nsignal.signal(15, signal.SIG_IGN)\nwhile True: pass")
-    assert "longer than" in found.why or "processor" in found.why
-    patient = attacked("import signal, time\nsignal.signal(15, signal.SIG_IGN)\ntime.sleep(999)")
-    assert patient.why == "ran longer than 2 s" and patient.seconds < 30.0
+    deaf = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\n"
+    spin = attacked(f"{deaf}while True: pass", replace(BOUNDS, cpu_seconds=1))
+    assert spin.why == "used more than 1 s of the processor"
+    idle = attacked(f"{deaf}time.sleep(999)", replace(BOUNDS, seconds=3.0))
+    assert idle.why == "ran longer than 3 s"
 
 
 def test_what_is_left_behind_is_ended(cell: str) -> None:
@@ -96,13 +97,13 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)  # 
                          start_new_session=True)
 assert child.poll() is None
 """
-    assert run("python", program, QUICK).passed
+    assert run("python", program, BOUNDS).passed
     assert survivors(word) == []
 
 
 def test_forks_are_bounded(cell: str) -> None:
     found = attacked("import os\nwhile True: os.fork()")
-    assert "Resource temporarily unavailable" in found.output or "longer" in found.why
+    assert "Resource temporarily unavailable" in found.output, found
     word = f"many-{secrets.token_hex(8)}"
     program = f"""
 import subprocess, sys
@@ -115,8 +116,8 @@ except OSError:
     pass
 assert len(made) < 17, len(made)
 """
-    found = run("python", program, QUICK)
-    assert found.passed or "longer" in found.why, found
+    found = run("python", program, BOUNDS)
+    assert found.passed, found
     assert survivors(word) == []
 
 
@@ -173,14 +174,13 @@ def test_there_is_no_network(cell: str) -> None:
 
 def test_a_cell_that_is_ended_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     word = f"orphan-{secrets.token_hex(8)}"
-    monkeypatch.setattr(sandbox, "GRACE", -3.0)  # the parent's own deadline comes first
+    monkeypatch.setattr(sandbox, "GRACE", -12.0)  # the parent's own deadline comes first
     program = f"""
 import subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)  # {word}"],
                  start_new_session=True)
 time.sleep(99)
 """
-    limits = Limits(seconds=2.0)
-    assert run("python", program, limits).why
+    found = run("python", program, Limits(seconds=5.0))  # after 3 of the 5 seconds
+    assert found.why and found.seconds == 0.0
     assert survivors(word) == []
-    assert subprocess.run(["true"]).returncode == 0
