@@ -32,6 +32,8 @@ from ranvier.errors import DataError, PlanError
 Language = Literal["python", "c"]
 GRACE = 5.0
 """Seconds that a cell has for itself."""
+LAST = 5.0
+"""Seconds that processes have to end once they are told to."""
 CELL = Path(__file__).with_name("cell.py")
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 CHECK = "import sys; compile(open(sys.argv[1], encoding='utf-8').read(), sys.argv[1], 'exec')"
@@ -189,12 +191,18 @@ def _watched(job: Path, limits: Limits) -> tuple[bytes, list[dict[str, Any]], st
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a cell: with its first process all others end."""
+    """End a cell: with its first process all others end, and then nobody can write any more."""
     try:
         process.wait(0.2)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    assert process.stdout is not None
+    limit = time.monotonic() + LAST
+    while (left := limit - time.monotonic()) > 0.0:
+        ready, _, _ = select.select([process.stdout], [], [], left)
+        if ready and not os.read(process.stdout.fileno(), 1 << 16):
+            return
 
 
 def _lines(text: bytes) -> list[dict[str, Any]]:
