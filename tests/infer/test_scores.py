@@ -115,15 +115,15 @@ def test_a_target_is_greedy_only_if_it_is_the_first_of_the_likeliest(pool: Pool)
 
 
 def tied_logits(grid: Grid) -> list[list[bool]]:
-    """Rank by rank columns of a vocabulary of 8, the last two of which are padding."""
-    whole = torch.zeros(4, 8, dtype=torch.float64)
-    whole[:, 6:] = 9.0  # padding counts nothing
-    whole[3, 5] = 1.0
+    """Rank by rank columns of a vocabulary of 8, the last three of which are padding."""
+    whole, targets = torch.zeros(4, 8, dtype=torch.float64), torch.tensor([0, 1, 4, 4])
+    whole[:, 5:] = 9.0  # padding counts nothing
+    whole[3, 4] = 1.0
     axis = grid.axis("row")
-    mine = Columns(axis, grid.axis(), 2 * axis.index, 2 if axis.index < 3 else 0)
-    logits = whole[:, 2 * axis.index : 2 * axis.index + 2].contiguous()
-    found = score_each(logits, torch.tensor([0, 1, 5, 5]), mine)
-    wanted = whole[:, :6].log_softmax(-1)[torch.arange(4), torch.tensor([0, 1, 5, 5])]
+    first = 2 * axis.index
+    mine = Columns(axis, grid.axis(), first, max(min(5 - first, 2), 0))
+    found = score_each(whole[:, first : first + 2].contiguous(), targets, mine)
+    wanted = whole[:, :5].log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     torch.testing.assert_close(found[0], wanted, rtol=1e-12, atol=1e-12)
     return [(found[1] > 0).tolist()]
 
