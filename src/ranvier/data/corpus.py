@@ -160,6 +160,15 @@ class Corpus:
             out[mine] = shards[shard][places[mine] - self.offsets[shard]]
         return out
 
+    def chosen(self, held_out: float = 0.0, part: Part = "train") -> Ints:
+        """Numbers of the documents of a part that are not empty; held_out: see `stream`."""
+        assert 0.0 <= held_out < 1.0, held_out
+        there = self.lengths > 0
+        aside = there & (self.hashes < np.uint64(int(held_out * 2**64)))
+        if np.array_equal(aside, there):
+            aside[:] = False
+        return np.flatnonzero(aside if part == "held_out" else there & ~aside)
+
     def stream(
         self,
         seq: int,
@@ -175,12 +184,8 @@ class Corpus:
         held_out: share of the documents that are; none if nothing were left to train on. truncate,
         learn: of conversations.
         """
-        assert seq >= 1 and 0.0 <= held_out < 1.0, (seq, held_out)
-        there = self.lengths > 0
-        aside = there & (self.hashes < np.uint64(int(held_out * 2**64)))
-        if np.array_equal(aside, there):
-            aside[:] = False
-        chosen = np.flatnonzero(aside if part == "held_out" else there & ~aside)
+        assert seq >= 1, seq
+        chosen = self.chosen(held_out, part)
         if len(chosen) == 0:
             return None
         if self.manifest.template:

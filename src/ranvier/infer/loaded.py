@@ -42,7 +42,7 @@ def load(
     they were saved in. Communicates: the making of groups; one number over all axes.
     """
     run, checkpoint = run_of(folder), checkpoint_of(folder, step)
-    dtype = dtype or saved_dtype(checkpoint)
+    dtype = dtype or together(lambda: saved_dtype(checkpoint), grid, device)
     model = empty(run.model, grid, device, inner=inner, how=how, dtype=dtype)
     fill_from(model, checkpoint, device)
     return model.eval()
