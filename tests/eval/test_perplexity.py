@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -28,9 +29,10 @@ SEQ = 16
 def test_each_token_but_the_first_is_predicted_once(length: int, seq: int, stride: int) -> None:
     stride, tokens = min(stride, seq), np.arange(length)
     found = list(windows(tokens, seq, stride))
-    counted = [token for window, first in found for token in window[first + 1 :]]
+    counted = [token for _, window, first in found for token in window[first + 1 :]]
     assert counted == list(range(1, length))
-    for window, first in found:
+    for start, window, first in found:
+        assert window == list(range(start, start + len(window)))
         assert len(window) <= seq + 1 and 0 <= first < len(window) - 1
         whole = window[0] == 0 or first >= seq - stride
         assert whole, "it has the context that the stride leaves"
@@ -84,3 +86,31 @@ def test_a_corpus_of_single_tokens_is_refused(folder: Path, tmp_path: Path) -> N
     with pytest.raises(DataError):
         prepare([tmp_path / "one.jsonl"], tmp_path / "corpus", Bytes())
         worth(Served(torch.nn.Module(), Words.of(folder)), Corpus.open(tmp_path / "corpus"), seq=4)
+
+
+def test_of_conversations_answers_count(pool: Pool, folder: Path, tmp_path: Path) -> None:
+    """The same as the masked loss of one process."""
+    from ranvier.data.chat import Chat
+    from ranvier.data.prepare import prepare
+    from ranvier.data.template import template_of
+    from ranvier.data.tokenizer import Bytes
+
+    lines = [{"prompt": "2+2?", "completion": "4."}, {"prompt": "b", "completion": "long enough"}]
+    file = tmp_path / "talks.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = Bytes()
+    chat = Chat(template_of(words, "bytes"), words)
+    prepare([file], tmp_path / "corpus", words, chat=chat)
+    corpus, model = Corpus.open(tmp_path / "corpus"), serial(folder)
+    nats = tokens = 0.0
+    for number in range(2):
+        places = corpus.starts[number] + np.arange(corpus.lengths[number])
+        ids, heard = map(torch.tensor, corpus.learned(places))
+        assert 0 < heard.sum() < len(heard)
+        with torch.no_grad():
+            log = model(ids[None, :-1])[0].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+        nats, tokens = nats - float(log[heard[1:]].sum()), tokens + int(heard[1:].sum())
+    served = Served(load(folder, Grid({}), "cpu"), Words.of(folder), 4)
+    found = worth(served, corpus, seq=200)
+    assert (found.tokens, found.bytes) == (tokens, 0)
+    assert found.nats == pytest.approx(nats, rel=1e-12)
