@@ -305,9 +305,13 @@ def _export(words: Sequence[str]) -> int:
     from ranvier.train import exchange
 
     names, options = split(words)
-    settings = dataclasses.asdict(asked(Export, Export(), "export RUN --to DIR", options))
+    wanted = asked(Export, Export(), "export RUN --to DIR", options, flags=True)
+    settings = dataclasses.asdict(wanted)
     origin = Path(one("export", "a run", names))
     out = Path(settings.pop("to") or f"{origin}-export")
+    if settings.pop("adapter"):
+        own = {name: settings[name] for name in ("step", "dtype")}
+        return exchange.say(exchange.adapter_exported(origin, out, **own))
     return exchange.say(exchange.exported(origin, out, **settings))
 
 

@@ -178,6 +178,8 @@ class Export:
     was imported, or the first that has such models."""
     shard: int = 5_000_000_000
     """Bytes of a file at most."""
+    adapter: bool = False
+    """Write only the adapters of a run, in PEFT's format; else they are merged into its weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,8 @@ import torch
 from commands import call
 from published_models import BASE, GPT2, save, theirs
 from ranvier.data.tokenizer import Bytes
+from ranvier.grid import Grid
+from ranvier.infer.loaded import load
 from ranvier.infer.sample import run_of
 
 FEW = ["--data.seq", "16", "--plan.batch", "4", "--train.steps", "2", "--nproc", "1"]
@@ -69,6 +71,34 @@ def test_a_new_run_begins_with_the_weights_of_another(
     assert call("export", str(third), "--to", str(tmp_path / "out"), "--dtype", "bf16") == 0
     table = json.loads((tmp_path / "out/config.json").read_text())
     assert table["dtype"] == "bfloat16" and table["model_type"] == "llama"
+
+
+def test_adapters_are_merged_or_go_out_alone(tmp_path: Path, model: Path) -> None:
+    """Both give the logits of the run; the base alone does not."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    run, lora = tmp_path / "run", ["--lora.rank", "3", "--optim.lr", "0.05"]
+    assert call("import", str(model), "--to", str(run)) == 0
+    assert call("train", str(run), *FEW, *lora) == 0
+    assert call("export", str(run), "--to", str(tmp_path / "merged")) == 0
+    assert call("export", str(run), "--to", str(tmp_path / "adapter"), "--adapter") == 0
+    table = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert table["base_model_name_or_path"] == str(model)
+    plain, other, merged = (
+        AutoModelForCausalLM.from_pretrained(x) for x in (model, model, tmp_path / "merged")
+    )
+    with_adapter = PeftModel.from_pretrained(other, tmp_path / "adapter")
+    x = torch.arange(20).view(2, 10)
+    served = load(run, Grid({}), "cpu")
+    with torch.no_grad():
+        a, b, c = (one.eval()(x).logits for one in (with_adapter, merged, plain))
+        ours = served(x)
+    assert (a - b).abs().max() < 1e-5 and (a - ours).abs().max() < 1e-5
+    assert (a - c).abs().max() > 1e-2
+    assert call("export", str(run), "--to", str(tmp_path / "base"), "--step", "0") == 0
+    first = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
+    assert all(torch.equal(value, first[name]) for name, value in plain.state_dict().items())
 
 
 def test_what_is_wrong_is_said(

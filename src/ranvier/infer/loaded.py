@@ -16,7 +16,8 @@ from ranvier.checkpoint.load import load as read
 from ranvier.comm.agree import together
 from ranvier.grid import Grid
 from ranvier.infer.sample import checkpoint_of, run_of
-from ranvier.models import Decoder, DecoderConfig
+from ranvier.models import AdapterConfig, Decoder, DecoderConfig
+from ranvier.models.adapter import build
 from ranvier.nn.values import fill_values
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.pipeline.cut import Cut
@@ -43,7 +44,8 @@ def load(
     """
     run, checkpoint = run_of(folder), checkpoint_of(folder, step)
     dtype = dtype or together(lambda: saved_dtype(checkpoint), grid, device)
-    model = empty(run.model, grid, device, inner=inner, how=how, dtype=dtype)
+    lora = together(lambda: adapters_in(checkpoint, run.lora), grid, device)
+    model = empty(run.model, grid, device, lora=lora, inner=inner, how=how, dtype=dtype)
     fill_from(model, checkpoint, device)
     return model.eval()
 
@@ -54,11 +56,18 @@ def saved_dtype(checkpoint: Path) -> torch.dtype:
     return next((t.dtype for name, t in tensors.items() if name.endswith(MASTER)), torch.float32)
 
 
+def adapters_in(checkpoint: Path, lora: AdapterConfig) -> AdapterConfig:
+    """The adapters of a run, if a checkpoint has them: before the first step it has none."""
+    there = any(".adapters." in name for name in manifests.read(checkpoint).tensors)
+    return lora if there else AdapterConfig()
+
+
 def empty(
     config: DecoderConfig,
     grid: Grid,
     device: torch.device | str,
     *,
+    lora: AdapterConfig | None = None,
     inner: Inner = "samples",
     how: Cut | None = None,
     dtype: torch.dtype = torch.float32,
@@ -68,7 +77,7 @@ def empty(
     Communicates: the making of groups.
     """
     with init.blank():
-        model = Decoder(config)
+        model = build(config, lora or AdapterConfig())
     parallelize(model, grid, inner=inner, dtype=dtype, device=device, how=how, materialize=False)
     parallel = parallel_of(model)
     fill_values(parallel.queue, parallel.leaves, seed=0, dtype=dtype, device=device, blank=True)

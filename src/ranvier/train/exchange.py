@@ -23,7 +23,7 @@ from torch import Tensor
 from ranvier import run as runs
 from ranvier.checkpoint import blocks, folder, published
 from ranvier.checkpoint.convert import TYPES, Source, opened
-from ranvier.checkpoint.peft_out import merged
+from ranvier.checkpoint.peft_out import merged, write_adapter
 from ranvier.checkpoint.published import Published
 from ranvier.errors import PlanError, WriteError
 from ranvier.infer.sample import checkpoint_of, run_of
@@ -44,6 +44,8 @@ FILES = (
     *("tokenizer.model", "vocab.json", "merges.txt", "spiece.model", "LICENSE", "NOTICE"),
 )
 """Files beside weights that are kept; code is not."""
+ORIGIN = "origin.txt"
+"""Where they came from."""
 LONGEST = 512
 """Tokens of a sample that the settings of an imported run begin with, at most."""
 SHARD = 5 * 10**9
@@ -129,6 +131,7 @@ def as_model(config: DecoderConfig) -> ModelConfig:
 def _kept(source: Path, here: Path) -> list[str]:
     """Copy what comes with a model; lines on what is missing."""
     (here / KEPT).mkdir()
+    (here / KEPT / ORIGIN).write_text(f"{source.absolute()}\n", encoding="utf-8")
     for name in FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, here / KEPT / name)
@@ -241,6 +244,21 @@ def exported(
     return [f"{kind.kind}: {len(tensors)} tensors, {size:,} bytes in {len(names)} file(s), {out}"]
 
 
+def adapter_exported(origin: Path, out: Path, *, step: int = -1, dtype: str = "") -> list[str]:
+    """Write the adapters of a run in PEFT's format; lines on it."""
+    if dtype and dtype not in TYPES:
+        raise PlanError(f"dtype={dtype!r}. Types are {', '.join(TYPES)}. Use one of these.")
+    run, checkpoint = run_of(origin), checkpoint_of(origin, None if step < 0 else step)
+    kind, _ = told(origin, run)
+    told_by = origin / KEPT / ORIGIN
+    base = told_by.read_text(encoding="utf-8").strip() if told_by.exists() else None
+    with _whole(out) as here:
+        names = write_adapter(
+            checkpoint, run.model, run.lora, kind, here, base, dtype=TYPES.get(dtype)
+        )
+    return [f"{kind.kind}: an adapter of rank {run.lora.rank} ({', '.join(names)}) in {out}"]
+
+
 def told(origin: Path, run: Run, wanted: str = "") -> tuple[Family, dict[str, Any]]:
     """The family of a run's model, and its config.json: the one it came with if it still fits."""
     kept = origin / KEPT / "config.json"
@@ -265,7 +283,8 @@ def _same(one: DecoderConfig, other: DecoderConfig) -> bool:
 
 def weights_of(source: Source, run: Run) -> Callable[[str], Tensor]:
     """Reads the whole of a weight by its name, with its adapter merged into it."""
-    known = adapted_weights(run.model, run.lora) if run.lora.rank > 0 else {}
+    there = run.lora.rank > 0 and any(".adapters." in name for name in source.kinds)
+    known = adapted_weights(run.model, run.lora) if there else {}
 
     def some(names: Sequence[str]) -> Mapping[str, Tensor]:
         found = source.read([f"{name}.master" for name in names])
