@@ -109,6 +109,7 @@ class Pool:
         """Call `function(grid, *arguments)` on every rank of a grid."""
         wanted = [(ranks, channel) for ranks in lines(degrees) for channel in CHANNELS]
         wanted += piped(degrees)
+        wanted += [(tuple(range(math.prod(degrees.values()))), "orders")]
         missing = [one for one in dict.fromkeys(wanted) if one not in self.known]
         if missing:
             self.run(_make_groups, self.size, missing)

@@ -26,8 +26,8 @@ LEVELS = (
     "parallel | optim | memory | data | checkpoint",
     "settings run",
     "planner",
-    "train infer graph verify doctor",
-    "cli options __main__",
+    "train infer graph eval verify doctor",
+    "cli options words __main__",
 )
 """From the lowest up. Neighbours may import each other without cycles, but not across a bar."""
 

@@ -60,6 +60,8 @@ def trainer_of(grid: Grid, corpus: str, run: Run, device: str = "cpu") -> Traine
         seed=run.train.seed,
         held_out=run.data.held_out,
         packed=run.data.packed,
+        truncate=run.data.truncate,
+        learn=run.data.learn,
     )
     return Trainer.assemble(run, grid, torch.device(device), data)
 

@@ -7,29 +7,26 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 from ranvier import launch
-from ranvier import run as runs
 from ranvier.errors import PlanError
 from ranvier.launch import Ranks
 from ranvier.options import (
     Arguments,
     Convert,
     Doctor,
+    Eval,
     Export,
     Generate,
     Import,
-    Nothing,
     Prepare,
     Profile,
     Simulate,
 )
-from ranvier.plan import AXES
 from ranvier.run import Run
-from ranvier.settings import ModelConfig, nearest
+from ranvier.settings import nearest
+from ranvier.words import USAGE_ERROR, asked, filled, one, split, two
 
 USAGE = """\
 usage: ranvier VERB ...
@@ -38,7 +35,8 @@ usage: ranvier VERB ...
                              standard library; a RUN (its directory) is continued
   import SRC --to RUN        make a run of a published model (safetensors and config.json)
   export RUN --to DIR        write its weights as transformers and other engines read them
-  generate RUN --prompt ...  text from the newest checkpoint of a run
+  generate RUN --prompt ...  text from the newest checkpoint of a run; --chat: an answer
+  eval RUN --tasks ...       what it is worth: tasks, perplexity, programs that it writes
   report RUN                 write report.html of a run again
   profile RUN | run.toml     where the time of its steps goes, kernel by kernel, on one rank
   simulate [run.toml | RUN]  play a step of its pipeline: time, bubble, what stages wait for; drawn
@@ -60,10 +58,7 @@ usage: ranvier VERB ...
   torchrun --nproc-per-node 8 -m ranvier train --plan.row 8
   srun ranvier train run.toml
 """
-USAGE_ERROR = PlanError.exit_code
 MOST_RANKS = 256
-Config = TypeVar("Config")
-Settings = TypeVar("Settings", bound=Run)
 Verb = Callable[[Sequence[str]], int]
 
 
@@ -83,97 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     raise SystemExit(code)
 
 
-def asked(
-    kind: type[Config], default: Config, verb: str, words: Sequence[str], *, flags: bool = False
-) -> Config:
-    """The settings that options change in a default; flags: booleans take no value."""
-    import tyro
-
-    try:
-        settings: Config = tyro.cli(
-            kind,
-            prog=f"ranvier {verb}",
-            args=_capitals(words, default),
-            default=default,
-            config=(tyro.conf.FlagCreatePairsOff if flags else tyro.conf.FlagConversionOff,),
-        )
-    except SystemExit as stop:
-        raise SystemExit(USAGE_ERROR if stop.code else 0) from None
-    return settings
-
-
-def _capitals(words: Sequence[str], default: object, path: str = "--") -> list[str]:
-    """The words with true and false as Python writes them, where a setting is a boolean."""
-    found = list(words)
-    for name, value in vars(default).items():
-        if dataclasses.is_dataclass(value):
-            found = _capitals(found, value, f"{path}{name}.")
-        elif isinstance(value, bool):
-            options = {f"{path}{name}", f"{path}{name.replace('_', '-')}"}
-            for i, word in enumerate(found):
-                option, sign, text = word.partition("=")
-                if option in options and sign and text in ("true", "false"):
-                    found[i] = f"{option}={text.capitalize()}"
-                elif i and found[i - 1] in options and word in ("true", "false"):
-                    found[i] = word.capitalize()
-    return found
-
-
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words before the first option, and the rest."""
-    first = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
-    return list(words[:first]), list(words[first:])
-
-
 def parse(verb: str, words: Sequence[str]) -> Arguments:
     """Settings from defaults, then the file or the run, then options."""
     return filled(Arguments, f"{verb} [run.toml]", words)
-
-
-def filled(kind: type[Settings], usage: str, words: Sequence[str]) -> Settings:
-    """As `parse`, for any class of settings that holds a run."""
-    files, options = split(words)
-    if len(files) > 1:
-        raise PlanError(
-            f"{files[1]!r} follows {files[0]!r}. One file or run is read. Leave it out."
-        )
-    size = _option(options, "--model.size")
-    if files and os.path.isdir(files[0]):
-        if not (Path(files[0]) / "config.toml").exists():
-            raise PlanError(
-                f"{files[0]} is a directory without config.toml. Give a TOML file, or the "
-                "directory of a run to continue it."
-            )
-        run = runs.load(Path(files[0]) / "config.toml", size=size)
-        here = replace(run.launch, nodes=1, node=0, address="")  # it may go on elsewhere
-        # what was asked of its checkpoints was for that launch: it goes on from its own now
-        word = {"resume": "auto", "other_data": False, "other_config": False, "partial": False}
-        own = replace(run.checkpoint, **dict[str, Any](word))
-        run = replace(run, train=replace(run.train, out=files[0]), launch=here, checkpoint=own)
-        if any(_option(options, name) for name in ("--nproc", *(f"--plan.{a}" for a in AXES))):
-            run = replace(run, plan=replace(run.plan, data=-1))  # on another grid, if not given
-    elif files:
-        run = runs.load(Path(files[0]), size=size)
-    else:
-        run = Run() if size is None else Run(model=ModelConfig.of(size))
-    start = _option(options, "--train.start") or run.train.start
-    if start and not (files and os.path.isdir(files[0])):
-        from ranvier.train import exchange
-
-        run = exchange.begun(replace(run, train=replace(run.train, start=start)))
-    default = kind(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)})
-    return asked(kind, default, usage, options)
-
-
-def _option(words: Sequence[str], name: str) -> str | None:
-    """The last value given to an option."""
-    found = None
-    for i, word in enumerate(words):
-        if word.startswith(f"{name}="):
-            found = word.partition("=")[2]
-        if word == name and i + 1 < len(words):
-            found = words[i + 1]
-    return found
 
 
 def _world(arguments: Arguments, default: int) -> tuple[Ranks | None, int]:
@@ -238,11 +145,11 @@ def _train(words: Sequence[str]) -> int:
     choices = [run, *elastic.smaller(run)]
     show.check_log(run)
     folder.check_out(run)
-    for one in choices:
-        who = me or Ranks(local_world=min(arguments.nproc or world, one.plan.world))
-        device = train.device_of(one, who)
-        backend = train.backend_of(one, who, device)
-        train.check_memory(train.settled(one, device, backend), who, device)
+    for choice in choices:
+        who = me or Ranks(local_world=min(arguments.nproc or world, choice.plan.world))
+        device = train.device_of(choice, who)
+        backend = train.backend_of(choice, who, device)
+        train.check_memory(train.settled(choice, device, backend), who, device)
     if me is not None:
         with launch.reported(me):
             return _train_rank([run], None, me)
@@ -337,13 +244,13 @@ def _checkpoint(words: Sequence[str]) -> int:
     from ranvier.checkpoint import show
 
     def ls(words: Sequence[str]) -> int:
-        return show.listed(Path(_one("checkpoint ls", "a run", words)))
+        return show.listed(Path(one("checkpoint ls", "a run", words)))
 
     def verify(words: Sequence[str]) -> int:
-        return show.verified(Path(_one("checkpoint verify", "a run or a checkpoint", words)))
+        return show.verified(Path(one("checkpoint verify", "a run or a checkpoint", words)))
 
     def diff(words: Sequence[str]) -> int:
-        return show.compared(*_two("checkpoint diff A B", words))
+        return show.compared(*two("checkpoint diff A B", words))
 
     verbs: dict[str, Verb] = {"ls": ls, "verify": verify, "diff": diff, "convert": _convert}
     return _below("checkpoint", verbs, words)
@@ -354,21 +261,11 @@ def _convert(words: Sequence[str]) -> int:
 
     paths, options = split(words)
     settings = asked(Convert, Convert(), "checkpoint convert A OUT", options)
-    source, out = _two("checkpoint convert A OUT", paths)
+    source, out = two("checkpoint convert A OUT", paths)
     origin = show.checkpoints(source)[-1]
     for name in convert.convert(origin, out, form=settings.form, dtype=settings.dtype):
         print(out / name)
     return 0
-
-
-def _two(usage: str, words: Sequence[str]) -> tuple[Path, Path]:
-    """The two paths a verb takes."""
-    names, options = split(words)
-    if options:
-        asked(Nothing, Nothing(), usage, options)
-    if len(names) != 2:
-        raise PlanError(f"{len(names)} paths. Two are needed. Write: ranvier {usage}.")
-    return Path(names[0]), Path(names[1])
 
 
 def _prepare(words: Sequence[str]) -> int:
@@ -382,7 +279,7 @@ def _prepare(words: Sequence[str]) -> int:
 def _data_show(words: Sequence[str]) -> int:
     from ranvier.train import corpora
 
-    return corpora.show(Path(_one("data show", "a prepared corpus", words)))
+    return corpora.show(Path(one("data show", "a prepared corpus", words)))
 
 
 def _generate(words: Sequence[str]) -> int:
@@ -390,7 +287,7 @@ def _generate(words: Sequence[str]) -> int:
 
     folders, options = split(words)
     settings = asked(Generate, Generate(), "generate RUN", options)
-    folder = Path(_one("generate", "a run", folders))
+    folder = Path(one("generate", "a run", folders))
     return sample.say(folder, **dataclasses.asdict(settings))
 
 
@@ -399,7 +296,7 @@ def _import(words: Sequence[str]) -> int:
 
     names, options = split(words)
     settings = asked(Import, Import(), "import SRC --to RUN", options)
-    source = _one("import", "a published model", names)
+    source = one("import", "a published model", names)
     out = Path(settings.to or Path("runs") / Path(source).absolute().name)
     return exchange.say(exchange.imported(source, out))
 
@@ -409,16 +306,39 @@ def _export(words: Sequence[str]) -> int:
 
     names, options = split(words)
     settings = dataclasses.asdict(asked(Export, Export(), "export RUN --to DIR", options))
-    origin = Path(_one("export", "a run", names))
+    origin = Path(one("export", "a run", names))
     out = Path(settings.pop("to") or f"{origin}-export")
     return exchange.say(exchange.exported(origin, out, **settings))
+
+
+def _eval(words: Sequence[str]) -> int:
+    from ranvier import verify
+    from ranvier.eval import verb
+    from ranvier.infer.sample import run_of
+
+    names, _ = split(words)
+    if names:
+        run_of(Path(names[0]))
+    settings = filled(Eval, "eval RUN", words, verb.afresh)
+    own = {f.name: getattr(settings, f.name) for f in dataclasses.fields(verb.Wanted)}
+    wanted = verb.Wanted(**own)
+    wanted.check(names[0] if names else None)
+    if wanted.samples:
+        return verb.counted(wanted)
+    me, world = _world(settings, verify.world_of(settings.plan))
+    run = verb.planned(_run(settings), world)
+    task = functools.partial(verb.ranked, run, Path(names[0]), wanted)
+    if me is None and world > 1:
+        return launch.start(world, task, preload=[verb.__name__])
+    with launch.reported(me or Ranks()):
+        return task(me or Ranks())
 
 
 def _report(words: Sequence[str]) -> int:
     from ranvier.infer.sample import run_of
     from ranvier.train import report
 
-    folder = Path(_one("report", "a run", words))
+    folder = Path(one("report", "a run", words))
     run_of(folder)
     print(report.write(folder))
     return 0
@@ -431,7 +351,7 @@ def _profile(words: Sequence[str]) -> int:
     if names and os.path.isdir(names[0]):
         run_of(Path(names[0]))
     settings = filled(Profile, "profile RUN", words)
-    origin = Path(_one("profile", "a run or a TOML file", names))
+    origin = Path(one("profile", "a run or a TOML file", names))
     from ranvier.train import profile
 
     own = {name: getattr(settings, name) for name in ("steps", "warm", "top", "out")}
@@ -460,23 +380,12 @@ def _doctor(words: Sequence[str]) -> int:
     return doctor.show(doctor.examine())
 
 
-def _one(verb: str, what: str, words: Sequence[str]) -> str:
-    """The only word a verb takes."""
-    names, options = split(words)
-    if options:
-        asked(Nothing, Nothing(), f"{verb} PATH", options)
-    if len(names) != 1:
-        raise PlanError(
-            f"{verb} was given {len(names)} paths. It reads {what}. Write: ranvier {verb} PATH."
-        )
-    return names[0]
-
-
 VERBS: dict[str, Verb] = {
     "train": _train,
     "import": _import,
     "export": _export,
     "generate": _generate,
+    "eval": _eval,
     "report": _report,
     "profile": _profile,
     "simulate": _simulate,

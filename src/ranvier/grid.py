@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 HOST = "host"
 """Channel of groups whose messages never leave the hosts: small facts, at any moment."""
-MESSAGES = ("forward", "backward", "rows", "final", "part", "return")
+ORDERS = "orders"
+"""Channel on which ranks wait for what the first of them wants next, for as long as it takes."""
+MESSAGES = ("forward", "backward", "rows", "final", "part", "return", ORDERS)
 """How channels of messages between stages begin; who waits for one has a clock of its own."""
 WEEK = 7 * 24 * 3600.0
 
@@ -209,7 +211,7 @@ class Grid:
         try:
             group = distributed.new_group(
                 ranks,
-                backend="gloo" if channel == HOST else None,
+                backend="gloo" if channel in (HOST, ORDERS) else None,
                 timeout=datetime.timedelta(seconds=seconds),
                 use_local_synchronization=True,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ranvier.run import Run
 
@@ -61,6 +62,55 @@ class Simulate(Run):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Eval(Arguments):
+    """What the model of a run is worth: tasks, a corpus, or programs that it writes.
+
+    One rank, if no degrees are given. Only the model, plan, data.seq and train.device, dtype,
+    backend and timeout of the settings of a run matter here.
+    """
+
+    tasks: str = ""
+    """Tasks of lm-evaluation-harness, with commas between them; needs the extra `eval`."""
+    include: str = ""
+    """Directory with tasks of one's own (YAML)."""
+    limit: int = 0
+    """Examples of each task; 0: all."""
+    fewshot: int = -1
+    """Solved examples before each; -1: as the task says."""
+    corpus: tuple[str, ...] = ()
+    """Corpora whose perplexity is wanted, as in data.corpus; windows have data.seq tokens."""
+    stride: int = 0
+    """Tokens by which windows move; 0: data.seq. Smaller: more context, more work."""
+    held_out: bool = False
+    """Only the documents that data.held_out keeps from training."""
+    code: str = ""
+    """JSONL of programs to write (task, language, prompt, tests, baseline), which are then run."""
+    samples_per_task: int = 1
+    """Programs of each task."""
+    tokens: int = 256
+    """Most tokens of a program."""
+    temperature: float = 0.8
+    """Of programs; 0: always the likeliest token."""
+    top_p: float = 0.95
+    """Draw from the fewest tokens that together have this probability."""
+    seed: int = 0
+    """Of the draw, and of the examples before a task."""
+    samples: str = ""
+    """JSONL of programs that were run elsewhere (task, built, passed, seconds, baseline,
+    processes, sample): only count."""
+    k: str = ""
+    """Numbers of programs of which the best counts, with commas between them; empty: 1."""
+    batch: int = 8
+    """Sequences of a micro-batch."""
+    length: int = 0
+    """Most tokens the model looks at in tasks and programs; 0: model.max_seq."""
+    step: int = -1
+    """Checkpoint after this step; -1: the newest."""
+    out: str = ""
+    """File of the results; empty: eval-STEP.json inside the run's directory."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Prepare:
     """Tokenize corpora once, into memory-mapped shards (Megatron pairs) with a fingerprint."""
 
@@ -73,6 +123,13 @@ class Prepare:
     """Tokens of a tokenizer that is trained."""
     field: str = "text"
     """Key of a .jsonl record, or column of a .parquet file, that holds the text."""
+    format: Literal["auto", "text", "chat"] = "auto"
+    """What records are: texts, or conversations. auto: as the first record looks."""
+    template: str = ""
+    """File with the chat template, in Jinja; empty: that beside the tokenizer.json, else a simple
+    one."""
+    learn: Literal["answers", "all"] = "answers"
+    """Tokens of conversations that are marked to be learnt: the answers, or all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +138,8 @@ class Generate:
 
     prompt: str = ""
     """What the text begins with."""
+    chat: str = ""
+    """In its place: a question, which the run answers by its chat template."""
     tokens: int = 100
     """Most tokens to say."""
     temperature: float = 0.8

@@ -83,6 +83,18 @@ class DataConfig:
     that are tokenized already keep theirs."""
     field: str = "text"
     """Key of a .jsonl record, or column of a .parquet file, that holds the text."""
+    format: Literal["auto", "text", "chat"] = "auto"
+    """What records are: texts, or conversations (messages, conversations, or a prompt and a
+    completion). auto: as the first record looks."""
+    template: str = ""
+    """File with the chat template, in Jinja; empty: that beside the tokenizer.json, else a simple
+    one. Corpora that are tokenized already keep theirs."""
+    learn: Literal["answers", "all"] = "answers"
+    """Tokens of conversations that count in the loss: what the assistant says and the end of its
+    turn, or all."""
+    truncate: Literal["right", "left", "drop", "split"] = "right"
+    """What is done with a conversation longer than seq: its end (right) or its beginning (left) is
+    cut off, it is left out, or it is split into several samples."""
     seq: int = 96
     """Tokens of a sample."""
     packed: bool = True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from ranvier.grid import Grid
 from ranvier.infer.loaded import load
 from ranvier.infer.sample import checkpoint_of
 from ranvier.infer.scores import scores
-from ranvier.infer.staged import drawn, generated
+from ranvier.infer.staged import Choose, drawn, generated
+from ranvier.models import Decoder
 from ranvier.nn.loss import Columns, score_each
 from ranvier.pipeline.cut import Cut
 
@@ -45,22 +45,59 @@ def cut_of(options: dict[str, Any]) -> dict[str, Any]:
     return {**inner, "how": Cut(spread=options.get("spread", False))}
 
 
-def scored(grid: Grid, folder: str, options: dict[str, Any], batch: int) -> list[Any]:
+PROMPTS = [[1, 2, 3], [40, 41, 42, 43, 44, 45], [7], [250, 3, 9], [100, 101]]
+COUNT = 6
+
+
+def choose(temperature: float) -> Choose:
+    return drawn(temperature=temperature, top_k=40, top_p=0.9, seed=3)
+
+
+def asked(
+    grid: Grid, folder: str, options: dict[str, Any], stops: dict[float, int]
+) -> tuple[list[Any], list[Any]]:
+    """Scores in micro-batches of 1 and 3, texts at temperatures up to what stops them."""
     model = load(Path(folder), grid, "cpu", **cut_of(options))
-    found = scores(model, SEQUENCES, batch=batch)
+    scored = [
+        [(one.log.tolist(), one.greedy.tolist()) for one in scores(model, SEQUENCES, batch=batch)]
+        for batch in (1, 3)
+    ]
     assert not model.parallel.moment.each  # type: ignore[union-attr]
-    return [(one.log.tolist(), one.greedy.tolist()) for one in found]
+    said = [
+        generated(model, PROMPTS, COUNT, choose(t), ended=lambda said: stop in said, batch=2)  # noqa: B023
+        for t, stop in stops.items()
+    ]
+    return scored, said
+
+
+def texts(model: Decoder, temperature: float) -> list[list[int]]:
+    """What plain PyTorch says after each prompt."""
+    found = []
+    for number, prompt in enumerate(PROMPTS):
+        known = list(prompt)
+        for place in range(COUNT):
+            with torch.no_grad():
+                logits = model(torch.tensor([known]))[:, -1]
+            known.append(int(choose(temperature)(logits, [number], place)))
+        found.append(known[len(prompt) :])
+    return found
 
 
 @pytest.mark.parametrize(("degrees", "options"), GRIDS)
-def test_scores_are_those_of_one_process(
+def test_scores_and_texts_are_those_of_one_process(
     pool: Pool, folder: Path, degrees: dict[str, int], options: dict[str, Any]
 ) -> None:
     model = serial(folder)
-    for batch in (1, 3):
-        told = pool.on_grid(degrees, scored, str(folder), options, batch)
-        assert all(one == told[0] for one in told), "all ranks know all"
-        for tokens, (log, greedy) in zip(SEQUENCES, told[0], strict=True):
+    free = {temperature: texts(model, temperature) for temperature in (0.0, 1.0)}
+    stops = {temperature: said[1][2] for temperature, said in free.items()}
+    told = pool.on_grid(degrees, asked, str(folder), options, stops)
+    assert all(one == told[0] for one in told), "all ranks know all"
+    for said, (temperature, stop) in zip(told[0][1], stops.items(), strict=True):
+        assert said == [
+            one[: one.index(stop) + 1] if stop in one else one for one in free[temperature]
+        ]
+    for found in told[0][0]:
+        for tokens, (log, greedy) in zip(SEQUENCES, found, strict=True):
             ids = torch.tensor(tokens)
             with torch.no_grad():
                 logits = model(ids[None, :-1])[0] if len(tokens) > 1 else torch.zeros(0, 257)
@@ -78,47 +115,17 @@ def test_a_target_is_greedy_only_if_it_is_the_first_of_the_likeliest(pool: Pool)
 
 
 def tied_logits(grid: Grid) -> list[list[bool]]:
-    """Rank by rank columns of a vocabulary of 8, the last two of which are padding."""
-    whole = torch.zeros(4, 8, dtype=torch.float64)
-    whole[:, 6:] = 9.0  # padding counts nothing
-    whole[3, 5] = 1.0
+    """Rank by rank columns of a vocabulary of 8, the last three of which are padding."""
+    whole, targets = torch.zeros(4, 8, dtype=torch.float64), torch.tensor([0, 1, 4, 4])
+    whole[:, 5:] = 9.0  # padding counts nothing
+    whole[3, 4] = 1.0
     axis = grid.axis("row")
-    mine = Columns(axis, grid.axis(), 2 * axis.index, 2 if axis.index < 3 else 0)
-    logits = whole[:, 2 * axis.index : 2 * axis.index + 2].contiguous()
-    found = score_each(logits, torch.tensor([0, 1, 5, 5]), mine)
-    wanted = whole[:, :6].log_softmax(-1)[torch.arange(4), torch.tensor([0, 1, 5, 5])]
+    first = 2 * axis.index
+    mine = Columns(axis, grid.axis(), first, max(min(5 - first, 2), 0))
+    found = score_each(whole[:, first : first + 2].contiguous(), targets, mine)
+    wanted = whole[:, :5].log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     torch.testing.assert_close(found[0], wanted, rtol=1e-12, atol=1e-12)
     return [(found[1] > 0).tolist()]
-
-
-PROMPTS = [[1, 2, 3], [40, 41, 42, 43, 44, 45], [7], [250, 3, 9], [100, 101]]
-
-
-def spoken(
-    grid: Grid, folder: str, options: dict[str, Any], temperature: float, stop: int
-) -> list[list[int]]:
-    model = load(Path(folder), grid, "cpu", **cut_of(options))
-    choose = drawn(temperature=temperature, top_k=40, top_p=0.9, seed=3)
-    return generated(model, PROMPTS, 6, choose, ended=lambda said: stop in said, batch=2)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_texts_are_those_of_one_process(pool: Pool, folder: Path, temperature: float) -> None:
-    alone = Grid({})
-    free = spoken(alone, str(folder), {}, temperature, -1)
-    model, choose = serial(folder), drawn(temperature=temperature, top_k=40, top_p=0.9, seed=3)
-    for number, (prompt, said) in enumerate(zip(PROMPTS, free, strict=True)):
-        known = list(prompt)
-        for place in range(6):
-            with torch.no_grad():
-                logits = model(torch.tensor([known]))[:, -1]
-            known.append(int(choose(logits, [number], place)))
-        assert known == [*prompt, *said]
-    stop = free[1][2]
-    cut = [said[: said.index(stop) + 1] if stop in said else said for said in free]
-    for degrees, options in GRIDS:
-        told = pool.on_grid(degrees, spoken, str(folder), options, temperature, stop)
-        assert told == [cut] * math.prod(degrees.values())
 
 
 def test_draws_keep_to_what_is_likely_and_have_the_right_shares() -> None:

@@ -16,29 +16,32 @@ from ranvier.grid import Axis, Grid
 T = TypeVar("T")
 
 
-def everyone(grid: Grid) -> Axis:
+def everyone(grid: Grid, channel: str = "") -> Axis:
     """All ranks."""
-    return grid.axis(*grid.degrees)
+    return grid.axis(*grid.degrees, channel=channel)
 
 
-def largest(value: int, grid: Grid, device: torch.device | str) -> int:
+def largest(value: int, grid: Grid, device: torch.device | str, *, channel: str = "") -> int:
     """The largest number any rank has. Communicates: all-reduce of one number over all axes."""
     here = torch.tensor([value], dtype=torch.int64, device=device)
-    return int(verbs.all_reduce(here, everyone(grid), "max").wait().item())
+    return int(verbs.all_reduce(here, everyone(grid, channel), "max").wait().item())
 
 
-def told(text: str, grid: Grid, device: torch.device | str, *, source: int = 0) -> str:
+def told(
+    text: str, grid: Grid, device: torch.device | str, *, source: int = 0, channel: str = ""
+) -> str:
     """The text of rank `source` on all ranks.
 
     Communicates: all-reduce of its length and broadcast of its bytes over all axes.
     """
     words = text.encode() if grid.rank == source else b""
-    buffer = torch.zeros(largest(len(words), grid, device), dtype=torch.uint8, device=device)
+    size = largest(len(words), grid, device, channel=channel)
+    buffer = torch.zeros(size, dtype=torch.uint8, device=device)
     if words:
         buffer.copy_(torch.frombuffer(bytearray(words), dtype=torch.uint8))
     if not len(buffer):
         return ""
-    return bytes(verbs.broadcast(buffer, everyone(grid), source).wait().tolist()).decode()
+    return bytes(verbs.broadcast(buffer, everyone(grid, channel), source).wait().tolist()).decode()
 
 
 def differences(

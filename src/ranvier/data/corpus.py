@@ -8,42 +8,27 @@ on its tokens only, so copies never stand on both sides.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ranvier.data.chat import Chat, Learn
 from ranvier.data.files import size_of
-from ranvier.data.manifest import NAME, Manifest
+from ranvier.data.manifest import MASK, NAME, Manifest
+from ranvier.data.packing import Chats, Truncate
 from ranvier.data.pairs import Pair, part
+from ranvier.data.template import CONFIG, template_of
 from ranvier.data.tokenizer import Tokenizer, fingerprint_of, parsed
+from ranvier.data.window import Ints, Window
 from ranvier.errors import DataError
 from ranvier.nn.loss import IGNORE
 
 Part = Literal["train", "held_out"]
-Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class Window:
-    """A sample; all int64 `[seq]`."""
-
-    tokens: Ints
-    targets: Ints
-    """The next token; IGNORE where there is none."""
-    positions: Ints
-    """Place in the document, as far as it lies in this window."""
-    documents: Ints
-    """Number of the document in this window."""
-
-    @classmethod
-    def blank(cls, seq: int) -> Window:
-        """A window without any target."""
-        zeros = np.zeros(seq, np.int64)
-        return cls(zeros, np.full(seq, IGNORE, np.int64), np.arange(seq), zeros)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,30 +110,88 @@ class Corpus:
             )
         return known
 
+    @cached_property
+    def chat(self) -> Chat | None:
+        """The chat template of the folder with its tokenizer; None if it holds texts."""
+        if not self.manifest.template or self.tokenizer is None:
+            return None
+        found = template_of(self.tokenizer, self.folder)
+        if found.fingerprint != self.manifest.template:
+            raise DataError(
+                f"{self.folder / CONFIG} is changed or damaged: its template has the fingerprint "
+                f"{found.fingerprint}. {self.folder / NAME} names {self.manifest.template}. "
+                "Restore it, or remove the folder and prepare the corpus again."
+            )
+        return Chat(found, self.tokenizer)
+
+    @cached_property
+    def masks(self) -> list[NDArray[np.uint8]]:
+        """The masks of the shards of conversations, mapped."""
+        return [_mask(s.path(self.folder, MASK), s.tokens) for s in self.manifest.shards]
+
     def read(self, places: Ints) -> Ints:
         """The tokens at increasing places."""
-        shards = np.searchsorted(self.offsets, places, "right") - 1
-        out = np.empty(len(places), np.int64)
+        return self._gathered([pair.tokens for pair in self.pairs], places)
+
+    def learned(self, places: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+        """The tokens of conversations at increasing places, and which are to be learnt."""
+        return self.read(places), self._gathered(self.masks, places) > 0
+
+    def marked(self, starts: Ints, lengths: Ints, *, learn_all: bool) -> Ints:
+        """How many tokens of each of some ranges are to be learnt; none reaches over a shard."""
+        if learn_all:
+            return lengths
+        counts = np.zeros(len(starts), np.int64)
+        shards = np.searchsorted(self.offsets, starts, "right") - 1
         for shard in np.unique(shards):
             mine = shards == shard
-            out[mine] = self.pairs[shard].tokens[places[mine] - self.offsets[shard]]
+            sums = np.concatenate(
+                [np.zeros(1, np.int64), np.cumsum(self.masks[shard], dtype=np.int64)]
+            )
+            first = starts[mine] - self.offsets[shard]
+            counts[mine] = sums[np.minimum(first + lengths[mine], len(sums) - 1)] - sums[first]
+        return counts
+
+    def _gathered(self, shards: Sequence[NDArray[Any]], places: Ints) -> Ints:
+        owners = np.searchsorted(self.offsets, places, "right") - 1
+        out = np.empty(len(places), np.int64)
+        for shard in np.unique(owners):
+            mine = owners == shard
+            out[mine] = shards[shard][places[mine] - self.offsets[shard]]
         return out
 
-    def stream(
-        self, seq: int, held_out: float = 0.0, part: Part = "train", *, packed: bool = True
-    ) -> Stream | None:
-        """The documents of a part, None if it has none.
-
-        held_out: share of the documents that are; none if nothing were left to train on.
-        """
-        assert seq >= 1 and 0.0 <= held_out < 1.0, (seq, held_out)
+    def chosen(self, held_out: float = 0.0, part: Part = "train") -> Ints:
+        """Numbers of the documents of a part that are not empty; held_out: see `stream`."""
+        assert 0.0 <= held_out < 1.0, held_out
         there = self.lengths > 0
         aside = there & (self.hashes < np.uint64(int(held_out * 2**64)))
         if np.array_equal(aside, there):
             aside[:] = False
-        chosen = np.flatnonzero(aside if part == "held_out" else there & ~aside)
+        return np.flatnonzero(aside if part == "held_out" else there & ~aside)
+
+    def stream(
+        self,
+        seq: int,
+        held_out: float = 0.0,
+        part: Part = "train",
+        *,
+        packed: bool = True,
+        truncate: Truncate = "right",
+        learn: Learn = "answers",
+    ) -> Stream | Chats | None:
+        """The documents of a part, None if it has none.
+
+        held_out: share of the documents that are; none if nothing were left to train on. truncate,
+        learn: of conversations.
+        """
+        assert seq >= 1, seq
+        chosen = self.chosen(held_out, part)
         if len(chosen) == 0:
             return None
+        if self.manifest.template:
+            options = {"packed": packed, "learn_all": "all" in (learn, self.manifest.learn)}
+            chats = Chats(self, chosen, seq, truncate=truncate, **options)
+            return chats if chats.windows else None
         lengths = self.lengths[chosen]
         ends = np.cumsum(lengths)
         return Stream(self, seq, packed, ends, self.starts[chosen] - (ends - lengths))
@@ -238,4 +281,16 @@ def _hashes(path: Path) -> NDArray[np.uint64]:
         raise DataError(
             f"{path} cannot be read: {error.strerror}. It says which documents are held out. "
             "Prepare the corpus again."
+        ) from None
+
+
+def _mask(path: Path, tokens: int) -> NDArray[np.uint8]:
+    try:
+        if size_of(path) != tokens:
+            raise ValueError(f"it has {size_of(path)} bytes for {tokens} tokens")
+        return np.memmap(path, np.uint8, "r").view(np.ndarray) if tokens else np.zeros(0, np.uint8)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} cannot be read: {error}. It says which tokens are learnt. Prepare the corpus "
+            "again."
         ) from None

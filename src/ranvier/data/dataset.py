@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
+from ranvier.data.chat import Chat, Learn
 from ranvier.data.corpus import Corpus, Stream
 from ranvier.data.files import digest_of
 from ranvier.data.order import PERIOD, Mixture, check_weights
+from ranvier.data.packing import Chats, Truncate
 from ranvier.data.prepare import Progress
-from ranvier.data.stored import stored
+from ranvier.data.stored import Form, stored
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import DataError, PlanError
 
@@ -46,18 +49,27 @@ class Data:
         return next((corpus.words for corpus in self.corpora if corpus.words), None)
 
     @property
+    def chat(self) -> Chat | None:
+        """The chat template of the corpora with their tokenizer, None if all are texts."""
+        return next((corpus.chat for corpus in self.corpora if corpus.chat), None)
+
+    @property
     def lines(self) -> list[str]:
         """A line on each corpus."""
         lines = []
         for number, corpus in enumerate(self.corpora):
-            known = corpus.manifest
-            aside = known.documents - self.train.streams[number].documents
+            known, stream = corpus.manifest, self.train.streams[number]
+            aside = known.documents - stream.documents
+            if isinstance(stream, Chats):
+                aside -= stream.left_out
             lines.append(
                 f"{known.source}: {known.documents:,} documents, {known.tokens:,} tokens, "
                 f"share {self.train.quotas[number] / PERIOD:.2%}, {aside:,} documents held out, "
                 f"corpus {known.fingerprint}, tokenizer {known.tokenizer or 'unknown'}, "
                 f"in {corpus.folder}"
             )
+            if isinstance(stream, Chats):
+                lines.append(f"{known.source}: {stream.line}; template {known.template}")
         return lines
 
     def check(self, vocab: int) -> None:
@@ -71,6 +83,9 @@ def stored_all(
     *,
     cache: Path,
     tokenizer: str = "standard",
+    form: Form = "auto",
+    template: str = "",
+    learn: Learn = "answers",
     field: str = "text",
     max_bytes: int | None = None,
     verify: bool = False,
@@ -82,6 +97,9 @@ def stored_all(
             one,
             cache=cache,
             tokenizer=tokenizer,
+            form=form,
+            template=template,
+            learn=learn,
             field=field,
             max_bytes=max_bytes,
             verify=verify,
@@ -99,19 +117,24 @@ def open_data(
     weights: Sequence[float] | None = None,
     held_out: float = 0.0,
     packed: bool = True,
+    truncate: Truncate = "right",
+    learn: Learn = "answers",
 ) -> Data:
     """The data of stored corpora, for every rank of a run.
 
-    weights: of the corpora; none: by their tokens. held_out: share of the documents.
+    weights: of the corpora; none: by their tokens. held_out: share of the documents. truncate,
+    learn: of conversations.
     """
     _check(len(folders), seq, held_out)
     if weights:
         check_weights(weights, len(folders))
     corpora = [Corpus.open(folder) for folder in folders]
     _check_tokenizers(corpora)
-    streams = [_train(corpus, seq, held_out, packed) for corpus in corpora]
+    _check_learn(corpora, learn)
+    options: Options = {"packed": packed, "truncate": truncate, "learn": learn}
+    streams = [_train(corpus, seq, held_out, options) for corpus in corpora]
     shares = list(weights) if weights else [float(stream.tokens) for stream in streams]
-    asides = [corpus.stream(seq, held_out, "held_out", packed=packed) for corpus in corpora]
+    asides = [corpus.stream(seq, held_out, "held_out", **options) for corpus in corpora]
     kept = [(s, w) for s, w in zip(asides, shares, strict=True) if s is not None and w > 0]
     # The seed does not count here: runs are compared on the same samples.
     aside = Mixture([s for s, _ in kept], [w for _, w in kept], 0) if kept else None
@@ -133,20 +156,45 @@ def _check(count: int, seq: int, held_out: float) -> None:
         raise PlanError(problems)
 
 
-def _train(corpus: Corpus, seq: int, held_out: float, packed: bool) -> Stream:
-    stream = corpus.stream(seq, held_out, "train", packed=packed)
+class Options(TypedDict):
+    """How documents become samples."""
+
+    packed: bool
+    truncate: Truncate
+    learn: Learn
+
+
+def _train(corpus: Corpus, seq: int, held_out: float, options: Options) -> Stream | Chats:
+    stream = corpus.stream(seq, held_out, "train", **options)
+    if stream is None and corpus.manifest.template:
+        raise DataError(
+            f"{corpus.folder} has nothing to learn: no token of an answer is left in its "
+            f"{corpus.manifest.documents} conversations with data.seq={seq} and "
+            f"data.truncate={options['truncate']}. Use a larger data.seq, another data.truncate, "
+            "or data.learn=all."
+        )
     if stream is None:
         raise DataError(
             f"{corpus.folder} has {corpus.manifest.documents} documents, all empty. A corpus needs "
             "at least one token. Choose another one."
         )
-    if packed and stream.tokens == stream.documents:
+    if options["packed"] and stream.tokens == stream.documents:
         raise DataError(
             f"{corpus.folder} has nothing to learn: {stream.documents} documents to train on, each "
             "of 1 token. In packed samples a token is predicted from those before it in its "
             "document. Choose longer documents, or data.packed=false: samples across them."
         )
     return stream
+
+
+def _check_learn(corpora: Sequence[Corpus], learn: Learn) -> None:
+    for corpus in corpora:
+        known = corpus.manifest
+        if known.template and known.learn == "all" and learn == "answers":
+            raise DataError(
+                f"{corpus.folder} was prepared with learn=all: nobody has looked for the answers. "
+                "data.learn=answers needs to know them. Prepare it again, or use data.learn=all."
+            )
 
 
 def _check_tokenizers(corpora: Sequence[Corpus]) -> None:
@@ -157,4 +205,11 @@ def _check_tokenizers(corpora: Sequence[Corpus]) -> None:
         raise DataError(
             f"The corpora have different tokenizers: {found}. All corpora of a run have the same. "
             "Prepare them again with one of them."
+        )
+    chats = [corpus for corpus in known if corpus.chat is not None]
+    if len({corpus.manifest.template for corpus in chats}) > 1:
+        found = ", ".join(f"{c.manifest.source}: {c.manifest.template}" for c in chats)
+        raise DataError(
+            f"The corpora have different chat templates: {found}. All conversations of a run are "
+            "written alike. Prepare them again with one of them."
         )

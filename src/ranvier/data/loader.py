@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ranvier.data.batch import Batch
-from ranvier.data.corpus import Window
+from ranvier.data.window import Window
 from ranvier.errors import DataError, HangError
 from ranvier.grid import WEEK, Grid
 

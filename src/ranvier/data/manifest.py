@@ -1,7 +1,8 @@
 """Manifest: what a prepared corpus is, in `corpus.json` beside its shards.
 
 It is written last, so a folder that holds one is whole. A shard is a Megatron pair and the hashes
-of its documents (u64, little-endian). Pairs of others stay where they are: only hashes and manifest
+of its documents (u64, little-endian); in a corpus of conversations also a mask, a byte a token: 1
+if it is to be learnt. Pairs of others stay where they are: only hashes and manifest
 are made for them, and the manifest names the pair by its absolute path.
 """
 
@@ -21,6 +22,8 @@ from ranvier.errors import DataError
 NAME = "corpus.json"
 FILES = ("bin", "idx", "hash")
 """Suffixes of the files of a shard."""
+MASK = "mask"
+"""That of the fourth file of a shard of conversations."""
 LIMIT = 2**31
 """Tokens are below it."""
 FORMAT = 1
@@ -39,8 +42,8 @@ class Shard:
     files: dict[str, Stamp]
 
     def path(self, folder: Path, suffix: str) -> Path:
-        """One of the three files."""
-        return part(folder / (self.hash if suffix == "hash" else self.pair), suffix)
+        """One of its files."""
+        return part(folder / (self.hash if suffix in ("hash", MASK) else self.pair), suffix)
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,10 @@ class Manifest:
     """The largest token."""
     shards: list[Shard]
     format: int = FORMAT
+    template: str = ""
+    """Fingerprint of the chat template; empty: the documents are no conversations."""
+    learn: str = "all"
+    """What the masks of conversations mark: answers, or all."""
 
     def write(self, folder: Path) -> None:
         """Write corpus.json."""
@@ -88,7 +95,7 @@ class Manifest:
             ]
             made = cls(**content | {"shards": shards})
             for number, shard in enumerate(shards):
-                _check_shard(shard, f"shard {number}: ")
+                _check_shard(shard, f"shard {number}: ", masked=bool(made.template))
             _check_numbers(made)
         except OSError as error:
             raise DataError(
@@ -126,14 +133,15 @@ def _text(value: Any, name: str) -> str:
     return str(value)
 
 
-def _check_shard(shard: Shard, at: str) -> None:
+def _check_shard(shard: Shard, at: str, *, masked: bool) -> None:
     _number(shard.documents, at + "documents")
     _number(shard.tokens, at + "tokens")
     for name, prefix in (("pair", shard.pair), ("hash", shard.hash)):
         if "\0" in _text(prefix, at + name) or not Path(prefix).name:
             raise ValueError(f"{at}{name} is {prefix!r:.80}, not the prefix of a file")
-    if set(shard.files) != set(FILES):
-        raise ValueError(f"{at}files has {sorted(shard.files)}, not {', '.join(FILES)}")
+    files = (*FILES, MASK) if masked else FILES
+    if set(shard.files) != set(files):
+        raise ValueError(f"{at}files has {sorted(shard.files)}, not {', '.join(files)}")
     for suffix, stamp in shard.files.items():
         _number(stamp.size, f"{at}size of {suffix}")
         _text(stamp.digest, f"{at}digest of {suffix}")
@@ -141,7 +149,7 @@ def _check_shard(shard: Shard, at: str) -> None:
 
 def _check_numbers(made: Manifest) -> None:
     """Refuse values that no corpus has; its shards are checked."""
-    for name in ("source", "fingerprint", "tokenizer"):
+    for name in ("source", "fingerprint", "tokenizer", "template"):
         _text(getattr(made, name), name)
     for name in ("format", "vocab", "largest", "documents", "tokens"):
         _number(getattr(made, name), name)
@@ -149,6 +157,8 @@ def _check_numbers(made: Manifest) -> None:
         value, total = getattr(made, name), sum(getattr(shard, name) for shard in made.shards)
         if value != total:
             raise ValueError(f"{name} is {value}, but its shards have {total}")
+    if made.learn not in ("answers", "all"):
+        raise ValueError(f"learn is {made.learn!r:.80}, not answers or all")
     if not made.fingerprint:
         raise ValueError("fingerprint is empty")
     if not made.largest < made.vocab <= LIMIT:

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ranvier.data.corpus import Stream, Window
+from ranvier.data.corpus import Stream
+from ranvier.data.packing import Chats
+from ranvier.data.window import Window
 from ranvier.errors import PlanError
 from ranvier.init import key
 
@@ -86,7 +88,9 @@ def check_weights(weights: Sequence[float], count: int) -> None:
 class Mixture:
     """Streams read in shares: sample n is a window of one of them."""
 
-    def __init__(self, streams: Sequence[Stream], weights: Sequence[float], seed: int) -> None:
+    def __init__(
+        self, streams: Sequence[Stream | Chats], weights: Sequence[float], seed: int
+    ) -> None:
         check_weights(weights, len(streams))
         self.streams, self.seed = list(streams), seed
         self.quotas = quotas(weights)

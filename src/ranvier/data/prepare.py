@@ -10,16 +10,19 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ranvier.data.chat import Chat, Learn
+from ranvier.data.conversation import conversation_of
 from ranvier.data.files import DIGEST_BYTES, Sink
-from ranvier.data.manifest import NAME, Manifest, Shard
+from ranvier.data.manifest import MASK, NAME, Manifest, Shard
 from ranvier.data.pairs import PairWriter, part
 from ranvier.data.sources import Reader
 from ranvier.data.tokenizer import Tokenizer
@@ -46,9 +49,11 @@ class Tally:
         self.largest = -1
         self._state = hashlib.blake2b(tokenizer.encode(), digest_size=DIGEST_BYTES)
 
-    def add(self, tokens: NDArray[Any]) -> int:
+    def add(self, tokens: NDArray[Any], mask: NDArray[np.bool_] | None = None) -> int:
         """Count a document; its hash."""
         value = document_hash(tokens)
+        if mask is not None:
+            self._state.update(np.packbits(mask).tobytes())
         self.documents += 1
         self.tokens += len(tokens)
         if len(tokens):
@@ -70,8 +75,9 @@ class Shards:
         self.done: list[Shard] = []
         self._pair: PairWriter | None = None
         self._hashes: list[int] = []
+        self._masks: Sink | None = None
 
-    def add(self, tokens: NDArray[Any], value: int) -> None:
+    def add(self, tokens: NDArray[Any], value: int, mask: NDArray[np.bool_] | None = None) -> None:
         """Append a document; a full shard is closed before it."""
         if self._pair is not None and self._pair.tokens + len(tokens) > self.shard_tokens:
             self.close()
@@ -79,6 +85,10 @@ class Shards:
             self._pair = PairWriter(self.folder / f"shard-{len(self.done):05}", self.dtype)
         self._pair.add(tokens)
         self._hashes.append(value)
+        if mask is not None:
+            if self._masks is None:
+                self._masks = Sink(part(self._pair.prefix, MASK))
+            self._masks.write(mask.astype(np.uint8).tobytes())
 
     def close(self) -> None:
         """Finish the shard."""
@@ -90,12 +100,16 @@ class Shards:
             file.write(np.array(self._hashes, "<u8").tobytes())
             stamps["hash"] = file.close()
         self._hashes = []
+        if self._masks is not None:
+            stamps[MASK], self._masks = self._masks.close(), None
         self.done.append(Shard(name, name, pair.documents, pair.tokens, stamps))
 
     def abandon(self) -> None:
         """Close the files of an unfinished shard."""
         if self._pair is not None:
             self._pair.abandon()
+        if self._masks is not None:
+            self._masks.close()
 
 
 def prepare(
@@ -103,6 +117,8 @@ def prepare(
     out: str | Path,
     tokenizer: Tokenizer,
     *,
+    chat: Chat | None = None,
+    learn: Learn = "answers",
     field: str = "text",
     max_bytes: int | None = None,
     shard_tokens: int = SHARD_TOKENS,
@@ -110,6 +126,7 @@ def prepare(
 ) -> Manifest:
     """Tokenize files, folders or "stdlib" into a corpus folder; its manifest.
 
+    chat: for conversations, of which the tokens to `learn` are marked.
     max_bytes: how much of "stdlib" is read. An `out` that holds this very corpus is left alone.
     """
     if shard_tokens < 1 or not inputs:
@@ -124,11 +141,14 @@ def prepare(
         shards = Shards(folder, "<u2" if tokenizer.vocab <= 65536 else "<i4", shard_tokens)
         tally = Tally(tokenizer.fingerprint)
         try:
-            _tokenize(readers, tokenizer, shards, tally, progress)
+            made_of = _texts if chat is None else partial(_conversations, chat=chat, learn=learn)
+            _tokenize(readers, made_of(readers, tokenizer), shards, tally, progress)
             shards.close()
         finally:
             shards.abandon()
         tokenizer.save(folder / "tokenizer.json")
+        if chat is not None:
+            chat.template.save(folder)
         made = Manifest(
             source=", ".join(reader.name for reader in readers),
             fingerprint=tally.fingerprint,
@@ -139,30 +159,54 @@ def prepare(
             tokens=tally.tokens,
             largest=tally.largest,
             shards=shards.done,
+            template="" if chat is None else chat.template.fingerprint,
+            learn="all" if chat is None else learn,
         )
         made.write(folder)
         return publish(made, folder, out)
 
 
+Document = tuple[NDArray[Any], NDArray[np.bool_] | None]
+
+
 def _tokenize(
     readers: Sequence[Reader],
-    tokenizer: Tokenizer,
+    batches: Iterable[Iterable[Document]],
     shards: Shards,
     tally: Tally,
     progress: Progress | None,
 ) -> None:
     total = sum(reader.total for reader in readers)
+    for documents in batches:
+        for tokens, mask in documents:
+            shards.add(tokens, tally.add(tokens, mask), mask)
+        if progress is not None:
+            done = sum(reader.done for reader in readers)
+            progress(done, total, tally.documents, tally.tokens)
+    if progress is not None:
+        progress(total, total, tally.documents, tally.tokens)
+
+
+def _texts(readers: Sequence[Reader], tokenizer: Tokenizer) -> Iterator[list[Document]]:
+    """Tokens of texts, each with an end."""
     end = np.array([tokenizer.end], np.uint32)
     for reader in readers:
         for texts in _batches(reader):
-            for ids in tokenizer.encode(texts):
-                tokens = np.concatenate([ids, end])
-                shards.add(tokens, tally.add(tokens))
-            if progress is not None:
-                done = sum(reader.done for reader in readers)
-                progress(done, total, tally.documents, tally.tokens)
-    if progress is not None:
-        progress(total, total, tally.documents, tally.tokens)
+            yield [(np.concatenate([ids, end]), None) for ids in tokenizer.encode(texts)]
+
+
+def _conversations(
+    readers: Sequence[Reader], _: Tokenizer, *, chat: Chat, learn: Learn
+) -> Iterator[list[Document]]:
+    """Tokens and masks of conversations, whose template ends them."""
+    for reader in readers:
+        batch: list[Document] = []
+        for record, at in reader.records():
+            batch.append(chat.encode(conversation_of(record, at), learn))
+            if len(batch) >= BATCH_DOCUMENTS:
+                yield batch
+                batch = []
+        yield batch
 
 
 def _batches(texts: Iterator[str] | Reader) -> Iterator[list[str]]:

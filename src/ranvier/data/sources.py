@@ -13,7 +13,7 @@ import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -64,6 +64,27 @@ class Reader:
             raise DataError(
                 f"{self.name} holds no document ({len(self.files)} files, {self.total} bytes). A "
                 "corpus needs at least one that is not empty. Choose another file or folder."
+            )
+
+    @property
+    def tabular(self) -> bool:
+        """Whether all files hold records."""
+        return not self.embedded and all(suffix_of(file) not in TEXT for file in self.files)
+
+    def records(self) -> Generator[tuple[dict[str, Any], str]]:
+        """The records of all files and where each stands; there must be one."""
+        self.done, found = 0, False
+        for file in self.files:
+            before = self.done
+            objects = _tables(file) if suffix_of(file) in PARQUET else _objects(file)
+            for record, at, position in objects:
+                self.done, found = min(before + position, self.total), True
+                yield record, at
+            self.done = min(before + _size(file), self.total)
+        if not found:
+            raise DataError(
+                f"{self.name} holds no record ({len(self.files)} files, {self.total} bytes). A "
+                "corpus needs at least one. Choose another file or folder."
             )
 
     def _read(self, file: Path) -> Iterator[tuple[str, int]]:
@@ -204,16 +225,47 @@ def _text(path: Path) -> str:
 
 def _lines(path: Path, field: str) -> Iterator[tuple[str, int]]:
     """Document and bytes read so far of each line of JSON."""
+    for line, at, position in _numbered(path):
+        record = _object(line, at, f'{{"{field}": "..."}}')
+        if field not in record:
+            raise _missing(field, record, at, "record")
+        yield _string(record[field], field, at), position
+
+
+def _numbered(path: Path) -> Iterator[tuple[str, str, int]]:
+    """Line, its place and bytes read so far; empty lines are left out."""
     with _opened(path) as (raw, content):
         start = 0
         for number, line in enumerate(content, 1):
             text = _decoded(line, path, start)
             start += len(line)
             if text.strip():
-                yield _record(text, field, f"{path}:{number}"), raw.tell()
+                yield text, f"{path}:{number}", raw.tell()
 
 
-def _record(line: str, field: str, at: str) -> str:
+def _objects(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """Record, its place and bytes read so far: of each line, or of one array in a .json file."""
+    form = '{"messages": [...]}'
+    if "json" in path.name.lower().split(".") and _begins(path) == "[":
+        try:
+            records = json.loads(_text(path))
+        except (ValueError, RecursionError) as error:
+            raise DataError(
+                f"{path}: broken JSON: {error}. It begins as an array of objects. Mend the file."
+            ) from None
+        for number, record in enumerate(records):
+            at = f"{path}: record {number}"
+            yield _checked(record, at, form), at, _size(path) * number // len(records)
+        return
+    for line, at, position in _numbered(path):
+        yield _object(line, at, form), at, position
+
+
+def _begins(path: Path) -> str:
+    return next((line.strip()[:1] for line, _, _ in _numbered(path)), "")
+
+
+def _object(line: str, at: str, form: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -221,14 +273,16 @@ def _record(line: str, field: str, at: str) -> str:
             f"{at}: broken JSON: {error}. Every line must be one JSON object. Mend or remove the "
             "line."
         ) from None
+    return _checked(record, at, form)
+
+
+def _checked(record: Any, at: str, form: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise DataError(
             f"{at}: a {type(record).__name__}, not an object. Every line must be one JSON object, "
-            f'as {{"{field}": "..."}}. Convert the file.'
+            f"as {form}. Convert the file."
         )
-    if field not in record:
-        raise _missing(field, record, at, "record")
-    return _string(record[field], field, at)
+    return record
 
 
 def _string(value: Any, field: str, at: str) -> str:
@@ -253,20 +307,27 @@ def _missing(field: str, names: Iterable[str], at: str, thing: str) -> DataError
 
 def _rows(path: Path, field: str) -> Iterator[tuple[str, int]]:
     """Document and bytes read so far (as a share of the rows) of each row of a parquet file."""
+    for record, at, position in _tables(path, field):
+        yield _string(record[field], field, at), position
+
+
+def _tables(path: Path, field: str | None = None) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """Record, its place and bytes read so far of each row; field: only this column."""
     arrow = imported("pyarrow", f"reading {path}")
     parquet = imported("pyarrow.parquet", f"reading {path}")
     size, number = _size(path), 0
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if field not in names:
+            if field is not None and field not in names:
                 raise _missing(field, names, str(path), "table")
+            columns = None if field is None else [field]
             for group in range(file.num_row_groups):
-                for batch in file.iter_batches(1024, row_groups=[group], columns=[field]):
-                    for value in batch.column(0).to_pylist():
+                for batch in file.iter_batches(1024, row_groups=[group], columns=columns):
+                    for record in batch.to_pylist():
                         number += 1
                         at = f"{path}: row {number}"
-                        yield _string(value, field, at), size * number // file.metadata.num_rows
+                        yield record, at, size * number // file.metadata.num_rows
     except (arrow.ArrowException, OSError) as error:
         raise DataError(
             f"{path} is no whole parquet file ({size} bytes, row {number + 1}): {error}. It must "

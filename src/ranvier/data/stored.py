@@ -9,14 +9,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
+from ranvier.data.chat import Chat, Learn
+from ranvier.data.conversation import is_conversation
 from ranvier.data.files import Sink, Stamp, digest_of, stamp_of
 from ranvier.data.manifest import FORMAT, NAME, Manifest, Shard
 from ranvier.data.pairs import Pair, part, prefix_of
 from ranvier.data.prepare import Progress, Tally, assembled, prepare, publish
 from ranvier.data.sources import EMBEDDED, Reader, suffix_of
+from ranvier.data.template import template_of
 from ranvier.data.tokenizer import NAMES, Tokenizer, tokenizer_of
 from ranvier.errors import DataError
 
@@ -26,6 +30,7 @@ ASIDE = {
     *("added_tokens.json", "vocab.json", "merges.txt", "README.md"),
 }
 """Files beside pairs that describe them: no texts to train on."""
+Form = Literal["auto", "text", "chat"]
 
 
 def stored(
@@ -33,12 +38,18 @@ def stored(
     *,
     cache: Path,
     tokenizer: str = "standard",
+    form: Form = "auto",
+    template: str = "",
+    learn: Learn = "answers",
     field: str = "text",
     max_bytes: int | None = None,
     verify: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """The folder of an input's corpus; verify: compare the content of its files, not only sizes."""
+    """The folder of an input's corpus; verify: compare the content of its files, not only sizes.
+
+    form: what its records are; template: a file in place of the tokenizer's own chat template.
+    """
     path = Path(source)
     if source != EMBEDDED and os.path.isfile(path / NAME):
         folder = path
@@ -48,12 +59,48 @@ def stored(
     else:
         known = tokenizer_of(tokenizer, cache)
         reader = Reader(source, field=field, max_bytes=max_bytes)
-        parts = (reader.digest(), known.fingerprint, field, str(reader.limit), str(FORMAT))
+        parts = [reader.digest(), known.fingerprint, field, str(reader.limit), str(FORMAT)]
+        chat = None
+        if holds_chats(reader, form):
+            chat = Chat(template_of(known, tokenizer, template), known)
+            parts += [chat.template.fingerprint, learn]
         folder = cache / "corpora" / digest_of(*parts)
         if not (folder / NAME).is_file():
-            prepare([source], folder, known, field=field, max_bytes=max_bytes, progress=progress)
+            prepare(
+                [source],
+                folder,
+                known,
+                chat=chat,
+                learn=learn,
+                field=field,
+                max_bytes=max_bytes,
+                progress=progress,
+            )
     Manifest.read(folder).check(folder, verify=verify)
     return folder.resolve()
+
+
+def holds_chats(reader: Reader, form: Form) -> bool:
+    """Whether the records of an input are conversations: as is said, or as the first one looks."""
+    if form == "text":
+        return False
+    if not reader.tabular:
+        if form == "chat":
+            raise DataError(
+                f"{reader.name} holds texts, but data.format=chat. Conversations are records of "
+                ".jsonl, .json or .parquet files. Use data.format=auto, or convert it."
+            )
+        return False
+    if form == "chat":
+        return True
+    records = reader.records()
+    try:
+        first, _ = next(records)
+    except DataError:  # said where the texts are read
+        return False
+    finally:
+        records.close()
+    return reader.field not in first and is_conversation(first)
 
 
 def pair_prefixes(path: Path) -> list[Path]:

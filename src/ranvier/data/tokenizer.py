@@ -55,7 +55,32 @@ class Tokenizer:
         return fingerprint_of(self.text)
 
     @cached_property
+    def names(self) -> dict[int, str]:
+        """Tokens by their id, as the JSON writes them."""
+        return {i: name for name, i in _ids(json.loads(self.text)).items()}
+
+    @cached_property
+    def specials(self) -> dict[str, int]:
+        """Ids of the special tokens: those that templates write, but no text."""
+        added = json.loads(self.text).get("added_tokens") or []
+        return {one["content"]: one["id"] for one in added if one.get("special")}
+
+    @cached_property
     def _library(self) -> Any:
+        made = self._made()
+        made.encode_special_tokens = True
+        return made
+
+    @cached_property
+    def _written(self) -> Any:
+        """The library for what a template has written: special tokens in it are such."""
+        made = self._made()
+        made.encode_special_tokens = False
+        # It only adds tokens, which templates write themselves, and cuts spaces from offsets.
+        made.post_processor = None
+        return made
+
+    def _made(self) -> Any:
         try:
             made = imported("tokenizers", "encoding and decoding text").Tokenizer.from_str(
                 self.text
@@ -71,7 +96,6 @@ class Tokenizer:
         # A file may ask for them; documents are never cut or filled here.
         made.no_truncation()
         made.no_padding()
-        made.encode_special_tokens = True
         return made
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -79,6 +103,18 @@ class Tokenizer:
         clean = [whole(text) for text in texts]
         rows = self._library.encode_batch_fast(clean, add_special_tokens=False)
         return [np.array(row.ids, dtype=np.uint32) for row in rows]
+
+    def placed(self, text: str, *, special: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of a text and the characters of each; special: special tokens in it are such."""
+        made = self._written
+        made.encode_special_tokens = not special
+        row = made.encode(text, add_special_tokens=False)
+        return row.ids, row.offsets
+
+    def shown(self, ids: Iterable[int]) -> str:
+        """The text of ids with special tokens."""
+        text: str = self._library.decode([int(i) for i in ids], skip_special_tokens=False)
+        return text
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; special tokens are left out."""

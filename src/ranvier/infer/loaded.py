@@ -16,7 +16,7 @@ from ranvier.checkpoint.load import load as read
 from ranvier.comm.agree import together
 from ranvier.grid import Grid
 from ranvier.infer.sample import checkpoint_of, run_of
-from ranvier.models import Decoder, DecoderConfig
+from ranvier.models import AdapterConfig, Decoder, DecoderConfig, build
 from ranvier.nn.values import fill_values
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.pipeline.cut import Cut
@@ -42,8 +42,8 @@ def load(
     they were saved in. Communicates: the making of groups; one number over all axes.
     """
     run, checkpoint = run_of(folder), checkpoint_of(folder, step)
-    dtype = dtype or saved_dtype(checkpoint)
-    model = empty(run.model, grid, device, inner=inner, how=how, dtype=dtype)
+    dtype = dtype or together(lambda: saved_dtype(checkpoint), grid, device)
+    model = empty(run.model, grid, device, lora=run.lora, inner=inner, how=how, dtype=dtype)
     fill_from(model, checkpoint, device)
     return model.eval()
 
@@ -59,6 +59,7 @@ def empty(
     grid: Grid,
     device: torch.device | str,
     *,
+    lora: AdapterConfig | None = None,
     inner: Inner = "samples",
     how: Cut | None = None,
     dtype: torch.dtype = torch.float32,
@@ -68,7 +69,7 @@ def empty(
     Communicates: the making of groups.
     """
     with init.blank():
-        model = Decoder(config)
+        model = build(config, lora or AdapterConfig())
     parallelize(model, grid, inner=inner, dtype=dtype, device=device, how=how, materialize=False)
     parallel = parallel_of(model)
     fill_values(parallel.queue, parallel.leaves, seed=0, dtype=dtype, device=device, blank=True)

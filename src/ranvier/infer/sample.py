@@ -17,10 +17,22 @@ from torch import Tensor, nn
 from ranvier import run as runs
 from ranvier.checkpoint.folder import found, step_of
 from ranvier.checkpoint.load import wholes
+from ranvier.data.chat import Chat
+from ranvier.data.template import BUILT_IN, template_of
 from ranvier.data.tokenizer import Tokenizer, tokenizer_of
 from ranvier.errors import DataError, PlanError
 from ranvier.models import Decoder, build
 from ranvier.run import Run
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How many tokens are said, and how each is chosen."""
+
+    tokens: int
+    temperature: float
+    top_k: int
+    seed: int
 
 
 @dataclass
@@ -31,6 +43,8 @@ class Speaker:
     tokenizer: Tokenizer
     window: int
     """Most tokens the model looks at."""
+    chat: Chat | None = None
+    """How conversations are written, if the run has a chat template."""
 
     @classmethod
     def of(cls, folder: Path, device: torch.device | str, *, step: int | None = None) -> Speaker:
@@ -46,21 +60,42 @@ class Speaker:
         with torch.device("meta"):
             model = build(run.model, run.lora)
         fill(model, wholes(checkpoint), checkpoint, device)
-        return cls(model.eval(), tokenizer_of(str(words), folder), run.data.seq)
+        known = tokenizer_of(str(words), folder)
+        template = template_of(known, folder)
+        chat = None if template.origin == BUILT_IN else Chat(template, known)
+        return cls(model.eval(), known, run.data.seq, chat)
 
-    @torch.inference_mode()
     def speak(
         self, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int
     ) -> Iterator[str]:
         """Pieces of text that follow the prompt, until the end of a document."""
         known = self.tokenizer.encode([prompt])[0].tolist() or [self.tokenizer.end]
-        generator = torch.Generator(self.device).manual_seed(seed)
+        draw = Draw(tokens, temperature, top_k, seed)
+        yield from self._follow(known, frozenset([self.tokenizer.end]), draw)
+
+    def answer(
+        self, question: str, *, tokens: int, temperature: float, top_k: int, seed: int
+    ) -> Iterator[str]:
+        """Pieces of the answer to a question, until the end of the turn."""
+        if self.chat is None:
+            raise DataError(
+                "The run has no chat template. A question is written by the one it was trained "
+                "with. Train on conversations, or use --prompt."
+            )
+        known = self.chat.prompt([{"role": "user", "content": question}])
+        draw = Draw(tokens, temperature, top_k, seed)
+        yield from self._follow(known, self.chat.ends, draw)
+
+    @torch.inference_mode()
+    def _follow(self, known: list[int], ends: frozenset[int], draw: Draw) -> Iterator[str]:
+        """Pieces of text that follow tokens, until one of the ends."""
+        generator = torch.Generator(self.device).manual_seed(draw.seed)
         said: list[int] = []
         told = self.tokenizer.decode(known)
-        for _ in range(tokens):
+        for _ in range(draw.tokens):
             ids = torch.tensor([[*known, *said][-self.window :]], device=self.device)
-            token = chosen(self.model(ids)[0, -1].float(), temperature, top_k, generator)
-            if token == self.tokenizer.end:
+            token = chosen(self.model(ids)[0, -1].float(), draw.temperature, draw.top_k, generator)
+            if token in ends:
                 return
             said.append(token)
             text = self.tokenizer.decode([*known, *said])
@@ -109,6 +144,7 @@ def say(
     folder: Path,
     *,
     prompt: str,
+    chat: str,
     tokens: int,
     temperature: float,
     top_k: int,
@@ -116,8 +152,10 @@ def say(
     step: int,
     device: str,
 ) -> int:
-    """Print what a run says after a prompt, as it comes; the exit code."""
+    """Print what a run says after a prompt or answers in a chat, as it comes; the exit code."""
     problems = []
+    if prompt and chat:
+        problems.append(f"prompt={prompt!r} and chat={chat!r}. One of them is said. Leave one out.")
     if tokens < 1 or top_k < 0:
         problems.append(f"tokens={tokens}, top_k={top_k}: too small. Use 1 and 0 or more.")
     if not (temperature == 0.0 or 1e-3 <= temperature <= 1e3):
@@ -133,8 +171,9 @@ def say(
         raise PlanError(problems)
     speaker = Speaker.of(folder, device, step=None if step < 0 else step)
     print(prompt, end="", flush=True)
-    for piece in speaker.speak(
-        prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
+    said = speaker.answer if chat else speaker.speak
+    for piece in said(
+        chat or prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
     ):
         print(piece, end="", flush=True)
     print()

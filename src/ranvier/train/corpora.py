@@ -9,13 +9,19 @@ from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
+
 from ranvier import launch
 from ranvier.data import prepare as preparing
+from ranvier.data.chat import Chat, Learn
+from ranvier.data.conversation import conversation_of
+from ranvier.data.corpus import Corpus
 from ranvier.data.dataset import stored_all
 from ranvier.data.manifest import Manifest
 from ranvier.data.prepare import Progress
 from ranvier.data.sources import Reader
-from ranvier.data.stored import pair_prefixes
+from ranvier.data.stored import Form, holds_chats, pair_prefixes
+from ranvier.data.template import template_of
 from ranvier.data.tokenizer import Tokenizer, tokenizer_of, trained
 from ranvier.errors import PlanError
 from ranvier.run import Run
@@ -29,6 +35,9 @@ def stored(run: Run) -> list[str]:
             data.corpus,
             cache=launch.cache(),
             tokenizer=data.tokenizer,
+            form=data.format,
+            template=data.template,
+            learn=data.learn,
             field=data.field,
             max_bytes=data.max_bytes,
             verify=data.verify,
@@ -37,7 +46,17 @@ def stored(run: Run) -> list[str]:
     return [str(folder) for folder in folders]
 
 
-def prepare(inputs: Sequence[str], *, out: str, tokenizer: str, vocab: int, field: str) -> int:
+def prepare(
+    inputs: Sequence[str],
+    *,
+    out: str,
+    tokenizer: str,
+    vocab: int,
+    field: str,
+    format: Form,
+    template: str,
+    learn: Learn,
+) -> int:
     """Tokenize files into a directory and print what it holds; the exit code."""
     if not inputs:
         raise PlanError(
@@ -52,18 +71,38 @@ def prepare(inputs: Sequence[str], *, out: str, tokenizer: str, vocab: int, fiel
         )
     folder = Path(out or Path("data") / Path(inputs[0]).resolve().name.partition(".")[0])
     preparing.refuse_other(folder)
-    words = _words(inputs, tokenizer, vocab, field)
+    chats = _hold_chats(inputs, field, format)
+    words = _words(inputs, tokenizer, vocab, field, chats=chats)
+    chat = Chat(template_of(words, tokenizer, template), words) if chats else None
     with shown("tokenizing") as progress:
-        preparing.prepare(inputs, folder, words, field=field, progress=progress)
+        preparing.prepare(
+            inputs, folder, words, chat=chat, learn=learn, field=field, progress=progress
+        )
     show(folder)
     print(f"Train on it with:\n  ranvier train --data.corpus {folder}")
     return 0
 
 
-def _words(inputs: Sequence[str], name: str, vocab: int, field: str) -> Tokenizer:
+def _hold_chats(inputs: Sequence[str], field: str, form: Form) -> bool:
+    """Whether the inputs hold conversations, or all of them texts."""
+    found = {path: holds_chats(Reader(path, field=field), form) for path in inputs}
+    if len(set(found.values())) > 1:
+        kinds = ", ".join(f"{path}: {'chat' if it else 'text'}" for path, it in found.items())
+        raise PlanError(
+            f"{kinds}. A prepared corpus holds one kind. Prepare them apart, and mix them with "
+            "data.weights."
+        )
+    return any(found.values())
+
+
+def _words(inputs: Sequence[str], name: str, vocab: int, field: str, *, chats: bool) -> Tokenizer:
     """The tokenizer of a name; train: learnt from the inputs."""
     if name != "train":
         return tokenizer_of(name, launch.cache())
+    if chats:
+        records = chain.from_iterable(Reader(path).records() for path in inputs)
+        talks = (conversation_of(record, at) for record, at in records)
+        return trained((text for talk in talks for text in talk.texts), vocab)
     return trained(chain.from_iterable(Reader(path, field=field) for path in inputs), vocab)
 
 
@@ -74,7 +113,24 @@ def show(folder: Path) -> int:
     print(f"  from {corpus.source}, in {len(corpus.shards)} shard(s)")
     print(f"  fingerprint of the corpus: {corpus.fingerprint}")
     print(f"  fingerprint of the tokenizer: {corpus.tokenizer or 'unknown'}")
+    if corpus.template:
+        print(f"  fingerprint of the chat template: {corpus.template}, learn {corpus.learn}")
+        print("  the first conversation, with what is learnt in «»:\n")
+        print("\n".join(f"    {line}" for line in marked(Corpus.open(folder)).splitlines()))
     return 0
+
+
+def marked(corpus: Corpus, document: int = 0) -> str:
+    """The text of a conversation with « and » around the tokens that are learnt."""
+    assert corpus.tokenizer is not None, corpus.folder
+    start = int(corpus.starts[document])
+    tokens, mask = corpus.learned(np.arange(start, start + int(corpus.lengths[document])))
+    cuts = np.flatnonzero(np.diff(mask)) + 1
+    parts = []
+    for some, learned in zip(np.split(tokens, cuts), np.split(mask, cuts), strict=True):
+        text = corpus.tokenizer.shown(some)
+        parts.append(f"«{text}»" if learned.any() else text)
+    return "".join(parts)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ RANDOM = "random."
 FIXED = (
     *("model", "data.seq", "data.packed", "data.held_out", "train.seed", "train.dtype"),
     *(f"lora.{key}" for key in ("rank", "alpha", "on", "layers", "dora", "rslora", "shared")),
-    "optim.moments",
+    *("optim.moments", "data.learn", "data.truncate"),
 )
 """Settings that a run keeps for its whole life; the corpora are compared by fingerprint."""
 

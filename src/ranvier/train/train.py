@@ -118,6 +118,8 @@ def opened(run: Run, stored: list[str]) -> Data:
         seed=run.train.seed,
         held_out=run.data.held_out,
         packed=run.data.packed,
+        truncate=run.data.truncate,
+        learn=run.data.learn,
     )
     words = max((c.manifest.vocab for c in data.corpora if c.manifest.tokenizer), default=0)
     if words > run.model.vocab:
@@ -301,6 +303,8 @@ def _announce(trainer: Trainer, folder: Path, origin: Path | None) -> None:
     lines = folders.begin(folder, run, trainer.step, _other(origin, folder))
     if data.words is not None:
         shutil.copyfile(data.words, folder / "tokenizer.json")
+    if data.chat is not None:
+        data.chat.template.save(folder)
     groups = groups_of(parallel, run)
     print(describe(trainer))
     fingerprint = f"fingerprint of the data: {data.fingerprint}"
@@ -378,7 +382,9 @@ def _farewell(trainer: Trainer, folder: Path) -> None:
         return
     print("Try next:")
     if saved:
-        print(f'  ranvier generate {folder} --prompt "{run.train.prompt.strip()} "')
+        asks = '--chat "YOUR QUESTION"' if trainer.data.chat else ""
+        asks = asks or f'--prompt "{run.train.prompt.strip()} "'
+        print(f"  ranvier generate {folder} {asks}")
         print(f"  ranvier train {folder} --train.steps {2 * run.train.steps}")
     print("  ranvier train --data.corpus YOUR.txt --plan.row 2")
     print("  ranvier train --help")

@@ -1,0 +1,168 @@
+"""LoRA on one GPU: our trainer and PEFT on the same model, in one process, in turns.
+
+Both train adapters of the same rank on all linear layers of a Llama with frozen weights in bf16, on
+the same random tokens. PEFT trains the model of transformers with torch's attention and fused
+AdamW, as its users do; `--compile` compiles its blocks, too.
+
+    python benchmarks/lora.py --size 8b --batch 1
+    python benchmarks/lora.py --size toy --device cpu
+
+MFU counts 4·N + 6·L·D·S operations a token: the gradients of frozen weights are not computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from one_gpu import SIZES, TOY
+from peers import RATE, Contestant, Ours, Shape, Task, cross_entropy
+from torch import Tensor
+
+from ranvier.train.metrics import peak_flops
+
+GIB = 2**30
+
+
+class Theirs:
+    """transformers and PEFT."""
+
+    def __init__(self, task: Task, rank: int, *, dora: bool, compiled: bool, again: bool) -> None:
+        from peft import LoraConfig, get_peft_model
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        shape = task.shape
+        config = LlamaConfig(
+            vocab_size=shape.vocab,
+            hidden_size=shape.embed,
+            intermediate_size=shape.mlp,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            num_key_value_heads=shape.kv_heads,
+            max_position_embeddings=shape.max_seq,
+            rms_norm_eps=shape.norm_eps,
+        )
+        torch.set_default_dtype(torch.bfloat16 if task.cuda else torch.float32)
+        with torch.device(task.device):
+            model: Any = LlamaForCausalLM(config)
+        torch.set_default_dtype(torch.float32)
+        every = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        self.model = get_peft_model(
+            model, LoraConfig(r=rank, lora_alpha=16, target_modules=every, use_dora=dora)
+        )
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        if compiled:
+            for layer in model.model.layers:
+                layer.compile()
+        params = [param for param in self.model.parameters() if param.requires_grad]
+        self.parameters = sum(param.numel() for param in params)
+        self.optimizer = torch.optim.AdamW(params, lr=RATE, fused=task.cuda)
+        self.task, self.loss = task, torch.zeros(())
+
+    def step(self, i: int) -> None:
+        """One optimizer step on batch number i."""
+        tokens, targets = self.task.pairs[i % len(self.task.pairs)]
+        loss: Tensor = cross_entropy(self.model(tokens, use_cache=False).logits, targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss = loss.detach()
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self.__dict__.clear()
+
+
+def settings() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--size", choices=[*SIZES, *TOY], default="8b")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--seq", type=int, default=0, help="0: that of the size")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--dora", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="compile the peer's blocks, too")
+    parser.add_argument("--checkpointing", action="store_true", help="the peer recomputes")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--device", default="cuda")
+    return parser.parse_args()
+
+
+def timed(one: Contestant, steps: int, first: int, device: torch.device) -> float:
+    """Seconds of a step."""
+    _wait(device)
+    began = time.perf_counter()
+    for i in range(first, first + steps):
+        one.step(i)
+    _wait(device)
+    return (time.perf_counter() - began) / steps
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def operations(shape: Shape) -> int:
+    """Operations a token."""
+    weights = shape.parameters - shape.table
+    return 4 * weights + 6 * shape.layers * shape.heads * shape.head_dim * shape.max_seq
+
+
+def main() -> None:
+    """Build both, let them take turns, print a table."""
+    words = settings()
+    shape = {**SIZES, **TOY}[words.size][0]
+    if words.seq:
+        shape = Shape(**{**vars(shape), "max_seq": words.seq})
+    device = torch.device(words.device)
+    task = Task.of(shape, words.batch, device, clip=False)
+    ours: Mapping[str, str] = {
+        "lora.rank": str(words.rank),
+        "lora.dora": str(words.dora),
+        "guard.spike": "off",
+    }
+    peer = "PEFT" + " compiled" * words.compile + " checkpointing" * words.checkpointing
+    makers: dict[str, Any] = {
+        "Ranvier": lambda: Ours(task, ours),
+        peer: lambda: Theirs(
+            task, words.rank, dora=words.dora, compiled=words.compile, again=words.checkpointing
+        ),
+    }
+    contestants, memory = {}, {}
+    for name, make in makers.items():
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        contestants[name] = make()
+        timed(contestants[name], 3, 0, device)
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+        memory[name] = (peak - before) / GIB
+        gc.collect()
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(words.turns):
+        for name, one in contestants.items():
+            times[name].append(timed(one, words.steps, turn * words.steps, device))
+    tokens, peak_speed = words.batch * shape.max_seq, peak_flops(device, torch.bfloat16)
+    print(f"{words.size}, {words.batch} x {shape.max_seq} tokens, rank {words.rank}, on {device}")
+    for name, found in times.items():
+        speed = tokens / statistics.median(found)
+        mfu = f"  MFU {speed * operations(shape) / peak_speed:.1%}" if peak_speed else ""
+        loss = float(contestants[name].loss or 0.0)
+        print(f"{name:24} {speed:9,.0f} tokens/s{mfu}  {memory[name]:.1f} GiB  loss {loss:.3f}")
+    ratios = [b / a for a, b in zip(*times.values(), strict=True)]
+    print(f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Packing: whole conversations in windows, and what is done with those that do not fit.
+
+The longest is placed first, each in the fullest window that has room for it (best fit decreasing):
+no conversation is cut for the sake of packing, and a window ends with padding. In a packed window
+attention and positions stay inside a conversation; else each has a window of its own. Only tokens
+that the mask marks are targets; a conversation without any is left out. All of it follows from
+lengths and masks, so every rank packs alike.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ranvier.data.window import Ints, Window
+from ranvier.nn.loss import IGNORE
+
+if TYPE_CHECKING:
+    from ranvier.data.corpus import Corpus
+
+Truncate = Literal["right", "left", "drop", "split"]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Parts of conversations that windows are made of; all `[pieces]`."""
+
+    starts: Ints
+    """Where each begins in the corpus."""
+    lengths: Ints
+    follows: NDArray[np.bool_]
+    """Whether the conversation goes on behind it: its last token has a target, too."""
+    conversations: int
+    cut: int
+    """Conversations longer than a window."""
+    silent: int
+    """Conversations that were left out: nothing in them is to be learnt."""
+
+
+def pieces(
+    corpus: Corpus, chosen: Ints, seq: int, truncate: Truncate, *, learn_all: bool
+) -> Pieces:
+    """The parts of the chosen documents of a corpus that are learnt from."""
+    starts, lengths = corpus.starts[chosen], corpus.lengths[chosen]
+    long = lengths > seq
+    if truncate == "drop":
+        starts, lengths = starts[~long], lengths[~long]
+        owners = np.flatnonzero(~long)
+    elif truncate == "split":
+        counts = -(-lengths // seq)
+        owners = np.repeat(np.arange(len(lengths)), counts)
+        number = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+        starts, rest = starts[owners] + number * seq, lengths[owners] - number * seq
+        lengths = np.minimum(rest, seq)
+    else:
+        starts = starts + (np.maximum(lengths - seq, 0) if truncate == "left" else 0)
+        lengths, owners = np.minimum(lengths, seq), np.arange(len(lengths))
+    follows = np.zeros(len(owners), bool)
+    if truncate == "split":
+        follows = rest > seq
+    # The first token of a piece is no target: nothing stands before it.
+    heard = corpus.marked(starts + 1, lengths - 1 + follows, learn_all=learn_all) > 0
+    there = np.zeros(len(chosen), bool)
+    there[owners[heard]] = True
+    silent = len(chosen) - int(there.sum()) - (int(long.sum()) if truncate == "drop" else 0)
+    kept = (starts[heard], lengths[heard], follows[heard])
+    return Pieces(*kept, int(there.sum()), int(long.sum()), silent)
+
+
+def filled(lengths: Ints, seq: int) -> tuple[Ints, Ints]:
+    """Which pieces lie in each window: all of them in order, and where windows begin in that.
+
+    Best fit decreasing; equal lengths in the order they have.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    spaces: list[int] = []  # of open windows, each once, rising
+    windows: dict[int, list[list[int]]] = {}  # by space
+    made: list[list[int]] = []
+    for number in order.tolist():
+        size = int(lengths[number])
+        at = bisect_left(spaces, size)
+        if at < len(spaces):
+            space = spaces[at]
+            some = windows[space]
+            window = some.pop()
+            if not some:
+                del windows[space], spaces[at]
+        else:
+            space, window = seq, []
+            made.append(window)
+        window.append(number)
+        left = space - size
+        if left > 0:
+            if left not in windows:
+                windows[left] = []
+                insort(spaces, left)
+            windows[left].append(window)
+    sizes = np.array([0, *map(len, made)], np.int64)
+    return np.array([x for window in made for x in window], np.int64), np.cumsum(sizes)
+
+
+class Chats:
+    """The conversations of a part of a corpus, in windows."""
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        chosen: Ints,
+        seq: int,
+        *,
+        packed: bool,
+        truncate: Truncate,
+        learn_all: bool,
+    ) -> None:
+        self.corpus, self.seq, self.packed = corpus, seq, packed
+        self.truncate, self.learn_all = truncate, learn_all
+        self.pieces = pieces(corpus, chosen, seq, truncate, learn_all=learn_all)
+        count = len(self.pieces.lengths)
+        self._order, self._bounds = np.arange(count), np.arange(count + 1)
+        if packed:
+            self._order, self._bounds = filled(self.pieces.lengths, seq)
+
+    @property
+    def documents(self) -> int:
+        """Conversations that are learnt from."""
+        return self.pieces.conversations
+
+    @property
+    def left_out(self) -> int:
+        """Conversations that are not."""
+        return self.pieces.silent + (self.pieces.cut if self.truncate == "drop" else 0)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all that is read of them."""
+        return int(self.pieces.lengths.sum())
+
+    @property
+    def windows(self) -> int:
+        """Windows, each filled up."""
+        return len(self._bounds) - 1
+
+    @property
+    def line(self) -> str:
+        """What became of the conversations, in words."""
+        found, done = self.pieces, {"drop": "left out", "split": "split"}
+        share = self.tokens / max(self.windows * self.seq, 1)
+        where = "packed into" if self.packed else "each in one of"
+        what = done.get(self.truncate, f"cut on the {self.truncate}")
+        return (
+            f"{found.conversations:,} conversations {where} {self.windows:,} windows of {self.seq} "
+            f"({share:.1%} filled), {found.cut:,} longer ones {what}, {found.silent:,} with "
+            "nothing to learn left out"
+        )
+
+    def sample(self, number: int) -> Window:
+        """The window of this number."""
+        return self.window(number)
+
+    def window(self, number: int) -> Window:
+        """The conversations of a window, one after the other, and padding."""
+        assert 0 <= number < self.windows, (number, self.windows)
+        tokens = np.zeros(self.seq, np.int64)
+        targets = np.full(self.seq, IGNORE, np.int64)
+        positions, documents = np.arange(self.seq), np.zeros(self.seq, np.int64)
+        at = 0
+        mine = self._order[self._bounds[number] : self._bounds[number + 1]]
+        for count, piece in enumerate(mine.tolist()):
+            size, more = int(self.pieces.lengths[piece]), int(self.pieces.follows[piece])
+            start = int(self.pieces.starts[piece])
+            read, mask = self.corpus.learned(np.arange(start, start + size + more))
+            here = slice(at, at + size)
+            tokens[here] = read[:size]
+            known = read[1:] if self.learn_all else np.where(mask[1:], read[1:], IGNORE)
+            targets[at : at + len(known)] = known
+            positions[here], documents[here] = np.arange(size), count
+            at += size
+        positions[at:], documents[at:] = np.arange(self.seq - at), len(mine)
+        if not self.packed:
+            return Window(tokens, targets, np.arange(self.seq), np.zeros(self.seq, np.int64))
+        return Window(tokens, targets, positions, documents)

@@ -1,0 +1,1 @@
+"""Evaluation: tasks, perplexity, programs that are run."""

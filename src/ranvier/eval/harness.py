@@ -1,0 +1,233 @@
+"""Harness: lm-evaluation-harness asks a model on a grid.
+
+Contexts, prefixes and truncation are those of its own Hugging Face model, so that both give the
+same scores. The package (extra `eval`) is imported when it is used, on rank 0 only.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ranvier.errors import DataError, PlanError
+from ranvier.eval.served import Served, Wish
+from ranvier.settings import nearest
+
+LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""Names of the largest number of tokens to say, in the order in which they count."""
+USUAL = 256
+"""Tokens to say where a task does not tell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What the harness is asked for."""
+
+    tasks: tuple[str, ...]
+    include: str = ""
+    """Directory with tasks of one's own."""
+    limit: int = 0
+    """Examples of each task; 0: all."""
+    fewshot: int = -1
+    """Solved examples before each; -1: as the task says."""
+    seed: int = 0
+
+
+def evaluated(served: Served, ask: Ask, length: int) -> dict[str, Any]:
+    """The results of tasks by task and metric; length: most tokens that the model looks at."""
+    check()
+    from lm_eval import evaluator
+
+    manager = manager_of(ask)
+    try:
+        found = evaluator.simple_evaluate(
+            model=model_of(served, length),
+            tasks=list(ask.tasks),
+            task_manager=manager,
+            limit=ask.limit or None,
+            num_fewshot=None if ask.fewshot < 0 else ask.fewshot,
+            log_samples=False,
+            random_seed=ask.seed,
+            numpy_random_seed=ask.seed,
+            torch_random_seed=ask.seed,
+            fewshot_random_seed=1234 + ask.seed,
+        )
+    except OSError as error:
+        raise _unreachable(ask, error) from error
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] in ("datasets", "huggingface_hub", "httpx"):
+            raise _unreachable(ask, error) from error
+        raise
+    return {
+        name: {
+            key.removesuffix(",none"): value  # metrics bear the name of a filter, mostly none
+            for key, value in table.items()
+            if isinstance(value, (int, float)) and key != "sample_len"
+        }
+        for name, table in found["results"].items()
+    }
+
+
+def check() -> None:
+    """Refuse to go on without the package."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise PlanError(
+            "lm_eval is not installed. Tasks are those of lm-evaluation-harness. Install it with "
+            "the extra eval: pip install 'ranvier[eval]'."
+        )
+
+
+def manager_of(ask: Ask) -> Any:
+    """What knows the tasks; the many of the package are looked at only if they are needed."""
+    from lm_eval.tasks import TaskManager
+
+    if ask.include:
+        own = TaskManager(include_path=ask.include, include_defaults=False)
+        if all(own.match_tasks([name]) for name in ask.tasks):
+            return own
+    manager = TaskManager(include_path=ask.include or None)
+    unknown = [name for name in ask.tasks if not manager.match_tasks([name])]
+    if unknown:
+        known = manager.all_tasks
+        where = f" or {ask.include}" if ask.include else ""
+        raise PlanError(
+            [
+                f"tasks: {name!r} is not known.{nearest(name, known)} A task is one of the "
+                f"{len(known)} of lm-evaluation-harness{where}. Name one, or give --include DIR "
+                "with your own."
+                for name in unknown
+            ]
+        )
+    return manager
+
+
+def _unreachable(ask: Ask, error: Exception) -> DataError:
+    said = (str(error).strip().splitlines() or [""])[0][:300]
+    return DataError(
+        f"The data of {', '.join(ask.tasks)} cannot be had: {type(error).__name__}: {said}. Most "
+        "tasks fetch it when they are first used. Run once where there is a network, or give "
+        "--include DIR with tasks on local files."
+    )
+
+
+def model_of(served: Served, length: int) -> Any:
+    """The model as the harness wants it."""
+    from lm_eval.api.model import TemplateLM
+
+    class Model(Asked, TemplateLM):  # type: ignore[misc]
+        """Methods are ours, pairs of context and continuation the harness's."""
+
+    return Model(served, length)
+
+
+class Asked:
+    """What the harness asks a model."""
+
+    def __init__(self, served: Served, length: int) -> None:
+        super().__init__()
+        self.served, self.max_length = served, length
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return self.served.words.end
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text that nothing else is before."""
+        return self.served.words.prefix
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What answers that are kept are known by."""
+        return self.served.words.tokenizer.fingerprint
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_more: Any
+    ) -> list[int]:
+        """The tokens of a text; one that begins with the first token gets no second one."""
+        words = self.served.words
+        begins = string.startswith(words.name(words.prefix))
+        special = not begins if add_special_tokens is None else add_special_tokens
+        return words.encode(string, special=special)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_more: Any
+    ) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation, and whether it is the likeliest."""
+        most = max((len(answer) for _, _, answer in requests), default=0)
+        if most > self.max_length:
+            raise PlanError(
+                f"A continuation has {most} tokens, but the model looks at {self.max_length}. It "
+                "must fit as a whole. Use a larger --length, or another task."
+            )
+        wholes = [(known + answer)[-(self.max_length + 1) :] for _, known, answer in requests]
+        found = []
+        for (_, _, answer), one in zip(requests, self.served.score(wholes), strict=True):
+            mine = slice(len(one.log) - len(answer), None)
+            found.append((float(one.log[mine].sum()), bool(one.greedy[mine].all())))
+        return found
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], **_more: Any) -> list[float]:
+        """Log-probability of each text, in windows that share no token they predict."""
+        from lm_eval import utils
+
+        windows: list[tuple[int, list[int], list[int]]] = []
+        for number, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0])
+            pairs = utils.get_rolling_token_windows(
+                tokens, self.prefix_token_id, self.max_length, 1
+            )
+            windows += [(number, *utils.make_disjoint_window(pair)) for pair in pairs]
+        totals = [0.0] * len(requests)
+        for (number, _, _), (log, _) in zip(
+            windows, self._loglikelihood_tokens(windows), strict=True
+        ):
+            totals[number] += log
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], **_more: Any) -> list[str]:
+        """The text that follows each context, cut before what stops it."""
+        groups: dict[Wish, list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(self.wish(request.args[1]), []).append(number)
+        found: dict[int, str] = {}
+        for wish, numbers in groups.items():
+            room = self.max_length - wish.count
+            if room < 1:
+                raise PlanError(
+                    f"A task wants {wish.count} tokens, but the model looks at {self.max_length}. "
+                    "Both the context and these must fit. Use a larger --length, or a smaller "
+                    "max_gen_toks in the task."
+                )
+            prompts = [self.tok_encode(requests[i].args[0])[-room:] for i in numbers]
+            prompts = [prompt or [self.prefix_token_id] for prompt in prompts]
+            found |= zip(numbers, self.served.generate(prompts, wish), strict=True)
+        return [found[number] for number in range(len(requests))]
+
+    def wish(self, settings: Mapping[str, Any]) -> Wish:
+        """How a task wants its texts; what cannot be done is refused."""
+        rest = dict(settings)
+        until = rest.pop("until", None) or []
+        stops = [until] if isinstance(until, str) else list(until)
+        end = self.served.words.name(self.eot_token_id)
+        counts = [rest.pop(name, None) for name in LIMITS]
+        count = next((int(n) for n in counts if n is not None), USUAL)
+        sampled = bool(rest.pop("do_sample", False))
+        temperature = float(rest.pop("temperature", 1.0) or 0.0)
+        top_k, top_p = int(rest.pop("top_k", 0) or 0), float(rest.pop("top_p", 1.0) or 1.0)
+        unknown = {key: value for key, value in rest.items() if value not in (None, False)}
+        if unknown:
+            raise PlanError(
+                f"A task wants texts made with {unknown}. Known are until, do_sample, temperature, "
+                f"top_k, top_p and {LIMITS[0]}. Change the task."
+            )
+        return Wish(
+            count=count,
+            stops=(*stops, *([] if end in stops else [end])),
+            temperature=temperature if sampled else 0.0,
+            top_k=top_k,
+            top_p=top_p,
+        )

@@ -1,0 +1,188 @@
+"""Metrics of programs: of N samples of a task, what the best of k is expected to be.
+
+With values in rising order v₁ ≤ … ≤ v_N the best of k drawn without replacement is expected to be
+
+    best@k = Σ_j C(j-1, k-1) / C(N, k) · v_j
+
+since v_j is the best of C(j-1, k-1) of the C(N, k) choices. pass@k and build@k have values 0 and 1;
+speedup_n@k has the time of the best sequential program divided by that of the sample on n processes
+(0 for a sample that failed: it saves no time), speedup_max@k the best over n, efficiency_n@k is
+speedup_n@k / n. Of several tasks the mean. (ParEval, Nichols et al. 2024. Its published code sorts
+the other way round, which is right for k = 1 only.)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ranvier.errors import DataError, PlanError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A program that was built and run."""
+
+    task: str
+    built: bool
+    passed: bool
+    seconds: float = 0.0
+    baseline: float | None = None
+    """Seconds of the best sequential program; None: unknown."""
+    processes: int = 1
+    sample: int = -1
+    """Which of the programs of the task it is; -1: the next."""
+
+    @property
+    def speedup(self) -> float | None:
+        """Baseline over seconds, 0 if it failed; None without baseline."""
+        if self.baseline is None:
+            return None
+        return self.baseline / self.seconds if self.passed else 0.0
+
+
+def best_at(values: Sequence[float], k: int) -> float:
+    """Expected largest of k of the values: their mean for k = 1, the largest for k = N."""
+    count = len(values)
+    assert 1 <= k <= count, (k, count)
+    # weights relative to that of the largest, k / N: each is the one above it times a share
+    terms, weight = [], 1.0
+    for rank, value in zip(range(count, k - 1, -1), sorted(values, reverse=True), strict=False):
+        terms.append(weight * value)
+        weight *= (rank - k) / (rank - 1) if rank > 1 else 0.0
+    return math.fsum(terms) / (count / k)
+
+
+def pass_at(count: int, good: int, k: int) -> float:
+    """Chance that one of k of `count` samples is among the `good`: 1 - C(n - c, k) / C(n, k)."""
+    assert 0 <= good <= count and 1 <= k <= count, (count, good, k)
+    if count - good < k:
+        return 1.0
+    if k == 1:
+        return good / count
+    return -math.expm1(math.fsum(math.log1p(-k / i) for i in range(count - good + 1, count + 1)))
+
+
+def table(samples: Iterable[Sample], ks: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Each metric by name and k, the mean over tasks; speedups only of tasks with a baseline."""
+    tasks = _grouped(samples)
+    found: dict[str, dict[str, float]] = {}
+    counts = sorted({n for runs in tasks.values() for n in runs})
+    for n in counts:
+        here = {task: list(runs[n].values()) for task, runs in tasks.items() if n in runs}
+        _check(here, ks)
+        label = "" if counts == [1] else f"_{n}"
+        for k in ks:
+            key, wholes = str(k), here.values()
+            row = {
+                f"build{label}": [pass_at(len(s), sum(x.built for x in s), k) for s in wholes],
+                f"pass{label}": [pass_at(len(s), sum(x.passed for x in s), k) for s in wholes],
+                f"speedup_{n}": [best_at(v, k) for s in wholes if (v := _speedups(s))],
+            }
+            row[f"efficiency_{n}"] = [value / n for value in row[f"speedup_{n}"]]
+            _put(found, row, key)
+    for k in ks if len(counts) > 1 else ():
+        best = [v for runs in tasks.values() if (v := _best(runs)) and len(v) >= k]
+        _put(found, {"speedup_max": [best_at(v, k) for v in best]}, str(k))
+    return found
+
+
+def _put(found: dict[str, dict[str, float]], row: Mapping[str, Sequence[float]], key: str) -> None:
+    for name, values in row.items():
+        if values:
+            found.setdefault(name, {})[key] = math.fsum(values) / len(values)
+
+
+def _grouped(samples: Iterable[Sample]) -> dict[str, dict[int, dict[int, Sample]]]:
+    """Samples by task, processes and number."""
+    found: dict[str, dict[int, dict[int, Sample]]] = {}
+    for one in samples:
+        runs = found.setdefault(one.task, {}).setdefault(one.processes, {})
+        number = len(runs) if one.sample < 0 else one.sample
+        if number in runs:
+            raise DataError(
+                f"Sample {number} of task {one.task!r} on {one.processes} processes is there twice."
+                " Each is counted once. Remove one."
+            )
+        runs[number] = one
+    return found
+
+
+def _speedups(samples: Sequence[Sample]) -> list[float]:
+    """Of all samples of a task; none if one has no baseline."""
+    found = [one.speedup for one in samples]
+    return [value for value in found if value is not None] if None not in found else []
+
+
+def _best(runs: Mapping[int, Mapping[int, Sample]]) -> list[float]:
+    """The best speedup of each program over numbers of processes."""
+    numbers = sorted({number for some in runs.values() for number in some})
+    found = []
+    for number in numbers:
+        values = [some[number].speedup for some in runs.values() if number in some]
+        if None in values:
+            return []
+        found.append(max(value for value in values if value is not None))
+    return found
+
+
+def _check(tasks: Mapping[str, Sequence[Sample]], ks: Sequence[int]) -> None:
+    least = min((len(some), task) for task, some in tasks.items())
+    bad = [k for k in ks if not 1 <= k <= least[0]]
+    if bad:
+        raise PlanError(
+            f"k={bad[0]}, but task {least[1]!r} has {least[0]} samples. k of them are drawn. Use k "
+            f"from 1 to {least[0]}."
+        )
+
+
+def read(path: Path) -> list[Sample]:
+    """Samples of a JSONL file."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}. "
+            "Samples are lines of JSON. Check the path."
+        ) from None
+    found = list(_samples(lines, path))
+    if not found:
+        raise DataError(f"{path} holds no sample. One line of JSON is one sample. Add some.")
+    return found
+
+
+def _samples(lines: Sequence[str], path: Path) -> Iterator[Sample]:
+    kinds = {"task": str, "built": bool, "passed": bool}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row: Any = json.loads(line)
+            good = isinstance(row, dict) and all(type(row.get(n)) is t for n, t in kinds.items())
+            seconds = float(row.get("seconds") or 0.0) if good else 0.0
+            given = row.get("baseline") if good else None
+            baseline = None if given is None else float(given)
+            processes, sample = (int(row.get(n, d)) for n, d in (("processes", 1), ("sample", -1)))
+        except (ValueError, TypeError, AttributeError):
+            good = False
+        times = good and (baseline is None or 0.0 < baseline < math.inf)
+        needed = good and row["passed"] and baseline is not None
+        if not times or (needed and not 0.0 < seconds < math.inf) or processes < 1:
+            raise DataError(
+                f"{path}:{number}: {line[:80]!r} is no sample. It has task, built, passed, seconds "
+                "(above 0 if it passed), and may have baseline (seconds), processes and sample. "
+                "Mend the line."
+            )
+        yield Sample(
+            task=row["task"],
+            built=row["built"],
+            passed=row["passed"] and row["built"],
+            seconds=seconds,
+            baseline=baseline,
+            processes=processes,
+            sample=sample,
+        )

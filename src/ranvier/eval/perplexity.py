@@ -1,0 +1,118 @@
+"""Perplexity: what a corpus is worth to a model, document by document.
+
+Each document is read in windows of `seq` tokens, of which each but the first predicts only what the
+one before has not: with stride = seq they share one token, with a smaller one each token has at
+least seq - stride tokens before it (where the document has them). The first token of a document is
+given, as in training.
+
+    loss = -Σ log p / tokens,   perplexity = exp(loss),   bits per byte = -Σ log₂ p / bytes
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from ranvier.data.corpus import Corpus, Part
+from ranvier.errors import DataError
+from ranvier.eval.served import Served
+from ranvier.infer.scores import together_of
+from ranvier.parallel import parallel_of
+
+ROUNDS = 64
+"""Windows that are known at once, in as many as all ranks take at once."""
+
+
+@dataclass(frozen=True)
+class Worth:
+    """What a corpus is worth."""
+
+    documents: int
+    tokens: int
+    """Those that were predicted."""
+    bytes: int
+    """Of the text that they stand for; 0: unknown."""
+    nats: float
+    """The sum of their losses."""
+
+    @property
+    def loss(self) -> float:
+        """Of a token, in nats."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return math.exp(self.loss) if self.loss < 700.0 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """None where bytes are unknown."""
+        return self.nats / math.log(2.0) / self.bytes if self.bytes else None
+
+
+def worth(
+    served: Served, corpus: Corpus, *, seq: int, stride: int = 0, held_out: float = 0.0
+) -> Worth:
+    """What the documents of a corpus are worth; stride 0: seq. Of conversations what is learnt.
+
+    held_out: of which share of the documents, those that training keeps aside; 0: all.
+    Communicates: as `Served.score`.
+    """
+    part: Part = "held_out" if held_out > 0.0 else "train"
+    chosen = corpus.chosen(held_out, part)
+    if not (corpus.lengths[chosen] > 1).any():
+        aside = " that is held out" if held_out > 0.0 else ""
+        raise DataError(
+            f"{corpus.manifest.source} has no document with two tokens{aside}. A token is "
+            "predicted from those before it. Choose another corpus."
+        )
+    terms, tokens, known = [], 0, 0
+    todo = (
+        (window, first, heard[start + 1 : start + len(window)])
+        for one, heard in _documents(corpus, chosen)
+        for start, window, first in windows(one, seq, stride)
+    )
+    size = ROUNDS * together_of(parallel_of(served.model), served.batch)
+    while some := list(islice(todo, size)):
+        for found, (_, first, heard) in zip(
+            served.score([window for window, *_ in some]), some, strict=True
+        ):
+            terms.append(-float(found.log[first:][heard[first:]].sum()))
+            tokens += int(heard[first:].sum())
+    if corpus.tokenizer is not None and not corpus.manifest.template:
+        known = sum(_bytes(served, one) for one, _ in _documents(corpus, chosen))
+    return Worth(len(chosen), tokens, known, math.fsum(terms))
+
+
+def windows(tokens: np.ndarray, seq: int, stride: int = 0) -> Iterator[tuple[int, list[int], int]]:
+    """Windows of at most seq + 1 tokens of a document: start, tokens, first prediction that counts.
+
+    Those that count are of different tokens: of each token but the first once.
+    """
+    stride, done = stride or seq, 1
+    for start in range(0, max(len(tokens) - 1, 0), stride):
+        stop = min(start + seq + 1, len(tokens))
+        if stop > done:
+            yield start, tokens[start:stop].tolist(), done - start - 1
+            done = stop
+
+
+def _documents(corpus: Corpus, chosen: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The tokens of each document, and which of them count."""
+    for number in chosen.tolist():
+        places = corpus.starts[number] + np.arange(corpus.lengths[number])
+        if corpus.manifest.template:
+            yield corpus.learned(places)
+        else:
+            yield corpus.read(places), np.ones(len(places), bool)
+
+
+def _bytes(served: Served, tokens: np.ndarray) -> int:
+    """Bytes of the text of all tokens but the first."""
+    decode = served.words.decode
+    return len(decode(tokens.tolist()).encode()) - len(decode(tokens[:1].tolist()).encode())

@@ -1,0 +1,250 @@
+"""Sandbox: build and run a program that nobody has looked at, on this machine.
+
+A program is one file of Python or C: a candidate, then its tests. It has passed if the tests came
+to their end: a program that exits before has not. What keeps it in is the kernel (see `cell`): no
+network, no other processes, no files but its own and those of the system, bounded memory, time,
+processes, disk and output, no environment, no input.
+
+It is meant for mistakes and mischief of programs that a model has written. It is no guard against
+an attacker who brings a hole in the kernel, nor one between programs and clock: times are those of
+a machine that does other things as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ranvier.errors import DataError, PlanError
+
+Language = Literal["python", "c"]
+GRACE = 5.0
+"""Seconds that a cell has for itself."""
+LAST = 5.0
+"""Seconds that processes have to end once they are told to."""
+CELL = Path(__file__).with_name("cell.py")
+VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+CHECK = "import sys; compile(open(sys.argv[1], encoding='utf-8').read(), sys.argv[1], 'exec')"
+ENDS = """\
+#include <stdio.h>
+int tests_main(int, char **);
+int main(int count, char **words) {{
+    int code = tests_main(count, words);
+    if (code == 0) {{ fflush(stdout); puts("{word}"); }}
+    return code;
+}}
+"""
+"""What runs the tests of a C program, whose main bears another name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a program may use."""
+
+    seconds: float = 10.0
+    """Time of the clock, of the build and of the run."""
+    cpu_seconds: int = 10
+    """Time of the processor, of each process."""
+    memory: int = 1 << 30
+    """Bytes of addresses of each process."""
+    file_bytes: int = 16 << 20
+    """Bytes of a file."""
+    disk_bytes: int = 64 << 20
+    """Bytes of all files."""
+    processes: int = 32
+    """Processes and threads at once."""
+    output: int = 1 << 16
+    """Bytes of output."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a program."""
+
+    built: bool
+    passed: bool
+    seconds: float
+    """Of the run; of one that did not run 0."""
+    why: str
+    """What it failed for; empty: it passed."""
+    output: str
+    lacks: tuple[str, ...]
+    """Protection that this kernel did not grant."""
+
+
+def run(language: str, program: str, limits: Limits | None = None) -> Result:
+    """Build a program and run it."""
+    limits = limits or Limits()
+    word = f"passed-{secrets.token_hex(8)}"
+    folder = Path(tempfile.mkdtemp(prefix="ranvier-cell-"))
+    try:
+        work = folder / "work"
+        work.mkdir()
+        folder.chmod(0o711)  # nobody must get through
+        files, commands = _commands(language, program, word, work)
+        job = {
+            "work": str(work),
+            "files": files,
+            "commands": commands,
+            "readable": sorted({sys.prefix, sys.base_prefix}),
+            "same": [f"{place}/python{VERSION}" for place in ("/usr/local/bin", "/usr/bin")],
+            "seconds": limits.seconds,
+            "disk_bytes": limits.disk_bytes,
+            "limits": {
+                "CPU": limits.cpu_seconds,
+                "AS": limits.memory,
+                "FSIZE": limits.file_bytes,
+                "NPROC": limits.processes,
+                "NOFILE": 64,
+                "CORE": 0,
+            },
+        }
+        (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
+        output, lines, cut = _watched(folder / "job.json", limits)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return _judged(output, lines, cut, word, limits)
+
+
+def _commands(
+    language: str, program: str, word: str, work: Path
+) -> tuple[dict[str, str], list[tuple[str, list[str]]]]:
+    """The files of a job, and its commands by stage."""
+    if not sys.platform.startswith("linux"):
+        raise PlanError(
+            f"Programs cannot be run on {sys.platform}. They are kept in by Linux. Run them there."
+        )
+    if language == "python":
+        python, name = sys.executable, str(work / "main.py")
+        source = f"{program}\nprint({word!r})\n"
+        build, start = [python, "-I", "-S", "-c", CHECK, name], [python, "-I", "-S", name]
+        return {"main.py": source}, [("build", build), ("run", start)]
+    if language != "c":
+        raise DataError(
+            f"language={language!r} cannot be run. Programs are in "
+            f"{' or '.join(get_args(Language))}. Use one of these."
+        )
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise PlanError(
+            "There is no C compiler: neither gcc nor cc was found. Programs in C need one. Install "
+            "gcc, or leave out the tasks in C."
+        )
+    options = ["-O2", "-std=c11", "-w"]
+    return {"main.c": program, "ends.c": ENDS.format(word=word)}, [
+        ("build", [compiler, *options, "-Dmain=tests_main", "-c", "main.c"]),
+        ("build", [compiler, *options, "main.o", "ends.c", "-o", "main", "-lm"]),
+        ("run", [str(work / "main")]),
+    ]
+
+
+def _watched(job: Path, limits: Limits) -> tuple[bytes, list[dict[str, Any]], str]:
+    """Output and report of a cell, and why it had to be ended."""
+    told, report = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(CELL), str(job), str(report)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(report,),
+            env={},
+            cwd="/",
+            start_new_session=True,
+        )
+    finally:
+        os.close(report)
+    assert process.stdout is not None
+    stages = 3
+    limit, why = time.monotonic() + stages * limits.seconds + GRACE, ""
+    parts: dict[int, bytearray] = {process.stdout.fileno(): bytearray(), told: bytearray()}
+    open_ = set(parts)
+    try:
+        while open_ and not why:
+            ready, _, _ = select.select(open_, [], [], max(limit - time.monotonic(), 0.0))
+            why = "" if ready else f"ran longer than {limits.seconds:g} s"
+            for handle in ready:
+                piece = os.read(handle, 1 << 16)
+                open_ -= set() if piece else {handle}
+                parts[handle] += piece
+            if len(parts[process.stdout.fileno()]) > limits.output:
+                why = f"wrote more than {limits.output} bytes of output"
+    finally:
+        if process.poll() is None:
+            _end(process)
+        output, lines = parts[process.stdout.fileno()], parts[told]
+        process.stdout.close()
+        os.close(told)
+    return bytes(output), _lines(bytes(lines)), why
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a cell: with its first process all others end, and then nobody can write any more."""
+    try:
+        process.wait(0.2)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.stdout is not None
+    limit = time.monotonic() + LAST
+    while (left := limit - time.monotonic()) > 0.0:
+        ready, _, _ = select.select([process.stdout], [], [], left)
+        if ready and not os.read(process.stdout.fileno(), 1 << 16):
+            return
+
+
+def _lines(text: bytes) -> list[dict[str, Any]]:
+    """Whole lines of a report."""
+    return [json.loads(line) for line in text.split(b"\n")[:-1]]
+
+
+def _judged(
+    output: bytes, lines: Sequence[dict[str, Any]], cut: str, word: str, limits: Limits
+) -> Result:
+    """What output and report say."""
+    text = output[: limits.output].decode(errors="replace")
+    lacks = tuple(lack for line in lines for lack in line.get("lacks", ()))
+    stages = [line for line in lines if "stage" in line]
+    if not any("lacks" in line for line in lines):
+        return Result(
+            False, False, 0.0, f"the cell could not be entered: {text[-500:]}", text, lacks
+        )
+    builds = [line for line in stages if line["stage"] == "build"]
+    runs = [line for line in stages if line["stage"] == "run"]
+    failed = [_ending(line, limits) for line in builds if line["code"] != 0 or line["late"]]
+    built = not failed and bool(runs or cut)
+    if not built:
+        return Result(False, False, 0.0, f"not built: {(failed or [cut])[0]}", text, lacks)
+    if not runs:
+        return Result(True, False, 0.0, cut or "ended with its cell", text, lacks)
+    why, seconds = cut or _ending(runs[0], limits), float(runs[0]["seconds"])
+    if not why and word not in text:
+        why = "ended before its tests did"
+    text = text.replace(f"{word}\n", "")
+    return Result(True, not why, seconds, why, text, lacks)
+
+
+def _ending(line: dict[str, Any], limits: Limits) -> str:
+    """Why a command did not end well."""
+    code = int(line["code"])
+    if line["late"]:
+        return f"ran longer than {limits.seconds:g} s"
+    if code == -signal.SIGXCPU or (
+        code == -signal.SIGKILL and line["seconds"] >= limits.cpu_seconds
+    ):
+        return f"used more than {limits.cpu_seconds} s of the processor"
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"exit code {code}" if code else ""

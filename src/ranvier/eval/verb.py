@@ -1,0 +1,321 @@
+"""`ranvier eval`: tasks, a corpus or programs, asked of a run's model on any grid."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ranvier.checkpoint.folder import step_of
+from ranvier.data.corpus import Corpus
+from ranvier.errors import DataError, PlanError
+from ranvier.eval import code, harness, metrics, perplexity
+from ranvier.eval.served import Served, Wish
+from ranvier.eval.words import Words
+from ranvier.grid import Grid
+from ranvier.infer.loaded import load
+from ranvier.infer.sample import checkpoint_of
+from ranvier.launch import Ranks, joined
+from ranvier.pipeline.cut import Cut
+from ranvier.plan import Plan
+from ranvier.run import Run
+from ranvier.train import corpora
+from ranvier.train.folder import write
+from ranvier.train.train import backend_of, device_of
+from ranvier.train.trainer import DTYPES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What is to be found out; see `options.Eval`."""
+
+    tasks: str = ""
+    include: str = ""
+    limit: int = 0
+    fewshot: int = -1
+    corpus: tuple[str, ...] = ()
+    stride: int = 0
+    held_out: bool = False
+    code: str = ""
+    samples_per_task: int = 1
+    tokens: int = 256
+    temperature: float = 0.8
+    top_p: float = 0.95
+    seed: int = 0
+    samples: str = ""
+    k: str = ""
+    batch: int = 8
+    length: int = 0
+    step: int = -1
+    out: str = ""
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """The numbers of samples that are drawn."""
+        try:
+            found = tuple(int(word) for word in self.k.split(",")) if self.k else (1,)
+        except ValueError:
+            found = ()
+        if not found or min(found) < 1:
+            raise PlanError(
+                f"k={self.k!r} are no counts. They are whole numbers above 0. Use 1,10."
+            )
+        return found
+
+    def check(self, folder: str | None) -> None:
+        """Refuse what cannot be asked, all problems at once."""
+        asked = [n for n in ("tasks", "corpus", "code", "samples") if getattr(self, n)]
+        problems = []
+        if len(asked) != 1:
+            problems.append(
+                f"eval was given {' and '.join(f'--{n}' for n in asked) or 'nothing to do'}. It "
+                "does one thing at a time. Use --tasks, --corpus, --code or --samples."
+            )
+        if (folder is None) != (asked == ["samples"]) and len(asked) == 1:
+            problems.append(
+                "--samples are of no RUN. Leave it out."
+                if folder is not None
+                else f"--{asked[0]} asks a model. Name its RUN: ranvier eval RUN --{asked[0]} ..."
+            )
+        least = {"limit": 0, "fewshot": -1, "stride": 0, "samples_per_task": 1, "tokens": 1}
+        for name, low in {**least, "batch": 1, "length": 0, "step": -1, "seed": 0}.items():
+            value = getattr(self, name)
+            if not low <= value < 2**31:
+                problems.append(f"{name}={value} is too small or too large. Use {low} or more.")
+        if not (0.0 <= self.temperature <= 1e3 and 0.0 < self.top_p <= 1.0):
+            problems.append(
+                f"temperature={self.temperature}, top_p={self.top_p}: out of range. They are in "
+                "[0, 1000] and (0, 1]. Use 0.8 and 0.95."
+            )
+        if problems:
+            raise PlanError(problems)
+        if self.code and max(self.ks) > self.samples_per_task:
+            raise PlanError(
+                f"k={max(self.ks)} with samples_per_task={self.samples_per_task}. k programs are "
+                f"drawn from those. Use --samples-per-task {max(self.ks)} or more."
+            )
+        if self.tasks:
+            harness.check()
+        if self.code:
+            code.read(Path(self.code))
+
+
+def planned(run: Run, world: int) -> Run:
+    """The run on the grid of this evaluation: its batch is not that of training."""
+    plan = run.plan.resolve(world)
+    size = plan.replicas * (plan.col if plan.inner == "samples" else 1)
+    plan = replace(plan, batch=size, micro_batch=size // plan.replicas)
+    seq = -(-run.data.seq // plan.row) * plan.row  # samples are filled up
+    checked = replace(run, plan=plan, data=replace(run.data, seq=seq)).check(world)
+    return replace(run, plan=checked.plan)
+
+
+def afresh(run: Run) -> Run:
+    """The run on one rank of this machine, whatever it was trained on, until more is asked for."""
+    here = replace(run.train, device="auto", backend="auto", dtype="auto")
+    return replace(run, plan=Plan(data=-1, inner=run.plan.inner), train=here)
+
+
+def ranked(run: Run, folder: Path, wanted: Wanted, me: Ranks) -> int:
+    """Join the other ranks, then `evaluate`."""
+    backend = backend_of(run, me, device_of(run, me))
+    with joined(me, backend, run.train.timeout):
+        return evaluate(run, folder, wanted, me)
+
+
+def evaluate(run: Run, folder: Path, wanted: Wanted, me: Ranks) -> int:
+    """Ask the model of a run as a rank of the grid; the exit code."""
+    device = device_of(run, me)
+    grid = Grid.of(
+        run.plan,
+        connected=me.world > 1,
+        ranks_per_node=me.local_world,
+        timeout_seconds=run.train.timeout,
+    )
+    word = run.train.dtype
+    dtype = torch.bfloat16 if word == "auto" and device.type == "cuda" else DTYPES.get(word)
+    how = Cut(
+        chunks=run.plan.chunks, first=run.plan.stages, seq=run.data.seq, spread=run.plan.spread
+    )
+    step = None if wanted.step < 0 else wanted.step
+    words = Words.of(folder)
+    start = time.perf_counter()
+    model = load(folder, grid, device, step=step, inner=run.plan.inner, how=how, dtype=dtype)
+    at = step_of(checkpoint_of(folder, step))
+    shown = _Shown()
+    if grid.rank == 0:
+        print(
+            f"{folder} after step {at}, loaded in {time.perf_counter() - start:.1f} s", flush=True
+        )
+    served = Served(model, words, wanted.batch, shown if grid.rank == 0 else None)
+
+    def work(served: Served) -> None:
+        try:
+            found = _found(served, run, folder, at, wanted)
+        finally:
+            shown.close()
+        path = Path(wanted.out) if wanted.out else folder / f"eval-{at}.json"
+        keep(path, {"step": at, **found})
+        for name, rows in found.items():
+            _print_table(name, rows)
+        print(f"Results: {path}")
+
+    served.attend(work)
+    return 0
+
+
+def _found(
+    served: Served, run: Run, folder: Path, step: int, wanted: Wanted
+) -> dict[str, dict[str, Any]]:
+    """What was to be found out, by kind and name."""
+    length = wanted.length or run.model.max_seq
+    if wanted.tasks:
+        ask = harness.Ask(
+            tasks=tuple(filter(None, (name.strip() for name in wanted.tasks.split(",")))),
+            include=wanted.include,
+            limit=wanted.limit,
+            fewshot=wanted.fewshot,
+            seed=wanted.seed,
+        )
+        return {"tasks": harness.evaluated(served, ask, length)}
+    if wanted.corpus:
+        return {"corpora": _corpora(served, run, folder, wanted)}
+    wish = Wish(
+        count=wanted.tokens,
+        temperature=wanted.temperature,
+        top_p=wanted.top_p,
+        seed=wanted.seed,
+    )
+    tasks, count = code.read(Path(wanted.code)), wanted.samples_per_task
+    tried, lacks = code.tried(served, tasks, count=count, wish=wish, length=length)
+    rows = [{**asdict(one.sample), "said": one.said, "why": one.why} for one in tried]
+    write(folder / f"samples-{step}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    for lack in lacks:
+        print(f"Warning: programs were not fully kept in: {lack}.", file=sys.stderr)
+    return {"code": metrics.table([one.sample for one in tried], wanted.ks)}
+
+
+def _corpora(served: Served, run: Run, folder: Path, wanted: Wanted) -> dict[str, Any]:
+    """What each corpus is worth."""
+    data = replace(run.data, corpus=wanted.corpus, tokenizer=str(folder / "tokenizer.json"))
+    found: dict[str, Any] = {}
+    for name, stored in zip(wanted.corpus, corpora.stored(replace(run, data=data)), strict=True):
+        corpus = Corpus.open(stored)
+        mine = served.words.tokenizer.fingerprint
+        if corpus.manifest.tokenizer not in (None, "", mine):
+            raise DataError(
+                f"{name} was tokenized by {corpus.manifest.tokenizer}, the run by {mine}. Tokens "
+                "mean the same only to one tokenizer. Give the texts instead."
+            )
+        corpus.check(run.model.vocab)
+        seq, stride = run.data.seq, wanted.stride
+        if stride > seq or (run.model.positions == "learned" and seq > run.model.max_seq):
+            raise PlanError(
+                f"stride={stride}, data.seq={seq}, model.max_seq={run.model.max_seq}. A window "
+                "moves by its own length at most, and has a position for each token. Use smaller "
+                "ones."
+            )
+        aside = run.data.held_out if wanted.held_out else 0.0
+        worth = perplexity.worth(served, corpus, seq=seq, stride=stride, held_out=aside)
+        found[name] = {
+            "loss": worth.loss,
+            "perplexity": worth.perplexity,
+            **({} if worth.bits_per_byte is None else {"bits_per_byte": worth.bits_per_byte}),
+            "documents": worth.documents,
+            "tokens": worth.tokens,
+            "bytes": worth.bytes,
+        }
+    return found
+
+
+def counted(wanted: Wanted) -> int:
+    """Print the metrics of programs that were run elsewhere; the exit code."""
+    found = metrics.table(metrics.read(Path(wanted.samples)), wanted.ks)
+    _print_table("code", found)
+    if wanted.out:
+        keep(Path(wanted.out), {"code": found})
+    return 0
+
+
+def keep(path: Path, found: Mapping[str, Any]) -> None:
+    """Add results to a file, at once; those of the same name are replaced."""
+    known: Any = {}
+    if path.exists():
+        try:
+            known = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            known = {}
+    known = known if isinstance(known, dict) and known.get("step") == found.get("step") else {}
+    for name, value in found.items():
+        both = isinstance(value, Mapping) and isinstance(known.get(name), dict)
+        known[name] = {**known[name], **value} if both else value
+    try:
+        write(path, json.dumps(known, indent=1) + "\n")
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be written: {error.strerror}. Results are kept there. Choose another "
+            "--out."
+        ) from None
+
+
+def _print_table(name: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
+    """A line for each row and a column for each number, on a terminal in a frame."""
+    columns = list(dict.fromkeys(key for row in rows.values() for key in row))
+    cells = [[one, *(_number(row.get(key)) for key in columns)] for one, row in rows.items()]
+    heads = ["k" if name == "code" else name, *columns]
+    if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*heads)
+        for line in cells:
+            table.add_row(*line)
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+    for line in (heads, *cells):
+        print(
+            "  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip()
+        )
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value:.4f}"
+    return "" if value is None else str(value)
+
+
+class _Shown:
+    """Progress: a bar on a terminal, else a line for each half."""
+
+    def __init__(self) -> None:
+        self._what, self._half = "", -1
+        self._bar: Any = None
+        if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
+            from rich import progress
+
+            self._bar = progress.Progress(transient=True)
+            self._task = self._bar.add_task("", total=None)
+            self._bar.start()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, description=what, completed=done, total=total)
+            return
+        half = 2 * done // max(total, 1)
+        if (what, half) != (self._what, self._half):
+            print(f"{what}: {done} of {total}", flush=True)
+        self._what, self._half = what, half
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.stop()

@@ -1,0 +1,140 @@
+"""Words: the settings in the words of a command line, on top of defaults, a file or a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ranvier import run as runs
+from ranvier.errors import PlanError
+from ranvier.options import Nothing
+from ranvier.plan import AXES
+from ranvier.run import Run
+from ranvier.settings import ModelConfig
+
+USAGE_ERROR = PlanError.exit_code
+Config = TypeVar("Config")
+Settings = TypeVar("Settings", bound=Run)
+
+
+def asked(
+    kind: type[Config], default: Config, verb: str, words: Sequence[str], *, flags: bool = False
+) -> Config:
+    """The settings that options change in a default; flags: booleans take no value."""
+    import tyro
+
+    try:
+        settings: Config = tyro.cli(
+            kind,
+            prog=f"ranvier {verb}",
+            args=_capitals(words, default),
+            default=default,
+            config=(tyro.conf.FlagCreatePairsOff if flags else tyro.conf.FlagConversionOff,),
+        )
+    except SystemExit as stop:
+        raise SystemExit(USAGE_ERROR if stop.code else 0) from None
+    return settings
+
+
+def _capitals(words: Sequence[str], default: object, path: str = "--") -> list[str]:
+    """The words with true and false as Python writes them, where a setting is a boolean."""
+    found = list(words)
+    for name, value in vars(default).items():
+        if dataclasses.is_dataclass(value):
+            found = _capitals(found, value, f"{path}{name}.")
+        elif isinstance(value, bool):
+            options = {f"{path}{name}", f"{path}{name.replace('_', '-')}"}
+            for i, word in enumerate(found):
+                option, sign, text = word.partition("=")
+                if option in options and sign and text in ("true", "false"):
+                    found[i] = f"{option}={text.capitalize()}"
+                elif i and found[i - 1] in options and word in ("true", "false"):
+                    found[i] = word.capitalize()
+    return found
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words before the first option, and the rest."""
+    first = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    return list(words[:first]), list(words[first:])
+
+
+def filled(
+    kind: type[Settings],
+    usage: str,
+    words: Sequence[str],
+    change: Callable[[Run], Run] = lambda run: run,
+) -> Settings:
+    """Settings from defaults, then the file or the run, then options, of a class that holds a run.
+
+    change: of the run, before options.
+    """
+    files, options = split(words)
+    if len(files) > 1:
+        raise PlanError(
+            f"{files[1]!r} follows {files[0]!r}. One file or run is read. Leave it out."
+        )
+    size = option(options, "--model.size")
+    if files and os.path.isdir(files[0]):
+        if not (Path(files[0]) / "config.toml").exists():
+            raise PlanError(
+                f"{files[0]} is a directory without config.toml. Give a TOML file, or the "
+                "directory of a run to continue it."
+            )
+        run = runs.load(Path(files[0]) / "config.toml", size=size)
+        here = replace(run.launch, nodes=1, node=0, address="")  # it may go on elsewhere
+        # what was asked of its checkpoints was for that launch: it goes on from its own now
+        word = {"resume": "auto", "other_data": False, "other_config": False, "partial": False}
+        own = replace(run.checkpoint, **dict[str, Any](word))
+        run = replace(run, train=replace(run.train, out=files[0]), launch=here, checkpoint=own)
+        if any(option(options, name) for name in ("--nproc", *(f"--plan.{a}" for a in AXES))):
+            run = replace(run, plan=replace(run.plan, data=-1))  # on another grid, if not given
+    elif files:
+        run = runs.load(Path(files[0]), size=size)
+    else:
+        run = Run() if size is None else Run(model=ModelConfig.of(size))
+    start = option(options, "--train.start") or run.train.start
+    if start and not (files and os.path.isdir(files[0])):
+        from ranvier.train import exchange
+
+        run = exchange.begun(replace(run, train=replace(run.train, start=start)))
+    run = change(run)
+    default = kind(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)})
+    return asked(kind, default, usage, options)
+
+
+def option(words: Sequence[str], name: str) -> str | None:
+    """The last value given to an option."""
+    found = None
+    for i, word in enumerate(words):
+        if word.startswith(f"{name}="):
+            found = word.partition("=")[2]
+        if word == name and i + 1 < len(words):
+            found = words[i + 1]
+    return found
+
+
+def two(usage: str, words: Sequence[str]) -> tuple[Path, Path]:
+    """The two paths a verb takes."""
+    names, options = split(words)
+    if options:
+        asked(Nothing, Nothing(), usage, options)
+    if len(names) != 2:
+        raise PlanError(f"{len(names)} paths. Two are needed. Write: ranvier {usage}.")
+    return Path(names[0]), Path(names[1])
+
+
+def one(verb: str, what: str, words: Sequence[str]) -> str:
+    """The only word a verb takes."""
+    names, options = split(words)
+    if options:
+        asked(Nothing, Nothing(), f"{verb} PATH", options)
+    if len(names) != 1:
+        raise PlanError(
+            f"{verb} was given {len(names)} paths. It reads {what}. Write: ranvier {verb} PATH."
+        )
+    return names[0]

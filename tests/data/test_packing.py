@@ -1,0 +1,233 @@
+"""Conversations in windows: whole, apart from each other, and with targets in answers only."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ranvier.data.chat import Chat
+from ranvier.data.corpus import Corpus
+from ranvier.data.dataset import Data, open_data, stored_all
+from ranvier.data.manifest import Manifest
+from ranvier.data.packing import Chats, filled
+from ranvier.data.prepare import prepare
+from ranvier.data.template import template_of
+from ranvier.data.tokenizer import Bytes
+from ranvier.errors import DataError
+from ranvier.nn.loss import IGNORE
+
+ANSWERS = ["ab", "a long answer of many words", "c", "", "of some words", "yes and no"] * 4
+
+
+def talks(path: Path, answers: list[str] = ANSWERS) -> Path:
+    """A file of conversations, a question and an answer each."""
+    with path.open("w", encoding="utf-8") as file:
+        for number, answer in enumerate(answers):
+            said = [{"role": "user", "content": f"q{number}"}]
+            said += [{"role": "assistant", "content": answer}]
+            file.write(json.dumps({"messages": said}) + "\n")
+    return path
+
+
+def corpus_of(folder: Path, answers: list[str] = ANSWERS, **options: Any) -> Corpus:
+    chat = Chat(template_of(Bytes(), "bytes"), Bytes())
+    path = talks(folder / "talks.jsonl", answers)
+    prepare([path], folder / "made", Bytes(), chat=chat, **options)
+    return Corpus.open(folder / "made")
+
+
+def opened(folder: Path, seq: int, **options: Any) -> Data:
+    return open_data([folder / "made"], **{"seq": seq, "seed": 0, **options})
+
+
+def stream_of(corpus: Corpus, seq: int, **options: Any) -> Chats:
+    found = corpus.stream(seq, **options)
+    assert isinstance(found, Chats)
+    return found
+
+
+def read(stream: Chats) -> list[tuple[list[int], list[int]]]:
+    """Tokens and targets of each piece, window after window; all else is checked here."""
+    found = []
+    for number in range(stream.windows):
+        window = stream.window(number)
+        last = window.documents[-1]
+        for document in range(int(last) + 1):
+            mine = np.flatnonzero(window.documents == document)
+            assert np.array_equal(mine, np.arange(mine[0], mine[-1] + 1))
+            assert np.array_equal(window.positions[mine], np.arange(len(mine)))
+            tokens, targets = window.tokens[mine].tolist(), window.targets[mine].tolist()
+            if not any(tokens) and document == last:
+                assert set(targets) == {IGNORE}, "padding has no targets"
+            else:
+                found.append((tokens, targets))
+    return found
+
+
+def text_of(number: int, answer: str) -> tuple[list[int], list[int]]:
+    """Tokens and targets of a conversation, written down by hand."""
+    head = [*f"user\nq{number}".encode(), 256, *b"\nassistant\n"]
+    said = [*answer.encode(), 256]
+    return [*head, *said, 10], [*[IGNORE] * (len(head) - 1), *said, IGNORE, IGNORE]
+
+
+@pytest.mark.parametrize("shard_tokens", [60, 1 << 20])
+def test_every_conversation_is_there_once_with_its_answer(
+    tmp_path: Path, shard_tokens: int
+) -> None:
+    corpus = corpus_of(tmp_path, shard_tokens=shard_tokens)
+    assert (len(corpus.pairs) > 5) == (shard_tokens == 60)
+    wanted = sorted(text_of(number, answer) for number, answer in enumerate(ANSWERS))
+    stream = stream_of(corpus, 100)
+    assert sorted(read(stream)) == wanted and stream.windows < len(ANSWERS) // 2
+    alone = stream_of(corpus, 100, packed=False)
+    assert alone.windows == len(ANSWERS) and alone.tokens == stream.tokens == corpus.lengths.sum()
+    for number, (tokens, targets) in enumerate(wanted):
+        one = alone.window(number)
+        tokens, targets = text_of(number, ANSWERS[number])
+        assert one.tokens[: len(tokens)].tolist() == tokens and not one.tokens[len(tokens) :].any()
+        assert one.targets[: len(tokens)].tolist() == targets
+        assert set(one.targets[len(tokens) :]) == {IGNORE}
+        assert np.array_equal(one.positions, np.arange(100)) and not one.documents.any()
+
+
+def test_what_is_longer_than_a_window(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, ["ab", "x" * 40, "", "y" * 100])
+    whole = [text_of(n, answer) for n, answer in enumerate(["ab", "x" * 40, "", "y" * 100])]
+    seq = 50
+
+    def pieces(truncate: Any) -> list[tuple[list[int], list[int]]]:
+        return sorted(read(stream_of(corpus, seq, truncate=truncate)))
+
+    short = [one for one in whole if len(one[0]) <= seq]
+    assert pieces("drop") == sorted(short) and len(short) == 2
+    cut = [(tokens[:seq], [*targets[: seq - 1], IGNORE]) for tokens, targets in whole]
+    assert pieces("right") == sorted(short + [one for one in cut if len(one[0]) == seq])
+    tail = [(tokens[-seq:], targets[-seq:]) for tokens, targets in whole if len(tokens) > seq]
+    assert pieces("left") == sorted(short + tail)
+    split = [
+        (tokens[i : i + seq], targets[i : i + seq])
+        for tokens, targets in whole
+        for i in range(0, len(tokens), seq)
+    ]
+    heard = [one for one in split if set(one[1]) != {IGNORE}]
+    assert pieces("split") == sorted(heard)
+    total = sum(x != IGNORE for _, targets in whole for x in targets)
+    assert total == sum(x != IGNORE for _, targets in pieces("split") for x in targets)
+    assert stream_of(corpus, seq, truncate="drop").line.count("2 longer ones left out") == 1
+
+
+def test_nothing_to_learn_is_left_out_and_counted(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path, ["ab", "cd"])
+    with pytest.raises(DataError, match=r"nothing to learn.*data\.seq=8"):
+        opened(tmp_path, 8)
+    assert "2 with nothing to learn left out" not in opened(tmp_path, 40).lines[1]
+    everything = stream_of(corpus, 8, learn="all")
+    assert everything.documents == 2 and everything.pieces.cut == 2
+    tokens, targets = read(everything)[0]
+    assert targets == [*tokens[1:], IGNORE]
+    talk = [{"role": "user", "content": "?"}]
+    path = tmp_path / "mixed.jsonl"
+    answered = [*talk, {"role": "assistant", "content": "!"}]
+    path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in (talk, answered)))
+    prepare([path], tmp_path / "mixed", Bytes(), chat=corpus.chat)
+    data = open_data([tmp_path / "mixed"], seq=40, seed=0)
+    assert "1 conversations" in data.lines[1] and "1 with nothing to learn" in data.lines[1]
+    assert "0 documents held out" in data.lines[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.integers(20, 40))
+def test_windows_hold_each_piece_once_and_are_well_filled(lengths: list[int], seq: int) -> None:
+    order, bounds = filled(np.array(lengths, np.int64), seq)
+    assert sorted(order.tolist()) == list(range(len(lengths)))
+    sizes = [sum(lengths[i] for i in order[a:b]) for a, b in itertools.pairwise(bounds)]
+    assert max(sizes) <= seq and min(sizes) > 0
+    # no two windows could be one: what best fit promises
+    assert len(sizes) < 2 or sum(sorted(sizes)[:2]) > seq
+
+
+def test_held_out_order_and_mixing_with_texts(tmp_path: Path) -> None:
+    corpus_of(tmp_path, [f"answer {n}" for n in range(60)])
+    (tmp_path / "text.txt").write_text("some words " * 200)
+    texts = stored_all([str(tmp_path / "text.txt")], cache=tmp_path / "cache", tokenizer="bytes")
+    data = open_data(
+        [tmp_path / "made", *texts], seq=64, seed=3, held_out=0.3, weights=[3.0, 1.0], packed=True
+    )
+    assert data.held_out is not None
+    aside, kept = data.held_out.streams[0], data.train.streams[0]
+    assert aside.documents > 0 and aside.documents + kept.documents == 60
+    assert f"{aside.documents} documents held out" in data.lines[0]
+    assert data.train.quotas == [7500, 2500]
+    for number in range(20):
+        share = (data.train.sample(number).targets != IGNORE).mean()
+        assert (share < 0.6) == (data.train.pick(number)[0] == 0)
+    again = open_data([tmp_path / "made", *texts], seq=64, seed=3, held_out=0.3, weights=[3.0, 1.0])
+    for number in (0, 7, 12_345):
+        assert np.array_equal(again.train.sample(number).tokens, data.train.sample(number).tokens)
+
+
+def test_chats_are_known_by_their_first_record(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"cache": tmp_path / "cache", "tokenizer": "bytes", "verify": True}
+    path = talks(tmp_path / "talks.jsonl")
+    (folder,) = stored_all([str(path)], **options)
+    manifest = Manifest.read(folder)
+    assert manifest.template and manifest.learn == "answers" and manifest.documents == len(ANSWERS)
+    assert stored_all([str(path)], **options) == [folder]
+    (other,) = stored_all([str(path)], learn="all", **options)
+    assert other != folder and Manifest.read(other).fingerprint != manifest.fingerprint
+    with pytest.raises(DataError, match=r"data\.learn=all"):
+        open_data([other], seq=64, seed=0)
+    assert open_data([other], seq=64, seed=0, learn="all").train.windows > 0
+    array = tmp_path / "talks.json"
+    array.write_text(json.dumps([json.loads(line) for line in path.read_text().splitlines()]))
+    (same,) = stored_all([str(array)], **options)
+    assert Manifest.read(same).fingerprint == manifest.fingerprint
+    (tmp_path / "both.jsonl").write_text('{"text": "a text", "messages": []}\n')
+    (text,) = stored_all([str(tmp_path / "both.jsonl")], **options)
+    assert not Manifest.read(text).template
+    with pytest.raises(DataError, match="no field 'text'"):
+        stored_all([str(path)], form="text", **options)
+    (tmp_path / "x.txt").write_text("x")
+    with pytest.raises(DataError, match=r"data\.format=chat"):
+        stored_all([str(tmp_path / "x.txt")], form="chat", **options)
+    path.write_text(path.read_text() + '{"messages": [{"role": "user"}]}\n')
+    with pytest.raises(DataError, match=r"talks.jsonl:25: message 0"):
+        stored_all([str(path)], **options)
+
+
+def test_parquet_holds_chats_too(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [json.loads(line) for line in talks(tmp_path / "t.jsonl").read_text().splitlines()]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "t.parquet")
+    options: dict[str, Any] = {"cache": tmp_path / "cache", "tokenizer": "bytes"}
+    found = [
+        Manifest.read(stored_all([str(tmp_path / name)], **options)[0]).fingerprint
+        for name in ("t.parquet", "t.jsonl")
+    ]
+    assert found[0] == found[1]
+
+
+def test_a_changed_mask_or_template_is_found(tmp_path: Path) -> None:
+    corpus = corpus_of(tmp_path)
+    mask = tmp_path / "made" / "shard-00000.mask"
+    raw = bytearray(mask.read_bytes())
+    raw[0] ^= 1
+    mask.write_bytes(raw)
+    with pytest.raises(DataError, match=r"shard-00000\.mask is changed or damaged"):
+        corpus.manifest.check(corpus.folder, verify=True)
+    mask.write_bytes(raw[:-1])
+    with pytest.raises(DataError, match=r"shard-00000\.mask cannot be read"):
+        opened(tmp_path, 64)
+    config = tmp_path / "made" / "tokenizer_config.json"
+    config.write_text(config.read_text().replace("assistant", "helper"))
+    with pytest.raises(DataError, match=r"tokenizer_config\.json is changed"):
+        _ = Corpus.open(tmp_path / "made").chat

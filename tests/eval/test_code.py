@@ -1,0 +1,134 @@
+"""Programs of tasks: read, written by a model, run, counted; and the verb around it all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from commands import call
+from evaluation import trained
+from pool import Pool
+from ranvier.errors import DataError
+from ranvier.eval import code
+from ranvier.eval.code import read, tried
+from ranvier.eval.sandbox import Result, run
+from ranvier.eval.served import Served, Wish
+from ranvier.eval.words import Words
+from ranvier.grid import Grid
+from ranvier.infer.loaded import load
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "code_tasks.jsonl"
+
+
+@pytest.fixture(scope="module")
+def folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(pool, tmp_path_factory.mktemp("run"))
+
+
+def test_the_baselines_of_the_example_pass_and_their_like_do_not() -> None:
+    tasks = read(EXAMPLE)
+    assert [task.language for task in tasks].count("c") == 2 and len(tasks) == 5
+    for task in tasks:
+        found = run(task.language, task.program(task.baseline))
+        assert found.passed, (task.task, found)
+    wrong = run("python", tasks[0].program("    return a - b"))
+    assert wrong.built and not wrong.passed
+
+
+def written(grid: Grid, folder: str, path: str) -> list[tuple[str, bool, float | None, str]] | None:
+    served = Served(load(Path(folder), grid, "cpu"), Words.of(Path(folder)), 2)
+    wish = Wish(count=6, temperature=1.0)
+
+    def judged(language: str, program: str, limits: object) -> Result:
+        return Result(True, "good" in program or "return" in program, 2.0, "", "", ("a lack",))
+
+    def work(served: Served) -> list[tuple[str, bool, float | None, str]]:
+        some, lacks = tried(served, read(Path(path)), count=3, wish=wish, length=99, run=judged)
+        assert lacks == ("a lack",)
+        return [(t.sample.task, t.sample.passed, t.sample.baseline, t.said) for t in some]
+
+    return served.attend(work)
+
+
+def test_a_model_writes_the_same_programs_on_every_grid(
+    pool: Pool, folder: Path, tmp_path: Path
+) -> None:
+    lines = [
+        {"task": "a", "language": "python", "prompt": "2 times", "tests": "", "baseline": "good"},
+        {"task": "b", "language": "c", "prompt": "3 times 3", "tests": "good", "stop": [" "]},
+    ]
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = []
+    for degrees in ({"row": 1}, {"data": 2, "row": 2}):
+        first, *others = pool.on_grid(degrees, written, str(folder), str(path))
+        assert all(other is None for other in others)
+        found.append(first)
+    assert found[0] == found[1]
+    assert [one[:3] for one in found[0]] == [("a", False, 2.0)] * 3 + [("b", True, None)] * 3
+    assert len({one[3] for one in found[0]}) > 2, "samples differ"
+    assert all(" " not in said for task, _, _, said in found[0] if task == "b")
+
+
+def test_bad_tasks_are_named_by_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    good = {"task": "a", "language": "c", "prompt": "", "tests": ""}
+    for change, said in (
+        ({"tests": 3}, "tests is missing"),
+        ({"language": "rust"}, "python or c"),
+        ({"stop": "x"}, "a list"),
+    ):
+        path.write_text(json.dumps(good) + "\n" + json.dumps({**good, "task": "b", **change}))
+        with pytest.raises(DataError, match=r"tasks.jsonl:2: ") as error:
+            read(path)
+        assert said in str(error.value)
+    path.write_text(f"{json.dumps(good)}\n{json.dumps(good)}\n")
+    with pytest.raises(DataError, match="twice"):
+        read(path)
+
+
+def test_a_baseline_that_fails_is_refused(tmp_path: Path) -> None:
+    task = code.Task(
+        task="a", language="python", prompt="x = 1", tests="assert x == 2", baseline="0"
+    )
+    with pytest.raises(DataError, match="baseline of task 'a' fails: exit code 1"):
+        code._baseline(task, None, run)
+
+
+def test_the_verb_says_keeps_and_refuses(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("3 times 3 is 9, " * 5)
+    words = ["--corpus", str(tmp_path / "a.txt"), "--data.seq", "8"]
+    assert call("eval", str(folder), *words) == 0
+    assert "perplexity" in capsys.readouterr().out
+    known = json.loads((folder / "eval-3.json").read_text())
+    (row,) = known["corpora"].values()
+    assert row["tokens"] == 80 and row["bytes"] == 79 and row["perplexity"] > 1.0
+
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(
+        json.dumps({"task": "t", "language": "python", "prompt": "x = (", "tests": ""})
+    )
+    words = ["--code", str(tasks), "--samples-per-task", "2", "--tokens", "3", "--k", "1,2"]
+    assert call("eval", str(folder), *words) == 0
+    known = json.loads((folder / "eval-3.json").read_text())
+    assert known["corpora"] and known["code"]["pass"].keys() == {"1", "2"}
+    assert call("eval", "--samples", str(folder / "samples-3.jsonl"), "--k", "1,2") == 0
+    assert "build" in capsys.readouterr().out
+
+    for words, said in (
+        ([str(folder)], "nothing to do"),
+        ([str(folder), "--tasks", "a", "--code", "b"], "one thing at a time"),
+        (["--code", str(tasks)], "Name its RUN"),
+        ([str(folder), "--samples", "x"], "are of no RUN"),
+        ([str(folder), "--code", str(tasks), "--k", "9"], "--samples-per-task 9"),
+        ([str(folder), "--corpus", str(tmp_path / "a.txt"), "--batch", "0"], "batch=0"),
+        ([str(folder), "--corpus", str(tmp_path / "a.txt"), "--step", "7"], "after step 7"),
+        ([str(folder), "--corpus", str(tmp_path / "a.txt"), "--stride", "99"], "stride=99"),
+        ([str(tmp_path), "--tasks", "a"], "is no run"),
+    ):
+        assert call("eval", *words) in (64, 65), words
+        assert said in capsys.readouterr().err, words

@@ -1,0 +1,265 @@
+"""lm-evaluation-harness gives a model on a grid the scores that it gives `transformers`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evaluation import serial, trained
+from pool import Pool
+from ranvier.errors import DataError, ElsewhereError, PlanError
+from ranvier.eval import harness
+from ranvier.eval.harness import Ask
+from ranvier.eval.served import Served
+from ranvier.eval.words import Words
+from ranvier.grid import Grid
+from ranvier.infer.loaded import load
+from ranvier.models import Decoder
+
+GRIDS = [{"row": 2, "depth": 2}, {"col": 2, "data": 2}, {"pipe": 2, "row": 2}]
+LENGTH = 24
+"""So few tokens that some contexts are cut off at their left."""
+FP32 = 1e-6
+"""`transformers` computes norms and rotary angles in fp32, whatever the type of the model."""
+CHOICE = """
+task: choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{data}"}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+num_fewshot: 0
+metric_list:
+  - {{metric: acc, aggregation: mean, higher_is_better: true}}
+  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
+"""
+SAY = """
+task: say
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: "{data}"}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["1", "qq"], max_gen_toks: 6}}
+num_fewshot: 0
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+"""
+PAIRS = [("", " 4"), ("2 times 2 is", " 4"), ("a" * 40, " long"), ("end ", "x"), ("k", "e" * 20)]
+TEXTS = ["short", "longer than the model looks at: " * 3, "x"]
+PROMPTS = ["3 times 3 is", "a" * 60, "no"]
+
+
+@pytest.fixture(scope="module")
+def folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(pool, tmp_path_factory.mktemp("run"), steps=12)
+
+
+@pytest.fixture(scope="module")
+def theirs(pool: Pool, folder: Path, tasks: Path) -> dict[str, Any]:
+    """What `transformers` is given."""
+    (found,) = pool.run(by_transformers, 1, str(folder), str(tasks))
+    return dict(found)
+
+
+@pytest.fixture(scope="module")
+def tasks(pool: Pool, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A task of choices, and one whose answers are what the model says to half of the questions."""
+    place = tmp_path_factory.mktemp("tasks")
+    (said,) = pool.run(answers, 1, str(folder), [f"{n} times {n} is" for n in range(9)])
+    rows = [
+        {"question": f"{n} times {n} is", "choices": [f" {n * n},", f" {n}", " a lot"], "answer": 0}
+        for n in range(9)
+    ]
+    (place / "choice.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [
+        {"question": row["question"], "answer": said[n] if n % 2 else "never"}
+        for n, row in enumerate(rows)
+    ]
+    (place / "say.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, text in (("choice", CHOICE), ("say", SAY)):
+        (place / f"{name}.yaml").write_text(text.format(data=place / f"{name}.jsonl"))
+    return place
+
+
+def offline(place: str) -> None:
+    """Keep the packages from the network and from the user's own cache."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        os.environ[name] = "1"
+    os.environ["HF_HOME"] = f"{place}/cache"
+
+
+def answers(_: int, folder: str, prompts: list[str]) -> list[str]:
+    """What the model says, by its own serial code."""
+    model, words, said = serial(Path(folder)), Words.of(Path(folder)), []
+    for prompt in prompts:
+        ids = words.encode(prompt)
+        for _ in range(6):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+        said.append(words.cut(ids[len(words.encode(prompt)) :], ["1", "qq"]))
+    return said
+
+
+def requests_of() -> dict[str, list[Any]]:
+    from lm_eval.api.instance import Instance
+
+    wish = {"until": ["1", "qq"], "max_gen_toks": 6}
+    arguments = {
+        "loglikelihood": PAIRS,
+        "loglikelihood_rolling": [(text,) for text in TEXTS],
+        "generate_until": [(text, wish) for text in PROMPTS],
+    }
+    return {
+        kind: [Instance(kind, {}, one, i) for i, one in enumerate(some)]  # type: ignore[arg-type]
+        for kind, some in arguments.items()
+    }
+
+
+def asked(model: Any) -> dict[str, Any]:
+    """Answers of a model of the harness to requests at the edges."""
+    return {kind: getattr(model, kind)(some) for kind, some in requests_of().items()}
+
+
+def twin(folder: Path) -> Any:
+    """The model of a run in `transformers`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model: Decoder = serial(folder)
+    config = model.config
+    made = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab,
+            hidden_size=config.embed,
+            intermediate_size=config.mlp,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_seq,
+            rms_norm_eps=config.norm_eps,
+            rope_theta=config.rope_theta,
+            bos_token_id=None,
+            eos_token_id=256,
+            pad_token_id=256,
+        )
+    ).double()
+    parts = {
+        "norm1": "input_layernorm",
+        "norm2": "post_attention_layernorm",
+        "attention.o": "self_attn.o_proj",
+        "mlp.down": "mlp.down_proj",
+        **{f"attention.qkv.{x}": f"self_attn.{x}_proj" for x in "qkv"},
+        **{f"mlp.enter.{x}": f"mlp.{x}_proj" for x in ("gate", "up")},
+    }
+    names = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+    for i in range(config.layers):
+        names |= {f"blocks.{i}.{a}": f"model.layers.{i}.{b}" for a, b in parts.items()}
+    weights = model.state_dict()
+    made.load_state_dict({f"{b}.weight": weights[f"{a}.weight"] for a, b in names.items()})
+    return made.eval()
+
+
+def by_transformers(_: int, folder: str, tasks: str) -> dict[str, Any]:
+    offline(tasks)
+    from lm_eval import evaluator
+    from lm_eval.models.huggingface import HFLM
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=f"{folder}/tokenizer.json", eos_token="<|end|>", pad_token="<|end|>"
+    )
+    model = HFLM(
+        pretrained=twin(Path(folder)), tokenizer=tokenizer, batch_size=4, max_length=LENGTH
+    )
+    ask = Ask(tasks=("choice", "say"), include=tasks)
+    found = evaluator.simple_evaluate(
+        model=model, tasks=list(ask.tasks), task_manager=harness.manager_of(ask)
+    )
+    results = {
+        f"{name} {key.removesuffix(',none')}": value
+        for name, table in found["results"].items()
+        for key, value in table.items()
+    }
+    return {"results": results, **asked(model)}
+
+
+def by_ranvier(grid: Grid, folder: str, tasks: str) -> dict[str, Any] | None:
+    offline(tasks)
+    served = Served(load(Path(folder), grid, "cpu"), Words.of(Path(folder)), 3)
+
+    def work(served: Served) -> dict[str, Any]:
+        found = harness.evaluated(served, Ask(tasks=("choice", "say"), include=tasks), LENGTH)
+        results = {
+            f"{n} {key}": value for n, table in found.items() for key, value in table.items()
+        }
+        return {"results": results, **asked(harness.model_of(served, LENGTH))}
+
+    return served.attend(work)
+
+
+@pytest.mark.parametrize("degrees", GRIDS)
+def test_scores_are_those_of_transformers(
+    pool: Pool, folder: Path, tasks: Path, theirs: dict[str, Any], degrees: dict[str, int]
+) -> None:
+    first, *others = pool.on_grid(degrees, by_ranvier, str(folder), str(tasks))
+    assert others == [None] * 3 and first is not None
+    assert first["results"].keys() <= theirs["results"].keys()
+    for name, value in first["results"].items():
+        assert value == pytest.approx(theirs["results"][name], abs=1e-12), name
+    assert 0.0 < first["results"]["say exact_match"] < 1.0, "it can be told apart"
+    assert first["generate_until"] == theirs["generate_until"]
+    for (mine, greedy), (wanted, likeliest) in zip(
+        first["loglikelihood"], theirs["loglikelihood"], strict=True
+    ):
+        assert mine == pytest.approx(wanted, rel=FP32) and greedy == likeliest
+    assert first["loglikelihood_rolling"] == pytest.approx(
+        theirs["loglikelihood_rolling"], rel=FP32
+    )
+
+
+def mistaken(grid: Grid, folder: str, tasks: str) -> list[str]:
+    """What errors of rank 0 are on all ranks."""
+    offline(tasks)
+    served, found = Served(load(Path(folder), grid, "cpu"), Words.of(Path(folder))), []
+    for ask, length in (
+        (Ask(tasks=("say",), include=tasks), 4),
+        (Ask(tasks=("lost",), include=tasks), 9),
+    ):
+        try:
+            served.attend(lambda served, a=ask, n=length: harness.evaluated(served, a, n))
+        except (PlanError, DataError, ElsewhereError) as error:
+            found.append(f"{type(error).__name__} {error}")
+    return found
+
+
+def test_an_error_of_the_first_rank_ends_all(pool: Pool, folder: Path, tasks: Path) -> None:
+    (tasks / "lost.yaml").write_text(
+        CHOICE.replace("task: choice", "task: lost").format(data=tasks / "nowhere.jsonl")
+    )
+    first, second = pool.on_grid({"row": 2}, mistaken, str(folder), str(tasks))
+    assert "wants 6 tokens" in first[0] and "nowhere.jsonl" in first[1]
+    assert [one.split()[0] for one in second] == ["ElsewhereError"] * 2
+
+
+def test_wishes_of_tasks_are_read_or_refused(folder: Path) -> None:
+    model = harness.Asked(Served(torch.nn.Module(), Words.of(folder)), 99)
+    wish = model.wish({"until": "a", "max_new_tokens": 7, "temperature": 0.5})
+    assert (wish.stops, wish.count, wish.temperature) == (("a", "<|end|>"), 7, 0.0)
+    assert model.wish({"do_sample": True, "temperature": 0.5, "top_p": 0.9}).temperature == 0.5
+    with pytest.raises(PlanError, match="num_beams"):
+        model.wish({"num_beams": 4})
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(PlanError, match="extra eval"):
+        harness.check()

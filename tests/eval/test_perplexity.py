@@ -1,0 +1,86 @@
+"""What a corpus is worth: every token once, on every grid what one process finds."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evaluation import serial, trained
+from pool import Pool
+from ranvier.data.corpus import Corpus
+from ranvier.errors import DataError
+from ranvier.eval.perplexity import Worth, windows, worth
+from ranvier.eval.served import Served
+from ranvier.eval.words import Words
+from ranvier.grid import Grid
+from ranvier.infer.loaded import load
+
+SEQ = 16
+
+
+@given(st.integers(0, 60), st.integers(1, 12), st.integers(1, 12))
+def test_each_token_but_the_first_is_predicted_once(length: int, seq: int, stride: int) -> None:
+    stride, tokens = min(stride, seq), np.arange(length)
+    found = list(windows(tokens, seq, stride))
+    counted = [token for window, first in found for token in window[first + 1 :]]
+    assert counted == list(range(1, length))
+    for window, first in found:
+        assert len(window) <= seq + 1 and 0 <= first < len(window) - 1
+        whole = window[0] == 0 or first >= seq - stride
+        assert whole, "it has the context that the stride leaves"
+
+
+@pytest.fixture(scope="module")
+def folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(pool, tmp_path_factory.mktemp("run"))
+
+
+def measured(grid: Grid, folder: str, stride: int, held_out: float) -> Worth | None:
+    served = Served(load(Path(folder), grid, "cpu"), Words.of(Path(folder)), 4)
+    corpus = Corpus.open(Path(folder).parent / "corpus")
+    return served.attend(lambda s: worth(s, corpus, seq=SEQ, stride=stride, held_out=held_out))
+
+
+@pytest.mark.parametrize(("stride", "held_out"), [(0, 0.0), (5, 0.3)])
+def test_it_is_that_of_one_process(pool: Pool, folder: Path, stride: int, held_out: float) -> None:
+    model, corpus = serial(folder), Corpus.open(folder.parent / "corpus")
+    stream = corpus.stream(SEQ, held_out, "held_out" if held_out else "train")
+    assert stream is not None
+    nats, tokens, size, start = 0.0, 0, 0, 0
+    for end, shift in zip(stream.ends, stream.shifts, strict=True):
+        ids = torch.tensor(corpus.read(np.arange(start, end) + shift))
+        start = end
+        size += sum(1 for token in ids[1:].tolist() if token < 256)
+        done = 1
+        for begin in range(0, len(ids) - 1, stride or SEQ):
+            window = ids[begin : begin + SEQ + 1]
+            if begin + len(window) <= done:
+                break
+            with torch.no_grad():
+                log = model(window[None, :-1])[0].log_softmax(-1)
+            new = log.gather(1, window[1:, None])[done - begin - 1 :]
+            nats, tokens = nats - float(new.sum()), tokens + len(new)
+            done = begin + len(window)
+    for degrees in ({"row": 2, "depth": 2}, {"pipe": 2, "col": 2}):
+        found, *others = pool.on_grid(degrees, measured, str(folder), stride, held_out)
+        assert others == [None] * 3
+        assert (found.tokens, found.documents, found.bytes) == (tokens, stream.documents, size)
+        assert found.nats == pytest.approx(nats, rel=1e-12)
+        assert found.perplexity == pytest.approx(math.exp(nats / tokens), rel=1e-12)
+        assert found.bits_per_byte == pytest.approx(nats / math.log(2) / size, rel=1e-12)
+
+
+def test_a_corpus_of_single_tokens_is_refused(folder: Path, tmp_path: Path) -> None:
+    from ranvier.data.prepare import prepare
+    from ranvier.data.tokenizer import Bytes
+
+    (tmp_path / "one.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(DataError):
+        prepare([tmp_path / "one.jsonl"], tmp_path / "corpus", Bytes())
+        worth(Served(torch.nn.Module(), Words.of(folder)), Corpus.open(tmp_path / "corpus"), seq=4)

@@ -1,0 +1,186 @@
+"""Programs are judged by their tests, and what they try against others comes to nothing."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ranvier.errors import DataError
+from ranvier.eval import sandbox
+from ranvier.eval.sandbox import Limits, Result, run
+
+BOUNDS = Limits(seconds=20.0, memory=256 << 20, processes=16, output=4096)
+WITHOUT = "        raise OSError(1, 'refused for a test')\n"
+
+
+@pytest.fixture(params=["namespaces", "none"])
+def cell(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The cell as it is, and as it is where the kernel grants no namespaces."""
+    if request.param == "none":
+        text = sandbox.CELL.read_text()
+        head = "        user, group = os.getuid(), os.getgid()\n"
+        assert head in text
+        path = tmp_path / "cell.py"
+        path.write_text(text.replace(head, WITHOUT + head))
+        monkeypatch.setattr(sandbox, "CELL", path)
+    return str(request.param)
+
+
+def survivors(word: str) -> list[int]:
+    """Processes that were given a word."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if word.encode() in Path(f"/proc/{name}/cmdline").read_bytes():
+                found.append(int(name))
+        except OSError:
+            continue
+    return [process for process in found if process != os.getpid()]
+
+
+@pytest.mark.parametrize(
+    ("language", "program", "built", "why"),
+    [
+        ("python", "assert sorted([2, 1]) == [1, 2]", True, ""),
+        ("python", "assert 1 == 2", True, "exit code 1"),
+        ("python", "def f(:", False, "not built"),
+        ("python", "raise SystemExit(0)", True, "ended before its tests did"),
+        ("c", "int main(void) { return 0; }", True, ""),
+        ("c", "int main(void) { return 3; }", True, "exit code 3"),
+        ("c", "int main(void {", False, "not built"),
+        ("c", "#include <stdlib.h>\nint main(void) { exit(0); }", True, "ended before"),
+        ("c", "int main(void) { volatile int *x = 0; return *x; }", True, "SIGSEGV"),
+    ],
+)
+def test_a_program_passes_if_its_tests_come_to_their_end(
+    language: str, program: str, built: bool, why: str
+) -> None:
+    found = run(language, program)
+    assert (found.built, found.passed) == (built, why == ""), found
+    assert found.why.startswith(why) or why in found.why, found
+    assert (found.seconds > 0.0) == built
+
+
+def test_other_languages_are_refused() -> None:
+    with pytest.raises(DataError, match="python or c"):
+        run("fortran", "end")
+
+
+def attacked(program: str, limits: Limits = BOUNDS) -> Result:
+    """A program that must not pass; it ends in time."""
+    start = time.monotonic()
+    found = run("python", program, limits)
+    assert found.built and not found.passed, found
+    assert time.monotonic() - start < 60.0, "it was let run"  # not even on a busy machine
+    return found
+
+
+def test_endless_programs_are_ended(cell: str) -> None:
+    deaf = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\n"
+    spin = attacked(f"{deaf}while True: pass", replace(BOUNDS, cpu_seconds=1))
+    assert spin.why == "used more than 1 s of the processor"
+    idle = attacked(f"{deaf}time.sleep(999)", replace(BOUNDS, seconds=3.0))
+    assert idle.why == "ran longer than 3 s"
+
+
+def test_what_is_left_behind_is_ended(cell: str) -> None:
+    word = f"left-{secrets.token_hex(8)}"
+    program = f"""
+import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)  # {word}"],
+                         start_new_session=True)
+assert child.poll() is None
+"""
+    assert run("python", program, BOUNDS).passed
+    assert survivors(word) == []
+
+
+def test_forks_are_bounded(cell: str) -> None:
+    found = attacked("import os\nwhile True: os.fork()")
+    assert "Resource temporarily unavailable" in found.output, found
+    word = f"many-{secrets.token_hex(8)}"
+    program = f"""
+import subprocess, sys
+made = []
+try:
+    for _ in range(200):
+        sleep = "import time; time.sleep(9)  # {word}"
+        made.append(subprocess.Popen([sys.executable, "-c", sleep]))
+except OSError:
+    pass
+assert len(made) < 17, len(made)
+"""
+    found = run("python", program, BOUNDS)
+    assert found.passed, found
+    assert survivors(word) == []
+
+
+def test_memory_files_and_output_are_bounded(cell: str) -> None:
+    assert "MemoryError" in attacked("x = bytearray(1 << 30)").output
+    big = "f = open('x', 'wb')\nwhile True: f.write(bytes(1 << 20))"
+    assert "File too large" in attacked(big).output
+    assert attacked("while True: print('x' * 1000)").why == "wrote more than 4096 bytes of output"
+
+
+def test_nothing_outside_is_written_or_read(cell: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    (tmp_path / "open").mkdir(mode=0o777)
+    for path in (secret, tmp_path / "open" / "x", Path("/tmp") / secrets.token_hex(8)):
+        found = attacked(f"open({str(path)!r}, 'w').write('x')")
+        assert "Permission denied" in found.output or "No such file" in found.output, found
+    assert secret.read_text() == "secret" and not list((tmp_path / "open").iterdir())
+    assert "Permission denied" in attacked(f"print(open({str(secret)!r}).read())").output
+    assert run("python", "open('own', 'w').write('x')\nassert open('own').read() == 'x'").passed
+
+
+def test_neither_environment_nor_input_come_in(cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_KEY", "leaked")
+    program = """
+import os, sys
+assert "SECRET_KEY" not in os.environ, os.environ
+assert sys.stdin.read() == ""
+for name in ["self", str(os.getppid()), *map(str, range(1, 400))]:
+    try:
+        text = open(f"/proc/{name}/environ").read()
+    except OSError:
+        continue
+    assert "leaked" not in text
+for handle in range(3, 64):
+    try:
+        os.write(handle, b'{"stage": "run", "code": 0}')
+    except OSError:
+        continue
+    raise AssertionError(handle)
+"""
+    found = run("python", program)
+    assert found.passed, found
+
+
+def test_there_is_no_network(cell: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        found = attacked(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)")
+        assert "refused" in found.output or "Permission" in found.output, found
+    if cell == "none":
+        assert any("network" in lack for lack in found.lacks), "it is said what is not granted"
+
+
+def test_a_cell_that_is_ended_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    word = f"orphan-{secrets.token_hex(8)}"
+    monkeypatch.setattr(sandbox, "GRACE", -12.0)  # the parent's own deadline comes first
+    program = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)  # {word}"],
+                 start_new_session=True)
+time.sleep(99)
+"""
+    found = run("python", program, Limits(seconds=5.0))  # after 3 of the 5 seconds
+    assert found.why and found.seconds == 0.0
+    assert survivors(word) == []
