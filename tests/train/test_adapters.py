@@ -18,17 +18,21 @@ from ranvier.checkpoint.load import wholes
 from ranvier.checkpoint.peft import read_adapter
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
+from ranvier.infer.loaded import load
+from ranvier.infer.sample import fill
 from ranvier.launch import Ranks
-from ranvier.models import adapters_of
+from ranvier.models import adapters_of, build
 from ranvier.models.families import FAMILIES
 from ranvier.nn.leaf import Flow
 from ranvier.parallel import parallel_of
-from ranvier.run import Run
+from ranvier.run import Run, to_toml
+from ranvier.settings import LoraConfig
 from ranvier.train import folder as folders
 from ranvier.train import saves
 from ranvier.train.metrics import step_flops
 from ranvier.train.train import check_memory, trained_of
 
+TOKENS = torch.arange(32).view(2, 16) * 5
 CUBE = {"depth": 2, "row": 2, "col": 2}
 LORA: dict[str, Any] = {"lora__rank": 3, "lora__dora": True, "lora__dropout": 0.25}
 
@@ -168,3 +172,30 @@ def test_adapters_do_not_go_on_from_what_has_none(base: Path) -> None:
     run: Run = training.run_of(str(base.parent.parent), {}, 9, **LORA)
     with pytest.raises(PlanError, match=r"lora\.rank=3, but .*without adapters.*Use train\.start="):
         folders.claim(run)
+
+
+def asked(grid: Grid, folder: str) -> torch.Tensor:
+    """My logits of a run's newest checkpoint on a grid."""
+    model = load(Path(folder), grid, "cpu")
+    with torch.no_grad():
+        return model(TOKENS)
+
+
+def test_what_a_run_says_has_its_adapters_in_it(
+    pool: Pool, corpus: str, base: Path, tmp_path: Path
+) -> None:
+    """Plain, and on a grid."""
+    changes = {**LORA, "optim__lr": 0.1}
+    losses(Grid({}), corpus, str(tmp_path), 2, changes, str(base))
+    run = training.run_of(str(tmp_path), {}, 2, **changes)
+    named = dataclasses.replace(run.model, size="tiny")
+    (tmp_path / "config.toml").write_text(to_toml(dataclasses.replace(run, model=named)))
+    model = build(run.model, run.lora)
+    fill(model, wholes(found(tmp_path / "checkpoints")[-1]), tmp_path, "cpu")
+    plain = build(run.model, LoraConfig())
+    fill(plain, wholes(base), base, "cpu")
+    with torch.no_grad():
+        want, before = model.eval()(TOKENS), plain.eval()(TOKENS)
+    assert (want - before).abs().max() > 1e-3
+    parts = pool.on_grid({"row": 2}, asked, str(tmp_path))
+    torch.testing.assert_close(torch.cat(parts, -1), want, rtol=0, atol=1e-12)

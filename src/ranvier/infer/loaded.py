@@ -16,8 +16,7 @@ from ranvier.checkpoint.load import load as read
 from ranvier.comm.agree import together
 from ranvier.grid import Grid
 from ranvier.infer.sample import checkpoint_of, run_of
-from ranvier.models import AdapterConfig, Decoder, DecoderConfig
-from ranvier.models.adapter import build
+from ranvier.models import AdapterConfig, Decoder, DecoderConfig, build
 from ranvier.nn.values import fill_values
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.pipeline.cut import Cut

@@ -63,7 +63,8 @@ def backend_of(run: Run, me: Ranks, device: torch.device) -> str:
 
 
 def settled(run: Run, device: torch.device, backend: str = "auto") -> Run:
-    """The run with the device, the backend and the type that `auto` means here."""
+    """The run with the device, the backend and the type that `auto` means here, and the settings
+    of the adapter that it starts from."""
     has = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     dtype = run.train.dtype
     if dtype == "auto":
@@ -100,7 +101,7 @@ def settled(run: Run, device: torch.device, backend: str = "auto") -> Run:
         check_exact(run)
     words: dict[str, Any] = {"dtype": dtype, "device": device.type, "backend": backend}
     plan = replace(run.plan, compile=compiled)
-    return replace(run, plan=plan, train=replace(run.train, **words))
+    return adapters.settled(replace(run, plan=plan, train=replace(run.train, **words)))
 
 
 def _builds() -> bool:
@@ -187,7 +188,7 @@ def train(run: Run, me: Ranks, stored: list[str] | None = None) -> int:
     began, device = time.perf_counter(), device_of(run, me)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    run = adapters.settled(settled(run, device, backend_of(run, me, device)))
+    run = settled(run, device, backend_of(run, me, device))
     torch.manual_seed(run.train.seed)  # a layer may draw from torch: it begins alike each time
     if run.plan.compile == "on":
         keep_compiled()
