@@ -14,7 +14,7 @@ import torch
 
 from commands import SMALL, call, losses
 from data.chats import CHATML, folder_of
-from data.test_packing import corpus_of, talks
+from data.test_chats import corpus_of, talks
 from pool import Pool
 from ranvier.checkpoint.folder import found
 from ranvier.checkpoint.load import wholes
