@@ -11,7 +11,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -31,8 +31,10 @@ from ranvier.sharding import Place, State
 
 MOST = 100 << 20
 """Bytes of a config or index at most."""
-ROOM = 4 << 30
+ROOM = 1 << 30
 """Bytes of a file of the checkpoint that an import makes, unless one tensor has more."""
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
 INDEX = "model.safetensors.index.json"
 NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ASIDE = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
@@ -210,6 +212,10 @@ class Published:
         theirs = theirs.T if entry.transposed else theirs
         return theirs.narrow(0, start, self.shapes[name][0])
 
+    def bytes(self, name: str) -> int:
+        """The size of one of our tensors, in the type it is stored in."""
+        return math.prod(self.shapes[name]) * self.tensor(name).element_size()
+
     def fill(self, state: State) -> None:
         """Fill my parts of our tensors; only their elements are read."""
         with torch.no_grad():
@@ -262,18 +268,21 @@ class Rows:
         return memoryview(some[low - first * self.row : high - first * self.row].data)
 
 
-def store(source: Published, here: Path) -> int:
+def store(source: Published, here: Path, progress: Progress) -> int:
     """Write the weights of a published model as parts of a checkpoint; how many there are."""
     groups: list[list[str]] = [[]]
     held = 0
-    for name, shape in source.shapes.items():
-        size = math.prod(shape) * source.tensor(name).element_size()
+    for name in source.shapes:
+        size = source.bytes(name)
         if groups[-1] and held + size > ROOM:
             groups.append([])
             held = 0
         groups[-1].append(name)
         held += size
+    total, done = sum(source.bytes(name) for name in source.shapes), 0
     for number, group in enumerate(groups):
+        progress(done, total)
+        done += sum(map(source.bytes, group))
         state: State = {}
         for name in group:
             x = source.tensor(name)
@@ -282,6 +291,7 @@ def store(source: Published, here: Path) -> int:
         layout = Layout.of(state)
         pieces = [Rows(state[name][0]) for name in layout.begins]
         part.write(here, number, state, layout, pieces)
+    progress(total, total)
     return len(groups)
 
 
@@ -318,7 +328,9 @@ def listed(
     return found
 
 
-def write(here: Path, tensors: Sequence[Theirs], read: Any, *, most: int) -> list[str]:
+def write(
+    here: Path, tensors: Sequence[Theirs], read: Any, *, most: int, progress: Progress
+) -> list[str]:
     """Write safetensors of at most `most` bytes with an index; their names.
 
     read: the whole of one of our tensors by its name.
@@ -329,20 +341,28 @@ def write(here: Path, tensors: Sequence[Theirs], read: Any, *, most: int) -> lis
             groups.append([])
         groups[-1].append(one)
     where: dict[str, str] = {}
+    total, done = sum(one.bytes for one in tensors), 0
+
+    def wrote(size: int) -> None:
+        nonlocal done
+        done += size
+        progress(done, total)
+
     for number, group in enumerate(groups, 1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         file = "model.safetensors" if len(groups) == 1 else file
-        _write_one(here / file, group, read)
+        _write_one(here / file, group, read, wrote)
         where |= {one.name: file for one in group}
     if len(groups) > 1:
-        size = sum(one.bytes for one in tensors)
-        index = {"metadata": {"total_size": size}, "weight_map": where}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
         text = json.dumps(index, indent=2) + "\n"
         blocks.write(here / INDEX, [memoryview(text.encode())])
     return list(dict.fromkeys(where.values()))
 
 
-def _write_one(path: Path, group: Sequence[Theirs], read: Any) -> None:
+def _write_one(
+    path: Path, group: Sequence[Theirs], read: Any, wrote: Callable[[int], None]
+) -> None:
     """One file: its header, then one tensor after the other, each made when its turn comes."""
     group = sorted(group, key=lambda one: -one.dtype.itemsize)  # each at a multiple of its width
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -361,6 +381,7 @@ def _write_one(path: Path, group: Sequence[Theirs], read: Any) -> None:
             whole = (whole.T if one.entry.transposed else whole).contiguous()
             file.write(whole.view(-1).view(torch.uint8).numpy().data)
             del parts, whole
+            wrote(one.bytes)
         file.flush()
         os.fsync(file.fileno())
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -25,12 +23,13 @@ from ranvier.data.template import template_of
 from ranvier.data.tokenizer import Tokenizer, tokenizer_of, trained
 from ranvier.errors import PlanError
 from ranvier.run import Run
+from ranvier.train.progress import shown
 
 
 def stored(run: Run) -> list[str]:
     """The folders of a run's tokenized corpora, made where they are not there yet."""
     data = run.data
-    with shown("tokenizing") as progress:
+    with tokenizing() as progress:
         folders = stored_all(
             data.corpus,
             cache=launch.cache(),
@@ -74,7 +73,7 @@ def prepare(
     chats = _hold_chats(inputs, field, format)
     words = _words(inputs, tokenizer, vocab, field, chats=chats)
     chat = Chat(template_of(words, tokenizer, template), words) if chats else None
-    with shown("tokenizing") as progress:
+    with tokenizing() as progress:
         preparing.prepare(
             inputs, folder, words, chat=chat, learn=learn, field=field, progress=progress
         )
@@ -134,32 +133,11 @@ def marked(corpus: Corpus, document: int = 0) -> str:
 
 
 @contextmanager
-def shown(what: str) -> Iterator[Progress]:
-    """A progress bar on a terminal, else a line at the start and the end of long work."""
-    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
-        yield _lines(what)
-        return
-    from rich import progress as rich
+def tokenizing() -> Iterator[Progress]:
+    """Shows how far the tokenizing is."""
+    with shown("tokenizing") as show:
 
-    with rich.Progress(*rich.Progress.get_default_columns(), rich.TimeElapsedColumn()) as bar:
-        task = bar.add_task(what, total=None, visible=False)
+        def told(done: int, total: int, documents: int, tokens: int) -> None:
+            show(done, total, f"{documents:,} documents, {tokens:,} tokens")
 
-        def show_bar(done: int, total: int, documents: int, tokens: int) -> None:
-            words = f"{what}: {documents:,} documents, {tokens:,} tokens"
-            bar.update(task, completed=done, total=total, description=words, visible=True)
-
-        yield show_bar
-
-
-def _lines(what: str) -> Progress:
-    """A line for each tenth."""
-    told = -1
-
-    def show_line(done: int, total: int, documents: int, tokens: int) -> None:
-        nonlocal told
-        tenth = 10 * done // max(total, 1)
-        if tenth // 5 > told // 5 or told < 0:
-            print(f"{what}: {tenth * 10} %, {documents:,} documents, {tokens:,} tokens", flush=True)
-            told = tenth
-
-    return show_line
+        yield told

@@ -34,6 +34,7 @@ from ranvier.models.family import Family, UnknownError
 from ranvier.plan import AXES
 from ranvier.run import Run
 from ranvier.settings import IMPORTED, DataConfig, ModelConfig
+from ranvier.train.progress import shown
 from ranvier.train.saves import tables
 
 KEPT = "published"
@@ -48,6 +49,8 @@ ORIGIN = "origin.txt"
 """Where they came from."""
 LONGEST = 512
 """Tokens of a sample that the settings of an imported run begin with, at most."""
+LARGE = 1 << 30
+"""Bytes of a model above which it is said how far it is."""
 SHARD = 5 * 10**9
 """Bytes of a file of weights at most."""
 
@@ -68,7 +71,8 @@ def imported(source: str, out: Path) -> list[str]:
                 "fingerprint": "",
                 "config": {"model": tables(run)["model"]},
             }
-            count = published.store(model, inside)
+            with moving("importing") as progress:
+                count = published.store(model, inside, progress)
             folder.seal(inside, 0, dict.fromkeys(AXES, 1), facts, files=count)
             for told in inside.glob("rank-*.json"):
                 told.unlink()
@@ -239,7 +243,8 @@ def exported(
         shapes = {name: sizes[name][1] for name in stored}
         tensors = published.listed(entries, shapes, types)
         read = weights_of(source, run)
-        names = published.write(here, tensors, read, most=shard)
+        with moving("exporting") as progress:
+            names = published.write(here, tensors, read, most=shard, progress=progress)
     size = sum(one.bytes for one in tensors)
     return [f"{kind.kind}: {len(tensors)} tensors, {size:,} bytes in {len(names)} file(s), {out}"]
 
@@ -331,6 +336,15 @@ def _beside(origin: Path, here: Path, config: Mapping[str, Any]) -> None:
 
 def _json(path: Path, table: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def moving(what: str) -> Iterator[published.Progress]:
+    """Shows how far large models are."""
+    with shown(what, least=LARGE) as show:
+        yield lambda done, total: show(
+            done, total, f"{done / 2**30:.1f} of {total / 2**30:.1f} GiB"
+        )
 
 
 # ---- the verbs --------------------------------------------------------------------------

@@ -1,0 +1,47 @@
+"""Progress of long work: a bar on a terminal, else a few lines."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Show = Callable[[int, int, str], None]
+"""Called with how much is done, how much there is, and words on it."""
+
+
+@contextmanager
+def shown(what: str, *, least: int = 0) -> Iterator[Show]:
+    """A progress bar on a terminal, else a line at the start, in the middle and at the end.
+
+    least: of less work than this nothing is said.
+    """
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        yield _lines(what, least)
+        return
+    from rich import progress as rich
+
+    with rich.Progress(*rich.Progress.get_default_columns(), rich.TimeElapsedColumn()) as bar:
+        task = bar.add_task(what, total=None, visible=False)
+
+        def show_bar(done: int, total: int, words: str) -> None:
+            if total >= least:
+                said = f"{what}: {words}" if words else what
+                bar.update(task, completed=done, total=total, description=said, visible=True)
+
+        yield show_bar
+
+
+def _lines(what: str, least: int) -> Show:
+    """A line for each half."""
+    told = -1
+
+    def show_line(done: int, total: int, words: str) -> None:
+        nonlocal told
+        tenth = 10 * done // max(total, 1)
+        if total >= least and (tenth // 5 > told // 5 or told < 0):
+            print(f"{what}: {tenth * 10} %{', ' * bool(words)}{words}", flush=True)
+            told = tenth
+
+    return show_line
