@@ -37,7 +37,6 @@ from ranvier.launch.laid import Axes, checked, laid_out
 from ranvier.models import Decoder, DecoderConfig
 from ranvier.models.families import family_of, fitting
 from ranvier.models.family import Family, UnknownError
-from ranvier.models.family import shapes as shapes_of
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.plan import Inner
@@ -223,8 +222,8 @@ class Pretrained(nn.Module):
         dtype = self.parallel.queue.buckets[0].data.dtype
         config = {**config, "dtype": str(dtype).removeprefix("torch.")}
         config.pop("torch_dtype", None)
-        entries = kind.tensors(self.config)
-        shapes = shapes_of(self.config)
+        entries = published.entries_of(kind, self.config)
+        shapes = published.shapes_of(self.config)
         names = [name for entry in entries for name in entry.ours]
         listed = published.listed(entries, shapes, dict.fromkeys(names, dtype))
 

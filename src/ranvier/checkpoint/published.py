@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ranvier import init
 from ranvier.checkpoint import blocks, part
 from ranvier.checkpoint.manifest import WORDS
 from ranvier.checkpoint.part import Layout
@@ -79,7 +80,7 @@ class Published:
         try:
             family = family_of(theirs)
             config = family.read(theirs)
-            entries = family.tensors(config)
+            entries = entries_of(family, config)
         except UnknownError as error:
             raise PlanError([f"{folder / 'config.json'}:", *str(error).splitlines()]) from None
         made = cls(folder, theirs, family, config, entries, {})
@@ -158,7 +159,7 @@ class Published:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of our tensors."""
-        return shapes(self.config)
+        return shapes_of(self.config)
 
     def _check(self) -> None:
         """Refuse weights that are missing, of another shape or type, or have no place here."""
@@ -229,6 +230,18 @@ class Published:
 
     def __exit__(self, *_: object) -> None:
         self._open.clear()
+
+
+def entries_of(family: Family, config: DecoderConfig) -> list[Entry]:
+    """The tensors that a family stores of a model."""
+    with init.blank():
+        return family.tensors(config)
+
+
+def shapes_of(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a model; nothing is drawn, which would import a compiler."""
+    with init.blank():
+        return shapes(config)
 
 
 def copy(whole: Tensor, into: Tensor, place: Place) -> None:
