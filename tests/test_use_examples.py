@@ -49,7 +49,7 @@ def test_an_example_learns_the_same_on_a_grid(pool: Pool, name: str, tmp_path: P
 
 def started(words: list[str]) -> str:
     done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=120, cwd=HERE.parent
+        [sys.executable, *words], capture_output=True, text=True, timeout=300, cwd=HERE.parent
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
