@@ -26,7 +26,7 @@ LEVELS = (
     "parallel | optim | memory | data | checkpoint",
     "settings run",
     "planner",
-    "train infer graph eval verify doctor",
+    "train infer graph eval verify doctor pretrained loop strategy accelerator",
     "cli options words __main__",
 )
 """From the lowest up. Neighbours may import each other without cycles, but not across a bar."""

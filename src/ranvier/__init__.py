@@ -6,14 +6,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ranvier.accelerator import Accelerator
     from ranvier.grid import Grid
     from ranvier.parallel import parallelize
     from ranvier.plan import Plan
+    from ranvier.pretrained import from_pretrained
+    from ranvier.strategy import RanvierStrategy
 
 __version__ = "0.1.0"
-__all__ = ["Grid", "Plan", "parallelize"]
+__all__ = ["Accelerator", "Grid", "Plan", "RanvierStrategy", "from_pretrained", "parallelize"]
 
-_HOMES = {"Plan": "plan", "Grid": "grid", "parallelize": "parallel"}
+_HOMES = {
+    "Plan": "plan",
+    "Grid": "grid",
+    "parallelize": "parallel",
+    "from_pretrained": "pretrained",
+    "RanvierStrategy": "strategy",
+    "Accelerator": "accelerator",
+}
 
 
 def __getattr__(name: str) -> Any:

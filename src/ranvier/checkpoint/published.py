@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ranvier import init
 from ranvier.checkpoint import blocks, part
 from ranvier.checkpoint.manifest import WORDS
 from ranvier.checkpoint.part import Layout
@@ -81,7 +82,7 @@ class Published:
         try:
             family = family_of(theirs)
             config = family.read(theirs)
-            entries = family.tensors(config)
+            entries = entries_of(family, config)
         except UnknownError as error:
             raise PlanError([f"{folder / 'config.json'}:", *str(error).splitlines()]) from None
         made = cls(folder, theirs, family, config, entries, {})
@@ -160,7 +161,7 @@ class Published:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of our tensors."""
-        return shapes(self.config)
+        return shapes_of(self.config)
 
     def _check(self) -> None:
         """Refuse weights that are missing, of another shape or type, or have no place here."""
@@ -235,6 +236,18 @@ class Published:
 
     def __exit__(self, *_: object) -> None:
         self._open.clear()
+
+
+def entries_of(family: Family, config: DecoderConfig) -> list[Entry]:
+    """The tensors that a family stores of a model."""
+    with init.blank():
+        return family.tensors(config)
+
+
+def shapes_of(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a model; nothing is drawn, which would import a compiler."""
+    with init.blank():
+        return shapes(config)
 
 
 def copy(whole: Tensor, into: Tensor, place: Place) -> None:
@@ -329,7 +342,7 @@ def listed(
 
 
 def write(
-    here: Path, tensors: Sequence[Theirs], read: Any, *, most: int, progress: Progress
+    here: Path, tensors: Sequence[Theirs], read: Any, *, most: int, progress: Progress | None = None
 ) -> list[str]:
     """Write safetensors of at most `most` bytes with an index; their names.
 
@@ -346,7 +359,8 @@ def write(
     def wrote(size: int) -> None:
         nonlocal done
         done += size
-        progress(done, total)
+        if progress is not None:
+            progress(done, total)
 
     for number, group in enumerate(groups, 1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"

@@ -167,7 +167,7 @@ def last_logits(parallel: Parallel, tokens: Tensor, lengths: Tensor | None = Non
         last[:samples] = length if lengths is None else lengths
         last = take(last, batch, 0) - 1  # (b/col,)
         y = found[0][torch.arange(len(last), device=tokens.device), last]
-        y = verbs.all_gather(_whole(y, parallel), vocab, -1).wait()
+        y = verbs.all_gather(evened(y, parallel), vocab, -1).wait()
         y = verbs.all_gather(y, batch, 0).wait()[:samples, : parallel.sizes["vocab"]]
     axis = grid.axis("pipe")
     if stage.vocabulary:
@@ -175,7 +175,7 @@ def last_logits(parallel: Parallel, tokens: Tensor, lengths: Tensor | None = Non
     return verbs.broadcast(y.contiguous(), axis, axis.size - 1).wait()
 
 
-def _whole(y: Tensor, parallel: Parallel) -> Tensor:
+def evened(y: Tensor, parallel: Parallel) -> Tensor:
     """My logits with their padding, which the head has left out: all ranks have equally many."""
     axes = parallel.table.region("vocab")["vocab"]
     ranks = parallel.grid.axis(*axes).size

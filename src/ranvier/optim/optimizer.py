@@ -75,8 +75,10 @@ class Optimizer:
         moments: bf16, rounded at random; or None, the type of the master weights.
         """
         self.queue, self.grid = queue, queue.grid
-        self.lr, self.betas, self.eps, self.decay, self.clip = lr, betas, eps, decay, clip
+        self.lr, self.betas, self.eps, self.clip = lr, betas, eps, clip
         self.factors, self.scale = dict(factors or {}), scale
+        self.decays: dict[Group, float] = {"matrix": decay}
+        """Weight decay of each group of weights; of others none."""
         self.buckets = [bucket for bucket in queue.buckets if bucket.trainable]
         self.master = {bucket: self._master(bucket) for bucket in self.buckets}
         self._loads = queue.loads
@@ -143,6 +145,11 @@ class Optimizer:
         self._loads = self.queue.loads
         self.master = {bucket: self._master(bucket) for bucket in self.buckets}
 
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """Norm of the gradients so far. Communicates: the end of their reductions, one number."""
+        return self._norm(self.queue.finish(), None)[0]
+
     def _norm(
         self, grads: Sequence[tuple[Bucket, Pieces]], votes: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
@@ -168,7 +175,7 @@ class Optimizer:
             now=now,
             share=self.factors.get(group, 1.0),
             eps=self.eps,
-            decay=self.decay if group == "matrix" else 0.0,
+            decay=self.decays.get(group, 0.0),
             out=working if working.dtype != master.dtype else None,
             seed=self._seeds[bucket],
             first=self.queue.data_axis.index * self.master[bucket].numel() + start,

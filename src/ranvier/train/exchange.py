@@ -58,7 +58,7 @@ SHARD = 5 * 10**9
 def imported(source: str, out: Path) -> list[str]:
     """Make a run of a published model; lines on it. The directory appears whole or not at all."""
     with Published.open(found(source)) as model:
-        with _whole(out) as here:
+        with appearing(out) as here:
             lines = [*_kept(model.folder, here), *_noted(model)]
             run = _run(model, out, tokenizer=(here / "tokenizer.json").exists())
             (here / "config.toml").write_text(runs.to_toml(run), encoding="utf-8")
@@ -156,7 +156,7 @@ def _copied(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def _whole(out: Path) -> Iterator[Path]:
+def appearing(out: Path) -> Iterator[Path]:
     """A hidden directory that becomes `out` at the end, and is gone if there is none."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise PlanError(f"{out} exists. What is there is not overwritten. Choose another --to.")
@@ -235,11 +235,11 @@ def exported(
     if source.facts.get("weights") and not dtype:
         types = stored  # as it came
     main = max(set(types.values()), key=lambda one: list(types.values()).count(one))
-    with _whole(out) as here:
+    with appearing(out) as here:
         config = {**theirs, **_ids(origin, theirs), "dtype": str(main).removeprefix("torch.")}
         config.pop("torch_dtype", None)
         _json(here / "config.json", config)
-        _beside(origin, here, config)
+        beside(origin, here, config)
         shapes = {name: sizes[name][1] for name in stored}
         tensors = published.listed(entries, shapes, types)
         read = weights_of(source, run)
@@ -257,7 +257,7 @@ def adapter_exported(origin: Path, out: Path, *, step: int = -1, dtype: str = ""
     kind, _ = told(origin, run)
     told_by = origin / KEPT / ORIGIN
     base = told_by.read_text(encoding="utf-8").strip() if told_by.exists() else None
-    with _whole(out) as here:
+    with appearing(out) as here:
         names = write_adapter(
             checkpoint, run.model, run.lora, kind, here, base, dtype=TYPES.get(dtype)
         )
@@ -316,11 +316,12 @@ def _ids(origin: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
     return {**dict.fromkeys(names), "eos_token_id": end}
 
 
-def _beside(origin: Path, here: Path, config: Mapping[str, Any]) -> None:
+def beside(origin: Path, here: Path, config: Mapping[str, Any]) -> None:
     """Tokenizer and generation settings: as they came, else made from the run's."""
+    kept = origin / KEPT if (origin / "config.toml").exists() else origin
     for name in FILES:
         if name != "config.json":
-            _copied(origin / KEPT / name, here / name)
+            _copied(kept / name, here / name)
     end = config.get("eos_token_id")
     if not (here / "generation_config.json").exists():
         _json(here / "generation_config.json", {"eos_token_id": end} if end is not None else {})

@@ -1,0 +1,217 @@
+"""Memory of a rank while a published model is read: never a second copy of its part.
+
+A Llama of the wanted size is written as safetensors, tensor by tensor. Then it is read by
+`ranvier.from_pretrained` on one rank and on depth·row·col = 2·2·2, and made a run by `ranvier
+import`, each in new processes that note how much anonymous memory (RssAnon) they have while they
+read: what a rank has above that before must stay below
+
+    1.3 x the bytes of its shard + 64 MiB
+
+(`ranvier import` is one rank, which reads all of it and keeps nothing).
+
+    python benchmarks/streaming.py --gib 1 --folder /tmp
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ranvier.checkpoint import published
+from ranvier.launch import free_port
+from ranvier.models import DecoderConfig
+from ranvier.models.families import family_of
+
+MIB = 1 << 20
+FACTOR, ROOM = 1.3, 64 * MIB
+GRIDS: dict[str, dict[str, int]] = {"one rank": {}, "2·2·2": {"depth": 2, "row": 2, "col": 2}}
+
+
+def config_of(num_bytes: int, dtype: torch.dtype) -> DecoderConfig:
+    """A Llama of at least so many bytes: its layers are made wide before they are many."""
+    width = 256
+    while width < 2048 and 8 * width * width * dtype.itemsize * 16 < num_bytes:
+        width *= 2
+    layers = 1
+    while True:
+        config = DecoderConfig(
+            layers=layers,
+            embed=width,
+            heads=width // 64,
+            kv_heads=width // 128,
+            head_dim=64,
+            mlp=3 * width,
+            vocab=8 * width,
+        )
+        elements = sum(torch.Size(one).numel() for one in published.shapes_of(config).values())
+        if elements * dtype.itemsize >= num_bytes:
+            return config
+        layers += 1
+
+
+def write(folder: Path, num_bytes: int, dtype: torch.dtype) -> int:
+    """Write a model with random weights, one tensor at a time; its bytes."""
+    config, family = config_of(num_bytes, dtype), family_of("llama")
+    sizes = published.shapes_of(config)
+    folder.mkdir(parents=True)
+    theirs = family.write(config) | {"dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(theirs))
+    listed = published.listed(
+        published.entries_of(family, config), sizes, dict.fromkeys(sizes, dtype)
+    )
+    published.write(folder, listed, lambda name: torch.randn(sizes[name]) * 0.02, most=1 << 40)
+    return sum(one.bytes for one in listed)
+
+
+@dataclass(frozen=True)
+class Read:
+    """What reading has cost a rank."""
+
+    shard: int
+    """Bytes of its part of the weights."""
+    above: int
+    """Bytes of anonymous memory beyond those before, at most."""
+    seconds: float
+
+    @property
+    def bound(self) -> float:
+        """Bytes that it may have beyond those before."""
+        return FACTOR * self.shard + ROOM
+
+
+def anonymous() -> int:
+    """Bytes of anonymous memory of this process."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition("RssAnon:")[2].split()[0]) << 10
+
+
+def watched(work: Callable[[], int]) -> Read:
+    """Do work that returns the bytes of a shard; what it took."""
+    before, over = anonymous(), threading.Event()
+    most = [before]
+
+    def watch() -> None:
+        while not over.wait(0.002):
+            most[0] = max(most[0], anonymous())
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    start = time.perf_counter()
+    shard = work()
+    seconds = time.perf_counter() - start
+    most[0] = max(most[0], anonymous())
+    over.set()
+    thread.join()
+    return Read(shard, most[0] - before, seconds)
+
+
+def load(folder: Path, axes: dict[str, int]) -> Read:
+    """Read a model on the grid of all ranks that were started."""
+    from ranvier import from_pretrained
+    from ranvier.comm.agree import everyone
+    from ranvier.comm.verbs import all_gather
+    from ranvier.launch.laid import laid_out
+
+    torch.set_num_threads(1)
+    grid, device = laid_out(axes, device="cpu")
+    all_gather(torch.zeros(1), everyone(grid)).wait()  # what a first message costs is no reading
+    held: list[Any] = []
+
+    def work() -> int:
+        held.append(from_pretrained(folder, grid=grid, device=device))
+        queue = held[0].parallel.queue
+        return sum(bucket.data.numel() * bucket.data.element_size() for bucket in queue.buckets)
+
+    return watched(work)
+
+
+def imported(folder: Path, out: Path) -> Read:
+    """Make it a run."""
+    from ranvier.train import exchange
+
+    torch.set_num_threads(1)
+
+    def work() -> int:
+        exchange.imported(str(folder), out)
+        return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+    return watched(work)
+
+
+def ranks(folder: Path, what: str, axes: dict[str, int]) -> list[Read]:
+    """What each of new processes has to tell."""
+    world = torch.Size(axes.values()).numel()
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = [sys.executable, __file__, "--folder", str(folder), "--rank", what]
+    words += ["--axes", json.dumps(axes)]
+    started = [
+        subprocess.Popen(
+            words,
+            env={**env, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    told = [process.communicate()[0] for process in started]
+    assert all(process.returncode == 0 for process in started), "a rank has failed"
+    return [Read(**json.loads(text.splitlines()[-1])) for text in told]
+
+
+def shown(name: str, reads: list[Read]) -> bool:
+    """Print one line a rank; whether all kept the bound."""
+    for rank, one in enumerate(reads):
+        print(
+            f"{name:22} rank {rank}: shard {one.shard / MIB:8.1f} MiB, above before "
+            f"{one.above / MIB:8.1f}, bound {one.bound / MIB:8.1f}, {one.seconds:5.1f} s",
+            flush=True,
+        )
+    return all(one.above < one.bound for one in reads)
+
+
+def settings() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gib", type=float, default=1.0, help="bytes of the model")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="where it is written")
+    parser.add_argument("--rank", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--axes", default="{}", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    asked = settings()
+    if asked.rank:
+        folder = Path(asked.folder)
+        read = imported(folder, folder.parent / "run") if asked.rank == "import" else None
+        print(json.dumps((read or load(folder, json.loads(asked.axes))).__dict__))
+        return
+    good = True
+    for dtype in (torch.bfloat16, torch.float32):
+        home = Path(tempfile.mkdtemp(prefix="ranvier-streaming-", dir=asked.folder))
+        try:
+            word = str(dtype).removeprefix("torch.")
+            size = write(home / "model", int(asked.gib * (1 << 30)), dtype)
+            print(f"{word}: {size / MIB:.1f} MiB", flush=True)
+            for name, axes in GRIDS.items():
+                good &= shown(f"{word} {name}", ranks(home / "model", "load", axes))
+            good &= shown(f"{word} ranvier import", ranks(home / "model", "import", {}))
+        finally:
+            shutil.rmtree(home)
+    raise SystemExit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()

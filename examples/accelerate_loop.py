@@ -1,0 +1,49 @@
+"""A loop of Hugging Face Accelerate gets the grid: another Accelerator, nothing else is new.
+
+python examples/accelerate_loop.py
+torchrun --nproc-per-node 4 examples/accelerate_loop.py --row 2 --depth 2
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from fabric import texts
+from huggingface import unmodified
+from torch.utils.data import DataLoader
+
+
+def main(accelerator: Any) -> list[float]:
+    """A loop that knows of no grid; the losses."""
+    model = unmodified()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 16)
+    batches: Any = DataLoader(texts(), batch_size=8)  # type: ignore[arg-type]
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, batches, scheduler)
+    losses = []
+    for _ in range(4):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.gather(loss.detach()).mean().item())
+    if accelerator.is_main_process:
+        print(f"{accelerator.num_processes} process(es): loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    return losses
+
+
+if __name__ == "__main__":
+    from ranvier import Accelerator
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--row", type=int, default=1)
+    parser.add_argument("--depth", type=int, default=1)
+    asked = parser.parse_args()
+    main(Accelerator({"row": asked.row, "depth": asked.depth}, device="cpu"))

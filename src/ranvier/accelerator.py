@@ -1,0 +1,255 @@
+"""Accelerator: the grid for a loop that was written for Hugging Face Accelerate.
+
+    accelerator = ranvier.Accelerator({"row": 2, "col": 2})      # was: accelerate.Accelerator()
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+The methods that such loops call, with the same meaning; Accelerate itself is not needed. One thing
+differs: a batch of the loader is that of the whole grid (split_batches=True there), so schedulers
+step once a step. Start it with torchrun, srun or `accelerate launch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ranvier import loop
+from ranvier.comm import verbs
+from ranvier.comm.agree import largest
+from ranvier.errors import PlanError
+from ranvier.grid import Grid
+from ranvier.infer.scores import REPLICAS
+from ranvier.launch.laid import Axes, laid_out
+from ranvier.loop import AdamW, Lent
+from ranvier.plan import Inner, Plan
+
+
+class Accelerator:
+    """What a loop knows of the ranks it runs on."""
+
+    def __init__(
+        self,
+        plan: Axes | None = None,
+        *,
+        grid: Grid | None = None,
+        inner: Inner | None = None,
+        device: torch.device | str | None = None,
+        gradient_accumulation_steps: int = 1,
+    ) -> None:
+        """plan: ranks on each axis; all others lie on data. grid: one that is there.
+
+        Communicates: with all ranks that the launcher has started, unless a grid is given.
+        """
+        if gradient_accumulation_steps < 1:
+            raise PlanError(
+                f"gradient_accumulation_steps={gradient_accumulation_steps}. An update follows at "
+                "least one batch. Use 1."
+            )
+        if grid is None:
+            self.grid, self.device = laid_out(plan, inner=inner, device=device)
+        else:
+            self.grid, self.device = grid, torch.device(device or "cpu")
+        self.inner = plan.inner if inner is None and isinstance(plan, Plan) else inner
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.sync_gradients = True
+        """Whether the batch at hand is the last before an update."""
+        self.last = False
+        """Whether it is the last that its loader gives: an update follows in any case."""
+        self._batches = 0
+        self._lent: Lent | None = None
+        self._adamw: AdamW | None = None
+
+    # ---- who am I -------------------------------------------------------------------------------
+
+    @property
+    def process_index(self) -> int:
+        """My rank."""
+        return self.grid.rank
+
+    @property
+    def num_processes(self) -> int:
+        """Number of ranks."""
+        return self.grid.world
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0."""
+        return self.grid.rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self.grid.rank % self.grid.ranks_per_node == 0
+
+    def print(self, *words: Any) -> None:
+        """Print once."""
+        if self.is_main_process:
+            print(*words)
+
+    def wait_for_everyone(self) -> None:
+        """Wait for all ranks. Communicates: one number over all axes."""
+        largest(0, self.grid, self.device)
+
+    # ---- the loop -------------------------------------------------------------------------------
+
+    def prepare(self, *objects: Any) -> Any:
+        """The twins of a model, its AdamW, loaders and schedulers, in the same order.
+
+        Communicates: as `loop.lent`.
+        """
+        models = [x for x in objects if isinstance(x, nn.Module)]
+        adamws = [x for x in objects if isinstance(x, torch.optim.Optimizer)]
+        if len(models) > 1 or len(adamws) > 1 or (adamws and not models):
+            raise PlanError(
+                f"prepare of {len(models)} models and {len(adamws)} optimizers. A grid has one "
+                "model and its AdamW, prepared together. Give both, once."
+            )
+        twins: dict[int, Any] = {}
+        if models:
+            members = loop.members_of(models[0], adamws[0]) if adamws else {}
+            self._lent = loop.lent(models[0], self.grid, inner=self.inner, device=self.device)
+            twins[id(models[0])] = self._lent
+            if adamws:
+                self._adamw = AdamW.of(adamws[0], members, self._lent)
+                twins[id(adamws[0])] = _Held(self, self._adamw)
+        made = [self._twin(x, twins) for x in objects]
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def _twin(self, x: Any, twins: Mapping[int, Any]) -> Any:
+        if id(x) in twins:
+            return twins[id(x)]
+        if hasattr(x, "optimizer") and hasattr(x, "step"):
+            return _Held(self, x)
+        return _Moved(loop.shared(x, self.grid, self.device), self)
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """A batch; only the last of several is followed by an update."""
+        self._batches += 1
+        self.sync_gradients = self.last or self._batches % self.gradient_accumulation_steps == 0
+        self._batches = 0 if self.last else self._batches
+        yield
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Nothing is held back: gradients are reduced at the step."""
+        return nullcontext()
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Nothing is cast: weights have one type, master weights are ours."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of a loss, of which each of several batches has its share."""
+        (loss / self.gradient_accumulation_steps).backward()
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """The norm over the whole grid; the next step takes at most `max_norm` of it."""
+        if self._adamw is None or float(norm_type) != 2.0:
+            raise PlanError(
+                f"clip_grad_norm_ with norm_type={norm_type}. The Euclidean norm of a model that "
+                "was prepared with its optimizer is clipped. Prepare both, use norm_type=2."
+            )
+        return self._adamw.clip(max_norm)
+
+    # ---- among ranks ----------------------------------------------------------------------------
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Tensors of all coordinates, one after the other: each sample once.
+
+        Communicates: all-gather over the axes of samples.
+        """
+        whole = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
+        axis = self.grid.axis(*REPLICAS)
+        return verbs.all_gather(whole.detach(), axis).wait()
+
+    gather_for_metrics = gather
+
+    def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
+        """Sum or mean over the coordinates. Communicates: all-reduce over the axes of samples."""
+        axis = self.grid.axis(*REPLICAS)
+        found = verbs.all_reduce(tensor.detach(), axis).wait()
+        return found / axis.size if reduction == "mean" else found
+
+    # ---- saving ---------------------------------------------------------------------------------
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """The model itself, of which this rank has a part."""
+        return model.model if isinstance(model, Lent) else model
+
+    def save_state(self, path: str | Path) -> None:
+        """Save model and optimizer as a directory that any grid reads."""
+        loop.save(Path(path), self._ours(), self._adamw, {"batches": self._batches})
+
+    def load_state(self, path: str | Path) -> None:
+        """Go on from what was saved, on this grid or another."""
+        self._batches = int(loop.load(Path(path), self._ours(), self._adamw).get("batches", 0))
+
+    def _ours(self) -> Lent:
+        if self._lent is None:
+            raise PlanError("No model was prepared. Call accelerator.prepare(model, ...) first.")
+        return self._lent
+
+    def end_training(self) -> None:
+        """Wait for all ranks."""
+        self.wait_for_everyone()
+
+
+class _Held:
+    """An optimizer or scheduler that acts only after the last of several batches."""
+
+    def __init__(self, accelerator: Accelerator, inner: Any) -> None:
+        self._accelerator, self._inner = accelerator, inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def step(self, *args: Any) -> None:
+        """Step, if it is time."""
+        if self._accelerator.sync_gradients:
+            self._inner.step(*args)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, if they were used."""
+        if self._accelerator.sync_gradients:
+            self._inner.zero_grad(set_to_none)
+
+
+class _Moved:
+    """A loader whose batches are on the device, and which knows the last one."""
+
+    def __init__(self, loader: Any, accelerator: Accelerator) -> None:
+        self._loader, self._accelerator = loader, accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """One batch is read ahead: there is another, or this is the last."""
+        self._accelerator.last = False
+        before: list[Any] = []
+        for batch in self._loader:
+            yield from before
+            before = [moved(batch, self._accelerator.device)]
+        self._accelerator.last = True
+        yield from before
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """A batch on a device: its tensors, wherever they are in it."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: moved(x, device) for key, x in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [moved(x, device) for x in batch]
+    return batch

@@ -1,0 +1,103 @@
+"""Laid out: the grid of a program that somebody else wrote, under any launcher or alone.
+
+A program that uses the package as a library says how many ranks lie on each axis and nothing else:
+who this process is and where the others are comes from its launcher, the device from its place on
+the node. A process group that is there already is used as it is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ranvier.errors import PlanError
+from ranvier.grid import Grid
+from ranvier.launch.environment import Ranks, ranks
+from ranvier.launch.processes import connect
+from ranvier.plan import AXES, Inner, Plan
+
+Axes = Plan | Mapping[str, int]
+"""A plan, or the ranks on each axis; data is inferred where it is left out."""
+
+
+def laid_out(
+    axes: Axes | None = None,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    inner: Inner | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[Grid, torch.device]:
+    """The grid of all ranks that were started, and the device of this one.
+
+    axes: None: all on data. sizes: units of each dim of the model, which the axes must divide.
+    Communicates: with all ranks, unless they are a process group already.
+    """
+    me = ranks() or Ranks()
+    here = torch.device(device) if device is not None else _device(me)
+    world = _world(me)
+    plan = checked(axes, world, sizes or {}, inner=inner)  # before anybody waits for anybody
+    connected = _joined(me, here)
+    return Grid.of(plan, connected=connected, ranks_per_node=max(me.local_world, 1)), here
+
+
+def checked(
+    axes: Axes | None, world: int, sizes: Mapping[str, int], *, inner: Inner | None = None
+) -> Plan:
+    """The plan of a grid of `world` ranks, or a PlanError with every problem.
+
+    Its batch says nothing: how samples are cut is a matter of whoever brings them.
+    """
+    odd = [] if isinstance(axes, Plan) else sorted({*(axes or {})} - {*AXES})
+    if odd:
+        raise PlanError(
+            f"{', '.join(odd)}: no axis. The axes are {', '.join(AXES)}. Use one of these."
+        )
+    plan = axes if isinstance(axes, Plan) else Plan(**dict[str, Any](axes or {}))
+    known = {axis: max(size, 1) for axis, size in plan.degrees.items()}
+    plan = replace(
+        plan,
+        inner=inner or plan.inner,
+        batch=math.prod(known.values()) * world * known["col"],
+        micro_batch=known["col"],
+        recompute="none",
+        memory=0.0,
+    )
+    return plan.check(sizes, world)
+
+
+def _world(me: Ranks) -> int:
+    from torch import distributed
+
+    return distributed.get_world_size() if _grouped() else me.world
+
+
+def _grouped() -> bool:
+    from torch import distributed
+
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def _device(me: Ranks) -> torch.device:
+    """The device of this place on its node, or the CPU."""
+    if torch.cuda.is_available() and me.local_rank < torch.cuda.device_count():
+        return torch.device("cuda", me.local_rank)
+    return torch.device("cpu")
+
+
+def _joined(me: Ranks, device: torch.device) -> bool:
+    """Join the others if there are any; whether there is a process group of several."""
+    if not _grouped() and me.world > 1:
+        from torch import distributed
+
+        cuda = device.type == "cuda"
+        if cuda:
+            torch.cuda.set_device(device)
+        connect(me, backend="nccl" if cuda else "gloo")
+        if cuda:
+            atexit.register(distributed.destroy_process_group)
+    return _world(me) > 1

@@ -1,0 +1,414 @@
+"""Loop: what a training loop that was written for one process needs to run on a grid.
+
+The loop keeps its model, its AdamW and its data loader; each gets a twin with the same manners:
+
+    Lent     the model on the grid; called as before, it gives whole losses and logits
+    AdamW    the optimizer's own param_groups (schedulers go on working), our update, states sharded
+    shared   the loader, of whose every batch a (data, expert, depth) coordinate gets its part
+
+So a batch of the loop is that of the whole grid, and its losses are those of one process. The
+gradients are in buckets until the step: `p.grad` stays empty. Not handled: stages (pipe), which
+take turns; optimizers other than AdamW.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from ranvier.checkpoint import folder, saver
+from ranvier.checkpoint import manifest as manifests
+from ranvier.checkpoint.load import load as load_parts
+from ranvier.comm import verbs
+from ranvier.comm.agree import differences, everyone, together
+from ranvier.comm.deferred import Deferred, Group
+from ranvier.comm.pairs import total
+from ranvier.data.loader import rows
+from ranvier.errors import CheckpointError, DataError, NumericError, PlanError
+from ranvier.grid import Grid
+from ranvier.infer.called import averaged, batch_axis, called, filled, logits_of
+from ranvier.infer.loaded import MASTER
+from ranvier.infer.scores import REPLICAS
+from ranvier.launch.laid import Axes, checked
+from ranvier.nn import huggingface
+from ranvier.nn.loss import IGNORE
+from ranvier.optim.optimizer import Optimizer
+from ranvier.parallel import Parallel, parallel_of, parallelize
+from ranvier.plan import Inner
+from ranvier.sharding import Place, State
+
+KIND = "loop"
+"""What the queue calls a step: its blocks come in the same order each time."""
+THEIRS = ("input_ids", "attention_mask", "position_ids", "labels")
+"""What a model of transformers may be called with."""
+SAID = {"use_cache": (None, False), "return_dict": (None, True), "past_key_values": (None,)}
+"""What it may be told besides, as it is so in any case."""
+
+
+class Lent(nn.Module):
+    """A model on a grid, called by a loop that knows of none.
+
+    One of transformers gives loss and logits as `called` says. One of ours gives the sum of the
+    losses of my coordinate, or its logits `[b, s, v]`; their gradient is that of the mean over the
+    coordinates, so that a loop that divides by its own tokens learns from the mean of all.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.theirs = model, huggingface.recognised(model)
+        self.samples = 0
+        """Samples of training so far, of all coordinates: dropout depends on them."""
+
+    @property
+    def parallel(self) -> Parallel:
+        """What the model knows of itself on the grid."""
+        return parallel_of(self.model)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it. Communicates: as the model, and to make the result whole."""
+        return self._called(*args, **kwargs) if self.theirs else self._plain(*args, **kwargs)
+
+    def _numbers(self, count: int) -> Tensor | None:
+        """The numbers of my samples, if they are trained on."""
+        if not self.training:
+            return None
+        grid = self.parallel.grid
+        whole = count * grid.axis(*REPLICAS).size
+        found = torch.tensor([self.samples + row for row in rows(whole, grid)])
+        self.samples += whole
+        return found
+
+    def _called(self, input_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Call it as transformers does."""
+        odd = [
+            f"{name}={value!r:.40}"
+            for name, value in kwargs.items()
+            if name not in THEIRS and value is not None and value not in SAID.get(name, ())
+        ]
+        if args or odd or input_ids is None:
+            raise PlanError(
+                f"{type(self.model).__name__} was called with {', '.join(odd) or 'other inputs'}. "
+                f"On a grid it takes {', '.join(THEIRS)}, by name. Leave the others out."
+            )
+        known = {name: kwargs[name] for name in THEIRS if kwargs.get(name) is not None}
+        return called(self.model, input_ids, samples=self._numbers(len(input_ids)), **known)
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Call it as ours: tokens, targets, positions, documents, all `[b, s]`."""
+        bound = inspect.signature(type(self.model).forward).bind(self.model, *args, **kwargs)
+        inputs = {k: x for k, x in bound.arguments.items() if isinstance(x, Tensor)}
+        parallel, shape = self.parallel, inputs["tokens"].shape
+        even = {
+            name: filled(x, parallel, value=IGNORE if name == "targets" else 0)
+            for name, x in inputs.items()
+        }
+        numbers = self._numbers(shape[0])
+        numbers = None if numbers is None else filled(numbers, parallel)
+        if "targets" not in even:
+            return logits_of(self.model, even, shape, numbers)
+        parallel.moment.samples = numbers
+        loss: Tensor = self.model(**even)
+        context = parallel.grid.axis(*batch_axis(parallel).names, "context")
+        return averaged(total(loss, context), 1.0 / parallel.grid.axis(*REPLICAS).size)
+
+
+def lent(
+    model: nn.Module, grid: Grid, *, inner: Inner | None = None, device: torch.device | str
+) -> Lent:
+    """A model on a grid, with the values that rank 0 has.
+
+    Communicates: the making of groups; weight after weight over all axes.
+    """
+    theirs = huggingface.recognised(model)
+    sizes = dict(huggingface.units(model.config) if theirs else getattr(model, "sizes", {}))
+    if grid.degrees["pipe"] > 1:
+        raise PlanError(
+            f"pipe={grid.degrees['pipe']} in a loop of your own. Stages take turns, which no loop "
+            "over a whole model can. Use pipe=1, or `ranvier train`."
+        )
+    if not theirs and "vocab" not in sizes:
+        raise PlanError(
+            f"{type(model).__name__} is no language model of transformers, nor one with `dims` and "
+            "`sizes` of ours. Which of its results are split over ranks is not known. Use "
+            "ranvier.parallelize and ranvier.train.step for it."
+        )
+    how: Axes = grid.degrees
+    inner = "features" if theirs else checked(how, grid.world, sizes, inner=inner).inner
+    with torch.no_grad():
+        for param in model.parameters():
+            if not param.is_meta and grid.world > 1:
+                # one whole weight at a time; ranks may have drawn different ones
+                param.copy_(verbs.broadcast(param.detach(), everyone(grid)).wait())
+    return Lent(parallelize(model, grid, inner=inner, device=device))
+
+
+# ---- the optimizer ------------------------------------------------------------------------------
+
+
+class AdamW(torch.optim.Optimizer):
+    """The loop's AdamW, whose numbers it keeps, with our update of sharded weights."""
+
+    def __init__(self, theirs: torch.optim.Optimizer, kinds: Mapping[Group, int], lent: Lent):
+        """kinds: which of its groups each kind of weights is in."""
+        self.queue: Deferred = lent.parallel.queue
+        self.theirs, self.kinds, self.lent = theirs, dict(kinds), lent
+        first = theirs.param_groups[0]
+        super().__init__([dict(group) for group in theirs.param_groups], theirs.defaults)
+        self.param_groups = theirs.param_groups  # schedulers of theirs change these
+        self.ours = Optimizer(
+            self.queue, betas=tuple(first["betas"]), eps=float(first["eps"]), clip=0.0
+        )
+        self.queue.begin(KIND)
+
+    @classmethod
+    def of(cls, theirs: torch.optim.Optimizer, members: Mapping[str, int], lent: Lent) -> AdamW:
+        """From an optimizer whose groups had the parameters of these names."""
+        kinds, odd = dict[Group, int](), list[str]()
+        weights = lent.parallel.weights.values()
+        for weight in (w for w in weights if w.trainable):
+            number = members.get(weight.name, -1)
+            if kinds.setdefault(weight.group, number) != number or number < 0:
+                odd.append(f"{weight.name} ({weight.group})")
+        if odd:
+            raise PlanError(
+                f"The groups of AdamW do not fit: {', '.join(odd[:5])}{' ...' * (len(odd) > 5)}. "
+                "Every weight that is trained is in one, and all matrices, all embeddings and all "
+                "vectors (norms, biases) are each in the same. Group them so, and freeze the rest."
+            )
+        held = {weight.name: weight.param for weight in weights}
+        for number, group in enumerate(theirs.param_groups):  # lets the whole weights go
+            group["params"] = [held[name] for name, at in members.items() if at == number]
+        return cls(theirs, kinds, lent)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the weights and forget the gradients. Communicates: as `Optimizer.step`."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        groups = {kind: self.param_groups[number] for kind, number in self.kinds.items()}
+        self.ours.factors = {kind: float(group["lr"]) for kind, group in groups.items()}
+        self.ours.decays = {kind: float(group["weight_decay"]) for kind, group in groups.items()}
+        self.ours.step(1.0)
+        self.ours.clip = 0.0
+        self.theirs._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+        self.queue.begin(KIND)
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        self.ours.clip = 0.0
+        buckets = self.queue.buckets
+        if any(b.grad or b.full is not None or b.reduced or b.finished for b in buckets):
+            self.queue.begin(KIND)
+
+    def clip(self, limit: float, *, finite: bool = False) -> Tensor:
+        """Norm of the gradients, of which the next step takes at most `limit`.
+
+        finite: another norm is an error. Communicates: as `Optimizer.norm`.
+        """
+        norm, self.ours.clip = self.ours.norm(), float(limit)
+        if finite and not bool(norm.isfinite()):
+            raise NumericError(
+                f"The norm of the gradients is {float(norm)}. An update needs numbers. Look for "
+                "what makes them too large, or let the step leave it out (error_if_nonfinite)."
+            )
+        return norm
+
+    def numbers(self) -> list[dict[str, Any]]:
+        """What each group has besides its weights: learning rates, as a scheduler has left them."""
+        kept = [{k: x for k, x in g.items() if k != "params"} for g in self.param_groups]
+        return [{k: float(x) if isinstance(x, Tensor) else x for k, x in g.items()} for g in kept]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refused: a rank has a part of it only."""
+        raise PlanError(
+            "state_dict() of an optimizer on a grid. Each rank has a part of its state. Save model "
+            "and optimizer together: fabric.save, accelerator.save_state."
+        )
+
+
+def members_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """The group of an optimizer that each parameter of a model is in, by its name."""
+    groups = optimizer.param_groups
+    wrong = [key for key in ("amsgrad", "maximize") if any(group.get(key) for group in groups)]
+    same = all(
+        (group["betas"], group["eps"]) == (groups[0]["betas"], groups[0]["eps"])
+        for group in groups
+        if "betas" in group and "eps" in group
+    )
+    if type(optimizer) is not torch.optim.AdamW or wrong or not same or optimizer.state:
+        what = ", ".join(wrong) or ("" if same else "several betas or eps")
+        what = what or ("steps behind it" if optimizer.state else "")
+        raise PlanError(
+            f"{type(optimizer).__name__}{' with ' * bool(what)}{what}. On a grid weights are "
+            "updated by AdamW, of which all groups have the same betas and eps. Use a new "
+            "torch.optim.AdamW; load its state afterwards."
+        )
+    numbers = {id(p): n for n, group in enumerate(groups) for p in group["params"]}
+    return {n: numbers[id(p)] for n, p in model.named_parameters() if id(p) in numbers}
+
+
+# ---- the data -----------------------------------------------------------------------------------
+
+
+class Shares:
+    """A batch sampler of which a rank gets its part of each batch."""
+
+    def __init__(self, sampler: Any, grid: Grid, device: torch.device | str) -> None:
+        self.whole, self.grid, self.device = sampler, grid, device
+        self.sampler = getattr(sampler, "sampler", sampler)
+        self.batch_size = getattr(sampler, "batch_size", None)
+        self.drop_last = getattr(sampler, "drop_last", False)
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """My part of each batch, in the order that rank 0 draws.
+
+        Communicates: the state of random numbers over all axes, and whether ranks agree.
+        """
+        state = torch.get_rng_state().to(self.device)
+        torch.set_rng_state(verbs.broadcast(state, everyone(self.grid)).wait().cpu())
+        first = True
+        for batch in self.whole:
+            if first:
+                odd = differences({"first batch": str(batch)[:999]}, self.grid, self.device)
+                if odd:
+                    raise DataError(
+                        f"Ranks draw different samples: {odd[0][:300]}. All must sample alike; "
+                        "each then takes its part. Seed the generator of the sampler."
+                    )
+            first = False
+            indices = list(batch)
+            yield [indices[row] for row in share(len(indices), self.grid)]
+
+
+def share(batch: int, grid: Grid) -> range:
+    """The rows of a batch that are mine."""
+    replicas = grid.degrees["data"] * grid.degrees["expert"] * grid.degrees["depth"]
+    if batch % replicas:
+        raise DataError(
+            f"A batch has {batch} samples, but data·expert·depth={replicas} coordinates share it. "
+            "It must be a multiple of it, the last one too. Use another batch_size, and "
+            "drop_last=True."
+        )
+    return rows(batch, grid)
+
+
+class Streamed:
+    """A loader without numbered samples: every rank reads all and keeps its part of each batch."""
+
+    def __init__(self, loader: Iterable[Any], grid: Grid) -> None:
+        self.loader, self.grid = loader, grid
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]  # asked only of those that have one
+
+    def __iter__(self) -> Iterator[Any]:
+        return (parted(batch, self.grid) for batch in self.loader)
+
+
+def parted(batch: Any, grid: Grid) -> Any:
+    """The part of a batch that is mine: of every tensor some rows."""
+    if isinstance(batch, Tensor):
+        mine = share(batch.shape[0], grid)
+        return batch[mine.start : mine.stop]
+    if isinstance(batch, Mapping):
+        return {key: parted(x, grid) for key, x in batch.items()}
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        return [parted(x, grid) for x in batch]
+    return batch
+
+
+def shared(loader: Any, grid: Grid, device: torch.device | str) -> Any:
+    """The loader of my coordinate: its part of each batch of the loop's."""
+    if grid.axis(*REPLICAS).size == 1 and grid.world == 1:
+        return loader
+    streamed = isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None
+    if streamed or not isinstance(loader, DataLoader):
+        return Streamed(loader, grid)
+    sampler: Any = Shares(loader.batch_sampler, grid, device)
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+        generator=loader.generator,
+    )
+
+
+# ---- saving -------------------------------------------------------------------------------------
+
+
+def tensors(lent: Lent, optimizer: AdamW | None) -> tuple[State, State]:
+    """What a loop goes on from, and what of it this rank writes."""
+    parallel, index = lent.parallel, lent.parallel.grid.index
+    owners = {w.name: w.bucket.owned(w) for w in parallel.weights.values()}
+    state = optimizer.ours.state() if optimizer is not None else {}
+    rest = {
+        f"{w.name}{MASTER}": (w.param.detach(), w.place)
+        for w in parallel.weights.values()
+        if f"{w.name}{MASTER}" not in state
+    }
+    mine = {name: x for name, x in state.items() if owners[name.rpartition(".")[0]]}
+    if index["data"] == 0:  # weights themselves are not split over data
+        mine |= {name: x for name, x in rest.items() if owners[name.rpartition(".")[0]]}
+    numbers: State = {"loop.samples": (torch.tensor(lent.samples), Place((), (), (), ()))}
+    if optimizer is not None:
+        numbers["loop.updates"] = (optimizer.ours.updates, Place((), (), (), ()))
+    mine |= numbers if parallel.grid.rank == 0 else {}
+    return {**state, **rest, **numbers}, mine
+
+
+def save(where: Path, lent: Lent, optimizer: AdamW | None, facts: Mapping[str, Any]) -> None:
+    """Save as a directory that any grid reads. Communicates: as `checkpoint.saver.Saver`."""
+    groups = [] if optimizer is None else optimizer.numbers()
+    try:
+        told = json.loads(json.dumps({"facts": dict(facts), "groups": groups}))
+    except (TypeError, ValueError) as error:
+        raise PlanError(
+            f"What is to be saved beside model and optimizer is no JSON: {error}. Checkpoints hold "
+            "tensors and plain facts, no pickles. Give numbers, texts, lists and tables."
+        ) from None
+    grid, queue = lent.parallel.grid, lent.parallel.queue
+    saver.save(where, 0, tensors(lent, optimizer)[1], {"loop": told}, grid, queue.device)
+
+
+def load(where: Path, lent: Lent, optimizer: AdamW | None) -> dict[str, Any]:
+    """Go on from what any grid has saved; the facts beside the tensors.
+
+    Communicates: one number over all axes; all-gather of weights over data.
+    """
+    paths = folder.found(where)
+    if not paths:
+        raise CheckpointError(
+            f"{where} has no checkpoint. One is a directory that a loop on a grid has saved. Give "
+            "the path that was saved to."
+        )
+    parallel, (state, _) = lent.parallel, tensors(lent, optimizer)
+    queue = parallel.queue
+    together(lambda: load_parts(paths[-1], state, cast=True), parallel.grid, queue.device)
+    lent.samples = int(state["loop.samples"][0])
+    queue.loads += 1
+    told = manifests.read(paths[-1]).facts.get("loop", {})
+    if optimizer is not None:
+        optimizer.ours.restored()
+        for group, numbers in zip(optimizer.param_groups, told.get("groups", []), strict=False):
+            group |= {key: tuple(x) if key == "betas" else x for key, x in numbers.items()}
+    queue.begin(KIND)
+    return dict(told.get("facts", {}))

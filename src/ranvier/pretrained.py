@@ -1,0 +1,298 @@
+"""Pretrained: a model that others published, or that a run has trained, on any grid.
+
+    model = ranvier.from_pretrained("path/or/name", plan={"row": 2, "depth": 2})
+    model.generate(input_ids, max_new_tokens=20)
+    model(input_ids, labels=labels).loss.backward()
+
+Under a launcher every rank calls it; each maps the files and copies its own slices, so that no rank
+holds the whole model or its part twice. Not handled: a cache of keys and values; gradients through
+stages (pipe), which take turns (`ranvier train`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ranvier.checkpoint import folder, published
+from ranvier.checkpoint.published import Published
+from ranvier.comm import verbs
+from ranvier.comm.agree import everyone, largest, together
+from ranvier.data.loader import rows
+from ranvier.data.tokenizer import Tokenizer, tokenizer_of
+from ranvier.errors import DataError, PlanError
+from ranvier.grid import Grid
+from ranvier.infer import loaded
+from ranvier.infer.called import Output, called
+from ranvier.infer.sample import run_of
+from ranvier.infer.scores import REPLICAS
+from ranvier.infer.staged import drawn, generated
+from ranvier.launch.laid import Axes, checked, laid_out
+from ranvier.models import Decoder, DecoderConfig
+from ranvier.models.families import family_of, fitting
+from ranvier.models.family import Family, UnknownError
+from ranvier.optim.optimizer import Optimizer
+from ranvier.parallel import Parallel, parallel_of
+from ranvier.plan import Inner
+from ranvier.train import exchange
+
+
+def from_pretrained(
+    source: str | Path,
+    *,
+    plan: Axes | None = None,
+    grid: Grid | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    inner: Inner | None = None,
+) -> Pretrained:
+    """A published model (directory, file, name on the hub), or that of a run, ready to be asked.
+
+    plan: ranks on each axis, `{"row": 2}`, or a Plan; all others lie on data. grid: instead of it,
+    one that is there. dtype: of the weights; None: as they are stored. inner: what col splits.
+    Communicates: with all ranks that the launcher has started, unless a grid is given.
+    """
+    path = exchange.found(str(source))
+    origin = path.parent.parent if folder.STEP.fullmatch(path.name) else path
+    run = run_of(origin) if (origin / "config.toml").exists() else None
+    there = None if run is not None else Published.open(path)
+    config: DecoderConfig = run.model if run is not None else _config(there)
+    sizes = {name: getattr(config, name) for name in SIZES}
+    if grid is None:
+        grid, here = laid_out(plan, sizes=sizes, inner=inner, device=device)
+    else:
+        here = torch.device(device or "cpu")
+    inner = checked(plan or grid.degrees, grid.world, sizes, inner=inner).inner
+    if there is None:
+        step = folder.step_of(path) if path != origin else None
+        model = loaded.load(origin, grid, here, step=step, inner=inner, dtype=dtype)
+        return Pretrained(model, origin)
+    with there:
+        model = loaded.empty(config, grid, here, inner=inner, dtype=dtype or there.dtype)
+        parallel = parallel_of(model)
+        together(lambda: there.fill(parallel.state()), grid, here)
+    parallel.queue.loads += 1
+    parallel.queue.begin("")
+    return Pretrained(model.eval(), there.folder)
+
+
+SIZES = ("embed", "heads", "kv_heads", "mlp", "vocab", "layers")
+"""Dims that a plan is checked against."""
+
+
+def _config(there: Published | None) -> DecoderConfig:
+    assert there is not None
+    return there.config
+
+
+class Pretrained(nn.Module):
+    """A model on a grid with the manners of those of transformers."""
+
+    def __init__(self, model: Decoder, origin: Path) -> None:
+        super().__init__()
+        self.model, self.origin = model, origin
+        self.grid, self.config = self.parallel.grid, model.config
+        self.train(model.training)
+        self._samples = 0
+        """Samples of training so far, of all coordinates: dropout depends on them."""
+
+    @property
+    def parallel(self) -> Parallel:
+        """What the model knows of itself on the grid."""
+        return parallel_of(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where my part of the weights is."""
+        return self.parallel.queue.device
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """What its tokens mean, if that came with it."""
+        words = self.origin / "tokenizer.json"
+        return tokenizer_of(str(words), self.origin) if words.exists() else None
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Output:
+        """Loss or logits `[b, s, v]`, as `called` says; the inputs are those of my coordinate.
+
+        Communicates: as `called`.
+        """
+        samples = None
+        if self.training:
+            mine = input_ids.shape[0]
+            whole = mine * self.grid.axis(*REPLICAS).size
+            samples = torch.tensor([self._samples + row for row in rows(whole, self.grid)])
+            self._samples += whole
+        return called(
+            self.model,
+            input_ids,
+            labels=labels,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            samples=samples,
+        )
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        *,
+        max_new_tokens: int = 20,
+        attention_mask: Tensor | None = None,
+        do_sample: bool = False,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        seed: int = 0,
+    ) -> Tensor:
+        """Tokens `[b, s]` with what follows them, `[b, s + at most max_new_tokens]`, on all ranks.
+
+        All ranks ask for the same. What ends a text (None: what came with the model) is its last
+        token; shorter texts are filled up. Draws depend on (seed, row, place), on no grid.
+        Communicates: as `infer.staged.generated`.
+        """
+        if max_new_tokens < 1 or input_ids.dim() != 2 or input_ids.shape[1] < 1:
+            raise PlanError(
+                f"max_new_tokens={max_new_tokens} after input_ids of the shape "
+                f"{list(input_ids.shape)}. At least one token follows [samples, tokens]. Use 20."
+            )
+        ends = self.ends if eos_token_id is None else _listed(eos_token_id)
+        choose = drawn(
+            temperature=temperature if do_sample else 0.0, top_k=top_k, top_p=top_p, seed=seed
+        )
+        prompts = prompts_of(input_ids, attention_mask)
+        said = generated(
+            self.model, prompts, max_new_tokens, choose, ended=lambda words: words[-1] in ends
+        )
+        known = [pad_token_id] if pad_token_id is not None else self._known("pad_token_id")
+        fill = (known or ends or [0])[0]
+        longest = max(map(len, said))
+        more = [words + [fill] * (longest - len(words)) for words in said]
+        return torch.cat([input_ids.cpu(), torch.tensor(more)], 1).to(input_ids.device)
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Tokens that end a text: those that came with the model."""
+        own = self.tokenizer if (self.origin / "config.toml").exists() else None
+        return self._known("eos_token_id") or ([own.end] if own is not None else [])
+
+    def _known(self, key: str) -> list[int]:
+        """Tokens that the settings beside the weights name, if any do."""
+        homes = (self.origin / exchange.KEPT, self.origin)
+        for path in (h / n for h in homes for n in ("generation_config.json", "config.json")):
+            found = published.table(path).get(key) if path.exists() else None
+            if found is not None:
+                return _listed(found)
+        return []
+
+    def optimizer(
+        self,
+        *,
+        lr: float = 1e-5,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        decay: float = 0.1,
+        clip: float = 1.0,
+    ) -> Optimizer:
+        """AdamW of its weights, states sharded; `step()` updates, and forgets the gradients."""
+        queue = self.parallel.queue
+        return Optimizer(queue, lr=lr, betas=betas, eps=eps, decay=decay, clip=clip)
+
+    # ---- out ----------------------------------------------------------------------------
+
+    def save_pretrained(self, out: str | Path, *, shard: int = exchange.SHARD) -> None:
+        """Write it as others read it; no rank holds more than one whole tensor beside its part.
+
+        Communicates: one tensor after the other over all axes.
+        """
+        kind, config = self._family()
+        dtype = self.parallel.queue.buckets[0].data.dtype
+        config = {**config, "dtype": str(dtype).removeprefix("torch.")}
+        config.pop("torch_dtype", None)
+        entries = published.entries_of(kind, self.config)
+        shapes = published.shapes_of(self.config)
+        names = [name for entry in entries for name in entry.ours]
+        listed = published.listed(entries, shapes, dict.fromkeys(names, dtype))
+
+        def write() -> None:
+            if self.grid.rank != 0:
+                while (number := largest(-1, self.grid, self.device)) < len(names):
+                    self._whole(names[number], shapes)
+                return
+            try:
+                with exchange.appearing(Path(out)) as here:
+                    text = json.dumps(config, indent=2) + "\n"
+                    (here / "config.json").write_text(text, encoding="utf-8")
+                    exchange.beside(self.origin, here, config)
+                    read = self._asked(names, shapes)
+                    with exchange.moving("saving") as progress:
+                        published.write(here, listed, read, most=shard, progress=progress)
+            finally:
+                largest(len(names), self.grid, self.device)  # no more will be asked for
+
+        together(write, self.grid, self.device)
+
+    def _family(self) -> tuple[Family, dict[str, Any]]:
+        """What others call such a model, and its config.json."""
+        if (self.origin / "config.toml").exists():
+            return exchange.told(self.origin, run_of(self.origin))
+        theirs = published.table(self.origin / "config.json")
+        try:
+            return family_of(theirs), theirs
+        except UnknownError:
+            return fitting(self.config, "")
+
+    def _asked(self, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> Any:
+        """Reads the whole of a weight on rank 0, for which all others are told its number."""
+
+        def read(name: str) -> Tensor:
+            largest(names.index(name), self.grid, self.device)
+            return self._whole(name, shapes)
+
+        return read
+
+    def _whole(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
+        """A whole weight on all ranks, bit by bit. Communicates: all-reduce over all axes."""
+        parallel, device = self.parallel, self.device
+        dtype = parallel.queue.buckets[0].data.dtype
+        whole = torch.zeros(shapes[name], dtype=dtype, device=device)
+        weight = parallel.weights.get(name)
+        first = self.grid.index["data"] == 0
+        if weight is not None and first and weight.bucket.owned(weight):
+            weight.place.put(whole, weight.param.detach())
+        # bits are added, not numbers: -0.0 stays what it is
+        bits = verbs.all_reduce(whole.view(-1).view(torch.uint8), everyone(self.grid)).wait()
+        return bits.view(dtype).view(shapes[name]).cpu()
+
+
+def prompts_of(tokens: Tensor, mask: Tensor | None) -> list[list[int]]:
+    """The tokens of each row `[s]` that its mask does not leave out, which are the last ones."""
+    if mask is None:
+        return [[int(token) for token in row] for row in tokens.tolist()]
+    ones = (mask != 0).long()
+    if mask.shape != tokens.shape or bool((torch.diff(ones, dim=1) < 0).any()):
+        raise DataError(
+            f"attention_mask of the shape {list(mask.shape)} leaves out tokens behind others. What "
+            "follows a text comes right behind it. Fill up at the left (padding_side='left')."
+        )
+    if bool((ones.sum(1) == 0).any()):
+        raise DataError("A row of attention_mask has no token. A text has one at least. Leave it.")
+    both = zip(tokens.tolist(), ones.tolist(), strict=True)
+    return [[t for t, one in zip(row, kept, strict=True) if one] for row, kept in both]
+
+
+def _listed(ends: int | Sequence[int]) -> list[int]:
+    return [ends] if isinstance(ends, int) else list(ends)

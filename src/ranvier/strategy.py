@@ -1,0 +1,224 @@
+"""RanvierStrategy: the grid for a loop of Lightning Fabric.
+
+    fabric = Fabric(strategy=RanvierStrategy(row=2, col=2), devices=4, accelerator="cpu")
+    fabric.launch()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    loader = fabric.setup_dataloaders(loader)
+
+All else of the loop stays: see `loop` for what happens to the three. Processes are started and
+found as Fabric does it; what they tell each other goes over the grid.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ranvier import loop
+from ranvier.comm import verbs
+from ranvier.comm.agree import everyone, largest, told
+from ranvier.errors import PlanError
+from ranvier.grid import Grid
+from ranvier.launch.laid import checked
+from ranvier.loop import AdamW, Lent
+from ranvier.plan import Inner
+
+PRECISIONS = ("32-true", "64-true", "bf16-true")
+"""Those in which weights have one type; master weights of bf16 ones are in fp32 in any case."""
+
+
+def _theirs() -> Any:
+    """Fabric's strategy of one process a device: of the package that the loop has imported."""
+    names = ("lightning.fabric", "lightning_fabric")
+    try:
+        name = next((name for name in names if name in sys.modules), names[1])
+        return importlib.import_module(f"{name}.strategies").DDPStrategy
+    except ImportError:
+        raise PlanError(
+            "RanvierStrategy without lightning-fabric. It is one of its strategies. Install the "
+            "extra: pip install 'ranvier[fabric]'."
+        ) from None
+
+
+class _Nothing:
+    """Gradients are reduced at the step: there is nothing to hold back before."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Hold nothing back."""
+        return nullcontext()
+
+
+class RanvierStrategy(_theirs()):  # type: ignore[misc]  # whichever of the two packages
+    """A strategy of Fabric whose processes form a grid."""
+
+    def __init__(
+        self,
+        plan: Mapping[str, int] | None = None,
+        *,
+        inner: Inner | None = None,
+        grid: Grid | None = None,
+        **axes: int,
+    ) -> None:
+        """plan, axes: ranks on each axis, `row=2`; all others lie on data. grid: one that is there.
+
+        inner: what col splits inside the model; of those of transformers always features.
+        """
+        super().__init__()
+        self.axes, self.inner, self._grid = {**(plan or {}), **axes}, inner, grid
+        self._backward_sync_control = _Nothing()
+        self._lent: Lent | None = None
+        self._members: dict[str, int] | None = None
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of all processes, once they are there."""
+        if self._grid is None:
+            raise PlanError("The grid is made when processes are. Call fabric.launch() first.")
+        return self._grid
+
+    def setup_environment(self) -> None:
+        """Join the others and lay out the grid. Communicates: with all processes."""
+        given = str(self.precision.precision)
+        if given not in PRECISIONS:
+            raise PlanError(
+                f"precision={given!r}. On a grid all weights have one type, and autocast is not "
+                f"used. Use one of {', '.join(PRECISIONS)}."
+            )
+        if self._grid is None:
+            plan = checked(self.axes, self.num_nodes * self.num_processes, {}, inner=self.inner)
+            super().setup_environment()
+            nodes = max(self.num_processes, 1)
+            self._grid = Grid.of(plan, connected=plan.world > 1, ranks_per_node=nodes)
+        else:
+            self.accelerator.setup_device(self.root_device)
+
+    def _setup_distributed(self) -> None:
+        self._set_world_ranks()
+        if self.num_nodes * self.num_processes > 1:  # one rank alone needs no group
+            super()._setup_distributed()
+
+    # ---- model, optimizer, data -----------------------------------------------------------------
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Any], Any]:
+        """Model and AdamW on the grid."""
+        if len(optimizers) != 1:
+            raise PlanError(f"{len(optimizers)} optimizers of one model. A grid has one. Use one.")
+        members = loop.members_of(module, optimizers[0])
+        lent = self.setup_module(module)
+        return lent, [AdamW.of(optimizers[0], members, lent)], scheduler
+
+    def setup_module(self, module: nn.Module) -> Lent:
+        """The model on the grid. Communicates: as `loop.lent`."""
+        self._lent = loop.lent(module, self.grid, inner=self.inner, device=self.root_device)
+        return self._lent
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> AdamW:
+        """AdamW of the model that was set up last, whose parameters it was made of."""
+        if self._lent is None:
+            raise PlanError("An optimizer without its model. Use fabric.setup(model, optimizer).")
+        members = loop.members_of(self._lent.model, optimizer)
+        return AdamW.of(optimizer, members, self._lent)
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Nothing: only the parts of a model go to their devices."""
+
+    @property
+    def distributed_sampler_kwargs(self) -> None:
+        """None: samplers stay as they are, and each coordinate takes its part of a batch."""
+        return None
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """The loader of my coordinate."""
+        return loop.shared(dataloader, self.grid, self.root_device)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """The norm over the whole grid; the next step takes at most `max_norm` of it."""
+        if float(norm_type) != 2.0:
+            raise PlanError(f"norm_type={norm_type}. Gradients are clipped by their Euclidean norm")
+        adamw: AdamW = getattr(optimizer, "optimizer", optimizer)
+        return adamw.clip(float(max_norm), finite=error_if_nonfinite)
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
+        """Refused: gradients are reduced when the step comes."""
+        raise PlanError(f"clip_val={clip_val}. A grid clips by norm. Use max_norm=1.0.")
+
+    # ---- among processes ------------------------------------------------------------------------
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Tensors of all ranks, one after the other in a new dim."""
+        return verbs.all_gather(tensor.unsqueeze(0), everyone(self.grid)).wait()
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """The mean or sum over all ranks, which those of a coordinate enter alike."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        found = verbs.all_reduce(tensor, everyone(self.grid)).wait()
+        mean = str(reduce_op).lower().removeprefix("redoptype.") in ("mean", "avg")
+        return found / self.grid.world if mean else found
+
+    def barrier(self, *_: Any, **__: Any) -> None:
+        """Wait for all ranks."""
+        if self._grid is not None:
+            largest(0, self.grid, self.root_device)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object of one rank on all."""
+        text = pickle.dumps(obj).hex() if self.grid.rank == src else ""
+        # from a rank of this very program
+        return pickle.loads(bytes.fromhex(told(text, self.grid, self.root_device, source=src)))
+
+    # ---- saving ---------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
+    ) -> None:
+        """Save as a directory that any grid reads; beside model and optimizer only plain facts."""
+        if filter:
+            raise PlanError("filter= of fabric.save. A checkpoint is whole. Leave it out.")
+        lent, adamw, rest = self._found(state)
+        facts = {k: x.state_dict() if hasattr(x, "state_dict") else x for k, x in rest.items()}
+        loop.save(Path(path), lent, adamw, facts)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load what was saved, on this grid or another, into model, optimizer and facts."""
+        lent, adamw, rest = self._found(state if isinstance(state, dict) else {"": state})
+        facts = loop.load(Path(path), lent, adamw)
+        for key, held in rest.items():
+            if key not in facts and strict:
+                raise PlanError(f"{path} has no {key!r}, but {', '.join(facts) or 'no facts'}.")
+            if hasattr(held, "load_state_dict"):
+                held.load_state_dict(facts.pop(key))
+            elif key in facts:
+                state[key] = facts.pop(key)
+        return facts
+
+    def _found(self, state: Mapping[str, Any]) -> tuple[Lent, AdamW | None, dict[str, Any]]:
+        """Model, optimizer and the rest of what a loop saves."""
+        models = [x for x in state.values() if isinstance(x, Lent)]
+        adamws = [x for x in state.values() if isinstance(x, AdamW)]
+        if len(models) != 1 or len(adamws) > 1:
+            raise PlanError(
+                f"{len(models)} models and {len(adamws)} optimizers to save or load. A checkpoint "
+                "is of one model that fabric.setup has given, and its optimizer. Name these."
+            )
+        rest = {k: x for k, x in state.items() if not isinstance(x, Lent | AdamW)}
+        return models[0], adamws[0] if adamws else None, rest
