@@ -100,6 +100,10 @@ class RanvierStrategy(_theirs()):  # type: ignore[misc]  # whichever of the two 
         else:
             self.accelerator.setup_device(self.root_device)
 
+    def _configure_launcher(self) -> None:
+        if self.num_nodes * self.num_processes > 1:  # it would leave variables for others behind
+            super()._configure_launcher()
+
     def _setup_distributed(self) -> None:
         self._set_world_ranks()
         if self.num_nodes * self.num_processes > 1:  # one rank alone needs no group
