@@ -172,6 +172,16 @@ class Run:
 
     def _lora_problems(self) -> Iterator[str]:
         lora, gated = self.lora, self.model.activation in GATED
+        given = [
+            f"lora.{f.name}={getattr(lora, f.name)!r}"
+            for f in dataclasses.fields(lora)
+            if getattr(lora, f.name) != f.default
+        ]
+        if given and lora.rank == 0 and not lora.start:
+            yield (
+                f"{', '.join(given)}, but lora.rank=0: all weights would be trained. Adapters have "
+                "a rank. Add lora.rank=16, or leave these out."
+            )
         words = [word for word in ADAPTED if gated or word != "gate"]
         odd = [word for word in lora.on if word not in words]
         if odd or not lora.on:

@@ -21,7 +21,7 @@ from ranvier.eval import code, harness, metrics, perplexity
 from ranvier.eval.served import Served, Wish
 from ranvier.eval.words import Words
 from ranvier.grid import Grid
-from ranvier.infer.loaded import load
+from ranvier.infer.loaded import load, saved_dtype, spoken_dtype
 from ranvier.infer.sample import checkpoint_of
 from ranvier.launch import Ranks, joined
 from ranvier.pipeline.cut import Cut
@@ -141,7 +141,11 @@ def evaluate(run: Run, folder: Path, wanted: Wanted, me: Ranks) -> int:
         timeout_seconds=run.train.timeout,
     )
     word = run.train.dtype
-    dtype = torch.bfloat16 if word == "auto" and device.type == "cuda" else DTYPES.get(word)
+    if word == "auto":
+        saved = saved_dtype(checkpoint_of(folder, None if wanted.step < 0 else wanted.step))
+        dtype = torch.bfloat16 if device.type == "cuda" else spoken_dtype(saved, device)
+    else:
+        dtype = DTYPES[word]
     how = Cut(
         chunks=run.plan.chunks, first=run.plan.stages, seq=run.data.seq, spread=run.plan.spread
     )

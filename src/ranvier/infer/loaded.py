@@ -55,6 +55,12 @@ def saved_dtype(checkpoint: Path) -> torch.dtype:
     return next((t.dtype for name, t in tensors.items() if name.endswith(MASTER)), torch.float32)
 
 
+def spoken_dtype(dtype: torch.dtype, device: torch.device | str) -> torch.dtype:
+    """The type to ask a model in: a CPU computes in fp32 rather than in 16 bits."""
+    narrow = dtype in (torch.bfloat16, torch.float16) and torch.device(device).type == "cpu"
+    return torch.float32 if narrow else dtype
+
+
 def adapters_in(checkpoint: Path, lora: AdapterConfig) -> AdapterConfig:
     """The adapters of a run, if a checkpoint has them: before the first step it has none."""
     there = any(".adapters." in name for name in manifests.read(checkpoint).tensors)

@@ -125,7 +125,10 @@ def fill(
                 f"{origin} has no {name} of shape {tuple(shape)}. A checkpoint fits the config "
                 "it was trained with. Restore the config.toml of its run."
             )
-        param = nn.Parameter(whole[name].to(device), requires_grad=False)
+        value = whole[name]
+        if value.dtype in (torch.bfloat16, torch.float16) and torch.device(device).type == "cpu":
+            value = value.float()  # a CPU computes in fp32
+        param = nn.Parameter(value.to(device), requires_grad=False)
         for module, key, _ in tied:
             setattr(module, key, param)
 

@@ -217,6 +217,9 @@ def train(run: Run, me: Ranks, stored: list[str] | None = None) -> int:
             trainer.notes += [f"it begins with the weights of {run.train.start}"]
             if me.rank == 0:
                 exchange.carried(run.train.start, folder)
+        elif run.lora.rank and not candidates:
+            line = "adapters are trained beside random weights: give train.start, or import a model"
+            trainer.notes += [line]
         if candidates:
             trainer.notes += trainer.resume(*candidates)
             trainer.meter.phases = dict(folders.facts(folder).get("phases", {}))
