@@ -18,7 +18,7 @@ from ranvier.comm import verbs
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.infer.loaded import empty
-from ranvier.infer.staged import _whole
+from ranvier.infer.staged import evened
 from ranvier.models import Decoder
 from ranvier.parallel import Parallel
 from ranvier.pipeline.cut import Cut
@@ -207,7 +207,7 @@ def whole_logits(parallel: Parallel) -> Tensor:
     parallel.queue.begin("logits")
     found = parallel.pipeline.runtime.forward([Micro({"tokens": tokens()})])
     if found:
-        y = verbs.all_gather(_whole(found[0], parallel), grid.axis(*region["vocab"]), -1).wait()
+        y = verbs.all_gather(evened(found[0], parallel), grid.axis(*region["vocab"]), -1).wait()
         col = grid.axis(*(axis for axis in region["batch"] if axis == "col"))
         y = verbs.all_gather(y, col, 0).wait()[..., :VOCAB].contiguous()
     else:

@@ -156,7 +156,11 @@ class Generate:
 
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """Make a run of a published model: a directory (or file) of safetensors with config.json."""
+    """Make a run of a published model.
+
+    SRC: a directory (or one file) of safetensors with config.json, or a name on the hub where there
+    is a network. Pickled weights are refused; code that comes along is never run.
+    """
 
     to: str = ""
     """Directory of the run; empty: runs/ and the name of the model."""
@@ -164,7 +168,10 @@ class Import:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Write the weights of a run as other engines read them: safetensors, config, tokenizer."""
+    """Write the weights of a run as other engines read them: safetensors, config, tokenizer.
+
+    RUN: the directory of a run, trained or imported.
+    """
 
     to: str = ""
     """Directory to make; empty: the run's name with -export."""

@@ -22,7 +22,7 @@ from ranvier.comm import verbs
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.launch import Ranks
-from ranvier.models import build
+from ranvier.models import DecoderConfig, build
 from ranvier.nn.leaf import Flow
 from ranvier.nn.loss import IGNORE
 from ranvier.optim.optimizer import Optimizer
@@ -72,6 +72,7 @@ def shrink(run: Run) -> Run:
         vocab=vocab,
         max_seq=max(seq, 1),
         dropout=0.0,
+        **_shrunk(model, min(model.layers, max(2, plan.pipe * plan.chunks)), seq),
     )
     batch = plan.replicas * micro * micro_batches
     return replace(
@@ -83,6 +84,21 @@ def shrink(run: Run) -> Run:
         data=replace(run.data, seq=seq),
         lora=replace(run.lora, dropout=0.0, layers=(), start=""),
     )
+
+
+def _shrunk(model: DecoderConfig, layers: int, seq: int) -> dict[str, Any]:
+    """Windows and rotary positions that a text of `seq` tokens meets, of heads of 4 elements."""
+    window = min(model.window, max(seq // 3, 1))
+    slide = tuple(i for i in range(layers) if model.window_of(i * model.layers // layers))
+    turned = max(int(4 * model.rope_share) // 2 * 2, 2)
+    return {
+        "window": window if slide else 0,
+        "window_layers": () if len(slide) == layers else slide,
+        "rope_original": min(model.rope_original, max(seq // 2, 2)),
+        "rope_share": turned / 4,
+        "rope_short": model.rope_short[: turned // 2],
+        "rope_long": model.rope_long[: turned // 2],
+    }
 
 
 def _heads(heads: int, kv_heads: int, row: int, inside: int) -> tuple[int, int]:

@@ -91,6 +91,9 @@ def filled(
         word = {"resume": "auto", "other_data": False, "other_config": False, "partial": False}
         own = replace(run.checkpoint, **dict[str, Any](word))
         run = replace(run, train=replace(run.train, out=files[0]), launch=here, checkpoint=own)
+        own_words = Path(files[0]) / "tokenizer.json"
+        if own_words.exists() and (Path(files[0]) / "published").is_dir():  # it may have moved
+            run = replace(run, data=replace(run.data, tokenizer=str(own_words.absolute())))
         if any(option(options, name) for name in ("--nproc", *(f"--plan.{a}" for a in AXES))):
             run = replace(run, plan=replace(run.plan, data=-1))  # on another grid, if not given
     elif files:

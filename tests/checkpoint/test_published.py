@@ -219,7 +219,122 @@ ODD: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
     ("mixtral", {}, "model_type='mixtral'"),
+    ("llama", {"is_causal": False}, "is_causal=False"),
+    ("llama", {"some_switch": False}, "some_switch=False"),
+    ("llama", {"hidden_act": ["silu"]}, "hidden_act"),
+    ("llama", {"attention_bias": "false"}, "attention_bias='false'"),
+    ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings='false'"),
+    ("llama", {"rope_theta": 0}, "rope_theta=0"),
+    ("llama", {"rope_theta": True}, "rope_theta=True"),
+    ("llama", {"rope_scaling": {"type": "linear", "factor": -2.0}}, "factor=-2.0"),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 0}}, "factor=0"),
+    ("llama", {"vocab_size": 10**20}, "vocab_size"),
+    ("llama", {"hidden_size": 34}, "hidden_size=34"),
+    ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types"),
+    ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    ("phi3", {"layer_types": 5}, "layer_types=5"),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": "x"}, "max_window_layers='x'"),
+    ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping=0.0"),
+    ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0"),
+    ("phi3", {"partial_rotary_factor": 2.0}, "partial_rotary_factor"),
+    ("phi3", {"full_attn_mod": 2}, "full_attn_mod=2"),
+    ("gpt2", {"n_head": 3}, "n_embd=32"),
 ]
+SEEN: dict[str, dict[str, Any]] = {
+    "Qwen2.5-0.5B-Instruct": {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "vocab_size": 151936,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "use_sliding_window": False,
+        "max_window_layers": 21,
+        "sliding_window": 32768,
+        "use_mrope": False,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma-2-9b": {
+        "model_type": "gemma2",
+        "hidden_size": 3584,
+        "num_hidden_layers": 42,
+        "head_dim": 256,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "sliding_window": 4096,
+        "sliding_window_size": 4096,
+        "cache_implementation": "hybrid",
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "gpt2-medium": {
+        "model_type": "gpt2",
+        "n_embd": 1024,
+        "n_layer": 24,
+        "n_head": 16,
+        "n_ctx": 1024,
+        "n_special": 0,
+        "predict_special_tokens": True,
+        "summary_type": "cls_index",
+    },
+    "Phi-4-mini": {
+        "model_type": "phi3",
+        "hidden_size": 3072,
+        "num_hidden_layers": 2,
+        "vocab_size": 200064,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "partial_rotary_factor": 0.75,
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "auto_map": {"AutoModel": "a.B"},
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+    },
+    "deepseek-coder-1.3b": {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "vocab_size": 32256,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "rope_theta": 100000,
+        "rope_scaling": {"factor": 4.0, "type": "linear"},
+        "torch_dtype": "bfloat16",
+    },
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_configs_as_they_are_published_are_read(name: str) -> None:
+    """With the keys that they have and nobody needs."""
+    table = SEEN[name]
+    config = FAMILIES[table["model_type"]].read(table)
+    assert config.window_layers == (tuple(range(0, 42, 2)) if name == "gemma-2-9b" else ())
+    assert config.window == (4096 if name == "gemma-2-9b" else 0)
+    if name == "Phi-4-mini":
+        assert (config.rope, config.rope_share, config.rope_original) == ("longrope", 0.75, 4096)
+    if name == "deepseek-coder-1.3b":
+        assert (config.rope, config.rope_scale, config.rope_theta) == ("linear", 4.0, 1e5)
+
+
+def test_a_document_is_as_long_as_it_is_wherever_it_is_packed() -> None:
+    """LongRoPE's factors depend on the length of the text, not on what lies beside it."""
+    shape: dict[str, Any] = {"layers": 1, "embed": 16, "mlp": 16, "head_dim": 4, "vocab": VOCAB}
+    factors: dict[str, Any] = {"rope_short": (1.0, 2.0), "rope_long": (3.0, 9.0)}
+    model = Decoder(DecoderConfig(**shape, rope="longrope", rope_original=8, **factors)).double()
+    x = tokens()[:1]
+    documents = torch.tensor([[0] * 8 + [1] * 12])
+    positions = torch.cat([torch.arange(8), torch.arange(12)]).unsqueeze(0)
+    with torch.no_grad():
+        packed = model(x, positions=positions, documents=documents)
+        apart = torch.cat([model(x[:, :8]), model(x[:, 8:])], 1)
+        assert (model(x)[:, :8] - apart[:, :8]).abs().max() > 1e-3  # one text of 20 tokens
+    assert torch.allclose(packed, apart, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("kind", "changes", "words"), ODD, ids=[w for *_, w in ODD])
@@ -341,6 +456,14 @@ def test_older_names_and_single_files_are_read(tmp_path: Path, models: dict[str,
         assert all(torch.equal(old.tensor(n), new.tensor(n)) for n in new.shapes)
     with Published.open(models["llama"] / "model.safetensors") as one:
         assert one.family.kind == "llama"
+    shutil.copytree(models["llama"], tmp_path / "two")
+    save_file({"extra": torch.ones(2)}, tmp_path / "two" / "consolidated.safetensors")
+    with Published.open(tmp_path / "two") as two:  # as transformers, which reads the one it knows
+        assert "extra" not in two.where
+    os.rename(tmp_path / "two/model.safetensors", tmp_path / "two/a.safetensors")
+    shutil.copyfile(tmp_path / "two/a.safetensors", tmp_path / "two/consolidated.safetensors")
+    assert "A tensor has one file" in opened(tmp_path / "two")
+    assert "Give " in opened(models["llama"] / "config.json")
     split = save(theirs(*CASES["phi3"]), tmp_path / "split", max_shard_size="20KB")
     assert len([*split.glob("*.safetensors")]) > 2
     with Published.open(split) as many, Published.open(models["phi3"]) as single:

@@ -39,6 +39,7 @@ def test_a_model_is_imported_trained_and_exported(
     assert run_of(run).data.tokenizer == str(run / "tokenizer.json")
     assert call("checkpoint", "verify", str(run)) == 0
     assert call("generate", str(run), "--prompt", "a", "--tokens", "3") == 0
+    run = run.rename(tmp_path / "moved")
     assert call("train", str(run), *FEW) == 0
     assert "Beginning of 2" in capsys.readouterr().out
     assert run_of(run).lr == 2e-5

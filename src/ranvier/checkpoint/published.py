@@ -36,7 +36,7 @@ ROOM = 1 << 30
 """Bytes of a file of the checkpoint that an import makes, unless one tensor has more."""
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
-INDEX = "model.safetensors.index.json"
+INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"
 NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ASIDE = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Ends of the names of tensors that are no weights: masks and tables of older versions."""
@@ -77,6 +77,11 @@ class Published:
     @classmethod
     def open(cls, path: Path) -> Published:
         """A directory, or a safetensors file with config.json beside it."""
+        if path.is_file() and path.suffix != ".safetensors":
+            raise PlanError(
+                f"{path} is no safetensors file. A model is a directory with config.json and "
+                f"*.safetensors, or one such file. Give {path.parent}."
+            )
         folder = path if path.is_dir() else path.parent
         theirs = table(folder / "config.json")
         try:
@@ -105,6 +110,8 @@ class Published:
                     "it. Do not use this model."
                 )
             files = {path / name for name in listed.values()}
+        elif (path / ALONE).exists():
+            files = {path / ALONE}
         else:
             files = {*path.glob("*.safetensors")} - {path / "adapter_model.safetensors"}
         if not files:
@@ -114,8 +121,15 @@ class Published:
                 "read from safetensors only, which run no code. Convert it with "
                 "save_pretrained(..., safe_serialization=True)."
             )
+        known: dict[str, Path] = {}
         for file in sorted(files):
             for name in self._file(file).keys():  # noqa: SIM118, no mapping
+                if name in known:
+                    raise CheckpointError(
+                        f"{name} is in {known[name]} and in {file}. A tensor has one file where "
+                        f"there is no {INDEX}. Remove one of them."
+                    )
+                known[name] = file
                 yield name, file
 
     def _file(self, path: Path) -> Any:

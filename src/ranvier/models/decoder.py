@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ranvier.models.documents import Documents, causal, inside, kernel_takes, several
+from ranvier.models.documents import Documents, causal, inside, kernel_takes, several, spans
 from ranvier.models.rotary import Rotary, RotaryConfig, rotate
 
 Activation = Literal["swiglu", "geglu", "geglu_exact", "reglu", "gelu", "gelu_exact", "relu"]
@@ -117,10 +117,10 @@ class DecoderConfig(RotaryConfig):
                 f"serves the same number of heads. Use a divisor of {self.heads}."
             )
         if turned % 2 and self.positions == "rope":
-            share = f" · rope_share={self.rope_share}" * (self.rope_share != 1.0)
+            share = f" · rope_share={self.rope_share} = {turned}" * (self.rope_share != 1.0)
+            even = f"{self.head_dim + 1}" if self.rope_share == 1.0 else "another of the two"
             found.append(
-                f"head_dim={self.head_dim}{share} is odd. Rotary positions turn pairs. "
-                f"Use {self.head_dim + 1}."
+                f"head_dim={self.head_dim}{share} is odd. Rotary positions turn pairs. Use {even}."
             )
         for name in ("rope_short", "rope_long"):
             count = len(getattr(self, name))
@@ -472,8 +472,11 @@ class Decoder(nn.Module):
                 x = x + self.position(positions)
             x = self.dropout(x)
         assert isinstance(x, Tensor), type(x)
-        angles = None if self.rotary is None else self.rotary(positions, x.dtype)  # once for all
         documents = several(documents)
+        angles = None  # once for all
+        if self.rotary is not None:
+            long = spans(documents, positions.device) if self.config.rope == "longrope" else None
+            angles = self.rotary(positions, x.dtype, long)
         for block in self.blocks[max(parts.start - 1, 0) : parts.stop - 1]:
             x = block(x, angles, documents)
         if parts.stop > len(self.blocks) + 1:

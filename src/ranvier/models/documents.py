@@ -83,6 +83,14 @@ def several(documents: Documents | Tensor | None) -> Documents | None:
     return None if all(len(cuts) == 1 for cuts in documents.lengths) else documents
 
 
+def spans(documents: Documents | None, device: torch.device) -> Tensor | None:
+    """Tokens of the document of each token `[b, s]`; None where each sample is one."""
+    if documents is None or not documents.lengths:
+        return None
+    rows = [[n for n in sample for _ in range(n)] for sample in documents.lengths]
+    return torch.tensor(rows, device=device)
+
+
 def causal(q: Tensor, k: Tensor, v: Tensor, window: int = 0, cap: float = 0.0) -> Tensor:
     """Causal attention; q, y: `[b, s, h, k]`, k, v: `[b, s, g, k]`."""
     shared, seq = q.shape[2] != k.shape[2], q.shape[1]

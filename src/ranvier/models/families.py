@@ -195,6 +195,7 @@ _FAMILIES = (
             "original_max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,
         },
+        only={"full_attn_mod": 1, "interpolate_factor": 1},
         windows="all",
         ropes=("default", "longrope"),
     ),

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -83,23 +83,27 @@ class Family:
             ours["kv_heads"] = heads
         if ours.get("head_dim") is None:
             ours["head_dim"] = embed // heads if heads else 0
+            if heads and embed % heads:
+                problems.append(odd(self._key("embed"), embed, f"a multiple of the {heads} heads"))
         if ours.get("mlp") is None:
             ours["mlp"] = 4 * embed
         for name in ("layers", "kv_heads", "head_dim", "mlp", "vocab", "max_seq"):
             ours[name] = _whole({self._key(name): ours[name]}, self._key(name), problems)
-        for name in ("norm_eps", "init_std", "attention_scale", "attention_cap", "logit_cap"):
+        for name in ("norm_eps", "init_std"):
+            ours[name] = _number(ours[name], self._key(name), problems)
+        for name in ("attention_scale", "attention_cap", "logit_cap"):
             if name in ours:
-                ours[name] = _number(ours[name], self._key(name), problems)
-        ours["biases"] = tuple(
-            sorted(
-                {layer for key, some in self.biased.items() if theirs.get(key) for layer in some}
-            )
-            or self.always.get("biases", ())
-        )
+                none = ours[name] is None and name != "attention_scale"
+                ours[name] = 0.0 if none else _above(ours[name], self._key(name), problems)
+        ours["tied"] = _flag(theirs, self._key("tied"), problems)
+        given = [some for key, some in self.biased.items() if _flag(theirs, key, problems)]
+        layers = sorted({layer for some in given for layer in some})
+        ours["biases"] = tuple(layers or self.always.get("biases", ()))
         act = theirs.get(self.activation)
+        act = act if isinstance(act, str) else repr(act)
         if act not in self.acts:
             problems.append(odd(self.activation, act, f"one of {', '.join(self.acts)}"))
-        ours["activation"] = self.acts.get(str(act), "swiglu")
+        ours["activation"] = self.acts.get(act, "swiglu")
         if self.windows:
             ours |= _window(theirs, self.windows, problems)
         if ours.get("positions", "rope") == "rope":
@@ -116,14 +120,15 @@ class Family:
     def write(self, config: DecoderConfig) -> dict[str, Any]:
         """Their config of ours; `UnknownError` names the fields that they cannot have."""
         ours = dataclasses.asdict(config)
-        theirs = {"model_type": self.kind, "architectures": [self.architecture], **self.only}
+        theirs: dict[str, Any] = {"model_type": self.kind, "architectures": [self.architecture]}
         theirs |= {key: ours[name] for key, name in self.keys.items()}
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             if key in theirs:
                 theirs[key] = theirs[key] or None
         if theirs.get("query_pre_attn_scalar") == 0.0:
             theirs["query_pre_attn_scalar"] = config.head_dim
-        theirs |= {k: set(some) <= set(config.biases) for k, some in self.biased.items()}
+        has = {layer for layer in LAYERS if config.has_bias(layer)}
+        theirs |= {key: set(some) <= has for key, some in self.biased.items()}
         named = {ours: theirs for theirs, ours in reversed([*self.acts.items()])}
         theirs[self.activation] = named.get(config.activation)
         if self.windows:
@@ -133,6 +138,9 @@ class Family:
             if config.rope == "longrope":
                 theirs["original_max_position_embeddings"] = config.rope_original
         again = self.read(theirs) if theirs[self.activation] else None
+        if config.norm == "rms" and again is not None:  # bias: that of all linear layers
+            same = all(config.has_bias(layer) == again.has_bias(layer) for layer in LAYERS)
+            ours |= {"bias": again.bias, "biases": again.biases} if same else {}
         lost = [f for f in ours if again is None or getattr(again, f) != ours[f]]
         lost = [f for f in lost if f not in FREE]
         if again is None or lost:
@@ -167,19 +175,30 @@ class Family:
         """What of their config has no meaning here and might change the model."""
         found = [
             odd(key, theirs[key], repr(value))
-            for key, value in self.only.items()
-            if key in theirs and theirs[key] != value
+            for key, value in {**ALWAYS, **self.only}.items()
+            if key in theirs and (theirs[key] != value or type(theirs[key]) is not type(value))
         ]
-        known = {*self.keys, *self.only, *self.biased, *self.default, self.activation, *HARMLESS}
+        known = {
+            *self.keys,
+            *self.only,
+            *ALWAYS,
+            *self.biased,
+            *self.default,
+            self.activation,
+            *HARMLESS,
+        }
         known |= {"sliding_window", "layer_types"} if self.windows else set()
         if "rope_theta" in self.default:
             known |= {"rope_parameters", "rope_scaling", "partial_rotary_factor"}
             known |= {"original_max_position_embeddings"}
         for key, value in theirs.items():
-            if key not in known and not key.startswith("_") and value not in EMPTY:
+            empty = value is None or value in ([], {}, "")
+            off = key in OFF and value in (False, 0)
+            if key not in known and not key.startswith("_") and not empty and not off:
                 found.append(
                     f"config.json has {key}={value!r:.80}, which is not known for {self.kind}. It "
-                    "may change what the model computes. Remove it if it does not."
+                    "may change what the model computes. If it does not, take it out of a copy of "
+                    "config.json."
                 )
         return found
 
@@ -208,15 +227,23 @@ class Family:
             table["original_max_position_embeddings"] = before
         try:
             return _read_rope(kind, table, ours["max_seq"])
-        except (KeyError, TypeError, ValueError) as error:
-            problems.append(odd("rope_parameters", dict(table), f"complete ({error!r})"))
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            problems.append(odd("rope_parameters", dict(table), f"complete and sound ({error})"))
             return {}
 
 
+LAYERS: tuple[Literal["qkv", "o", "mlp"], ...] = ("qkv", "o", "mlp")
 FREE = ("dropout", "init_std")
 """Settings of training, which need not be the same."""
-EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {})
-"""Values of unknown keys that leave a model as it is."""
+OFF = (
+    *("use_mrope", "n_special", "rope_interleaved", "is_encoder_decoder", "torchscript"),
+    *("tie_encoder_decoder", "remove_invalid_values", "use_bfloat16", "tf_legacy_loss"),
+    *("output_scores", "return_dict_in_generate", "use_bidirectional_attention", "pruned_heads"),
+    *("cross_attention_hidden_size", "exponential_decay_length_penalty", "add_cross_attention"),
+)
+"""Keys that leave a model as it is where they are off."""
+ALWAYS = {"is_causal": True}
+"""What all families must be where they say it."""
 HARMLESS = (
     *("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "use_cache"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),
@@ -230,7 +257,9 @@ HARMLESS = (
     *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
     *("summary_first_dropout", "reorder_and_upcast_attn", "gradient_checkpointing"),
     *("finetuning_task", "begin_suppress_tokens", "suppress_tokens", "name_or_path"),
-    *("vocab_file", "tokenizer_class"),
+    *("vocab_file", "tokenizer_class", "is_llama_config", "transformers.js_config"),
+    *("sliding_window_size", "predict_special_tokens", "max_sequence_length"),
+    *("unsloth_version", "unsloth_fixed"),
     "hidden_act",  # Gemma's own key counts, this one is older
 )
 """Keys that do not change what a trained model computes."""
@@ -278,10 +307,25 @@ def odd(key: str, value: object, rule: str) -> str:
 
 def _whole(theirs: Config, key: str, problems: list[str]) -> int:
     value = theirs.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        problems.append(odd(key, value, "a whole number from 1"))
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+        problems.append(odd(key, value, "a whole number from 1 and below 2^31"))
         return 0
     return value
+
+
+def _flag(theirs: Config, key: str, problems: list[str]) -> bool:
+    value = theirs.get(key)
+    if value is not None and not isinstance(value, bool):
+        problems.append(odd(key, value, "true or false"))
+    return value is True
+
+
+def _above(value: object, key: str, problems: list[str]) -> float:
+    """A finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        problems.append(odd(key, value, "a number above 0"))
+        return 1.0
+    return float(value)
 
 
 def _number(value: object, key: str, problems: list[str]) -> float:
@@ -306,13 +350,23 @@ def _window(theirs: Config, how: str, problems: list[str]) -> dict[str, Any]:
         return {}
     if not isinstance(layers, int):
         return {}
-    kinds = theirs.get("layer_types") if how != "all" else None
+    kinds, given = theirs.get("layer_types"), theirs.get("layer_types") is not None
     if kinds is None and how == "first":
-        kinds = [_KINDS[i >= theirs.get("max_window_layers", 0)] for i in range(layers)]
+        first = theirs.get("max_window_layers", 0)
+        if isinstance(first, bool) or not isinstance(first, int):
+            problems.append(odd("max_window_layers", first, "a whole number"))
+            return {}
+        kinds = [_KINDS[size is not None and i >= first] for i in range(layers)]
     elif kinds is None:
         kinds = [_KINDS[how == "all" or i % 2 == 0] for i in range(layers)]
-    if len(kinds) != layers or not set(kinds) <= set(_KINDS):
+    sound = isinstance(kinds, list) and all(kind in _KINDS for kind in kinds)
+    if not sound or len(kinds) != layers:
         problems.append(odd("layer_types", kinds, f"{layers} times {' or '.join(_KINDS)}"))
+        return {}
+    if how == "all" and given and theirs.get("model_type") == "phi3":
+        kinds = [_KINDS[1]] * layers  # its own code does not look at them
+    if how == "all" and set(kinds) != {_KINDS[1]}:
+        problems.append(odd("layer_types", kinds, f"all {_KINDS[1]}: others are another family"))
         return {}
     slide = tuple(i for i, kind in enumerate(kinds) if kind == _KINDS[1])
     if size is None or not slide:
@@ -341,36 +395,47 @@ def _written_window(config: DecoderConfig, how: str) -> dict[str, Any]:
 
 def _read_rope(kind: str, table: Config, longest: int) -> dict[str, Any]:
     """Our settings of their rotary positions."""
-    found: dict[str, Any] = {"rope_theta": float(table["rope_theta"])}
-    found["rope_share"] = float(table["partial_rotary_factor"])
+
+    def number(key: str, most: float = math.inf) -> float:
+        """A number above 0."""
+        value = table[key]
+        good = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not good or not 0 < value <= most or value == math.inf:
+            raise ValueError(f"{key}={value!r} is no number above 0{' up to 1' * (most == 1)}")
+        return float(value)
+
+    def given(key: str) -> bool:
+        return table.get(key) is not None
+
+    found: dict[str, Any] = {"rope_theta": number("rope_theta")}
+    found["rope_share"] = number("partial_rotary_factor", 1)
     if kind == "default":
         return found
-    factor = table.get("factor")
-    found |= {"rope": kind, "rope_scale": 1.0 if factor is None else float(factor)}
+    found["rope"] = kind
     if kind == "linear":
-        return found | {"rope_scale": float(table["factor"])}
-    before = found["rope_original"] = int(table["original_max_position_embeddings"])
+        return found | {"rope_scale": number("factor")}
+    before = found["rope_original"] = int(number("original_max_position_embeddings"))
     if kind == "llama3":
-        low, high = float(table["low_freq_factor"]), float(table["high_freq_factor"])
-        return found | {"rope_turns": (low, high), "rope_scale": float(table["factor"])}
-    scale = longest / before if factor is None else float(factor)
-    attention = table.get("attention_factor")
+        turns = number("low_freq_factor"), number("high_freq_factor")
+        return found | {"rope_turns": turns, "rope_scale": number("factor")}
+    scale = number("factor") if given("factor") else longest / before
     if kind == "yarn":
-        found |= {
-            "rope_scale": scale,
-            "rope_turns": (float(table.get("beta_slow") or 1), float(table.get("beta_fast") or 32)),
-        }
-        if attention is None:
-            above, below = table.get("mscale") or 0.0, table.get("mscale_all_dim") or 0.0
-            above, below = (above, below) if above and below else (1.0, 0.0)
-            attention = _yarn(scale, above) / _yarn(scale, below)
+        low = number("beta_slow") if table.get("beta_slow") else 1.0
+        high = number("beta_fast") if table.get("beta_fast") else 32.0
+        found |= {"rope_scale": scale, "rope_turns": (low, high)}
+        both = table.get("mscale") and table.get("mscale_all_dim")
+        above, below = (number("mscale"), number("mscale_all_dim")) if both else (1.0, 0.0)
+        attention = _yarn(scale, above) / _yarn(scale, below)
     else:
-        found |= {name: tuple(map(float, table[key])) for name, key in _FACTORS.items()}
-        found["rope_scale"] = 1.0
-        if attention is None:
-            grown = math.log(scale) / math.log(before) if scale > 1.0 else 0.0
-            attention = math.sqrt(1.0 + grown)
-    return found | {"rope_attention": float(attention)}
+        for name, key in _FACTORS.items():
+            factors = tuple(map(float, table[key]))
+            if not all(0 < factor < math.inf for factor in factors):
+                raise ValueError(f"{key} has factors that are no numbers above 0")
+            found[name] = factors
+        attention = math.sqrt(1.0 + math.log(scale) / math.log(before)) if scale > 1.0 else 1.0
+    return found | {
+        "rope_attention": number("attention_factor") if given("attention_factor") else attention
+    }
 
 
 _FACTORS = {"rope_short": "short_factor", "rope_long": "long_factor"}

@@ -56,14 +56,18 @@ class Rotary(nn.Module):
         self.config: RotaryConfig = config
         self.turned = int(config.head_dim * config.rope_share)
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(self, positions: Tensor, dtype: torch.dtype, long: Tensor | None = None) -> Tensor:
         """positions: `[b, s]`; cosines of the turned part k of a head, then sines: `[b, s, 1, 2k]`.
 
-        How long a text is, is a matter of s, not of positions: the same on every grid.
+        long: how long the text of each token is `[b, s]`, which is the same on every grid; None: s.
         """
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         steps = torch.arange(0, self.turned, 2, device=positions.device, dtype=wide)
         frequency = self.frequencies(steps, positions.shape[1])
+        if long is not None and self.config.rope == "longrope":
+            beyond = (long > self.config.rope_original).unsqueeze(-1)
+            short, far = (self.frequencies(steps, n) for n in (1, self.config.rope_original + 1))
+            frequency = torch.where(beyond, far, short)  # (b, s, k/2)
         angle = positions.unsqueeze(-1).to(wide) * frequency  # (b, s, k/2)
         cos, sin = angle.cos(), angle.sin()
         found = torch.cat([cos, cos, sin, sin], -1).unsqueeze(2)

@@ -29,7 +29,7 @@ from ranvier.errors import PlanError, WriteError
 from ranvier.infer.sample import checkpoint_of, run_of
 from ranvier.models.adapter import adapted_weights
 from ranvier.models.decoder import DecoderConfig
-from ranvier.models.families import family_of, fitting
+from ranvier.models.families import FAMILIES, family_of, fitting
 from ranvier.models.family import Family, UnknownError
 from ranvier.plan import AXES
 from ranvier.run import Run
@@ -42,7 +42,8 @@ KEPT = "published"
 FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
-    *("tokenizer.model", "vocab.json", "merges.txt", "spiece.model", "LICENSE", "NOTICE"),
+    *("tokenizer.model", "vocab.json", "merges.txt", "spiece.model", "vocab.txt", "tekken.json"),
+    *("LICENSE", "NOTICE"),
 )
 """Files beside weights that are kept; code is not."""
 ORIGIN = "origin.txt"
@@ -237,7 +238,8 @@ def exported(
     main = max(set(types.values()), key=lambda one: list(types.values()).count(one))
     with appearing(out) as here:
         config = {**theirs, **_ids(origin, theirs), "dtype": str(main).removeprefix("torch.")}
-        config.pop("torch_dtype", None)
+        for key in ("torch_dtype", "auto_map"):  # an older word; code that does not come along
+            config.pop(key, None)
         _json(here / "config.json", config)
         beside(origin, here, config)
         shapes = {name: sizes[name][1] for name in stored}
@@ -274,6 +276,8 @@ def told(origin: Path, run: Run, wanted: str = "") -> tuple[Family, dict[str, An
             kind = family_of(before)
             if _same(kind.read(before), config):
                 return kind, before
+        if wanted and wanted not in FAMILIES:
+            raise PlanError(f"family={wanted!r}. Families are {', '.join(FAMILIES)}. Use these.")
         if wanted:
             return family_of(wanted), family_of(wanted).write(config)
         return fitting(config, str(before.get("model_type", "")))
