@@ -330,7 +330,7 @@ def _eval(words: Sequence[str]) -> int:
     if wanted.samples:
         return verb.counted(wanted)
     me, world = _world(settings, verify.world_of(settings.plan))
-    run = verb.planned(_run(settings), world)
+    run = verb.planned(_run(settings), world, wanted)
     task = functools.partial(verb.ranked, run, Path(names[0]), wanted)
     if me is None and world > 1:
         return launch.start(world, task, preload=[verb.__name__])

@@ -10,8 +10,8 @@ import pytest
 from commands import call
 from evaluation import trained
 from pool import Pool
-from ranvier.errors import DataError
-from ranvier.eval import code
+from ranvier.errors import DataError, PlanError
+from ranvier.eval import code, harness, verb
 from ranvier.eval.code import read, tried
 from ranvier.eval.sandbox import Result, run
 from ranvier.eval.served import Served, Wish
@@ -79,11 +79,14 @@ def test_bad_tasks_are_named_by_their_line(tmp_path: Path) -> None:
         ({"tests": 3}, "tests is missing"),
         ({"language": "rust"}, "python or c"),
         ({"stop": "x"}, "a list"),
+        ({"prompt": "\ud800"}, "lone surrogate"),
     ):
         path.write_text(json.dumps(good) + "\n" + json.dumps({**good, "task": "b", **change}))
         with pytest.raises(DataError, match=r"tasks.jsonl:2: ") as error:
             read(path)
         assert said in str(error.value)
+    path.write_text(json.dumps({**good, "prompt": "a\u2028\u0085b"}, ensure_ascii=False))
+    assert read(path)[0].prompt == "a\u2028\u0085b"
     path.write_text(f"{json.dumps(good)}\n{json.dumps(good)}\n")
     with pytest.raises(DataError, match="twice"):
         read(path)
@@ -129,6 +132,25 @@ def test_the_verb_says_keeps_and_refuses(
         ([str(folder), "--corpus", str(tmp_path / "a.txt"), "--step", "7"], "after step 7"),
         ([str(folder), "--corpus", str(tmp_path / "a.txt"), "--stride", "99"], "stride=99"),
         ([str(tmp_path), "--tasks", "a"], "is no run"),
+        ([str(folder), "--tasks", "a", "--include", str(tmp_path / "no")], "no' is no directory"),
     ):
         assert call("eval", *words) in (64, 65), words
+        assert said in capsys.readouterr().err, words
+
+
+def test_lengths_and_names_are_refused_before_weights_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unknown(ask: harness.Ask) -> None:
+        raise PlanError(f"{ask.tasks} are not known.")
+
+    monkeypatch.setattr(harness, "manager_of", unknown)
+    monkeypatch.setattr(verb, "load", lambda *_, **__: pytest.fail("weights were read"))
+    learned = ["--model.positions", "learned", "--model.max-seq", "32", "--data.seq", "32"]
+    for words, said in (
+        ([*learned, "--length", "33"], "length=33, but the model has learned 32 positions"),
+        ([*learned, "--length", "32"], "('a', 'b') are not known"),
+        (["--length", "9999"], "('a', 'b') are not known"),
+    ):
+        assert call("eval", str(folder), "--tasks", "a, b", *words) == 64, words
         assert said in capsys.readouterr().err, words

@@ -101,15 +101,27 @@ def test_what_cannot_be_counted_is_refused(tmp_path: Path) -> None:
         table([sample("a", 1.0)] * 2, (3,))
     path = tmp_path / "samples.jsonl"
     good = {"task": "a", "built": True, "passed": True, "seconds": 1.0, "baseline": 2.0}
-    for change in ({"seconds": 0.0}, {"built": "yes"}, {"baseline": -1.0}, {"processes": "x"}):
+    for change, said in (
+        ({"seconds": 0.0}, "seconds=0"),
+        ({"seconds": -1.0, "baseline": None}, "seconds=-1"),
+        ({"seconds": math.nan, "baseline": None}, "seconds=nan"),
+        ({"built": False}, "passed=true with built=false"),
+        ({"built": "yes"}, "built='yes'"),
+        ({"baseline": -1.0}, "baseline=-1"),
+        ({"processes": "x"}, "are numbers"),
+        ({"processes": 0}, "processes=0"),
+    ):
         path.write_text(json.dumps(good) + "\n" + json.dumps({**good, **change}) + "\n")
-        with pytest.raises(DataError, match=r"samples.jsonl:2: .* is no sample"):
+        with pytest.raises(DataError, match=rf"samples.jsonl:2: .* is no sample: .*{said}"):
             read(path)
     path.write_text(
         json.dumps({**good, "sample": 1}) * 1 + "\n" + json.dumps({**good, "sample": 1})
     )
     with pytest.raises(DataError, match="twice"):
         table(read(path), (1,))
+    line = json.dumps({**good, "task": "a\u2028\u0085b", "passed": False}, ensure_ascii=False)
+    path.write_text(f"{line}\r\n{json.dumps({**good, 'seconds': 0, 'baseline': None})}\n")
+    assert [one.task for one in read(path)] == ["a\u2028\u0085b", "a"]
     path.write_text("\n")
     with pytest.raises(DataError, match="no sample"):
         read(path)

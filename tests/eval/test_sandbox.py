@@ -50,6 +50,7 @@ def survivors(word: str) -> list[int]:
         ("python", "assert sorted([2, 1]) == [1, 2]", True, ""),
         ("python", "assert 1 == 2", True, "exit code 1"),
         ("python", "def f(:", False, "not built"),
+        ("python", "x = '\ud800'", False, "not built: character 5 is a lone surrogate"),
         ("python", "raise SystemExit(0)", True, "ended before its tests did"),
         ("c", "int main(void) { return 0; }", True, ""),
         ("c", "int main(void) { return 3; }", True, "exit code 3"),

@@ -64,7 +64,7 @@ class Tried:
 def read(path: Path) -> list[Task]:
     """The tasks of a JSONL file."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}. "
@@ -97,6 +97,11 @@ def _tasks(lines: Sequence[str], path: Path) -> Iterator[Task]:
                 f"{path}:{number}: no task{f': {missing[0]} is missing' if missing else ''}. It "
                 "has the texts task, language, prompt and tests, and may have baseline and a list "
                 "stop. Mend the line."
+            )
+        if any("\ud800" <= char <= "\udfff" for char in json.dumps(row, ensure_ascii=False)):
+            raise DataError(
+                f"{path}:{number}: {line[:80]!r} has a lone surrogate (\\ud800 to \\udfff), which "
+                "no text in UTF-8 has. Write the whole character. Mend the line."
             )
         if row["language"] not in get_args(Language):
             raise DataError(

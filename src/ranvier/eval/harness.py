@@ -7,7 +7,10 @@ same scores. The package (extra `eval`) is imported when it is used, on rank 0 o
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +22,8 @@ LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens
 """Names of the largest number of tokens to say, in the order in which they count."""
 USUAL = 256
 """Tokens to say where a task does not tell."""
+DRAWS = 1000
+"""Resamples of the examples from which the spread of a metric without a formula is estimated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,25 +40,31 @@ class Ask:
     seed: int = 0
 
 
-def evaluated(served: Served, ask: Ask, length: int) -> dict[str, Any]:
-    """The results of tasks by task and metric; length: most tokens that the model looks at."""
+def evaluated(
+    served: Served, ask: Ask, length: int, *, manager: Any | None = None
+) -> dict[str, Any]:
+    """The results of tasks by task and metric; length: most tokens that the model looks at.
+
+    manager: what `manager_of` has found.
+    """
     check()
     from lm_eval import evaluator
 
-    manager = manager_of(ask)
     try:
-        found = evaluator.simple_evaluate(
-            model=model_of(served, length),
-            tasks=list(ask.tasks),
-            task_manager=manager,
-            limit=ask.limit or None,
-            num_fewshot=None if ask.fewshot < 0 else ask.fewshot,
-            log_samples=False,
-            random_seed=ask.seed,
-            numpy_random_seed=ask.seed,
-            torch_random_seed=ask.seed,
-            fewshot_random_seed=1234 + ask.seed,
-        )
+        with _in_one_process():
+            found = evaluator.simple_evaluate(
+                model=model_of(served, length),
+                tasks=list(ask.tasks),
+                task_manager=manager_of(ask) if manager is None else manager,
+                limit=ask.limit or None,
+                num_fewshot=None if ask.fewshot < 0 else ask.fewshot,
+                bootstrap_iters=DRAWS,
+                log_samples=False,
+                random_seed=ask.seed,
+                numpy_random_seed=ask.seed,
+                torch_random_seed=ask.seed,
+                fewshot_random_seed=1234 + ask.seed,
+            )
     except OSError as error:
         raise _unreachable(ask, error) from error
     except Exception as error:
@@ -70,6 +81,34 @@ def evaluated(served: Served, ask: Ask, length: int) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def _in_one_process() -> Iterator[None]:
+    """Have the package resample here.
+
+    Its own way forks as many processes as there are cores: a rank may have none (it is a daemon),
+    and forks of one would take signals for the run's.
+    """
+    from lm_eval.api import metrics
+
+    usual = metrics.bootstrap_stderr
+    metrics.bootstrap_stderr = _spread
+    try:
+        yield
+    finally:
+        metrics.bootstrap_stderr = usual
+
+
+def _spread(metric: Callable[[Sequence[Any]], float], values: Sequence[Any], iters: int) -> float:
+    """Standard deviation of a metric over resamples of its values; the package's first draws."""
+    from lm_eval.api.metrics import sample_stddev
+
+    draw = random.Random(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a resample may lack a class, which f1 warns of
+        found = [metric(draw.choices(values, k=len(values))) for _ in range(iters)]
+    return float(sample_stddev(found))
+
+
 def check() -> None:
     """Refuse to go on without the package."""
     if importlib.util.find_spec("lm_eval") is None:
@@ -81,6 +120,7 @@ def check() -> None:
 
 def manager_of(ask: Ask) -> Any:
     """What knows the tasks; the many of the package are looked at only if they are needed."""
+    check()
     from lm_eval.tasks import TaskManager
 
     if ask.include:

@@ -143,7 +143,7 @@ def _check(tasks: Mapping[str, Sequence[Sample]], ks: Sequence[int]) -> None:
 def read(path: Path) -> list[Sample]:
     """Samples of a JSONL file."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}. "
@@ -156,33 +156,51 @@ def read(path: Path) -> list[Sample]:
 
 
 def _samples(lines: Sequence[str], path: Path) -> Iterator[Sample]:
-    kinds = {"task": str, "built": bool, "passed": bool}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             row: Any = json.loads(line)
-            good = isinstance(row, dict) and all(type(row.get(n)) is t for n, t in kinds.items())
-            seconds = float(row.get("seconds") or 0.0) if good else 0.0
-            given = row.get("baseline") if good else None
-            baseline = None if given is None else float(given)
-            processes, sample = (int(row.get(n, d)) for n, d in (("processes", 1), ("sample", -1)))
-        except (ValueError, TypeError, AttributeError):
-            good = False
-        times = good and (baseline is None or 0.0 < baseline < math.inf)
-        needed = good and row["passed"] and baseline is not None
-        if not times or (needed and not 0.0 < seconds < math.inf) or processes < 1:
+        except ValueError:
+            row = None
+        found = _sample(row)
+        if isinstance(found, str):
             raise DataError(
-                f"{path}:{number}: {line[:80]!r} is no sample. It has task, built, passed, seconds "
-                "(above 0 if it passed), and may have baseline (seconds), processes and sample. "
-                "Mend the line."
+                f"{path}:{number}: {line[:80]!r} is no sample: {found}. It has task, built, passed "
+                "(only what was built has), seconds (above 0 if it passed and has a baseline), "
+                "and may have baseline (seconds), processes and sample. Mend the line."
             )
-        yield Sample(
-            task=row["task"],
-            built=row["built"],
-            passed=row["passed"] and row["built"],
-            seconds=seconds,
-            baseline=baseline,
-            processes=processes,
-            sample=sample,
-        )
+        yield found
+
+
+def _sample(row: Any) -> Sample | str:
+    """The sample of a line, or why it is none."""
+    kinds = {"task": str, "built": bool, "passed": bool}
+    if not isinstance(row, dict):
+        return "it is no object of JSON"
+    wrong = [f"{n}={row.get(n)!r}" for n, kind in kinds.items() if type(row.get(n)) is not kind]
+    if wrong:
+        return wrong[0]
+    try:
+        seconds, given = float(row.get("seconds") or 0.0), row.get("baseline")
+        baseline = None if given is None else float(given)
+        processes, sample = (int(row.get(n, d)) for n, d in (("processes", 1), ("sample", -1)))
+    except (ValueError, TypeError, OverflowError):
+        return "seconds, baseline, processes and sample are numbers"
+    if row["passed"] and not row["built"]:
+        return "passed=true with built=false"
+    if row["passed"] and not (0.0 <= seconds < math.inf and (seconds or baseline is None)):
+        return f"seconds={seconds:g}"
+    if baseline is not None and not 0.0 < baseline < math.inf:
+        return f"baseline={baseline:g}"
+    if processes < 1:
+        return f"processes={processes}"
+    return Sample(
+        task=row["task"],
+        built=row["built"],
+        passed=row["passed"],
+        seconds=seconds,
+        baseline=baseline,
+        processes=processes,
+        sample=sample,
+    )

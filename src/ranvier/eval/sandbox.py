@@ -87,6 +87,11 @@ class Result:
 def run(language: str, program: str, limits: Limits | None = None) -> Result:
     """Build a program and run it."""
     limits = limits or Limits()
+    try:
+        program.encode()
+    except UnicodeEncodeError as error:
+        why = f"not built: character {error.start} is a lone surrogate, which no text in UTF-8 has"
+        return Result(False, False, 0.0, why, "", ())
     word = f"passed-{secrets.token_hex(8)}"
     folder = Path(tempfile.mkdtemp(prefix="ranvier-cell-"))
     try:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ranvier.checkpoint.folder import step_of
+from ranvier.comm.agree import together
 from ranvier.data.corpus import Corpus
 from ranvier.errors import DataError, PlanError
 from ranvier.eval import code, harness, metrics, perplexity
@@ -70,6 +71,17 @@ class Wanted:
             )
         return found
 
+    @property
+    def ask(self) -> harness.Ask:
+        """What the harness is asked for."""
+        return harness.Ask(
+            tasks=tuple(filter(None, (name.strip() for name in self.tasks.split(",")))),
+            include=self.include,
+            limit=self.limit,
+            fewshot=self.fewshot,
+            seed=self.seed,
+        )
+
     def check(self, folder: str | None) -> None:
         """Refuse what cannot be asked, all problems at once."""
         asked = [n for n in ("tasks", "corpus", "code", "samples") if getattr(self, n)]
@@ -95,6 +107,11 @@ class Wanted:
                 f"temperature={self.temperature}, top_p={self.top_p}: out of range. They are in "
                 "[0, 1000] and (0, 1]. Use 0.8 and 0.95."
             )
+        if self.include and not Path(self.include).is_dir():
+            problems.append(
+                f"include={self.include!r} is no directory. Tasks of one's own are YAML files in "
+                "one. Check the path."
+            )
         if problems:
             raise PlanError(problems)
         if self.code and max(self.ks) > self.samples_per_task:
@@ -108,8 +125,14 @@ class Wanted:
             code.read(Path(self.code))
 
 
-def planned(run: Run, world: int) -> Run:
+def planned(run: Run, world: int, wanted: Wanted) -> Run:
     """The run on the grid of this evaluation: its batch is not that of training."""
+    if run.model.positions == "learned" and wanted.length > run.model.max_seq:
+        raise PlanError(
+            f"length={wanted.length}, but the model has learned {run.model.max_seq} positions "
+            "(model.max_seq). It cannot look at more tokens. Use a --length of "
+            f"{run.model.max_seq} or less."
+        )
     plan = run.plan.resolve(world)
     size = plan.replicas * (plan.col if plan.inner == "samples" else 1)
     plan = replace(plan, batch=size, micro_batch=size // plan.replicas)
@@ -151,19 +174,24 @@ def evaluate(run: Run, folder: Path, wanted: Wanted, me: Ranks) -> int:
     )
     step = None if wanted.step < 0 else wanted.step
     words = Words.of(folder)
+    first = grid.rank == 0
+    # names are looked up before weights are read: both take their time
+    manager = together(
+        lambda: harness.manager_of(wanted.ask) if first and wanted.tasks else None, grid, device
+    )
     start = time.perf_counter()
     model = load(folder, grid, device, step=step, inner=run.plan.inner, how=how, dtype=dtype)
     at = step_of(checkpoint_of(folder, step))
     shown = _Shown()
-    if grid.rank == 0:
+    if first:
         print(
             f"{folder} after step {at}, loaded in {time.perf_counter() - start:.1f} s", flush=True
         )
-    served = Served(model, words, wanted.batch, shown if grid.rank == 0 else None)
+    served = Served(model, words, wanted.batch, shown if first else None)
 
     def work(served: Served) -> None:
         try:
-            found = _found(served, run, folder, at, wanted)
+            found = _found(served, run, folder, at, wanted, manager)
         finally:
             shown.close()
         path = Path(wanted.out) if wanted.out else folder / f"eval-{at}.json"
@@ -177,19 +205,12 @@ def evaluate(run: Run, folder: Path, wanted: Wanted, me: Ranks) -> int:
 
 
 def _found(
-    served: Served, run: Run, folder: Path, step: int, wanted: Wanted
+    served: Served, run: Run, folder: Path, step: int, wanted: Wanted, manager: Any
 ) -> dict[str, dict[str, Any]]:
     """What was to be found out, by kind and name."""
     length = wanted.length or run.model.max_seq
     if wanted.tasks:
-        ask = harness.Ask(
-            tasks=tuple(filter(None, (name.strip() for name in wanted.tasks.split(",")))),
-            include=wanted.include,
-            limit=wanted.limit,
-            fewshot=wanted.fewshot,
-            seed=wanted.seed,
-        )
-        return {"tasks": harness.evaluated(served, ask, length)}
+        return {"tasks": harness.evaluated(served, wanted.ask, length, manager=manager)}
     if wanted.corpus:
         return {"corpora": _corpora(served, run, folder, wanted)}
     wish = Wish(
