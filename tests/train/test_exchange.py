@@ -12,8 +12,8 @@ from commands import call
 from published_models import BASE, GPT2, save, theirs
 from ranvier.data.tokenizer import Bytes
 from ranvier.grid import Grid
-from ranvier.infer.loaded import load
-from ranvier.infer.sample import run_of
+from ranvier.infer.loaded import load, saved_dtype
+from ranvier.infer.sample import checkpoint_of, run_of
 
 FEW = ["--data.seq", "16", "--plan.batch", "4", "--train.steps", "2", "--nproc", "1"]
 FEW += ["--train.evaluate", "0", "--train.prompt", "", "--data.max-bytes", "20000"]
@@ -82,6 +82,7 @@ def test_adapters_are_merged_or_go_out_alone(tmp_path: Path, model: Path) -> Non
     run, lora = tmp_path / "run", ["--lora.rank", "3", "--optim.lr", "0.05"]
     assert call("import", str(model), "--to", str(run)) == 0
     assert call("train", str(run), *FEW, *lora) == 0
+    assert call("generate", str(run), "--prompt", "a", "--tokens", "2") == 0
     assert call("export", str(run), "--to", str(tmp_path / "merged")) == 0
     assert call("export", str(run), "--to", str(tmp_path / "adapter"), "--adapter") == 0
     table = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
@@ -100,6 +101,17 @@ def test_adapters_are_merged_or_go_out_alone(tmp_path: Path, model: Path) -> Non
     assert call("export", str(run), "--to", str(tmp_path / "base"), "--step", "0") == 0
     first = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
     assert all(torch.equal(value, first[name]) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
+def test_a_run_in_16_bits_is_asked_in_one_type(tmp_path: Path, model: Path) -> None:
+    """Its adapters are saved wider than the weights beside them."""
+    run, lora = tmp_path / "run", ["--lora.rank", "2", "--train.dtype", "bf16"]
+    assert call("import", str(model), "--to", str(run)) == 0
+    assert call("train", str(run), *FEW, *lora) == 0
+    assert call("generate", str(run), "--prompt", "a", "--tokens", "2") == 0
+    assert saved_dtype(checkpoint_of(run)) == torch.bfloat16
+    assert {p.dtype for p in load(run, Grid({}), "cpu").parameters()} == {torch.bfloat16}
 
 
 def test_what_is_wrong_is_said(

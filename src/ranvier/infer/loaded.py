@@ -6,6 +6,7 @@ slices into them: no rank ever holds the whole model, nor a second copy of its p
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -50,9 +51,12 @@ def load(
 
 
 def saved_dtype(checkpoint: Path) -> torch.dtype:
-    """The type of the weights of a checkpoint."""
-    tensors = manifests.read(checkpoint).tensors
-    return next((t.dtype for name, t in tensors.items() if name.endswith(MASTER)), torch.float32)
+    """The type of most weights of a checkpoint: adapters may have a wider one."""
+    counts: dict[torch.dtype, int] = {}
+    for name, entry in manifests.read(checkpoint).tensors.items():
+        if name.endswith(MASTER):
+            counts[entry.dtype] = counts.get(entry.dtype, 0) + math.prod(entry.shape)
+    return max(counts, key=lambda one: counts[one], default=torch.float32)
 
 
 def spoken_dtype(dtype: torch.dtype, device: torch.device | str) -> torch.dtype:

@@ -117,6 +117,7 @@ def fill(
     for path, module in model.named_modules():
         for key, param in module.named_parameters(recurse=False):
             owners.setdefault(id(param), []).append((module, key, f"{path}.{key}".lstrip(".")))
+    dtype = _one_dtype(whole, device)
     for tied in owners.values():
         module, key, name = tied[0]
         shape = getattr(module, key).shape
@@ -125,12 +126,19 @@ def fill(
                 f"{origin} has no {name} of shape {tuple(shape)}. A checkpoint fits the config "
                 "it was trained with. Restore the config.toml of its run."
             )
-        value = whole[name]
-        if value.dtype in (torch.bfloat16, torch.float16) and torch.device(device).type == "cpu":
-            value = value.float()  # a CPU computes in fp32
-        param = nn.Parameter(value.to(device), requires_grad=False)
+        param = nn.Parameter(whole[name].to(device, dtype), requires_grad=False)
         for module, key, _ in tied:
             setattr(module, key, param)
+
+
+def _one_dtype(whole: Mapping[str, Tensor], device: torch.device | str) -> torch.dtype:
+    """The type of most weights (adapters may have a wider one); on a CPU fp32 at least."""
+    counts: dict[torch.dtype, int] = {}
+    for value in whole.values():
+        counts[value.dtype] = counts.get(value.dtype, 0) + value.numel()
+    most = max(counts, key=lambda one: counts[one], default=torch.float32)
+    narrow = most in (torch.bfloat16, torch.float16) and torch.device(device).type == "cpu"
+    return torch.float32 if narrow else most
 
 
 def chosen(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
