@@ -11,10 +11,11 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from ranvier.errors import DataError
 from ranvier.eval import sandbox
+from ranvier.eval.lines import objects
 from ranvier.eval.metrics import Sample
 from ranvier.eval.sandbox import Language, Limits, Result
 from ranvier.eval.served import Served, Wish
@@ -63,14 +64,7 @@ class Tried:
 
 def read(path: Path) -> list[Task]:
     """The tasks of a JSONL file."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}. "
-            "Tasks are lines of JSON. Check the path."
-        ) from None
-    tasks = list(_tasks(lines, path))
+    tasks = list(_tasks(path))
     names = [task.task for task in tasks]
     twice = [name for name in names if names.count(name) > 1]
     if twice or not tasks:
@@ -79,16 +73,10 @@ def read(path: Path) -> list[Task]:
     return tasks
 
 
-def _tasks(lines: Sequence[str], path: Path) -> Iterator[Task]:
+def _tasks(path: Path) -> Iterator[Task]:
     needed = ("task", "language", "prompt", "tests")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row: Any = json.loads(line)
-        except ValueError:
-            row = None
-        row = row if isinstance(row, dict) else {}
+    for number, line, value in objects(path, "Tasks"):
+        row = value if isinstance(value, dict) else {}
         missing = [name for name in needed if not isinstance(row.get(name), str)]
         stop = row.get("stop", [])
         good = isinstance(stop, list) and all(isinstance(one, str) for one in stop)

@@ -13,7 +13,6 @@ the other way round, which is right for k = 1 only.)
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ranvier.errors import DataError, PlanError
+from ranvier.eval.lines import objects
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,27 +142,14 @@ def _check(tasks: Mapping[str, Sequence[Sample]], ks: Sequence[int]) -> None:
 
 def read(path: Path) -> list[Sample]:
     """Samples of a JSONL file."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not UTF-8'}. "
-            "Samples are lines of JSON. Check the path."
-        ) from None
-    found = list(_samples(lines, path))
+    found = list(_samples(path))
     if not found:
         raise DataError(f"{path} holds no sample. One line of JSON is one sample. Add some.")
     return found
 
 
-def _samples(lines: Sequence[str], path: Path) -> Iterator[Sample]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row: Any = json.loads(line)
-        except ValueError:
-            row = None
+def _samples(path: Path) -> Iterator[Sample]:
+    for number, line, row in objects(path, "Samples"):
         found = _sample(row)
         if isinstance(found, str):
             raise DataError(
