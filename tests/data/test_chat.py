@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from data.chats import CHATML, ENDLESS, GENERATION, TEMPLATES, chat_of, folder_of
+from data.chats import (
+    CHATML,
+    ENDLESS,
+    GENERATION,
+    INST,
+    TEMPLATES,
+    chat_of,
+    folder_of,
+    tokenizer_json,
+)
 from ranvier.data.chat import Chat
 from ranvier.data.conversation import Conversation, conversation_of, is_conversation
 from ranvier.data.template import DEFAULT, template_of
@@ -151,6 +160,38 @@ def test_the_prompt_is_how_the_conversation_begins(
     assert inst.tokenizer.shown(inst.prompt([{"role": "user", "content": "q"}])).endswith("[/INST]")
 
 
+@pytest.mark.parametrize("kind", ["level", "space"])
+@pytest.mark.parametrize("answer", ["It is 21.", "yes", "🙂", "", " \n"])
+def test_without_a_prompt_what_follows_it_is_learnt(
+    answer: str, kind: str, folders: dict[tuple[str, str], Path]
+) -> None:
+    chat = chat_of(folders["inst", kind])
+    talk: Talk = [("user", "q"), ("assistant", answer), ("user", "r"), ("assistant", answer)]
+    for turn in (1, 3):
+        messages = messages_of(talk[: turn + 1])
+        for message in messages[:turn]:
+            message["weight"] = 0
+        ids, mask = chat.encode(conversation_of({"messages": messages}, "f:1"))
+        prompt = chat.prompt(messages_of(talk[:turn]))
+        assert ids[: len(prompt)].tolist() == prompt
+        assert mask.tolist() == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
+
+
+def test_a_token_across_the_prompt_and_a_space_is_asked_with(tmp_path: Path) -> None:
+    content = json.loads(tokenizer_json("level"))
+    top = max(content["model"]["vocab"].values())
+    content["model"]["vocab"]["]Ġ"] = top + 1
+    content["model"]["merges"].insert(0, ["]", "Ġ"])
+    content["pre_tokenizer"]["use_regex"] = False
+    folder = folder_of(tmp_path, INST)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    chat = chat_of(folder)
+    ids, mask = chat.encode(conversation(TALKS["one"]))
+    prompt = chat.prompt(messages_of(TALKS["one"][:1]))
+    assert prompt[-1] == top + 1 and ids[: len(prompt)].tolist() == prompt
+    assert mask.tolist() == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
+
+
 def test_tool_calls_and_answers_of_tools(folders: dict[tuple[str, str], Path]) -> None:
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "two"}}}
     messages = [
@@ -165,6 +206,53 @@ def test_tool_calls_and_answers_of_tools(folders: dict[tuple[str, str], Path]) -
     assert chat._plain(talk)[0] == theirs.apply_chat_template(messages, tokenize=False)
     said = '\n{"name": "add", "arguments": {"a": 1, "b": "two"}}<|eot|>'
     assert learned(chat, talk) in ([said, "It is 3.<|eot|>"], [said[1:], "It is 3.<|eot|>"])
+
+
+ASKING = """\
+{% for m in messages %}{{ '<|im_start|>' + m.role }}{% if m.content %}{{ '\\n' + m.content }}\
+{% endif %}{% for call in m.tool_calls or [] %}{{ '\\n<call>' + call.function.name + '(' }}\
+{{ call.function.arguments | tojson }}{{ ')</call>' }}{% endfor %}{{ '<|im_end|>\\n' }}\
+{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+"""As Qwen's: a text that is not empty has a line of its own before the calls."""
+THINKS = ASKING.replace(
+    "m.role }}", "m.role }}{{ '\\n<think>' if loop.last and m.role == 'assistant' }}"
+)
+PICKS = THINKS.replace("call.function.name", "('add' if call.function.name == 'add' else '?')")
+
+
+@pytest.mark.parametrize("content", ["", None, "So:"])
+@pytest.mark.parametrize(
+    ("template", "arguments"),
+    [(ASKING, {"a": 1}), (THINKS, {"a": 1}), (THINKS, {"a": "", "b": "x"}), (PICKS, {"b": "x"})],
+)
+def test_a_call_without_a_text_ends_as_one_with_it(
+    template: str, arguments: dict[str, Any], content: str | None, tmp_path: Path
+) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "add"},
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "It is 3."},
+    ]
+    chat = chat_of(folder_of(tmp_path, template))
+    said = f"<call>add({json.dumps(arguments)})</call><|im_end|>"
+    last = "It is 3.<|im_end|>"
+    runs = learned(chat, conversation_of({"messages": messages}, "f:1"))
+    assert runs[0] == (f"{content}\n{said}" if content else said)
+    assert runs[1] == said and runs[2].endswith(last) and len(runs) == 3
+
+
+def test_a_template_that_writes_no_calls(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = messages_of([("user", "q"), ("assistant", ""), ("tool", "3"), ("assistant", "b")])
+    messages[1]["tool_calls"] = [call]
+    blunt = CHATML.replace("{% if add", "{% if not add").replace("<|im_start|>assistant\\n", "</s>")
+    chat = chat_of(folder_of(tmp_path, blunt))
+    runs = learned(chat, conversation_of({"messages": messages}, "f:1"))
+    assert runs == ["<|im_end|>", "b<|im_end|>"]
 
 
 def test_all_is_learnt_if_asked_for(folders: dict[tuple[str, str], Path]) -> None:

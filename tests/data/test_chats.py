@@ -126,8 +126,9 @@ def test_what_is_longer_than_a_window(tmp_path: Path) -> None:
 
 def test_nothing_to_learn_is_left_out_and_counted(tmp_path: Path) -> None:
     corpus = corpus_of(tmp_path, ["ab", "cd"])
-    with pytest.raises(DataError, match=r"nothing to learn.*data\.seq=8"):
+    with pytest.raises(DataError, match=r"nothing to learn.*data\.seq=8") as refused:
         opened(tmp_path, 8)
+    assert str(refused.value).startswith(corpus.manifest.source), "the file, not its tokens"
     assert "2 with nothing to learn left out" not in opened(tmp_path, 40).lines[1]
     everything = stream_of(corpus, 8, learn="all")
     assert everything.documents == 2 and everything.pieces.cut == 2

@@ -131,11 +131,11 @@ def test_the_tokenizer_beside_the_tokens_must_be_theirs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert opened(folders[::-1]).words == folders[1] / "tokenizer.json"
-    assert opened(folders[2:]).words is None
+    assert opened(folders[::-1]).tokenizer == Bytes()
+    assert opened(folders[2:]).tokenizer is None
     path = folders[0] / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()), indent=2))
-    assert opened(folders).words == path, "layout does not count"
+    assert opened(folders).tokenizer == Bytes(), "layout does not count"
     change(path)
     both = rf"tokenizer\.json {message}.* names the tokenizer {Bytes().fingerprint}"
     with pytest.raises(DataError, match=both + r".* prepare the corpus again\."):

@@ -42,6 +42,30 @@ def test_a_text_is_prepared_once_under_its_content(
     assert len({first, other, keep(path, tmp_path)}) == 3
 
 
+def test_a_corpus_keeps_the_end_it_was_made_with(tmp_path: Path) -> None:
+    words, text = tmp_path / "words", tmp_path / "a.txt"
+    words.mkdir()
+    text.write_text("ab")
+    content = json.loads(Bytes().text)
+    one = {**content["added_tokens"][0], "id": 257, "content": "[EOS]"}
+    content["added_tokens"].append(one)
+    (words / "tokenizer.json").write_text(json.dumps(content))
+    pair = write_pair(words / "pair", [[1, 2, 257]])
+    old, first = keep(text, tmp_path, tokenizer=str(words)), keep(pair, tmp_path)
+    (words / "tokenizer_config.json").write_text('{"eos_token": "[EOS]"}')
+    new = keep(text, tmp_path, tokenizer=str(words))
+    assert old != new == keep(text, tmp_path, tokenizer=str(new)), "known by its end, too"
+    assert Manifest.read(first).end == 256
+    for folder, end in ((old, 256), (new, 257), (keep(pair, tmp_path), 257)):
+        corpus = Corpus.open(folder)
+        assert corpus.tokenizer is not None and corpus.tokenizer.end == end
+        assert corpus.pairs[0].tokens[-1] == end
+    # One from before, with a config that was not asked then.
+    shutil.copy(words / "tokenizer_config.json", old)
+    again = Corpus.open(old).tokenizer
+    assert again is not None and again.end == 256
+
+
 def test_the_standard_library_is_prepared(tmp_path: Path) -> None:
     folders = [keep("stdlib", tmp_path, max_bytes=n) for n in (3000, 3000, 4000)]
     assert folders[0] == folders[1] != folders[2]

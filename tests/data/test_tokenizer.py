@@ -92,6 +92,53 @@ def test_the_end_is_found_among_known_names(end: str) -> None:
     assert (made.end, made.vocab) == (2, 3)
 
 
+@pytest.mark.parametrize(
+    ("config", "special", "end"),
+    [
+        ({"eos_token": "[EOS]"}, None, 1),
+        ({"eos_token": {"content": "[EOS]", "lstrip": False}}, None, 1),
+        ({}, {"eos_token": {"content": "[EOS]"}}, 1),
+        ({"eos_token": None}, {"eos_token": "[EOS]"}, 1),
+        ({"eos_token": "<|endoftext|>"}, {"eos_token": "[EOS]"}, 3),  # as in Phi-3
+        ({"eos_token": "not a token"}, None, 2),
+        ({"eos_token": "3"}, None, 4),
+        (None, None, 2),
+    ],
+)
+def test_the_end_is_the_one_the_files_beside_it_name(
+    config: object, special: object, end: int, tmp_path: Path
+) -> None:
+    vocab = {"a": 0, "[EOS]": 1, END: 2, "<|endoftext|>": 3, "3": 4}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({"model": {"vocab": vocab}}))
+    files = {"tokenizer_config.json": config, "special_tokens_map.json": special}
+    for name, content in files.items():
+        if content is not None:
+            (tmp_path / name).write_text(json.dumps(content))
+    made = tokenizer_of(tmp_path, tmp_path)
+    assert made == tokenizer_of(path, tmp_path) and made.end == end
+    # Wherever it is saved it is found again, and what lies there is kept.
+    other = tmp_path / "other"
+    other.mkdir()
+    for there in ({}, {"eos_token": "a", "chat_template": "x"}):
+        (other / "tokenizer_config.json").write_text(json.dumps(there))
+        made.save(other / "tokenizer.json")
+        assert tokenizer_of(other, tmp_path) == made
+        kept = json.loads((other / "tokenizer_config.json").read_text())
+        assert kept.get("chat_template") == there.get("chat_template")
+    path.rename(tmp_path / "alone.json")
+    assert tokenizer_of(tmp_path / "alone.json", tmp_path).end == 2, "nothing is beside it"
+
+
+def test_a_tokenizer_that_nothing_ends_says_where_to_name_it(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "[EOS]": 1}}}')
+    with pytest.raises(DataError, match=r"none of which ends.*eos_token of tokenizer_config\.json"):
+        tokenizer_of(tmp_path, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json is no JSON object"):
+        tokenizer_of(tmp_path, tmp_path)
+
+
 def test_the_standard_one_is_trained_once_and_again_when_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

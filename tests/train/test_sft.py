@@ -80,6 +80,17 @@ def test_a_run_tells_of_its_conversations_and_answers(
     assert "no chat template" in capsys.readouterr().err
 
 
+def test_a_run_knows_the_end_that_its_tokenizer_came_with(folder: Path) -> None:
+    words = folder_of(folder / "words", CHATML)
+    (words / "tokenizer_config.json").write_text('{"eos_token": "<|eot|>"}')
+    (folder / "text.txt").write_text("some words " * 200)
+    corpus = ["--data.corpus", "text.txt", "--data.tokenizer", "words", "--data.held-out", "0"]
+    rest = ["--model.vocab", "366", "--train.steps", "1", "--train.out", "run"]
+    assert call("train", *FAST, *corpus, *rest) == 0
+    speaker = Speaker.of(folder / "run", "cpu")
+    assert speaker.tokenizer.names[speaker.tokenizer.end] == "<|eot|>" and speaker.chat is None
+
+
 def test_prepare_and_show_know_conversations(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

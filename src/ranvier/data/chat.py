@@ -3,9 +3,9 @@
 A template with generation blocks says itself what the model is to say. With any other the answers
 are found by marks: the assistant's texts are rendered once more between characters that no text
 has, and what is left without them must be the same text. An answer begins where the prompt for it
-ends (what `add_generation_prompt` adds), else where its first text does; it ends with the token
-that the template puts behind it. Where marks change what a template does, the conversation up to
-the answer is rendered, which must be how the whole begins.
+ends (what `add_generation_prompt` adds), else where its first text does or the spaces before it;
+it ends with the token that the template puts behind it. Where marks change what a template does,
+the conversation up to the answer is rendered, which must be how the whole begins.
 
 Special tokens are those that the template writes. In a message they are text, so no message can
 end its own turn.
@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any, Literal
 
 import numpy as np
@@ -37,6 +38,8 @@ MARKS = re.compile("[\ud800-\udfff]")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names for what an assistant thinks; the first is for all templates."""
 Span = tuple[int, int]
+Place = tuple[int | None, int | None]
+"""Where a text begins and ends, as far as it is known."""
 Learn = Literal["answers", "all"]
 
 
@@ -61,7 +64,11 @@ class Chat:
         starts, ends = np.array(places, np.int64).reshape(-1, 2).T
         for begin, end in spans:
             if end > begin:  # a token that reaches into the answer is a part of it
-                inside = np.flatnonzero((ends > begin) & (starts < end))
+                said = text[begin:end]
+                # Without a prompt the spaces before it are, but not the end of another token.
+                spaces = 0 if self._header else len(said) - len(said.lstrip(" "))
+                reached = (starts >= begin) & (ends > begin) | (ends > begin + spaces)
+                inside = np.flatnonzero(reached & (starts < end))
                 mask[inside.min(initial=len(ids)) : inside.max(initial=-1) + 1] = True
         if cut is not None:
             ids = [*ids, self.tokenizer.end]
@@ -74,13 +81,15 @@ class Chat:
         """The tokens that an answer to these messages follows."""
         talk = Conversation(list(messages), [True] * len(messages), tools)
         text, kept = self._plain(talk, prompt=True)
+        stop = len(text)
         if text == self._render(talk, talk.messages):
             # The template adds nothing: all that it writes before an answer does.
             mark = chr(FIRST)
             asked = [*talk.messages, {"role": "assistant", "content": f"{mark}x"}]
-            before = MARKS.sub("", self._render(talk, asked).partition(mark)[0])
-            text = before.rstrip(" ")  # a space is a part of the word behind it
-        return self._placed(text, kept)[0]
+            text = MARKS.sub("", self._render(talk, asked).partition(mark)[0])
+            stop = len(_unspaced(text))
+        ids, places = self._placed(text, kept)
+        return [token for token, (start, _) in zip(ids, places, strict=True) if start < stop]
 
     @cached_property
     def ends(self) -> frozenset[int]:
@@ -167,11 +176,12 @@ class Chat:
                 f"{talk.at}: {len(talk.messages)} messages. At most {MOST_MESSAGES} are told "
                 "apart. Split the conversation."
             )
-        marks = self._marked(talk, text)
+        places = self._marked(talk, text)
         spans, ended, past = [], True, 0
         for number in talk.turns:
-            begin, stop = self._borders(talk, text, number, marks.get(number, (None, None)), past)
-            tail = self._tail(talk, text, number, stop)
+            place, marks = places.get(number, ((None, None), "texts"))
+            begin, stop = self._borders(talk, text, number, place, past)
+            tail = self._tail(talk, text, number, stop, marks)
             end = self._end(tail)
             past, ended = stop + (end or len(tail.rstrip())), end > 0
             if talk.learned[number]:
@@ -196,27 +206,30 @@ class Chat:
             spans = [x for x, i in zip(spans, talk.turns, strict=True) if talk.learned[i]]
         return spans
 
-    def _marked(self, talk: Conversation, text: str) -> dict[int, tuple[int | None, int | None]]:
-        """Where the texts of the assistant's messages begin and end, as far as marks show it."""
-        tight = [(start, end) for start in ("outer", "inner", "none") for end in ("outer", "inner")]
-        for start, end in tight:
+    def _marked(self, talk: Conversation, text: str) -> dict[int, tuple[Place, str]]:
+        """Where the assistant's texts begin and end, as far as marks show it, and which marks."""
+        starts, ends = ("outer", "inner", "none"), ("outer", "inner")
+        places: dict[int, tuple[Place, str]] = {}
+        for marks, start, end in product(("empty", "texts", "names"), starts, ends):
             messages = list(talk.messages)
             for number in talk.turns:
-                messages[number] = _between(messages[number], number, start, end)
+                messages[number] = _between(messages[number], number, start, end, marks)
             try:
                 marked = self._render(talk, messages)
             except DataError:
                 continue
             if MARKS.sub("", marked) == text:
-                return _places(marked)
-        return {}
+                places = {n: (x, marks) for n, x in _places(marked).items()} | places
+            if len(places) == len(talk.turns):
+                break
+        return places
 
     def _borders(
         self,
         talk: Conversation,
         text: str,
         number: int,
-        mark: tuple[int | None, int | None],
+        mark: Place,
         past: int,
     ) -> Span:
         """Where an answer begins, and where its own text ends; past: where the one before did."""
@@ -236,7 +249,17 @@ class Chat:
                 begin = self._shorter(text, past, limit)
         if begin is None or stop is None:
             raise self._lost(talk, f"message {number} cannot be found in it")
+        if not self._header and self._silent(talk, number):  # begin where `prompt` ends
+            begin = past + len(_unspaced(text[past:begin]))
         return begin, stop
+
+    def _silent(self, talk: Conversation, number: int) -> bool:
+        """Whether the template adds nothing as the prompt for an answer."""
+        try:
+            asked = [self._render(talk, talk.messages[:number], prompt=x) for x in (True, False)]
+        except DataError:  # it takes no conversation that ends there, so nobody asks
+            return False
+        return asked[0] == asked[1]
 
     def _prompted(self, talk: Conversation, text: str, number: int, past: int) -> int | None:
         """Where the prompt for an answer ends, if the text begins with it."""
@@ -274,12 +297,15 @@ class Chat:
                 return place + size
         return None
 
-    def _tail(self, talk: Conversation, text: str, number: int, stop: int) -> str:
-        """What the template writes behind the text of a message for its own sake."""
+    def _tail(self, talk: Conversation, text: str, number: int, stop: int, marks: str) -> str:
+        """What the template writes behind the text of a message for its own sake.
+
+        marks: those that have shown where the text ends.
+        """
         if number == len(talk.messages) - 1:
             return text[stop:]
         mark, before = chr(LAST + number), talk.messages[:number]
-        last = _between(talk.messages[number], number, "none", "outer")
+        last = _between(talk.messages[number], number, "none", "outer", marks)
         try:
             marked = self._render(talk, [*before, last])
             if mark in marked:
@@ -322,6 +348,11 @@ class Chat:
             return self.tokenizer.placed(text, special=special)
         count = len(newline)
         return ids[count:], [(max(a - 1, 0), b - 1) for a, b in at[count:]]
+
+
+def _unspaced(text: str) -> str:
+    """What a model is to go on from: a space at its end is a part of the word behind it."""
+    return text.rstrip(" ")
 
 
 def _common(a: str, b: str) -> str:
@@ -374,23 +405,32 @@ def _occurs(pattern: re.Pattern[str], value: Any) -> bool:
     return bool(_found(pattern, value))
 
 
-def _between(message: dict[str, Any], number: int, start: str, end: str) -> dict[str, Any]:
-    """A message with marks around its texts: at their ends, or inside the space at their ends."""
+def _between(
+    message: dict[str, Any], number: int, start: str, end: str, marks: str
+) -> dict[str, Any]:
+    """A message with marks around its texts: at their ends, or inside the space at their ends.
+
+    marks: texts; empty: also in empty ones, which makes them true to a template that asks; names:
+    also of tools that are called, for calls without any text.
+    """
     first, last = chr(FIRST + number), chr(LAST + number)
 
     def around(text: str) -> str:
+        if not text and marks != "empty":
+            return text
         left = len(text) - len(text.lstrip()) if start == "inner" else 0
         right = len(text.rstrip()) if end == "inner" else len(text)
         right = max(left, right)
         head = "" if start == "none" else first
         return f"{text[:left]}{head}{text[left:right]}{last}{text[right:]}"
 
-    return {**message, **_each(message, around, skip=("role", "type", "id", "name"))}
+    skip = ("role", "type", "id", *(() if marks == "names" else ("name",)))
+    return {**message, **_each(message, around, skip=skip)}
 
 
-def _places(marked: str) -> dict[int, tuple[int | None, int | None]]:
+def _places(marked: str) -> dict[int, Place]:
     """The first mark before and the last behind the texts of each message, without marks."""
-    found: dict[int, tuple[int | None, int | None]] = {}
+    found: dict[int, Place] = {}
     place = 0
     for piece in re.split("([\ud800-\udfff])", marked):
         code = ord(piece) if len(piece) == 1 else 0

@@ -17,12 +17,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ranvier.data.beside import CONFIG
 from ranvier.data.chat import Chat, Learn
 from ranvier.data.files import size_of
 from ranvier.data.manifest import MASK, NAME, Manifest
 from ranvier.data.packing import Chats, Truncate
 from ranvier.data.pairs import Pair, part
-from ranvier.data.template import CONFIG, template_of
+from ranvier.data.template import template_of
 from ranvier.data.tokenizer import Tokenizer, fingerprint_of, parsed
 from ranvier.data.window import Ints, Window
 from ranvier.errors import DataError
@@ -102,7 +103,9 @@ class Corpus:
             raise DataError(
                 f"{path} is changed or damaged: its fingerprint is {found}. {rule}. {remedy}"
             )
-        known = parsed(text, str(path))
+        assert said.end is not None, said
+        # As it was when the tokens were made, whatever lies beside it now.
+        known = parsed(text, str(path), end=said.end)
         if (known.vocab, known.end) != (said.vocab, said.end):
             raise DataError(
                 f"{path} has {known.vocab} ids and the end {known.end}. {rule} with {said.vocab} "

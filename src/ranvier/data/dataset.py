@@ -44,11 +44,6 @@ class Data:
         return next((corpus.tokenizer for corpus in self.corpora if corpus.tokenizer), None)
 
     @property
-    def words(self) -> Path | None:
-        """The tokenizer.json of the corpora, None if the tokenizer is unknown."""
-        return next((corpus.words for corpus in self.corpora if corpus.words), None)
-
-    @property
     def chat(self) -> Chat | None:
         """The chat template of the corpora with their tokenizer, None if all are texts."""
         return next((corpus.chat for corpus in self.corpora if corpus.chat), None)
@@ -166,21 +161,22 @@ class Options(TypedDict):
 
 def _train(corpus: Corpus, seq: int, held_out: float, options: Options) -> Stream | Chats:
     stream = corpus.stream(seq, held_out, "train", **options)
+    name = f"{corpus.manifest.source} (tokenized in {corpus.folder})"
     if stream is None and corpus.manifest.template:
         raise DataError(
-            f"{corpus.folder} has nothing to learn: no token of an answer is left in its "
+            f"{name} has nothing to learn: no token of an answer is left in its "
             f"{corpus.manifest.documents} conversations with data.seq={seq} and "
             f"data.truncate={options['truncate']}. Use a larger data.seq, another data.truncate, "
             "or data.learn=all."
         )
     if stream is None:
         raise DataError(
-            f"{corpus.folder} has {corpus.manifest.documents} documents, all empty. A corpus needs "
+            f"{name} has {corpus.manifest.documents} documents, all empty. A corpus needs "
             "at least one token. Choose another one."
         )
     if options["packed"] and stream.tokens == stream.documents:
         raise DataError(
-            f"{corpus.folder} has nothing to learn: {stream.documents} documents to train on, each "
+            f"{name} has nothing to learn: {stream.documents} documents to train on, each "
             "of 1 token. In packed samples a token is predicted from those before it in its "
             "document. Choose longer documents, or data.packed=false: samples across them."
         )

@@ -60,6 +60,8 @@ def stored(
         known = tokenizer_of(tokenizer, cache)
         reader = Reader(source, field=field, max_bytes=max_bytes)
         parts = [reader.digest(), known.fingerprint, field, str(reader.limit), str(FORMAT)]
+        # Only where the JSON leaves it open: corpora from before are found again.
+        parts += [known.told] if known.told else []
         chat = None
         if holds_chats(reader, form):
             chat = Chat(template_of(known, tokenizer, template), known)
@@ -145,9 +147,11 @@ def index_pairs(
 ) -> Path:
     """The folder in the cache with hashes and manifest of pairs, one corpus in this order."""
     fingerprint = "" if tokenizer is None else tokenizer.fingerprint
+    told = [tokenizer.told] if tokenizer is not None and tokenizer.told else []
     pairs = [Pair.open(prefix.absolute()) for prefix in prefixes]
     # By name, size and time: their content is digested once, not at every start.
-    key = digest_of(str(FORMAT), fingerprint, *(_label(pair, s) for pair in pairs for s in BOTH))
+    labels = (_label(pair, suffix) for pair in pairs for suffix in BOTH)
+    key = digest_of(str(FORMAT), fingerprint, *told, *labels)
     folder = cache / "pairs" / key
     if (folder / NAME).is_file():
         return folder

@@ -2,8 +2,9 @@
 
 Two kinds. Bytes needs nothing; its file is the byte-level BPE without merges that it equals, so
 other tools read it too. Everything else runs through the `tokenizers` library, imported when text
-is first encoded: ids, end and fingerprint are read from the JSON alone. Special tokens that occur
-in a text are text: a document cannot end itself.
+is first encoded: ids and fingerprint are read from the JSON alone. Its end is the `eos_token` of
+the files beside it, else a token with a usual name. Special tokens that occur in a text are text: a
+document cannot end itself.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from ranvier.data.beside import config_of, save_config, tokens_of
 from ranvier.data.files import digest_of, size_of
 from ranvier.data.sources import documents, imported
 from ranvier.errors import DataError, PlanError
@@ -31,7 +33,8 @@ STANDARD_BYTES = 4_000_000
 """How much of the standard library it is trained on."""
 END = "<|end|>"
 ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
-"""Names of the token that ends a document, in the order in which they are looked for."""
+"""Names of the token that ends a document, in the order in which they are looked for, where the
+files beside a tokenizer.json name none."""
 NAMES = ("bytes", "standard")
 LIMIT = 2**31
 """Ids of a tokenizer, at most: tokens are stored in 32 bits with a sign."""
@@ -55,9 +58,18 @@ class Tokenizer:
         return fingerprint_of(self.text)
 
     @cached_property
+    def told(self) -> str:
+        """The name of the end where the JSON alone would not give it; else empty."""
+        return "" if _end(self._numbers) == self.end else self.names.get(self.end, "")
+
+    @cached_property
     def names(self) -> dict[int, str]:
         """Tokens by their id, as the JSON writes them."""
-        return {i: name for name, i in _ids(json.loads(self.text)).items()}
+        return {i: name for name, i in self._numbers.items()}
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return _ids(json.loads(self.text))
 
     @cached_property
     def specials(self) -> dict[str, int]:
@@ -127,10 +139,13 @@ class Tokenizer:
         return found or ""
 
     def save(self, path: Path) -> None:
-        """Write the tokenizer.json, at once or not at all."""
+        """Write the tokenizer.json, at once or not at all; where needed its end beside it."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         temporary.write_text(self.text, encoding="utf-8")
         os.replace(temporary, path)
+        name = self.names.get(self.end)
+        if name is not None and _end(self._numbers, _eos(path)) != self.end:
+            save_config(path.parent, {**config_of(path.parent), "eos_token": name})
 
 
 class Bytes(Tokenizer):
@@ -181,11 +196,14 @@ def tokenizer_of(name: str | Path, cache: Path) -> Tokenizer:
             f"The tokenizer {str(name)!r} cannot be read: {str(path)!r}: {reason}. A tokenizer is "
             f"'bytes', 'standard', a tokenizer.json or a folder that holds one. {remedy}"
         ) from None
-    return parsed(text, str(path))
+    return parsed(text, str(path), end=_eos(path))
 
 
-def parsed(text: str, origin: str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json; `origin` names it in messages."""
+def parsed(text: str, origin: str, *, end: str | int = "") -> Tokenizer:
+    """The tokenizer of a tokenizer.json; `origin` names it in messages.
+
+    end: name or id of its end, where it is known and among the tokens.
+    """
     remedy = "Use a file that the tokenizers library saved."
     try:
         content = json.loads(text)
@@ -197,13 +215,26 @@ def parsed(text: str, origin: str) -> Tokenizer:
         ) from None
     if _canonical(content) == Bytes().text:
         return Bytes()
-    end = next((ids[name] for name in ENDS if name in ids), None)
-    if end is None:
+    known = _end(ids, end)
+    if known is None:
         raise DataError(
-            f"{origin} has {len(ids)} tokens, none of which ends a document. One of "
-            f"{', '.join(ENDS)} must be among them. Add one to added_tokens."
+            f"{origin} has {len(ids)} tokens, none of which ends a document. It is the eos_token "
+            f"of tokenizer_config.json beside it, else one of {', '.join(ENDS)}. Name it there."
         )
-    return Tokenizer(text, max(ids.values()) + 1, end)
+    return Tokenizer(text, max(ids.values()) + 1, known)
+
+
+def _eos(path: Path) -> str:
+    """The end that the files beside a tokenizer.json name; empty if they name none."""
+    folder = path.parent if path.name == "tokenizer.json" else None
+    return tokens_of(folder).get("eos_token", "")
+
+
+def _end(ids: dict[str, int], end: str | int = "") -> int | None:
+    """The token of a name or id, if there is one, else the first that usually ends a document."""
+    if isinstance(end, int):
+        return end if end in ids.values() else _end(ids)
+    return next((ids[name] for name in (end, *ENDS) if name and name in ids), None)
 
 
 def _ids(content: Any) -> dict[str, int]:

@@ -6,13 +6,12 @@ special tokens that are spelt out are special.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ranvier.data.beside import tokens_of
 from ranvier.data.sources import imported
 from ranvier.data.tokenizer import Tokenizer, tokenizer_of
 from ranvier.errors import DataError
@@ -31,7 +30,7 @@ class Words:
 
     @classmethod
     def of(cls, folder: Path) -> Words:
-        """Those of a run: its tokenizer.json, and its tokenizer_config.json if there is one."""
+        """Those of a run: its tokenizer.json, and what lies beside it."""
         path = folder / "tokenizer.json"
         if not path.exists():
             raise DataError(
@@ -42,12 +41,7 @@ class Words:
         library = imported("tokenizers", "evaluation").Tokenizer.from_str(tokenizer.text)
         library.no_truncation()
         library.no_padding()
-        config: dict[str, Any] = {}
-        with suppress(OSError, ValueError):
-            config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        end = _id(library, config.get("eos_token"))
-        end = tokenizer.end if end is None else end
-        first = _id(library, config.get("bos_token"))
+        end, first = tokenizer.end, library.token_to_id(tokens_of(folder).get("bos_token", ""))
         return cls(tokenizer, library, end, end if first is None else first)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -84,10 +78,3 @@ class Words:
             return any(stop in tail for stop in stops)
 
         return ended
-
-
-def _id(library: Any, token: Any) -> int | None:
-    """The number of a token, as a config names it."""
-    name = token.get("content") if isinstance(token, dict) else token
-    found: int | None = library.token_to_id(name) if isinstance(name, str) else None
-    return found

@@ -304,8 +304,8 @@ def _announce(trainer: Trainer, folder: Path, origin: Path | None) -> None:
     run, parallel, data = trainer.run, parallel_of(trainer.model), trainer.data
     resumed = origin is not None
     lines = folders.begin(folder, run, trainer.step, _other(origin, folder))
-    if data.words is not None:
-        shutil.copyfile(data.words, folder / "tokenizer.json")
+    if data.tokenizer is not None:
+        data.tokenizer.save(folder / "tokenizer.json")
     if data.chat is not None:
         data.chat.template.save(folder)
     groups = groups_of(parallel, run)

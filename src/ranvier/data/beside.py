@@ -1,0 +1,76 @@
+"""Beside: what the files beside a `tokenizer.json` say of it.
+
+Special tokens have names such as `eos_token` in `tokenizer_config.json`, else in
+`special_tokens_map.json`. No code that these files name is run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ranvier.data.files import size_of
+from ranvier.errors import DataError
+
+CONFIG = "tokenizer_config.json"
+SPECIAL = "special_tokens_map.json"
+MOST_BYTES = 1 << 22
+
+
+def read(path: Path) -> str:
+    """The text of a file of a tokenizer."""
+    try:
+        if size_of(path) > MOST_BYTES:
+            raise OSError(f"it has more than {MOST_BYTES:,} bytes")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DataError(
+            f"{path} cannot be read: {reason}. It says how a tokenizer ends texts and writes "
+            "conversations. Check data.template and the files beside the tokenizer.json."
+        ) from None
+
+
+def config_of(folder: Path | None, name: str = CONFIG) -> dict[str, Any]:
+    """The JSON object of a file of a tokenizer; empty if it is not there."""
+    path = None if folder is None else folder / name
+    if path is None or not os.path.lexists(path):
+        return {}
+    try:
+        content = json.loads(read(path))
+        if not isinstance(content, dict):
+            raise TypeError(f"a {type(content).__name__}")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"{path} is no JSON object: {error}. It names the special tokens of a tokenizer. "
+            "Copy it again."
+        ) from None
+    return content
+
+
+def tokens_of(folder: Path | None) -> dict[str, str]:
+    """Special tokens by the names that the files of a folder have for them."""
+    return _tokens(config_of(folder, SPECIAL)) | _tokens(config_of(folder))
+
+
+def save_config(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write a tokenizer_config.json, at once or not at all."""
+    temporary = folder / f".{CONFIG}.{os.getpid()}"
+    text = json.dumps(content, indent=1, sort_keys=True)
+    temporary.write_text(text + "\n", encoding="utf-8")
+    os.replace(temporary, folder / CONFIG)
+
+
+def _tokens(content: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name: texts, or objects with one."""
+    extra = content.get("extra_special_tokens")
+    values = {**content, **(extra if isinstance(extra, dict) else {})}
+    found = {}
+    for name, value in values.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(name, str) and name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
