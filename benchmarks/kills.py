@@ -89,6 +89,9 @@ def saved(folder: Path, step: int, value: float, kind: Kind, nonce: str) -> None
         for one in savers:
             if one._thread is not None:
                 one._thread.join()
+        for error in (one._error for one in savers):
+            if error is not None:  # the cause, not that another rank has one
+                raise error
         left, failed = (max(numbers) for numbers in zip(*(o.report() for o in savers), strict=True))
         for one in savers:
             one.hear(left, failed)

@@ -10,9 +10,23 @@ import argparse
 from typing import Any
 
 import torch
-from fabric import texts
-from huggingface import unmodified
 from torch.utils.data import DataLoader
+
+
+def texts() -> list[dict[str, torch.Tensor]]:
+    """Samples as a tokenizer gives them."""
+    rows = [torch.arange(start, start + 16) for start in range(40, 72)]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def unmodified() -> Any:
+    """A tiny Llama of transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
+    return LlamaForCausalLM(LlamaConfig(**shape, **heads))
 
 
 def main(accelerator: Any) -> list[float]:

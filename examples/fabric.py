@@ -11,8 +11,17 @@ import argparse
 from typing import Any
 
 import torch
-from huggingface import unmodified
 from torch.utils.data import DataLoader
+
+
+def unmodified() -> Any:
+    """A tiny Llama of transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
+    return LlamaForCausalLM(LlamaConfig(**shape, **heads))
 
 
 def texts() -> list[dict[str, torch.Tensor]]:

@@ -12,7 +12,8 @@ found as Fabric does it; what they tell each other goes over the grid.
 from __future__ import annotations
 
 import importlib
-import pickle
+import json
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -184,9 +185,14 @@ class RanvierStrategy(_theirs()):  # type: ignore[misc]  # whichever of the two 
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of one rank on all."""
-        text = pickle.dumps(obj).hex() if self.grid.rank == src else ""
-        # from a rank of this very program
-        return pickle.loads(bytes.fromhex(told(text, self.grid, self.root_device, source=src)))
+        try:
+            text = json.dumps(obj, default=os.fspath) if self.grid.rank == src else ""
+        except TypeError:
+            raise PlanError(
+                f"fabric.broadcast of a {type(obj).__name__}. Ranks tell each other what JSON "
+                "holds: numbers, texts, lists, tables. Send one of these."
+            ) from None
+        return json.loads(told(text, self.grid, self.root_device, source=src))
 
     # ---- saving ---------------------------------------------------------------------------------
 
