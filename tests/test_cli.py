@@ -73,6 +73,7 @@ def test_every_start_and_every_grid_gives_the_same_losses(folder: Path) -> None:
     assert load(folder / "many" / "config.toml").plan.col == 2
 
 
+@pytest.mark.full
 def test_a_rank_that_raises_ends_all_with_its_message(folder: Path) -> None:
     start = time.monotonic()
     patch = TRAINER, FAULT.format(action="raise RuntimeError('disk on fire')")

@@ -71,7 +71,10 @@ def alone(kind: str) -> dict[str, Any]:
     return {**found, "model": {name: p.detach() for name, p in named}}
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "decoder", "llama"])
+@pytest.mark.parametrize(
+    "kind",
+    ["decoder", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("gpt2", "llama"))],
+)
 def test_a_loop_of_fabric_learns_the_same(pool: Pool, kind: str, tmp_path: Path) -> None:
     want, limit = alone(kind), LIMIT[kind]
     assert want["losses"][-1] < 0.9 * want["losses"][0] and max(want["norms"]) > 0.5

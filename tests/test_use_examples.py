@@ -16,6 +16,7 @@ from ranvier.grid import Grid
 from test_loops import fabric_of
 
 HERE = Path(__file__).parent.parent / "examples"
+FULL = pytest.mark.full
 NAMES = ("from_pretrained", "huggingface", "fabric", "accelerate_loop")
 
 
@@ -35,7 +36,10 @@ def ran(grid: Grid, name: str, folder: str) -> list[float]:
     return [float(x) for x in losses]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [n if n in ("from_pretrained", "fabric") else pytest.param(n, marks=FULL) for n in NAMES],
+)
 def test_an_example_learns_the_same_on_a_grid(pool: Pool, name: str, tmp_path: Path) -> None:
     for folder in (tmp_path / "one", tmp_path / "four"):
         if name == "from_pretrained":
@@ -55,6 +59,7 @@ def started(words: list[str]) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_an_example_is_started_by_torchrun() -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     said = started([*words, "examples/accelerate_loop.py", "--row", "2"])

@@ -77,8 +77,12 @@ def written(
     peft_out.write_adapter(Path("unused"), one.config, lora, one.family, out)
 
 
+SLOW = ("gemma2", "llama dora", "qwen2")
+"""Only with --full; DoRA is that of gpt2 otherwise."""
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.full if n == "gemma2" else ()) for n in OPTIONS]
+    "name", [pytest.param(n, marks=pytest.mark.full if n in SLOW else ()) for n in OPTIONS]
 )
 def test_training_equals_pefts_and_files_go_both_ways(
     pool: Pool, made: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

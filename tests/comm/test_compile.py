@@ -102,6 +102,7 @@ def test_pairs_compile_without_a_break(pool: Pool) -> None:
 @pytest.mark.skipif(
     not shutil.which("g++") and not shutil.which("clang++"), reason="no C++ compiler"
 )
+@pytest.mark.full
 def test_pairs_compile_to_machine_code(pool: Pool) -> None:
     assert pool.on_grid({"row": 2}, against_eager, "inductor", "bare_verbs") == [[], []]
 

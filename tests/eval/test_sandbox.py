@@ -19,7 +19,7 @@ BOUNDS = Limits(seconds=20.0, memory=256 << 20, processes=16, output=4096)
 WITHOUT = "        raise OSError(1, 'refused for a test')\n"
 
 
-@pytest.fixture(params=["namespaces", "none"])
+@pytest.fixture(params=["namespaces", pytest.param("none", marks=pytest.mark.full)])
 def cell(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The cell as it is, and as it is where the kernel grants no namespaces."""
     if request.param == "none":

@@ -163,7 +163,7 @@ CASES: list[tuple[dict[str, int], Case]] = [
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_compiled_blocks_equal_eager_ones:
         names = ["one", "col", "adapters", "samples", "features", "depth"]
-        count = len(CASES) if metafunc.config.getoption("--full") else 3
+        count = len(CASES) if metafunc.config.getoption("--full") else 2
         metafunc.parametrize(("degrees", "case"), CASES[:count], ids=names[:count])
 
 

@@ -193,7 +193,7 @@ def spread(pool: Pool, degrees: dict[str, int], *arguments: Any) -> tuple[float,
         ("rowwise", "features", "fp8", UNDERFLOW),
         ("tensorwise", "features", "endless", ONE_PASS),
         ("rowwise", "samples", "endless", ONE_PASS),
-        ("tensorwise", "samples", "compiled", UNDERFLOW),
+        pytest.param("tensorwise", "samples", "compiled", UNDERFLOW, marks=pytest.mark.full),
     ],
 )
 def test_a_grid_equals_one_process(
@@ -250,6 +250,7 @@ def test_layers_of_other_sizes_stay_wide(tmp_path: Path, corpus: str) -> None:
     assert len(list(trainer.steps())) == 1
 
 
+@pytest.mark.full
 def test_training_ends_where_it_would_without(pool: Pool, tmp_path: Path, corpus: str) -> None:
     losses = []
     for kind in ("off", "tensorwise"):

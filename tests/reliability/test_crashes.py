@@ -83,6 +83,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.full
 def test_a_kill_in_any_phase_of_a_step_changes_no_loss(tmp_path: Path, whole: Path) -> None:
     """A5 (forward, backward, reduction, update, schedule, logging, evaluation), A12 (load)."""
     words = [*PAIR, *EVERY, "--train.evaluate", "4", "--data.held-out", "0"]
@@ -115,6 +116,7 @@ Step._send = _sent
 """
 
 
+@pytest.mark.full
 def test_a_kill_between_messages_of_stages_leaves_no_half_update(
     tmp_path: Path, whole: Path
 ) -> None:

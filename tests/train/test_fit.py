@@ -166,6 +166,7 @@ def on_grid(grid: Grid, corpus: str, memory: float) -> tuple[list[float], list[s
     [{"depth": 2, "data": 2}, pytest.param({"row": 2, "col": 2}, marks=pytest.mark.full)],
     ids=str,
 )
+@pytest.mark.full
 def test_ranks_agree(pool: Pool, corpus: str, degrees: dict[str, int]) -> None:
     rich = pool.on_grid(degrees, on_grid, corpus, 1.0)
     want = losses(made(corpus))

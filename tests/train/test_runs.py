@@ -121,6 +121,7 @@ def test_steps_after_the_last_checkpoint_are_taken_again(
     assert losses(folder / "run") == losses(folder / "whole")
 
 
+@pytest.mark.full
 def test_ranks_stop_together_and_go_on_together(folder: Path) -> None:
     """Ctrl-C of two ranks, then the same command again."""
     words = ["train", *SMALL, "--nproc", "2", "--train.steps", "2000", "--train.out", "run"]
