@@ -42,6 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.full
 def test_every_start_and_every_grid_gives_the_same_losses(folder: Path) -> None:
     """One process, `--nproc`, `torchrun`'s and `srun`'s variables."""
     words = ["train", *SMALL, "--train.steps", "4", "--checkpoint.every", "-1"]

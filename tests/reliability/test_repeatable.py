@@ -64,7 +64,10 @@ def same(found: Curve, wanted: Curve, limit: float) -> bool:
 
 @pytest.mark.parametrize(
     ("dtype", "limit", "degrees"),
-    [("fp64", 1e-9, {"data": 2, "row": 2}), ("fp32", 1e-5, {"depth": 2, "pipe": 2})],
+    [
+        ("fp64", 1e-9, {"data": 2, "row": 2}),
+        pytest.param("fp32", 1e-5, {"depth": 2, "pipe": 2}, marks=pytest.mark.full),
+    ],
     ids=["G10 G12 fp64", "G10 G12 fp32"],
 )
 def test_twenty_steps_on_a_grid_are_those_of_one_process(

@@ -126,6 +126,7 @@ def test_the_micro_batch_is_found(corpus: str, monkeypatch: pytest.MonkeyPatch) 
     assert poor.run.check(1) == poor.run, "a run that is continued keeps its micro-batch"
 
 
+@pytest.mark.full
 def test_too_small_a_budget_is_refused(corpus: str) -> None:
     with pytest.raises(PlanError) as caught:
         made(corpus, recompute="budget", memory=1e-4)
