@@ -133,4 +133,7 @@ def test_what_is_wrong_is_said(
     words = ["export", str(tmp_path / "run"), "--to", str(tmp_path / "x")]
     assert "llama has no" in said(*words, "--family", "llama")
     assert "Types are" in said(*words, "--dtype", "int4")
+    settings = tmp_path / "run" / "config.toml"
+    settings.write_text(settings.read_text().replace("layers = 2", "layers = 3"))
+    assert "has no blocks.2." in said(*words)
     assert not (tmp_path / "x").exists()

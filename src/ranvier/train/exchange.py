@@ -25,7 +25,7 @@ from ranvier.checkpoint import blocks, folder, published
 from ranvier.checkpoint.convert import TYPES, Source, opened
 from ranvier.checkpoint.peft_out import merged, write_adapter
 from ranvier.checkpoint.published import Published
-from ranvier.errors import PlanError, WriteError
+from ranvier.errors import CheckpointError, PlanError, WriteError
 from ranvier.infer.sample import checkpoint_of, run_of
 from ranvier.models.adapter import adapted_weights
 from ranvier.models.decoder import DecoderConfig
@@ -230,6 +230,12 @@ def exported(
     source = opened(checkpoint)
     sizes = {n.removesuffix(".master"): kind_ for n, kind_ in source.kinds.items()}
     entries = kind.tensors(run.model)
+    lost = [name for entry in entries for name in entry.ours if name not in sizes]
+    if lost:
+        raise CheckpointError(
+            f"{checkpoint} has no {lost[0]} ({len(lost)} in all are missing). A checkpoint fits "
+            "the settings that it was trained with. Restore the config.toml of its run."
+        )
     stored = {name: sizes[name][0] for entry in entries for name in entry.ours}
     wanted = TYPES.get(dtype) or _word(theirs) or torch.float32
     types = dict.fromkeys(stored, wanted)
