@@ -180,7 +180,8 @@ def on_grid(
         parallel: Parallel = model.parallel  # type: ignore[assignment]
         logits = whole_logits(parallel)
         share = SAMPLES // grid.axis("data", "expert", "depth").size
-        micro = max(share // 2, 1) if grid.degrees["pipe"] > 1 else share
+        least = grid.degrees["col"] if inner == "samples" else 1  # col divides samples
+        micro = max(share // 2, least) if grid.degrees["pipe"] > 1 else share
         model.train()
         loss = forward_backward(model, batch().micro_batches(grid, micro)).item()
         found[name] = logits, loss, gradients(parallel)

@@ -100,8 +100,7 @@ def test_every_family_equals_transformers(
 def test_every_family_on_more_grids(
     pool: Pool, models: dict[str, Path], wanted: dict[str, Any], degrees: Any, inner: str
 ) -> None:
-    kept = {n: x for n, x in models.items() if not (inner == "features" and "col" in degrees)}
-    results = pool.on_grid(degrees, on_grid, kept or models, inner, timeout=300.0)
+    results = pool.on_grid(degrees, on_grid, models, inner, timeout=300.0)
     assert compare(models, wanted, results) == []
 
 
