@@ -129,6 +129,7 @@ def trial(folder: Path, kind: Kind, number: int, half: bool) -> str:
     child = os.fork()
     if child == 0:
         os.dup2(writer, 2)
+        torch.set_num_threads(1)  # renews the pool of threads, which two savers at once cannot
         wrap = killed_at(number, half)
         for name in CALLS:
             setattr(os, name, wrap(name, getattr(os, name)))
