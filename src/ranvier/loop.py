@@ -28,7 +28,8 @@ from ranvier.checkpoint import manifest as manifests
 from ranvier.checkpoint.load import load as load_parts
 from ranvier.comm import verbs
 from ranvier.comm.agree import differences, everyone, together
-from ranvier.comm.deferred import Deferred, Group
+from ranvier.comm.bucket import Group
+from ranvier.comm.deferred import Deferred
 from ranvier.comm.pairs import total
 from ranvier.data.loader import rows
 from ranvier.errors import CheckpointError, DataError, NumericError, PlanError

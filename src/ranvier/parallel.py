@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ranvier import sharding
-from ranvier.comm.deferred import VECTORS, Bucket, Deferred, Group, Weight
+from ranvier.comm.bucket import VECTORS, Bucket, Group, Weight
+from ranvier.comm.deferred import Deferred
 from ranvier.comm.fill import fill
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis, Grid

@@ -34,8 +34,10 @@ from ranvier.settings import (
     GuardConfig,
     LaunchConfig,
     LoraConfig,
+    MemoryConfig,
     ModelConfig,
     OptimConfig,
+    PruneConfig,
     TrainConfig,
     nearest,
 )
@@ -53,6 +55,8 @@ class Run:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     plan: Plan = field(default_factory=Plan)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    prune: PruneConfig = field(default_factory=PruneConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)

@@ -129,9 +129,10 @@ class OptimConfig:
     """Decay of the second moment."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
-    moments: Literal["master", "bf16"] = "master"
-    """Type of both moments. master: that of the master weights (fp32, or fp64 in runs in fp64);
-    bf16: half the memory of fp32, rounded up or down at random so that small changes count."""
+    moments: Literal["master", "bf16", "int8"] = "master"
+    """Type of both moments of matrices. master: that of the master weights (fp32, or fp64 in runs
+    in fp64); bf16 (half of fp32) or int8 (a quarter; a scale for each 256 numbers), both rounded up
+    or down at random so that small changes count."""
     decay: float = 0.1
     """Weight decay of matrices: parameters with two named dims or more that are no embeddings."""
     clip: float = 1.0
@@ -142,6 +143,59 @@ class OptimConfig:
     """Factor of the learning rate of embeddings (and of a head tied to one)."""
     vector_lr: float = 1.0
     """Factor of the learning rate of norms and biases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """What lies where: on the device, on the host or in a file; and how much of it may be used."""
+
+    fit: Literal["off", "auto"] = "off"
+    """auto: choose plan.recompute, the micro-batch, and what of states, weights and activations
+    lies on the host so that a step fits the device (or `limit`) at the best predicted speed."""
+    limit: float = 0.0
+    """GiB of its device that a rank may use. 0: what is free, less a reserve; on a CPU its share of
+    the machine's memory."""
+    host: float = 0.0
+    """GiB of host memory that a rank may use for what is kept there. 0: its share of what is free,
+    less a reserve."""
+    states: Literal["device", "host", "file", "split"] = "device"
+    """Where master weights and moments lie: on the device; in (pinned) host memory; in a memory-
+    mapped file under `path`; split: as many as fit on the device (or `resident`), the rest on the
+    host. All but the first stream through a few buffers, during backward and the next forward."""
+    resident: float = 0.0
+    """GiB of states that stay on the device with states = split. 0: what is left there."""
+    path: str = ""
+    """Directory of the file of states, on a fast disk; needed for states = file."""
+    update: Literal["auto", "device", "cpu"] = "auto"
+    """Where states on the host are updated. auto: where it takes less time, as measured."""
+    tile: int = 2**25
+    """Numbers that an update works on at once: what it needs besides its states is no larger."""
+    weights: Literal["device", "host"] = "device"
+    """host: the weights and gradients of blocks lie on the host, too, and come for their turn."""
+    activations: float = 0.0
+    """Share of the kept activations of blocks that waits for backward on the host. -1: as little
+    as fits into `limit`."""
+    collectives: Literal["again", "keep", "auto"] = "again"
+    """What computes again and communicates: does so again; or keeps the results of its first
+    forward pass (then nothing is communicated twice); auto: those whose repetition would take the
+    longest for their bytes, as far as they fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneConfig:
+    """Pruned training: matrices with fixed zeros, whose states hold the other numbers only."""
+
+    sparsity: float = 0.0
+    """Share of each matrix that is zero. 0 with no pattern and no masks: nothing is pruned."""
+    pattern: str = ""
+    """N:M, such as 2:4: of each M numbers in a row N stay. Empty: any."""
+    masks: str = ""
+    """File of safetensors with a mask (nonzero: stays) by the name of each weight that is pruned.
+    Empty: the smallest magnitudes go."""
+    every: int = 0
+    """Steps between renewals of the masks, from magnitudes; 0: they are fixed."""
+    until: int = 0
+    """Step up to which sparsity grows (cubically) and masks are renewed; 0: at once, to the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,6 +348,13 @@ LEAST: dict[str, float] = {
     "optim.matrix_lr": 0.0,
     "optim.embedding_lr": 0.0,
     "optim.vector_lr": 0.0,
+    "memory.limit": 0.0,
+    "memory.host": 0.0,
+    "memory.resident": 0.0,
+    "memory.tile": 4096,
+    "memory.activations": -1.0,
+    "prune.every": 0,
+    "prune.until": 0,
     "train.steps": 1,
     "train.seed": 0,
     "train.evaluate": 0,
@@ -322,6 +383,7 @@ SHARES: dict[str, float] = {
     "model.dropout": 0.1,
     "lora.dropout": 0.05,
     "data.held_out": 0.02,
+    "prune.sparsity": 0.8,
 }
 """Numbers in [0, 1), and a usual value of each."""
 
@@ -339,6 +401,8 @@ MOST: dict[str, float] = {
     "train.seed": 2**63 - 1,
     "train.timeout": 1e7,
     "launch.nodes": 10**5,
+    "memory.activations": 1.0,
+    "memory.tile": 2**30,
 }
 """The largest value of numbers that have one."""
 FREE = ("train.prompt", "data.field")

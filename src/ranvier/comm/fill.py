@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 
-from ranvier.comm.deferred import VECTORS, Bucket, Deferred, Group, Segment, Weight
+from ranvier.comm.bucket import VECTORS, Bucket, Group, Segment, Weight
+from ranvier.comm.deferred import Deferred
 
 
 def fill(queue: Deferred, weights: Iterable[Weight], blocks: Mapping[str, str]) -> None:

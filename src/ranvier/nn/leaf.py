@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranvier.comm.deferred import Deferred, Weight
+from ranvier.comm.bucket import Weight
+from ranvier.comm.deferred import Deferred
 from ranvier.errors import DataError
 from ranvier.grid import Axis, Grid
 from ranvier.nn.example import Example

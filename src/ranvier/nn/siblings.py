@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ranvier.comm.deferred import Bucket
+from ranvier.comm.bucket import Bucket
 from ranvier.nn.example import SIZES, Example
 from ranvier.nn.leaf import Flow, Leaf, Site
 from ranvier.nn.linear import Linear, Run, backward_events, forward_events, product

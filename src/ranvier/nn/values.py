@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ranvier import init
-from ranvier.comm.deferred import Deferred, Weight
+from ranvier.comm.bucket import Weight
+from ranvier.comm.deferred import Deferred
 from ranvier.nn.dropout import Dropout
 from ranvier.nn.leaf import Leaf
 from ranvier.nn.siblings import Siblings

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ranvier.comm.deferred import Bucket
+from ranvier.comm.bucket import Bucket
 from ranvier.optim import fused
 
 

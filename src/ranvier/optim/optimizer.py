@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ranvier import init
 from ranvier.comm import verbs
-from ranvier.comm.deferred import Bucket, Deferred, Group
+from ranvier.comm.bucket import Bucket, Group
+from ranvier.comm.deferred import Deferred
 from ranvier.comm.sums import Pieces
 from ranvier.grid import Grid
 from ranvier.optim import fused

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ranvier.comm.agree import largest, told
-from ranvier.comm.deferred import Bucket
+from ranvier.comm.bucket import Bucket
 from ranvier.data.batch import Batch
 from ranvier.errors import PlanError
 from ranvier.memory import budget
