@@ -31,10 +31,10 @@ from ranvier.planner import fit, rates
 from ranvier.planner.cost import Work
 from ranvier.planner.fit import Case, Choice
 from ranvier.planner.rates import Rates
-from ranvier.planner.sizes import logits, sizes_of
+from ranvier.planner.sizes import SLOTS, logits, sizes_of
 from ranvier.run import Run
 from ranvier.settings import MemoryConfig
-from ranvier.train.account import Account, is_short, tensors_of
+from ranvier.train.account import USUAL, Account, is_short, tensors_of
 from ranvier.train.fit import GIB, blank, candidates, forget, host_room, measured, room
 from ranvier.train.step import forward_backward
 
@@ -44,6 +44,9 @@ TRIES = 3
 """Times that a fit is tried before the run gives up."""
 LESS = 0.05
 """Share of the limit by which it is lowered at least when a trial step does not fit."""
+TILES, NUMBER, SMALLEST = 0.02, 12, 20
+"""Share of the device that tiles of states take, bytes of the states of a number, and bits of the
+number of numbers of the smallest tile: a smaller one would not fill the link."""
 PLACED = frozenset({"states", "weights", "activations", "update"})
 """What depends on how fast things move."""
 ALIKE = Rates(1e12, 1e12, 1e12, 1e12, 1e12)
@@ -89,6 +92,7 @@ def settle(run: Run, model: Decoder, device: torch.device, *, local_ranks: int) 
     free = opened(run)
     if not free:
         return Settled(run, optimizer_of(run, model, device), Account())
+    run = _tiled(run, device, local_ranks)
     case = case_of(run, model, device, local_ranks, free)
     parallel, notes = parallel_of(model), list[str]()
     for tries in range(TRIES):
@@ -132,6 +136,17 @@ def opened(run: Run) -> frozenset[str]:
         names = ("states", "weights", "activations", "update")
         found |= {name for name in names if getattr(memory, name) == getattr(usual, name)}
     return frozenset(found)
+
+
+def _tiled(run: Run, device: torch.device, local_ranks: int) -> Run:
+    """With `memory.fit`: tiles of states that take a small share of the device, as no result
+    depends on them."""
+    memory = run.memory
+    if memory.fit == "off" or memory.tile != MemoryConfig().tile:
+        return run
+    most = TILES * room(memory.limit, device, local_ranks) / (SLOTS * NUMBER)
+    tile = min(1 << max(int(most).bit_length() - 1, SMALLEST), memory.tile)
+    return replace(run, memory=replace(memory, tile=tile))
 
 
 def applied(run: Run, choice: Choice) -> Run:
@@ -218,7 +233,7 @@ def case_of(
     )
     found = ALIKE
     if free & PLACED:
-        found = _slowest(rates.measured(device, parallel.queue.buckets[0].data.dtype), parallel)
+        found = _slowest(_rates(parallel, device), parallel)
     return Case(
         needs,
         sizes,
@@ -318,6 +333,14 @@ def work_of(run: Run, parallel: Parallel) -> Work:
             inside += flops * (2 if frozen else 3)
     blocks = inside / max(forward + backward, 1)
     return Work(forward // share, backward // share, blocks, share, run.data.seq)
+
+
+def _rates(parallel: Parallel, device: torch.device) -> Rates:
+    """The rates of a device, or usual ones where it has no room for a measurement."""
+    try:
+        return rates.measured(device, parallel.queue.buckets[0].data.dtype)
+    except torch.OutOfMemoryError:
+        return USUAL
 
 
 def _slowest(found: Rates, parallel: Parallel) -> Rates:
