@@ -99,6 +99,22 @@ def sizes_of(parallel: Parallel, *, moments: str = "master", tile: int = 2**25) 
     )
 
 
+def gradient(parallel: Parallel, block: str, *, passes: int, last: bool) -> int:
+    """Bytes of the gradient of a block after so many passes, once it is where it stays.
+
+    One that came once stays as it came; it is wide once it is added to another or was reduced over
+    an axis. last: of a step; then each data rank gets its range.
+    """
+    queue, total = parallel.queue, 0
+    for bucket in queue.buckets:
+        if bucket.name == block and bucket.trainable:
+            wide = bucket.size * queue.dtype.itemsize
+            size = wide if bucket.split or passes > 1 else bucket.data.nbytes
+            reduced = last and queue.data_axis.size > 1
+            total += wide // queue.data_axis.size if reduced else size
+    return total
+
+
 def rests(bucket: Bucket) -> bool:
     """Whether the weights of a bucket may rest on the host: many, used at one place."""
     return bucket.weights[0].group != "vector" and not bucket.late and bucket.size > 0

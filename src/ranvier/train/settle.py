@@ -90,7 +90,9 @@ def settle(run: Run, model: Decoder, device: torch.device, *, local_ranks: int) 
     over all axes; after a fit two trial steps.
     """
     free = opened(run)
-    if not free:
+    if device.type == "cpu" and run.memory.limit == 0.0:
+        free -= PLACED  # the host is the device
+    if not free or run.plan.pipe > 1:
         return Settled(run, optimizer_of(run, model, device), Account())
     run = _tiled(run, device, local_ranks)
     case = case_of(run, model, device, local_ranks, free)
