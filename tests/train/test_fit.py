@@ -49,7 +49,7 @@ def made(corpus: str, grid: Grid | None = None, **changes: Any) -> Trainer:
 
 def need_of(trainer: Trainer, micro: int, *kinds: Kind) -> Need:
     run = trainer.run
-    count = min(run.plan.batch // (run.plan.replicas * micro), 3)
+    count = min(run.plan.batch // (run.plan.replicas * micro), settle.PASSES)
     kinds = kinds or tuple(budget.COST)
     found = measured(run, trainer.model, trainer.device, micro, passes=count, kinds=kinds)
     assert found is not None
@@ -71,7 +71,7 @@ def test_blocks_are_recomputed_as_the_memory_asks_and_losses_stay(corpus: str) -
     need, want = need_of(plain, 8), losses(plain)
     low, high = (with_gaps(need, (kind,) * LAYERS) for kind in ("full", "none"))  # type: ignore[arg-type]
     found = []
-    for available in (low, (low + high) // 2, high):
+    for available in (low, (low + high) // 2):
         limit = (available + 1.0) / GIB
         trainer = made(corpus, recompute="budget", memory__limit=limit, micro_batch=8)
         kinds = tuple(parallel_of(trainer.model).kinds.values())
@@ -80,7 +80,7 @@ def test_blocks_are_recomputed_as_the_memory_asks_and_losses_stay(corpus: str) -
         if available == (low + high) // 2:
             assert len(set(kinds)) > 1, kinds
             assert losses(trainer) == pytest.approx(want, rel=1e-12)
-    assert found[0] > found[1] > found[2] == 0.0
+    assert found[0] > found[1] > 0.0
 
 
 @pytest.mark.parametrize(
@@ -143,16 +143,9 @@ def test_selective_keeps_less_than_all_and_more_than_nothing(corpus: str) -> Non
     embed, seq = trainer.run.model.embed, trainer.run.data.seq
     assert kept[2] == 4 * seq * embed * 8, "the output, which is the input of the next block"
     assert [double.blocks[kind].kept for kind in double.blocks] == [2 * n for n in kept]
-    assert (
-        double.gradient
-        == four.gradient
-        == 8
-        * sum(
-            weight.elements
-            for name, weight in parallel_of(trainer.model).weights.items()
-            if name.startswith("blocks.1.")
-        )
-    )
+    weights = parallel_of(trainer.model).weights.items()
+    inside = [w.elements for name, w in weights if "blocks.1." in name and w.group == "matrix"]
+    assert double.gradient == four.gradient == 8 * sum(inside)
     middle = budget.between(four, double, 0.5)
     assert middle.blocks["full"].kept == kept[2] * 3 // 2
 
@@ -173,15 +166,15 @@ def test_measuring_and_trials_leave_no_trace(corpus: str) -> None:
 
 
 def test_the_micro_batch_is_found(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "USEFUL_TOKENS", 64)
+    monkeypatch.setattr(budget, "USEFUL_TOKENS", 32)
     monkeypatch.setattr(budget, "EMPTY_TOKENS", 2)
-    plain = made(corpus, micro_batch=4)
-    rich = made(corpus, recompute="budget")
-    assert rich.run.plan.micro_batch == 4, "64 tokens are enough"
+    plain = made(corpus, batch=4, micro_batch=2)
+    rich = made(corpus, batch=4, recompute="budget")
+    assert rich.run.plan.micro_batch == 2, "32 tokens are enough"
     assert set(parallel_of(rich.model).kinds.values()) == {"none"}
-    tight = budget.least(need_of(plain, 4)) - 1
-    poor = made(corpus, recompute="budget", memory__limit=tight / GIB)
-    assert poor.run.plan.micro_batch in (1, 2)
+    tight = budget.least(need_of(plain, 2)) - 1
+    poor = made(corpus, batch=4, recompute="budget", memory__limit=tight / GIB)
+    assert poor.run.plan.micro_batch == 1
     assert losses(poor) == pytest.approx(losses(plain), rel=1e-12)
     assert poor.run.check(1) == poor.run, "a run that is continued keeps its micro-batch"
 
