@@ -6,6 +6,8 @@ a kind): one flat buffer of values, one of gradients, one collective instead of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -188,6 +190,17 @@ class Bucket:
     def mine(self, flat: Tensor) -> Tensor:
         """My range over data of a flat tensor `[size]`."""
         return flat.view(-1, self.held)[self.queue.data_axis.index] if self.held else flat[:0]
+
+    @contextmanager
+    def under(self) -> Iterator[None]:
+        """Memory under its values, for a moment: who makes views of resting weights needs it."""
+        storage = self.data.untyped_storage()
+        absent = storage.nbytes() < self.data.nbytes
+        if absent:
+            storage.resize_(self.data.nbytes)
+        yield
+        if absent:
+            storage.resize_(0)
 
     def settle(self) -> None:
         """Have the device wait for an update that is under way."""
