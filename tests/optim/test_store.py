@@ -151,6 +151,27 @@ def test_an_update_by_the_cpu_is_within_two_units_of_the_last_place(
         assert max(worst) <= 2.0
 
 
+def failing(grid: Grid) -> str:
+    """What a run says whose thread fails in an update."""
+    case, batch = Case("llama"), batch_of("llama", samples=16, packed=False)
+    model = case.on(grid)
+    optimizer = Optimizer(model.parallel.queue, home=Home("host", update="cpu"))  # type: ignore[arg-type,union-attr]
+    micros = micros_of(batch, grid, 1)
+    forward_backward(model, micros)
+    optimizer.factors = {"matrix": "much"}  # type: ignore[dict-item]
+    optimizer.step()
+    try:
+        forward_backward(model, micros)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def test_what_a_thread_fails_with_is_told(pool: Pool) -> None:
+    (said,) = pool.on_grid({}, failing)
+    assert "multiply sequence" in said
+
+
 def hosted_weights(grid: Grid) -> list[str]:
     """What the CPU updates otherwise if weights are on the host, too."""
     home = {"home": Home("host", update="cpu", tile=TILE), "dtype": torch.bfloat16}

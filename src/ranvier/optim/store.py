@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -129,6 +130,7 @@ class Store:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._rules: Rules | None = None
+        self._updating: dict[Bucket, Updating] = {}
 
     # ---- where they rest ----------------------------------------------------------------
 
@@ -201,28 +203,31 @@ class Store:
         for bucket, _ in work:
             bucket.settle()  # of one that was not used since
         self._rules = rules  # what they read lives as long as they are needed
+        for bucket, pieces in work:
+            bucket.updating = self._updating[bucket] = Updating(self.device, pieces)
         begin, parts = here(self.device), dict(work)
         hosted = self.home.update == "cpu"
         how = partial(self._on_host if hosted else self._on_device, parts, rules, begin)
-        if self.device.type == "cpu" or not (hosted or self.home.states == "file"):
+        if not hosted and self.home.states != "file":
             how()
             return
-        for bucket, pieces in work:
-            bucket.updating = Updating(self.device, pieces, threading.Event(), self._raise)
-        self._thread = threading.Thread(target=self._behind, args=(how, parts), daemon=True)
+        for updating in self._updating.values():
+            updating.known, updating.check = threading.Event(), self._raise
+        self._thread = threading.Thread(target=self._behind, args=(how,), daemon=True)
         self._thread.start()
 
-    def _behind(self, how: Callable[[], None], parts: Mapping[Bucket, Pieces]) -> None:
+    def _behind(self, how: Callable[[], None]) -> None:
         """Do it in a thread of its own."""
         try:
-            with torch.cuda.device(self.device), torch.no_grad():
+            on = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+            with on, torch.no_grad():
                 how()
         except BaseException as error:
             self._error = error
         finally:
-            for bucket in parts:
-                if bucket.updating is not None and bucket.updating.known is not None:
-                    bucket.updating.known.set()
+            for updating in self._updating.values():
+                if updating.known is not None:
+                    updating.known.set()
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -247,17 +252,16 @@ class Store:
                 self._bring(i, follows, parts[follows.bucket], begin)
             if i + 1 == len(order) or order[i + 1].bucket is not tile.bucket:
                 home = tile.bucket.home is not None
-                self._ended(tile.bucket, parts[tile.bucket], slot.free if home else done)
+                self._ended(tile.bucket, slot.free if home else done)
         for i, tile in enumerate(order[:SLOTS]):
             self._bring(i, tile)
 
-    def _ended(self, bucket: Bucket, pieces: Pieces, mark: Mark) -> None:
+    def _ended(self, bucket: Bucket, mark: Mark) -> None:
         """A bucket's weights are new once a mark is reached."""
-        if bucket.updating is None:
-            bucket.updating = Updating(self.device, pieces)
-        bucket.updating.mark = mark
-        if bucket.updating.known is not None:
-            bucket.updating.known.set()
+        updating = self._updating.pop(bucket)  # who waits for it may have taken it already
+        updating.mark = mark
+        if updating.known is not None:
+            updating.known.set()
 
     def _slot(self, i: int) -> Slot:
         """The buffers of the i-th tile; they are made when they are first needed."""
@@ -358,7 +362,7 @@ class Store:
             self._apply(rule, self.resting(tile), tile, at, came, out)
             mark = self._arrive(slot, tile, at, out[at : at + grad.numel()])
             if i + 1 == len(jobs) or jobs[i + 1][0].bucket is not tile.bucket:
-                self._ended(tile.bucket, parts[tile.bucket], mark)
+                self._ended(tile.bucket, mark)
 
     def _leave(
         self, slots: list[Slot], jobs: Sequence[tuple[Tile, int, Tensor]], i: int, begin: Mark
