@@ -8,19 +8,19 @@ one number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ranvier import init
 from ranvier.comm import verbs
-from ranvier.comm.bucket import Bucket, Group
+from ranvier.comm.bucket import Bucket, Group, Weight
 from ranvier.comm.deferred import Deferred
 from ranvier.comm.sums import Pieces
 from ranvier.grid import Grid
 from ranvier.optim import fused
 from ranvier.optim.early import Early
+from ranvier.optim.moments import BLOCK, Key, Kind, Moments, dtype
 from ranvier.optim.scale import Scale
 from ranvier.sharding import State
 
@@ -69,11 +69,11 @@ class Optimizer:
         clip: float = 1.0,
         factors: Mapping[Group, float] | None = None,
         scale: Scale | None = None,
-        moments: torch.dtype | None = None,
+        moments: Kind = "master",
     ) -> None:
         """factors: of the learning rate of each group of weights. scale: what the loss bears.
 
-        moments: bf16, rounded at random; or None, the type of the master weights.
+        moments: of matrices; those of vectors have the type of the master weights.
         """
         self.queue, self.grid = queue, queue.grid
         self.lr, self.betas, self.eps, self.clip = lr, betas, eps, clip
@@ -84,9 +84,12 @@ class Optimizer:
         self.master = {bucket: self._master(bucket) for bucket in self.buckets}
         self._loads = queue.loads
         self._early = queue.complete = Early()
-        self.mean = {b: torch.zeros_like(x, dtype=moments) for b, x in self.master.items()}
-        self.square = {b: torch.zeros_like(x, dtype=moments) for b, x in self.master.items()}
-        self._seeds = {b: init.key(0, "moments", b.weights[0].name) for b in self.buckets}
+        self._moments: Kind = moments
+        types = {b: dtype(self._kind(b), x.dtype) for b, x in self.master.items()}
+        self.mean = {b: torch.zeros_like(x, dtype=types[b]) for b, x in self.master.items()}
+        self.square = {b: torch.zeros_like(x, dtype=types[b]) for b, x in self.master.items()}
+        self.scales = {w: x for b in self.buckets for w, x in self._scales(b).items()}
+        """Of 8-bit moments: of the blocks of my part of a weight, `[2, blocks]`."""
         device = queue.device
         self.updates = torch.zeros((), dtype=torch.float64, device=device)
         """Updates made; masked ones do not count."""
@@ -106,6 +109,18 @@ class Optimizer:
         """The weights that are updated: my range itself, or a wider copy of 16-bit weights."""
         narrow = bucket.data.dtype in (torch.bfloat16, torch.float16)
         return self._range(bucket).to(torch.float32 if narrow else bucket.data.dtype)
+
+    def _kind(self, bucket: Bucket) -> Kind:
+        """Of the moments of a bucket: vectors have too few bytes to matter."""
+        return "master" if bucket.weights[0].group == "vector" else self._moments
+
+    def _scales(self, bucket: Bucket) -> dict[Weight, Tensor]:
+        """Room for the scales of 8-bit moments."""
+        if self._kind(bucket) != "int8":
+            return {}
+        ranges = ((w, *bucket.range(w)) for w in bucket.weights)
+        blocks = {w: -((first - last) // BLOCK) for w, first, last in ranges}
+        return {w: torch.zeros(2, n, device=bucket.data.device) for w, n in blocks.items()}
 
     @torch.no_grad()
     def step(
@@ -166,21 +181,39 @@ class Optimizer:
 
     def _update(self, bucket: Bucket, start: int, grad: Tensor, now: fused.Scalars) -> None:
         """Update a piece of my range of a bucket, master and working weights in one pass."""
-        group, piece = bucket.weights[0].group, slice(start, start + grad.numel())
-        master, working = self.master[bucket][piece], self._range(bucket)[piece]
-        fused.adamw(
-            master,
-            grad,
-            self.mean[bucket][piece],
-            self.square[bucket][piece],
-            now=now,
-            share=self.factors.get(group, 1.0),
-            eps=self.eps,
-            decay=self.decays.get(group, 0.0),
-            out=working if working.dtype != master.dtype else None,
-            seed=self._seeds[bucket],
-            first=self.queue.data_axis.index * self.master[bucket].numel() + start,
-        )
+        group = bucket.weights[0].group
+        master, working = self.master[bucket], self._range(bucket)
+        for piece, held, key in self._pieces(bucket, start, start + grad.numel()):
+            fused.adamw(
+                master[piece],
+                grad[piece.start - start : piece.stop - start],
+                held,
+                now=now,
+                share=self.factors.get(group, 1.0),
+                eps=self.eps,
+                decay=self.decays.get(group, 0.0),
+                out=working[piece] if working.dtype != master.dtype else None,
+                key=key,
+            )
+
+    def _pieces(
+        self, bucket: Bucket, start: int, stop: int
+    ) -> Iterator[tuple[slice, Moments, Key | None]]:
+        """Ranges of a range that are updated at once, with moments and what random bits are of.
+
+        Narrow moments are updated by weight: random bits and blocks are those of a weight.
+        """
+        mean, square = self.mean[bucket], self.square[bucket]
+        if self._kind(bucket) == "master":
+            yield slice(start, stop), Moments(mean, square).part(start, stop), None
+            return
+        for weight in bucket.weights:
+            first, last = bucket.range(weight)
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                held = Moments(mean[first:last], square[first:last], self.scales.get(weight))
+                key = Key.of(weight.name, bucket.place(weight)).at(low - first)
+                yield slice(low, high), held.part(low - first, high - first), key
 
     def _publish(self) -> None:
         """Give all data ranks the working weights of my range.

@@ -158,7 +158,7 @@ class Trainer:
                 "vector": optim.vector_lr,
             },
             scale=Scale(device) if dtype == torch.float16 else None,
-            moments=torch.bfloat16 if optim.moments == "bf16" else None,
+            moments=optim.moments,
         )
         micro = candidates(run.plan, run.data.seq)[0]
         flow = Flow(micro, run.data.seq, dtype.itemsize, statistics=4)
