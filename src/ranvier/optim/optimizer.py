@@ -8,19 +8,20 @@ one number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ranvier import init
 from ranvier.comm import verbs
-from ranvier.comm.bucket import Bucket, Group
+from ranvier.comm.bucket import Bucket, Group, Weight
 from ranvier.comm.deferred import Deferred
 from ranvier.comm.sums import Pieces
 from ranvier.grid import Grid
-from ranvier.optim import fused
+from ranvier.optim import fused, prune
 from ranvier.optim.early import Early
+from ranvier.optim.prune import Choice
 from ranvier.optim.scale import Scale
 from ranvier.sharding import State
 
@@ -97,15 +98,10 @@ class Optimizer:
         self.voted = torch.zeros(0, dtype=torch.bool, device=device)
         """For what some rank has voted in the last step."""
 
-    def _range(self, bucket: Bucket) -> Tensor:
-        """My range over data of the working weights."""
-        axis = self.queue.data_axis
-        return bucket.data.view(axis.size, -1)[axis.index]
-
     def _master(self, bucket: Bucket) -> Tensor:
         """The weights that are updated: my range itself, or a wider copy of 16-bit weights."""
         narrow = bucket.data.dtype in (torch.bfloat16, torch.float16)
-        return self._range(bucket).to(torch.float32 if narrow else bucket.data.dtype)
+        return bucket.mine().to(torch.float32 if narrow else bucket.data.dtype)
 
     @torch.no_grad()
     def step(
@@ -144,6 +140,9 @@ class Optimizer:
     def reread(self) -> None:
         """Take note that weights were changed from outside: master weights follow them."""
         self._loads = self.queue.loads
+        for bucket in self.buckets:
+            if bucket.kept is not None:  # what is pruned stays so
+                bucket.kept.clear(bucket.data)
         self.master = {bucket: self._master(bucket) for bucket in self.buckets}
 
     @torch.no_grad()
@@ -167,7 +166,9 @@ class Optimizer:
     def _update(self, bucket: Bucket, start: int, grad: Tensor, now: fused.Scalars) -> None:
         """Update a piece of my range of a bucket, master and working weights in one pass."""
         group, piece = bucket.weights[0].group, slice(start, start + grad.numel())
-        master, working = self.master[bucket][piece], self._range(bucket)[piece]
+        master, out = self.master[bucket][piece], None
+        if bucket.kept is None and bucket.data.dtype != master.dtype:
+            out = bucket.mine()[piece]
         fused.adamw(
             master,
             grad,
@@ -177,7 +178,7 @@ class Optimizer:
             share=self.factors.get(group, 1.0),
             eps=self.eps,
             decay=self.decays.get(group, 0.0),
-            out=working if working.dtype != master.dtype else None,
+            out=out,
             seed=self._seeds[bucket],
             first=self.queue.data_axis.index * self.master[bucket].numel() + start,
         )
@@ -187,43 +188,111 @@ class Optimizer:
 
         Communicates: all-gather over data, by bucket.
         """
-        if self.queue.data_axis.size == 1:
-            return
         pending = []
         for bucket in self.buckets:
+            if bucket.kept is None and self.queue.data_axis.size == 1:
+                continue  # they are there already
+            part = bucket.mine() if bucket.kept is None else self.master[bucket]
             with self.grid.trace.at(bucket.name):
-                part = self._range(bucket)
-                pending.append((bucket, verbs.all_gather(part, self.queue.data_axis)))
+                values = verbs.all_gather(part.to(bucket.data.dtype), self.queue.data_axis)
+            pending.append((bucket, values))
         for bucket, values in pending:
-            bucket.data.copy_(values.wait())
+            bucket.working(0, values.wait())
+
+    @property
+    def _kinds(self) -> dict[str, dict[Bucket, Tensor]]:
+        return {"master": self.master, "mean": self.mean, "square": self.square}
 
     def state(self) -> State:
-        """My part of master weights and moments, by parameter name."""
-        kinds = {"master": self.master, "mean": self.mean, "square": self.square}
-        return {
-            f"{weight.name}.{kind}": (
-                tensors[bucket][slice(*bucket.range(weight))],
-                bucket.place(weight),
-            )
-            for kind, tensors in kinds.items()
-            for bucket in self.buckets
-            for weight in bucket.weights
-        }
+        """My part of master weights and moments, by parameter name.
+
+        Of pruned weights copies with zeros, and masks; what is written there counts for `parts`.
+        """
+        return {name: x for bucket in self.buckets for name, x in self._state(bucket).items()}
+
+    def _state(self, bucket: Bucket) -> State:
+        """The states of a bucket."""
+        found: State = {}
+        dense = {kind: bucket.spread(tensors[bucket]) for kind, tensors in self._kinds.items()}
+        if bucket.kept is not None:
+            dense["mask"] = bucket.kept.mask(*bucket.bounds).to(torch.uint8)
+        for kind, whole in dense.items():
+            for weight in bucket.weights:
+                part = whole[slice(*bucket.range(weight))]
+                found[f"{weight.name}.{kind}"] = part, bucket.place(weight)
+        return found
+
+    def parts(self) -> Iterator[State]:
+        """The tensors of `state`, pruned ones bucket by bucket, to be written to.
+
+        What was written to one is taken over when the next is asked for.
+        """
+        dense = [bucket for bucket in self.buckets if bucket.kept is None]
+        yield {name: x for bucket in dense for name, x in self._state(bucket).items()}
+        for bucket in self.buckets:
+            if bucket.kept is None:
+                continue
+            state = {n: x for n, x in self._state(bucket).items() if not n.endswith(".mask")}
+            yield state
+            for kind, tensors in self._kinds.items():
+                whole = torch.zeros_like(bucket.spread(tensors[bucket]))
+                for weight in bucket.weights:
+                    part, _ = state[f"{weight.name}.{kind}"]
+                    whole[slice(*bucket.range(weight))] = part
+                tensors[bucket].copy_(bucket.compress(whole))
+
+    def held(self, weight: Weight, kind: str) -> Tensor:
+        """My part of a state of a weight as it lies: compressed if it is pruned."""
+        bucket = weight.bucket
+        tensor = self._kinds[kind][bucket]
+        if bucket.kept is None:
+            return tensor[slice(*bucket.range(weight))]
+        low, high = bucket.kept.at(weight.offset), bucket.kept.at(weight.offset + weight.elements)
+        first = self.queue.data_axis.index * len(tensor)
+        return tensor[max(low - first, 0) : max(high - first, 0)]
 
     def load(self, whole: Mapping[str, Tensor], *, steps: int) -> None:
         """Take my part of a whole state, after `steps` updates. Communicates: as `restored`."""
-        for name, (part, place) in self.state().items():
-            part.copy_(place.take(whole[name]))
+        for state in self.parts():
+            for name, (part, place) in state.items():
+                part.copy_(place.take(whole[name]))
         self.updates.fill_(steps)
         self.restored()
 
     @torch.no_grad()
     def restored(self) -> None:
-        """Take note that `updates` and the tensors of `state` were filled with earlier ones.
+        """Take note that `updates` and the tensors of `parts` were filled with earlier ones.
 
         Working weights follow the master weights. Communicates: all-gather over data.
         """
         self._loads = self.queue.loads
         for bucket in self.buckets:
-            self._range(bucket).copy_(self.master[bucket])
+            if bucket.kept is None:
+                bucket.mine().copy_(self.master[bucket])
         self._publish()
+
+    @torch.no_grad()
+    def prune(self, choice: Choice) -> None:
+        """Have only what is chosen stay; states follow.
+
+        Communicates: as `prune.masks_of`; the states of pruned buckets over data.
+        """
+        if self.changing is not None:
+            self.changing()
+        for bucket, mask in prune.masks_of(self.queue, choice):
+            whole = {kind: self._whole(bucket, tensors) for kind, tensors in self._kinds.items()}
+            bucket.prune(mask)
+            for kind, tensors in self._kinds.items():
+                low, high = bucket.bounds
+                tensors[bucket] = bucket.compress(whole.pop(kind)[low:high])
+        self.queue.begin("")
+
+    def _whole(self, bucket: Bucket, tensors: Mapping[Bucket, Tensor]) -> Tensor:
+        """A state of a whole bucket `[size]`. Communicates: all-gather over data."""
+        with self.grid.trace.at(bucket.name):
+            values = verbs.all_gather(tensors[bucket], self.queue.data_axis).wait()
+        if bucket.kept is None:
+            return values
+        dense = values.new_zeros(bucket.size)
+        bucket.kept.put(dense, 0, 0, values)
+        return dense
