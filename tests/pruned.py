@@ -252,7 +252,7 @@ def weighed(grid: Grid, shape: Mapping[str, int], sparsity: float, dtype: str) -
     for bucket in queue.buckets:
         if not any(map(prune.prunable, bucket.weights)):
             continue
-        states = [x[bucket] for x in (optimizer.master, optimizer.mean, optimizer.square)]
+        states = [optimizer.master[bucket], *optimizer.store.held[bucket].values()]
         held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in states}
         held[bucket.data.untyped_storage().data_ptr()] = bucket.data.nbytes
         mask = 0 if bucket.kept is None else bucket.kept.bytes

@@ -97,9 +97,8 @@ class Parallel:
 
     def state(self) -> State:
         """My part of every parameter."""
-        return {
-            name: (weight.param.detach(), weight.place) for name, weight in self.weights.items()
-        }
+        self.queue.settle()
+        return {name: (weight.rest, weight.place) for name, weight in self.weights.items()}
 
     def load(self, whole: Mapping[str, Tensor]) -> None:
         """Take my part of whole tensors."""
@@ -109,9 +108,10 @@ class Parallel:
                 f"The state lacks {len(missing)} weights: {', '.join(missing)}. "
                 "Every weight must be there. Load the state of the same model."
             )
+        self.queue.settle()
         with torch.no_grad():
             for name, weight in self.weights.items():
-                weight.param.copy_(weight.place.take(whole[name]))
+                weight.rest.copy_(weight.place.take(whole[name]))
         self.queue.loads += 1
         self.queue.begin("")
 
@@ -216,12 +216,14 @@ def parallelize(
     materialize: bool = True,
     how: Cut | None = None,
     keep: bool = False,
+    room: int | None = None,
 ) -> Model:
     """The model with its layers on the grid; weights keep their values, or get initial ones (meta).
 
     names: dims of layers by full name, for models without `dims` tables. leaves: further layers.
     fast=False: differentiable pairs, for comparison. compiled: torch's compiler of blocks, if any.
     how: it is cut into stages over pipe. keep: weights gathered over depth stay for a whole step.
+    room: bytes of the host where weights rest and come from; None: they stay on the device.
     Communicates: the making of groups.
 
     Example:
@@ -256,7 +258,9 @@ def parallelize(
     parallel = _assembled(model, site, found, recompute, how or Cut(), _exactly(where))
     model.parallel = parallel  # type: ignore[assignment]
     if materialize:
-        fill_values(parallel.queue, parallel.leaves, seed=seed, dtype=dtype, device=device)
+        fill_values(
+            parallel.queue, parallel.leaves, seed=seed, dtype=dtype, device=device, room=room
+        )
     return model
 
 
@@ -355,11 +359,24 @@ def _run(
     """
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
+    if name in kinds:
+        site.queue.enter(name)
     with site.grid.trace.compute(f"forward {name}"):
         kind = kinds.get(name, "none")
         if compiled is not None and compiled.on and torch.is_grad_enabled() and not kwargs:
-            return compiled(block, name, kind, *args)
-        return again(forward, kind, site.moment, *args, **kwargs)
+            out = compiled(block, name, kind, *args)
+        else:
+            out = again(forward, kind, site.moment, *args, **kwargs)
+    if site.queue.homes is not None:  # backward begins with what comes out
+        for value in out if isinstance(out, tuple) else (out,):
+            if isinstance(value, Tensor) and value.requires_grad:
+                value.register_hook(partial(_back, site.queue, name))
+    return out
+
+
+def _back(queue: Deferred, name: str, grad: Tensor) -> None:
+    """Have the weights of a block for its backward pass."""
+    queue.use(name)
 
 
 def parallel_of(model: nn.Module) -> Parallel:

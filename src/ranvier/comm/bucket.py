@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ranvier.comm import pairs, verbs
 from ranvier.comm.kept import Kept, packed
+from ranvier.comm.lane import Mark, Updating
 from ranvier.comm.sums import Pieces, Sum, flat
 from ranvier.comm.verbs import Pending
 from ranvier.grid import Axis
@@ -67,6 +68,14 @@ class Weight:
         return param
 
     @property
+    def rest(self) -> Tensor:
+        """My shard where it rests: the parameter itself, or on the host."""
+        if self.bucket.home is None:
+            return self.param.detach()
+        flat = self.bucket.home[self.offset : self.offset + self.elements]
+        return flat.view(self.sharding.local)
+
+    @property
     def elements(self) -> int:
         """Elements of my shard, padding included."""
         return int(torch.Size(self.sharding.local).numel())
@@ -81,9 +90,9 @@ class Weight:
 
         Communicates: all-gather over depth, by bucket.
         """
+        self.bucket.arrive()
         if not self.split:
             return self.param.detach()
-        self.bucket.queue.use(self.bucket.name)
         assert self.bucket.gathered is not None, self.name
         return self.bucket.gathered[self.bucket.weights.index(self)]
 
@@ -92,6 +101,8 @@ class Weight:
 
         Communicates: all-gather over depth; backward: the dual.
         """
+        if not torch.compiler.is_compiling():
+            self.bucket.arrive()
         if not self.split:
             return self.param
         whole = pairs.gather(self.param, self.bucket.queue.gather_axis, 0)
@@ -144,7 +155,14 @@ class Bucket:
     """My range over data of the gradient, summed over all who hold the bucket."""
     squares: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Gradients of this step whose squares are being summed already, with their sums."""
+    summed: Mark = None
+    """When they are."""
     gathered: list[Tensor] | None = None
+    """Its weights gathered over depth, or nothing but the sign that they are on the device."""
+    home: Tensor | None = None
+    """Values `[size]` on the host, of weights that come to the device for their turn only."""
+    updating: Updating | None = None
+    """An update that is under way."""
 
     @property
     def split(self) -> bool:
@@ -160,6 +178,36 @@ class Bucket:
     def count(self) -> int:
         """Elements that are reduced and updated, a multiple of the data axis."""
         return self.size if self.kept is None else self.kept.count
+
+    @property
+    def held(self) -> int:
+        """Elements of my range over data that are updated."""
+        return self.count // self.queue.data_axis.size
+
+    @property
+    def rest(self) -> Tensor:
+        """Its values `[size]` where they rest."""
+        return self.data if self.home is None else self.home
+
+    @property
+    def comes(self) -> bool:
+        """Whether something has to come before its weights can be used."""
+        return self.split or self.home is not None
+
+    def settle(self) -> None:
+        """Have the device wait for an update that is under way."""
+        if self.updating is not None:
+            updating, self.updating = self.updating, None
+            updating.wait()
+
+    def arrive(self) -> None:
+        """Have its weights on the device, as new as they are.
+
+        Communicates: all-gather over depth, often issued before.
+        """
+        self.settle()
+        if self.comes:
+            self.queue.use(self.name)
 
     @property
     def copied(self) -> list[Segment]:
@@ -184,7 +232,7 @@ class Bucket:
 
     def first(self, pieces: Pieces) -> list[Tensor]:
         """Of my range over data of a gradient what no rank before me holds as well."""
-        low = self.queue.data_axis.index * (self.count // self.queue.data_axis.size)
+        low = self.queue.data_axis.index * self.held
         tied = self.tied is not None and self.tied.index > 0
         owned = [s for s in self._compressed() if s.over.index == 0 and not tied]
         return [
@@ -199,8 +247,7 @@ class Bucket:
         axis = self.queue.data_axis
         if self.kept is not None:
             return self.kept.bounds[axis.index], self.kept.bounds[axis.index + 1]
-        step = self.size // axis.size
-        return axis.index * step, (axis.index + 1) * step
+        return axis.index * self.held, (axis.index + 1) * self.held
 
     def place(self, weight: Weight) -> Place:
         """The part of `weight` whose optimizer state lies here.
@@ -222,7 +269,7 @@ class Bucket:
         whole = self.spread(flat(pieces, self.queue.dtype))
         return [(weight, whole[slice(*self.range(weight))]) for weight in self.weights]
 
-    # ---- pruned -------------------------------------------------------------------------
+    # ---- my range over data, of which a pruned bucket holds what stays --------------------
 
     def prune(self, mask: Tensor | None) -> None:
         """Let only these elements of my shards `[size]` be other than zero; None: all.
@@ -240,46 +287,59 @@ class Bucket:
         edges = [edge for w in self.weights for edge in (w.offset, w.offset + w.elements)]
         mine, ranks = axis.index if self.split else 0, self.queue.data_axis.size
         self.kept = Kept(rows, self.size, edges, mine=mine, ranks=ranks)
-        self.kept.clear(self.data)
+        self.kept.clear(self.rest)
 
-    def mask(self, weight: Weight) -> Tensor | None:
-        """Which elements of my shard of a weight stay; None: all do."""
+    def span(self, weight: Weight) -> tuple[int, int]:
+        """Where my part of a weight lies in a tensor of its states `[held]`."""
         if self.kept is None:
-            return None
-        return self.kept.mask(weight.offset, weight.offset + weight.elements)
+            return self.range(weight)
+        first = self.queue.data_axis.index * self.held
+        edges = (weight.offset, weight.offset + weight.elements)
+        low, high = (min(max(self.kept.at(edge) - first, 0), self.held) for edge in edges)
+        return low, high
 
-    def _span(self) -> tuple[int, int]:
-        """Where my range over data begins and ends in a gradient."""
-        axis, step = self.queue.data_axis, self.count // self.queue.data_axis.size
-        return axis.index * step, (axis.index + 1) * step
-
-    def mine(self) -> Tensor:
-        """My range over data of the values `[count/data]`; a view unless it is pruned."""
-        if self.kept is None:
-            return self.data[slice(*self.bounds)]
-        return self.kept.take(self.data, 0, *self._span())
+    def mine(self, flat: Tensor) -> Tensor:
+        """My range over data of a flat tensor `[size]`: `[held]`, a copy if it is pruned."""
+        if self.kept is not None:
+            first = self.queue.data_axis.index * self.held
+            return self.kept.take(flat.to(self.kept.device), 0, first, first + self.held)
+        return flat.view(-1, self.held)[self.queue.data_axis.index] if self.held else flat[:0]
 
     def spread(self, part: Tensor) -> Tensor:
-        """My range over data `[count/data]` as it lies in the values, zeros where it is pruned."""
+        """A tensor of my range `[held]` as it lies in the values, zeros where it is pruned."""
         if self.kept is None:
             return part
         low, high = self.bounds
-        dense = part.new_zeros(high - low)
-        self.kept.put(dense, low, self._span()[0], part)
+        dense = torch.zeros(high - low, dtype=part.dtype, device=self.kept.device)
+        self.kept.put(dense, low, self.queue.data_axis.index * self.held, part)
         return dense
 
     def compress(self, dense: Tensor) -> Tensor:
         """The converse of `spread`."""
         if self.kept is None:
             return dense
-        return self.kept.take(dense, self.bounds[0], *self._span())
+        first = self.queue.data_axis.index * self.held
+        dense = dense.to(self.kept.device)
+        return self.kept.take(dense, self.bounds[0], first, first + self.held)
 
-    def working(self, start: int, values: Tensor) -> None:
-        """Take new values of the elements of a gradient from `start` on."""
+    def renew(self, start: int, new: Tensor) -> None:
+        """Take new values of my range from `start` on, where they rest."""
+        self.write(self.queue.data_axis.index * self.held + start, new)
+
+    def write(self, start: int, new: Tensor) -> None:
+        """Take new values of what is updated, the ranges of all data ranks, from `start` on."""
         if self.kept is None:
-            self.data[start : start + values.numel()].copy_(values)
-        else:
-            self.kept.put(self.data, 0, start, values)
+            self.rest[start : start + new.numel()].copy_(new, non_blocking=True)
+            return
+        new = new.to(self.kept.device, non_blocking=True)
+        if self.home is None:
+            self.kept.put(self.data, 0, start, new)
+            return
+        # A device puts them in their places quickly: what lies around them comes and goes.
+        low, high = self.kept.position(start), self.kept.position(start + new.numel())
+        dense = self.home[low:high].to(self.kept.device, non_blocking=True, copy=True)
+        self.kept.put(dense, low, start, new)
+        self.home[low:high].copy_(dense, non_blocking=True)
 
     # ---- over depth ---------------------------------------------------------------------
 

@@ -66,8 +66,11 @@ class Kept:
         if 4 * sum(self.rows) < bits.numel() and size < 2**31:
             self._index = self._positions().to(torch.int32)
             self._bits = None
-        self.bounds = self._bounds(ranks)
-        """Dense positions where the equal ranges of my compressed row begin, and the end."""
+        self._known: dict[int, int] = {}
+        step = self.count // ranks
+        inner = [self.position(i * step) for i in range(1, ranks)]
+        self.bounds = [0, *inner, size]
+        """Positions where the equal ranges of my compressed row begin in my shards, and the end."""
 
     @property
     def bytes(self) -> int:
@@ -122,12 +125,12 @@ class Kept:
                 index = self._where(self.mine, self.mine + 1, a, b)
                 yield low, high, index[low - before[a] : high - before[a]] + a
 
-    def _bounds(self, ranks: int) -> list[int]:
-        step, stay = self.count // ranks, self.rows[self.mine]
-        firsts = [i * step for i in range(1, ranks) if i * step < stay]
-        found = [index for first in firsts for _, _, index in self._parts(first, first + 1)]
-        inner = torch.cat(found).tolist() if found else []
-        return [0, *inner, *[self.size] * (ranks - len(inner))]
+    def position(self, number: int) -> int:
+        """Where in my shards the element of that number of my compressed row lies, or the end."""
+        if number not in self._known:
+            found = [index for _, _, index in self._parts(number, number + 1)]
+            self._known[number] = int(found[0]) if found else self.size
+        return self._known[number]
 
     def mask(self, low: int, high: int) -> Tensor:
         """Whether my elements `low` to `high` stay."""
@@ -160,7 +163,7 @@ class Kept:
     def put(self, dense: Tensor, origin: int, start: int, values: Tensor) -> None:
         """Write elements of my compressed row from `start` on to their places in a dense tensor."""
         for low, high, index in self._parts(start, start + values.numel()):
-            part = values[low - start : high - start].to(dense.dtype)
+            part = values[low - start : high - start].to(dense)
             dense.index_copy_(0, index - origin, part)
 
     @torch.no_grad()
@@ -182,4 +185,4 @@ class Kept:
     def clear(self, dense: Tensor) -> None:
         """Set what does not stay of my elements `[size]` to zero."""
         for a, b in pairwise(self._marks):
-            dense[a:b].masked_fill_(~self.mask(a, b), 0)
+            dense[a:b].masked_fill_(~self.mask(a, b).to(dense.device), 0)

@@ -36,6 +36,7 @@ class Early:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):  # the sums are of its memory, used again in order
             bucket.squares += zip(grads, fused.squares(grads), strict=True)
+        bucket.summed = self._stream.record_event()
 
     def total(self, buckets: Sequence[Bucket], grads: Sequence[Tensor]) -> Tensor:
         """Sum of the squares of all elements of `grads`, of which some may have been begun.
