@@ -21,6 +21,7 @@ from ranvier.models import Decoder, DecoderConfig
 from ranvier.optim import prune
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import Parallel, parallel_of, parallelize
+from ranvier.sharding import State
 from ranvier.trace import difference
 from ranvier.train.step import forward_backward
 from ranvier.verify import predict
@@ -260,3 +261,29 @@ def weighed(grid: Grid, shape: Mapping[str, int], sparsity: float, dtype: str) -
         rows = [bucket.size] if bucket.kept is None else bucket.kept.rows
         found.append((bucket.size, rows, grads.get(bucket), sum(held.values()) + mask, moved))
     return found
+
+
+# ---- where states rest, and masks that grow -----------------------------------------------
+
+
+def growing(grid: Grid, options: Mapping[str, Any]) -> tuple[list[float], State]:
+    """Losses of steps between which more and more is pruned, and the state they leave."""
+    options, batch = dict(options), batch_of("llama", samples=16, packed=False)
+    room, dtype = options.pop("room", None), options.pop("dtype", torch.float64)
+    model = Case("llama").on(grid, dtype=dtype, room=room)
+    parallel = parallel_of(model)
+    optimizer = Optimizer(parallel.queue, lr=1e-2, clip=0.5, **options)
+    numbers = []
+    for sparsity in (0.0, 0.5, 0.5, 0.8):
+        optimizer.prune(prune.by_magnitude(parallel.queue, sparsity))
+        for _ in range(2):
+            loss = forward_backward(model, micros(batch, grid, 1))
+            numbers += [loss.item(), optimizer.step().item()]
+    return numbers, copied({**parallel.state(), **optimizer.state()})
+
+
+def differing(grid: Grid, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """What two ways of keeping states leave differently."""
+    (numbers, state), (others, rest) = growing(grid, one), growing(grid, other)
+    odd = [] if numbers == others else [f"losses {numbers} {others}"]
+    return odd + [name for name, (x, _) in state.items() if not torch.equal(x, rest[name][0])]

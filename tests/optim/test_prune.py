@@ -10,11 +10,24 @@ import torch
 from equivalence import Case
 from grids import grids, label
 from pool import Pool
-from pruned import Masked, Pair, compare, examples, long, masks_of, off, pruned, way_of, weighed
+from pruned import (
+    Masked,
+    Pair,
+    compare,
+    differing,
+    examples,
+    long,
+    masks_of,
+    off,
+    pruned,
+    way_of,
+    weighed,
+)
 from ranvier.checkpoint.state import assemble
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.optim import prune
+from ranvier.optim.store import Home
 from ranvier.parallel import parallelize
 
 full = pytest.mark.full
@@ -152,3 +165,23 @@ def test_sparsity_grows_and_stays() -> None:
     found = [prune.sparsity_at(step, 0.8, 100) for step in (0, 50, 100, 200)]
     assert found == pytest.approx([0.0, 0.7, 0.8, 0.8])
     assert prune.sparsity_at(0, 0.8, 0) == 0.8
+
+
+TILE = 96
+BF16 = {"dtype": torch.bfloat16}
+ELSEWHERE = [
+    ({}, {}, {"home": Home("host", tile=TILE)}),
+    ({"data": 2}, BF16, {"home": Home("split", resident=20_000, tile=TILE), "room": 2**30}),
+    ({"depth": 2}, {**BF16, "moments": "int8"}, {"home": Home("host", tile=768), "room": 2**30}),
+    ({"depth": 2, "data": 2}, {"moments": "bf16"}, {"home": Home("host", tile=TILE)}),
+    ({}, {"home": Home("host", update="cpu", tile=TILE), **BF16}, {"room": 2**30}),
+    ({"row": 2, "data": 2}, {}, {"home": Home("host", tile=TILE), "room": 2**30}),
+]
+
+
+@pytest.mark.parametrize(("degrees", "one", "other"), ELSEWHERE, ids=str)
+def test_states_elsewhere_change_no_bit(
+    pool: Pool, degrees: dict[str, int], one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    ranks = pool.on_grid(degrees, differing, one, {**one, **other})
+    assert ranks == [[]] * len(ranks)

@@ -135,7 +135,8 @@ def largest(tensors: Iterable[Tensor]) -> Tensor:
     if not numbers:
         return torch.zeros(())
     norms = [torch.linalg.vector_norm(x, math.inf).to(torch.float64) for x in numbers]
-    return torch.stack(norms).max()
+    where = next((x.device for x in norms if x.is_cuda), norms[0].device)
+    return torch.stack([x.to(where) for x in norms]).max()
 
 
 def bad(state: State, step: int) -> NumericError:

@@ -298,6 +298,12 @@ class Optimizer:
                     found[f"{weight.name}.{kind}"] = part, bucket.place(weight)
         return found
 
+    def held(self, weight: Weight) -> Held:
+        """My part of the states of a weight as they lie: 8-bit moments as codes, what stays."""
+        bucket = weight.bucket
+        held = {"master": self.master[bucket], **self.store.held[bucket]}
+        return {kind: flat[slice(*bucket.span(weight))] for kind, flat in held.items()}
+
     def _saved(self, bucket: Bucket) -> Held:
         """The states of a bucket as they are saved; copies are on the host."""
         numbers = self._numbers(bucket)

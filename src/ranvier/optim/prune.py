@@ -72,6 +72,7 @@ def by_magnitude(queue: Deferred, sparsity: float) -> Choice:
     weights = _matrices(queue)
     if not weights:
         return lambda weight: None
+    queue.settle()
     sizes = [torch.Size(weight.sharding.shape).numel() for weight in weights]
     wanted = torch.tensor([stays(n, sparsity) for n in sizes], device=queue.device)
     keys, left, equal = _limits(weights, _magnitudes, wanted, queue, bits=32)
@@ -105,6 +106,7 @@ def by_pattern(queue: Deferred, stay: int, of: int) -> Choice:
             f"prune.pattern={stay}:{of}, but {', '.join(odd[:5])}{' ...' * (len(odd) > 5)}. "
             f"Groups of {of} lie on one rank each. Use other degrees of row and col, or another M."
         )
+    queue.settle()
 
     def choice(weight: Weight) -> Tensor | None:
         if not prunable(weight):
@@ -198,7 +200,7 @@ def _stays(weight: Weight, a: int, b: int) -> Tensor:
 
 def _magnitudes(weight: Weight, a: int, b: int) -> Tensor:
     """Keys in the order of fp32 magnitudes."""
-    values = weight.param.detach().view(-1)[a:b]
+    values = weight.rest.view(-1)[a:b].to(weight.bucket.queue.device)
     keys = values.float().abs().view(torch.int32).clamp(max=INFINITE) + 1
     return keys.masked_fill_(~_stays(weight, a, b), 0)
 

@@ -152,6 +152,7 @@ class Store:
         Those that rest elsewhere stay in their memory, as they only become fewer.
         """
         self.forget()
+        self._slots = []  # other kinds need other buffers
         before, self.kinds[bucket] = self.held.pop(bucket), types
         self.scales = {tile: x for tile, x in self.scales.items() if tile.bucket is not bucket}
         self.tiles[bucket] = list(_tiles(bucket, types, self.home.tile))

@@ -39,7 +39,7 @@ from ranvier.optim.schedule import share
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.run import Run
 from ranvier.sharding import State
-from ranvier.train import adapters, homes, saves
+from ranvier.train import adapters, homes, pruning, saves
 from ranvier.train.diagnose import first_bad
 from ranvier.train.fit import bounded, candidates, fit
 from ranvier.train.graph import Graph
@@ -146,6 +146,7 @@ class Trainer:
             keep=run.plan.gathered == "keep",
             room=homes.weights_room(run, local_ranks or grid.world),
         )
+        pruning.begin(run, parallel_of(model))
         optimizer = Optimizer(
             parallel_of(model).queue,
             lr=run.lr,
@@ -288,6 +289,7 @@ class Trainer:
         """
         run, scale = self.run, self.optimizer.scale
         self.meter.pulse.beat("step", self.step)
+        pruning.renew(self)
         self.grid.trace.awaited = []  # what lay between is no part of a step
         begun, batches, lr = Mark(self.device), next(loader), self.lr()
         pinned = self.device.type == "cuda"  # a copy from other memory would wait for the device
