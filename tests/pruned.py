@@ -287,3 +287,16 @@ def differing(grid: Grid, one: Mapping[str, Any], other: Mapping[str, Any]) -> l
     (numbers, state), (others, rest) = growing(grid, one), growing(grid, other)
     odd = [] if numbers == others else [f"losses {numbers} {others}"]
     return odd + [name for name, (x, _) in state.items() if not torch.equal(x, rest[name][0])]
+
+
+def grown() -> list[float]:
+    """The losses and norms of `growing` in plain PyTorch."""
+    batch, model = batch_of("llama", samples=16, packed=False), Case("llama").build()
+    count, plain = (batch.targets != -100).sum(), Masked(model, {}, 1e-2, 0.5)
+    numbers: list[float] = []
+    for sparsity in (0.0, 0.5, 0.5, 0.8):
+        plain.masks = masks_of(model, way_of(sparsity))
+        plain.cover()
+        for _ in range(2):
+            numbers += plain.step(lambda model: model(**batch.inputs()) / count)
+    return numbers

@@ -16,6 +16,8 @@ from pruned import (
     compare,
     differing,
     examples,
+    growing,
+    grown,
     long,
     masks_of,
     off,
@@ -185,3 +187,11 @@ def test_states_elsewhere_change_no_bit(
 ) -> None:
     ranks = pool.on_grid(degrees, differing, one, {**one, **other})
     assert ranks == [[]] * len(ranks)
+
+
+@pytest.mark.parametrize("degrees", [{"depth": 2, "data": 2}], ids=named)
+def test_pruning_further_equals_masked_dense_training(pool: Pool, degrees: dict[str, int]) -> None:
+    """Moments of what stays go on; what is pruned is forgotten."""
+    want = grown()
+    for numbers, _ in pool.on_grid(degrees, growing, {}):
+        assert numbers == pytest.approx(want, rel=1e-9, abs=0.0)
