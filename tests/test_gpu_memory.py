@@ -1,4 +1,4 @@
-"""On a GPU: states, weights and gradients that come from the host give the bits of those that stay."""
+"""On a GPU: what comes from the host (states, weights, gradients) gives the bits of what stays."""
 
 from __future__ import annotations
 

@@ -145,8 +145,9 @@ class Saver:
         def copied() -> bool:
             for begin, flat in flats:
                 self._host.copy(begin, flat)
-            peak = part.largest(flat for _, flat in flats)
-            self._copied.set()
+            peak = part.largest([flat for _, flat in flats] + [*rest])
+            if not rest:
+                self._copied.set()
             return bool(peak.isfinite())
 
         self._arrived = None

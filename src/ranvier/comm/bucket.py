@@ -7,6 +7,8 @@ bucket gradients and states are compressed: `count` elements instead of `size` (
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -193,6 +195,17 @@ class Bucket:
     def comes(self) -> bool:
         """Whether something has to come before its weights can be used."""
         return self.split or self.home is not None
+
+    @contextmanager
+    def under(self) -> Iterator[None]:
+        """Memory under its values, for a moment: who makes views of resting weights needs it."""
+        storage = self.data.untyped_storage()
+        absent = storage.nbytes() < self.data.nbytes
+        if absent:
+            storage.resize_(self.data.nbytes)
+        yield
+        if absent:
+            storage.resize_(0)
 
     def settle(self) -> None:
         """Have the device wait for an update that is under way."""

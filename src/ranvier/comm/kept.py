@@ -104,7 +104,7 @@ class Kept:
         counts = [before[b] - before[a] for before in self._before[first:last]]
         if self._bits is not None:
             mask = self._window(first, last, a, b).reshape(-1)
-            return torch.nonzero_static(mask, size=sum(counts)).view(-1)
+            return torch.nonzero_static(mask, size=sum(counts)).reshape(-1)
         assert self._index is not None
         found = []
         for row, count in enumerate(counts):

@@ -21,9 +21,10 @@ Mark = torch.cuda.Event | None
 class Lane:
     """A stream of its own."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    def __init__(self, device: torch.device, *, first: bool = False) -> None:
+        """first: before what other streams have waiting; for short work that others wait for."""
+        self.device, priority = device, -1 if first else 0
+        self.stream = torch.cuda.Stream(device, priority) if device.type == "cuda" else None
 
     @contextmanager
     def after(self, *marks: Mark) -> Iterator[None]:

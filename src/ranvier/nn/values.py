@@ -60,21 +60,9 @@ def fill_values(
             queue.homes.adopt(bucket)
     for leaf in leaves.values():
         if isinstance(leaf, Siblings):
-            _pack(leaf, queue)
+            leaf.pack()
         elif isinstance(leaf, Dropout):
             leaf.stream = leaf.stream.to(where)
-
-
-def _pack(leaf: Siblings, queue: Deferred) -> None:
-    """See neighbours as one matrix; a view needs memory under it, if only for a moment."""
-    buckets = {layer.handles["weight"].bucket for layer in leaf.layers}
-    homes = [bucket for bucket in buckets if bucket.home is not None]
-    for bucket in homes:
-        bucket.data.untyped_storage().resize_(bucket.data.nbytes)
-    leaf.pack()
-    for bucket in homes:
-        assert queue.homes is not None
-        queue.homes.drop(bucket)
 
 
 def _initial(

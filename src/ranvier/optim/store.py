@@ -3,7 +3,7 @@
 The states of a bucket rest on the device, in host memory or in a mapped file. Those that rest
 elsewhere are cut into tiles, which pass through a ring of a few buffers on the device:
 
-    in      tile i + 3 comes         (the first three came during the backward pass already)
+    in      tile i + 4 comes         (the first four came during the backward pass already)
     update  tile i                   after the norm of all gradients is known
     out     tile i - 1 goes back
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,8 +32,9 @@ from ranvier.comm.lane import Lane, Mark, Updating, here
 from ranvier.comm.sums import Pieces
 from ranvier.optim.moments import BLOCK
 
-SLOTS = 3
-"""Tiles under way at once: one comes, one is updated, one goes."""
+SLOTS = 4
+"""Tiles under way at once: one comes, one is updated, one goes, and one more for what is uneven."""
+LANES = ("in", "update", "out")
 Rest = Literal["device", "host", "file"]
 Held = dict[str, Tensor]
 """States by kind (master, mean, square), flat; scales `[2, blocks]`."""
@@ -51,7 +53,7 @@ class Home:
     """Directory of the file."""
     update: Literal["device", "cpu"] = "device"
     """Who updates states that rest elsewhere."""
-    tile: int = 2**25
+    tile: int = 2**24
     """Numbers of a tile."""
 
 
@@ -95,6 +97,8 @@ class Slot:
     free: Mark = None
     tile: Tile | None = None
     held: Held = field(default_factory=dict)
+    grads: Pieces = field(default_factory=list)
+    """Of the tile, with where in it they begin."""
 
 
 class Store:
@@ -119,10 +123,11 @@ class Store:
         for bucket in kinds:
             self.scales |= self._scaled(bucket)
         self._slots: list[Slot] = []
-        self._lanes = [Lane(device) for _ in range(3)] if away else []
+        self._lanes = [Lane(device, first=name == "update") for name in LANES] if away else []
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._rules: Rules | None = None
+        self._updating: dict[Bucket, Updating] = {}
 
     # ---- where they rest ----------------------------------------------------------------
 
@@ -224,28 +229,31 @@ class Store:
         for bucket, _ in work:
             bucket.settle()  # of one that was not used since
         self._rules = rules  # what they read lives as long as they are needed
+        for bucket, pieces in work:
+            bucket.updating = self._updating[bucket] = Updating(self.device, pieces)
         begin, parts = here(self.device), dict(work)
         hosted = self.home.update == "cpu"
         how = partial(self._on_host if hosted else self._on_device, parts, rules, begin)
-        if self.device.type == "cpu" or not (hosted or self.home.states == "file"):
+        if not hosted and self.home.states != "file":
             how()
             return
-        for bucket, pieces in work:
-            bucket.updating = Updating(self.device, pieces, threading.Event(), self._raise)
-        self._thread = threading.Thread(target=self._behind, args=(how, parts), daemon=True)
+        for updating in self._updating.values():
+            updating.known, updating.check = threading.Event(), self._raise
+        self._thread = threading.Thread(target=self._behind, args=(how,), daemon=True)
         self._thread.start()
 
-    def _behind(self, how: Callable[[], None], parts: Mapping[Bucket, Pieces]) -> None:
+    def _behind(self, how: Callable[[], None]) -> None:
         """Do it in a thread of its own."""
         try:
-            with torch.cuda.device(self.device), torch.no_grad():
+            on = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+            with on, torch.no_grad():
                 how()
         except BaseException as error:
             self._error = error
         finally:
-            for bucket in parts:
-                if bucket.updating is not None and bucket.updating.known is not None:
-                    bucket.updating.known.set()
+            for updating in self._updating.values():
+                if updating.known is not None:
+                    updating.known.set()
 
     def _raise(self) -> None:
         if self._error is not None:
@@ -253,35 +261,33 @@ class Store:
 
     def _on_device(self, parts: Mapping[Bucket, Pieces], rules: Rules, begin: Mark) -> None:
         """Tiles come, are updated and go; the first of the next step come again."""
-        order, (inward, middle, outward) = self._order, self._lanes
+        order, (_, middle, outward) = self._order, self._lanes
+        for i, tile in enumerate(order[:SLOTS]):
+            self._bring(i, tile, parts[tile.bucket], begin)
         for i, tile in enumerate(order):
-            slot = self._slot(i)
-            if slot.tile is not tile:
-                self._bring(slot, tile)
-            with inward.after(begin):
-                grads = [self._here(slot, *x) for x in meet(tile, parts[tile.bucket])]
-            with middle.after(slot.came, inward.mark(), begin):
-                for at, grad in grads:
+            slot = self._slots[i % SLOTS]
+            with middle.after(slot.came, begin):
+                for at, grad in slot.grads:
                     self._apply(rules.device, slot.held, tile, at, grad, slot.held.get("out"))
             done = middle.mark()
             with outward.after(done):
                 self._send(slot, tile)
-            slot.free, slot.tile = outward.mark(), None
+            slot.free, slot.tile, slot.grads = outward.mark(), None, []
             if i + SLOTS < len(order):
-                self._bring(slot, order[i + SLOTS])
+                follows = order[i + SLOTS]
+                self._bring(i, follows, parts[follows.bucket], begin)
             if i + 1 == len(order) or order[i + 1].bucket is not tile.bucket:
                 home = tile.bucket.home is not None
-                self._ended(tile.bucket, parts[tile.bucket], outward.mark() if home else done)
+                self._ended(tile.bucket, slot.free if home else done)
         for i, tile in enumerate(order[:SLOTS]):
-            self._bring(self._slot(i), tile)
+            self._bring(i, tile)
 
-    def _ended(self, bucket: Bucket, pieces: Pieces, mark: Mark) -> None:
+    def _ended(self, bucket: Bucket, mark: Mark) -> None:
         """A bucket's weights are new once a mark is reached."""
-        if bucket.updating is None:
-            bucket.updating = Updating(self.device, pieces)
-        bucket.updating.mark = mark
-        if bucket.updating.known is not None:
-            bucket.updating.known.set()
+        updating = self._updating.pop(bucket)  # who waits for it may have taken it already
+        updating.mark = mark
+        if updating.known is not None:
+            updating.known.set()
 
     def _slot(self, i: int) -> Slot:
         """The buffers of the i-th tile; they are made when they are first needed."""
@@ -317,14 +323,25 @@ class Store:
             found["scales"] = found["scales"].view(2, -1)
         return found
 
-    def _bring(self, slot: Slot, tile: Tile) -> None:
-        """Start to copy the states of a tile into a slot."""
-        inward = self._lanes[0]
-        slot.tile, slot.held = tile, self._carved(slot.memory, tile)
-        with inward.after(slot.free):
-            for name, mine in self.resting(tile).items():
-                slot.held[name].copy_(mine, non_blocking=True)
-        slot.came = inward.mark()
+    def _bring(self, i: int, tile: Tile, pieces: Pieces | None = None, begin: Mark = None) -> None:
+        """Start to copy the states of a tile into the i-th slot, unless they are there already.
+
+        pieces: gradients, once they are known; those that are on the host come as well.
+        """
+        slot, inward = self._slot(i), self._lanes[0]
+        if slot.tile is not tile:
+            slot.tile, slot.held = tile, self._carved(slot.memory, tile)
+            with inward.after(slot.free):
+                for name, mine in self.resting(tile).items():
+                    slot.held[name].copy_(mine, non_blocking=True)
+            slot.came = inward.mark()
+        if pieces is None:
+            return
+        slot.grads = list(meet(tile, pieces))
+        if any(grad.device != self.device for _, grad in slot.grads):
+            with inward.after(begin):
+                slot.grads = [self._here(slot, *one) for one in slot.grads]
+            slot.came = inward.mark()
 
     def _send(self, slot: Slot, tile: Tile) -> None:
         """Copy the states of a tile back, and its new weights if they rest on the host."""
@@ -370,7 +387,7 @@ class Store:
             self._apply(rule, self.resting(tile), tile, at, came, out)
             mark = self._arrive(slot, tile, at, out[at : at + grad.numel()])
             if i + 1 == len(jobs) or jobs[i + 1][0].bucket is not tile.bucket:
-                self._ended(tile.bucket, parts[tile.bucket], mark)
+                self._ended(tile.bucket, mark)
 
     def _leave(
         self, slots: list[Slot], jobs: Sequence[tuple[Tile, int, Tensor]], i: int, begin: Mark
