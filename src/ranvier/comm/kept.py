@@ -13,6 +13,7 @@ reduced, so it holds the bits of all depth ranks. Compressed rows are as long as
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -36,6 +37,18 @@ def unpacked(bits: Tensor) -> Tensor:
     """Bits `[..., n]` as bools `[..., 8 n]`."""
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (((bits.unsqueeze(-1) >> places) & 1) > 0).flatten(-2)
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Numbers with zeros between them: those that stay, and where."""
+
+    values: Tensor
+    """Flat; of a mask none: it is one where numbers stay."""
+    bits: Tensor
+    """On the host."""
+    size: int
+    """Elements, zeros included."""
 
 
 class Kept:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ranvier.comm import verbs
 from ranvier.comm.bucket import Bucket, Group, Weight
 from ranvier.comm.deferred import Deferred
+from ranvier.comm.kept import Sparse, packed
 from ranvier.comm.lane import await_mark
 from ranvier.comm.sums import Pieces
 from ranvier.grid import Grid
@@ -271,6 +272,26 @@ class Optimizer:
         8-bit moments are the numbers they stand for. Pruned weights have their zeros and a mask.
         """
         return self._state(self.buckets)
+
+    def written(self) -> tuple[State, dict[str, Sparse]]:
+        """`state` without copies of pruned weights: of these what stays, and where."""
+        state, sparse = self._state([b for b in self.buckets if b.kept is None]), {}
+        for bucket in self.buckets:
+            if bucket.kept is None:
+                continue
+            mask = bucket.kept.mask(*bucket.bounds).cpu()
+            none = torch.zeros(0, dtype=torch.uint8)
+            numbers = {**self._numbers(bucket), MASK: none}
+            for weight in bucket.weights:
+                here = mask[slice(*bucket.range(weight))]
+                bits, span = packed(here), slice(*bucket.span(weight))
+                for kind, flat in numbers.items():
+                    values = none if kind == MASK else flat[span]
+                    name, size = f"{weight.name}.{kind}", len(here)
+                    dense = torch.empty(size, dtype=values.dtype, device="meta")
+                    state[name] = dense, bucket.place(weight)
+                    sparse[name] = Sparse(values, bits, size)
+        return state, sparse
 
     def parts(self) -> Iterator[State]:
         """What is to be filled with an earlier state, a part at a time: those that are copies.

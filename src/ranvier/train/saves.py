@@ -23,7 +23,7 @@ from ranvier.checkpoint.manifest import Manifest
 from ranvier.checkpoint.published import Published
 from ranvier.checkpoint.saver import Saver
 from ranvier.comm.agree import complaint, together
-from ranvier.comm.bucket import Weight
+from ranvier.comm.kept import Sparse
 from ranvier.errors import CheckpointError, DamageError, DataError, WriteError
 from ranvier.parallel import parallel_of
 from ranvier.run import Run
@@ -44,31 +44,34 @@ FIXED = (
 """Settings that a run keeps for its whole life; the corpora are compared by fingerprint."""
 
 
-def tensors(trainer: Trainer) -> tuple[State, State]:
-    """All tensors that the run goes on from, and those of them that this rank writes."""
-    state, parallel = trainer.optimizer.state(), parallel_of(trainer.model)
+def tensors(trainer: Trainer) -> State:
+    """All tensors that the run goes on from."""
+    return {**trainer.optimizer.state(), **_frozen(trainer), **_random(trainer), **_counts(trainer)}
+
+
+def written(trainer: Trainer) -> tuple[State, dict[str, Sparse]]:
+    """Those of them that this rank writes, and of which it has some numbers only."""
+    (state, sparse), parallel = trainer.optimizer.written(), parallel_of(trainer.model)
     owners = {weight.name: weight.bucket.owned(weight) for weight in parallel.weights.values()}
-    frozen = {f"{w.name}.master": (w.rest, w.place) for w in _frozen(trainer)}
-    first = trainer.grid.index["data"] == 0  # frozen weights are not split over data
+    if trainer.grid.index["data"] == 0:  # frozen weights are not split over data
+        state |= _frozen(trainer)
     mine = {name: x for name, x in state.items() if owners[name.rpartition(".")[0]]}
-    mine |= {n: x for n, x in frozen.items() if first and owners[n.rpartition(".")[0]]}
-    random, counts = _random(trainer), _counts(trainer)
-    more = {**random, **counts} if trainer.grid.rank == 0 else random
-    return {**state, **frozen, **random, **counts}, {**mine, **more}
+    more = _counts(trainer) if trainer.grid.rank == 0 else {}
+    return {**mine, **_random(trainer), **more}, sparse
 
 
 def parts(trainer: Trainer) -> Iterator[State]:
     """The same tensors, to be filled a part at a time; see `Optimizer.parts`."""
-    rest = {f"{w.name}.master": (w.rest, w.place) for w in _frozen(trainer)}
-    rest |= {**_random(trainer), **_counts(trainer)}
+    rest = {**_frozen(trainer), **_random(trainer), **_counts(trainer)}
     for state in trainer.optimizer.parts():
         yield {**state, **rest}
         rest = {}
 
 
-def _frozen(trainer: Trainer) -> list[Weight]:
+def _frozen(trainer: Trainer) -> State:
+    """Weights that are not trained."""
     weights = parallel_of(trainer.model).weights.values()
-    return [weight for weight in weights if not weight.trainable]
+    return {f"{w.name}.master": (w.rest, w.place) for w in weights if not w.trainable}
 
 
 def _counts(trainer: Trainer) -> State:

@@ -419,7 +419,7 @@ class Trainer:
 
     def state(self) -> State:
         """All tensors that the run goes on from."""
-        return saves.tensors(self)[0]
+        return saves.tensors(self)
 
     def save(self, *, wait: bool = True) -> Path | None:
         """Save a checkpoint, perhaps behind the run; the last one that is there, on rank 0.
@@ -435,9 +435,9 @@ class Trainer:
             if not saver.settle(math.inf if wait else PATIENCE):
                 self._skip_save(saver.step)
             elif saver.step != self.step:
-                _, owned = saves.tensors(self)
+                mine, sparse = saves.written(self)
                 also = [Path(self.run.train.out) / "metrics.jsonl"]
-                saver.save(self.step, owned, saves.facts(self), also=also)
+                saver.save(self.step, mine, saves.facts(self), also=also, sparse=sparse)
                 if self._read == self.step:
                     saver.note(guard=self.guard.facts())
             return saver.finish() if wait else saver.saved
