@@ -162,8 +162,10 @@ class Parallel:
 
     def _bucket_event(self, op: str, bucket: Bucket) -> Event:
         axis = self.queue.gather_axis
-        dtype = bucket.data.dtype if op == "all_gather" else self.queue.dtype
-        return Event(op, axis.names, bucket.size * axis.size * dtype.itemsize, bucket.name)
+        size = bucket.size * bucket.data.element_size()
+        if op == "reduce_scatter":
+            size = bucket.count * self.queue.dtype.itemsize
+        return Event(op, axis.names, size * axis.size, bucket.name)
 
     def _uses(self, which: Callable[[Leaf], bool]) -> list[str]:
         """Blocks in the order in which the leaves use their weights."""
@@ -179,8 +181,8 @@ class Parallel:
             if not bucket.trainable:
                 continue
             grad, weight = (
-                bucket.size * queue.dtype.itemsize,
-                bucket.size * bucket.data.element_size(),
+                bucket.count * queue.dtype.itemsize,
+                bucket.count * bucket.data.element_size(),
             )
             if bucket.late and bucket.split:
                 events.append(self._bucket_event("reduce_scatter", bucket))

@@ -113,6 +113,7 @@ class Run:
                 "but documents differ. Use data.packed=False or plan.graph=False."
             )
         yield from self._memory_problems()
+        yield from self._prune_problems()
         if self.guard.replay and self.plan.graph:
             yield (
                 f"guard.replay={self.guard.replay} with plan.graph=True. A recorded step is taken "
@@ -203,6 +204,53 @@ class Run:
             yield (
                 f"memory.weights='host' with guard.replay={self.guard.replay}. Gradients on the "
                 "host are not compared. Use guard.replay=0."
+            )
+
+    def _prune_problems(self) -> Iterator[str]:
+        prune, groups = self.prune, self.prune.groups
+        if prune.pattern and groups is None:
+            yield (
+                f"prune.pattern={prune.pattern!r} is no pattern. Of each M numbers N stay, and "
+                "0 < N < M. Use 2:4."
+            )
+        elif groups and prune.sparsity not in (0.0, 1.0 - groups[0] / groups[1]):
+            yield (
+                f"prune.sparsity={prune.sparsity} with prune.pattern={prune.pattern!r}. The "
+                f"pattern says it: {1.0 - groups[0] / groups[1]:g}. Leave prune.sparsity out."
+            )
+        if prune.masks and (prune.sparsity or prune.pattern):
+            yield (
+                f"prune.masks={prune.masks!r} with a sparsity or a pattern. The file says which "
+                "numbers stay. Leave the others out."
+            )
+        if prune.on and (self.lora.rank or self.lora.start):
+            yield (
+                "prune with lora. Beside adapters all matrices are frozen: nothing is pruned. "
+                "Prune in a run of its own, or leave one of them out."
+            )
+        yield from self._schedule_problems()
+
+    def _schedule_problems(self) -> Iterator[str]:
+        prune = self.prune
+        given = f"prune.every={prune.every}, prune.until={prune.until}"
+        if not prune.every and not prune.until:
+            return
+        if not prune.every or not prune.until:
+            yield f"{given}. Masks are renewed each so many steps up to a step. Give both, or none."
+        elif prune.every > prune.until or prune.until > self.train.steps:
+            yield (
+                f"{given}, train.steps={self.train.steps}. Sparsity grows in steps, and reaches "
+                "its end before the run does. Use every <= until <= steps."
+            )
+        if prune.pattern or prune.masks or not prune.sparsity:
+            yield (
+                f"{given} without prune.sparsity alone. Only sparsity grows; patterns and masks of "
+                "a file are fixed. Use prune.sparsity, or leave these out."
+            )
+        if self.plan.graph:
+            yield (
+                f"{given} with plan.graph=True. A recorded step has the same masks for ever. Use "
+                "plan.graph=False or fixed masks."
             )
 
     def _lora_problems(self) -> Iterator[str]:

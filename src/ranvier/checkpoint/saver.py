@@ -26,8 +26,10 @@ from torch import Tensor
 
 from ranvier.checkpoint import blocks, folder, part
 from ranvier.checkpoint.folder import Keep
-from ranvier.checkpoint.part import Host, Layout
+from ranvier.checkpoint.blocks import Bytes
+from ranvier.checkpoint.part import Host, Layout, Stretched
 from ranvier.comm.agree import largest, together, told
+from ranvier.comm.kept import Sparse
 from ranvier.errors import INTERNAL, ElsewhereError, RanvierError, WriteError
 from ranvier.grid import Grid
 from ranvier.sharding import State
@@ -83,23 +85,33 @@ class Saver:
     # ---- beginning ----------------------------------------------------------------------
 
     def save(
-        self, step: int, state: State, facts: Mapping[str, Any], *, also: Sequence[Path] = ()
+        self,
+        step: int,
+        state: State,
+        facts: Mapping[str, Any],
+        *,
+        also: Sequence[Path] = (),
+        sparse: Mapping[str, Sparse] | None = None,
     ) -> None:
         """Begin to save; what this rank writes must not change before `changing` was called.
 
-        also: files to be on disk when it is committed.
+        also: files to be on disk when it is committed. sparse: tensors of the state that are not
+        there but for some numbers; in the file they have their zeros.
         """
         assert not self._phase, f"step {step}, while {self._phase} step {self.step}"
         self.step, self._phase, self._facts, self._also = step, "writing", dict(facts), also
         self._number += 1
         mine = {name: x for name, x in state.items() if _needed(*x)}
-        layout = Layout.of(mine)
+        layout, some = Layout.of(mine), dict(sparse or {})
         try:
-            finite, data = self._started(part.runs(mine, layout))
+            stretched = {
+                layout.begins[n]: (x, mine[n][0].dtype) for n, x in some.items() if n in mine
+            }
+            finite, data = self._started(part.runs(mine, layout, some), stretched)
 
             def work() -> None:
                 if not finite():
-                    raise part.bad(mine, step)
+                    raise part.bad(mine, some, step)
                 self._write(mine, layout, data)
 
             self._begin(work)
@@ -112,12 +124,14 @@ class Saver:
         self._facts |= facts
 
     def _started(
-        self, flats: list[tuple[int, Tensor]]
-    ) -> tuple[Callable[[], bool], list[memoryview]]:
+        self,
+        flats: list[tuple[int, Tensor]],
+        sparse: Mapping[int, tuple[Sparse, torch.dtype]],
+    ) -> tuple[Callable[[], bool], list[Bytes]]:
         """Copies on their way; a wait for them that tells whether all numbers are finite.
 
         And the bytes of the file: copies, or what rests on the host, which must then not change
-        until it is written.
+        until it is written. sparse: by their first byte in the file.
         """
         direct = [part.resting(flat, self.device) for _, flat in flats]
         sizes = [
@@ -128,10 +142,11 @@ class Saver:
         moved = [
             (b, x) for b, (_, x), rests in zip(begins, flats, direct, strict=True) if not rests
         ]
-        data = list[memoryview]()
-        for begin, size, (_, flat), rests in zip(begins, sizes, flats, direct, strict=True):
+        data = list[Bytes]()
+        for begin, size, (at, flat), rests in zip(begins, sizes, flats, direct, strict=True):
             own = [memoryview(flat.view(torch.uint8).numpy().data)] if rests else []
-            data += own or self._host.bytes(begin, size)
+            here = own or self._host.bytes(begin, size)
+            data += [Stretched(here, *sparse[at])] if at in sparse else here
         self._resting = any(direct)
         self._copied.clear()
         wait = self._on_device if self.device.type == "cuda" else self._on_host
@@ -202,7 +217,7 @@ class Saver:
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _write(self, state: State, layout: Layout, data: Sequence[memoryview]) -> None:
+    def _write(self, state: State, layout: Layout, data: Sequence[Bytes]) -> None:
         """Write my part."""
         here = folder.writing(self.folder, self.step, self.nonce)
         self._needed = (len(layout.header) + layout.size) * self.grid.world

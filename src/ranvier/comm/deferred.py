@@ -242,7 +242,9 @@ class Deferred:
     def _settle(self) -> None:
         """Wait for the oldest reduction over depth."""
         bucket, pending, last = self._reducing.popleft()
-        self._accumulate(bucket, pending.wait())
+        if bucket.home is not None and self.homes is not None:
+            self.homes.recall(bucket)
+        bucket.collect(pending.wait())
         if last:
             self._advance(bucket)
         self._stow(bucket)
@@ -286,7 +288,7 @@ class Deferred:
         buckets = [bucket for bucket in self.buckets if bucket.trainable]
         for bucket in buckets:
             if bucket.grad is None and not bucket.reduced and bucket.finished is None:
-                bucket.grad = Sum(bucket.size, self.dtype)
+                bucket.grad = Sum(bucket.count, self.dtype)
             if bucket.grad is not None:
                 self._sum_copies(bucket)
                 if self.data_axis.size > 1:
@@ -300,7 +302,7 @@ class Deferred:
         """
         device = bucket.data.device
         if bucket.finished is None:
-            bucket.finished = Sum(bucket.size // self.data_axis.size, self.dtype)
+            bucket.finished = Sum(bucket.count // self.data_axis.size, self.dtype)
         if bucket.grad is not None:
             pieces = bucket.grad.covering(device)
             for at, piece in [(0, flat(pieces, self.dtype))] if bucket.late else pieces:
@@ -342,4 +344,4 @@ class Deferred:
                 part.copy_(verbs.all_reduce(part, segment.over).wait())
             if bucket.tied is not None:
                 whole = verbs.all_reduce(whole, bucket.tied).wait()
-        bucket.grad.parts = {(0, bucket.size): whole}
+        bucket.grad.parts = {(0, bucket.count): whole}

@@ -122,14 +122,16 @@ class Homes:
     def _room(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
         """Host memory for the gradients of a bucket of a type, kept from step to step."""
         found = self._grads.setdefault(bucket, {})
+        if any(len(x) < bucket.count for x in found.values()):  # less is pruned than before
+            found.clear()
         if dtype not in found:
             wider = [x for kind, x in found.items() if kind.itemsize >= dtype.itemsize]
             if wider:
-                found[dtype] = wider[0].view(torch.uint8).view(dtype)[: bucket.size]
+                found[dtype] = wider[0].view(torch.uint8).view(dtype)[: bucket.count]
             else:
-                arena = self._taken(bucket.size * dtype.itemsize, self._left)
+                arena = self._taken(bucket.count * dtype.itemsize, self._left)
                 self._left -= arena.size
-                found[dtype] = arena.take((bucket.size,), dtype)
+                found[dtype] = arena.take((bucket.count,), dtype)
         return found[dtype]
 
 

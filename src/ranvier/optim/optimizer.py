@@ -8,7 +8,7 @@ one number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,17 +17,22 @@ from torch import Tensor
 from ranvier.comm import verbs
 from ranvier.comm.bucket import Bucket, Group, Weight
 from ranvier.comm.deferred import Deferred
+from ranvier.comm.kept import Sparse, packed
 from ranvier.comm.lane import await_mark
 from ranvier.comm.sums import Pieces
 from ranvier.grid import Grid
-from ranvier.optim import fused, hosted
+from ranvier.optim import fused, hosted, prune
 from ranvier.optim.early import Early
 from ranvier.optim.hosted import Known
 from ranvier.optim.moments import Key, Kind, Moments, dtype, pack
+from ranvier.optim.prune import Choice
 from ranvier.optim.rules import Scalars
 from ranvier.optim.scale import Scale
 from ranvier.optim.store import Held, Home, Rule, Rules, Store, Tile
 from ranvier.sharding import State
+
+MASK = "mask"
+"""What is saved of pruned weights besides states: which elements stay."""
 
 
 def gradient_norm(
@@ -89,11 +94,11 @@ class Optimizer:
         self.buckets = [bucket for bucket in queue.buckets if bucket.trainable]
         self._early = queue.complete = Early()
         device = queue.device
-        home = home or Home()
-        self.store = Store({b: _kinds(b, moments, home) for b in self.buckets}, home, device)
+        self.moments, self.home = moments, home or Home()
+        self.store = self._stored()
         """Master weights and moments."""
-        self._unpacked: dict[Bucket, Held] = {}
-        """Numbers of 8-bit moments that were handed out, to be saved or filled."""
+        self._given: dict[Bucket, Held] = {}
+        """Numbers of 8-bit moments or of pruned buckets that were handed out, to be filled."""
         self._keys: dict[Weight, Key] = {}
         self.reread()
         self.updates = torch.zeros((), dtype=torch.float64, device=device)
@@ -104,6 +109,10 @@ class Optimizer:
         """Called before weights and moments change: who still reads them waits."""
         self.voted = torch.zeros(0, dtype=torch.bool, device=device)
         """For what some rank has voted in the last step."""
+
+    def _stored(self) -> Store:
+        kinds = {bucket: _kinds(bucket, self.moments, self.home) for bucket in self.buckets}
+        return Store(kinds, self.home, self.queue.device)
 
     @property
     def master(self) -> dict[Bucket, Tensor]:
@@ -138,7 +147,7 @@ class Optimizer:
         if self.queue.homes is not None:
             await_mark(self.queue.homes.stowed(), self.queue.device)
         self._update(grads, now)
-        self._unpacked = {}
+        self._given = {}
         self.updates += good
         if self.scale is not None:
             self.scale.update(self.finite)
@@ -152,6 +161,8 @@ class Optimizer:
         self._loads = self.queue.loads
         self.store.forget()
         for bucket, held in self.store.held.items():
+            if bucket.kept is not None:  # what is pruned stays so
+                bucket.kept.clear(bucket.rest)
             if "master" in held:
                 self._copy(held["master"], bucket.mine(bucket.rest))
 
@@ -199,13 +210,16 @@ class Optimizer:
     ) -> None:
         """Update the states of a tile, and its working weights."""
         bucket, group = tile.bucket, tile.bucket.weights[0].group
-        working = bucket.mine(bucket.data)[tile.range] if out is None else out
+        working = out
+        if out is None and bucket.kept is None:
+            working = bucket.mine(bucket.data)[tile.range]
         master = held.get("master", working)
+        assert master is not None, bucket.name
         moments = Moments(held["mean"], held["square"], held.get("scales"))
         rule: Callable[..., None] = partial(fused.adamw, key=self._key(tile))
         if self._hosted and out is not None and tile.weight is None:
             rule = hosted.adamw
-        elif out is None and master is not working:
+        elif out is None and working is not master:
             rule = partial(rule, out=working)
         rule(
             master,
@@ -218,6 +232,8 @@ class Optimizer:
         )
         if out is not None:  # also if no update was made: what is there is of another tile
             out.copy_(master)
+        elif bucket.kept is not None:
+            bucket.renew(tile.start, master)
 
     @property
     def _hosted(self) -> bool:
@@ -230,7 +246,7 @@ class Optimizer:
         bucket, weight = tile.bucket, tile.weight
         if weight not in self._keys:
             self._keys[weight] = Key.of(weight.name, bucket.place(weight))
-        return self._keys[weight].at(tile.start - bucket.range(weight)[0])
+        return self._keys[weight].at(tile.start - bucket.span(weight)[0])
 
     def _publish(self) -> None:
         """Give all data ranks the working weights of my range.
@@ -246,54 +262,121 @@ class Optimizer:
                 part = bucket.mine(bucket.rest).to(self.queue.device)
                 pending.append((bucket, verbs.all_gather(part, self.queue.data_axis)))
         for bucket, values in pending:
-            bucket.rest.copy_(values.wait())
+            bucket.write(0, values.wait())
+
+    # ---- to and from checkpoints ----------------------------------------------------------
 
     def state(self) -> State:
-        """My part of master weights and moments, by parameter name."""
+        """My part of master weights and moments, by parameter name.
+
+        8-bit moments are the numbers they stand for. Pruned weights have their zeros and a mask.
+        """
+        return self._state(self.buckets)
+
+    def written(self) -> tuple[State, dict[str, Sparse]]:
+        """`state` without copies of pruned weights: of these what stays, and where."""
+        state, sparse = self._state([b for b in self.buckets if b.kept is None]), {}
+        for bucket in self.buckets:
+            if bucket.kept is None:
+                continue
+            mask = bucket.kept.mask(*bucket.bounds).cpu()
+            none = torch.zeros(0, dtype=torch.uint8)
+            numbers = {**self._numbers(bucket), MASK: none}
+            for weight in bucket.weights:
+                here = mask[slice(*bucket.range(weight))]
+                bits, span = packed(here), slice(*bucket.span(weight))
+                for kind, flat in numbers.items():
+                    values = none if kind == MASK else flat[span]
+                    name, size = f"{weight.name}.{kind}", len(here)
+                    dense = torch.empty(size, dtype=values.dtype, device="meta")
+                    state[name] = dense, bucket.place(weight)
+                    sparse[name] = Sparse(values, bits, size)
+        return state, sparse
+
+    def parts(self) -> Iterator[State]:
+        """What is to be filled with an earlier state, a part at a time: those that are copies.
+
+        A part is taken over when the next one is asked for, the last by `restored`.
+        """
+        copied = [bucket for bucket in self.buckets if self._copied(bucket)]
+        for some in ([b for b in self.buckets if b not in copied], *([b] for b in copied)):
+            self._take()
+            state = self._state(some)
+            yield {name: x for name, x in state.items() if not name.endswith(f".{MASK}")}
+
+    def _copied(self, bucket: Bucket) -> bool:
+        """Whether states are handed out as copies."""
+        return bucket.kept is not None or self.store.kinds[bucket]["mean"] == torch.uint8
+
+    def _state(self, buckets: Sequence[Bucket]) -> State:
         self.queue.settle()
         self.store.settle()
         found: State = {}
-        for bucket in self.buckets:
+        for bucket in buckets:
             for kind, flat in self._saved(bucket).items():
                 for weight in bucket.weights:
                     part = flat[slice(*bucket.range(weight))]
                     found[f"{weight.name}.{kind}"] = part, bucket.place(weight)
         return found
 
+    def held(self, weight: Weight) -> Held:
+        """My part of the states of a weight as they lie: 8-bit moments as codes, what stays."""
+        bucket = weight.bucket
+        held = {"master": self.master[bucket], **self.store.held[bucket]}
+        return {kind: flat[slice(*bucket.span(weight))] for kind, flat in held.items()}
+
     def _saved(self, bucket: Bucket) -> Held:
-        """The states of a bucket as they are saved: 8-bit moments as the numbers they stand for."""
+        """The states of a bucket as they are saved; copies are on the host."""
+        numbers = self._numbers(bucket)
+        if not self._copied(bucket):
+            return numbers
+        if bucket.kept is None:
+            self._given[bucket] = {kind: numbers[kind] for kind in ("mean", "square")}
+            return numbers
+        given = self._given[bucket] = {k: bucket.spread(x).cpu() for k, x in numbers.items()}
+        return {**given, MASK: bucket.kept.mask(*bucket.bounds).to(torch.uint8).cpu()}
+
+    def _numbers(self, bucket: Bucket) -> Held:
+        """The states of my range `[held]` as numbers."""
         held = {"master": self.master[bucket], **self.store.held[bucket]}
         if held["mean"].dtype != torch.uint8:
             return held
-        wide = {kind: torch.empty(bucket.held) for kind in ("mean", "square")}
+        wide = {kind: torch.zeros(bucket.held) for kind in ("mean", "square")}
         for tile in self.store.tiles[bucket]:
             moments = self._moments(tile).values(torch.float32)
             wide["mean"][tile.range], wide["square"][tile.range] = moments
-        self._unpacked[bucket] = wide
         return {**held, **wide}
 
     def _moments(self, tile: Tile) -> Moments:
         held = self.store.resting(tile)
         return Moments(held["mean"], held["square"], held.get("scales"))
 
-    def _pack(self) -> None:
-        """Take the numbers that were handed out and filled."""
-        for bucket, wide in self._unpacked.items():
+    def _keep(self, bucket: Bucket, numbers: Held) -> None:
+        """Take numbers for the states of my range `[held]`."""
+        held = {"master": self.master[bucket], **self.store.held[bucket]}
+        for kind, values in numbers.items():
+            if held[kind].dtype != torch.uint8:
+                held[kind].copy_(values)
+                continue
             for tile in self.store.tiles[bucket]:
                 moments = self._moments(tile)
                 assert moments.scales is not None, tile
-                for row, (which, codes) in enumerate(
-                    (("mean", moments.mean), ("square", moments.square))
-                ):
-                    new, scales = pack(wide[which][tile.range], which)  # type: ignore[arg-type]
-                    codes.copy_(new)
-                    moments.scales[row].copy_(scales)
-        self._unpacked = {}
+                codes, scales = pack(values[tile.range], "mean" if kind == "mean" else "square")
+                held[kind][tile.range].copy_(codes)
+                moments.scales[0 if kind == "mean" else 1].copy_(scales)
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        """Take the numbers that were handed out and filled."""
+        for bucket, given in self._given.items():
+            self._keep(bucket, {kind: bucket.compress(x) for kind, x in given.items()})
+        self._given = {}
 
     def load(self, whole: Mapping[str, Tensor], *, steps: int) -> None:
         """Take my part of a whole state, after `steps` updates. Communicates: as `restored`."""
-        for name, (part, place) in self.state().items():
-            part.copy_(place.take(whole[name]))
+        for state in self.parts():
+            for name, (part, place) in state.items():
+                part.copy_(place.take(whole[name]))
         self.updates.fill_(steps)
         self.restored()
 
@@ -305,10 +388,52 @@ class Optimizer:
         """
         self._loads = self.queue.loads
         self.store.forget()
-        self._pack()
+        self._take()
         for bucket in self.buckets:
-            self._copy(bucket.mine(bucket.rest), self.master[bucket])
+            size = self.home.tile
+            for number, part in enumerate(self.master[bucket].split(size)):
+                bucket.renew(number * size, part)
+        self.queue.settle()
         self._publish()
+
+    # ---- pruning --------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prune(self, choice: Choice, *, keep: bool = True) -> None:
+        """Have only what is chosen of the weights stay; states follow, or (not keep) begin anew.
+
+        Communicates: as `prune.masks_of`; bits over depth; states that are kept over data.
+        """
+        if self.changing is not None:
+            self.changing()
+        self.queue.settle()
+        self.store.settle()
+        self._given, self._keys = {}, {}
+        if not keep:
+            del self.store
+        for bucket, mask in prune.masks_of(self.queue, choice):
+            if keep and (mask is not None or bucket.kept is not None):
+                self._follow(bucket, mask)
+            elif not keep:
+                bucket.prune(mask)
+        if not keep:
+            self.store = self._stored()
+            self.reread()
+        self.queue.begin("")
+
+    def _follow(self, bucket: Bucket, mask: Tensor | None) -> None:
+        """Prune a bucket and its states."""
+        wholes, device = Held(), self.queue.device
+        for kind, part in self._numbers(bucket).items():
+            with self.grid.trace.at(bucket.name):
+                whole = verbs.all_gather(part.to(device), self.queue.data_axis).wait()
+            wholes[kind] = whole
+            if bucket.kept is not None:
+                wholes[kind] = whole.new_zeros(bucket.size)
+                bucket.kept.put(wholes[kind], 0, 0, whole)
+        bucket.prune(mask)
+        self.store.resize(bucket, _kinds(bucket, self.moments, self.home))
+        self._keep(bucket, {kind: bucket.mine(wholes.pop(kind)) for kind in list(wholes)})
 
 
 def _kinds(bucket: Bucket, moments: Kind, home: Home) -> dict[str, torch.dtype]:
@@ -317,5 +442,6 @@ def _kinds(bucket: Bucket, moments: Kind, home: Home) -> dict[str, torch.dtype]:
     master = torch.float32 if working in (torch.bfloat16, torch.float16) else working
     kind = moments if bucket.weights[0].group != "vector" else "master"
     away = bucket.home is not None or (home.update == "cpu" and home.states != "device")
+    away = away or bucket.kept is not None
     own = {"master": master} if master != working or away else {}
     return {**own, "mean": dtype(kind, master), "square": dtype(kind, master)}

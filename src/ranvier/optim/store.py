@@ -111,20 +111,17 @@ class Store:
         device: torch.device,
     ) -> None:
         """kinds: types of the states of each bucket. What does not fit is refused at once."""
-        self.home, self.device, self.kinds = home, device, kinds
+        self.home, self.device, self.kinds = home, device, dict(kinds)
         self.rests = _rests(kinds, home)
         self.tiles = {b: list(_tiles(b, types, home.tile)) for b, types in kinds.items()}
         away = [bucket for bucket in kinds if self.rests[bucket] != "device"]
         self._order = [tile for bucket in away for tile in self.tiles[bucket]]
         self._arena = self._taken(sum(map(self._bytes, away))) if away else None
         self.held = {bucket: self._rested(bucket) for bucket in kinds}
-        self.scales = {
-            tile: self._zeros(bucket, (2, tile.blocks), torch.float32)
-            for bucket in kinds
-            for tile in self.tiles[bucket]
-            if tile.blocks
-        }
+        self.scales: dict[Tile, Tensor] = {}
         """Of 8-bit moments, by tile."""
+        for bucket in kinds:
+            self.scales |= self._scaled(bucket)
         self._slots: list[Slot] = []
         self._lanes = [Lane(device, first=name == "update") for name in LANES] if away else []
         self._thread: threading.Thread | None = None
@@ -149,6 +146,35 @@ class Store:
     def _rested(self, bucket: Bucket) -> Held:
         types = self.kinds[bucket].items()
         return {kind: self._zeros(bucket, (bucket.held,), dtype) for kind, dtype in types}
+
+    def _scaled(self, bucket: Bucket) -> dict[Tile, Tensor]:
+        tiles = [tile for tile in self.tiles[bucket] if tile.blocks]
+        return {tile: self._zeros(bucket, (2, tile.blocks), torch.float32) for tile in tiles}
+
+    def resize(self, bucket: Bucket, types: Mapping[str, torch.dtype]) -> None:
+        """Have room for the states of a bucket that was pruned; what they hold is of no use.
+
+        Those that rest elsewhere stay in their memory, as they only become fewer.
+        """
+        self.forget()
+        self._slots = []  # other kinds need other buffers
+        before, self.kinds[bucket] = self.held.pop(bucket), types
+        self.scales = {tile: x for tile, x in self.scales.items() if tile.bucket is not bucket}
+        self.tiles[bucket] = list(_tiles(bucket, types, self.home.tile))
+        self._order = [t for b in self.kinds if self.streamed(b) for t in self.tiles[b]]
+        if self.streamed(bucket):
+            lasting = {k: x[: bucket.held] for k, x in before.items() if len(x) >= bucket.held}
+            new = {kind: dtype for kind, dtype in types.items() if kind not in lasting}
+            blocks = [aligned(8 * tile.blocks) for tile in self.tiles[bucket]]
+            sizes = [aligned(bucket.held * dtype.itemsize) for dtype in new.values()]
+            more = sum(sizes) + sum(blocks)
+            self._arena = self._taken(more) if more else self._arena
+            self.held[bucket] = lasting | {
+                kind: self._zeros(bucket, (bucket.held,), dtype) for kind, dtype in new.items()
+            }
+        else:
+            self.held[bucket] = self._rested(bucket)
+        self.scales |= self._scaled(bucket)
 
     def _zeros(self, bucket: Bucket, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if self.rests[bucket] == "device":
@@ -189,8 +215,8 @@ class Store:
             out = torch.empty(tile.stop - tile.start, dtype=bucket.data.dtype, device=self.device)
         for at, grad in meet(tile, pieces):
             self._apply(rule, held, tile, at, grad.to(self.device, non_blocking=True), out)
-        if bucket.home is not None and out is not None:
-            bucket.mine(bucket.home)[tile.range].copy_(out, non_blocking=True)
+        if out is not None:
+            bucket.renew(tile.start, out)
 
     def update(self, work: Sequence[tuple[Bucket, Pieces]], rules: Rules) -> None:
         """Update buckets whose states rest elsewhere; returns before it is done.
@@ -322,8 +348,7 @@ class Store:
         for name, mine in self.resting(tile).items():
             mine.copy_(slot.held[name], non_blocking=True)
         if tile.bucket.home is not None:
-            home = tile.bucket.mine(tile.bucket.home)[tile.range]
-            home.copy_(slot.held["out"], non_blocking=True)
+            tile.bucket.renew(tile.start, slot.held["out"])
 
     def _here(self, slot: Slot, at: int, grad: Tensor) -> tuple[int, Tensor]:
         """A gradient on the device."""
@@ -381,9 +406,7 @@ class Store:
         """Start to bring new weights to where they rest."""
         inward, start = self._lanes[0], tile.start + at
         with inward.after():
-            tile.bucket.mine(tile.bucket.rest)[start : start + new.numel()].copy_(
-                new, non_blocking=True
-            )
+            tile.bucket.renew(start, new)
         slot.free = inward.mark()
         return slot.free
 
@@ -448,7 +471,7 @@ def _tiles(bucket: Bucket, types: Mapping[str, torch.dtype], size: int) -> Itera
     """
     spans: list[tuple[int, int, Weight | None]] = [(0, bucket.held, None)]
     if types["mean"].itemsize < bucket.queue.dtype.itemsize:
-        spans = [(*bucket.range(weight), weight) for weight in bucket.weights]
+        spans = [(*bucket.span(weight), weight) for weight in bucket.weights]
     step = max(size // BLOCK, 1) * BLOCK
     for start, stop, weight in spans:
         for at in range(start, stop, step):

@@ -381,11 +381,12 @@ def _fixed(parallel: Parallel, optimizer: Optimizer, device: torch.device) -> in
     wide, narrow = queue.dtype.itemsize, queue.buckets[0].data.element_size()
     depth = queue.gather_axis.size
     moved = [
-        2 * bucket.size * depth * (wide + (narrow if bucket.split else 0))
+        2 * depth * (bucket.count * wide + (bucket.size * narrow if bucket.split else 0))
         for bucket in queue.buckets
         if bucket.split or queue.data_axis.size > 1
     ]
-    return max(sum(storages.values()), there) + max(moved, default=0)
+    masks = sum(bucket.kept.bytes for bucket in queue.buckets if bucket.kept is not None)
+    return max(sum(storages.values()) + masks, there) + max(moved, default=0)
 
 
 def _gradients(parallel: Parallel, accumulated: bool) -> dict[str, int]:
@@ -406,7 +407,8 @@ def _gradient(bucket: Bucket, accumulated: bool) -> int:
     if not bucket.trainable:
         return 0
     ranks = bucket.queue.data_axis.size
-    wide = bucket.size * bucket.queue.dtype.itemsize
+    wide = bucket.count * bucket.queue.dtype.itemsize
     if accumulated or bucket.late or bucket.copied:
         return wide
-    return wide // ranks if bucket.split or ranks > 1 else bucket.data.nbytes
+    alone = not bucket.split and ranks == 1
+    return bucket.count * bucket.data.element_size() if alone else wide // ranks

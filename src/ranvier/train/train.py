@@ -28,7 +28,7 @@ from ranvier.nn import fp8
 from ranvier.nn.compiled import found
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.run import Run
-from ranvier.train import adapters, corpora, exchange, report, saves
+from ranvier.train import adapters, corpora, exchange, pruning, report, saves
 from ranvier.train import folder as folders
 from ranvier.train.exact import check_exact, compiles_exactly
 from ranvier.train.show import sinks
@@ -147,7 +147,7 @@ def check_memory(run: Run, me: Ranks, device: torch.device) -> None:
     tokens = max(plan.micro_batch, 1) * run.data.seq
     wide = max(width, 4)
     moment = 2 if run.optim.moments == "bf16" else wide
-    trained = run.trained
+    trained = run.trained * run.prune.share
     state = (run.model.parameters + trained) * width / split  # weights and gradients
     state += trained * (2 * moment + (wide if width < 4 else 0)) / plan.world
     layers = run.model.layers / plan.pipe
@@ -223,6 +223,7 @@ def train(run: Run, me: Ranks, stored: list[str] | None = None) -> int:
         if candidates:
             trainer.notes += trainer.resume(*candidates)
             trainer.meter.phases = dict(folders.facts(folder).get("phases", {}))
+        trainer.notes += pruning.told(trainer)
         trainer.meter.pulse = pulse
         if me.rank == 0:
             folders.launched(folder, me)

@@ -39,7 +39,7 @@ from ranvier.optim.schedule import share
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.run import Run
 from ranvier.sharding import State
-from ranvier.train import adapters, homes, saves
+from ranvier.train import adapters, homes, pruning, saves
 from ranvier.train.diagnose import first_bad
 from ranvier.train.fit import bounded, candidates, fit
 from ranvier.train.graph import Graph
@@ -146,6 +146,7 @@ class Trainer:
             keep=run.plan.gathered == "keep",
             room=homes.weights_room(run, local_ranks or grid.world),
         )
+        pruning.begin(run, parallel_of(model))
         optimizer = Optimizer(
             parallel_of(model).queue,
             lr=run.lr,
@@ -288,6 +289,7 @@ class Trainer:
         """
         run, scale = self.run, self.optimizer.scale
         self.meter.pulse.beat("step", self.step)
+        pruning.renew(self)
         self.grid.trace.awaited = []  # what lay between is no part of a step
         begun, batches, lr = Mark(self.device), next(loader), self.lr()
         pinned = self.device.type == "cuda"  # a copy from other memory would wait for the device
@@ -417,7 +419,7 @@ class Trainer:
 
     def state(self) -> State:
         """All tensors that the run goes on from."""
-        return saves.tensors(self)[0]
+        return saves.tensors(self)
 
     def save(self, *, wait: bool = True) -> Path | None:
         """Save a checkpoint, perhaps behind the run; the last one that is there, on rank 0.
@@ -433,9 +435,9 @@ class Trainer:
             if not saver.settle(math.inf if wait else PATIENCE):
                 self._skip_save(saver.step)
             elif saver.step != self.step:
-                _, owned = saves.tensors(self)
+                mine, sparse = saves.written(self)
                 also = [Path(self.run.train.out) / "metrics.jsonl"]
-                saver.save(self.step, owned, saves.facts(self), also=also)
+                saver.save(self.step, mine, saves.facts(self), also=also, sparse=sparse)
                 if self._read == self.step:
                     saver.note(guard=self.guard.facts())
             return saver.finish() if wait else saver.saved
