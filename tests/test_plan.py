@@ -280,7 +280,6 @@ def test_divisors(number: int) -> None:
         (Plan(pipe=2, tune=True), "tune=True with a pipeline.", "Use tune=False."),
         (Plan(pipe=2, policy="fifo"), "policy='fifo' is not known.", "Use '1f1b'."),  # type: ignore[arg-type]
         (Plan(pipe=2, credits=-1), "chunks=1, credits=-1 or jitter=0.1 is out", "0 and 0.1."),
-        (Plan(memory=1.0), "memory=1.0 with recompute='none'.", "or memory=0."),
     ],
 )
 def test_pipelines_that_cannot_be(plan: Plan, start: str, end: str) -> None:

@@ -39,6 +39,12 @@ class CommunicationError(RanvierError):
     exit_code = 71
 
 
+class DeviceMemoryError(RanvierError):
+    """A step that did not fit on its device, with what it needs and what would fit."""
+
+    exit_code = INTERNAL
+
+
 class ElsewhereError(CommunicationError):
     """An error that another rank tells; this one only ends with it."""
 

@@ -52,8 +52,8 @@ class Plan:
     """Sequences of one optimizer step on the whole machine."""
     micro_batch: int = -1
     """Sequences of a forward pass on each (data, expert, depth) coordinate. -1: all at once; with
-    recompute = budget the largest that fits and is of use; with a pipeline so few that each stage
-    has up to four micro-batches to work on."""
+    recompute = budget or memory.fit = auto the one that fits and is fastest; with a pipeline so few
+    that each stage has up to four micro-batches to work on."""
     policy: Policy = "message"
     """What decides which job a stage of the pipeline takes next: message (what has arrived, with
     credits and priority by simulation, never slower than 1f1b), or a fixed order: gpipe, 1f1b,
@@ -68,7 +68,7 @@ class Plan:
     measured times decide where the model is cut. Empty: the work of the layers."""
     credits: int = 0
     """Micro-batches whose activations a stage may hold. 0: as many as are of use, or as fit into
-    `memory` if that is given."""
+    memory.limit if that is given."""
     jitter: float = 0.1
     """How much the times of jobs vary (deviation of their logarithm): what the policy message
     expects."""
@@ -80,10 +80,8 @@ class Plan:
     recompute: Recompute = "none"
     """Activations computed again in backward: none; selective (blocks keep the results of matrix
     products and attention); full (blocks keep their input); reentrant (full, in torch's older way);
-    budget (each block keeps what fits into `memory`, as little as possible is computed again)."""
-    memory: float = 0.0
-    """GiB a rank may use, for recompute = budget. 0: what its device has free, less a reserve; on
-    a CPU its share of the machine's memory."""
+    budget (each block keeps what fits into memory.limit, as little as possible is computed
+    again)."""
     compile: Compile = "auto"
     """Compile each block, without a break and one graph for all equal blocks: on, off, or auto: on
     CUDA with Triton where depth, row and col are 1 (a graph does not overlap their communication).
@@ -120,10 +118,9 @@ class Plan:
 
     @property
     def unmeasured(self) -> Plan:
-        """The plan for those who measure no memory: what a budget leaves open has usual values."""
-        if self.recompute != "budget":
-            return self
-        return replace(self, recompute="selective", memory=0.0)._with({})
+        """The plan for those who measure no memory: what is left open has usual values."""
+        kind: Recompute = "selective" if self.recompute == "budget" else self.recompute
+        return replace(self, recompute=kind)._with({})
 
     def resolve(self, world: int) -> Plan:
         """Replace -1 by the degree that fills `world` and the micro-batch that fills the batch."""
@@ -152,11 +149,12 @@ class Plan:
         fits = [n for n in divisors(share) if n % multiple == 0 and share // n <= 4 * self.pipe]
         return fits[0] if self.pipe > 1 and fits else share
 
-    def check(self, sizes: Mapping[str, int], world: int) -> Plan:
+    def check(self, sizes: Mapping[str, int], world: int, *, fitted: bool = False) -> Plan:
         """The resolved plan, or a PlanError with every problem.
 
         `sizes` counts the units of each named dim of the model, and `seq`, the tokens of a sample.
-        A micro-batch that a budget is to find stays -1; that of the whole share is checked for it.
+        A micro-batch that a budget or a fit (`fitted`) is to find stays -1; that of the whole share
+        is checked for it.
         """
         problems = [
             f"{axis}={size} is not a number of ranks. A degree is at least 1 (or -1 once: "
@@ -174,7 +172,7 @@ class Plan:
         problems += plan._problems(sizes, None if problems else world)
         if problems:
             raise PlanError(problems)
-        left_open = self.recompute == "budget" and self.micro_batch == -1
+        left_open = (fitted or self.recompute == "budget") and self.micro_batch == -1
         return replace(plan, micro_batch=-1) if left_open else plan
 
     def _problems(self, sizes: Mapping[str, int], world: int | None) -> Iterator[str]:
@@ -188,13 +186,6 @@ class Plan:
                 )
         if world is not None and self.world != world:
             yield _world_problem(self.degrees, world)
-        if self.memory < 0.0 or (
-            self.memory > 0.0 and self.recompute != "budget" and self.pipe == 1
-        ):
-            yield (
-                f"memory={self.memory} with recompute={self.recompute!r}. It is the GiB that a "
-                "budget may use. Use recompute='budget' and a number above 0, or memory=0."
-            )
         yield from self._pipe_problems(sizes)
         if self.graph and self.world > 1:
             yield (
@@ -235,7 +226,7 @@ class Plan:
         if self.recompute == "budget":
             yield (
                 "recompute='budget' with a pipeline. A budget is measured on whole models. Use "
-                "'selective' or 'full', and credits or memory to bound what a stage holds."
+                "'selective' or 'full', and credits or memory.limit to bound what a stage holds."
             )
         if self.policy in ("1f1b", "gpipe", "zero-bubble") and self.chunks > 1:
             yield (

@@ -70,7 +70,7 @@ class Run:
             raise PlanError(problems)
         try:
             sizes_of = {**self.model.sizes, "seq": self.data.seq, "layers": self.model.layers}
-            plan = self.plan.check(sizes_of, world)
+            plan = self.plan.check(sizes_of, world, fitted=self.memory.fit == "auto")
         except PlanError as error:
             raise PlanError([*problems, *error.problems]) from None
         if problems:
@@ -113,6 +113,7 @@ class Run:
                 "but documents differ. Use data.packed=False or plan.graph=False."
             )
         yield from self._memory_problems()
+        yield from self._fit_problems()
         yield from self._prune_problems()
         if self.guard.replay and self.plan.graph:
             yield (
@@ -125,6 +126,18 @@ class Run:
                 f"The learning rate must get where it rises to. Use at most {self.train.steps}."
             )
 
+    def _fit_problems(self) -> Iterator[str]:
+        if self.memory.fit == "auto" and self.plan.pipe > 1:
+            yield (
+                f"memory.fit='auto' with plan.pipe={self.plan.pipe}. A fit is measured on whole "
+                "models. Use plan.pipe=1, or memory.limit to bound what a stage holds."
+            )
+        if self.memory.fit == "auto" and self.plan.graph:
+            yield (
+                "memory.fit='auto' with plan.graph=True. A recorded step has memory of its own, "
+                "and states that come and go are not recorded. Use memory.fit='off'."
+            )
+
     def _number_problems(self) -> Iterator[str]:
         for name, value in self._values():
             if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -132,7 +145,7 @@ class Run:
             whole = isinstance(value, int)
             least, most = LEAST.get(name), MOST.get(name, LARGEST if whole else math.inf)
             if isinstance(value, float) and not math.isfinite(value):
-                usual = {**SHARES, "optim.lr": 3e-4, "plan.memory": 0.0}.get(name, least or 1.0)
+                usual = {**SHARES, "optim.lr": 3e-4, "memory.limit": 0.0}.get(name, least or 1.0)
                 yield f"{name}={value} is no finite number. It must be one. Use {usual}."
             elif name in SHARES and not 0.0 <= value < 1.0:
                 yield f"{name}={value} is no share. It lies in [0, 1). Use {SHARES[name]}."
@@ -199,6 +212,11 @@ class Run:
             yield (
                 f"{away[0]} with plan.graph=True. A recorded step copies nothing from the host. "
                 "Use plan.graph=False."
+            )
+        if self.plan.pipe > 1 and memory.states == "split" and not memory.resident:
+            yield (
+                f"memory.states='split' with plan.pipe={self.plan.pipe} and memory.resident=0. "
+                "What is left on a device is measured on whole models. Give memory.resident."
             )
         if memory.weights == "host" and self.guard.replay:
             yield (

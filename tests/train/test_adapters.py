@@ -145,9 +145,9 @@ def test_frozen_weights_take_no_memory_and_less_work(corpus: str, tmp_path: Path
     assert step_flops(parallel, flow, 1) < step_flops(parallel_of(full.model), flow, 1)
     big = dataclasses.replace(run.model, embed=1024, mlp=2**18, layers=1)
     huge = dataclasses.replace(run, model=big, train=dataclasses.replace(run.train, dtype="fp32"))
-    limit = dataclasses.replace(huge.plan, memory=4.0)
-    check_memory(dataclasses.replace(huge, plan=limit), Ranks(), torch.device("meta"))
-    whole = dataclasses.replace(huge, plan=limit, lora=dataclasses.replace(run.lora, rank=0))
+    limit = dataclasses.replace(huge.memory, limit=4.0)
+    check_memory(dataclasses.replace(huge, memory=limit), Ranks(), torch.device("meta"))
+    whole = dataclasses.replace(huge, memory=limit, lora=dataclasses.replace(run.lora, rank=0))
     with pytest.raises(PlanError, match="GiB at least"):
         check_memory(whole, Ranks(), torch.device("meta"))
 

@@ -79,15 +79,15 @@ def test_a_limit_of_memory_bounds_what_a_stage_holds(
     pool: Pool, tmp_path: Path, corpus: str
 ) -> None:
     """Much room gives many credits; room for none is an error."""
-    settings = {"plan__micro_batch": 1, "plan__memory": 1.0}
+    settings = {"plan__micro_batch": 1, "memory__limit": 1.0}
     roomy = pool.on_grid({"pipe": 2}, trained, corpus, str(tmp_path), settings)
     assert roomy[0]["limit"] == roomy[1]["limit"] > 8
     assert any("a stage may hold" in line for line in roomy[0]["notes"])
     spread = pool.on_grid({"pipe": 2}, trained, corpus, "", {**settings, "plan__spread": True})
     assert spread[0]["limit"] == spread[1]["limit"] > 8
-    tight = {**settings, "plan__memory": 2e-4}
+    tight = {**settings, "memory__limit": 2e-4}
     for said in pool.on_grid({"pipe": 2}, refused, corpus, tight):
-        assert said.startswith("plan.memory=0.0002 leaves room for no micro-batch")
+        assert said.startswith("memory.limit=0.0002 leaves room for no micro-batch")
 
 
 def refused(grid: Grid, corpus: str, changes: dict[str, Any]) -> str:

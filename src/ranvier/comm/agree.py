@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -25,6 +25,13 @@ def largest(value: int, grid: Grid, device: torch.device | str, *, channel: str 
     """The largest number any rank has. Communicates: all-reduce of one number over all axes."""
     here = torch.tensor([value], dtype=torch.int64, device=device)
     return int(verbs.all_reduce(here, everyone(grid, channel), "max").wait().item())
+
+
+def most_of(values: Sequence[int], grid: Grid, device: torch.device | str) -> list[int]:
+    """The largest number of any rank in each place. Communicates: all-reduce over all axes."""
+    here = torch.tensor(values, dtype=torch.int64, device=device)
+    found: list[int] = verbs.all_reduce(here, everyone(grid), "max").wait().tolist()
+    return found
 
 
 def told(

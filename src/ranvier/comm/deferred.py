@@ -101,6 +101,13 @@ class Deferred:
         if self.homes is not None:
             self.use(block)
 
+    def go_home(self, room: int) -> None:
+        """Have weights rest on the host from now on. room: bytes that may be taken there."""
+        self.homes = Homes(self.buckets, self.buckets[0].data.dtype, self.device, room=room)
+        for bucket in self.homes.buckets:
+            self.homes.adopt(bucket)
+        self.begin("")
+
     def settle(self) -> None:
         """Have the device wait for all updates of weights that are under way."""
         for bucket in self.buckets:

@@ -228,7 +228,7 @@ def _told(error: BaseException) -> tuple[str, int]:
     if isinstance(error, MemoryError) or any(words in str(error) for words in MEMORY):
         rule = "Weights, gradients, moments and activations of a rank must fit on its device."
         remedy = (
-            "Use plan.recompute=budget (if it is on, a plan.memory below what the device has), a "
+            "Use memory.fit=auto (if it is on, a memory.limit below what the device has), a "
             "smaller plan.micro_batch, or more ranks."
         )
         return f"Out of memory: {str(error).splitlines()[0][:200]}. {rule} {remedy}", INTERNAL

@@ -65,7 +65,6 @@ def checked(
         batch=math.prod(known.values()) * world * known["col"],
         micro_batch=known["col"],
         recompute="none",
-        memory=0.0,
     )
     return plan.check(sizes, world)
 

@@ -2,24 +2,30 @@
 
 Pure functions of numbers. All blocks of a model are alike; each has one of three kinds, of which a
 cheaper one keeps more. Backward goes from the last block to the first: activations vanish while
-gradients appear, and a block that keeps little needs its room for a moment only. So
+gradients appear, and a block that keeps little needs its room for a moment only. So a pass needs,
+above what is there all the time, the largest of
 
-    need = fixed + max(head + Σ kept,
-                       max over i of  outside + Σ_{j<i} kept_j + peak_i + Σ_{j>i} gradient_j)
+    head      enter + Σ kept + head + n · before
+    block i   enter + Σ_{j<i} kept_j + peak_i + after + Σ_{j≤i} before + Σ_{j>i} gradient
+    leave     enter + after + n · gradient + leave
 
-where a gradient that is added up over micro-batches is there all the time. Kinds are laid in the
-order full, selective, none: what a late block keeps lives shortest.
+where `before` is the gradient that earlier micro-batches have left. Kinds are laid in the order
+full, selective, none: what a late block keeps lives shortest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import astuple, dataclass, fields, replace
+from itertools import groupby
+from typing import Literal, NamedTuple, TypeAlias
 
 from ranvier.plan import divisors
 
 Kind: TypeAlias = Literal["none", "selective", "full"]
+Where: TypeAlias = Literal["head", "block", "leave", "forward", "update"]
+"""When most is there: in the loss; while a block runs backward; while the embedding does; in the
+next forward pass, beside gradients whose update is under way; in the update."""
 
 COST: Mapping[Kind, float] = {"none": 0.0, "selective": 0.05, "full": 1 / 3}
 """Time of a block that is spent again, as a share of its forward and backward passes."""
@@ -28,72 +34,209 @@ USEFUL_TOKENS = 16384
 EMPTY_TOKENS = 512
 """What a micro-batch costs besides its tokens, in tokens: gradients are added up in a wide type,
 kernels start and do not fill the device at their ends."""
+STEPS = 16
+"""Numbers of blocks of a kind that are tried, about."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Bytes of a block of one kind."""
+    """Bytes of a block of one kind, above what was there before its forward pass."""
 
     kept: int
     """From the end of its forward pass to its backward pass."""
     peak: int
-    """Most at once while it runs forward or backward, `kept` and its gradient included."""
+    """Most at once while it runs backward, `kept` and its gradient included."""
+    forward: int = 0
+    """Most at once while it runs forward."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Bytes of the forward and backward pass of a micro-batch, but for the kinds of its blocks."""
+
+    blocks: Mapping[Kind, Block]
+    enter: int
+    """Before the first block: its input, gradients outside of blocks of earlier micro-batches."""
+    head: int
+    """Most at once between the last block's forward and its backward pass, above what was there:
+    logits and their gradients."""
+    after: int
+    """What of that stays: gradients of the head and of the last block's output."""
+    leave: int
+    """Most at once after the first block's backward pass, above what was there: embedding."""
+    gradient: int
+    """Of a block, from its backward pass on."""
+    before: int = 0
+    """Of a block, that earlier micro-batches have left."""
+    rest: int = 0
+    """Gradients outside of blocks, at the end."""
+    outside: int = 0
+    """The same of earlier micro-batches: what of `enter` is no activation."""
+
+
+class Peak(NamedTuple):
+    """What is there at one moment of a step, in bytes, besides what is there all the time."""
+
+    where: Where
+    activations: int
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.activations + self.gradients
 
 
 @dataclass(frozen=True)
 class Need:
     """What a step needs, in bytes, but for the kinds of its blocks."""
 
-    blocks: Mapping[Kind, Block]
+    passes: tuple[Pass, ...]
+    """Of its micro-batches: the first, the second, and one for all others."""
     count: int
     """Blocks."""
-    gradient: int
-    """Of a block, from its backward pass on."""
-    fixed: int
+    fixed: int = 0
     """There all the time: weights, master weights, moments."""
-    head: int
-    """Most at once of what surrounds the blocks: embedding, logits and their gradients."""
-    outside: int
-    """Gradients of the weights there, from the end of the loss on."""
-    accumulated: bool = False
-    """Several micro-batches: from the second on all gradients are there all the time."""
+    publish: int = 0
+    """Weights being gathered over data, at the end."""
 
     def of(self, kinds: Sequence[Kind]) -> int:
         """Most bytes at once in a step, with these kinds from the first block to the last."""
+        return self.fixed + max(peak.total for peak in self.peaks(kinds))
+
+    def peaks(
+        self, kinds: Sequence[Kind], *, away: float = 0.0, stowed: bool = False, waits: bool = False
+    ) -> Iterator[Peak]:
+        """The moments at which most may be there.
+
+        away: share of what blocks keep that waits on the host. stowed: gradients of blocks leave
+        for the host. waits: their update goes on in the next forward pass.
+        """
         assert len(kinds) == self.count, (len(kinds), self.count)
-        kept = most = 0
-        for i, kind in enumerate(kinds):
-            block = self.blocks[kind]
-            after = self.count if self.accumulated else self.count - 1 - i
-            most = max(most, kept + block.peak + after * self.gradient)
-            kept += block.kept
-        before = self.count * self.gradient + self.outside if self.accumulated else 0
-        return self.fixed + max(most + self.outside, before + kept + self.head)
+        for one in self.passes:
+            yield from self._pass(one, kinds, away, stowed)
+        last = self.passes[-1]
+        left = (1 if stowed else self.count) * last.gradient + last.rest
+        yield Peak("update", self.publish, left)
+        if waits:
+            yield from self._next(kinds, away, stowed)
+
+    def _pass(self, one: Pass, kinds: Sequence[Kind], away: float, stowed: bool) -> Iterator[Peak]:
+        """Moments of a pass."""
+        kept = sum(one.blocks[kind].kept for kind in kinds)
+        # What the last block keeps is needed next: it stays.
+        waiting = kept - away * (kept - one.blocks[kinds[-1]].kept)
+        before = 0 if stowed else self.count * one.before
+        made = max(min(one.after, one.head), 0)
+        enter, made = one.enter - one.outside, made + one.outside
+        yield Peak("head", one.enter + round(waiting) + one.head - made, before + made)
+        for i, back in _places(one, kinds, away):
+            block, later = one.blocks[kinds[i]], self.count - 1 - i
+            grads = min(later, 1) * one.gradient if stowed else later * one.gradient
+            grads += (1 if stowed else i + 1) * one.before
+            own = min(one.gradient, max(block.peak - block.kept, 0))
+            grads += one.after + one.outside + own
+            yield Peak("block", enter + back + block.peak - own, grads)
+        grads = (1 if stowed else self.count) * one.gradient + one.outside
+        yield Peak("leave", enter, one.after + grads + one.leave)
+
+    def _next(self, kinds: Sequence[Kind], away: float, stowed: bool) -> Iterator[Peak]:
+        """Moments of the first forward pass of the next step: gradients go as blocks are used."""
+        first, last = self.passes[0], self.passes[-1]
+        for i, back in _places(first, kinds, away):
+            grads = 0 if stowed else (self.count - 1 - i) * last.gradient
+            more = first.enter + back + first.blocks[kinds[i]].forward
+            yield Peak("forward", more, grads + last.rest)
+
+
+def between(low: Pass, high: Pass, share: float) -> Pass:
+    """The pass of a micro-batch between two that were measured: bytes grow evenly with it."""
+
+    def mixed(a: int, b: int) -> int:
+        return round(a + (b - a) * share)
+
+    blocks = {
+        kind: Block(*map(mixed, astuple(block), astuple(high.blocks[kind])))
+        for kind, block in low.blocks.items()
+    }
+    names = [field.name for field in fields(Pass) if field.name != "blocks"]
+    numbers = {name: mixed(getattr(low, name), getattr(high, name)) for name in names}
+    return Pass(blocks, **numbers)
+
+
+def estimated(one: Pass, first: Pass, share: float, output: int) -> Pass:
+    """A pass of a smaller micro-batch, and blocks that keep their input only, from one measured.
+
+    share: of the samples. first: the first pass of its step. output: bytes of a block's result.
+    """
+    blocks = {kind: _shrunk(block, one.gradient, share) for kind, block in one.blocks.items()}
+    if "full" not in blocks:
+        most = max(blocks.values(), key=lambda block: block.peak)
+        kept = round(output * share)
+        blocks["full"] = Block(kept, most.peak + kept, most.forward)
+    return replace(
+        one,
+        blocks=blocks,
+        enter=one.enter - round(first.enter * (1.0 - share)),
+        head=one.after + round((one.head - one.after) * share),
+    )
+
+
+def _shrunk(block: Block, gradient: int, share: float) -> Block:
+    """A block on fewer samples; its gradient stays as large."""
+    own = min(gradient, block.peak)
+    peak = own + (block.peak - own) * share
+    return Block(round(block.kept * share), round(peak), round(block.forward * share))
+
+
+def _places(one: Pass, kinds: Sequence[Kind], away: float) -> Iterator[tuple[int, int]]:
+    """Blocks at which most may be there, and what those before them keep on the device.
+
+    Between blocks of one kind bytes change evenly: two at each end of its run are enough. What
+    the block before has sent away is there as well: it is going, or has come back already.
+    """
+    at, base = 0, 0.0
+    beside = 0.0
+    for kind, group in groupby(kinds):
+        size, kept = len(list(group)), one.blocks[kind].kept
+        for i in sorted({0, min(1, size - 1), max(size - 2, 0), size - 1}):
+            back = base + i * kept * (1.0 - away)
+            yield at + i, round(back + away * (kept if i else beside))
+        at, base, beside = at + size, base + size * kept * (1.0 - away), float(kept)
 
 
 def assigned(need: Need, available: int) -> tuple[Kind, ...] | None:
     """The kinds that fit into `available` bytes and cost least; None if nothing fits."""
-    fits = (kinds for kinds in sorted(_ways(need), key=share) if need.of(kinds) <= available)
+    fits = (kinds for kinds in sorted(ways(need), key=share) if need.of(kinds) <= available)
     return next(fits, None)
 
 
 def least(need: Need) -> int:
     """Bytes without which no assignment fits."""
-    return min(need.of(kinds) for kinds in _ways(need))
+    return min(need.of(kinds) for kinds in ways(need))
 
 
-def _ways(need: Need) -> Iterator[tuple[Kind, ...]]:
-    """All assignments in the order full, selective, none.
+def ways(need: Need) -> list[tuple[Kind, ...]]:
+    """All assignments in the order full, selective, none; of many blocks in steps.
 
     A kind that keeps no less than a cheaper one is of no use.
     """
-    kept = {kind: block.kept for kind, block in need.blocks.items()}
-    middle = kept["full"] < kept["selective"] < kept["none"]
-    for full in range(need.count + 1):
-        for selective in range(need.count - full + 1 if middle else 1):
+    blocks, count = need.passes[0].blocks, need.count
+    known: list[Kind] = [kind for kind in COST if kind in blocks]
+    worth = [
+        kind
+        for i, kind in enumerate(known)
+        if all(blocks[kind].kept < blocks[other].kept for other in known[:i])
+    ]
+    found: list[tuple[Kind, ...]] = []
+    steps = sorted({*range(0, count + 1, max(count // STEPS, 1)), count})
+    for full in steps if "full" in worth[1:] else [0]:
+        for selective in steps if "selective" in worth[1:] else [0]:
             counts: dict[Kind, int] = {"full": full, "selective": selective}
-            counts["none"] = need.count - full - selective
-            yield tuple(kind for kind, number in counts.items() for _ in range(number))
+            counts[worth[0]] = count - full - selective
+            if counts[worth[0]] >= 0:
+                found.append(tuple(kind for kind, number in counts.items() for _ in range(number)))
+    return found
 
 
 def share(kinds: Sequence[Kind]) -> float:

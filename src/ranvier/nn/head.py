@@ -125,6 +125,11 @@ class Head(Linear):
         cuts = chunks(flow.seq, flow.samples * row)
         return [flow.samples * (cut.stop - cut.start) for cut in cuts]
 
+    def chunk_bytes(self, flow: Flow) -> int:
+        """Bytes of the logits of the largest chunk, before they are scattered."""
+        row = self.handles["weight"].sharding.gathered[0] * flow.itemsize
+        return max(self._chunked(flow), default=0) * row
+
     def _features(self, flow: Flow) -> int:
         return flow.samples * flow.seq * self.handles["weight"].sharding.gathered[1]
 

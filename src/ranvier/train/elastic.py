@@ -48,8 +48,7 @@ def regridded(run: Run, degrees: Mapping[str, int]) -> Run:
     if plan.pipe != run.plan.pipe:
         plan = dataclasses.replace(plan, stages=())
     if plan.pipe == 1:
-        memory = plan.memory if plan.recompute == "budget" else 0.0
-        plan = dataclasses.replace(plan, chunks=1, spread=False, memory=memory)
+        plan = dataclasses.replace(plan, chunks=1, spread=False)
     return fitted(dataclasses.replace(run, plan=plan), world)
 
 

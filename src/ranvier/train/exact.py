@@ -37,6 +37,11 @@ def check_exact(run: Run) -> None:
             "train.deterministic=True with plan.recompute='budget'. The micro-batch follows from "
             "measured memory, and sums from it. Use plan.recompute='none', 'selective' or 'full'."
         )
+    if run.memory.fit == "auto":
+        problems.append(
+            "train.deterministic=True with memory.fit='auto'. The micro-batch follows from "
+            "measured memory, and sums from it. Use memory.fit='off'."
+        )
     if run.plan.compile == "on" and not compiles_exactly():
         problems.append(
             f"train.deterministic=True with plan.compile='on' under torch {torch.__version__}, "

@@ -1,16 +1,17 @@
-"""Fit: how a run uses the memory of its device, found by measuring one block.
+"""Fit: the memory that a step of a run needs, found by measuring a model with two of its blocks.
 
-With `plan.recompute = budget` one block runs forward and backward in each kind, and the model once
-without blocks. What they keep and need at most is put into `memory.budget`, which chooses a kind
-for each block and, if it was left open, the micro-batch. Kinds change no result.
+All blocks are alike, so two of them tell what each adds: what it keeps, what it needs for a moment
+and the gradient it leaves. The passes are those of a step, with everything that is around blocks.
+`memory.budget` adds up the rest, and `planner.fit` chooses by it.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,66 +21,24 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ranvier.comm.agree import largest, told
-from ranvier.comm.bucket import Bucket
+from ranvier.comm.agree import largest, most_of, told
+from ranvier.comm.deferred import Deferred
 from ranvier.data.batch import Batch
 from ranvier.errors import PlanError
+from ranvier.grid import Grid
 from ranvier.memory import budget
-from ranvier.memory.budget import Block, Kind, Need
+from ranvier.memory.budget import Block, Kind, Pass
 from ranvier.models import Decoder
-from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.pipeline.choice import read, written
 from ranvier.plan import Plan
+from ranvier.planner.sizes import sizes_of
 from ranvier.run import Run
+from ranvier.train.step import forward_backward
 
 RESERVE = 0.05
 """Share of a device's memory that is left free: gaps between tensors, space of its libraries."""
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A micro-batch, the kinds of the blocks, and what they need."""
-
-    micro_batch: int
-    kinds: tuple[Kind, ...]
-    bytes: int
-    time: float
-    """Of a token, relative."""
-
-
-def fit(
-    run: Run, model: Decoder, optimizer: Optimizer, device: torch.device, *, local_ranks: int
-) -> tuple[Run, list[str]]:
-    """The run with its micro-batch, and a line that says what was chosen; blocks get their kinds.
-
-    Nothing is measured unless the plan asks for it. Communicates: as a block and as the model
-    without blocks, a few times; numbers over all axes.
-    """
-    plan, parallel = run.plan, parallel_of(model)
-    if plan.recompute != "budget":
-        return run, []
-    available = -largest(-room(plan, device, local_ranks), parallel.grid, device)
-    best, short = None, 0
-    for micro in candidates(plan, run.data.seq):
-        tokens = micro * run.data.seq
-        if best is not None and best.time <= budget.time(tokens):
-            break  # smaller ones cannot be faster
-        accumulated = micro * plan.replicas < plan.batch
-        need = measured(run, model, optimizer, device, micro, accumulated=accumulated)
-        kinds = None if need is None else budget.assigned(need, available)
-        if need is not None:
-            short = min(short or budget.least(need), budget.least(need))
-        if need is not None and kinds is not None:
-            time = budget.time(tokens, budget.share(kinds))
-            choice = Choice(micro, kinds, need.of(kinds), time)
-            best = choice if best is None or time < best.time else best
-    if best is None:
-        raise PlanError(_refusal(plan, available, short))
-    parallel.kinds.update(zip(parallel.kinds, best.kinds, strict=True))
-    settled = replace(run, plan=replace(plan, micro_batch=best.micro_batch))
-    return settled, [_said(best, available)]
 
 
 def candidates(plan: Plan, seq: int) -> list[int]:
@@ -90,73 +49,43 @@ def candidates(plan: Plan, seq: int) -> list[int]:
     return budget.useful(plan.batch // plan.replicas, seq, multiple)
 
 
-def room(plan: Plan, device: torch.device, local_ranks: int) -> int:
-    """Bytes that this rank may use, what it holds already included."""
+def room(limit: float, device: torch.device, local_ranks: int) -> int:
+    """Bytes that this rank may use, what it holds already included. limit: GiB; 0: none."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         there = int(free + torch.cuda.memory_reserved(device) - RESERVE * total)
     else:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         there = int((1.0 - RESERVE) * total / local_ranks)
-    return min(there, int(plan.memory * GIB)) if plan.memory > 0.0 else there
+    return min(there, int(limit * GIB)) if limit > 0.0 else there
 
 
-def _said(choice: Choice, available: int) -> str:
-    words: dict[Kind, str] = {"none": "keep all", "selective": "selective", "full": "full"}
-    counts = [(choice.kinds.count(kind), word) for kind, word in words.items()]
-    blocks = ", ".join(f"{count} {word}" for count, word in counts if count)
-    return (
-        f"memory: {choice.bytes / GIB:.3g} of {available / GIB:.3g} GiB: micro-batch "
-        f"{choice.micro_batch}, recomputation of blocks: {blocks}"
-    )
-
-
-def _refusal(plan: Plan, available: int, short: int) -> str:
-    least = f"at least {short / GIB:.3g} GiB" if short else "more than its device has"
-    remedy = "a smaller plan.micro_batch, " if plan.micro_batch > 1 else ""
-    remedy += "a larger plan.memory, " if plan.memory > 0.0 else ""
-    return (
-        f"plan.recompute='budget': a rank needs {least}, but may use {available / GIB:.3g} GiB. "
-        "Weights, moments, gradients and what a block computes again must fit. Use "
-        f"{remedy}a smaller data.seq or model.size, or more ranks on depth, row or col."
-    )
-
-
-def bounded(
-    run: Run, model: Decoder, optimizer: Optimizer, device: torch.device, local_ranks: int
-) -> list[str]:
+def bounded(run: Run, model: Decoder, device: torch.device, local_ranks: int) -> list[str]:
     """Settle how many micro-batches a stage may hold, by measuring one; lines on the pipeline.
 
     Communicates: as a forward and backward pass inside the stage, and a number over all axes.
     """
-    parallel, plan = parallel_of(model), run.plan
+    parallel, plan, limited = parallel_of(model), run.plan, run.memory.limit
     pipeline = parallel.pipeline
     stage = pipeline.runtime.stage
     if stage.count == 1:
         return []
     lines = stage.words()
-    if plan.memory > 0.0 and plan.credits == 0:
-        batch = _blank(run, plan.micro_batch, device)
-        rows, cols = (plan.row * plan.context, plan.col)
-        shape = (plan.micro_batch, run.data.seq // rows, run.model.embed // cols)
-        dtype, kept = parallel.queue.buckets[0].data.dtype, 0
-        parallel.moment.samples = batch.samples
-        for chunk, parts in enumerate(stage.chunks):
-            x, more = None, {"scored": False} if stage.vocabulary else {}
-            if not stage.enters(chunk) or stage.vocabulary:
-                x = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
-            run_it = partial(stage.run, x, parts, **batch.inputs(), **more)
-            kept = max(kept, _pass(run_it, [x, batch.inputs()], parallel, device).kept)
-        fixed = _fixed(parallel, optimizer, device) + sum(_gradients(parallel, True).values())
-        available = room(plan, device, local_ranks)
+    if limited > 0.0 and plan.credits == 0:
+        kept = max(_kept(run, parallel, chunk, device) for chunk in range(len(stage.chunks)))
+        sizes = sizes_of(parallel, moments=run.optim.moments, tile=run.memory.tile)
+        wide = sum(b.size for b in parallel.queue.buckets if b.trainable)
+        fixed = sizes.weights + sizes.communication + wide * parallel.queue.dtype.itemsize
+        fixed += sizes.states if run.memory.states == "device" else sizes.ring + sizes.small
+        available = room(limited, device, local_ranks)
         fits = (available - fixed) // max(kept, 1)
         limit = -largest(-int(min(fits, 2**31)), parallel.grid, device)
         if limit < 1:
             raise PlanError(
-                f"plan.memory={plan.memory} leaves room for no micro-batch: of "
+                f"memory.limit={limited} leaves room for no micro-batch: of "
                 f"{available / GIB:.3g} GiB weights, gradients and moments take "
                 f"{fixed / GIB:.3g} on rank {parallel.grid.rank}, a micro-batch {kept / GIB:.3g}. "
-                "A stage holds one at least. Use a larger plan.memory, a smaller "
+                "A stage holds one at least. Use a larger memory.limit, a smaller "
                 "plan.micro_batch, or plan.recompute='full'."
             )
         pipeline.how = replace(pipeline.how, limit=limit)
@@ -168,73 +97,182 @@ def bounded(
     return [*lines, f"policy {plan.policy}: {policy}"]
 
 
+def _kept(run: Run, parallel: Parallel, chunk: int, device: torch.device) -> int:
+    """Bytes that the activations of a micro-batch take in a chunk of my stage."""
+    plan, stage = run.plan, parallel.pipeline.runtime.stage
+    batch, x = blank(run, plan.micro_batch, device), None
+    parallel.moment.samples = batch.samples
+    shape = (
+        plan.micro_batch,
+        run.data.seq // (plan.row * plan.context),
+        run.model.embed // plan.col,
+    )
+    if not stage.enters(chunk) or stage.vocabulary:
+        dtype = parallel.queue.buckets[0].data.dtype
+        x = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+    more = {"scored": False} if stage.vocabulary else {}
+    kept = 0
+    for _ in range(2):  # compilers and libraries take memory of their own in the first
+        forget(parallel, device)
+        with _watching(parallel, [x, batch.inputs()], device) as watch:
+            y = stage.run(x, stage.chunks[chunk], **batch.inputs(), **more)
+            kept = watch.held()
+            y.backward(torch.zeros_like(y))
+        del y
+    forget(parallel, device)
+    return kept
+
+
 # ---- measuring --------------------------------------------------------------------------
 
 
 def measured(
     run: Run,
     model: Decoder,
-    optimizer: Optimizer,
     device: torch.device,
     micro: int,
     *,
-    accumulated: bool,
-) -> Need | None:
-    """What a step needs in micro-batches of `micro`; None if one block is too much already.
+    passes: int,
+    kinds: Sequence[Kind] = tuple(budget.COST),
+) -> tuple[Pass, ...] | None:
+    """What passes of `micro` samples each need in a step of so many; None if that is too much.
 
-    Communicates: see `fit`.
+    The model runs with two of its blocks, in each of the kinds. All ranks get the same numbers.
+    Communicates: as a step with two blocks, twice for each kind; numbers over all axes.
     """
-    parallel, found, fits = parallel_of(model), dict[Kind, Block](), True
-    first = next(iter(parallel.kinds))
-    before, blocks = parallel.kinds[first], model.blocks
-    probe, batch = _Probe(), _blank(run, micro, device)
-    parallel.moment.samples = batch.samples
+    parallel, blocks = parallel_of(model), model.blocks
+    names = [*parallel.kinds][:2]
+    before = {name: parallel.kinds[name] for name in names}
+    batches = [blank(run, micro, device) for _ in range(passes)]
+    found: dict[Kind, list[Pass]] = {}
     gc.collect()  # nothing older shall be freed while bytes are counted
     try:
-        model.blocks = nn.ModuleList([probe])
-        head = _pass(lambda: model(**batch.inputs()), batch.inputs(), parallel, device)
-        model.blocks = blocks
-        for kind in budget.COST:
-            parallel.kinds[first] = kind
-            found[kind] = _pass(lambda: blocks[0](*probe.again()), probe.inputs, parallel, device)
+        model.blocks = nn.ModuleList([blocks[0], blocks[min(1, len(blocks) - 1)]])
+        for kind in kinds:
+            parallel.kinds.update(dict.fromkeys(names, kind))
+            found[kind] = _probed(model, batches, device, kind)
     except torch.OutOfMemoryError:
-        fits = False
+        found = {}
     finally:
-        model.blocks, parallel.kinds[first] = blocks, before
-        _forget(parallel, device)
-    if largest(int(not fits), parallel.grid, device):
+        model.blocks = blocks
+        parallel.kinds.update(before)
+        forget(parallel, device)
+    if largest(int(not found), parallel.grid, device):
         return None
-
-    def most(number: int) -> int:
-        return largest(number, parallel.grid, device)
-
-    return Need(
-        {kind: Block(most(block.kept), most(block.peak)) for kind, block in found.items()},
-        count=len(parallel.kinds),
-        gradient=most(max(_gradients(parallel, accumulated)[name] for name in parallel.kinds)),
-        fixed=most(_fixed(parallel, optimizer, device)),
-        head=most(head.peak),
-        outside=most(_gradients(parallel, accumulated)[""]),
-        accumulated=accumulated,
+    return tuple(
+        _agreed([found[kind][i] for kind in kinds], parallel.grid, device) for i in range(passes)
     )
 
 
-class _Probe(nn.Module):
-    """Stands where blocks stand: what they are called with."""
+def _probed(
+    model: Decoder, batches: Sequence[Batch], device: torch.device, kind: Kind
+) -> list[Pass]:
+    """Passes over a model with two blocks of a kind.
 
-    inputs: tuple[Any, ...] = ()
+    The first time is not measured: compilers and libraries take memory of their own in it, and the
+    order of blocks is noted.
+    """
+    parallel, inputs = parallel_of(model), [batch.inputs() for batch in batches]
+    forward_backward(model, batches)
+    forget(parallel, device)
+    with _watching(parallel, inputs, device) as watch, _marking(model, watch) as marks:
+        forward_backward(model, batches)
+        return [*_passes([*marks, _Mark.now("end", watch)], kind)]
 
-    def forward(self, x: Tensor, *others: Any) -> Tensor:
-        """Take note."""
-        self.inputs = (x, *others)
-        return x
 
-    def again(self) -> tuple[Any, ...]:
-        """The same for another pass, with nothing before it."""
-        return self.inputs[0].detach().requires_grad_(), *self.inputs[1:]
+@dataclass(frozen=True)
+class _Mark:
+    """Bytes at a moment, and the most since the one before."""
+
+    name: str
+    held: int
+    most: int
+
+    @classmethod
+    def now(cls, name: str, watch: _Watch) -> _Mark:
+        """This moment; what is most begins anew."""
+        held, most = watch.held(), watch.peak()
+        watch.restart()
+        return cls(name, held, most)
 
 
-def _blank(run: Run, micro: int, device: torch.device) -> Batch:
+MOMENTS = ("first", "second", "head", "back", "back first", "leave")
+"""Marks of a pass: the forward passes of two blocks begin, the head's, the backward passes of the
+second and of the first block, and of what is before them."""
+
+
+@contextmanager
+def _marking(model: Decoder, watch: _Watch) -> Iterator[list[_Mark]]:
+    """Inside, the two blocks of a model leave marks."""
+    marks: list[_Mark] = []
+    blocks = {id(block): block for block in model.blocks}
+    inner = {at: block.forward for at, block in blocks.items()}
+
+    def note(name: str) -> None:
+        if not marks or marks[-1].name != name:  # a value may come in two parts
+            marks.append(_Mark.now(name, watch))
+
+    def behind(value: Any, name: str) -> None:
+        for part in value if isinstance(value, tuple) else (value,):
+            if part.requires_grad:
+                part.register_hook(lambda _: note(name))
+
+    def forward(at: int, x: Any, *others: Any) -> Any:
+        second = bool(marks) and marks[-1].name == "first"
+        note("second" if second else "first")
+        behind(x, "back first" if second else "leave")
+        y = inner[at](x, *others)
+        if second:
+            note("head")
+            behind(y, "back")
+        return y
+
+    try:
+        for at, block in blocks.items():
+            block.forward = partial(forward, at)
+        yield marks
+    finally:
+        for at, block in blocks.items():
+            block.forward = inner[at]
+
+
+def _passes(marks: Sequence[_Mark], kind: Kind) -> Iterator[Pass]:
+    """What marks of passes tell; see `budget.Pass`."""
+    before, first_enter, each = 0, 0, len(MOMENTS)
+    assert [mark.name for mark in marks] == [*MOMENTS * (len(marks) // each), "end"], marks
+    for at in range(0, len(marks) - 1, each):
+        _, second, head, back, first, leave, end = marks[at : at + each + 1]
+        kept = head.held - second.held
+        gradient = before + first.held - back.held + kept
+        peak, enter = first.most - back.held + kept, second.held - kept - 2 * before
+        first_enter = first_enter or enter
+        yield Pass(
+            {kind: Block(kept, max(peak, kept), head.most - second.held)},
+            enter=enter,
+            head=back.most - head.held,
+            after=back.held - head.held,
+            leave=end.most - leave.held,
+            gradient=gradient,
+            before=before,
+            rest=max(end.held - 2 * gradient, 0),
+            outside=max(enter - first_enter, 0),
+        )
+        before = gradient
+
+
+def _agreed(passes: Sequence[Pass], grid: Grid, device: torch.device) -> Pass:
+    """One pass of all kinds: the most that any rank and any kind needs outside of blocks."""
+    names = [one.name for one in fields(Pass) if one.name != "blocks"]
+    numbers = [max(getattr(one, name) for one in passes) for name in names]
+    blocks = {kind: block for one in passes for kind, block in one.blocks.items()}
+    inside = [number for block in blocks.values() for number in astuple(block)]
+    most = most_of([*numbers, *inside], grid, device)
+    parts = iter(most[len(names) :])
+    every = {kind: Block(next(parts), next(parts), next(parts)) for kind in blocks}
+    return Pass(every, **dict(zip(names, most, strict=False)))
+
+
+def blank(run: Run, micro: int, device: torch.device) -> Batch:
     """A micro-batch of one token again and again, in two documents a sample if any are packed."""
     tokens = torch.zeros(micro, run.data.seq, dtype=torch.int64)
     samples = torch.arange(micro)
@@ -245,29 +283,29 @@ def _blank(run: Run, micro: int, device: torch.device) -> Batch:
     return Batch(tokens, tokens, positions.contiguous(), documents, samples).to(device)
 
 
-def _pass(
-    forward: Callable[[], Tensor], inputs: Any, parallel: Parallel, device: torch.device
-) -> Block:
-    """What a forward and backward pass keeps between the two, and needs at most.
-
-    The first of two is not measured: compilers and libraries take memory of their own in it.
-    """
-    for _ in range(2):
-        _forget(parallel, device)
-        weights = [bucket.data for bucket in parallel.queue.buckets]
-        watch: _Watch = _OnDevice(device)
-        if device.type != "cuda":
-            watch = _OnHost([weights, inputs])
-        with watch:
-            y = forward()
-            kept = watch.held()
-            y.backward(torch.zeros_like(y))
-            peak = watch.peak()
-        del y
-    return Block(kept, peak)
+@contextmanager
+def _watching(parallel: Parallel, inputs: Any, device: torch.device) -> Iterator[_Watch]:
+    """Counts bytes made inside."""
+    watch: _Watch = _OnDevice(device)
+    if device.type != "cuda":
+        queue = parallel.queue
+        watch = _OnHost([[b.data for b in queue.buckets], inputs], partial(gradients, queue))
+    with watch:
+        yield watch
 
 
-def _forget(parallel: Parallel, device: torch.device) -> None:
+def gradients(queue: Deferred) -> list[Tensor]:
+    """Gradients of weights, and weights gathered over depth, that a queue holds now."""
+    found: list[Tensor] = []
+    for bucket in queue.buckets:
+        for some in (bucket.grad, bucket.finished):
+            found += [] if some is None else some.parts.values()
+        found += [] if bucket.full is None else [bucket.full]
+        found += bucket.gathered or []
+    return found
+
+
+def forget(parallel: Parallel, device: torch.device) -> None:
     """Drop gradients and gathered weights; nothing may be under way any more."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -287,6 +325,9 @@ class _Watch(Protocol):
 
     def peak(self) -> int:
         """The most of them at any time."""
+
+    def restart(self) -> None:
+        """Have the most begin anew with what is held now."""
 
 
 class _OnDevice:
@@ -310,6 +351,10 @@ class _OnDevice:
         """See `_Watch`."""
         return torch.cuda.max_memory_allocated(self.device) - self.before
 
+    def restart(self) -> None:
+        """See `_Watch`."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
 
 class _OnHost(TorchDispatchMode):
     """Storages that operations use or make; nobody else counts them on a host.
@@ -320,12 +365,14 @@ class _OnHost(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, before: Any) -> None:
-        """before: tensors that are there already."""
+    def __init__(self, before: Any, unseen: Callable[[], list[Tensor]] = list) -> None:
+        """before: tensors that are there already. unseen: those that are made behind our back."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self.unseen, self.known = unseen, list[int]()
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
         """Known and alive by address, with their bytes; 0 if they were there before."""
-        self.most = 0
+        self.most = self.bound = 0
+        """Bytes: the most so far; those now, with some that may be gone already."""
         self._meet(before, new=False)
 
     @classmethod
@@ -336,11 +383,21 @@ class _OnHost(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run; the most is looked at after each operation."""
+        """Run; the most is looked at after each operation that may have made it."""
         out = func(*args, **(kwargs or {}))
         self._meet((args, kwargs, out), new=True)
-        self.most = max(self.most, self.held())
+        self._look()
+        if self.bound > self.most:
+            self.most = max(self.most, self.held())
         return out
+
+    def _look(self) -> None:
+        """Meet what was made behind our back, if that has changed."""
+        unseen = self.unseen()
+        now = [id(x) for x in unseen]
+        if now != self.known:
+            self.known = now
+            self._meet(unseen, new=True)
 
     def _meet(self, values: Any, *, new: bool) -> None:
         for tensor in tree_leaves(values):
@@ -351,64 +408,23 @@ class _OnHost(TorchDispatchMode):
                 if known is None or known[0].expired():
                     size = storage.nbytes() if new else 0
                     self.storages[reference.cdata] = (reference, size)
+                    self.bound += size
 
     def held(self) -> int:
         """See `_Watch`."""
+        self._look()
         self.storages = {
             at: (reference, size)
             for at, (reference, size) in self.storages.items()
             if not reference.expired()
         }
-        return sum(size for _, size in self.storages.values())
+        self.bound = sum(size for _, size in self.storages.values())
+        return self.bound
 
     def peak(self) -> int:
         """See `_Watch`."""
         return self.most
 
-
-# ---- counting ---------------------------------------------------------------------------
-
-
-def _fixed(parallel: Parallel, optimizer: Optimizer, device: torch.device) -> int:
-    """Weights, master weights and moments, what else lies on a device, and buckets under way."""
-    queue = parallel.queue
-    tensors = [bucket.data for bucket in queue.buckets]
-    for held in optimizer.store.held.values():
-        tensors += held.values()
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-    there = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    # Over depth and data one bucket is being moved while the next one is filled.
-    wide, narrow = queue.dtype.itemsize, queue.buckets[0].data.element_size()
-    depth = queue.gather_axis.size
-    moved = [
-        2 * depth * (bucket.count * wide + (bucket.size * narrow if bucket.split else 0))
-        for bucket in queue.buckets
-        if bucket.split or queue.data_axis.size > 1
-    ]
-    masks = sum(bucket.kept.bytes for bucket in queue.buckets if bucket.kept is not None)
-    return max(sum(storages.values()) + masks, there) + max(moved, default=0)
-
-
-def _gradients(parallel: Parallel, accumulated: bool) -> dict[str, int]:
-    """Bytes of the gradients of each block, and at "" of all that is in none."""
-    found = {"": 0, **dict.fromkeys(parallel.kinds, 0)}
-    for bucket in parallel.queue.buckets:
-        found[bucket.name if bucket.name in parallel.kinds else ""] += _gradient(
-            bucket, accumulated
-        )
-    return found
-
-
-def _gradient(bucket: Bucket, accumulated: bool) -> int:
-    """Bytes of the gradient of a bucket.
-
-    It stays as it came, or is wide once it is added to another or goes over an axis.
-    """
-    if not bucket.trainable:
-        return 0
-    ranks = bucket.queue.data_axis.size
-    wide = bucket.count * bucket.queue.dtype.itemsize
-    if accumulated or bucket.late or bucket.copied:
-        return wide
-    alone = not bucket.split and ranks == 1
-    return bucket.count * bucket.data.element_size() if alone else wide // ranks
+    def restart(self) -> None:
+        """See `_Watch`."""
+        self.most = self.held()

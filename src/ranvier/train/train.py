@@ -28,9 +28,10 @@ from ranvier.nn import fp8
 from ranvier.nn.compiled import found
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.run import Run
-from ranvier.train import adapters, corpora, exchange, pruning, report, saves
+from ranvier.train import account, adapters, corpora, exchange, pruning, report, saves
 from ranvier.train import folder as folders
 from ranvier.train.exact import check_exact, compiles_exactly
+from ranvier.train.settle import foreseen
 from ranvier.train.show import sinks
 from ranvier.train.trainer import DTYPES, Trainer
 
@@ -142,28 +143,31 @@ def ranks_of(run: Run) -> int:
 
 def check_memory(run: Run, me: Ranks, device: torch.device) -> None:
     """Refuse a model whose weights and states alone cannot fit: a bound from below."""
-    plan, width = run.plan, DTYPES[run.train.dtype].itemsize
+    plan, memory, width = run.plan, run.memory, DTYPES[run.train.dtype].itemsize
     split = plan.pipe * plan.depth * plan.row * plan.col
     tokens = max(plan.micro_batch, 1) * run.data.seq
-    wide = max(width, 4)
-    moment = 2 if run.optim.moments == "bf16" else wide
+    wide, free = max(width, 4), memory.fit == "auto"
     trained = run.trained * run.prune.share
-    state = (run.model.parameters + trained) * width / split  # weights and gradients
-    state += trained * (2 * moment + (wide if width < 4 else 0)) / plan.world
+    moment = {"bf16": 2, "int8": 1}.get(run.optim.moments, wide)
+    state = 0.0
+    if memory.weights == "device" and not free:  # weights and gradients
+        state += (run.model.parameters + trained) * width / split
+    if memory.states == "device" and not free:
+        state += trained * (2 * moment + (wide if width < 4 else 0)) / plan.world
     layers = run.model.layers / plan.pipe
     kept = tokens * run.model.embed * layers * width / (plan.row * plan.col)
     if device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
     else:
         there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // me.local_world
-    there = min(there, int(plan.memory * 2**30)) if plan.memory > 0.0 else there
+    there = min(there, int(memory.limit * 2**30)) if memory.limit > 0.0 else there
     if state + kept > there:
         raise PlanError(
             f"A rank needs {(state + kept) / 2**30:,.2f} GiB at least ({state / 2**30:,.2f} for "
             f"weights, gradients and moments, {kept / 2**30:,.2f} for activations), but has "
             f"{there / 2**30:,.2f} GiB. They must fit. Use a smaller model.size, data.seq or "
-            f"plan.batch, {'a larger plan.memory, ' if plan.memory > 0.0 else ''}or more ranks on "
-            "depth, row or col."
+            f"plan.batch, {'a larger memory.limit, ' if memory.limit > 0.0 else ''}"
+            f"{'' if free else 'memory.fit=auto, '}or more ranks on depth, row or col."
         )
 
 
@@ -209,6 +213,8 @@ def train(run: Run, me: Ranks, stored: list[str] | None = None) -> int:
     with handle or nullcontext(), watching:
         placed, local = folders.placed(run, folder), me.local_world
         trainer = Trainer.assemble(placed, grid, device, data, local_ranks=local)
+        if device.type == "cuda" and trainer.account.case is None:
+            trainer.account = foreseen(trainer.run, trainer.model, trainer.optimizer, device, local)
         trainer.notes += lines
         if run.checkpoint.every >= 0:
             _ = trainer.saver  # where it cannot write it need not begin
@@ -240,7 +246,8 @@ def _run(trainer: Trainer, folder: Path, stop: Stop, *, origin: Path | None) -> 
     try:
         if first:
             _announce(trainer, folder, origin)
-        _loop(trainer, folder, stop)
+        with trainer.account.explained(trainer.device):
+            _loop(trainer, folder, stop)
         trainer.meter.pulse.beat("end")
     except BaseException as error:
         if first:
@@ -296,8 +303,14 @@ def _started(trainer: Trainer, folder: Path) -> None:
     if seconds > 0.0:
         words = f" (blocks {compiled})" if compiled else ""
         print(f"  two steps were done {seconds:.1f} s after launch{words}", flush=True)
+    if trainer.account.predicted is not None:
+        print(*(f"  {line}" for line in account.lines(_memory(trainer))), sep="\n", flush=True)
     with suppress(OSError):  # no reason to end a run
         folders.record(folder, seconds_to_step_2=seconds, compiled=compiled)
+
+
+def _memory(trainer: Trainer) -> dict[str, Any]:
+    return trainer.account.facts(trainer.optimizer, trainer.device)
 
 
 def _announce(trainer: Trainer, folder: Path, origin: Path | None) -> None:
@@ -351,8 +364,10 @@ def _list(value: Any) -> list[Any]:
 
 def _close(trainer: Trainer, folder: Path, status: str) -> str:
     """Write down how the run ended, and its report; where that is, in words."""
-    more = dict(zip(("bad", "spikes", "skips", "rewinds"), trainer.guard.counts, strict=True))
+    counts = zip(("bad", "spikes", "skips", "rewinds"), trainer.guard.counts, strict=True)
+    more: dict[str, Any] = dict(counts)
     more |= folders.account(folder)
+    more["memory"] = _memory(trainer)
     try:
         folders.record(folder, status=status, finished=now(), phases=trainer.meter.phases, **more)
         return f"Report: {report.write(folder)}"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ranvier import init, trace
 from ranvier.checkpoint.folder import found
@@ -34,14 +35,14 @@ from ranvier.grid import Grid
 from ranvier.models import Decoder, build
 from ranvier.nn.leaf import Flow
 from ranvier.optim.optimizer import Optimizer
-from ranvier.optim.scale import Scale
 from ranvier.optim.schedule import share
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.run import Run
 from ranvier.sharding import State
 from ranvier.train import adapters, homes, pruning, saves
+from ranvier.train.account import Account
 from ranvier.train.diagnose import first_bad
-from ranvier.train.fit import bounded, candidates, fit
+from ranvier.train.fit import bounded, candidates
 from ranvier.train.graph import Graph
 from ranvier.train.guard import Guard
 from ranvier.train.metrics import (
@@ -56,6 +57,7 @@ from ranvier.train.metrics import (
 )
 from ranvier.train.replay import Replay
 from ranvier.train.replicas import compare
+from ranvier.train.settle import settle
 from ranvier.train.stages import TIMELINE, cut_of, timeline
 from ranvier.train.step import Taken, evaluate, train_step
 from ranvier.train.tune import tune
@@ -111,6 +113,8 @@ class Trainer:
     """The last held-out loss."""
     skipped_saves: int = 0
     """Checkpoints that were due while the one before was still being written."""
+    account: Account = field(default_factory=Account)
+    """What is known of its memory."""
     take: Callable[..., Taken] = field(init=False)
     """Takes a step of these micro-batches with a learning rate, if its numbers are good."""
 
@@ -129,7 +133,7 @@ class Trainer:
         local_ranks: those that share the memory of this machine; 0: all.
         """
         run = adapters.settled(run)
-        optim, dtype = run.optim, DTYPES[run.train.dtype]
+        dtype = DTYPES[run.train.dtype]
         with init.blank():
             model = build(run.model, run.lora)
         model = parallelize(
@@ -147,34 +151,20 @@ class Trainer:
             room=homes.weights_room(run, local_ranks or grid.world),
         )
         pruning.begin(run, parallel_of(model))
-        optimizer = Optimizer(
-            parallel_of(model).queue,
-            lr=run.lr,
-            betas=(optim.beta1, optim.beta2),
-            eps=optim.eps,
-            decay=optim.decay,
-            clip=optim.clip,
-            factors={
-                "matrix": optim.matrix_lr,
-                "embedding": optim.embedding_lr,
-                "vector": optim.vector_lr,
-            },
-            scale=Scale(device) if dtype == torch.float16 else None,
-            moments=optim.moments,
-            home=homes.states_home(run, local_ranks or grid.world),
-        )
-        micro = candidates(run.plan, run.data.seq)[0]
+        micro, local_ranks = candidates(run.plan, run.data.seq)[0], local_ranks or grid.world
         flow = Flow(micro, run.data.seq, dtype.itemsize, statistics=4)
         notes = tune(run, model, grid, device, flow)
-        run, more = fit(run, model, optimizer, device, local_ranks=local_ranks or grid.world)
-        notes += bounded(run, model, optimizer, device, local_ranks or grid.world)
+        found = settle(run, model, device, local_ranks=local_ranks)
+        run, optimizer = found.run, found.optimizer
+        notes += bounded(run, model, device, local_ranks)
         plan, grid.trace.meter = run.plan, True
         flow = replace(flow, samples=plan.micro_batch)
         flops = step_flops(parallel_of(model), flow, plan.micro_batches)
         meter = Meter(plan.batch * run.data.seq, flops, peak_flops(device, dtype))
         guard = Guard(run.guard, device)
-        notes += more
+        notes += found.notes
         trainer = cls(run, grid, device, model, optimizer, data, meter, guard, notes=notes)
+        trainer.account = found.account
         adapters.begin(trainer)
         if plan.graph:
             trainer.take = Graph(model, optimizer).step
@@ -302,9 +292,7 @@ class Trainer:
         if run.plan.graph and self._saver is not None:  # a recorded step asks nobody
             self._saver.changing()
         self.guard.before(self.step)
-        again = self.run.guard.replay
-        check = (Replay(self.model, self.step).twice,) if again and self.step % again == 0 else ()
-        taken = self.take(on_device, lr, self.guard.watch, *check)
+        taken = self.take(on_device, lr, self.guard.watch, *self._passes())
         factor = torch.full_like(taken.loss, math.nan) if scale is None else scale.value
         signals, held, *heard = largest.wait()
         if self.device.type == "cpu":  # here nothing is gained by reading it later
@@ -315,6 +303,15 @@ class Trainer:
         awaited, self.grid.trace.awaited = self.grid.trace.awaited, []
         tokens = self.samples * run.data.seq
         return Under(self.step - 1, tokens, lr, numbers, begun, loader.waited(), awaited)
+
+    def _passes(self) -> tuple[Callable[[Callable[[], Tensor]], Tensor], ...]:
+        """A way of its own to do the passes of this step, if there is one."""
+        again = self.run.guard.replay
+        if again and self.step % again == 0:
+            return (Replay(self.model, self.step).twice,)
+        if self.account.gradients or self.run.plan.graph:
+            return ()
+        return (partial(self.account.watch, parallel_of(self.model).queue),)
 
     def _reported(self) -> tuple[int, int]:
         """How far this rank's part of a checkpoint is, and what failed."""

@@ -1,0 +1,384 @@
+"""Fit: of all ways to place a step on a device and its host the fastest that fits, as predicted.
+
+A pure search over numbers: the micro-batch, what each block computes again, what of states, weights
+and activations rests on the host, and where states are updated. None of these changes a result but
+for the order of sums. What a run has settled itself is kept: only what is `open` is chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
+
+from ranvier.memory import budget
+from ranvier.memory.budget import Kind, Need, Peak, Where
+from ranvier.planner import cost
+from ranvier.planner.cost import Moved, Seconds, Work
+from ranvier.planner.rates import Rates
+from ranvier.planner.sizes import Sizes
+from ranvier.planner.table import GIB, Table
+
+States: TypeAlias = Literal["device", "host", "file", "split"]
+Update: TypeAlias = Literal["auto", "device", "cpu"]
+Weights: TypeAlias = Literal["device", "host"]
+
+OPEN = ("micro_batch", "recompute", "states", "resident", "update", "weights", "activations")
+"""What may be left open."""
+GAPS = 0.03
+"""Share of what comes and goes in a step that the allocator loses between tensors."""
+SOME = 0.05
+"""Share of the states from which on it is worth keeping them on the device."""
+AWAY = (0.0, 0.5, 1.0)
+"""Shares of the activations that are tried on the host."""
+MANY = 2
+"""Settings that a proposal changes, at most."""
+WORDS: Mapping[Where, str] = {
+    "head": "in the loss",
+    "block": "in the backward pass of a block",
+    "leave": "in the backward pass of the embedding",
+    "forward": "in the next forward pass, beside gradients that wait for their update",
+    "update": "in the update",
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How a step is placed."""
+
+    micro_batch: int
+    kinds: tuple[Kind, ...]
+    states: States = "device"
+    resident: int = 0
+    """Bytes of states on the device, with states = split."""
+    update: Update = "device"
+    weights: Weights = "device"
+    activations: float = 0.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """All that a choice depends on."""
+
+    needs: Mapping[int, Need]
+    """By micro-batch."""
+    sizes: Sizes
+    work: Work
+    rates: Rates
+    limit: int
+    """Bytes of the device."""
+    host: int
+    """Bytes of the host."""
+    given: Choice
+    """What is not open."""
+    open: frozenset[str]
+    libraries: int = 0
+    """Bytes on the device that are there in any case."""
+    logits: Mapping[int, int] = field(default_factory=dict)
+    """Of a chunk, by micro-batch."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A choice, what it needs and how long it takes."""
+
+    choice: Choice
+    device: int
+    host: int
+    seconds: Seconds
+
+    @property
+    def key(self) -> tuple[float, ...]:
+        """What is better: less time; of equal times what leaves more where it is."""
+        chosen = self.choice
+        elsewhere = (chosen.weights == "host", chosen.activations, chosen.states != "device")
+        again = budget.share(chosen.kinds)
+        return float(f"{self.seconds.total:.3g}"), *elsewhere, again, -chosen.micro_batch
+
+
+# ---- bytes ------------------------------------------------------------------------------
+
+
+def _away(case: Case, choice: Choice) -> int:
+    """Bytes of states that rest elsewhere."""
+    most = case.sizes.states - case.sizes.small
+    kept = {"device": most, "split": min(choice.resident, most)}.get(choice.states, 0)
+    return most - kept
+
+
+def _weights(case: Case, choice: Choice, where: Where) -> int:
+    """Bytes of weights on the device: all, or those whose turn it is and the next."""
+    sizes = case.sizes
+    if choice.weights == "device":
+        return sizes.weights
+    if case.given.weights == "host" and "weights" not in case.open:
+        return sizes.still  # they rested there when the passes were measured: what comes is known
+    pair = min(2, sizes.count) * sizes.block
+    return sizes.still + (max(sizes.head + sizes.block, pair) if where == "head" else pair)
+
+
+def _moments(case: Case, choice: Choice) -> list[tuple[Peak, int]]:
+    """When most may be there, and the bytes of weights then."""
+    need, hosted = case.needs[choice.micro_batch], choice.weights == "host"
+    peaks = need.peaks(choice.kinds, away=choice.activations, stowed=hosted, waits=True)
+    return [(peak, _weights(case, choice, peak.where)) for peak in peaks]
+
+
+def _bytes(moment: tuple[Peak, int]) -> int:
+    peak, weights = moment
+    return weights + round(peak.total * (1.0 + GAPS))
+
+
+def _ring(case: Case, choice: Choice) -> int:
+    return case.sizes.wide_ring if choice.weights == "host" else case.sizes.ring
+
+
+def _rests(case: Case, choice: Choice) -> tuple[int, int]:
+    """Bytes on the device besides states: where all of them are there, and where some are not."""
+    moments = _moments(case, choice)
+    here = max(_bytes(one) for one in moments if one[0].where != "forward")
+    return case.libraries + here, case.libraries + max(map(_bytes, moments)) + _ring(case, choice)
+
+
+def table(case: Case, choice: Choice) -> Table:
+    """The predicted table of a choice."""
+    sizes, need = case.sizes, case.needs[choice.micro_batch]
+    away = _away(case, choice)
+    moments = (one for one in _moments(case, choice) if away or one[0].where != "forward")
+    peak, weights = max(moments, key=_bytes)
+    share = 1.0 - away / sizes.states if sizes.states else 1.0
+    rest = peak.activations
+    parts = {}
+    for name, size, when in (
+        ("logits", case.logits.get(choice.micro_batch, 0), ("head",)),
+        ("gathered weights", sizes.gathered, ("head", "block", "forward")),
+        ("communication", need.publish, ("update",)),
+        ("communication", sizes.communication, ("block", "leave")),
+    ):
+        if peak.where in when:
+            parts[name] = min(size, rest)
+            rest -= parts[name]
+    device = {
+        "weights": weights,
+        "gradients": peak.gradients,
+        "master": round(sizes.master * share),
+        "moments": round(sizes.moments * share),
+        "activations": rest,
+        **parts,
+        "staging": _ring(case, choice) if away else 0,
+        "libraries": case.libraries,
+        "fragmentation": round(GAPS * peak.total),
+    }
+    return Table(device, _on_host(case, choice), WORDS[peak.where])
+
+
+def _on_host(case: Case, choice: Choice) -> dict[str, int]:
+    """Bytes on the host by category."""
+    sizes, need = case.sizes, case.needs[choice.micro_batch]
+    last, away = need.passes[-1], _away(case, choice)
+    found = {"activations": _sent(need, choice)}
+    if choice.weights == "host":
+        found["weights"] = sizes.weights - sizes.still
+        found["gradients"] = need.count * last.gradient + last.rest
+    if away and choice.states != "file":
+        found["master"] = round(away * sizes.master / sizes.states)
+        found["moments"] = away - found["master"]
+    return {name: size for name, size in found.items() if size}
+
+
+def _sent(need: Need, choice: Choice) -> int:
+    """Bytes of activations of a micro-batch that wait on the host; the last block's stay."""
+    blocks = need.passes[0].blocks
+    return round(choice.activations * sum(blocks[kind].kept for kind in choice.kinds[:-1]))
+
+
+# ---- time -------------------------------------------------------------------------------
+
+
+def seconds(case: Case, choice: Choice) -> Seconds:
+    """The predicted time of a step."""
+    sizes, need = case.sizes, case.needs[choice.micro_batch]
+    away, blocks = _away(case, choice), need.passes[0].blocks
+    hosted = choice.weights == "host"
+    moved = Moved(
+        kept=need.count * max(block.kept for block in blocks.values()),
+        states=sizes.states - away,
+        away=away,
+        numbers=round(sizes.trained * away / sizes.states) if sizes.states else 0,
+        weights=sizes.weights - sizes.still if hosted else 0,
+        gradients=need.count * need.passes[-1].gradient if hosted else 0,
+        activations=_sent(need, choice),
+    )
+    return cost.seconds(
+        case.work,
+        moved,
+        case.rates,
+        micro=choice.micro_batch,
+        share=budget.share(choice.kinds),
+        blocks=need.count,
+        cpu=choice.update == "cpu",
+    )
+
+
+# ---- search -----------------------------------------------------------------------------
+
+
+def fits(case: Case) -> Iterator[Fit]:
+    """Choices that fit, among them the fastest with each micro-batch and each place."""
+    given, free = case.given, case.open
+    for micro, need in case.needs.items():
+        ways = sorted(budget.ways(need), key=budget.share) if "recompute" in free else [given.kinds]
+        for weights in ("device", "host") if "weights" in free else (given.weights,):
+            for away in AWAY if "activations" in free else (given.activations,):
+                one = replace(given, micro_batch=micro, weights=weights, activations=away)
+                yield from _kinds(case, one, ways)
+
+
+def _kinds(case: Case, choice: Choice, ways: Sequence[tuple[Kind, ...]]) -> Iterator[Fit]:
+    """A choice with each of these kinds, as long as less computed again may not be faster."""
+    least = seconds(case, replace(choice, kinds=ways[0])).compute
+    shortest = math.inf
+    for kinds in ways:
+        if least * (1.0 + budget.share(kinds) * case.work.blocks) > shortest:
+            return
+        for found in _placed(case, replace(choice, kinds=kinds)):
+            shortest = min(shortest, found.seconds.total)
+            yield found
+
+
+def _placed(case: Case, choice: Choice) -> Iterator[Fit]:
+    """A choice with its states where they fit, and updated where that may be."""
+    rests = _rests(case, choice)
+    for one in _states(case, choice, rests):
+        away = _away(case, one)
+        device = rests[away > 0] + case.sizes.states - away
+        host = sum(_on_host(case, one).values())
+        if device > case.limit or host > case.host:
+            continue
+        ways: tuple[Update, ...] = ("device" if one.update == "auto" else one.update,)
+        if away and "update" in case.open:
+            ways = ("device", "cpu")
+        for way in ways:
+            found = replace(one, update=way)
+            yield Fit(found, device, host, seconds(case, found))
+
+
+def _states(case: Case, choice: Choice, rests: tuple[int, int]) -> Iterator[Choice]:
+    """Where the states of a choice may rest: as many on the device as there is room for."""
+    states, free = case.sizes.states, "states" in case.open
+    if not free and not (choice.states == "split" and "resident" in case.open):
+        yield choice
+        return
+    left = case.limit - rests[1] - case.sizes.small
+    if rests[0] + states <= case.limit:
+        yield replace(choice, states="device" if free else "split", resident=0 if free else states)
+    elif left >= SOME * states or (left >= 0 and not free):
+        yield replace(choice, states="split", resident=left)
+    elif left >= 0:
+        yield replace(choice, states="host", resident=0)
+
+
+def best(found: Iterable[Fit]) -> Fit | None:
+    """The fastest of what fits; None if nothing does."""
+    return min(found, key=lambda fit: fit.key, default=None)
+
+
+def least(case: Case) -> int:
+    """Bytes of the device without which nothing fits, as far as the host has room for the rest."""
+    if "states" in case.open:
+        given = replace(case.given, states="host")
+        case = replace(case, given=given, open=case.open - {"states"})
+    return min((fit.device for fit in fits(replace(case, limit=2**62))), default=0)
+
+
+def cheapest(case: Case, now: Choice, count: int = 3) -> list[Fit]:
+    """The changes of `now` that fit and cost least: of few settings, and for all blocks alike."""
+    found: dict[tuple[str, ...], Fit] = {}
+    known = {kind for need in case.needs.values() for kind in need.passes[0].blocks}
+    for kind in known:
+        alike = replace(now, kinds=(kind,) * len(now.kinds))
+        for fit in fits(replace(case, given=alike, open=frozenset(OPEN) - {"recompute"})):
+            words = options(now, fit.choice)
+            better = words not in found or fit.key < found[words].key
+            if 0 < len(words) <= MANY and better:
+                found[words] = fit
+    order = sorted(found.items(), key=lambda one: (one[1].key[0], len(one[0])))
+    return [fit for _, fit in order[:count]]
+
+
+# ---- words ------------------------------------------------------------------------------
+
+
+def options(now: Choice, then: Choice) -> tuple[str, ...]:
+    """The settings in which a choice differs from what is now, as options of a run."""
+    found = []
+    if then.micro_batch != now.micro_batch:
+        found.append(f"--plan.micro-batch {then.micro_batch}")
+    if then.kinds != now.kinds:
+        found.append(f"--plan.recompute {then.kinds[0] if len(set(then.kinds)) == 1 else 'budget'}")
+    for name in ("states", "weights", "activations"):
+        if getattr(then, name) != getattr(now, name):
+            found.append(f"--memory.{name} {getattr(then, name)}")
+    return tuple(found)
+
+
+def said(case: Case, fit: Fit, found: Iterable[Fit]) -> list[str]:
+    """What was chosen and why: two to four lines. found: all that fits."""
+    time, where = fit.seconds, table(case, fit.choice).where
+    lines = [
+        f"memory: {_gib(fit.device)} of {_gib(case.limit)} GiB, most {where}: "
+        f"{described(case, fit.choice)}"
+    ]
+    parts = {"computing": time.compute, "computing again": time.again}
+    parts |= {"updating": time.update, "waiting": time.waiting}
+    more = ", ".join(f"{value:.3g} {name}" for name, value in parts.items() if value > 0.0)
+    lines.append(f"predicted: {time.total:.3g} s a step: {more}")
+    if fit.host:
+        lines[-1] += f"; {_gib(fit.host)} of {_gib(case.host)} GiB on the host"
+    mine = _kind(fit.choice)
+    other = best(one for one in found if _kind(one.choice) != mine)
+    if other is not None:
+        slower = other.seconds.total / max(time.total, 1e-12) - 1.0
+        lines.append(
+            f"next best: {described(case, other.choice)}: {_gib(other.device)} GiB, "
+            f"{other.seconds.total:.3g} s ({slower:+.1%})"
+        )
+    free = best(fits(replace(case, limit=2**62, host=2**62)))
+    if free is None or free.key >= fit.key:
+        lines.append("nothing binds: with more memory it would not be faster")
+        return lines
+    what, size = (
+        ("the device", free.device) if free.device > case.limit else ("the host", free.host)
+    )
+    lines.append(
+        f"what binds is {what}: with {_gib(size)} GiB there, {described(case, free.choice)} would "
+        f"take {free.seconds.total:.3g} s"
+    )
+    return lines
+
+
+def _kind(choice: Choice) -> tuple[object, ...]:
+    """What makes choices different in kind."""
+    return choice.micro_batch, choice.states, choice.weights, choice.activations, choice.update
+
+
+def described(case: Case, choice: Choice) -> str:
+    """A choice in words."""
+    words: dict[Kind, str] = {"none": "keep all", "selective": "selective", "full": "full"}
+    counts = [(choice.kinds.count(kind), word) for kind, word in words.items()]
+    blocks = ", ".join(f"{count} {word}" for count, word in counts if count)
+    out = [f"micro-batch {choice.micro_batch}", f"recomputation of blocks: {blocks}"]
+    away = _away(case, choice)
+    if away:
+        where = "in a file" if choice.states == "file" else "on the host"
+        out.append(f"{_gib(away)} GiB of states {where}, updated on the {choice.update}")
+    if choice.weights == "host":
+        out.append("weights on the host")
+    if choice.activations > 0.0:
+        out.append(f"{choice.activations:.0%} of activations on the host")
+    return ", ".join(out)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.3g}"

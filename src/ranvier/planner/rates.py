@@ -1,0 +1,113 @@
+"""Rates: how fast one device multiplies, copies, and talks to its host, measured in a moment.
+
+Each number is the best of a few tries of some milliseconds, so that what else the machine does
+counts little. On a CPU the device is the host: both ways between them are copies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+TRIES = 3
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second."""
+
+    flops: float
+    """Multiplications and additions of large matrix products, in the type of the run."""
+    memory: float
+    """Bytes read or written in its memory."""
+    to_device: float
+    """Bytes from pinned host memory, while as many go the other way."""
+    to_host: float
+    """Bytes to pinned host memory, likewise."""
+    adam: float
+    """Parameters that the host's processors update."""
+
+
+def measured(device: torch.device, dtype: torch.dtype) -> Rates:
+    """The rates of a device, in well under a second."""
+    with torch.no_grad():
+        to_device, to_host = _link(device)
+        flops, memory = _products(device, dtype), _memory(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return Rates(flops, memory, to_device, to_host, _adam())
+
+
+def _best(device: torch.device, work: Callable[[], object]) -> float:
+    """Seconds of the fastest of a few tries."""
+    times = []
+    for i in range(TRIES + 1):  # the first one warms up
+        _settle(device)
+        start = time.perf_counter()
+        work()
+        _settle(device)
+        times.append((i, time.perf_counter() - start))
+    return max(min(seconds for i, seconds in times if i), 1e-9)
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _products(device: torch.device, dtype: torch.dtype) -> float:
+    size = 8192 if device.type == "cuda" else 384
+    x, y = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    return 2.0 * size**3 / _best(device, lambda: x @ y)
+
+
+def _memory(device: torch.device) -> float:
+    x = torch.zeros(_bytes(device), dtype=torch.uint8, device=device)
+    y = torch.zeros_like(x)
+    return 2.0 * x.numel() / _best(device, lambda: y.copy_(x))
+
+
+def _bytes(device: torch.device) -> int:
+    return 2**28 if device.type == "cuda" else 2**23
+
+
+def _link(device: torch.device) -> tuple[float, float]:
+    """Bytes a second to the device and from it, both at once; a bus may slow down then."""
+    size, cuda = _bytes(device), device.type == "cuda"
+    host = [torch.zeros(size, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
+    there = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
+    ways: list[tuple[Tensor, Tensor]] = [(there[0], host[0]), (host[1], there[1])]
+    if not cuda:
+        one, other = (size / _best(device, partial(into.copy_, x)) for into, x in ways)
+        return one, other
+    lanes = [torch.cuda.Stream(device) for _ in ways]
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in ways]
+
+    def work() -> None:
+        for (into, x), lane, (begun, done) in zip(ways, lanes, marks, strict=True):
+            with torch.cuda.stream(lane):
+                begun.record()
+                into.copy_(x, non_blocking=True)
+                done.record()
+
+    rates = [0.0, 0.0]
+    for _ in range(TRIES):
+        work()
+        _settle(device)
+        taken = [begun.elapsed_time(done) / 1e3 for begun, done in marks]
+        rates = [max(rate, size / max(t, 1e-9)) for rate, t in zip(rates, taken, strict=True)]
+    return rates[0], rates[1]
+
+
+def _adam() -> float:
+    """Parameters a second of torch's fused AdamW on the host."""
+    size = 2**20
+    param = torch.zeros(size, requires_grad=True)
+    param.grad = torch.zeros(size)
+    optimizer = torch.optim.AdamW([param], fused=True)
+    return size / _best(torch.device("cpu"), optimizer.step)
