@@ -118,7 +118,7 @@ def test_sizes_are_those_of_the_tensors(corpus: str, dtype: str) -> None:
     assert sizes.master == (found["master"] if dtype == "bf16" else 0)
     assert sizes.trained == sum(weight.elements for weight in parallel.weights.values())
     assert sizes.ring == SLOTS * 1024 * (12 if dtype == "bf16" else 8)
-    assert sizes.wide_ring == sizes.ring + 3 * 1024 * (6 if dtype == "bf16" else 8)
+    assert sizes.wide_ring == sizes.ring + SLOTS * 1024 * (6 if dtype == "bf16" else 8)
     table = 257 * trainer.run.model.embed * parallel.queue.buckets[0].data.element_size()
     assert (sizes.head, sizes.others) == ((0, 0) if dtype == "fp32" else (table, table))
     assert sizes_of(parallel, moments="int8").moments < sizes.moments / 3
