@@ -1,9 +1,9 @@
 """Fused updates: a rule as one kernel that reads and writes every byte once.
 
-With bf16 gradients and working weights AdamW moves 28 bytes a parameter, 20 with bf16 moments and 16
-with those of 8 bits, and its time is that of a copy of as many. What changes from step to step is read on the device, so
-the host never waits. Where there is no kernel (no CUDA, no Triton, other types) the plain rule runs
-instead: its twin, with the same random bits.
+With bf16 gradients and working weights AdamW moves 28 bytes a parameter, 20 with bf16 moments and
+16 with those of 8 bits, and its time is about that of a copy of as many. What changes from step to
+step is read on the device, so the host never waits. Where there is no kernel (no CUDA, no Triton,
+other types) the plain rule runs instead: its twin, with the same random bits.
 
 Not handled: tensors with gaps.
 """
@@ -21,14 +21,15 @@ from torch import Tensor
 from ranvier import launch
 from ranvier.optim import rules
 from ranvier.optim.moments import BLOCK, TINY, Key, Moments
-from ranvier.optim.rules import Scalars
+from ranvier.optim.rules import Scalars as Scalars
 
 FOUND = launch.triton()
 triton: Any = importlib.import_module("triton") if FOUND else None
 tl: Any = importlib.import_module("triton.language") if FOUND else None
-ELEMENTS, WARPS = 1024, 8
-"""Elements and warps of a program: four elements a thread, which are 16 bytes in fp32. With more,
-fp32 and bf16 would want different threads for an element and change places in shared memory."""
+ELEMENTS, WARP = 1024, 128
+"""Of a program, which has a block where moments have 8 bits, and of a warp: four elements a thread,
+which are 16 bytes in fp32. With more, fp32 and bf16 would want different threads for an element and
+change places in shared memory."""
 MOST = 1 << 30
 """Elements of one start of the kernel, which counts them in 32 bits."""
 PROGRAMS = 528
@@ -90,12 +91,12 @@ def adamw(
     assert all(x.shape == weight.shape for x in (grad, moments.mean, moments.square)), weight.shape
     assert key is not None or moments.mean.dtype == torch.float32, "narrow moments need a key"
     end, coded = weight.numel(), moments.scales is not None
-    even = end - end % (BLOCK if coded else EVEN)
+    even, size = end - end % (BLOCK if coded else EVEN), BLOCK if coded else ELEMENTS
     fresh1, fresh2 = 1.0 - now.betas[0], 1.0 - now.betas[1]
     for start, stop in pairwise(sorted({0, *range(0, even, MOST), even, end})):
         part, here = moments.part(start, stop), slice(start, stop)
         with torch.cuda.device_of(weight):
-            _adamw[(triton.cdiv(stop - start, ELEMENTS),)](
+            _adamw[(triton.cdiv(stop - start, size),)](
                 *(weight[here], grad[here], part.mean, part.square),
                 weight if part.scales is None else part.scales,
                 weight if out is None else out[here],
@@ -105,10 +106,9 @@ def adamw(
                 *(share, decay, fresh1, 1.0 - fresh1, fresh2, 1.0 - fresh2, eps),
                 DIMS=0 if key is None or moments.mean.dtype == torch.float32 else len(key.dims),
                 OUT=out is not None,
-                SIZE=ELEMENTS,
-                BLOCK=BLOCK,
+                SIZE=size,
                 TINY=TINY,
-                num_warps=WARPS,
+                num_warps=size // WARP,
             )
 
 
@@ -213,53 +213,49 @@ def _index(offsets, base, column, columns, row, rows, skip, jump, DIMS: tl.const
 
 
 @_kernel()
-def _spread(x, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A number of each block for each of its elements."""
-    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], BLOCK]), [x.shape[0] * BLOCK])
-
-
-@_kernel()
-def _decoded(mean, square, scale1, scale2, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _decoded(mean, square, scale1, scale2):  # type: ignore[no-untyped-def]
     """`moments.unpack` of both."""
     c = mean.to(tl.int8, bitcast=True).to(tl.float32)
-    m = c * tl.abs(c) * (1.0 / 16129.0) * _spread(scale1, BLOCK)
+    m = c * tl.abs(c) * (1.0 / 16129.0) * scale1
     c = square.to(tl.float32) * (1.0 / 255.0)
     c = c * c
-    return m, c * c * _spread(scale2, BLOCK)
+    return m, c * c * scale2
 
 
 @_kernel()
-def _encoded(x, bits, MEAN: tl.constexpr, TINY: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`moments.Moments.rounded` of one of both: codes and scales."""
+def _encoded(x, bits, MEAN: tl.constexpr, TINY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`moments._encoded` of one block: its codes and its scale."""
     size = tl.abs(x)
-    size = tl.where((size > 0.0) & (size < TINY), 0.0 if MEAN else TINY, size)
-    scale = tl.max(tl.reshape(size, [x.shape[0] // BLOCK, BLOCK]), 1)
-    full = tl.where(scale > 0.0, scale, 1.0)
+    scale = tl.max(size, 0)
     if MEAN:
-        y = size * _spread(tl.div_rn(16129.0, full), BLOCK)
+        scale = tl.where(scale < TINY, 0.0, scale)
+        full = tl.where(scale > 0.0, scale, 1.0)
+        y = size * tl.div_rn(16129.0, full)
         c = tl.minimum(tl.floor(tl.sqrt(y)), 126.0)
         above, gap = y - c * c, 2.0 * c + 1.0
     else:
-        y = size * _spread(tl.div_rn(4228250625.0, full), BLOCK)
+        scale = tl.where(scale > 0.0, tl.maximum(scale, TINY), 0.0)
+        full = tl.where(scale > 0.0, scale, 1.0)
+        y = size * tl.div_rn(4228250625.0, full)
         c = tl.minimum(tl.floor(tl.sqrt(tl.sqrt(y))), 254.0)
         above, gap = y - (c * c) * (c * c), (2.0 * c + 1.0) * (2.0 * c * (c + 1.0) + 1.0)
-    c += tl.where((bits.to(tl.float32) + 0.5) * gap < above * 65536.0, 1.0, 0.0)
-    c = tl.where(size < _spread(full, BLOCK), c, 127.0 if MEAN else 255.0)
+    c = tl.where((bits.to(tl.float32) + 0.5) * gap < above * 65536.0, c + 1.0, c)
     if MEAN:
         c = tl.where(x < 0.0, -c, c)
     else:
-        c = tl.where(size > 0.0, tl.maximum(c, 1.0), c)
+        c = tl.where(x > 0.0, tl.maximum(c, 1.0), c)
     return c.to(tl.int32).to(tl.uint8), scale
 
 
 @_kernel("apart", "seed", "base", "column", "columns", "row", "rows", "skip", "jump")
 def _adamw(  # type: ignore[no-untyped-def]
     weight, grad, mean, square, scales, out, numbers, count, size, apart, seed,
-    base: tl.int64, column, columns, row, rows, skip: tl.int64, jump: tl.int64,
-    share, decay, fresh1, kept1, fresh2, kept2, eps, DIMS: tl.constexpr,
-    OUT: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, TINY: tl.constexpr,
+    base: tl.int64, column: tl.int64, columns: tl.int64, row: tl.int64, rows: tl.int64,
+    skip: tl.int64, jump: tl.int64,
+    share, decay, fresh1, kept1, fresh2, kept2, eps,
+    DIMS: tl.constexpr, OUT: tl.constexpr, SIZE: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
-    """The update of some elements that lie one after the other: whole blocks of 8-bit moments."""
+    """The update of some elements that lie one after the other: of a block of 8-bit moments."""
     start = tl.program_id(0).to(tl.int64) * SIZE
     offsets = tl.arange(0, SIZE)
     inside = offsets < size - start
@@ -268,11 +264,8 @@ def _adamw(  # type: ignore[no-untyped-def]
     v = tl.load(square + start + offsets, mask=inside)
     w = tl.load(weight + start + offsets, mask=inside)
     if mean.dtype.element_ty == tl.uint8:
-        blocks = tl.arange(0, SIZE // BLOCK)
-        scales += start // BLOCK + blocks
-        there = blocks * BLOCK < size - start
-        scale1, scale2 = tl.load(scales, mask=there), tl.load(scales + apart, mask=there)
-        m, v = _decoded(m, v, scale1, scale2, BLOCK)
+        scales += tl.program_id(0)
+        m, v = _decoded(m, v, tl.load(scales), tl.load(scales + apart))
     m = tl.fma(g, fresh1, m.to(tl.float32) * kept1)
     v = tl.fma(g * g, fresh2, v.to(tl.float32) * kept2)
     root = tl.sqrt(v) * tl.load(numbers + 3) + eps
@@ -290,9 +283,9 @@ def _adamw(  # type: ignore[no-untyped-def]
         if mean.dtype.element_ty == tl.bfloat16:
             m, v = _narrow(m, bits >> 16), _narrow(v, bits & 0xFFFF)
         else:
-            m, scale1 = _encoded(tl.where(inside, m, 0.0), bits >> 16, True, TINY, BLOCK)
-            v, scale2 = _encoded(tl.where(inside, v, 0.0), bits & 0xFFFF, False, TINY, BLOCK)
-            tl.store(scales, scale1, mask=blocks * BLOCK < left)
-            tl.store(scales + apart, scale2, mask=blocks * BLOCK < left)
+            m, scale1 = _encoded(tl.where(inside, m, 0.0), bits >> 16, True, TINY)
+            v, scale2 = _encoded(tl.where(inside, v, 0.0), bits & 0xFFFF, False, TINY)
+            tl.store(scales, scale1, mask=left > 0)
+            tl.store(scales + apart, scale2, mask=left > 0)
     tl.store(mean + start + offsets, m, mask=here)
     tl.store(square + start + offsets, v, mask=here)

@@ -4,15 +4,20 @@ Narrow moments are rounded up or down at random, so that what is too small for t
 average. The random bits are a function of (seed, number of the update, name of the weight, index in
 the whole weight): a resumed run, another grid and other ranges over data round alike.
 
-In 8 bits a block of 256 numbers that lie one after the other has a scale s, its largest magnitude:
+In 8 bits a block of 256 numbers that lie one after the other has a scale s, its largest magnitude,
+and every number x a code c, the larger the larger its magnitude is:
 
-    mean    s · c|c| / 127²     c in -127..127
-    square  s · (c / 255)⁴      c in 0..255
+    mean    ±s (c / 127)²    c in 0..127, with the sign of x
+    square   s (c / 255)⁴    c in 0..255
 
-The gap to the next level is at most s/63 for means and s/64 for squares; at a number x it is
-2√(s|x|) / 127 + s / 127² and about 4x (s/x)^¼ / 255. Random rounding is wrong by less than a gap, the nearest
-level by half of it at most, and both by `TINY` more. A square above zero never becomes zero, since
-mean / √square would explode. `unpack`, then `pack` give the same codes and scales to the bit.
+One of the two levels around x is drawn, so that x is its mean, or the nearest is taken. The error
+is below e, or half of it, where t = top (|x| / s)^(1/n) is the place of x among the codes:
+
+    e = s ((t + 1)ⁿ - tⁿ) / topⁿ ≤ s / 63    mean: top 127, n 2; square: top 255, n 4
+
+But means of a block are zero if all are below `TINY`, and a square above zero is never less than
+s / 255⁴, with s no less than `TINY`: if it became zero, mean / √square would explode. `pack` gives
+what was unpacked the same codes and scales to the bit.
 
 Not handled: blocks are counted from the start of a part of a weight, so where a grid cuts weights
 elsewhere 8-bit moments are close, but not the same; in 16 bits they are the same.
@@ -35,9 +40,11 @@ Which = Literal["mean", "square"]
 BLOCK = 256
 """Numbers with a scale of their own."""
 TINY = 2.0**-90
-"""Means below it are zero, squares above zero are no smaller: all levels are normal numbers."""
+"""Least scale, so that all levels are normal numbers: means of a smaller block are zero."""
 TOP: dict[Which, int] = {"mean": 127, "square": 255}
 """Codes of the largest magnitude."""
+POWER: dict[Which, int] = {"mean": 2, "square": 4}
+"""Levels are powers of codes."""
 WORD = 0xFFFFFFFF
 """Mask of 32 bits."""
 
@@ -82,7 +89,7 @@ class Key:
 
     @property
     def dims(self) -> list[tuple[int, int, int]]:
-        """Size, start and size in the whole of each dim; dims that are whole join the one before."""
+        """Size, start and whole size of each dim; one that is whole joins the one before it."""
         merged = [(1, 0, 1)]
         for size, start, whole in zip(self.local, self.start, self.whole, strict=True):
             last = merged[-1]
@@ -123,7 +130,7 @@ def mix(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Moments:
-    """Both moments of elements that lie one after the other: numbers, or codes with their scales."""
+    """Both moments of elements that lie one after the other: numbers, or codes with scales."""
 
     mean: Tensor
     """`[n]`"""
@@ -137,7 +144,8 @@ class Moments:
         cls, count: int, kind: Kind, master: torch.dtype, device: torch.device | str = "cpu"
     ) -> Moments:
         """Those of a new run."""
-        mean, square = torch.zeros(2, count, dtype=dtype(kind, master), device=device)
+        kept = dtype(kind, master)
+        mean, square = (torch.zeros(count, dtype=kept, device=device) for _ in range(2))
         scales = torch.zeros(2, -(-count // BLOCK), device=device) if kind == "int8" else None
         return cls(mean, square, scales)
 
@@ -203,28 +211,30 @@ def unpack(codes: Tensor, scales: Tensor, which: Which) -> Tensor:
 def _encoded(x: Tensor, which: Which, draw: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of numbers `[n]`: of the levels a ≤ x < b around x, b if draw / 2¹⁶ < p.
 
-    p = (x - a) / (b - a), in the units of the codes. draw: in (0, 2¹⁶), `[n]`.
+    p = (x - a) / (b - a), in the units of the codes. draw: from 0.5 to 2¹⁶ - 0.5, `[n]`. Division
+    is exact to the last bit, so the largest magnitude never falls below its level.
     """
-    count, top = x.numel(), TOP[which]
-    x, draw = _blocks(x), _blocks(draw)
-    size, least = x.abs(), 0.0 if which == "mean" else TINY
-    size = torch.where((size > 0.0) & (size < TINY), least, size).float()
+    count, top, x, draw = x.numel(), TOP[which], _blocks(x), _blocks(draw)
+    size = x.abs().float()
     scale = size.amax(1, keepdim=True)
+    if which == "mean":
+        scale = torch.where(scale < TINY, 0.0, scale)
+    else:
+        scale = torch.where((x > 0.0).any(1, keepdim=True), scale.clamp(min=TINY), 0.0)
     full = torch.where(scale > 0.0, scale, 1.0)
+    # a number divided by a tensor would be multiplied by its inverse, which is rounded once more
+    y = size * (torch.full_like(full, float(top) ** POWER[which]) / full)
     if which == "mean":  # levels c²: the next one is 2c + 1 away
-        y = size * (127.0**2 / full)
         c = y.sqrt().floor().clamp(max=top - 1)
         above, gap = y - c * c, 2.0 * c + 1.0
     else:  # levels c⁴
-        y = size * (255.0**4 / full)
         c = y.sqrt().sqrt().floor().clamp(max=top - 1)
         above, gap = y - (c * c) * (c * c), (2.0 * c + 1.0) * (2.0 * c * (c + 1.0) + 1.0)
     c = c + (draw * gap < above * 65536.0)
-    c = torch.where(size < full, c, top)
     if which == "mean":
         c = torch.where(x < 0.0, -c, c)
     else:
-        c = torch.where(size > 0.0, c.clamp(min=1.0), c)
+        c = torch.where(x > 0.0, c.clamp(min=1.0), c)
     return c.to(torch.int16).to(torch.uint8).view(-1)[:count], scale.view(-1)
 
 
