@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from ranvier.checkpoint import blocks, folder, part
-from ranvier.checkpoint.folder import Keep
 from ranvier.checkpoint.blocks import Bytes
+from ranvier.checkpoint.folder import Keep
 from ranvier.checkpoint.part import Host, Layout, Stretched
 from ranvier.comm.agree import largest, together, told
 from ranvier.comm.kept import Sparse
