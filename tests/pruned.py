@@ -172,8 +172,9 @@ def pruned(grid: Grid, case: Case, how: float | str) -> dict[str, Any]:
             losses.append(forward_backward(model, parts).item())
             grads = grads if step else gradients(parallel)
             norms.append(optimizer.step().item())
-        flow = flow_of(batch, grid, case.micro_batches)
-        lines += difference(predict(parallel, flow, case.micro_batches), events)
+        if case.fast:
+            flow = flow_of(batch, grid, case.micro_batches)
+            lines += difference(predict(parallel, flow, case.micro_batches), events)
     return {
         "lines": lines,
         "losses": losses,

@@ -180,10 +180,8 @@ class Parallel:
         for bucket in queue.buckets:
             if not bucket.trainable:
                 continue
-            grad, weight = (
-                bucket.count * queue.dtype.itemsize,
-                bucket.count * bucket.data.element_size(),
-            )
+            grad = bucket.count * queue.dtype.itemsize
+            weight = bucket.count * bucket.data.element_size()
             if bucket.late and bucket.split:
                 events.append(self._bucket_event("reduce_scatter", bucket))
             for segment in bucket.copied:

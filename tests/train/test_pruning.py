@@ -33,7 +33,11 @@ def newest(out: Path) -> Path:
 GROWING: Changes = {"prune__sparsity": 0.8, "prune__every": 2, "prune__until": 5}
 
 
-@pytest.mark.parametrize("changes", [{"prune__sparsity": 0.7}, GROWING], ids=["fixed", "growing"])
+@pytest.mark.parametrize(
+    "changes",
+    [GROWING, pytest.param({"prune__sparsity": 0.7}, marks=pytest.mark.full)],
+    ids=["growing", "fixed"],
+)
 def test_a_run_goes_on_on_another_grid(
     pool: Pool, corpus: str, tmp_path: Path, changes: Changes
 ) -> None:
