@@ -46,6 +46,7 @@ from ranvier.grid import Axis
 from ranvier.nn.example import SIZES, Example
 from ranvier.nn.leaf import Flow, Leaf, Site, applied
 from ranvier.nn.matmul import Layouts, Products, forward, grad_x, multiply
+from ranvier.nn.outputs import buffer_dim, pack, pack_adjoint, repack, unpack, widths
 from ranvier.sharding import WEIGHTS, Dim, Sharding
 from ranvier.trace import Event
 
@@ -271,7 +272,7 @@ def reference(
             ys += multiply(xs[0], run.matrix, layers[run.start].products).split(sizes, -1)
     if to_axis.size == layers[0].total_axis.size == 1:
         return ys
-    y = sum_scatter(pack(ys, layers, to_axis, to_dim), to_axis, _packed(to_dim))
+    y = sum_scatter(pack(ys, layers, to_axis, to_dim), to_axis, buffer_dim(to_dim))
     return unpack(total(y, layers[0].total_axis), layers, to_dim)
 
 
@@ -301,7 +302,9 @@ class _Product(torch.autograd.Function):
         ctx.layers, ctx.site, ctx.apart = layers, site, apart
         if to_axis.size == layers[0].total_axis.size == 1:
             return tuple(ys)
-        y = verbs.reduce_scatter(pack(ys, layers, to_axis, to_dim), to_axis, _packed(to_dim)).wait()
+        y = verbs.reduce_scatter(
+            pack(ys, layers, to_axis, to_dim), to_axis, buffer_dim(to_dim)
+        ).wait()
         return tuple(unpack(verbs.all_reduce(y, layers[0].total_axis).wait(), layers, to_dim))
 
     @staticmethod
@@ -319,7 +322,7 @@ class _Product(torch.autograd.Function):
             dys = list(grads)
             if to_axis.size > 1:
                 packed = repack(grads, layers, to_dim)
-                dy = verbs.all_gather(packed, to_axis, _packed(to_dim)).wait()
+                dy = verbs.all_gather(packed, to_axis, buffer_dim(to_dim)).wait()
                 dys = pack_adjoint(dy, layers, to_axis, to_dim)
             pending = None
             if ctx.needs_input_grad[0]:
@@ -364,62 +367,6 @@ def _sum(terms: list[Tensor]) -> Tensor:
     return total
 
 
-# ---- several outputs in one buffer ------------------------------------------------------
-# Outputs are packed along their features, (b, s, Σn). Where the scatter itself is over features
-# each rank must get its part of every output: (b, s, col, Σn/col), scattered along dim 2. kv heads
-# that several ranks share are repeated there, once for each rank that needs them.
-
-
-def _packed(dim: int) -> int:
-    return 2 if dim == -1 else dim
-
-
-def pack(ys: Sequence[Tensor], layers: Sequence[Linear], axis: Axis, dim: int) -> Tensor:
-    """Outputs `[b, s, n_i]` before the scatter in one buffer."""
-    if dim != -1:
-        return ys[0] if len(ys) == 1 else torch.cat(list(ys), -1)
-    blocks = []
-    for y, layer in zip(ys, layers, strict=True):
-        for one in y.unflatten(-1, (layer.count, -1)).unbind(-2):
-            block = one.unflatten(-1, (layer.parts, -1))  # (b, s, parts, m)
-            blocks.append(block.repeat_interleave(axis.size // layer.parts, 2))  # (b, s, col, m)
-    return torch.cat(blocks, -1)
-
-
-def pack_adjoint(dy: Tensor, layers: Sequence[Linear], axis: Axis, dim: int) -> list[Tensor]:
-    """Gradients `[b, s, n_i]` from the gathered buffer: copies of a shared head are added."""
-    sizes = _sizes(layers)
-    if dim != -1:
-        return list(dy.split([sum(of_layer) for of_layer in sizes], -1))
-    blocks = iter(dy.split([size for of_layer in sizes for size in of_layer], -1))  # (b, s, col, m)
-    out = []
-    for layer in layers:
-        parts = [
-            next(blocks).unflatten(2, (layer.parts, -1)).sum(3).flatten(2)
-            for _ in range(layer.count)
-        ]
-        out.append(torch.cat(parts, -1))
-    return out
-
-
-def unpack(y: Tensor, layers: Sequence[Linear], dim: int) -> list[Tensor]:
-    """Outputs of the layers on this rank from the scattered buffer."""
-    if dim == -1:
-        y = y.squeeze(2)
-    return list(y.split([sum(of_layer) for of_layer in _sizes(layers)], -1))
-
-
-def repack(grads: Sequence[Tensor], layers: Sequence[Linear], dim: int) -> Tensor:
-    """Gradients of the outputs on this rank in one buffer, as it was scattered."""
-    dy = grads[0] if len(grads) == 1 else torch.cat(list(grads), -1)
-    return dy.unsqueeze(2) if dim == -1 else dy
-
-
-def _sizes(layers: Sequence[Linear]) -> list[list[int]]:
-    """Features of each output on this rank, one number for each packed part."""
-    return [[layer.output.local[0]] * layer.count for layer in layers]
-
-
 # ---- prediction -------------------------------------------------------------------------
 
 
@@ -435,7 +382,7 @@ def _elements(
     x = leaf.tokens(flow, first.into) * features * from_axis.size
     y = (
         leaf.tokens(flow, first.out)
-        * sum(sum(of_layer) for of_layer in _sizes(layers))
+        * sum(sum(of_layer) for of_layer in widths(layers))
         * to_axis.size
     )
     return from_axis, x, to_axis, y
