@@ -22,6 +22,7 @@ from ranvier import sharding
 from ranvier.comm.bucket import VECTORS, Bucket, Group, Weight
 from ranvier.comm.deferred import Deferred
 from ranvier.comm.fill import fill
+from ranvier.comm.results import Collectives, Keeping
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis, Grid
 from ranvier.models import adapter, decoder
@@ -128,6 +129,9 @@ class Parallel:
         return (events + scatters) * micro_batches + gathers * kept
 
     def _recomputed(self, name: str) -> bool:
+        """Whether a leaf communicates again what it communicated in its first run."""
+        if self.moment.keeping.keeps(name):
+            return False
         kinds = (kind for block, kind in self.kinds.items() if name.startswith(f"{block}."))
         return next(kinds, "none") != "none"
 
@@ -204,6 +208,7 @@ def parallelize(
     inner: Inner = "samples",
     overlap: Iterable[str] = ("dx", "dw", "gather"),
     recompute: Recompute = "none",
+    collectives: Collectives = "again",
     fast: bool = True,
     compiled: str = "",
     seed: int = 0,
@@ -218,8 +223,8 @@ def parallelize(
     """The model with its layers on the grid; weights keep their values, or get initial ones (meta).
 
     names: dims of layers by full name, for models without `dims` tables. leaves: further layers.
-    fast=False: differentiable pairs, for comparison. compiled: torch's compiler of blocks, if any.
-    how: it is cut into stages over pipe. keep: weights gathered over depth stay for a whole step.
+    collectives: kept for recomputation or not. fast=False: pairs, for comparison. compiled: torch's
+    compiler of blocks, if any. how: the cut into stages. keep: weights gathered over depth stay.
     Communicates: the making of groups.
 
     Example:
@@ -243,7 +248,7 @@ def parallelize(
         table=Table(inner, how is not None and how.spread),
         units=dict(getattr(model, "sizes", {})),
         queue=Deferred(grid, overlap=overlap, dtype=wide, keep=keep),
-        moment=Moment(seed=seed),
+        moment=Moment(seed=seed, keeping=Keeping.on(grid, collectives)),
         fast=fast,
         compiled=compiled,
         init=dict(getattr(model, "init", {})),
@@ -353,7 +358,7 @@ def _run(
     """
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
-    with site.grid.trace.compute(f"forward {name}"):
+    with site.grid.trace.compute(f"forward {name}"), site.moment.keeping.store.block(name):
         kind = kinds.get(name, "none")
         if compiled is not None and compiled.on and torch.is_grad_enabled() and not kwargs:
             return compiled(block, name, kind, *args)

@@ -41,6 +41,7 @@ from torch.autograd.function import once_differentiable
 
 from ranvier.comm import verbs
 from ranvier.comm.pairs import gather, share, sum_scatter, total
+from ranvier.comm.results import STOPPED
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis
 from ranvier.nn.example import SIZES, Example
@@ -207,6 +208,10 @@ class Linear(Leaf):
         """Gather x and dy, scatter dx."""
         return backward_events(self, flow, [self])
 
+    def held(self, flow: Flow, *, selective: bool = False) -> int:
+        """The output, or what is gathered if it is smaller."""
+        return held(self, flow, [self], selective=selective)
+
     def flops(self, flow: Flow) -> int:
         """2 · tokens · (out · in) of this rank."""
         weight = list(self.handles["weight"].sharding.gathered)
@@ -250,7 +255,11 @@ def product(
     if torch.compiler.is_compiling() or not site.fast:
         ys = reference(x, layers, runs, apart)
     else:
-        ys = list(applied(_Product, x, layers, site, apart, *[layer.weight for layer in layers]))
+        try:
+            ys = applied(_Product, x, layers, site, apart, *[layer.weight for layer in layers])
+        except STOPPED:  # here, as backward needs nothing behind it: nor will it next time
+            site.moment.keeping.spare.add(site.name)
+            raise
     return tuple(
         y if layer.bias is None else y + layer.bias.flatten()
         for y, layer in zip(ys, layers, strict=True)
@@ -291,21 +300,14 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, layers: Sequence[Linear], site: Site, apart: bool, *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        (from_axis, from_dim), (to_axis, to_dim) = layers[0].steps
-        xs = _read(verbs.all_gather(x, from_axis, from_dim).wait(), layers, apart)
-        ys = [
-            forward(part, layer.matrix(layer.handles["weight"].whole()), layer.products)
-            for part, layer in zip(xs, layers, strict=True)
-        ]
         if _trained(layers):
             ctx.save_for_backward(x)
         ctx.layers, ctx.site, ctx.apart = layers, site, apart
-        if to_axis.size == layers[0].total_axis.size == 1:
-            return tuple(ys)
-        y = verbs.reduce_scatter(
-            pack(ys, layers, to_axis, to_dim), to_axis, buffer_dim(to_dim)
-        ).wait()
-        return tuple(unpack(verbs.all_reduce(y, layers[0].total_axis).wait(), layers, to_dim))
+        results, work = site.grid.trace.results, partial(_multiplied, x, layers, apart)
+        if results is None or not _output_kept(layers, x.shape[-1], results.selective):
+            return work()
+        ys: tuple[Tensor, ...] = results.once(work)
+        return ys
 
     @staticmethod
     @once_differentiable
@@ -344,6 +346,33 @@ class _Product(torch.autograd.Function):
             return verbs.all_reduce(pending.wait(), layers[0].share_axis).wait(), *none
 
 
+def _multiplied(x: Tensor, layers: Sequence[Linear], apart: bool) -> tuple[Tensor, ...]:
+    """The forward pass of a product."""
+    (from_axis, from_dim), (to_axis, to_dim) = layers[0].steps
+    xs = _read(verbs.all_gather(x, from_axis, from_dim).wait(), layers, apart)
+    ys = [
+        forward(part, layer.matrix(layer.handles["weight"].whole()), layer.products)
+        for part, layer in zip(xs, layers, strict=True)
+    ]
+    if to_axis.size == layers[0].total_axis.size == 1:
+        return tuple(ys)
+    y = verbs.reduce_scatter(pack(ys, layers, to_axis, to_dim), to_axis, buffer_dim(to_dim)).wait()
+    return tuple(unpack(verbs.all_reduce(y, layers[0].total_axis).wait(), layers, to_dim))
+
+
+def _output_kept(layers: Sequence[Linear], features: int, selective: bool) -> bool:
+    """Whether a block that keeps what it communicates keeps the output, not the gathered input.
+
+    Then it does not multiply again. It is so if the output is communicated, if it is kept anyway,
+    or if it is no larger than the input (of `features` on this rank).
+    """
+    (from_axis, from_dim), (to_axis, _) = layers[0].steps
+    if to_axis.size * layers[0].total_axis.size > 1:
+        return True
+    gathered = features * (from_axis.size if from_dim == -1 else 1)
+    return from_axis.size > 1 and (selective or _wide(layers) <= gathered)
+
+
 def _trained(layers: Sequence[Linear]) -> bool:
     """Whether a weight of the layers gets a gradient."""
     return any(layer.handles["weight"].trainable for layer in layers)
@@ -380,12 +409,25 @@ def _elements(
     features = first.handles["weight"].sharding.shape[0 if first.transposed else -1] // width
     features *= len(layers) if apart else 1
     x = leaf.tokens(flow, first.into) * features * from_axis.size
-    y = (
-        leaf.tokens(flow, first.out)
-        * sum(sum(of_layer) for of_layer in widths(layers))
-        * to_axis.size
-    )
+    y = leaf.tokens(flow, first.out) * _wide(layers) * to_axis.size
     return from_axis, x, to_axis, y
+
+
+def _wide(layers: Sequence[Linear]) -> int:
+    """Features of all outputs on this rank."""
+    return sum(sum(of_layer) for of_layer in widths(layers))
+
+
+def held(
+    leaf: Leaf, flow: Flow, layers: Sequence[Linear], *, apart: bool = False, selective: bool
+) -> int:
+    """Bytes that are kept of a product: see `_output_kept`."""
+    from_axis, x, to_axis, y = _elements(leaf, flow, layers, apart)
+    communicated = to_axis.size * layers[0].total_axis.size > 1
+    if from_axis.size == 1 and not communicated:
+        return 0
+    output = y // to_axis.size
+    return (output if communicated or selective else min(x, output)) * flow.itemsize
 
 
 def forward_events(
