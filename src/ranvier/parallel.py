@@ -96,6 +96,12 @@ class Parallel:
         region = self.table.region("vocab")
         return self.grid.axis(*region["batch"], *region["seq"])
 
+    @property
+    def speaking(self) -> dict[str, Leaf]:
+        """Leaves that communicate for themselves: siblings do it together."""
+        together = {name for name, leaf in self.leaves.items() if isinstance(leaf, Siblings)}
+        return {n: leaf for n, leaf in self.leaves.items() if n.rpartition(".")[0] not in together}
+
     def state(self) -> State:
         """My part of every parameter."""
         return {
@@ -119,10 +125,8 @@ class Parallel:
     def events(self, flow: Flow, *, micro_batches: int = 1) -> list[Event]:
         """Predicted communication of the forward and backward passes of a step."""
         events: list[Event] = []
-        for name, leaf in self.leaves.items():
-            siblings = isinstance(self.leaves.get(name.rpartition(".")[0]), Siblings)
-            if not siblings:  # those are predicted together
-                events += leaf.events(flow, recomputed=self._recomputed(name))
+        for name, leaf in self.speaking.items():
+            events += leaf.events(flow, recomputed=self._recomputed(name))
         events += self.pipeline.events(flow)
         gathers, scatters = self._depth_events()
         kept = 1 if self.queue.keep else micro_batches

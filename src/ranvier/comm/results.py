@@ -115,15 +115,19 @@ class Results:
     """Whether products are kept, too: those inside of a kept result are not, then."""
     again: bool = False
     """Whether the block runs for the second time."""
+    where: str = ""
+    """What it is a part of: the second run is called by backward of something else."""
     entries: deque[tuple[str, Any]] = field(default_factory=deque)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
         """A run of the block, the first or the second."""
         trace = self.keeping.trace
+        self.where = self.where if self.again else trace.where
         before, trace.results = trace.results, self
         try:
-            yield
+            with trace.at(self.where):
+                yield
         finally:
             trace.results, self.again = before, True
 

@@ -224,9 +224,9 @@ class Leaf(torch.nn.Module):
         return forward * (2 if recomputed else 1) + self.backward_events(flow)
 
     def held(self, flow: Flow, *, selective: bool = False) -> int:
-        """Bytes of the results of its forward pass that a block keeps which keeps those of all.
+        """Bytes that a block keeps more if it keeps what this leaf communicates in forward.
 
-        selective: the block keeps results of products as well.
+        selective: they take the place of the results of products, which may have been larger.
         """
         ranks = self.site.grid.axis
         return sum(

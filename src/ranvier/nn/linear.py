@@ -214,12 +214,22 @@ class Linear(Leaf):
 
     def flops(self, flow: Flow) -> int:
         """2 · tokens · (out · in) of this rank."""
-        weight = list(self.handles["weight"].sharding.gathered)
-        if self.part is not None:
-            weight[self.part[0]] = self.part[2]
+        weight = self._shape
         _, (axis, dim) = self.steps
         scattered = axis.size if dim >= 0 else 1
         return 2 * self.tokens(flow, self.out) * scattered * int(torch.Size(weight).numel())
+
+    def made(self, flow: Flow) -> int:
+        """Elements of the result of its product, before it is communicated."""
+        return self.flops(flow) // (2 * self._shape[0 if self.transposed else -1])
+
+    @property
+    def _shape(self) -> list[int]:
+        """Of the gathered weight what I use."""
+        weight = list(self.handles["weight"].sharding.gathered)
+        if self.part is not None:
+            weight[self.part[0]] = self.part[2]
+        return weight
 
 
 def _ranked() -> list[Example]:
@@ -423,11 +433,12 @@ def held(
 ) -> int:
     """Bytes that are kept of a product: see `_output_kept`."""
     from_axis, x, to_axis, y = _elements(leaf, flow, layers, apart)
-    communicated = to_axis.size * layers[0].total_axis.size > 1
+    communicated, output = to_axis.size * layers[0].total_axis.size > 1, y // to_axis.size
     if from_axis.size == 1 and not communicated:
         return 0
-    output = y // to_axis.size
-    return (output if communicated or selective else min(x, output)) * flow.itemsize
+    if selective:  # instead of the results of its products
+        return (output - sum(layer.made(flow) for layer in layers)) * flow.itemsize
+    return (output if communicated else min(x, output)) * flow.itemsize
 
 
 def forward_events(
