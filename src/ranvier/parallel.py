@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from ranvier.grid import Axis, Grid
 from ranvier.models import adapter, decoder
 from ranvier.nn import huggingface
 from ranvier.nn.attention import Core
+from ranvier.nn.blocks import run_block
 from ranvier.nn.compiled import Compiled
 from ranvier.nn.dropout import Dropout
 from ranvier.nn.embedding import Embedding
@@ -37,7 +38,6 @@ from ranvier.nn.linear import Linear
 from ranvier.nn.loss import CrossEntropy
 from ranvier.nn.magnitude import Magnitude
 from ranvier.nn.norm import LayerNorm, Norm, RMSNorm
-from ranvier.nn.recompute import again
 from ranvier.nn.siblings import Apart, Siblings
 from ranvier.nn.values import fill_values
 from ranvier.pipeline.cut import Absent, Cut
@@ -104,9 +104,8 @@ class Parallel:
 
     def state(self) -> State:
         """My part of every parameter."""
-        return {
-            name: (weight.param.detach(), weight.place) for name, weight in self.weights.items()
-        }
+        self.queue.settle()
+        return {name: (weight.rest, weight.place) for name, weight in self.weights.items()}
 
     def load(self, whole: Mapping[str, Tensor]) -> None:
         """Take my part of whole tensors."""
@@ -116,9 +115,10 @@ class Parallel:
                 f"The state lacks {len(missing)} weights: {', '.join(missing)}. "
                 "Every weight must be there. Load the state of the same model."
             )
+        self.queue.settle()
         with torch.no_grad():
             for name, weight in self.weights.items():
-                weight.param.copy_(weight.place.take(whole[name]))
+                weight.rest.copy_(weight.place.take(whole[name]))
         self.queue.loads += 1
         self.queue.begin("")
 
@@ -223,12 +223,14 @@ def parallelize(
     materialize: bool = True,
     how: Cut | None = None,
     keep: bool = False,
+    room: int | None = None,
 ) -> Model:
     """The model with its layers on the grid; weights keep their values, or get initial ones (meta).
 
     names: dims of layers by full name, for models without `dims` tables. leaves: further layers.
     collectives: kept for recomputation or not. fast=False: pairs, for comparison. compiled: torch's
-    compiler of blocks, if any. how: the cut into stages. keep: weights gathered over depth stay.
+    compiler. how: the cut into stages. keep: weights gathered over depth stay. room: bytes of the
+    host where weights rest and come from; None: they stay on the device.
     Communicates: the making of groups.
 
     Example:
@@ -240,18 +242,17 @@ def parallelize(
     """
     _refuse_use(model, recompute, compiled)
     meet(grid, how or Cut())
-    dtype, first = _one_type(model, dtype), list(model.parameters())[:1]
+    dtype, where = _one_type(model, dtype), _exactly(device, model)
     if huggingface.recognised(model):
         names, leaves = huggingface.adapt(
             model, grid, inner=inner, names=names, leaves=leaves, device=device
         )
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     site = Site(
         name="",
         grid=grid,
         table=Table(inner, how is not None and how.spread),
         units=dict(getattr(model, "sizes", {})),
-        queue=Deferred(grid, overlap=overlap, dtype=wide, keep=keep),
+        queue=Deferred(grid, overlap=overlap, dtype=_wide(dtype), keep=keep),
         moment=Moment(seed=seed, keeping=Keeping.on(grid, collectives)),
         fast=fast,
         compiled=compiled,
@@ -259,11 +260,10 @@ def parallelize(
     )
     found = dict(_swap(model, site, {**LEAVES, **(leaves or {})}, names or dict(named(model))))
     _refuse_unnamed(model, site)
-    where = device or next((p.device for p in first if not p.is_meta), "cpu")
-    parallel = _assembled(model, site, found, recompute, how or Cut(), _exactly(where))
-    model.parallel = parallel  # type: ignore[assignment]
+    made = _assembled(model, site, found, recompute, how or Cut(), where)
+    model.parallel = made  # type: ignore[assignment]
     if materialize:
-        fill_values(parallel.queue, parallel.leaves, seed=seed, dtype=dtype, device=device)
+        fill_values(made.queue, made.leaves, seed=seed, dtype=dtype, device=device, room=room)
     return model
 
 
@@ -283,9 +283,10 @@ def _refuse_use(model: nn.Module, recompute: Recompute, compiled: str) -> None:
         )
 
 
-def _exactly(device: torch.device | str) -> torch.device:
+def _exactly(device: torch.device | str | None, model: nn.Module) -> torch.device:
     """A device with its number: threads have a current device of their own."""
-    where = torch.device(device)
+    first = list(model.parameters())[:1]
+    where = torch.device(device or next((p.device for p in first if not p.is_meta), "cpu"))
     if where == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
     return where
@@ -300,6 +301,11 @@ def _one_type(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype:
             "of a parallel model have one. Give parallelize dtype=."
         )
     return dtype or next(iter(dtypes), torch.float32)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which gradients are added up."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def _assembled(
@@ -326,7 +332,7 @@ def _assembled(
     outside = [name for name in norms if compiled is not None and not found[name].site.block]
     for name in [*kinds, *outside]:
         block = model.get_submodule(name)
-        block.forward = partial(_run, block, block.forward, name, kinds, site, compiled)
+        block.forward = partial(run_block, block, block.forward, name, kinds, site, compiled)
     return Parallel(
         grid=site.grid,
         table=site.table,
@@ -344,29 +350,6 @@ def _assembled(
         shapes=shapes,
         kinds=kinds,
     )
-
-
-def _run(
-    block: nn.Module,
-    forward: Callable[..., Any],
-    name: str,
-    kinds: Mapping[str, Recompute],
-    site: Site,
-    compiled: Compiled | None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Run a block as its kind says; a trace that is on shows when.
-
-    Without gradients a block is not worth a graph of its own.
-    """
-    if torch.compiler.is_compiling():
-        return forward(*args, **kwargs)
-    with site.grid.trace.compute(f"forward {name}"), site.moment.keeping.store.block(name):
-        kind = kinds.get(name, "none")
-        if compiled is not None and compiled.on and torch.is_grad_enabled() and not kwargs:
-            return compiled(block, name, kind, *args)
-        return again(forward, kind, site.moment, *args, **kwargs)
 
 
 def parallel_of(model: nn.Module) -> Parallel:

@@ -112,6 +112,7 @@ class Run:
                 "plan.graph=True with data.packed=True. A recorded step is always the same work, "
                 "but documents differ. Use data.packed=False or plan.graph=False."
             )
+        yield from self._memory_problems()
         if self.guard.replay and self.plan.graph:
             yield (
                 f"guard.replay={self.guard.replay} with plan.graph=True. A recorded step is taken "
@@ -173,6 +174,36 @@ class Run:
             )
         elif data.weights and not any(data.weights):
             yield "data.weights are all 0. One corpus must be read. Give one a weight above 0."
+
+    def _memory_problems(self) -> Iterator[str]:
+        memory = self.memory
+        if memory.states == "file" and not memory.path:
+            yield (
+                "memory.states='file' without memory.path. States on disk need a directory. Give "
+                "one on a fast disk, or use memory.states='host'."
+            )
+        if memory.path and memory.states != "file":
+            yield (
+                f"memory.path={memory.path!r} with memory.states={memory.states!r}. Only states in "
+                "a file have a directory. Use memory.states='file', or leave memory.path out."
+            )
+        if memory.resident and memory.states != "split":
+            yield (
+                f"memory.resident={memory.resident} with memory.states={memory.states!r}. Only "
+                "states that are split stay in part. Use memory.states='split', or leave it out."
+            )
+        away = [f"memory.states={memory.states!r}"] * (memory.states != "device")
+        away += ["memory.weights='host'"] * (memory.weights == "host")
+        if away and self.plan.graph:
+            yield (
+                f"{away[0]} with plan.graph=True. A recorded step copies nothing from the host. "
+                "Use plan.graph=False."
+            )
+        if memory.weights == "host" and self.guard.replay:
+            yield (
+                f"memory.weights='host' with guard.replay={self.guard.replay}. Gradients on the "
+                "host are not compared. Use guard.replay=0."
+            )
 
     def _lora_problems(self) -> Iterator[str]:
         lora, gated = self.lora, self.model.activation in GATED

@@ -168,7 +168,7 @@ class MemoryConfig:
     """Directory of the file of states, on a fast disk; needed for states = file."""
     update: Literal["auto", "device", "cpu"] = "auto"
     """Where states on the host are updated. auto: where it takes less time, as measured."""
-    tile: int = 2**25
+    tile: int = 2**24
     """Numbers that an update works on at once: what it needs besides its states is no larger."""
     weights: Literal["device", "host"] = "device"
     """host: the weights and gradients of blocks lie on the host, too, and come for their turn."""

@@ -168,7 +168,7 @@ CASES: list[tuple[dict[str, int], Case]] = [
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_compiled_blocks_equal_eager_ones:
         names = ["one", "col", "adapters", "samples", "features", "depth"]
-        count = len(CASES) if metafunc.config.getoption("--full") else 2
+        count = len(CASES) if metafunc.config.getoption("--full") else 1
         metafunc.parametrize(("degrees", "case"), CASES[:count], ids=names[:count])
 
 
@@ -302,6 +302,7 @@ def models(grid: Grid) -> list[list[str]]:
     return [passed(grid, "aot_eager")[1] for _ in range(2)]
 
 
+@pytest.mark.full
 def test_a_second_model_counts_its_events_too(pool: Pool) -> None:
     """It must not find the graphs of the first, which were noted there.
 

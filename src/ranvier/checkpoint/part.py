@@ -54,6 +54,10 @@ class Layout:
         return cls(len(text).to_bytes(8, "little") + text, begins, at)
 
 
+LARGE = 2**20
+"""Bytes from which on a tensor that rests on the host is written from where it lies."""
+
+
 class Host:
     """Host memory that the tensors of a rank are copied into, kept from one save to the next."""
 
@@ -81,10 +85,20 @@ class Host:
             into.copy_(source[at : at + room], non_blocking=True)
             at += room
 
-    def bytes(self, size: int) -> list[memoryview]:
-        """The first `size` bytes."""
-        full = [memoryview(chunk.numpy().data) for chunk in self.chunks[: -(-size // CHUNK)]]
-        return [piece[: size - i * CHUNK] for i, piece in enumerate(full)]
+    def bytes(self, begin: int, size: int) -> list[memoryview]:
+        """So many bytes from `begin` on."""
+        found, end = [], begin + size
+        while begin < end:
+            chunk, low = divmod(begin, CHUNK)
+            high = min(low + end - begin, CHUNK)
+            found.append(memoryview(self.chunks[chunk].numpy().data)[low:high])
+            begin += high - low
+        return found
+
+
+def resting(flat: Tensor, device: torch.device) -> bool:
+    """Whether a tensor of a run on a device lies on the host, and is too large for a copy there."""
+    return device.type == "cuda" and flat.device.type == "cpu" and flat.nbytes >= LARGE
 
 
 def runs(state: State, layout: Layout) -> list[tuple[int, Tensor]]:

@@ -6,6 +6,8 @@ a kind): one flat buffer of values, one of gradients, one collective instead of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ranvier.comm import pairs
+from ranvier.comm.lane import Mark, Updating
 from ranvier.comm.sums import Pieces, Sum, flat
 from ranvier.comm.verbs import Pending
 from ranvier.grid import Axis
@@ -65,6 +68,14 @@ class Weight:
         return param
 
     @property
+    def rest(self) -> Tensor:
+        """My shard where it rests: the parameter itself, or on the host."""
+        if self.bucket.home is None:
+            return self.param.detach()
+        flat = self.bucket.home[self.offset : self.offset + self.elements]
+        return flat.view(self.sharding.local)
+
+    @property
     def elements(self) -> int:
         """Elements of my shard, padding included."""
         return int(torch.Size(self.sharding.local).numel())
@@ -79,9 +90,9 @@ class Weight:
 
         Communicates: all-gather over depth, by bucket.
         """
+        self.bucket.arrive()
         if not self.split:
             return self.param.detach()
-        self.bucket.queue.use(self.bucket.name)
         assert self.bucket.gathered is not None, self.name
         return self.bucket.gathered[self.bucket.weights.index(self)]
 
@@ -90,6 +101,8 @@ class Weight:
 
         Communicates: all-gather over depth; backward: the dual.
         """
+        if not torch.compiler.is_compiling():
+            self.bucket.arrive()
         if not self.split:
             return self.param
         whole = pairs.gather(self.param, self.bucket.queue.gather_axis, 0)
@@ -140,7 +153,14 @@ class Bucket:
     """My range over data of the gradient, summed over all who hold the bucket."""
     squares: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Gradients of this step whose squares are being summed already, with their sums."""
+    summed: Mark = None
+    """When they are."""
     gathered: list[Tensor] | None = None
+    """Its weights gathered over depth, or nothing but the sign that they are on the device."""
+    home: Tensor | None = None
+    """Values `[size]` on the host, of weights that come to the device for their turn only."""
+    updating: Updating | None = None
+    """An update that is under way."""
 
     @property
     def split(self) -> bool:
@@ -151,6 +171,51 @@ class Bucket:
     def trainable(self) -> bool:
         """Whether its weights get gradients."""
         return self.weights[0].trainable
+
+    @property
+    def rest(self) -> Tensor:
+        """Its values `[size]` where they rest."""
+        return self.data if self.home is None else self.home
+
+    @property
+    def comes(self) -> bool:
+        """Whether something has to come before its weights can be used."""
+        return self.split or self.home is not None
+
+    @property
+    def held(self) -> int:
+        """Elements of my range over data."""
+        return self.size // self.queue.data_axis.size
+
+    def mine(self, flat: Tensor) -> Tensor:
+        """My range over data of a flat tensor `[size]`."""
+        return flat.view(-1, self.held)[self.queue.data_axis.index] if self.held else flat[:0]
+
+    @contextmanager
+    def under(self) -> Iterator[None]:
+        """Memory under its values, for a moment: who makes views of resting weights needs it."""
+        storage = self.data.untyped_storage()
+        absent = storage.nbytes() < self.data.nbytes
+        if absent:
+            storage.resize_(self.data.nbytes)
+        yield
+        if absent:
+            storage.resize_(0)
+
+    def settle(self) -> None:
+        """Have the device wait for an update that is under way."""
+        if self.updating is not None:
+            updating, self.updating = self.updating, None
+            updating.wait()
+
+    def arrive(self) -> None:
+        """Have its weights on the device, as new as they are.
+
+        Communicates: all-gather over depth, often issued before.
+        """
+        self.settle()
+        if self.comes:
+            self.queue.use(self.name)
 
     @property
     def copied(self) -> list[Segment]:

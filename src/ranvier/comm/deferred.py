@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ranvier.comm import verbs
 from ranvier.comm.bucket import Bucket, Weight
+from ranvier.comm.home import Homes
 from ranvier.comm.sums import Pieces, Sum, flat
 from ranvier.comm.verbs import Pending
 from ranvier.errors import ShardingError
@@ -51,6 +52,8 @@ class Deferred:
         """How often values were loaded into the weights from outside."""
         self.complete: Callable[[Bucket], None] | None = None
         """Told of buckets whose gradients, which nobody else has, are complete early."""
+        self.homes: Homes | None = None
+        """Host memory of weights that come to the device for their turn only."""
         self._last = False
         self._orders: dict[str, list[str]] = {}
         self._kind = ""
@@ -77,8 +80,9 @@ class Deferred:
         self._seen, self._ahead, self._resident = [], {}, ""
         self._filling, self._reducing = None, deque()
         for bucket in self.buckets:
-            bucket.gathered = bucket.grad = bucket.full = bucket.finished = None
-            bucket.reduced, bucket.squares = [], []
+            self._leave(bucket)
+            bucket.grad = bucket.full = bucket.finished = None
+            bucket.reduced, bucket.squares, bucket.summed = [], [], None
 
     def use(self, block: str) -> None:
         """Have the weights of a block gathered.
@@ -89,13 +93,28 @@ class Deferred:
             with verbs.hidden(), self.grid.trace.beside():
                 self._enter(block)
 
+    def enter(self, block: str) -> None:
+        """A block is about to compute: have what it needs that is not on its way by itself."""
+        for bucket in self.buckets:
+            if bucket.updating is not None and bucket.name == block:
+                bucket.settle()
+        if self.homes is not None:
+            self.use(block)
+
+    def settle(self) -> None:
+        """Have the device wait for all updates of weights that are under way."""
+        for bucket in self.buckets:
+            bucket.settle()
+        if self.homes is not None:
+            self.homes.settle()
+
     def _enter(self, block: str) -> None:
         if self._filling is not None and self._filling.name != block:
             self._close()  # the block before is done: reduce it behind all that follows
-        here = self._split(block)
+        here = self._coming(block)
         if not self.keep:
-            for bucket in self._split(self._resident):
-                bucket.gathered = None
+            for bucket in self._coming(self._resident):
+                self._leave(bucket)
         self._resident = block
         if here and all(bucket.gathered is not None for bucket in here):
             return
@@ -103,15 +122,32 @@ class Deferred:
         self._seen.append(block)
         self._prefetch()
         for bucket, values in zip(here, pending, strict=True):
-            bucket.gathered = bucket.unpack(values.wait())
+            whole = values.wait()
+            bucket.gathered = bucket.unpack(whole) if bucket.split else []
+            if bucket.split and bucket.home is not None and self.homes is not None:
+                self.homes.drop(bucket)  # what was gathered is a copy
 
-    def _split(self, block: str) -> list[Bucket]:
-        """Buckets of a block that lie split over depth."""
-        return [bucket for bucket in self.buckets if bucket.name == block and bucket.split]
+    def _coming(self, block: str) -> list[Bucket]:
+        """Buckets of a block that have to come: split over depth, or from the host."""
+        return [bucket for bucket in self.buckets if bucket.name == block and bucket.comes]
+
+    def _leave(self, bucket: Bucket) -> None:
+        """Forget the weights of a bucket that have come."""
+        bucket.gathered = None
+        if bucket.home is not None and self.homes is not None and bucket.name not in self._ahead:
+            self.homes.drop(bucket)  # unless they are to be used again
 
     def _gather(self, block: str) -> list[Pending]:
-        with self.grid.trace.at(block):
-            pending = [verbs.all_gather(b.data, self.gather_axis) for b in self._split(block)]
+        pending: list[Pending] = []
+        for bucket in self._coming(block):
+            bucket.settle()
+            part = Pending(bucket.data)
+            if bucket.home is not None and self.homes is not None:
+                part = self.homes.fetch(bucket)
+            if bucket.split:
+                with self.grid.trace.at(block):
+                    part = verbs.all_gather(part.wait(), self.gather_axis)
+            pending.append(part)
         if "gather" not in self.overlap:
             for one in pending:
                 one.wait()
@@ -134,8 +170,8 @@ class Deferred:
         self._close()
         self._last = last
         if forget and not self.keep:
-            for bucket in self._split(self._resident):
-                bucket.gathered = None
+            for bucket in self._coming(self._resident):
+                self._leave(bucket)
             self._resident = ""
 
     # ---- gradients --------------------------------------------------------------------
@@ -156,7 +192,23 @@ class Deferred:
         """Take a gradient of my shards that lie one after the other from `start` on."""
         with verbs.hidden():
             self._fill(bucket)
-            bucket.accumulate(grad, start)
+            self._accumulate(bucket, grad, start)
+
+    def _accumulate(self, bucket: Bucket, grad: Tensor, start: int = 0) -> None:
+        """Add to the gradient of a bucket, which may have been taken to the host."""
+        if bucket.home is not None and self.homes is not None:
+            self.homes.recall(bucket)
+        bucket.accumulate(grad, start)
+
+    def _stow(self, bucket: Bucket) -> None:
+        """Take the gradient of a bucket to the host, if its weights rest there.
+
+        At the end of a step their squares must be known: the norm is summed on the device.
+        """
+        if bucket.home is None or self.homes is None or bucket.grad is None:
+            return
+        if not self._last or bucket.squares or bucket.data.device.type == "cpu":
+            self.homes.stow(bucket)
 
     def _fill(self, bucket: Bucket) -> None:
         """Gradients of a bucket begin to come: that of the block before is complete.
@@ -173,8 +225,10 @@ class Deferred:
         bucket, self._filling = self._filling, None
         if bucket is not None and bucket.full is not None:
             self._scatter(bucket)
-        elif bucket is not None and self._last:
-            self._advance(bucket)
+        elif bucket is not None:
+            if self._last:
+                self._advance(bucket)
+            self._stow(bucket)
 
     def _scatter(self, bucket: Bucket) -> None:
         assert bucket.full is not None
@@ -188,9 +242,10 @@ class Deferred:
     def _settle(self) -> None:
         """Wait for the oldest reduction over depth."""
         bucket, pending, last = self._reducing.popleft()
-        bucket.accumulate(pending.wait())
+        self._accumulate(bucket, pending.wait())
         if last:
             self._advance(bucket)
+        self._stow(bucket)
 
     def _advance(self, bucket: Bucket) -> None:
         """Start the reduction over data early, where nothing has to come before it."""
@@ -260,8 +315,8 @@ class Deferred:
         for bucket in self.buckets:
             start, itemsize = bucket.data.data_ptr(), bucket.data.element_size()
             for weight in bucket.weights:
-                param = weight.param
-                moved = param.data_ptr() != start + weight.offset * itemsize and param.numel() > 0
+                param, at = weight.param, start + weight.offset * itemsize
+                moved = param.data_ptr() != at and param.numel() > 0 and bucket.home is None
                 if param is not weight.made or moved:
                     raise ShardingError(
                         f"{weight.name} is no longer part of its bucket. A parallel model is not "

@@ -164,8 +164,9 @@ def follows(before: Linear, layer: Linear) -> bool:
 def _together(layers: Sequence[Linear]) -> Tensor:
     """The weights of layers that follow each other as one matrix `[Σn, i]`."""
     first, last = (layer.handles["weight"] for layer in (layers[0], layers[-1]))
-    bucket, start = first.bucket, first.offset
-    flat = bucket.data[start : last.offset + last.elements]
+    bucket, start, stop = first.bucket, first.offset, last.offset + last.elements
+    with bucket.under():
+        flat = bucket.data[start:stop]
     matrix = flat.view(-1, first.sharding.local[-1]).requires_grad_(first.trainable)
     if first.trainable:
         hook = partial(_arrived, weakref.ref(bucket), start)

@@ -9,19 +9,24 @@ one number.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ranvier import init
 from ranvier.comm import verbs
-from ranvier.comm.bucket import Bucket, Group
+from ranvier.comm.bucket import Bucket, Group, Weight
 from ranvier.comm.deferred import Deferred
+from ranvier.comm.lane import await_mark
 from ranvier.comm.sums import Pieces
 from ranvier.grid import Grid
-from ranvier.optim import fused
+from ranvier.optim import fused, hosted
 from ranvier.optim.early import Early
+from ranvier.optim.hosted import Known
+from ranvier.optim.moments import Key, Kind, Moments, dtype, pack
+from ranvier.optim.rules import Scalars
 from ranvier.optim.scale import Scale
+from ranvier.optim.store import Held, Home, Rule, Rules, Store, Tile
 from ranvier.sharding import State
 
 
@@ -69,11 +74,12 @@ class Optimizer:
         clip: float = 1.0,
         factors: Mapping[Group, float] | None = None,
         scale: Scale | None = None,
-        moments: torch.dtype | None = None,
+        moments: Kind = "master",
+        home: Home | None = None,
     ) -> None:
         """factors: of the learning rate of each group of weights. scale: what the loss bears.
 
-        moments: bf16, rounded at random; or None, the type of the master weights.
+        moments: their type; narrow ones are rounded at random. home: where states rest.
         """
         self.queue, self.grid = queue, queue.grid
         self.lr, self.betas, self.eps, self.clip = lr, betas, eps, clip
@@ -81,13 +87,15 @@ class Optimizer:
         self.decays: dict[Group, float] = {"matrix": decay}
         """Weight decay of each group of weights; of others none."""
         self.buckets = [bucket for bucket in queue.buckets if bucket.trainable]
-        self.master = {bucket: self._master(bucket) for bucket in self.buckets}
-        self._loads = queue.loads
         self._early = queue.complete = Early()
-        self.mean = {b: torch.zeros_like(x, dtype=moments) for b, x in self.master.items()}
-        self.square = {b: torch.zeros_like(x, dtype=moments) for b, x in self.master.items()}
-        self._seeds = {b: init.key(0, "moments", b.weights[0].name) for b in self.buckets}
         device = queue.device
+        home = home or Home()
+        self.store = Store({b: _kinds(b, moments, home) for b in self.buckets}, home, device)
+        """Master weights and moments."""
+        self._unpacked: dict[Bucket, Held] = {}
+        """Numbers of 8-bit moments that were handed out, to be saved or filled."""
+        self._keys: dict[Weight, Key] = {}
+        self.reread()
         self.updates = torch.zeros((), dtype=torch.float64, device=device)
         """Updates made; masked ones do not count."""
         self.finite = torch.ones((), dtype=torch.bool, device=device)
@@ -97,15 +105,11 @@ class Optimizer:
         self.voted = torch.zeros(0, dtype=torch.bool, device=device)
         """For what some rank has voted in the last step."""
 
-    def _range(self, bucket: Bucket) -> Tensor:
-        """My range over data of the working weights."""
-        axis = self.queue.data_axis
-        return bucket.data.view(axis.size, -1)[axis.index]
-
-    def _master(self, bucket: Bucket) -> Tensor:
+    @property
+    def master(self) -> dict[Bucket, Tensor]:
         """The weights that are updated: my range itself, or a wider copy of 16-bit weights."""
-        narrow = bucket.data.dtype in (torch.bfloat16, torch.float16)
-        return self._range(bucket).to(torch.float32 if narrow else bucket.data.dtype)
+        held = self.store.held
+        return {b: x["master"] if "master" in x else b.mine(b.data) for b, x in held.items()}
 
     @torch.no_grad()
     def step(
@@ -128,12 +132,13 @@ class Optimizer:
         self.finite = norm.isfinite()
         good = self.finite & ~self.voted[:vetoes].any() if vetoes else self.finite
         lr = self.lr if lr is None else lr
-        now = fused.Scalars.of(self.updates + 1.0, good, factor, self.betas, lr)
+        now = Scalars.of(self.updates + 1.0, good, factor, self.betas, lr)
         if self.changing is not None:
             self.changing()
-        for bucket, pieces in grads:
-            for start, grad in pieces:
-                self._update(bucket, start, grad, now)
+        if self.queue.homes is not None:
+            await_mark(self.queue.homes.stowed(), self.queue.device)
+        self._update(grads, now)
+        self._unpacked = {}
         self.updates += good
         if self.scale is not None:
             self.scale.update(self.finite)
@@ -141,10 +146,20 @@ class Optimizer:
         self.queue.begin("")
         return norm
 
+    @torch.no_grad()
     def reread(self) -> None:
         """Take note that weights were changed from outside: master weights follow them."""
         self._loads = self.queue.loads
-        self.master = {bucket: self._master(bucket) for bucket in self.buckets}
+        self.store.forget()
+        for bucket, held in self.store.held.items():
+            if "master" in held:
+                self._copy(held["master"], bucket.mine(bucket.rest))
+
+    def _copy(self, to: Tensor, x: Tensor) -> None:
+        """Copy numbers to another type and place, tile by tile."""
+        size = self.store.home.tile
+        for into, part in zip(to.split(size), x.split(size), strict=True):
+            into.copy_(part)
 
     @torch.no_grad()
     def norm(self) -> Tensor:
@@ -164,23 +179,58 @@ class Optimizer:
             factor = (1.0 if factor is None else factor) / self.scale.value
         return norm, factor
 
-    def _update(self, bucket: Bucket, start: int, grad: Tensor, now: fused.Scalars) -> None:
-        """Update a piece of my range of a bucket, master and working weights in one pass."""
-        group, piece = bucket.weights[0].group, slice(start, start + grad.numel())
-        master, working = self.master[bucket][piece], self._range(bucket)[piece]
-        fused.adamw(
+    def _update(self, grads: Sequence[tuple[Bucket, Pieces]], now: Scalars) -> None:
+        """Update all buckets: first those whose states are here, then those that come."""
+        rule, known = partial(self._apply, now), Known.of(now) if self._hosted else None
+        for bucket, pieces in grads:
+            for tile in () if self.store.streamed(bucket) else self.store.tiles[bucket]:
+                self.store.apply(tile, pieces, rule)
+        host = partial(self._on_host, known)
+        streamed = [one for one in grads if self.store.streamed(one[0])]
+        self.store.update(streamed, Rules(rule, host))
+
+    def _on_host(self, known: Known | None) -> Rule:
+        """How the host updates, once it knows the norm."""
+        assert known is not None
+        return partial(self._apply, known.wait())
+
+    def _apply(
+        self, now: Scalars, tile: Tile, held: Held, grad: Tensor, out: Tensor | None
+    ) -> None:
+        """Update the states of a tile, and its working weights."""
+        bucket, group = tile.bucket, tile.bucket.weights[0].group
+        working = bucket.mine(bucket.data)[tile.range] if out is None else out
+        master = held.get("master", working)
+        moments = Moments(held["mean"], held["square"], held.get("scales"))
+        rule: Callable[..., None] = partial(fused.adamw, key=self._key(tile))
+        if self._hosted and out is not None and tile.weight is None:
+            rule = hosted.adamw
+        elif out is None and master is not working:
+            rule = partial(rule, out=working)
+        rule(
             master,
             grad,
-            self.mean[bucket][piece],
-            self.square[bucket][piece],
+            moments,
             now=now,
             share=self.factors.get(group, 1.0),
             eps=self.eps,
             decay=self.decays.get(group, 0.0),
-            out=working if working.dtype != master.dtype else None,
-            seed=self._seeds[bucket],
-            first=self.queue.data_axis.index * self.master[bucket].numel() + start,
         )
+        if out is not None:  # also if no update was made: what is there is of another tile
+            out.copy_(master)
+
+    @property
+    def _hosted(self) -> bool:
+        return self.store.home.update == "cpu" and self.store.home.states != "device"
+
+    def _key(self, tile: Tile) -> Key | None:
+        """What the bits come from with which moments are rounded."""
+        if tile.weight is None:
+            return None
+        bucket, weight = tile.bucket, tile.weight
+        if weight not in self._keys:
+            self._keys[weight] = Key.of(weight.name, bucket.place(weight))
+        return self._keys[weight].at(tile.start - bucket.range(weight)[0])
 
     def _publish(self) -> None:
         """Give all data ranks the working weights of my range.
@@ -192,23 +242,53 @@ class Optimizer:
         pending = []
         for bucket in self.buckets:
             with self.grid.trace.at(bucket.name):
-                part = self._range(bucket)
+                bucket.settle()
+                part = bucket.mine(bucket.rest).to(self.queue.device)
                 pending.append((bucket, verbs.all_gather(part, self.queue.data_axis)))
         for bucket, values in pending:
-            bucket.data.copy_(values.wait())
+            bucket.rest.copy_(values.wait())
 
     def state(self) -> State:
         """My part of master weights and moments, by parameter name."""
-        kinds = {"master": self.master, "mean": self.mean, "square": self.square}
-        return {
-            f"{weight.name}.{kind}": (
-                tensors[bucket][slice(*bucket.range(weight))],
-                bucket.place(weight),
-            )
-            for kind, tensors in kinds.items()
-            for bucket in self.buckets
-            for weight in bucket.weights
-        }
+        self.queue.settle()
+        self.store.settle()
+        found: State = {}
+        for bucket in self.buckets:
+            for kind, flat in self._saved(bucket).items():
+                for weight in bucket.weights:
+                    part = flat[slice(*bucket.range(weight))]
+                    found[f"{weight.name}.{kind}"] = part, bucket.place(weight)
+        return found
+
+    def _saved(self, bucket: Bucket) -> Held:
+        """The states of a bucket as they are saved: 8-bit moments as the numbers they stand for."""
+        held = {"master": self.master[bucket], **self.store.held[bucket]}
+        if held["mean"].dtype != torch.uint8:
+            return held
+        wide = {kind: torch.empty(bucket.held) for kind in ("mean", "square")}
+        for tile in self.store.tiles[bucket]:
+            moments = self._moments(tile).values(torch.float32)
+            wide["mean"][tile.range], wide["square"][tile.range] = moments
+        self._unpacked[bucket] = wide
+        return {**held, **wide}
+
+    def _moments(self, tile: Tile) -> Moments:
+        held = self.store.resting(tile)
+        return Moments(held["mean"], held["square"], held.get("scales"))
+
+    def _pack(self) -> None:
+        """Take the numbers that were handed out and filled."""
+        for bucket, wide in self._unpacked.items():
+            for tile in self.store.tiles[bucket]:
+                moments = self._moments(tile)
+                assert moments.scales is not None, tile
+                for row, (which, codes) in enumerate(
+                    (("mean", moments.mean), ("square", moments.square))
+                ):
+                    new, scales = pack(wide[which][tile.range], which)  # type: ignore[arg-type]
+                    codes.copy_(new)
+                    moments.scales[row].copy_(scales)
+        self._unpacked = {}
 
     def load(self, whole: Mapping[str, Tensor], *, steps: int) -> None:
         """Take my part of a whole state, after `steps` updates. Communicates: as `restored`."""
@@ -224,6 +304,18 @@ class Optimizer:
         Working weights follow the master weights. Communicates: all-gather over data.
         """
         self._loads = self.queue.loads
+        self.store.forget()
+        self._pack()
         for bucket in self.buckets:
-            self._range(bucket).copy_(self.master[bucket])
+            self._copy(bucket.mine(bucket.rest), self.master[bucket])
         self._publish()
+
+
+def _kinds(bucket: Bucket, moments: Kind, home: Home) -> dict[str, torch.dtype]:
+    """Types of the states of a bucket; of weights that are wide themselves there is no copy."""
+    working = bucket.data.dtype
+    master = torch.float32 if working in (torch.bfloat16, torch.float16) else working
+    kind = moments if bucket.weights[0].group != "vector" else "master"
+    away = bucket.home is not None or (home.update == "cpu" and home.states != "device")
+    own = {"master": master} if master != working or away else {}
+    return {**own, "mean": dtype(kind, master), "square": dtype(kind, master)}

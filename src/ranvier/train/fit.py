@@ -373,8 +373,8 @@ def _fixed(parallel: Parallel, optimizer: Optimizer, device: torch.device) -> in
     """Weights, master weights and moments, what else lies on a device, and buckets under way."""
     queue = parallel.queue
     tensors = [bucket.data for bucket in queue.buckets]
-    for kind in (optimizer.master, optimizer.mean, optimizer.square):
-        tensors += kind.values()
+    for held in optimizer.store.held.values():
+        tensors += held.values()
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
     there = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     # Over depth and data one bucket is being moved while the next one is filled.

@@ -75,7 +75,7 @@ def copies(optimizer: Optimizer) -> Iterator[Copy]:
             others = tuple(axis for axis in (held.over, *tied) if axis.size > 1)
             lines = (*others, queue.data_axis) if queue.data_axis.size > 1 else others
             if lines:
-                yield Copy(weight.name, weight.param, weight.place, lines)
+                yield Copy(weight.name, weight.rest, weight.place, lines)
             for kind in ("master", "mean", "square") if others and bucket.trainable else ():
                 yield Copy(f"{weight.name}.{kind}", *state[f"{weight.name}.{kind}"], others)
 

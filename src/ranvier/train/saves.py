@@ -47,7 +47,7 @@ def tensors(trainer: Trainer) -> tuple[State, State]:
     state, parallel = trainer.optimizer.state(), parallel_of(trainer.model)
     owners = {weight.name: weight.bucket.owned(weight) for weight in parallel.weights.values()}
     frozen = {
-        f"{weight.name}.master": (weight.param.detach(), weight.place)
+        f"{weight.name}.master": (weight.rest, weight.place)
         for weight in parallel.weights.values()
         if not weight.trainable
     }

@@ -39,7 +39,7 @@ from ranvier.optim.schedule import share
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.run import Run
 from ranvier.sharding import State
-from ranvier.train import adapters, saves
+from ranvier.train import adapters, homes, saves
 from ranvier.train.diagnose import first_bad
 from ranvier.train.fit import bounded, candidates, fit
 from ranvier.train.graph import Graph
@@ -144,6 +144,7 @@ class Trainer:
             device=device,
             how=cut_of(run),
             keep=run.plan.gathered == "keep",
+            room=homes.weights_room(run, local_ranks or grid.world),
         )
         optimizer = Optimizer(
             parallel_of(model).queue,
@@ -158,7 +159,8 @@ class Trainer:
                 "vector": optim.vector_lr,
             },
             scale=Scale(device) if dtype == torch.float16 else None,
-            moments=torch.bfloat16 if optim.moments == "bf16" else None,
+            moments=optim.moments,
+            home=homes.states_home(run, local_ranks or grid.world),
         )
         micro = candidates(run.plan, run.data.seq)[0]
         flow = Flow(micro, run.data.seq, dtype.itemsize, statistics=4)

@@ -1,0 +1,295 @@
+"""Models whose states rest on the host: how large, how fast, and beside FSDP2 with CPU offload.
+
+    python benchmarks/offload.py --speed --sizes 1.5b     tokens a second over tokens of a step
+    python benchmarks/offload.py --fsdp --sizes 1.5b      in turns with torch's FSDP2, CPU offload
+    python benchmarks/offload.py --largest                the largest model of each way
+    python benchmarks/offload.py --speed --smoke          a toy, on any machine
+
+The bound beside the curve: 12 bytes a parameter go each way in a step, and none of it can be hidden
+but behind the first forward pass, so a step takes at least 12·N / (bandwidth of the link).
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from one_gpu import SIZES, TOY
+from peers import Contestant, Ours, Peer, Shape, Task
+from torch import Tensor, distributed, nn
+
+from ranvier.comm.arena import Arena
+from ranvier.models.decoder import Decoder
+
+GIB = 2**30
+HOST = {"memory.states": "host"}
+WEIGHTS = {**HOST, "memory.weights": "host"}
+
+
+def device() -> torch.device:
+    """Where it runs."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def peak() -> int:
+    """Most bytes on the device since the last reset."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+def cleared() -> None:
+    """Let go of what nobody holds."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def bandwidth(size: int = GIB) -> float:
+    """Bytes a second that go each way at once between host and device."""
+    if not torch.cuda.is_available():
+        return 1e10
+    host = Arena(2 * size, device())
+    here = torch.empty(2, size, dtype=torch.uint8, device=device())
+    there, lanes = host.bytes.view(2, size), [torch.cuda.Stream() for _ in range(2)]
+    best = 0.0
+    for _ in range(3):
+        synchronize()
+        begun = time.perf_counter()
+        for _ in range(4):
+            with torch.cuda.stream(lanes[0]):
+                here[0].copy_(there[0], non_blocking=True)
+            with torch.cuda.stream(lanes[1]):
+                there[1].copy_(here[1], non_blocking=True)
+        synchronize()
+        best = max(best, 4 * size / (time.perf_counter() - begun))
+    return best
+
+
+def timed(one: Contestant, steps: int) -> float:
+    """Seconds of a step."""
+    synchronize()
+    begun = time.perf_counter()
+    for i in range(steps):
+        one.step(i)
+    synchronize()
+    return (time.perf_counter() - begun) / steps
+
+
+def measured(make: Callable[[], Contestant], *, warm: int, steps: int) -> dict[str, float]:
+    """Seconds of a step, bytes at the peak and parameters of a contestant, alone on the device."""
+    cleared()
+    one = make()
+    for i in range(warm):
+        one.step(i)
+    synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    seconds = timed(one, steps)
+    assert one.loss is not None
+    found = {
+        "seconds": seconds,
+        "peak": float(peak()),
+        "parameters": float(one.parameters),
+        "loss": one.loss.item(),
+    }
+    one.close()
+    del one
+    cleared()
+    return found
+
+
+# ---- speed ------------------------------------------------------------------------------
+
+
+def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Tokens a second with states on the device and on the host, by tokens of a step."""
+    link, rows = bandwidth(), []
+    print(f"link: {link / 1e9:.1f} GB/s each way at once")
+    for name, shape in shapes(arguments):
+        seq = shape.max_seq
+        for tokens in arguments.tokens:
+            samples = max(tokens // seq, 1)
+            micro = min(samples, arguments.micro)
+            more = {"plan.micro_batch": str(micro), "plan.recompute": arguments.recompute}
+            row: dict[str, Any] = {"size": name, "tokens": samples * seq}
+            for way, where in (("plain", {}), ("host", HOST)):
+                task = Task.of(shape, samples, device(), clip=True)
+                row[way] = attempt(partial(Ours, task, {**more, **where}), arguments)
+            rows.append(row)
+            told(row, link)
+    return rows
+
+
+def told(row: Mapping[str, Any], link: float) -> None:
+    """Print a row."""
+    rates = {way: row["tokens"] / row[way]["seconds"] for way in ("plain", "host") if row[way]}
+    words = [f"{row['size']:>6} {row['tokens']:>8} tokens"]
+    words += [
+        f"{way} {rate:>9.0f} tok/s {row[way]['peak'] / GIB:6.1f} GiB" for way, rate in rates.items()
+    ]
+    if row["host"]:
+        least = 12 * row["host"]["parameters"] / link
+        words.append(f"bound {least:.3f} s of {row['host']['seconds']:.3f}")
+    if len(rates) == 2:
+        words.append(f"ratio {rates['host'] / rates['plain']:.3f}")
+    print(" | ".join(words), flush=True)
+
+
+def attempt(
+    make: Callable[[], Contestant], arguments: argparse.Namespace
+) -> dict[str, float] | None:
+    """What was measured; None if it does not fit."""
+    try:
+        return measured(make, warm=arguments.warm, steps=arguments.steps)
+    except torch.OutOfMemoryError as error:
+        print(f"does not fit: {str(error).splitlines()[0]}")
+        cleared()
+        return None
+
+
+# ---- beside FSDP2 -----------------------------------------------------------------------
+
+
+class Offloaded(Peer):
+    """FSDP2 on one rank: shards, gradients and AdamW (torch's fused one) on the CPU."""
+
+    def __init__(self, task: Task) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        if not distributed.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if task.cuda else "gloo"
+            distributed.init_process_group(
+                backend, store=distributed.HashStore(), rank=0, world_size=1
+            )
+            atexit.register(distributed.destroy_process_group)
+        model = Decoder(task.shape)
+        mesh = init_device_mesh(task.device.type, (1,))
+        dtype = torch.bfloat16 if task.cuda else torch.float32
+        how = {
+            "mesh": mesh,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+            "offload_policy": CPUOffloadPolicy(pin_memory=task.cuda),
+        }
+        for block in model.blocks:
+            if task.cuda:
+                block.compile()
+            fully_shard(block, **how)
+        fully_shard(model, **how)
+
+        def mean_loss(tokens: Tensor, targets: Tensor) -> Tensor:
+            return model(tokens, targets) / targets.numel()
+
+        super().__init__(model, mean_loss, task)
+
+    def step(self, i: int) -> None:
+        """One optimizer step on batch number i; the norm is clipped as ours is."""
+        loss = self.mean_loss(*self.task.pairs[i % len(self.task.pairs)])
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss = loss.detach()
+
+
+def fsdp(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Ours and FSDP2 with CPU offload, in turns."""
+    rows = []
+    for name, shape in shapes(arguments):
+        task = Task.of(shape, arguments.batch, device(), clip=True)
+        ways: dict[str, Callable[[], Contestant]] = {
+            "fsdp2 cpu": partial(Offloaded, task),
+            "states": partial(Ours, task, HOST),
+            "weights": partial(Ours, task, WEIGHTS),
+        }
+        found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+        for _ in range(arguments.windows):
+            for way, make in ways.items():
+                found[way].append(measured(make, warm=arguments.warm, steps=arguments.steps))
+        theirs = statistics.median(one["seconds"] for one in found["fsdp2 cpu"])
+        for way, several in found.items():
+            seconds = statistics.median(one["seconds"] for one in several)
+            last = several[-1]
+            row = {"size": name, "way": way, "ratio": theirs / seconds, **last, "seconds": seconds}
+            rows.append(row)
+            print(
+                f"{name:>6} {way:>10} {seconds:8.3f} s {task.batch * shape.max_seq / seconds:9.0f} "
+                f"tok/s {last['peak'] / GIB:6.2f} GiB loss {last['loss']:.3f} "
+                f"{row['ratio']:.2f} x",
+                flush=True,
+            )
+        resident = 4 * found["states"][0]["parameters"]
+        verdicts = {
+            "states: faster": theirs > statistics.median(o["seconds"] for o in found["states"]),
+            "states: its memory, weights and gradients at most": found["states"][-1]["peak"]
+            <= found["fsdp2 cpu"][-1]["peak"] + resident,
+            "weights: no more memory": found["weights"][-1]["peak"]
+            <= found["fsdp2 cpu"][-1]["peak"],
+        }
+        for words, good in verdicts.items():
+            print(f"{'pass' if good else 'FAIL'} {name} {words}")
+    return rows
+
+
+def shapes(arguments: argparse.Namespace) -> list[tuple[str, Shape]]:
+    """The models that were asked for."""
+    known = TOY if arguments.smoke else SIZES
+    names = list(TOY)[:1] if arguments.smoke else arguments.sizes.split(",")
+    found = []
+    for name in names:
+        shape = known[name][0]
+        found.append((name, replace(shape, max_seq=arguments.seq or shape.max_seq)))
+    return found
+
+
+def settings() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    for mode in ("speed", "fsdp", "largest", "smoke"):
+        add(f"--{mode}", action="store_true")
+    add("--sizes", default="1.5b", help=f"comma-separated, of {', '.join(SIZES)}")
+    add("--seq", type=int, default=0, help="tokens of a sample; 0: those of the size")
+    add("--tokens", type=int, nargs="+", default=[2048 * 4**i for i in range(4)] + [262144])
+    add("--micro", type=int, default=8, help="samples of a micro-batch at most")
+    add("--batch", type=int, default=4, help="samples of a step beside FSDP2")
+    add("--recompute", default="none")
+    add("--windows", type=int, default=2)
+    add("--warm", type=int, default=2)
+    add("--steps", type=int, default=3)
+    add("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run what was asked for."""
+    arguments, found = settings(), {}
+    if arguments.smoke:
+        arguments.tokens, arguments.batch, arguments.windows = [64, 256], 2, 1
+    for mode in (speed, fsdp):
+        if getattr(arguments, mode.__name__):
+            found[mode.__name__] = mode(arguments)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
