@@ -97,10 +97,11 @@ def _deep(**changes: Any) -> Callable[[], nn.Module]:
 
 DEEP: dict[str, Callable[[], nn.Module]] = {
     "deep": _deep(),
+    "four": _deep(layers=4),
     "deep tied": _deep(tied=True),
     "deep learned": _deep(positions="learned", norm="layer", activation="gelu", bias=True),
 }
-"""Models with parts for eight stages."""
+"""Models with parts for many stages."""
 
 
 def _adapted() -> nn.Module:

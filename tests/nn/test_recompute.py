@@ -172,10 +172,11 @@ def collectives(grid: Grid, case: Case) -> tuple[list[str], dict[str, int]]:
 
 GRIDS: list[tuple[dict[str, int], Case]] = [
     ({"row": 2, "col": 2}, Case("llama")),
-    ({"depth": 2, "row": 2}, Case("llama", micro_batches=2)),
-    ({"pipe": 2, "row": 2}, Case("deep", micro_batches=4)),
+    ({"pipe": 2, "row": 2}, Case("four", micro_batches=2)),
 ]
 MORE: list[tuple[dict[str, int], Case]] = [
+    ({"depth": 2, "row": 2}, Case("llama", micro_batches=2)),
+    ({"pipe": 2, "row": 2}, Case("deep", micro_batches=4)),
     ({"row": 2, "col": 2}, Case("adapted")),
     ({"row": 2, "col": 2}, Case("llama", inner="features")),
     ({"data": 2, "col": 2}, Case("biased", micro_batches=2)),

@@ -1,8 +1,9 @@
-"""Kept: which results of collectives the blocks of a run keep (`memory.collectives = auto`).
+"""Kept: what the blocks of a run keep for backward besides their kinds, and where it waits.
 
-Without a limit of memory all are. With one the step is measured without them, and what it leaves
-free is shared by the blocks that compute again. All ranks choose alike: room and need are those of
-the rank that is worst off, rates those that rank 0 has measured.
+A share of it waits on the host (`memory.activations`). Of results of collectives all are kept, or
+(`memory.collectives = auto` with a limit of memory) some: the step is measured without them, and
+what it leaves free is shared by the blocks that compute again. All ranks choose alike: room and
+need are those of the rank that is worst off, rates those that rank 0 has measured.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import torch
 
 from ranvier.comm import rates
 from ranvier.comm.agree import largest
+from ranvier.comm.arena import Arena, host_room
 from ranvier.memory import collectives
+from ranvier.memory.activations import Activations
 from ranvier.memory.budget import Kind
 from ranvier.memory.collectives import Result, worth
+from ranvier.memory.pool import Pool
 from ranvier.models import Decoder
 from ranvier.nn.leaf import Flow
 from ranvier.optim.optimizer import Optimizer
@@ -62,6 +66,24 @@ def settle(
         f"memory: {len(chosen)} results of collectives are kept for recomputation, "
         f"{held / GIB:.3g} of {free / GIB:.3g} GiB that are free"
     ]
+
+
+def offload(run: Run, model: Decoder, device: torch.device, *, local_ranks: int) -> None:
+    """Have a share of the activations of blocks wait on the host, if the run asks for it."""
+    parallel, share = parallel_of(model), run.memory.activations
+    if share == 0.0:
+        return
+    stage = parallel.pipeline.runtime.stage
+    parallel.moment.keeping.store = Activations(
+        share,
+        list(parallel.kinds),
+        device,
+        weights=lambda: [bucket.data for bucket in parallel.queue.buckets],
+        pool=Pool(
+            lambda size: Arena(size, device).bytes, room=host_room(local_ranks, run.memory.host)
+        ),
+        last=list(parallel.kinds)[-1] if stage.index == stage.count - 1 else "",
+    )
 
 
 def results_of(
