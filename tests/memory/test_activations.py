@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from equivalence import Case, batch_of, gradients, micros_of
 from grids import label
+from nn.test_compiled import fresh
 from pool import Pool as Workers
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
@@ -285,3 +286,20 @@ def test_the_peak_falls() -> None:
     assert there / (here + there) == pytest.approx(0.5, abs=0.02)
     assert away / (stays + away) > 0.8, "of six blocks five"
     assert peaks[1] > 1.2 * peaks[3] > 1.4 * peaks[5]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+def test_what_graphs_keep_goes_as_well(kind: str) -> None:
+    fresh()
+    batch, found = batch_of("four", samples=8, packed=False), []
+    micros = [one.to("cpu") for one in micros_of(batch, Grid({}), 1)]
+    for share in (0.0, 1.0):
+        model = Case("four", recompute=kind).on(Grid({}), compiled="aot_eager")
+        store = stored(model, share)
+        for _ in range(2):
+            loss = forward_backward(model, micros)
+            grads = {name: grad for name, (grad, _) in gradients(parallel_of(model)).items()}
+        found.append({"loss": loss, **grads})
+    assert store.sent > 0 and store.held() == (0, 0)
+    assert all(torch.equal(found[1][name], want) for name, want in found[0].items())

@@ -8,98 +8,107 @@ need are those of the rank that is worst off, rates those that rank 0 has measur
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ranvier.comm import rates
 from ranvier.comm.agree import largest
 from ranvier.comm.arena import Arena, host_room
-from ranvier.memory import collectives
 from ranvier.memory.activations import Activations
 from ranvier.memory.budget import Kind
-from ranvier.memory.collectives import Result, worth
+from ranvier.memory.collectives import Result, seconds, worth
 from ranvier.memory.pool import Pool
 from ranvier.models import Decoder
 from ranvier.nn.leaf import Flow
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.run import Run
-from ranvier.trace import Event
 from ranvier.train.fit import GIB, measured, room
 
 
 def settle(
-    run: Run,
-    model: Decoder,
-    optimizer: Optimizer,
-    device: torch.device,
-    flow: Flow,
-    *,
-    local_ranks: int,
+    run: Run, model: Decoder, optimizer: Optimizer, device: torch.device, local_ranks: int
 ) -> list[str]:
-    """Settle what blocks keep; a line that says it. Nothing is measured unless the run asks for it.
+    """Settle what blocks keep and where; lines that say it.
 
-    Communicates: see `fit.measured` and `rates.measured`.
+    Communicates: nothing, but with `auto` and a limit as `fit.measured` and `rates.measured`.
     """
+    lines = _chosen(run, model, optimizer, device, local_ranks)
+    if run.memory.activations != 0.0:
+        offload(run, model, local_ranks)
+    return lines
+
+
+def _chosen(
+    run: Run, model: Decoder, optimizer: Optimizer, device: torch.device, local_ranks: int
+) -> list[str]:
+    """Choose which results of collectives are kept, if there is a choice."""
     parallel, plan, keeping = parallel_of(model), run.plan, parallel_of(model).moment.keeping
     again = [block for block, kind in parallel.kinds.items() if kind != "none"]
     if run.memory.collectives != "auto" or run.memory.limit == 0.0 or not again:
         return []
-    keeping.chosen = frozenset()
+    keeping.chosen = frozenset()  # the step is measured without any
     available = min(room(plan, device, local_ranks), int(run.memory.limit * GIB))
     available = -largest(-available, parallel.grid, device)
     accumulated = plan.micro_batch * plan.replicas < plan.batch
     need = measured(run, model, optimizer, device, plan.micro_batch, accumulated=accumulated)
     free = 0 if need is None else max(available - need.of(_kinds(parallel)), 0)
-    axes = [event.axis for found in results_of(parallel, again[0], flow, {}) for event in found[1]]
-    speeds = rates.measured(parallel.grid, axes, device)
-    chosen, every, held = set[str](), True, 0
+    itemsize = parallel.queue.buckets[0].data.element_size()
+    flow = Flow(plan.micro_batch, run.data.seq, itemsize, statistics=max(itemsize, 4))
+    results = results_of(parallel, again, flow, device)
+    names = set[str]()
     for block in again:
-        results = [result for result, _ in results_of(parallel, block, flow, speeds)]
-        names = worth(results, free // len(again))
-        if parallel.compiled is not None and len(names) < len(results):
-            names = frozenset()  # a graph keeps all or nothing
-        chosen |= names
-        held += sum(result.bytes for result in results if result.name in names)
-        every = every and len(names) == len(results)
-    keeping.chosen = None if every else frozenset(chosen)
+        inside = [result for result in results if result.name.startswith(f"{block}.")]
+        found = worth(inside, free // len(again))
+        if parallel.compiled is None or len(found) == len(inside):  # a graph keeps all or nothing
+            names |= found
+    keeping.chosen = None if len(names) == len(results) else frozenset(names)
+    held = sum(result.bytes for result in results if result.name in names)
     return [
-        f"memory: {len(chosen)} results of collectives are kept for recomputation, "
-        f"{held / GIB:.3g} of {free / GIB:.3g} GiB that are free"
+        f"memory: {len(names)} of {len(results)} results of collectives are kept for "
+        f"recomputation, {held / GIB:.3g} of {free / GIB:.3g} GiB"
     ]
 
 
-def offload(run: Run, model: Decoder, device: torch.device, *, local_ranks: int) -> None:
-    """Have a share of the activations of blocks wait on the host, if the run asks for it."""
-    parallel, share = parallel_of(model), run.memory.activations
-    if share == 0.0:
-        return
-    stage = parallel.pipeline.runtime.stage
+def results_of(
+    parallel: Parallel, blocks: Sequence[str], flow: Flow, device: torch.device
+) -> list[Result]:
+    """What blocks may keep of each of their leaves. Communicates: see `rates.measured`."""
+    found = [
+        (name, leaf, leaf.forward_events(flow))
+        for block in blocks
+        for name, leaf in parallel.speaking.items()
+        if name.startswith(f"{block}.")
+    ]
+    axes = [event.axis for _, _, events in found for event in events]
+    speeds = rates.measured(parallel.grid, axes, device)
+    selective = {name for name, kind in parallel.kinds.items() if kind == "selective"}
+    return [
+        Result(
+            name,
+            leaf.held(flow, selective=leaf.site.block in selective),
+            seconds(events, speeds),
+        )
+        for name, leaf, events in found
+        if events
+    ]
+
+
+def offload(run: Run, model: Decoder, local_ranks: int) -> None:
+    """Have a share of the activations of blocks wait on the host."""
+    parallel, room = parallel_of(model), host_room(local_ranks, run.memory.host)
+    blocks, runtime = list(parallel.kinds), parallel.pipeline.runtime
+    stage, device = runtime.stage, runtime.device
+    ends = stage.index == stage.count - 1 and bool(blocks)  # a stage may have no block
     parallel.moment.keeping.store = Activations(
-        share,
-        list(parallel.kinds),
+        run.memory.activations,
+        blocks,
         device,
         weights=lambda: [bucket.data for bucket in parallel.queue.buckets],
-        pool=Pool(
-            lambda size: Arena(size, device).bytes, room=host_room(local_ranks, run.memory.host)
-        ),
-        last=list(parallel.kinds)[-1] if stage.index == stage.count - 1 else "",
+        pool=Pool(lambda size: Arena(size, device).bytes, room=room),
+        last=blocks[-1] if ends else "",
     )
-
-
-def results_of(
-    parallel: Parallel,
-    block: str,
-    flow: Flow,
-    speeds: dict[tuple[str, ...], rates.Rate],
-) -> list[tuple[Result, list[Event]]]:
-    """What a block may keep of each of its leaves, with what that leaf communicates."""
-    found, selective = [], parallel.kinds[block] == "selective"
-    for name, leaf in parallel.speaking.items():
-        events = leaf.forward_events(flow) if name.startswith(f"{block}.") else []
-        if events:
-            held = leaf.held(flow, selective=selective)
-            found.append((Result(name, held, collectives.seconds(events, speeds)), events))
-    return found
 
 
 def _kinds(parallel: Parallel) -> list[Kind]:

@@ -39,7 +39,7 @@ from ranvier.optim.schedule import share
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.run import Run
 from ranvier.sharding import State
-from ranvier.train import adapters, homes, saves
+from ranvier.train import adapters, homes, kept, saves
 from ranvier.train.diagnose import first_bad
 from ranvier.train.fit import bounded, candidates, fit
 from ranvier.train.graph import Graph
@@ -138,6 +138,7 @@ class Trainer:
             inner=run.plan.inner,
             overlap=run.plan.overlap,
             recompute=run.plan.unmeasured.recompute,
+            collectives=run.memory.collectives,
             compiled="inductor" if run.plan.compile == "on" else "",
             seed=run.train.seed,
             dtype=dtype,
@@ -166,6 +167,7 @@ class Trainer:
         flow = Flow(micro, run.data.seq, dtype.itemsize, statistics=4)
         notes = tune(run, model, grid, device, flow)
         run, more = fit(run, model, optimizer, device, local_ranks=local_ranks or grid.world)
+        more += kept.settle(run, model, optimizer, device, local_ranks or grid.world)
         notes += bounded(run, model, optimizer, device, local_ranks or grid.world)
         plan, grid.trace.meter = run.plan, True
         flow = replace(flow, samples=plan.micro_batch)
