@@ -30,6 +30,7 @@ OPTIONS: dict[str, list[Any]] = {
     "inner": ["samples", "features"],
     "overlap": [True, False],
     "recompute": ["none", "selective", "full", "reentrant"],
+    "collectives": ["again", "keep"],
     "micro_batches": [1, 2],
     "packed": [False, True],
     "fast": [True, False],
@@ -39,8 +40,13 @@ KEYS = ("model", "inner", "recompute", "fast")
 
 
 def valid(row: dict[str, Any]) -> bool:
-    """The reference has nothing to overlap; in Hugging Face models col splits features."""
+    """The reference has nothing to overlap; in Hugging Face models col splits features.
+
+    A block that computes nothing again keeps nothing for it.
+    """
     if row["model"] in HF_MODELS and row["inner"] != "features":
+        return False
+    if row["recompute"] == "none" and row.get("collectives") == "keep":
         return False
     return row["fast"] or row.get("overlap", True)
 
@@ -72,13 +78,15 @@ def whole_product() -> list[tuple[dict[str, int], Case]]:
     """Every grid with every model, way for col, recomputation and overlap.
 
     The reference comes with each model. A case with overlaps on computes the gradients with all of
-    them off as well, which must be equal to the bit. Micro-batches and packing alternate.
+    them off as well, which must be equal to the bit. Micro-batches, packing and collectives
+    alternate.
     """
     found, alternate = [], itertools.cycle(itertools.product((1, 2), (False, True), (0, 1, 2, 3)))
     for grid, row in itertools.product(GRIDS, product({k: OPTIONS[k] for k in KEYS}, valid)):
         micro_batches, packed, spare = next(alternate)
         if row["fast"] or row["recompute"] == OPTIONS["recompute"][spare]:
             more = {"micro_batches": micro_batches, "packed": packed, "steps": 3}
+            more["collectives"] = ("again", "keep")[spare % 2]
             found.append((grid, Case(**row, **more, both=row["fast"])))
     return found
 

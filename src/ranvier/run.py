@@ -208,6 +208,7 @@ class Run:
             )
         away = [f"memory.states={memory.states!r}"] * (memory.states != "device")
         away += ["memory.weights='host'"] * (memory.weights == "host")
+        away += [f"memory.activations={memory.activations}"] * (memory.activations != 0.0)
         if away and self.plan.graph:
             yield (
                 f"{away[0]} with plan.graph=True. A recorded step copies nothing from the host. "
@@ -217,6 +218,17 @@ class Run:
             yield (
                 f"memory.states='split' with plan.pipe={self.plan.pipe} and memory.resident=0. "
                 "What is left on a device is measured on whole models. Give memory.resident."
+            )
+        if -1.0 < memory.activations < 0.0:
+            yield (
+                f"memory.activations={memory.activations} is no share. It lies in [0, 1], or is -1 "
+                "for as little as fits. Use for example 0.5."
+            )
+        if memory.collectives == "auto" and memory.limit > 0.0 and self.plan.pipe > 1:
+            yield (
+                f"memory.collectives='auto' with memory.limit={memory.limit} and a pipeline. How "
+                "much a stage has free depends on the micro-batches it holds. Use 'keep' or "
+                "'again', or memory.limit=0."
             )
         if memory.weights == "host" and self.guard.replay:
             yield (

@@ -173,12 +173,12 @@ class MemoryConfig:
     weights: Literal["device", "host"] = "device"
     """host: the weights and gradients of blocks lie on the host, too, and come for their turn."""
     activations: float = 0.0
-    """Share of the kept activations of blocks that waits for backward on the host. -1: as little
-    as fits into `limit`."""
+    """Share of the bytes that blocks keep for backward which waits on the host, copied while other
+    blocks compute; the last block stays. -1: as little as fits into `limit`."""
     collectives: Literal["again", "keep", "auto"] = "again"
-    """What computes again and communicates: does so again; or keeps the results of its first
-    forward pass (then nothing is communicated twice); auto: those whose repetition would take the
-    longest for their bytes, as far as they fit."""
+    """What blocks that compute again (plan.recompute) communicate: again; or they keep the results
+    of their first run (then as much as without recomputation); auto: with a `limit` those whose
+    repetition would take longest for their bytes, as far as they fit, else all."""
 
 
 @dataclass(frozen=True, kw_only=True)

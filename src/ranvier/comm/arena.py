@@ -50,7 +50,7 @@ class Arena:
             _touch(self.bytes)
         if self.pinned:
             pin(self.bytes)
-            weakref.finalize(self.bytes.untyped_storage(), _unpin, self.bytes.data_ptr())
+            weakref.finalize(held, _unpin, self.bytes.data_ptr())  # before it is unmapped
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The next part, as a tensor of this shape."""

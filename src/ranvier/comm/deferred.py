@@ -90,7 +90,7 @@ class Deferred:
         Communicates: all-gather over depth, often issued before.
         """
         if block != self._resident:
-            with verbs.hidden():
+            with verbs.hidden(), self.grid.trace.beside():
                 self._enter(block)
 
     def enter(self, block: str) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ranvier.comm.bucket import Bucket
 from ranvier.nn.example import SIZES, Example
 from ranvier.nn.leaf import Flow, Leaf, Site
-from ranvier.nn.linear import Linear, Run, backward_events, forward_events, product
+from ranvier.nn.linear import Linear, Run, backward_events, forward_events, held, product
 from ranvier.sharding import Dim
 from ranvier.trace import Event
 
@@ -117,6 +117,10 @@ class Siblings(Leaf):
     def backward_events(self, flow: Flow) -> list[Event]:
         """As one layer."""
         return backward_events(self, flow, self.layers, apart=self.apart)
+
+    def held(self, flow: Flow, *, selective: bool = False) -> int:
+        """As one layer."""
+        return held(self, flow, self.layers, apart=self.apart, selective=selective)
 
 
 class Apart(Siblings):

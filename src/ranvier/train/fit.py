@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from ranvier.comm.agree import largest, most_of, told
 from ranvier.comm.deferred import Deferred
+from ranvier.comm.results import Held
 from ranvier.data.batch import Batch
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
@@ -141,7 +142,8 @@ def measured(
     Communicates: as a step with two blocks, twice for each kind; numbers over all axes.
     """
     parallel, blocks = parallel_of(model), model.blocks
-    names = [*parallel.kinds][:2]
+    keeping, names = parallel.moment.keeping, [*parallel.kinds][:2]
+    store, keeping.store = keeping.store, Held()  # what waits elsewhere is counted, not measured
     before = {name: parallel.kinds[name] for name in names}
     batches = [blank(run, micro, device) for _ in range(passes)]
     found: dict[Kind, list[Pass]] = {}
@@ -154,7 +156,7 @@ def measured(
     except torch.OutOfMemoryError:
         found = {}
     finally:
-        model.blocks = blocks
+        model.blocks, keeping.store = blocks, store
         parallel.kinds.update(before)
         forget(parallel, device)
     if largest(int(not found), parallel.grid, device):

@@ -1,9 +1,14 @@
-"""Homes: where a run keeps weights and states, from its settings and what the host has."""
+"""Homes: where a run keeps weights, states and activations, by its settings and what there is."""
 
 from __future__ import annotations
 
-from ranvier.comm.arena import GIB, host_room
+from ranvier.comm.arena import GIB, Arena, host_room
+from ranvier.comm.results import Held
+from ranvier.memory.activations import Activations
+from ranvier.memory.pool import Pool
+from ranvier.models import Decoder
 from ranvier.optim.store import Home
+from ranvier.parallel import parallel_of
 from ranvier.run import Run
 
 
@@ -24,4 +29,23 @@ def states_home(run: Run, ranks: int) -> Home:
         path=memory.path,
         update="cpu" if memory.update == "cpu" else "device",
         tile=memory.tile,
+    )
+
+
+def place_activations(run: Run, model: Decoder, local_ranks: int) -> None:
+    """Have a share of the activations of blocks wait on the host, or none."""
+    parallel_of(model).moment.keeping.store = Held()
+    if run.memory.activations <= 0.0:
+        return
+    parallel, room = parallel_of(model), host_room(local_ranks, run.memory.host)
+    blocks, runtime = list(parallel.kinds), parallel.pipeline.runtime
+    stage, device = runtime.stage, runtime.device
+    ends = stage.index == stage.count - 1 and bool(blocks)  # a stage may have no block
+    parallel.moment.keeping.store = Activations(
+        run.memory.activations,
+        blocks,
+        device,
+        weights=lambda: [bucket.data for bucket in parallel.queue.buckets],
+        pool=Pool(lambda size: Arena(size, device).bytes, room=room),
+        last=blocks[-1] if ends else "",
     )

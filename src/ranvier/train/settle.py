@@ -64,11 +64,12 @@ class Settled:
 
 
 def optimizer_of(run: Run, model: Decoder, device: torch.device, *, local_ranks: int) -> Optimizer:
-    """The optimizer of a settled run; weights go to the host first, if that was chosen."""
+    """The optimizer of a settled run; weights and activations go where they were chosen to."""
     optim, queue = run.optim, parallel_of(model).queue
     room = homes.weights_room(run, local_ranks)
     if room is not None and queue.homes is None:
         queue.go_home(room)
+    homes.place_activations(run, model, local_ranks)
     return Optimizer(
         queue,
         lr=run.lr,

@@ -39,7 +39,7 @@ from ranvier.optim.schedule import share
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.run import Run
 from ranvier.sharding import State
-from ranvier.train import adapters, homes, pruning, saves
+from ranvier.train import adapters, homes, kept, pruning, saves
 from ranvier.train.account import Account
 from ranvier.train.diagnose import first_bad
 from ranvier.train.fit import bounded, candidates
@@ -142,6 +142,7 @@ class Trainer:
             inner=run.plan.inner,
             overlap=run.plan.overlap,
             recompute=run.plan.unmeasured.recompute,
+            collectives=run.memory.collectives,
             compiled="inductor" if run.plan.compile == "on" else "",
             seed=run.train.seed,
             dtype=dtype,
@@ -156,6 +157,7 @@ class Trainer:
         notes = tune(run, model, grid, device, flow)
         found = settle(run, model, device, local_ranks=local_ranks)
         run, optimizer = found.run, found.optimizer
+        notes += kept.settle(run, model, optimizer, device, local_ranks)
         notes += bounded(run, model, device, local_ranks)
         plan, grid.trace.meter = run.plan, True
         flow = replace(flow, samples=plan.micro_batch)
