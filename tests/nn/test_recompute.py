@@ -201,8 +201,11 @@ def test_kept_collectives_are_not_repeated(pool: Pool, degrees: dict[str, int], 
             assert (counts["none again"], counts["full again"]) == (48, 68)
 
 
-@pytest.mark.parametrize("inner", ["samples", "features"])
-@pytest.mark.parametrize("degrees", [{"row": 2, "col": 2}, {"row": 4}, {"col": 2}], ids=label)
+@pytest.mark.parametrize(
+    ("degrees", "inner"),
+    [({"row": 2, "col": 2}, "features"), ({"row": 4}, "samples"), ({"col": 2}, "samples")],
+    ids=["features", "row", "col"],
+)
 def test_kept_bytes_are_as_predicted(degrees: dict[str, int], inner: str) -> None:
     """The result of the last layer of a block, which nobody needs, is not kept.
 

@@ -82,7 +82,7 @@ def test_auto_without_a_limit_keeps_all(corpus: str) -> None:
     assert keeping.all and keeping.keeps("blocks.0.mlp.down") and trainer.notes == []
 
 
-@pytest.mark.parametrize("kind", ["none", "full"])
+@pytest.mark.parametrize("kind", [pytest.param("none", marks=pytest.mark.full), "full"])
 def test_a_run_with_activations_on_the_host_is_the_same(
     corpus: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

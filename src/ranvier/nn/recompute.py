@@ -79,7 +79,10 @@ def again(
         return forward(*args, **kwargs)
     keeping, samples, selective = moment.keeping, moment.samples, kind == "selective"
     compiling = torch.compiler.is_compiling()
-    results = None if compiling else keeping.results(selective=selective)
+    # A graph knows one way only; the older way loses gradients if no input has one.
+    tracked = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+    older = kind == "reentrant" and not compiling and tracked
+    results = None if compiling else keeping.results(selective=selective, stops=not older)
 
     def run(*inputs: Any) -> Any:  # keywords are bound, as reentrant checkpoints take none
         if compiling:  # the graph reads the samples of its own pass, and may change nothing
@@ -98,10 +101,7 @@ def again(
         return checkpoint(
             run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )
-    # A graph knows one way only; the older way loses gradients if no input has one.
-    tracked = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-    reentrant = kind == "reentrant" and not compiling and tracked
-    return checkpoint(run, *args, use_reentrant=reentrant, preserve_rng_state=False)
+    return checkpoint(run, *args, use_reentrant=older, preserve_rng_state=False)
 
 
 class _Products(TorchDispatchMode):
