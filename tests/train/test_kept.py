@@ -18,7 +18,8 @@ from ranvier.plan import Plan
 from ranvier.run import Run
 from ranvier.settings import MemoryConfig
 from ranvier.trace import communication, difference
-from ranvier.train import fit, kept
+from ranvier.train import fit, homes, kept
+from ranvier.train.settle import foreseen
 from ranvier.train.step import forward_backward
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
@@ -38,13 +39,12 @@ def chosen(grid: Grid, corpus: str) -> dict[str, Any]:
     """What a run keeps if half of all that it could keep fits; its losses, and those without."""
     plain = made(corpus, grid)
     parallel, plan, run = parallel_of(plain.model), plain.run.plan, plain.run
-    measured = partial(fit.measured, run, plain.model, plain.optimizer, plain.device)
-    need = measured(plan.micro_batch, accumulated=False)
-    assert need is not None
+    account = foreseen(run, plain.model, plain.optimizer, plain.device, grid.world)
+    assert account.predicted is not None
     flow = Flow(plan.micro_batch, run.data.seq, itemsize=8, statistics=8)
     results = kept.results_of(parallel, list(parallel.kinds), flow, plain.device)
     most = sum(result.bytes for result in results)
-    limit = need.of(("full",) * need.count) + most // 2
+    limit = account.predicted.total + most // 2
     some = made(corpus, grid, memory__collectives="auto", memory__limit=(limit + 0.5) / fit.GIB)
     names = parallel_of(some.model).moment.keeping.chosen
     assert names is not None
@@ -86,7 +86,7 @@ def test_auto_without_a_limit_keeps_all(corpus: str) -> None:
 def test_a_run_with_activations_on_the_host_is_the_same(
     corpus: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "Activations", partial(Activations, small=1))
+    monkeypatch.setattr(homes, "Activations", partial(Activations, small=1))
     losses = []
     for share in (0.0, 1.0):
         run = run_of("", {}, 2, plan__recompute=kind, guard__replay=1, memory__activations=share)
