@@ -11,10 +11,10 @@ from ranvier.checkpoint.part import Stretched
 from ranvier.comm.kept import Sparse, packed
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3])
 def test_bytes_are_those_of_the_dense_tensor(dtype: torch.dtype, share: float) -> None:
-    size, drawn = 3 * Stretched.STEP + 77, random.Random(0)
+    size, drawn = 2 * Stretched.STEP + 77, random.Random(0)
     mask = torch.rand(size, generator=torch.Generator().manual_seed(0)) < share
     dense = torch.where(mask, torch.randn(size), 0.0).to(dtype)
     values = dense[mask]

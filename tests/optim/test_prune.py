@@ -182,12 +182,12 @@ HOST = {"home": Home("host", tile=TILE)}
 SOME = {"home": Home("split", resident=20_000, tile=TILE), "room": 2**30}
 CPU = {"home": Home("host", update="cpu", tile=TILE), **BF16}
 ELSEWHERE: list[Any] = [
-    ({"data": 2}, BF16, SOME),
-    ({}, {**BF16, "moments": "int8"}, {"home": Home("host", tile=768), "room": 2**30}),
+    ({"data": 2}, {**BF16, "moments": "int8"}, SOME),
     *(
         pytest.param(*case, marks=full)
         for case in [
             ({}, {}, HOST),
+            ({"data": 2}, BF16, SOME),
             ({"depth": 2, "data": 2}, {"moments": "bf16"}, HOST),
             ({}, CPU, {"room": 2**30}),
             ({"row": 2, "data": 2}, {}, {**HOST, "room": 2**30}),
