@@ -29,7 +29,7 @@ from ranvier.checkpoint.state import assemble
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.optim import prune
-from ranvier.optim.store import Home
+from ranvier.optim.tiles import Home
 from ranvier.parallel import parallelize
 
 full = pytest.mark.full

@@ -18,7 +18,7 @@ from ranvier.comm.arena import Arena, refuse_disk, refuse_memory
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.optim.optimizer import Optimizer
-from ranvier.optim.store import Home
+from ranvier.optim.tiles import Home
 from ranvier.train.step import forward_backward
 
 TILE = 768

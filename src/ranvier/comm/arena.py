@@ -14,6 +14,7 @@ import resource
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -41,14 +42,14 @@ class Arena:
     def __init__(self, size: int, device: torch.device, *, path: Path | None = None) -> None:
         """path: directory of the file that holds them; None: memory, pinned if device is CUDA."""
         self.size, self.used = size, 0
-        held = _mapped_file(path, size) if path is not None else mmap.mmap(-1, max(size, 1))
+        held = _mapped_file(path, size) if path is not None else _mapped(max(size, 1))
         self.bytes = torch.frombuffer(held, dtype=torch.uint8)[:size]
         self.pinned = path is None and device.type == "cuda" and size > 0
         if path is None and size > 0:
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                held.madvise(mmap.MADV_HUGEPAGE)
+            _advise(held, "MADV_HUGEPAGE")
             _touch(self.bytes)
         if self.pinned:
+            _advise(held, "MADV_DONTFORK")  # a child's copy must not move what a device reads
             pin(self.bytes)
             weakref.finalize(held, _unpin, self.bytes.data_ptr())  # before it is unmapped
 
@@ -58,6 +59,16 @@ class Arena:
         start, self.used = self.used, self.used + aligned(count)
         assert start + count <= self.size, (self.used, self.size)
         return self.bytes[start : start + count].view(dtype).view(shape)
+
+
+def _mapped(size: int) -> mmap.mmap:
+    """Memory of this process alone."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _advise(memory: mmap.mmap, word: str) -> None:
+    with suppress(OSError, AttributeError):  # not every system takes it
+        memory.madvise(getattr(mmap, word))
 
 
 def _mapped_file(folder: Path, size: int) -> mmap.mmap:
@@ -105,6 +116,8 @@ def pin(memory: Tensor) -> None:
 
 def _unpin(address: int) -> None:
     if torch.cuda.is_available():
+        with suppress(RuntimeError):  # no copy may be under way
+            torch.cuda.synchronize()
         torch.cuda.cudart().cudaHostUnregister(address)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from ranvier.comm import verbs
 from ranvier.comm.bucket import Bucket, Weight
 from ranvier.comm.home import Homes
+from ranvier.comm.lane import await_mark
 from ranvier.comm.sums import Pieces, Sum, flat
 from ranvier.comm.verbs import Pending
 from ranvier.errors import ShardingError
@@ -79,6 +80,8 @@ class Deferred:
         self._kind, self._last = kind, False
         self._seen, self._ahead, self._resident = [], {}, ""
         self._filling, self._reducing = None, deque()
+        if self.homes is not None:
+            await_mark(self.homes.stowed(), self.device)
         for bucket in self.buckets:
             self._leave(bucket)
             bucket.grad = bucket.full = bucket.finished = None
@@ -108,6 +111,11 @@ class Deferred:
             self.homes.adopt(bucket)
         self.begin("")
 
+    def forget(self) -> None:
+        """Forget gradients, gathered weights and the order of blocks: it was that of a trial."""
+        self.begin("")
+        self._orders = {}
+
     def settle(self) -> None:
         """Have the device wait for all updates of weights that are under way."""
         for bucket in self.buckets:
@@ -118,10 +126,10 @@ class Deferred:
     def _enter(self, block: str) -> None:
         if self._filling is not None and self._filling.name != block:
             self._close()  # the block before is done: reduce it behind all that follows
-        here = self._coming(block)
+        here, follows = self._coming(block), self._after([*self._seen, block])
         if not self.keep:
             for bucket in self._coming(self._resident):
-                self._leave(bucket)
+                self._leave(bucket, soon=bucket.name == follows)
         self._resident = block
         if here and all(bucket.gathered is not None for bucket in here):
             return
@@ -138,18 +146,25 @@ class Deferred:
         """Buckets of a block that have to come: split over depth, or from the host."""
         return [bucket for bucket in self.buckets if bucket.name == block and bucket.comes]
 
-    def _leave(self, bucket: Bucket) -> None:
-        """Forget the weights of a bucket that have come."""
+    def _leave(self, bucket: Bucket, *, soon: bool = False) -> None:
+        """Forget the weights of a bucket that have come. soon: they are used again at once."""
         bucket.gathered = None
-        if bucket.home is not None and self.homes is not None and bucket.name not in self._ahead:
-            self.homes.drop(bucket)  # unless they are to be used again
+        soon = soon or bucket.name in self._ahead
+        if bucket.home is not None and self.homes is not None and not soon:
+            self.homes.drop(bucket)
+
+    def _after(self, seen: list[str]) -> str:
+        """The block that came next last time, as long as this step goes the same way."""
+        order = self._orders.get(self._kind, [])
+        return order[len(seen)] if order[: len(seen)] == seen and len(order) > len(seen) else ""
 
     def _gather(self, block: str) -> list[Pending]:
         pending: list[Pending] = []
         for bucket in self._coming(block):
-            bucket.settle()
             part = Pending(bucket.data)
-            if bucket.home is not None and self.homes is not None:
+            if bucket.home is None:
+                bucket.settle()
+            elif self.homes is not None:
                 part = self.homes.fetch(bucket)
             if bucket.split:
                 with self.grid.trace.at(block):
@@ -161,13 +176,10 @@ class Deferred:
         return pending
 
     def _prefetch(self) -> None:
-        """Issue the gather that followed here last time, as long as this step goes the same way."""
-        order, position = self._orders.get(self._kind, []), len(self._seen)
-        if order[:position] != self._seen:
-            return
-        for block in order[position : position + 1]:
-            if block not in self._ahead:
-                self._ahead[block] = self._gather(block)
+        """Issue the gather that followed here last time."""
+        block = self._after(self._seen)
+        if block and block not in self._ahead:
+            self._ahead[block] = self._gather(block)
 
     def job(self, *, last: bool = False, forget: bool = False) -> None:
         """Start a pass over some blocks; in the last one reductions over data start early.
@@ -297,6 +309,8 @@ class Deferred:
             if bucket.grad is None and not bucket.reduced and bucket.finished is None:
                 bucket.grad = Sum(bucket.count, self.dtype)
             if bucket.grad is not None:
+                if self.homes is not None and bucket.data.is_cuda and not bucket.squares:
+                    self.homes.recall(bucket)  # nothing came last: the norm needs it
                 self._sum_copies(bucket)
                 if self.data_axis.size > 1:
                     self._reduce(bucket)

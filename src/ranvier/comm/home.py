@@ -16,20 +16,22 @@ from torch import Tensor
 
 from ranvier.comm.arena import Arena, aligned, refuse_memory
 from ranvier.comm.bucket import Bucket
-from ranvier.comm.lane import Lane, Mark, await_mark, here
+from ranvier.comm.lane import Lane, Mark, Updating, await_mark, here
 from ranvier.comm.verbs import Pending
 
 
 class Fetched(Pending):
     """Weights on their way to the device."""
 
-    def __init__(self, value: Tensor, mark: Mark) -> None:
+    def __init__(self, value: Tensor, mark: Mark, updating: Updating | None) -> None:
+        """updating: what they had to wait for themselves; its gradients live as long."""
         super().__init__(value)
-        self.mark = mark
+        self.mark, self.updating = mark, updating
 
     def wait(self) -> Tensor:
         """The weights; the current stream waits for them."""
         await_mark(self.mark, self._value.device)
+        self.updating = None
         return self._value
 
 
@@ -44,10 +46,23 @@ class Homes:
         self.buckets = [bucket for bucket in buckets if resting(bucket)]
         self._inward, self._outward = Lane(device), Lane(device)
         self._arena = self._taken(sum(aligned(b.size * dtype.itemsize) for b in self.buckets), room)
-        self._grads: dict[Bucket, dict[torch.dtype, Tensor]] = {}
+        self._grads: dict[Bucket, Tensor] = {}
         self._leaving: deque[tuple[Mark, list[Tensor]]] = deque()
         self._left = room - self._arena.size
         self._sent: dict[Bucket, Mark] = {}
+        self._came: dict[Bucket, Mark] = {}
+        self._held: list[tuple[Mark, list[Tensor]]] = []
+
+    @property
+    def size(self) -> int:
+        """Bytes of the host that weights and gradients take."""
+        return self._arena.size + sum(x.numel() for x in self._grads.values())
+
+    @property
+    def owed(self) -> int:
+        """Bytes that gradients will take once they have come."""
+        trained = [b for b in self.buckets if b.trainable and b not in self._grads]
+        return sum(bucket.count * bucket.queue.dtype.itemsize for bucket in trained)
 
     def _taken(self, size: int, room: int) -> Arena:
         refuse_memory(size, room, self.device)
@@ -65,23 +80,29 @@ class Homes:
         """Start to bring the weights of a bucket."""
         assert bucket.home is not None, bucket.name
         storage = bucket.data.untyped_storage()
+        updating, bucket.updating = bucket.updating, None
         if storage.nbytes() == 0:
             storage.resize_(bucket.size * self.dtype.itemsize)
             # A tensor of its own: what autograd has saved of the weights must not look changed.
             into = torch.empty(0, dtype=self.dtype, device=self.device)
             into.set_(storage, 0, (bucket.size,), (1,))
-            with self._inward.after(here(self.device)):
+            new = None if updating is None else updating.known_mark()
+            with self._inward.after(here(self.device), new):
                 into.copy_(bucket.home, non_blocking=True)
-        return Fetched(bucket.data, self._inward.mark())
+            self._came[bucket] = self._inward.mark()
+        return Fetched(bucket.data, self._came.get(bucket), updating)
 
     def drop(self, bucket: Bucket) -> None:
         """Give the memory of the weights of a bucket back."""
+        await_mark(self._came.pop(bucket, None), self.device)
         bucket.data.untyped_storage().resize_(0)
 
     def settle(self) -> None:
         """Have all weights at home, as the host sees them."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
+        self._inward.synchronize()
+        self._outward.synchronize()
 
     # ---- gradients ----------------------------------------------------------------------
 
@@ -93,7 +114,7 @@ class Homes:
         leaving = []
         with self._outward.after(here(self.device), bucket.summed):
             for (start, stop), grad in parts.items():
-                room = self._room(bucket, grad.dtype)[start:stop]
+                room = self._room(bucket, start, grad)
                 parts[(start, stop)] = room.copy_(grad, non_blocking=True)
                 leaving.append(grad)
                 if id(grad) in known:
@@ -114,25 +135,23 @@ class Homes:
             bucket.grad.parts[key] = grad.to(self.device, non_blocking=True, copy=True)
 
     def stowed(self) -> Mark:
-        """When all gradients that were taken are there; begins anew."""
+        """When all gradients that were taken are there, and no weights come; begins anew."""
         self._sent.clear()
-        self._leaving.clear()
-        return self._outward.mark()
+        with self._outward.after(self._inward.mark()):
+            mark = self._outward.mark()
+        self._held, self._leaving = [*self._leaving], deque()  # until who asks has waited
+        return mark
 
-    def _room(self, bucket: Bucket, dtype: torch.dtype) -> Tensor:
-        """Host memory for the gradients of a bucket of a type, kept from step to step."""
-        found = self._grads.setdefault(bucket, {})
-        if any(len(x) < bucket.count for x in found.values()):  # less is pruned than before
-            found.clear()
-        if dtype not in found:
-            wider = [x for kind, x in found.items() if kind.itemsize >= dtype.itemsize]
-            if wider:
-                found[dtype] = wider[0].view(torch.uint8).view(dtype)[: bucket.count]
-            else:
-                arena = self._taken(bucket.count * dtype.itemsize, self._left)
-                self._left -= arena.size
-                found[dtype] = arena.take((bucket.count,), dtype)
-        return found[dtype]
+    def _room(self, bucket: Bucket, start: int, grad: Tensor) -> Tensor:
+        """Host memory for a gradient that begins at `start` of a bucket, kept from step to step."""
+        width = bucket.queue.dtype.itemsize
+        if bucket not in self._grads or self._grads[bucket].numel() < bucket.count * width:
+            size = bucket.count * width
+            arena = self._taken(size, self._left)
+            self._left -= size
+            self._grads[bucket] = arena.take((size,), torch.uint8)
+        at = start * width
+        return self._grads[bucket][at : at + grad.nbytes].view(grad.dtype)
 
 
 def resting(bucket: Bucket) -> bool:

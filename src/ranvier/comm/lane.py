@@ -38,6 +38,11 @@ class Lane:
         with torch.cuda.stream(self.stream):
             yield
 
+    def uses(self, memory: torch.Tensor) -> None:
+        """Nobody else gets this memory before it is done here."""
+        if self.stream is not None:
+            memory.record_stream(self.stream)
+
     def synchronize(self) -> None:
         """Have the host wait for all that was given to it."""
         if self.stream is not None:
@@ -72,10 +77,14 @@ class Updating:
     """Raises what that thread has failed with."""
     mark: Mark = None
 
-    def wait(self) -> None:
-        """Have the current stream wait."""
+    def known_mark(self) -> Mark:
+        """When it is done; a host waits until that is known."""
         if self.known is not None:
             self.known.wait()
         if self.check is not None:
             self.check()
-        await_mark(self.mark, self.device)
+        return self.mark
+
+    def wait(self) -> None:
+        """Have the current stream wait."""
+        await_mark(self.known_mark(), self.device)

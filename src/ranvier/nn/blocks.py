@@ -40,7 +40,7 @@ def run_block(
             out = compiled(block, name, kind, *args)
         else:
             out = again(forward, kind, site.moment, *args, **kwargs)
-    if site.queue.homes is not None:  # backward begins with what comes out
+    if site.queue.homes is not None and name in kinds:  # backward begins with what comes out
         for value in out if isinstance(out, tuple) else (out,):
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(partial(_back, site.queue, name))

@@ -175,6 +175,8 @@ class Linear(Leaf):
 
     def gathered(self) -> Tensor:
         """The weight gathered over depth, in autograd; a graph for all blocks reads no handle."""
+        if not torch.compiler.is_compiling():
+            self.handles["weight"].bucket.arrive()
         return self.handles["weight"].gathered() if self.split else self.weight
 
     def matrix(self, weight: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ from ranvier.optim.moments import Key, Kind, Moments, dtype, pack
 from ranvier.optim.prune import Choice
 from ranvier.optim.rules import Scalars
 from ranvier.optim.scale import Scale
-from ranvier.optim.store import Held, Home, Rule, Rules, Store, Tile
+from ranvier.optim.store import Held, Rule, Rules, Store
+from ranvier.optim.tiles import Home, Tile
 from ranvier.sharding import State
 
 MASK = "mask"
@@ -217,7 +218,7 @@ class Optimizer:
         assert master is not None, bucket.name
         moments = Moments(held["mean"], held["square"], held.get("scales"))
         rule: Callable[..., None] = partial(fused.adamw, key=self._key(tile))
-        if self._hosted and out is not None and tile.weight is None:
+        if self._hosted and out is not None and tile.weight is None and not grad.is_cuda:
             rule = hosted.adamw
         elif out is None and working is not master:
             rule = partial(rule, out=working)

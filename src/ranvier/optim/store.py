@@ -16,63 +16,29 @@ Where a host must wait for something (a disk, the norm) a thread does all this.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ranvier.comm.arena import Arena, aligned, refuse_disk, refuse_memory
-from ranvier.comm.bucket import Bucket, Weight
+from ranvier.comm.bucket import Bucket
 from ranvier.comm.lane import Lane, Mark, Updating, here
 from ranvier.comm.sums import Pieces
-from ranvier.optim.moments import BLOCK
+from ranvier.optim.tiles import Home, Tile, meet, rests_of, tiles_of
 
 SLOTS = 4
 """Tiles under way at once: one comes, one is updated, one goes, and one more for what is uneven."""
 LANES = ("in", "update", "out")
-Rest = Literal["device", "host", "file"]
+QUEUED = 128
+"""Tiles that a device is given at once: a stream takes so many calls, then it has the host wait,
+who could begin the next forward pass. More are given by a thread, as others are done."""
 Held = dict[str, Tensor]
 """States by kind (master, mean, square), flat; scales `[2, blocks]`."""
-
-
-@dataclass(frozen=True)
-class Home:
-    """Where states rest, and how much of each place they may take."""
-
-    states: Literal["device", "host", "file", "split"] = "device"
-    resident: int = 0
-    """Bytes of states that stay on the device with `split`."""
-    room: int = 2**62
-    """Bytes of host memory that may be taken."""
-    path: str = ""
-    """Directory of the file."""
-    update: Literal["device", "cpu"] = "device"
-    """Who updates states that rest elsewhere."""
-    tile: int = 2**24
-    """Numbers of a tile."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A range of my states of a bucket."""
-
-    bucket: Bucket
-    start: int
-    stop: int
-    weight: Weight | None = None
-    """Whose it is, where that matters."""
-    blocks: int = 0
-    """Scales of 8-bit moments that belong to it."""
-
-    @property
-    def range(self) -> slice:
-        """As a slice of a flat tensor of a bucket's states."""
-        return slice(self.start, self.stop)
 
 
 Rule = Callable[[Tile, Held, Tensor, Tensor | None], None]
@@ -112,8 +78,8 @@ class Store:
     ) -> None:
         """kinds: types of the states of each bucket. What does not fit is refused at once."""
         self.home, self.device, self.kinds = home, device, dict(kinds)
-        self.rests = _rests(kinds, home)
-        self.tiles = {b: list(_tiles(b, types, home.tile)) for b, types in kinds.items()}
+        self.rests = rests_of(kinds, home)
+        self.tiles = {b: list(tiles_of(b, types, home.tile)) for b, types in kinds.items()}
         away = [bucket for bucket in kinds if self.rests[bucket] != "device"]
         self._order = [tile for bucket in away for tile in self.tiles[bucket]]
         self._arena = self._taken(sum(map(self._bytes, away))) if away else None
@@ -160,7 +126,7 @@ class Store:
         self._slots = []  # other kinds need other buffers
         before, self.kinds[bucket] = self.held.pop(bucket), types
         self.scales = {tile: x for tile, x in self.scales.items() if tile.bucket is not bucket}
-        self.tiles[bucket] = list(_tiles(bucket, types, self.home.tile))
+        self.tiles[bucket] = list(tiles_of(bucket, types, self.home.tile))
         self._order = [t for b in self.kinds if self.streamed(b) for t in self.tiles[b]]
         if self.streamed(bucket):
             lasting = {k: x[: bucket.held] for k, x in before.items() if len(x) >= bucket.held}
@@ -234,13 +200,24 @@ class Store:
         begin, parts = here(self.device), dict(work)
         hosted = self.home.update == "cpu"
         how = partial(self._on_host if hosted else self._on_device, parts, rules, begin)
-        if not hosted and self.home.states != "file":
-            how()
+        many = self.device.type == "cuda" and len(self._order) > QUEUED
+        if not (hosted or many or self.home.states == "file"):
+            self._now(how)
             return
         for updating in self._updating.values():
             updating.known, updating.check = threading.Event(), self._raise
         self._thread = threading.Thread(target=self._behind, args=(how,), daemon=True)
         self._thread.start()
+
+    def _now(self, how: Callable[[], None]) -> None:
+        """Do it here; who uses a bucket of which nobody knows how it is gets the error, too."""
+        try:
+            how()
+        except BaseException as error:
+            self._error = error
+            for updating in self._updating.values():
+                updating.check = self._raise
+            raise
 
     def _behind(self, how: Callable[[], None]) -> None:
         """Do it in a thread of its own."""
@@ -266,6 +243,8 @@ class Store:
             self._bring(i, tile, parts[tile.bucket], begin)
         for i, tile in enumerate(order):
             slot = self._slots[i % SLOTS]
+            if self._thread is not None:
+                _synchronize(slot.free)
             with middle.after(slot.came, begin):
                 for at, grad in slot.grads:
                     self._apply(rules.device, slot.held, tile, at, grad, slot.held.get("out"))
@@ -293,6 +272,8 @@ class Store:
         """The buffers of the i-th tile; they are made when they are first needed."""
         if len(self._slots) < SLOTS:
             memory = torch.empty(self.slot_bytes(), dtype=torch.uint8, device=self.device)
+            for lane in self._lanes:
+                lane.uses(memory)
             self._slots.append(Slot(memory, free=here(self.device)))  # it may have been another's
         return self._slots[i % SLOTS]
 
@@ -375,11 +356,11 @@ class Store:
         """Gradients leave, the CPU updates where states rest, new weights come."""
         jobs = [(tile, *x) for tile in self._order for x in meet(tile, parts[tile.bucket])]
         slots = self._host_slots()
-        for i in range(SLOTS - 1):
+        for i in range(SLOTS - 2):
             self._leave(slots, jobs, i, begin)
         rule = rules.host()  # waits for the norm
         for i, (tile, at, grad) in enumerate(jobs):
-            self._leave(slots, jobs, i + SLOTS - 1, begin)
+            self._leave(slots, jobs, i + SLOTS - 2, begin)
             slot = slots[i % SLOTS]
             _synchronize(slot.came)
             came = _as(slot.held["grad"][: grad.numel()], grad)
@@ -397,6 +378,8 @@ class Store:
             return
         slot, (tile, _, grad), outward = slots[i % SLOTS], jobs[i], self._lanes[2]
         _synchronize(slot.free)
+        if not grad.is_cuda:
+            _synchronize(begin)  # the way of a gradient that rests here ended on a stream
         slot.held = self._carved(slot.memory, tile)
         with outward.after(begin):
             _as(slot.held["grad"][: grad.numel()], grad).copy_(grad, non_blocking=True)
@@ -449,40 +432,3 @@ def _synchronize(mark: Mark) -> None:
     """Have the host wait."""
     if mark is not None:
         mark.synchronize()
-
-
-def _rests(kinds: Mapping[Bucket, Mapping[str, torch.dtype]], home: Home) -> dict[Bucket, Rest]:
-    """Where the states of each bucket rest; vectors are too few to be worth a way."""
-    found: dict[Bucket, Rest] = {}
-    left = home.resident if home.states == "split" else 0
-    for bucket, types in kinds.items():
-        size = sum(bucket.held * dtype.itemsize for dtype in types.values())
-        small = bucket.weights[0].group == "vector" or size == 0
-        stays = home.states == "device" or small or size <= left
-        left -= size if stays and not small else 0
-        found[bucket] = "device" if stays else "file" if home.states == "file" else "host"
-    return found
-
-
-def _tiles(bucket: Bucket, types: Mapping[str, torch.dtype], size: int) -> Iterator[Tile]:
-    """My range of a bucket in parts of at most `size`.
-
-    Where moments are narrow none goes across two weights: they are rounded by weight and index.
-    """
-    spans: list[tuple[int, int, Weight | None]] = [(0, bucket.held, None)]
-    if types["mean"].itemsize < bucket.queue.dtype.itemsize:
-        spans = [(*bucket.span(weight), weight) for weight in bucket.weights]
-    step = max(size // BLOCK, 1) * BLOCK
-    for start, stop, weight in spans:
-        for at in range(start, stop, step):
-            count = min(step, stop - at)
-            blocks = -(-count // BLOCK) if types["mean"] == torch.uint8 else 0
-            yield Tile(bucket, at, at + count, weight, blocks)
-
-
-def meet(tile: Tile, pieces: Pieces) -> Iterator[tuple[int, Tensor]]:
-    """What of a gradient falls on a tile, with where in the tile it begins."""
-    for start, grad in pieces:
-        low, high = max(start, tile.start), min(start + grad.numel(), tile.stop)
-        if low < high:
-            yield low - tile.start, grad[low - start : high - start]

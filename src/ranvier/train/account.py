@@ -63,7 +63,7 @@ class Account:
     def watch(self, queue: Deferred, work: Callable[[], Tensor]) -> Tensor:
         """Do the passes of a step, then look at the gradients they leave."""
         loss = work()
-        made = (x.untyped_storage() for x in gradients(queue) if x.device == queue.device)
+        made = (x.untyped_storage() for x in gradients(queue) if x.device.type == queue.device.type)
         self.gradients = sum({x.data_ptr(): x.nbytes() for x in made}.values())
         return loss
 
@@ -80,7 +80,7 @@ class Account:
                 storage = x.untyped_storage()
                 if storage.nbytes() and storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
-                    column = here if x.device == device else there
+                    column = here if x.device.type == device.type else there
                     column[name] = column.get(name, 0) + storage.nbytes()
         if device.type == "cuda":
             most = torch.cuda.max_memory_allocated(device)

@@ -311,7 +311,7 @@ def forget(parallel: Parallel, device: torch.device) -> None:
     """Drop gradients and gathered weights; nothing may be under way any more."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    parallel.queue.begin("")
+    parallel.queue.forget()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)  # what a run reports is its own

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from ranvier.comm.arena import GIB, Arena, host_room
+from ranvier.comm.home import Homes
 from ranvier.comm.results import Held
 from ranvier.memory.activations import Activations
 from ranvier.memory.pool import Pool
 from ranvier.models import Decoder
-from ranvier.optim.store import Home
+from ranvier.optim.tiles import Home
 from ranvier.parallel import parallel_of
 from ranvier.run import Run
 
@@ -17,15 +18,19 @@ def weights_room(run: Run, ranks: int) -> int | None:
     return host_room(ranks, run.memory.host) if run.memory.weights == "host" else None
 
 
-def states_home(run: Run, ranks: int) -> Home:
-    """Where states rest. ranks: those that share the host."""
+def states_home(run: Run, ranks: int, homes: Homes | None = None) -> Home:
+    """Where states rest. ranks: those that share the host. homes: of weights and gradients."""
     memory = run.memory
     if memory.states == "device":
         return Home(tile=memory.tile)
+    room = host_room(ranks, memory.host)
+    if homes is not None:
+        free = host_room(ranks) - homes.owed
+        room = min(free, room - homes.size - homes.owed) if memory.host > 0.0 else free
     return Home(
         memory.states,
         resident=int(memory.resident * GIB),
-        room=host_room(ranks, memory.host),
+        room=max(room, 0),
         path=memory.path,
         update="cpu" if memory.update == "cpu" else "device",
         tile=memory.tile,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -84,7 +85,7 @@ def optimizer_of(run: Run, model: Decoder, device: torch.device, *, local_ranks:
         },
         scale=Scale(device) if run.train.dtype == "fp16" else None,
         moments=optim.moments,
-        home=homes.states_home(run, local_ranks),
+        home=homes.states_home(run, local_ranks, queue.homes),
     )
 
 
@@ -398,6 +399,9 @@ def _tried(
         missing = max(asked(str(error)), 1)
     missing = largest(missing, parallel.grid, device)
     if missing:
+        if optimizer is not None:
+            with suppress(RuntimeError):  # its copies must not outlive their memory
+                optimizer.store.settle()
         optimizer = parallel.queue.complete = None
         gc.collect()
     if missing or run.memory.fit == "auto":
