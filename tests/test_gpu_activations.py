@@ -20,7 +20,7 @@ from ranvier.memory.activations import Activations
 from ranvier.memory.pool import Pool
 from ranvier.models import Decoder, DecoderConfig
 from ranvier.parallel import parallel_of, parallelize
-from ranvier.train import kept
+from ranvier.train import homes
 from ranvier.train.step import forward_backward
 from training import run_of, stored, trainer_of
 
@@ -45,7 +45,7 @@ def options(**changes: Any) -> dict[str, Any]:
 
 def trained(grid: Grid, corpus: str, changes: dict[str, Any]) -> tuple[list[float], list[Tensor]]:
     """Losses of a run, and the weights it leaves; small tensors go, too."""
-    before, kept.Activations = kept.Activations, partial(Activations, small=1)  # type: ignore[misc]
+    before, homes.Activations = homes.Activations, partial(Activations, small=1)  # type: ignore[misc]
     try:
         run = run_of("", dict(grid.degrees), STEPS, **options(**changes))
         trainer = trainer_of(grid, corpus, run, "cuda")
@@ -56,7 +56,7 @@ def trained(grid: Grid, corpus: str, changes: dict[str, Any]) -> tuple[list[floa
         weights = parallel_of(trainer.model).state().values()
         return losses, [x.detach().cpu().clone() for x, _ in weights]
     finally:
-        kept.Activations = before  # type: ignore[misc]
+        homes.Activations = before  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("compiled", ["on", "off"])
