@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +27,10 @@ from ranvier.optim import fused, rules
 from ranvier.optim.early import Early
 from ranvier.optim.moments import BLOCK, Key, Kind, Moments, Which, pack, unpack
 from ranvier.parallel import parallelize
+from ranvier.planner import rates
 from ranvier.sharding import Place
 from ranvier.trace import COMPUTE
+from ranvier.train import settle
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
 
@@ -507,3 +510,59 @@ def test_a_deterministic_run_repeats_itself_to_the_bit(
         assert losses_of(tmp_path / name) == losses_of(tmp_path / "one"), name
         found = wholes(folders.found(tmp_path / name / "checkpoints")[-1])
         assert all(torch.equal(x, found[key]) for key, x in wanted.items()), name
+
+
+MIDDLE: dict[str, Any] = {
+    "model__layers": 6,
+    "model__embed": 512,
+    "model__heads": 8,
+    "model__head_dim": 64,
+    "model__mlp": 1536,
+    "model__vocab": 4096,
+    "data__seq": 512,
+    "data__packed": False,
+    "train__dtype": "bf16",
+}
+"""A model whose activations are more than its libraries take."""
+
+
+@pytest.mark.filterwarnings("default")  # those of compilers are not ours
+@pytest.mark.parametrize(
+    ("kind", "compiled", "micro"),
+    [("none", "off", 8), ("selective", "off", 2), ("full", "off", 4), ("none", "on", 8)],
+)
+def test_predicted_memory_is_what_torch_counts(
+    corpus: str, kind: str, compiled: str, micro: int
+) -> None:
+    changes = {"plan__recompute": kind, "plan__compile": compiled, "plan__micro_batch": micro}
+    trainer = trainer_of(Grid({}), corpus, run_of("", {}, 3, **MIDDLE, **changes), device="cuda")
+    optimizer, device = trainer.optimizer, trainer.device
+    account = settle.foreseen(trainer.run, trainer.model, optimizer, device, 1)
+    steps = trainer.steps()
+    next(steps)
+    torch.cuda.reset_peak_memory_stats()
+    list(steps)
+    predicted = account.predicted
+    assert predicted is not None
+    measured = account.measured(optimizer, device)
+    assert measured.allocated == pytest.approx(predicted.allocated, rel=0.05), measured
+
+
+@pytest.mark.parametrize("limit", [0.7, 0.4])
+def test_a_fit_stays_below_its_limit(corpus: str, limit: float) -> None:
+    """With a device that has no more; what other tests have left counts, too."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    limit += torch.cuda.memory_reserved() / 2**30
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(limit * 2**30 / total)
+    try:
+        changes = {**MIDDLE, "memory__fit": "auto", "memory__limit": limit}
+        trainer = trainer_of(Grid({}), corpus, run_of("", {}, 3, **changes), device="cuda")
+        rows = list(trainer.steps())
+        assert sum("chosen again" in note for note in trainer.notes) <= 1, trainer.notes
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert len(rows) == 3 and all(row["memory"] <= limit * 2**30 for row in rows)
+    found = rates.measured(trainer.device, torch.bfloat16)
+    assert found.flops > 1e13 and found.memory > 1e11 and found.to_device > 1e9 < found.to_host

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from commands import SMALL, call
 from pool import Pool
-from ranvier.errors import DeviceMemoryError, PlanError
+from ranvier.errors import INTERNAL, DeviceMemoryError, PlanError
 from ranvier.grid import Grid
 from ranvier.memory import budget
 from ranvier.memory.budget import Kind, Need
@@ -21,7 +24,7 @@ from ranvier.parallel import parallel_of
 from ranvier.plan import Plan
 from ranvier.planner.sizes import sizes_of
 from ranvier.run import Run
-from ranvier.train import fit, settle
+from ranvier.train import account, fit, settle
 from ranvier.train.account import tensors_of
 from ranvier.train.fit import GIB, blank, candidates, gradients, measured, room
 from ranvier.train.step import forward_backward
@@ -311,3 +314,66 @@ def test_ranks_agree(pool: Pool, corpus: str, degrees: dict[str, int]) -> None:
         assert all(one[1:] == found[0][1:] for one in found[1:])
         assert found[0][0] == pytest.approx(want, rel=1e-9)
     assert set(rich[0][1]) == {"none"}
+
+
+# ---- what is told -----------------------------------------------------------------------
+
+
+def test_a_run_that_is_short_says_what_would_fit(corpus: str) -> None:
+    """Also if it left nothing open: its own blocks are measured, the rest is estimated."""
+    trainer = made(corpus, micro_batch=8)
+    run, model, device = trainer.run, trainer.model, trainer.device
+    assert trainer.account.predicted is None
+    plain = pytest.raises(DeviceMemoryError, match=r"Weights, .* Use --memory.fit auto")
+    with plain, trainer.account.explained(device):
+        raise short("20 MiB")
+    known = settle.foreseen(run, model, trainer.optimizer, device, 1)
+    need, predicted = need_of(trainer, 8), known.predicted
+    assert predicted is not None and known.case is not None
+    assert predicted.allocated == need.of(("none",) * LAYERS)
+    for kind, micro, rel in (("none", 4, 0.1), ("full", 8, 0.2), ("full", 1, 0.2)):
+        choice = replace(known.case.given, kinds=(kind,) * LAYERS, micro_batch=micro)  # type: ignore[arg-type]
+        found = settle.fit.table(known.case, choice).allocated - need.fixed
+        want = need_of(trainer, micro, kind).of(choice.kinds) - need.fixed  # type: ignore[arg-type]
+        assert found == pytest.approx(want, rel=rel)
+    with pytest.raises(DeviceMemoryError) as caught, known.explained(device):
+        raise short("20 MiB")
+    assert caught.value.exit_code == INTERNAL
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("CUDA out of memory. Tried to allocate 20 MiB")
+    assert any(re.fullmatch(r"activations +[\d.]+ +-", line) for line in lines)
+    at = lines.index("The cheapest changes that would fit, as predicted:")
+    assert len(lines) == at + 4
+    words = r"  --(plan|memory)\.[\w-]+ [\w.]+( --(plan|memory)\.[\w-]+ [\w.]+)?"
+    for line in lines[at + 1 :]:
+        assert re.fullmatch(words + r": [\d.]+ GiB, \d+\.\d\d x the time", line), line
+    with pytest.raises(RuntimeError, match=r"^other$"), known.explained(device):
+        raise RuntimeError("other")
+
+
+def test_the_command_tells_it_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A fit, its table in the report, and the error of a step that is short all the same."""
+    out, issue = tmp_path / "run", Trainer.issue
+
+    def failing(trainer: Trainer, *arguments: Any, **options: Any) -> Any:
+        if trainer.step == 3:
+            raise short("20.00 MiB")
+        return issue(trainer, *arguments, **options)
+
+    monkeypatch.setattr(Trainer, "issue", failing)
+    fitted = ("--memory.fit", "auto", "--plan.batch", "2", "--plan.data", "1")
+    steps = ("--train.steps", "5", "--train.out", str(out))
+    assert call("train", *SMALL, *fitted, *steps) == INTERNAL
+    said = capsys.readouterr()
+    assert "recomputation of blocks: 2 keep all" in said.out and "sum without gaps" in said.out
+    assert said.err.startswith("DeviceMemoryError: CUDA out of memory.")
+    assert "The cheapest changes that would fit" in said.err and "Traceback" not in said.err
+    facts = json.loads((out / "run.json").read_text())
+    assert facts["status"].startswith("failed: CUDA out of memory.")
+    measured = facts["memory"]["measured"]["device"]
+    assert measured["weights"] == measured["gradients"] == measured["moments"] / 2
+    page = (out / "report.html").read_text()
+    assert "<h2>Memory</h2>" in page and "device, predicted" in page
+    assert not account.section(None) and not account.lines({"predicted": 3})

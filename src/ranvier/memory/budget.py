@@ -134,7 +134,7 @@ class Need:
             block, later = one.blocks[kinds[i]], self.count - 1 - i
             grads = min(later, 1) * one.gradient if stowed else later * one.gradient
             grads += (1 if stowed else i + 1) * one.before
-            own = min(one.gradient, max(block.peak - block.kept, 0))
+            own = min(max(one.gradient - one.before, 0), max(block.peak - block.kept, 0))
             grads += one.after + one.outside + own
             yield Peak("block", enter + back + block.peak - own, grads)
         grads = (1 if stowed else self.count) * one.gradient + one.outside

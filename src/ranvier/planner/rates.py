@@ -73,7 +73,7 @@ def _memory(device: torch.device) -> float:
 
 
 def _bytes(device: torch.device) -> int:
-    return 2**28 if device.type == "cuda" else 2**23
+    return 2**27 if device.type == "cuda" else 2**23
 
 
 def _link(device: torch.device) -> tuple[float, float]:

@@ -6,7 +6,7 @@ rows but the last, which is what its allocator holds besides: gaps between tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -78,43 +78,54 @@ def _column(facts: Any) -> dict[str, int]:
     return {name: size for name, size in items if name in CATEGORIES and type(size) is int}
 
 
-HEADER = ("", "device", "measured", "host", "measured")
+HEADER = ("device", "measured", "host", "measured")
 
 
-def rows(predicted: Table | None, measured: Table | None) -> Iterator[tuple[str, ...]]:
-    """Lines of cells in GiB, under `HEADER`; rows that are empty everywhere are left out."""
+def rows(predicted: Table | None, measured: Table | None) -> tuple[str, list[tuple[str, ...]]]:
+    """The unit, and lines of cells under `HEADER`; rows that are empty everywhere are left out."""
     tables = [predicted, measured]
     columns = [None if t is None else t.device for t in tables]
     columns += [None if t is None else t.host for t in tables]
+    counted = measured is not None and REST[0] in measured.device
+    found: list[tuple[str, list[int | None]]] = []
     for name in CATEGORIES:
         cells = [None if column is None else column.get(name, 0) for column in columns]
-        if name in REST[1:]:
-            cells[1] = None  # part of the row of activations
+        if name in REST[1:] or (name == REST[0] and not counted):
+            cells[1] = None  # part of the row of activations, or not known
         if any(cells):
-            yield name, *map(_shown, cells)
+            found.append((name, cells))
     sums = [None if t is None else t.allocated for t in tables]
+    sums[1] = sums[1] if counted else None
     sums += [None if t is None else t.on_host for t in tables]
-    yield "sum without gaps", *map(_shown, sums)
+    found.append(("sum without gaps", sums))
+    unit, size = ("GiB", GIB) if max(x or 0 for x in sums) >= GIB else ("MiB", 2**20)
+    return unit, [(name, *(_shown(cell, size) for cell in cells)) for name, cells in found]
 
 
 def lines(predicted: Table | None, measured: Table | None = None) -> list[str]:
     """The table as text, predicted beside measured."""
-    cells = [HEADER, *rows(predicted, measured)]
-    shown = [0, 1, *([2] if measured else []), 3, *([4] if measured else [])]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(HEADER))]
-    out = [f"{'GiB':<{widths[0]}}  " + "  ".join(f"{HEADER[i]:>{widths[i]}}" for i in shown[1:])]
-    for row in cells[1:]:
-        out.append(
-            f"{row[0]:<{widths[0]}}  " + "  ".join(f"{row[i]:>{widths[i]}}" for i in shown[1:])
-        )
-    if predicted is not None and measured is not None and predicted.allocated:
-        ratio = measured.allocated / predicted.allocated
-        out.append(f"measured / predicted on the device: {ratio:.3f}")
+    unit, cells = rows(predicted, measured)
+    cells = [(unit, *HEADER), *cells]
+    shown = [1, 2, 3, 4] if measured else [1, 3]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(HEADER) + 1)]
+    out = [
+        "  ".join([f"{row[0]:<{widths[0]}}", *(f"{row[i]:>{widths[i]}}" for i in shown)])
+        for row in cells
+    ]
+    return [*out, *words(predicted, measured)]
+
+
+def words(predicted: Table | None, measured: Table | None) -> list[str]:
+    """When most is there, and how near the prediction is."""
+    found = []
     if predicted is not None and predicted.where:
-        out.append(f"most is there {predicted.where}")
-    return out
+        found.append(f"most is there {predicted.where}")
+    if predicted is not None and measured is not None and REST[0] in measured.device:
+        ratio = measured.allocated / max(predicted.allocated, 1)
+        found.append(f"measured / predicted on the device: {ratio:.3f}")
+    return found
 
 
-def _shown(size: int | None) -> str:
-    """Bytes in GiB; what nobody knows is a dot."""
-    return "·" if size is None else f"{size / GIB:.3f}" if size else "-"
+def _shown(size: int | None, unit: int) -> str:
+    """Bytes in a unit; what nobody knows is a dot."""
+    return "·" if size is None else f"{size / unit:.3f}" if size else "-"

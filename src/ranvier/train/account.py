@@ -7,7 +7,7 @@ with the cheapest changes that would fit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,13 +16,15 @@ from torch import Tensor
 
 from ranvier.comm.deferred import Deferred
 from ranvier.errors import DeviceMemoryError
+from ranvier.models import Decoder
 from ranvier.optim.optimizer import Optimizer
+from ranvier.parallel import parallel_of
 from ranvier.planner import fit, rates, table
 from ranvier.planner.fit import Case, Choice
 from ranvier.planner.rates import Rates
 from ranvier.planner.table import GIB, Table
 from ranvier.train import page
-from ranvier.train.fit import gradients
+from ranvier.train.fit import gradients, marking
 from ranvier.train.plot import escaped
 
 MEMORY = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -51,7 +53,7 @@ class Account:
     choice: Choice | None = None
     """How its steps are placed."""
     gradients: int = 0
-    """Bytes of gradients at the end of the first step's passes."""
+    """Bytes of gradients when most was there, as seen in the passes of a step."""
 
     @property
     def predicted(self) -> Table | None:
@@ -60,11 +62,24 @@ class Account:
             return None
         return fit.table(self.case, self.choice)
 
-    def watch(self, queue: Deferred, work: Callable[[], Tensor]) -> Tensor:
-        """Do the passes of a step, then look at the gradients they leave."""
-        loss = work()
-        made = (x.untyped_storage() for x in gradients(queue) if x.device.type == queue.device.type)
-        self.gradients = sum({x.data_ptr(): x.nbytes() for x in made}.values())
+    def watch(self, model: Decoder, work: Callable[[], Tensor]) -> Tensor:
+        """Do the passes of a step, and look at the gradients there are when most is there.
+
+        On a host, where nobody counts, these are the gradients at the end.
+        """
+        queue, most = parallel_of(model).queue, 0
+
+        def note(_: str) -> None:
+            nonlocal most
+            cuda = queue.device.type == "cuda"
+            now = torch.cuda.max_memory_allocated(queue.device) if cuda else 0
+            if now >= most + cuda:  # it has grown since the last block began
+                most, self.gradients = now, _held(queue)
+
+        whole = parallel_of(model).grid.degrees["pipe"] == 1  # else other stages have blocks, too
+        with marking(model, note) if whole else nullcontext():
+            loss = work()
+        note("end")
         return loss
 
     def measured(self, optimizer: Optimizer, device: torch.device) -> Table:
@@ -142,6 +157,12 @@ class Account:
         return self.case.rates if self.case.open else USUAL
 
 
+def _held(queue: Deferred) -> int:
+    """Bytes of the gradients on the device now."""
+    made = (x.untyped_storage() for x in gradients(queue) if x.device.type == queue.device.type)
+    return sum({x.data_ptr(): x.nbytes() for x in made}.values())
+
+
 def tensors_of(optimizer: Optimizer) -> dict[str, list[Tensor]]:
     """Weights and states, where they lie."""
     held, scales = optimizer.store.held.values(), [*optimizer.store.scales.values()]
@@ -163,12 +184,10 @@ def section(facts: Any) -> str:
     predicted, measured = _read(facts)
     if predicted is None and measured is None:
         return ""
-    cells = [*table.rows(predicted, measured)]
-    words = [line for line in table.lines(predicted, measured) if "most is there" in line]
-    words += [line for line in table.lines(predicted, measured) if line.startswith("measured /")]
-    notes = "".join(f'<p class="muted">{escaped(line)}</p>' for line in words)
-    head = ["GiB", "device, predicted", "measured", "host, predicted", "measured"]
-    return page.section("Memory", page.table(head, cells), notes)
+    unit, cells = table.rows(predicted, measured)
+    notes = (f'<p class="muted">{escaped(line)}</p>' for line in table.words(predicted, measured))
+    head = [unit, "device, predicted", "measured", "host, predicted", "measured"]
+    return page.section("Memory", page.table(head, cells), "".join(notes))
 
 
 def _read(facts: Any) -> tuple[Table | None, Table | None]:

@@ -8,6 +8,7 @@ and the gradient it leaves. The passes are those of a step, with everything that
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -177,9 +178,17 @@ def _probed(
     parallel, inputs = parallel_of(model), [batch.inputs() for batch in batches]
     forward_backward(model, batches)
     forget(parallel, device)
-    with _watching(parallel, inputs, device) as watch, _marking(model, watch) as marks:
-        forward_backward(model, batches)
-        return [*_passes([*marks, _Mark.now("end", watch)], kind)]
+    marks: list[_Mark] = []
+    with _watching(parallel, inputs, device) as watch:
+
+        def note(name: str) -> None:
+            if not marks or marks[-1].name != name:  # a value may come in two parts
+                marks.append(_Mark.now(name, watch))
+
+        with marking(model, note):
+            forward_backward(model, batches)
+        note("end")
+    return [*_passes(marks, kind)]
 
 
 @dataclass(frozen=True)
@@ -198,44 +207,42 @@ class _Mark:
         return cls(name, held, most)
 
 
-MOMENTS = ("first", "second", "head", "back", "back first", "leave")
-"""Marks of a pass: the forward passes of two blocks begin, the head's, the backward passes of the
-second and of the first block, and of what is before them."""
-
-
 @contextmanager
-def _marking(model: Decoder, watch: _Watch) -> Iterator[list[_Mark]]:
-    """Inside, the two blocks of a model leave marks."""
-    marks: list[_Mark] = []
+def marking(model: Decoder, note: Callable[[str], None]) -> Iterator[None]:
+    """Inside, a pass tells where it is: forward 0, forward 1, ..., head, ..., backward 0, leave.
+
+    head: the last block is done. leave: so is the first one's backward pass.
+    """
     blocks = {id(block): block for block in model.blocks}
     inner = {at: block.forward for at, block in blocks.items()}
-
-    def note(name: str) -> None:
-        if not marks or marks[-1].name != name:  # a value may come in two parts
-            marks.append(_Mark.now(name, watch))
+    count, calls = len(model.blocks), itertools.count()
 
     def behind(value: Any, name: str) -> None:
-        for part in value if isinstance(value, tuple) else (value,):
+        for part in value if isinstance(value, tuple) else (value,):  # one, or two to be added
             if part.requires_grad:
                 part.register_hook(lambda _: note(name))
 
     def forward(at: int, x: Any, *others: Any) -> Any:
-        second = bool(marks) and marks[-1].name == "first"
-        note("second" if second else "first")
-        behind(x, "back first" if second else "leave")
+        i = next(calls) % count
+        note(f"forward {i}")
+        behind(x, f"backward {i - 1}" if i else "leave")
         y = inner[at](x, *others)
-        if second:
+        if i == count - 1:
             note("head")
-            behind(y, "back")
+            behind(y, f"backward {i}")
         return y
 
     try:
         for at, block in blocks.items():
             block.forward = partial(forward, at)
-        yield marks
+        yield
     finally:
         for at, block in blocks.items():
             block.forward = inner[at]
+
+
+MOMENTS = ("forward 0", "forward 1", "head", "backward 1", "backward 0", "leave")
+"""What a pass of a model with two blocks tells."""
 
 
 def _passes(marks: Sequence[_Mark], kind: Kind) -> Iterator[Pass]:

@@ -28,6 +28,7 @@ from ranvier.nn.leaf import Flow
 from ranvier.nn.linear import Linear
 from ranvier.optim.optimizer import Optimizer
 from ranvier.optim.scale import Scale
+from ranvier.optim.store import SLOTS
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.plan import Plan, divisors
 from ranvier.planner import fit, rates
@@ -38,7 +39,7 @@ from ranvier.planner.sizes import logits, sizes_of
 from ranvier.run import Run
 from ranvier.settings import MemoryConfig
 from ranvier.train import homes
-from ranvier.train.account import Account, is_short, tensors_of
+from ranvier.train.account import USUAL, Account, is_short, tensors_of
 from ranvier.train.fit import GIB, blank, candidates, forget, measured, room
 from ranvier.train.step import forward_backward
 
@@ -48,6 +49,9 @@ TRIES = 3
 """Times that a fit is tried before the run gives up."""
 LESS = 0.05
 """Share of the limit by which it is lowered at least when a trial step does not fit."""
+TILES, NUMBER, SMALLEST = 0.02, 12, 20
+"""Share of the device that tiles of states take, bytes of the states of a number, and bits of the
+number of numbers of the smallest tile: a smaller one would not fill the link."""
 PLACED = frozenset({"states", "weights", "activations", "update"})
 """What depends on how fast things move."""
 ALIKE = Rates(1e12, 1e12, 1e12, 1e12, 1e12)
@@ -100,6 +104,7 @@ def settle(run: Run, model: Decoder, device: torch.device, *, local_ranks: int) 
         run, free = faster(run, parallel_of(model), device), frozenset()
     if not free:
         return Settled(run, optimizer_of(run, model, device, local_ranks=local_ranks), Account())
+    run = _tiled(run, device, local_ranks)
     case = case_of(run, model, device, local_ranks, free)
     parallel, notes = parallel_of(model), list[str]()
     for tries in range(TRIES):
@@ -156,6 +161,17 @@ def faster(run: Run, parallel: Parallel, device: torch.device) -> Run:
     times = {cpu: streamed(moved, found, cpu=cpu) for cpu in (False, True)}
     update: Literal["device", "cpu"] = "cpu" if times[True] < times[False] else "device"
     return replace(run, memory=replace(run.memory, update=update))
+
+
+def _tiled(run: Run, device: torch.device, local_ranks: int) -> Run:
+    """With `memory.fit`: tiles of states that take a small share of the device, as no result
+    depends on them."""
+    memory = run.memory
+    if memory.fit == "off" or memory.tile != MemoryConfig().tile:
+        return run
+    most = TILES * room(memory.limit, device, local_ranks) / (SLOTS * NUMBER)
+    tile = min(1 << max(int(most).bit_length() - 1, SMALLEST), memory.tile)
+    return replace(run, memory=replace(memory, tile=tile))
 
 
 def applied(run: Run, choice: Choice) -> Run:
@@ -242,7 +258,7 @@ def case_of(
     )
     found = ALIKE
     if free & PLACED:
-        found = _slowest(rates.measured(device, parallel.queue.buckets[0].data.dtype), parallel)
+        found = _slowest(_rates(parallel, device), parallel)
     return Case(
         needs,
         sizes,
@@ -342,6 +358,14 @@ def work_of(run: Run, parallel: Parallel) -> Work:
             inside += flops * (2 if frozen else 3)
     blocks = inside / max(forward + backward, 1)
     return Work(forward // share, backward // share, blocks, share, run.data.seq)
+
+
+def _rates(parallel: Parallel, device: torch.device) -> Rates:
+    """The rates of a device, or usual ones where it has no room for a measurement."""
+    try:
+        return rates.measured(device, parallel.queue.buckets[0].data.dtype)
+    except torch.OutOfMemoryError:
+        return USUAL
 
 
 def _slowest(found: Rates, parallel: Parallel) -> Rates:

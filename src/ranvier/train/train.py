@@ -252,7 +252,8 @@ def _run(trainer: Trainer, folder: Path, stop: Stop, *, origin: Path | None) -> 
     except BaseException as error:
         if first:
             with suppress(Exception):  # the first error is the one to be told
-                _close(trainer, folder, f"failed: {str(error) or type(error).__name__}")
+                words = (str(error) or type(error).__name__).splitlines()[0]
+                _close(trainer, folder, f"failed: {words}")
         raise
     if first:
         _farewell(trainer, folder)

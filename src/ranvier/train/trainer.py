@@ -313,7 +313,7 @@ class Trainer:
             return (Replay(self.model, self.step).twice,)
         if self.account.gradients or self.run.plan.graph:
             return ()
-        return (partial(self.account.watch, parallel_of(self.model).queue),)
+        return (partial(self.account.watch, self.model),)
 
     def _reported(self) -> tuple[int, int]:
         """How far this rank's part of a checkpoint is, and what failed."""

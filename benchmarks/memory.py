@@ -1,0 +1,281 @@
+"""Memory on one GPU: the predicted table beside what torch has counted; fits into small devices.
+
+    python benchmarks/memory.py --table                 twelve configurations, about three minutes
+    python benchmarks/memory.py --table --only 8b       those whose name has this word
+    python benchmarks/memory.py --fit                   four sizes, each with a limit of its own
+    python benchmarks/memory.py --table --tiny          the same code on the CPU
+
+A configuration is assembled by our trainer, predicted (a model of two blocks is measured, the rest
+is added up) and then takes three steps. The verdict compares the most bytes that torch has
+allocated in the last two with the prediction: good from 0.95 to 1.05. On the CPU storages of
+tensors are counted instead, during the passes. A limit is emulated: torch refuses to hold more than
+that share of the device. All run one after the other in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from one_gpu import SIZES, TOY
+from peers import Shape, run_of
+
+from ranvier.data.batch import Batch
+from ranvier.errors import RanvierError
+from ranvier.grid import Grid
+from ranvier.parallel import parallel_of
+from ranvier.planner import table
+from ranvier.planner.table import GIB, Table
+from ranvier.train import fit
+from ranvier.train.account import Account
+from ranvier.train.settle import foreseen
+from ranvier.train.step import forward_backward
+from ranvier.train.train import settled
+from ranvier.train.trainer import Trainer
+
+GOOD = (0.95, 1.05)
+"""Measured over predicted."""
+RATE = 1e-4
+
+
+@dataclass(frozen=True)
+class Config:
+    """A size, sequences of a step, and settings."""
+
+    name: str
+    size: str
+    batch: int
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+def config(size: str, batch: int, kind: str, how: str, **more: str) -> Config:
+    """With a kind of recomputation, eager or compiled, and further settings by dotted name."""
+    words = {name.replace("__", "."): text for name, text in more.items()}
+    name = " ".join([size, f"b{batch}", kind, how, *(f"{k}={v}" for k, v in words.items())])
+    compiled = "on" if how == "compiled" else "off"
+    return Config(name, size, batch, {"plan.recompute": kind, "plan.compile": compiled, **words})
+
+
+CONFIGS = [
+    config("0.5b", 8, "none", "compiled"),
+    config("0.5b", 16, "full", "eager", plan__micro_batch="4"),
+    config("1.5b", 4, "none", "compiled"),
+    config("1.5b", 8, "selective", "compiled", plan__micro_batch="4"),
+    config("1.5b", 4, "full", "eager", memory__states="host"),
+    config("1.5b", 4, "none", "eager", memory__states="split", memory__resident="8"),
+    config("1.5b", 2, "selective", "eager", memory__states="file"),
+    config("3b", 4, "full", "compiled"),
+    config("3b", 2, "none", "compiled", memory__states="host"),
+    config("3b", 4, "full", "eager", memory__states="host", memory__weights="host"),
+    config("8b", 1, "full", "eager"),
+    config("8b", 2, "selective", "eager", memory__states="host", optim__moments="bf16"),
+]
+LIMITS = [("0.5b", 8, 4.0), ("1.5b", 8, 8.0), ("1.5b", 8, 24.0), ("8b", 8, 80.0)]
+"""Size, sequences of a step, GiB."""
+TINY = [
+    config("toy", 4, "none", "eager"),
+    config("toy", 4, "selective", "eager", plan__micro_batch="2"),
+    config("toy-tied", 4, "full", "eager", plan__micro_batch="1"),
+]
+TINY_LIMITS = [("toy", 4, 0.01), ("toy-tied", 4, 0.003)]
+
+
+def settings() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--table", action="store_true", help="predicted and measured bytes of configurations")
+    add("--fit", action="store_true", help="memory.fit=auto with small limits")
+    add("--only", default="", help="configurations whose name has this word")
+    add("--ours", action="append", default=[], metavar="KEY=VALUE", help="a setting of all")
+    add("--steps", type=int, default=3, help="steps of each; the first is not measured")
+    add("--tiny", action="store_true", help="toys on the CPU, to see that all works")
+    add("--json", type=Path, metavar="FILE", help="write everything there")
+    return parser.parse_args()
+
+
+class Bench:
+    """A trainer on random tokens."""
+
+    def __init__(self, shape: Shape, config: Config, device: torch.device) -> None:
+        run = settled(run_of(shape, config.batch, config.settings, device.type), device)
+        nothing: Any = None  # steps are given their batches
+        self.device = device
+        self.trainer = Trainer.assemble(run, Grid({}), device, nothing)
+        source = torch.Generator(device).manual_seed(0)
+        size = (config.batch, shape.max_seq + 1)
+        ids = torch.randint(0, shape.vocab, size, device=device, generator=source)
+        batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+        self.batches = batch.micro_batches(self.trainer.grid, self.trainer.run.plan.micro_batch)
+
+    def predicted(self) -> Account:
+        """The account of the trainer."""
+        trainer = self.trainer
+        if trainer.account.case is None:
+            trainer.account = foreseen(
+                trainer.run, trainer.model, trainer.optimizer, self.device, 1
+            )
+        return trainer.account
+
+    def measured(self, steps: int) -> Table:
+        """Take steps; what all but the first have held."""
+        trainer, account = self.trainer, self.trainer.account
+        if self.device.type == "cpu":
+            return self._counted()
+        for i in range(steps):
+            if i == 1:
+                torch.cuda.reset_peak_memory_stats(self.device)
+            passes = (partial(account.watch, trainer.model),) if i == 1 else ()
+            trainer.take(self.batches, RATE, trainer.guard.watch, *passes)
+            torch.cuda.synchronize(self.device)
+        return account.measured(trainer.optimizer, self.device)
+
+    def _counted(self) -> Table:
+        """On the CPU: storages made in the passes of a step, and what is there all the time."""
+        trainer, queue = self.trainer, parallel_of(self.trainer.model).queue
+        before = [[b.data for b in queue.buckets], [b.inputs() for b in self.batches]]
+        with fit._OnHost(before, partial(fit.gradients, queue)) as watch:
+            passes = partial(forward_backward, trainer.model, self.batches)
+            trainer.account.watch(trainer.model, passes)
+        known = trainer.account.measured(trainer.optimizer, self.device)
+        rest = watch.peak() - known.device["gradients"]
+        queue.begin("")
+        return Table({**known.device, "activations": rest}, known.host)
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        self.__dict__.clear()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch._dynamo.reset()  # what was compiled keeps weights
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+
+def shape_of(size: str) -> Shape:
+    """The shape of a named size."""
+    return {**SIZES, **TOY}[size][0]
+
+
+def tables(asked: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """Predict and measure each configuration."""
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for one in chosen(TINY if asked.tiny else CONFIGS, asked, folder):
+            start, bench = time.perf_counter(), None
+            row: dict[str, Any] = {"name": one.name}
+            try:
+                bench = Bench(shape_of(one.size), one, device)
+                predicted = bench.predicted().predicted
+                assert predicted is not None, "the prediction itself did not fit"
+                measured = bench.measured(asked.steps)
+                row |= {"predicted": predicted.facts(), "measured": measured.facts()}
+                row["ratio"] = measured.allocated / predicted.allocated
+                print(f"\n{one.name} ({time.perf_counter() - start:.1f} s)")
+                print(*(f"  {line}" for line in table.lines(predicted, measured)), sep="\n")
+            except (RanvierError, RuntimeError, AssertionError) as error:
+                row["failed"] = str(error).splitlines()[0][:200]
+                print(f"\n{one.name} failed: {row['failed']}")
+            if bench is not None:
+                bench.close()
+            found.append(row)
+            sys.stdout.flush()
+    return found
+
+
+def chosen(configs: Sequence[Config], asked: argparse.Namespace, folder: str) -> list[Config]:
+    """The configurations that were asked for, with the settings of all."""
+    more = dict(text.split("=", 1) for text in asked.ours)
+    found = []
+    for one in configs:
+        if asked.only in one.name:
+            words = {"data.packed": "false", **one.settings, **more}
+            if words.get("memory.states") == "file":
+                words["memory.path"] = folder
+            found.append(Config(one.name, one.size, one.batch, words))
+    return found
+
+
+def fits(asked: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """Fit each size into its limit and take steps there."""
+    found: list[dict[str, Any]] = []
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    for size, batch, limit in TINY_LIMITS if asked.tiny else LIMITS:
+        name = f"{size} in {limit:g} GiB"
+        words = {"memory.fit": "auto", "memory.limit": str(limit), "plan.compile": "off"}
+        (one,) = chosen([Config(name, size, batch, words)], asked, "") or [None]
+        if one is None:
+            continue
+        start, bench = time.perf_counter(), None
+        row: dict[str, Any] = {"name": name}
+        if total:
+            torch.cuda.set_per_process_memory_fraction(limit * GIB / total, device)
+        try:
+            bench = Bench(shape_of(size), one, device)
+            notes = bench.trainer.notes
+            row["tries"] = 1 + sum("chosen again" in note for note in notes)
+            predicted = bench.predicted().predicted
+            assert predicted is not None
+            measured = bench.measured(asked.steps)
+            row |= {"predicted": predicted.facts(), "measured": measured.facts(), "notes": notes}
+            row["ratio"] = measured.total / (limit * GIB)
+            print(f"\n{name} ({time.perf_counter() - start:.1f} s), {row['tries']} tries")
+            print(*(f"  {line}" for line in notes), sep="\n")
+            print(*(f"  {line}" for line in table.lines(predicted, measured)), sep="\n")
+            print(f"  held {measured.total / GIB:.3g} of {limit:g} GiB")
+        except (RanvierError, RuntimeError, AssertionError) as error:
+            row["failed"] = str(error)
+            print(f"\n{name} failed: {error}")
+        if bench is not None:
+            bench.close()
+        found.append(row)
+        sys.stdout.flush()
+    if total:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+    return found
+
+
+def main() -> int:
+    """Run what was asked for; 0 if all is good."""
+    asked = settings()
+    device = torch.device("cpu" if asked.tiny else "cuda")
+    if not asked.table and not asked.fit:
+        print("Give --table or --fit.", file=sys.stderr)
+        return 2
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+        torch.zeros(1, device=device)
+    made = {"table": tables(asked, device) if asked.table else []}
+    made["fit"] = fits(asked, device) if asked.fit else []
+    print()
+    good = True
+    for row in made["table"]:
+        fine = "failed" not in row and GOOD[0] <= row["ratio"] <= GOOD[1]
+        good &= fine
+        what = row.get("failed") or f"{row['ratio']:.3f}"
+        print(f"{'good' if fine else 'BAD ':5} {what:>7}  {row['name']}")
+    for row in made["fit"]:
+        fine = "failed" not in row and row["tries"] <= 2
+        good &= fine
+        what = "failed" if "failed" in row else f"try {row['tries']}, {row['ratio']:.0%} held"
+        print(f"{'good' if fine else 'BAD ':5} {what}  {row['name']}")
+    if asked.json:
+        asked.json.write_text(json.dumps(made, indent=1))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
