@@ -132,6 +132,11 @@ class Run:
                 f"memory.fit='auto' with plan.pipe={self.plan.pipe}. A fit is measured on whole "
                 "models. Use plan.pipe=1, or memory.limit to bound what a stage holds."
             )
+        if self.memory.activations < 0.0 and self.plan.pipe > 1:
+            yield (
+                f"memory.activations={self.memory.activations} with plan.pipe={self.plan.pipe}. "
+                "What fits is measured on whole models. Use a share from 0 to 1, or plan.pipe=1."
+            )
         if self.memory.fit == "auto" and self.plan.graph:
             yield (
                 "memory.fit='auto' with plan.graph=True. A recorded step has memory of its own, "

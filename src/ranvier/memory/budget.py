@@ -6,11 +6,12 @@ gradients appear, and a block that keeps little needs its room for a moment only
 above what is there all the time, the largest of
 
     head      enter + Σ kept + head + n · before
-    block i   enter + Σ_{j<i} kept_j + peak_i + after + Σ_{j≤i} before + Σ_{j>i} gradient
-    leave     enter + after + n · gradient + leave
+    block i   enter + Σ_{j<i} kept_j + peak_i + after + Σ_{j≤i} before + Σ_{j>i} gradient + moving
+    leave     enter + after + n · gradient + moving + leave
 
-where `before` is the gradient that earlier micro-batches have left. Kinds are laid in the order
-full, selective, none: what a late block keeps lives shortest.
+where `before` is the gradient that earlier micro-batches have left, and `moving` what the gradient
+of one block takes besides while it is being reduced. Kinds are laid in the order full, selective,
+none: what a late block keeps lives shortest.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ class Pass:
     """Gradients outside of blocks, at the end."""
     outside: int = 0
     """The same of earlier micro-batches: what of `enter` is no activation."""
+    moving: int = 0
+    """Of the gradient of the block before, while it is being reduced: above what it is then."""
 
 
 class Peak(NamedTuple):
@@ -135,9 +138,9 @@ class Need:
             grads = min(later, 1) * one.gradient if stowed else later * one.gradient
             grads += (1 if stowed else i + 1) * one.before
             own = min(max(one.gradient - one.before, 0), max(block.peak - block.kept, 0))
-            grads += one.after + one.outside + own
+            grads += one.after + one.outside + own + (one.moving if later else 0)
             yield Peak("block", enter + back + block.peak - own, grads)
-        grads = (1 if stowed else self.count) * one.gradient + one.outside
+        grads = (1 if stowed else self.count) * one.gradient + one.outside + one.moving
         yield Peak("leave", enter, one.after + grads + one.leave)
 
     def _next(self, kinds: Sequence[Kind], away: float, stowed: bool) -> Iterator[Peak]:

@@ -30,6 +30,7 @@ GAPS = 0.03
 """Share of what comes and goes in a step that the allocator loses between tensors."""
 SOME = 0.05
 """Share of the states from which on it is worth keeping them on the device."""
+WHERE: tuple[Weights, ...] = ("device", "host")
 AWAY = (0.0, 0.5, 1.0)
 """Shares of the activations that are tried on the host."""
 MANY = 2
@@ -226,13 +227,24 @@ def seconds(case: Case, choice: Choice) -> Seconds:
 
 def fits(case: Case) -> Iterator[Fit]:
     """Choices that fit, among them the fastest with each micro-batch and each place."""
+    for one in _places(case):
+        yield from _kinds(case, one, _ways(case, one.micro_batch))
+
+
+def _places(case: Case) -> Iterator[Choice]:
+    """Micro-batches, and where weights and activations may lie."""
     given, free = case.given, case.open
-    for micro, need in case.needs.items():
-        ways = sorted(budget.ways(need), key=budget.share) if "recompute" in free else [given.kinds]
-        for weights in ("device", "host") if "weights" in free else (given.weights,):
+    for micro in case.needs:
+        for weights in WHERE if "weights" in free else (given.weights,):
             for away in AWAY if "activations" in free else (given.activations,):
-                one = replace(given, micro_batch=micro, weights=weights, activations=away)
-                yield from _kinds(case, one, ways)
+                yield replace(given, micro_batch=micro, weights=weights, activations=away)
+
+
+def _ways(case: Case, micro: int) -> list[tuple[Kind, ...]]:
+    """Kinds of the blocks, those that compute least again first."""
+    if "recompute" not in case.open:
+        return [case.given.kinds]
+    return sorted(budget.ways(case.needs[micro]), key=budget.share)
 
 
 def _kinds(case: Case, choice: Choice, ways: Sequence[tuple[Kind, ...]]) -> Iterator[Fit]:
@@ -286,10 +298,19 @@ def best(found: Iterable[Fit]) -> Fit | None:
 
 def least(case: Case) -> int:
     """Bytes of the device without which nothing fits, as far as the host has room for the rest."""
+    tight = replace(case, limit=2**62)
     if "states" in case.open:
         given = replace(case.given, states="host")
-        case = replace(case, given=given, open=case.open - {"states"})
-    return min((fit.device for fit in fits(replace(case, limit=2**62))), default=0)
+        tight = replace(tight, given=given, open=case.open - {"states"})
+    return min(
+        (
+            found.device
+            for one in _places(tight)
+            for kinds in _ways(tight, one.micro_batch)
+            for found in _placed(tight, replace(one, kinds=kinds))
+        ),
+        default=0,
+    )
 
 
 def cheapest(case: Case, now: Choice, count: int = 3) -> list[Fit]:

@@ -40,7 +40,7 @@ def measured(device: torch.device, dtype: torch.dtype) -> Rates:
         flops, memory = _products(device, dtype), _memory(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return Rates(flops, memory, to_device, to_host, _adam())
+    return Rates(flops, memory, to_device, to_host, _adam(_bytes(device) // 8))
 
 
 def _best(device: torch.device, work: Callable[[], object]) -> float:
@@ -104,9 +104,8 @@ def _link(device: torch.device) -> tuple[float, float]:
     return rates[0], rates[1]
 
 
-def _adam() -> float:
-    """Parameters a second of torch's fused AdamW on the host."""
-    size = 2**20
+def _adam(size: int) -> float:
+    """Parameters a second of torch's fused AdamW on the host, of so many, beyond its caches."""
     param = torch.zeros(size, requires_grad=True)
     param.grad = torch.zeros(size)
     optimizer = torch.optim.AdamW([param], fused=True)

@@ -73,16 +73,17 @@ def sizes_of(parallel: Parallel, *, moments: str = "master", tile: int = 2**24) 
     states = {bucket: _states(bucket, moments) for bucket in trained}
     vectors = [bucket for bucket in trained if bucket.weights[0].group == "vector"]
     tiles = [
-        (min(tile, b.size // data), sum(states[b]) * data / b.size, b.data.element_size())
+        (min(tile, b.held), sum(states[b]) / b.held, b.data.element_size())
         for b in trained
-        if b not in vectors
+        if b not in vectors and b.held
     ]
     moved = [bucket for bucket in trained if bucket.split or data > 1]
+    masks = sum(bucket.kept.bytes for bucket in queue.buckets if bucket.kept is not None)
     return Sizes(
         block=max(blocks, default=0),
         head=layers[-1] if layers else 0,
         others=sum(layers[:-1]),
-        still=sum(b.data.nbytes for b in queue.buckets if not resting(b)),
+        still=sum(b.data.nbytes for b in queue.buckets if not resting(b)) + masks,
         count=len(names),
         master=sum(master for master, _ in states.values()),
         moments=sum(both for _, both in states.values()),
@@ -91,15 +92,31 @@ def sizes_of(parallel: Parallel, *, moments: str = "master", tile: int = 2**24) 
         wide_ring=SLOTS
         * round(max((n * (each + wide + own) for n, each, own in tiles), default=0)),
         gathered=2 * max((b.data.nbytes * depth for b in queue.buckets if b.split), default=0),
-        communication=2 * max((b.size * depth * wide for b in moved), default=0),
+        communication=2 * max((b.count * depth * wide for b in moved), default=0),
         publish=sum(b.data.nbytes for b in trained) if data > 1 else 0,
-        trained=sum(b.size // data for b in trained),
+        trained=sum(b.held for b in trained),
     )
+
+
+def gradient(parallel: Parallel, block: str, *, passes: int, last: bool) -> int:
+    """Bytes of the gradient of a block after so many passes, once it is where it stays.
+
+    One that came once stays as it came; it is wide once it is added to another or was reduced over
+    an axis. last: of a step; then each data rank gets its range.
+    """
+    queue, total = parallel.queue, 0
+    for bucket in queue.buckets:
+        if bucket.name == block and bucket.trainable:
+            wide, own = (bucket.count * d.itemsize for d in (queue.dtype, bucket.data.dtype))
+            size = wide if bucket.split or passes > 1 else own
+            reduced = last and queue.data_axis.size > 1
+            total += wide // queue.data_axis.size if reduced else size
+    return total
 
 
 def _states(bucket: Bucket, moments: str) -> tuple[int, int]:
     """Bytes of master weights and of both moments of my range of a bucket."""
-    count, dtype = bucket.size // bucket.queue.data_axis.size, bucket.data.dtype
+    count, dtype = bucket.held, bucket.data.dtype
     wide = bucket.queue.dtype.itemsize
     master = count * wide if dtype in (torch.bfloat16, torch.float16) else 0
     if bucket.weights[0].group == "vector" or moments == "master":

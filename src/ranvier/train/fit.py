@@ -34,7 +34,7 @@ from ranvier.models import Decoder
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.pipeline.choice import read, written
 from ranvier.plan import Plan
-from ranvier.planner.sizes import sizes_of
+from ranvier.planner import sizes
 from ranvier.run import Run
 from ranvier.train.step import forward_backward
 
@@ -75,10 +75,10 @@ def bounded(run: Run, model: Decoder, device: torch.device, local_ranks: int) ->
     lines = stage.words()
     if limited > 0.0 and plan.credits == 0:
         kept = max(_kept(run, parallel, chunk, device) for chunk in range(len(stage.chunks)))
-        sizes = sizes_of(parallel, moments=run.optim.moments, tile=run.memory.tile)
+        own = sizes.sizes_of(parallel, moments=run.optim.moments, tile=run.memory.tile)
         wide = sum(b.size for b in parallel.queue.buckets if b.trainable)
-        fixed = sizes.weights + sizes.communication + wide * parallel.queue.dtype.itemsize
-        fixed += sizes.states if run.memory.states == "device" else sizes.ring + sizes.small
+        fixed = own.weights + own.communication + wide * parallel.queue.dtype.itemsize
+        fixed += own.states if run.memory.states == "device" else own.ring + own.small
         available = room(limited, device, local_ranks)
         fits = (available - fixed) // max(kept, 1)
         limit = -largest(-int(min(fits, 2**31)), parallel.grid, device)
@@ -188,7 +188,7 @@ def _probed(
         with marking(model, note):
             forward_backward(model, batches)
         note("end")
-    return [*_passes(marks, kind)]
+    return [*_passes(marks, kind, parallel)]
 
 
 @dataclass(frozen=True)
@@ -245,14 +245,16 @@ MOMENTS = ("forward 0", "forward 1", "head", "backward 1", "backward 0", "leave"
 """What a pass of a model with two blocks tells."""
 
 
-def _passes(marks: Sequence[_Mark], kind: Kind) -> Iterator[Pass]:
+def _passes(marks: Sequence[_Mark], kind: Kind, parallel: Parallel) -> Iterator[Pass]:
     """What marks of passes tell; see `budget.Pass`."""
     before, first_enter, each = 0, 0, len(MOMENTS)
-    assert [mark.name for mark in marks] == [*MOMENTS * (len(marks) // each), "end"], marks
+    name, count = [*parallel.kinds][:2][-1], len(marks) // each
+    assert [mark.name for mark in marks] == [*MOMENTS * count, "end"], marks
     for at in range(0, len(marks) - 1, each):
         _, second, head, back, first, leave, end = marks[at : at + each + 1]
-        kept = head.held - second.held
-        gradient = before + first.held - back.held + kept
+        kept, last = head.held - second.held, at // each == count - 1
+        made = before + first.held - back.held + kept
+        gradient = min(made, sizes.gradient(parallel, name, passes=at // each + 1, last=last))
         peak, enter = first.most - back.held + kept, second.held - kept - 2 * before
         first_enter = first_enter or enter
         yield Pass(
@@ -265,6 +267,7 @@ def _passes(marks: Sequence[_Mark], kind: Kind) -> Iterator[Pass]:
             before=before,
             rest=max(end.held - 2 * gradient, 0),
             outside=max(enter - first_enter, 0),
+            moving=made - gradient,
         )
         before = gradient
 

@@ -100,9 +100,11 @@ def settle(run: Run, model: Decoder, device: torch.device, *, local_ranks: int) 
     over all axes; after a fit two trial steps.
     """
     free = opened(run)
+    if device.type == "cpu" and run.memory.limit == 0.0:
+        free -= PLACED  # the host is the device
     if free == {"update"}:  # that is a matter of rates alone
         run, free = faster(run, parallel_of(model), device), frozenset()
-    if not free:
+    if not free or run.plan.pipe > 1:
         return Settled(run, optimizer_of(run, model, device, local_ranks=local_ranks), Account())
     run = _tiled(run, device, local_ranks)
     case = case_of(run, model, device, local_ranks, free)
