@@ -150,8 +150,8 @@ def test_selective_keeps_less_than_all_and_more_than_nothing(corpus: str) -> Non
         == 8
         * sum(
             weight.elements
-            for name, weight in parallel_of(trainer.model).weights.items()
-            if name.startswith("blocks.1.")
+            for weight in parallel_of(trainer.model).weights.values()
+            if weight.bucket.name == "blocks.1"
         )
     )
     middle = budget.between(four, double, 0.5)
