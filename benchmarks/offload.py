@@ -17,19 +17,28 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from one_gpu import SIZES, TOY
-from peers import Contestant, Ours, Peer, Shape, Task
+from peers import Contestant, Ours, Peer, Shape, Task, run_of
 from torch import Tensor, distributed, nn
 
 from ranvier.comm.arena import Arena
+from ranvier.errors import RanvierError
+from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder
+from ranvier.planner import fit
+from ranvier.planner.fit import Case
+from ranvier.planner.table import lines
+from ranvier.run import Run
+from ranvier.train.settle import case_of, opened
+from ranvier.train.train import settled
+from ranvier.train.trainer import Trainer
 
 GIB = 2**30
 HOST = {"memory.states": "host"}
@@ -247,6 +256,117 @@ def fsdp(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+# ---- how large --------------------------------------------------------------------------
+
+WAYS: dict[str, dict[str, str]] = {
+    "plain": {"plan.recompute": "none"},
+    "fp32 states": {"memory.fit": "auto", "plan.recompute": "full"},
+    "8-bit moments": {"memory.fit": "auto", "plan.recompute": "full", "optim.moments": "int8"},
+}
+"""Plain AdamW, and states where they fit; nothing but places and numbers of moments differs."""
+
+
+def largest(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The most blocks of each way by its predicted table, confirmed by running."""
+    if arguments.limit and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(arguments.limit * GIB / total, 1.0))
+    wide = Shape.of(1, 4096, 32, 14336, max_seq=2048)
+    toy = Shape.of(1, 64, 4, 256, kv_heads=2, vocab=512, max_seq=64)
+    shape, rows = toy if arguments.smoke else wide, list[dict[str, Any]]()
+    for way, where in WAYS.items():
+        where = {**where, "plan.compile": "off"}
+        if arguments.limit:
+            where |= {"memory.limit": str(arguments.limit)} if way != "plain" else {}
+        blocks = foretold(shape, where, arguments)
+        row = confirmed(shape, where, blocks)
+        row |= {"way": way, "predicted blocks": blocks}
+        rows.append(row)
+        times = row["parameters"] / rows[0]["parameters"]
+        print(
+            f"{way:>14}: {row['blocks']} blocks, {row['parameters'] / 1e9:.2f} B, "
+            f"{row['seconds']:.2f} s a step, {row['peak'] / GIB:.1f} GiB on the device, "
+            f"{row['host'] / GIB:.1f} on the host, {times:.2f} x",
+            flush=True,
+        )
+        for line in row["table"]:
+            print(f"    {line}")
+    return rows
+
+
+def foretold(shape: Shape, where: Mapping[str, str], arguments: argparse.Namespace) -> int:
+    """The most blocks that fit, as models of two and three of them tell."""
+    cases = []
+    for blocks in (2, 3):
+        run = run_of(replace(shape, layers=blocks), 1, where, device().type)
+        run = settled(run, device())
+        nothing: Any = None
+        cleared()
+        made = Trainer.assemble(replace_fit(run), Grid({}), device(), nothing)
+        free = opened(run) if run.memory.fit == "auto" else frozenset[str]()
+        cases.append(case_of(run, made.model, device(), 1, free, made.optimizer))
+        del made
+    cleared()
+    if arguments.smoke:
+        limit = 10 * fit.least(cases[1])
+        cases = [replace(case, limit=limit, host=limit) for case in cases]
+    low, high = 1, 2
+    while fitting(cases, high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fitting(cases, middle) else (low, middle)
+    return low
+
+
+def replace_fit(run: Run) -> Run:
+    """The run with everything on the device: small as it is, nothing has to be chosen."""
+    return replace(run, memory=replace(run.memory, fit="off", limit=0.0))
+
+
+def fitting(cases: Sequence[Case], blocks: int) -> bool:
+    """Whether so many blocks fit: sizes grow evenly."""
+    two, three = cases
+    sizes = {
+        one.name: getattr(two.sizes, one.name)
+        + (blocks - 2) * (getattr(three.sizes, one.name) - getattr(two.sizes, one.name))
+        for one in fields(two.sizes)
+    }
+    needs = {micro: replace(need, count=blocks) for micro, need in three.needs.items()}
+    given = replace(three.given, kinds=three.given.kinds[:1] * blocks)
+    case = replace(three, sizes=replace(two.sizes, **sizes), needs=needs, given=given)
+    if not case.open:
+        return fit.table(case, given).total <= case.limit
+    return fit.best(fit.fits(case)) is not None
+
+
+def confirmed(shape: Shape, where: Mapping[str, str], blocks: int) -> dict[str, Any]:
+    """What a model of so many blocks needs and takes; a twentieth less where it does not fit."""
+    for _ in range(3):
+        try:
+            cleared()
+            task = Task.of(replace(shape, layers=blocks), 1, device(), clip=True)
+            one = Ours(task, where)
+            for i in range(2):
+                one.step(i)
+            found = {"blocks": blocks, "seconds": timed(one, 2), "peak": float(peak())}
+            trainer = one.trainer
+            kept = trainer.optimizer.store.bytes()
+            account = trainer.account
+            table = [] if account.predicted is None else lines(account.predicted)
+            found |= {
+                "parameters": float(one.parameters),
+                "host": float(sum(away for _, away in kept.values())),
+                "table": [*trainer.notes, *table],
+            }
+            one.close()
+            return found
+        except (torch.OutOfMemoryError, RanvierError) as error:
+            print(f"{blocks} blocks do not fit: {str(error).splitlines()[0][:200]}")
+            blocks -= max(blocks // 20, 1)
+    raise SystemExit("Nothing near the prediction fits.")
+
+
 def shapes(arguments: argparse.Namespace) -> list[tuple[str, Shape]]:
     """The models that were asked for."""
     known = TOY if arguments.smoke else SIZES
@@ -271,6 +391,7 @@ def settings() -> argparse.Namespace:
     add("--tokens", type=int, nargs="+", default=[2048 * 4**i for i in range(4)] + [262144])
     add("--micro", type=int, default=8, help="samples of a micro-batch at most")
     add("--batch", type=int, default=4, help="samples of a step beside FSDP2")
+    add("--limit", type=float, default=0.0, help="GiB of the device, for the largest model")
     add("--recompute", default="none")
     add("--windows", type=int, default=2)
     add("--warm", type=int, default=2)
@@ -284,7 +405,7 @@ def main() -> None:
     arguments, found = settings(), {}
     if arguments.smoke:
         arguments.tokens, arguments.batch, arguments.windows = [64, 256], 2, 1
-    for mode in (speed, fsdp):
+    for mode in (speed, fsdp, largest):
         if getattr(arguments, mode.__name__):
             found[mode.__name__] = mode(arguments)
     if arguments.json:
