@@ -162,8 +162,9 @@ class Ours:
         nothing: Any = None  # steps are given their batches
         run = settled(run, task.device)
         self.trainer = Trainer.assemble(run, Grid({}), task.device, nothing)
+        micro = self.trainer.run.plan.micro_batch  # a fit may have chosen it
         self.batches = [
-            Batch(tokens, targets).micro_batches(self.trainer.grid, run.plan.micro_batch)
+            Batch(tokens, targets).micro_batches(self.trainer.grid, micro)
             for tokens, targets in task.pairs
         ]
         self.parameters = sum(param.numel() for param in self.trainer.model.parameters())

@@ -18,7 +18,8 @@ from hf_models import HF_MODELS
 from ranvier.checkpoint.state import assemble
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
-from ranvier.models import EXAMPLES, Decoder, DecoderConfig
+from ranvier.models import EXAMPLES, AdapterConfig, Decoder, DecoderConfig
+from ranvier.models import build as build_decoder
 from ranvier.nn.leaf import Flow
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import Parallel, parallelize
@@ -40,6 +41,7 @@ class Case:
     inner: str = "samples"
     overlap: bool = True
     recompute: str = "none"
+    collectives: str = "again"
     micro_batches: int = 1
     packed: bool = False
     fast: bool = True
@@ -58,6 +60,7 @@ class Case:
     def label(self) -> str:
         """A short name."""
         words = [self.model, self.inner, self.recompute, f"micro{self.micro_batches}"]
+        words += ["kept"] * (self.collectives == "keep")
         words += (
             ["packed"] * self.packed + ["plain"] * (not self.overlap) + ["pairs"] * (not self.fast)
         )
@@ -73,6 +76,7 @@ class Case:
         options: dict[str, Any] = {
             "inner": self.inner,
             "recompute": self.recompute,
+            "collectives": self.collectives,
             "fast": self.fast,
         }
         options["overlap"] = ("dx", "dw", "gather") if self.overlap else ()
@@ -93,15 +97,21 @@ def _deep(**changes: Any) -> Callable[[], nn.Module]:
 
 DEEP: dict[str, Callable[[], nn.Module]] = {
     "deep": _deep(),
+    "four": _deep(layers=4),
     "deep tied": _deep(tied=True),
     "deep learned": _deep(positions="learned", norm="layer", activation="gelu", bias=True),
 }
-"""Models with parts for eight stages."""
+"""Models with parts for many stages."""
+
+
+def _adapted() -> nn.Module:
+    shape = DecoderConfig(layers=2, embed=16, heads=4, kv_heads=2, head_dim=4, mlp=24, vocab=29)
+    return build_decoder(shape, AdapterConfig(rank=2, dora=True))
 
 
 def build(name: str) -> nn.Module:
     """A model by name, ours or Hugging Face's, in float64."""
-    return {**EXAMPLES, **HF_MODELS, **DEEP}[name]().double()
+    return {**EXAMPLES, **HF_MODELS, **DEEP, "adapted": _adapted}[name]().double()
 
 
 def batch_of(model: str, *, samples: int, packed: bool, seq: int = 8) -> Batch:

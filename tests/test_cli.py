@@ -88,6 +88,7 @@ def test_a_rank_that_raises_ends_all_with_its_message(folder: Path) -> None:
     assert len(metrics(folder / "run")) == 1 and "failed" in report
 
 
+@pytest.mark.full
 def test_a_rank_that_is_killed_ends_all(folder: Path) -> None:
     patch = TRAINER, FAULT.format(action="os.kill(os.getpid(), 9)")
     words = ["train", *SMALL, "--nproc", "2", "--plan.depth", "2", "--train.out", "run"]

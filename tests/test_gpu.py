@@ -25,8 +25,10 @@ from ranvier.models.documents import Documents, inside, kernel_takes, packed
 from ranvier.nn import fp8, loss
 from ranvier.optim import fused, rules
 from ranvier.optim.early import Early
+from ranvier.optim.moments import BLOCK, Key, Kind, Moments, Which, pack, unpack
 from ranvier.parallel import parallelize
 from ranvier.planner import rates
+from ranvier.sharding import Place
 from ranvier.trace import COMPUTE
 from ranvier.train import settle
 from ranvier.train.trainer import Trainer
@@ -217,43 +219,57 @@ def test_every_verb_runs_on_nccl(pool: Pool) -> None:
     assert pool.run(on_nccl, 1) == [[]]
 
 
+State = tuple[Tensor, Tensor, Moments]
+"""Weight, gradient, moments."""
+FLAT = Key.of("w", Place((1 << 40,), (0,), (1 << 40,), (1 << 40,)))
+KEYS = {
+    "flat": FLAT,
+    "odd": FLAT.at(7),
+    "far": FLAT.at((1 << 32) - 1000),
+    "columns": Key(1 << 40, (9000, 1111), (700, 555), (1 << 20, 1 << 14), 12345),
+    "experts": Key(5, (300, 40, 111), (3, 40, 222), (900, 1 << 15, 333), 4321),
+    "narrow": Key(5, (600_000, 2, 1), (3, 1, 4), (1 << 23, 3, 999), 17),
+}
+
+
 def updated(
-    kernel: bool, tensors: list[Tensor], out: Tensor | None, *, first: int = 0, good: bool = True
+    kernel: bool, state: State, out: Tensor | None, *, key: Key = FLAT, good: bool = True
 ) -> list[Tensor]:
     """Copies of weight, moments and working weights after an update by the kernel or its twin."""
     step = torch.full((), 3.0, dtype=torch.float64, device="cuda")
     now = fused.Scalars.of(step, step > (0 if good else 9), step.float() / 8, (0.9, 0.95), 1e-3)
-    # slices of copies begin where those of the originals begin in their 16 bytes
-    bases = [(x if x._base is None else x._base).clone() for x in tensors]
-    weight, grad, mean, square = (
-        base[x.storage_offset() :] for base, x in zip(bases, tensors, strict=True)
-    )
-    out = None if out is None else out.clone()
-    assert fused.available(weight, grad, mean, square, out)
-    settings: dict[str, Any] = {"decay": 0.1, "out": out, "seed": 1 << 40, "eps": 1e-8}
-    if kernel:
-        fused.adamw(weight, grad, mean, square, now=now, first=first, **settings)
-    else:
-        rules.adamw(
-            *(weight, grad, mean, square),
-            step=now.step,
-            lr=1e-3,
-            good=now.good,
-            factor=now.factor,
-            first=first,
-            **settings,
-        )
-    return [weight, mean, square, *([] if out is None else [out])]
+    weight, grad, moments = state
+    weight, grad, *held = (again(x) for x in (weight, grad, *moments.tensors))
+    moments, out = Moments(*held), None if out is None else out.clone()
+    assert fused.available(weight, grad, moments, out, key)
+    update = fused.adamw if kernel else rules.adamw
+    update(weight, grad, moments, now=now, decay=0.1, share=0.5, out=out, key=key)
+    return [weight, *moments.tensors, *([] if out is None else [out])]
 
 
-def drawn(count: int, grads: torch.dtype, moments: torch.dtype, start: int) -> list[Tensor]:
-    """Weight, gradient and moments as slices that begin at an element `start`."""
+def again(x: Tensor) -> Tensor:
+    """A copy that lies in its 16 bytes, and its rows apart, as the tensor does."""
+    base = x if x._base is None else x._base
+    return base.clone().as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def drawn(count: int, grads: torch.dtype, kind: Kind, start: int = 0) -> State:
+    """Tensors that begin at an element `start` of others; scales that have more behind them."""
     draw = torch.Generator("cuda").manual_seed(1)
-    weight, grad, mean, square = torch.randn(4, count + start, device="cuda", generator=draw)
+    weight, grad, mean, square = torch.randn(4, count, device="cuda", generator=draw)
     square = square.abs() + 0.01  # so that no small root makes a large update of the rounding
-    kinds = (torch.float32, grads, moments, moments)
-    pairs = zip((weight, grad, mean, square), kinds, strict=True)
-    return [x.to(kind, copy=True)[start:] for x, kind in pairs]
+    scales = None
+    if kind == "int8":
+        (mean, first), (square, second) = pack(mean, "mean"), pack(square, "square")
+        scales = torch.nn.functional.pad(torch.stack([first, second]), (0, 3))[:, :-3]
+    else:
+        narrow = torch.bfloat16 if kind == "bf16" else torch.float32
+        mean, square = mean.to(narrow), square.to(narrow)
+    weight, grad, mean, square = (
+        torch.nn.functional.pad(x, (start, 0))[start:]
+        for x in (weight, grad.to(grads), mean, square)
+    )
+    return weight, grad, Moments(mean, square, scales)
 
 
 @pytest.mark.parametrize("start", [0, 3])
@@ -261,50 +277,91 @@ def drawn(count: int, grads: torch.dtype, moments: torch.dtype, start: int) -> l
 @pytest.mark.parametrize("grads", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_fused_update_equals_its_twin(grads: torch.dtype, count: int, start: int) -> None:
     for out in (None, torch.zeros(count, dtype=torch.bfloat16, device="cuda")):
-        tensors = drawn(count, grads, torch.float32, start)
-        pairs = zip(updated(True, tensors, out), updated(False, tensors, out), strict=True)
+        state = drawn(count, grads, "master", start)
+        pairs = zip(updated(True, state, out), updated(False, state, out), strict=True)
         for ours, twin in list(pairs)[:3]:
             assert torch.allclose(ours, twin, rtol=1e-6, atol=1e-7)
-    ours = updated(True, tensors, out)
+    ours = updated(True, state, out)
     assert torch.equal(ours[3], ours[0].bfloat16())
 
 
 @pytest.mark.parametrize("start", [0, 3])
-@pytest.mark.parametrize("first", [0, 7, (1 << 32) - 1000])
-def test_fused_bf16_moments_round_like_the_twin(first: int, start: int) -> None:
-    tensors = drawn(1_000_003, torch.bfloat16, torch.bfloat16, start)
-    ours = updated(True, tensors, None, first=first)
-    twin = updated(False, tensors, None, first=first)
+@pytest.mark.parametrize("name", KEYS)
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_fused_narrow_moments_round_like_the_twin(kind: Kind, name: str, start: int) -> None:
+    state = drawn(1_000_003, torch.bfloat16, kind, start)
+    ours, twin = (updated(kernel, state, None, key=KEYS[name]) for kernel in (True, False))
     assert torch.allclose(ours[0], twin[0], rtol=1e-6, atol=1e-7)
-    for mine, other in zip(ours[1:], twin[1:], strict=True):
-        off = (mine.view(torch.int16).int() - other.view(torch.int16).int()).abs()
-        off = off[other.abs() > 1e-6]  # what cancels leaves nothing but rounding
+    if kind == "int8":
+        assert torch.allclose(ours[3], twin[3], rtol=1e-6)
+    types = [torch.int16, torch.int16] if kind == "bf16" else [torch.int8, torch.uint8]
+    for mine, other, narrow in zip(ours[1:3], twin[1:3], types, strict=True):
+        off = (mine.view(narrow).int() - other.view(narrow).int()).abs()
+        if kind == "bf16":
+            off = off[other.abs() > 1e-6]  # what cancels leaves nothing but rounding
         assert off.max() <= 1 and (off > 0).float().mean() < 1e-4
+    other = updated(True, state, None, key=KEYS[name].at(1))
+    assert (other[1] != ours[1]).float().mean() > 0.1, "the control: the place counts"
 
 
-@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
-def test_a_fused_update_that_is_not_good_changes_no_bit(moments: torch.dtype) -> None:
-    tensors = drawn(10_007, torch.bfloat16, moments, 0)
-    tensors[1][::3] = torch.nan
+def test_fused_codes_are_those_of_the_twin_at_the_edges() -> None:
+    """Blocks of zeros, of tiny and of large numbers, and one that is not full."""
+    scale = torch.logspace(-42, 15, 58, device="cuda")
+    draw = torch.Generator("cuda").manual_seed(1)
+    grad = torch.randn(59, BLOCK, device="cuda", generator=draw)
+    grad[1:] *= scale[:, None]
+    grad[0] = 0.0
+    grad = grad.view(-1)[: 59 * BLOCK - 77].clone()
+    moments = Moments.zeros(grad.numel(), "int8", torch.float32, "cuda")
+    state = torch.zeros_like(grad), grad, moments
+    ours, twin = (updated(kernel, state, None) for kernel in (True, False))
+    assert torch.allclose(ours[3], twin[3], rtol=1e-6, atol=0.0)
+    for mine, other in zip(ours[1:3], twin[1:3], strict=True):
+        assert (mine != other).float().mean() < 1e-3
+    which: Which
+    for row, which in enumerate(("mean", "square")):
+        codes, scales = pack(unpack(ours[1 + row], ours[3][row], which), which)
+        assert torch.equal(codes, ours[1 + row]) and torch.equal(scales, ours[3][row])
+    assert bool((ours[2][grad.abs() > 1e-17] > 0).all()), "no square becomes zero"
+
+
+@pytest.mark.parametrize("kind", ["master", "bf16", "int8"])
+def test_a_fused_update_that_is_not_good_changes_no_bit(kind: Kind) -> None:
+    weight, grad, moments = drawn(10_007, torch.bfloat16, kind)
+    grad[::3] = torch.nan
     out = torch.full((10_007,), 3.0, dtype=torch.bfloat16, device="cuda")
-    after = updated(True, tensors, out, good=False)
-    for before, same in zip((tensors[0], *tensors[2:], out), after, strict=True):
+    after = updated(True, (weight, grad, moments), out, good=False)
+    for before, same in zip((weight, *moments.tensors, out), after, strict=True):
         assert torch.equal(before, same)
 
 
-def test_the_fused_update_counts_beyond_32_bits() -> None:
-    count, tail = (1 << 31) + 5003, 1 << 16
+def test_sizes_make_no_other_kernel() -> None:
+    """Places are numbers that a kernel is told, and not compiled for."""
+    updated(True, drawn(4096, torch.bfloat16, "bf16"), None, key=Key(1, (64, 64), (0, 3), (64, 99)))
+    built = fused._adamw.device_caches[torch.cuda.current_device()][0]
+    before = len(built)
+    for columns in (1, 16, 17, 4096):
+        key = Key(columns, (1 << 13, columns), (1, columns), (1 << 14, 3 << 20), columns - 1)
+        updated(True, drawn(4096, torch.bfloat16, "bf16"), None, key=key)
+    assert len(built) == before
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_the_fused_update_counts_beyond_32_bits(kind: Kind) -> None:
+    count, tail = (1 << 31) + 5003, 5003 + (1 << 16)
     if torch.cuda.mem_get_info()[0] < 60 << 30:
         pytest.skip("needs 60 GiB of free device memory")
-    kinds = (torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16)
-    whole = [torch.full((count,), 0.75, dtype=kind, device="cuda") for kind in kinds]
-    end = [x[-tail:] - 0.25 for x in whole]
-    for x, part in zip(whole, end, strict=True):
-        x[-tail:] = part
-    want = updated(True, end, None, first=count - tail)
-    for mine, other in zip(updated(True, whole, None), want, strict=True):
-        assert torch.equal(mine[-tail:], other)
-        assert bool((mine[:-tail] != 0.75).sum() > count // 2)
+    weight = torch.full((count,), 0.75, device="cuda")
+    grad = torch.full((count,), 0.75, dtype=torch.bfloat16, device="cuda")
+    grad[-tail:] -= 0.25
+    whole = weight, grad, Moments.zeros(count, kind, torch.float32, "cuda")
+    end = weight[-tail:], grad[-tail:], Moments.zeros(tail, kind, torch.float32, "cuda")
+    want = updated(True, end, None, key=FLAT.at(count - tail))
+    found = updated(True, whole, None)
+    for mine, other, old in zip(found, want, (weight, *whole[2].tensors), strict=True):
+        size = other.shape[-1]
+        assert torch.equal(mine[..., -size:], other)
+        assert bool((mine != old).all()), "all have changed"
 
 
 def test_squares_are_summed_in_fp32() -> None:

@@ -362,7 +362,7 @@ def tensors(lent: Lent, optimizer: AdamW | None) -> tuple[State, State]:
     owners = {w.name: w.bucket.owned(w) for w in parallel.weights.values()}
     state = optimizer.ours.state() if optimizer is not None else {}
     rest = {
-        f"{w.name}{MASTER}": (w.param.detach(), w.place)
+        f"{w.name}{MASTER}": (w.rest, w.place)
         for w in parallel.weights.values()
         if f"{w.name}{MASTER}" not in state
     }

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,13 @@ from ranvier import sharding
 from ranvier.comm.bucket import VECTORS, Bucket, Group, Weight
 from ranvier.comm.deferred import Deferred
 from ranvier.comm.fill import fill
+from ranvier.comm.results import Collectives, Keeping
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis, Grid
 from ranvier.models import adapter, decoder
 from ranvier.nn import huggingface
 from ranvier.nn.attention import Core
+from ranvier.nn.blocks import run_block
 from ranvier.nn.compiled import Compiled
 from ranvier.nn.dropout import Dropout
 from ranvier.nn.embedding import Embedding
@@ -36,7 +38,6 @@ from ranvier.nn.linear import Linear
 from ranvier.nn.loss import CrossEntropy
 from ranvier.nn.magnitude import Magnitude
 from ranvier.nn.norm import LayerNorm, Norm, RMSNorm
-from ranvier.nn.recompute import again
 from ranvier.nn.siblings import Apart, Siblings
 from ranvier.nn.values import fill_values
 from ranvier.pipeline.cut import Absent, Cut
@@ -95,11 +96,16 @@ class Parallel:
         region = self.table.region("vocab")
         return self.grid.axis(*region["batch"], *region["seq"])
 
+    @property
+    def speaking(self) -> dict[str, Leaf]:
+        """Leaves that communicate for themselves: siblings do it together."""
+        together = {name for name, leaf in self.leaves.items() if isinstance(leaf, Siblings)}
+        return {n: leaf for n, leaf in self.leaves.items() if n.rpartition(".")[0] not in together}
+
     def state(self) -> State:
         """My part of every parameter."""
-        return {
-            name: (weight.param.detach(), weight.place) for name, weight in self.weights.items()
-        }
+        self.queue.settle()
+        return {name: (weight.rest, weight.place) for name, weight in self.weights.items()}
 
     def load(self, whole: Mapping[str, Tensor]) -> None:
         """Take my part of whole tensors."""
@@ -109,25 +115,27 @@ class Parallel:
                 f"The state lacks {len(missing)} weights: {', '.join(missing)}. "
                 "Every weight must be there. Load the state of the same model."
             )
+        self.queue.settle()
         with torch.no_grad():
             for name, weight in self.weights.items():
-                weight.param.copy_(weight.place.take(whole[name]))
+                weight.rest.copy_(weight.place.take(whole[name]))
         self.queue.loads += 1
         self.queue.begin("")
 
     def events(self, flow: Flow, *, micro_batches: int = 1) -> list[Event]:
         """Predicted communication of the forward and backward passes of a step."""
         events: list[Event] = []
-        for name, leaf in self.leaves.items():
-            siblings = isinstance(self.leaves.get(name.rpartition(".")[0]), Siblings)
-            if not siblings:  # those are predicted together
-                events += leaf.events(flow, recomputed=self._recomputed(name))
+        for name, leaf in self.speaking.items():
+            events += leaf.events(flow, recomputed=self._recomputed(name))
         events += self.pipeline.events(flow)
         gathers, scatters = self._depth_events()
         kept = 1 if self.queue.keep else micro_batches
         return (events + scatters) * micro_batches + gathers * kept
 
     def _recomputed(self, name: str) -> bool:
+        """Whether a leaf communicates again what it communicated in its first run."""
+        if self.moment.keeping.keeps(name):
+            return False
         kinds = (kind for block, kind in self.kinds.items() if name.startswith(f"{block}."))
         return next(kinds, "none") != "none"
 
@@ -162,8 +170,10 @@ class Parallel:
 
     def _bucket_event(self, op: str, bucket: Bucket) -> Event:
         axis = self.queue.gather_axis
-        dtype = bucket.data.dtype if op == "all_gather" else self.queue.dtype
-        return Event(op, axis.names, bucket.size * axis.size * dtype.itemsize, bucket.name)
+        size = bucket.size * bucket.data.element_size()
+        if op == "reduce_scatter":
+            size = bucket.count * self.queue.dtype.itemsize
+        return Event(op, axis.names, size * axis.size, bucket.name)
 
     def _uses(self, which: Callable[[Leaf], bool]) -> list[str]:
         """Blocks in the order in which the leaves use their weights."""
@@ -178,10 +188,8 @@ class Parallel:
         for bucket in queue.buckets:
             if not bucket.trainable:
                 continue
-            grad, weight = (
-                bucket.size * queue.dtype.itemsize,
-                bucket.size * bucket.data.element_size(),
-            )
+            grad = bucket.count * queue.dtype.itemsize
+            weight = bucket.count * bucket.data.element_size()
             if bucket.late and bucket.split:
                 events.append(self._bucket_event("reduce_scatter", bucket))
             for segment in bucket.copied:
@@ -204,6 +212,7 @@ def parallelize(
     inner: Inner = "samples",
     overlap: Iterable[str] = ("dx", "dw", "gather"),
     recompute: Recompute = "none",
+    collectives: Collectives = "again",
     fast: bool = True,
     compiled: str = "",
     seed: int = 0,
@@ -214,12 +223,14 @@ def parallelize(
     materialize: bool = True,
     how: Cut | None = None,
     keep: bool = False,
+    room: int | None = None,
 ) -> Model:
     """The model with its layers on the grid; weights keep their values, or get initial ones (meta).
 
     names: dims of layers by full name, for models without `dims` tables. leaves: further layers.
-    fast=False: differentiable pairs, for comparison. compiled: torch's compiler of blocks, if any.
-    how: it is cut into stages over pipe. keep: weights gathered over depth stay for a whole step.
+    collectives: kept for recomputation or not. fast=False: pairs, for comparison. compiled: torch's
+    compiler. how: the cut into stages. keep: weights gathered over depth stay. room: bytes of the
+    host where weights rest and come from; None: they stay on the device.
     Communicates: the making of groups.
 
     Example:
@@ -231,30 +242,28 @@ def parallelize(
     """
     _refuse_use(model, recompute, compiled)
     meet(grid, how or Cut())
-    dtype, first = _one_type(model, dtype), list(model.parameters())[:1]
+    dtype, where = _one_type(model, dtype), _exactly(device, model)
     if huggingface.recognised(model):
         names, leaves = huggingface.adapt(
             model, grid, inner=inner, names=names, leaves=leaves, device=device
         )
-    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
     site = Site(
         name="",
         grid=grid,
         table=Table(inner, how is not None and how.spread),
         units=dict(getattr(model, "sizes", {})),
-        queue=Deferred(grid, overlap=overlap, dtype=wide, keep=keep),
-        moment=Moment(seed=seed),
+        queue=Deferred(grid, overlap=overlap, dtype=_wide(dtype), keep=keep),
+        moment=Moment(seed=seed, keeping=Keeping.on(grid, collectives)),
         fast=fast,
         compiled=compiled,
         init=dict(getattr(model, "init", {})),
     )
     found = dict(_swap(model, site, {**LEAVES, **(leaves or {})}, names or dict(named(model))))
     _refuse_unnamed(model, site)
-    where = device or next((p.device for p in first if not p.is_meta), "cpu")
-    parallel = _assembled(model, site, found, recompute, how or Cut(), _exactly(where))
-    model.parallel = parallel  # type: ignore[assignment]
+    made = _assembled(model, site, found, recompute, how or Cut(), where)
+    model.parallel = made  # type: ignore[assignment]
     if materialize:
-        fill_values(parallel.queue, parallel.leaves, seed=seed, dtype=dtype, device=device)
+        fill_values(made.queue, made.leaves, seed=seed, dtype=dtype, device=device, room=room)
     return model
 
 
@@ -274,9 +283,10 @@ def _refuse_use(model: nn.Module, recompute: Recompute, compiled: str) -> None:
         )
 
 
-def _exactly(device: torch.device | str) -> torch.device:
+def _exactly(device: torch.device | str | None, model: nn.Module) -> torch.device:
     """A device with its number: threads have a current device of their own."""
-    where = torch.device(device)
+    first = list(model.parameters())[:1]
+    where = torch.device(device or next((p.device for p in first if not p.is_meta), "cpu"))
     if where == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
     return where
@@ -291,6 +301,11 @@ def _one_type(model: nn.Module, dtype: torch.dtype | None) -> torch.dtype:
             "of a parallel model have one. Give parallelize dtype=."
         )
     return dtype or next(iter(dtypes), torch.float32)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which gradients are added up."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def _assembled(
@@ -317,7 +332,7 @@ def _assembled(
     outside = [name for name in norms if compiled is not None and not found[name].site.block]
     for name in [*kinds, *outside]:
         block = model.get_submodule(name)
-        block.forward = partial(_run, block, block.forward, name, kinds, site, compiled)
+        block.forward = partial(run_block, block, block.forward, name, kinds, site, compiled)
     return Parallel(
         grid=site.grid,
         table=site.table,
@@ -335,29 +350,6 @@ def _assembled(
         shapes=shapes,
         kinds=kinds,
     )
-
-
-def _run(
-    block: nn.Module,
-    forward: Callable[..., Any],
-    name: str,
-    kinds: Mapping[str, Recompute],
-    site: Site,
-    compiled: Compiled | None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Run a block as its kind says; a trace that is on shows when.
-
-    Without gradients a block is not worth a graph of its own.
-    """
-    if torch.compiler.is_compiling():
-        return forward(*args, **kwargs)
-    with site.grid.trace.compute(f"forward {name}"):
-        kind = kinds.get(name, "none")
-        if compiled is not None and compiled.on and torch.is_grad_enabled() and not kwargs:
-            return compiled(block, name, kind, *args)
-        return again(forward, kind, site.moment, *args, **kwargs)
 
 
 def parallel_of(model: nn.Module) -> Parallel:

@@ -272,7 +272,7 @@ class Pretrained(nn.Module):
         weight = parallel.weights.get(name)
         first = self.grid.index["data"] == 0
         if weight is not None and first and weight.bucket.owned(weight):
-            weight.place.put(whole, weight.param.detach())
+            weight.place.put(whole, weight.rest)
         # bits are added, not numbers: -0.0 stays what it is
         bits = verbs.all_reduce(whole.view(-1).view(torch.uint8), everyone(self.grid)).wait()
         return bits.view(dtype).view(shapes[name]).cpu()

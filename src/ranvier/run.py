@@ -113,6 +113,8 @@ class Run:
                 "but documents differ. Use data.packed=False or plan.graph=False."
             )
         yield from self._memory_problems()
+        yield from self._fit_problems()
+        yield from self._prune_problems()
         if self.guard.replay and self.plan.graph:
             yield (
                 f"guard.replay={self.guard.replay} with plan.graph=True. A recorded step is taken "
@@ -124,7 +126,7 @@ class Run:
                 f"The learning rate must get where it rises to. Use at most {self.train.steps}."
             )
 
-    def _memory_problems(self) -> Iterator[str]:
+    def _fit_problems(self) -> Iterator[str]:
         if self.memory.fit == "auto" and self.plan.pipe > 1:
             yield (
                 f"memory.fit='auto' with plan.pipe={self.plan.pipe}. A fit is measured on whole "
@@ -191,6 +193,100 @@ class Run:
             )
         elif data.weights and not any(data.weights):
             yield "data.weights are all 0. One corpus must be read. Give one a weight above 0."
+
+    def _memory_problems(self) -> Iterator[str]:
+        memory = self.memory
+        if memory.states == "file" and not memory.path:
+            yield (
+                "memory.states='file' without memory.path. States on disk need a directory. Give "
+                "one on a fast disk, or use memory.states='host'."
+            )
+        if memory.path and memory.states != "file":
+            yield (
+                f"memory.path={memory.path!r} with memory.states={memory.states!r}. Only states in "
+                "a file have a directory. Use memory.states='file', or leave memory.path out."
+            )
+        if memory.resident and memory.states != "split":
+            yield (
+                f"memory.resident={memory.resident} with memory.states={memory.states!r}. Only "
+                "states that are split stay in part. Use memory.states='split', or leave it out."
+            )
+        away = [f"memory.states={memory.states!r}"] * (memory.states != "device")
+        away += ["memory.weights='host'"] * (memory.weights == "host")
+        away += [f"memory.activations={memory.activations}"] * (memory.activations != 0.0)
+        if away and self.plan.graph:
+            yield (
+                f"{away[0]} with plan.graph=True. A recorded step copies nothing from the host. "
+                "Use plan.graph=False."
+            )
+        if self.plan.pipe > 1 and memory.states == "split" and not memory.resident:
+            yield (
+                f"memory.states='split' with plan.pipe={self.plan.pipe} and memory.resident=0. "
+                "What is left on a device is measured on whole models. Give memory.resident."
+            )
+        if -1.0 < memory.activations < 0.0:
+            yield (
+                f"memory.activations={memory.activations} is no share. It lies in [0, 1], or is -1 "
+                "for as little as fits. Use for example 0.5."
+            )
+        if memory.collectives == "auto" and memory.limit > 0.0 and self.plan.pipe > 1:
+            yield (
+                f"memory.collectives='auto' with memory.limit={memory.limit} and a pipeline. How "
+                "much a stage has free depends on the micro-batches it holds. Use 'keep' or "
+                "'again', or memory.limit=0."
+            )
+        if memory.weights == "host" and self.guard.replay:
+            yield (
+                f"memory.weights='host' with guard.replay={self.guard.replay}. Gradients on the "
+                "host are not compared. Use guard.replay=0."
+            )
+
+    def _prune_problems(self) -> Iterator[str]:
+        prune, groups = self.prune, self.prune.groups
+        if prune.pattern and groups is None:
+            yield (
+                f"prune.pattern={prune.pattern!r} is no pattern. Of each M numbers N stay, and "
+                "0 < N < M. Use 2:4."
+            )
+        elif groups and prune.sparsity not in (0.0, 1.0 - groups[0] / groups[1]):
+            yield (
+                f"prune.sparsity={prune.sparsity} with prune.pattern={prune.pattern!r}. The "
+                f"pattern says it: {1.0 - groups[0] / groups[1]:g}. Leave prune.sparsity out."
+            )
+        if prune.masks and (prune.sparsity or prune.pattern):
+            yield (
+                f"prune.masks={prune.masks!r} with a sparsity or a pattern. The file says which "
+                "numbers stay. Leave the others out."
+            )
+        if prune.on and (self.lora.rank or self.lora.start):
+            yield (
+                "prune with lora. Beside adapters all matrices are frozen: nothing is pruned. "
+                "Prune in a run of its own, or leave one of them out."
+            )
+        yield from self._schedule_problems()
+
+    def _schedule_problems(self) -> Iterator[str]:
+        prune = self.prune
+        given = f"prune.every={prune.every}, prune.until={prune.until}"
+        if not prune.every and not prune.until:
+            return
+        if not prune.every or not prune.until:
+            yield f"{given}. Masks are renewed each so many steps up to a step. Give both, or none."
+        elif prune.every > prune.until or prune.until > self.train.steps:
+            yield (
+                f"{given}, train.steps={self.train.steps}. Sparsity grows in steps, and reaches "
+                "its end before the run does. Use every <= until <= steps."
+            )
+        if prune.pattern or prune.masks or not prune.sparsity:
+            yield (
+                f"{given} without prune.sparsity alone. Only sparsity grows; patterns and masks of "
+                "a file are fixed. Use prune.sparsity, or leave these out."
+            )
+        if self.plan.graph:
+            yield (
+                f"{given} with plan.graph=True. A recorded step has the same masks for ever. Use "
+                "plan.graph=False or fixed masks."
+            )
 
     def _lora_problems(self) -> Iterator[str]:
         lora, gated = self.lora, self.model.activation in GATED

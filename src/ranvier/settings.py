@@ -168,22 +168,25 @@ class MemoryConfig:
     """Directory of the file of states, on a fast disk; needed for states = file."""
     update: Literal["auto", "device", "cpu"] = "auto"
     """Where states on the host are updated. auto: where it takes less time, as measured."""
-    tile: int = 2**25
+    tile: int = 2**24
     """Numbers that an update works on at once: what it needs besides its states is no larger."""
     weights: Literal["device", "host"] = "device"
     """host: the weights and gradients of blocks lie on the host, too, and come for their turn."""
     activations: float = 0.0
-    """Share of the kept activations of blocks that waits for backward on the host. -1: as little
-    as fits into `limit`."""
+    """Share of the bytes that blocks keep for backward which waits on the host, copied while other
+    blocks compute; the last block stays. -1: as little as fits into `limit`."""
     collectives: Literal["again", "keep", "auto"] = "again"
-    """What computes again and communicates: does so again; or keeps the results of its first
-    forward pass (then nothing is communicated twice); auto: those whose repetition would take the
-    longest for their bytes, as far as they fit."""
+    """What blocks that compute again (plan.recompute) communicate: again; or they keep the results
+    of their first run (then as much as without recomputation); auto: with a `limit` those whose
+    repetition would take longest for their bytes, as far as they fit, else all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PruneConfig:
-    """Pruned training: matrices with fixed zeros, whose states hold the other numbers only."""
+    """Pruned training: matrices with fixed zeros, whose states hold the other numbers only.
+
+    Embeddings, heads and vectors are not pruned. Exported weights are zero where they are pruned.
+    """
 
     sparsity: float = 0.0
     """Share of each matrix that is zero. 0 with no pattern and no masks: nothing is pruned."""
@@ -193,9 +196,31 @@ class PruneConfig:
     """File of safetensors with a mask (nonzero: stays) by the name of each weight that is pruned.
     Empty: the smallest magnitudes go."""
     every: int = 0
-    """Steps between renewals of the masks, from magnitudes; 0: they are fixed."""
+    """Steps between renewals of the masks on the way to `until`; 0: they are fixed."""
     until: int = 0
-    """Step up to which sparsity grows (cubically) and masks are renewed; 0: at once, to the end."""
+    """Step up to which sparsity grows, as s (1 - (1 - t / until)³); what is zero once stays so.
+    0: all is pruned at the start."""
+
+    @property
+    def on(self) -> bool:
+        """Whether something is pruned."""
+        return self.sparsity > 0.0 or bool(self.pattern or self.masks)
+
+    @property
+    def share(self) -> float:
+        """Share of the numbers of a matrix that has states when a run begins, at least."""
+        if self.masks or self.every or not self.on:
+            return 0.0 if self.masks else 1.0
+        return self.groups[0] / self.groups[1] if self.groups else 1.0 - self.sparsity
+
+    @property
+    def groups(self) -> tuple[int, int] | None:
+        """N and M of the pattern; None: there is none, or it is none."""
+        words = self.pattern.split(":")
+        if len(words) != 2 or not all(word.isascii() and word.isdigit() for word in words):
+            return None
+        stay, of = map(int, words)
+        return (stay, of) if 0 < stay < of else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,6 +77,8 @@ class Trace:
     """Operations issued so far."""
     heard: Callable[[int, str], None] | None = None
     """Is told the number of each operation and what it is."""
+    results: Any = None
+    """What the block now running keeps for its second run, or has kept (`comm.results`)."""
 
     def record(self, op: str, axis: tuple[str, ...], num_bytes: int) -> Event:
         """A new event, issued now; kept if the trace is on."""
@@ -128,6 +130,15 @@ class Trace:
             yield
         finally:
             self.where = before
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """What happens inside is no part of the block now running."""
+        before, self.results = self.results, None
+        try:
+            yield
+        finally:
+            self.results = before
 
     @contextmanager
     def compute(self, where: str) -> Iterator[None]:

@@ -215,6 +215,7 @@ def compare(
         inner=run.plan.inner,
         overlap=run.plan.overlap,
         recompute=run.plan.recompute,
+        collectives=run.memory.collectives,
         # a graph keeps what eager backward gathers again: its events are others
         compiled="inductor" if run.plan.compile == "on" and _whole(run) else "",
         how=cut_of(run),

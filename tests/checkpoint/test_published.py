@@ -86,9 +86,13 @@ def test_every_family_equals_transformers(
     wanted: dict[str, Any],
     degrees: dict[str, int],
     inner: str,
+    request: pytest.FixtureRequest,
 ) -> None:
-    results = pool.on_grid(degrees, on_grid, models, inner, timeout=300.0)
-    assert compare(models, wanted, results) == []
+    some = models
+    if degrees and not request.config.getoption("--full"):  # on grids one of each family
+        some = {name: models[name] for name in {n.split()[0]: n for n in sorted(models)}.values()}
+    results = pool.on_grid(degrees, on_grid, some, inner, timeout=300.0)
+    assert compare(models, {name: wanted[name] for name in some}, results) == []
 
 
 @pytest.mark.full

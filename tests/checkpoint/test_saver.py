@@ -63,6 +63,26 @@ def test_the_run_goes_on_while_it_is_saved_and_only_changes_wait(tmp_path: Path)
     assert load.wholes(tmp_path / "step-00000001")["a"].unique().tolist() == [1.0]
 
 
+def test_what_rests_on_the_host_is_not_copied_and_waits_until_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(part, "resting", lambda flat, _: flat.numel() > 10)
+    saver, mine = Saver(tmp_path, ALONE, CPU), state(1.0)
+    mine["b"] = torch.arange(3.0), Place((3,), (0,), (3,), (3,))
+    saver.save(1, mine, {})
+    assert sum(chunk.numel() for chunk in saver._host.chunks) == 12  # of b alone
+    saver.changing()
+    assert (folder.writing(tmp_path, 1, saver.nonce) / part.names(0)[1]).exists()
+    mine["a.master"][0].fill_(2.0)
+    path = saver.finish()
+    assert path is not None
+    assert load.wholes(path)["a"].unique().tolist() == [1.0]
+    mine["a.master"][0][-1] = torch.nan
+    with pytest.raises(NumericError, match=r"a\.master is not finite"):
+        saver.save(2, mine, {})
+        saver.finish()
+
+
 def test_reports_of_steps_before_change_nothing(tmp_path: Path) -> None:
     """A device's numbers are read one step later: what they say of a phase that is over is old."""
     saver = Saver(tmp_path, ALONE, CPU)

@@ -132,6 +132,7 @@ def decoder(grid: Grid) -> tuple[list[str], list[str]]:
     return lines, difference(expected, recorded)
 
 
+@pytest.mark.full
 def test_decoder_compiles_without_a_break(pool: Pool) -> None:
     """The compiled graph keeps the gathered input of a layer, eager backward gathers it again."""
     size = 2 * 4 * 8 * 8

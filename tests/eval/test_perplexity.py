@@ -49,7 +49,9 @@ def measured(grid: Grid, folder: str, stride: int, held_out: float) -> Worth | N
     return served.attend(lambda s: worth(s, corpus, seq=SEQ, stride=stride, held_out=held_out))
 
 
-@pytest.mark.parametrize(("stride", "held_out"), [(0, 0.0), (5, 0.3)])
+@pytest.mark.parametrize(
+    ("stride", "held_out"), [pytest.param(0, 0.0, marks=pytest.mark.full), (5, 0.3)]
+)
 def test_it_is_that_of_one_process(pool: Pool, folder: Path, stride: int, held_out: float) -> None:
     model, corpus = serial(folder), Corpus.open(folder.parent / "corpus")
     stream = corpus.stream(SEQ, held_out, "held_out" if held_out else "train")

@@ -10,6 +10,7 @@ import gc
 import shutil
 import warnings
 import weakref
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from comm.test_compile import strict
 from equivalence import batch_of, copied, flow_of, gradients, micros_of, worst
 from pool import Pool
+from ranvier import launch
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models import AdapterConfig, DecoderConfig, build
@@ -43,6 +46,7 @@ class Case:
 
     inner: str = "samples"
     recompute: str = "none"
+    collectives: str = "again"
     packed: bool = False
     dropout: float = 0.0
     micro_batches: int = 1
@@ -64,6 +68,7 @@ class Case:
         config = DecoderConfig(**SHAPE, layers=self.layers, dropout=self.dropout)  # type: ignore[arg-type]
         model = build(config, self.lora).double()
         options: dict[str, Any] = {"inner": self.inner, "recompute": self.recompute}
+        options["collectives"] = self.collectives
         return parallelize(model, grid, compiled=compiled, **options)
 
     def micros(self, grid: Grid, batch: Batch) -> list[Batch]:
@@ -152,10 +157,10 @@ def differs(grid: Grid, case: Case) -> tuple[list[str], list[int], list[str]]:
 
 CASES: list[tuple[dict[str, int], Case]] = [
     ({}, Case(recompute="full", packed=True, dropout=0.1, micro_batches=2)),
-    ({"col": 2}, Case(recompute="selective", packed=True)),
+    ({"col": 2}, Case(recompute="selective", collectives="keep", packed=True)),
     ({"row": 2}, Case(layers=2, lora=AdapterConfig(rank=2, dropout=0.2, dora=True))),
     ({"row": 2, "col": 2}, Case(recompute="selective", packed=True)),
-    ({"row": 2, "col": 2}, Case(inner="features", layers=1)),
+    ({"row": 2, "col": 2}, Case(inner="features", recompute="full", collectives="keep", layers=1)),
     ({"depth": 2, "data": 2}, Case(packed=True, dropout=0.1, layers=1)),
 ]
 
@@ -163,7 +168,7 @@ CASES: list[tuple[dict[str, int], Case]] = [
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.function is test_compiled_blocks_equal_eager_ones:
         names = ["one", "col", "adapters", "samples", "features", "depth"]
-        count = len(CASES) if metafunc.config.getoption("--full") else 2
+        count = len(CASES) if metafunc.config.getoption("--full") else 1
         metafunc.parametrize(("degrees", "case"), CASES[:count], ids=names[:count])
 
 
@@ -207,6 +212,47 @@ def test_a_graph_counts_its_events_under_the_name_of_each_block(pool: Pool) -> N
         for lines, times in found:
             assert lines == again
             assert times and not any(times)
+
+
+class Counted(TorchDispatchMode):
+    """Collectives that graphs issue, by group."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups: Counter[str] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().startswith("_c10d_functional::") and "wait" not in func.name():
+            self.groups[args[-1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_graph_keeps_what_it_communicates() -> None:
+    """But weights gathered over depth, which a block that keeps all of its activations holds."""
+    found, weights = dict[str, int](), dict[str, int]()
+    ways = [("none", "again"), ("full", "again"), ("full", "keep")]
+    with launch.fake(4, rank=3), warnings.catch_warnings():
+        fresh()
+        grid = Grid({"depth": 2, "row": 2}, rank=3, connected=True)
+        for kind, what in ways:
+            model = Case(recompute=kind, collectives=what, layers=1).on(grid, "aot_eager")
+            tokens, counted = torch.zeros(2, 8, dtype=torch.int64), Counted()
+            loss = model(tokens, tokens)
+            with counted:
+                loss.backward()
+            depth = counted.groups.pop(model.parallel.queue.gather_axis.group_name)
+            found[f"{kind} {what}"], weights[f"{kind} {what}"] = counted.groups.total(), depth
+    assert found["full again"] > found["none again"] > 0
+    assert found["full keep"] == found["none again"]
+    assert weights["full keep"] == weights["full again"] == 2 * weights["none again"], (
+        "gathered again, and gradients reduced"
+    )
 
 
 class Hidden(nn.Module):
@@ -257,6 +303,7 @@ def models(grid: Grid) -> list[list[str]]:
     return [passed(grid, "aot_eager")[1] for _ in range(2)]
 
 
+@pytest.mark.full
 def test_a_second_model_counts_its_events_too(pool: Pool) -> None:
     """It must not find the graphs of the first, which were noted there.
 

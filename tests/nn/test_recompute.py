@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import warnings
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,13 +16,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from equivalence import gradients
+from equivalence import Case, batch_of, flow_of, gradients, micros_of
+from grids import label
+from pool import Pool
+from ranvier import launch
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
+from ranvier.nn.leaf import Moment
 from ranvier.nn.recompute import again, kept
-from ranvier.parallel import parallel_of, parallelize
+from ranvier.parallel import Parallel, parallel_of, parallelize
 from ranvier.plan import Recompute
+from ranvier.trace import Event, communication, difference
+from ranvier.train import fit
+from ranvier.train.step import forward_backward
 
 KINDS: list[Recompute] = ["none", "selective", "full"]
 CONFIG = DecoderConfig(layers=2, embed=16, heads=4, kv_heads=2, head_dim=4, mlp=24, vocab=29)
@@ -120,3 +132,147 @@ def test_a_budget_is_no_kind_of_a_block() -> None:
     model = decoder("none")
     with pytest.raises(PlanError, match=r"recompute='budget' reached a block\. .* Use none"):
         again(model.blocks[0].forward, "budget", parallel_of(model).moment)
+
+
+WAYS: list[tuple[Recompute, str]] = [
+    ("none", "again"),
+    ("full", "again"),
+    ("full", "keep"),
+    ("selective", "keep"),
+    ("reentrant", "keep"),
+]
+
+
+def of_blocks(events: list[Event]) -> list[Event]:
+    """What blocks communicate; of their buckets over depth, not what belongs to the update."""
+    inside = [event for event in communication(events) if event.where.startswith("blocks.")]
+    return [event for event in inside if event.where.count(".") > 1 or event.axis == ("depth",)]
+
+
+def collectives(grid: Grid, case: Case) -> tuple[list[str], dict[str, int]]:
+    """Gradients that are not those of blocks that keep all, events that were not predicted; and
+    the collectives of blocks in a step by way of recomputation."""
+    batch = batch_of(case.model, samples=16, packed=False)
+    micros, flow = micros_of(batch, grid, case.micro_batches), flow_of(batch, grid, 1)
+    flow = replace(flow, samples=flow.samples // case.micro_batches)
+    lines, counts, want = list[str](), dict[str, int](), dict[str, Tensor]()
+    for kind, what in WAYS:
+        model = replace(case, recompute=kind, collectives=what).on(grid)
+        parallel = parallel_of(model)
+        predicted = of_blocks(parallel.events(flow, micro_batches=case.micro_batches))
+        for _ in range(2):  # in the first the order of gathers and what is spare are not known
+            with grid.trace.recording() as events:
+                forward_backward(model, micros)
+                grads = {name: grad for name, (grad, _) in gradients(parallel).items()}
+            lines += difference(predicted, of_blocks(events))
+            want = want or grads
+            lines += [n for n, grad in grads.items() if not torch.equal(grad, want[n])]
+        counts[f"{kind} {what}"] = len(of_blocks(events))
+    return lines, counts
+
+
+GRIDS: list[tuple[dict[str, int], Case]] = [
+    ({"row": 2, "col": 2}, Case("llama")),
+    ({"pipe": 2, "row": 2}, Case("four", micro_batches=2)),
+]
+MORE: list[tuple[dict[str, int], Case]] = [
+    ({"depth": 2, "row": 2}, Case("llama", micro_batches=2)),
+    ({"pipe": 2, "row": 2}, Case("deep", micro_batches=4)),
+    ({"row": 2, "col": 2}, Case("adapted")),
+    ({"row": 2, "col": 2}, Case("llama", inner="features")),
+    ({"data": 2, "col": 2}, Case("biased", micro_batches=2)),
+    ({"depth": 2, "row": 2, "col": 2}, Case("olmo2", inner="features")),
+    ({"pipe": 2, "depth": 2, "row": 2}, Case("deep", micro_batches=4, policy="zero-bubble")),
+]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "case"),
+    [*GRIDS, *(pytest.param(*one, marks=pytest.mark.full) for one in MORE)],
+    ids=lambda one: label(one) if isinstance(one, dict) else one.label,
+)
+def test_kept_collectives_are_not_repeated(pool: Pool, degrees: dict[str, int], case: Case) -> None:
+    """As many as without recomputation, for every kind; and not one bit changes."""
+    for lines, counts in pool.on_grid(degrees, collectives, case):
+        assert lines == []
+        assert counts["full again"] > counts["none again"]
+        kept = [count for way, count in counts.items() if way.endswith("keep")]
+        assert kept == [counts["none again"]] * 3
+        if (degrees, case) == GRIDS[0]:  # as docs/memory.md says
+            assert (counts["none again"], counts["full again"]) == (48, 68)
+
+
+def bytes_kept(run: Callable[[], Tensor], x: Tensor, parallel: Parallel) -> int:
+    """Bytes that live between the passes of a block; it has run before."""
+    kept = 0
+    for _ in range(2):
+        parallel.queue.begin("")
+        with fit._OnHost([[bucket.data for bucket in parallel.queue.buckets], x]) as watch:
+            y = run()
+            kept = watch.held()
+            y.backward(torch.zeros_like(y))
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("degrees", "inner"),
+    [({"row": 2, "col": 2}, "features"), ({"row": 4}, "samples"), ({"col": 2}, "samples")],
+    ids=["features", "row", "col"],
+)
+def test_kept_bytes_are_as_predicted(degrees: dict[str, int], inner: str) -> None:
+    """The result of the last layer of a block, which nobody needs, is not kept.
+
+    A selective block keeps less if it keeps what it communicates: sums instead of their terms.
+    """
+    found, world = dict[tuple[str, str], int](), math.prod(degrees.values())
+    with launch.fake(world, rank=world - 1):
+        grid = Grid(degrees, rank=world - 1, connected=True)
+        flow = flow_of(batch_of("llama", samples=8, packed=False), grid, 1)
+        shape = (flow.samples, flow.seq // grid.degrees["row"], 16 // grid.degrees["col"])
+        for kind, what in itertools.product(KINDS[1:], ("again", "keep")):
+            model = Case("llama", inner=inner, recompute=kind, collectives=what).on(grid)
+            parallel, block = parallel_of(model), model.get_submodule("blocks.0")
+            x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+            run = partial(block, x, None, None)
+            found[kind, what] = bytes_kept(run, x, parallel)
+        assert parallel.moment.keeping.spare == {"blocks.0.mlp.down"}
+        inside = {n: leaf for n, leaf in parallel.speaking.items() if n.startswith("blocks.0.")}
+        for kind, selective in (("full", False), ("selective", True)):
+            more = sum(leaf.held(flow, selective=selective) for leaf in inside.values())
+            more -= inside["blocks.0.mlp.down"].held(flow)
+            assert found[kind, "keep"] == found[kind, "again"] + more
+    assert found["selective", "keep"] < 0.7 * found["selective", "again"]
+
+
+def test_what_is_kept_serves_one_backward_pass() -> None:
+    model = decoder("selective")
+    loss = model(*(torch.zeros(2, 2, 8, dtype=torch.int64)))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="Compute the loss again"):
+        loss.backward()
+
+
+class Odd(torch.nn.Module):
+    """A block that writes into what it has computed, or does something else the second time."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.runs = how, 0
+
+    def forward(self, x: Tensor, w: Tensor) -> Tensor:
+        """x, w, y: `[n, n]`."""
+        self.runs += 1
+        y = torch.addmm(x, x, w) if self.how == "other" and self.runs == 2 else x @ w
+        z = y.sigmoid() @ w
+        return z + (y.add_(1.0) if self.how == "writes" else y)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("writes", r"changed 1 times .* Write out of place"), ("other", "addmm.* came where .*mm")],
+)
+def test_a_block_that_cannot_run_again_is_refused(how: str, words: str) -> None:
+    x, w = (torch.randn(3, 3, requires_grad=True) for _ in range(2))
+    y = again(Odd(how), "selective", Moment(), x, w)
+    with pytest.raises(RuntimeError, match=words):
+        y.sum().backward()

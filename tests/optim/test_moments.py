@@ -1,23 +1,32 @@
-"""The rule of AdamW with its options, and moments in bf16 that are rounded at random."""
+"""The rule of AdamW with its options, and moments that are rounded at random on any grid."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from equivalence import copied
 from pool import Pool
+from ranvier import init
 from ranvier.checkpoint.folder import found
 from ranvier.checkpoint.load import wholes
+from ranvier.checkpoint.state import assemble
 from ranvier.grid import Grid
+from ranvier.models import EXAMPLES
 from ranvier.optim import fused, rules
+from ranvier.optim.moments import BLOCK, Key, Kind, Moments, narrow, pack
+from ranvier.optim.optimizer import Optimizer
+from ranvier.optim.rules import Scalars
+from ranvier.parallel import parallelize
+from ranvier.sharding import WEIGHTS, Place, Sharding, State
 from training import losses_of, run_of, stored, trainer_of
 
 YES, NO = torch.tensor(True), torch.tensor(False)
-SETTINGS: dict[str, Any] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "decay": 0.1}
+KEY = Key.of("w", Place((1 << 40,), (0,), (1 << 40,), (1 << 40,)))
 
 
 @pytest.fixture(scope="module")
@@ -29,17 +38,27 @@ def number(step: int) -> Tensor:
     return torch.tensor(float(step), dtype=torch.float64)
 
 
-def drawn(count: int, moments: torch.dtype, grads: torch.dtype) -> list[Tensor]:
+def update(step: int, good: Tensor = YES, lr: float = 1e-2, beta2: float = 0.95) -> Scalars:
+    return Scalars.of(number(step), good, None, (0.9, beta2), lr)
+
+
+def drawn(count: int, kind: Kind, grads: torch.dtype) -> tuple[Tensor, Tensor, Moments]:
     """Weight, gradient and both moments."""
     draw = torch.Generator().manual_seed(1)
     weight, grad, mean, square = torch.randn(4, count, generator=draw)
-    return [weight.clone(), grad.to(grads), mean.to(moments), square.abs().to(moments)]
+    if kind == "int8":
+        means, squares = pack(mean, "mean"), pack(square.abs(), "square")
+        moments = Moments(means[0], squares[0], torch.stack([means[1], squares[1]]))
+    else:
+        moments = Moments.zeros(count, kind, torch.float32)
+        moments.mean.copy_(mean), moments.square.copy_(square.abs())
+    return weight.clone(), grad.to(grads), moments
 
 
 @pytest.mark.parametrize("grads", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_rule_equals_that_of_torch(grads: torch.dtype) -> None:
-    weight, grad, mean, square = drawn(1000, torch.float32, grads)
-    mean.zero_(), square.zero_()
+    weight, grad, _ = drawn(1000, "master", grads)
+    moments = Moments.zeros(1000, "master", torch.float32)
     theirs = torch.nn.Parameter(weight.clone())
     optimizer = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     out = torch.zeros(1000, dtype=torch.bfloat16)
@@ -48,22 +67,21 @@ def test_the_rule_equals_that_of_torch(grads: torch.dtype) -> None:
         optimizer.step()
         factor = torch.tensor(0.25 / step)
         now = fused.Scalars.of(number(step), YES, factor, (0.9, 0.95), 1e-2)
-        fused.adamw(weight, grad, mean, square, now=now, decay=0.1, out=out)
+        fused.adamw(weight, grad, moments, now=now, decay=0.1, out=out)
     assert torch.allclose(weight, theirs, rtol=1e-6, atol=1e-7)
     assert torch.equal(out, weight.bfloat16())
 
 
-@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
-def test_an_update_that_is_not_good_changes_no_bit(moments: torch.dtype) -> None:
-    weight, grad, mean, square = drawn(1000, moments, torch.float32)
-    weight[:9], mean[:9], grad[::7] = -0.0, -0.0, torch.nan
+@pytest.mark.parametrize("kind", ["master", "bf16", "int8"])
+def test_an_update_that_is_not_good_changes_no_bit(kind: Kind) -> None:
+    weight, grad, moments = drawn(1000, kind, torch.float32)
+    weight[:9], grad[::7] = -0.0, torch.nan
     out = torch.full((1000,), 3.0, dtype=torch.bfloat16)
-    held = [x.clone() for x in (weight, mean, square, out)]
-    factor = torch.tensor(torch.nan)
-    rules.adamw(
-        weight, grad, mean, square, step=number(2), good=NO, factor=factor, out=out, **SETTINGS
-    )
-    for before, after in zip(held, (weight, mean, square, out), strict=True):
+    tensors = [weight, *moments.tensors, out]
+    held = [x.clone() for x in tensors]
+    now = Scalars.of(number(2), NO, torch.tensor(torch.nan), (0.9, 0.95), 1e-2)
+    rules.adamw(weight, grad, moments, now=now, decay=0.1, out=out, key=KEY)
+    for before, after in zip(held, tensors, strict=True):
         assert torch.equal(before.view(torch.uint8), after.view(torch.uint8))
 
 
@@ -71,34 +89,35 @@ def test_random_rounding_keeps_what_nearest_rounding_loses() -> None:
     """v goes from 1 to 0.25 by a thousandth of the way a step; a bf16 number has steps of 1/256."""
     count, steps = 100_000, 100
     weight, grad = torch.zeros(count), torch.full((count,), 0.5)
-    mean, square = torch.zeros(2, count, dtype=torch.bfloat16)
-    square.fill_(1.0)
+    moments = Moments.zeros(count, "bf16", torch.float32)
+    moments.square.fill_(1.0)
     nearest, exact = torch.ones((), dtype=torch.bfloat16), 1.0
     for step in range(1, steps + 1):
-        rules.adamw(
-            weight, grad, mean, square, step=number(step), good=YES, lr=0.0, beta2=0.999, seed=5
-        )
+        rules.adamw(weight, grad, moments, now=update(step, lr=0.0, beta2=0.999), key=KEY)
         nearest = (nearest.float() * 0.999 + 0.25 * 0.001).bfloat16()
         exact = exact * 0.999 + 0.25 * 0.001
-    error = square.double().std().item() / count**0.5
+    square = moments.square.double()
+    error = square.std().item() / count**0.5
     assert nearest == 1.0, "the control: it never moves"
-    assert square.double().mean().item() == pytest.approx(exact, abs=5 * error)
+    assert square.mean().item() == pytest.approx(exact, abs=5 * error)
     assert 0 < error < 1e-4
 
 
 def test_rounding_leaves_what_is_exact_and_what_is_no_number() -> None:
-    bits = rules.random_bits(number(1), 6, seed=1, first=0) & 0xFFFF
+    bits = KEY.bits(number(1), 6) & 0xFFFF
     x = torch.tensor([0.0, -0.0, -1.5, torch.inf, -torch.inf, torch.nan])
     x[5:].view(torch.int32).fill_(0x7F800001)  # cut to 16 bits it would be infinite
-    assert torch.equal(rules.narrow(x, bits)[:5], x[:5].bfloat16())
-    assert rules.narrow(x, bits)[5].isnan()
+    assert torch.equal(narrow(x, bits)[:5], x[:5].bfloat16())
+    assert narrow(x, bits)[5].isnan()
 
 
 def test_the_random_bits_are_uniform_and_independent() -> None:
     count = 200_000
+    place = Place((1 << 40,), (0,), (1 << 40,), (1 << 40,))
+    cases = ((1, "a", 0, 0), (2, "a", 0, 0), (1, "b", 0, 0), (1, "a", 1, 0), (1, "a", 0, 1))
     streams = [
-        rules.random_bits(number(step), count, seed=seed, first=first)
-        for step, seed, first in ((1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1), (1, 0, 1 << 32))
+        Key.of(name, place, seed=seed).at(first).bits(number(step), count)
+        for step, name, seed, first in (*cases, (1, "a", 0, 1 << 32))
     ]
     halves = torch.stack([part for x in streams for part in (x >> 16, x & 0xFFFF)]).double()
     assert halves.min() >= 0 and halves.max() < 1 << 16
@@ -110,18 +129,53 @@ def test_the_random_bits_are_uniform_and_independent() -> None:
     assert (chi - 255).abs().max() < 5 * (2 * 255) ** 0.5
 
 
-def test_pieces_round_like_the_whole() -> None:
-    whole = drawn(1000, torch.bfloat16, torch.bfloat16)
-    pieces = [x.clone() for x in whole]
-    far = (1 << 32) - 500  # a piece crosses the largest 32-bit index
-    rules.adamw(*whole, step=number(3), good=YES, seed=7, first=far, **SETTINGS)
-    for start, stop in ((0, 1), (1, 640), (640, 1000)):
-        part = [x[start:stop] for x in pieces]
-        rules.adamw(*part, step=number(3), good=YES, seed=7, first=far + start, **SETTINGS)
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_pieces_round_like_the_whole(kind: Kind) -> None:
+    key = KEY.at((1 << 32) - 500)  # a piece crosses the largest 32-bit index
+    weight, grad, moments = drawn(1000, kind, torch.bfloat16)
+    whole = [weight, *moments.tensors]
+    rules.adamw(weight, grad, moments, now=update(3), key=key)
+    weight, grad, moments = drawn(1000, kind, torch.bfloat16)
+    for start, stop in ((0, BLOCK), (BLOCK, 3 * BLOCK), (3 * BLOCK, 1000)):
+        part = moments.part(start, stop)
+        rules.adamw(weight[start:stop], grad[start:stop], part, now=update(3), key=key.at(start))
+    pieces = [weight, *moments.tensors]
     assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
-    other = drawn(1000, torch.bfloat16, torch.bfloat16)
-    rules.adamw(*other, step=number(3), good=YES, seed=7, first=0, **SETTINGS)
-    assert not torch.equal(other[2], whole[2]), "the control: the index counts"
+    weight, grad, moments = drawn(1000, kind, torch.bfloat16)
+    rules.adamw(weight, grad, moments, now=update(3), key=KEY)
+    assert not torch.equal(moments.mean, whole[1]), "the control: the index counts"
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims"),
+    [
+        ((6, 8), ("mlp", "embed")),
+        ((8, 3, 4), ("embed", "", "heads")),
+        ((3, 4, 8), ("", "heads", "embed")),
+        ((4, 6, 8), ("expert", "mlp", "embed")),
+        ((4, 2, 6, 8), ("expert", "", "mlp", "embed")),
+        ((29, 8), ("vocab", "embed")),
+        ((7, 5, 2), ("", "", "rank")),
+    ],
+    ids=str,
+)
+def test_a_key_knows_the_place_of_each_element(
+    shape: tuple[int, ...], dims: tuple[str, ...]
+) -> None:
+    whole = torch.arange(math.prod(shape)).view(shape) + 1  # padding is 0
+    ways = [{}, {"row": 2}, {"col": 2}, {"depth": 2}, {"row": 2, "col": 2, "depth": 2, "expert": 2}]
+    for way in ways:
+        degrees = {axis: way.get(axis, 1) for axis in ("pipe", "expert", "depth", "row", "col")}
+        sharding = Sharding.make(shape, dims, WEIGHTS, degrees, depth=True)
+        for last in (0, 1):
+            place = sharding.place({axis: n - 1 if last else 0 for axis, n in degrees.items()})
+            box, size = place.take(whole).view(-1), math.prod(place.local)
+            assert len(Key.of("w", place).dims) <= 3
+            for start, stop in ((0, size), (size // 3, size - 2), (size - 1, size)):
+                key = Key.of("w", place.narrow(start, stop))
+                index = key.index(stop - start, torch.device("cpu")) + 1
+                wanted = box[start:stop]
+                assert torch.equal(index[wanted > 0], wanted[wanted > 0]), (way, start)
 
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp16"])
@@ -132,27 +186,66 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, corpus: str, dtype: str
     losses = [row["loss"] for row in whole.steps()]
     half.resume(tmp_path / "checkpoints" / "step-00000003")
     assert [row["loss"] for row in half.steps()] == losses[3:]
-    types = {
-        name.rpartition(".")[2]: part.dtype for name, (part, _) in whole.optimizer.state().items()
-    }
     wide = torch.float64 if dtype == "fp64" else torch.float32
-    assert types == {"master": wide, "mean": torch.bfloat16, "square": torch.bfloat16}
+    for name, (part, place) in whole.optimizer.state().items():
+        narrow = not name.endswith(".master") and len(place.whole) > 1
+        assert part.dtype == (torch.bfloat16 if narrow else wide), name
     for name, (part, _) in half.optimizer.state().items():
         assert torch.equal(part, whole.optimizer.state()[name][0]), name
         assert bool((part != 0).any()), name
 
 
-def test_ranks_over_data_round_like_one(pool: Pool, tmp_path: Path, corpus: str) -> None:
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"data": 2},
+        {"row": 2, "col": 2},
+        pytest.param({"depth": 2, "pipe": 2}, marks=pytest.mark.full),
+        pytest.param({"data": 2, "col": 2}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_grids_round_like_one_process(
+    pool: Pool, tmp_path: Path, corpus: str, degrees: dict[str, int]
+) -> None:
+    """Gradients differ in their last bits; moments of matrices do not."""
     changes = {"optim__moments": "bf16"}
-    folders = [tmp_path / "one", tmp_path / "two"]
-    for folder, degrees in zip(folders, ({}, {"data": 2}), strict=True):
-        pool.on_grid(degrees, losses_of, corpus, str(folder), 4, "", changes)
+    folders = [tmp_path / "one", tmp_path / "grid"]
+    for folder, way in zip(folders, ({}, degrees), strict=True):
+        pool.on_grid(way, losses_of, corpus, str(folder), 4, "", changes)
     paths = [found(folder / "checkpoints")[-1] for folder in folders]
     for kind in ("mean", "square", "master"):
         one, two = (wholes(path, kind) for path in paths)
         assert set(one) == set(two) and one
         for name, value in one.items():
-            if kind == "master":
-                assert (value - two[name]).abs().max() < 1e-9 * value.abs().max(), name
+            if value.dtype == torch.bfloat16:
+                assert torch.equal(value, two[name]), name
             else:
-                assert value.dtype == torch.bfloat16 and torch.equal(value, two[name]), name
+                assert (value - two[name]).abs().max() < 1e-9 * value.abs().max(), name
+        narrow = sum(value.dtype == torch.bfloat16 for value in one.values())
+        assert (narrow > 0) == (kind != "master")
+
+
+def fed(grid: Grid, steps: int) -> State:
+    """My part of the state after updates with gradients that only the first of copies has."""
+    torch.manual_seed(1)
+    model = parallelize(EXAMPLES["llama"]().float(), grid)
+    queue = model.parallel.queue  # type: ignore[union-attr]
+    optimizer = Optimizer(queue, clip=0.0, moments="bf16")
+    for step in range(steps):
+        queue.begin("train")
+        for bucket in queue.buckets:
+            for weight in bucket.weights:
+                grad = init.value(weight.place, seed=step, name=weight.name, std=1.0).float()
+                mine = bucket.owned(weight) and queue.data_axis.index == 0
+                queue.arrive(bucket, weight.offset, grad if mine else torch.zeros_like(grad))
+        optimizer.step()
+    return copied(optimizer.state())
+
+
+def test_equal_gradients_give_equal_states_on_every_grid(pool: Pool) -> None:
+    one = assemble(pool.on_grid({}, fed, 3))
+    for degrees in ({"row": 2, "col": 2}, {"depth": 2, "data": 2}, {"pipe": 2}):
+        other = assemble(pool.on_grid(degrees, fed, 3))
+        assert set(one) == set(other)
+        assert all(torch.equal(value, other[name]) for name, value in one.items()), degrees

@@ -65,6 +65,7 @@ def losses(
     return found
 
 
+@pytest.mark.full
 def test_a_run_from_a_base_goes_on_elsewhere_and_leaves_the_base_as_it_was(
     pool: Pool, corpus: str, base: Path, tmp_path: Path
 ) -> None:

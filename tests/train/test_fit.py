@@ -19,6 +19,7 @@ from ranvier.grid import Grid
 from ranvier.memory import budget
 from ranvier.memory.budget import Kind, Need
 from ranvier.models import Decoder
+from ranvier.optim.store import SLOTS
 from ranvier.parallel import parallel_of
 from ranvier.plan import Plan
 from ranvier.planner.sizes import sizes_of
@@ -128,8 +129,8 @@ def test_sizes_are_those_of_the_tensors(corpus: str, dtype: str) -> None:
     assert (sizes.weights, sizes.moments) == (found["weights"], found["moments"])
     assert sizes.master == (found["master"] if dtype == "bf16" else 0)
     assert sizes.trained == sum(weight.elements for weight in parallel.weights.values())
-    assert sizes.ring == 3 * 1024 * (12 if dtype == "bf16" else 8)
-    assert sizes.wide_ring == sizes.ring + 3 * 1024 * (6 if dtype == "bf16" else 8)
+    assert sizes.ring == SLOTS * 1024 * (12 if dtype == "bf16" else 8)
+    assert sizes.wide_ring == sizes.ring + SLOTS * 1024 * (6 if dtype == "bf16" else 8)
     table = 257 * trainer.run.model.embed * parallel.queue.buckets[0].data.element_size()
     assert (sizes.head, sizes.others) == ((0, 0) if dtype == "fp32" else (table, table))
     assert sizes_of(parallel, moments="int8").moments < sizes.moments / 3

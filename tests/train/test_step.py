@@ -93,6 +93,7 @@ def test_documents_as_numbers_are_compiled_too() -> None:
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
 
 
+@pytest.mark.full
 def test_many_shapes_run_without_a_graph_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ranvier.nn.compiled.SHAPES", 3)
     model = parallelize(Decoder(CONFIG), Grid({}), compiled="aot_eager")

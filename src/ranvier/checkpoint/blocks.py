@@ -60,7 +60,7 @@ def write(path: Path, pieces: Sequence[Bytes]) -> Sums:
         starts = range(0, size, SEGMENT)
 
         def put(start: int) -> list[int]:
-            data = _joined(pieces, start, min(start + SEGMENT, size))
+            data = joined(pieces, start, min(start + SEGMENT, size))
             _put(handle, data, start)
             return [zlib.crc32(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK)]
 
@@ -78,7 +78,7 @@ def write(path: Path, pieces: Sequence[Bytes]) -> Sums:
     return Sums(size, tuple(x for group in sums for x in group))
 
 
-def _joined(pieces: Sequence[Bytes], start: int, stop: int) -> memoryview:
+def joined(pieces: Sequence[Bytes], start: int, stop: int) -> memoryview:
     """Bytes `start` to `stop` of pieces that lie one after the other; copied only at their ends."""
     found, at = [], 0
     for piece in pieces:

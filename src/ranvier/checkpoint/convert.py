@@ -165,7 +165,7 @@ def _as_checkpoint(source: Source, here: Path) -> list[str]:
         host.ready(layout.size)
         for begin, flat in part.runs(state, layout):
             host.copy(begin, flat)
-        part.write(here, number, state, layout, host.bytes(layout.size))
+        part.write(here, number, state, layout, host.bytes(0, layout.size))
     folder.seal(here, source.step, dict.fromkeys(AXES, 1), source.facts, files=len(groups))
     return [part.names(number)[0] for number in range(len(groups))]
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from ranvier.checkpoint import blocks
 from ranvier.checkpoint.blocks import Bytes, Sums
 from ranvier.checkpoint.manifest import WORDS, Part, sealed, unsealed, written
+from ranvier.comm.kept import Sparse, unpacked
 from ranvier.errors import NumericError, WriteError
 from ranvier.sharding import State
 
@@ -54,6 +55,10 @@ class Layout:
         return cls(len(text).to_bytes(8, "little") + text, begins, at)
 
 
+LARGE = 2**20
+"""Bytes from which on a tensor that rests on the host is written from where it lies."""
+
+
 class Host:
     """Host memory that the tensors of a rank are copied into, kept from one save to the next."""
 
@@ -81,28 +86,75 @@ class Host:
             into.copy_(source[at : at + room], non_blocking=True)
             at += room
 
-    def bytes(self, size: int) -> list[memoryview]:
-        """The first `size` bytes."""
-        full = [memoryview(chunk.numpy().data) for chunk in self.chunks[: -(-size // CHUNK)]]
-        return [piece[: size - i * CHUNK] for i, piece in enumerate(full)]
+    def bytes(self, begin: int, size: int) -> list[memoryview]:
+        """So many bytes from `begin` on."""
+        found, end = [], begin + size
+        while begin < end:
+            chunk, low = divmod(begin, CHUNK)
+            high = min(low + end - begin, CHUNK)
+            found.append(memoryview(self.chunks[chunk].numpy().data)[low:high])
+            begin += high - low
+        return found
 
 
-def runs(state: State, layout: Layout) -> list[tuple[int, Tensor]]:
+def resting(flat: Tensor, device: torch.device) -> bool:
+    """Whether a tensor of a run on a device lies on the host, and is too large for a copy there."""
+    return device.type == "cuda" and flat.device.type == "cpu" and flat.nbytes >= LARGE
+
+
+class Stretched:
+    """The bytes of numbers with zeros between them, which are made when they are asked for."""
+
+    STEP = 2**16
+    """Elements after which it is known how many numbers came before."""
+
+    def __init__(self, values: Sequence[Bytes], sparse: Sparse, dtype: torch.dtype) -> None:
+        self.values, self.sparse, self.width = values, sparse, dtype.itemsize
+        counts = [unpacked(bits).sum() for bits in sparse.bits.split(self.STEP // 8)]
+        self.before = torch.tensor([0, *counts]).cumsum(0).tolist()
+
+    def __len__(self) -> int:
+        return self.sparse.size * self.width
+
+    def __getitem__(self, part: slice) -> memoryview:
+        low, high, _ = part.indices(len(self))
+        first, last, bits = low // self.width, -(-high // self.width), self.sparse.bits
+        step = first // self.STEP * self.STEP
+        mask = unpacked(bits[step // 8 : -(-last // 8)])[: last - step]
+        start = self.before[step // self.STEP] + int(mask[: first - step].sum())
+        mask = mask[first - step :]
+        stop = start + int(mask.sum())
+        whole = mask.to(
+            {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[self.width]
+        )
+        if self.sparse.values.numel() and stop > start:
+            data = bytearray(blocks.joined(self.values, start * self.width, stop * self.width))
+            whole.masked_scatter_(mask, torch.frombuffer(data, dtype=whole.dtype))
+        found = memoryview(whole.view(torch.uint8).numpy().data)
+        return found[low - first * self.width : high - first * self.width]
+
+
+def runs(
+    state: State, layout: Layout, sparse: Mapping[str, Sparse] | None = None
+) -> list[tuple[int, Tensor]]:
     """The tensors of a state as few flat ones, each with its first byte in the file.
 
     Neighbours in the file that are neighbours in memory are one: a device is given few copies, as
-    the host would have to wait for its queue to take many.
+    the host would have to wait for its queue to take many. sparse: those of which only some numbers
+    are there, each by itself.
     """
     found: list[tuple[int, Tensor]] = []
+    alone = False
     for name in layout.begins:
         tensor = state[name][0].detach()
         if tensor.numel() == 0:
             continue
-        flat = tensor.contiguous().view(-1)
-        if found and _follows(found[-1][1], flat):
-            begin, before = found[-1]
-            size = before.numel() + flat.numel()
-            found[-1] = begin, before.as_strided((size,), (1,), before.storage_offset())
+        before, alone = alone, name in (sparse or {})
+        flat = sparse[name].values if sparse and alone else tensor.contiguous().view(-1)
+        if found and not alone and not before and _follows(found[-1][1], flat):
+            begin, last = found[-1]
+            size = last.numel() + flat.numel()
+            found[-1] = begin, last.as_strided((size,), (1,), last.storage_offset())
         else:
             found.append((layout.begins[name], flat))
     return found
@@ -121,12 +173,14 @@ def largest(tensors: Iterable[Tensor]) -> Tensor:
     if not numbers:
         return torch.zeros(())
     norms = [torch.linalg.vector_norm(x, math.inf).to(torch.float64) for x in numbers]
-    return torch.stack(norms).max()
+    where = next((x.device for x in norms if x.is_cuda), norms[0].device)
+    return torch.stack([x.to(where) for x in norms]).max()
 
 
-def bad(state: State, step: int) -> NumericError:
+def bad(state: State, sparse: Mapping[str, Sparse], step: int) -> NumericError:
     """A checkpoint must be one to go on from: the first tensor that has no number."""
-    names = [name for name, (x, _) in state.items() if not bool(x.isfinite().all())]
+    known = {name: sparse[name].values if name in sparse else x for name, (x, _) in state.items()}
+    names = [name for name, x in known.items() if not bool(x.isfinite().all())]
     return NumericError(
         f"{(names or ['A number'])[0]} is not finite after step {step}. Such weights are not "
         "saved. Use a lower optim.lr and go on from the checkpoint before."

@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 
 from ranvier.checkpoint import blocks, folder, part
+from ranvier.checkpoint.blocks import Bytes
 from ranvier.checkpoint.folder import Keep
-from ranvier.checkpoint.part import Host, Layout
+from ranvier.checkpoint.part import Host, Layout, Stretched
 from ranvier.comm.agree import largest, together, told
+from ranvier.comm.kept import Sparse
 from ranvier.errors import INTERNAL, ElsewhereError, RanvierError, WriteError
 from ranvier.grid import Grid
 from ranvier.sharding import State
@@ -68,6 +70,8 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
         self._arrived: torch.cuda.Event | None = None
+        self._resting = False
+        """Whether what is written is read from where it rests."""
         self._error: BaseException | None = None
         self._phase = ""
         """What is under way: nothing, writing or committing."""
@@ -81,25 +85,34 @@ class Saver:
     # ---- beginning ----------------------------------------------------------------------
 
     def save(
-        self, step: int, state: State, facts: Mapping[str, Any], *, also: Sequence[Path] = ()
+        self,
+        step: int,
+        state: State,
+        facts: Mapping[str, Any],
+        *,
+        also: Sequence[Path] = (),
+        sparse: Mapping[str, Sparse] | None = None,
     ) -> None:
         """Begin to save; what this rank writes must not change before `changing` was called.
 
-        also: files to be on disk when it is committed.
+        also: files to be on disk when it is committed. sparse: tensors of the state that are not
+        there but for some numbers; in the file they have their zeros.
         """
         assert not self._phase, f"step {step}, while {self._phase} step {self.step}"
         self.step, self._phase, self._facts, self._also = step, "writing", dict(facts), also
         self._number += 1
         mine = {name: x for name, x in state.items() if _needed(*x)}
-        layout = Layout.of(mine)
+        layout, some = Layout.of(mine), dict(sparse or {})
         try:
-            self._host.ready(layout.size)
-            finite = self._started(mine, layout)
+            stretched = {
+                layout.begins[n]: (x, mine[n][0].dtype) for n, x in some.items() if n in mine
+            }
+            finite, data = self._started(part.runs(mine, layout, some), stretched)
 
             def work() -> None:
                 if not finite():
-                    raise part.bad(mine, step)
-                self._write(mine, layout)
+                    raise part.bad(mine, some, step)
+                self._write(mine, layout, data)
 
             self._begin(work)
         except (MemoryError, RuntimeError) as error:  # all ranks must learn of it
@@ -110,21 +123,55 @@ class Saver:
         """Add facts that became known after the save began; rank 0 commits with them."""
         self._facts |= facts
 
-    def _started(self, state: State, layout: Layout) -> Callable[[], bool]:
-        """Copies on their way; waits for them and tells whether all numbers are finite."""
-        flats = part.runs(state, layout)
-        if self.device.type != "cuda":
+    def _started(
+        self,
+        flats: list[tuple[int, Tensor]],
+        sparse: Mapping[int, tuple[Sparse, torch.dtype]],
+    ) -> tuple[Callable[[], bool], list[Bytes]]:
+        """Copies on their way; a wait for them that tells whether all numbers are finite.
 
-            def copied() -> bool:
-                for begin, flat in flats:
-                    self._host.copy(begin, flat)
-                peak = part.largest(flat for _, flat in flats)
+        And the bytes of the file: copies, or what rests on the host, which must then not change
+        until it is written. sparse: by their first byte in the file.
+        """
+        direct = [part.resting(flat, self.device) for _, flat in flats]
+        sizes = [
+            0 if rests else flat.nbytes for rests, (_, flat) in zip(direct, flats, strict=True)
+        ]
+        begins = [sum(sizes[:i]) for i in range(len(sizes))]
+        self._host.ready(sum(sizes))
+        moved = [
+            (b, x) for b, (_, x), rests in zip(begins, flats, direct, strict=True) if not rests
+        ]
+        data = list[Bytes]()
+        for begin, size, (at, flat), rests in zip(begins, sizes, flats, direct, strict=True):
+            own = [memoryview(flat.view(torch.uint8).numpy().data)] if rests else []
+            here = own or self._host.bytes(begin, size)
+            data += [Stretched(here, *sparse[at])] if at in sparse else here
+        self._resting = any(direct)
+        self._copied.clear()
+        wait = self._on_device if self.device.type == "cuda" else self._on_host
+        return wait(moved, [x for (_, x), rests in zip(flats, direct, strict=True) if rests]), data
+
+    def _on_host(
+        self, flats: list[tuple[int, Tensor]], rest: Sequence[Tensor]
+    ) -> Callable[[], bool]:
+        """A thread copies."""
+
+        def copied() -> bool:
+            for begin, flat in flats:
+                self._host.copy(begin, flat)
+            peak = part.largest([flat for _, flat in flats] + [*rest])
+            if not rest:
                 self._copied.set()
-                return bool(peak.isfinite())
+            return bool(peak.isfinite())
 
-            self._copied.clear()
-            self._arrived = None
-            return copied
+        self._arrived = None
+        return copied
+
+    def _on_device(
+        self, flats: list[tuple[int, Tensor]], rest: Sequence[Tensor]
+    ) -> Callable[[], bool]:
+        """A stream copies."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -140,7 +187,7 @@ class Saver:
         def came() -> bool:
             arrived.synchronize()
             flats.clear()  # until now nobody else may have their memory
-            return bool(good)
+            return bool(good) and bool(part.largest(rest).isfinite())
 
         return came
 
@@ -148,6 +195,8 @@ class Saver:
         """What was to be saved is about to change: wait for the copies; a device waits itself."""
         if self._phase != "writing":
             return
+        if self._resting:
+            self._copied.wait()
         if self._arrived is not None:
             if not torch.cuda.is_current_stream_capturing():  # who replays a graph waits before
                 torch.cuda.current_stream(self.device).wait_event(self._arrived)
@@ -168,7 +217,7 @@ class Saver:
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _write(self, state: State, layout: Layout) -> None:
+    def _write(self, state: State, layout: Layout, data: Sequence[Bytes]) -> None:
         """Write my part."""
         here = folder.writing(self.folder, self.step, self.nonce)
         self._needed = (len(layout.header) + layout.size) * self.grid.world
@@ -180,7 +229,7 @@ class Saver:
             here.mkdir(exist_ok=True)
             for name in part.names(self.grid.rank):
                 (here / name).unlink(missing_ok=True)
-            part.write(here, self.grid.rank, state, layout, self._host.bytes(layout.size))
+            part.write(here, self.grid.rank, state, layout, data)
 
         self._tried(once)
 

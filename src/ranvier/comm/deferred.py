@@ -23,6 +23,8 @@ from torch import Tensor
 
 from ranvier.comm import verbs
 from ranvier.comm.bucket import Bucket, Weight
+from ranvier.comm.home import Homes
+from ranvier.comm.lane import await_mark
 from ranvier.comm.sums import Pieces, Sum, flat
 from ranvier.comm.verbs import Pending
 from ranvier.errors import ShardingError
@@ -51,6 +53,8 @@ class Deferred:
         """How often values were loaded into the weights from outside."""
         self.complete: Callable[[Bucket], None] | None = None
         """Told of buckets whose gradients, which nobody else has, are complete early."""
+        self.homes: Homes | None = None
+        """Host memory of weights that come to the device for their turn only."""
         self._last = False
         self._orders: dict[str, list[str]] = {}
         self._kind = ""
@@ -76,9 +80,12 @@ class Deferred:
         self._kind, self._last = kind, False
         self._seen, self._ahead, self._resident = [], {}, ""
         self._filling, self._reducing = None, deque()
+        if self.homes is not None:
+            await_mark(self.homes.stowed(), self.device)
         for bucket in self.buckets:
-            bucket.gathered = bucket.grad = bucket.full = bucket.finished = None
-            bucket.reduced, bucket.squares = [], []
+            self._leave(bucket)
+            bucket.grad = bucket.full = bucket.finished = None
+            bucket.reduced, bucket.squares, bucket.summed = [], [], None
 
     def use(self, block: str) -> None:
         """Have the weights of a block gathered.
@@ -86,16 +93,43 @@ class Deferred:
         Communicates: all-gather over depth, often issued before.
         """
         if block != self._resident:
-            with verbs.hidden():
+            with verbs.hidden(), self.grid.trace.beside():
                 self._enter(block)
+
+    def enter(self, block: str) -> None:
+        """A block is about to compute: have what it needs that is not on its way by itself."""
+        for bucket in self.buckets:
+            if bucket.updating is not None and bucket.name == block:
+                bucket.settle()
+        if self.homes is not None:
+            self.use(block)
+
+    def go_home(self, room: int) -> None:
+        """Have weights rest on the host from now on. room: bytes that may be taken there."""
+        self.homes = Homes(self.buckets, self.buckets[0].data.dtype, self.device, room=room)
+        for bucket in self.homes.buckets:
+            self.homes.adopt(bucket)
+        self.begin("")
+
+    def forget(self) -> None:
+        """Forget gradients, gathered weights and the order of blocks: it was that of a trial."""
+        self.begin("")
+        self._orders = {}
+
+    def settle(self) -> None:
+        """Have the device wait for all updates of weights that are under way."""
+        for bucket in self.buckets:
+            bucket.settle()
+        if self.homes is not None:
+            self.homes.settle()
 
     def _enter(self, block: str) -> None:
         if self._filling is not None and self._filling.name != block:
             self._close()  # the block before is done: reduce it behind all that follows
-        here = self._split(block)
+        here, follows = self._coming(block), self._after([*self._seen, block])
         if not self.keep:
-            for bucket in self._split(self._resident):
-                bucket.gathered = None
+            for bucket in self._coming(self._resident):
+                self._leave(bucket, soon=bucket.name == follows)
         self._resident = block
         if here and all(bucket.gathered is not None for bucket in here):
             return
@@ -103,28 +137,49 @@ class Deferred:
         self._seen.append(block)
         self._prefetch()
         for bucket, values in zip(here, pending, strict=True):
-            bucket.gathered = bucket.unpack(values.wait())
+            whole = values.wait()
+            bucket.gathered = bucket.unpack(whole) if bucket.split else []
+            if bucket.split and bucket.home is not None and self.homes is not None:
+                self.homes.drop(bucket)  # what was gathered is a copy
 
-    def _split(self, block: str) -> list[Bucket]:
-        """Buckets of a block that lie split over depth."""
-        return [bucket for bucket in self.buckets if bucket.name == block and bucket.split]
+    def _coming(self, block: str) -> list[Bucket]:
+        """Buckets of a block that have to come: split over depth, or from the host."""
+        return [bucket for bucket in self.buckets if bucket.name == block and bucket.comes]
+
+    def _leave(self, bucket: Bucket, *, soon: bool = False) -> None:
+        """Forget the weights of a bucket that have come. soon: they are used again at once."""
+        bucket.gathered = None
+        soon = soon or bucket.name in self._ahead
+        if bucket.home is not None and self.homes is not None and not soon:
+            self.homes.drop(bucket)
+
+    def _after(self, seen: list[str]) -> str:
+        """The block that came next last time, as long as this step goes the same way."""
+        order = self._orders.get(self._kind, [])
+        return order[len(seen)] if order[: len(seen)] == seen and len(order) > len(seen) else ""
 
     def _gather(self, block: str) -> list[Pending]:
-        with self.grid.trace.at(block):
-            pending = [verbs.all_gather(b.data, self.gather_axis) for b in self._split(block)]
+        pending: list[Pending] = []
+        for bucket in self._coming(block):
+            part = Pending(bucket.data)
+            if bucket.home is None:
+                bucket.settle()
+            elif self.homes is not None:
+                part = self.homes.fetch(bucket)
+            if bucket.split:
+                with self.grid.trace.at(block):
+                    part = verbs.all_gather(part.wait(), self.gather_axis)
+            pending.append(part)
         if "gather" not in self.overlap:
             for one in pending:
                 one.wait()
         return pending
 
     def _prefetch(self) -> None:
-        """Issue the gather that followed here last time, as long as this step goes the same way."""
-        order, position = self._orders.get(self._kind, []), len(self._seen)
-        if order[:position] != self._seen:
-            return
-        for block in order[position : position + 1]:
-            if block not in self._ahead:
-                self._ahead[block] = self._gather(block)
+        """Issue the gather that followed here last time."""
+        block = self._after(self._seen)
+        if block and block not in self._ahead:
+            self._ahead[block] = self._gather(block)
 
     def job(self, *, last: bool = False, forget: bool = False) -> None:
         """Start a pass over some blocks; in the last one reductions over data start early.
@@ -134,8 +189,8 @@ class Deferred:
         self._close()
         self._last = last
         if forget and not self.keep:
-            for bucket in self._split(self._resident):
-                bucket.gathered = None
+            for bucket in self._coming(self._resident):
+                self._leave(bucket)
             self._resident = ""
 
     # ---- gradients --------------------------------------------------------------------
@@ -156,7 +211,23 @@ class Deferred:
         """Take a gradient of my shards that lie one after the other from `start` on."""
         with verbs.hidden():
             self._fill(bucket)
-            bucket.accumulate(grad, start)
+            self._accumulate(bucket, grad, start)
+
+    def _accumulate(self, bucket: Bucket, grad: Tensor, start: int = 0) -> None:
+        """Add to the gradient of a bucket, which may have been taken to the host."""
+        if bucket.home is not None and self.homes is not None:
+            self.homes.recall(bucket)
+        bucket.accumulate(grad, start)
+
+    def _stow(self, bucket: Bucket) -> None:
+        """Take the gradient of a bucket to the host, if its weights rest there.
+
+        At the end of a step their squares must be known: the norm is summed on the device.
+        """
+        if bucket.home is None or self.homes is None or bucket.grad is None:
+            return
+        if not self._last or bucket.squares or bucket.data.device.type == "cpu":
+            self.homes.stow(bucket)
 
     def _fill(self, bucket: Bucket) -> None:
         """Gradients of a bucket begin to come: that of the block before is complete.
@@ -173,8 +244,10 @@ class Deferred:
         bucket, self._filling = self._filling, None
         if bucket is not None and bucket.full is not None:
             self._scatter(bucket)
-        elif bucket is not None and self._last:
-            self._advance(bucket)
+        elif bucket is not None:
+            if self._last:
+                self._advance(bucket)
+            self._stow(bucket)
 
     def _scatter(self, bucket: Bucket) -> None:
         assert bucket.full is not None
@@ -188,9 +261,12 @@ class Deferred:
     def _settle(self) -> None:
         """Wait for the oldest reduction over depth."""
         bucket, pending, last = self._reducing.popleft()
-        bucket.accumulate(pending.wait())
+        if bucket.home is not None and self.homes is not None:
+            self.homes.recall(bucket)
+        bucket.collect(pending.wait())
         if last:
             self._advance(bucket)
+        self._stow(bucket)
 
     def _advance(self, bucket: Bucket) -> None:
         """Start the reduction over data early, where nothing has to come before it."""
@@ -231,8 +307,10 @@ class Deferred:
         buckets = [bucket for bucket in self.buckets if bucket.trainable]
         for bucket in buckets:
             if bucket.grad is None and not bucket.reduced and bucket.finished is None:
-                bucket.grad = Sum(bucket.size, self.dtype)
+                bucket.grad = Sum(bucket.count, self.dtype)
             if bucket.grad is not None:
+                if self.homes is not None and bucket.data.is_cuda and not bucket.squares:
+                    self.homes.recall(bucket)  # nothing came last: the norm needs it
                 self._sum_copies(bucket)
                 if self.data_axis.size > 1:
                     self._reduce(bucket)
@@ -245,7 +323,7 @@ class Deferred:
         """
         device = bucket.data.device
         if bucket.finished is None:
-            bucket.finished = Sum(bucket.size // self.data_axis.size, self.dtype)
+            bucket.finished = Sum(bucket.count // self.data_axis.size, self.dtype)
         if bucket.grad is not None:
             pieces = bucket.grad.covering(device)
             for at, piece in [(0, flat(pieces, self.dtype))] if bucket.late else pieces:
@@ -260,8 +338,8 @@ class Deferred:
         for bucket in self.buckets:
             start, itemsize = bucket.data.data_ptr(), bucket.data.element_size()
             for weight in bucket.weights:
-                param = weight.param
-                moved = param.data_ptr() != start + weight.offset * itemsize and param.numel() > 0
+                param, at = weight.param, start + weight.offset * itemsize
+                moved = param.data_ptr() != at and param.numel() > 0 and bucket.home is None
                 if param is not weight.made or moved:
                     raise ShardingError(
                         f"{weight.name} is no longer part of its bucket. A parallel model is not "
@@ -287,4 +365,4 @@ class Deferred:
                 part.copy_(verbs.all_reduce(part, segment.over).wait())
             if bucket.tied is not None:
                 whole = verbs.all_reduce(whole, bucket.tied).wait()
-        bucket.grad.parts = {(0, bucket.size): whole}
+        bucket.grad.parts = {(0, bucket.count): whole}

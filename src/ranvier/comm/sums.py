@@ -55,4 +55,5 @@ def flat(pieces: Pieces, dtype: torch.dtype) -> Tensor:
     """Pieces that lie one after the other as one tensor."""
     if len(pieces) == 1:
         return pieces[0][1].to(dtype)
-    return torch.cat([piece.to(dtype) for _, piece in pieces])
+    device = next((piece.device for _, piece in pieces if not piece.is_cpu), pieces[0][1].device)
+    return torch.cat([piece.to(device, dtype) for _, piece in pieces])

@@ -12,10 +12,11 @@ Not handled: tensors whose split dim does not divide; pad them before (see shard
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec
 
 import torch
 from torch import Tensor, distributed
@@ -26,6 +27,8 @@ from ranvier.errors import CommunicationError
 from ranvier.grid import Axis
 from ranvier.trace import Event
 
+P = ParamSpec("P")
+Verb = Callable[Concatenate[Tensor, Axis, P], "Pending"]
 Reduction = Literal["sum", "max", "min"]
 OPS = {
     "sum": distributed.ReduceOp.SUM,
@@ -219,6 +222,23 @@ def _front(x: Tensor, dim: int) -> Tensor:
     return x.movedim(dim, 0).contiguous()
 
 
+def _once(verb: Verb[P]) -> Verb[P]:
+    """The verb, whose result a block that runs again may have kept (`comm.results`).
+
+    Over depth alone weights are gathered, which are shared in another way.
+    """
+
+    @functools.wraps(verb)
+    def call(x: Tensor, axis: Axis, /, *args: P.args, **kwargs: P.kwargs) -> Pending:
+        results = axis.trace.results
+        if results is None or axis.size == 1 or axis.names == ("depth",):
+            return verb(x, axis, *args, **kwargs)
+        return Pending(results.once(lambda: verb(x, axis, *args, **kwargs).wait()))
+
+    return call
+
+
+@_once
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Pending:
     """The parts of all ranks, one after the other along `dim`.
 
@@ -241,6 +261,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Pending:
     )
 
 
+@_once
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Pending:
     """My part along `dim` of the sum over all ranks.
 
@@ -264,6 +285,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Pending:
     )
 
 
+@_once
 def all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> Pending:
     """The sum (or maximum) over all ranks. Communicates: all-reduce over axis."""
     if axis.size == 1:
@@ -280,6 +302,7 @@ def all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> Pending:
     return _start("all_reduce", axis, _bytes(x), copy, copy, call, lambda out: out)
 
 
+@_once
 def all_to_all(
     x: Tensor,
     axis: Axis,
@@ -316,6 +339,7 @@ def all_to_all(
     )
 
 
+@_once
 def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Pending:
     """The tensor of the rank at index `source`, on all. Communicates: broadcast over axis."""
     if axis.size == 1:

@@ -19,9 +19,10 @@ from ranvier.comm import verbs
 from ranvier.comm.pairs import take
 from ranvier.nn.example import Example
 from ranvier.nn.leaf import Flow, Site, applied, check_range
-from ranvier.nn.linear import Linear, _packed, pack, pack_adjoint, repack, unpack
+from ranvier.nn.linear import Linear
 from ranvier.nn.loss import IGNORE, Columns, reference, score, score_each
 from ranvier.nn.matmul import Layouts
+from ranvier.nn.outputs import buffer_dim, pack, pack_adjoint, repack, unpack
 from ranvier.sharding import Dim
 from ranvier.trace import Event
 
@@ -221,14 +222,14 @@ class _Loss(torch.autograd.Function):
 def _scattered(y: Tensor, leaf: Head) -> Tensor:
     """My part of the sum of logits `[b, c, V/row]`. Communicates: reduce-scatter over col."""
     _, (axis, dim) = leaf.steps
-    sums = verbs.reduce_scatter(pack([y], [leaf], axis, dim), axis, _packed(dim)).wait()
+    sums = verbs.reduce_scatter(pack([y], [leaf], axis, dim), axis, buffer_dim(dim)).wait()
     return unpack(sums, [leaf], dim)[0]
 
 
 def _gathered(dy: Tensor, leaf: Head) -> Tensor:
     """The other way. Communicates: all-gather over col."""
     _, (axis, dim) = leaf.steps
-    whole = verbs.all_gather(repack([dy], [leaf], dim), axis, _packed(dim)).wait()
+    whole = verbs.all_gather(repack([dy], [leaf], dim), axis, buffer_dim(dim)).wait()
     return pack_adjoint(whole, [leaf], axis, dim)[0]
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ranvier.comm.bucket import Weight
 from ranvier.comm.deferred import Deferred
+from ranvier.comm.results import Keeping
 from ranvier.errors import DataError
 from ranvier.grid import Axis, Grid
 from ranvier.nn.example import Example
@@ -41,6 +42,8 @@ class Moment:
     """A head with targets tells of each token what its target is worth, not the sum of all."""
     later: list[Callable[[], None]] | None = None
     """Where the work on gradients of weights waits, if it is not done in the backward pass."""
+    keeping: Keeping = field(default_factory=Keeping)
+    """What blocks keep for backward, and where."""
 
     def do(self, work: Callable[[], None]) -> None:
         """Do work on gradients of weights, now or later."""
@@ -219,6 +222,17 @@ class Leaf(torch.nn.Module):
         """Communication of a micro-batch; a recomputed leaf runs forward twice."""
         forward = self.forward_events(flow)
         return forward * (2 if recomputed else 1) + self.backward_events(flow)
+
+    def held(self, flow: Flow, *, selective: bool = False) -> int:
+        """Bytes that a block keeps more if it keeps what this leaf communicates in forward.
+
+        selective: they take the place of the results of products, which may have been larger.
+        """
+        ranks = self.site.grid.axis
+        return sum(
+            event.bytes // (ranks(*event.axis).size if event.op == "reduce_scatter" else 1)
+            for event in self.forward_events(flow)
+        )
 
     def flops(self, flow: Flow) -> int:
         """Multiplications and additions of one forward pass of a micro-batch on this rank."""

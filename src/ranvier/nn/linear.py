@@ -41,11 +41,13 @@ from torch.autograd.function import once_differentiable
 
 from ranvier.comm import verbs
 from ranvier.comm.pairs import gather, share, sum_scatter, total
+from ranvier.comm.results import STOPPED
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis
 from ranvier.nn.example import SIZES, Example
 from ranvier.nn.leaf import Flow, Leaf, Site, applied
 from ranvier.nn.matmul import Layouts, Products, forward, grad_x, multiply
+from ranvier.nn.outputs import buffer_dim, pack, pack_adjoint, repack, unpack, widths
 from ranvier.sharding import WEIGHTS, Dim, Sharding
 from ranvier.trace import Event
 
@@ -173,6 +175,8 @@ class Linear(Leaf):
 
     def gathered(self) -> Tensor:
         """The weight gathered over depth, in autograd; a graph for all blocks reads no handle."""
+        if not torch.compiler.is_compiling():
+            self.handles["weight"].bucket.arrive()
         return self.handles["weight"].gathered() if self.split else self.weight
 
     def matrix(self, weight: Tensor) -> Tensor:
@@ -206,14 +210,28 @@ class Linear(Leaf):
         """Gather x and dy, scatter dx."""
         return backward_events(self, flow, [self])
 
+    def held(self, flow: Flow, *, selective: bool = False) -> int:
+        """The output, or what is gathered if it is smaller."""
+        return held(self, flow, [self], selective=selective)
+
     def flops(self, flow: Flow) -> int:
         """2 · tokens · (out · in) of this rank."""
-        weight = list(self.handles["weight"].sharding.gathered)
-        if self.part is not None:
-            weight[self.part[0]] = self.part[2]
+        weight = self._shape
         _, (axis, dim) = self.steps
         scattered = axis.size if dim >= 0 else 1
         return 2 * self.tokens(flow, self.out) * scattered * int(torch.Size(weight).numel())
+
+    def made(self, flow: Flow) -> int:
+        """Elements of the result of its product, before it is communicated."""
+        return self.flops(flow) // (2 * self._shape[0 if self.transposed else -1])
+
+    @property
+    def _shape(self) -> list[int]:
+        """Of the gathered weight what I use."""
+        weight = list(self.handles["weight"].sharding.gathered)
+        if self.part is not None:
+            weight[self.part[0]] = self.part[2]
+        return weight
 
 
 def _ranked() -> list[Example]:
@@ -249,7 +267,11 @@ def product(
     if torch.compiler.is_compiling() or not site.fast:
         ys = reference(x, layers, runs, apart)
     else:
-        ys = list(applied(_Product, x, layers, site, apart, *[layer.weight for layer in layers]))
+        try:
+            ys = applied(_Product, x, layers, site, apart, *[layer.weight for layer in layers])
+        except STOPPED:  # here, as backward needs nothing behind it: nor will it next time
+            site.moment.keeping.spare.add(site.name)
+            raise
     return tuple(
         y if layer.bias is None else y + layer.bias.flatten()
         for y, layer in zip(ys, layers, strict=True)
@@ -271,7 +293,7 @@ def reference(
             ys += multiply(xs[0], run.matrix, layers[run.start].products).split(sizes, -1)
     if to_axis.size == layers[0].total_axis.size == 1:
         return ys
-    y = sum_scatter(pack(ys, layers, to_axis, to_dim), to_axis, _packed(to_dim))
+    y = sum_scatter(pack(ys, layers, to_axis, to_dim), to_axis, buffer_dim(to_dim))
     return unpack(total(y, layers[0].total_axis), layers, to_dim)
 
 
@@ -290,19 +312,14 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, layers: Sequence[Linear], site: Site, apart: bool, *weights: Tensor
     ) -> tuple[Tensor, ...]:
-        (from_axis, from_dim), (to_axis, to_dim) = layers[0].steps
-        xs = _read(verbs.all_gather(x, from_axis, from_dim).wait(), layers, apart)
-        ys = [
-            forward(part, layer.matrix(layer.handles["weight"].whole()), layer.products)
-            for part, layer in zip(xs, layers, strict=True)
-        ]
         if _trained(layers):
             ctx.save_for_backward(x)
         ctx.layers, ctx.site, ctx.apart = layers, site, apart
-        if to_axis.size == layers[0].total_axis.size == 1:
-            return tuple(ys)
-        y = verbs.reduce_scatter(pack(ys, layers, to_axis, to_dim), to_axis, _packed(to_dim)).wait()
-        return tuple(unpack(verbs.all_reduce(y, layers[0].total_axis).wait(), layers, to_dim))
+        results, work = site.grid.trace.results, partial(_multiplied, x, layers, apart)
+        if results is None or not _output_kept(layers, x.shape[-1], results.selective):
+            return work()
+        ys: tuple[Tensor, ...] = results.once(work)
+        return ys
 
     @staticmethod
     @once_differentiable
@@ -319,7 +336,7 @@ class _Product(torch.autograd.Function):
             dys = list(grads)
             if to_axis.size > 1:
                 packed = repack(grads, layers, to_dim)
-                dy = verbs.all_gather(packed, to_axis, _packed(to_dim)).wait()
+                dy = verbs.all_gather(packed, to_axis, buffer_dim(to_dim)).wait()
                 dys = pack_adjoint(dy, layers, to_axis, to_dim)
             pending = None
             if ctx.needs_input_grad[0]:
@@ -339,6 +356,33 @@ class _Product(torch.autograd.Function):
             if pending is None:
                 return None, *none
             return verbs.all_reduce(pending.wait(), layers[0].share_axis).wait(), *none
+
+
+def _multiplied(x: Tensor, layers: Sequence[Linear], apart: bool) -> tuple[Tensor, ...]:
+    """The forward pass of a product."""
+    (from_axis, from_dim), (to_axis, to_dim) = layers[0].steps
+    xs = _read(verbs.all_gather(x, from_axis, from_dim).wait(), layers, apart)
+    ys = [
+        forward(part, layer.matrix(layer.handles["weight"].whole()), layer.products)
+        for part, layer in zip(xs, layers, strict=True)
+    ]
+    if to_axis.size == layers[0].total_axis.size == 1:
+        return tuple(ys)
+    y = verbs.reduce_scatter(pack(ys, layers, to_axis, to_dim), to_axis, buffer_dim(to_dim)).wait()
+    return tuple(unpack(verbs.all_reduce(y, layers[0].total_axis).wait(), layers, to_dim))
+
+
+def _output_kept(layers: Sequence[Linear], features: int, selective: bool) -> bool:
+    """Whether a block that keeps what it communicates keeps the output, not the gathered input.
+
+    Then it does not multiply again. It is so if the output is communicated, if it is kept anyway,
+    or if it is no larger than the input (of `features` on this rank).
+    """
+    (from_axis, from_dim), (to_axis, _) = layers[0].steps
+    if to_axis.size * layers[0].total_axis.size > 1:
+        return True
+    gathered = features * (from_axis.size if from_dim == -1 else 1)
+    return from_axis.size > 1 and (selective or _wide(layers) <= gathered)
 
 
 def _trained(layers: Sequence[Linear]) -> bool:
@@ -364,62 +408,6 @@ def _sum(terms: list[Tensor]) -> Tensor:
     return total
 
 
-# ---- several outputs in one buffer ------------------------------------------------------
-# Outputs are packed along their features, (b, s, Σn). Where the scatter itself is over features
-# each rank must get its part of every output: (b, s, col, Σn/col), scattered along dim 2. kv heads
-# that several ranks share are repeated there, once for each rank that needs them.
-
-
-def _packed(dim: int) -> int:
-    return 2 if dim == -1 else dim
-
-
-def pack(ys: Sequence[Tensor], layers: Sequence[Linear], axis: Axis, dim: int) -> Tensor:
-    """Outputs `[b, s, n_i]` before the scatter in one buffer."""
-    if dim != -1:
-        return ys[0] if len(ys) == 1 else torch.cat(list(ys), -1)
-    blocks = []
-    for y, layer in zip(ys, layers, strict=True):
-        for one in y.unflatten(-1, (layer.count, -1)).unbind(-2):
-            block = one.unflatten(-1, (layer.parts, -1))  # (b, s, parts, m)
-            blocks.append(block.repeat_interleave(axis.size // layer.parts, 2))  # (b, s, col, m)
-    return torch.cat(blocks, -1)
-
-
-def pack_adjoint(dy: Tensor, layers: Sequence[Linear], axis: Axis, dim: int) -> list[Tensor]:
-    """Gradients `[b, s, n_i]` from the gathered buffer: copies of a shared head are added."""
-    sizes = _sizes(layers)
-    if dim != -1:
-        return list(dy.split([sum(of_layer) for of_layer in sizes], -1))
-    blocks = iter(dy.split([size for of_layer in sizes for size in of_layer], -1))  # (b, s, col, m)
-    out = []
-    for layer in layers:
-        parts = [
-            next(blocks).unflatten(2, (layer.parts, -1)).sum(3).flatten(2)
-            for _ in range(layer.count)
-        ]
-        out.append(torch.cat(parts, -1))
-    return out
-
-
-def unpack(y: Tensor, layers: Sequence[Linear], dim: int) -> list[Tensor]:
-    """Outputs of the layers on this rank from the scattered buffer."""
-    if dim == -1:
-        y = y.squeeze(2)
-    return list(y.split([sum(of_layer) for of_layer in _sizes(layers)], -1))
-
-
-def repack(grads: Sequence[Tensor], layers: Sequence[Linear], dim: int) -> Tensor:
-    """Gradients of the outputs on this rank in one buffer, as it was scattered."""
-    dy = grads[0] if len(grads) == 1 else torch.cat(list(grads), -1)
-    return dy.unsqueeze(2) if dim == -1 else dy
-
-
-def _sizes(layers: Sequence[Linear]) -> list[list[int]]:
-    """Features of each output on this rank, one number for each packed part."""
-    return [[layer.output.local[0]] * layer.count for layer in layers]
-
-
 # ---- prediction -------------------------------------------------------------------------
 
 
@@ -433,12 +421,26 @@ def _elements(
     features = first.handles["weight"].sharding.shape[0 if first.transposed else -1] // width
     features *= len(layers) if apart else 1
     x = leaf.tokens(flow, first.into) * features * from_axis.size
-    y = (
-        leaf.tokens(flow, first.out)
-        * sum(sum(of_layer) for of_layer in _sizes(layers))
-        * to_axis.size
-    )
+    y = leaf.tokens(flow, first.out) * _wide(layers) * to_axis.size
     return from_axis, x, to_axis, y
+
+
+def _wide(layers: Sequence[Linear]) -> int:
+    """Features of all outputs on this rank."""
+    return sum(sum(of_layer) for of_layer in widths(layers))
+
+
+def held(
+    leaf: Leaf, flow: Flow, layers: Sequence[Linear], *, apart: bool = False, selective: bool
+) -> int:
+    """Bytes that are kept of a product: see `_output_kept`."""
+    from_axis, x, to_axis, y = _elements(leaf, flow, layers, apart)
+    communicated, output = to_axis.size * layers[0].total_axis.size > 1, y // to_axis.size
+    if from_axis.size == 1 and not communicated:
+        return 0
+    if selective:  # instead of the results of its products
+        return (output - sum(layer.made(flow) for layer in layers)) * flow.itemsize
+    return (output if communicated else min(x, output)) * flow.itemsize
 
 
 def forward_events(

@@ -5,22 +5,26 @@ selective   results of matrix products and of attention stay; what is cheap is c
 full        only the input of the block stays; all of it is computed again
 reentrant   as full, in the older way of torch
 
-What runs again communicates again: a selective block does on a grid what a full one does.
+What runs again communicates again, or takes what its first run has kept (`comm.results`): then the
+collectives of a step are those of a block that keeps all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
+from ranvier.comm.results import Results
 from ranvier.errors import PlanError
 from ranvier.nn.leaf import Moment
 from ranvier.plan import Recompute
@@ -50,9 +54,13 @@ KEPT = frozenset(
 
 def kept(operation: Any) -> bool:
     """Whether a selective block keeps the results: of matrix products, of attention."""
-    schema = getattr(operation, "_schema", None)  # operators that take functions have none
-    name = operation.name() if schema is None else schema.name
+    name = _name(operation)
     return name in KEPT or (name.startswith("ranvier::") and "attend" in name)
+
+
+def _name(operation: Any) -> str:
+    schema = getattr(operation, "_schema", None)  # operators that take functions have none
+    return str(operation.name() if schema is None else schema.name)
 
 
 def again(
@@ -69,30 +77,75 @@ def again(
         )
     if kind == "none" or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    compiling, samples = torch.compiler.is_compiling(), moment.samples
+    keeping, samples, selective = moment.keeping, moment.samples, kind == "selective"
+    compiling = torch.compiler.is_compiling()
+    # A graph knows one way only; the older way loses gradients if no input has one.
+    tracked = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+    older = kind == "reentrant" and not compiling and tracked
+    results = None if compiling else keeping.results(selective=selective, stops=not older)
 
     def run(*inputs: Any) -> Any:  # keywords are bound, as reentrant checkpoints take none
         if compiling:  # the graph reads the samples of its own pass, and may change nothing
             return forward(*inputs, **kwargs)
         before, moment.samples = moment.samples, samples
         try:
-            return forward(*inputs, **kwargs)
+            if results is None:
+                return forward(*inputs, **kwargs)
+            with results.turn(), _Products(results) if selective else nullcontext():
+                return forward(*inputs, **kwargs)
         finally:
             moment.samples = before
 
-    if kind == "selective":
+    if compiling and (selective or keeping.all):
+        contexts = partial(_contexts, selective, keeping.all, keeping.depth)
         return checkpoint(
-            run,
-            *args,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=partial(create_selective_checkpoint_contexts, _policy),
+            run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )
-    # A graph knows one way only; the older way loses gradients if no input has one.
-    tracked = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-    reentrant = kind == "reentrant" and not compiling and tracked
-    return checkpoint(run, *args, use_reentrant=reentrant, preserve_rng_state=False)
+    return checkpoint(run, *args, use_reentrant=older, preserve_rng_state=False)
 
 
-def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if kept(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+class _Products(TorchDispatchMode):
+    """Puts the results of matrix products and of attention into a queue, or takes them from it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, results: Results) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.results = results
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code may run while this mode is on."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run what is not kept."""
+        if not kept(func):
+            return func(*args, **(kwargs or {}))
+        if self.results.again:
+            return self.results.take(str(func))
+        out = func(*args, **(kwargs or {}))
+        self.results.put(str(func), out)
+        return out
+
+
+def _contexts(selective: bool, collectives: bool, depth: str) -> Any:
+    """How a graph is told what to keep: results of products, of collectives but those over depth.
+
+    A collective has its group and is followed by the wait for its result, which is what is kept.
+    """
+    group = ""
+
+    def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        nonlocal group
+        name = _name(operation)
+        saved = selective and kept(operation)
+        if collectives and name == "_c10d_functional::wait_tensor":
+            saved = group != depth
+        elif name.startswith("_c10d_functional::"):
+            group = args[-1]
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ranvier.comm.bucket import Bucket
 from ranvier.nn.example import SIZES, Example
 from ranvier.nn.leaf import Flow, Leaf, Site
-from ranvier.nn.linear import Linear, Run, backward_events, forward_events, product
+from ranvier.nn.linear import Linear, Run, backward_events, forward_events, held, product
 from ranvier.sharding import Dim
 from ranvier.trace import Event
 
@@ -118,6 +118,10 @@ class Siblings(Leaf):
         """As one layer."""
         return backward_events(self, flow, self.layers, apart=self.apart)
 
+    def held(self, flow: Flow, *, selective: bool = False) -> int:
+        """As one layer."""
+        return held(self, flow, self.layers, apart=self.apart, selective=selective)
+
 
 class Apart(Siblings):
     """Linear layers that read a part of the same value each, one after the other.
@@ -160,8 +164,9 @@ def follows(before: Linear, layer: Linear) -> bool:
 def _together(layers: Sequence[Linear]) -> Tensor:
     """The weights of layers that follow each other as one matrix `[Σn, i]`."""
     first, last = (layer.handles["weight"] for layer in (layers[0], layers[-1]))
-    bucket, start = first.bucket, first.offset
-    flat = bucket.data[start : last.offset + last.elements]
+    bucket, start, stop = first.bucket, first.offset, last.offset + last.elements
+    with bucket.under():
+        flat = bucket.data[start:stop]
     matrix = flat.view(-1, first.sharding.local[-1]).requires_grad_(first.trainable)
     if first.trainable:
         hook = partial(_arrived, weakref.ref(bucket), start)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ranvier import init
 from ranvier.comm.bucket import Weight
 from ranvier.comm.deferred import Deferred
+from ranvier.comm.home import Homes, resting
 from ranvier.nn.dropout import Dropout
 from ranvier.nn.leaf import Leaf
 from ranvier.nn.siblings import Siblings
@@ -26,10 +27,16 @@ def fill_values(
     dtype: torch.dtype,
     device: torch.device | str | None,
     blank: bool = False,
+    room: int | None = None,
 ) -> None:
-    """Give every parameter its part of the values, as views of its bucket; blank: zeros."""
+    """Give every parameter its part of the values, as views of its bucket; blank: zeros.
+
+    room: bytes of the host where weights are to rest; None: they stay on the device.
+    """
     where: torch.device | str = device or "cpu"
     queue.device = torch.device(where)
+    if room is not None:
+        queue.homes = Homes(queue.buckets, dtype, queue.device, room=room)
     for bucket in queue.buckets:
         originals = [w.original.device for w in bucket.weights if w.original is not None]
         where = device or (originals[0] if originals else "cpu")
@@ -49,6 +56,8 @@ def fill_values(
                 # a hook that held the weight would keep both for ever
                 hook = partial(_collect, weakref.ref(weight))
                 param.register_post_accumulate_grad_hook(hook)
+        if queue.homes is not None and resting(bucket):
+            queue.homes.adopt(bucket)
     for leaf in leaves.values():
         if isinstance(leaf, Siblings):
             leaf.pack()

@@ -36,6 +36,7 @@ class Early:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):  # the sums are of its memory, used again in order
             bucket.squares += zip(grads, fused.squares(grads), strict=True)
+        bucket.summed = self._stream.record_event()
 
     def total(self, buckets: Sequence[Bucket], grads: Sequence[Tensor]) -> Tensor:
         """Sum of the squares of all elements of `grads`, of which some may have been begun.
@@ -44,11 +45,14 @@ class Early:
         """
         begun = {_key(x): row for bucket in buckets for x, row in bucket.squares}
         rows = [begun[_key(x)] for x in grads if _key(x) in begun]
-        rest = fused.square_sum([x for x in grads if _key(x) not in begun] or [grads[0][:0]])
+        left = [x for x in grads if _key(x) not in begun]
+        if rows and not left:
+            left = [rows[0][:0]]  # gradients may have been taken to the host
+        rest = fused.square_sum(left)
         if not rows:
             return rest
         assert self._stream is not None
-        torch.cuda.current_stream(grads[0].device).wait_stream(self._stream)
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
         return rest + torch.stack(rows).sum()
 
 

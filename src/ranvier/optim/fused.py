@@ -1,18 +1,18 @@
 """Fused updates: a rule as one kernel that reads and writes every byte once.
 
-With bf16 gradients and working weights AdamW moves 28 bytes a parameter, or 20 with bf16 moments,
-and its time is that of a copy of as many. What changes from step to step is read on the device, so
-the host never waits. Where there is no kernel (no CUDA, no Triton, other types) the plain rule runs
-instead: its twin, with the same random bits.
+With bf16 gradients and working weights AdamW moves 28 bytes a parameter, 20 with bf16 moments and
+16 with those of 8 bits, and its time is about that of a copy of as many. What changes from step to
+step is read on the device, so the host never waits. Where there is no kernel (no CUDA, no Triton,
+other types) the plain rule runs instead: its twin, with the same random bits.
 
-Not handled: moments narrower than bf16, tensors with gaps.
+Not handled: tensors with gaps.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,13 +20,18 @@ from torch import Tensor
 
 from ranvier import launch
 from ranvier.optim import rules
+from ranvier.optim.moments import BLOCK, TINY, Key, Moments
+from ranvier.optim.rules import Scalars as Scalars
 
 FOUND = launch.triton()
 triton: Any = importlib.import_module("triton") if FOUND else None
 tl: Any = importlib.import_module("triton.language") if FOUND else None
-BLOCK, WARPS = 1024, 8
-"""Elements and warps of a program: four elements a thread, which are 16 bytes in fp32. With more,
-fp32 and bf16 would want different threads for an element and change places in shared memory."""
+ELEMENTS, WARP = 1024, 128
+"""Of a program, which has a block where moments have 8 bits, and of a warp: four elements a thread,
+which are 16 bytes in fp32. With more, fp32 and bf16 would want different threads for an element and
+change places in shared memory."""
+MOST = 1 << 30
+"""Elements of one start of the kernel, which counts them in 32 bits."""
 PROGRAMS = 528
 """Of the sum of squares: a few for each processor of a device."""
 EVEN = 16
@@ -41,51 +46,15 @@ def _kernel(*still: str) -> Callable[[Any], Any]:
     )
 
 
-@dataclass(frozen=True)
-class Scalars:
-    """The numbers of one update that are the same for all tensors, on the device."""
-
-    step: Tensor
-    """Number of the update, from 1 (float64)."""
-    good: Tensor
-    """Whether to update at all (bool)."""
-    factor: Tensor | None
-    """What gradients are multiplied by."""
-    betas: tuple[float, float]
-    lr: Tensor
-    """The learning rate (float64)."""
-    count: Tensor
-    """`step` as the kernel reads it (int32)."""
-    numbers: Tensor
-    """good, factor, 1 / (1 - β₁ᵗ), 1 / √(1 - β₂ᵗ), lr as the kernel reads them (fp32)."""
-
-    @classmethod
-    def of(
-        cls,
-        step: Tensor,
-        good: Tensor,
-        factor: Tensor | None,
-        betas: tuple[float, float],
-        lr: float | Tensor,
-    ) -> Scalars:
-        """Compute them once for all tensors; bias corrections in float64."""
-        step = step.double()
-        rate = lr if isinstance(lr, Tensor) else torch.full_like(step, lr)
-        numbers = [
-            good,
-            torch.ones_like(step) if factor is None else factor,
-            1.0 / (1.0 - betas[0] ** step),
-            (1.0 - betas[1] ** step).rsqrt(),
-            rate,
-        ]
-        packed = torch.stack([number.double() for number in numbers]).float()
-        return cls(step, good, factor, betas, rate, step.to(torch.int32), packed)
-
-
 def available(
-    weight: Tensor, grad: Tensor, mean: Tensor, square: Tensor, out: Tensor | None = None
+    weight: Tensor,
+    grad: Tensor,
+    moments: Moments,
+    out: Tensor | None = None,
+    key: Key | None = None,
 ) -> bool:
     """Whether the kernel takes these tensors."""
+    mean, square = moments.mean, moments.square
     tensors = [weight, grad, mean, square, *([] if out is None else [out])]
     return (
         FOUND
@@ -93,106 +62,72 @@ def available(
         and weight.dtype == torch.float32
         and grad.dtype in (torch.float32, *NARROW)
         and mean.dtype == square.dtype
-        and mean.dtype in (torch.float32, torch.bfloat16)
+        and mean.dtype in (torch.float32, torch.bfloat16, torch.uint8)
         and (out is None or out.dtype in NARROW)
+        and (key is None or (len(key.dims) <= 3 and all(n < MOST for n, _, _ in key.dims[1:])))
     )
 
 
 def adamw(
     weight: Tensor,
     grad: Tensor,
-    mean: Tensor,
-    square: Tensor,
+    moments: Moments,
     *,
     now: Scalars,
     share: float = 1.0,
     eps: float = 1e-8,
     decay: float = 0.0,
     out: Tensor | None = None,
-    seed: int = 0,
-    first: int = 0,
+    key: Key | None = None,
 ) -> None:
     """`rules.adamw` on tensors `[n]`, in one kernel where there is one.
 
-    share: factor of the learning rate.
+    Elements behind a multiple of 16, or behind the last whole block, get one of their own.
     """
-    if available(weight, grad, mean, square, out):
-        started(
-            weight,
-            grad,
-            mean,
-            square,
-            now=now,
-            share=share,
-            eps=eps,
-            decay=decay,
-            out=out,
-            seed=seed,
-            first=first,
-        )
+    if not available(weight, grad, moments, out, key):
+        rest: Any = {"share": share, "eps": eps, "decay": decay, "out": out, "key": key}
+        rules.adamw(weight, grad, moments, now=now, **rest)
         return
-    rules.adamw(
-        weight,
-        grad,
-        mean,
-        square,
-        step=now.step,
-        good=now.good,
-        lr=now.lr * share,
-        beta1=now.betas[0],
-        beta2=now.betas[1],
-        eps=eps,
-        decay=decay,
-        factor=now.factor,
-        out=out,
-        seed=seed,
-        first=first,
-    )
-
-
-def started(
-    weight: Tensor,
-    grad: Tensor,
-    mean: Tensor,
-    square: Tensor,
-    *,
-    now: Scalars,
-    share: float = 1.0,
-    eps: float,
-    decay: float,
-    out: Tensor | None,
-    seed: int,
-    first: int,
-) -> None:
-    """Start the kernel; elements behind a multiple of 16 get a small one of their own."""
-    assert all(x.shape == weight.shape for x in (grad, mean, square)), (weight.shape, grad.shape)
+    assert all(x.shape == weight.shape for x in (grad, moments.mean, moments.square)), weight.shape
+    assert key is not None or moments.mean.dtype == torch.float32, "narrow moments need a key"
+    end, coded = weight.numel(), moments.scales is not None
+    even, size = end - end % (BLOCK if coded else EVEN), BLOCK if coded else ELEMENTS
     fresh1, fresh2 = 1.0 - now.betas[0], 1.0 - now.betas[1]
-    end = weight.numel()
-    for start, stop in ((0, end - end % EVEN), (end - end % EVEN, end)):
-        if start == stop:
-            continue
-        tensors = [
-            x[start:stop] for x in (weight, grad, mean, square, weight if out is None else out)
-        ]
+    for start, stop in pairwise(sorted({0, *range(0, even, MOST), even, end})):
+        part, here = moments.part(start, stop), slice(start, stop)
         with torch.cuda.device_of(weight):
-            _adamw[(triton.cdiv(stop - start, BLOCK),)](
-                *tensors,
-                now.numbers,
-                now.count,
-                stop - start,
-                first + start,
-                rules.folded(seed),
-                share,
-                decay,
-                fresh1,
-                1.0 - fresh1,
-                fresh2,
-                1.0 - fresh2,
-                eps,
+            _adamw[(triton.cdiv(stop - start, size),)](
+                *(weight[here], grad[here], part.mean, part.square),
+                weight if part.scales is None else part.scales,
+                weight if out is None else out[here],
+                *(now.numbers, now.count, stop - start),
+                0 if part.scales is None else part.scales.stride(0),
+                *_where(key, start),
+                *(share, decay, fresh1, 1.0 - fresh1, fresh2, 1.0 - fresh2, eps),
+                DIMS=0 if key is None or moments.mean.dtype == torch.float32 else len(key.dims),
                 OUT=out is not None,
-                BLOCK=BLOCK,
-                num_warps=WARPS,
+                SIZE=size,
+                TINY=TINY,
+                num_warps=size // WARP,
             )
+
+
+def _where(key: Key | None, start: int) -> list[int]:
+    """What the kernel knows of the places of elements: seed, base, column, row and how they wrap.
+
+    The box has dims (planes, rows, columns). The first element lies at `base` in the whole and at
+    (row, column) in its plane; where a row ends it goes on `skip` further, where a plane ends
+    `jump` further.
+    """
+    if key is None:
+        return [0] * 8
+    planes, rows, columns = ([(1, 0, 1)] * 2 + key.dims)[-3:]
+    pitch, plane = columns[2], rows[2] * columns[2]
+    above, column = divmod(key.first + start, columns[0])
+    before, row = divmod(above, rows[0])
+    base = (before + planes[1]) * plane + (row + rows[1]) * pitch + column + columns[1]
+    skip, jump = pitch - columns[0], plane - rows[0] * pitch
+    return [key.seed, base, column, columns[0], row, rows[0], skip, jump]
 
 
 def square_sum(tensors: Sequence[Tensor]) -> Tensor:
@@ -259,38 +194,98 @@ def _narrow(x, bits):  # type: ignore[no-untyped-def]
 
 @_kernel()
 def _random(index, step, seed):  # type: ignore[no-untyped-def]
-    """`rules.random_bits` of 64-bit indices."""
+    """`Key.bits` of 64-bit indices."""
     key = _mix(_mix(step.to(tl.uint32)) ^ seed.to(tl.uint32))
     word = _mix(index.to(tl.uint32) ^ key)
     return _mix(word + (index >> 32).to(tl.uint32) * 0x9E3779B1 + key)
 
 
-@_kernel("first", "seed")
+@_kernel()
+def _index(offsets, base, column, columns, row, rows, skip, jump, DIMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`Key.index`; offsets from the first element are below 2³¹, so that divisions are short."""
+    index = base + offsets
+    if DIMS > 1:
+        ended = (offsets.to(tl.uint32) + column.to(tl.uint32)) // columns.to(tl.uint32)
+        index += ended.to(tl.int64) * skip
+        if DIMS > 2:
+            index += ((ended + row.to(tl.uint32)) // rows.to(tl.uint32)).to(tl.int64) * jump
+    return index
+
+
+@_kernel()
+def _decoded(mean, square, scale1, scale2):  # type: ignore[no-untyped-def]
+    """`moments.unpack` of both."""
+    c = mean.to(tl.int8, bitcast=True).to(tl.float32)
+    m = c * tl.abs(c) * (1.0 / 16129.0) * scale1
+    c = square.to(tl.float32) * (1.0 / 255.0)
+    c = c * c
+    return m, c * c * scale2
+
+
+@_kernel()
+def _encoded(x, bits, MEAN: tl.constexpr, TINY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`moments._encoded` of one block: its codes and its scale."""
+    size = tl.abs(x)
+    scale = tl.max(size, 0)
+    if MEAN:
+        scale = tl.where(scale < TINY, 0.0, scale)
+        full = tl.where(scale > 0.0, scale, 1.0)
+        y = size * tl.div_rn(16129.0, full)
+        c = tl.minimum(tl.floor(tl.sqrt(y)), 126.0)
+        above, gap = y - c * c, 2.0 * c + 1.0
+    else:
+        scale = tl.where(scale > 0.0, tl.maximum(scale, TINY), 0.0)
+        full = tl.where(scale > 0.0, scale, 1.0)
+        y = size * tl.div_rn(4228250625.0, full)
+        c = tl.minimum(tl.floor(tl.sqrt(tl.sqrt(y))), 254.0)
+        above, gap = y - (c * c) * (c * c), (2.0 * c + 1.0) * (2.0 * c * (c + 1.0) + 1.0)
+    c = tl.where((bits.to(tl.float32) + 0.5) * gap < above * 65536.0, c + 1.0, c)
+    if MEAN:
+        c = tl.where(x < 0.0, -c, c)
+    else:
+        c = tl.where(x > 0.0, tl.maximum(c, 1.0), c)
+    return c.to(tl.int32).to(tl.uint8), scale
+
+
+@_kernel("apart", "seed", "base", "column", "columns", "row", "rows", "skip", "jump")
 def _adamw(  # type: ignore[no-untyped-def]
-    weight, grad, mean, square, out, numbers, count, size, first, seed,
+    weight, grad, mean, square, scales, out, numbers, count, size, apart, seed,
+    base: tl.int64, column: tl.int64, columns: tl.int64, row: tl.int64, rows: tl.int64,
+    skip: tl.int64, jump: tl.int64,
     share, decay, fresh1, kept1, fresh2, kept2, eps,
-    OUT: tl.constexpr, BLOCK: tl.constexpr,
+    DIMS: tl.constexpr, OUT: tl.constexpr, SIZE: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
-    """The update of one block of elements."""
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    offsets = tl.arange(0, BLOCK)
-    here = offsets < size - start
-    g = tl.load(grad + start + offsets, mask=here).to(tl.float32) * tl.load(numbers + 1)
-    m = tl.load(mean + start + offsets, mask=here).to(tl.float32)
-    v = tl.load(square + start + offsets, mask=here).to(tl.float32)
-    w = tl.load(weight + start + offsets, mask=here)
-    m = tl.fma(g, fresh1, m * kept1)
-    v = tl.fma(g * g, fresh2, v * kept2)
+    """The update of some elements that lie one after the other: of a block of 8-bit moments."""
+    start = tl.program_id(0).to(tl.int64) * SIZE
+    offsets = tl.arange(0, SIZE)
+    inside = offsets < size - start
+    g = tl.load(grad + start + offsets, mask=inside).to(tl.float32) * tl.load(numbers + 1)
+    m = tl.load(mean + start + offsets, mask=inside)
+    v = tl.load(square + start + offsets, mask=inside)
+    w = tl.load(weight + start + offsets, mask=inside)
+    if mean.dtype.element_ty == tl.uint8:
+        scales += tl.program_id(0)
+        m, v = _decoded(m, v, tl.load(scales), tl.load(scales + apart))
+    m = tl.fma(g, fresh1, m.to(tl.float32) * kept1)
+    v = tl.fma(g * g, fresh2, v.to(tl.float32) * kept2)
     root = tl.sqrt(v) * tl.load(numbers + 3) + eps
     lr = tl.load(numbers + 4) * share
     w = w * (1.0 - lr * decay) - m / root * (lr * tl.load(numbers + 2))
     # Nothing is written if not good; a branch would have all that is read wait for that number.
-    here = offsets < tl.where(tl.load(numbers) != 0.0, size - start, 0)
+    left = tl.where(tl.load(numbers) != 0.0, size - start, 0)
+    here = offsets < left
     tl.store(weight + start + offsets, w, mask=here)
     if OUT:
         tl.store(out + start + offsets, w.to(out.dtype.element_ty), mask=here)
-    if mean.dtype.element_ty == tl.bfloat16:
-        bits = _random(first.to(tl.int64) + start + offsets, tl.load(count), seed)
-        m, v = _narrow(m, bits >> 16), _narrow(v, bits & 0xFFFF)
+    if DIMS > 0:
+        index = _index(start + offsets, base, column, columns, row, rows, skip, jump, DIMS)
+        bits = _random(index, tl.load(count), seed)
+        if mean.dtype.element_ty == tl.bfloat16:
+            m, v = _narrow(m, bits >> 16), _narrow(v, bits & 0xFFFF)
+        else:
+            m, scale1 = _encoded(tl.where(inside, m, 0.0), bits >> 16, True, TINY)
+            v, scale2 = _encoded(tl.where(inside, v, 0.0), bits & 0xFFFF, False, TINY)
+            tl.store(scales, scale1, mask=left > 0)
+            tl.store(scales + apart, scale2, mask=left > 0)
     tl.store(mean + start + offsets, m, mask=here)
     tl.store(square + start + offsets, v, mask=here)

@@ -8,21 +8,32 @@ one number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ranvier import init
 from ranvier.comm import verbs
-from ranvier.comm.bucket import Bucket, Group
+from ranvier.comm.bucket import Bucket, Group, Weight
 from ranvier.comm.deferred import Deferred
+from ranvier.comm.kept import Sparse, packed
+from ranvier.comm.lane import await_mark
 from ranvier.comm.sums import Pieces
 from ranvier.grid import Grid
-from ranvier.optim import fused
+from ranvier.optim import fused, hosted, prune
 from ranvier.optim.early import Early
+from ranvier.optim.hosted import Known
+from ranvier.optim.moments import Key, Kind, Moments, dtype, pack
+from ranvier.optim.prune import Choice
+from ranvier.optim.rules import Scalars
 from ranvier.optim.scale import Scale
+from ranvier.optim.store import Held, Rule, Rules, Store
+from ranvier.optim.tiles import Home, Tile
 from ranvier.sharding import State
+
+MASK = "mask"
+"""What is saved of pruned weights besides states: which elements stay."""
 
 
 def gradient_norm(
@@ -69,11 +80,12 @@ class Optimizer:
         clip: float = 1.0,
         factors: Mapping[Group, float] | None = None,
         scale: Scale | None = None,
-        moments: torch.dtype | None = None,
+        moments: Kind = "master",
+        home: Home | None = None,
     ) -> None:
         """factors: of the learning rate of each group of weights. scale: what the loss bears.
 
-        moments: bf16, rounded at random; or None, the type of the master weights.
+        moments: their type; narrow ones are rounded at random. home: where states rest.
         """
         self.queue, self.grid = queue, queue.grid
         self.lr, self.betas, self.eps, self.clip = lr, betas, eps, clip
@@ -81,13 +93,15 @@ class Optimizer:
         self.decays: dict[Group, float] = {"matrix": decay}
         """Weight decay of each group of weights; of others none."""
         self.buckets = [bucket for bucket in queue.buckets if bucket.trainable]
-        self.master = {bucket: self._master(bucket) for bucket in self.buckets}
-        self._loads = queue.loads
         self._early = queue.complete = Early()
-        self.mean = {b: torch.zeros_like(x, dtype=moments) for b, x in self.master.items()}
-        self.square = {b: torch.zeros_like(x, dtype=moments) for b, x in self.master.items()}
-        self._seeds = {b: init.key(0, "moments", b.weights[0].name) for b in self.buckets}
         device = queue.device
+        self.moments, self.home = moments, home or Home()
+        self.store = self._stored()
+        """Master weights and moments."""
+        self._given: dict[Bucket, Held] = {}
+        """Numbers of 8-bit moments or of pruned buckets that were handed out, to be filled."""
+        self._keys: dict[Weight, Key] = {}
+        self.reread()
         self.updates = torch.zeros((), dtype=torch.float64, device=device)
         """Updates made; masked ones do not count."""
         self.finite = torch.ones((), dtype=torch.bool, device=device)
@@ -97,15 +111,15 @@ class Optimizer:
         self.voted = torch.zeros(0, dtype=torch.bool, device=device)
         """For what some rank has voted in the last step."""
 
-    def _range(self, bucket: Bucket) -> Tensor:
-        """My range over data of the working weights."""
-        axis = self.queue.data_axis
-        return bucket.data.view(axis.size, -1)[axis.index]
+    def _stored(self) -> Store:
+        kinds = {bucket: _kinds(bucket, self.moments, self.home) for bucket in self.buckets}
+        return Store(kinds, self.home, self.queue.device)
 
-    def _master(self, bucket: Bucket) -> Tensor:
+    @property
+    def master(self) -> dict[Bucket, Tensor]:
         """The weights that are updated: my range itself, or a wider copy of 16-bit weights."""
-        narrow = bucket.data.dtype in (torch.bfloat16, torch.float16)
-        return self._range(bucket).to(torch.float32 if narrow else bucket.data.dtype)
+        held = self.store.held
+        return {b: x["master"] if "master" in x else b.mine(b.data) for b, x in held.items()}
 
     @torch.no_grad()
     def step(
@@ -128,12 +142,13 @@ class Optimizer:
         self.finite = norm.isfinite()
         good = self.finite & ~self.voted[:vetoes].any() if vetoes else self.finite
         lr = self.lr if lr is None else lr
-        now = fused.Scalars.of(self.updates + 1.0, good, factor, self.betas, lr)
+        now = Scalars.of(self.updates + 1.0, good, factor, self.betas, lr)
         if self.changing is not None:
             self.changing()
-        for bucket, pieces in grads:
-            for start, grad in pieces:
-                self._update(bucket, start, grad, now)
+        if self.queue.homes is not None:
+            await_mark(self.queue.homes.stowed(), self.queue.device)
+        self._update(grads, now)
+        self._given = {}
         self.updates += good
         if self.scale is not None:
             self.scale.update(self.finite)
@@ -141,10 +156,22 @@ class Optimizer:
         self.queue.begin("")
         return norm
 
+    @torch.no_grad()
     def reread(self) -> None:
         """Take note that weights were changed from outside: master weights follow them."""
         self._loads = self.queue.loads
-        self.master = {bucket: self._master(bucket) for bucket in self.buckets}
+        self.store.forget()
+        for bucket, held in self.store.held.items():
+            if bucket.kept is not None:  # what is pruned stays so
+                bucket.kept.clear(bucket.rest)
+            if "master" in held:
+                self._copy(held["master"], bucket.mine(bucket.rest))
+
+    def _copy(self, to: Tensor, x: Tensor) -> None:
+        """Copy numbers to another type and place, tile by tile."""
+        size = self.store.home.tile
+        for into, part in zip(to.split(size), x.split(size), strict=True):
+            into.copy_(part)
 
     @torch.no_grad()
     def norm(self) -> Tensor:
@@ -164,23 +191,63 @@ class Optimizer:
             factor = (1.0 if factor is None else factor) / self.scale.value
         return norm, factor
 
-    def _update(self, bucket: Bucket, start: int, grad: Tensor, now: fused.Scalars) -> None:
-        """Update a piece of my range of a bucket, master and working weights in one pass."""
-        group, piece = bucket.weights[0].group, slice(start, start + grad.numel())
-        master, working = self.master[bucket][piece], self._range(bucket)[piece]
-        fused.adamw(
+    def _update(self, grads: Sequence[tuple[Bucket, Pieces]], now: Scalars) -> None:
+        """Update all buckets: first those whose states are here, then those that come."""
+        rule, known = partial(self._apply, now), Known.of(now) if self._hosted else None
+        for bucket, pieces in grads:
+            for tile in () if self.store.streamed(bucket) else self.store.tiles[bucket]:
+                self.store.apply(tile, pieces, rule)
+        host = partial(self._on_host, known)
+        streamed = [one for one in grads if self.store.streamed(one[0])]
+        self.store.update(streamed, Rules(rule, host))
+
+    def _on_host(self, known: Known | None) -> Rule:
+        """How the host updates, once it knows the norm."""
+        assert known is not None
+        return partial(self._apply, known.wait())
+
+    def _apply(
+        self, now: Scalars, tile: Tile, held: Held, grad: Tensor, out: Tensor | None
+    ) -> None:
+        """Update the states of a tile, and its working weights."""
+        bucket, group = tile.bucket, tile.bucket.weights[0].group
+        working = out
+        if out is None and bucket.kept is None:
+            working = bucket.mine(bucket.data)[tile.range]
+        master = held.get("master", working)
+        assert master is not None, bucket.name
+        moments = Moments(held["mean"], held["square"], held.get("scales"))
+        rule: Callable[..., None] = partial(fused.adamw, key=self._key(tile))
+        if self._hosted and out is not None and tile.weight is None and not grad.is_cuda:
+            rule = hosted.adamw
+        elif out is None and working is not master:
+            rule = partial(rule, out=working)
+        rule(
             master,
             grad,
-            self.mean[bucket][piece],
-            self.square[bucket][piece],
+            moments,
             now=now,
             share=self.factors.get(group, 1.0),
             eps=self.eps,
             decay=self.decays.get(group, 0.0),
-            out=working if working.dtype != master.dtype else None,
-            seed=self._seeds[bucket],
-            first=self.queue.data_axis.index * self.master[bucket].numel() + start,
         )
+        if out is not None:  # also if no update was made: what is there is of another tile
+            out.copy_(master)
+        elif bucket.kept is not None:
+            bucket.renew(tile.start, master)
+
+    @property
+    def _hosted(self) -> bool:
+        return self.store.home.update == "cpu" and self.store.home.states != "device"
+
+    def _key(self, tile: Tile) -> Key | None:
+        """What the bits come from with which moments are rounded."""
+        if tile.weight is None:
+            return None
+        bucket, weight = tile.bucket, tile.weight
+        if weight not in self._keys:
+            self._keys[weight] = Key.of(weight.name, bucket.place(weight))
+        return self._keys[weight].at(tile.start - bucket.span(weight)[0])
 
     def _publish(self) -> None:
         """Give all data ranks the working weights of my range.
@@ -192,28 +259,125 @@ class Optimizer:
         pending = []
         for bucket in self.buckets:
             with self.grid.trace.at(bucket.name):
-                part = self._range(bucket)
+                bucket.settle()
+                part = bucket.mine(bucket.rest).to(self.queue.device)
                 pending.append((bucket, verbs.all_gather(part, self.queue.data_axis)))
         for bucket, values in pending:
-            bucket.data.copy_(values.wait())
+            bucket.write(0, values.wait())
+
+    # ---- to and from checkpoints ----------------------------------------------------------
 
     def state(self) -> State:
-        """My part of master weights and moments, by parameter name."""
-        kinds = {"master": self.master, "mean": self.mean, "square": self.square}
-        return {
-            f"{weight.name}.{kind}": (
-                tensors[bucket][slice(*bucket.range(weight))],
-                bucket.place(weight),
-            )
-            for kind, tensors in kinds.items()
-            for bucket in self.buckets
-            for weight in bucket.weights
-        }
+        """My part of master weights and moments, by parameter name.
+
+        8-bit moments are the numbers they stand for. Pruned weights have their zeros and a mask.
+        """
+        return self._state(self.buckets)
+
+    def written(self) -> tuple[State, dict[str, Sparse]]:
+        """`state` without copies of pruned weights: of these what stays, and where."""
+        state, sparse = self._state([b for b in self.buckets if b.kept is None]), {}
+        for bucket in self.buckets:
+            if bucket.kept is None:
+                continue
+            mask = bucket.kept.mask(*bucket.bounds).cpu()
+            none = torch.zeros(0, dtype=torch.uint8)
+            numbers = {**self._numbers(bucket), MASK: none}
+            for weight in bucket.weights:
+                here = mask[slice(*bucket.range(weight))]
+                bits, span = packed(here), slice(*bucket.span(weight))
+                for kind, flat in numbers.items():
+                    values = none if kind == MASK else flat[span]
+                    name, size = f"{weight.name}.{kind}", len(here)
+                    dense = torch.empty(size, dtype=values.dtype, device="meta")
+                    state[name] = dense, bucket.place(weight)
+                    sparse[name] = Sparse(values, bits, size)
+        return state, sparse
+
+    def parts(self) -> Iterator[State]:
+        """What is to be filled with an earlier state, a part at a time: those that are copies.
+
+        A part is taken over when the next one is asked for, the last by `restored`.
+        """
+        copied = [bucket for bucket in self.buckets if self._copied(bucket)]
+        for some in ([b for b in self.buckets if b not in copied], *([b] for b in copied)):
+            self._take()
+            state = self._state(some)
+            yield {name: x for name, x in state.items() if not name.endswith(f".{MASK}")}
+
+    def _copied(self, bucket: Bucket) -> bool:
+        """Whether states are handed out as copies."""
+        return bucket.kept is not None or self.store.kinds[bucket]["mean"] == torch.uint8
+
+    def _state(self, buckets: Sequence[Bucket]) -> State:
+        self.queue.settle()
+        self.store.settle()
+        found: State = {}
+        for bucket in buckets:
+            for kind, flat in self._saved(bucket).items():
+                for weight in bucket.weights:
+                    part = flat[slice(*bucket.range(weight))]
+                    found[f"{weight.name}.{kind}"] = part, bucket.place(weight)
+        return found
+
+    def held(self, weight: Weight) -> Held:
+        """My part of the states of a weight as they lie: 8-bit moments as codes, what stays."""
+        bucket = weight.bucket
+        held = {"master": self.master[bucket], **self.store.held[bucket]}
+        return {kind: flat[slice(*bucket.span(weight))] for kind, flat in held.items()}
+
+    def _saved(self, bucket: Bucket) -> Held:
+        """The states of a bucket as they are saved; copies are on the host."""
+        numbers = self._numbers(bucket)
+        if not self._copied(bucket):
+            return numbers
+        if bucket.kept is None:
+            self._given[bucket] = {kind: numbers[kind] for kind in ("mean", "square")}
+            return numbers
+        given = self._given[bucket] = {k: bucket.spread(x).cpu() for k, x in numbers.items()}
+        return {**given, MASK: bucket.kept.mask(*bucket.bounds).to(torch.uint8).cpu()}
+
+    def _numbers(self, bucket: Bucket) -> Held:
+        """The states of my range `[held]` as numbers."""
+        held = {"master": self.master[bucket], **self.store.held[bucket]}
+        if held["mean"].dtype != torch.uint8:
+            return held
+        wide = {kind: torch.zeros(bucket.held) for kind in ("mean", "square")}
+        for tile in self.store.tiles[bucket]:
+            moments = self._moments(tile).values(torch.float32)
+            wide["mean"][tile.range], wide["square"][tile.range] = moments
+        return {**held, **wide}
+
+    def _moments(self, tile: Tile) -> Moments:
+        held = self.store.resting(tile)
+        return Moments(held["mean"], held["square"], held.get("scales"))
+
+    def _keep(self, bucket: Bucket, numbers: Held) -> None:
+        """Take numbers for the states of my range `[held]`."""
+        held = {"master": self.master[bucket], **self.store.held[bucket]}
+        for kind, values in numbers.items():
+            if held[kind].dtype != torch.uint8:
+                held[kind].copy_(values)
+                continue
+            for tile in self.store.tiles[bucket]:
+                moments = self._moments(tile)
+                assert moments.scales is not None, tile
+                codes, scales = pack(values[tile.range], "mean" if kind == "mean" else "square")
+                held[kind][tile.range].copy_(codes)
+                moments.scales[0 if kind == "mean" else 1].copy_(scales)
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        """Take the numbers that were handed out and filled."""
+        for bucket, given in self._given.items():
+            self._keep(bucket, {kind: bucket.compress(x) for kind, x in given.items()})
+        self._given = {}
 
     def load(self, whole: Mapping[str, Tensor], *, steps: int) -> None:
         """Take my part of a whole state, after `steps` updates. Communicates: as `restored`."""
-        for name, (part, place) in self.state().items():
-            part.copy_(place.take(whole[name]))
+        for state in self.parts():
+            for name, (part, place) in state.items():
+                part.copy_(place.take(whole[name]))
         self.updates.fill_(steps)
         self.restored()
 
@@ -224,6 +388,61 @@ class Optimizer:
         Working weights follow the master weights. Communicates: all-gather over data.
         """
         self._loads = self.queue.loads
+        self.store.forget()
+        self._take()
         for bucket in self.buckets:
-            self._range(bucket).copy_(self.master[bucket])
+            size = self.home.tile
+            for number, part in enumerate(self.master[bucket].split(size)):
+                bucket.renew(number * size, part)
+        self.queue.settle()
         self._publish()
+
+    # ---- pruning --------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prune(self, choice: Choice, *, keep: bool = True) -> None:
+        """Have only what is chosen of the weights stay; states follow, or (not keep) begin anew.
+
+        Communicates: as `prune.masks_of`; bits over depth; states that are kept over data.
+        """
+        if self.changing is not None:
+            self.changing()
+        self.queue.settle()
+        self.store.settle()
+        self._given, self._keys = {}, {}
+        if not keep:
+            del self.store
+        for bucket, mask in prune.masks_of(self.queue, choice):
+            if keep and (mask is not None or bucket.kept is not None):
+                self._follow(bucket, mask)
+            elif not keep:
+                bucket.prune(mask)
+        if not keep:
+            self.store = self._stored()
+            self.reread()
+        self.queue.begin("")
+
+    def _follow(self, bucket: Bucket, mask: Tensor | None) -> None:
+        """Prune a bucket and its states."""
+        wholes, device = Held(), self.queue.device
+        for kind, part in self._numbers(bucket).items():
+            with self.grid.trace.at(bucket.name):
+                whole = verbs.all_gather(part.to(device), self.queue.data_axis).wait()
+            wholes[kind] = whole
+            if bucket.kept is not None:
+                wholes[kind] = whole.new_zeros(bucket.size)
+                bucket.kept.put(wholes[kind], 0, 0, whole)
+        bucket.prune(mask)
+        self.store.resize(bucket, _kinds(bucket, self.moments, self.home))
+        self._keep(bucket, {kind: bucket.mine(wholes.pop(kind)) for kind in list(wholes)})
+
+
+def _kinds(bucket: Bucket, moments: Kind, home: Home) -> dict[str, torch.dtype]:
+    """Types of the states of a bucket; of weights that are wide themselves there is no copy."""
+    working = bucket.data.dtype
+    master = torch.float32 if working in (torch.bfloat16, torch.float16) else working
+    kind = moments if bucket.weights[0].group != "vector" else "master"
+    away = bucket.home is not None or (home.update == "cpu" and home.states != "device")
+    away = away or bucket.kept is not None
+    own = {"master": master} if master != working or away else {}
+    return {**own, "mean": dtype(kind, master), "square": dtype(kind, master)}

@@ -1,90 +1,92 @@
 """Update rules: functions of flat tensors that know nothing of grids.
 
-A new optimizer is one of these. Moments may be narrower than the weight: then they are rounded up
-or down at random, so that what is too small for a bf16 number still counts on average. The random
-bits are a function of (seed, number of the update, element): resumed runs and other ranges over
-data round alike.
+A new optimizer is one of these. How moments that are narrower than the weight are rounded says
+`moments`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-WORD = 0xFFFFFFFF
-"""Mask of 32 bits."""
+from ranvier.optim.moments import Key, Moments
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """The numbers of one update that are the same for all tensors, on the device."""
+
+    step: Tensor
+    """Number of the update, from 1 (float64)."""
+    good: Tensor
+    """Whether to update at all (bool)."""
+    factor: Tensor | None
+    """What gradients are multiplied by."""
+    betas: tuple[float, float]
+    lr: Tensor
+    """The learning rate (float64)."""
+    count: Tensor
+    """`step` as a kernel reads it (int32)."""
+    numbers: Tensor
+    """good, factor, 1 / (1 - β₁ᵗ), 1 / √(1 - β₂ᵗ), lr as a kernel reads them (fp32)."""
+
+    @classmethod
+    def of(
+        cls,
+        step: Tensor,
+        good: Tensor,
+        factor: Tensor | None,
+        betas: tuple[float, float],
+        lr: float | Tensor,
+    ) -> Scalars:
+        """Compute them once for all tensors; bias corrections in float64."""
+        step = step.double()
+        rate = lr if isinstance(lr, Tensor) else torch.full_like(step, lr)
+        numbers = [
+            good,
+            torch.ones_like(step) if factor is None else factor,
+            1.0 / (1.0 - betas[0] ** step),
+            (1.0 - betas[1] ** step).rsqrt(),
+            rate,
+        ]
+        packed = torch.stack([number.double() for number in numbers]).float()
+        return cls(step, good, factor, betas, rate, step.to(torch.int32), packed)
 
 
 def adamw(
     weight: Tensor,
     grad: Tensor,
-    mean: Tensor,
-    square: Tensor,
+    moments: Moments,
     *,
-    step: Tensor,
-    good: Tensor,
-    lr: float | Tensor,
-    beta1: float = 0.9,
-    beta2: float = 0.95,
+    now: Scalars,
+    share: float = 1.0,
     eps: float = 1e-8,
     decay: float = 0.0,
-    factor: Tensor | None = None,
     out: Tensor | None = None,
-    seed: int = 0,
-    first: int = 0,
+    key: Key | None = None,
 ) -> None:
     """AdamW in place on tensors `[n]`: decoupled decay, bias-corrected moments.
 
     g ← factor · g, m ← β₁m + (1 - β₁)g, v ← β₂v + (1 - β₂)g²,
     w ← (1 - lr · decay)w - lr / (1 - β₁ᵗ) · m / (√(v / (1 - β₂ᵗ)) + eps), in the type of `weight`.
 
-    step: t, the number of this update from 1. good: whether to update at all, as a bool on the
-    device; if not, no bit changes. out: takes the new weight in its own type. seed, first: stream
-    and first index of the random bits with which bf16 moments are rounded.
+    If it is not good, no bit changes. share: factor of the learning rate. out: takes the new weight
+    in its own type. key: of the random bits with which narrower moments are rounded.
     """
-    grad = grad.to(weight.dtype)  # scalars stay in float64 on the device
-    if factor is not None:
-        grad = grad * factor
-    new_mean = mean.to(weight.dtype).mul(1.0 - (1.0 - beta1)).add_(grad, alpha=1.0 - beta1)
-    new_square = square.to(weight.dtype).mul(1.0 - (1.0 - beta2))
-    new_square.addcmul_(grad, grad, value=1.0 - beta2)
-    root = new_square.sqrt().div_((1.0 - beta2**step).sqrt()).add_(eps)
-    change = torch.div(new_mean, root, out=root).mul_(lr / (1.0 - beta1**step))
-    new_weight = weight.mul(1.0 - lr * decay).sub_(change)
-    if mean.dtype != weight.dtype:
-        bits = random_bits(step, weight.numel(), seed=seed, first=first)
-        new_mean, new_square = narrow(new_mean, bits >> 16), narrow(new_square, bits & 0xFFFF)
-    for old, new in ((weight, new_weight), (mean, new_mean), (square, new_square)):
-        old.copy_(torch.where(good, new, old))
+    (beta1, beta2), lr = now.betas, now.lr * share  # scalars stay in float64 on the device
+    grad = grad.to(weight.dtype)
+    if now.factor is not None:
+        grad = grad * now.factor
+    mean, square = moments.values(weight.dtype)
+    mean = mean.mul(1.0 - (1.0 - beta1)).add_(grad, alpha=1.0 - beta1)
+    square = square.mul(1.0 - (1.0 - beta2)).addcmul_(grad, grad, value=1.0 - beta2)
+    root = square.sqrt().div_((1.0 - beta2**now.step).sqrt()).add_(eps)
+    change = torch.div(mean, root, out=root).mul_(lr / (1.0 - beta1**now.step))
+    new = [weight.mul(1.0 - lr * decay).sub_(change)]
+    new += moments.rounded(mean, square, now.step, key).tensors
+    for old, value in zip([weight, *moments.tensors], new, strict=True):
+        old.copy_(torch.where(now.good, value, old))
     if out is not None:
-        out.copy_(torch.where(good, weight.to(out.dtype), out))
-
-
-def random_bits(step: Tensor, count: int, *, seed: int, first: int) -> Tensor:
-    """32 random bits of the elements from `first` on, as integers in [0, 2³²): `[count]`."""
-    index = torch.arange(first, first + count, device=step.device)
-    key = mix(mix(step.to(torch.int64) & WORD) ^ folded(seed))
-    word = mix((index & WORD) ^ key)
-    return mix((word + (index >> 32) * 0x9E3779B1 + key) & WORD)
-
-
-def mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers (held in 64 bits) that looks random."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & WORD
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & WORD
-    return x ^ (x >> 16)
-
-
-def folded(seed: int) -> int:
-    """31 bits of a seed, which a kernel takes as a signed number."""
-    return (seed ^ (seed >> 32)) & 0x7FFFFFFF
-
-
-def narrow(x: Tensor, bits: Tensor) -> Tensor:
-    """`x` rounded to bf16 at random, without bias: up with the probability of what is cut off.
-
-    bits: uniform integers in [0, 2¹⁶), added to the half of a float that bf16 does not have.
-    """
-    x = x.float()
-    rounded = ((x.view(torch.int32) + bits.to(torch.int32)) & -0x10000).view(torch.float32)
-    return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
+        out.copy_(torch.where(now.good, weight.to(out.dtype), out))

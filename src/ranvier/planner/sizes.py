@@ -11,14 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from ranvier.comm.bucket import Bucket
+from ranvier.comm.home import resting
 from ranvier.nn.head import Head
 from ranvier.nn.leaf import Flow
+from ranvier.optim.moments import BLOCK
+from ranvier.optim.store import SLOTS
 from ranvier.parallel import Parallel
-
-SLOTS = 3
-"""Tiles of states on the device at once: one comes, one is updated, one goes."""
-SCALED = 256
-"""Numbers of 8 bits that share a scale."""
 
 
 @dataclass(frozen=True)
@@ -64,27 +62,28 @@ class Sizes:
         return self.master + self.moments
 
 
-def sizes_of(parallel: Parallel, *, moments: str = "master", tile: int = 2**25) -> Sizes:
+def sizes_of(parallel: Parallel, *, moments: str = "master", tile: int = 2**24) -> Sizes:
     """The sizes of a model on this rank. moments: `optim.moments`; tile: `memory.tile`."""
     queue, names = parallel.queue, list(parallel.kinds)
     data, depth, wide = queue.data_axis.size, queue.gather_axis.size, queue.dtype.itemsize
-    resting = [bucket for bucket in queue.buckets if rests(bucket)]
-    blocks = [sum(b.data.nbytes for b in resting if b.name == name) for name in names]
-    layers = sorted(b.data.nbytes for b in resting if b.name not in parallel.kinds)
+    able = [bucket for bucket in queue.buckets if resting(bucket)]
+    blocks = [sum(b.data.nbytes for b in able if b.name == name) for name in names]
+    layers = sorted(b.data.nbytes for b in able if b.name not in parallel.kinds)
     trained = [bucket for bucket in queue.buckets if bucket.trainable and bucket.size]
     states = {bucket: _states(bucket, moments) for bucket in trained}
     vectors = [bucket for bucket in trained if bucket.weights[0].group == "vector"]
     tiles = [
-        (min(tile, b.size // data), sum(states[b]) * data / b.size, b.data.element_size())
+        (min(tile, b.held), sum(states[b]) / b.held, b.data.element_size())
         for b in trained
-        if b not in vectors
+        if b not in vectors and b.held
     ]
     moved = [bucket for bucket in trained if bucket.split or data > 1]
+    masks = sum(bucket.kept.bytes for bucket in queue.buckets if bucket.kept is not None)
     return Sizes(
         block=max(blocks, default=0),
         head=layers[-1] if layers else 0,
         others=sum(layers[:-1]),
-        still=sum(b.data.nbytes for b in queue.buckets if not rests(b)),
+        still=sum(b.data.nbytes for b in queue.buckets if not resting(b)) + masks,
         count=len(names),
         master=sum(master for master, _ in states.values()),
         moments=sum(both for _, both in states.values()),
@@ -93,9 +92,9 @@ def sizes_of(parallel: Parallel, *, moments: str = "master", tile: int = 2**25) 
         wide_ring=SLOTS
         * round(max((n * (each + wide + own) for n, each, own in tiles), default=0)),
         gathered=2 * max((b.data.nbytes * depth for b in queue.buckets if b.split), default=0),
-        communication=2 * max((b.size * depth * wide for b in moved), default=0),
+        communication=2 * max((b.count * depth * wide for b in moved), default=0),
         publish=sum(b.data.nbytes for b in trained) if data > 1 else 0,
-        trained=sum(b.size // data for b in trained),
+        trained=sum(b.held for b in trained),
     )
 
 
@@ -108,28 +107,23 @@ def gradient(parallel: Parallel, block: str, *, passes: int, last: bool) -> int:
     queue, total = parallel.queue, 0
     for bucket in queue.buckets:
         if bucket.name == block and bucket.trainable:
-            wide = bucket.size * queue.dtype.itemsize
-            size = wide if bucket.split or passes > 1 else bucket.data.nbytes
+            wide, own = (bucket.count * d.itemsize for d in (queue.dtype, bucket.data.dtype))
+            size = wide if bucket.split or passes > 1 else own
             reduced = last and queue.data_axis.size > 1
             total += wide // queue.data_axis.size if reduced else size
     return total
 
 
-def rests(bucket: Bucket) -> bool:
-    """Whether the weights of a bucket may rest on the host: many, used at one place."""
-    return bucket.weights[0].group != "vector" and not bucket.late and bucket.size > 0
-
-
 def _states(bucket: Bucket, moments: str) -> tuple[int, int]:
     """Bytes of master weights and of both moments of my range of a bucket."""
-    count, dtype = bucket.size // bucket.queue.data_axis.size, bucket.data.dtype
+    count, dtype = bucket.held, bucket.data.dtype
     wide = bucket.queue.dtype.itemsize
     master = count * wide if dtype in (torch.bfloat16, torch.float16) else 0
     if bucket.weights[0].group == "vector" or moments == "master":
         return master, 2 * count * wide
     if moments == "bf16":
         return master, 2 * count * 2
-    return master, 2 * count + 8 * -(-count // SCALED)
+    return master, 2 * count + 8 * -(-count // BLOCK)
 
 
 def logits(parallel: Parallel, flow: Flow) -> int:

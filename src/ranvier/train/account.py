@@ -95,7 +95,7 @@ class Account:
                 storage = x.untyped_storage()
                 if storage.nbytes() and storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
-                    column = here if x.device == device else there
+                    column = here if x.device.type == device.type else there
                     column[name] = column.get(name, 0) + storage.nbytes()
         if device.type == "cuda":
             most = torch.cuda.max_memory_allocated(device)
@@ -159,16 +159,17 @@ class Account:
 
 def _held(queue: Deferred) -> int:
     """Bytes of the gradients on the device now."""
-    made = (x.untyped_storage() for x in gradients(queue) if x.device == queue.device)
+    made = (x.untyped_storage() for x in gradients(queue) if x.device.type == queue.device.type)
     return sum({x.data_ptr(): x.nbytes() for x in made}.values())
 
 
 def tensors_of(optimizer: Optimizer) -> dict[str, list[Tensor]]:
     """Weights and states, where they lie."""
+    held, scales = optimizer.store.held.values(), [*optimizer.store.scales.values()]
     return {
-        "weights": [bucket.data for bucket in optimizer.queue.buckets],
-        "master": [*optimizer.master.values()],
-        "moments": [*optimizer.mean.values(), *optimizer.square.values()],
+        "weights": [bucket.rest for bucket in optimizer.queue.buckets],
+        "master": [held["master"] for held in held if "master" in held],
+        "moments": [held[kind] for held in held for kind in ("mean", "square")] + scales,
     }
 
 

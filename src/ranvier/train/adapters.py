@@ -53,7 +53,7 @@ def begin(trainer: Trainer) -> None:
     for _, adapter, layer in adapters_of(trainer.model):
         adapter.measure(layer)
     if run.lora.start:
-        mine = {n: (w.param.data, w.place) for n, w in parallel.weights.items() if INSIDE in n}
+        mine = {n: (w.rest, w.place) for n, w in parallel.weights.items() if INSIDE in n}
         read_adapter(Path(run.lora.start), run.model).fill(mine)
     parallel.queue.begin("")
     trainer.optimizer.reread()

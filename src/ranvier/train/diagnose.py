@@ -77,6 +77,8 @@ def first_bad(model: nn.Module, batches: Sequence[Batch], scale: Tensor | None) 
     checks.look("the loss", loss)
     checks.number = MANY * (2 + 2 * stage.count - stage.index)
     grads = parallel.queue.finish()
+    if parallel.queue.homes is not None:
+        parallel.queue.homes.settle()
     for bucket, pieces in reversed(grads):
         for weight, grad in reversed(bucket.by_weight(pieces)):
             checks.look(f"the gradient of {weight.name}", grad)

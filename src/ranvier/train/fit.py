@@ -11,10 +11,9 @@ import gc
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from ranvier.comm.agree import largest, most_of, told
 from ranvier.comm.deferred import Deferred
+from ranvier.comm.results import Held
 from ranvier.data.batch import Batch
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
@@ -59,18 +59,6 @@ def room(limit: float, device: torch.device, local_ranks: int) -> int:
     else:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         there = int((1.0 - RESERVE) * total / local_ranks)
-    return min(there, int(limit * GIB)) if limit > 0.0 else there
-
-
-def host_room(ranks: int, limit: float = 0.0) -> int:
-    """Bytes of host memory that each of so many ranks may keep things in; limit: GiB of a rank."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    free, total = (os.sysconf(f"SC_{kind}PHYS_PAGES") * page for kind in ("AV", ""))
-    with suppress(OSError, ValueError, IndexError):  # what caches would give up counts as free
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) * 1024
-    there = max(int(free - RESERVE * total), 0) // ranks
     return min(there, int(limit * GIB)) if limit > 0.0 else there
 
 
@@ -155,7 +143,8 @@ def measured(
     Communicates: as a step with two blocks, twice for each kind; numbers over all axes.
     """
     parallel, blocks = parallel_of(model), model.blocks
-    names = [*parallel.kinds][:2]
+    keeping, names = parallel.moment.keeping, [*parallel.kinds][:2]
+    store, keeping.store = keeping.store, Held()  # what waits elsewhere is counted, not measured
     before = {name: parallel.kinds[name] for name in names}
     batches = [blank(run, micro, device) for _ in range(passes)]
     found: dict[Kind, list[Pass]] = {}
@@ -168,7 +157,7 @@ def measured(
     except torch.OutOfMemoryError:
         found = {}
     finally:
-        model.blocks = blocks
+        model.blocks, keeping.store = blocks, store
         parallel.kinds.update(before)
         forget(parallel, device)
     if largest(int(not found), parallel.grid, device):
@@ -332,7 +321,7 @@ def forget(parallel: Parallel, device: torch.device) -> None:
     """Drop gradients and gathered weights; nothing may be under way any more."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    parallel.queue.begin("")
+    parallel.queue.forget()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)  # what a run reports is its own

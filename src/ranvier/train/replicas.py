@@ -67,17 +67,19 @@ def fingerprint(x: Tensor) -> Tensor:
 def copies(optimizer: Optimizer) -> Iterator[Copy]:
     """All tensors of this rank that other ranks hold as well."""
     queue = optimizer.queue
-    state = optimizer.state()
+    queue.settle()
+    optimizer.store.settle()
     for bucket in queue.buckets:
         tied = () if bucket.tied is None else (bucket.tied,)
         for weight in (one for one in bucket.weights if one.elements):
-            held = next(s for s in bucket.segments if s.start <= weight.offset < s.stop)
-            others = tuple(axis for axis in (held.over, *tied) if axis.size > 1)
+            others = (bucket.segment(weight).over, *tied)
+            others = tuple(axis for axis in others if axis.size > 1)
             lines = (*others, queue.data_axis) if queue.data_axis.size > 1 else others
             if lines:
-                yield Copy(weight.name, weight.param, weight.place, lines)
-            for kind in ("master", "mean", "square") if others and bucket.trainable else ():
-                yield Copy(f"{weight.name}.{kind}", *state[f"{weight.name}.{kind}"], others)
+                yield Copy(weight.name, weight.rest, weight.place, lines)
+            states = optimizer.held(weight) if others and bucket.trainable else {}
+            for kind, part in states.items():
+                yield Copy(f"{weight.name}.{kind}", part, bucket.place(weight), others)
 
 
 @torch.no_grad()
@@ -93,7 +95,7 @@ def compare(
     """
     mine = list(copies(optimizer))
     nothing = torch.zeros((), dtype=torch.int64, device=device)
-    hashes = torch.stack([*(fingerprint(one.part) for one in mine), nothing])
+    hashes = torch.stack([*(fingerprint(one.part).to(device) for one in mine), nothing])
     with grid.trace.at(NAME):
         odd = torch.zeros_like(hashes, dtype=torch.bool)
         for axis in dict.fromkeys(axis for one in mine for axis in one.axes):

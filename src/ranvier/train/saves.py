@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,13 @@ from ranvier.checkpoint.manifest import Manifest
 from ranvier.checkpoint.published import Published
 from ranvier.checkpoint.saver import Saver
 from ranvier.comm.agree import complaint, together
+from ranvier.comm.kept import Sparse
 from ranvier.errors import CheckpointError, DamageError, DataError, WriteError
 from ranvier.parallel import parallel_of
 from ranvier.run import Run
 from ranvier.sharding import Place, State
 from ranvier.train import adapters
+from ranvier.train.pruning import Masks, fill_weights
 
 if TYPE_CHECKING:
     from ranvier.train.trainer import Trainer
@@ -37,26 +39,39 @@ RANDOM = "random."
 FIXED = (
     *("model", "data.seq", "data.packed", "data.held_out", "train.seed", "train.dtype"),
     *(f"lora.{key}" for key in ("rank", "alpha", "on", "layers", "dora", "rslora", "shared")),
-    *("optim.moments", "data.learn", "data.truncate"),
+    *("optim.moments", "data.learn", "data.truncate", "prune"),
 )
 """Settings that a run keeps for its whole life; the corpora are compared by fingerprint."""
 
 
-def tensors(trainer: Trainer) -> tuple[State, State]:
-    """All tensors that the run goes on from, and those of them that this rank writes."""
-    state, parallel = trainer.optimizer.state(), parallel_of(trainer.model)
+def tensors(trainer: Trainer) -> State:
+    """All tensors that the run goes on from."""
+    return {**trainer.optimizer.state(), **_frozen(trainer), **_random(trainer), **_counts(trainer)}
+
+
+def written(trainer: Trainer) -> tuple[State, dict[str, Sparse]]:
+    """Those of them that this rank writes, and of which it has some numbers only."""
+    (state, sparse), parallel = trainer.optimizer.written(), parallel_of(trainer.model)
     owners = {weight.name: weight.bucket.owned(weight) for weight in parallel.weights.values()}
-    frozen = {
-        f"{weight.name}.master": (weight.param.detach(), weight.place)
-        for weight in parallel.weights.values()
-        if not weight.trainable
-    }
-    first = trainer.grid.index["data"] == 0  # frozen weights are not split over data
+    if trainer.grid.index["data"] == 0:  # frozen weights are not split over data
+        state |= _frozen(trainer)
     mine = {name: x for name, x in state.items() if owners[name.rpartition(".")[0]]}
-    mine |= {n: x for n, x in frozen.items() if first and owners[n.rpartition(".")[0]]}
-    random, counts = _random(trainer), _counts(trainer)
-    more = {**random, **counts} if trainer.grid.rank == 0 else random
-    return {**state, **frozen, **random, **counts}, {**mine, **more}
+    more = _counts(trainer) if trainer.grid.rank == 0 else {}
+    return {**mine, **_random(trainer), **more}, sparse
+
+
+def parts(trainer: Trainer) -> Iterator[State]:
+    """The same tensors, to be filled a part at a time; see `Optimizer.parts`."""
+    rest = {**_frozen(trainer), **_random(trainer), **_counts(trainer)}
+    for state in trainer.optimizer.parts():
+        yield {**state, **rest}
+        rest = {}
+
+
+def _frozen(trainer: Trainer) -> State:
+    """Weights that are not trained."""
+    weights = parallel_of(trainer.model).weights.values()
+    return {f"{w.name}.master": (w.rest, w.place) for w in weights if not w.trainable}
 
 
 def _counts(trainer: Trainer) -> State:
@@ -158,16 +173,25 @@ def _tried(trainer: Trainer, checkpoint: Path) -> str:
     """Load a checkpoint on all ranks; why it cannot be used, if it is damaged on one."""
     why = ""
 
-    def work() -> None:
-        nonlocal why
-        try:
-            _load(trainer, checkpoint)
-        except DamageError as error:
-            why = str(error)
+    def tried(work: Callable[[], None]) -> bool:
+        def mine() -> None:
+            nonlocal why
+            try:
+                work()
+            except DamageError as error:
+                why = str(error)
 
-    together(work, trainer.grid, trainer.device)
-    why = complaint(why, trainer.grid, trainer.device)
-    if not why:
+        nonlocal why
+        together(mine, trainer.grid, trainer.device)
+        why = complaint(why, trainer.grid, trainer.device)
+        return not why
+
+    masks = Masks(trainer)
+    if trainer.run.prune.on:
+        if not tried(lambda: masks.read(checkpoint)):
+            return why
+        masks.adopt()
+    if tried(lambda: _load(trainer, checkpoint)):
         trainer.optimizer.restored()
         if adapters.is_base(manifests.read(checkpoint), trainer.run):
             adapters.begin(trainer)
@@ -181,20 +205,22 @@ def _load(trainer: Trainer, checkpoint: Path) -> None:
     if manifest.facts.get("weights"):  # of a model that was imported: all else begins anew
         return begin(trainer, checkpoint, manifest)
     check_data(manifest, checkpoint, trainer.data.fingerprint, allowed=config.other_data)
-    state, _ = tensors(trainer)
-    for name, (_, place) in list(state.items()):
-        entry = manifest.tensors.get(name)
-        if name.startswith(RANDOM) and (entry is None or entry.shape != place.whole):
-            del state[name]  # of another number of ranks
-    cast = config.other_config
     _check_names(trainer, manifest, checkpoint)
-    left = load.load(checkpoint, state, partial=config.partial, cast=cast)
+    left: list[str] = []
+    random: State = {}
+    for state in parts(trainer):
+        for name, (_, place) in list(state.items()):
+            entry = manifest.tensors.get(name)
+            if name.startswith(RANDOM) and (entry is None or entry.shape != place.whole):
+                del state[name]  # of another number of ranks
+        left += load.load(checkpoint, state, partial=config.partial, cast=config.other_config)
+        random |= {name: x for name, x in state.items() if name.startswith(RANDOM)}
+        if not bool(part.largest(x for x, _ in state.values()).isfinite()):
+            print(f"Warning: {checkpoint} holds numbers that are not finite.", file=sys.stderr)
     if left and trainer.grid.rank == 0:
         print(f"Not in {checkpoint}, so left as they are: {', '.join(left)}", file=sys.stderr)
-    if not bool(part.largest(x for x, _ in state.values()).isfinite()):
-        print(f"Warning: {checkpoint} holds numbers that are not finite.", file=sys.stderr)
     try:
-        for name, (row, _) in state.items():
+        for name, (row, _) in random.items():
             if name == f"{RANDOM}cpu":
                 torch.set_rng_state(row[0])
             elif name == f"{RANDOM}cuda":
@@ -219,11 +245,8 @@ def _check_names(trainer: Trainer, manifest: Manifest, checkpoint: Path) -> None
 def begin(trainer: Trainer, checkpoint: Path, manifest: Manifest) -> None:
     """Fill the weights of this rank from a checkpoint; nothing else is taken."""
     _check_names(trainer, manifest, checkpoint)
-    state, _ = tensors(trainer)
-    weights = {name: x for name, x in state.items() if name.endswith(".master")}
-    if adapters.is_base(manifest, trainer.run):
-        weights = {name: x for name, x in weights.items() if adapters.INSIDE not in name}
-    load.load(checkpoint, weights, partial=trainer.run.checkpoint.partial, cast=True)
+    for state in parts(trainer):
+        fill_weights(trainer.run, checkpoint, manifest, state)
 
 
 def start(trainer: Trainer, source: Path) -> None:
@@ -231,23 +254,31 @@ def start(trainer: Trainer, source: Path) -> None:
 
     Communicates: all-gather of weights over data.
     """
-
     bare = True
 
-    def work() -> None:
+    def fill(state: State) -> None:
         nonlocal bare
         if (source / "config.json").exists() or source.is_file():
-            state = {n.removesuffix(".master"): x for n, x in tensors(trainer)[0].items()}
+            ours = {n.removesuffix(".master"): x for n, x in state.items()}
             with Published.open(source) as model:
-                model.fill({n: x for n, x in state.items() if n in model.shapes})
+                model.fill({n: x for n, x in ours.items() if n in model.shapes})
             return
         checkpoints = source / "checkpoints"
         found, _ = folders.newest(checkpoints if checkpoints.is_dir() else source)
         checkpoint = found[0] if found else source
         manifest = manifests.read(checkpoint)
-        begin(trainer, checkpoint, manifest)
+        _check_names(trainer, manifest, checkpoint)
+        fill_weights(trainer.run, checkpoint, manifest, state)
         bare = adapters.is_base(manifest, trainer.run)
 
+    def work() -> None:
+        for state in parts(trainer):
+            fill(state)
+
+    masks = Masks(trainer)
+    if trainer.run.prune.on:
+        together(lambda: fill(masks.weights()), trainer.grid, trainer.device)
+        masks.adopt()
     together(work, trainer.grid, trainer.device)
     trainer.optimizer.restored()
     if bare:

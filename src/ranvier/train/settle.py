@@ -12,11 +12,14 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
 from ranvier.comm.agree import largest, most_of
+from ranvier.comm.arena import host_room
 from ranvier.errors import PlanError
 from ranvier.memory import budget
 from ranvier.memory.budget import Kind, Need, Pass
@@ -25,17 +28,19 @@ from ranvier.nn.leaf import Flow
 from ranvier.nn.linear import Linear
 from ranvier.optim.optimizer import Optimizer
 from ranvier.optim.scale import Scale
+from ranvier.optim.store import SLOTS
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.plan import Plan, divisors
 from ranvier.planner import fit, rates
-from ranvier.planner.cost import Work
+from ranvier.planner.cost import Moved, Work, streamed
 from ranvier.planner.fit import Case, Choice
 from ranvier.planner.rates import Rates
-from ranvier.planner.sizes import SLOTS, logits, sizes_of
+from ranvier.planner.sizes import logits, sizes_of
 from ranvier.run import Run
 from ranvier.settings import MemoryConfig
+from ranvier.train import homes
 from ranvier.train.account import USUAL, Account, is_short, tensors_of
-from ranvier.train.fit import GIB, blank, candidates, forget, host_room, measured, room
+from ranvier.train.fit import GIB, blank, candidates, forget, measured, room
 from ranvier.train.step import forward_backward
 
 PASSES = 3
@@ -63,9 +68,13 @@ class Settled:
     notes: list[str] = field(default_factory=list)
 
 
-def optimizer_of(run: Run, model: Decoder, device: torch.device) -> Optimizer:
-    """The optimizer of a settled run."""
+def optimizer_of(run: Run, model: Decoder, device: torch.device, *, local_ranks: int) -> Optimizer:
+    """The optimizer of a settled run; weights and activations go where they were chosen to."""
     optim, queue = run.optim, parallel_of(model).queue
+    room = homes.weights_room(run, local_ranks)
+    if room is not None and queue.homes is None:
+        queue.go_home(room)
+    homes.place_activations(run, model, local_ranks)
     return Optimizer(
         queue,
         lr=run.lr,
@@ -79,7 +88,8 @@ def optimizer_of(run: Run, model: Decoder, device: torch.device) -> Optimizer:
             "vector": optim.vector_lr,
         },
         scale=Scale(device) if run.train.dtype == "fp16" else None,
-        moments=torch.bfloat16 if optim.moments == "bf16" else None,
+        moments=optim.moments,
+        home=homes.states_home(run, local_ranks, queue.homes),
     )
 
 
@@ -92,8 +102,10 @@ def settle(run: Run, model: Decoder, device: torch.device, *, local_ranks: int) 
     free = opened(run)
     if device.type == "cpu" and run.memory.limit == 0.0:
         free -= PLACED  # the host is the device
+    if free == {"update"}:  # that is a matter of rates alone
+        run, free = faster(run, parallel_of(model), device), frozenset()
     if not free or run.plan.pipe > 1:
-        return Settled(run, optimizer_of(run, model, device), Account())
+        return Settled(run, optimizer_of(run, model, device, local_ranks=local_ranks), Account())
     run = _tiled(run, device, local_ranks)
     case = case_of(run, model, device, local_ranks, free)
     parallel, notes = parallel_of(model), list[str]()
@@ -105,7 +117,7 @@ def settle(run: Run, model: Decoder, device: torch.device, *, local_ranks: int) 
         chosen = applied(run, found.choice)
         parallel.kinds.update(zip(parallel.kinds, found.choice.kinds, strict=True))
         account = Account(case, found.choice)
-        optimizer, missing = _tried(chosen, model, device)
+        optimizer, missing = _tried(chosen, model, device, local_ranks)
         if optimizer is not None:
             notes += fit.said(case, found, every)
             return Settled(chosen, optimizer, account, notes)
@@ -138,6 +150,19 @@ def opened(run: Run) -> frozenset[str]:
         names = ("states", "weights", "activations", "update")
         found |= {name for name in names if getattr(memory, name) == getattr(usual, name)}
     return frozenset(found)
+
+
+def faster(run: Run, parallel: Parallel, device: torch.device) -> Run:
+    """The run with the faster way to update states that rest elsewhere.
+
+    Communicates: numbers over all axes.
+    """
+    found = _slowest(rates.measured(device, parallel.queue.buckets[0].data.dtype), parallel)
+    sizes = sizes_of(parallel, moments=run.optim.moments, tile=run.memory.tile)
+    moved = Moved(0, 0, sizes.states - sizes.small, sizes.trained, 0, 0, 0)
+    times = {cpu: streamed(moved, found, cpu=cpu) for cpu in (False, True)}
+    update: Literal["device", "cpu"] = "cpu" if times[True] < times[False] else "device"
+    return replace(run, memory=replace(run.memory, update=update))
 
 
 def _tiled(run: Run, device: torch.device, local_ranks: int) -> Run:
@@ -382,14 +407,16 @@ def _refusal(run: Run, case: Case) -> str:
 # ---- trial ------------------------------------------------------------------------------
 
 
-def _tried(run: Run, model: Decoder, device: torch.device) -> tuple[Optimizer | None, int]:
+def _tried(
+    run: Run, model: Decoder, device: torch.device, local_ranks: int
+) -> tuple[Optimizer | None, int]:
     """The optimizer of a run, if steps with it fit on all ranks; else the bytes that were missing.
 
     Communicates: as two steps; a number over all axes.
     """
     parallel, missing, optimizer = parallel_of(model), 0, None
     try:
-        optimizer = optimizer_of(run, model, device)
+        optimizer = optimizer_of(run, model, device, local_ranks=local_ranks)
         if run.memory.fit == "auto":
             trial(run, model, optimizer, device)
     except RuntimeError as error:
@@ -398,6 +425,9 @@ def _tried(run: Run, model: Decoder, device: torch.device) -> tuple[Optimizer | 
         missing = max(asked(str(error)), 1)
     missing = largest(missing, parallel.grid, device)
     if missing:
+        if optimizer is not None:
+            with suppress(RuntimeError):  # its copies must not outlive their memory
+                optimizer.store.settle()
         optimizer = parallel.queue.complete = None
         gc.collect()
     if missing or run.memory.fit == "auto":

@@ -28,7 +28,7 @@ from ranvier.nn import fp8
 from ranvier.nn.compiled import found
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.run import Run
-from ranvier.train import account, adapters, corpora, exchange, report, saves
+from ranvier.train import account, adapters, corpora, exchange, pruning, report, saves
 from ranvier.train import folder as folders
 from ranvier.train.exact import check_exact, compiles_exactly
 from ranvier.train.settle import foreseen
@@ -146,7 +146,8 @@ def check_memory(run: Run, me: Ranks, device: torch.device) -> None:
     plan, memory, width = run.plan, run.memory, DTYPES[run.train.dtype].itemsize
     split = plan.pipe * plan.depth * plan.row * plan.col
     tokens = max(plan.micro_batch, 1) * run.data.seq
-    wide, trained, free = max(width, 4), run.trained, memory.fit == "auto"
+    wide, free = max(width, 4), memory.fit == "auto"
+    trained = run.trained * run.prune.share
     moment = {"bf16": 2, "int8": 1}.get(run.optim.moments, wide)
     state = 0.0
     if memory.weights == "device" and not free:  # weights and gradients
@@ -228,6 +229,7 @@ def train(run: Run, me: Ranks, stored: list[str] | None = None) -> int:
         if candidates:
             trainer.notes += trainer.resume(*candidates)
             trainer.meter.phases = dict(folders.facts(folder).get("phases", {}))
+        trainer.notes += pruning.told(trainer)
         trainer.meter.pulse = pulse
         if me.rank == 0:
             folders.launched(folder, me)

@@ -39,7 +39,7 @@ from ranvier.optim.schedule import share
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.run import Run
 from ranvier.sharding import State
-from ranvier.train import adapters, saves
+from ranvier.train import adapters, homes, kept, pruning, saves
 from ranvier.train.account import Account
 from ranvier.train.diagnose import first_bad
 from ranvier.train.fit import bounded, candidates
@@ -142,18 +142,22 @@ class Trainer:
             inner=run.plan.inner,
             overlap=run.plan.overlap,
             recompute=run.plan.unmeasured.recompute,
+            collectives=run.memory.collectives,
             compiled="inductor" if run.plan.compile == "on" else "",
             seed=run.train.seed,
             dtype=dtype,
             device=device,
             how=cut_of(run),
             keep=run.plan.gathered == "keep",
+            room=homes.weights_room(run, local_ranks or grid.world),
         )
+        pruning.begin(run, parallel_of(model))
         micro, local_ranks = candidates(run.plan, run.data.seq)[0], local_ranks or grid.world
         flow = Flow(micro, run.data.seq, dtype.itemsize, statistics=4)
         notes = tune(run, model, grid, device, flow)
         found = settle(run, model, device, local_ranks=local_ranks)
         run, optimizer = found.run, found.optimizer
+        notes += kept.settle(run, model, optimizer, device, local_ranks)
         notes += bounded(run, model, device, local_ranks)
         plan, grid.trace.meter = run.plan, True
         flow = replace(flow, samples=plan.micro_batch)
@@ -277,6 +281,7 @@ class Trainer:
         """
         run, scale = self.run, self.optimizer.scale
         self.meter.pulse.beat("step", self.step)
+        pruning.renew(self)
         self.grid.trace.awaited = []  # what lay between is no part of a step
         begun, batches, lr = Mark(self.device), next(loader), self.lr()
         pinned = self.device.type == "cuda"  # a copy from other memory would wait for the device
@@ -413,7 +418,7 @@ class Trainer:
 
     def state(self) -> State:
         """All tensors that the run goes on from."""
-        return saves.tensors(self)[0]
+        return saves.tensors(self)
 
     def save(self, *, wait: bool = True) -> Path | None:
         """Save a checkpoint, perhaps behind the run; the last one that is there, on rank 0.
@@ -429,9 +434,9 @@ class Trainer:
             if not saver.settle(math.inf if wait else PATIENCE):
                 self._skip_save(saver.step)
             elif saver.step != self.step:
-                _, owned = saves.tensors(self)
+                mine, sparse = saves.written(self)
                 also = [Path(self.run.train.out) / "metrics.jsonl"]
-                saver.save(self.step, owned, saves.facts(self), also=also)
+                saver.save(self.step, mine, saves.facts(self), also=also, sparse=sparse)
                 if self._read == self.step:
                     saver.note(guard=self.guard.facts())
             return saver.finish() if wait else saver.saved

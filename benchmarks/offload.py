@@ -1,0 +1,416 @@
+"""Models whose states rest on the host: how large, how fast, and beside FSDP2 with CPU offload.
+
+    python benchmarks/offload.py --speed --sizes 1.5b     tokens a second over tokens of a step
+    python benchmarks/offload.py --fsdp --sizes 1.5b      in turns with torch's FSDP2, CPU offload
+    python benchmarks/offload.py --largest                the largest model of each way
+    python benchmarks/offload.py --speed --smoke          a toy, on any machine
+
+The bound beside the curve: 12 bytes a parameter go each way in a step, and none of it can be hidden
+but behind the first forward pass, so a step takes at least 12·N / (bandwidth of the link).
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from one_gpu import SIZES, TOY
+from peers import Contestant, Ours, Peer, Shape, Task, run_of
+from torch import Tensor, distributed, nn
+
+from ranvier.comm.arena import Arena
+from ranvier.errors import RanvierError
+from ranvier.grid import Grid
+from ranvier.models.decoder import Decoder
+from ranvier.planner import fit
+from ranvier.planner.fit import Case
+from ranvier.planner.table import lines
+from ranvier.run import Run
+from ranvier.train.settle import case_of, opened
+from ranvier.train.train import settled
+from ranvier.train.trainer import Trainer
+
+GIB = 2**30
+HOST = {"memory.states": "host"}
+WEIGHTS = {**HOST, "memory.weights": "host"}
+
+
+def device() -> torch.device:
+    """Where it runs."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def peak() -> int:
+    """Most bytes on the device since the last reset."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+def cleared() -> None:
+    """Let go of what nobody holds."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def bandwidth(size: int = GIB) -> float:
+    """Bytes a second that go each way at once between host and device."""
+    if not torch.cuda.is_available():
+        return 1e10
+    host = Arena(2 * size, device())
+    here = torch.empty(2, size, dtype=torch.uint8, device=device())
+    there, lanes = host.bytes.view(2, size), [torch.cuda.Stream() for _ in range(2)]
+    best = 0.0
+    for _ in range(3):
+        synchronize()
+        begun = time.perf_counter()
+        for _ in range(4):
+            with torch.cuda.stream(lanes[0]):
+                here[0].copy_(there[0], non_blocking=True)
+            with torch.cuda.stream(lanes[1]):
+                there[1].copy_(here[1], non_blocking=True)
+        synchronize()
+        best = max(best, 4 * size / (time.perf_counter() - begun))
+    return best
+
+
+def timed(one: Contestant, steps: int) -> float:
+    """Seconds of a step."""
+    synchronize()
+    begun = time.perf_counter()
+    for i in range(steps):
+        one.step(i)
+    synchronize()
+    return (time.perf_counter() - begun) / steps
+
+
+def measured(make: Callable[[], Contestant], *, warm: int, steps: int) -> dict[str, float]:
+    """Seconds of a step, bytes at the peak and parameters of a contestant, alone on the device."""
+    cleared()
+    one = make()
+    for i in range(warm):
+        one.step(i)
+    synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    seconds = timed(one, steps)
+    assert one.loss is not None
+    found = {
+        "seconds": seconds,
+        "peak": float(peak()),
+        "parameters": float(one.parameters),
+        "loss": one.loss.item(),
+    }
+    one.close()
+    del one
+    cleared()
+    return found
+
+
+# ---- speed ------------------------------------------------------------------------------
+
+
+def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Tokens a second with states on the device and on the host, by tokens of a step."""
+    link, rows = bandwidth(), []
+    print(f"link: {link / 1e9:.1f} GB/s each way at once")
+    for name, shape in shapes(arguments):
+        seq = shape.max_seq
+        for tokens in arguments.tokens:
+            samples = max(tokens // seq, 1)
+            micro = min(samples, arguments.micro)
+            more = {"plan.micro_batch": str(micro), "plan.recompute": arguments.recompute}
+            row: dict[str, Any] = {"size": name, "tokens": samples * seq}
+            for way, where in (("plain", {}), ("host", HOST)):
+                task = Task.of(shape, samples, device(), clip=True)
+                row[way] = attempt(partial(Ours, task, {**more, **where}), arguments)
+            rows.append(row)
+            told(row, link)
+    return rows
+
+
+def told(row: Mapping[str, Any], link: float) -> None:
+    """Print a row."""
+    rates = {way: row["tokens"] / row[way]["seconds"] for way in ("plain", "host") if row[way]}
+    words = [f"{row['size']:>6} {row['tokens']:>8} tokens"]
+    words += [
+        f"{way} {rate:>9.0f} tok/s {row[way]['peak'] / GIB:6.1f} GiB" for way, rate in rates.items()
+    ]
+    if row["host"]:
+        least = 12 * row["host"]["parameters"] / link
+        words.append(f"bound {least:.3f} s of {row['host']['seconds']:.3f}")
+    if len(rates) == 2:
+        words.append(f"ratio {rates['host'] / rates['plain']:.3f}")
+    print(" | ".join(words), flush=True)
+
+
+def attempt(
+    make: Callable[[], Contestant], arguments: argparse.Namespace
+) -> dict[str, float] | None:
+    """What was measured; None if it does not fit."""
+    try:
+        return measured(make, warm=arguments.warm, steps=arguments.steps)
+    except torch.OutOfMemoryError as error:
+        print(f"does not fit: {str(error).splitlines()[0]}")
+        cleared()
+        return None
+
+
+# ---- beside FSDP2 -----------------------------------------------------------------------
+
+
+class Offloaded(Peer):
+    """FSDP2 on one rank: shards, gradients and AdamW (torch's fused one) on the CPU."""
+
+    def __init__(self, task: Task) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+        if not distributed.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if task.cuda else "gloo"
+            distributed.init_process_group(
+                backend, store=distributed.HashStore(), rank=0, world_size=1
+            )
+            atexit.register(distributed.destroy_process_group)
+        model = Decoder(task.shape)
+        mesh = init_device_mesh(task.device.type, (1,))
+        dtype = torch.bfloat16 if task.cuda else torch.float32
+        how = {
+            "mesh": mesh,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+            "offload_policy": CPUOffloadPolicy(pin_memory=task.cuda),
+        }
+        for block in model.blocks:
+            if task.cuda:
+                block.compile()
+            fully_shard(block, **how)
+        fully_shard(model, **how)
+
+        def mean_loss(tokens: Tensor, targets: Tensor) -> Tensor:
+            return model(tokens, targets) / targets.numel()
+
+        super().__init__(model, mean_loss, task)
+
+    def step(self, i: int) -> None:
+        """One optimizer step on batch number i; the norm is clipped as ours is."""
+        loss = self.mean_loss(*self.task.pairs[i % len(self.task.pairs)])
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss = loss.detach()
+
+
+def fsdp(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Ours and FSDP2 with CPU offload, in turns."""
+    rows = []
+    for name, shape in shapes(arguments):
+        task = Task.of(shape, arguments.batch, device(), clip=True)
+        ways: dict[str, Callable[[], Contestant]] = {
+            "fsdp2 cpu": partial(Offloaded, task),
+            "states": partial(Ours, task, HOST),
+            "weights": partial(Ours, task, WEIGHTS),
+        }
+        found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+        for _ in range(arguments.windows):
+            for way, make in ways.items():
+                found[way].append(measured(make, warm=arguments.warm, steps=arguments.steps))
+        theirs = statistics.median(one["seconds"] for one in found["fsdp2 cpu"])
+        for way, several in found.items():
+            seconds = statistics.median(one["seconds"] for one in several)
+            last = several[-1]
+            row = {"size": name, "way": way, "ratio": theirs / seconds, **last, "seconds": seconds}
+            rows.append(row)
+            print(
+                f"{name:>6} {way:>10} {seconds:8.3f} s {task.batch * shape.max_seq / seconds:9.0f} "
+                f"tok/s {last['peak'] / GIB:6.2f} GiB loss {last['loss']:.3f} "
+                f"{row['ratio']:.2f} x",
+                flush=True,
+            )
+        resident = 4 * found["states"][0]["parameters"]
+        verdicts = {
+            "states: faster": theirs > statistics.median(o["seconds"] for o in found["states"]),
+            "states: its memory, weights and gradients at most": found["states"][-1]["peak"]
+            <= found["fsdp2 cpu"][-1]["peak"] + resident,
+            "weights: no more memory": found["weights"][-1]["peak"]
+            <= found["fsdp2 cpu"][-1]["peak"],
+        }
+        for words, good in verdicts.items():
+            print(f"{'pass' if good else 'FAIL'} {name} {words}")
+    return rows
+
+
+# ---- how large --------------------------------------------------------------------------
+
+WAYS: dict[str, dict[str, str]] = {
+    "plain": {"plan.recompute": "none"},
+    "fp32 states": {"memory.fit": "auto", "plan.recompute": "full"},
+    "8-bit moments": {"memory.fit": "auto", "plan.recompute": "full", "optim.moments": "int8"},
+}
+"""Plain AdamW, and states where they fit; nothing but places and numbers of moments differs."""
+
+
+def largest(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The most blocks of each way by its predicted table, confirmed by running."""
+    if arguments.limit and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(arguments.limit * GIB / total, 1.0))
+    wide = Shape.of(1, 4096, 32, 14336, max_seq=2048)
+    toy = Shape.of(1, 64, 4, 256, kv_heads=2, vocab=512, max_seq=64)
+    shape, rows = toy if arguments.smoke else wide, list[dict[str, Any]]()
+    for way, where in WAYS.items():
+        where = {**where, "plan.compile": "off"}
+        if arguments.limit:
+            where |= {"memory.limit": str(arguments.limit)} if way != "plain" else {}
+        blocks = foretold(shape, where, arguments)
+        row = confirmed(shape, where, blocks)
+        row |= {"way": way, "predicted blocks": blocks}
+        rows.append(row)
+        times = row["parameters"] / rows[0]["parameters"]
+        print(
+            f"{way:>14}: {row['blocks']} blocks, {row['parameters'] / 1e9:.2f} B, "
+            f"{row['seconds']:.2f} s a step, {row['peak'] / GIB:.1f} GiB on the device, "
+            f"{row['host'] / GIB:.1f} on the host, {times:.2f} x",
+            flush=True,
+        )
+        for line in row["table"]:
+            print(f"    {line}")
+    return rows
+
+
+def foretold(shape: Shape, where: Mapping[str, str], arguments: argparse.Namespace) -> int:
+    """The most blocks that fit, as models of two and three of them tell."""
+    cases = []
+    for blocks in (2, 3):
+        run = run_of(replace(shape, layers=blocks), 1, where, device().type)
+        run = settled(run, device())
+        nothing: Any = None
+        cleared()
+        made = Trainer.assemble(replace_fit(run), Grid({}), device(), nothing)
+        free = opened(run) if run.memory.fit == "auto" else frozenset[str]()
+        cases.append(case_of(run, made.model, device(), 1, free, made.optimizer))
+        del made
+    cleared()
+    if arguments.smoke:
+        limit = 10 * fit.least(cases[1])
+        cases = [replace(case, limit=limit, host=limit) for case in cases]
+    low, high = 1, 2
+    while fitting(cases, high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fitting(cases, middle) else (low, middle)
+    return low
+
+
+def replace_fit(run: Run) -> Run:
+    """The run with everything on the device: small as it is, nothing has to be chosen."""
+    return replace(run, memory=replace(run.memory, fit="off", limit=0.0))
+
+
+def fitting(cases: Sequence[Case], blocks: int) -> bool:
+    """Whether so many blocks fit: sizes grow evenly."""
+    two, three = cases
+    sizes = {
+        one.name: getattr(two.sizes, one.name)
+        + (blocks - 2) * (getattr(three.sizes, one.name) - getattr(two.sizes, one.name))
+        for one in fields(two.sizes)
+    }
+    needs = {micro: replace(need, count=blocks) for micro, need in three.needs.items()}
+    given = replace(three.given, kinds=three.given.kinds[:1] * blocks)
+    case = replace(three, sizes=replace(two.sizes, **sizes), needs=needs, given=given)
+    if not case.open:
+        return fit.table(case, given).total <= case.limit
+    return fit.best(fit.fits(case)) is not None
+
+
+def confirmed(shape: Shape, where: Mapping[str, str], blocks: int) -> dict[str, Any]:
+    """What a model of so many blocks needs and takes; a twentieth less where it does not fit."""
+    for _ in range(3):
+        try:
+            cleared()
+            task = Task.of(replace(shape, layers=blocks), 1, device(), clip=True)
+            one = Ours(task, where)
+            for i in range(2):
+                one.step(i)
+            found = {"blocks": blocks, "seconds": timed(one, 2), "peak": float(peak())}
+            trainer = one.trainer
+            kept = trainer.optimizer.store.bytes()
+            account = trainer.account
+            table = [] if account.predicted is None else lines(account.predicted)
+            found |= {
+                "parameters": float(one.parameters),
+                "host": float(sum(away for _, away in kept.values())),
+                "table": [*trainer.notes, *table],
+            }
+            one.close()
+            return found
+        except (torch.OutOfMemoryError, RanvierError) as error:
+            print(f"{blocks} blocks do not fit: {str(error).splitlines()[0][:200]}")
+            blocks -= max(blocks // 20, 1)
+    raise SystemExit("Nothing near the prediction fits.")
+
+
+def shapes(arguments: argparse.Namespace) -> list[tuple[str, Shape]]:
+    """The models that were asked for."""
+    known = TOY if arguments.smoke else SIZES
+    names = list(TOY)[:1] if arguments.smoke else arguments.sizes.split(",")
+    found = []
+    for name in names:
+        shape = known[name][0]
+        found.append((name, replace(shape, max_seq=arguments.seq or shape.max_seq)))
+    return found
+
+
+def settings() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    for mode in ("speed", "fsdp", "largest", "smoke"):
+        add(f"--{mode}", action="store_true")
+    add("--sizes", default="1.5b", help=f"comma-separated, of {', '.join(SIZES)}")
+    add("--seq", type=int, default=0, help="tokens of a sample; 0: those of the size")
+    add("--tokens", type=int, nargs="+", default=[2048 * 4**i for i in range(4)] + [262144])
+    add("--micro", type=int, default=8, help="samples of a micro-batch at most")
+    add("--batch", type=int, default=4, help="samples of a step beside FSDP2")
+    add("--limit", type=float, default=0.0, help="GiB of the device, for the largest model")
+    add("--recompute", default="none")
+    add("--windows", type=int, default=2)
+    add("--warm", type=int, default=2)
+    add("--steps", type=int, default=3)
+    add("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run what was asked for."""
+    arguments, found = settings(), {}
+    if arguments.smoke:
+        arguments.tokens, arguments.batch, arguments.windows = [64, 256], 2, 1
+    for mode in (speed, fsdp, largest):
+        if getattr(arguments, mode.__name__):
+            found[mode.__name__] = mode(arguments)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Kept: which elements of a pruned bucket stay, and the way between dense and compressed tensors.
+
+Working weights stay dense, zeros stored: dense matrix products are the fast ones. Gradients, master
+weights and moments hold the elements that stay, one after the other (SAMO). Which these are is held
+once for all of them: as bits (1/8 byte an element) or as int32 positions (4 bytes an element that
+stays), whichever is less. Positions are made from bits for a moment, a chunk at a time; how many
+lie between two marks the host knows, so it never waits for a device.
+
+With depth a rank compresses the gradient of the gathered weights `[depth, size]` before it is
+reduced, so it holds the bits of all depth ranks. Compressed rows are as long as the fullest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+CHUNK = 2**24
+"""Elements whose positions are made at once: what that needs beside them stays small."""
+
+
+def packed(mask: Tensor) -> Tensor:
+    """Bools `[n]` as bits `[ceil(n / 8)]`, the first in the lowest."""
+    places = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
+    found = []
+    for part in mask.split(CHUNK):
+        whole = torch.nn.functional.pad(part.to(torch.uint8), (0, -len(part) % 8))
+        found.append((whole.view(-1, 8) * places).sum(1, dtype=torch.uint8))
+    return torch.cat(found)
+
+
+def unpacked(bits: Tensor) -> Tensor:
+    """Bits `[..., n]` as bools `[..., 8 n]`."""
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return (((bits.unsqueeze(-1) >> places) & 1) > 0).flatten(-2)
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Numbers with zeros between them: those that stay, and where."""
+
+    values: Tensor
+    """Flat; of a mask none: it is one where numbers stay."""
+    bits: Tensor
+    """On the host."""
+    size: int
+    """Elements, zeros included."""
+
+
+class Kept:
+    """The elements of a bucket that stay, on this rank and on the others of its depth axis."""
+
+    def __init__(
+        self, bits: Tensor, size: int, edges: Sequence[int], *, mine: int, ranks: int
+    ) -> None:
+        """bits: of all depth ranks, `[depth, ceil(size / 8)]`. edges: where weights begin and end.
+
+        mine: my row of them. ranks: compressed rows are cut into so many equal ranges (over data).
+        """
+        self.size, self.mine, self.device = size, mine, bits.device
+        self._bits: Tensor | None = bits
+        self._index: Tensor | None = None
+        self._marks = sorted({0, size, *edges, *range(0, size, CHUNK)})
+        sums = [self._window(0, len(bits), a, b).sum(1) for a, b in pairwise(self._marks)]
+        zero = torch.zeros(len(bits), dtype=torch.int64, device=bits.device)
+        before = torch.stack([zero, *sums], 1).cumsum(1).tolist()
+        self._before: list[dict[int, int]] = [
+            dict(zip(self._marks, row, strict=True)) for row in before
+        ]
+        """By row: elements that stay before each mark."""
+        self.rows = [row[-1] for row in before]
+        """Elements of each depth rank that stay."""
+        self.count = -(-max(self.rows) // ranks) * ranks
+        """Elements of a compressed row: the fullest, rounded up to a multiple of `ranks`."""
+        if 4 * sum(self.rows) < bits.numel() and size < 2**31:
+            self._index = self._positions().to(torch.int32)
+            self._bits = None
+        self._known: dict[int, int] = {}
+        step = self.count // ranks
+        inner = [self.position(i * step) for i in range(1, ranks)]
+        self.bounds = [0, *inner, size]
+        """Positions where the equal ranges of my compressed row begin in my shards, and the end."""
+
+    @property
+    def bytes(self) -> int:
+        """What it takes."""
+        return sum(x.nbytes for x in (self._bits, self._index) if x is not None)
+
+    def at(self, position: int) -> int:
+        """Where in my compressed row a weight begins that begins at a position of the bucket."""
+        return self._before[self.mine][position]
+
+    # ---- positions ----------------------------------------------------------------------
+
+    def _window(self, first: int, last: int, a: int, b: int) -> Tensor:
+        """Whether elements `a` to `b` of some rows stay, from bits."""
+        assert self._bits is not None
+        low = a // 8
+        return unpacked(self._bits[first:last, low : -(-b // 8)])[:, a - 8 * low : b - 8 * low]
+
+    def _positions(self) -> Tensor:
+        """Where in its row each element lies, one row after the other."""
+        return torch.cat(
+            [
+                self._where(row, row + 1, a, b) + a
+                for row in range(len(self.rows))
+                for a, b in pairwise(self._marks)
+            ]
+        )
+
+    def _where(self, first: int, last: int, a: int, b: int) -> Tensor:
+        """Where in a flattened `[rows, b - a]` the elements between two marks stay."""
+        counts = [before[b] - before[a] for before in self._before[first:last]]
+        if self._bits is not None:
+            mask = self._window(first, last, a, b).reshape(-1)
+            return torch.nonzero_static(mask, size=sum(counts)).reshape(-1)
+        assert self._index is not None
+        found = []
+        for row, count in enumerate(counts):
+            start = sum(self.rows[: first + row]) + self._before[first + row][a]
+            part = self._index[start : start + count].to(torch.int64)
+            found.append(part + (row * (b - a) - a))
+        return torch.cat(found)
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Positions of the elements `start` to `stop` of my compressed row, a few at a time.
+
+        Each part with where it begins and ends in that row.
+        """
+        before = self._before[self.mine]
+        for a, b in pairwise(self._marks):
+            low, high = max(before[a], start), min(before[b], stop)
+            if low < high:
+                index = self._where(self.mine, self.mine + 1, a, b)
+                yield low, high, index[low - before[a] : high - before[a]] + a
+
+    def position(self, number: int) -> int:
+        """Where in my shards the element of that number of my compressed row lies, or the end."""
+        if number not in self._known:
+            found = [index for _, _, index in self._parts(number, number + 1)]
+            self._known[number] = int(found[0]) if found else self.size
+        return self._known[number]
+
+    def mask(self, low: int, high: int) -> Tensor:
+        """Whether my elements `low` to `high` stay."""
+        found = [torch.zeros(0, dtype=torch.bool, device=self.device)]
+        for a, b in pairwise(self._marks):
+            if a < high and low < b:
+                if self._bits is not None:
+                    part = self._window(self.mine, self.mine + 1, a, b)[0]
+                else:
+                    index = self._where(self.mine, self.mine + 1, a, b)
+                    part = torch.zeros(b - a, dtype=torch.bool, device=self.device)
+                    part[index] = True
+                found.append(part[max(low - a, 0) : high - a])
+        return torch.cat(found)
+
+    # ---- there and back -----------------------------------------------------------------
+
+    @torch.no_grad()
+    def take(self, dense: Tensor, origin: int, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` of my compressed row, from dense ones; padding is zero.
+
+        dense: flat, begins at position `origin`.
+        """
+        out = dense.new_zeros(stop - start)
+        for low, high, index in self._parts(start, stop):
+            torch.index_select(dense, 0, index - origin, out=out[low - start : high - start])
+        return out
+
+    @torch.no_grad()
+    def put(self, dense: Tensor, origin: int, start: int, values: Tensor) -> None:
+        """Write elements of my compressed row from `start` on to their places in a dense tensor."""
+        for low, high, index in self._parts(start, start + values.numel()):
+            part = values[low - start : high - start].to(dense)
+            dense.index_copy_(0, index - origin, part)
+
+    @torch.no_grad()
+    def add(self, into: Tensor, dense: Tensor, start: int) -> None:
+        """Add dense elements from position `start` on of all rows to compressed rows.
+
+        into: `[depth, count]`; dense: `[depth, n]`.
+        """
+        stop, rows = start + dense.shape[1], len(self.rows)
+        for a, b in pairwise(self._marks):
+            if a < start or b > stop:
+                continue
+            part = dense[:, a - start : b - start].reshape(-1)[self._where(0, rows, a, b)]
+            spans = [(before[a], before[b]) for before in self._before]
+            for row, one in enumerate(part.split([high - low for low, high in spans])):
+                into[row, slice(*spans[row])] += one
+
+    @torch.no_grad()
+    def clear(self, dense: Tensor) -> None:
+        """Set what does not stay of my elements `[size]` to zero."""
+        for a, b in pairwise(self._marks):
+            dense[a:b].masked_fill_(~self.mask(a, b).to(dense.device), 0)

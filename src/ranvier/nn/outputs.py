@@ -1,0 +1,70 @@
+"""Outputs of several linear layers in one buffer, so that one scatter serves all.
+
+Outputs are packed along their features, (b, s, Σn). Where the scatter itself is over features each
+rank must get its part of every output: (b, s, col, Σn/col), scattered along dim 2. kv heads that
+several ranks share are repeated there, once for each rank that needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ranvier.grid import Axis
+
+if TYPE_CHECKING:
+    from ranvier.nn.linear import Linear
+
+
+def buffer_dim(dim: int) -> int:
+    """The dim of the buffer that is scattered."""
+    return 2 if dim == -1 else dim
+
+
+def pack(ys: Sequence[Tensor], layers: Sequence[Linear], axis: Axis, dim: int) -> Tensor:
+    """Outputs `[b, s, n_i]` before the scatter in one buffer."""
+    if dim != -1:
+        return ys[0] if len(ys) == 1 else torch.cat(list(ys), -1)
+    blocks = []
+    for y, layer in zip(ys, layers, strict=True):
+        for one in y.unflatten(-1, (layer.count, -1)).unbind(-2):
+            block = one.unflatten(-1, (layer.parts, -1))  # (b, s, parts, m)
+            blocks.append(block.repeat_interleave(axis.size // layer.parts, 2))  # (b, s, col, m)
+    return torch.cat(blocks, -1)
+
+
+def pack_adjoint(dy: Tensor, layers: Sequence[Linear], axis: Axis, dim: int) -> list[Tensor]:
+    """Gradients `[b, s, n_i]` from the gathered buffer: copies of a shared head are added."""
+    sizes = widths(layers)
+    if dim != -1:
+        return list(dy.split([sum(of_layer) for of_layer in sizes], -1))
+    blocks = iter(dy.split([size for of_layer in sizes for size in of_layer], -1))  # (b, s, col, m)
+    out = []
+    for layer in layers:
+        parts = [
+            next(blocks).unflatten(2, (layer.parts, -1)).sum(3).flatten(2)
+            for _ in range(layer.count)
+        ]
+        out.append(torch.cat(parts, -1))
+    return out
+
+
+def unpack(y: Tensor, layers: Sequence[Linear], dim: int) -> list[Tensor]:
+    """Outputs of the layers on this rank from the scattered buffer."""
+    if dim == -1:
+        y = y.squeeze(2)
+    return list(y.split([sum(of_layer) for of_layer in widths(layers)], -1))
+
+
+def repack(grads: Sequence[Tensor], layers: Sequence[Linear], dim: int) -> Tensor:
+    """Gradients of the outputs on this rank in one buffer, as it was scattered."""
+    dy = grads[0] if len(grads) == 1 else torch.cat(list(grads), -1)
+    return dy.unsqueeze(2) if dim == -1 else dy
+
+
+def widths(layers: Sequence[Linear]) -> list[list[int]]:
+    """Features of each output on this rank, one number for each packed part."""
+    return [[layer.output.local[0]] * layer.count for layer in layers]

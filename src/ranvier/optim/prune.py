@@ -1,0 +1,293 @@
+"""Prune: which elements of matrices stay, the same on every grid, and what that takes.
+
+By magnitude: of each whole matrix of n elements the k = round((1 - p) n) largest stay, equal ones
+by their index. No rank has the whole, so k is found digit by digit: each rank counts its elements
+by 8 bits of their fp32 magnitude (a histogram of 256 numbers), the counts are summed, and the next
+digit is counted among those that agree so far. N:M: of each M neighbours in a row the N largest.
+
+What is zero once stays zero: later masks lie inside earlier ones. Not pruned are embeddings, heads,
+vectors and what is not trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ranvier.comm import verbs
+from ranvier.comm.bucket import Bucket, Weight
+from ranvier.comm.deferred import Deferred
+from ranvier.comm.kept import CHUNK
+from ranvier.errors import PlanError
+from ranvier.grid import Axis
+
+Choice = Callable[[Weight], Tensor | None]
+"""Tells which elements of my shard of a weight stay, as bools, flat; None: all."""
+Keys = Callable[[Weight, int, int], Tensor]
+"""Whole numbers by which elements of my flat shard are put in order; 0: they are none."""
+NAME = "prune"
+"""Where a trace shows the counting."""
+DIGIT = 8
+"""Bits that are counted at once."""
+INFINITE = 0x7F800000
+"""An infinite fp32 number as an integer: those of finite ones are smaller, in the same order."""
+
+
+def prunable(weight: Weight) -> bool:
+    """Whether a weight is a matrix of a layer that is trained."""
+    matrix = weight.group == "matrix" and len(weight.dims) == 2 and "vocab" not in weight.dims
+    return matrix and weight.trainable
+
+
+def _matrices(queue: Deferred) -> list[Weight]:
+    return [w for bucket in queue.buckets for w in bucket.weights if prunable(w)]
+
+
+def stays(elements: int, sparsity: float) -> int:
+    """How many elements of a whole matrix stay."""
+    return round((1.0 - sparsity) * elements)
+
+
+def sparsity_at(step: int, sparsity: float, until: int) -> float:
+    """Sparsity after so many steps: s (1 - (1 - t / until)³), quick at first, then slower."""
+    return sparsity * (1.0 - (1.0 - min(step / until, 1.0)) ** 3) if until else sparsity
+
+
+# ---- choices ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limits:
+    """From which magnitude on the elements of a weight stay, and of those equal to it which."""
+
+    key: int
+    turn: int
+
+
+def by_magnitude(queue: Deferred, sparsity: float) -> Choice:
+    """The smallest magnitudes of each whole matrix go. Communicates: counts, all axes but pipe."""
+    weights = _matrices(queue)
+    if not weights:
+        return lambda weight: None
+    queue.settle()
+    sizes = [torch.Size(weight.sharding.shape).numel() for weight in weights]
+    wanted = torch.tensor([stays(n, sparsity) for n in sizes], device=queue.device)
+    keys, left, equal = _limits(weights, _magnitudes, wanted, queue, bits=32)
+    turns = torch.ones_like(keys)
+    if bool((left != equal).any()):
+        among = dict(zip(weights, keys.tolist(), strict=True))
+
+        def ties(weight: Weight, a: int, b: int) -> Tensor:
+            same = _magnitudes(weight, a, b) == among[weight]
+            return _turns(weight, a, b).masked_fill_(~same, 0)
+
+        turns, _, _ = _limits(weights, ties, left, queue, bits=max(sizes).bit_length())
+    pairs = zip(keys.tolist(), turns.tolist(), strict=True)
+    found = dict(zip(weights, (Limits(*pair) for pair in pairs), strict=True))
+
+    def choice(weight: Weight) -> Tensor | None:
+        return _above(weight, found[weight]) if weight in found else None
+
+    return choice
+
+
+def by_pattern(queue: Deferred, stay: int, of: int) -> Choice:
+    """Of each `of` neighbours in a row the `stay` largest stay."""
+    odd = [
+        f"{weight.name} has rows of {weight.sharding.local[-1]} elements on a rank"
+        for weight in _matrices(queue)
+        if weight.sharding.local[-1] % of
+    ]
+    if odd:
+        raise PlanError(
+            f"prune.pattern={stay}:{of}, but {', '.join(odd[:5])}{' ...' * (len(odd) > 5)}. "
+            f"Groups of {of} lie on one rank each. Use other degrees of row and col, or another M."
+        )
+    queue.settle()
+
+    def choice(weight: Weight) -> Tensor | None:
+        if not prunable(weight):
+            return None
+        found = []
+        for a, b in _chunks(weight, of):
+            keys = _magnitudes(weight, a, b).view(-1, of)
+            order = keys.sort(dim=1, descending=True, stable=True).indices[:, :stay]
+            mask = torch.zeros_like(keys, dtype=torch.bool).scatter_(1, order, True)
+            found.append((mask & (keys > 0)).view(-1))
+        return torch.cat(found)
+
+    return choice
+
+
+def masks_of(queue: Deferred, choice: Choice) -> Iterator[tuple[Bucket, Tensor | None]]:
+    """Each bucket with matrices and which of its elements `[size]` stay; None: all, on all ranks.
+
+    Communicates: one number a bucket over all axes but pipe.
+    """
+    axis = _together(queue)
+    for bucket in queue.buckets:
+        if not any(prunable(weight) for weight in bucket.weights):
+            continue
+        mask = torch.zeros(bucket.size, dtype=torch.bool, device=queue.device)
+        gone = torch.zeros(1, dtype=torch.int64, device=queue.device)
+        for weight in bucket.weights:
+            here = torch.cat([_valid(weight, a, b) for a, b in _chunks(weight)])
+            chosen = choice(weight)
+            if chosen is not None:
+                chosen = chosen.to(here.device) & here
+                gone |= (chosen != here).any()
+            mask[weight.offset : weight.offset + weight.elements] = (
+                here if chosen is None else chosen
+            )
+        with queue.grid.trace.at(bucket.name):
+            anywhere = verbs.all_reduce(gone, axis, "max").wait()
+        yield bucket, mask if int(anywhere) else None
+
+
+def prune(queue: Deferred, choice: Choice) -> None:
+    """Have only what is chosen of weights stay that have no states yet.
+
+    Communicates: as `masks_of`; bits over depth.
+    """
+    for bucket, mask in masks_of(queue, choice):
+        bucket.prune(mask)
+    queue.begin("")
+
+
+def _together(queue: Deferred) -> Axis:
+    """Ranks that hold parts of the same weights."""
+    return queue.grid.axis(*(axis for axis in queue.grid.degrees if axis != "pipe"))
+
+
+# ---- the order of elements --------------------------------------------------------------
+
+
+def _chunks(weight: Weight, multiple: int = 1) -> Iterator[tuple[int, int]]:
+    """Ranges of my flat shard."""
+    step = CHUNK // multiple * multiple
+    for a in range(0, max(weight.elements, 1), step):
+        yield a, min(a + step, weight.elements)
+
+
+def _indices(weight: Weight, a: int, b: int) -> Iterator[tuple[Tensor, int]]:
+    """For each dim the index in my box of elements of my flat shard, and the number of the dim."""
+    flat = torch.arange(a, b, device=weight.bucket.queue.device)
+    for dim, size in reversed(list(enumerate(weight.place.local))):
+        yield flat % size, dim
+        flat = flat // size
+
+
+def _valid(weight: Weight, a: int, b: int) -> Tensor:
+    """Which elements of my flat shard are no padding."""
+    place = weight.place
+    found = torch.ones(b - a, dtype=torch.bool, device=weight.bucket.queue.device)
+    if place.valid != place.local:
+        for index, dim in _indices(weight, a, b):
+            found &= index < place.valid[dim]
+    return found
+
+
+def _stays(weight: Weight, a: int, b: int) -> Tensor:
+    """Which of them have not been pruned yet."""
+    kept = weight.bucket.kept
+    if kept is None:
+        return _valid(weight, a, b)
+    return kept.mask(weight.offset + a, weight.offset + b)
+
+
+def _magnitudes(weight: Weight, a: int, b: int) -> Tensor:
+    """Keys in the order of fp32 magnitudes."""
+    values = weight.rest.view(-1)[a:b].to(weight.bucket.queue.device)
+    keys = values.float().abs().view(torch.int32).clamp(max=INFINITE) + 1
+    return keys.masked_fill_(~_stays(weight, a, b), 0)
+
+
+def _turns(weight: Weight, a: int, b: int) -> Tensor:
+    """Keys in the order of places in the whole, the first one first."""
+    place, number, stride = weight.place, torch.zeros((), dtype=torch.int64), 1
+    number = number.to(weight.bucket.queue.device)
+    for index, dim in _indices(weight, a, b):
+        number = number + (index + place.start[dim]) * stride
+        stride *= place.whole[dim]
+    return stride - number
+
+
+def _above(weight: Weight, limits: Limits) -> Tensor:
+    """Which elements of my shard stay."""
+    found = []
+    for a, b in _chunks(weight):
+        keys = _magnitudes(weight, a, b)
+        mask = keys > limits.key
+        same = keys == limits.key
+        if limits.turn > 1:
+            same &= _turns(weight, a, b) >= limits.turn
+        found.append(mask | same)
+    return torch.cat(found)
+
+
+def _limits(
+    weights: Sequence[Weight], keys: Keys, wanted: Tensor, queue: Deferred, *, bits: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The smallest key that stays if of each weight the `wanted` largest do, as far as there are.
+
+    Also how many stay of those that are equal to it, and how many these are; all `[weights]`.
+    Communicates: a histogram a weight and digit over all axes but pipe.
+    """
+    axis, low, left, equal = _together(queue), torch.zeros_like(wanted), wanted, wanted
+    for shift in reversed(range(0, bits, DIGIT)):
+        known = zip(weights, low.tolist(), strict=True)
+        counts = torch.stack([_histogram(w, keys, prefix, shift) for w, prefix in known])
+        with queue.grid.trace.at(NAME):
+            counts = verbs.all_reduce(counts, axis).wait()  # (weights, digits)
+        least = counts.flip(1).cumsum(1).flip(1)  # with this digit or a larger one
+        left = torch.minimum(left, least[:, 0])
+        digit = (least >= left[:, None]).sum(1, keepdim=True) - 1
+        equal = counts.gather(1, digit)[:, 0]
+        left = left - (least.gather(1, digit)[:, 0] - equal)
+        low = (low << DIGIT) + digit[:, 0]
+    return low, left, equal
+
+
+def _histogram(weight: Weight, keys: Keys, prefix: int, shift: int) -> Tensor:
+    """Elements of my shard by a digit of their keys, if the digits before it are `prefix`.
+
+    Of ranks that hold the same part only the first counts it.
+    """
+    bucket, base = weight.bucket, 1 << DIGIT
+    counts = torch.zeros(base + 1, dtype=torch.int64, device=bucket.queue.device)
+    if bucket.segment(weight).over.index == 0 and bucket.queue.data_axis.index == 0:
+        for a, b in _chunks(weight):
+            key = keys(weight, a, b).to(torch.int64)
+            digit = (key >> shift) - prefix * base
+            outside = (digit < 0) | (digit >= base) | (key == 0)
+            counts += torch.bincount(digit.masked_fill_(outside, base), minlength=base + 1)
+    return counts[:base]
+
+
+# ---- bytes ------------------------------------------------------------------------------
+
+
+def bytes_of(
+    size: int,
+    rows: Sequence[int],
+    *,
+    data: int = 1,
+    working: int = 2,
+    gradient: int = 4,
+    master: int = 4,
+    moments: int = 8,
+) -> int:
+    """Bytes of a pruned bucket on a rank: values, gradient, master weights, moments, mask.
+
+    working · size + gradient · count + (master + moments) · count / data
+    + min(depth · ceil(size / 8), 4 · sum(rows)), with count = max(rows), a multiple of data.
+
+    size: elements on the rank. rows: how many stay, on each rank of its depth axis. The others are
+    bytes of a number; moments: of both together.
+    """
+    count = -(-max(rows) // data) * data
+    mask = min(len(rows) * -(-size // 8), 4 * sum(rows))
+    return working * size + gradient * count + (master + moments) * (count // data) + mask

@@ -1,0 +1,56 @@
+"""Homes: where a run keeps weights, states and activations, by its settings and what there is."""
+
+from __future__ import annotations
+
+from ranvier.comm.arena import GIB, Arena, host_room
+from ranvier.comm.home import Homes
+from ranvier.comm.results import Held
+from ranvier.memory.activations import Activations
+from ranvier.memory.pool import Pool
+from ranvier.models import Decoder
+from ranvier.optim.tiles import Home
+from ranvier.parallel import parallel_of
+from ranvier.run import Run
+
+
+def weights_room(run: Run, ranks: int) -> int | None:
+    """Bytes of the host where weights may rest; None: they stay on the device."""
+    return host_room(ranks, run.memory.host) if run.memory.weights == "host" else None
+
+
+def states_home(run: Run, ranks: int, homes: Homes | None = None) -> Home:
+    """Where states rest. ranks: those that share the host. homes: of weights and gradients."""
+    memory = run.memory
+    if memory.states == "device":
+        return Home(tile=memory.tile)
+    room = host_room(ranks, memory.host)
+    if homes is not None:
+        free = host_room(ranks) - homes.owed
+        room = min(free, room - homes.size - homes.owed) if memory.host > 0.0 else free
+    return Home(
+        memory.states,
+        resident=int(memory.resident * GIB),
+        room=max(room, 0),
+        path=memory.path,
+        update="cpu" if memory.update == "cpu" else "device",
+        tile=memory.tile,
+    )
+
+
+def place_activations(run: Run, model: Decoder, local_ranks: int) -> None:
+    """Have a share of the activations of blocks wait on the host, or none."""
+    parallel_of(model).moment.keeping.store = Held()
+    if run.memory.activations <= 0.0:
+        return
+    parallel, room = parallel_of(model), host_room(local_ranks, run.memory.host)
+    blocks, runtime = list(parallel.kinds), parallel.pipeline.runtime
+    stage, device = runtime.stage, runtime.device
+    ends = stage.index == stage.count - 1 and bool(blocks)  # a stage may have no block
+    parallel.moment.keeping.store = Activations(
+        run.memory.activations,
+        blocks,
+        device,
+        weights=lambda: [bucket.data for bucket in parallel.queue.buckets],
+        pool=Pool(lambda size: Arena(size, device).bytes, room=room),
+        last=blocks[-1] if ends else "",
+    )

@@ -1,0 +1,162 @@
+"""On a GPU: activations that wait on the host give the bits of those that stay, in less memory."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from equivalence import gradients
+from pool import Pool as Workers
+from ranvier.comm.arena import Arena
+from ranvier.data.batch import Batch
+from ranvier.data.loader import Loader
+from ranvier.grid import Grid
+from ranvier.memory.activations import Activations
+from ranvier.memory.pool import Pool
+from ranvier.models import Decoder, DecoderConfig
+from ranvier.parallel import parallel_of, parallelize
+from ranvier.train import homes
+from ranvier.train.step import forward_backward
+from training import run_of, stored, trainer_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),
+]
+SHAPE = {"layers": 6, "embed": 64, "heads": 4, "head_dim": 16, "mlp": 256}
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return stored(tmp_path_factory.mktemp("corpus"))
+
+
+def options(**changes: Any) -> dict[str, Any]:
+    shape = {f"model__{key}": value for key, value in SHAPE.items()}
+    return {**shape, "train__dtype": "bf16", "train__deterministic": True, **changes}
+
+
+def trained(grid: Grid, corpus: str, changes: dict[str, Any]) -> tuple[list[float], list[Tensor]]:
+    """Losses of a run, and the weights it leaves; small tensors go, too."""
+    before, homes.Activations = homes.Activations, partial(Activations, small=1)  # type: ignore[misc]
+    try:
+        run = run_of("", dict(grid.degrees), STEPS, **options(**changes))
+        trainer = trainer_of(grid, corpus, run, "cuda")
+        losses = [row["loss"] for row in trainer.steps()]
+        store = parallel_of(trainer.model).moment.keeping.store
+        if run.memory.activations > 0.0:
+            assert isinstance(store, Activations) and store.sent > 0 and store.held() == (0, 0)
+        weights = parallel_of(trainer.model).state().values()
+        return losses, [x.detach().cpu().clone() for x, _ in weights]
+    finally:
+        homes.Activations = before  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("compiled", ["on", "off"])
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+def test_activations_from_the_host_change_no_bit(corpus: str, kind: str, compiled: str) -> None:
+    """Two micro-batches a step, and the same buffers for both."""
+    how = {"plan__recompute": kind, "plan__compile": compiled, "plan__micro_batch": 4}
+    want = trained(Grid({}), corpus, how)
+    for share in (0.5, 1.0):
+        losses, weights = trained(Grid({}), corpus, {**how, "memory__activations": share})
+        assert losses == want[0]
+        assert all(torch.equal(a, b) for a, b in zip(weights, want[1], strict=True))
+
+
+@pytest.mark.parametrize("degrees", [{"row": 2}, {"pipe": 2}], ids=str)
+def test_kept_collectives_and_activations_on_two_ranks(
+    pool: Workers, corpus: str, degrees: dict[str, int]
+) -> None:
+    """Two ranks share the GPU over Gloo."""
+    plain = {"plan__recompute": "full", "plan__micro_batch": 2}
+    away = {**plain, "memory__collectives": "keep", "memory__activations": 1.0}
+    want = pool.on_grid(degrees, trained, corpus, plain)
+    for mine, others in zip(pool.on_grid(degrees, trained, corpus, away), want, strict=True):
+        assert mine[0] == others[0]
+        assert all(torch.equal(a, b) for a, b in zip(mine[1], others[1], strict=True))
+
+
+def test_the_host_does_not_wait_for_the_copies(corpus: str) -> None:
+    """A step is issued without one synchronization, once all buffers are there."""
+    settings = {**options(memory__activations=1.0), "train__deterministic": False}
+    settings |= {"model__embed": 256, "data__seq": 512}
+    trainer = trainer_of(Grid({}), corpus, run_of("", {}, 6, **settings), "cuda")
+    store = parallel_of(trainer.model).moment.keeping.store
+    assert isinstance(store, Activations)
+    with Loader(trainer._loaded()) as loader:
+        for _ in range(3):
+            trainer.issue(loader)
+        before = store.sent
+        with warnings.catch_warnings(action="ignore"):  # that it is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            trainer.issue(loader)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert store.sent > before
+
+
+def passed(share: float, compiled: str, kind: str) -> tuple[int, int, int, dict[str, Tensor]]:
+    """Most bytes in a pass beyond the weights; bytes on device and host after forward; gradients"""
+    config = DecoderConfig(
+        layers=8, embed=256, heads=4, kv_heads=4, head_dim=64, mlp=1024, vocab=512
+    )
+    torch.manual_seed(1)
+    model = parallelize(
+        Decoder(config),
+        Grid({}),
+        recompute=kind,  # type: ignore[arg-type]
+        compiled=compiled,
+        dtype=torch.bfloat16,
+        device="cuda",
+    )
+    parallel = parallel_of(model)
+    device, blocks = parallel.pipeline.runtime.device, list(parallel.kinds)
+    store = Activations(
+        share,
+        blocks,
+        device,
+        weights=lambda: [bucket.data for bucket in parallel.queue.buckets],
+        pool=Pool(lambda size: Arena(size, device).bytes, room=2**35),
+        last=blocks[-1],
+    )
+    parallel.moment.keeping.store = store
+    # many tokens and few weights: what is kept is far more than the gradients that replace it
+    tokens = torch.randint(0, 512, (16, 2048), generator=torch.Generator().manual_seed(2))
+    batch = Batch(tokens, tokens.roll(1, 1), samples=torch.arange(16)).to(device)
+    for _ in range(3):
+        parallel.queue.begin("")
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = model(batch.tokens, batch.targets)
+        here, there = store.held()
+        loss.backward()
+        most = torch.cuda.max_memory_allocated() - before
+        del loss
+    forward_backward(model, [batch])
+    grads = {name: grad.clone() for name, (grad, _) in gradients(parallel).items()}
+    return most, here, there, grads
+
+
+@pytest.mark.parametrize("compiled", ["", "inductor"])
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+def test_the_peak_falls_on_the_device(kind: str, compiled: str) -> None:
+    """Of eight blocks seven go; of what goes two blocks are on the device at most."""
+    most, *_, want = passed(0.0, compiled, kind)
+    half, *_ = passed(0.5, compiled, kind)
+    least, here, there, grads = passed(1.0, compiled, kind)
+    assert there > 3 * here
+    assert most - least > 0.6 * there, (most, least, here, there)
+    assert least < half < most
+    for name, grad in want.items():
+        error = (grads[name].float() - grad.float()).abs().max().item()
+        assert error <= 1e-3 * grad.float().abs().max().item(), name

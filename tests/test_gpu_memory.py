@@ -1,0 +1,126 @@
+"""On a GPU: what comes from the host (states, weights, gradients) gives the bits of what stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ranvier.checkpoint.folder import found
+from ranvier.comm.arena import Arena
+from ranvier.grid import Grid
+from training import run_of, stored, trainer_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),
+]
+SHAPE = {"layers": 4, "embed": 64, "heads": 4, "head_dim": 16, "mlp": 256}
+Numbers = tuple[list[float], dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return stored(tmp_path_factory.mktemp("corpus"))
+
+
+def trained(corpus: str, out: str = "", steps: int = 6, **changes: Any) -> Numbers:
+    """Losses of a run, and all that it leaves."""
+    shape = {f"model__{key}": value for key, value in SHAPE.items()}
+    options = {**shape, "train__dtype": "bf16", "train__deterministic": True, **changes}
+    trainer = trainer_of(Grid({}), corpus, run_of(out, {}, steps, **options), "cuda")
+    losses = [row["loss"] for row in trainer.steps()]
+    if out:
+        trainer.save()
+    state = {name: x.cpu().clone() for name, (x, _) in trainer.state().items()}
+    return losses, {name: x for name, x in state.items() if not name.startswith("random.")}
+
+
+def differing(one: Numbers, other: Numbers) -> list[str]:
+    odd = [] if one[0] == other[0] else [f"{one[0]} {other[0]}"]
+    return odd + [name for name, x in one[1].items() if not torch.equal(x, other[1][name])]
+
+
+@pytest.fixture(scope="module")
+def plain(corpus: str) -> dict[str, Numbers]:
+    return {
+        compiled: trained(corpus, plan__compile=compiled, plan__micro_batch=4)
+        for compiled in ("on", "off")
+    }
+
+
+TILE = {"memory__tile": 4096}
+WAYS: dict[str, dict[str, Any]] = {
+    "host": {"memory__states": "host", **TILE},
+    "split": {"memory__states": "split", "memory__resident": 1e-3, **TILE},
+    "weights": {"memory__states": "host", "memory__weights": "host", **TILE},
+    "weights alone": {"memory__weights": "host", **TILE},
+}
+
+
+@pytest.mark.parametrize("compiled", ["on", "off"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_comes_from_the_host_changes_no_bit(
+    corpus: str, plain: dict[str, Numbers], way: str, compiled: str
+) -> None:
+    found = trained(corpus, plan__compile=compiled, plan__micro_batch=4, **WAYS[way])
+    assert differing(plain[compiled], found) == []
+
+
+def test_states_in_a_file_change_no_bit(
+    corpus: str, plain: dict[str, Numbers], tmp_path: Path
+) -> None:
+    file = {"memory__states": "file", "memory__path": str(tmp_path), **TILE}
+    found = trained(corpus, plan__compile="off", plan__micro_batch=4, **file)
+    assert differing(plain["off"], found) == []
+
+
+@pytest.mark.parametrize("weights", ["device", "host"])
+def test_the_cpu_updates_alike(corpus: str, plain: dict[str, Numbers], weights: str) -> None:
+    how = {"memory__states": "host", "memory__update": "cpu", "memory__weights": weights, **TILE}
+    losses, state = trained(corpus, plan__compile="off", plan__micro_batch=4, **how)
+    assert losses == pytest.approx(plain["off"][0], abs=2e-2)
+    for name, x in plain["off"][1].items():
+        assert torch.allclose(state[name], x, rtol=5e-2, atol=2e-3), name
+
+
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+def test_narrow_moments_from_the_host_change_no_bit(corpus: str, moments: str) -> None:
+    how = {"optim__moments": moments, "plan__compile": "off"}
+    here = trained(corpus, **how)
+    assert differing(here, trained(corpus, **how, **WAYS["host"])) == []
+    assert differing(here, trained(corpus, **how, **WAYS["weights"])) == []
+
+
+def test_a_run_with_states_on_the_host_goes_on_to_the_bit(corpus: str, tmp_path: Path) -> None:
+    how = {"plan__compile": "off", "optim__moments": "int8", **WAYS["weights"]}
+    whole = trained(corpus, steps=6, **how)
+    shape = {f"model__{key}": value for key, value in SHAPE.items()}
+    options = {**shape, "train__dtype": "bf16", "train__deterministic": True, **how}
+    out = str(tmp_path / "run")
+    first = trainer_of(Grid({}), corpus, run_of(out, {}, 6, checkpoint__every=3, **options), "cuda")
+    steps = first.steps()
+    for _ in range(4):
+        next(steps)
+    first.saver.finish()
+    again = trainer_of(Grid({}), corpus, run_of(out, {}, 6, **options), "cuda")
+    again.resume(found(Path(out) / "checkpoints")[0])
+    assert again.step == 3
+    losses = [row["loss"] for row in again.steps()]
+    state = {n: x.cpu() for n, (x, _) in again.state().items() if not n.startswith("random.")}
+    assert differing((whole[0][3:], whole[1]), (losses, state)) == []
+
+
+def test_an_arena_is_pinned_and_exact() -> None:
+    device = torch.device("cuda")
+    arena = Arena(10_000_000, device)
+    part = arena.take((1000,), torch.float32)
+    assert part.is_pinned() and arena.bytes.numel() == 10_000_000
+    x = torch.arange(1000.0, device="cuda")
+    part.copy_(x, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(part, torch.arange(1000.0))

@@ -1,0 +1,126 @@
+"""On a GPU: pruned runs leave zeros, wherever states rest, and their steps wait for nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ranvier.checkpoint.folder import found
+from ranvier.grid import Grid
+from ranvier.optim import prune
+from ranvier.parallel import parallel_of
+from ranvier.train.step import forward_backward
+from ranvier.train.trainer import Trainer
+from training import run_of, stored, trainer_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),
+]
+SHAPE = {"layers": 4, "embed": 64, "heads": 4, "head_dim": 16, "mlp": 256}
+Numbers = tuple[list[float], dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return stored(tmp_path_factory.mktemp("corpus"))
+
+
+def made(corpus: str, out: str = "", steps: int = 6, **changes: Any) -> Trainer:
+    shape = {f"model__{key}": value for key, value in SHAPE.items()}
+    options = {**shape, "train__dtype": "bf16", "plan__compile": "off", **changes}
+    return trainer_of(Grid({}), corpus, run_of(out, {}, steps, **options), "cuda")
+
+
+def left(trainer: Trainer) -> dict[str, Tensor]:
+    state = {name: x.cpu().clone() for name, (x, _) in trainer.state().items()}
+    return {name: x for name, x in state.items() if not name.startswith("random.")}
+
+
+def trained(corpus: str, **changes: Any) -> Numbers:
+    """Losses of a run, and all that it leaves."""
+    trainer = made(corpus, **changes)
+    return [row["loss"] for row in trainer.steps()], left(trainer)
+
+
+def differing(one: Numbers, other: Numbers) -> list[str]:
+    odd = [] if one[0] == other[0] else [f"{one[0]} {other[0]}"]
+    return odd + [name for name, x in one[1].items() if not torch.equal(x, other[1][name])]
+
+
+FIXED = {"prune__sparsity": 0.8, "train__deterministic": True}
+GROWING = {**FIXED, "prune__every": 2, "prune__until": 5}
+TILE = {"memory__tile": 4096}
+WAYS: dict[str, dict[str, Any]] = {
+    "host": {"memory__states": "host", **TILE},
+    "split": {"memory__states": "split", "memory__resident": 1e-4, **TILE},
+    "weights": {"memory__states": "host", "memory__weights": "host", **TILE},
+    "weights alone": {"memory__weights": "host", **TILE},
+}
+
+
+@pytest.mark.parametrize("how", [FIXED, GROWING], ids=["fixed", "growing"])
+@pytest.mark.parametrize("way", WAYS)
+def test_states_elsewhere_change_no_bit(corpus: str, how: dict[str, Any], way: str) -> None:
+    here = trained(corpus, **how)
+    assert here[0][-1] < here[0][0]
+    masks = {name.removesuffix(".mask"): x for name, x in here[1].items() if name.endswith("mask")}
+    assert len(masks) == 28
+    for name, mask in masks.items():
+        assert not any(here[1][f"{name}.{kind}"][mask == 0].any() for kind in ("master", "mean"))
+    assert differing(here, trained(corpus, **how, **WAYS[way])) == []
+
+
+@pytest.mark.parametrize("how", [{"plan__compile": "on"}, {"plan__graph": True}], ids=str)
+def test_compiled_and_recorded_steps_prune_alike(corpus: str, how: dict[str, Any]) -> None:
+    more = {"data__packed": False, "prune__sparsity": 0.8}
+    plain, other = trained(corpus, **more), trained(corpus, **more, **how)
+    assert other[0] == pytest.approx(plain[0], abs=3e-2)
+    for name, x in plain[1].items():
+        if name.endswith(".mask"):
+            assert torch.equal(x, other[1][name])
+
+
+def test_a_run_goes_on_to_the_bit(corpus: str, tmp_path: Path) -> None:
+    whole = trained(corpus, **GROWING)
+    out = str(tmp_path / "run")
+    first = made(corpus, out, checkpoint__every=3, **GROWING)
+    rows = first.steps()
+    for _ in range(4):
+        next(rows)
+    first.saver.finish()
+    again = made(corpus, out, **GROWING)
+    again.resume(found(Path(out) / "checkpoints")[0])
+    assert again.step == 3
+    losses = [row["loss"] for row in again.steps()]
+    assert differing((whole[0][3:], whole[1]), (losses, left(again))) == []
+
+
+@pytest.mark.parametrize("sparsity", [0.8, 0.98], ids=["bits", "positions"])
+def test_a_step_waits_for_nothing_and_takes_the_bytes_of_the_formula(
+    corpus: str, sparsity: float
+) -> None:
+    trainer = made(corpus, prune__sparsity=sparsity, data__packed=False)
+    batches = [batch.to(trainer.device) for batch in trainer._loaded()(0)]
+    for _ in range(3):  # kernels are compiled, buffers made
+        forward_backward(trainer.model, batches)
+        trainer.optimizer.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        forward_backward(trainer.model, batches)
+        trainer.optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for bucket in parallel_of(trainer.model).queue.buckets:
+        if not any(map(prune.prunable, bucket.weights)):
+            continue
+        assert bucket.kept is not None
+        held = bucket.data.nbytes + bucket.kept.bytes
+        held += sum(x.nbytes for x in trainer.optimizer.store.held[bucket].values())
+        assert held == prune.bytes_of(bucket.size, bucket.kept.rows, gradient=0)

@@ -1,0 +1,83 @@
+"""Whole runs whose states and weights rest on the host: checkpoints, other grids, the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from commands import SMALL, call
+from pool import Pool
+from ranvier.checkpoint.folder import found
+from ranvier.checkpoint.load import wholes
+from ranvier.errors import PlanError
+from ranvier.grid import Grid
+from training import losses_of, run_of, stored
+
+EVEN = {"optim__schedule": "wsd", "optim__warmup": 0, "optim__cooldown": 0.0}
+"""The learning rate does not depend on how many steps there will be."""
+HOST = {"memory__states": "host", "memory__tile": 4096, **EVEN}
+AWAY = {**HOST, "memory__weights": "host"}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return stored(tmp_path_factory.mktemp("corpus"))
+
+
+def test_a_run_goes_on_wherever_states_rest(pool: Pool, corpus: str, tmp_path: Path) -> None:
+    """From the device to the host on another grid, and back."""
+    whole = losses_of(Grid({}), corpus, str(tmp_path / "whole"), 6, changes=EVEN)
+    last, losses = "", list[float]()
+    for steps, degrees, changes in ((2, {}, EVEN), (4, {"data": 2}, AWAY), (6, {"row": 2}, HOST)):
+        out = str(tmp_path / str(steps))
+        ranks = pool.on_grid(degrees, losses_of, corpus, out, steps, last, changes)
+        losses += ranks[0]
+        last = str(found(Path(out) / "checkpoints")[-1])
+    assert losses == pytest.approx(whole, rel=1e-12)
+    want, have = wholes(found(tmp_path / "whole" / "checkpoints")[-1]), wholes(Path(last))
+    assert want.keys() == have.keys()
+    for name, x in want.items():
+        assert torch.allclose(x, have[name], rtol=1e-9, atol=1e-12), name
+
+
+@pytest.mark.parametrize("moments", ["bf16", "int8"])
+def test_narrow_moments_go_on_to_the_bit(corpus: str, tmp_path: Path, moments: str) -> None:
+    how: dict[str, Any] = {"train__dtype": "fp32", "optim__moments": moments, **AWAY}
+    whole = losses_of(Grid({}), corpus, str(tmp_path / "whole"), 5, changes=how)
+    first = losses_of(Grid({}), corpus, str(tmp_path / "a"), 2, changes=how)
+    last = str(found(tmp_path / "a" / "checkpoints")[-1])
+    assert first + losses_of(Grid({}), corpus, str(tmp_path / "b"), 5, last, how) == whole
+
+
+def test_the_command_keeps_states_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [*SMALL, "--train.out", "run", "--memory.states", "file", "--memory.path", "disk"]
+    assert call("train", *words, "--memory.weights", "host") == 0
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"memory__states": "file"}, r"memory.states='file' without memory.path"),
+        ({"memory__path": "x"}, r"memory.path='x' with memory.states='device'"),
+        ({"memory__resident": 1.0}, r"memory.resident=1.0 with memory.states='device'"),
+        ({"memory__tile": 10}, r"memory.tile=10 is too small"),
+        ({**HOST, "plan__graph": True}, r"memory.states='host' with plan.graph=True"),
+        ({**AWAY, "guard__replay": 3}, r"memory.weights='host' with guard.replay=3"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        run_of("", {}, 1, **changes)
+
+
+def test_states_that_do_not_fit_the_host_are_refused(corpus: str) -> None:
+    with pytest.raises(PlanError, match=r"GiB are to lie on the host, but a rank may use 9.99e-07"):
+        losses_of(Grid({}), corpus, "", 1, changes={**HOST, "memory__host": 1e-6})

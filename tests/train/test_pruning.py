@@ -1,0 +1,148 @@
+"""Pruned runs: masks are made once, survive checkpoints and grids, and leave zeros behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from commands import SMALL, call
+from equivalence import worst
+from pool import Pool
+from ranvier.checkpoint.folder import found
+from ranvier.checkpoint.load import wholes
+from ranvier.errors import PlanError
+from ranvier.grid import Grid
+from training import losses_of, run_of, stored, trainer_of
+
+Changes = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return stored(tmp_path_factory.mktemp("corpus"))
+
+
+def newest(out: Path) -> Path:
+    return found(out / "checkpoints")[-1]
+
+
+GROWING: Changes = {"prune__sparsity": 0.8, "prune__every": 2, "prune__until": 5}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [GROWING, pytest.param({"prune__sparsity": 0.7}, marks=pytest.mark.full)],
+    ids=["growing", "fixed"],
+)
+def test_a_run_goes_on_on_another_grid(
+    pool: Pool, corpus: str, tmp_path: Path, changes: Changes
+) -> None:
+    """Six steps on one rank and on a grid, and the last two from there on another grid."""
+    changes = {**changes, "checkpoint__every": 4}
+    whole, first, second = (str(tmp_path / name) for name in ("whole", "first", "second"))
+    want = losses_of(Grid({}), corpus, whole, 6, changes=changes)
+    have = pool.on_grid({"depth": 2, "data": 2}, losses_of, corpus, first, 6, "", changes)[0]
+    assert have == pytest.approx(want, rel=1e-9, abs=0.0)
+    middle = str(tmp_path / "first" / "checkpoints" / "step-00000004")
+    have = pool.on_grid({"row": 2}, losses_of, corpus, second, 6, middle, changes)[0]
+    assert have == pytest.approx(want[4:], rel=1e-9, abs=0.0)
+    masks = wholes(newest(tmp_path / "whole"), "mask")
+    share = 1.0 - sum(int(x.sum()) for x in masks.values()) / sum(x.numel() for x in masks.values())
+    assert len(masks) == 14 and share == pytest.approx(changes["prune__sparsity"], abs=1e-3)
+    again = wholes(newest(tmp_path / "second"), "mask")
+    for kind in ("master", "mean", "square"):
+        theirs = wholes(newest(tmp_path / "second"), kind)
+        for name, x in wholes(newest(tmp_path / "whole"), kind).items():
+            assert worst(f"{name}.{kind}", theirs[name], x, 1e-8) == []
+            if name in masks:
+                assert torch.equal(masks[name], again[name])
+                assert not x[masks[name] == 0].any() and not theirs[name][masks[name] == 0].any()
+
+
+def test_a_run_that_goes_on_repeats_the_bits(corpus: str, tmp_path: Path) -> None:
+    changes = {**GROWING, "checkpoint__every": 2, "checkpoint__keep": 0}
+    want = losses_of(Grid({}), corpus, str(tmp_path / "whole"), 6, changes=changes)
+    middle = str(tmp_path / "whole" / "checkpoints" / "step-00000004")  # they are renewed after it
+    assert losses_of(Grid({}), corpus, str(tmp_path / "again"), 6, middle, changes) == want[4:]
+
+
+FAST = [*SMALL, "--nproc", "1", "--train.steps", "3"]
+NAMES = ("blocks.1.attention.o.weight", "blocks.1.mlp.down.weight")
+
+
+def test_verbs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pattern; its export has zeros; from there a user's masks, which need their file once."""
+    monkeypatch.chdir(tmp_path)
+    assert call("train", *FAST, "--train.out", "run", "--prune.pattern", "2:4") == 0
+    assert "pruned: 50.00% of" in capsys.readouterr().out
+    assert call("export", "run", "--to", "out") == 0
+    published = load_file(tmp_path / "out" / "model.safetensors")
+    for name, x in published.items():
+        zeros = (x == 0.0).view(-1, 4).sum(1) if x.dim() == 2 else torch.zeros(1)
+        inside = x.dim() == 2 and "layers" in name
+        assert (zeros == 2).all() if inside else not zeros.any(), name
+
+    masks = {
+        name: torch.rand(x.shape) < 0.3 for name, x in wholes(newest(tmp_path / "run")).items()
+    }
+    masks = {name: masks[name] for name in NAMES}
+    save_file({n: x.to(torch.float16) for n, x in masks.items()}, tmp_path / "masks.safetensors")
+    words = ["train", *FAST, "--train.start", "run", "--train.out", "next"]
+    assert call(*words, "--prune.masks", "masks.safetensors") == 0
+    (tmp_path / "masks.safetensors").unlink()
+    assert call("train", "next", "--nproc", "1", "--train.steps", "5") == 0
+    found = wholes(newest(tmp_path / "next"), "mask")
+    assert all(("blocks.1" in name) and (x.all() or name in NAMES) for name, x in found.items())
+    weights = wholes(newest(tmp_path / "next"))
+    for name in NAMES:
+        assert torch.equal(found[name] > 0, masks[name])
+        assert not weights[name][~masks[name]].any() and weights[name][masks[name]].any()
+
+
+ODD: list[tuple[str, tuple[int, ...], str]] = [
+    (
+        "blocks.9.attention.o.weight",
+        (16, 16),
+        "blocks.9.attention.o.weight, which the model has not",
+    ),
+    ("embed.weight", (257, 16), "embed.weight, which is not pruned"),
+    ("head.weight", (257, 16), "head.weight, which is not pruned"),
+    ("blocks.0.mlp.down.weight", (24, 16), r"of the shape \[24, 16\], not \[16, 24\]"),
+]
+
+
+def test_odd_masks_are_refused(corpus: str, tmp_path: Path) -> None:
+    file = tmp_path / "masks.safetensors"
+    run = run_of("", {}, 3, prune__masks=str(file))
+    with pytest.raises(PlanError, match=r"cannot be read: .* Mend the path"):
+        trainer_of(Grid({}), corpus, run)
+    for name, shape, says in ODD:
+        save_file({name: torch.ones(shape)}, file)
+        with pytest.raises(PlanError, match=says):
+            trainer_of(Grid({}), corpus, run)
+
+
+REFUSED: list[tuple[Changes, str]] = [
+    ({"prune__sparsity": 1.0}, "prune.sparsity=1.0 is no share"),
+    ({"prune__pattern": "4:2"}, "prune.pattern='4:2' is no pattern"),
+    ({"prune__pattern": "2:4", "prune__sparsity": 0.7}, "The pattern says it: 0.5"),
+    ({"prune__masks": "x", "prune__sparsity": 0.7}, "The file says which numbers stay"),
+    ({"prune__sparsity": 0.5, "lora__rank": 4}, "prune with lora"),
+    ({"prune__sparsity": 0.5, "prune__every": 2}, "Give both, or none"),
+    ({"prune__sparsity": 0.5, "prune__every": 5, "prune__until": 4}, "every <= until <= steps"),
+    ({"prune__every": 2, "prune__until": 4}, "without prune.sparsity alone"),
+    ({**GROWING, "plan__graph": True}, "the same masks for ever"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), REFUSED, ids=[says for _, says in REFUSED])
+def test_settings_that_do_not_fit_are_refused(changes: Changes, says: str) -> None:
+    with pytest.raises(PlanError) as error:
+        run_of("", {}, 6, **changes)
+    assert says in str(error.value)
