@@ -77,7 +77,8 @@ def test_what_waits_elsewhere_takes_no_room() -> None:
 
     assert most() == 3 + 300 + 120 + 5
     # at the last block the one before has come back, of the others the half is there
-    assert most(away=0.5) == 3 + 50 + 50 + 100 + 120 + 5
+    assert small.sent(0.375) == 0.5, "of three blocks of four"
+    assert most(away=0.375) == 3 + 50 + 50 + 100 + 120 + 5
     assert most(away=1.0) == 3 + 100 + 120 + 5 + 2 * 7
     heavy = with_pass(small, gradient=1000, blocks={"none": Block(1, 1001, 2)})
     found = [max(p.total for p in heavy.peaks(keep, stowed=stowed)) for stowed in (False, True)]
@@ -95,7 +96,7 @@ def test_ends_of_kinds_tell_the_peak(need: Need, away: float) -> None:
         want = 0.0
         for one in need.passes:
             kept = [one.blocks[kind].kept for kind in kinds]
-            stays = [k * (1.0 - away) for k in kept[:-1]] + kept[-1:]
+            stays = [k * (1.0 - need.sent(away)) for k in kept[:-1]] + kept[-1:]
             want = max(want, one.enter + sum(stays) + one.head + need.count * one.before)
             for i, kind in enumerate(kinds):
                 back = sum(stays[:i]) + (kept[i - 1] - stays[i - 1] if i else 0.0)

@@ -112,10 +112,12 @@ class Need:
     ) -> Iterator[Peak]:
         """The moments at which most may be there.
 
-        away: share of what blocks keep that waits on the host. stowed: gradients of blocks leave
-        for the host. waits: their update goes on in the next forward pass.
+        away: share of what blocks keep that waits on the host; the last block's stays. stowed:
+        gradients of blocks leave for the host. waits: their update goes on in the next forward
+        pass.
         """
         assert len(kinds) == self.count, (len(kinds), self.count)
+        away = self.sent(away)
         for one in self.passes:
             yield from self._pass(one, kinds, away, stowed)
         last = self.passes[-1]
@@ -124,10 +126,13 @@ class Need:
         if waits:
             yield from self._next(kinds, away, stowed)
 
+    def sent(self, away: float) -> float:
+        """What waits on the host of blocks but the last, so that it is a share `away` of all."""
+        return min(away * self.count / (self.count - 1), 1.0) if self.count > 1 else 0.0
+
     def _pass(self, one: Pass, kinds: Sequence[Kind], away: float, stowed: bool) -> Iterator[Peak]:
         """Moments of a pass."""
         kept = sum(one.blocks[kind].kept for kind in kinds)
-        # What the last block keeps is needed next: it stays.
         waiting = kept - away * (kept - one.blocks[kinds[-1]].kept)
         before = 0 if stowed else self.count * one.before
         made = max(min(one.after, one.head), 0)

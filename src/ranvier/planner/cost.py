@@ -92,7 +92,7 @@ def seconds(
     back = max(into / rates.to_device, moved.gradients / rates.to_host) - backward - again
     exposed = passes * (max(waiting, 0.0) + max(back, 0.0))
     if moved.away:
-        whole = streamed(moved, rates, cpu=cpu)
+        whole = streamed(moved, rates, cpu=cpu, wide=passes > 1)
         exposed += max(whole / blocks, whole - forward + forward / blocks)
     return Seconds(
         compute=passes * (forward + backward),
@@ -102,12 +102,13 @@ def seconds(
     )
 
 
-def streamed(moved: Moved, rates: Rates, *, cpu: bool) -> float:
+def streamed(moved: Moved, rates: Rates, *, cpu: bool, wide: bool = False) -> float:
     """Seconds of the update of states that rest on the host.
 
-    On the device all of them come and go; on the processors gradients come, and 16-bit weights go.
+    On the device all of them come and go; on the processors gradients come (wide: in 32 bits, as
+    they were added up), and 16-bit weights go.
     """
     if not cpu:
         return max(moved.away / rates.to_device, moved.away / rates.to_host)
-    narrow = 2 * moved.numbers
-    return max(moved.numbers / rates.adam, narrow / rates.to_host, narrow / rates.to_device)
+    grads, weights = (4 if wide else 2) * moved.numbers, 2 * moved.numbers
+    return max(moved.numbers / rates.adam, grads / rates.to_host, weights / rates.to_device)

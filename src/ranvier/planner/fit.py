@@ -108,15 +108,24 @@ def _away(case: Case, choice: Choice) -> int:
     return most - kept
 
 
-def _weights(case: Case, choice: Choice, where: Where) -> int:
-    """Bytes of weights on the device: all, or those whose turn it is and the next."""
-    sizes = case.sizes
+def _come(case: Case, choice: Choice, where: Where) -> int:
+    """Bytes of weights that have come from the host: those whose turn it is, and the next."""
     if choice.weights == "device":
-        return sizes.weights
-    if case.given.weights == "host" and "weights" not in case.open:
-        return sizes.still  # they rested there when the passes were measured: what comes is known
-    pair = min(2, sizes.count) * sizes.block
-    return sizes.still + (max(sizes.head + sizes.block, pair) if where == "head" else pair)
+        return 0
+    pair = min(2, case.sizes.count) * case.sizes.block
+    return max(case.sizes.head + case.sizes.block, pair) if where == "head" else pair
+
+
+def _known(case: Case) -> bool:
+    """Whether weights rested on the host when passes were measured: what came was measured."""
+    return case.given.weights == "host" and "weights" not in case.open
+
+
+def _weights(case: Case, choice: Choice, where: Where) -> int:
+    """Bytes of weights on the device, beside what was measured."""
+    sizes = case.sizes
+    resting = sizes.weights if choice.weights == "device" else sizes.still
+    return resting + (0 if _known(case) else _come(case, choice, where))
 
 
 def _moments(case: Case, choice: Choice) -> list[tuple[Peak, int]]:
@@ -131,15 +140,21 @@ def _bytes(moment: tuple[Peak, int]) -> int:
     return weights + round(peak.total * (1.0 + GAPS))
 
 
-def _ring(case: Case, choice: Choice) -> int:
-    return case.sizes.wide_ring if choice.weights == "host" else case.sizes.ring
+def _rings(case: Case, choice: Choice) -> tuple[int, int]:
+    """Bytes of the tiles of states on their way, on the device and on the host."""
+    sizes = case.sizes
+    if not _away(case, choice):
+        return 0, 0
+    if choice.update == "cpu":  # there gradients and new weights are on their way
+        return 0, sizes.wide_ring - sizes.ring
+    return (sizes.wide_ring if choice.weights == "host" else sizes.ring), 0
 
 
 def _rests(case: Case, choice: Choice) -> tuple[int, int]:
     """Bytes on the device besides states: where all of them are there, and where some are not."""
-    moments = _moments(case, choice)
+    moments, ring = _moments(case, choice), _rings(case, replace(choice, states="host"))[0]
     here = max(_bytes(one) for one in moments if one[0].where != "forward")
-    return case.libraries + here, case.libraries + max(map(_bytes, moments)) + _ring(case, choice)
+    return case.libraries + here, case.libraries + max(map(_bytes, moments)) + ring
 
 
 def table(case: Case, choice: Choice) -> Table:
@@ -149,8 +164,11 @@ def table(case: Case, choice: Choice) -> Table:
     moments = (one for one in _moments(case, choice) if away or one[0].where != "forward")
     peak, weights = max(moments, key=_bytes)
     share = 1.0 - away / sizes.states if sizes.states else 1.0
-    rest = peak.activations
-    parts = {}
+    come, rest = _come(case, choice, peak.where), peak.activations
+    parts = {"gathered weights": come}
+    if _known(case):  # in what was measured, with the activations
+        parts["gathered weights"] = come = min(come, rest)
+        rest, weights = rest - come, weights + come
     for name, size, when in (
         ("logits", case.logits.get(choice.micro_batch, 0), ("head",)),
         ("gathered weights", sizes.gathered, ("head", "block", "forward")),
@@ -158,16 +176,16 @@ def table(case: Case, choice: Choice) -> Table:
         ("communication", sizes.communication, ("block", "leave")),
     ):
         if peak.where in when:
-            parts[name] = min(size, rest)
-            rest -= parts[name]
+            size = min(size, rest)
+            parts[name], rest = parts.get(name, 0) + size, rest - size
     device = {
-        "weights": weights,
+        "weights": weights - come,
         "gradients": peak.gradients,
         "master": round(sizes.master * share),
         "moments": round(sizes.moments * share),
         "activations": rest,
         **parts,
-        "staging": _ring(case, choice) if away else 0,
+        "staging": _rings(case, choice)[0],
         "libraries": case.libraries,
         "fragmentation": round(GAPS * peak.total),
     }
@@ -178,7 +196,7 @@ def _on_host(case: Case, choice: Choice) -> dict[str, int]:
     """Bytes on the host by category."""
     sizes, need = case.sizes, case.needs[choice.micro_batch]
     last, away = need.passes[-1], _away(case, choice)
-    found = {"activations": _sent(need, choice)}
+    found = {"activations": _sent(need, choice), "staging": _rings(case, choice)[1]}
     if choice.weights == "host":
         found["weights"] = sizes.weights - sizes.still
         found["gradients"] = need.count * last.gradient + last.rest
@@ -190,8 +208,8 @@ def _on_host(case: Case, choice: Choice) -> dict[str, int]:
 
 def _sent(need: Need, choice: Choice) -> int:
     """Bytes of activations of a micro-batch that wait on the host; the last block's stay."""
-    blocks = need.passes[0].blocks
-    return round(choice.activations * sum(blocks[kind].kept for kind in choice.kinds[:-1]))
+    blocks, share = need.passes[0].blocks, need.sent(choice.activations)
+    return round(share * sum(blocks[kind].kept for kind in choice.kinds[:-1]))
 
 
 # ---- time -------------------------------------------------------------------------------
@@ -261,19 +279,18 @@ def _kinds(case: Case, choice: Choice, ways: Sequence[tuple[Kind, ...]]) -> Iter
 
 def _placed(case: Case, choice: Choice) -> Iterator[Fit]:
     """A choice with its states where they fit, and updated where that may be."""
-    rests = _rests(case, choice)
-    for one in _states(case, choice, rests):
-        away = _away(case, one)
-        device = rests[away > 0] + case.sizes.states - away
-        host = sum(_on_host(case, one).values())
-        if device > case.limit or host > case.host:
-            continue
-        ways: tuple[Update, ...] = ("device" if one.update == "auto" else one.update,)
-        if away and "update" in case.open:
-            ways = ("device", "cpu")
-        for way in ways:
-            found = replace(one, update=way)
-            yield Fit(found, device, host, seconds(case, found))
+    ways: tuple[Update, ...] = ("device", "cpu")
+    if "update" not in case.open:
+        ways = ("device" if choice.update == "auto" else choice.update,)
+    for way in ways:
+        chosen = replace(choice, update=way)
+        rests = _rests(case, chosen)
+        for one in _states(case, chosen, rests):
+            away = _away(case, one)
+            device = rests[away > 0] + case.sizes.states - away
+            host = sum(_on_host(case, one).values())
+            if device <= case.limit and host <= case.host and (away or way == ways[0]):
+                yield Fit(one, device, host, seconds(case, one))
 
 
 def _states(case: Case, choice: Choice, rests: tuple[int, int]) -> Iterator[Choice]:

@@ -118,7 +118,8 @@ def _states(bucket: Bucket, moments: str) -> tuple[int, int]:
     """Bytes of master weights and of both moments of my range of a bucket."""
     count, dtype = bucket.held, bucket.data.dtype
     wide = bucket.queue.dtype.itemsize
-    master = count * wide if dtype in (torch.bfloat16, torch.float16) else 0
+    own = dtype in (torch.bfloat16, torch.float16) or bucket.kept is not None
+    master = count * wide if own else 0
     if bucket.weights[0].group == "vector" or moments == "master":
         return master, 2 * count * wide
     if moments == "bf16":

@@ -92,11 +92,13 @@ class Account:
         seen = set[int]()
         for name, tensors in tensors_of(optimizer).items():
             for x in tensors:
-                storage = x.untyped_storage()
-                if storage.nbytes() and storage.data_ptr() not in seen:
-                    seen.add(storage.data_ptr())
+                if x.data_ptr() not in seen:  # many may share a piece of memory, none a part of it
+                    seen.add(x.data_ptr())
                     column = here if x.device.type == device.type else there
-                    column[name] = column.get(name, 0) + storage.nbytes()
+                    column[name] = column.get(name, 0) + x.nbytes
+        ways = optimizer.store.bytes()["staging"]
+        for column, size in zip((here, there), ways, strict=True):
+            column["staging"] = size
         if device.type == "cuda":
             most = torch.cuda.max_memory_allocated(device)
             here["libraries"] = self.case.libraries if self.case is not None else 0

@@ -269,7 +269,7 @@ def _passes(marks: Sequence[_Mark], kind: Kind, parallel: Parallel) -> Iterator[
             outside=max(enter - first_enter, 0),
             moving=made - gradient,
         )
-        before = gradient
+        before = gradient if parallel.queue.homes is None else 0  # else it leaves for the host
 
 
 def _agreed(passes: Sequence[Pass], grid: Grid, device: torch.device) -> Pass:
