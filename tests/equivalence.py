@@ -97,7 +97,6 @@ def _deep(**changes: Any) -> Callable[[], nn.Module]:
 
 DEEP: dict[str, Callable[[], nn.Module]] = {
     "deep": _deep(),
-    "four": _deep(layers=4),
     "deep tied": _deep(tied=True),
     "deep learned": _deep(positions="learned", norm="layer", activation="gelu", bias=True),
 }
@@ -111,7 +110,8 @@ def _adapted() -> nn.Module:
 
 def build(name: str) -> nn.Module:
     """A model by name, ours or Hugging Face's, in float64."""
-    return {**EXAMPLES, **HF_MODELS, **DEEP, "adapted": _adapted}[name]().double()
+    more = {"four": _deep(layers=4), "adapted": _adapted}
+    return {**EXAMPLES, **HF_MODELS, **DEEP, **more}[name]().double()
 
 
 def batch_of(model: str, *, samples: int, packed: bool, seq: int = 8) -> Batch:

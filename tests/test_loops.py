@@ -94,6 +94,7 @@ def test_a_loop_of_fabric_learns_the_same(pool: Pool, kind: str, tmp_path: Path)
             assert float((x - whole).abs().max()) <= limit * float(whole.abs().max()), name
 
 
+@pytest.mark.full
 def test_what_one_grid_has_saved_another_goes_on_from(pool: Pool, tmp_path: Path) -> None:
     want, kept = alone("decoder"), tmp_path / "kept"
     pool.on_grid(GRIDS[1], on_fabric, "decoder", str(kept), "")

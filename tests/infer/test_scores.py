@@ -85,7 +85,10 @@ def texts(model: Decoder, temperature: float) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("degrees", "options"),
-    [pytest.param(*g, marks=pytest.mark.full if i in (1, 4) else ()) for i, g in enumerate(GRIDS)],
+    [
+        pytest.param(*g, marks=pytest.mark.full if i in (1, 2, 4) else ())
+        for i, g in enumerate(GRIDS)
+    ],
 )
 def test_scores_and_texts_are_those_of_one_process(
     pool: Pool, folder: Path, degrees: dict[str, int], options: dict[str, Any]
