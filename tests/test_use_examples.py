@@ -38,7 +38,7 @@ def ran(grid: Grid, name: str, folder: str) -> list[float]:
 
 @pytest.mark.parametrize(
     "name",
-    [n if n == "from_pretrained" else pytest.param(n, marks=FULL) for n in NAMES],
+    [n if n == "huggingface" else pytest.param(n, marks=FULL) for n in NAMES],
 )
 def test_an_example_learns_the_same_on_a_grid(pool: Pool, name: str, tmp_path: Path) -> None:
     for folder in (tmp_path / "one", tmp_path / "four"):

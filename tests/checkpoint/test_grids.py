@@ -122,10 +122,10 @@ def test_a_state_survives_all_grids_to_the_bit(
     origin: tuple[Path, Found],
     request: pytest.FixtureRequest,
 ) -> None:
-    """From each of twelve grids (a sample: four) to the next and back to the first (D11, D12)."""
+    """From each of twelve grids (a sample: three) to the next and back to the first (D11, D12)."""
     first, alone = origin
     source = first
-    some = range(1, 12) if request.config.getoption("--full") else (3, 8, 9)
+    some = range(1, 12) if request.config.getoption("--full") else (3, 9)
     for number, degrees in enumerate([*(GRIDS[i] for i in some), GRIDS[0]]):
         out = tmp_path / str(number)
         parts = pool.on_grid(degrees, moved, corpus, str(source), str(out), STEPS)
