@@ -137,7 +137,8 @@ def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             micro = min(samples, arguments.micro)
             more = {"plan.micro_batch": str(micro), "plan.recompute": arguments.recompute}
             row: dict[str, Any] = {"size": name, "tokens": samples * seq}
-            for way, where in (("plain", {}), ("host", HOST)):
+            hosted = {**HOST, "memory.update": arguments.update}
+            for way, where in (("plain", {}), ("host", hosted)):
                 task = Task.of(shape, samples, device(), clip=True)
                 row[way] = attempt(partial(Ours, task, {**more, **where}), arguments)
             rows.append(row)
@@ -393,6 +394,7 @@ def settings() -> argparse.Namespace:
     add("--batch", type=int, default=4, help="samples of a step beside FSDP2")
     add("--limit", type=float, default=0.0, help="GiB of the device, for the largest model")
     add("--recompute", default="none")
+    add("--update", default="auto", help="who updates states on the host: auto, device, cpu")
     add("--windows", type=int, default=2)
     add("--warm", type=int, default=2)
     add("--steps", type=int, default=3)

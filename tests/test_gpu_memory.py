@@ -53,7 +53,7 @@ def plain(corpus: str) -> dict[str, Numbers]:
     }
 
 
-TILE = {"memory__tile": 4096}
+TILE = {"memory__tile": 4096, "memory__update": "device"}
 WAYS: dict[str, dict[str, Any]] = {
     "host": {"memory__states": "host", **TILE},
     "split": {"memory__states": "split", "memory__resident": 1e-3, **TILE},
@@ -81,7 +81,7 @@ def test_states_in_a_file_change_no_bit(
 
 @pytest.mark.parametrize("weights", ["device", "host"])
 def test_the_cpu_updates_alike(corpus: str, plain: dict[str, Numbers], weights: str) -> None:
-    how = {"memory__states": "host", "memory__update": "cpu", "memory__weights": weights, **TILE}
+    how = {"memory__states": "host", "memory__weights": weights, **TILE, "memory__update": "cpu"}
     losses, state = trained(corpus, plan__compile="off", plan__micro_batch=4, **how)
     assert losses == pytest.approx(plain["off"][0], abs=2e-2)
     for name, x in plain["off"][1].items():

@@ -55,7 +55,7 @@ def differing(one: Numbers, other: Numbers) -> list[str]:
 
 FIXED = {"prune__sparsity": 0.8, "train__deterministic": True}
 GROWING = {**FIXED, "prune__every": 2, "prune__until": 5}
-TILE = {"memory__tile": 4096}
+TILE = {"memory__tile": 4096, "memory__update": "device"}
 WAYS: dict[str, dict[str, Any]] = {
     "host": {"memory__states": "host", **TILE},
     "split": {"memory__states": "split", "memory__resident": 1e-4, **TILE},

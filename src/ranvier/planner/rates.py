@@ -40,7 +40,7 @@ def measured(device: torch.device, dtype: torch.dtype) -> Rates:
         flops, memory = _products(device, dtype), _memory(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return Rates(flops, memory, to_device, to_host, _adam(_bytes(device) // 8))
+    return Rates(flops, memory, to_device, to_host, _adam(_bytes(device) // 2))
 
 
 def _best(device: torch.device, work: Callable[[], object]) -> float:

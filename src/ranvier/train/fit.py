@@ -40,6 +40,9 @@ from ranvier.train.step import forward_backward
 
 RESERVE = 0.05
 """Share of a device's memory that is left free: gaps between tensors, space of its libraries."""
+SEGMENTS = 48 * 2**20
+"""Bytes of a given limit that torch's allocator may leave empty in the segments (of 2 and 20 MiB)
+that it takes from a device."""
 GIB = 2**30
 
 
@@ -56,6 +59,7 @@ def room(limit: float, device: torch.device, local_ranks: int) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         there = int(free + torch.cuda.memory_reserved(device) - RESERVE * total)
+        limit = max(limit - SEGMENTS / GIB, 1e-9) if limit > 0.0 else limit
     else:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         there = int((1.0 - RESERVE) * total / local_ranks)
