@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ranvier.nn.leaf import Flow
+from ranvier.layers import Flow
 from ranvier.pipeline.choice import policy_for
 from ranvier.pipeline.cut import Cut
 from ranvier.pipeline.line import BACKWARD, FORWARD
