@@ -166,8 +166,8 @@ class Parallel:
 
     @property
     def _types(self) -> Types:
-        queue = self.queue
-        return Types(queue.buckets[0].data.element_size(), queue.dtype.itemsize)
+        wide = self.queue.dtype.itemsize
+        return Types(next((b.data.element_size() for b in self.queue.buckets), wide), wide)
 
     def _uses(self, which: Callable[[Leaf], bool]) -> list[str]:
         """Blocks in the order in which the leaves use their weights."""
