@@ -240,7 +240,8 @@ def _gathers(model: Model, stage: Stage, keep: bool) -> dict[tuple[str, str], in
         for leaf in part.leaves:
             block = str(number) if part.is_block else leaf.tied or leaf.name
             if _has_matrix(leaf):
-                names[block] = (part.name, part.name) if part.is_block else (part.name, block)
+                own = part.name if part.is_block else block
+                names.setdefault(block, (part.name, own))  # a tied weight is the first one's
                 forward.append(block)
                 backward += [block] if leaf.kind not in once else []
     found: Counter[tuple[str, str]] = Counter()
