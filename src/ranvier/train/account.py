@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ranvier.comm.deferred import Deferred
 from ranvier.errors import DeviceMemoryError
+from ranvier.html.plot import escaped
 from ranvier.models import Decoder
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import parallel_of
@@ -25,7 +26,6 @@ from ranvier.planner.rates import Rates
 from ranvier.planner.table import GIB, Table
 from ranvier.train import page
 from ranvier.train.fit import gradients, marking
-from ranvier.train.plot import escaped
 
 MEMORY = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 """How torch says that memory is too small."""

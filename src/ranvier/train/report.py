@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ranvier.errors import DataError
+from ranvier.html.page import LISTED, document, folded, listing, section, table, text_block
+from ranvier.html.plot import Series, escaped, line_plot, percent, short, stacked_bar
 from ranvier.train import account, timeline
 from ranvier.train import folder as folders
-from ranvier.train.page import LISTED, document, folded, listing, section, table, text_block
-from ranvier.train.plot import Series, escaped, line_plot, percent, short, stacked_bar
 
 COLUMNS = ("tokens", "loss", "held_out_loss", "lr", "grad_norm", "tokens_per_second")
 MFU = {"causal": "mfu", "full": "mfu_full"}

@@ -18,6 +18,7 @@ from typing import Any
 from ranvier import init
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
+from ranvier.html.plot import standalone
 from ranvier.models import build
 from ranvier.parallel import Parallel, parallelize
 from ranvier.pipeline import choice, draw
@@ -29,7 +30,6 @@ from ranvier.run import Run
 from ranvier.settings import nearest
 from ranvier.train import page, timeline
 from ranvier.train.folder import write
-from ranvier.train.plot import standalone
 from ranvier.train.stages import cut_of
 
 KEYS = ("forward", "backward", "weight", "link", "jitter", "stragglers")

@@ -10,7 +10,7 @@ import base64
 import hashlib
 from collections.abc import Sequence
 
-from ranvier.train.plot import SCRIPT, STYLE, escaped
+from ranvier.html.plot import SCRIPT, STYLE, escaped
 
 SHOWN = 20_000  # characters of a text, at most
 LISTED = 200  # lines of a list, at most
