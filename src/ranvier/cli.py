@@ -20,6 +20,7 @@ from ranvier.options import (
     Export,
     Generate,
     Import,
+    Measure,
     Prepare,
     Profile,
     Simulate,
@@ -47,6 +48,7 @@ usage: ranvier VERB ...
   checkpoint diff A B        settings, facts and tensors in which two checkpoints differ
   checkpoint convert A OUT   write a checkpoint anew, or its weights as plain safetensors
   verify [run.toml]          compare the configured grid with one process, shrunk, in float64
+  measure [--to FILE]        how fast this machine computes and communicates, for the planner
   doctor [--matmuls]         what this machine has, what is missing and how to get it; or how fast
                              it multiplies the matrices of a model, in which layout
 
@@ -371,6 +373,19 @@ def _simulate(words: Sequence[str]) -> int:
     return simulate.simulate(_run(settings), wanted)
 
 
+def _measure(words: Sequence[str]) -> int:
+    settings = asked(Measure, Measure(), "measure", words)
+    from ranvier.train import measure
+
+    me = launch.ranks()
+    task = functools.partial(measure.rank, settings.to)
+    count = measure.ranks_here(settings.nproc) if me is None else me.world
+    if me is None and count > 1:
+        return launch.start(count, task, preload=[measure.__name__])
+    with launch.reported(me or Ranks()):
+        return task(me or Ranks())
+
+
 def _doctor(words: Sequence[str]) -> int:
     settings = asked(Doctor, Doctor(), "doctor", words, flags=True)
     if settings.matmuls:
@@ -396,5 +411,6 @@ VERBS: dict[str, Verb] = {
     "data": _data,
     "checkpoint": _checkpoint,
     "verify": _verify,
+    "measure": _measure,
     "doctor": _doctor,
 }

@@ -214,6 +214,21 @@ class Doctor:
     """bf16, fp16 or fp32; empty: bf16 where the device has it, or fp32."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """Fill in the cluster file of this machine, in under a minute.
+
+    Matrix products, memory, attention, updates, and collectives in groups of each size. Do nothing
+    else on the machine meanwhile.
+    """
+
+    to: str = ""
+    """TOML file to write; empty: one of this host and device in the user's cache, where plan and
+    train look for it."""
+    nproc: int = 0
+    """Local ranks that measure; 0: one for each GPU, or 8 on a CPU."""
+
+
 @dataclass(frozen=True)
 class Nothing:
     """No settings."""

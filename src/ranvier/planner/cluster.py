@@ -34,6 +34,8 @@ class Product:
     """FLOPs a second."""
     ranks: int = 1
     """Ranks of the machine that worked at once: on a CPU they share cores."""
+    kind: str = "y"
+    """y: x Wᵀ; dx: dy W; dw: dyᵀ x. Libraries take other ways for them, at other rates."""
 
 
 @dataclass(frozen=True)
