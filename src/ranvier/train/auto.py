@@ -19,11 +19,10 @@ from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.launch import Ranks
 from ranvier.plan import AXES, Plan
-from ranvier.planner import cluster, explain, here
+from ranvier.planner import cluster, here
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.leaves import of_run
 from ranvier.planner.predict import Job, Layout, Prediction, predict
-from ranvier.planner.search import Wish, search
 from ranvier.run import Run
 from ranvier.train import measure, train
 from ranvier.train.foretold import Foretold
@@ -39,6 +38,9 @@ def is_open(run: Run, world: int) -> bool:
 
 def chosen(run: Run, machine: Cluster) -> tuple[Run, Foretold]:
     """The run with the layout that the planner finds best, and what it says of it."""
+    from ranvier.planner import explain
+    from ranvier.planner.search import Wish, search
+
     known, plan = train.settled(run, train.device_of(run, Ranks())), run.plan
     measured = run.memory.fit == "auto" or plan.recompute == "budget"
     fixed = {f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(Plan(), f.name)}
