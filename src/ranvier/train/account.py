@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ranvier.comm.deferred import Deferred
 from ranvier.errors import DeviceMemoryError
+from ranvier.html import page
 from ranvier.html.plot import escaped
 from ranvier.models import Decoder
 from ranvier.optim.optimizer import Optimizer
@@ -24,7 +25,6 @@ from ranvier.planner import fit, rates, table
 from ranvier.planner.fit import Case, Choice
 from ranvier.planner.rates import Rates
 from ranvier.planner.table import GIB, Table
-from ranvier.train import page
 from ranvier.train.fit import gradients, marking
 
 MEMORY = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
