@@ -1,8 +1,8 @@
 """Points of many groups in a plane, and bars of stacked parts, as inline SVG in plain Python.
 
-A group of points is one path, so that ten thousand of them are a small file; what the pointer shows
-of each lies beside the plot as JSON, in the same order, and `HOVER` reads both. `STYLE` of the plots
-gives the colours.
+A group of points is one path, so that ten thousand of them are a small file; what the pointer
+shows of each lies beside the plot as JSON, in the same order, and `HOVER` reads both. Colours are
+those of the plots.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def bars(
     unit: str = "s",
     width: int = 960,
 ) -> str:
-    """Rows of stacked parts on one scale as SVG; `names` are all parts in order of their colours."""
+    """Rows of stacked parts on one scale as SVG; `names`: all parts, by colour."""
     most = max((sum(parts.values()) for _, parts in rows), default=1.0) or 1.0
     used = [name for name in names if any(parts.get(name, 0.0) > 0.0 for _, parts in rows)]
     groups = [Group(name, names.index(name), (), (), ()) for name in used]
