@@ -32,8 +32,8 @@ from ranvier.data.dataset import Data
 from ranvier.data.loader import Loader, held_out_batches, micro_batches
 from ranvier.errors import NumericError
 from ranvier.grid import Grid
+from ranvier.layers import Flow
 from ranvier.models import Decoder, build
-from ranvier.nn.leaf import Flow
 from ranvier.optim.optimizer import Optimizer
 from ranvier.optim.schedule import share
 from ranvier.parallel import parallel_of, parallelize
