@@ -22,13 +22,14 @@ from ranvier.options import (
     Generate,
     Import,
     Measure,
+    Planned,
     Prepare,
     Profile,
     Simulate,
 )
 from ranvier.run import Run
 from ranvier.settings import nearest
-from ranvier.words import USAGE_ERROR, asked, filled, one, split, two
+from ranvier.words import USAGE_ERROR, asked, filled, given, one, split, two, without
 
 if TYPE_CHECKING:
     from ranvier.train.foretold import Foretold
@@ -45,6 +46,7 @@ usage: ranvier VERB ...
   report RUN                 write report.html of a run again
   profile RUN | run.toml     where the time of its steps goes, kernel by kernel, on one rank
   simulate [run.toml | RUN]  play a step of its pipeline: time, bubble, what stages wait for; drawn
+  plan [run.toml]            the fastest layouts on a cluster, predicted, and why
   data prepare FILE ...      tokenize corpora once, into memory-mapped shards
   data show DIR              what a prepared corpus holds
   checkpoint ls RUN          its checkpoints: step, size, grid, state
@@ -389,6 +391,22 @@ def _profile(words: Sequence[str]) -> int:
     return profile.profile(_run(settings), origin, **own)
 
 
+def _plan(words: Sequence[str]) -> int:
+    """Search layouts; torch is imported only for models without a name."""
+    settings = filled(Planned, "plan [run.toml]", words)
+    if settings.calibrate:
+        from ranvier.train.calibrate import calibrate
+
+        return calibrate(Path(settings.calibrate), settings.cluster)
+    from ranvier.planner import command
+
+    own = [field.name for field in dataclasses.fields(command.Wanted)]
+    wanted = command.Wanted(**{name: getattr(settings, name) for name in own})
+    chosen = [name for name in given(words) if name.startswith(("plan.", "memory.states"))]
+    carried = without(words, [*own, "calibrate", *chosen])
+    return command.plan(command.Asked(_run(settings), given(words), carried), wanted)
+
+
 def _simulate(words: Sequence[str]) -> int:
     settings = filled(Simulate, "simulate [run.toml | RUN]", words)
     from ranvier.train import simulate
@@ -433,6 +451,7 @@ VERBS: dict[str, Verb] = {
     "report": _report,
     "profile": _profile,
     "simulate": _simulate,
+    "plan": _plan,
     "data": _data,
     "checkpoint": _checkpoint,
     "verify": _verify,

@@ -24,11 +24,10 @@ from ranvier.nn.leaf import Moment
 from ranvier.pipeline.cut import Stage
 from ranvier.pipeline.line import line
 from ranvier.pipeline.lost import WORDS, lost_words, unsent_words
-from ranvier.pipeline.messages import BACKWARD, FINAL, FORWARD
+from ranvier.pipeline.messages import BACKWARD, FINAL, FORWARD, INSIDE
 from ranvier.pipeline.policy import Job, Kind, Policy, Progress, Shape
 from ranvier.pipeline.vocabulary import Vocabulary
 
-INSIDE = ("expert", "context", "depth", "row", "col")
 """Axes along which the ranks of a stage communicate in its jobs."""
 AHEAD = 3
 """Messages that evaluation may have under way to a stage, and waiting there."""

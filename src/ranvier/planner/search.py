@@ -136,7 +136,7 @@ def grids(wish: Wish) -> tuple[list[Plan], int]:
     """Plans of all factorisations that can run at their least micro-batch, and how many cannot."""
     found, refused = [], 0
     for degrees in factorisations(wish.world, RUNTIME, wish.degrees):
-        kept = [plan for plan in _inner(wish, degrees) if allowed(wish, plan)]
+        kept = [plan for plan in plans(wish, degrees) if allowed(wish, plan)]
         found += kept
         refused += not kept
     return found, refused
@@ -147,7 +147,7 @@ def allowed(wish: Wish, plan: Plan) -> bool:
     return next(plan.problems(wish.sizes, wish.world), None) is None
 
 
-def _inner(wish: Wish, degrees: Mapping[str, int]) -> Iterator[Plan]:
+def plans(wish: Wish, degrees: Mapping[str, int]) -> Iterator[Plan]:
     """A plan of these degrees for each way in which col may split what is inside."""
     both = ("samples", "features") if degrees["col"] > 1 else ("samples",)
     fixed = {"chunks": 1, "gathered": "again", "order": (), **_settled(wish)}
@@ -246,7 +246,7 @@ def _shape(plan: Plan, order: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _mapped(task: Any, wish: Wish, items: Sequence[Any], workers: int) -> list[list[Found]]:
-    """The results of a task for each item, in order; with several processes where it is worth it."""
+    """The results of a task for each item, in order, of several processes if that pays."""
     if workers < 2 or len(items) < MANY:
         return [task(wish, item) for item in items]
     with multiprocessing.get_context("fork").Pool(workers) as pool:
@@ -256,9 +256,9 @@ def _mapped(task: Any, wish: Wish, items: Sequence[Any], workers: int) -> list[l
 def search(wish: Wish, *, workers: int = 1) -> Result:
     """All layouts that were tried; none of `found` is there if none fits or can be divided."""
     began = time.perf_counter()
-    plans, refused = grids(wish)
-    rough = _mapped(_rough, wish, plans, workers)
-    near = _near(wish, plans, rough)
+    every, refused = grids(wish)
+    rough = _mapped(_rough, wish, every, workers)
+    near = _near(wish, every, rough)
     everything = [found for several in rough for found in several]
     everything += [one for several in _mapped(_full, wish, near, workers) for one in several]
     fits = sorted((one for one in everything if one.prediction.fits), key=lambda one: one.key)
@@ -269,10 +269,10 @@ def search(wish: Wish, *, workers: int = 1) -> Result:
     tight = [one for one in everything if not one.prediction.fits]
     tight.sort(key=lambda one: (one.prediction.memory.total, one.key))
     spent = time.perf_counter() - began
-    return Result(wish, tuple(fits), tuple(tight), len(plans), refused, spent)
+    return Result(wish, tuple(fits), tuple(tight), len(every), refused, spent)
 
 
-def _near(wish: Wish, plans: Sequence[Plan], rough: Sequence[Sequence[Found]]) -> list[Plan]:
+def _near(wish: Wish, every: Sequence[Plan], rough: Sequence[Sequence[Found]]) -> list[Plan]:
     """Factorisations that may still hold the best of a style."""
     node = wish.cluster.per_node
     times = [
@@ -280,11 +280,11 @@ def _near(wish: Wish, plans: Sequence[Plan], rough: Sequence[Sequence[Found]]) -
         for several in rough
     ]
     best = dict.fromkeys(STYLES, math.inf)
-    for plan, seconds in zip(plans, times, strict=True):
+    for plan, seconds in zip(every, times, strict=True):
         for name in styles(plan, node):
             best[name] = min(best[name], seconds)
     return [
         plan
-        for plan, seconds in zip(plans, times, strict=True)
+        for plan, seconds in zip(every, times, strict=True)
         if any(seconds < NEAR * best[name] for name in styles(plan, node))
     ]
