@@ -25,7 +25,7 @@ from ranvier.launch import Ranks, joined
 from ranvier.plan import divisors
 from ranvier.planner import cluster, here, rates
 from ranvier.planner.cluster import Cluster, Collective, Device, Fused, Host, Link, Product, Rate
-from ranvier.planner.gauge import Gauge, Row, Shapes
+from ranvier.planner.gauge import Gauge, Row, Shapes, crowd
 
 R = TypeVar("R", Product, Fused, Rate)
 USUAL = 8
@@ -107,13 +107,14 @@ class Measurement:
     def talk(self, ranks: int) -> list[Collective]:
         """Collectives in groups of each size, while `ranks` work at once."""
         found, kind = [], self.device.type
+        many = crowd(ranks) if kind == "cpu" else 0.0
         for size, axis in self.axes.items():
             if 1 < size <= ranks and ranks % size == 0:
                 self.say(f"  {ranks} ranks: collectives of groups of {size}")
                 for op in wires.OPS if size == 2 else wires.OPS[:-1]:
                     self.meet(self.axes[ranks])
                     one = wires.collective(
-                        op, axis, self.device, large=LARGE[kind], calls=CALLS[kind]
+                        op, axis, self.device, large=LARGE[kind], calls=CALLS[kind], crowd=many
                     )
                     nodes = max(size // self.me.local_world, 1)
                     groups = min(ranks, self.me.local_world) // min(size, self.me.local_world)
@@ -163,10 +164,10 @@ def quick(ranks: int) -> Cluster:
     Ranks that share cores are slower in proportion.
     """
     cores = os.cpu_count() or 1
-    crowd, before = max(ranks / cores, 1.0), torch.get_num_threads()
+    many, before = crowd(ranks), torch.get_num_threads()
     torch.set_num_threads(max(cores // ranks, 1))
     rows = [
-        replace(_slower(row, crowd), ranks=ranks)
+        replace(_slower(row, many), ranks=ranks)
         for row in Gauge(torch.device("cpu"), shapes=FEW).all()
     ]
     torch.set_num_threads(before)
@@ -174,8 +175,8 @@ def quick(ranks: int) -> Cluster:
         Collective(
             op,
             size,
-            LOOPBACK.latency * crowd * math.log2(size),
-            LOOPBACK.bandwidth / crowd,
+            LOOPBACK.latency * many * math.log2(size),
+            LOOPBACK.bandwidth / many,
             ranks // size,
         )
         for size in divisors(ranks)[1:]
