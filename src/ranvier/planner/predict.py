@@ -225,12 +225,13 @@ def _lap(
     again = _again(times, recompute, runtime)
     near = {"row": row, "col": col}
     exposed = {"row": 0.0, "col": 0.0}
-    hides = times.dw if "dx" in overlap and not setup.compiled else 0.0
+    open_ = runtime.graphs or not setup.compiled
+    hides = times.dw if "dx" in overlap and runtime.hidden_dx and open_ else 0.0
     for said in talk.block(part, setup, runtime):
         spent = links.seconds(cluster, said.op, said.bytes, near[said.axis])
         if not said.back and recompute in ("full", "reentrant"):
             spent *= 2
-        if said.under and runtime.sequence:
+        if said.under:
             hidden = min(spent, hides)
             hides -= hidden
             spent += (SLOW - 1) * hidden
@@ -247,7 +248,7 @@ def _lap(
     ) + depth[1] * links.seconds(
         cluster, "reduce_scatter", depth[2] * weights, shards, rails=runtime.rails
     )
-    hidden = min(spent, inside) if "gather" in overlap and not setup.compiled else 0.0
+    hidden = min(spent, inside) if "gather" in overlap and open_ else 0.0
     return Lap(
         times=times,
         again=again,

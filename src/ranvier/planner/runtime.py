@@ -42,6 +42,10 @@ class Runtime:
     """Whether values are cast to 8 bits by the kernel that makes them, and weights once a step."""
     hidden_row: float = 0.0
     """Share of the communication over row that runs beside matrix products."""
+    hidden_dx: bool = False
+    """Whether what is reduced in backward over row runs beside the product of dW."""
+    graphs: bool = True
+    """Whether compiled blocks overlap as others do."""
     hidden_data: bool = True
     """Whether gradients are reduced while the backward pass still runs."""
     hidden_pipe: float = 0.0
@@ -106,11 +110,13 @@ MEGATRON21 = Runtime(
 MEGATRON22 = Runtime(
     name="Megatron-LM 2022",
     attention="scores",
+    hidden_dx=True,
     hidden_data=False,
     reduce="all_reduce",
     gradient=2,
     sharded=False,
-    source="arXiv 2205.05198: sequence parallelism, selective recomputation of attention",
+    source="arXiv 2205.05198: sequence parallelism, selective recomputation of attention; what is "
+    "reduced over row in backward overlaps with the gradient of the weight",
 )
 MEGATRON_DEEPSPEED = Runtime(
     name="Megatron-DeepSpeed",
@@ -138,6 +144,7 @@ MEGATRON_CORE = Runtime(
     name="Megatron-Core",
     attention="flash3",
     casts="fused",
+    hidden_dx=True,
     hidden_row=0.7,
     hidden_pipe=0.7,
     fused_gradient=True,
@@ -190,6 +197,8 @@ OURS = Runtime(
     attention="flash2",
     passes=1.6,
     kernels=40,
+    hidden_dx=True,
+    graphs=False,
     selective="small",
     cut="balanced",
     context=1.0e9,
@@ -212,5 +221,3 @@ ROWS: Mapping[str, Runtime] = {
         OURS,
     )
 }
-COMPILED = 0.8
-"""Passes of a compiled block."""
