@@ -126,7 +126,7 @@ class Device:
     source: str = ""
 
     def __hash__(self) -> int:
-        return hash(self.name)
+        return hash((self.name, self.reach))
 
     def best(self, dtype: str) -> float:
         """FLOPs a second of the best product: measured, or what devices reach of their peak."""
@@ -188,7 +188,7 @@ class Cluster:
     source: str = ""
 
     def __hash__(self) -> int:
-        return hash((self.name, self.nodes, self.per_node))
+        return hash((self.name, self.nodes, self.per_node, self.device))
 
     @property
     def devices(self) -> int:

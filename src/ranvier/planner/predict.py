@@ -30,8 +30,6 @@ SLOW = 0.15
 """Share of the time of hidden communication that compute loses to it (Galvatron: 1.1 to 1.3)."""
 ASIDE = 0.7
 """Share of the last backward pass that hides the reduction over data."""
-MARGIN = 0.04
-"""Share of the device's memory that a layout must leave free."""
 INTERVAL = (0.88, 1.14)
 """Measured over predicted: 80 % of the published runs lie between (benchmarks/published.py)."""
 NAMES = (
@@ -131,7 +129,7 @@ def predict(job: Job, layout: Layout, cluster: Cluster, runtime: Runtime = OURS)
     device = cluster.device
     name = "fp8" if layout.fp8 and "fp8" in device.peak else job.dtype
     peak = device.peak.get(name) or device.best(name)
-    limit = device.memory * (1 - MARGIN) - runtime.context
+    limit = device.memory * (1 - runtime.margin) - runtime.context
     flops = model_flops(job.model, job.seq) * job.batch * job.seq
     return Prediction(parts, memory, job.batch * job.seq, flops, plan.world, peak, limit)
 
@@ -225,12 +223,13 @@ def _lap(
     again = _again(times, recompute, runtime)
     near = {"row": row, "col": col}
     exposed = {"row": 0.0, "col": 0.0}
-    hides = times.dw if "dx" in overlap and not setup.compiled else 0.0
+    open_ = runtime.graphs or not setup.compiled
+    hides = times.dw if "dx" in overlap and runtime.hidden_dx and open_ else 0.0
     for said in talk.block(part, setup, runtime):
         spent = links.seconds(cluster, said.op, said.bytes, near[said.axis])
         if not said.back and recompute in ("full", "reentrant"):
             spent *= 2
-        if said.under and runtime.sequence:
+        if said.under:
             hidden = min(spent, hides)
             hides -= hidden
             spent += (SLOW - 1) * hidden
@@ -247,7 +246,7 @@ def _lap(
     ) + depth[1] * links.seconds(
         cluster, "reduce_scatter", depth[2] * weights, shards, rails=runtime.rails
     )
-    hidden = min(spent, inside) if "gather" in overlap and not setup.compiled else 0.0
+    hidden = min(spent, inside) if "gather" in overlap and open_ else 0.0
     return Lap(
         times=times,
         again=again,
@@ -353,7 +352,7 @@ def _laps(
     reductions = 1.0 / plan.micro_batches if keep and runtime is not OURS else 1.0
     near = (groups["row"], groups["col"], groups["context"], groups["shards"])
     depth = (gathers, reductions, float(runtime.gradient)) if near[3].size > 1 else (0.0, 0.0, 0.0)
-    if plan.depth == 1:
+    if plan.depth == 1 and not runtime.fsdp:
         depth = (0.0, 0.0, 0.0)
     several = plan.micro_batches > 1
     return [
@@ -424,7 +423,8 @@ def _reduction(
     behind: float,
 ) -> float:
     """What of the reduction over data nothing hides. behind: what may hide it."""
-    copies = groups["copies"] if plan.depth == 1 else groups["data"]
+    whole = plan.depth == 1 and not runtime.fsdp
+    copies = groups["copies"] if whole else groups["data"]
     if copies.size == 1:
         return 0.0
     held = numbers / plan.depth

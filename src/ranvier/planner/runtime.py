@@ -42,6 +42,10 @@ class Runtime:
     """Whether values are cast to 8 bits by the kernel that makes them, and weights once a step."""
     hidden_row: float = 0.0
     """Share of the communication over row that runs beside matrix products."""
+    hidden_dx: bool = False
+    """Whether what is reduced in backward over row runs beside the product of dW."""
+    graphs: bool = True
+    """Whether compiled blocks overlap as others do."""
     hidden_data: bool = True
     """Whether gradients are reduced while the backward pass still runs."""
     hidden_pipe: float = 0.0
@@ -69,12 +73,22 @@ class Runtime:
     selective: Literal["attention", "half", "small"] = "attention"
     """What selective recomputation computes again: attention; every other matrix product and all
     between them; all between them."""
+    held_gradient: float = 0.0
+    """Bytes of a parameter's gradient in memory, with copies and buckets; 0: `gradient`."""
+    fsdp: bool = False
+    """Whether weights are split over context as well, also where depth is 1."""
+    kept: float = 1.0
+    """Bytes that a block keeps over those that its products, norms and activations read."""
+    logits: int = 10
+    """Bytes of a logit, with what the loss makes of it."""
     buffers: float = 0.0
     """Bytes of fixed buffers: flat copies, buckets."""
     reserve: float = 0.05
-    """Share of what is allocated that the allocator loses besides."""
+    """Share of activations and gathered weights that the allocator loses besides."""
     context: float = 1.5e9
     """Bytes of the device that no tensor has: context, libraries, NCCL."""
+    margin: float = 0.0
+    """Share of the device's memory that must stay free."""
     copies: int = 2
     """Gathered blocks that are there at once."""
     source: str = ""
@@ -106,11 +120,14 @@ MEGATRON21 = Runtime(
 MEGATRON22 = Runtime(
     name="Megatron-LM 2022",
     attention="scores",
+    hidden_dx=True,
     hidden_data=False,
     reduce="all_reduce",
     gradient=2,
+    held_gradient=4.0,
     sharded=False,
-    source="arXiv 2205.05198: sequence parallelism, selective recomputation of attention",
+    source="arXiv 2205.05198: sequence parallelism, selective recomputation of attention; what is "
+    "reduced over row in backward overlaps with the gradient of the weight",
 )
 MEGATRON_DEEPSPEED = Runtime(
     name="Megatron-DeepSpeed",
@@ -119,7 +136,8 @@ MEGATRON_DEEPSPEED = Runtime(
     hidden_data=False,
     reduce="both",
     gradient=2,
-    reserve=0.12,
+    held_gradient=3.0,
+    reserve=0.52,
     context=3.0e9,
     buffers=2.5e9,
     source="DeepSpeed's pipeline engine: gradients are all-reduced in buckets after the last "
@@ -138,6 +156,7 @@ MEGATRON_CORE = Runtime(
     name="Megatron-Core",
     attention="flash3",
     casts="fused",
+    hidden_dx=True,
     hidden_row=0.7,
     hidden_pipe=0.7,
     fused_gradient=True,
@@ -152,7 +171,11 @@ TORCHTITAN = Runtime(
     kernels=60,
     gradient=2,
     selective="half",
-    context=0.0,
+    fsdp=True,
+    held_gradient=4.5,
+    logits=14,
+    reserve=0.2,
+    context=1.0e9,
     source="arXiv 2410.06511: FSDP2, torch's SDPA; selective recomputation keeps every other "
     "matrix product; pipelines without a given number take as many micro-batches as stages",
 )
@@ -163,6 +186,8 @@ NANOTRON = Runtime(
     kernels=70,
     hidden_data=False,
     cut="balanced",
+    held_gradient=6.0,
+    kept=2.0,
     source="huggingface/nanotron: eager, flash-attn 2, fp32 gradient accumulation, stages cut by "
     "the compute cost of blocks",
 )
@@ -172,6 +197,7 @@ FOUNDRY = Runtime(
     passes=2.0,
     kernels=60,
     sequence=False,
+    fsdp=True,
     source="mosaicml/llm-foundry: FSDP, eager, Triton FlashAttention; mixed precision DEFAULT "
     "reduces in fp32, PURE in bf16",
 )
@@ -190,9 +216,12 @@ OURS = Runtime(
     attention="flash2",
     passes=1.6,
     kernels=40,
+    hidden_dx=True,
+    graphs=False,
     selective="small",
     cut="balanced",
     context=1.0e9,
+    margin=0.04,
     source="this package: three overlaps, sequence split over row, gradients in fp32 once they are "
     "added up or reduced, stages cut by work",
 )
@@ -212,5 +241,3 @@ ROWS: Mapping[str, Runtime] = {
         OURS,
     )
 }
-COMPILED = 0.8
-"""Passes of a compiled block."""
