@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from ranvier.plan import AXES, Plan
-from ranvier.planner import cost, elsewhere, links, roofline, talk
+from ranvier.planner import cost, crowd, elsewhere, links, roofline, talk
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.leaves import Model, Part
 from ranvier.planner.links import Group
@@ -124,7 +124,11 @@ def predict(job: Job, layout: Layout, cluster: Cluster, runtime: Runtime = OURS)
     plan = layout.plan
     setup = _setup(job, layout, cluster)
     groups = _groups(tuple(plan.degrees.items()), layout.order, cluster.per_node)
-    parts = _step(job, layout, cluster, runtime, setup, groups)
+    if cluster.cores:
+        parts = dict.fromkeys(NAMES, 0.0)
+        parts |= crowd.step(job.model, plan, setup, cluster, runtime, packed=job.packed)
+    else:
+        parts = _step(job, layout, cluster, runtime, setup, groups)
     memory = elsewhere.memory(job, layout, runtime)
     device = cluster.device
     name = "fp8" if layout.fp8 and "fp8" in device.peak else job.dtype
