@@ -272,7 +272,7 @@ def _again(times: Times, recompute: str, runtime: Runtime) -> float:
         return times.products / 2 + times.between
     if runtime.selective == "small":
         return times.between
-    return times.attention if runtime.attention == "scores" else times.between
+    return times.attention
 
 
 def _ring(

@@ -160,9 +160,11 @@ MEGATRON_CORE = Runtime(
     hidden_row=0.7,
     hidden_pipe=0.7,
     fused_gradient=True,
+    gradient=2,
     kernels=25,
-    source="NeMo and Megatron-Core performance guides: cuDNN attention, Transformer Engine's fused "
-    "casts, user buffers overlap the communication over row, p2p and gradients overlap",
+    source="NeMo and Megatron-Core performance guides and recipes: cuDNN attention, Transformer "
+    "Engine's fused casts, user buffers overlap the communication over row, p2p and gradients "
+    "overlap, gradients in bf16 (grad-reduce-in-bf16)",
 )
 TORCHTITAN = Runtime(
     name="torchtitan",
@@ -198,6 +200,8 @@ FOUNDRY = Runtime(
     kernels=60,
     sequence=False,
     fsdp=True,
+    kept=0.8,
+    logits=6,
     source="mosaicml/llm-foundry: FSDP, eager, Triton FlashAttention; mixed precision DEFAULT "
     "reduces in fp32, PURE in bf16",
 )
