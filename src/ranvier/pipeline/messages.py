@@ -11,6 +11,8 @@ FORWARD, BACKWARD = "forward", "backward"
 ROWS, FINAL, PART, RETURN = "rows", "final", "part", "return"
 """Of a spread vocabulary: looked-up rows, what the head gets, parts of its gradient, that of the
 embedding."""
+INSIDE = ("expert", "context", "depth", "row", "col")
+"""Axes whose ranks share collectives inside a stage."""
 ORDER_BYTES = 8
 """Of what the first rank of a stage tells the others to do next."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ranvier.layers import Flow, Ground
 from ranvier.pipeline import messages
-from ranvier.pipeline.choice import policy_for
+from ranvier.pipeline.choice import expected, policy_for
 from ranvier.pipeline.cut import Cut
 from ranvier.pipeline.messages import Seat
 from ranvier.pipeline.policy import Job, Order, Policy, Shape
@@ -51,10 +51,7 @@ class Pipeline:
 
     def expected(self) -> Times:
         """Times of the jobs: backward takes twice as long as forward, half of it for weights."""
-        costs = self.runtime.stage.costs
-        unit = sum(costs) / len(costs)
-        forward = tuple(cost / unit for cost in costs)
-        return Times(forward, forward, forward, jitter=self.how.jitter)
+        return expected(self.runtime.stage.costs, self.how.jitter)
 
     @property
     def seat(self) -> Seat:

@@ -43,6 +43,8 @@ Kind = Literal[
 loss; a look-up; an RMSNorm and a LayerNorm; an attention core; the lengths of DoRA; where Hugging
 Face's modules gather the sequence; a loss by itself."""
 FOLDER = Path(__file__).parent / "lists"
+ENTRY, EXIT = "entry", "exit"
+"""Names of the parts around blocks."""
 FORMAT = 1
 """Of the files; lists of another format are made anew."""
 
@@ -315,9 +317,9 @@ def dense(
         "positions": "learned" if positions else "rope",
     }
     parts = (
-        Part("entry", 1, tuple(entry)),
+        Part(ENTRY, 1, tuple(entry)),
         Part("block", layers, block, tuple(range(layers))),
-        Part("exit", 1, (normed("norm"), head)),
+        Part(EXIT, 1, (normed("norm"), head)),
     )
     return Model(name, parts, units, traits=traits)
 

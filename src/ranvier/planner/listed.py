@@ -23,7 +23,7 @@ from ranvier.nn.magnitude import Magnitude
 from ranvier.nn.norm import Norm
 from ranvier.nn.siblings import Apart, Siblings
 from ranvier.parallel import parallel_of, parallelize
-from ranvier.planner.leaves import Kind, Leaf, Model, Part
+from ranvier.planner.leaves import ENTRY, EXIT, Kind, Leaf, Model, Part
 
 TRAITS = ("activation", "positions", "dropout", "embed_scale", "norms", "qk_norm", "qk_whole")
 """Settings of a decoder that decide what its blocks keep."""
@@ -63,7 +63,7 @@ def listed_of(model: nn.Module) -> Model:
         Part(f"block{f' {i}' if i else ''}", len(numbers), leaves, tuple(numbers))
         for i, (leaves, numbers) in enumerate(kinds.items())
     ]
-    parts = (Part("entry", 1, tuple(outside[0])), *middle, Part("exit", 1, tuple(outside[1])))
+    parts = (Part(ENTRY, 1, tuple(outside[0])), *middle, Part(EXIT, 1, tuple(outside[1])))
     path = next(iter(blocks), "").rpartition(".")[0]
     return Model(type(model).__name__, parts, dict(parallel.sizes), path)
 
