@@ -88,13 +88,13 @@ class Collective:
 class Reach:
     """What a device reaches of its data sheet: the four numbers that are fitted, no others."""
 
-    matmul: float = 0.94
+    matmul: float = 0.95
     """Share of the best measured product that large products reach in a long run, in 16 bits."""
-    narrow: float = 0.94
+    narrow: float = 0.95
     """The same in 8 bits."""
     memory: float = 0.6
     """Share of the bandwidth that kernels which only read and write reach."""
-    link: float = 0.85
+    link: float = 0.94
     """Share of the rate of a link inside a node that collectives reach."""
 
 

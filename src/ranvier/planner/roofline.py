@@ -21,7 +21,7 @@ from ranvier.planner.runtime import FLASH, Runtime
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
 """Tiles of a product, and how much more memory traffic costs with the smaller ones."""
-FILL = 256
+FILL = 128
 """Elements of k in whose time a tile is filled and written (CUTLASS's prologue and epilogue)."""
 UNALIGNED = 0.4
 """Share of the peak of plain arithmetic that products of odd dimensions reach."""
