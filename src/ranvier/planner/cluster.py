@@ -12,7 +12,7 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -126,6 +126,10 @@ class Device:
     source: str = ""
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash((self.name, self.reach))
 
     def best(self, dtype: str) -> float:
@@ -188,6 +192,10 @@ class Cluster:
     source: str = ""
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash((self.name, self.nodes, self.per_node, self.device))
 
     @property

@@ -38,6 +38,8 @@ class Runtime:
     """Reads and writes of what is between matrix products, over those of kernels fused by hand."""
     kernels: int = 30
     """Launched in the forward pass of a block."""
+    blocking: bool = False
+    """Whether the host waits for each kernel (CUDA_LAUNCH_BLOCKING)."""
     casts: Literal["fused", "apart"] = "apart"
     """Whether values are cast to 8 bits by the kernel that makes them, and weights once a step."""
     hidden_row: float = 0.0
