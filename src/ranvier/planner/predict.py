@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from ranvier.plan import AXES, Plan
-from ranvier.planner import cost, elsewhere, links, roofline, talk
+from ranvier.planner import cost, crowd, elsewhere, links, roofline, talk
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.leaves import Model, Part
 from ranvier.planner.links import Group
@@ -122,12 +122,11 @@ def predict(job: Job, layout: Layout, cluster: Cluster, runtime: Runtime = OURS)
     """The prediction for one layout."""
     plan, device = layout.plan, cluster.device
     setup = _setup(job, layout, cluster, runtime)
-    places = Places(plan, layout.order, cluster.per_node)
-    if runtime.name == OURS.name:
-        spoken = talk.ours(job.model, plan, setup, cluster, places)
+    if cluster.cores:
+        shared = crowd.step(job.model, plan, setup, cluster, runtime, packed=job.packed)
+        parts = dict.fromkeys(NAMES, 0.0) | shared
     else:
-        spoken = talk.theirs(job.model, plan, setup, cluster, runtime, places)
-    parts = _Step(job, layout, cluster, runtime, setup, places, spoken).parts()
+        parts = _Step.of(job, layout, cluster, runtime, setup).parts()
     name = "fp8" if layout.fp8 and "fp8" in device.peak else job.dtype
     return Prediction(
         parts,
@@ -213,14 +212,24 @@ class _Step:
     places: Places
     spoken: Spoken
 
+    @classmethod
+    def of(
+        cls, job: Job, layout: Layout, cluster: Cluster, runtime: Runtime, setup: Setup
+    ) -> _Step:
+        """The step of a layout, with what it communicates."""
+        plan = layout.plan
+        places = Places(plan, layout.order, cluster.per_node)
+        if runtime.name == OURS.name:
+            spoken = talk.ours(job.model, plan, setup, cluster, places)
+        else:
+            spoken = talk.theirs(job.model, plan, setup, cluster, runtime, places)
+        return cls(job, layout, cluster, runtime, setup, places, spoken)
+
     @property
     def overlaps(self) -> tuple[str, ...]:
-        """What runs beside compute here; ranks that share cores hide nothing from each other."""
+        """What runs beside compute here; a graph of ours hides what comes after it only."""
         graph = self.setup.compiled and not self.runtime.graphs
-        if self.cluster.cores:
-            return ()
-        plan = self.layout.plan.overlap
-        return tuple(word for word in plan if word == "dw" or not graph)
+        return tuple(word for word in self.layout.plan.overlap if word == "dw" or not graph)
 
     def hidden(self, spent: float, behind: float) -> float:
         """What is left of communication that runs beside compute."""
@@ -294,19 +303,11 @@ class _Step:
         self.update(slowest / 3, found)
         found["other"] = spoken.other
         bubble = (plan.pipe - 1) / plan.chunks * (mean + pipe / plan.chunks)
-        found["bubble"] = self.idle(bubble + micro * (slowest - mean), sum(found.values()))
+        found["bubble"] = bubble + micro * (slowest - mean)
         nodes = plan.world / self.cluster.per_node
         lost = self.cluster.straggle * math.log2(max(nodes, 1.0))
         found["other"] += lost * sum(found.values())
         return found
-
-    def idle(self, bubble: float, busy: float) -> float:
-        """What of a bubble is lost: others use the cores of a rank that waits, where they share."""
-        cores = self.cluster.cores
-        if not cores:
-            return bubble
-        crowd = max(self.setup.ranks / cores, 1.0)
-        return max((busy + bubble) / crowd - busy, 0.0)
 
     def stages(self, lap: float, entry: float, head: float) -> tuple[float, float]:
         """Seconds of a micro-batch on the slowest stage and on a mean one."""
