@@ -65,7 +65,7 @@ def plan(asked: Asked, wanted: Wanted) -> int:
     wish = request.wish_of(run, machine, asked.given, precision=wanted.precision)
     result = searched(wish)
     if not result.found:
-        raise PlanError(nearest.problem(result))
+        raise PlanError(nearest.problems(result))
     _say(result, wanted, [*asked.carried, *assumed], _heading(wish), assumed)
     return 0
 
@@ -206,7 +206,9 @@ def _reach(asked: Asked, wanted: Wanted, machine: Cluster) -> int:
         return result if result.found else None
 
     fixed = wanted.nodes or (machine.nodes if wanted.devices else 0)
-    reached = goal.fewest(aim, searched_on, most=fixed or goal.MOST)
+    peak = machine.device.peak.get("bf16") or max(machine.device.peak.values())
+    first = goal.guess(aim, run.model.parameters, peak * machine.per_node)
+    reached = goal.fewest(aim, searched_on, first=first, most=fixed or goal.MOST)
     if reached is None:
         largest = request.wish_of(
             request.assumed(run, machine, asked.given)[0],
@@ -214,7 +216,7 @@ def _reach(asked: Asked, wanted: Wanted, machine: Cluster) -> int:
             asked.given,
             precision=wanted.precision,
         )
-        raise PlanError(nearest.problem(searched(largest)))
+        raise PlanError(nearest.problems(searched(largest)))
     spent = time.perf_counter() - began
     assumed = made[reached.nodes]
     _say(reached.result, wanted, [*carried, *assumed], _heading(reached.result.wish), assumed)

@@ -14,7 +14,7 @@ from ranvier.planner.rivals import FAMILIES, Found, family, rivals
 from ranvier.planner.search import Result
 from ranvier.planner.table import GIB
 
-SLOWEST = 8.0
+SLOWEST = 5.0
 """Layouts that take so many times as long as the best are left out of the chart."""
 LARGEST = 2.5
 """Those that need so many times the memory there is, too."""
@@ -59,7 +59,7 @@ def _chart(result: Result) -> str:
     """Time against memory of all layouts, coloured by family."""
     it = result.best.prediction
     groups, left = [], 0
-    for colour, name in enumerate(FAMILIES):
+    for colour, name in reversed([*enumerate(FAMILIES)]):  # few simple ones lie above many others
         for faint, several in ((True, result.tight), (False, result.found)):
             own = [one for one in several if family(one.plan) == name]
             shown = [one for one in own if _shown(one, it)]

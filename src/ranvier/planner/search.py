@@ -19,6 +19,7 @@ import math
 import multiprocessing
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -42,6 +43,8 @@ MICROS = 6
 TOKENS = 2**18
 """Tokens of a micro-batch of a rank, at most, unless fewer samples cannot be."""
 CHUNKS = (1, 2, 4, 8)
+FEW = 150
+"""Factorisations that are asked whether anything fits."""
 MANY = 600
 """Factorisations from which on a second process is worth its start."""
 ORDERS: tuple[tuple[str, ...], ...] = (
@@ -215,6 +218,19 @@ def _predicted(wish: Wish, plan: Plan, states: States) -> Found:
     return Found(layout, predict(wish.job, layout, wish.cluster))
 
 
+def fits(wish: Wish) -> bool:
+    """Whether a layout fits that keeps least: all computed again, states elsewhere if allowed.
+
+    Of the factorisations those with the fewest copies of the model are asked.
+    """
+    least = sorted(grids(wish)[0], key=lambda plan: plan.data)[:FEW]
+    where: States = wish.states or ("device" if wish.cluster.cores else "host")
+    kind = wish.choices("recompute", RECOMPUTE)[-1]
+    return any(
+        _predicted(wish, replace(plan, recompute=kind), where).prediction.fits for plan in least
+    )
+
+
 def _rough(wish: Wish, plan: Plan) -> list[Found]:
     """A factorisation with its least and a middle micro-batch, in one chunk."""
     some = variants(wish, plan)
@@ -249,8 +265,8 @@ def _mapped(task: Any, wish: Wish, items: Sequence[Any], workers: int) -> list[l
     """The results of a task for each item, in order, of several processes if that pays."""
     if workers < 2 or len(items) < MANY:
         return [task(wish, item) for item in items]
-    with multiprocessing.get_context("fork").Pool(workers) as pool:
-        return pool.map(partial(task, wish), items, chunksize=16)
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(partial(task, wish), items, chunksize=16))
 
 
 def search(wish: Wish, *, workers: int = 1) -> Result:
