@@ -8,8 +8,9 @@ or FLOPs a second, sizes bytes, times seconds; a link's rate is one way.
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,9 @@ from ranvier.errors import PlanError
 
 SHEETS = Path(__file__).with_name("devices.toml")
 NONE: Mapping[str, float] = MappingProxyType({})
+USUAL = 0.82
+"""Share of the peak that the best product reaches where nobody has measured it: the mean of the
+measured devices."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +88,14 @@ class Collective:
 class Reach:
     """What a device reaches of its data sheet: the four numbers that are fitted, no others."""
 
-    matmul: float = 0.85
-    """Share of the peak that very large matrix products reach in a long run."""
-    size: float = 260.0
-    """Edge of a matrix product (harmonic, elements) at which half of that is reached."""
-    memory: float = 0.8
+    matmul: float = 0.94
+    """Share of the best measured product that large products reach in a long run, in 16 bits."""
+    narrow: float = 0.94
+    """The same in 8 bits."""
+    memory: float = 0.6
     """Share of the bandwidth that kernels which only read and write reach."""
-    network: float = 0.7
-    """Share of a link's data sheet rate that collectives reach."""
+    link: float = 0.85
+    """Share of the rate of a link inside a node that collectives reach."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,8 @@ class Device:
     """Seconds from one kernel to the next where nobody has compiled them together."""
     cores: int = 132
     """Multiprocessors: tiles of a product are worked on so many at a time."""
+    generation: int = 90
+    """Of its kernels, as NVIDIA counts: 70 Volta, 80 Ampere, 90 Hopper, 100 Blackwell."""
     reach: Reach = Reach()
     products: tuple[Product, ...] = ()
     attention: tuple[Fused, ...] = ()
@@ -118,6 +124,19 @@ class Device:
     aliases: tuple[str, ...] = ()
     """Other names of the same device, as runs and drivers print them."""
     source: str = ""
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.reach))
+
+    def best(self, dtype: str) -> float:
+        """FLOPs a second of the best product: measured, or what devices reach of their peak."""
+        peak = self.peak.get(dtype) or self.peak.get("fp16") or max(self.peak.values())
+        return self.measured.get(dtype) or self.measured.get("bf16", 0.0) or USUAL * peak
+
+    def rate(self, kind: str, *, ranks: int = 1, usual: float = 0.0) -> float:
+        """A measured rate, by the nearest number of ranks; `usual` if nobody has measured it."""
+        rows = [row for row in self.rates if row.kind == kind]
+        return nearest(rows, ranks).value if rows else usual
 
 
 @dataclass(frozen=True)
@@ -130,6 +149,8 @@ class Link:
     """Seconds a hop."""
     wide: float = 0.0
     """Bytes a second between two devices alone, where it differs; 0: the same."""
+    collective: float = 1.0
+    """Share of the bandwidth that collectives can use, as measured; messages use all of it."""
 
 
 @dataclass(frozen=True)
@@ -160,11 +181,14 @@ class Cluster:
     host: Host = Host()
     collectives: tuple[Collective, ...] = ()
     """Measured here; used in place of `link` and `network` for groups of the same shape."""
-    straggle: float = 0.0
+    straggle: float = 0.012
     """Slow-down of a step for each doubling of the nodes (noise, dragonfly networks)."""
     cores: int = 0
     """Processors that ranks share, on a CPU; 0: each rank has a device of its own."""
     source: str = ""
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.nodes, self.per_node, self.device))
 
     @property
     def devices(self) -> int:
@@ -185,6 +209,11 @@ class Cluster:
         if nodes < 1:
             raise PlanError(f"nodes={nodes}. A cluster has at least one node. Use nodes=1.")
         return replace(self, nodes=nodes)
+
+
+def nearest(rows: Sequence[Rate], ranks: int) -> Rate:
+    """The row that was measured with the nearest number of ranks."""
+    return min(rows, key=lambda row: abs(math.log(row.ranks / ranks)))
 
 
 # ---- files ------------------------------------------------------------------------------
