@@ -29,7 +29,8 @@ WORDS = {
     "bubble": "stages that wait",
     "update": "the update",
     "host": "states on the host",
-    "other": "the rest",
+    "context": "communication over context",
+    "other": "waiting for the slowest node",
 }
 
 
@@ -157,7 +158,7 @@ def binding(result: Result) -> str:
     best, it = result.best, result.best.prediction
     faster = [one for one in result.tight if one.prediction.total * SAME < it.total]
     if faster:
-        one = min(faster, key=lambda one: one.key)
+        one = min(faster, key=lambda one: (one.prediction.memory.total, one.key))
         return (
             f"Memory binds: {layout(one)} with micro-batch {one.plan.micro_batch} and recompute "
             f"{one.plan.recompute} would take {seconds(one.prediction.total)}, but needs "

@@ -26,6 +26,7 @@ MOST = 4096
 """Nodes of the largest cluster that is tried."""
 SHAPE = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")
 """Fields of a model that a number of parameters decides."""
+WIDTHS = (256, 512, 768, 1024, 1536, *range(2048, 65536, 1024))
 RATIO, VOCAB = 110.0, 128256
 """Width / layers of Llama 3 (102 to 130), and its vocabulary."""
 LIKE = 0.15
@@ -108,16 +109,17 @@ def named(parameters: float) -> str:
 def shape(parameters: float) -> DecoderConfig:
     """A decoder like Llama 3 with about so many parameters.
 
-    The width is a multiple of 1024, the MLP 3.5 times as wide, and width / layers as near to that
-    of Llama 3 as it gets.
+    Large ones have a width of a multiple of 1024; the MLP 3.5 times as wide, and width
+    / layers as near to that of Llama 3 as it gets.
     """
-    made = [_like_llama(embed, parameters) for embed in (256, 512, *range(1024, 65536, 1024))]
+    made = [_like_llama(embed, parameters) for embed in WIDTHS]
     return min(made, key=lambda config: abs(math.log(config.embed / config.layers / RATIO)))
 
 
 def _like_llama(embed: int, parameters: float) -> DecoderConfig:
     """As many layers of this width as make so many parameters, an even number."""
-    heads, kv_heads, mlp = embed // 128, min(embed // 128, 8), embed * 7 // 2
+    heads, mlp = embed // 128, embed * 7 // 2
+    kv_heads = heads if heads % 8 else 8
     block = 2 * embed * (heads + kv_heads) * 128 + 3 * embed * mlp
     layers = max(round((parameters - 2 * VOCAB * embed) / block / 2) * 2, 2)
     return DecoderConfig(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from ranvier.planner.search import (
     Result,
     Wish,
     allowed,
+    degrees,
     factorisations,
     fits,
     plans,
@@ -19,6 +21,8 @@ from ranvier.planner.table import GIB
 
 MOST = 4096
 """Nodes up to which more are tried."""
+LIKELY = (64, 3, 5, 7)
+"""Factors of a batch with which most degrees could share it."""
 TRIED = 512
 """Smaller clusters that are tried."""
 
@@ -28,7 +32,8 @@ def problems(result: Result) -> list[str]:
     if result.tight:
         return [_too_large(result)]
     wish = result.wish
-    if any(True for _ in factorisations(wish.world, RUNTIME, wish.degrees)):
+    known = math.prod(wish.degrees.values())
+    if wish.world % known == 0 and (len(wish.degrees) < len(RUNTIME) or known == wish.world):
         return [_indivisible(wish)]
     alone = replace(wish.plan, **{axis: wish.degrees.get(axis, 1) for axis in RUNTIME})
     alone = replace(alone, batch=wish.job.batch, micro_batch=wish.job.batch // alone.replicas or 1)
@@ -92,15 +97,16 @@ def _freer(wish: Wish) -> Iterator[str]:
         if fits(free):
             best = search(free).best
             names = ", ".join(f"plan.{name}" for name in settled) or "memory.states"
-            degrees = " ".join(f"{a}={n}" for a, n in best.plan.degrees.items() if n > 1)
-            yield f"other values than the given {names} (such as {degrees or 'none'})"
+            such = " ".join(f"{a}={n}" for a, n in best.plan.degrees.items() if n > 1)
+            yield f"other values than the given {names} (such as {such or 'none'})"
 
 
 def _indivisible(wish: Wish) -> str:
     """No factorisation can be divided: why, and the nearest batch or number of devices."""
     batches = []
-    for degrees in factorisations(wish.world, RUNTIME, wish.degrees):
-        for plan in plans(wish, degrees):
+    loose = replace(wish, job=replace(wish.job, batch=math.lcm(wish.world, *LIKELY)))
+    for sizes in factorisations(wish.world, degrees(loose)):
+        for plan in plans(wish, sizes):
             batch = nearest_multiple(plan.batch, plan.replicas * plan.micro_batch)
             if not list(replace(plan, batch=batch).problems(wish.sizes, wish.world)):
                 batches.append((abs(batch - plan.batch), batch))
@@ -134,6 +140,6 @@ def possible(wish: Wish) -> bool:
     """Whether any factorisation can be divided."""
     return any(
         allowed(wish, plan)
-        for degrees in factorisations(wish.world, RUNTIME, wish.degrees)
-        for plan in plans(wish, degrees)
+        for sizes in factorisations(wish.world, degrees(wish))
+        for plan in plans(wish, sizes)
     )

@@ -120,29 +120,62 @@ class Result:
         return self.found[0]
 
 
-def factorisations(
-    world: int, axes: Sequence[str], fixed: Mapping[str, int]
-) -> Iterator[dict[str, int]]:
-    """All degrees of these axes that multiply to `world`; fixed: those that are settled."""
-    if not axes:
+def factorisations(world: int, choices: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
+    """All degrees that multiply to `world`. choices: what the degree of each axis may be."""
+    if not choices:
         if world == 1:
             yield {}
         return
-    axis, *rest = axes
-    for size in (fixed[axis],) if axis in fixed else divisors(world):
-        if size > 0 and world % size == 0:
-            for others in factorisations(world // size, rest, fixed):
+    (axis, sizes), *rest = choices.items()
+    for size in sizes:
+        if world % size == 0:
+            for others in factorisations(world // size, dict(rest)):
                 yield {axis: size, **others}
+
+
+def degrees(wish: Wish) -> dict[str, list[int]]:
+    """What the degree of each axis may be: what Plan's rules allow it alone, or what is settled.
+
+    An axis that cannot be divided alone cannot be divided beside others.
+    """
+    found = {}
+    for axis in RUNTIME:
+        given = wish.degrees.get(axis)
+        sizes = divisors(wish.world) if given is None else [given] if given > 0 else []
+        found[axis] = [size for size in sizes if _alone(wish, axis, size)]
+    return found
+
+
+def _alone(wish: Wish, axis: str, size: int) -> bool:
+    alone = dict.fromkeys(RUNTIME, 1) | {axis: size}
+    whole = [replace(p, micro_batch=p.batch // p.replicas) for p in plans(wish, alone)]
+    return any(p.micro_batch and not any(p.problems(wish.sizes)) for p in whole)
 
 
 def grids(wish: Wish) -> tuple[list[Plan], int]:
     """Plans of all factorisations that can run at their least micro-batch, and how many cannot."""
-    found, refused = [], 0
-    for degrees in factorisations(wish.world, RUNTIME, wish.degrees):
-        kept = [plan for plan in plans(wish, degrees) if allowed(wish, plan)]
-        found += kept
-        refused += not kept
-    return found, refused
+    found, kept = [], 0
+    for sizes in factorisations(wish.world, degrees(wish)):
+        able = [plan for plan in plans(wish, sizes) if allowed(wish, plan)]
+        found += able
+        kept += bool(able)
+    return found, _number(wish) - kept
+
+
+def _number(wish: Wish) -> int:
+    """How many factorisations there are, whatever rules say: Π (e + k - 1 over e) of its primes."""
+    rest, count, free = wish.world, 1, len(RUNTIME) - len(wish.degrees)
+    known = math.prod(wish.degrees.values())
+    if known < 1 or rest % known or (free == 0 and rest != known):
+        return 0
+    rest, prime = rest // known, 2
+    while rest > 1:
+        power = 0
+        while rest % prime == 0:
+            rest, power = rest // prime, power + 1
+        count *= math.comb(power + free - 1, power) if power else 1
+        prime += 1
+    return count
 
 
 def allowed(wish: Wish, plan: Plan) -> bool:
@@ -150,13 +183,13 @@ def allowed(wish: Wish, plan: Plan) -> bool:
     return next(plan.problems(wish.sizes, wish.world), None) is None
 
 
-def plans(wish: Wish, degrees: Mapping[str, int]) -> Iterator[Plan]:
+def plans(wish: Wish, sizes: Mapping[str, int]) -> Iterator[Plan]:
     """A plan of these degrees for each way in which col may split what is inside."""
-    both = ("samples", "features") if degrees["col"] > 1 else ("samples",)
+    both = ("samples", "features") if sizes["col"] > 1 else ("samples",)
     fixed = {"chunks": 1, "gathered": "again", "order": (), **_settled(wish)}
     for inner in wish.choices("inner", both):
-        least = degrees["col"] if inner == "samples" else 1
-        changes = {"micro_batch": least, **fixed, **degrees, "inner": inner}
+        least = sizes["col"] if inner == "samples" else 1
+        changes = {"micro_batch": least, **fixed, **sizes, "inner": inner}
         if "micro_batch" in wish.fixed and wish.plan.micro_batch > 0:
             changes["micro_batch"] = wish.plan.micro_batch
         changes["batch"] = wish.job.batch
