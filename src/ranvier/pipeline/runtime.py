@@ -88,6 +88,14 @@ class Runtime:
     def __post_init__(self) -> None:
         self.inside: Axis = self.grid.axis(*INSIDE, channel="" if self.grid.tagged else HOST)
         """Ranks that share collectives inside the stage, and where its leader tells them orders."""
+        self.leads = self.inside.index == 0
+        """Whether I say what my stage does next."""
+
+    def expect(self, tokens: tuple[int, ...], form: Form) -> None:
+        """Know what messages look like before the first comes. tokens: shape of a micro-batch."""
+        for chunk in range(len(self.stage.chunks)):
+            for key in (chunk, -1 - chunk):
+                self._forms[(("tokens", tokens),), key] = form
 
     def line(self, way: str, tag: int, *, wraps: bool = False) -> Axis:
         """The communicator of a kind of message."""
@@ -251,7 +259,7 @@ class Step:
         """The job that the policy or the leader of the stage wants, once it is ready."""
         if not self.led:
             return self._chosen()
-        leader = self.at.inside.index == 0
+        leader = self.at.leads
         kinds: tuple[Kind, ...] = ("F", "B", "W", "H")
         job = self._chosen() if leader else Job("F", 0)
         code = (job.chunk * len(self.micros) + job.micro) * len(kinds) + kinds.index(job.kind)

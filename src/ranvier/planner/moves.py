@@ -95,6 +95,12 @@ class Spot(NamedTuple):
         return Ground(degrees, Table(self.inner, self.spread), model.units)
 
     @property
+    def shards(self) -> Spot:
+        """What the shards of weights depend on."""
+        other = {} if self.spread else {"pipe": 1}
+        return self.with_(data=1, expert=1, **other)
+
+    @property
     def inside(self) -> Spot:
         """What activations depend on: no replicas, and stages only where they split words."""
         other = {} if self.spread else {"pipe": 1}
@@ -201,7 +207,7 @@ def lots_of(model: Model, stage: Stage, spot: Spot) -> tuple[tuple[str, Lot, int
     """Name of the part, lot, and how many equal ones there are, of all weights of a stage."""
     degrees, found, vectors = dict(zip(AXES, spot.degrees, strict=True)), [], list[Piece]()
     for part, count in stage.here:
-        pieces = _pieces(model, part, spot)
+        pieces = _pieces(model, part, spot.shards)
         if not part.is_block:
             pieces = tuple(_shared(pieces, model, stage, part.name == EXIT))
         vectors += [replace(one, times=count) for one in pieces if one.block == VECTORS]
@@ -234,7 +240,8 @@ def _gathers(model: Model, stage: Stage, keep: bool) -> dict[tuple[str, str], in
         for leaf in part.leaves:
             block = str(number) if part.is_block else leaf.tied or leaf.name
             if _has_matrix(leaf):
-                names[block] = (part.name, part.name) if part.is_block else (part.name, block)
+                own = part.name if part.is_block else block
+                names.setdefault(block, (part.name, own))  # a tied weight is the first one's
                 forward.append(block)
                 backward += [block] if leaf.kind not in once else []
     found: Counter[tuple[str, str]] = Counter()

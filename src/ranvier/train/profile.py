@@ -35,10 +35,11 @@ from ranvier.launch import Ranks, keep_compiled
 from ranvier.run import Run
 from ranvier.train import corpora, train
 from ranvier.train import folder as folders
+from ranvier.train.built import DTYPES
 from ranvier.train.graph import WARM
 from ranvier.train.kernels import EIGHTHS, GROUPS, HALVES, OPTIMIZER, TRITON, Kernel, read, short
 from ranvier.train.metrics import peak_bandwidth, peak_flops
-from ranvier.train.trainer import DTYPES, Trainer
+from ranvier.train.trainer import Trainer
 
 NEAR = 0.25
 """Share of a peak from which on it is what bounds a kernel."""

@@ -30,10 +30,11 @@ from ranvier.parallel import Parallel, parallel_of
 from ranvier.run import Run
 from ranvier.train import account, adapters, corpora, exchange, pruning, report, saves
 from ranvier.train import folder as folders
+from ranvier.train.built import DTYPES
 from ranvier.train.exact import check_exact, compiles_exactly
 from ranvier.train.settle import foreseen
 from ranvier.train.show import sinks
-from ranvier.train.trainer import DTYPES, Trainer
+from ranvier.train.trainer import Trainer
 
 SAMPLED = 300_000_000
 """Parameters up to which a run ends with a sample of text."""
