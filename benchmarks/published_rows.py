@@ -40,7 +40,7 @@ FRAMEWORKS = (
 """By the beginning of the name; the first that matches. Others: the newest Megatron."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """One run."""
 
@@ -104,6 +104,7 @@ def rows(path: Path = DATA / "published_runs.csv") -> list[Row]:
         return [Row(facts) for facts in csv.DictReader(file)]
 
 
+@cache
 def model(row: Row) -> Model:
     """The model of a run."""
     heads, gated = row.number("heads"), row.facts["gated_mlp"] == "1"
@@ -123,11 +124,13 @@ def model(row: Row) -> Model:
     )
 
 
+@cache
 def job(row: Row) -> Job:
     """What is trained."""
     return Job(model(row), row.number("seq"), row.number("global_batch"))
 
 
+@cache
 def layout(row: Row, recompute: str = "") -> Layout:
     """How it is laid out; recompute: where the run does not say."""
     dp, sharding = row.number("dp"), row.facts["sharding"]
@@ -162,6 +165,7 @@ def _compiled(row: Row) -> bool:
     return row.facts["framework"].startswith("torchtitan") and "no compile" not in note
 
 
+@cache
 def machine(row: Row) -> Cluster:
     """The machine of a run: its device and network, links of a machine with such devices."""
     device = row.device
@@ -199,6 +203,7 @@ def _machine(own: str, name: str, per_node: int, network: float, gpus: int) -> C
     )
 
 
+@cache
 def framework(row: Row) -> Runtime:
     """The runtime of a run, with what its notes say."""
     name, note = row.facts["framework"], row.facts["notes"].lower()
@@ -212,7 +217,10 @@ def framework(row: Row) -> Runtime:
     if "asynctp" in note or "async tp" in note:
         found = replace(found, hidden_row=0.7)
     if "fp32 grad" in precision:
-        found = replace(found, gradient=4)
+        held = (
+            found.held_gradient + 4.5 if found.name == "Megatron-DeepSpeed" else found.held_gradient
+        )
+        found = replace(found, gradient=4, held_gradient=held)
     if precision.endswith("PURE"):
         found = replace(found, gradient=2)
     return found

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ranvier import launch
 from ranvier.errors import PlanError
@@ -29,6 +30,9 @@ from ranvier.options import (
 from ranvier.run import Run
 from ranvier.settings import nearest
 from ranvier.words import USAGE_ERROR, asked, filled, given, one, split, two, without
+
+if TYPE_CHECKING:
+    from ranvier.train.foretold import Foretold
 
 USAGE = """\
 usage: ranvier VERB ...
@@ -145,6 +149,7 @@ def _train(words: Sequence[str]) -> int:
         me, world = _world(arguments, train.ranks_of(run))
     else:
         me, world = None, nodes.count * arguments.nproc
+    run, said = _planned(words, run, world, me, nodes)
     run = elastic.fitted(run, world) if _goes_on(words) else run.check(world)
     choices = [run, *elastic.smaller(run)]
     show.check_log(run)
@@ -156,18 +161,18 @@ def _train(words: Sequence[str]) -> int:
         train.check_memory(train.settled(choice, device, backend), who, device)
     if me is not None:
         with launch.reported(me):
-            return _train_rank([run], None, me)
+            return _train_rank([run], None, said, me)
     first = nodes is None or nodes.node == 0
     if first:
         folder.check_free(run)
     stored = corpora.stored(run)
     train.opened(run, stored)  # what is wrong with the data is said before any rank starts
     if world == 1:
-        return _train_rank([run], stored, Ranks())
+        return _train_rank([run], stored, said, Ranks())
     if first and not run.train.out:  # a restarted run comes back to the same one
         out = folder.new(run.model.size)
         choices = [folder.placed(one, out) for one in choices]
-    task = functools.partial(_train_rank, choices, stored)
+    task = functools.partial(_train_rank, choices, stored, said)
     policy = launch.Policy(
         retries=run.launch.retries,
         faults=run.launch.faults,
@@ -184,9 +189,27 @@ def _train(words: Sequence[str]) -> int:
     )
 
 
-def _train_rank(choices: Sequence[Run], stored: list[str] | None, me: Ranks) -> int:
+def _planned(
+    words: Sequence[str], run: Run, world: int, me: Ranks | None, nodes: launch.Nodes | None
+) -> tuple[Run, Foretold | None]:
+    """The run with the planner's layout, if it leaves that open, and what was foretold.
+
+    A run that is continued keeps its layout, or has what was asked for now.
+    """
+    from ranvier.train import auto
+
+    files, _ = split(words)
+    count = nodes.count if nodes else me.world // me.local_world if me else 1
+    if (files and os.path.isdir(files[0])) or not auto.is_open(run, world):
+        return auto.kept(run), None
+    return auto.planned(run, world, nodes=count)
+
+
+def _train_rank(
+    choices: Sequence[Run], stored: list[str] | None, said: Foretold | None, me: Ranks
+) -> int:
     """Train as a rank of the grid that the launcher has chosen."""
-    from ranvier.train import exact, folder, train
+    from ranvier.train import auto, exact, folder, train
 
     run = choices[me.grid]
     if me.attempt:
@@ -196,7 +219,9 @@ def _train_rank(choices: Sequence[Run], stored: list[str] | None, me: Ranks) -> 
         exact.exact(run.train.deterministic and device.type == "cuda"),
         launch.joined(me, train.backend_of(run, me, device), run.train.timeout),
     ):
-        return train.train(run, me, stored)
+        if said is not None and me.grid == 0:
+            run, said = auto.agreed(run, said, me, device)
+        return train.train(run, me, stored, said if me.grid == 0 else None)
 
 
 def _verify(words: Sequence[str]) -> int:

@@ -20,6 +20,7 @@ AXES = ("pipe", "data", "expert", "context", "depth", "row", "col")
 RUNTIME = ("pipe", "data", "depth", "row", "col")
 """Axes that a run can use today; the others must have degree 1."""
 
+Layout = Literal["auto", "given"]
 Inner = Literal["samples", "features"]
 Overlap = Literal["dx", "dw", "gather"]
 Compile = Literal["auto", "on", "off"]
@@ -32,6 +33,10 @@ Recompute = Literal["none", "selective", "full", "reentrant", "budget"]
 class Plan:
     """Degrees of the seven axes, batch, and the switches that change speed but not results."""
 
+    layout: Layout = "auto"
+    """auto: on several ranks, where no degree is given, the planner chooses them, and with them the
+    micro-batch, order and recomputation as far as they have their default values; given: they are
+    what they are, and `data` takes the rest. `plan = "auto"` and `--plan auto` say the first."""
     pipe: int = 1
     """Ranks on the pipe axis: pipeline stages."""
     data: int = -1
@@ -247,7 +252,8 @@ class Plan:
 
     def _word_problems(self) -> Iterator[str]:
         words: list[tuple[str, str, tuple[str, ...]]]
-        words = [("inner", self.inner, get_args(Inner))]
+        words = [("layout", self.layout, get_args(Layout))]
+        words += [("inner", self.inner, get_args(Inner))]
         words += [("recompute", self.recompute, get_args(Recompute))]
         words += [("compile", self.compile, get_args(Compile))]
         words += [("policy", self.policy, get_args(Policy))]

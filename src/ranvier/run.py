@@ -342,7 +342,9 @@ def load(path: Path, *, size: str | None = None) -> Run:
 
 
 def from_tables(tables: Mapping[str, Any]) -> Run:
-    """A run from nested tables of values."""
+    """A run from nested tables of values; `plan = "auto"` leaves its layout to the planner."""
+    if tables.get("plan") == "auto":
+        tables = {**tables, "plan": {"layout": "auto"}}
     size = (
         tables.get("model", {}).get("size", "tiny")
         if isinstance(tables.get("model"), dict)

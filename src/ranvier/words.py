@@ -74,7 +74,7 @@ def filled(
 
     change: of the run, before options.
     """
-    files, options = split(words)
+    files, options = split(_spelled(words))
     if len(files) > 1:
         raise PlanError(
             f"{files[1]!r} follows {files[0]!r}. One file or run is read. Leave it out."
@@ -109,6 +109,13 @@ def filled(
     run = change(run)
     default = kind(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)})
     return asked(kind, default, usage, options)
+
+
+def _spelled(words: Sequence[str]) -> list[str]:
+    """The words with `--plan auto` as the setting that it is."""
+    text = "\0".join(words).replace("--plan\0auto", "--plan=auto")
+    found = text.split("\0") if text else []
+    return ["--plan.layout=auto" if word == "--plan=auto" else word for word in found]
 
 
 def given(words: Sequence[str]) -> set[str]:

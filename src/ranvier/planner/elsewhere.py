@@ -23,9 +23,6 @@ from ranvier.planner.table import Table
 if TYPE_CHECKING:
     from ranvier.planner.predict import Job, Layout
 
-LOGITS = 10
-"""Bytes of a logit: 16 bits, and 32 bits twice for the loss and its gradient."""
-
 
 @lru_cache(maxsize=50_000)
 def kept(part: Part, setup: Setup, runtime: Runtime, recompute: str) -> tuple[float, float]:
@@ -42,7 +39,7 @@ def kept(part: Part, setup: Setup, runtime: Runtime, recompute: str) -> tuple[fl
                 inner += roofline.local(str(one.dims[1]), one.shape[1], setup)
     if not setup.features:
         inner /= setup.col
-    size = roofline.BYTES[setup.dtype]
+    size = roofline.BYTES[setup.dtype] * runtime.kept
     whole = setup.tokens * size * (stream + inner)
     scores = 0.0
     if runtime.attention == "scores":
@@ -51,11 +48,13 @@ def kept(part: Part, setup: Setup, runtime: Runtime, recompute: str) -> tuple[fl
         scores = 5 * heads * setup.samples * setup.seq**2 / setup.context
     whole += scores
     if recompute in ("full", "reentrant"):
-        return setup.tokens * size * width / outer, whole
+        if outer > 1:  # the sequence is gathered again for two groups of products
+            whole += setup.tokens * 4 * width
+        return setup.tokens * roofline.BYTES[setup.dtype] * width / outer, whole
     if recompute == "selective":
         if runtime.selective == "attention":
             return whole - scores, whole
-        share = 0.6 if runtime.selective == "half" else 0.7
+        share = 0.45 if runtime.selective == "half" else 0.7
         return share * whole, whole
     return whole, whole
 
@@ -91,28 +90,31 @@ def _stage(job: Job, layout: Layout, runtime: Runtime, setup: Setup, where: str)
     split = plan.row * plan.col
     blocks = [part for part in model.parts if part.is_block]
     share = _share(model, plan.pipe, plan.chunks)
-    inside = share * sum(part.count * part.parameters for part in blocks) / model.layers / split
+    middle = share * sum(part.count * part.parameters for part in blocks) / model.layers / split
     entry, exits = model.parts[0].parameters / split, model.parts[-1].parameters / split
     if model.tied and where == "last" and plan.pipe > 1:
         exits = max(exits, entry)
     ends = entry + exits if plan.pipe == 1 else entry if where == "first" else exits
-    numbers = inside + ends
-    depth = plan.depth * (plan.context if plan.depth > 1 else 1)
-    shards = depth * (
-        plan.data * (plan.context if plan.depth == 1 else 1) if runtime.sharded else 1
-    )
+    numbers = middle + ends
+    inside = runtime.fsdp or plan.depth > 1
+    depth = plan.depth * (plan.context if inside else 1)
+    shards = depth * (plan.data * (1 if inside else plan.context) if runtime.sharded else 1)
     kinds = [kept(part, setup, runtime, plan.recompute) for part in blocks]
     flying = flights(plan.pipe, plan.chunks, plan.micro_batches) if where == "first" else 1.0
     held = max(one for one, _ in kinds)
     busy = max(most for _, most in kinds)
     logits = 0.0
     if where == "last" or plan.pipe == 1:
-        logits = setup.tokens * math.ceil(model.units["vocab"] / plan.row) / plan.col * LOGITS
+        logits = setup.tokens * math.ceil(model.units["vocab"] / plan.row) / plan.col
+        logits *= runtime.logits
+    held_gradient = runtime.held_gradient or runtime.gradient
     gathered = 0.0
-    if plan.depth > 1:
+    if plan.depth > 1 and plan.gathered == "keep":  # with gradients that are not reduced yet
+        gathered = (2 + (held_gradient if plan.micro_batches > 1 else 0)) * numbers
+    elif plan.depth > 1:
         gathered = runtime.copies * 2 * max(p.parameters for p in blocks) / split
     states = 0 if layout.states == "host" else runtime.states * numbers / shards
-    grads = runtime.gradient * numbers / depth
+    grads = held_gradient * numbers / depth
     work = flying * share * held + max(busy - held, logits)
     used = {
         "weights": 2 * numbers / depth,

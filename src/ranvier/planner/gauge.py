@@ -1,8 +1,9 @@
 """Gauge: what the ranks of a machine do in a second, measured as rows of a cluster file.
 
 Ranks on processors share cores, so each row says how many ranks worked at the same time: all of
-them begin together and go on for some milliseconds, and the mean counts. A device of its own (CUDA)
-is measured on one rank.
+them begin together and go on for some milliseconds, and the mean counts. What counts is the time
+of a processor, by the ranks that want one: what else the machine does is not the run's. A device of
+its own (CUDA) is measured on one rank.
 
     products    x Wᵀ, dy W, dyᵀ x                  FLOPs a second by m, n, k and type
     attention   causal, forward and backward       FLOPs a second: 2 b h s² k, and 2.5 times that
@@ -14,6 +15,7 @@ is measured on one rank.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -38,6 +40,11 @@ WARM = 3
 CHAIN = 32
 """Small operations in a row."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def crowd(ranks: int) -> float:
+    """Ranks that want each core, 1 at least."""
+    return max(ranks / (os.cpu_count() or 1), 1.0)
 
 
 @dataclass(frozen=True)
@@ -146,11 +153,13 @@ class Gauge:
             last.synchronize()
             taken: float = first.elapsed_time(last) / 1e3
             return taken / count
-        begin, done = time.perf_counter(), 0
+        begin, busy, done = time.perf_counter(), time.process_time(), 0
         while done < 2 or time.perf_counter() - begin < self.shapes.seconds:
             work()
             done += 1
-        return (time.perf_counter() - begin) / done
+        if torch.get_num_threads() > 1:
+            return (time.perf_counter() - begin) / done
+        return (time.process_time() - busy) / done * crowd(self.ranks)
 
     def wait(self) -> None:
         """Until the device has done all."""

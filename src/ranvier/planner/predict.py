@@ -30,8 +30,6 @@ SLOW = 0.15
 """Share of the time of hidden communication that compute loses to it (Galvatron: 1.1 to 1.3)."""
 ASIDE = 0.7
 """Share of the last backward pass that hides the reduction over data."""
-MARGIN = 0.04
-"""Share of the device's memory that a layout must leave free."""
 INTERVAL = (0.88, 1.14)
 """Measured over predicted: 80 % of the published runs lie between (benchmarks/published.py)."""
 NAMES = (
@@ -131,7 +129,7 @@ def predict(job: Job, layout: Layout, cluster: Cluster, runtime: Runtime = OURS)
     device = cluster.device
     name = "fp8" if layout.fp8 and "fp8" in device.peak else job.dtype
     peak = device.peak.get(name) or device.best(name)
-    limit = device.memory * (1 - MARGIN) - runtime.context
+    limit = device.memory * (1 - runtime.margin) - runtime.context
     flops = model_flops(job.model, job.seq) * job.batch * job.seq
     return Prediction(parts, memory, job.batch * job.seq, flops, plan.world, peak, limit)
 
@@ -354,7 +352,7 @@ def _laps(
     reductions = 1.0 / plan.micro_batches if keep and runtime is not OURS else 1.0
     near = (groups["row"], groups["col"], groups["context"], groups["shards"])
     depth = (gathers, reductions, float(runtime.gradient)) if near[3].size > 1 else (0.0, 0.0, 0.0)
-    if plan.depth == 1:
+    if plan.depth == 1 and not runtime.fsdp:
         depth = (0.0, 0.0, 0.0)
     several = plan.micro_batches > 1
     return [
@@ -425,7 +423,8 @@ def _reduction(
     behind: float,
 ) -> float:
     """What of the reduction over data nothing hides. behind: what may hide it."""
-    copies = groups["copies"] if plan.depth == 1 else groups["data"]
+    whole = plan.depth == 1 and not runtime.fsdp
+    copies = groups["copies"] if whole else groups["data"]
     if copies.size == 1:
         return 0.0
     held = numbers / plan.depth

@@ -73,12 +73,22 @@ class Runtime:
     selective: Literal["attention", "half", "small"] = "attention"
     """What selective recomputation computes again: attention; every other matrix product and all
     between them; all between them."""
+    held_gradient: float = 0.0
+    """Bytes of a parameter's gradient in memory, with copies and buckets; 0: `gradient`."""
+    fsdp: bool = False
+    """Whether weights are split over context as well, also where depth is 1."""
+    kept: float = 1.0
+    """Bytes that a block keeps over those that its products, norms and activations read."""
+    logits: int = 10
+    """Bytes of a logit, with what the loss makes of it."""
     buffers: float = 0.0
     """Bytes of fixed buffers: flat copies, buckets."""
     reserve: float = 0.05
-    """Share of what is allocated that the allocator loses besides."""
+    """Share of activations and gathered weights that the allocator loses besides."""
     context: float = 1.5e9
     """Bytes of the device that no tensor has: context, libraries, NCCL."""
+    margin: float = 0.0
+    """Share of the device's memory that must stay free."""
     copies: int = 2
     """Gathered blocks that are there at once."""
     source: str = ""
@@ -114,6 +124,7 @@ MEGATRON22 = Runtime(
     hidden_data=False,
     reduce="all_reduce",
     gradient=2,
+    held_gradient=4.0,
     sharded=False,
     source="arXiv 2205.05198: sequence parallelism, selective recomputation of attention; what is "
     "reduced over row in backward overlaps with the gradient of the weight",
@@ -125,7 +136,8 @@ MEGATRON_DEEPSPEED = Runtime(
     hidden_data=False,
     reduce="both",
     gradient=2,
-    reserve=0.12,
+    held_gradient=3.0,
+    reserve=0.52,
     context=3.0e9,
     buffers=2.5e9,
     source="DeepSpeed's pipeline engine: gradients are all-reduced in buckets after the last "
@@ -159,7 +171,11 @@ TORCHTITAN = Runtime(
     kernels=60,
     gradient=2,
     selective="half",
-    context=0.0,
+    fsdp=True,
+    held_gradient=4.5,
+    logits=14,
+    reserve=0.2,
+    context=1.0e9,
     source="arXiv 2410.06511: FSDP2, torch's SDPA; selective recomputation keeps every other "
     "matrix product; pipelines without a given number take as many micro-batches as stages",
 )
@@ -170,6 +186,8 @@ NANOTRON = Runtime(
     kernels=70,
     hidden_data=False,
     cut="balanced",
+    held_gradient=6.0,
+    kept=2.0,
     source="huggingface/nanotron: eager, flash-attn 2, fp32 gradient accumulation, stages cut by "
     "the compute cost of blocks",
 )
@@ -179,6 +197,7 @@ FOUNDRY = Runtime(
     passes=2.0,
     kernels=60,
     sequence=False,
+    fsdp=True,
     source="mosaicml/llm-foundry: FSDP, eager, Triton FlashAttention; mixed precision DEFAULT "
     "reduces in fp32, PURE in bf16",
 )
@@ -202,6 +221,7 @@ OURS = Runtime(
     selective="small",
     cut="balanced",
     context=1.0e9,
+    margin=0.04,
     source="this package: three overlaps, sequence split over row, gradients in fp32 once they are "
     "added up or reduced, stages cut by work",
 )

@@ -6,13 +6,14 @@ collective is measured in groups of each size, all groups at once, which is how 
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,8 +25,9 @@ from ranvier.launch import Ranks, joined
 from ranvier.plan import divisors
 from ranvier.planner import cluster, here, rates
 from ranvier.planner.cluster import Cluster, Collective, Device, Fused, Host, Link, Product, Rate
-from ranvier.planner.gauge import Gauge, Row
+from ranvier.planner.gauge import Gauge, Row, Shapes, crowd
 
+R = TypeVar("R", Product, Fused, Rate)
 USUAL = 8
 """Ranks on a CPU."""
 LARGE = {"cpu": 2**20, "cuda": 2**26}
@@ -105,13 +107,14 @@ class Measurement:
     def talk(self, ranks: int) -> list[Collective]:
         """Collectives in groups of each size, while `ranks` work at once."""
         found, kind = [], self.device.type
+        many = crowd(ranks) if kind == "cpu" else 0.0
         for size, axis in self.axes.items():
             if 1 < size <= ranks and ranks % size == 0:
                 self.say(f"  {ranks} ranks: collectives of groups of {size}")
                 for op in wires.OPS if size == 2 else wires.OPS[:-1]:
                     self.meet(self.axes[ranks])
                     one = wires.collective(
-                        op, axis, self.device, large=LARGE[kind], calls=CALLS[kind]
+                        op, axis, self.device, large=LARGE[kind], calls=CALLS[kind], crowd=many
                     )
                     nodes = max(size // self.me.local_world, 1)
                     groups = min(ranks, self.me.local_world) // min(size, self.me.local_world)
@@ -140,6 +143,47 @@ def _mean(row: Row, axis: Axis) -> Row:
     device = "cuda" if axis.size > 1 and torch.cuda.is_available() else "cpu"
     total = verbs.all_reduce(mine.to(device), axis).wait() / axis.size
     return replace(row, **dict(zip(names, total.tolist(), strict=True)))
+
+
+# ---- a moment's measurement -------------------------------------------------------------
+
+FEW = Shapes(
+    matmuls=((384, 192, 192), (384, 768, 192)),
+    attention=((4, 96, 4, 4, 32),),
+    stream=2**19,
+    adam=2**18,
+    seconds=0.005,
+)
+LOOPBACK = Link(bandwidth=1e9, latency=2e-4)
+"""What two ranks of one host see of each other through Gloo, each with a core of its own."""
+
+
+def quick(ranks: int) -> Cluster:
+    """This host as one rank sees it in a moment; the others are thought to be like it.
+
+    Ranks that share cores are slower in proportion.
+    """
+    cores = os.cpu_count() or 1
+    many, before = crowd(ranks), torch.get_num_threads()
+    torch.set_num_threads(max(cores // ranks, 1))
+    rows = [
+        replace(_slower(row, many), ranks=ranks)
+        for row in Gauge(torch.device("cpu"), shapes=FEW).all()
+    ]
+    torch.set_num_threads(before)
+    links = [
+        Collective(
+            op,
+            size,
+            LOOPBACK.latency * many * math.log2(size),
+            LOOPBACK.bandwidth / many,
+            ranks // size,
+        )
+        for size in divisors(ranks)[1:]
+        for op in wires.OPS
+    ]
+    made = described_as(torch.device("cpu"), Ranks(world=ranks, local_world=ranks), rows, links)
+    return replace(made, source=f"{made.source} in a moment; links are a guess")
 
 
 # ---- a cluster of rows ------------------------------------------------------------------
@@ -195,6 +239,29 @@ def device_of(device: torch.device, rows: Sequence[Row]) -> Device:
         return Device(
             facts.name, float(facts.total_memory), alone["memory"], peak, cores=count, **more
         )
+
+
+def scaled(made: Cluster, factor: float) -> Cluster:
+    """The cluster whose devices take `factor` times as long for everything."""
+    own = made.device
+    reach = replace(own.reach, matmul=own.reach.matmul / factor, memory=own.reach.memory / factor)
+    device = replace(
+        own,
+        launch=own.launch * factor,
+        reach=reach,
+        products=tuple(_slower(row, factor) for row in own.products),
+        attention=tuple(_slower(row, factor) for row in own.attention),
+        rates=tuple(_slower(row, factor) for row in own.rates),
+    )
+    return replace(made, device=device)
+
+
+def _slower(row: R, factor: float) -> R:
+    """A row at another pace: seconds grow, rates fall."""
+    seconds = isinstance(row, Rate) and row.kind in ("launch", "pair")
+    names = [name for name in MEANS if hasattr(row, name)]
+    times = factor if seconds else 1.0 / factor
+    return replace(row, **{name: getattr(row, name) * times for name in names})
 
 
 def _built_in() -> list[Cluster]:
