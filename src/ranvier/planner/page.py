@@ -62,7 +62,7 @@ def _chart(result: Result) -> str:
     for colour, name in reversed([*enumerate(FAMILIES)]):  # few simple ones lie above many others
         for faint, several in ((True, result.tight), (False, result.found)):
             own = [one for one in several if family(one.plan) == name]
-            shown = [one for one in own if _shown(one, it)]
+            shown = [one for one in own if is_shown(one, result)]
             left += len(own) - len(shown)
             if shown:
                 groups.append(_group(name, colour, shown, faint))
@@ -81,8 +81,9 @@ def _chart(result: Result) -> str:
     return f'{figure}<p class="muted">{escaped(said)}</p>'
 
 
-def _shown(one: Found, best: Prediction) -> bool:
-    it = one.prediction
+def is_shown(one: Found, result: Result) -> bool:
+    """Whether the chart has a layout."""
+    it, best = one.prediction, result.best.prediction
     return it.total <= SLOWEST * best.total and it.memory.total <= LARGEST * best.limit
 
 

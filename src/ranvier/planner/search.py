@@ -6,8 +6,8 @@ Plan's own rules refuse what cannot be divided. Three things keep the rest short
 
     ladder   less computed again and fewer states elsewhere are never slower: the first that fits
              ends the ladder
-    rough    each factorisation is tried with few micro-batches first; only those within NEAR times
-             the best of a style are searched in full
+    rough    each factorisation is tried with few micro-batches first; only the FULL best within
+             NEAR times the best of a style are searched in full
     orders   other placements of the ranks are tried for the BEST layouts
 
 The result depends on the wish alone: not on processes, clocks or hashes.
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
+from ranvier.errors import PlanError
 from ranvier.plan import RUNTIME, Plan, divisors
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.predict import Job, Layout, predict
@@ -36,6 +37,8 @@ RECOMPUTE = ("none", "selective", "full")
 NEAR = 1.3
 """How much slower than the best of its style a factorisation may be at first and still be searched
 in full."""
+FULL = 250
+"""Factorisations that are searched in full, at most."""
 BEST = 40
 """Layouts for which other orders of the axes are tried."""
 MICROS = 6
@@ -116,7 +119,11 @@ class Result:
 
     @property
     def best(self) -> Found:
-        """The first that fits."""
+        """The first that fits, or a PlanError with the nearest change that makes one fit."""
+        if not self.found:
+            from ranvier.planner import nearest  # which searches, too
+
+            raise PlanError(nearest.problems(self))
         return self.found[0]
 
 
@@ -281,7 +288,8 @@ def _full(wish: Wish, plan: Plan) -> list[Found]:
 def _placed(wish: Wish, found: Found) -> list[Found]:
     """A layout with other orders of its axes, where they make a difference."""
     plan, seen, made = found.plan, {_shape(found.plan, ())}, []
-    for order in ORDERS:
+    for several in ORDERS:
+        order = tuple(axis for axis in several if plan.degrees[axis] > 1)
         shape = _shape(plan, order)
         if shape not in seen:
             seen.add(shape)
@@ -332,8 +340,9 @@ def _near(wish: Wish, every: Sequence[Plan], rough: Sequence[Sequence[Found]]) -
     for plan, seconds in zip(every, times, strict=True):
         for name in styles(plan, node):
             best[name] = min(best[name], seconds)
-    return [
-        plan
-        for plan, seconds in zip(every, times, strict=True)
-        if any(seconds < NEAR * best[name] for name in styles(plan, node))
+    near = [
+        (min(seconds / best[name] for name in styles(plan, node)), i)
+        for i, (plan, seconds) in enumerate(zip(every, times, strict=True))
+        if seconds < math.inf
     ]
+    return [every[i] for ratio, i in sorted(near)[:FULL] if ratio < NEAR]
