@@ -210,6 +210,8 @@ def framework(row: Row) -> Runtime:
     found = next((r for start, r in FRAMEWORKS if name.startswith(start)), runtime.MEGATRON_CORE)
     precision = row.facts["precision"]
     found = replace(found, sequence=row.facts["seq_parallel"] == "1")
+    if row.source == "BLOOM":  # its launch script sets CUDA_LAUNCH_BLOCKING=1 against hangs
+        found = replace(found, blocking=True)
     if found.name == "nanotron":
         found = replace(found, sharded=row.facts["sharding"] == "zero1")
     if "async" in note and "tp" in note.replace("asynctp", "async tp").split():

@@ -21,7 +21,7 @@ from ranvier.planner.runtime import FLASH, Runtime
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
 """Tiles of a product, and how much more memory traffic costs with the smaller ones."""
-FILL = 256
+FILL = 128
 """Elements of k in whose time a tile is filled and written (CUTLASS's prologue and epilogue)."""
 UNALIGNED = 0.4
 """Share of the peak of plain arithmetic that products of odd dimensions reach."""
@@ -36,6 +36,8 @@ OUTER = (11, 17)
 with residuals."""
 LOSS = 20
 """Bytes of a logit: products, cast, softmax, its gradient, cast."""
+HOST = 60e-6
+"""Seconds of an eager operation on the host: 2 ms for the 30 kernels of a block's forward pass."""
 INNER = ("heads", "kv_heads", "mlp", "vocab")
 
 
@@ -57,6 +59,8 @@ class Setup:
     ranks: int = 1
     """Ranks that share the machine's cores."""
     compiled: bool = False
+    serial: bool = False
+    """Whether starting kernels and running them take turns: processors, blocking launches."""
 
     @property
     def tokens(self) -> int:
@@ -76,18 +80,20 @@ class Times:
     attention_back: float
     between_back: float
     launch: float
-    """Least time of the forward pass: starting its kernels."""
+    """Starting the kernels of the forward pass: beside their work, or in turn with it."""
+    serial: bool = False
 
     @property
     def forward(self) -> float:
         """The forward pass."""
-        return max(self.products + self.attention + self.between, self.launch)
+        own = self.products + self.attention + self.between
+        return own + self.launch if self.serial else max(own, self.launch)
 
     @property
     def backward(self) -> float:
         """The backward pass."""
         own = self.dx + self.dw + self.attention_back + self.between_back
-        return max(own, 2 * self.launch)
+        return own + 2 * self.launch if self.serial else max(own, 2 * self.launch)
 
 
 # ---- products ---------------------------------------------------------------------------
@@ -225,7 +231,8 @@ def block(part: Part, device: Device, setup: Setup, runtime: Runtime) -> Times:
     if setup.fp8:
         more = casts(shapes, device, setup, runtime)
         between, back = between + more[0], back + more[1]
-    launch = runtime.kernels * device.rate("launch", ranks=setup.ranks, usual=device.launch)
+    usual = HOST if setup.serial else device.launch
+    launch = runtime.kernels * device.rate("launch", ranks=setup.ranks, usual=usual)
     return Times(
         products=forward,
         attention=sum(one for one, _ in parts),
@@ -235,6 +242,7 @@ def block(part: Part, device: Device, setup: Setup, runtime: Runtime) -> Times:
         attention_back=sum(one for _, one in parts),
         between_back=back,
         launch=launch * (0.5 if setup.compiled else 1.0),
+        serial=setup.serial,
     )
 
 

@@ -38,6 +38,8 @@ class Runtime:
     """Reads and writes of what is between matrix products, over those of kernels fused by hand."""
     kernels: int = 30
     """Launched in the forward pass of a block."""
+    blocking: bool = False
+    """Whether the host waits for each kernel (CUDA_LAUNCH_BLOCKING)."""
     casts: Literal["fused", "apart"] = "apart"
     """Whether values are cast to 8 bits by the kernel that makes them, and weights once a step."""
     hidden_row: float = 0.0
@@ -160,9 +162,11 @@ MEGATRON_CORE = Runtime(
     hidden_row=0.7,
     hidden_pipe=0.7,
     fused_gradient=True,
+    gradient=2,
     kernels=25,
-    source="NeMo and Megatron-Core performance guides: cuDNN attention, Transformer Engine's fused "
-    "casts, user buffers overlap the communication over row, p2p and gradients overlap",
+    source="NeMo and Megatron-Core performance guides and recipes: cuDNN attention, Transformer "
+    "Engine's fused casts, user buffers overlap the communication over row, p2p and gradients "
+    "overlap, gradients in bf16 (grad-reduce-in-bf16)",
 )
 TORCHTITAN = Runtime(
     name="torchtitan",
@@ -198,6 +202,8 @@ FOUNDRY = Runtime(
     kernels=60,
     sequence=False,
     fsdp=True,
+    kept=0.8,
+    logits=6,
     source="mosaicml/llm-foundry: FSDP, eager, Triton FlashAttention; mixed precision DEFAULT "
     "reduces in fp32, PURE in bf16",
 )
