@@ -26,7 +26,7 @@ from published_models import (
     theirs,
     tokens,
 )
-from ranvier.checkpoint.published import Published
+from ranvier.checkpoint.published import Published, entries_of
 from ranvier.checkpoint.state import assemble
 from ranvier.errors import RanvierError
 from ranvier.models import SIZES, Decoder, DecoderConfig
@@ -57,7 +57,8 @@ def compare(models: dict[str, Path], wanted: dict[str, Any], results: list[Any])
     lines = []
     for name, (logits, loss, grads) in wanted.items():
         with Published.open(models[name]) as source:
-            entries = source.entries
+            mixed = source.config.experts > 0  # in memory they are in one tensor
+            entries = entries_of(source.family, source.config, fused=mixed)
         ours = assemble(result[name][2] for result in results)
         for rank, result in enumerate(results):
             error = (result[name][0] - logits).abs().max().item()
@@ -67,7 +68,7 @@ def compare(models: dict[str, Path], wanted: dict[str, Any], results: list[Any])
                 lines.append(f"{name}: loss {result[name][1]}, not {loss}")
         floor = max(grad.abs().max().item() for grad in grads.values())
         for entry in entries:
-            have = torch.cat([ours[one].view(ours[one].shape) for one in entry.ours])
+            have = torch.cat([ours[one] for one in entry.ours], entry.dim)
             want = grads[entry.name].T if entry.transposed else grads[entry.name]
             error = (have.reshape(want.shape) - want).abs().max().item()
             if not error <= 1e-4 * max(want.abs().max().item(), 1e-6 * floor):

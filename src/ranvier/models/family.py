@@ -17,8 +17,9 @@ from typing import Any, Literal
 import torch
 
 from ranvier.models.config import DecoderConfig
-from ranvier.models.decoder import GATED, UNGATED, Decoder
+from ranvier.models.decoder import Decoder
 from ranvier.models.mixture import WIDTHS, mixed_layers, same_widths, written_layers
+from ranvier.models.mlp import GATED, UNGATED
 from ranvier.models.reach import Config, odd, rope, window, written_rope, written_window
 
 
