@@ -77,19 +77,17 @@ _ALL = ("qkv", "o")
 
 def _experts(home: str, router: str, *theirs: str) -> dict[str, str]:
     """Names of a router, and of gates, ups and downs of experts, in a module of a block."""
-    ours = ("gate", "up", "down")
-    found = {
-        f"blocks.{{i}}.mlp.{a}": f"{_BODY}{home}{b}" for a, b in zip(ours, theirs, strict=True)
-    }
-    return {"blocks.{i}.mlp.router": f"{_BODY}{home}{router}", **found}
+    ours = ("router", "gate[e]", "up[e]", "down[e]")
+    both = zip(ours, (router, *theirs), strict=True)
+    return {f"blocks.{{i}}.mlp.{a}": f"{_BODY}{home}{b}" for a, b in both}
 
 
 _APART = _experts("mlp.", "gate", *(f"experts.{{e}}.{one}_proj" for one in ("gate", "up", "down")))
 _W = _experts("block_sparse_moe.", "gate", *(f"experts.{{e}}.{one}" for one in ("w1", "w3", "w2")))
 _FUSED = {
     "blocks.{i}.mlp.router": f"{_BODY}mlp.gate",
-    "blocks.{i}.mlp.gate+blocks.{i}.mlp.up": f"{_BODY}mlp.experts.gate_up_proj",
-    "blocks.{i}.mlp.down": f"{_BODY}mlp.experts.down_proj",
+    "blocks.{i}.mlp.gate[e]+blocks.{i}.mlp.up[e]": f"{_BODY}mlp.experts.gate_up_proj",
+    "blocks.{i}.mlp.down[e]": f"{_BODY}mlp.experts.down_proj",
 }
 _REST = {**_ENDS, **_BEFORE, **_ATTENTION}
 _MIXED = {"num_experts_per_tok": "experts_top", "router_aux_loss_coef": "balance"}

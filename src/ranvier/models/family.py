@@ -58,7 +58,8 @@ class Family:
     """Their `model_type`."""
     architecture: str
     names: Mapping[str, str]
-    """Our layers and parameters, and theirs; several of ours with + between them are packed."""
+    """Our layers and theirs; several of ours with + between them are packed. [e]: a parameter that
+    holds all experts of a layer, of which theirs with {e} holds one."""
     keys: Mapping[str, str]
     """Their settings that are one of ours."""
     default: Config
@@ -144,6 +145,9 @@ class Family:
         ours = dataclasses.asdict(config)
         theirs: dict[str, Any] = {"model_type": self.kind, "architectures": [self.architecture]}
         theirs |= {key: ours[name] for key, name in self.keys.items()}
+        if config.experts and "experts" in self.keys.values():  # some have no key but that of mlp
+            own = "expert_mlp" if "expert_mlp" in self.keys.values() else "mlp"
+            theirs[self._key(own)] = config.expert_width
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             if key in theirs:
                 theirs[key] = theirs[key] or None
@@ -193,13 +197,15 @@ class Family:
         self, i: int, ours: str, theirs: str, experts: int, present: set[str]
     ) -> Iterator[Entry]:
         """The tensors of a layer of theirs, or of all experts of a block."""
-        some = tuple(one.format(i=i) for one in ours.split("+"))
-        if present.issuperset(some):  # parameters by themselves: experts
+        some = tuple(one.removesuffix("[e]").format(i=i) for one in ours.split("+"))
+        if ours.endswith("[e]"):
+            if not present.issuperset(some):
+                return
             if "{e}" not in theirs:
                 yield Entry(theirs.format(i=i), some, dim=1)
-                return
-            for e in range(experts):
+            for e in range(experts if "{e}" in theirs else 0):
                 yield Entry(f"{theirs.format(i=i, e=e)}.weight", some, expert=e)
+            return
         for end in ("weight", "bias"):
             held = tuple(f"{one}.{end}" for one in some)
             if present.issuperset(held):

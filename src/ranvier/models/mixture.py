@@ -35,7 +35,9 @@ def mixed_layers(theirs: Config, problems: list[str]) -> dict[str, Any]:
 
 def _regular(have: Sequence[int], layers: int) -> tuple[int, int] | None:
     """(moe_first, moe_every) that give just these layers; None: there are none."""
-    for every in range(1, have[0] + 2 if have else 1):
+    if not have:
+        return layers, 1
+    for every in range(1, have[0] + 2):
         if [*range(have[0], layers, every)] == [*have]:
             return have[0] - every + 1, every
     return None
