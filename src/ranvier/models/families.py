@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ranvier.models.config import DecoderConfig
-from ranvier.models.family import Config, Family, UnknownError, odd
+from ranvier.models.family import Family, UnknownError
+from ranvier.models.reach import Config, odd
 
 _BODY = "model.layers.{i}."
 _ATTENTION = {

@@ -351,7 +351,7 @@ def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for mixed in (False, True):
         layers = [i for i in range(config.layers) if config.has_experts(i) == mixed]
-        changes = {"layers": 1, "window_layers": (), "moe_first": 0, "moe_every": 1}
+        changes: Any = {"layers": 1, "window_layers": (), "moe_first": 0, "moe_every": 1}
         changes |= {} if mixed else {"experts": 0}
         if not layers:
             continue
