@@ -7,8 +7,8 @@
 `ends [e]` (int32, on the device) says where the rows of each group end; groups may be empty. In
 bf16 with rows of whole 16 bytes torch has one kernel for all groups, which reads the ends on the
 device; no group needs padding, as a jagged dim is never the fastest one of an operand here. All
-else is a loop, for which the host waits for the ends. Rows behind the last end belong to no group: what comes
-out there is undefined, and nobody may read it.
+else is a loop, for which the host waits for the ends. Rows behind the last end belong to no group:
+what comes out there is undefined, and nobody may read it.
 
 Each product is one operation to compilers: it breaks no graph, and a selective block keeps it.
 """

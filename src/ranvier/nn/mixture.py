@@ -17,14 +17,17 @@ device in bf16. Not handled: features or experts split over ranks, which communi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from ranvier.comm.bucket import Weight
 from ranvier.nn.grouped import product, product_weight
+from ranvier.nn.leaf import applied
 from ranvier.nn.permute import Order, collect, live, runs_here, spread, wide
 
 _aten = torch.ops.aten
@@ -194,6 +197,62 @@ def _back(ctx: Any, dy: Tensor | None, *others: Tensor | None) -> tuple[Tensor |
 
 
 _mixture.register_autograd(_back, setup_context=_keep)
+
+
+# ---- on the grid ------------------------------------------------------------------------
+
+
+def delivered(
+    x: Tensor,
+    weights: Tensor,
+    order: Order,
+    handles: Sequence[Weight | None],
+    params: Sequence[Tensor | None],
+    activation: str,
+) -> Tensor:
+    """`mixture` of gathered weights (gate, up, down); their gradients are delivered, not returned.
+
+    Communicates: all-gather of weights over depth; backward: reduce-scatter, by bucket, later.
+    """
+    y: Tensor = applied(_Delivered, x, weights, order, handles, activation, *params)
+    return y
+
+
+class _Delivered(torch.autograd.Function):
+    """All gradients are made in backward: nothing of them waits for a bubble of the pipeline."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        order: Order,
+        handles: Sequence[Weight | None],
+        activation: str,
+        *params: Tensor | None,
+    ) -> Tensor:
+        *tensors, whole = order
+        y, g, u = _mixture(x, weights, *tensors, *_wholes(handles), activation, whole)
+        ctx.save_for_backward(x, weights, *tensors, g, u)
+        ctx.handles, ctx.activation, ctx.whole = handles, activation, whole
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        *before, g, u = ctx.saved_tensors
+        trained = any(weight is not None and weight.trainable for weight in ctx.handles)
+        dx, dweights, *grads = _mixture_back(
+            dy, *before, *_wholes(ctx.handles), g, u, ctx.activation, ctx.whole, trained
+        )
+        for weight, grad in zip(ctx.handles, grads, strict=True):
+            if weight is not None and weight.trainable:
+                weight.deliver(grad)
+        return dx, dweights, *[None] * 6
+
+
+def _wholes(handles: Sequence[Weight | None]) -> list[Tensor | None]:
+    return [None if weight is None else weight.whole() for weight in handles]
 
 
 # ---- the activation ---------------------------------------------------------------------
