@@ -232,6 +232,7 @@ class _Delivered(torch.autograd.Function):
         *params: Tensor | None,
     ) -> Tensor:
         *tensors, whole = order
+        y: Tensor
         y, g, u = _mixture(x, weights, *tensors, *_wholes(handles), activation, whole)
         ctx.save_for_backward(x, weights, *tensors, g, u)
         ctx.handles, ctx.activation, ctx.whole = handles, activation, whole
