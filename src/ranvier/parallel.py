@@ -27,7 +27,7 @@ from ranvier.errors import ShardingError
 from ranvier.grid import Axis, Grid
 from ranvier.layers import Flow, Line
 from ranvier.lots import VECTORS, Group, Types
-from ranvier.models import adapter, decoder
+from ranvier.models import adapter, decoder, mlp
 from ranvier.nn import huggingface
 from ranvier.nn.attention import Core
 from ranvier.nn.blocks import run_block
@@ -57,7 +57,7 @@ LEAVES: dict[type[nn.Module], Callable[..., Leaf]] = {
     nn.LayerNorm: LayerNorm,
     nn.Dropout: Dropout,
     decoder.ShiftedNorm: RMSNorm,
-    decoder.Siblings: Siblings,
+    mlp.Siblings: Siblings,
     adapter.Apart: Apart,
     adapter.Magnitude: Magnitude,
     decoder.Core: Core,
@@ -354,7 +354,7 @@ def _swap(model: nn.Module, site: Site, table: Leaves, names: Names) -> Iterator
     Parameters that are named themselves are placed as they are.
     """
     modules = dict(model.named_modules())
-    groups = (decoder.Siblings, adapter.Apart)
+    groups = (mlp.Siblings, adapter.Apart)
     implied: Names = {path: () for path, m in modules.items() if type(m) in groups}
     if huggingface.recognised(model):  # theirs are of embeddings and of the residual stream
         implied |= {path: ("embed",) for path, m in modules.items() if type(m) is nn.Dropout}

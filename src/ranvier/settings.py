@@ -49,9 +49,7 @@ class ModelConfig(DecoderConfig):
     @property
     def sizes(self) -> dict[str, int]:
         """Units of each named dim."""
-        return {
-            name: getattr(self, name) for name in ("embed", "heads", "kv_heads", "mlp", "vocab")
-        }
+        return self.units
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,8 @@ from typing import Any, Literal
 import torch
 
 from ranvier.models.config import DecoderConfig
-from ranvier.models.decoder import GATED, UNGATED, Decoder
+from ranvier.models.decoder import Decoder
+from ranvier.models.mlp import GATED, UNGATED
 
 Config = Mapping[str, Any]
 
