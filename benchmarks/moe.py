@@ -354,8 +354,7 @@ def line(name: str, row: dict[str, Any], best: float | None) -> str:
     return (
         f"{name:12} {speed:9,.0f} tok/s {row['ms']:9.2f} ms ±{row['spread'] / 2:5.1%}  MFU {mfu}  "
         f"{row['memory'] / GIB:6.1f} GiB  loss {row['loss']:.3f}  built in "
-        f"{row['build_seconds']:.0f} s"
-        + ("" if best is None else f"  ranvier is {best / speed:.3f}x")
+        f"{row['build_seconds']:.0f} s{ratio}"
     )
 
 
