@@ -249,11 +249,18 @@ class Decoder(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
         out = config.init_std / (2 * config.layers) ** 0.5
+        self.extra: Tensor | None = None
+        """What of the last loss its mixtures of experts have added."""
         self.init: dict[str, float | tuple[float, float]] = {}
         if config.experts:  # a parameter by its whole name: no layer has it as its weight
             self.init[".mlp.down"] = (0.0, out)
         self.init |= {".o": out, ".down": out, "": config.init_std}
         """Deviation of initial weights by the end of the layer's name, first match."""
+
+    @property
+    def mixtures(self) -> list[Experts]:
+        """Its layers with experts, in order; on a grid none: leaves see to their losses."""
+        return [one for one in self.modules() if isinstance(one, Experts)]
 
     @property
     def parts(self) -> list[tuple[str, ...]]:
@@ -316,7 +323,9 @@ class Decoder(nn.Module):
 
     def _with_extra(self, loss: Tensor) -> Tensor:
         """The loss and what its mixtures of experts add to it."""
-        for mixture in (one for one in self.modules() if isinstance(one, Experts)):
+        extra = loss.new_zeros(())
+        for mixture in self.mixtures:
             if mixture.extra is not None:
-                loss, mixture.extra = loss + mixture.extra.to(loss.dtype), None
-        return loss
+                extra, mixture.extra = extra + mixture.extra.to(loss.dtype), None
+        self.extra = extra.detach()
+        return loss + extra if extra.requires_grad else loss

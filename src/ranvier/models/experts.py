@@ -131,6 +131,7 @@ class Experts(nn.Module):
         super().__init__()
         d, f, e = config.embed, config.expert_width, config.experts
         self.rule, self.gated = Router.of(config), config.activation in GATES
+        self.activation = config.activation
         self.function: Callable[[Tensor], Tensor] = {**GATED, **UNGATED}[config.activation]
         self.router = nn.Linear(d, e, bias=False)
         self.gate = nn.Parameter(torch.empty(e, f, d)) if self.gated else None
