@@ -69,9 +69,7 @@ def write(folder: Path, num_bytes: int, dtype: torch.dtype) -> int:
     folder.mkdir(parents=True)
     theirs = family.write(config) | {"dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(theirs))
-    listed = shards.listed(
-        published.entries_of(family, config), sizes, dict.fromkeys(sizes, dtype)
-    )
+    listed = shards.listed(published.entries_of(family, config), sizes, dict.fromkeys(sizes, dtype))
     shards.write(folder, listed, lambda name: torch.randn(sizes[name]) * 0.02, most=1 << 40)
     return sum(one.bytes for one in listed)
 
