@@ -41,8 +41,8 @@ def kept(part: Part, setup: Setup, runtime: Runtime, recompute: str) -> tuple[fl
     if not setup.features:
         inner /= setup.col
     for leaf in part.find("mixture"):  # rows, their hidden layers, what down reads
-        (hidden, _), (_, one), _ = roofline.experts(leaf, setup)
-        inner += (hidden + one) / setup.col + narrow * leaf.top * width / outer
+        (hidden, _), (_, read), _ = roofline.experts(leaf, setup)
+        inner += (hidden + read) / setup.col + narrow * leaf.top * width / outer
     size = roofline.BYTES[setup.dtype] * runtime.kept
     whole = setup.tokens * size * (stream + inner)
     scores = 0.0

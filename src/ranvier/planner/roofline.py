@@ -270,9 +270,9 @@ def _between(part: Part, device: Device, setup: Setup, runtime: Runtime) -> tupl
     outer = width / setup.col / (setup.row if runtime.sequence else 1)
     forward, backward = OUTER[0] * outer, OUTER[1] * outer
     for leaf in part.find("mixture"):  # rows are laid anew there and back; an activation between
-        (size, stream), (_, one), _ = experts(leaf, setup)
-        rows = leaf.top * stream / (setup.row if runtime.sequence else 1)
-        forward, backward = forward + 4 * rows + size + one, backward + 4 * rows + 2 * size + one
+        (hidden, stream), (_, read), _ = experts(leaf, setup)
+        rows = 4 * leaf.top * stream / (setup.row if runtime.sequence else 1)
+        forward, backward = forward + rows + hidden + read, backward + rows + 2 * hidden + read
     for leaf in part.find("linear", "siblings", "apart"):
         several = leaf.inside or (leaf,)
         names = {one.dims[0] for one in several}
