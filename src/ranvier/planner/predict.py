@@ -270,14 +270,14 @@ class _Step:
             return times
         weights = sum(out * into for out, into in roofline.linears(part, self.setup))
         size = weights * (2 * runtime.gradient + (0 if runtime.fused_gradient else 2))
-        more = roofline.traffic(device, size, self.setup.ranks)
+        more = roofline.traffic(device, size, self.setup.ranks, runtime.stream)
         return Times(**{**vars(times), "between_back": times.between_back + more})
 
     def parts(self) -> dict[str, float]:
         """Seconds of a step by part."""
         plan, device, model = self.layout.plan, self.cluster.device, self.job.model
         micro, laps, spoken = plan.micro_batches, self.laps(), self.spoken
-        head = sum(roofline.head(model.parts[-1], device, self.setup))
+        head = sum(roofline.head(model.parts[-1], device, self.setup, self.runtime))
         entry = sum(roofline.entry(model.parts[0], device, self.setup))
         ends = sum(spoken.ends.values()) + spoken.depth_ends
         lap = sum(
@@ -352,7 +352,8 @@ class _Step:
             return
         size = own * (2 * runtime.states + runtime.gradient + 2)
         rate = cluster.device.rate("update", ranks=ranks)
-        found["update"] = own / rate if rate else roofline.traffic(cluster.device, size, ranks)
+        spent = roofline.traffic(cluster.device, size, ranks, runtime.stream)
+        found["update"] = own / rate if rate else spent
 
 
 def _host(cluster: Cluster) -> Any:
