@@ -8,6 +8,7 @@ its own (CUDA) is measured on one rank.
     products    x Wᵀ, dy W, dyᵀ x                  FLOPs a second by m, n, k and type
     attention   causal, forward and backward       FLOPs a second: 2 b h s² k, and 2.5 times that
     memory      y = x                              bytes read and written a second
+    between     silu, norm, sums and products      the same, one operation after the other
     update      one fused AdamW                    parameters a second; norm: of their squares
     cast        to 8 bits, as it lies and turned   bytes of the wide tensor a second
     launch      one small operation from Python    seconds, alone (launch), with backward (pair)
@@ -23,6 +24,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ranvier.nn import fp8
@@ -37,6 +39,8 @@ Row = Product | Fused | Rate
 Together = Callable[[], None]
 WARM = 3
 """Calls before any is timed: libraries make their plans in the first."""
+BETWEEN = 16
+"""Tensors that a few operations between products read and write, each into memory of its own."""
 CHAIN = 32
 """Small operations in a row."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -215,6 +219,16 @@ class Gauge:
         x = torch.zeros(self.shapes.stream, dtype=torch.uint8, device=self.device)
         y = torch.zeros_like(x)
         yield self.rate("memory", 2.0 * x.nbytes / self.seconds(lambda: y.copy_(x)))
+        a, b = noise([(self.shapes.stream // 1024, 256)] * 2, torch.float32, self.device)
+
+        def between() -> None:
+            a * b
+            a + b
+            F.silu(a)
+            torch.ops.aten.silu_backward(a, b)
+            a * torch.rsqrt(a.square().mean(-1, keepdim=True))
+
+        yield self.rate("between", BETWEEN * a.nbytes / self.seconds(between))
 
     def attended(self) -> Iterator[Row]:
         """Causal attention, forward and backward, as torch chooses it."""

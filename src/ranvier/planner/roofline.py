@@ -34,8 +34,6 @@ mask, read by the next product."""
 OUTER = (11, 17)
 """Numbers of the residual stream read or written a token, in model widths: two norms, two dropouts
 with residuals."""
-LOSS = 20
-"""Bytes of a logit: products, cast, softmax, its gradient, cast."""
 HOST = 60e-6
 """Seconds of an eager operation on the host: 2 ms for the 30 kernels of a block's forward pass."""
 INNER = ("heads", "kv_heads", "mlp", "vocab")
@@ -147,9 +145,10 @@ def _nearest(rows: tuple[Product, ...], m: int, n: int, k: int) -> float:
 # ---- memory and attention ---------------------------------------------------------------
 
 
-def traffic(device: Device, size: float, ranks: int = 1) -> float:
-    """Seconds to read or write so many bytes."""
-    return size / device.rate("memory", ranks=ranks, usual=device.bandwidth * device.reach.memory)
+def traffic(device: Device, size: float, ranks: int = 1, stream: float = 1.0) -> float:
+    """Seconds to read or write so many bytes; stream: as in `Runtime`."""
+    usual = device.bandwidth * min(device.reach.memory * stream, 0.9)
+    return size / device.rate("memory", ranks=ranks, usual=usual)
 
 
 def _attention(
@@ -271,15 +270,10 @@ def _between(part: Part, device: Device, setup: Setup, runtime: Runtime) -> tupl
             forward, backward = forward + size + one, backward + 2 * size + one
         else:  # queries, keys and values are turned and laid anew
             forward, backward = forward + 2 * size, backward + 2 * size
-    passes = COMPILED if setup.compiled else runtime.passes
+    passes = runtime.compiled if setup.compiled else runtime.passes
     size = setup.tokens * BYTES[setup.dtype] * passes
-    return traffic(device, size * forward, setup.ranks), traffic(
-        device, size * backward, setup.ranks
-    )
-
-
-COMPILED = 0.8
-"""Passes of what is between products in a compiled block, over kernels fused by hand."""
+    both = (traffic(device, size * n, setup.ranks, runtime.stream) for n in (forward, backward))
+    return next(both), next(both)
 
 
 def casts(
@@ -294,26 +288,27 @@ def casts(
     if runtime.casts == "fused":
         width = min(into for _, into in shapes)
         return (
-            traffic(device, tokens * width * 4),
-            traffic(device, sum(tokens * out * 4 for out, _ in shapes)),
+            traffic(device, tokens * width * 4, 1, runtime.stream),
+            traffic(device, sum(tokens * out * 4 for out, _ in shapes), 1, runtime.stream),
         )
     each = 7 if setup.fp8 == "row" else 6
     values = sum(tokens * into for _, into in shapes) + sum(out * into for out, into in shapes)
+    back = sum(tokens * out for out, _ in shapes)
     return (
-        traffic(device, values * each),
-        traffic(device, sum(tokens * out for out, _ in shapes) * each),
+        traffic(device, values * each, setup.ranks, runtime.stream),
+        traffic(device, back * each, setup.ranks, runtime.stream),
     )
 
 
 @lru_cache(maxsize=50_000)
-def head(part: Part, device: Device, setup: Setup) -> tuple[float, float]:
+def head(part: Part, device: Device, setup: Setup, runtime: Runtime) -> tuple[float, float]:
     """Seconds of the exit, forward and backward: norm, product, loss."""
     tokens, forward, backward = setup.tokens, 0.0, 0.0
     for out, into in linears(part, setup):
         forward += product(device, tokens, out, into, setup.dtype, "y", setup.ranks)
         backward += product(device, tokens, into, out, setup.dtype, "dx", setup.ranks)
         backward += product(device, out, into, tokens, setup.dtype, "dw", setup.ranks)
-        loss = traffic(device, tokens * out * LOSS, setup.ranks)
+        loss = traffic(device, tokens * out * runtime.loss, setup.ranks, runtime.stream)
         forward, backward = forward + loss / 2, backward + loss / 2
     return forward, backward
 

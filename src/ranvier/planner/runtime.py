@@ -36,6 +36,12 @@ class Runtime:
     """Whether norms, dropouts and residuals are split over row as well (sequence parallelism)."""
     passes: float = 1.0
     """Reads and writes of what is between matrix products, over those of kernels fused by hand."""
+    compiled: float = 0.8
+    """The same of a compiled block."""
+    stream: float = 1.0
+    """Rate of its kernels that only read and write, over that of usual ones (`Reach.memory`)."""
+    loss: int = 20
+    """Bytes of a logit that are read and written: cast, softmax, its gradient, cast."""
     kernels: int = 30
     """Launched in the forward pass of a block."""
     blocking: bool = False
@@ -219,8 +225,12 @@ AXONN = Runtime(
 )
 OURS = Runtime(
     name="ranvier",
-    attention="flash2",
+    attention="flash3",
     passes=1.6,
+    compiled=1.0,
+    stream=1.5,
+    loss=7,
+    logits=1,
     kernels=40,
     hidden_dx=True,
     graphs=False,
@@ -229,7 +239,8 @@ OURS = Runtime(
     context=1.0e9,
     margin=0.04,
     source="this package: three overlaps, sequence split over row, gradients in fp32 once they are "
-    "added up or reduced, stages cut by work",
+    "added up or reduced, stages cut by work; kernels as profiled (docs/benchmarks.md): cuDNN's "
+    "attention, 0.9 of the bandwidth, three passes over logits",
 )
 ROWS: Mapping[str, Runtime] = {
     row.name: row

@@ -107,7 +107,12 @@ def agreed(run: Run, said: Foretold, me: Ranks, device: torch.device) -> tuple[R
 def job_of(run: Run) -> Job:
     """What a settled run asks of a machine."""
     return Job(
-        of_run(run), run.data.seq, run.plan.batch, dtype=run.train.dtype, moments=run.optim.moments
+        of_run(run),
+        run.data.seq,
+        run.plan.batch,
+        dtype=run.train.dtype,
+        moments=run.optim.moments,
+        packed=run.data.packed,
     )
 
 
