@@ -161,6 +161,8 @@ def _prepare(run: Run, model: Decoder) -> None:
 class _Seen(OnHost):
     """Bytes of all tensors, and those of gradients when there are most."""
 
+    everywhere = True
+
     def __init__(self, before: Any, queue: Deferred) -> None:
         super().__init__(before, lambda: gradients(queue))
         self.queue, self.gradients = queue, 0
