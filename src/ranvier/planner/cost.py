@@ -15,9 +15,12 @@ and come back in backward: each hides behind the pass beside it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ranvier.memory import budget
-from ranvier.planner.rates import Rates
+
+if TYPE_CHECKING:
+    from ranvier.planner.rates import Rates
 
 TRAFFIC = (2, 4)
 """Times that what blocks keep is read or written in the device's memory, forward and backward,

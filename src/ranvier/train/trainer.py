@@ -44,6 +44,7 @@ from ranvier.train.account import Account
 from ranvier.train.built import DTYPES, built
 from ranvier.train.diagnose import first_bad
 from ranvier.train.fit import bounded, candidates
+from ranvier.train.foretold import Comparison
 from ranvier.train.graph import Graph
 from ranvier.train.guard import Guard
 from ranvier.train.metrics import (
@@ -104,6 +105,8 @@ class Trainer:
     """The signal that ends the run, once all ranks know of it."""
     notes: list[str] = field(default_factory=list)
     """Lines on what was settled by measuring."""
+    compared: Comparison | None = None
+    """What was foretold, and the steps since."""
     held_out: float | None = None
     """The last held-out loss."""
     skipped_saves: int = 0
