@@ -28,13 +28,14 @@ def asked(
     """The settings that options change in a default; flags: booleans take no value."""
     import tyro
 
+    form = tyro.conf.FlagCreatePairsOff if flags else tyro.conf.FlagConversionOff
     try:
         settings: Config = tyro.cli(
             kind,
             prog=f"ranvier {verb}",
             args=_capitals(words, default),
             default=default,
-            config=(tyro.conf.FlagCreatePairsOff if flags else tyro.conf.FlagConversionOff,),
+            config=(form, tyro.conf.HelptextFromCommentsOff),  # comments take time to look for
         )
     except SystemExit as stop:
         raise SystemExit(USAGE_ERROR if stop.code else 0) from None

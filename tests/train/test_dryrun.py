@@ -5,16 +5,12 @@ Bytes are counted at the fake process group, below comm, for random layouts of 8
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 import random
 from functools import cache
-from pathlib import Path
 
 import pytest
 
-from commands import call
 from ranvier.errors import PlanError
 from ranvier.layers import Flow
 from ranvier.plan import Plan

@@ -67,7 +67,7 @@ for (const figure of document.querySelectorAll("figure.points")) {
 
 STYLE = """
 .plot .ring{fill:none;stroke:var(--ink);stroke-width:1.5}
-.plot .dot{fill:none;stroke-width:5;stroke-linecap:round;stroke-opacity:.75}
+.plot .dot{fill:none;stroke-width:4.5;stroke-linecap:round;stroke-opacity:.8}
 .plot .ghost{fill:none;stroke-width:3;stroke-linecap:round;stroke-opacity:.28}
 .plot .limit{stroke:var(--c1);stroke-width:1.5;stroke-dasharray:5 4}
 .told{min-height:3.2em;font-variant-numeric:tabular-nums;white-space:pre-wrap}
@@ -91,7 +91,7 @@ def scatter(
     across_ticks = ticks(0.0, max(*xs, limit) if len(xs) > 1 else max(xs[0], limit), count=8)
     low, high = min(ys), max(ys)
     up_ticks = log_ticks(low, high if high > low * 1.01 else low * 1.2)
-    top = 24 + 20 * len(_legend(groups, width)[1]) + 20
+    top = _legend(groups, width)[1][-1] + 36
     across = Scale(across_ticks[0], across_ticks[-1], LEFT, width - RIGHT)
     up = Scale(up_ticks[0], up_ticks[-1], height - BOTTOM, top, log=True)
     out = [

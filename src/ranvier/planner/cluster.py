@@ -12,7 +12,7 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,7 @@ from ranvier.errors import PlanError
 
 SHEETS = Path(__file__).with_name("devices.toml")
 NONE: Mapping[str, float] = MappingProxyType({})
-USUAL = 0.82
+USUAL: Mapping[str, float] = MappingProxyType({"bf16": 0.82, "fp16": 0.82, "fp8": 0.74})
 """Share of the peak that the best product reaches where nobody has measured it: the mean of the
 measured devices."""
 
@@ -88,13 +88,13 @@ class Collective:
 class Reach:
     """What a device reaches of its data sheet: the four numbers that are fitted, no others."""
 
-    matmul: float = 0.94
+    matmul: float = 0.95
     """Share of the best measured product that large products reach in a long run, in 16 bits."""
-    narrow: float = 0.94
+    narrow: float = 0.95
     """The same in 8 bits."""
     memory: float = 0.6
     """Share of the bandwidth that kernels which only read and write reach."""
-    link: float = 0.85
+    link: float = 0.94
     """Share of the rate of a link inside a node that collectives reach."""
 
 
@@ -126,12 +126,18 @@ class Device:
     source: str = ""
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash((self.name, self.reach))
 
     def best(self, dtype: str) -> float:
         """FLOPs a second of the best product: measured, or what devices reach of their peak."""
-        peak = self.peak.get(dtype) or self.peak.get("fp16") or max(self.peak.values())
-        return self.measured.get(dtype) or self.measured.get("bf16", 0.0) or USUAL * peak
+        alike = ("bf16", "fp16") if dtype in ("bf16", "fp16") else (dtype,)
+        found = [self.measured[name] for name in alike if name in self.measured]
+        peak = max((self.peak[name] for name in alike if name in self.peak), default=0.0)
+        return max(found, default=USUAL.get(dtype, 0.8) * peak) or min(self.peak.values())
 
     def rate(self, kind: str, *, ranks: int = 1, usual: float = 0.0) -> float:
         """A measured rate, by the nearest number of ranks; `usual` if nobody has measured it."""
@@ -188,6 +194,10 @@ class Cluster:
     source: str = ""
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
         return hash((self.name, self.nodes, self.per_node, self.device))
 
     @property

@@ -64,8 +64,6 @@ def plan(asked: Asked, wanted: Wanted) -> int:
     run, assumed = request.assumed(asked.run, machine, asked.given)
     wish = request.wish_of(run, machine, asked.given, precision=wanted.precision)
     result = searched(wish)
-    if not result.found:
-        raise PlanError(nearest.problem(result))
     _say(result, wanted, [*asked.carried, *assumed], _heading(wish), assumed)
     return 0
 
@@ -206,15 +204,14 @@ def _reach(asked: Asked, wanted: Wanted, machine: Cluster) -> int:
         return result if result.found else None
 
     fixed = wanted.nodes or (machine.nodes if wanted.devices else 0)
-    reached = goal.fewest(aim, searched_on, most=fixed or goal.MOST)
+    peak = machine.device.peak.get("bf16") or max(machine.device.peak.values())
+    first = goal.guess(aim, run.model.parameters, peak * machine.per_node)
+    reached = goal.fewest(aim, searched_on, first=first, most=fixed or goal.MOST)
     if reached is None:
-        largest = request.wish_of(
-            request.assumed(run, machine, asked.given)[0],
-            machine.of(nodes=fixed or 1),
-            asked.given,
-            precision=wanted.precision,
-        )
-        raise PlanError(nearest.problem(searched(largest)))
+        largest = machine.of(nodes=fixed or goal.MOST)
+        own, _ = request.assumed(run, largest, asked.given)
+        wish = request.wish_of(own, largest, asked.given, precision=wanted.precision)
+        raise PlanError(nearest.problems(searched(wish)))
     spent = time.perf_counter() - began
     assumed = made[reached.nodes]
     _say(reached.result, wanted, [*carried, *assumed], _heading(reached.result.wish), assumed)

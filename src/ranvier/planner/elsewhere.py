@@ -29,14 +29,15 @@ def kept(part: Part, setup: Setup, runtime: Runtime, recompute: str) -> tuple[fl
     """Bytes that a block keeps of a micro-batch, and that it has while it runs backward."""
     width = next((leaf.shape[0] for leaf in part.find("rms", "layer")), 0) / setup.col
     outer = setup.row if runtime.sequence else 1
-    stream, inner = 4 * width / outer, 0.0  # inputs of two norms and of two products
+    narrow = 0.5 if setup.fp8 and runtime.casts == "fused" else 1.0  # what products read
+    stream, inner = (2 + 2 * narrow) * width / outer, 0.0  # two norms and two products
     for leaf in part.find("linear", "siblings", "apart"):
         several = leaf.inside or (leaf,)
         for one in several:
             if one.dims[0] in ("heads", "kv_heads", "mlp"):
                 inner += roofline.local(str(one.dims[0]), one.shape[0], setup)
             else:  # what it reads: attention's result, or the activation's
-                inner += roofline.local(str(one.dims[1]), one.shape[1], setup)
+                inner += narrow * roofline.local(str(one.dims[1]), one.shape[1], setup)
     if not setup.features:
         inner /= setup.col
     size = roofline.BYTES[setup.dtype] * runtime.kept
@@ -77,6 +78,7 @@ def memory(job: Job, layout: Layout, runtime: Runtime) -> Table:
         context=plan.context,
         features=plan.inner == "features",
         dtype=job.dtype,
+        fp8=layout.scales if layout.fp8 else "",
     )
     first, last = (_stage(job, layout, runtime, setup, where) for where in ("first", "last"))
     if model.layers == 0 or plan.pipe == 1:

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ranvier.html.plot import percent, short
+from ranvier.layers import Flow
 from ranvier.plan import Plan
+from ranvier.planner import links
 from ranvier.planner.predict import Prediction
 from ranvier.planner.rivals import OURS, Found, family, gains, rivals
 from ranvier.planner.search import Result, Wish
@@ -29,7 +31,8 @@ WORDS = {
     "bubble": "stages that wait",
     "update": "the update",
     "host": "states on the host",
-    "other": "the rest",
+    "context": "communication over context",
+    "other": "waiting for the slowest node",
 }
 
 
@@ -157,7 +160,7 @@ def binding(result: Result) -> str:
     best, it = result.best, result.best.prediction
     faster = [one for one in result.tight if one.prediction.total * SAME < it.total]
     if faster:
-        one = min(faster, key=lambda one: one.key)
+        one = min(faster, key=lambda one: (one.prediction.memory.total, one.key))
         return (
             f"Memory binds: {layout(one)} with micro-batch {one.plan.micro_batch} and recompute "
             f"{one.plan.recompute} would take {seconds(one.prediction.total)}, but needs "
@@ -210,21 +213,35 @@ def _two_dims(result: Result) -> Iterator[str]:
     two = next((f for f in result.found if f.plan.col > 1), None)
     if one is None or two is None or result.best.plan.row * result.best.plan.col == 1:
         return
-    first, second = one.prediction, two.prediction
-    ratio = second.total / first.total
-    waits = [
-        sum(p.parts.get(axis, 0.0) for axis in ("row", "col", "depth")) for p in (first, second)
-    ]
-    what = (
-        f"1-D ({layout(one)}) waits {seconds(waits[0])} for row and depth, "
-        f"2-D ({layout(two)}) {seconds(waits[1])} for row, col and depth"
-    )
+    ratio = two.prediction.total / one.prediction.total
+    what = f"1-D {_carried(one, result.wish)}; 2-D {_carried(two, result.wish)}"
     if ratio > SAME:
         yield f"1-D wins over 2-D by {percent(ratio - 1)}: {what}."
     elif ratio < 1 / SAME:
         yield f"2-D wins over 1-D by {percent(1 / ratio - 1)}: {what}."
     else:
         yield f"1-D and 2-D tie: {what}."
+
+
+def _carried(found: Found, wish: Wish) -> str:
+    """What a layout moves over row and col in a step, how fast, and what of it nothing hides."""
+    from ranvier.planner.moves import moves  # a twentieth of a second, rarely needed
+
+    plan, job = found.plan, wish.job
+    size = {"fp32": 4, "fp64": 8}.get(job.dtype, 2)
+    flow = Flow(plan.micro_batch, job.seq, size, max(size, 4))
+    words = []
+    for axis in ("row", "col"):
+        ranks = links.group((axis,), plan.degrees, found.layout.order, wish.cluster.per_node)
+        if ranks.size == 1:
+            continue
+        moved = moves(job.model, plan, flow, orders=0).rows
+        total = sum(one.bytes * one.count for one in moved if one.axis == (axis,))
+        pace = GIB / links.seconds(wish.cluster, "all_gather", GIB, ranks)
+        place = "inside nodes" if ranks.nodes == 1 else "between nodes"
+        words.append(f"{total / 1e9:.3g} GB over {axis} {place} at {pace / 1e9:.3g} GB/s")
+    waits = sum(found.prediction.parts.get(axis, 0.0) for axis in ("row", "col", "depth"))
+    return f"({layout(found)}) moves {_and(words)} and waits {seconds(waits)} in all"
 
 
 # ---- how to run it ------------------------------------------------------------------------

@@ -2,13 +2,15 @@
 
     days = tokens / rate(nodes) / 86400
 
-The rate of a number of nodes is that of the best layout there. More nodes are not always faster for
-a given batch (a batch is shared by so many ranks only), so sizes are tried from one node up, each
-twice the last, and then between the last that was too slow and the first that is not.
+The rate of a number of nodes is that of the best layout there. Sizes are tried from a guess by the
+peak of a device up or down, each twice or half the last, and then between the last that was too
+slow and the first that is not, to 1/16. More nodes are not always faster: a batch is shared by so
+many ranks only.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +26,9 @@ MOST = 4096
 """Nodes of the largest cluster that is tried."""
 SHAPE = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")
 """Fields of a model that a number of parameters decides."""
+WIDTHS = (256, 512, 768, 1024, 1536, *range(2048, 65536, 1024))
+RATIO, VOCAB = 110.0, 128256
+"""Width / layers of Llama 3 (102 to 130), and its vocabulary."""
 LIKE = 0.15
 """How far a number of parameters may be from that of a named size and still mean it."""
 FORM = "Write for example '70B, 2T tokens, 30 days' or 'llama3-8b, 15T tokens, 2 weeks'."
@@ -104,18 +109,19 @@ def named(parameters: float) -> str:
 def shape(parameters: float) -> DecoderConfig:
     """A decoder like Llama 3 with about so many parameters.
 
-    Width is a multiple of 128 · 8 (of 128 for small ones), the MLP 3.5 times as wide, one layer for
-    each 102 features, as in Llama 3 8B to 405B.
+    Large ones have a width of a multiple of 1024; the MLP 3.5 times as wide, and width
+    / layers as near to that of Llama 3 as it gets.
     """
-    made = [_like_llama(embed) for embed in (*range(256, 2048, 128), *range(2048, 65536, 1024))]
-    return min(made, key=lambda config: abs(_count(config) - parameters))
+    made = [_like_llama(embed, parameters) for embed in WIDTHS]
+    return min(made, key=lambda config: abs(math.log(config.embed / config.layers / RATIO)))
 
 
-def _like_llama(embed: int) -> DecoderConfig:
-    heads = embed // 128
-    kv_heads = 8 if heads % 8 == 0 else heads
-    mlp = embed * 7 // 2
-    layers = max(round(embed / 102 / 2) * 2, 2)
+def _like_llama(embed: int, parameters: float) -> DecoderConfig:
+    """As many layers of this width as make so many parameters, an even number."""
+    heads, mlp = embed // 128, embed * 7 // 2
+    kv_heads = heads if heads % 8 else 8
+    block = 2 * embed * (heads + kv_heads) * 128 + 3 * embed * mlp
+    layers = max(round((parameters - 2 * VOCAB * embed) / block / 2) * 2, 2)
     return DecoderConfig(
         layers=layers,
         embed=embed,
@@ -123,25 +129,22 @@ def _like_llama(embed: int) -> DecoderConfig:
         kv_heads=kv_heads,
         head_dim=128,
         mlp=mlp,
-        vocab=128256,
+        vocab=VOCAB,
         max_seq=8192,
-        rope_theta=500000.0,
     )
 
 
-def _count(config: DecoderConfig) -> int:
-    attention = 2 * config.embed * (config.heads + config.kv_heads) * config.head_dim
-    return config.layers * (attention + 3 * config.embed * config.mlp) + (
-        2 * config.vocab * config.embed
-    )
+def guess(goal: Goal, parameters: float, peak: float) -> int:
+    """Nodes of this peak (FLOPs a second of a node) that would do at 40 % of it."""
+    return max(round(6.0 * parameters * goal.tokens / goal.seconds / (0.4 * peak)), 1)
 
 
 def fewest(
-    goal: Goal, searched: Callable[[int], Result | None], most: int = MOST
+    goal: Goal, searched: Callable[[int], Result | None], *, first: int = 1, most: int = MOST
 ) -> Reached | None:
     """The fewest nodes that reach a goal; else the fastest up to `most`; None if nothing fits.
 
-    searched: the layouts on so many nodes, None where no layout fits.
+    searched: the layouts on so many nodes, None where no layout fits. first: a guess.
     """
     seen: dict[int, Reached] = {}
 
@@ -153,11 +156,14 @@ def fewest(
         seen[nodes] = Reached(nodes, result, seconds, seconds <= goal.seconds)
         return seen[nodes].enough
 
-    low, high = 0, 1
-    while high <= most and not tried(high):
-        low, high = high, 2 * high
-    if high > most:
-        return min(seen.values(), key=lambda one: (one.seconds, one.nodes), default=None)
+    low, high = 0, min(first, most)
+    while not tried(high):
+        if high == most:
+            return min(seen.values(), key=lambda one: (one.seconds, one.nodes), default=None)
+        low, high = high, min(2 * high, most)
+    while low == 0 and high > 1:
+        half = high // 2
+        low, high = (0, half) if tried(half) else (half, high)
     while high - low > max(1, high // 16):  # batches share among few numbers of ranks evenly
         middle = (low + high) // 2
         low, high = (low, middle) if tried(middle) else (middle, high)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,9 +11,9 @@ from ranvier.planner.search import (
     Result,
     Wish,
     allowed,
+    degrees,
     factorisations,
-    grids,
-    ladder,
+    fits,
     plans,
     search,
 )
@@ -20,15 +21,23 @@ from ranvier.planner.table import GIB
 
 MOST = 4096
 """Nodes up to which more are tried."""
+LIKELY = (64, 3, 5, 7)
+"""Factors of a batch with which most degrees could share it."""
 TRIED = 512
 """Smaller clusters that are tried."""
 
 
-def problem(result: Result) -> str:
+def problems(result: Result) -> list[str]:
     """Why nothing of a search can run, and the nearest changes that can."""
     if result.tight:
-        return _too_large(result)
-    return _indivisible(result.wish)
+        return [_too_large(result)]
+    wish = result.wish
+    known = math.prod(wish.degrees.values())
+    if wish.world % known == 0 and (len(wish.degrees) < len(RUNTIME) or known == wish.world):
+        return [_indivisible(wish)]
+    alone = replace(wish.plan, **{axis: wish.degrees.get(axis, 1) for axis in RUNTIME})
+    alone = replace(alone, batch=wish.job.batch, micro_batch=wish.job.batch // alone.replicas or 1)
+    return list(alone.problems(wish.sizes, wish.world))
 
 
 def _too_large(result: Result) -> str:
@@ -47,13 +56,8 @@ def _too_large(result: Result) -> str:
 
 def _offered(remedies: list[str]) -> str:
     if not remedies:
-        return "No cluster of this kind up to 4096 nodes fits it. Use devices with more memory."
+        return f"No change of one number helps up to {MOST} nodes. Use other devices or settings."
     return f"Use {', or '.join(remedies)}."
-
-
-def fits(wish: Wish) -> bool:
-    """Whether any layout fits: its least micro-batch decides."""
-    return any(found.prediction.fits for plan in grids(wish)[0] for found in ladder(wish, plan))
 
 
 def _more_nodes(wish: Wish) -> Iterator[str]:
@@ -93,19 +97,16 @@ def _freer(wish: Wish) -> Iterator[str]:
         if fits(free):
             best = search(free).best
             names = ", ".join(f"plan.{name}" for name in settled) or "memory.states"
-            degrees = " ".join(f"{a}={n}" for a, n in best.plan.degrees.items() if n > 1)
-            yield f"other values than the given {names} (such as {degrees or 'none'})"
+            such = " ".join(f"{a}={n}" for a, n in best.plan.degrees.items() if n > 1)
+            yield f"other values than the given {names} (such as {such or 'none'})"
 
 
 def _indivisible(wish: Wish) -> str:
     """No factorisation can be divided: why, and the nearest batch or number of devices."""
-    reasons: dict[str, int] = {}
     batches = []
-    for degrees in factorisations(wish.world, RUNTIME, wish.degrees):
-        for plan in plans(wish, degrees):
-            found = list(plan.problems(wish.sizes, wish.world))
-            for text in found:
-                reasons[text] = reasons.get(text, 0) + 1
+    loose = replace(wish, job=replace(wish.job, batch=math.lcm(wish.world, *LIKELY)))
+    for sizes in factorisations(wish.world, degrees(loose)):
+        for plan in plans(wish, sizes):
             batch = nearest_multiple(plan.batch, plan.replicas * plan.micro_batch)
             if not list(replace(plan, batch=batch).problems(wish.sizes, wish.world)):
                 batches.append((abs(batch - plan.batch), batch))
@@ -116,10 +117,9 @@ def _indivisible(wish: Wish) -> str:
     settled = f" with {settled}" if settled else ""
     sizes = f"batch={wish.job.batch}, seq={wish.job.seq}, heads={wish.sizes.get('heads')}"
     layers = f"layers={wish.sizes['layers']}"
-    why = f" Nearest to it: {min(reasons, key=len)}" if reasons else ""
     return (
         f"{what}{settled}: {sizes}, {layers}. Ranks divide samples, tokens, heads and layers "
-        f"evenly.{why} {_offered(remedies)}"
+        f"evenly. {_offered(remedies)}"
     )
 
 
@@ -140,6 +140,6 @@ def possible(wish: Wish) -> bool:
     """Whether any factorisation can be divided."""
     return any(
         allowed(wish, plan)
-        for degrees in factorisations(wish.world, RUNTIME, wish.degrees)
-        for plan in plans(wish, degrees)
+        for sizes in factorisations(wish.world, degrees(wish))
+        for plan in plans(wish, sizes)
     )

@@ -14,11 +14,11 @@ from ranvier.planner.rivals import FAMILIES, Found, family, rivals
 from ranvier.planner.search import Result
 from ranvier.planner.table import GIB
 
-SLOWEST = 8.0
+SLOWEST = 5.0
 """Layouts that take so many times as long as the best are left out of the chart."""
 LARGEST = 2.5
 """Those that need so many times the memory there is, too."""
-MERGED = {"bubble": "pipe", "host": "rest", "update": "rest", "other": "rest"}
+MERGED = {"bubble": "pipe", "context": "row", "host": "rest", "update": "rest", "other": "rest"}
 PARTS = ("compute", "row", "depth", "col", "data", "attention", "again", "pipe", "rest")
 """Parts of a step by their colours; pipe: messages and stages that wait; rest: update, host."""
 
@@ -59,10 +59,10 @@ def _chart(result: Result) -> str:
     """Time against memory of all layouts, coloured by family."""
     it = result.best.prediction
     groups, left = [], 0
-    for colour, name in enumerate(FAMILIES):
+    for colour, name in reversed([*enumerate(FAMILIES)]):  # few simple ones lie above many others
         for faint, several in ((True, result.tight), (False, result.found)):
             own = [one for one in several if family(one.plan) == name]
-            shown = [one for one in own if _shown(one, it)]
+            shown = [one for one in own if is_shown(one, result)]
             left += len(own) - len(shown)
             if shown:
                 groups.append(_group(name, colour, shown, faint))
@@ -81,8 +81,9 @@ def _chart(result: Result) -> str:
     return f'{figure}<p class="muted">{escaped(said)}</p>'
 
 
-def _shown(one: Found, best: Prediction) -> bool:
-    it = one.prediction
+def is_shown(one: Found, result: Result) -> bool:
+    """Whether the chart has a layout."""
+    it, best = one.prediction, result.best.prediction
     return it.total <= SLOWEST * best.total and it.memory.total <= LARGEST * best.limit
 
 

@@ -21,7 +21,7 @@ from ranvier.planner.runtime import FLASH, Runtime
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
 """Tiles of a product, and how much more memory traffic costs with the smaller ones."""
-FILL = 256
+FILL = 128
 """Elements of k in whose time a tile is filled and written (CUTLASS's prologue and epilogue)."""
 UNALIGNED = 0.4
 """Share of the peak of plain arithmetic that products of odd dimensions reach."""
@@ -34,8 +34,8 @@ mask, read by the next product."""
 OUTER = (11, 17)
 """Numbers of the residual stream read or written a token, in model widths: two norms, two dropouts
 with residuals."""
-LOSS = 20
-"""Bytes of a logit: products, cast, softmax, its gradient, cast."""
+HOST = 60e-6
+"""Seconds of an eager operation on the host: 2 ms for the 30 kernels of a block's forward pass."""
 INNER = ("heads", "kv_heads", "mlp", "vocab")
 
 
@@ -57,6 +57,8 @@ class Setup:
     ranks: int = 1
     """Ranks that share the machine's cores."""
     compiled: bool = False
+    serial: bool = False
+    """Whether starting kernels and running them take turns: processors, blocking launches."""
 
     @property
     def tokens(self) -> int:
@@ -76,18 +78,20 @@ class Times:
     attention_back: float
     between_back: float
     launch: float
-    """Least time of the forward pass: starting its kernels."""
+    """Starting the kernels of the forward pass: beside their work, or in turn with it."""
+    serial: bool = False
 
     @property
     def forward(self) -> float:
         """The forward pass."""
-        return max(self.products + self.attention + self.between, self.launch)
+        own = self.products + self.attention + self.between
+        return own + self.launch if self.serial else max(own, self.launch)
 
     @property
     def backward(self) -> float:
         """The backward pass."""
         own = self.dx + self.dw + self.attention_back + self.between_back
-        return max(own, 2 * self.launch)
+        return own + 2 * self.launch if self.serial else max(own, 2 * self.launch)
 
 
 # ---- products ---------------------------------------------------------------------------
@@ -141,9 +145,10 @@ def _nearest(rows: tuple[Product, ...], m: int, n: int, k: int) -> float:
 # ---- memory and attention ---------------------------------------------------------------
 
 
-def traffic(device: Device, size: float, ranks: int = 1) -> float:
-    """Seconds to read or write so many bytes."""
-    return size / device.rate("memory", ranks=ranks, usual=device.bandwidth * device.reach.memory)
+def traffic(device: Device, size: float, ranks: int = 1, stream: float = 1.0) -> float:
+    """Seconds to read or write so many bytes; stream: as in `Runtime`."""
+    usual = device.bandwidth * min(device.reach.memory * stream, 0.9)
+    return size / device.rate("memory", ranks=ranks, usual=usual)
 
 
 def _attention(
@@ -225,7 +230,8 @@ def block(part: Part, device: Device, setup: Setup, runtime: Runtime) -> Times:
     if setup.fp8:
         more = casts(shapes, device, setup, runtime)
         between, back = between + more[0], back + more[1]
-    launch = runtime.kernels * device.rate("launch", ranks=setup.ranks, usual=device.launch)
+    usual = HOST if setup.serial else device.launch
+    launch = runtime.kernels * device.rate("launch", ranks=setup.ranks, usual=usual)
     return Times(
         products=forward,
         attention=sum(one for one, _ in parts),
@@ -235,6 +241,7 @@ def block(part: Part, device: Device, setup: Setup, runtime: Runtime) -> Times:
         attention_back=sum(one for _, one in parts),
         between_back=back,
         launch=launch * (0.5 if setup.compiled else 1.0),
+        serial=setup.serial,
     )
 
 
@@ -263,15 +270,10 @@ def _between(part: Part, device: Device, setup: Setup, runtime: Runtime) -> tupl
             forward, backward = forward + size + one, backward + 2 * size + one
         else:  # queries, keys and values are turned and laid anew
             forward, backward = forward + 2 * size, backward + 2 * size
-    passes = COMPILED if setup.compiled else runtime.passes
+    passes = runtime.compiled if setup.compiled else runtime.passes
     size = setup.tokens * BYTES[setup.dtype] * passes
-    return traffic(device, size * forward, setup.ranks), traffic(
-        device, size * backward, setup.ranks
-    )
-
-
-COMPILED = 0.8
-"""Passes of what is between products in a compiled block, over kernels fused by hand."""
+    both = (traffic(device, size * n, setup.ranks, runtime.stream) for n in (forward, backward))
+    return next(both), next(both)
 
 
 def casts(
@@ -286,26 +288,27 @@ def casts(
     if runtime.casts == "fused":
         width = min(into for _, into in shapes)
         return (
-            traffic(device, tokens * width * 4),
-            traffic(device, sum(tokens * out * 4 for out, _ in shapes)),
+            traffic(device, tokens * width * 4, 1, runtime.stream),
+            traffic(device, sum(tokens * out * 4 for out, _ in shapes), 1, runtime.stream),
         )
     each = 7 if setup.fp8 == "row" else 6
     values = sum(tokens * into for _, into in shapes) + sum(out * into for out, into in shapes)
+    back = sum(tokens * out for out, _ in shapes)
     return (
-        traffic(device, values * each),
-        traffic(device, sum(tokens * out for out, _ in shapes) * each),
+        traffic(device, values * each, setup.ranks, runtime.stream),
+        traffic(device, back * each, setup.ranks, runtime.stream),
     )
 
 
 @lru_cache(maxsize=50_000)
-def head(part: Part, device: Device, setup: Setup) -> tuple[float, float]:
+def head(part: Part, device: Device, setup: Setup, runtime: Runtime) -> tuple[float, float]:
     """Seconds of the exit, forward and backward: norm, product, loss."""
     tokens, forward, backward = setup.tokens, 0.0, 0.0
     for out, into in linears(part, setup):
         forward += product(device, tokens, out, into, setup.dtype, "y", setup.ranks)
         backward += product(device, tokens, into, out, setup.dtype, "dx", setup.ranks)
         backward += product(device, out, into, tokens, setup.dtype, "dw", setup.ranks)
-        loss = traffic(device, tokens * out * LOSS, setup.ranks)
+        loss = traffic(device, tokens * out * runtime.loss, setup.ranks, runtime.stream)
         forward, backward = forward + loss / 2, backward + loss / 2
     return forward, backward
 

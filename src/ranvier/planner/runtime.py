@@ -36,8 +36,16 @@ class Runtime:
     """Whether norms, dropouts and residuals are split over row as well (sequence parallelism)."""
     passes: float = 1.0
     """Reads and writes of what is between matrix products, over those of kernels fused by hand."""
+    compiled: float = 0.8
+    """The same of a compiled block."""
+    stream: float = 1.0
+    """Rate of its kernels that only read and write, over that of usual ones (`Reach.memory`)."""
+    loss: int = 20
+    """Bytes of a logit that are read and written: cast, softmax, its gradient, cast."""
     kernels: int = 30
     """Launched in the forward pass of a block."""
+    blocking: bool = False
+    """Whether the host waits for each kernel (CUDA_LAUNCH_BLOCKING)."""
     casts: Literal["fused", "apart"] = "apart"
     """Whether values are cast to 8 bits by the kernel that makes them, and weights once a step."""
     hidden_row: float = 0.0
@@ -160,9 +168,11 @@ MEGATRON_CORE = Runtime(
     hidden_row=0.7,
     hidden_pipe=0.7,
     fused_gradient=True,
+    gradient=2,
     kernels=25,
-    source="NeMo and Megatron-Core performance guides: cuDNN attention, Transformer Engine's fused "
-    "casts, user buffers overlap the communication over row, p2p and gradients overlap",
+    source="NeMo and Megatron-Core performance guides and recipes: cuDNN attention, Transformer "
+    "Engine's fused casts, user buffers overlap the communication over row, p2p and gradients "
+    "overlap, gradients in bf16 (grad-reduce-in-bf16)",
 )
 TORCHTITAN = Runtime(
     name="torchtitan",
@@ -198,6 +208,8 @@ FOUNDRY = Runtime(
     kernels=60,
     sequence=False,
     fsdp=True,
+    kept=0.8,
+    logits=6,
     source="mosaicml/llm-foundry: FSDP, eager, Triton FlashAttention; mixed precision DEFAULT "
     "reduces in fp32, PURE in bf16",
 )
@@ -213,8 +225,12 @@ AXONN = Runtime(
 )
 OURS = Runtime(
     name="ranvier",
-    attention="flash2",
+    attention="flash3",
     passes=1.6,
+    compiled=1.0,
+    stream=1.5,
+    loss=7,
+    logits=1,
     kernels=40,
     hidden_dx=True,
     graphs=False,
@@ -223,7 +239,8 @@ OURS = Runtime(
     context=1.0e9,
     margin=0.04,
     source="this package: three overlaps, sequence split over row, gradients in fp32 once they are "
-    "added up or reduced, stages cut by work",
+    "added up or reduced, stages cut by work; kernels as profiled (docs/benchmarks.md): cuDNN's "
+    "attention, 0.9 of the bandwidth, three passes over logits",
 )
 ROWS: Mapping[str, Runtime] = {
     row.name: row

@@ -6,8 +6,8 @@ Plan's own rules refuse what cannot be divided. Three things keep the rest short
 
     ladder   less computed again and fewer states elsewhere are never slower: the first that fits
              ends the ladder
-    rough    each factorisation is tried with few micro-batches first; only those within NEAR times
-             the best of a style are searched in full
+    rough    each factorisation is tried with few micro-batches first; only the FULL best within
+             NEAR times the best of a style are searched in full
     orders   other placements of the ranks are tried for the BEST layouts
 
 The result depends on the wish alone: not on processes, clocks or hashes.
@@ -19,10 +19,12 @@ import math
 import multiprocessing
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
+from ranvier.errors import PlanError
 from ranvier.plan import RUNTIME, Plan, divisors
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.predict import Job, Layout, predict
@@ -35,6 +37,8 @@ RECOMPUTE = ("none", "selective", "full")
 NEAR = 1.3
 """How much slower than the best of its style a factorisation may be at first and still be searched
 in full."""
+FULL = 250
+"""Factorisations that are searched in full, at most."""
 BEST = 40
 """Layouts for which other orders of the axes are tried."""
 MICROS = 6
@@ -42,6 +46,8 @@ MICROS = 6
 TOKENS = 2**18
 """Tokens of a micro-batch of a rank, at most, unless fewer samples cannot be."""
 CHUNKS = (1, 2, 4, 8)
+FEW = 150
+"""Factorisations that are asked whether anything fits."""
 MANY = 600
 """Factorisations from which on a second process is worth its start."""
 ORDERS: tuple[tuple[str, ...], ...] = (
@@ -113,33 +119,70 @@ class Result:
 
     @property
     def best(self) -> Found:
-        """The first that fits."""
+        """The first that fits, or a PlanError with the nearest change that makes one fit."""
+        if not self.found:
+            from ranvier.planner import nearest  # which searches, too
+
+            raise PlanError(nearest.problems(self))
         return self.found[0]
 
 
-def factorisations(
-    world: int, axes: Sequence[str], fixed: Mapping[str, int]
-) -> Iterator[dict[str, int]]:
-    """All degrees of these axes that multiply to `world`; fixed: those that are settled."""
-    if not axes:
+def factorisations(world: int, choices: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
+    """All degrees that multiply to `world`. choices: what the degree of each axis may be."""
+    if not choices:
         if world == 1:
             yield {}
         return
-    axis, *rest = axes
-    for size in (fixed[axis],) if axis in fixed else divisors(world):
-        if size > 0 and world % size == 0:
-            for others in factorisations(world // size, rest, fixed):
+    (axis, sizes), *rest = choices.items()
+    for size in sizes:
+        if world % size == 0:
+            for others in factorisations(world // size, dict(rest)):
                 yield {axis: size, **others}
+
+
+def degrees(wish: Wish) -> dict[str, list[int]]:
+    """What the degree of each axis may be: what Plan's rules allow it alone, or what is settled.
+
+    An axis that cannot be divided alone cannot be divided beside others.
+    """
+    found = {}
+    for axis in RUNTIME:
+        given = wish.degrees.get(axis)
+        sizes = divisors(wish.world) if given is None else [given] if given > 0 else []
+        found[axis] = [size for size in sizes if _alone(wish, axis, size)]
+    return found
+
+
+def _alone(wish: Wish, axis: str, size: int) -> bool:
+    alone = dict.fromkeys(RUNTIME, 1) | {axis: size}
+    whole = [replace(p, micro_batch=p.batch // p.replicas) for p in plans(wish, alone)]
+    return any(p.micro_batch and not any(p.problems(wish.sizes)) for p in whole)
 
 
 def grids(wish: Wish) -> tuple[list[Plan], int]:
     """Plans of all factorisations that can run at their least micro-batch, and how many cannot."""
-    found, refused = [], 0
-    for degrees in factorisations(wish.world, RUNTIME, wish.degrees):
-        kept = [plan for plan in plans(wish, degrees) if allowed(wish, plan)]
-        found += kept
-        refused += not kept
-    return found, refused
+    found, kept = [], 0
+    for sizes in factorisations(wish.world, degrees(wish)):
+        able = [plan for plan in plans(wish, sizes) if allowed(wish, plan)]
+        found += able
+        kept += bool(able)
+    return found, _number(wish) - kept
+
+
+def _number(wish: Wish) -> int:
+    """How many factorisations there are, whatever rules say: Π (e + k - 1 over e) of its primes."""
+    rest, count, free = wish.world, 1, len(RUNTIME) - len(wish.degrees)
+    known = math.prod(wish.degrees.values())
+    if known < 1 or rest % known or (free == 0 and rest != known):
+        return 0
+    rest, prime = rest // known, 2
+    while rest > 1:
+        power = 0
+        while rest % prime == 0:
+            rest, power = rest // prime, power + 1
+        count *= math.comb(power + free - 1, power) if power else 1
+        prime += 1
+    return count
 
 
 def allowed(wish: Wish, plan: Plan) -> bool:
@@ -147,13 +190,13 @@ def allowed(wish: Wish, plan: Plan) -> bool:
     return next(plan.problems(wish.sizes, wish.world), None) is None
 
 
-def plans(wish: Wish, degrees: Mapping[str, int]) -> Iterator[Plan]:
+def plans(wish: Wish, sizes: Mapping[str, int]) -> Iterator[Plan]:
     """A plan of these degrees for each way in which col may split what is inside."""
-    both = ("samples", "features") if degrees["col"] > 1 else ("samples",)
+    both = ("samples", "features") if sizes["col"] > 1 else ("samples",)
     fixed = {"chunks": 1, "gathered": "again", "order": (), **_settled(wish)}
     for inner in wish.choices("inner", both):
-        least = degrees["col"] if inner == "samples" else 1
-        changes = {"micro_batch": least, **fixed, **degrees, "inner": inner}
+        least = sizes["col"] if inner == "samples" else 1
+        changes = {"micro_batch": least, **fixed, **sizes, "inner": inner}
         if "micro_batch" in wish.fixed and wish.plan.micro_batch > 0:
             changes["micro_batch"] = wish.plan.micro_batch
         changes["batch"] = wish.job.batch
@@ -215,6 +258,19 @@ def _predicted(wish: Wish, plan: Plan, states: States) -> Found:
     return Found(layout, predict(wish.job, layout, wish.cluster))
 
 
+def fits(wish: Wish) -> bool:
+    """Whether a layout fits that keeps least: all computed again, states elsewhere if allowed.
+
+    Of the factorisations those with the fewest copies of the model are asked.
+    """
+    least = sorted(grids(wish)[0], key=lambda plan: plan.data)[:FEW]
+    where: States = wish.states or ("device" if wish.cluster.cores else "host")
+    kind = wish.choices("recompute", RECOMPUTE)[-1]
+    return any(
+        _predicted(wish, replace(plan, recompute=kind), where).prediction.fits for plan in least
+    )
+
+
 def _rough(wish: Wish, plan: Plan) -> list[Found]:
     """A factorisation with its least and a middle micro-batch, in one chunk."""
     some = variants(wish, plan)
@@ -232,7 +288,8 @@ def _full(wish: Wish, plan: Plan) -> list[Found]:
 def _placed(wish: Wish, found: Found) -> list[Found]:
     """A layout with other orders of its axes, where they make a difference."""
     plan, seen, made = found.plan, {_shape(found.plan, ())}, []
-    for order in ORDERS:
+    for several in ORDERS:
+        order = tuple(axis for axis in several if plan.degrees[axis] > 1)
         shape = _shape(plan, order)
         if shape not in seen:
             seen.add(shape)
@@ -249,8 +306,8 @@ def _mapped(task: Any, wish: Wish, items: Sequence[Any], workers: int) -> list[l
     """The results of a task for each item, in order, of several processes if that pays."""
     if workers < 2 or len(items) < MANY:
         return [task(wish, item) for item in items]
-    with multiprocessing.get_context("fork").Pool(workers) as pool:
-        return pool.map(partial(task, wish), items, chunksize=16)
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(partial(task, wish), items, chunksize=16))
 
 
 def search(wish: Wish, *, workers: int = 1) -> Result:
@@ -283,8 +340,9 @@ def _near(wish: Wish, every: Sequence[Plan], rough: Sequence[Sequence[Found]]) -
     for plan, seconds in zip(every, times, strict=True):
         for name in styles(plan, node):
             best[name] = min(best[name], seconds)
-    return [
-        plan
-        for plan, seconds in zip(every, times, strict=True)
-        if any(seconds < NEAR * best[name] for name in styles(plan, node))
+    near = [
+        (min(seconds / best[name] for name in styles(plan, node)), i)
+        for i, (plan, seconds) in enumerate(zip(every, times, strict=True))
+        if seconds < math.inf
     ]
+    return [every[i] for ratio, i in sorted(near)[:FULL] if ratio < NEAR]

@@ -1,65 +1,179 @@
-"""Talk: what a block communicates over row and col in a micro-batch, as a runtime does it.
+"""Talk: seconds that a rank communicates in a step, before anything hides them.
 
-With T tokens a rank, n features inside and d outside, a product that enters gathers T·d/col over
-row and scatters T·n/row over col; one that leaves does the reverse. Backward turns both round and
-gathers the input once more for dW. Without sequence parallelism two all-reduces over row take the
-place of gathers and scatters, with the same bytes and no second gather.
+Ours come from `moves`: every collective that the runtime issues, with its bytes and how often.
+Those of other frameworks follow from what a block of theirs does: with T tokens a rank and d
+features two gathers and two scatters of T·d over row, backward the same and both gathers again
+(sequence parallelism), or two all-reduces forward and backward without it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ranvier.planner.leaves import Part
-from ranvier.planner.roofline import INNER, Setup, local
+from ranvier.layers import Flow
+from ranvier.plan import Plan
+from ranvier.planner import links, moves, roofline
+from ranvier.planner.cluster import Cluster
+from ranvier.planner.leaves import Model, Part
+from ranvier.planner.links import Group
+from ranvier.planner.roofline import Setup
 from ranvier.planner.runtime import Runtime
 
-
-@dataclass(frozen=True)
-class Said:
-    """One collective of a block."""
-
-    op: str
-    axis: str
-    bytes: int
-    """Of the whole tensor."""
-    back: bool = False
-    under: bool = False
-    """Whether it may run beside the product of a weight's gradient."""
+INSIDE = ("row", "col")
 
 
-@lru_cache(maxsize=20_000)
-def block(part: Part, setup: Setup, runtime: Runtime) -> tuple[Said, ...]:
-    """All collectives of one block in one micro-batch."""
-    found: list[Said] = []
-    each = 2 * setup.tokens
-    for leaf in part.find("linear", "siblings", "apart", "head"):
-        several = leaf.inside or (leaf,)
-        names = [dim if isinstance(dim, str) else dim[1] for dim in several[0].dims]
-        enters = names[0] in INNER
-        inner = sum(local(one.dims[0 if enters else 1], one.shape[0 if enters else 1], setup)
-                    for one in several if isinstance(one.dims[0], str))  # fmt: skip
-        width = several[0].shape[1 if enters else 0]
-        outer = local("embed", width, setup)
-        if not enters:
-            inner = local(names[1], several[0].shape[1], setup)
-        if runtime.sequence:
-            found += _turned(enters, each * outer, each * inner, setup)
-        elif setup.row > 1:
-            found.append(Said("all_reduce", "row", each * outer, back=enters, under=enters))
-    return tuple(found)
+@dataclass
+class Spoken:
+    """Seconds of one block in one micro-batch, and of a whole step."""
+
+    plain: dict[str, float] = field(default_factory=lambda: dict.fromkeys(INSIDE, 0.0))
+    """Over row and col, in a block, that nothing can hide."""
+    under: dict[str, float] = field(default_factory=lambda: dict.fromkeys(INSIDE, 0.0))
+    """The same that may run beside the product of a weight's gradient."""
+    ends: dict[str, float] = field(default_factory=lambda: dict.fromkeys(INSIDE, 0.0))
+    """Of embedding and head, in a micro-batch."""
+    depth: float = 0.0
+    """Gathers of weights and reductions of gradients over depth, in a block."""
+    depth_ends: float = 0.0
+    """The same of embedding and head."""
+    data: float = 0.0
+    """Reductions of gradients over data, in a step."""
+    after: float = 0.0
+    """Gathers of updated weights, in a step."""
+    other: float = 0.0
+    """Norm, votes, counts of tokens, in a step."""
 
 
-def _turned(enters: bool, outer: int, inner: int, setup: Setup) -> list[Said]:
-    """Gathers and scatters of one product."""
-    first, last = ("row", "col") if enters else ("col", "row")
-    sizes = {"row": outer, "col": inner}
-    said = [
-        Said("all_gather", first, sizes[first]),
-        Said("reduce_scatter", last, sizes[last]),
-        Said("all_gather", last, sizes[last], back=True),
-        Said("reduce_scatter", first, sizes[first], back=True, under=True),
-        Said("all_gather", first, sizes[first], back=True, under=True),
-    ]
-    return [one for one in said if getattr(setup, one.axis) > 1]
+class Places:
+    """Groups of ranks by their axes, found once."""
+
+    def __init__(self, plan: Plan, order: tuple[str, ...], per_node: int) -> None:
+        self.degrees, self.order, self.per_node = plan.degrees, order, per_node
+        self.known: dict[tuple[str, ...], Group] = {}
+
+    def __getitem__(self, axes: tuple[str, ...]) -> Group:
+        if axes not in self.known:
+            self.known[axes] = links.group(axes, self.degrees, self.order, self.per_node)
+        return self.known[axes]
+
+
+def ours(model: Model, plan: Plan, setup: Setup, cluster: Cluster, places: Places) -> Spoken:
+    """What our runtime communicates, on the first stage."""
+    size = roofline.BYTES[setup.dtype]
+    flow = Flow(setup.samples, setup.seq, itemsize=size, statistics=max(size, 4))
+    found, micro = Spoken(), plan.micro_batches
+    firsts = moves.cut(model, plan, setup.seq)
+    stage = moves.stage_of(model, 0, plan.pipe, plan.chunks, firsts, plan.spread)
+    blocks = sum(count for part, count in stage.here if part.is_block)
+    names = {part.name for part, _ in stage.here if part.is_block}
+    each = 1.0 / max(blocks * micro, 1)
+    for row in moves.moves(model, plan, flow, orders=0).rows:
+        if row.phase == "pipe":
+            continue
+        spent = row.count * links.seconds(cluster, row.op, row.bytes, places[row.axis])
+        inside = row.part in names
+        if row.phase in ("forward", "again", "backward"):
+            axis = "row" if "row" in row.axis else "col"
+            if not inside:
+                found.ends[axis] += spent / micro
+            elif row.phase == "backward" and row.op == "reduce_scatter":
+                found.under[axis] += spent * each
+            else:
+                found.plain[axis] += spent * each
+        elif row.phase in ("gather", "scatter"):
+            if inside:
+                found.depth += spent * each
+            else:
+                found.depth_ends += spent / micro
+        elif row.phase == "update" and "data" in row.axis and row.part:
+            if row.op == "all_gather":
+                found.after += spent
+            else:
+                found.data += spent
+        else:
+            found.other += spent
+    return found
+
+
+def theirs(
+    model: Model, plan: Plan, setup: Setup, cluster: Cluster, runtime: Runtime, places: Places
+) -> Spoken:
+    """What another framework communicates."""
+    found, row = Spoken(), places["row",]
+    block = next(part for part in model.parts if part.is_block)
+    size = 2 * setup.tokens * model.units["embed"]
+    again = 2 if plan.recompute in ("full", "reentrant") else 1
+    if row.size > 1 and runtime.sequence:
+        gather, scatter = (links.seconds(cluster, op, size, row) for op in OPS)
+        found.plain["row"] = 2 * (again * (gather + scatter) + gather)
+        found.under["row"] = 2 * (scatter + gather)
+    elif row.size > 1:
+        whole = links.seconds(cluster, "all_reduce", size, row)
+        found.plain["row"], found.under["row"] = 2 * again * whole, 2 * whole
+    weights = sum(out * into for out, into in roofline.linears(block, setup))
+    found.depth = _depth(plan, cluster, runtime, weights, places)
+    found.data, found.after = _data(model, plan, cluster, runtime, places)
+    return found
+
+
+OPS = ("all_gather", "reduce_scatter")
+
+
+def _depth(plan: Plan, cluster: Cluster, runtime: Runtime, weights: int, places: Places) -> float:
+    """Gathers and reductions over depth of a block in a micro-batch."""
+    shards = places["context", "depth"]
+    if shards.size == 1 or (plan.depth == 1 and not runtime.fsdp):
+        return 0.0
+    keep = plan.gathered == "keep" or runtime.gathers == "keep"
+    gathers = 1.0 / plan.micro_batches if keep else 2.0
+    if plan.recompute == "full" and runtime.rails == "one":
+        gathers = 3.0  # its gathers are part of what is computed again
+    reductions = 1.0 / plan.micro_batches if keep else 1.0
+    gather = links.seconds(cluster, OPS[0], 2 * weights, shards, rails=runtime.rails)
+    size = runtime.gradient * weights
+    scatter = links.seconds(cluster, OPS[1], size, shards, rails=runtime.rails)
+    return gathers * gather + reductions * scatter
+
+
+def _data(
+    model: Model, plan: Plan, cluster: Cluster, runtime: Runtime, places: Places
+) -> tuple[float, float]:
+    """Reductions over data, and gathers of updated weights."""
+    whole = plan.depth == 1 and not runtime.fsdp
+    copies = places["data", "expert", "context"] if whole else places["data",]
+    if copies.size == 1:
+        return 0.0, 0.0
+    held = numbers(model, plan) / plan.depth
+    op = "reduce_scatter" if runtime.reduce == "scatter" else "all_reduce"
+    data = links.seconds(cluster, op, held * runtime.gradient, copies)
+    after = 0.0
+    if runtime.reduce != "all_reduce":
+        after = links.seconds(cluster, "all_gather", 2 * held, copies)
+    return data, after
+
+
+@lru_cache(maxsize=50_000)
+def _count(model: Model, pipe: int, split: int) -> float:
+    blocks = sum(part.count * part.parameters for part in model.parts if part.is_block)
+    ends = model.parts[0].parameters + (0 if model.tied else model.parts[-1].parameters)
+    count = 1 if pipe == 1 or model.tied else 2
+    return (blocks / pipe + ends / count) / split
+
+
+def numbers(model: Model, plan: Plan) -> float:
+    """Weights of a rank, gathered over depth: a stage's blocks and its end."""
+    return _count(model, plan.pipe, plan.row * plan.col)
+
+
+def ring(part: Part, cluster: Cluster, setup: Setup, ranks: Group, recompute: str) -> float:
+    """Keys and values going round the context axis, in a block."""
+    if ranks.size == 1:
+        return 0.0
+    narrow = 0
+    for leaf in part.find("siblings"):
+        kept = [one for one in leaf.inside if one.dims[:1] == ("kv_heads",)]
+        narrow += sum(roofline.local("kv_heads", one.shape[0], setup) for one in kept)
+    size = 2 * setup.tokens * narrow * ranks.size
+    rounds = 4 if recompute == "full" else 3
+    return rounds * links.seconds(cluster, "all_gather", size, ranks)

@@ -140,7 +140,7 @@ def dry(run: Run, *, world: int, rank: int) -> Dry:
         index=dict(grid.index),
         shards={n: (w.sharding.local, w.sharding.shape) for n, w in parallel.weights.items()},
         rows=rows,
-        table=Table({name: size for name, size in device.items() if size}),
+        table=Table({name: size for name, size in device.items() if size}, where=seen.where),
         seconds=time.perf_counter() - begun,
     )
 
@@ -161,13 +161,15 @@ def _prepare(run: Run, model: Decoder) -> None:
 class _Seen(OnHost):
     """Bytes of all tensors, and those of gradients when there are most."""
 
+    everywhere = True
+
     def __init__(self, before: Any, queue: Deferred) -> None:
         super().__init__(before, lambda: gradients(queue))
-        self.queue, self.gradients = queue, 0
+        self.queue, self.gradients, self.where = queue, 0, ""
 
     def grown(self) -> None:
-        """Look at the gradients there are."""
-        found = dict[int, int]()
+        """Look at the gradients there are, and at what runs."""
+        found, self.where = dict[int, int](), self.queue.grid.trace.where
         for bucket in self.queue.buckets:
             for some in (bucket.grad, bucket.finished):
                 for x in [] if some is None else some.parts.values():
