@@ -251,7 +251,7 @@ def settings(found: Found, wish: Wish) -> dict[str, Any]:
     """The settings of a layout by their dotted names, where they are not the default."""
     plan, usual = found.plan, Plan()
     names = ("inner", "chunks", "gathered", "recompute", "order", "policy", "micro_batch", "batch")
-    out = {f"plan.{axis}": size for axis, size in plan.degrees.items() if size > 1}
+    out: dict[str, Any] = {f"plan.{axis}": size for axis, size in plan.degrees.items() if size > 1}
     out |= {f"plan.{n}": getattr(plan, n) for n in names if getattr(plan, n) != getattr(usual, n)}
     out["plan.batch"] = plan.batch
     if found.layout.states == "host":

@@ -4,8 +4,8 @@ A layout is a factorisation of the ranks over the axes, what col splits inside, 
 chunks of stages, what is computed or gathered again, where states rest, and the order of the axes.
 Plan's own rules refuse what cannot be divided. Three things keep the rest short:
 
-    ladder   less computed again and fewer states elsewhere are never slower: the first that fits
-             ends the ladder
+    ladder   less computed again, gathered again and kept elsewhere is never slower: what fits ends
+             the ladder, and what keeps least and does not fit ends it, too
     rough    each factorisation is tried with few micro-batches first; only the FULL best within
              NEAR times the best of a style are searched in full
     orders   other placements of the ranks are tried for the BEST layouts
@@ -27,7 +27,7 @@ from typing import Any, Literal
 from ranvier.errors import PlanError
 from ranvier.plan import RUNTIME, Plan, divisors
 from ranvier.planner.cluster import Cluster
-from ranvier.planner.predict import Job, Layout, predict
+from ranvier.planner.predict import Job, Layout, Prediction, predict
 from ranvier.planner.rivals import STYLES, Found, styles
 
 States = Literal["device", "host"]
@@ -236,21 +236,43 @@ def variants(wish: Wish, plan: Plan) -> list[Plan]:
 
 
 def ladder(wish: Wish, plan: Plan) -> Iterator[Found]:
-    """A plan with more and more computed again and elsewhere, up to the first that fits."""
+    """A plan with more and more computed again, here and elsewhere, up to what fits."""
     again = plan.depth > 1 and plan.micro_batches > 1
     places: Sequence[States] = (wish.states,) if wish.states else ("device", "host")
     if wish.cluster.cores and not wish.states:  # there device and host are one memory
         places = ("device",)
     for gathered in wish.choices("gathered", ("keep", "again") if again else ("again",)):
-        rungs = [(where, kind) for where in places for kind in wish.choices("recompute", RECOMPUTE)]
-        for i, (where, kind) in enumerate(rungs):
-            one = replace(plan, gathered=gathered, recompute=kind)
-            found = _predicted(wish, one, where)
-            yield found
-            if found.prediction.fits:
-                if i == 0:
+        tried: list[Found] = []
+        for where in places:
+            if tried and not any(_would_fit(one.prediction) for one in tried):
+                break
+            tried = _climbed(wish, replace(plan, gathered=gathered), where)
+            yield from tried
+            if tried[0].prediction.fits:
+                if gathered == "keep" and where == places[0]:
                     return
                 break
+
+
+def _would_fit(prediction: Prediction) -> bool:
+    """Whether a layout that does not fit would without its states."""
+    device = prediction.memory.device
+    states = device.get("master", 0) + device.get("moments", 0)
+    return 0 < prediction.memory.total - prediction.limit <= states
+
+
+def _climbed(wish: Wish, plan: Plan, where: States) -> list[Found]:
+    """What computes least again, then, if that does not fit, what keeps least; then those between.
+
+    What lies between need not be asked if nothing fits.
+    """
+    kinds = wish.choices("recompute", RECOMPUTE)
+    found = []
+    for kind in dict.fromkeys((kinds[0], kinds[-1], *kinds[1:-1])):
+        found.append(_predicted(wish, replace(plan, recompute=kind), where))
+        if found[-1].prediction.fits == (kind == kinds[0]):
+            break
+    return found
 
 
 def _predicted(wish: Wish, plan: Plan, states: States) -> Found:
