@@ -154,7 +154,9 @@ def _prepare(run: Run, model: Decoder) -> None:
     shape = (plan.micro_batch, run.data.seq // (plan.row * plan.context))
     form = ((*shape, run.model.embed // plan.col), DTYPES[run.train.dtype])
     runtime = parallel.pipeline.runtime
-    runtime.expect((plan.micro_batch, run.data.seq), form)
+    key = (("tokens", (plan.micro_batch, run.data.seq)),)
+    for chunk in range(len(runtime.stage.chunks)):
+        runtime.forms[key, chunk] = runtime.forms[key, -1 - chunk] = form
     runtime.leads = True  # nobody else would
 
 

@@ -7,8 +7,7 @@ held against two peaks of the device (a roofline):
     least time = max(FLOPs / peak FLOP/s, bytes / peak bytes/s)
 
 Compute or memory bounds it, whichever term is larger; neither, if it takes more than four times as
-long. What a trace does not tell is printed as "-". Not handled: several ranks; the trace of the
-communication (`train.trace`) is what shows those.
+long. What a trace does not tell is printed as "-". Not handled: several ranks (see `train.trace`).
 """
 
 from __future__ import annotations
