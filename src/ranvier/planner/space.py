@@ -23,7 +23,7 @@ from ranvier.layers import Flow
 from ranvier.pipeline import orders
 from ranvier.pipeline.policy import Order, Policy
 from ranvier.plan import AXES, Plan
-from ranvier.planner.kept import Kept, head_bytes, kept, stream_bytes
+from ranvier.planner.kept import Kept, Loss, kept, later, loss, stream_bytes
 from ranvier.planner.leaves import Model
 from ranvier.planner.moves import KEPT, Spot, Stage, cut, layers_of, lots_of, policy_of, stage_of
 from ranvier.planner.table import Table
@@ -32,8 +32,6 @@ from ranvier.products import Scores
 Moments = Literal["master", "bf16", "int8"]
 BLOCK = 256
 """Numbers of a moment in 8 bits that share a scale."""
-STATISTICS = 3 * 4 * (1 << 22)
-"""Bytes of logits that a loss without a kernel widens at once."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +210,7 @@ def _peaks(
         if isinstance(layer, Scores)
     ]
     if scores:
-        yield from _in_the_loss(load, own, flow, *head_bytes(scores[0], flow))
+        yield from _in_the_loss(load, own, flow, loss(scores[0], flow, own.head * own.wide))
     top = max((one for one, _ in blocks), key=lambda one: one.none, default=None)
     if top is not None:
         yield from _in_blocks(load, own, top, plan, bool(scores))
@@ -232,20 +230,28 @@ def _load(
     policy = policy_of(model, plan, flow.seq) if plan.pipe > 1 else None
     under = held_micros(policy, plan, stage.seat.index) - 1
     enter = flow.seq * 2 * model.head_dim * flow.itemsize
-    enter += under * (whole // plan.chunks + stream)
+    most = whole
+    if policy is not None and policy.split:  # gradients of weights wait with all they need
+        inside = Spot.of(plan).inside
+        waits = sum(n * later(model, part, inside, flow) for part, n in stage.here if part.is_block)
+        most, under = max(whole, waits), under + 1
+    enter += under * (most // plan.chunks + stream)
     passes = plan.micro_batches
     before, after = _gradients(own, passes)
     outside = own.outside * own.wide if passes > 1 else 0
     return _Load(enter, whole, stream, count, before, after, outside)
 
 
-def _in_the_loss(load: _Load, own: Weights, flow: Flow, logits: int, rows: int) -> Iterator[Peak]:
+def _in_the_loss(load: _Load, own: Weights, flow: Flow, head: Loss) -> Iterator[Peak]:
     """While logits are computed; then their gradient is taken over."""
-    made, grads = own.head * own.wide, load.before * load.count + load.outside
-    held = load.enter + load.whole + load.stream * (1 + 3 * own.wide // flow.itemsize)
+    grads = load.before * load.count + load.outside
+    held = load.enter + load.whole + load.stream * (1 + 2 * own.wide // flow.itemsize) + load.stream
     near = own.head * own.own + own.gathered if own.full else 0
-    yield Peak("in the loss", grads + made, held + rows + STATISTICS, near, logits)
+    moving = max(own.table * own.wide, own.full) if own.full and load.before else 0
+    acts = held + head.rows + head.moment
+    yield Peak("in the loss", grads, acts, near, head.logits, moving)
     if own.full:
+        made = own.head * own.wide
         yield Peak("behind the loss", grads + made, held + load.stream, near, 0, made)
 
 
