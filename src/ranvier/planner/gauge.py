@@ -41,6 +41,8 @@ WARM = 3
 """Calls before any is timed: libraries make their plans in the first."""
 BETWEEN = 16
 """Tensors that a few operations between products read and write, each into memory of its own."""
+HEAT = 3.0
+"""Seconds of work before a device is measured."""
 CHAIN = 32
 """Small operations in a row."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -130,6 +132,7 @@ class Gauge:
     def all(self) -> list[Row]:
         """All rows of a device."""
         with torch.no_grad():
+            self.heat()
             for part in (self.launches, self.streams, self.updates, self.products, self.casts):
                 self.rows += part()
         self.rows += self.attended()
@@ -164,6 +167,18 @@ class Gauge:
         if torch.get_num_threads() > 1:
             return (time.perf_counter() - begin) / done
         return (time.process_time() - busy) / done * crowd(self.ranks)
+
+    def heat(self) -> None:
+        """Have a device work until its clock is that of a long run: its power limit lowers it."""
+        if self.device.type != "cuda":
+            return
+        self.said("the device at work")
+        (x,) = noise([(8192, 8192)], DTYPES[self.kinds[0]], self.device)
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < HEAT:
+            for _ in range(20):
+                x @ x
+            self.wait()
 
     def wait(self) -> None:
         """Until the device has done all."""

@@ -77,6 +77,14 @@ class Peak(NamedTuple):
         return sum(self[1:])
 
 
+class _How(NamedTuple):
+    """What else decides what is there: see `space`."""
+
+    keeps: bool
+    compiled: bool
+    simulated: bool
+
+
 def space(
     model: Model,
     plan: Plan,
@@ -86,22 +94,26 @@ def space(
     states: str = "device",
     moments: Moments = "master",
     keeps: bool = False,
+    compiled: bool = False,
+    simulated: bool = True,
 ) -> Table:
     """Bytes by category of a rank of a stage, of a settled plan; stage: None is the worst one.
 
-    keeps: blocks that compute again keep what they communicated.
+    keeps: blocks that compute again keep what they communicated. simulated: the policy of a
+    pipeline says what is under way; else 1F1B does, in closed form.
     """
+    how = _How(keeps, compiled, simulated)
     if stage is None:
         ends = {0, plan.pipe - 1, min(1, plan.pipe - 1)}
         tables = [
-            space(model, plan, flow, stage=i, states=states, moments=moments, keeps=keeps)
+            space(model, plan, flow, stage=i, states=states, moments=moments, **how._asdict())
             for i in sorted(ends)
         ]
         return max(tables, key=lambda one: one.total)
     spot = Spot.of(plan)
     here = stage_of(model, stage, plan.pipe, plan.chunks, cut(model, plan, flow.seq), plan.spread)
     own = weights_of(model, here, spot, flow.itemsize, moments)
-    peak = max(_peaks(model, plan, flow, here, own, keeps), key=lambda one: one.total)
+    peak = max(_peaks(model, plan, flow, here, own, how), key=lambda one: one.total)
     device = {
         "weights": own.bytes,
         "gradients": peak.gradients,
@@ -175,6 +187,13 @@ def held_micros(policy: Policy | None, plan: Plan, stage: int) -> int:
     return min(policy.credits[stage], most)
 
 
+def usual_micros(plan: Plan, stage: int) -> int:
+    """The same under 1F1B, interleaved where there are chunks."""
+    after = plan.pipe - 1 - stage
+    under = after + 1 if plan.chunks == 1 else 2 * after + (plan.chunks - 1) * plan.pipe + 1
+    return min(under, plan.micro_batches * plan.chunks)
+
+
 @dataclass(frozen=True)
 class _Load:
     """What is there in a step besides weights and states, but for the moment."""
@@ -195,14 +214,18 @@ class _Load:
 
 
 def _peaks(
-    model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, keeps: bool
+    model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how: _How
 ) -> Iterator[Peak]:
     """The moments at which most may be there."""
     inside, kind = Spot.of(plan).inside, plan.recompute
-    blocks = [(kept(model, part, inside, flow), n) for part, n in stage.here if part.is_block]
-    more = keeps and kind != "none"
+    blocks = [
+        (kept(model, part, inside, flow, how.compiled), n)
+        for part, n in stage.here
+        if part.is_block
+    ]
+    more = how.keeps and kind != "none"
     sizes = [(one.of(kind) + (one.held if more else 0), n) for one, n in blocks]
-    load = _load(model, plan, flow, stage, own, sizes)
+    load = _load(model, plan, flow, stage, own, sizes, how.simulated)
     scores = [
         layer
         for part, _ in stage.here
@@ -224,11 +247,13 @@ def _load(
     stage: Stage,
     own: Weights,
     blocks: Sequence[tuple[int, int]],
+    simulated: bool,
 ) -> _Load:
     stream = stream_bytes(model, Spot.of(plan).inside, flow)
     whole, count = sum(size * n for size, n in blocks), sum(n for _, n in blocks)
-    policy = policy_of(model, plan, flow.seq) if plan.pipe > 1 else None
-    under = held_micros(policy, plan, stage.seat.index) - 1
+    under = usual_micros(plan, stage.seat.index) - 1
+    if simulated and plan.pipe > 1:
+        under = held_micros(policy_of(model, plan, flow.seq), plan, stage.seat.index) - 1
     enter = flow.seq * 2 * model.head_dim * flow.itemsize
     most = whole
     if policy is not None and policy.split:  # gradients of weights wait with all they need

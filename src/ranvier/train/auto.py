@@ -19,15 +19,17 @@ from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.launch import Ranks
 from ranvier.plan import AXES, Plan
-from ranvier.planner import cluster, here
+from ranvier.planner import cluster, explain, here
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.leaves import of_run
 from ranvier.planner.predict import Job, Layout, Prediction, predict
+from ranvier.planner.search import Result, Wish, search
 from ranvier.run import Run
 from ranvier.train import measure, train
 from ranvier.train.foretold import Foretold
 
-# ---- choosing ---------------------------------------------------------------------------
+ALIKE = 1.05
+"""Predicted times up to so many times the best count as equal."""
 
 
 def is_open(run: Run, world: int) -> bool:
@@ -38,9 +40,6 @@ def is_open(run: Run, world: int) -> bool:
 
 def chosen(run: Run, machine: Cluster) -> tuple[Run, Foretold]:
     """The run with the layout that the planner finds best, and what it says of it."""
-    from ranvier.planner import explain
-    from ranvier.planner.search import Wish, search
-
     known, plan = train.settled(run, train.device_of(run, Ranks())), run.plan
     measured = run.memory.fit == "auto" or plan.recompute == "budget"
     fixed = {f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(Plan(), f.name)}
@@ -56,7 +55,7 @@ def chosen(run: Run, machine: Cluster) -> tuple[Run, Foretold]:
         states=given if measured or given == "host" else None,
         fp8=run.train.fp8 != "off",
     )
-    result = search(wish)
+    result = simplest(search(wish))
     best = result.best
     found = replace(best.layout.plan, layout="given", compile=plan.compile)
     if measured:
@@ -66,6 +65,23 @@ def chosen(run: Run, machine: Cluster) -> tuple[Run, Foretold]:
         memory = replace(memory, states="host")
     foretold = plainly(best.prediction, machine.name, explain.reason(result))
     return replace(run, plan=found, memory=memory), foretold
+
+
+def simplest(result: Result) -> Result:
+    """The result with the simplest of the layouts first that are as good as the best.
+
+    Predictions are not so exact that a few percent were worth a pipeline or another axis.
+    """
+    limit = ALIKE * result.best.prediction.total
+    near = [one for one in result.found if one.prediction.total <= limit]
+    first = min(near, key=lambda one: (*_burden(one.layout.plan), one.prediction.total))
+    return replace(result, found=(first, *(one for one in result.found if one is not first)))
+
+
+def _burden(plan: Plan) -> tuple[int, ...]:
+    """What makes a layout harder to understand, the worst first."""
+    axes = sum(size > 1 for size in plan.degrees.values())
+    return plan.pipe > 1, axes, plan.chunks, len(plan.order), plan.recompute != "none", -plan.data
 
 
 def plainly(prediction: Prediction, machine: str, why: str) -> Foretold:
