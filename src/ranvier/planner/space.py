@@ -251,20 +251,30 @@ def _load(
 ) -> _Load:
     stream = stream_bytes(model, Spot.of(plan).inside, flow)
     whole, count = sum(size * n for size, n in blocks), sum(n for _, n in blocks)
-    under = usual_micros(plan, stage.seat.index) - 1
-    if simulated and plan.pipe > 1:
-        under = held_micros(policy_of(model, plan, flow.seq), plan, stage.seat.index) - 1
     enter = flow.seq * 2 * model.head_dim * flow.itemsize
-    most = whole
-    if policy is not None and policy.split:  # gradients of weights wait with all they need
-        inside = Spot.of(plan).inside
-        waits = sum(n * later(model, part, inside, flow) for part, n in stage.here if part.is_block)
-        most, under = max(whole, waits), under + 1
-    enter += under * (most // plan.chunks + stream)
+    enter += _under_way(model, plan, flow, stage, whole, simulated)
     passes = plan.micro_batches
     before, after = _gradients(own, passes)
     outside = own.outside * own.wide if passes > 1 else 0
     return _Load(enter, whole, stream, count, before, after, outside)
+
+
+def _under_way(
+    model: Model, plan: Plan, flow: Flow, stage: Stage, whole: int, simulated: bool
+) -> int:
+    """Bytes of other micro-batches that a stage holds. whole: what all its blocks keep of one."""
+    inside, index = Spot.of(plan).inside, stage.seat.index
+    stream = stream_bytes(model, inside, flow)
+    each = whole // plan.chunks + stream
+    if plan.pipe == 1 or not simulated:
+        return (usual_micros(plan, index) - 1) * each
+    policy = policy_of(model, plan, flow.seq)
+    count = held_micros(policy, plan, index)
+    if not policy.split:
+        return (count - 1) * each
+    # gradients of weights wait with all they need
+    waits = sum(n * later(model, part, inside, flow) for part, n in stage.here if part.is_block)
+    return max((count - 1) * each, count * (waits // plan.chunks + stream))
 
 
 def _in_the_loss(load: _Load, own: Weights, flow: Flow, head: Loss) -> Iterator[Peak]:
