@@ -211,6 +211,8 @@ class _Load:
     """The same after the last pass."""
     outside: int
     """Gradients outside of blocks that earlier passes have left."""
+    waits: int = 0
+    """What gradients of weights that are made later need, at the end of a pass."""
 
 
 def _peaks(
@@ -251,30 +253,34 @@ def _load(
 ) -> _Load:
     stream = stream_bytes(model, Spot.of(plan).inside, flow)
     whole, count = sum(size * n for size, n in blocks), sum(n for _, n in blocks)
-    enter = flow.seq * 2 * model.head_dim * flow.itemsize
-    enter += _under_way(model, plan, flow, stage, whole, simulated)
+    others, waits = _under_way(model, plan, flow, stage, whole, simulated)
+    enter = flow.seq * 2 * model.head_dim * flow.itemsize + others
     passes = plan.micro_batches
     before, after = _gradients(own, passes)
     outside = own.outside * own.wide if passes > 1 else 0
-    return _Load(enter, whole, stream, count, before, after, outside)
+    return _Load(enter, whole, stream, count, before, after, outside, waits)
 
 
 def _under_way(
     model: Model, plan: Plan, flow: Flow, stage: Stage, whole: int, simulated: bool
-) -> int:
-    """Bytes of other micro-batches that a stage holds. whole: what all its blocks keep of one."""
+) -> tuple[int, int]:
+    """Bytes of other micro-batches that a stage holds, and what of this one waits at its end.
+
+    whole: what all blocks keep of one. Gradients of weights that are made later wait with all they
+    need.
+    """
     inside, index = Spot.of(plan).inside, stage.seat.index
     stream = stream_bytes(model, inside, flow)
     each = whole // plan.chunks + stream
     if plan.pipe == 1 or not simulated:
-        return (usual_micros(plan, index) - 1) * each
+        return (usual_micros(plan, index) - 1) * each, 0
     policy = policy_of(model, plan, flow.seq)
-    count = held_micros(policy, plan, index)
+    others = held_micros(policy, plan, index) - 1
     if not policy.split:
-        return (count - 1) * each
-    # gradients of weights wait with all they need
+        return others * each, 0
     waits = sum(n * later(model, part, inside, flow) for part, n in stage.here if part.is_block)
-    return max((count - 1) * each, count * (waits // plan.chunks + stream))
+    waits //= plan.chunks
+    return others * max(each, waits + stream), waits
 
 
 def _in_the_loss(load: _Load, own: Weights, flow: Flow, head: Loss) -> Iterator[Peak]:
@@ -303,7 +309,7 @@ def _in_blocks(load: _Load, own: Weights, top: Kept, plan: Plan, scored: bool) -
         else:
             grads = left + load.before + head + elements * own.own
             yield Peak("in the last block, backward", grads, acts)
-    acts = load.enter + top.of(plan.recompute) + again + 2 * load.stream
+    acts = load.enter + load.waits + top.of(plan.recompute) + again + 2 * load.stream
     grads = load.after * (load.count - 1) + own.outside * own.wide
     for needed, elements in top.moments:
         mine = load.before if own.full else load.before + elements * own.own
@@ -315,7 +321,7 @@ def _at_the_end(load: _Load, own: Weights, tied: bool) -> Iterator[Peak]:
     """While the embedding's gradient is made, and in the update."""
     left = load.after * load.count + own.outside * own.wide
     table = own.table * (own.own + own.wide * (tied or own.full > 0))
-    acts = load.enter + 2 * load.stream
+    acts = load.enter + load.waits + 2 * load.stream
     yield Peak("at the end of backward", left + table, acts, own.gathered, 0, own.full)
     trained = own.block * load.count + own.outside
     wide = own.data > 1 or own.full > 0 or load.before > 0

@@ -176,9 +176,14 @@ class _Seen(OnHost):
         super().__init__(before, lambda: gradients(queue))
         self.queue, self.gradients, self.where = queue, 0, ""
 
+    @property
+    def words(self) -> str:
+        """When there are most: in a layer, or (an activation, a norm's end) between two."""
+        return f"in {self.where}" if self.where else "between layers"
+
     def grown(self) -> None:
         """Look at the gradients there are, and at what runs."""
-        found, self.where = dict[int, int](), self.queue.grid.trace.where or "the update"
+        found, self.where = dict[int, int](), self.queue.grid.trace.where
         for bucket in self.queue.buckets:
             for some in (bucket.grad, bucket.finished):
                 for x in [] if some is None else some.parts.values():
