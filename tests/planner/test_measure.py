@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from machines import machine
 from pool import Pool
 from ranvier.comm import rates
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.launch import Ranks
 from ranvier.plan import Plan
 from ranvier.planner import cluster, crowd, here
-from ranvier.planner.cluster import Cluster, Collective, Fused, Product, Rate
+from ranvier.planner.cluster import Cluster, Product, Rate
 from ranvier.planner.gauge import Gauge, Shapes
 from ranvier.planner.leaves import of_size
 from ranvier.planner.predict import Job, Layout, predict
@@ -27,24 +26,6 @@ from ranvier.train import calibrate, measure
 
 CPU = torch.device("cpu")
 TINY = Shapes(((8, 6, 4),), ((1, 8, 2, 1, 4),), stream=4096, adam=64, seconds=1e-4)
-OPS = ("all_gather", "reduce_scatter", "all_reduce", "send")
-
-
-@functools.cache
-def machine(cores: int = 2, latency: float = 1e-3) -> Cluster:
-    """A host on which everything takes round numbers, but for `ranks` that want the same core."""
-    rows: list[Any] = []
-    for ranks in (1, 2, 4, 8):
-        slow = max(ranks / cores, 1.0)
-        rows += [Product(192, 192, 192, "fp32", 4e10 / slow, ranks, kind) for kind in ("y", "dx")]
-        rows += [Product(192, 192, 192, "fp32", 4e10 / slow, ranks, "dw")]
-        rows += [Fused(96, 24, "fp32", 1e10 / slow, 1e10 / slow, ranks)]
-        rates = {"memory": 1e10, "between": 5e9, "update": 1e8, "norm": 1e9}
-        rows += [Rate(kind, value / slow, ranks) for kind, value in rates.items()]
-        rows += [Rate(kind, 1e-5 * slow, ranks) for kind in ("launch", "pair")]
-    links = [Collective(op, n, latency, 1e9, 8 // n) for n in (2, 4, 8) for op in OPS]
-    made = measure.described_as(CPU, Ranks(local_world=8), rows, links)
-    return replace(made, cores=cores)
 
 
 def seconds(made: Cluster, **degrees: Any) -> dict[str, float]:
