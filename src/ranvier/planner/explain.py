@@ -239,7 +239,7 @@ def _carried(found: Found, wish: Wish) -> str:
         total = sum(one.bytes * one.count for one in moved if one.axis == (axis,))
         pace = GIB / links.seconds(wish.cluster, "all_gather", GIB, ranks)
         place = "inside nodes" if ranks.nodes == 1 else "between nodes"
-        words.append(f"{total / 1e9:.3g} GB over {axis} {place} at {pace / 1e9:.3g} GB/s")
+        words.append(f"{total / 1e9:,.0f} GB over {axis} {place} at {pace / 1e9:.0f} GB/s")
     waits = sum(found.prediction.parts.get(axis, 0.0) for axis in ("row", "col", "depth"))
     return f"({layout(found)}) moves {_and(words)} and waits {seconds(waits)} in all"
 

@@ -46,14 +46,17 @@ class Kept:
 
 
 @lru_cache(KEPT)
-def kept(model: Model, part: Part, spot: Spot, flow: Flow) -> Kept:
-    """The activations of a block; spot: its `inside`."""
+def kept(model: Model, part: Part, spot: Spot, flow: Flow, compiled: bool = False) -> Kept:
+    """The activations of a block; spot: its `inside`.
+
+    compiled: norms keep their input as it came, and a gate is activated again.
+    """
     pairs = [*zip(part.leaves, layers_of(model, part, spot), strict=True)]
     item, stream = flow.itemsize, stream_bytes(model, spot, flow)
     none = made = attended = 0
     for leaf, layer in pairs:
         if isinstance(layer, Statistics):
-            none += norm_bytes(layer, flow, _normed(leaf, layer, pairs, flow))
+            none += norm_bytes(layer, flow, _normed(leaf, layer, pairs, flow), compiled)
         elif isinstance(layer, Product):
             made += sum(one.made(flow) for one in layer.factors) * item
             none += read(layer, flow) if layer.trained else 0
@@ -62,7 +65,7 @@ def kept(model: Model, part: Part, spot: Spot, flow: Flow) -> Kept:
             attended += numbers + tokens * layer.width * item
             none += numbers + _attended(pairs, flow, model)
     hidden = _hidden(pairs, flow)
-    inside = _inside(model)
+    inside = min(_inside(model), 2) if compiled else _inside(model)
     none += inside * hidden
     held = sum(layer.held(flow) for _, layer in pairs)
     moments = _backward(pairs, flow, hidden, inside, none, stream)
@@ -81,9 +84,11 @@ def read(layer: Product, flow: Flow) -> int:
     return layer.elements(flow)[0] // layer.gathers.size * flow.itemsize
 
 
-def norm_bytes(layer: Statistics, flow: Flow, elements: int) -> int:
+def norm_bytes(layer: Statistics, flow: Flow, elements: int, compiled: bool = False) -> int:
     """What a norm keeps of so many elements."""
     wide = max(flow.itemsize, WIDE)
+    if compiled:
+        return elements * flow.itemsize + layer.ground.tokens(flow, layer.dim) * wide
     return 2 * elements * wide + layer.ground.tokens(flow, layer.dim) * wide
 
 

@@ -271,8 +271,8 @@ def _between(part: Part, device: Device, setup: Setup, runtime: Runtime) -> tupl
         else:  # queries, keys and values are turned and laid anew
             forward, backward = forward + 2 * size, backward + 2 * size
     passes = runtime.compiled if setup.compiled else runtime.passes
-    size = setup.tokens * BYTES[setup.dtype] * passes
-    both = (traffic(device, size * n, setup.ranks, runtime.stream) for n in (forward, backward))
+    each = setup.tokens * BYTES[setup.dtype] * passes
+    both = (traffic(device, each * n, setup.ranks, runtime.stream) for n in (forward, backward))
     return next(both), next(both)
 
 

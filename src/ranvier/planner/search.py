@@ -2,10 +2,11 @@
 
 A layout is a factorisation of the ranks over the axes, what col splits inside, a micro-batch,
 chunks of stages, what is computed or gathered again, where states rest, and the order of the axes.
-Plan's own rules refuse what cannot be divided. Three things keep the rest short:
+Plan's own rules refuse what cannot be divided. Four things keep the rest short:
 
-    ladder   less computed again, gathered again and kept elsewhere is never slower: what fits ends
-             the ladder, and what keeps least and does not fit ends it, too
+    ladder   less computed again and gathered again is never slower: what fits ends the ladder, and
+             what keeps least and does not fit ends it, too
+    host     states rest there only where else all must be computed again, or nothing fits
     rough    each factorisation is tried with few micro-batches first; only the FULL best within
              NEAR times the best of a style are searched in full
     orders   other placements of the ranks are tried for the BEST layouts
@@ -27,7 +28,7 @@ from typing import Any, Literal
 from ranvier.errors import PlanError
 from ranvier.plan import RUNTIME, Plan, divisors
 from ranvier.planner.cluster import Cluster
-from ranvier.planner.predict import Job, Layout, Prediction, predict
+from ranvier.planner.predict import Job, Layout, predict
 from ranvier.planner.rivals import STYLES, Found, styles
 
 States = Literal["device", "host"]
@@ -244,7 +245,7 @@ def ladder(wish: Wish, plan: Plan) -> Iterator[Found]:
     for gathered in wish.choices("gathered", ("keep", "again") if again else ("again",)):
         tried: list[Found] = []
         for where in places:
-            if tried and not any(_would_fit(one.prediction) for one in tried):
+            if tried and not _moves_out(wish, tried):
                 break
             tried = _climbed(wish, replace(plan, gathered=gathered), where)
             yield from tried
@@ -254,11 +255,20 @@ def ladder(wish: Wish, plan: Plan) -> Iterator[Found]:
                 break
 
 
-def _would_fit(prediction: Prediction) -> bool:
-    """Whether a layout that does not fit would without its states."""
-    device = prediction.memory.device
-    states = device.get("master", 0) + device.get("moments", 0)
-    return 0 < prediction.memory.total - prediction.limit <= states
+def _moves_out(wish: Wish, tried: Sequence[Found]) -> bool:
+    """Whether states had better rest on the host, where they find room.
+
+    So it is if nothing fits beside them, or only what computes all again, and more would without.
+    """
+    if any(one.prediction.fits and one.plan.recompute != RECOMPUTE[-1] for one in tried):
+        return False
+    for one in tried:
+        device = one.prediction.memory.device
+        states = device.get("master", 0) + device.get("moments", 0)
+        over = one.prediction.memory.total - one.prediction.limit
+        if 0 < over <= states <= wish.cluster.host.memory:
+            return True
+    return False
 
 
 def _climbed(wish: Wish, plan: Plan, where: States) -> list[Found]:
@@ -288,9 +298,8 @@ def fits(wish: Wish) -> bool:
     least = sorted(grids(wish)[0], key=lambda plan: plan.data)[:FEW]
     where: States = wish.states or ("device" if wish.cluster.cores else "host")
     kind = wish.choices("recompute", RECOMPUTE)[-1]
-    return any(
-        _predicted(wish, replace(plan, recompute=kind), where).prediction.fits for plan in least
-    )
+    asked = (_predicted(wish, replace(plan, recompute=kind), where).prediction for plan in least)
+    return any(one.fits and one.memory.on_host <= wish.cluster.host.memory for one in asked)
 
 
 def _rough(wish: Wish, plan: Plan) -> list[Found]:

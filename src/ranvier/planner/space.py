@@ -53,6 +53,8 @@ class Weights:
     """Elements of the embedding's gathered gradient; likewise."""
     gathered: int
     """Bytes of a block's weights gathered over depth; 0: they lie whole."""
+    whole: int
+    """Bytes of all weights gathered over depth."""
     full: int
     """Bytes of its gradients, gathered, in 32 bits."""
     wide: int
@@ -79,6 +81,14 @@ class Peak(NamedTuple):
         return sum(self[1:])
 
 
+class _How(NamedTuple):
+    """What else decides what is there: see `space`."""
+
+    keeps: bool
+    compiled: bool
+    simulated: bool
+
+
 def space(
     model: Model,
     plan: Plan,
@@ -88,22 +98,26 @@ def space(
     states: str = "device",
     moments: Moments = "master",
     keeps: bool = False,
+    compiled: bool = False,
+    simulated: bool = True,
 ) -> Table:
     """Bytes by category of a rank of a stage, of a settled plan; stage: None is the worst one.
 
-    keeps: blocks that compute again keep what they communicated.
+    keeps: blocks that compute again keep what they communicated. simulated: the policy of a
+    pipeline says what is under way; else 1F1B does, in closed form.
     """
+    how = _How(keeps, compiled, simulated)
     if stage is None:
         ends = {0, plan.pipe - 1, min(1, plan.pipe - 1)}
         tables = [
-            space(model, plan, flow, stage=i, states=states, moments=moments, keeps=keeps)
+            space(model, plan, flow, stage=i, states=states, moments=moments, **how._asdict())
             for i in sorted(ends)
         ]
         return max(tables, key=lambda one: one.total)
     spot = Spot.of(plan)
     here = stage_of(model, stage, plan.pipe, plan.chunks, cut(model, plan, flow.seq), plan.spread)
     own = weights_of(model, here, spot, flow.itemsize, moments)
-    peak = max(_peaks(model, plan, flow, here, own, keeps), key=lambda one: one.total)
+    peak = max(_peaks(model, plan, flow, here, own, how), key=lambda one: one.total)
     device = {
         "weights": own.bytes,
         "gradients": peak.gradients,
@@ -126,11 +140,12 @@ def weights_of(model: Model, stage: Stage, spot: Spot, own: int, moments: Moment
     degrees = dict(zip(AXES, spot.degrees, strict=True))
     data, depth, wide = degrees["data"], degrees["depth"], max(own, 4)
     blocks = {part.name for part, _ in stage.here if part.is_block}
-    total = master = both = outside = gathered = full = block = 0
+    total = master = both = outside = gathered = whole = full = block = 0
     for part, lot, count in lots_of(model, stage, spot):
         bulk = lot.bulk
         total += count * bulk.size * own
         inside = part in blocks
+        whole += count * bulk.size * own * depth if bulk.split else 0
         if bulk.split and inside:
             gathered = max(gathered, bulk.size * own * depth)
         if not bulk.trainable:
@@ -144,7 +159,7 @@ def weights_of(model: Model, stage: Stage, spot: Spot, own: int, moments: Moment
             full = max(full, bulk.count * wide * depth if bulk.split else 0)
     head, table = (_outside(model, stage, spot, kind) for kind in ("head", "embedding"))
     return Weights(
-        total, master, both, block, outside, head, table, gathered, full, wide, own, data
+        total, master, both, block, outside, head, table, gathered, whole, full, wide, own, data
     )
 
 
@@ -177,6 +192,13 @@ def held_micros(policy: Policy | None, plan: Plan, stage: int) -> int:
     return min(policy.credits[stage], most)
 
 
+def usual_micros(plan: Plan, stage: int) -> int:
+    """The same under 1F1B, interleaved where there are chunks."""
+    after = plan.pipe - 1 - stage
+    under = after + 1 if plan.chunks == 1 else 2 * after + (plan.chunks - 1) * plan.pipe + 1
+    return min(under, plan.micro_batches * plan.chunks)
+
+
 @dataclass(frozen=True)
 class _Load:
     """What is there in a step besides weights and states, but for the moment."""
@@ -197,26 +219,34 @@ class _Load:
 
 
 def _peaks(
-    model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, keeps: bool
+    model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how: _How
 ) -> Iterator[Peak]:
     """The moments at which most may be there."""
     inside, kind = Spot.of(plan).inside, plan.recompute
-    blocks = [(kept(model, part, inside, flow), n) for part, n in stage.here if part.is_block]
-    more = keeps and kind != "none"
+    blocks = [
+        (kept(model, part, inside, flow, how.compiled), n)
+        for part, n in stage.here
+        if part.is_block
+    ]
+    more = how.keeps and kind != "none"
     sizes = [(one.of(kind) + (one.held if more else 0), n) for one, n in blocks]
-    load = _load(model, plan, flow, stage, own, sizes)
+    load = _load(model, plan, flow, stage, own, sizes, how.simulated)
     scores = [
         layer
         for part, _ in stage.here
         for layer in layers_of(model, part, inside)
         if isinstance(layer, Scores)
     ]
+    peaks: list[Peak] = []
     if scores:
-        yield from _in_the_loss(load, own, flow, *head_bytes(scores[0], flow))
+        peaks += _in_the_loss(load, own, flow, *head_bytes(scores[0], flow))
     top = max((one for one, _ in blocks), key=lambda one: one.none, default=None)
     if top is not None:
-        yield from _in_blocks(load, own, top, plan, bool(scores))
-    yield from _at_the_end(load, own, model.tied)
+        peaks += _in_blocks(load, own, top, plan, bool(scores))
+    peaks += _at_the_end(load, own, model.tied)
+    for peak in peaks:  # what is kept gathered is there until the update
+        keep = plan.gathered == "keep" and peak.where != "in the update"
+        yield peak._replace(gathered=max(peak.gathered, own.whole)) if keep else peak
 
 
 def _load(
@@ -226,11 +256,13 @@ def _load(
     stage: Stage,
     own: Weights,
     blocks: Sequence[tuple[int, int]],
+    simulated: bool,
 ) -> _Load:
     stream = stream_bytes(model, Spot.of(plan).inside, flow)
     whole, count = sum(size * n for size, n in blocks), sum(n for _, n in blocks)
-    policy = policy_of(model, plan, flow.seq) if plan.pipe > 1 else None
-    under = held_micros(policy, plan, stage.seat.index) - 1
+    under = usual_micros(plan, stage.seat.index) - 1
+    if simulated and plan.pipe > 1:
+        under = held_micros(policy_of(model, plan, flow.seq), plan, stage.seat.index) - 1
     enter = flow.seq * 2 * model.head_dim * flow.itemsize
     enter += under * (whole // plan.chunks + stream)
     passes = plan.micro_batches
