@@ -18,9 +18,9 @@ from hf_models import HF_MODELS
 from ranvier.checkpoint.state import assemble
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
+from ranvier.layers import Flow
 from ranvier.models import EXAMPLES, AdapterConfig, Decoder, DecoderConfig
 from ranvier.models import build as build_decoder
-from ranvier.nn.leaf import Flow
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import Parallel, parallelize
 from ranvier.pipeline.cut import Cut

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from equivalence import ONE_PASS, gradients, worst
 from ranvier.comm import verbs
 from ranvier.grid import Grid
+from ranvier.layers import Flow
 from ranvier.nn.example import Example
-from ranvier.nn.leaf import Flow
 from ranvier.parallel import LEAVES, parallelize
 from ranvier.sharding import OUTER, WEIGHTS, Place, Rule, Sharding, Table
 from ranvier.trace import difference

@@ -18,7 +18,7 @@ import pytest
 from size import MAX_FILE, MAX_FUNCTION, PACKAGE, oversized
 
 LEVELS = (
-    "errors plan sharding trace",
+    "errors plan sharding trace html layers products lots",
     "grid init launch",
     "comm",
     "nn | models",

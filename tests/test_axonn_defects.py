@@ -16,8 +16,8 @@ from equivalence import Case, Serial, batch_of, compare, copied, gradients, micr
 from pool import Pool
 from ranvier.comm import verbs
 from ranvier.grid import Grid
+from ranvier.layers import Flow
 from ranvier.models import EXAMPLES
-from ranvier.nn.leaf import Flow
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import parallelize
 from ranvier.train.step import evaluate, forward_backward

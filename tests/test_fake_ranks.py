@@ -18,8 +18,8 @@ from ranvier import launch
 from ranvier.comm import verbs
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
+from ranvier.layers import Flow
 from ranvier.models.decoder import Decoder, DecoderConfig
-from ranvier.nn.leaf import Flow
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import parallelize
 from ranvier.train.step import forward_backward

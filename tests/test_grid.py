@@ -57,6 +57,15 @@ def test_partial_axes_are_consecutive_ranks() -> None:
         Grid(degrees).axis(share={"row": 4})
 
 
+def test_a_plan_places_ranks_in_its_order() -> None:
+    plan = Plan(pipe=2, data=3, row=4, order=("row", "pipe"))
+    grid = Grid.of(plan, rank=0, ranks_per_node=8)
+    assert plan.placed[-3:] == ("col", "row", "pipe")
+    assert grid.axis("pipe").ranks == (0, 1) and grid.axis("row").ranks == (0, 2, 4, 6)
+    assert grid.axis("data").ranks == (0, 8, 16) and grid.axis("data").crosses_nodes
+    assert Grid.of(Plan(pipe=2, data=3, row=4)).axis("row").ranks == (0, 1, 2, 3)
+
+
 def test_explicit_order_permutes_members() -> None:
     order = [5, 2, 0, 4, 1, 3]
     grid = Grid({"row": 3, "col": 2}, rank=4, order=order)  # [[5, 2], [0, 4], [1, 3]]

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ranvier import launch
 from ranvier.errors import PlanError
@@ -16,17 +17,23 @@ from ranvier.options import (
     Arguments,
     Convert,
     Doctor,
+    DryRun,
     Eval,
     Export,
     Generate,
     Import,
+    Measure,
+    Planned,
     Prepare,
     Profile,
     Simulate,
 )
 from ranvier.run import Run
 from ranvier.settings import nearest
-from ranvier.words import USAGE_ERROR, asked, filled, one, split, two
+from ranvier.words import USAGE_ERROR, asked, filled, given, one, split, two, without
+
+if TYPE_CHECKING:
+    from ranvier.train.foretold import Foretold
 
 USAGE = """\
 usage: ranvier VERB ...
@@ -40,6 +47,8 @@ usage: ranvier VERB ...
   report RUN                 write report.html of a run again
   profile RUN | run.toml     where the time of its steps goes, kernel by kernel, on one rank
   simulate [run.toml | RUN]  play a step of its pipeline: time, bubble, what stages wait for; drawn
+  plan [run.toml]            the fastest layouts on a cluster, predicted, and why
+  dryrun [run.toml | RUN]    one rank of --world many, without devices: its shards, messages, memory
   data prepare FILE ...      tokenize corpora once, into memory-mapped shards
   data show DIR              what a prepared corpus holds
   checkpoint ls RUN          its checkpoints: step, size, grid, state
@@ -47,6 +56,7 @@ usage: ranvier VERB ...
   checkpoint diff A B        settings, facts and tensors in which two checkpoints differ
   checkpoint convert A OUT   write a checkpoint anew, or its weights as plain safetensors
   verify [run.toml]          compare the configured grid with one process, shrunk, in float64
+  measure [--to FILE]        how fast this machine computes and communicates, for the planner
   doctor [--matmuls]         what this machine has, what is missing and how to get it; or how fast
                              it multiplies the matrices of a model, in which layout
 
@@ -141,6 +151,7 @@ def _train(words: Sequence[str]) -> int:
         me, world = _world(arguments, train.ranks_of(run))
     else:
         me, world = None, nodes.count * arguments.nproc
+    run, said = _planned(words, run, world, me, nodes)
     run = elastic.fitted(run, world) if _goes_on(words) else run.check(world)
     choices = [run, *elastic.smaller(run)]
     show.check_log(run)
@@ -152,18 +163,18 @@ def _train(words: Sequence[str]) -> int:
         train.check_memory(train.settled(choice, device, backend), who, device)
     if me is not None:
         with launch.reported(me):
-            return _train_rank([run], None, me)
+            return _train_rank([run], None, said, me)
     first = nodes is None or nodes.node == 0
     if first:
         folder.check_free(run)
     stored = corpora.stored(run)
     train.opened(run, stored)  # what is wrong with the data is said before any rank starts
     if world == 1:
-        return _train_rank([run], stored, Ranks())
+        return _train_rank([run], stored, said, Ranks())
     if first and not run.train.out:  # a restarted run comes back to the same one
         out = folder.new(run.model.size)
         choices = [folder.placed(one, out) for one in choices]
-    task = functools.partial(_train_rank, choices, stored)
+    task = functools.partial(_train_rank, choices, stored, said)
     policy = launch.Policy(
         retries=run.launch.retries,
         faults=run.launch.faults,
@@ -180,9 +191,27 @@ def _train(words: Sequence[str]) -> int:
     )
 
 
-def _train_rank(choices: Sequence[Run], stored: list[str] | None, me: Ranks) -> int:
+def _planned(
+    words: Sequence[str], run: Run, world: int, me: Ranks | None, nodes: launch.Nodes | None
+) -> tuple[Run, Foretold | None]:
+    """The run with the planner's layout, if it leaves that open, and what was foretold.
+
+    A run that is continued keeps its layout, or has what was asked for now.
+    """
+    from ranvier.train import auto
+
+    files, _ = split(words)
+    count = nodes.count if nodes else me.world // me.local_world if me else 1
+    if (files and os.path.isdir(files[0])) or not auto.is_open(run, world):
+        return auto.kept(run), None
+    return auto.planned(run, world, nodes=count)
+
+
+def _train_rank(
+    choices: Sequence[Run], stored: list[str] | None, said: Foretold | None, me: Ranks
+) -> int:
     """Train as a rank of the grid that the launcher has chosen."""
-    from ranvier.train import exact, folder, train
+    from ranvier.train import auto, exact, folder, train
 
     run = choices[me.grid]
     if me.attempt:
@@ -192,7 +221,9 @@ def _train_rank(choices: Sequence[Run], stored: list[str] | None, me: Ranks) -> 
         exact.exact(run.train.deterministic and device.type == "cuda"),
         launch.joined(me, train.backend_of(run, me, device), run.train.timeout),
     ):
-        return train.train(run, me, stored)
+        if said is not None and me.grid == 0:
+            run, said = auto.agreed(run, said, me, device)
+        return train.train(run, me, stored, said if me.grid == 0 else None)
 
 
 def _verify(words: Sequence[str]) -> int:
@@ -362,6 +393,22 @@ def _profile(words: Sequence[str]) -> int:
     return profile.profile(_run(settings), origin, **own)
 
 
+def _plan(words: Sequence[str]) -> int:
+    """Search layouts; torch is imported only for models without a name."""
+    settings = filled(Planned, "plan [run.toml]", words)
+    if settings.calibrate:
+        from ranvier.train.calibrate import calibrate
+
+        return calibrate(Path(settings.calibrate), settings.cluster)
+    from ranvier.planner import command
+
+    own = [field.name for field in dataclasses.fields(command.Wanted)]
+    wanted = command.Wanted(**{name: getattr(settings, name) for name in own})
+    chosen = [name for name in given(words) if name.startswith(("plan.", "memory.states"))]
+    carried = without(words, [*own, "calibrate", *chosen])
+    return command.plan(command.Asked(_run(settings), given(words), carried), wanted)
+
+
 def _simulate(words: Sequence[str]) -> int:
     settings = filled(Simulate, "simulate [run.toml | RUN]", words)
     from ranvier.train import simulate
@@ -369,6 +416,28 @@ def _simulate(words: Sequence[str]) -> int:
     names = [field.name for field in dataclasses.fields(simulate.Wanted)]
     wanted = simulate.Wanted(**{name: getattr(settings, name) for name in names})
     return simulate.simulate(_run(settings), wanted)
+
+
+def _measure(words: Sequence[str]) -> int:
+    settings = asked(Measure, Measure(), "measure", words)
+    from ranvier.train import measure
+
+    me = launch.ranks()
+    task = functools.partial(measure.rank, settings.to)
+    count = measure.ranks_here(settings.nproc) if me is None else me.world
+    if me is None and count > 1:
+        return launch.start(count, task, preload=[measure.__name__])
+    with launch.reported(me or Ranks()):
+        return task(me or Ranks())
+
+
+def _dryrun(words: Sequence[str]) -> int:
+    settings = filled(DryRun, "dryrun [run.toml | RUN]", words)
+    from ranvier.train import dryrun
+    from ranvier.verify import world_of
+
+    world = settings.world or world_of(settings.plan)
+    return dryrun.show(_run(settings), world=world, rank=settings.rank, out=settings.json)
 
 
 def _doctor(words: Sequence[str]) -> int:
@@ -393,8 +462,11 @@ VERBS: dict[str, Verb] = {
     "report": _report,
     "profile": _profile,
     "simulate": _simulate,
+    "plan": _plan,
+    "dryrun": _dryrun,
     "data": _data,
     "checkpoint": _checkpoint,
     "verify": _verify,
+    "measure": _measure,
     "doctor": _doctor,
 }

@@ -113,7 +113,12 @@ class Grid:
 
     @classmethod
     def of(cls, plan: Plan, **options: Any) -> Grid:
-        """The grid of a resolved plan."""
+        """The grid of a resolved plan, its ranks placed in the plan's order."""
+        if plan.order and "order" not in options:
+            shape = [plan.degrees[axis] for axis in plan.placed]
+            places = [plan.placed.index(axis) for axis in AXES]
+            ranks = np.arange(plan.world).reshape(shape).transpose(places)
+            options = {**options, "order": ranks.reshape(-1).tolist()}
         return cls(plan.degrees, **options)
 
     @property

@@ -28,7 +28,6 @@ from ranvier.checkpoint import manifest as manifests
 from ranvier.checkpoint.load import load as load_parts
 from ranvier.comm import verbs
 from ranvier.comm.agree import differences, everyone, together
-from ranvier.comm.bucket import Group
 from ranvier.comm.deferred import Deferred
 from ranvier.comm.pairs import total
 from ranvier.data.loader import rows
@@ -38,6 +37,7 @@ from ranvier.infer.called import averaged, batch_axis, called, filled, logits_of
 from ranvier.infer.loaded import MASTER
 from ranvier.infer.scores import REPLICAS
 from ranvier.launch.laid import Axes, checked
+from ranvier.lots import Group
 from ranvier.nn import huggingface
 from ranvier.nn.loss import IGNORE
 from ranvier.optim.optimizer import Optimizer

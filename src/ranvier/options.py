@@ -37,6 +37,35 @@ class Profile(Run):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Planned(Run):
+    """The fastest layouts of a run on a cluster, predicted, and why.
+
+    Settings of the plan that are given (in the file or as options) stay; the others are searched.
+    """
+
+    cluster: str = ""
+    """A built-in name (such as dgx-h100; an unknown one lists all) or a TOML file as `ranvier
+    measure` writes it; empty: this machine, as it was measured."""
+    nodes: int = 0
+    """Nodes of the cluster; 0: as its description says."""
+    devices: int = 0
+    """Devices in its place, where a node is not used whole."""
+    top: int = 10
+    """Layouts in the table."""
+    precision: Literal["", "fp32", "fp16", "bf16", "fp8"] = ""
+    """What matrix products are computed in; empty: as train.dtype and train.fp8 say."""
+    goal: str = ""
+    """Tokens within a time, such as "70B, 2T tokens, 30 days" or "100B tokens, 2 weeks": the fewest
+    nodes that reach it (up to --nodes, if given)."""
+    json: str = ""
+    """File to write the result to as JSON; -: print it instead of the table."""
+    html: str = ""
+    """File of a page with charts of all layouts, which needs nothing else; -: print it."""
+    calibrate: str = ""
+    """In place of a plan: fold what a RUN has measured into the file of the cluster."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Simulate(Run):
     """A step of a run's pipeline, played without processes, with each policy.
 
@@ -59,6 +88,22 @@ class Simulate(Run):
     """Policies to compare with that of the plan; empty: all."""
     out: str = ""
     """Directory of the drawings; empty: the run's, or this one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRun(Run):
+    """The real code of one rank of many, without data, devices or other ranks.
+
+    Its shards, what it says over each axis in a step (counted at torch's fake process group), and
+    the most bytes that its tensors take at once.
+    """
+
+    world: int = 0
+    """Ranks of the run; 0: as many as the plan needs."""
+    rank: int = 0
+    """The one that is played, from 0."""
+    json: str = ""
+    """File for all of it as JSON; empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +257,21 @@ class Doctor:
     """Tokens of a micro-batch; 0: 16384, or 512 on a CPU."""
     dtype: str = ""
     """bf16, fp16 or fp32; empty: bf16 where the device has it, or fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """Fill in the cluster file of this machine, in under a minute.
+
+    Matrix products, memory, attention, updates, and collectives in groups of each size. Do nothing
+    else on the machine meanwhile.
+    """
+
+    to: str = ""
+    """TOML file to write; empty: one of this host and device in the user's cache, where plan and
+    train look for it."""
+    nproc: int = 0
+    """Local ranks that measure; 0: one for each GPU, or 8 on a CPU."""
 
 
 @dataclass(frozen=True)

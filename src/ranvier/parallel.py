@@ -18,13 +18,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ranvier import sharding
-from ranvier.comm.bucket import VECTORS, Bucket, Group, Weight
+from ranvier import lots, sharding
+from ranvier.comm.bucket import Weight
 from ranvier.comm.deferred import Deferred
 from ranvier.comm.fill import fill
 from ranvier.comm.results import Collectives, Keeping
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis, Grid
+from ranvier.layers import Flow, Line
+from ranvier.lots import VECTORS, Group, Types
 from ranvier.models import adapter, decoder
 from ranvier.nn import huggingface
 from ranvier.nn.attention import Core
@@ -33,7 +35,7 @@ from ranvier.nn.compiled import Compiled
 from ranvier.nn.dropout import Dropout
 from ranvier.nn.embedding import Embedding
 from ranvier.nn.head import Head
-from ranvier.nn.leaf import Flow, Leaf, Moment, Site, place
+from ranvier.nn.leaf import Leaf, Moment, Site, place
 from ranvier.nn.linear import Linear
 from ranvier.nn.loss import CrossEntropy
 from ranvier.nn.magnitude import Magnitude
@@ -142,38 +144,30 @@ class Parallel:
     def _depth_events(self) -> tuple[list[Event], list[Event]]:
         """Gathers of a micro-batch, forward, then backward, and reductions.
 
-        One gather serves uses of the same bucket that follow each other, or all uses if gathered
-        weights are kept. Embedding and head need theirs forward only. A bucket's gradients are
-        reduced once. Forward and backward of a stage are jobs of their own.
+        Embedding and head need their weights forward only. A bucket's gradients are reduced once.
         """
         queue = self.queue
-        if queue.gather_axis.size == 1:
+        line = Line(queue.gather_axis.names, queue.gather_axis.size)
+        if line.size == 1:
             return [], []
         forward = self._uses(lambda leaf: True)
         alone = self.pipeline.runtime.stage.count == 1
         once = Embedding if alone else (Embedding, Head)
         backward = self._uses(lambda leaf: not isinstance(leaf, once))[::-1]
-        split = [bucket for bucket in queue.buckets if bucket.split]
-        between = [] if alone else [""]
-        uses = [*forward, *between, *backward]
-        if queue.keep:
-            uses = list(dict.fromkeys(forward))
+        split = [bucket.bulk for bucket in queue.buckets if bucket.split]
         gathers = [
-            self._bucket_event("all_gather", bucket)
-            for i, block in enumerate(uses)
-            if i == 0 or block != uses[i - 1]
-            for bucket in split
-            if bucket.name == block
+            lots.gather(bulk, line, self._types)
+            for block in lots.used(forward, backward, alone=alone, keep=queue.keep)
+            for bulk in split
+            if bulk.block == block
         ]
-        reduced = [bucket for bucket in split if bucket.trainable and not bucket.late]
-        return gathers, [self._bucket_event("reduce_scatter", bucket) for bucket in reduced]
+        reduced = [bulk for bulk in split if bulk.trainable and not bulk.late]
+        return gathers, [lots.scatter(bulk, line, self._types) for bulk in reduced]
 
-    def _bucket_event(self, op: str, bucket: Bucket) -> Event:
-        axis = self.queue.gather_axis
-        size = bucket.size * bucket.data.element_size()
-        if op == "reduce_scatter":
-            size = bucket.count * self.queue.dtype.itemsize
-        return Event(op, axis.names, size * axis.size, bucket.name)
+    @property
+    def _types(self) -> Types:
+        wide = self.queue.dtype.itemsize
+        return Types(next((b.data.element_size() for b in self.queue.buckets), wide), wide)
 
     def _uses(self, which: Callable[[Leaf], bool]) -> list[str]:
         """Blocks in the order in which the leaves use their weights."""
@@ -181,28 +175,16 @@ class Parallel:
         weights = [leaf.handles["weight"] for leaf in leaves if "weight" in leaf.handles]
         return [weight.bucket.name for weight in weights if weight.split]
 
-    def update_events(self) -> list[Event]:
+    def update_events(self, *, votes: int = 0) -> list[Event]:
         """Predicted communication of the optimizer step: gradients, norm, updated weights."""
-        queue, world = self.queue, self.grid.axis(*self.grid.degrees)
-        events = []
-        for bucket in queue.buckets:
-            if not bucket.trainable:
-                continue
-            grad = bucket.count * queue.dtype.itemsize
-            weight = bucket.count * bucket.data.element_size()
-            if bucket.late and bucket.split:
-                events.append(self._bucket_event("reduce_scatter", bucket))
-            for segment in bucket.copied:
-                size = (segment.stop - segment.start) * queue.dtype.itemsize
-                events.append(Event("all_reduce", segment.over.names, size, bucket.name))
-            if bucket.tied is not None:
-                events.append(Event("all_reduce", bucket.tied.names, grad, bucket.name))
-            if queue.data_axis.size > 1:
-                events.append(Event("reduce_scatter", queue.data_axis.names, grad, bucket.name))
-                events.append(Event("all_gather", queue.data_axis.names, weight, bucket.name))
-        if world.size > 1:
-            events.append(Event("all_reduce", world.names, queue.dtype.itemsize, "norm"))
-        return events
+        queue = self.queue
+        depth, data = (Line(x.names, x.size) for x in (queue.gather_axis, queue.data_axis))
+        found = [
+            event
+            for bucket in queue.buckets
+            for event in lots.update(bucket.bulk, depth, data, self._types)
+        ]
+        return found + lots.norm(self.grid.degrees, self._types, votes=votes)
 
 
 def parallelize(

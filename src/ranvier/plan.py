@@ -20,6 +20,7 @@ AXES = ("pipe", "data", "expert", "context", "depth", "row", "col")
 RUNTIME = ("pipe", "data", "depth", "row", "col")
 """Axes that a run can use today; the others must have degree 1."""
 
+Layout = Literal["auto", "given"]
 Inner = Literal["samples", "features"]
 Overlap = Literal["dx", "dw", "gather"]
 Compile = Literal["auto", "on", "off"]
@@ -32,6 +33,10 @@ Recompute = Literal["none", "selective", "full", "reentrant", "budget"]
 class Plan:
     """Degrees of the seven axes, batch, and the switches that change speed but not results."""
 
+    layout: Layout = "auto"
+    """auto: on several ranks, where no degree is given, the planner chooses them, and with them the
+    micro-batch, order and recomputation as far as they have their default values; given: they are
+    what they are, and `data` takes the rest. `plan = "auto"` and `--plan auto` say the first."""
     pipe: int = 1
     """Ranks on the pipe axis: pipeline stages."""
     data: int = -1
@@ -48,6 +53,10 @@ class Plan:
     """Ranks on the col axis: features of the residual stream outside, `inner` says what inside."""
     inner: Inner = "samples"
     """What col splits inside attention and MLP: samples (cheapest), features (any micro-batch)."""
+    order: tuple[str, ...] = ()
+    """Axes whose ranks lie nearest to each other, the innermost last, such as `row pipe`; the
+    others lie outside of them in the usual order. Empty: the usual order, in which `pipe` is
+    outermost and `col` innermost."""
     batch: int = 8
     """Sequences of one optimizer step on the whole machine."""
     micro_batch: int = -1
@@ -104,6 +113,11 @@ class Plan:
     def world(self) -> int:
         """Number of ranks."""
         return math.prod(self.degrees.values())
+
+    @property
+    def placed(self) -> tuple[str, ...]:
+        """All axes in the order in which ranks are placed, outermost first."""
+        return (*(axis for axis in AXES if axis not in self.order), *self.order)
 
     @property
     def replicas(self) -> int:
@@ -169,14 +183,14 @@ class Plan:
             plan = self
         if problems:  # look for the others as if each unknown degree were 1
             plan = self._with({axis: max(size, 1) for axis, size in self.degrees.items()})
-        problems += plan._problems(sizes, None if problems else world)
+        problems += plan.problems(sizes, None if problems else world)
         if problems:
             raise PlanError(problems)
         left_open = (fitted or self.recompute == "budget") and self.micro_batch == -1
         return replace(plan, micro_batch=-1) if left_open else plan
 
-    def _problems(self, sizes: Mapping[str, int], world: int | None) -> Iterator[str]:
-        """Every reason why this plan cannot run: values, rule, remedy."""
+    def problems(self, sizes: Mapping[str, int], world: int | None = None) -> Iterator[str]:
+        """Every reason why this plan, with all degrees known, cannot run: values, rule, remedy."""
         yield from self._word_problems()
         for axis, size in self.degrees.items():
             if size > 1 and axis not in RUNTIME:
@@ -238,16 +252,21 @@ class Plan:
 
     def _word_problems(self) -> Iterator[str]:
         words: list[tuple[str, str, tuple[str, ...]]]
-        words = [("inner", self.inner, get_args(Inner))]
+        words = [("layout", self.layout, get_args(Layout))]
+        words += [("inner", self.inner, get_args(Inner))]
         words += [("recompute", self.recompute, get_args(Recompute))]
         words += [("compile", self.compile, get_args(Compile))]
         words += [("policy", self.policy, get_args(Policy))]
         words += [("gathered", self.gathered, get_args(Gathered))]
         words += [("overlap", word, get_args(Overlap)) for word in self.overlap]
+        words += [("order", word, AXES) for word in self.order]
         for name, word, known in words:
             if word not in known:
                 near = difflib.get_close_matches(word, known, n=1, cutoff=0.0)[0]
                 yield f"{name}={word!r} is not known. Known are {', '.join(known)}. Use {near!r}."
+
+        if len(set(self.order)) < len(self.order):
+            yield f"order={list(self.order)} names an axis twice. Name each once."
 
     def _batch_problems(self) -> Iterator[str]:
         shares = self.replicas

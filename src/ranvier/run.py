@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ranvier.errors import PlanError
-from ranvier.models.adapter import adapted_weights
-from ranvier.models.decoder import GATED
+from ranvier.models.config import GATES
 from ranvier.plan import Plan
 from ranvier.settings import (
     ADAPTED,
@@ -95,6 +94,8 @@ class Run:
         """Weights of the matrices and embeddings that are trained."""
         if self.lora.rank == 0:
             return self.model.parameters
+        from ranvier.models.adapter import adapted_weights  # needs torch, which takes a second
+
         found = adapted_weights(self.model, self.lora).values()
         sizes = {own.b: own.shape[0] for own in found} | {own.a: own.shape[1] for own in found}
         return self.lora.rank * sum(sizes.values())
@@ -289,7 +290,7 @@ class Run:
             )
 
     def _lora_problems(self) -> Iterator[str]:
-        lora, gated = self.lora, self.model.activation in GATED
+        lora, gated = self.lora, self.model.activation in GATES
         given = [
             f"lora.{f.name}={getattr(lora, f.name)!r}"
             for f in dataclasses.fields(lora)
@@ -341,7 +342,9 @@ def load(path: Path, *, size: str | None = None) -> Run:
 
 
 def from_tables(tables: Mapping[str, Any]) -> Run:
-    """A run from nested tables of values."""
+    """A run from nested tables of values; `plan = "auto"` leaves its layout to the planner."""
+    if tables.get("plan") == "auto":
+        tables = {**tables, "plan": {"layout": "auto"}}
     size = (
         tables.get("model", {}).get("size", "tiny")
         if isinstance(tables.get("model"), dict)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ranvier.errors import PlanError
-from ranvier.models import SIZES, AdapterConfig, DecoderConfig
-from ranvier.models.decoder import GATED
+from ranvier.models.config import GATES, SIZES, AdapterConfig, DecoderConfig
 from ranvier.plan import AXES
 
 IMPORTED = "imported"
@@ -42,7 +41,7 @@ class ModelConfig(DecoderConfig):
         """Weights of all matrices and embeddings; vectors are too few to matter."""
         width, attended = self.head_dim, self.heads + self.kv_heads
         attention = 2 * self.embed * attended * width
-        mlp = (3 if self.activation in GATED else 2) * self.embed * self.mlp
+        mlp = (3 if self.activation in GATES else 2) * self.embed * self.mlp
         words = self.vocab * self.embed * (1 if self.tied else 2)
         places = self.max_seq * self.embed if self.positions == "learned" else 0
         return self.layers * (attention + mlp) + words + places

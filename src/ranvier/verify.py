@@ -22,8 +22,8 @@ from ranvier.comm import verbs
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.launch import Ranks
+from ranvier.layers import Flow
 from ranvier.models import DecoderConfig, build
-from ranvier.nn.leaf import Flow
 from ranvier.nn.loss import IGNORE
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import Parallel, parallel_of, parallelize

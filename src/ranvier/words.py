@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,13 +28,14 @@ def asked(
     """The settings that options change in a default; flags: booleans take no value."""
     import tyro
 
+    form = tyro.conf.FlagCreatePairsOff if flags else tyro.conf.FlagConversionOff
     try:
         settings: Config = tyro.cli(
             kind,
             prog=f"ranvier {verb}",
             args=_capitals(words, default),
             default=default,
-            config=(tyro.conf.FlagCreatePairsOff if flags else tyro.conf.FlagConversionOff,),
+            config=(form, tyro.conf.HelptextFromCommentsOff),  # comments take time to look for
         )
     except SystemExit as stop:
         raise SystemExit(USAGE_ERROR if stop.code else 0) from None
@@ -73,7 +75,7 @@ def filled(
 
     change: of the run, before options.
     """
-    files, options = split(words)
+    files, options = split(_spelled(words))
     if len(files) > 1:
         raise PlanError(
             f"{files[1]!r} follows {files[0]!r}. One file or run is read. Leave it out."
@@ -108,6 +110,37 @@ def filled(
     run = change(run)
     default = kind(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)})
     return asked(kind, default, usage, options)
+
+
+def _spelled(words: Sequence[str]) -> list[str]:
+    """The words with `--plan auto` as the setting that it is."""
+    text = "\0".join(words).replace("--plan\0auto", "--plan=auto")
+    found = text.split("\0") if text else []
+    return ["--plan.layout=auto" if word == "--plan=auto" else word for word in found]
+
+
+def given(words: Sequence[str]) -> set[str]:
+    """Dotted names of the settings that a file or options give; all of a run's are in its file, so
+    of a run only its batch and length count."""
+    files, options = split(words)
+    names = {word[2:].partition("=")[0].replace("-", "_") for word in options if word[:2] == "--"}
+    if files and os.path.isdir(files[0]):
+        return names | {"plan.batch", "data.seq"}
+    for file in files:
+        for section, table in tomllib.loads(Path(file).read_text(encoding="utf-8")).items():
+            names |= {f"{section}.{key}" for key in table} if isinstance(table, dict) else set()
+    return names
+
+
+def without(words: Sequence[str], names: Iterable[str]) -> list[str]:
+    """The words without these options and their values."""
+    found, skip = [], False
+    for word in words:
+        if word.startswith("--"):
+            skip = word[2:].partition("=")[0].replace("-", "_") in names
+        if not skip:
+            found.append(word)
+    return found
 
 
 def option(words: Sequence[str], name: str) -> str | None:

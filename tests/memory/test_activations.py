@@ -274,7 +274,7 @@ def test_the_peak_falls() -> None:
         store = stored(model, share)
         for _ in range(2):
             parallel_of(model).queue.begin("")
-            watch = fit._OnHost([bucket.data for bucket in parallel_of(model).queue.buckets])
+            watch = fit.OnHost([bucket.data for bucket in parallel_of(model).queue.buckets])
             with watch:
                 loss = model(batch.tokens, batch.targets)
                 kept.append((watch.held(), store.held()))

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from equivalence import ONE_PASS, batch_of, copied, flow_of, gradients, micros_of, worst
 from pool import Pool
+from ranvier import products
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
-from ranvier.nn import head
 from ranvier.nn.matmul import Layouts
 from ranvier.parallel import parallelize
 from ranvier.sharding import State
@@ -52,13 +52,13 @@ def chunked(grid: Grid, inner: str) -> tuple[list[str], list[int], float]:
         model = decoder(grid, inner=inner)
         row = 8 * model.head.handles["weight"].sharding.gathered[0]
         size = row * tokens * (1 if model.head.flat else 4)
-        with patch.object(head, "CHUNK", size or head.CHUNK):
+        with patch.object(products, "CHUNK", size or products.CHUNK):
             flow = flow_of(BATCH, grid, 1)
             with grid.trace.recording() as events:
                 loss = forward_backward(model, micros_of(BATCH, grid, 1))
             mine = [e for e in communication(events) if not e.where.startswith("step.")]
             lines += difference(model.parallel.events(flow), mine)
-            counts.append(len(model.head._chunked(flow)))
+            counts.append(len(model.head.layer.chunked(flow)))
         found.append((loss.item(), copied(gradients(model.parallel))))
     (want, wanted), (have, grads) = found
     lines += [] if abs(have - want) <= ONE_PASS * want else [f"loss {have} instead of {want}"]
@@ -87,7 +87,7 @@ def test_chunks_change_nothing(pool: Pool, degrees: dict[str, int], inner: str, 
 def test_many_tokens_are_never_whole() -> None:
     """From some size on there are two chunks at least, each a power of two but the last."""
     sizes = [
-        [cut.stop - cut.start for cut in head.chunks(tokens, row)]
+        [cut.stop - cut.start for cut in products.chunks(tokens, row)]
         for tokens, row in ((100, 1 << 10), (100, 1 << 25), (3 << 10, 1 << 20), (5, 1 << 33))
     ]
     assert sizes == [[100], [32, 32, 32, 4], [1024, 1024, 1024], [1] * 5]

@@ -207,7 +207,7 @@ def bytes_kept(run: Callable[[], Tensor], x: Tensor, parallel: Parallel) -> int:
     kept = 0
     for _ in range(2):
         parallel.queue.begin("")
-        with fit._OnHost([[bucket.data for bucket in parallel.queue.buckets], x]) as watch:
+        with fit.OnHost([[bucket.data for bucket in parallel.queue.buckets], x]) as watch:
             y = run()
             kept = watch.held()
             y.backward(torch.zeros_like(y))

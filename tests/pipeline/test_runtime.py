@@ -22,7 +22,8 @@ from ranvier.infer.staged import continued
 from ranvier.models.decoder import Decoder, DecoderConfig, Head
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import parallel_of, parallelize
-from ranvier.pipeline.cut import Cut, balanced, cut
+from ranvier.pipeline.balance import balanced
+from ranvier.pipeline.cut import Cut, cut
 from ranvier.train.step import evaluate, forward_backward
 
 # ---- cut --------------------------------------------------------------------------------
@@ -34,7 +35,7 @@ def test_the_largest_stage_is_as_small_as_can_be() -> None:
         parts = int(torch.randint(2, 9, (), generator=draw))
         count = int(torch.randint(1, parts + 1, (), generator=draw))
         costs = (torch.rand(parts, generator=draw) * 4).tolist()
-        firsts = balanced(costs, count)
+        firsts = balanced(tuple(costs), count)
         assert firsts[0] == 0 and all(a < b for a, b in pairwise((*firsts, parts)))
 
         def largest(firsts: tuple[int, ...], costs: list[float] = costs) -> float:

@@ -21,9 +21,9 @@ from ranvier.grid import Grid
 from ranvier.infer.loaded import load
 from ranvier.infer.sample import fill
 from ranvier.launch import Ranks
+from ranvier.layers import Flow
 from ranvier.models import adapters_of, build
 from ranvier.models.families import FAMILIES
-from ranvier.nn.leaf import Flow
 from ranvier.parallel import parallel_of
 from ranvier.run import Run, to_toml
 from ranvier.settings import LoraConfig

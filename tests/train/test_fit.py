@@ -115,7 +115,7 @@ def predicted(
     before = [[bucket.data for bucket in queue.buckets], [batch.inputs() for batch in batches]]
     forward_backward(trainer.model, batches)
     queue.begin("")
-    with fit._OnHost(before, partial(gradients, queue)) as watch:
+    with fit.OnHost(before, partial(gradients, queue)) as watch:
         forward_backward(trainer.model, batches)
     return watch.peak(), need.of((kind,) * count) - need.fixed
 

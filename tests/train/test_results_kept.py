@@ -12,8 +12,8 @@ import pytest
 from pool import Pool
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
+from ranvier.layers import Flow
 from ranvier.memory.activations import Activations
-from ranvier.nn.leaf import Flow
 from ranvier.parallel import parallel_of
 from ranvier.plan import Plan
 from ranvier.run import Run

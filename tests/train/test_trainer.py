@@ -12,8 +12,8 @@ from pool import Pool
 from ranvier.checkpoint.folder import found
 from ranvier.errors import DataError, PlanError
 from ranvier.grid import Grid
+from ranvier.layers import Flow
 from ranvier.models import SIZES, Decoder
-from ranvier.nn.leaf import Flow
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.run import Run
 from ranvier.settings import TrainConfig

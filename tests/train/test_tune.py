@@ -13,11 +13,11 @@ from equivalence import ONE_PASS, batch_of, copied, gradients, micros_of, worst
 from pool import Pool
 from ranvier.checkpoint.folder import found
 from ranvier.grid import Grid
+from ranvier.layers import Flow
 from ranvier.models import Decoder, DecoderConfig
 from ranvier.models.documents import causal
 from ranvier.nn import attend, fp8
 from ranvier.nn.fastest import Fastest
-from ranvier.nn.leaf import Flow
 from ranvier.nn.linear import Linear
 from ranvier.nn.matmul import Layouts
 from ranvier.nn.siblings import Siblings

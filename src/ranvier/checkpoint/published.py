@@ -25,7 +25,7 @@ from ranvier.checkpoint import blocks, part
 from ranvier.checkpoint.manifest import WORDS
 from ranvier.checkpoint.part import Layout
 from ranvier.errors import CheckpointError, DamageError, PlanError, RefusedError
-from ranvier.models.decoder import DecoderConfig
+from ranvier.models.config import DecoderConfig
 from ranvier.models.families import family_of
 from ranvier.models.family import Entry, Family, UnknownError, shapes
 from ranvier.sharding import Place, State

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,16 +21,11 @@ from ranvier.comm.lane import Mark, Updating
 from ranvier.comm.sums import Pieces, Sum, flat
 from ranvier.comm.verbs import Pending
 from ranvier.grid import Axis
+from ranvier.lots import Bulk, Group
 from ranvier.sharding import Dim, Place, Sharding
 
 if TYPE_CHECKING:
     from ranvier.comm.deferred import Deferred
-
-VECTORS = "vectors"
-"""Block of all parameters that are no matrices."""
-
-Group = Literal["matrix", "embedding", "vector"]
-"""Kinds of parameters that an optimizer may treat differently, told by their named dims."""
 
 
 @dataclass(eq=False)
@@ -165,6 +160,22 @@ class Bucket:
     """Values `[size]` on the host, of weights that come to the device for their turn only."""
     updating: Updating | None = None
     """An update that is under way."""
+
+    @property
+    def bulk(self) -> Bulk:
+        """What of it is communicated."""
+        spans = [(segment.over.names, segment.stop - segment.start) for segment in self.copied]
+        tied = self.tied is not None
+        return Bulk(
+            self.name,
+            self.size,
+            self.count,
+            self.split,
+            self.trainable,
+            self.late,
+            tuple(spans),
+            tied,
+        )
 
     @property
     def split(self) -> bool:

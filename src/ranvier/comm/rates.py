@@ -1,13 +1,19 @@
-"""Rates: how fast the ranks of an axis talk to each other, measured once."""
+"""Rates: how fast the ranks of an axis talk to each other, measured once.
+
+    seconds = latency + bytes / bandwidth
+
+of two sizes, of which the small one is nearly all latency.
+"""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ranvier.comm import verbs
 from ranvier.comm.agree import told
@@ -59,6 +65,76 @@ def _time(axis: Axis, size: int, device: torch.device) -> float:
         _wait(device)
         best = min(best, time.perf_counter() - start)
     return best
+
+
+# ---- every collective -------------------------------------------------------------------
+
+OPS = ("all_gather", "reduce_scatter", "all_reduce", "send")
+
+
+def wire(op: str, size: int, whole: float) -> float:
+    """Bytes that a rank of a ring sends for a tensor of `whole` bytes."""
+    share = (size - 1) / size
+    return whole * {"all_reduce": 2.0 * share, "send": 1.0}.get(op, share)
+
+
+def collective(
+    op: str, axis: Axis, device: torch.device, *, large: int, calls: int, crowd: float = 0.0
+) -> Rate:
+    """Latency of an operation over an axis, and its bandwidth in bytes on the wire a second.
+
+    large: bytes of the whole tensor whose time is mostly transfer. Means of `calls` calls count.
+    crowd: ranks that want each core, if they are more than one: then the time of a processor that a
+    call takes counts, so often, as others compute while this rank waits.
+    Communicates: the operation, so often with each of two sizes.
+    """
+    small, times = 4 * axis.size, 2.0 if op == "send" else 1.0
+    short, long = (
+        _mean(_call(op, axis, size, device), device, calls, crowd) / times
+        for size in (small, large)
+    )
+    moved = wire(op, axis.size, large) - wire(op, axis.size, small)
+    return Rate(short, moved / max(long - short, 0.02 * long))
+
+
+def _call(op: str, axis: Axis, size: int, device: torch.device) -> Callable[[], object]:
+    """The operation on a tensor of `size` bytes in all."""
+    parts = max(size // (4 * axis.size), 1)
+    part, whole = (torch.zeros(n, device=device) for n in (parts, parts * axis.size))
+    if op == "all_gather":
+        return lambda: verbs.all_gather(part, axis).wait()
+    if op == "reduce_scatter":
+        return lambda: verbs.reduce_scatter(whole, axis).wait()
+    if op == "all_reduce":
+        return lambda: verbs.all_reduce(whole, axis).wait()
+    return lambda: _passed(whole, axis)
+
+
+def _passed(x: Tensor, axis: Axis) -> None:
+    """To a neighbour and back: two messages."""
+    other = axis.index ^ 1
+    if other >= axis.size:
+        return
+    if axis.index < other:
+        verbs.send(x, axis, other).wait()
+        verbs.receive(x, axis, other).wait()
+    else:
+        verbs.receive(x, axis, other).wait()
+        verbs.send(x, axis, other).wait()
+
+
+def _mean(work: Callable[[], object], device: torch.device, calls: int, crowd: float) -> float:
+    """Seconds of a call."""
+    for _ in range(2):  # connections are made in the first
+        work()
+    _wait(device)
+    start, busy = time.perf_counter(), time.process_time()
+    for _ in range(calls):
+        work()
+    _wait(device)
+    if crowd > 1.0:
+        return (time.process_time() - busy) * crowd / calls
+    return (time.perf_counter() - start) / calls
 
 
 def _wait(device: torch.device) -> None:

@@ -29,9 +29,9 @@ from ranvier.pipeline.cut import Cut
 from ranvier.plan import Plan
 from ranvier.run import Run
 from ranvier.train import corpora
+from ranvier.train.built import DTYPES
 from ranvier.train.folder import write
 from ranvier.train.train import backend_of, device_of
-from ranvier.train.trainer import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)

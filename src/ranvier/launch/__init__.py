@@ -1,5 +1,6 @@
 """Launch: who am I, who are the others, how ranks start and end. It alone reads the environment."""
 
+from ranvier.launch.counted import Call, counted
 from ranvier.launch.ends import Stop, end_at_once, reported
 from ranvier.launch.environment import (
     Failure,
@@ -32,6 +33,7 @@ from ranvier.launch.supervisor import start
 from ranvier.launch.watch import watched
 
 __all__ = [
+    "Call",
     "Failure",
     "Nodes",
     "Policy",
@@ -42,6 +44,7 @@ __all__ = [
     "backends",
     "cache",
     "connect",
+    "counted",
     "die_with_parent",
     "end_at_once",
     "environment",

@@ -21,39 +21,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ranvier.models.decoder import Decoder, DecoderConfig, Siblings
+from ranvier.models.config import AdapterConfig, DecoderConfig
+from ranvier.models.decoder import Decoder, Siblings
 
 SHARED = "shared"
 """Name of an A that several layers have in common."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterConfig:
-    """Which layers get adapters, and of what kind."""
-
-    rank: int = 0
-    """Features between A and B; 0: no adapters, all weights are trained."""
-    alpha: float = 16.0
-    """What an adapter adds is multiplied by alpha / rank."""
-    dropout: float = 0.0
-    """Dropped share of what an adapter reads."""
-    on: tuple[str, ...] = ("heads", "kv_heads", "mlp")
-    """Layers by their dims (heads: q and o; kv_heads: k and v; mlp: gate, up and down) or by their
-    names (q, k, v, o, gate, up, down)."""
-    layers: tuple[int, ...] = ()
-    """Blocks that get adapters, counted from 0; empty: all."""
-    dora: bool = False
-    """Train the length of each row of the adapted weight, too (DoRA)."""
-    rslora: bool = False
-    """Multiply by alpha / sqrt(rank) instead."""
-    shared: bool = False
-    """Layers that read the same value (q, k, v; gate, up) have one A in common: so it is in PEFT
-    where a family packs them into one layer."""
-
-    @property
-    def scale(self) -> float:
-        """What an adapter multiplies by."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else max(self.rank, 1))
 
 
 class Apart(nn.ModuleDict):

@@ -13,18 +13,17 @@ Shapes: b samples, s tokens, d embed, h heads, g kv heads, k head dim, f mlp, v 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ranvier.models.config import GATES, DecoderConfig
 from ranvier.models.documents import Documents, causal, inside, kernel_takes, several, spans
-from ranvier.models.rotary import Rotary, RotaryConfig, rotate
+from ranvier.models.rotary import Rotary, rotate
 
-Activation = Literal["swiglu", "geglu", "geglu_exact", "reglu", "gelu", "gelu_exact", "relu"]
 _TANH = partial(F.gelu, approximate="tanh")
 GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
@@ -32,116 +31,12 @@ GATED: dict[str, Callable[[Tensor], Tensor]] = {
     "geglu_exact": F.gelu,
     "reglu": F.relu,
 }
-"""Activations of which one half of the hidden layer gates the other."""
+assert set(GATED) == set(GATES), GATED
 UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": _TANH,
     "gelu_exact": F.gelu,
     "relu": F.relu,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderConfig(RotaryConfig):
-    """The shape of a decoder."""
-
-    layers: int = 2
-    """Blocks."""
-    embed: int = 64
-    """Width of the residual stream."""
-    heads: int = 4
-    """Query heads."""
-    kv_heads: int = 2
-    """Key and value heads; fewer than heads is grouped-query attention."""
-    head_dim: int = 16
-    """Elements of a head."""
-    mlp: int = 160
-    """Width of the hidden layer of the MLP."""
-    vocab: int = 256
-    """Tokens the model knows."""
-    max_seq: int = 2048
-    """Longest sequence (rows of learned positions)."""
-    norm: Literal["rms", "layer"] = "rms"
-    """RMSNorm or LayerNorm."""
-    norm_eps: float = 1e-5
-    """Added to the variance."""
-    norm_shift: float = 0.0
-    """Added to the weights of RMSNorms (Gemma: 1)."""
-    norms: Literal["before", "after", "both"] = "before"
-    """Whether attention and MLP get a normalised input, give a normalised output, or both."""
-    positions: Literal["rope", "learned"] = "rope"
-    """Rotary or learned positions."""
-    qk_norm: bool = False
-    """Normalise each query and key head."""
-    qk_whole: bool = False
-    """Normalise all heads of a query or key at once (OLMo 2)."""
-    attention_scale: float = 0.0
-    """Scores are divided by its root; 0: head_dim."""
-    attention_cap: float = 0.0
-    """Scores are bent into (-cap, cap) by tanh; 0: they are not."""
-    window: int = 0
-    """Tokens that a token sees, itself included; 0: all before it."""
-    window_layers: tuple[int, ...] = ()
-    """Layers, from 0, to which the window applies; empty: all."""
-    activation: Activation = "swiglu"
-    """Gated SiLU, GELU (by tanh, or exact) or ReLU; or GELU or ReLU without a gate."""
-    bias: bool = False
-    """Biases in linear layers and LayerNorm."""
-    biases: tuple[Literal["qkv", "o", "mlp"], ...] = ()
-    """Linear layers that have biases where not all do."""
-    tied: bool = False
-    """The head is the embedding."""
-    embed_scale: float = 1.0
-    """What embeddings are multiplied by."""
-    logit_cap: float = 0.0
-    """Logits are bent into (-cap, cap) by tanh; 0: they are not."""
-    dropout: float = 0.0
-    """Dropped share of embeddings and of what blocks add to the residual stream."""
-    init_std: float = 0.02
-    """Deviation of initial weights; layers that leave a block divide it by sqrt(2 · layers)."""
-
-    def has_bias(self, layers: Literal["qkv", "o", "mlp"]) -> bool:
-        """Whether linear layers have biases."""
-        return self.bias or layers in self.biases
-
-    def window_of(self, layer: int) -> int:
-        """Tokens that a token sees in a layer; 0: all."""
-        here = not self.window_layers or layer in self.window_layers
-        return self.window if here else 0
-
-    def problems(self) -> list[str]:
-        """What cannot be, with value, rule and remedy."""
-        turned, found = int(self.head_dim * self.rope_share), []
-        if self.kv_heads > 0 and self.heads % self.kv_heads:
-            found.append(
-                f"kv_heads={self.kv_heads} does not divide heads={self.heads}. Each kv head "
-                f"serves the same number of heads. Use a divisor of {self.heads}."
-            )
-        if turned % 2 and self.positions == "rope":
-            share = f" · rope_share={self.rope_share} = {turned}" * (self.rope_share != 1.0)
-            even = f"{self.head_dim + 1}" if self.rope_share == 1.0 else "another of the two"
-            found.append(
-                f"head_dim={self.head_dim}{share} is odd. Rotary positions turn pairs. Use {even}."
-            )
-        for name in ("rope_short", "rope_long"):
-            count = len(getattr(self, name))
-            if self.rope == "longrope" and count != turned // 2:
-                found.append(
-                    f"{name} has {count} factors. longrope has one for each of the {turned // 2} "
-                    "pairs of a head. Give as many."
-                )
-        if not self.rope_turns[0] < self.rope_turns[1]:
-            found.append(
-                f"rope_turns={list(self.rope_turns)}. Between the two frequencies are mixed. The "
-                "first must be smaller, such as 1 and 4."
-            )
-        if any(not 0 <= layer < self.layers for layer in self.window_layers):
-            found.append(
-                f"window_layers={list(self.window_layers)}. Layers are numbered from 0 to "
-                f"{self.layers - 1}. Use these numbers."
-            )
-        if self.norm_shift != 0.0 and self.norm != "rms":
-            found.append(f"norm_shift={self.norm_shift} with norm={self.norm!r}. Use norm='rms'.")
-        return found
 
 
 class Siblings(nn.ModuleDict):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ranvier.models.decoder import DecoderConfig
+from ranvier.models.config import DecoderConfig
 from ranvier.models.family import Config, Family, UnknownError, odd
 
 _BODY = "model.layers.{i}."

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import torch
 
-from ranvier.models.decoder import GATED, UNGATED, Decoder, DecoderConfig
+from ranvier.models.config import DecoderConfig
+from ranvier.models.decoder import GATED, UNGATED, Decoder
 
 Config = Mapping[str, Any]
 

@@ -14,37 +14,12 @@ longer texts than they were first trained on slow these frequencies, each family
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True, kw_only=True)
-class RotaryConfig:
-    """How positions turn the heads; part of a decoder's config."""
-
-    rope_theta: float = 10000.0
-    """Base of the rotary frequencies."""
-    rope: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
-    """How low rotary frequencies are slowed where rope_scale is not 1: that of Llama 3.1, all
-    alike, YaRN, or (whatever rope_scale is) LongRoPE by its lists of factors."""
-    rope_scale: float = 1.0
-    """By how much they are slowed; 1 is not at all."""
-    rope_original: int = 8192
-    """Tokens that the model was first trained on."""
-    rope_turns: tuple[float, float] = (1.0, 4.0)
-    """Turns in rope_original tokens below which a frequency is slowed by rope_scale, and above
-    which it is kept; between it is mixed (llama3, yarn)."""
-    rope_short: tuple[float, ...] = ()
-    """Factor of each frequency in texts of up to rope_original tokens (longrope)."""
-    rope_long: tuple[float, ...] = ()
-    """The same in longer texts."""
-    rope_attention: float = 1.0
-    """What cosines and sines are multiplied by (yarn, longrope)."""
-    rope_share: float = 1.0
-    """Share of a head that is turned; the rest of it knows no position."""
+from ranvier.models.config import RotaryConfig
 
 
 class Rotary(nn.Module):

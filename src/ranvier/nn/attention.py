@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ranvier.comm.pairs import take
+from ranvier.layers import Attention
 from ranvier.nn.example import Example
-from ranvier.nn.leaf import Flow, Leaf, Site
+from ranvier.nn.leaf import Leaf, Site
 from ranvier.sharding import Dim
 
 
@@ -66,15 +67,11 @@ class Core(Leaf):
             return x
         return x.narrow(self.batch_axis.index * tokens, tokens)
 
-    def flops(self, flow: Flow) -> int:
-        """Scores and values of the causal half: 2 · s · (width of my heads) a token.
-
-        In a window of w tokens: 2 · w · (2 - w/s).
-        """
-        width = self.site.units[self.dim] * getattr(self.serial, "head_dim", 0)
-        width //= self.site.grid.axis(*self.site.table.axes(self.dim)).size
-        seen = min(getattr(self.serial, "window", 0) or flow.seq, flow.seq)
-        return 2 * self.tokens(flow, self.dim) * seen * (2 * flow.seq - seen) // flow.seq * width
+    @property
+    def layer(self) -> Attention:
+        """Scores and values of my heads."""
+        width, window = (getattr(self.serial, name, 0) for name in ("head_dim", "window"))
+        return Attention(self.site.name, self.site.ground, self.dim, width, window or 0)
 
 
 def _shape() -> Any:

@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 
 from ranvier.comm import pairs, verbs
 from ranvier.errors import ShardingError
+from ranvier.layers import LookUp
 from ranvier.nn.example import Example
-from ranvier.nn.leaf import Flow, Leaf, Site, applied, check_range
+from ranvier.nn.leaf import Leaf, Site, applied, check_range
 from ranvier.sharding import WEIGHTS, Dim
-from ranvier.trace import Event
 
 
 class Embedding(Leaf):
@@ -52,7 +52,7 @@ class Embedding(Leaf):
                 "table. Turn them off."
             )
         self.padding_idx = serial.padding_idx
-        self.axis = site.axis(*WEIGHTS.get(rows, ()))
+        self.rows, self.axis = rows, site.axis(*WEIGHTS.get(rows, ()))
         """Ranks that hold different rows."""
         self.seq_axis = site.axis("row")
         assert isinstance(serial.weight, torch.nn.Parameter), type(serial.weight)
@@ -103,18 +103,12 @@ class Embedding(Leaf):
             y = torch.where(pad, y.detach(), y)
         return y * mine.unsqueeze(-1) if self.some else y
 
-    def forward_events(self, flow: Flow) -> list[Event]:
-        """Scatter the looked-up rows to the tokens."""
-        return self.event("reduce_scatter", self.axis, self._elements(flow), flow.itemsize)
-
-    def backward_events(self, flow: Flow) -> list[Event]:
-        """Gather the gradient of all tokens, if the table is trained."""
-        if not self.handles["weight"].trainable:
-            return []
-        return self.event("all_gather", self.axis, self._elements(flow), flow.itemsize)
-
-    def _elements(self, flow: Flow) -> int:
-        return flow.samples * flow.seq * self.handles["weight"].sharding.gathered[1]
+    @property
+    def layer(self) -> LookUp:
+        """Scatter the looked-up rows; gather the gradient of all tokens, if it is trained."""
+        weight = self.handles["weight"]
+        shape, trained = weight.sharding.shape, weight.trainable
+        return LookUp(self.site.name, self.site.ground, shape, self.rows, trained)
 
 
 class _LookUp(torch.autograd.Function):
@@ -148,9 +142,8 @@ class _LookUp(torch.autograd.Function):
 
 def _summed(dy: Tensor, ids: Tensor, rows: int, wide: torch.dtype) -> Tensor:
     """The gradient of a table `[rows, d]`: that of each token added to its row, widely."""
-    if (
-        dy.device.type == "cuda" and dy.dtype != wide
-    ):  # sorts the tokens: no order is left to chance
+    # It sorts the tokens: no order is left to chance. The meta device stands for a real one.
+    if dy.device.type in ("cuda", "meta") and dy.dtype != wide:
         summed: Tensor = torch.ops.aten.embedding_dense_backward(dy, ids, rows, -1, False)
         return summed
     grad = torch.zeros(rows, dy.shape[-1], dtype=wide, device=dy.device)

@@ -18,18 +18,13 @@ from torch.autograd.function import once_differentiable
 from ranvier.comm import verbs
 from ranvier.comm.pairs import take
 from ranvier.nn.example import Example
-from ranvier.nn.leaf import Flow, Site, applied, check_range
+from ranvier.nn.leaf import Site, applied, check_range
 from ranvier.nn.linear import Linear
 from ranvier.nn.loss import IGNORE, Columns, reference, score, score_each
 from ranvier.nn.matmul import Layouts
 from ranvier.nn.outputs import buffer_dim, pack, pack_adjoint, repack, unpack
+from ranvier.products import Scores, chunks
 from ranvier.sharding import Dim
-from ranvier.trace import Event
-
-CHUNK = 1 << 32
-"""Bytes of the logits of a chunk at most."""
-SMALL = 1 << 30
-"""Bytes of logits that may be whole."""
 
 
 class Head(Linear):
@@ -97,59 +92,12 @@ class Head(Linear):
             found.append(some.unflatten(1, shape))  # (2, b/col, c)
         return torch.cat(found, 2)
 
-    def forward_events(self, flow: Flow) -> list[Event]:
-        """Gather x; of each chunk scatter the logits, then sum their statistics."""
-        (from_axis, _), (to_axis, _) = self.steps
-        events = self.event("all_gather", from_axis, self._features(flow), flow.itemsize)
-        for tokens in self._chunked(flow):
-            events += self.event("reduce_scatter", to_axis, self._logits(tokens), flow.itemsize)
-            for numbers in (1, 2):
-                count = numbers * tokens // self.columns.batch_axis.size
-                events += self.event("all_reduce", self.columns.axis, count, flow.statistics)
-        return events
-
-    def backward_events(self, flow: Flow) -> list[Event]:
-        """Of each chunk gather the gradient of the logits; scatter dx."""
-        (from_axis, _), (to_axis, _) = self.steps
-        events = [
-            event
-            for tokens in self._chunked(flow)
-            for event in self.event("all_gather", to_axis, self._logits(tokens), flow.itemsize)
-        ]
-        return events + self.event("reduce_scatter", from_axis, self._features(flow), flow.itemsize)
-
-    def _chunked(self, flow: Flow) -> list[int]:
-        """Tokens of each chunk, of all samples."""
-        row = self.handles["weight"].sharding.gathered[0] * flow.itemsize
-        if self.flat:
-            return [cut.stop - cut.start for cut in chunks(flow.samples * flow.seq, row)]
-        cuts = chunks(flow.seq, flow.samples * row)
-        return [flow.samples * (cut.stop - cut.start) for cut in cuts]
-
-    def chunk_bytes(self, flow: Flow) -> int:
-        """Bytes of the logits of the largest chunk, before they are scattered."""
-        row = self.handles["weight"].sharding.gathered[0] * flow.itemsize
-        return max(self._chunked(flow), default=0) * row
-
-    def _features(self, flow: Flow) -> int:
-        return flow.samples * flow.seq * self.handles["weight"].sharding.gathered[1]
-
-    def _logits(self, tokens: int) -> int:
-        """Elements of the logits of a chunk before they are scattered."""
-        (_, _), (to_axis, to_dim) = self.steps
-        ranks = to_axis.size if to_dim == -1 else 1
-        return tokens * self.output.local[0] * ranks
-
-
-def chunks(tokens: int, row_bytes: int) -> list[slice]:
-    """Ranges of tokens of which at most CHUNK bytes are needed at once, and never all of many.
-
-    A power of two: matrix products come in tiles.
-    """
-    many = tokens * row_bytes > SMALL
-    step = min(CHUNK // max(row_bytes, 1), tokens // 2 if many else tokens)
-    step = 1 << max(step.bit_length() - 1, 0) if step < tokens else tokens
-    return [slice(start, min(start + step, tokens)) for start in range(0, tokens, max(step, 1))]
+    @property
+    def layer(self) -> Scores:
+        """Gather x; of each chunk its logits and their statistics."""
+        return Scores(
+            self.site.name, self.site.ground, (self.factor,), False, self.site.whole_sequence
+        )
 
 
 class _Loss(torch.autograd.Function):
@@ -236,7 +184,8 @@ def _gathered(dy: Tensor, leaf: Head) -> Tensor:
 def _added(sum_: Tensor | None, dy: Tensor, x: Tensor, leaf: Head) -> Tensor:
     """dYᵀ·X of a chunk added to those before it, in a wide type; dy: `[t, n]`, x: `[t, d]`."""
     wide = leaf.site.queue.dtype
-    if x.dtype == wide or x.device.type != "cuda" or leaf.products != Layouts():
+    host = x.device.type not in ("cuda", "meta")  # meta stands for a real device
+    if x.dtype == wide or host or leaf.products != Layouts():
         new = leaf.products.grad_w(dy, x).to(wide)
         return new if sum_ is None else sum_.add_(new)
     if sum_ is None:

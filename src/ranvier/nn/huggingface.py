@@ -27,13 +27,13 @@ from torch import Tensor
 from ranvier.comm.pairs import gather
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
-from ranvier.nn.leaf import Flow, Leaf, Site
+from ranvier.layers import Opening
+from ranvier.nn.leaf import Leaf, Site
 from ranvier.nn.linear import Conv1D
 from ranvier.nn.loss import CrossEntropy
 from ranvier.nn.norm import RMSNorm
 from ranvier.plan import Inner
 from ranvier.sharding import Dim, Sharding, Table
-from ranvier.trace import Event
 
 Names = dict[str, tuple[Dim, ...]]
 Leaves = Mapping[type[torch.nn.Module], Callable[..., Leaf]]
@@ -103,23 +103,16 @@ class Entrance(Leaf):
     def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
         super().__init__(site)
         self.axis = site.axis("row")
-        self.width = local(site.units["embed"], "embed", site.table, site.grid)
 
     def forward(self, x: Tensor) -> Tensor:
         """Gather."""
         with self.here():
             return gather(x, self.axis, 1)
 
-    def forward_events(self, flow: Flow) -> list[Event]:
-        """Gather the tokens."""
-        return self.event("all_gather", self.axis, self._elements(flow), flow.itemsize)
-
-    def backward_events(self, flow: Flow) -> list[Event]:
-        """Sum their gradients to where they came from."""
-        return self.event("reduce_scatter", self.axis, self._elements(flow), flow.itemsize)
-
-    def _elements(self, flow: Flow) -> int:
-        return self.tokens(flow, "embed") * self.axis.size * self.width
+    @property
+    def layer(self) -> Opening:
+        """Gather the tokens, sum their gradients to where they came from."""
+        return Opening(self.site.name, self.site.ground)
 
 
 def local(units: int, dim: str, table: Table, grid: Grid) -> int:

@@ -2,7 +2,7 @@
 
 A leaf replaces its serial twin (`nn.Linear` here, `torch.nn.Linear` there): same names of
 parameters, same result. It derives from the names of its dims which part of the weights it holds
-and what it communicates; `events()` predicts that communication in closed form, `flops()` its work.
+and what it communicates; its `layer` predicts that communication and its work in closed form.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ranvier.comm.deferred import Deferred
 from ranvier.comm.results import Keeping
 from ranvier.errors import DataError
 from ranvier.grid import Axis, Grid
+from ranvier.layers import Flow, Ground, Layer
 from ranvier.nn.example import Example
 from ranvier.sharding import Dim, Rule, Sharding, Table
 from ranvier.trace import Event
@@ -86,6 +87,11 @@ class Site:
         """Name of the block around the leaf (an element of a list); empty outside of any."""
         inside = re.match(r"(.*\.\d+)\.", self.name)
         return inside.group(1) if inside else ""
+
+    @property
+    def ground(self) -> Ground:
+        """What predictions need of it."""
+        return Ground(self.grid.degrees, self.table, self.units)
 
     def at(self, name: str, **changes: object) -> Site:
         """The site of another leaf of the same model."""
@@ -159,22 +165,8 @@ def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.apply(*arguments)
 
 
-@dataclass(frozen=True)
-class Flow:
-    """What runs through a model on one (data, expert, depth) coordinate, for predictions."""
-
-    samples: int
-    """Sequences of a micro-batch."""
-    seq: int
-    """Tokens of a sequence."""
-    itemsize: int
-    """Bytes of an activation element."""
-    statistics: int
-    """Bytes of an element of norms and loss statistics."""
-
-
 class Leaf(torch.nn.Module):
-    """A layer on the grid; subclasses place their weights in `__init__` and predict in `events`."""
+    """A layer on the grid; subclasses place their weights in `__init__` and predict by `layer`."""
 
     def __init__(self, site: Site) -> None:
         super().__init__()
@@ -207,52 +199,26 @@ class Leaf(torch.nn.Module):
             return self.site.grid.trace.marked(self.local if self.site.compiled else self.site.name)
         return self.site.grid.trace.at(self.site.name)
 
+    @property
+    def layer(self) -> Layer:
+        """What predicts its communication, its work and what it keeps."""
+        return Layer(self.site.name, self.site.ground)
+
     def forward_events(self, flow: Flow) -> list[Event]:
         """Communication of the forward pass of a micro-batch, gathered weights apart."""
-        return []
-
-    def backward_events(self, flow: Flow) -> list[Event]:
-        """Communication of the backward pass of a micro-batch.
-
-        Gathered weights and gradients are apart.
-        """
-        return []
+        return self.layer.forward_events(flow)
 
     def events(self, flow: Flow, *, recomputed: bool = False) -> list[Event]:
         """Communication of a micro-batch; a recomputed leaf runs forward twice."""
-        forward = self.forward_events(flow)
-        return forward * (2 if recomputed else 1) + self.backward_events(flow)
+        return self.layer.events(flow, recomputed=recomputed)
 
     def held(self, flow: Flow, *, selective: bool = False) -> int:
-        """Bytes that a block keeps more if it keeps what this leaf communicates in forward.
-
-        selective: they take the place of the results of products, which may have been larger.
-        """
-        ranks = self.site.grid.axis
-        return sum(
-            event.bytes // (ranks(*event.axis).size if event.op == "reduce_scatter" else 1)
-            for event in self.forward_events(flow)
-        )
+        """Bytes that a block keeps more if it keeps what this leaf communicates in forward."""
+        return self.layer.held(flow, selective=selective)
 
     def flops(self, flow: Flow) -> int:
         """Multiplications and additions of one forward pass of a micro-batch on this rank."""
-        return 0
-
-    def event(self, op: str, axis: Axis, elements: int, itemsize: int) -> list[Event]:
-        """One predicted event; none if the axis has one rank."""
-        if axis.size == 1:
-            return []
-        return [Event(op, axis.names, elements * itemsize, self.site.name)]
-
-    def tokens(self, flow: Flow, dim: str) -> int:
-        """Tokens of a micro-batch on this rank where `dim` is the features."""
-        region = self.site.table.region(dim)
-        ranks = 1
-        for name in ("batch", "seq"):
-            for axis in region[name]:
-                if axis not in ("data", "expert", "depth"):
-                    ranks *= self.site.grid.degrees[axis]
-        return flow.samples * flow.seq // ranks
+        return self.layer.flops(flow)
 
 
 def check_range(ids: Tensor, size: int, name: str, *, ignore: int | None = None) -> None:

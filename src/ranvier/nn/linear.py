@@ -42,14 +42,13 @@ from torch.autograd.function import once_differentiable
 from ranvier.comm import verbs
 from ranvier.comm.pairs import gather, share, sum_scatter, total
 from ranvier.comm.results import STOPPED
-from ranvier.errors import ShardingError
 from ranvier.grid import Axis
 from ranvier.nn.example import SIZES, Example
-from ranvier.nn.leaf import Flow, Leaf, Site, applied
+from ranvier.nn.leaf import Leaf, Site, applied
 from ranvier.nn.matmul import Layouts, Products, forward, grad_x, multiply
-from ranvier.nn.outputs import buffer_dim, pack, pack_adjoint, repack, unpack, widths
-from ranvier.sharding import WEIGHTS, Dim, Sharding
-from ranvier.trace import Event
+from ranvier.nn.outputs import buffer_dim, pack, pack_adjoint, repack, unpack
+from ranvier.products import Factor, Product
+from ranvier.sharding import Dim
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,6 @@ class Run:
     start: int
     stop: int
     matrix: Tensor | None
-
-
-def _name(dim: Dim) -> str:
-    return dim if isinstance(dim, str) else dim[1]
 
 
 class Linear(Leaf):
@@ -80,37 +75,26 @@ class Linear(Leaf):
 
     def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
         super().__init__(site)
-        packed, into = dims if not self.transposed else (dims[1], dims[0])
-        if not isinstance(into, str):
-            raise ShardingError(
-                f"{site.name}: the in dim {into} of a linear layer cannot be packed."
-            )
-        self.into = into
-        self.out = _name(packed)
-        self.count = 1 if isinstance(packed, str) else packed[0]
-        self.move = site.table.move(self.out, self.into)
+        weight, bias = serial.weight, serial.bias
+        assert isinstance(weight, torch.nn.Parameter), type(weight)
+        assert bias is None or isinstance(bias, torch.nn.Parameter), type(bias)
+        self.factor = Factor(
+            tuple(weight.shape), tuple(dims), site.ground, weight.requires_grad, self.transposed
+        )
+        self.into, self.out = self.factor.into, self.factor.out
+        self.count, self.move = self.factor.count, self.factor.move
         self.steps = self._steps()
         """Axis and dim of the gather of the input, and of the scatter of the output."""
         self.share_axis = site.axis(*filter(None, [self.move.share]))
         """Ranks that have the same input and use it differently."""
         self.total_axis = site.axis(*filter(None, [self.move.total]))
         """Ranks that get the same sum as their output."""
-        weight, bias = serial.weight, serial.bias
-        assert isinstance(weight, torch.nn.Parameter), type(weight)
-        assert bias is None or isinstance(bias, torch.nn.Parameter), type(bias)
         self.products: Products = Layouts()
         """How it multiplies."""
         self.place("weight", weight, dims, std=0.02)
         self.split = self.handles["weight"].split
-        self.place("bias", bias, (packed,), rule=site.table.region(self.out))
-        features = weight.shape[1 if self.transposed else 0]
-        self.output = Sharding.make(
-            [features // self.count],
-            [self.out],
-            site.table.region(self.out),
-            site.grid.degrees,
-            units=site.units,
-        )
+        self.place("bias", bias, (self.factor.packed,), rule=site.table.region(self.out))
+        self.output = self.factor.output
         """Sharding of the output features."""
         self.part = self._part()
         """Dim, start and size of what of its matrix a rank uses; None: all of it."""
@@ -151,18 +135,10 @@ class Linear(Leaf):
         )
 
     def _part(self) -> tuple[int, int, int] | None:
-        """Of the dim opposite to a rank my features: their region may cut it where no weight is."""
-        if "rank" not in (self.out, self.into):
+        if self.factor.part is None:
             return None
-        dim, name = (0, self.out) if self.into == "rank" else (1, self.into)
-        site, size = self.site, self.handles["weight"].sharding.shape[dim]
-        cuts = Sharding.make(
-            [size], [name], site.table.region(name), site.grid.degrees, units=site.units
-        ).cuts[0]
-        for cut in cuts:
-            if cut.axis not in WEIGHTS[name]:
-                return dim, site.grid.index[cut.axis] // cut.share * cut.block, cut.block
-        return None
+        dim, cut = self.factor.part
+        return dim, self.site.grid.index[cut.axis] // cut.share * cut.block, cut.block
 
     @property
     def parts(self) -> int:
@@ -202,36 +178,15 @@ class Linear(Leaf):
             y = y[..., : self.output.place(self.site.grid.index).valid[0] * self.count]
         return y
 
-    def forward_events(self, flow: Flow) -> list[Event]:
-        """Gather x, scatter y."""
-        return forward_events(self, flow, [self])
-
-    def backward_events(self, flow: Flow) -> list[Event]:
-        """Gather x and dy, scatter dx."""
-        return backward_events(self, flow, [self])
-
-    def held(self, flow: Flow, *, selective: bool = False) -> int:
-        """The output, or what is gathered if it is smaller."""
-        return held(self, flow, [self], selective=selective)
-
-    def flops(self, flow: Flow) -> int:
-        """2 · tokens · (out · in) of this rank."""
-        weight = self._shape
-        _, (axis, dim) = self.steps
-        scattered = axis.size if dim >= 0 else 1
-        return 2 * self.tokens(flow, self.out) * scattered * int(torch.Size(weight).numel())
-
-    def made(self, flow: Flow) -> int:
-        """Elements of the result of its product, before it is communicated."""
-        return self.flops(flow) // (2 * self._shape[0 if self.transposed else -1])
-
     @property
-    def _shape(self) -> list[int]:
-        """Of the gathered weight what I use."""
-        weight = list(self.handles["weight"].sharding.gathered)
-        if self.part is not None:
-            weight[self.part[0]] = self.part[2]
-        return weight
+    def layer(self) -> Product:
+        """Gather x, scatter y."""
+        return self.together([self])
+
+    def together(self, layers: Sequence[Linear], *, apart: bool = False) -> Product:
+        """What predicts the product of layers, of which this is the first."""
+        factors, whole = tuple(layer.factor for layer in layers), self.site.whole_sequence
+        return Product(self.site.name, self.site.ground, factors, apart, whole)
 
 
 def _ranked() -> list[Example]:
@@ -316,7 +271,9 @@ class _Product(torch.autograd.Function):
             ctx.save_for_backward(x)
         ctx.layers, ctx.site, ctx.apart = layers, site, apart
         results, work = site.grid.trace.results, partial(_multiplied, x, layers, apart)
-        if results is None or not _output_kept(layers, x.shape[-1], results.selective):
+        if results is None:
+            return work()
+        if not layers[0].together(layers).output_kept(x.shape[-1], results.selective):
             return work()
         ys: tuple[Tensor, ...] = results.once(work)
         return ys
@@ -372,19 +329,6 @@ def _multiplied(x: Tensor, layers: Sequence[Linear], apart: bool) -> tuple[Tenso
     return tuple(unpack(verbs.all_reduce(y, layers[0].total_axis).wait(), layers, to_dim))
 
 
-def _output_kept(layers: Sequence[Linear], features: int, selective: bool) -> bool:
-    """Whether a block that keeps what it communicates keeps the output, not the gathered input.
-
-    Then it does not multiply again. It is so if the output is communicated, if it is kept anyway,
-    or if it is no larger than the input (of `features` on this rank).
-    """
-    (from_axis, from_dim), (to_axis, _) = layers[0].steps
-    if to_axis.size * layers[0].total_axis.size > 1:
-        return True
-    gathered = features * (from_axis.size if from_dim == -1 else 1)
-    return from_axis.size > 1 and (selective or _wide(layers) <= gathered)
-
-
 def _trained(layers: Sequence[Linear]) -> bool:
     """Whether a weight of the layers gets a gradient."""
     return any(layer.handles["weight"].trainable for layer in layers)
@@ -406,64 +350,3 @@ def _sum(terms: list[Tensor]) -> Tensor:
     for term in terms[1:]:
         total = total + term
     return total
-
-
-# ---- prediction -------------------------------------------------------------------------
-
-
-def _elements(
-    leaf: Leaf, flow: Flow, layers: Sequence[Linear], apart: bool
-) -> tuple[Axis, int, Axis, int]:
-    """Axes and elements of the gathered input and of the output before its scatter."""
-    first = layers[0]
-    (from_axis, _), (to_axis, _) = first.steps
-    width = leaf.site.grid.axis(*leaf.site.table.axes(first.into)).size
-    features = first.handles["weight"].sharding.shape[0 if first.transposed else -1] // width
-    features *= len(layers) if apart else 1
-    x = leaf.tokens(flow, first.into) * features * from_axis.size
-    y = leaf.tokens(flow, first.out) * _wide(layers) * to_axis.size
-    return from_axis, x, to_axis, y
-
-
-def _wide(layers: Sequence[Linear]) -> int:
-    """Features of all outputs on this rank."""
-    return sum(sum(of_layer) for of_layer in widths(layers))
-
-
-def held(
-    leaf: Leaf, flow: Flow, layers: Sequence[Linear], *, apart: bool = False, selective: bool
-) -> int:
-    """Bytes that are kept of a product: see `_output_kept`."""
-    from_axis, x, to_axis, y = _elements(leaf, flow, layers, apart)
-    communicated, output = to_axis.size * layers[0].total_axis.size > 1, y // to_axis.size
-    if from_axis.size == 1 and not communicated:
-        return 0
-    if selective:  # instead of the results of its products
-        return (output - sum(layer.made(flow) for layer in layers)) * flow.itemsize
-    return (output if communicated else min(x, output)) * flow.itemsize
-
-
-def forward_events(
-    leaf: Leaf, flow: Flow, layers: Sequence[Linear], *, apart: bool = False
-) -> list[Event]:
-    """What the forward pass of a product communicates."""
-    from_axis, x, to_axis, y = _elements(leaf, flow, layers, apart)
-    return [
-        *leaf.event("all_gather", from_axis, x, flow.itemsize),
-        *leaf.event("reduce_scatter", to_axis, y, flow.itemsize),
-        *leaf.event("all_reduce", layers[0].total_axis, y // to_axis.size, flow.itemsize),
-    ]
-
-
-def backward_events(
-    leaf: Leaf, flow: Flow, layers: Sequence[Linear], *, apart: bool = False
-) -> list[Event]:
-    """What the backward pass of a product communicates."""
-    from_axis, x, to_axis, y = _elements(leaf, flow, layers, apart)
-    again = leaf.event("all_gather", from_axis, x, flow.itemsize) if _trained(layers) else []
-    return [
-        *again,
-        *leaf.event("all_gather", to_axis, y, flow.itemsize),
-        *leaf.event("reduce_scatter", from_axis, x, flow.itemsize),
-        *leaf.event("all_reduce", layers[0].share_axis, x // from_axis.size, flow.itemsize),
-    ]

@@ -25,10 +25,10 @@ from ranvier import launch
 from ranvier.comm import verbs
 from ranvier.comm.pairs import take, total
 from ranvier.grid import Axis
+from ranvier.layers import Entropy
 from ranvier.nn.example import Example
-from ranvier.nn.leaf import Flow, Leaf, Site, applied, check_range
+from ranvier.nn.leaf import Leaf, Site, applied, check_range
 from ranvier.sharding import Dim, Sharding
-from ranvier.trace import Event
 
 IGNORE = -100
 CHUNK = 1 << 22
@@ -91,13 +91,10 @@ class CrossEntropy(Leaf):
             loss: Tensor = applied(_Loss, logits, targets, self.columns)
         return loss
 
-    def forward_events(self, flow: Flow) -> list[Event]:
+    @property
+    def layer(self) -> Entropy:
         """The maximum, then sum and target logit together."""
-        tokens = self.tokens(flow, self.dim)
-        return [
-            *self.event("all_reduce", self.columns.axis, tokens, flow.statistics),
-            *self.event("all_reduce", self.columns.axis, 2 * tokens, flow.statistics),
-        ]
+        return Entropy(self.site.name, self.site.ground, self.dim)
 
 
 def reference(logits: Tensor, targets: Tensor, mine: Columns) -> Tensor:

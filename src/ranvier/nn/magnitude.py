@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ranvier.comm.pairs import total
-from ranvier.nn.leaf import Flow, Leaf, Site
+from ranvier.layers import Lengths
+from ranvier.nn.leaf import Leaf, Site
 from ranvier.nn.linear import Linear
-from ranvier.sharding import WEIGHTS, Dim, Sharding
-from ranvier.trace import Event
+from ranvier.sharding import WEIGHTS, Dim
 
 
 class Magnitude(Leaf):
@@ -37,10 +37,7 @@ class Magnitude(Leaf):
         self.axis = site.axis(*WEIGHTS[into])
         self.scale = serial.scale
         self.squares: Callable[..., Tensor] = serial.squares  # type: ignore[assignment]
-        (self.rows,) = Sharding.make(
-            serial.weight.shape, [out], site.table.weights, site.grid.degrees, units=site.units
-        ).local
-        """Of the weight on this rank, gathered over depth."""
+        self.dims = (out, into)
 
     def forward(self, layer: Linear, a: Linear, b: Linear) -> Tensor:
         """The factor of each output feature."""
@@ -54,9 +51,11 @@ class Magnitude(Leaf):
             norm = total(here, self.axis).sqrt().to(self.weight.dtype)
         return norm if b.part is None else norm.narrow(*b.part)
 
-    def forward_events(self, flow: Flow) -> list[Event]:
+    @property
+    def layer(self) -> Lengths:
         """A number for each row of the weight."""
-        return self.event("all_reduce", self.axis, self.rows, flow.statistics)
+        (rows,) = self.handles["weight"].sharding.shape
+        return Lengths(self.site.name, self.site.ground, rows, *self.dims)
 
 
 def _whole(layer: Linear) -> Tensor:

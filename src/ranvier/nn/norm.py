@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ranvier.comm.pairs import share, total
 from ranvier.errors import ShardingError
+from ranvier.layers import Statistics
 from ranvier.nn.example import Example
-from ranvier.nn.leaf import Flow, Leaf, Site
-from ranvier.sharding import Dim, Sharding
-from ranvier.trace import Event
+from ranvier.nn.leaf import Leaf, Site
+from ranvier.sharding import Dim
 
 
 class Norm(Leaf):
@@ -42,10 +42,10 @@ class Norm(Leaf):
             raise ShardingError(f"{site.name} has no weight. A norm on the grid has one. Add it.")
         self.size = weight.numel()
         region = site.table.region(self.dim)
-        sharding = Sharding.make([self.size], dims, region, site.grid.degrees, units=site.units)
-        self.axis = site.axis(*(cut.axis for cut in sharding.cuts[0]))
+        cuts = self.layer.features.cuts[0]
+        self.axis = site.axis(*(cut.axis for cut in cuts))
         self.copies = 1
-        for cut in sharding.cuts[0]:
+        for cut in cuts:
             self.copies *= cut.share
         self.shift = float(getattr(serial, "shift", 0.0))
         self.place("weight", weight, dims, rule=region, mean=1.0 - self.shift)
@@ -61,14 +61,10 @@ class Norm(Leaf):
         here = x.sum(-1, keepdim=True)
         return share(total(here, self.axis), self.axis) / (self.size * self.copies)
 
-    def forward_events(self, flow: Flow) -> list[Event]:
+    @property
+    def layer(self) -> Statistics:
         """One all-reduce for each sum."""
-        elements = self.tokens(flow, self.dim)
-        return self.event("all_reduce", self.axis, elements, flow.statistics) * self.sums
-
-    def backward_events(self, flow: Flow) -> list[Event]:
-        """As forward."""
-        return self.forward_events(flow)
+        return Statistics(self.site.name, self.site.ground, self.size, self.dim, self.sums)
 
 
 class RMSNorm(Norm):

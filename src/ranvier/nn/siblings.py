@@ -10,17 +10,19 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from ranvier.comm.bucket import Bucket
+from ranvier.layers import Flow
 from ranvier.nn.example import SIZES, Example
-from ranvier.nn.leaf import Flow, Leaf, Site
-from ranvier.nn.linear import Linear, Run, backward_events, forward_events, held, product
+from ranvier.nn.leaf import Leaf, Site
+from ranvier.nn.linear import Linear, Run, product
+from ranvier.products import Product
 from ranvier.sharding import Dim
-from ranvier.trace import Event
 
 NARROW = 1024
 """Output features up to which a layer is packed with its neighbours, if another is twice as wide
@@ -110,17 +112,15 @@ class Siblings(Leaf):
         """The layers, in order."""
         return [layer for layer in self.children() if isinstance(layer, Linear)]
 
-    def forward_events(self, flow: Flow) -> list[Event]:
+    @property
+    def layer(self) -> Product:
         """As one layer."""
-        return forward_events(self, flow, self.layers, apart=self.apart)
+        product = self.layers[0].together(self.layers, apart=self.apart)
+        return replace(product, name=self.site.name)
 
-    def backward_events(self, flow: Flow) -> list[Event]:
-        """As one layer."""
-        return backward_events(self, flow, self.layers, apart=self.apart)
-
-    def held(self, flow: Flow, *, selective: bool = False) -> int:
-        """As one layer."""
-        return held(self, flow, self.layers, apart=self.apart, selective=selective)
+    def flops(self, flow: Flow) -> int:
+        """None: its layers tell theirs."""
+        return 0
 
 
 class Apart(Siblings):

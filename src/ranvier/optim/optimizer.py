@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from ranvier.comm import verbs
-from ranvier.comm.bucket import Bucket, Group, Weight
+from ranvier.comm.bucket import Bucket, Weight
 from ranvier.comm.deferred import Deferred
 from ranvier.comm.kept import Sparse, packed
 from ranvier.comm.lane import await_mark
 from ranvier.comm.sums import Pieces
 from ranvier.grid import Grid
+from ranvier.lots import Group
 from ranvier.optim import fused, hosted, prune
 from ranvier.optim.early import Early
 from ranvier.optim.hosted import Known

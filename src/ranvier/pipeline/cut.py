@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ranvier.errors import PlanError
 from ranvier.models.decoder import CrossEntropy, Head
+from ranvier.pipeline.balance import balanced, ranges
 
 
 class Absent(nn.Module):
@@ -158,7 +159,7 @@ def cut(model: nn.Module, costs: Sequence[float], how: Cut, index: int, count: i
             f"pipe={count} with chunks={how.chunks} makes {virtual} virtual stages of "
             f"{len(parts)} parts. Each needs one at least. Use pipe·chunks of at most {len(parts)}."
         )
-    firsts = (0, *how.first) if how.first else balanced(costs, virtual)
+    firsts = (0, *how.first) if how.first else balanced(tuple(costs), virtual)
     bounds = [*firsts, len(parts)]
     if len(firsts) != virtual or any(a >= b for a, b in pairwise(bounds)):
         raise PlanError(
@@ -166,41 +167,14 @@ def cut(model: nn.Module, costs: Sequence[float], how: Cut, index: int, count: i
             f"at {virtual} rising numbers below {len(parts)}, the first at 0. Leave them out to "
             "have the work balanced."
         )
-    ranges = [slice(a, b) for a, b in pairwise(bounds)]
+    every = ranges(firsts, len(parts))
     return Stage(
         index=index,
         count=count,
-        chunks=tuple(ranges[index::count]),
+        chunks=tuple(every[index::count]),
         run=segment_of(model),
-        costs=tuple(sum(costs[one]) for one in ranges),
+        costs=tuple(sum(costs[one]) for one in every),
         parts=tuple(names[0] for names in parts),
         work=tuple(costs),
         firsts=tuple(firsts),
     )
-
-
-def balanced(costs: Sequence[float], count: int) -> tuple[int, ...]:
-    """First part of each of `count` ranges, the largest cost of which is as small as can be.
-
-    Of several such cuts the one with the smallest sum of squares.
-    """
-    total = [0.0, *accumulate(costs)]
-    parts = len(costs)
-    # best[n]: (largest, squares, firsts) of the first n parts in k ranges
-    best: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (parts + 1)
-    best[0] = (0.0, 0.0, ())
-    for k in range(1, count + 1):
-        row: list[tuple[float, float, tuple[int, ...]] | None] = [None] * (parts + 1)
-        for stop in range(k, parts - (count - k) + 1):
-            found = []
-            for start in range(k - 1, stop):
-                before = best[start]
-                if before is not None:
-                    cost = total[stop] - total[start]
-                    largest = max(before[0], cost)
-                    found.append((largest, before[1] + cost * cost, (*before[2], start)))
-            row[stop] = min(found, default=None)
-        best = row
-    final = best[parts]
-    assert final is not None, (parts, count)
-    return final[2]

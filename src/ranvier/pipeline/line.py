@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ranvier.grid import Axis, Grid
-
-FORWARD, BACKWARD = "forward", "backward"
+from ranvier.pipeline.messages import BACKWARD, FORWARD
 
 
 def line(grid: Grid, way: str, tag: int, *, wraps: bool = False) -> Axis:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ranvier.comm.inbox import Key
-from ranvier.pipeline.line import BACKWARD, FORWARD
-from ranvier.pipeline.vocabulary import FINAL, PART, RETURN, ROWS
+from ranvier.pipeline.messages import BACKWARD, FINAL, FORWARD, PART, RETURN, ROWS
 
 if TYPE_CHECKING:
     from ranvier.pipeline.runtime import Runtime

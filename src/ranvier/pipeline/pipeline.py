@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ranvier.nn.leaf import Flow
-from ranvier.pipeline.choice import policy_for
+from ranvier.layers import Flow, Ground
+from ranvier.pipeline import messages
+from ranvier.pipeline.choice import expected, policy_for
 from ranvier.pipeline.cut import Cut
-from ranvier.pipeline.line import BACKWARD, FORWARD
+from ranvier.pipeline.messages import Seat
 from ranvier.pipeline.policy import Job, Order, Policy, Shape
 from ranvier.pipeline.runtime import Runtime
 from ranvier.pipeline.simulator import Times
-from ranvier.pipeline.vocabulary import FINAL, PART, RETURN, ROWS
+from ranvier.sharding import Table
 from ranvier.trace import Event
 
 
@@ -50,48 +51,24 @@ class Pipeline:
 
     def expected(self) -> Times:
         """Times of the jobs: backward takes twice as long as forward, half of it for weights."""
-        costs = self.runtime.stage.costs
-        unit = sum(costs) / len(costs)
-        forward = tuple(cost / unit for cost in costs)
-        return Times(forward, forward, forward, jitter=self.how.jitter)
+        return expected(self.runtime.stage.costs, self.how.jitter)
+
+    @property
+    def seat(self) -> Seat:
+        """My place among the stages."""
+        stage = self.runtime.stage
+        return Seat(stage.index, stage.count, len(stage.chunks), bool(stage.vocabulary))
 
     def events(self, flow: Flow) -> list[Event]:
-        """Messages of a micro-batch in the outer layout `[b, s/row, d/col]`, and orders."""
-        runtime, found = self.runtime, list[Event]()
-        stage, degrees = runtime.stage, runtime.grid.degrees
-        if stage.count == 1:
-            return []
-        tokens = flow.samples * flow.seq // (degrees["row"] * degrees["context"])
-        size = tokens * (self.embed // degrees["col"]) * flow.itemsize
-        for chunk in range(len(stage.chunks)):
-            if not stage.enters(chunk):
-                found.append(Event("receive", ("pipe",), size, f"pipeline.{FORWARD}"))
-                found.append(Event("send", ("pipe",), size, f"pipeline.{BACKWARD}"))
-            if not stage.leaves(chunk):
-                found.append(Event("send", ("pipe",), size, f"pipeline.{FORWARD}"))
-                found.append(Event("receive", ("pipe",), size, f"pipeline.{BACKWARD}"))
-        if stage.vocabulary:
-            others, first, last = stage.count - 1, stage.index == 0, stage.index == stage.count - 1
-            for way, sender in ((ROWS, not first), (PART, not last)):
-                op = "send" if sender else "receive"
-                found += [Event(op, ("pipe",), size, f"pipeline.{way}")] * (1 if sender else others)
-            for way, sender in ((FINAL, last), (RETURN, first)):
-                op = "send" if sender else "receive"
-                found += [Event(op, ("pipe",), size, f"pipeline.{way}")] * (others if sender else 1)
-        return found
+        """Messages of a micro-batch in the outer layout `[b, s/row, d/col]`."""
+        ground = Ground(self.runtime.grid.degrees, Table(), {"embed": self.embed})
+        return messages.messages(self.seat, messages.message_bytes(ground, flow))
 
     def step_events(self, micro_batches: int, itemsize: int) -> list[Event]:
         """Orders inside the stage and the loss of a step."""
-        runtime, shape = self.runtime, self.shape(micro_batches)
-        policy, inside = self.policy(micro_batches), runtime.inside
-        if shape.stages == 1:
-            return []
-        jobs = (3 if policy.split else 2) * shape.chunks * micro_batches
-        spread = bool(runtime.stage.vocabulary)
-        led = (policy.dynamic or spread) and inside.size > 1
-        jobs += micro_batches * spread
-        orders = [Event("broadcast", inside.names, 8, "pipeline.order")] * (jobs if led else 0)
-        return [*orders, Event("broadcast", ("pipe",), itemsize, "pipeline.loss")]
+        policy, seat = self.policy(micro_batches), self.seat
+        count = messages.orders(seat, micro_batches, dynamic=policy.dynamic, split=policy.split)
+        return messages.step(seat, self.runtime.inside.names, itemsize, orders=count)
 
 
 def accumulating(micro_batches: int) -> Order:

@@ -22,12 +22,12 @@ from ranvier.errors import CommunicationError, ShardingError
 from ranvier.grid import HOST, Axis, Grid
 from ranvier.nn.leaf import Moment
 from ranvier.pipeline.cut import Stage
-from ranvier.pipeline.line import BACKWARD, FORWARD, line
+from ranvier.pipeline.line import line
 from ranvier.pipeline.lost import WORDS, lost_words, unsent_words
+from ranvier.pipeline.messages import BACKWARD, FINAL, FORWARD, INSIDE
 from ranvier.pipeline.policy import Job, Kind, Policy, Progress, Shape
-from ranvier.pipeline.vocabulary import FINAL, Vocabulary
+from ranvier.pipeline.vocabulary import Vocabulary
 
-INSIDE = ("expert", "context", "depth", "row", "col")
 """Axes along which the ranks of a stage communicate in its jobs."""
 AHEAD = 3
 """Messages that evaluation may have under way to a stage, and waiting there."""
@@ -82,12 +82,15 @@ class Runtime:
     """Jobs and waits of the last step, if they were timed."""
     begun: float = 0.0
     """When it began."""
-    _forms: dict[tuple[Any, int], Form] = field(default_factory=dict)
+    forms: dict[tuple[Any, int], Form] = field(default_factory=dict)
+    """What messages look like, by the shape of inputs and the chunk; -1 - chunk: that leave it."""
     _lines: dict[tuple[str, int, bool], Axis] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.inside: Axis = self.grid.axis(*INSIDE, channel="" if self.grid.tagged else HOST)
         """Ranks that share collectives inside the stage, and where its leader tells them orders."""
+        self.leads = self.inside.index == 0
+        """Whether I say what my stage does next."""
 
     def line(self, way: str, tag: int, *, wraps: bool = False) -> Axis:
         """The communicator of a kind of message."""
@@ -187,7 +190,7 @@ class Step:
             at.done, at.begun = [], time.perf_counter()
         for chunk in range(len(stage.chunks)):
             if not stage.enters(chunk):
-                form = at._forms.get((self._shape_of(), chunk))
+                form = at.forms.get((self._shape_of(), chunk))
                 self._listen(FORWARD, chunk, form)
         if self.vocabulary is not None:
             self.vocabulary.begin()
@@ -211,7 +214,7 @@ class Step:
                 ) from error
         for (way, chunk), form in self.inbox.forms.items():
             if way == FORWARD:
-                at._forms[self._shape_of(), chunk] = form
+                at.forms[self._shape_of(), chunk] = form
 
     @property
     def _over(self) -> bool:
@@ -251,7 +254,7 @@ class Step:
         """The job that the policy or the leader of the stage wants, once it is ready."""
         if not self.led:
             return self._chosen()
-        leader = self.at.inside.index == 0
+        leader = self.at.leads
         kinds: tuple[Kind, ...] = ("F", "B", "W", "H")
         job = self._chosen() if leader else Job("F", 0)
         code = (job.chunk * len(self.micros) + job.micro) * len(kinds) + kinds.index(job.kind)
@@ -476,8 +479,8 @@ class Step:
         box, first = self.outbox[way], way == FORWARD and job.micro == 0
         try:
             known = (self._shape_of(), -1 - job.chunk)
-            if first and at._forms.get(known) != form:
-                at._forms[known] = form
+            if first and at.forms.get(known) != form:
+                at.forms[known] = form
                 box.send(header(form, at.device), axis, to, tag, limit)
             box.send(value, axis, to, tag, limit)
         except CommunicationError as error:

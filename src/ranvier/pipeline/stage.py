@@ -15,9 +15,11 @@ from ranvier.comm.agree import everyone
 from ranvier.comm.fill import copies
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.nn.leaf import Flow, Leaf, Site
+from ranvier.layers import Flow
+from ranvier.nn.leaf import Leaf, Site
 from ranvier.pipeline.cut import Absent, Cut, Stage, cut, parts_of, segment_of
-from ranvier.pipeline.line import BACKWARD, FORWARD, line
+from ranvier.pipeline.line import line
+from ranvier.pipeline.messages import BACKWARD, FORWARD
 from ranvier.pipeline.vocabulary import TAGS
 
 VOCABULARY = ("embed", "head")

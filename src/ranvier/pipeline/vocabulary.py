@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ranvier.comm.inbox import Source
+from ranvier.pipeline.messages import FINAL, PART, RETURN, ROWS
 
 if TYPE_CHECKING:
     from ranvier.pipeline.runtime import Step
 
-ROWS, FINAL, PART, RETURN = "rows", "final", "part", "return"
-"""Messages: looked-up rows, what the head gets, parts of its gradient, that of the embedding."""
 TAGS = {ROWS: 1000, FINAL: 1001, PART: 1002, RETURN: 1003}
 
 

@@ -15,9 +15,12 @@ and come back in backward: each hides behind the pass beside it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ranvier.memory import budget
-from ranvier.planner.rates import Rates
+
+if TYPE_CHECKING:
+    from ranvier.planner.rates import Rates
 
 BESIDE = 0.5
 """Share of its rate that the host's AdamW reaches beside a step, whose copies use the same memory:

@@ -12,8 +12,8 @@ import torch
 
 from ranvier.comm.bucket import Bucket
 from ranvier.comm.home import resting
+from ranvier.layers import Flow
 from ranvier.nn.head import Head
-from ranvier.nn.leaf import Flow
 from ranvier.optim.moments import BLOCK
 from ranvier.optim.store import SLOTS
 from ranvier.parallel import Parallel
@@ -133,4 +133,4 @@ def _states(bucket: Bucket, moments: str) -> tuple[int, int]:
 def logits(parallel: Parallel, flow: Flow) -> int:
     """Bytes of the logits of the largest chunk of a micro-batch."""
     heads = [leaf for leaf in parallel.leaves.values() if isinstance(leaf, Head)]
-    return max((head.chunk_bytes(flow) for head in heads), default=0)
+    return max((head.layer.chunk_bytes(flow) for head in heads), default=0)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ranvier.comm.deferred import Deferred
 from ranvier.errors import DeviceMemoryError
+from ranvier.html import page
+from ranvier.html.plot import escaped
 from ranvier.models import Decoder
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import parallel_of
@@ -23,9 +25,7 @@ from ranvier.planner import fit, rates, table
 from ranvier.planner.fit import Case, Choice
 from ranvier.planner.rates import Rates
 from ranvier.planner.table import GIB, Table
-from ranvier.train import page
 from ranvier.train.fit import gradients, marking
-from ranvier.train.plot import escaped
 
 MEMORY = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 """How torch says that memory is too small."""

@@ -28,7 +28,7 @@ from ranvier.checkpoint.published import Published
 from ranvier.errors import CheckpointError, PlanError, WriteError
 from ranvier.infer.sample import checkpoint_of, run_of
 from ranvier.models.adapter import adapted_weights
-from ranvier.models.decoder import DecoderConfig
+from ranvier.models.config import DecoderConfig
 from ranvier.models.families import FAMILIES, family_of, fitting
 from ranvier.models.family import Family, UnknownError
 from ranvier.plan import AXES

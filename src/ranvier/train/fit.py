@@ -309,7 +309,7 @@ def _watching(parallel: Parallel, inputs: Any, device: torch.device) -> Iterator
     watch: _Watch = _OnDevice(device)
     if device.type != "cuda":
         queue = parallel.queue
-        watch = _OnHost([[b.data for b in queue.buckets], inputs], partial(gradients, queue))
+        watch = OnHost([[b.data for b in queue.buckets], inputs], partial(gradients, queue))
     with watch:
         yield watch
 
@@ -376,7 +376,7 @@ class _OnDevice:
         torch.cuda.reset_peak_memory_stats(self.device)
 
 
-class _OnHost(TorchDispatchMode):
+class OnHost(TorchDispatchMode):
     """Storages that operations use or make; nobody else counts them on a host.
 
     Of compiled code that is what it hands to autograd, not what it uses for a moment. A hook on
@@ -384,6 +384,8 @@ class _OnHost(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
+    everywhere = False
+    """Whether communication and deferred work are seen as well."""
 
     def __init__(self, before: Any, unseen: Callable[[], list[Tensor]] = list) -> None:
         """before: tensors that are there already. unseen: those that are made behind our back."""
@@ -407,9 +409,13 @@ class _OnHost(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self._meet((args, kwargs, out), new=True)
         self._look()
-        if self.bound > self.most:
-            self.most = max(self.most, self.held())
+        if self.bound > self.most and self.held() > self.most:
+            self.most = self.bound
+            self.grown()
         return out
+
+    def grown(self) -> None:
+        """Is called when there is more than ever."""
 
     def _look(self) -> None:
         """Meet what was made behind our back, if that has changed."""

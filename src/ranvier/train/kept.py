@@ -13,9 +13,9 @@ import torch
 
 from ranvier.comm import rates
 from ranvier.comm.agree import largest
+from ranvier.layers import Flow
 from ranvier.memory.collectives import Result, seconds, worth
 from ranvier.models import Decoder
-from ranvier.nn.leaf import Flow
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.run import Run

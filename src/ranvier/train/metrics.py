@@ -17,8 +17,8 @@ from torch import Tensor
 from ranvier import trace
 from ranvier.comm import verbs
 from ranvier.launch import Pulse
+from ranvier.layers import Flow
 from ranvier.nn.attention import Core
-from ranvier.nn.leaf import Flow
 from ranvier.nn.linear import Linear
 from ranvier.parallel import Parallel
 

@@ -7,8 +7,7 @@ held against two peaks of the device (a roofline):
     least time = max(FLOPs / peak FLOP/s, bytes / peak bytes/s)
 
 Compute or memory bounds it, whichever term is larger; neither, if it takes more than four times as
-long. What a trace does not tell is printed as "-". Not handled: several ranks; the trace of the
-communication (`train.trace`) is what shows those.
+long. What a trace does not tell is printed as "-". Not handled: several ranks (see `train.trace`).
 """
 
 from __future__ import annotations
@@ -35,10 +34,11 @@ from ranvier.launch import Ranks, grow_segments, keep_compiled
 from ranvier.run import Run
 from ranvier.train import corpora, train
 from ranvier.train import folder as folders
+from ranvier.train.built import DTYPES
 from ranvier.train.graph import WARM
 from ranvier.train.kernels import EIGHTHS, GROUPS, HALVES, OPTIMIZER, TRITON, Kernel, read, short
 from ranvier.train.metrics import peak_bandwidth, peak_flops
-from ranvier.train.trainer import DTYPES, Trainer
+from ranvier.train.trainer import Trainer
 
 NEAR = 0.25
 """Share of a peak from which on it is what bounds a kernel."""

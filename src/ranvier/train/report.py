@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ranvier.errors import DataError
-from ranvier.train import account, timeline
+from ranvier.html.page import LISTED, document, folded, listing, section, table, text_block
+from ranvier.html.plot import Series, escaped, line_plot, percent, short, stacked_bar
+from ranvier.train import account, foretold, timeline
 from ranvier.train import folder as folders
-from ranvier.train.page import LISTED, document, folded, listing, section, table, text_block
-from ranvier.train.plot import Series, escaped, line_plot, percent, short, stacked_bar
 
 COLUMNS = ("tokens", "loss", "held_out_loss", "lr", "grad_norm", "tokens_per_second")
 MFU = {"causal": "mfu", "full": "mfu_full"}
@@ -452,6 +452,7 @@ def body(record: Record, facts: Mapping[str, Any]) -> str:
             section("Curves", f'<div class="plots">{"".join(plots(latest))}</div>'),
             section("Where the time went", spent(facts["phases"], len(record.rows))),
             timeline.section(record.folder),
+            foretold.section(known.get("foretold")),
             account.section(known.get("memory")),
             section("Steps in numbers", sampled(latest)),
             section(

@@ -21,10 +21,10 @@ import torch
 from ranvier.comm.agree import largest, most_of
 from ranvier.comm.arena import host_room
 from ranvier.errors import PlanError
+from ranvier.layers import Flow
 from ranvier.memory import budget
 from ranvier.memory.budget import Kind, Need, Pass
 from ranvier.models import Decoder
-from ranvier.nn.leaf import Flow
 from ranvier.nn.linear import Linear
 from ranvier.optim.optimizer import Optimizer
 from ranvier.optim.scale import Scale

@@ -18,6 +18,8 @@ from typing import Any
 from ranvier import init
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
+from ranvier.html import page
+from ranvier.html.plot import standalone
 from ranvier.models import build
 from ranvier.parallel import Parallel, parallelize
 from ranvier.pipeline import choice, draw
@@ -27,9 +29,8 @@ from ranvier.pipeline.simulator import Times
 from ranvier.pipeline.simulator import simulate as play
 from ranvier.run import Run
 from ranvier.settings import nearest
-from ranvier.train import page, timeline
+from ranvier.train import timeline
 from ranvier.train.folder import write
-from ranvier.train.plot import standalone
 from ranvier.train.stages import cut_of
 
 KEYS = ("forward", "backward", "weight", "link", "jitter", "stragglers")

@@ -14,14 +14,14 @@ from statistics import fmean
 from typing import Any
 
 from ranvier.errors import PlanError
+from ranvier.html import page
+from ranvier.html.plot import escaped
 from ranvier.pipeline import draw
 from ranvier.pipeline.choice import policy_for
 from ranvier.pipeline.choice import read as read_policy
 from ranvier.pipeline.draw import Picture
 from ranvier.pipeline.policy import Shape
 from ranvier.pipeline.simulator import Times, simulate
-from ranvier.train import page
-from ranvier.train.plot import escaped
 
 FILE = "timeline.json"
 

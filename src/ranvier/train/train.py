@@ -10,6 +10,7 @@ import platform
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -40,10 +41,12 @@ from ranvier.parallel import Parallel, parallel_of
 from ranvier.run import Run
 from ranvier.train import account, adapters, corpora, exchange, pruning, report, saves
 from ranvier.train import folder as folders
+from ranvier.train.built import DTYPES
 from ranvier.train.exact import check_exact, compiles_exactly
+from ranvier.train.foretold import Comparison, Foretold
 from ranvier.train.settle import foreseen
 from ranvier.train.show import sinks
-from ranvier.train.trainer import DTYPES, Trainer
+from ranvier.train.trainer import Trainer
 
 SAMPLED = 300_000_000
 """Parameters up to which a run ends with a sample of text."""
@@ -194,10 +197,13 @@ def agree(run: Run, grid: Grid, device: torch.device) -> None:
         raise PlanError([*lines, rule])
 
 
-def train(run: Run, me: Ranks, stored: list[str] | None = None) -> int:
+def train(
+    run: Run, me: Ranks, stored: list[str] | None = None, said: Foretold | None = None
+) -> int:
     """Train as one rank; the exit code. Communicates: all of it.
 
-    stored: tokenized corpora; None: the first rank of each machine sees to them.
+    stored: tokenized corpora; None: the first rank of each machine sees to them. said: what the
+    planner says of the run.
     """
     began, device = time.perf_counter(), device_of(run, me)
     if device.type == "cuda":
@@ -226,7 +232,8 @@ def train(run: Run, me: Ranks, stored: list[str] | None = None) -> int:
         trainer = Trainer.assemble(placed, grid, device, data, local_ranks=local)
         if device.type == "cuda" and trainer.account.case is None:
             trainer.account = foreseen(trainer.run, trainer.model, trainer.optimizer, device, local)
-        trainer.notes += lines
+        trainer.notes += lines if said is None else [f"plan: {said.why}", *lines]
+        trainer.compared = None if said is None else Comparison(said)
         if run.checkpoint.every >= 0:
             _ = trainer.saver  # where it cannot write it need not begin
         if run.train.start and not candidates:
@@ -302,6 +309,7 @@ def _loop(trainer: Trainer, folder: Path, stop: Stop) -> None:
         with sinks(trainer.run, folder) as sink:
             for count, row in enumerate(trainer.steps(stop), 1):
                 sink(row)
+                _compare(trainer, row)
                 if count == 2:
                     _started(trainer, folder)
     trainer.save()
@@ -319,6 +327,14 @@ def _started(trainer: Trainer, folder: Path) -> None:
         print(*(f"  {line}" for line in account.lines(_memory(trainer))), sep="\n", flush=True)
     with suppress(OSError):  # no reason to end a run
         folders.record(folder, seconds_to_step_2=seconds, compiled=compiled)
+
+
+def _compare(trainer: Trainer, row: Mapping[str, Any]) -> None:
+    """Hold a step against what was foretold, and say so once."""
+    if trainer.compared is not None:
+        line = trainer.compared.see(row, counted=trainer.device.type == "cuda")
+        if line:
+            print(f"  {line}", flush=True)
 
 
 def _memory(trainer: Trainer) -> dict[str, Any]:
@@ -380,6 +396,8 @@ def _close(trainer: Trainer, folder: Path, status: str) -> str:
     more: dict[str, Any] = dict(counts)
     more |= folders.account(folder)
     more["memory"] = _memory(trainer)
+    if trainer.compared is not None:
+        more["foretold"] = trainer.compared.facts()
     try:
         folders.record(folder, status=status, finished=now(), phases=trainer.meter.phases, **more)
         return f"Report: {report.write(folder)}"

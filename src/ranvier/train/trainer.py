@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranvier import init, trace
+from ranvier import trace
 from ranvier.checkpoint.folder import found
 from ranvier.checkpoint.saver import Saver
 from ranvier.comm import verbs
@@ -32,17 +32,19 @@ from ranvier.data.dataset import Data
 from ranvier.data.loader import Loader, held_out_batches, micro_batches
 from ranvier.errors import NumericError
 from ranvier.grid import Grid
-from ranvier.models import Decoder, build
-from ranvier.nn.leaf import Flow
+from ranvier.layers import Flow
+from ranvier.models import Decoder
 from ranvier.optim.optimizer import Optimizer
 from ranvier.optim.schedule import share
-from ranvier.parallel import parallel_of, parallelize
+from ranvier.parallel import parallel_of
 from ranvier.run import Run
 from ranvier.sharding import State
-from ranvier.train import adapters, homes, kept, pruning, saves
+from ranvier.train import adapters, kept, pruning, saves
 from ranvier.train.account import Account
+from ranvier.train.built import DTYPES, built
 from ranvier.train.diagnose import first_bad
 from ranvier.train.fit import bounded, candidates
+from ranvier.train.foretold import Comparison
 from ranvier.train.graph import Graph
 from ranvier.train.guard import Guard
 from ranvier.train.metrics import (
@@ -58,18 +60,12 @@ from ranvier.train.metrics import (
 from ranvier.train.replay import Replay
 from ranvier.train.replicas import compare
 from ranvier.train.settle import settle
-from ranvier.train.stages import TIMELINE, cut_of, timeline
+from ranvier.train.stages import TIMELINE, timeline
 from ranvier.train.step import Taken, evaluate, train_step
 from ranvier.train.tune import tune
 
 PATIENCE = 5.0
 """Seconds that a run waits for the checkpoint before when the next is due, then does without."""
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 
 @contextmanager
@@ -109,6 +105,8 @@ class Trainer:
     """The signal that ends the run, once all ranks know of it."""
     notes: list[str] = field(default_factory=list)
     """Lines on what was settled by measuring."""
+    compared: Comparison | None = None
+    """What was foretold, and the steps since."""
     held_out: float | None = None
     """The last held-out loss."""
     skipped_saves: int = 0
@@ -134,23 +132,7 @@ class Trainer:
         """
         run = adapters.settled(run)
         dtype = DTYPES[run.train.dtype]
-        with init.blank():
-            model = build(run.model, run.lora)
-        model = parallelize(
-            model,
-            grid,
-            inner=run.plan.inner,
-            overlap=run.plan.overlap,
-            recompute=run.plan.unmeasured.recompute,
-            collectives=run.memory.collectives,
-            compiled="inductor" if run.plan.compile == "on" else "",
-            seed=run.train.seed,
-            dtype=dtype,
-            device=device,
-            how=cut_of(run),
-            keep=run.plan.gathered == "keep",
-            room=homes.weights_room(run, local_ranks or grid.world),
-        )
+        model = built(run, grid, device, local_ranks=local_ranks or grid.world)
         pruning.begin(run, parallel_of(model))
         micro, local_ranks = candidates(run.plan, run.data.seq)[0], local_ranks or grid.world
         flow = Flow(micro, run.data.seq, dtype.itemsize, statistics=4)

@@ -17,11 +17,11 @@ from torch import nn
 from ranvier.comm.agree import told
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
+from ranvier.layers import Flow
 from ranvier.nn import attend, fp8
 from ranvier.nn.attention import Core
 from ranvier.nn.fastest import Fastest
 from ranvier.nn.head import Head
-from ranvier.nn.leaf import Flow
 from ranvier.nn.linear import Linear
 from ranvier.nn.matmul import Layouts
 from ranvier.nn.siblings import Siblings

@@ -37,6 +37,8 @@ LIGHT = {
     "c4": "#a87400",
     "c5": "#3d8fc4",
     "c6": "#6b6f76",
+    "c7": "#7a5ab5",
+    "c8": "#1f868c",
 }
 """Colours on white: Okabe and Ito's, some darkened to keep a contrast of 3."""
 
@@ -53,10 +55,12 @@ DARK = {
     "c4": "#f0b93a",
     "c5": "#8fb8ff",
     "c6": "#b4b9c0",
+    "c7": "#b59ae8",
+    "c8": "#5fd0d6",
 }
 """The same hues, lighter, on black."""
 
-COLOURS = 7
+COLOURS = 9
 
 
 def _variables(colours: Mapping[str, str]) -> str:

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ranvier.train.plot import Series, labels, line_plot, log_ticks, short, stacked_bar, standalone
-from ranvier.train.plot import ticks as round_ticks
+from ranvier.html.plot import Series, labels, line_plot, log_ticks, short, stacked_bar, standalone
+from ranvier.html.plot import ticks as round_ticks
 
 SPACE = "{http://www.w3.org/2000/svg}"
 

@@ -10,7 +10,7 @@ import base64
 import hashlib
 from collections.abc import Sequence
 
-from ranvier.train.plot import SCRIPT, STYLE, escaped
+from ranvier.html.plot import SCRIPT, STYLE, escaped
 
 SHOWN = 20_000  # characters of a text, at most
 LISTED = 200  # lines of a list, at most
@@ -74,11 +74,11 @@ ul{padding-left:1.2rem;overflow-wrap:anywhere}
 """
 
 
-def document(title: str, body: str) -> str:
-    """A whole page."""
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+def document(title: str, body: str, *, script: str = SCRIPT) -> str:
+    """A whole page; its script is the only one that a browser runs."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return PAGE.format(
-        title=escaped(title), hash=digest, style=STYLE + LAYOUT, body=body, script=SCRIPT
+        title=escaped(title), hash=digest, style=STYLE + LAYOUT, body=body, script=script
     )
 
 

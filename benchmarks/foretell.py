@@ -1,0 +1,220 @@
+"""Foretell: predicted step time and memory of single-device runs beside what they take.
+
+    python benchmarks/foretell.py --json foretell.json     six configurations, under four minutes
+    python benchmarks/foretell.py --only fp8               those whose name has this word
+    python benchmarks/foretell.py --tiny                   toys on the CPU, to see that all works
+
+The machine is measured first as `ranvier measure` does it; no training run goes into a prediction.
+Then each configuration is put together by our trainer and takes steps; medians of windows count.
+Good: seconds within 8 %, memory (the most that torch has allocated) within 5 %. The JSON holds all
+measured rates and the kernels of a step, so that the model can be judged elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from memory import RATE, Bench, Config, config, shape_of
+from ranvier.errors import RanvierError
+from ranvier.launch import Ranks, keep_compiled
+from ranvier.planner.cluster import Cluster
+from ranvier.planner.table import GIB
+from ranvier.run import Run
+from ranvier.train.kernels import read
+from ranvier.train.measure import Measurement, described
+from ranvier.train.metrics import Mark
+from ranvier.train.profile import Peaks, _mark, _recorded, summary
+
+TIME, MEMORY = 0.08, 0.05
+"""Largest errors."""
+FP8 = {"train__fp8": "tensorwise"}
+CONFIGS = [
+    config("0.5b", 16, "none", "compiled"),
+    config("0.5b", 8, "full", "eager"),
+    config("1.5b", 8, "selective", "compiled", plan__micro_batch="4"),
+    config("1.5b", 4, "none", "compiled", **FP8),
+    config("3b", 4, "full", "compiled"),
+    config("3b", 2, "none", "eager", **FP8),
+]
+TINY = [config("toy", 4, "none", "eager"), config("toy-tied", 4, "full", "eager")]
+
+
+def settings() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--only", default="", help="configurations whose name has this word")
+    add("--windows", type=int, default=3, help="windows of each configuration")
+    add("--steps", type=int, default=4, help="steps of a window")
+    add("--tiny", action="store_true", help="toys on the CPU, to see that all works")
+    add("--json", type=Path, metavar="FILE", help="write everything there, after each one anew")
+    return parser.parse_args()
+
+
+def foretold(run: Run, made: Cluster) -> dict[str, Any]:
+    """What the planner says of a run on one device of a cluster."""
+    from ranvier.planner.leaves import of_run
+    from ranvier.planner.predict import Job, Layout, predict
+
+    job = Job(of_run(run), run.data.seq, run.plan.batch, dtype=run.train.dtype)
+    layout = Layout(run.plan, fp8=run.train.fp8 != "off")
+    found = predict(job, layout, made.of(devices=1))
+    return {
+        "seconds": found.total,
+        "parts": dict(found.parts),
+        "memory": found.memory.allocated,
+        "table": found.memory.facts(),
+    }
+
+
+class Taken:
+    """A configuration that takes steps."""
+
+    def __init__(self, one: Config, device: torch.device, asked: argparse.Namespace) -> None:
+        settings = {"data.packed": "false", **one.settings}
+        shape = shape_of(one.size)
+        self.bench = Bench(shape, Config(one.name, one.size, one.batch, settings), device)
+        self.device, self.asked = device, asked
+        self.run = self.bench.trainer.run
+
+    def step(self) -> None:
+        """One optimizer step."""
+        trainer = self.bench.trainer
+        trainer.take(self.bench.batches, RATE, trainer.guard.watch)
+        trainer.grid.trace.awaited = []
+
+    def facts(self) -> dict[str, Any]:
+        """Seconds and bytes of steps, and where the seconds go."""
+        cuda = self.device.type == "cuda"
+        for _ in range(3):
+            self.step()
+        if cuda:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        windows = []
+        for _ in range(self.asked.windows):
+            begin = Mark(self.device)
+            for _ in range(self.asked.steps):
+                self.step()
+            end = Mark(self.device)
+            end.wait()
+            windows.append(end.since(begin) / self.asked.steps)
+        memory = torch.cuda.max_memory_allocated(self.device) if cuda else 0
+        found = {"windows": windows, "seconds": statistics.median(windows), "memory": memory}
+        return found | {"kernels": self.kernels() if cuda else {}}
+
+    def kernels(self) -> dict[str, Any]:
+        """Milliseconds of a step by group, and the longest kernels."""
+        _mark(self.bench.trainer)
+        both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with tempfile.TemporaryDirectory() as folder, _recorded():
+            path = Path(folder) / "trace.json.gz"
+            with torch.profiler.profile(activities=both, record_shapes=True) as record:
+                self.step()
+                torch.cuda.synchronize(self.device)
+            record.export_chrome_trace(str(path))
+            with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
+                report = summary(read(json.load(file)), steps=1, peaks=Peaks())
+        rows = [
+            {"name": row.name[:80], "op": row.op, "group": row.group, "calls": row.calls}
+            | {"ms": row.ms, "flops": row.flops, "bytes": row.bytes}
+            for row in report.rows[:40]
+        ]
+        return {"groups": report.groups, "idle": report.idle_ms, "rows": rows}
+
+
+def one_row(
+    one: Config, made: Cluster, device: torch.device, asked: argparse.Namespace
+) -> dict[str, Any]:
+    """Predict and measure a configuration."""
+    row: dict[str, Any] = {"name": one.name, "settings": dict(one.settings), "batch": one.batch}
+    begun, taken = time.perf_counter(), None
+    try:
+        taken = Taken(one, device, asked)
+        row["predicted"] = foretold(taken.run, made)
+        row["measured"] = taken.facts()
+    except ImportError as error:
+        row["failed"] = str(error)
+        row["measured"] = taken.facts() if taken is not None else {}
+    except (RanvierError, RuntimeError, AssertionError) as error:
+        row["failed"] = (str(error).splitlines() or [type(error).__name__])[0][:300]
+    if taken is not None:
+        taken.bench.close()
+    row["took"] = time.perf_counter() - begun
+    return row
+
+
+def told(row: Mapping[str, Any]) -> str:
+    """A row for people."""
+    words = f"{row['name']:44}"
+    measured, predicted = row.get("measured"), row.get("predicted")
+    if measured:
+        words += f" {measured['seconds'] * 1e3:9.2f} ms {measured['memory'] / GIB:7.2f} GiB"
+    if measured and predicted:
+        words += f"  foretold {predicted['seconds'] * 1e3:9.2f} ms {errors(row)[0]:+6.1%}"
+        words += f" {predicted['memory'] / GIB:7.2f} GiB {errors(row)[1]:+6.1%}"
+    return words + f"  ({row['took']:.0f} s)" + (f"  {row['failed']}" if "failed" in row else "")
+
+
+def errors(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Of time and memory: predicted over measured, less 1; memory is not counted on a CPU."""
+    measured, predicted = row["measured"], row["predicted"]
+    memory = predicted["memory"] / measured["memory"] - 1.0 if measured["memory"] else 0.0
+    return predicted["seconds"] / measured["seconds"] - 1.0, memory
+
+
+def verdict(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Print which are good; whether all are."""
+    good = True
+    for row in rows:
+        fine = "failed" not in row
+        if fine:
+            late, more = errors(row)
+            fine = abs(late) <= TIME and abs(more) <= MEMORY
+        good &= fine
+        print(f"{'pass' if fine else 'FAIL'}  {told(row)}")
+    return good
+
+
+def main() -> int:
+    """Measure, predict, compare; 0 if all is good."""
+    asked = settings()
+    device = torch.device("cpu" if asked.tiny else "cuda")
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+        torch.zeros(1, device=device)
+        keep_compiled()
+    begun = time.perf_counter()
+    made = Measurement(Ranks(), device).all()
+    print(*described(made), sep="\n")
+    print(f"measured in {time.perf_counter() - begun:.0f} s\n", flush=True)
+    facts: dict[str, Any] = {"cluster": asdict(made), "rows": []}
+    for one in TINY if asked.tiny else CONFIGS:
+        if asked.only in one.name:
+            facts["rows"].append(one_row(one, made, device, asked))
+            print(told(facts["rows"][-1]), flush=True)
+            if asked.json:
+                asked.json.write_text(json.dumps(facts, indent=1, default=dict))
+    print()
+    good = verdict(facts["rows"])
+    print(f"{time.perf_counter() - begun:.0f} s in all")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

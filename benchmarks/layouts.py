@@ -1,0 +1,318 @@
+"""Layouts: twelve layouts of the default job on this machine, predicted and measured.
+
+    python benchmarks/layouts.py                 measure the machine, then all layouts: 5 rounds
+    python benchmarks/layouts.py --cluster FILE  with what `ranvier measure` has written
+    python benchmarks/layouts.py --rounds 1      a short look
+
+On a CPU, with 2 to 8 ranks over Gloo. A set of ranks of each size lives from the first to the last
+round; each layout is put together once and takes its steps in turn, so that what else the machine
+does meets all of them. The median of the rounds counts. Good: Kendall's tau of predicted and
+measured times at least 0.7, where pairs whose medians lie within their interquartile ranges are
+ties; the median error at most 25 %; the slowest layout takes at least twice as long as the fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from ranvier.launch import Ranks, connect, die_with_parent, free_port
+from ranvier.plan import Plan
+from ranvier.run import Run
+
+TAU, ERROR, SPREAD = 0.7, 0.25, 2.0
+"""Least rank correlation, largest median error, least spread."""
+RATE = 1e-4
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"data": 2},
+    {"row": 2},
+    {"pipe": 2, "micro_batch": 1},
+    {"depth": 2, "recompute": "full"},
+    {"data": 4},
+    {"row": 2, "col": 2},
+    {"depth": 4},
+    {"data": 2, "row": 2, "micro_batch": 1},
+    {"data": 8},
+    {"depth": 2, "row": 2, "col": 2},
+    {"pipe": 2, "data": 2, "depth": 2, "micro_batch": 1},
+    {"data": 4, "col": 2, "inner": "features"},
+)
+
+
+def settings() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--rounds", type=int, default=5, help="turns of each layout")
+    add("--steps", type=int, default=4, help="steps of a turn; one more comes before")
+    add("--cluster", default="", help="TOML file of this machine (default: measure it now)")
+    add("--json", type=Path, metavar="FILE", help="write everything there")
+    return parser.parse_args()
+
+
+def named(degrees: Mapping[str, Any]) -> str:
+    """A layout in words."""
+    return " ".join(f"{key}={value}" for key, value in degrees.items())
+
+
+def run_of(degrees: Mapping[str, Any]) -> Run:
+    """The default job in a layout."""
+    plan = Plan(**{"data": 1, **degrees})
+    run = Run(plan=plan)
+    quiet = replace(run.train, device="cpu", dtype="fp32", backend="gloo")
+    compiled = replace(plan, compile="off")
+    return replace(run, plan=compiled, train=quiet).check(plan.world)
+
+
+# ---- ranks that wait for work -----------------------------------------------------------
+
+
+@dataclass
+class Crew:
+    """Ranks of one process group."""
+
+    size: int
+    members: list[tuple[BaseProcess, Connection]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Start them."""
+        context, port = multiprocessing.get_context("spawn"), free_port()
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            one = context.Process(target=_serve, args=(rank, self.size, port, there), daemon=True)
+            one.start()
+            there.close()
+            self.members.append((one, here))
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What rank 0 gives back for `function(worker, *arguments)`, once all have done it."""
+        for _, pipe in self.members:
+            pipe.send((function, arguments))
+        results = [pipe.recv() for _, pipe in self.members]
+        for good, value in results:
+            if not good:
+                raise RuntimeError(value)
+        return results[0][1]
+
+    def stop(self) -> None:
+        """End them."""
+        for one, pipe in self.members:
+            pipe.close()
+            one.kill()
+            one.join()
+
+
+@dataclass
+class Worker:
+    """What a rank keeps between calls."""
+
+    rank: int
+    world: int
+    seats: dict[str, Any] = field(default_factory=dict)
+
+
+def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
+    """The life of a rank."""
+    import torch
+
+    die_with_parent()
+    torch.set_num_threads(max((os.cpu_count() or 1) // world, 1))
+    connect(Ranks(rank=rank, world=world, port=port), backend="gloo", timeout_seconds=120.0)
+    worker = Worker(rank, world)
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, function(worker, *arguments)))
+        except BaseException:  # the driver shows it, whatever it is
+            pipe.send((False, traceback.format_exc()))
+
+
+def build(worker: Worker, degrees: Mapping[str, Any]) -> None:
+    """Put a layout together and warm it up."""
+    import torch
+
+    from ranvier.grid import Grid
+    from ranvier.train.trainer import Trainer
+
+    run, device = run_of(degrees), torch.device("cpu")
+    grid = Grid.of(run.plan, rank=worker.rank, connected=True)
+    nothing: Any = None  # steps are given their batches
+    trainer = Trainer.assemble(run, grid, device, nothing, local_ranks=worker.world)
+    batches = _batch(run).micro_batches(trainer.grid, trainer.run.plan.micro_batch)
+    worker.seats[named(degrees)] = (trainer, batches)
+    turn(worker, degrees, 2)
+
+
+def _batch(run: Run) -> Any:
+    """Random tokens, in two documents a sample, of which the length differs."""
+    import torch
+
+    from ranvier.data.batch import Batch
+
+    seq, count = run.data.seq, run.plan.batch
+    source = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, run.model.vocab, (count, seq + 1), generator=source)
+    cut = torch.randint(1, seq, (count, 1), generator=source)
+    places = torch.arange(seq).expand(count, -1)
+    documents = (places >= cut).long()
+    positions = places - documents * cut
+    samples = torch.arange(count)
+    tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    return Batch(tokens, targets, positions.contiguous(), documents, samples)
+
+
+def turn(worker: Worker, degrees: Mapping[str, Any], steps: int) -> float:
+    """Seconds a step of some steps, after one that is not timed."""
+    trainer, batches = worker.seats[named(degrees)]
+    began = time.perf_counter()
+    for i in range(steps + 1):
+        trainer.take(batches, RATE, trainer.guard.watch)
+        trainer.grid.trace.awaited = []
+        if i == 0:
+            began = time.perf_counter()
+    return (time.perf_counter() - began) / steps
+
+
+# ---- what comes out ---------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """A layout, its prediction and its rounds."""
+
+    degrees: dict[str, Any]
+    parts: dict[str, float] = field(default_factory=dict)
+    predicted: float = 0.0
+    seconds: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Of the rounds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Of the rounds."""
+        if len(self.seconds) < 2:
+            return self.median, self.median
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted / self.median - 1.0
+
+    def ties(self, other: Row) -> bool:
+        """Whether the medians lie within each other's interquartile range."""
+        (a, b), (c, d) = self.quartiles, other.quartiles
+        return c <= self.median <= d or a <= other.median <= b
+
+
+def kendall(rows: Sequence[Row]) -> tuple[float, int]:
+    """Kendall's tau over pairs that are no ties, and how many these are."""
+    pairs = [(a, b) for a, b in itertools.combinations(rows, 2) if not a.ties(b)]
+    score = sum(
+        math.copysign(1.0, (a.predicted - b.predicted) * (a.median - b.median)) for a, b in pairs
+    )
+    return (score / len(pairs) if pairs else 0.0), len(pairs)
+
+
+def foretell(rows: Sequence[Row], path: str) -> None:
+    """Fill in predictions."""
+    from ranvier.planner import cluster
+    from ranvier.train.auto import foreseen
+
+    made = cluster.read(Path(path))
+    for row in rows:
+        found = foreseen(run_of(row.degrees), made)
+        row.predicted, row.parts = found.total, {k: v for k, v in found.parts.items() if v}
+
+
+def measured(rows: Sequence[Row], rounds: int, steps: int) -> None:
+    """Let all layouts take their turns."""
+    worlds = {named(row.degrees): run_of(row.degrees).plan.world for row in rows}
+    crews = {size: Crew(size) for size in sorted({*worlds.values()})}
+    try:
+        for crew in crews.values():
+            crew.start()
+        for row in rows:
+            crews[worlds[named(row.degrees)]].call(build, row.degrees)
+        for i in range(rounds):
+            for row in rows:
+                crew = crews[worlds[named(row.degrees)]]
+                row.seconds.append(crew.call(turn, row.degrees, steps))
+            print(f"round {i + 1} of {rounds} done", flush=True)
+    finally:
+        for crew in crews.values():
+            crew.stop()
+
+
+def report(rows: Sequence[Row]) -> bool:
+    """Print the table and the verdict; whether all is good."""
+    for row in sorted(rows, key=lambda row: row.median):
+        low, high = row.quartiles
+        parts = " ".join(f"{k} {v * 1e3:.0f}" for k, v in row.parts.items() if v > 5e-4)
+        print(
+            f"{named(row.degrees):40} {row.median * 1e3:8.1f} ms ({low * 1e3:.1f} to "
+            f"{high * 1e3:.1f})  predicted {row.predicted * 1e3:8.1f} {row.error:+6.0%}  {parts}"
+        )
+    tau, pairs = kendall(rows)
+    error = statistics.median(abs(row.error) for row in rows)
+    spread = max(row.median for row in rows) / min(row.median for row in rows)
+    good = [tau >= TAU, error <= ERROR, spread >= SPREAD]
+    words = [
+        f"Kendall tau {tau:.2f} over {pairs} pairs that differ (at least {TAU})",
+        f"median error {error:.1%} (at most {ERROR:.0%})",
+        f"slowest over fastest {spread:.2f} (at least {SPREAD})",
+    ]
+    for fine, text in zip(good, words, strict=True):
+        print(f"{'pass' if fine else 'FAIL'}  {text}")
+    return all(good)
+
+
+def main() -> int:
+    """Measure, predict, compare; 0 if all is good."""
+    asked = settings()
+    rows = [Row(dict(degrees)) for degrees in LAYOUTS]
+    with tempfile.TemporaryDirectory() as folder:
+        path = asked.cluster
+        if not path:
+            from ranvier import cli
+
+            path = str(Path(folder) / "cluster.toml")
+            try:
+                cli.main(["measure", "--to", path])
+            except SystemExit as end:
+                if end.code:
+                    return int(end.code)
+        foretell(rows, path)
+    measured(rows, asked.rounds, asked.steps)
+    good = report(rows)
+    if asked.json:
+        asked.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

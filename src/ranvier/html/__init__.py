@@ -1,0 +1,1 @@
+"""Pages and plots that need nothing else."""

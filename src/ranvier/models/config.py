@@ -1,0 +1,206 @@
+"""The shapes of models and of their adapters as numbers, and named sizes; without torch.
+
+Whoever only needs to know how large a model is (settings, planner, command line) reads this.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["swiglu", "geglu", "geglu_exact", "reglu", "gelu", "gelu_exact", "relu"]
+GATES = ("swiglu", "geglu", "geglu_exact", "reglu")
+"""Activations of which one half of the hidden layer gates the other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryConfig:
+    """How positions turn the heads; part of a decoder's config."""
+
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope: Literal["llama3", "linear", "yarn", "longrope"] = "llama3"
+    """How low rotary frequencies are slowed where rope_scale is not 1: that of Llama 3.1, all
+    alike, YaRN, or (whatever rope_scale is) LongRoPE by its lists of factors."""
+    rope_scale: float = 1.0
+    """By how much they are slowed; 1 is not at all."""
+    rope_original: int = 8192
+    """Tokens that the model was first trained on."""
+    rope_turns: tuple[float, float] = (1.0, 4.0)
+    """Turns in rope_original tokens below which a frequency is slowed by rope_scale, and above
+    which it is kept; between it is mixed (llama3, yarn)."""
+    rope_short: tuple[float, ...] = ()
+    """Factor of each frequency in texts of up to rope_original tokens (longrope)."""
+    rope_long: tuple[float, ...] = ()
+    """The same in longer texts."""
+    rope_attention: float = 1.0
+    """What cosines and sines are multiplied by (yarn, longrope)."""
+    rope_share: float = 1.0
+    """Share of a head that is turned; the rest of it knows no position."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(RotaryConfig):
+    """The shape of a decoder."""
+
+    layers: int = 2
+    """Blocks."""
+    embed: int = 64
+    """Width of the residual stream."""
+    heads: int = 4
+    """Query heads."""
+    kv_heads: int = 2
+    """Key and value heads; fewer than heads is grouped-query attention."""
+    head_dim: int = 16
+    """Elements of a head."""
+    mlp: int = 160
+    """Width of the hidden layer of the MLP."""
+    vocab: int = 256
+    """Tokens the model knows."""
+    max_seq: int = 2048
+    """Longest sequence (rows of learned positions)."""
+    norm: Literal["rms", "layer"] = "rms"
+    """RMSNorm or LayerNorm."""
+    norm_eps: float = 1e-5
+    """Added to the variance."""
+    norm_shift: float = 0.0
+    """Added to the weights of RMSNorms (Gemma: 1)."""
+    norms: Literal["before", "after", "both"] = "before"
+    """Whether attention and MLP get a normalised input, give a normalised output, or both."""
+    positions: Literal["rope", "learned"] = "rope"
+    """Rotary or learned positions."""
+    qk_norm: bool = False
+    """Normalise each query and key head."""
+    qk_whole: bool = False
+    """Normalise all heads of a query or key at once (OLMo 2)."""
+    attention_scale: float = 0.0
+    """Scores are divided by its root; 0: head_dim."""
+    attention_cap: float = 0.0
+    """Scores are bent into (-cap, cap) by tanh; 0: they are not."""
+    window: int = 0
+    """Tokens that a token sees, itself included; 0: all before it."""
+    window_layers: tuple[int, ...] = ()
+    """Layers, from 0, to which the window applies; empty: all."""
+    activation: Activation = "swiglu"
+    """Gated SiLU, GELU (by tanh, or exact) or ReLU; or GELU or ReLU without a gate."""
+    bias: bool = False
+    """Biases in linear layers and LayerNorm."""
+    biases: tuple[Literal["qkv", "o", "mlp"], ...] = ()
+    """Linear layers that have biases where not all do."""
+    tied: bool = False
+    """The head is the embedding."""
+    embed_scale: float = 1.0
+    """What embeddings are multiplied by."""
+    logit_cap: float = 0.0
+    """Logits are bent into (-cap, cap) by tanh; 0: they are not."""
+    dropout: float = 0.0
+    """Dropped share of embeddings and of what blocks add to the residual stream."""
+    init_std: float = 0.02
+    """Deviation of initial weights; layers that leave a block divide it by sqrt(2 · layers)."""
+
+    def has_bias(self, layers: Literal["qkv", "o", "mlp"]) -> bool:
+        """Whether linear layers have biases."""
+        return self.bias or layers in self.biases
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that a token sees in a layer; 0: all."""
+        here = not self.window_layers or layer in self.window_layers
+        return self.window if here else 0
+
+    def problems(self) -> list[str]:
+        """What cannot be, with value, rule and remedy."""
+        turned, found = int(self.head_dim * self.rope_share), []
+        if self.kv_heads > 0 and self.heads % self.kv_heads:
+            found.append(
+                f"kv_heads={self.kv_heads} does not divide heads={self.heads}. Each kv head "
+                f"serves the same number of heads. Use a divisor of {self.heads}."
+            )
+        if turned % 2 and self.positions == "rope":
+            share = f" · rope_share={self.rope_share} = {turned}" * (self.rope_share != 1.0)
+            even = f"{self.head_dim + 1}" if self.rope_share == 1.0 else "another of the two"
+            found.append(
+                f"head_dim={self.head_dim}{share} is odd. Rotary positions turn pairs. Use {even}."
+            )
+        for name in ("rope_short", "rope_long"):
+            count = len(getattr(self, name))
+            if self.rope == "longrope" and count != turned // 2:
+                found.append(
+                    f"{name} has {count} factors. longrope has one for each of the {turned // 2} "
+                    "pairs of a head. Give as many."
+                )
+        if not self.rope_turns[0] < self.rope_turns[1]:
+            found.append(
+                f"rope_turns={list(self.rope_turns)}. Between the two frequencies are mixed. The "
+                "first must be smaller, such as 1 and 4."
+            )
+        if any(not 0 <= layer < self.layers for layer in self.window_layers):
+            found.append(
+                f"window_layers={list(self.window_layers)}. Layers are numbered from 0 to "
+                f"{self.layers - 1}. Use these numbers."
+            )
+        if self.norm_shift != 0.0 and self.norm != "rms":
+            found.append(f"norm_shift={self.norm_shift} with norm={self.norm!r}. Use norm='rms'.")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Which layers get adapters, and of what kind."""
+
+    rank: int = 0
+    """Features between A and B; 0: no adapters, all weights are trained."""
+    alpha: float = 16.0
+    """What an adapter adds is multiplied by alpha / rank."""
+    dropout: float = 0.0
+    """Dropped share of what an adapter reads."""
+    on: tuple[str, ...] = ("heads", "kv_heads", "mlp")
+    """Layers by their dims (heads: q and o; kv_heads: k and v; mlp: gate, up and down) or by their
+    names (q, k, v, o, gate, up, down)."""
+    layers: tuple[int, ...] = ()
+    """Blocks that get adapters, counted from 0; empty: all."""
+    dora: bool = False
+    """Train the length of each row of the adapted weight, too (DoRA)."""
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead."""
+    shared: bool = False
+    """Layers that read the same value (q, k, v; gate, up) have one A in common: so it is in PEFT
+    where a family packs them into one layer."""
+
+    @property
+    def scale(self) -> float:
+        """What an adapter multiplies by."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else max(self.rank, 1))
+
+
+GPT2 = {"norm": "layer", "positions": "learned", "activation": "gelu", "bias": True, "tied": True}
+_LLAMA3 = {"kv_heads": 8, "vocab": 128256, "max_seq": 8192, "rope_theta": 500000.0}
+_QWEN3 = {"kv_heads": 8, "head_dim": 128, "vocab": 151936, "max_seq": 40960} | {
+    "rope_theta": 1000000.0,
+    "norm_eps": 1e-6,
+    "qk_norm": True,
+}
+GEMMA2 = {"norm_shift": 1.0, "norms": "both", "activation": "geglu", "embed_scale": 4.0} | {
+    "attention_cap": 5.0,
+    "logit_cap": 3.0,
+    "attention_scale": 8.0,
+    "window": 3,
+    "window_layers": (0,),
+}
+
+
+def _size(layers: int, embed: int, heads: int, mlp: int, **rest: object) -> DecoderConfig:
+    shape = {"layers": layers, "embed": embed, "heads": heads, "mlp": mlp}
+    return DecoderConfig(**{"kv_heads": heads, "head_dim": embed // heads, **shape, **rest})  # type: ignore[arg-type]
+
+
+SIZES: dict[str, DecoderConfig] = {
+    "tiny": _size(4, 192, 8, 512, kv_heads=2, vocab=4096),
+    "gpt2": _size(12, 768, 12, 3072, vocab=50257, max_seq=1024, **GPT2),
+    "llama3-1b": _size(16, 2048, 32, 8192, tied=True, rope_scale=32.0, **_LLAMA3),
+    "llama3-8b": _size(32, 4096, 32, 14336, **_LLAMA3),
+    "llama3-70b": _size(80, 8192, 64, 28672, **_LLAMA3),
+    "llama3-405b": _size(126, 16384, 128, 53248, rope_scale=8.0, **_LLAMA3),
+    "qwen3-0.6b": _size(28, 1024, 16, 3072, tied=True, **_QWEN3),
+    "qwen3-8b": _size(36, 4096, 32, 12288, **_QWEN3),
+}

@@ -1,0 +1,52 @@
+"""Small models with which the generic tests try every grid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from ranvier.models.adapter import adapters_of, attach
+from ranvier.models.config import GEMMA2, GPT2, AdapterConfig, DecoderConfig
+from ranvier.models.decoder import Decoder
+
+
+def _small(**changes: object) -> Callable[[], nn.Module]:
+    shape = {
+        "layers": 2,
+        "embed": 16,
+        "heads": 8,
+        "kv_heads": 2,
+        "head_dim": 4,
+        "mlp": 24,
+        "vocab": 29,
+    }
+    return lambda: Decoder(DecoderConfig(**{"max_seq": 16, **shape, **changes}))  # type: ignore[arg-type]
+
+
+def _adapted(lora: AdapterConfig, **changes: object) -> Callable[[], nn.Module]:
+    """A model with adapters that add something: nothing of theirs is at its initial value."""
+
+    def make() -> nn.Module:
+        model = _small(**changes)()
+        assert isinstance(model, Decoder)
+        attach(model, lora)
+        for _, adapter, layer in adapters_of(model):
+            adapter.measure(layer)
+            for weight in (*adapter.b.parameters(), *adapter.m.parameters()):
+                nn.init.normal_(weight, mean=float(weight.detach().mean()), std=0.2)
+        return model
+
+    return make
+
+
+EXAMPLES: dict[str, Callable[[], nn.Module]] = {
+    "llama": _small(),
+    "gpt2": _small(kv_heads=8, **GPT2),
+    "qwen3": _small(qk_norm=True, tied=True, vocab=32),
+    "biased": _small(bias=True, activation="gelu", norm="layer"),
+    "olmo2": _small(qk_whole=True, norms="after"),
+    "gemma2": _small(tied=True, vocab=32, **GEMMA2),
+    "lora": _adapted(AdapterConfig(rank=3, on=("heads", "v", "mlp"))),
+    "dora": _adapted(AdapterConfig(rank=3, dora=True, shared=True), bias=True),
+}

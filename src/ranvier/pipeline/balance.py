@@ -1,0 +1,64 @@
+"""Balance: where a model is cut so that its ranges are as equal in cost as can be; no torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate, pairwise
+
+CLOSE = 1e-9
+"""Relative width at which the search for the smallest largest range ends."""
+
+
+@cache
+def balanced(costs: tuple[float, ...], count: int) -> tuple[int, ...]:
+    """First part of each of `count` ranges, the largest cost of which is as small as can be.
+
+    Of several such cuts the one with the smallest sum of squares. Ranges that cost more than the
+    largest of some cut need not be looked at, nor beginnings from which no such cut is reached.
+    """
+    total = [0.0, *accumulate(costs)]
+    parts, limit = len(costs), _limit(costs, total, count)
+    # best[n]: (largest, squares, firsts) of the first n parts in k ranges
+    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
+    for k in range(1, count + 1):
+        row: dict[int, tuple[float, float, tuple[int, ...]]] = {}
+        for start, before in best.items():
+            for stop in range(start + 1, parts - (count - k) + 1):
+                cost = total[stop] - total[start]
+                if cost > limit:
+                    break
+                if total[parts] - total[stop] > (count - k) * limit * (1.0 + CLOSE):
+                    continue
+                squares = before[1] + cost * cost
+                found = (max(before[0], cost), squares, (*before[2], start))
+                if stop not in row or found < row[stop]:
+                    row[stop] = found
+        best = row
+    assert parts in best, (parts, count)
+    return best[parts][2]
+
+
+def _limit(costs: Sequence[float], total: Sequence[float], count: int) -> float:
+    """A cost that some cut into `count` ranges keeps, hardly above the smallest such."""
+
+    def fits(most: float) -> bool:
+        start = 0
+        for left in range(count, 0, -1):
+            if start == len(costs):
+                return True
+            stop = bisect_right(total, total[start] + most * (1.0 + CLOSE)) - 1
+            start = min(max(stop, start), len(costs) - (left - 1))
+        return start == len(costs)
+
+    low, high = max(total[-1] / count, max(costs)), total[-1]
+    while high - low > CLOSE * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high * (1.0 + 4 * CLOSE)
+
+
+def ranges(firsts: Sequence[int], parts: int) -> list[slice]:
+    """The range of parts of each virtual stage."""
+    return [slice(a, b) for a, b in pairwise([*firsts, parts])]

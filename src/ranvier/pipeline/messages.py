@@ -1,0 +1,83 @@
+"""Messages: what the stages of a pipeline send each other in a step, in closed form; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ranvier.layers import Flow, Ground
+from ranvier.trace import Event
+
+FORWARD, BACKWARD = "forward", "backward"
+ROWS, FINAL, PART, RETURN = "rows", "final", "part", "return"
+"""Of a spread vocabulary: looked-up rows, what the head gets, parts of its gradient, that of the
+embedding."""
+INSIDE = ("expert", "context", "depth", "row", "col")
+"""Axes whose ranks share collectives inside a stage."""
+ORDER_BYTES = 8
+"""Of what the first rank of a stage tells the others to do next."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A stage among others."""
+
+    index: int
+    count: int
+    chunks: int
+    spread: bool = False
+    """Whether all stages share the vocabulary."""
+
+    def enters(self, chunk: int) -> bool:
+        """Whether a chunk is the first of the model."""
+        return chunk == self.index == 0
+
+    def leaves(self, chunk: int) -> bool:
+        """Whether a chunk is the last of the model."""
+        return chunk == self.chunks - 1 and self.index == self.count - 1
+
+
+def messages(seat: Seat, size: int) -> list[Event]:
+    """Messages of a micro-batch, of `size` bytes each."""
+    found = list[Event]()
+    if seat.count == 1:
+        return found
+
+    def add(op: str, way: str, times: int = 1) -> None:
+        found.extend([Event(op, ("pipe",), size, f"pipeline.{way}")] * times)
+
+    for chunk in range(seat.chunks):
+        if not seat.enters(chunk):
+            add("receive", FORWARD)
+            add("send", BACKWARD)
+        if not seat.leaves(chunk):
+            add("send", FORWARD)
+            add("receive", BACKWARD)
+    if seat.spread:
+        others, first, last = seat.count - 1, seat.index == 0, seat.index == seat.count - 1
+        for way, sender in ((ROWS, not first), (PART, not last)):
+            add("send" if sender else "receive", way, 1 if sender else others)
+        for way, sender in ((FINAL, last), (RETURN, first)):
+            add("send" if sender else "receive", way, others if sender else 1)
+    return found
+
+
+def message_bytes(ground: Ground, flow: Flow) -> int:
+    """Bytes of a message in the outer layout `[b, s/row, d/col]`."""
+    embed = ground.units.get("embed", 0) // ground.degrees["col"]
+    return ground.tokens(flow, "embed") * embed * flow.itemsize
+
+
+def step(seat: Seat, inside: tuple[str, ...], wide: int, *, orders: int) -> list[Event]:
+    """Orders inside the stage, if there are any, and the loss of a step."""
+    if seat.count == 1:
+        return []
+    told = [Event("broadcast", inside, ORDER_BYTES, "pipeline.order")] * (orders if inside else 0)
+    return [*told, Event("broadcast", ("pipe",), wide, "pipeline.loss")]
+
+
+def orders(seat: Seat, micro_batches: int, *, dynamic: bool, split: bool) -> int:
+    """How often the first rank of a stage tells the others what to do in a step."""
+    if not dynamic and not seat.spread:
+        return 0
+    jobs = (3 if split else 2) * seat.chunks * micro_batches
+    return jobs + micro_batches * seat.spread

@@ -1,0 +1,145 @@
+"""Elsewhere: bytes of a rank under other frameworks, by formulas of their papers.
+
+    weights, gradients, states    bytes a parameter, split as the framework splits them
+    activations                   a block keeps what its products and norms read (arXiv 2205.05198),
+                                  times the micro-batches in flight on the first stage
+    logits                        of a micro-batch, on the last stage
+
+plus gathered blocks, fixed buffers and the allocator's reserve. The worst stage counts.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from ranvier.planner import roofline
+from ranvier.planner.leaves import Model, Part
+from ranvier.planner.roofline import Setup
+from ranvier.planner.runtime import Runtime
+from ranvier.planner.table import Table
+
+if TYPE_CHECKING:
+    from ranvier.planner.predict import Job, Layout
+
+
+@lru_cache(maxsize=50_000)
+def kept(part: Part, setup: Setup, runtime: Runtime, recompute: str) -> tuple[float, float]:
+    """Bytes that a block keeps of a micro-batch, and that it has while it runs backward."""
+    width = next((leaf.shape[0] for leaf in part.find("rms", "layer")), 0) / setup.col
+    outer = setup.row if runtime.sequence else 1
+    narrow = 0.5 if setup.fp8 and runtime.casts == "fused" else 1.0  # what products read
+    stream, inner = (2 + 2 * narrow) * width / outer, 0.0  # two norms and two products
+    for leaf in part.find("linear", "siblings", "apart"):
+        several = leaf.inside or (leaf,)
+        for one in several:
+            if one.dims[0] in ("heads", "kv_heads", "mlp"):
+                inner += roofline.local(str(one.dims[0]), one.shape[0], setup)
+            else:  # what it reads: attention's result, or the activation's
+                inner += narrow * roofline.local(str(one.dims[1]), one.shape[1], setup)
+    if not setup.features:
+        inner /= setup.col
+    size = roofline.BYTES[setup.dtype] * runtime.kept
+    whole = setup.tokens * size * (stream + inner)
+    scores = 0.0
+    if runtime.attention == "scores":
+        whole += setup.tokens * 2 * width / outer  # masks of two dropouts
+        heads = sum(roofline.heads(part, leaf, setup) for leaf in part.find("attention"))
+        scores = 5 * heads * setup.samples * setup.seq**2 / setup.context
+    whole += scores
+    if recompute in ("full", "reentrant"):
+        if outer > 1:  # the sequence is gathered again for two groups of products
+            whole += setup.tokens * 4 * width
+        return setup.tokens * roofline.BYTES[setup.dtype] * width / outer, whole
+    if recompute == "selective":
+        if runtime.selective == "attention":
+            return whole - scores, whole
+        share = 0.45 if runtime.selective == "half" else 0.7
+        return share * whole, whole
+    return whole, whole
+
+
+def flights(pipe: int, chunks: int, micro: int) -> float:
+    """Micro-batches that the first stage holds: p of them, (1 + (p-1)/(p·v)) times with chunks."""
+    if pipe == 1:
+        return 1.0
+    return min(pipe * (1 + (pipe - 1) / (pipe * chunks) if chunks > 1 else 1.0), float(micro))
+
+
+def memory(job: Job, layout: Layout, runtime: Runtime) -> Table:
+    """Bytes of the worst stage by category."""
+    plan, model = layout.plan, job.model
+    setup = Setup(
+        samples=plan.micro_batch,
+        seq=job.seq,
+        row=plan.row,
+        col=plan.col,
+        context=plan.context,
+        features=plan.inner == "features",
+        dtype=job.dtype,
+        fp8=layout.scales if layout.fp8 else "",
+    )
+    first, last = (_stage(job, layout, runtime, setup, where) for where in ("first", "last"))
+    if model.layers == 0 or plan.pipe == 1:
+        last = first
+    return first if first.total >= last.total else last
+
+
+def _stage(job: Job, layout: Layout, runtime: Runtime, setup: Setup, where: str) -> Table:
+    """Bytes of the first or the last stage."""
+    plan, model = layout.plan, job.model
+    split = plan.row * plan.col
+    blocks = [part for part in model.parts if part.is_block]
+    share = _share(model, plan.pipe, plan.chunks)
+    middle = share * sum(part.count * part.parameters for part in blocks) / model.layers / split
+    entry, exits = model.parts[0].parameters / split, model.parts[-1].parameters / split
+    if model.tied and where == "last" and plan.pipe > 1:
+        exits = max(exits, entry)
+    ends = entry + exits if plan.pipe == 1 else entry if where == "first" else exits
+    numbers = middle + ends
+    inside = runtime.fsdp or plan.depth > 1
+    depth = plan.depth * (plan.context if inside else 1)
+    shards = depth * (plan.data * (1 if inside else plan.context) if runtime.sharded else 1)
+    kinds = [kept(part, setup, runtime, plan.recompute) for part in blocks]
+    flying = flights(plan.pipe, plan.chunks, plan.micro_batches) if where == "first" else 1.0
+    held = max(one for one, _ in kinds)
+    busy = max(most for _, most in kinds)
+    logits = 0.0
+    if where == "last" or plan.pipe == 1:
+        logits = setup.tokens * math.ceil(model.units["vocab"] / plan.row) / plan.col
+        wide = runtime.split_logits if plan.row > 1 else 0
+        logits *= wide or runtime.logits
+        if runtime.sequence and plan.row > 1:  # the head's input is gathered, and its gradient
+            logits += 4 * setup.tokens * model.units["embed"]
+    held_gradient = runtime.held_gradient or runtime.gradient
+    gathered = 0.0
+    if plan.depth > 1 and plan.gathered == "keep":  # with gradients that are not reduced yet
+        gathered = (2 + (held_gradient if plan.micro_batches > 1 else 0)) * numbers
+    elif plan.depth > 1:
+        gathered = runtime.copies * 2 * max(p.parameters for p in blocks) / split
+    states = 0 if layout.states == "host" else runtime.states * numbers / shards
+    grads = held_gradient * numbers / depth
+    work = flying * share * held + max(busy - held, logits)
+    used = {
+        "weights": 2 * numbers / depth,
+        "gradients": grads,
+        "master": states / 3,
+        "moments": states * 2 / 3,
+        "activations": work - (logits if logits > busy - held else 0.0),
+        "gathered weights": gathered,
+        "logits": logits if logits > busy - held else 0.0,
+        "communication": runtime.buffers,
+    }
+    used["fragmentation"] = runtime.reserve * (work + gathered)
+    host = (
+        {} if layout.states == "device" else {"moments": round(runtime.states * numbers / shards)}
+    )
+    return Table({name: round(size) for name, size in used.items()}, host, f"on the {where} stage")
+
+
+def _share(model: Model, pipe: int, chunks: int) -> float:
+    """Blocks of a stage."""
+    if pipe == 1 or model.layers % (pipe * chunks) == 0:
+        return model.layers / pipe
+    return math.ceil((model.layers + 2) / pipe) - (1 if (model.layers + 2) % pipe == 0 else 0)

@@ -1,0 +1,300 @@
+"""Gauge: what the ranks of a machine do in a second, measured as rows of a cluster file.
+
+Ranks on processors share cores, so each row says how many ranks worked at the same time: all of
+them begin together and go on for some milliseconds, and the mean counts. What counts is the time
+of a processor, by the ranks that want one: what else the machine does is not the run's. A device of
+its own (CUDA) is measured on one rank.
+
+    products    x Wᵀ, dy W, dyᵀ x                  FLOPs a second by m, n, k and type
+    attention   causal, forward and backward       FLOPs a second: 2 b h s² k, and 2.5 times that
+    memory      y = x                              bytes read and written a second
+    between     silu, norm, sums and products      the same, one operation after the other
+    update      one fused AdamW                    parameters a second; norm: of their squares
+    cast        to 8 bits, as it lies and turned   bytes of the wide tensor a second
+    launch      one small operation from Python    seconds, alone (launch), with backward (pair)
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ranvier.nn import fp8
+from ranvier.nn.attend import WAYS, Attend, takes
+from ranvier.nn.fastest import noise
+from ranvier.optim import fused
+from ranvier.optim.moments import Moments
+from ranvier.optim.rules import Scalars
+from ranvier.planner.cluster import Fused, Product, Rate
+
+Row = Product | Fused | Rate
+Together = Callable[[], None]
+WARM = 3
+"""Calls before any is timed: libraries make their plans in the first."""
+BETWEEN = 16
+"""Tensors that a few operations between products read and write, each into memory of its own."""
+HEAT = 3.0
+"""Seconds of work before a device is measured."""
+CHAIN = 32
+"""Small operations in a row."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def crowd(ranks: int) -> float:
+    """Ranks that want each core, 1 at least."""
+    return max(ranks / (os.cpu_count() or 1), 1.0)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What is measured."""
+
+    matmuls: tuple[tuple[int, int, int], ...]
+    """Tokens, features out, features in."""
+    attention: tuple[tuple[int, int, int, int, int], ...]
+    """Samples, tokens of each, heads, heads of keys, width of a head."""
+    stream: int
+    """Bytes of a tensor that is copied."""
+    adam: int
+    """Parameters of an update."""
+    seconds: float
+    """That a number is measured for."""
+
+
+WIDE = (
+    *((1024, 1024), (1536, 1024), (8192, 1024), (1024, 4096)),
+    *((2048, 2048), (3072, 2048), (16384, 2048), (2048, 8192)),
+    *((3072, 3072), (5120, 3072), (16384, 3072), (3072, 8192)),
+    *((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336)),
+)
+"""Features out and in of the layers of models that a device of its own trains."""
+SMALL = ((96, 96), (192, 192), (768, 192), (192, 768))
+ON_CUDA = Shapes(
+    matmuls=(
+        *((t, o, i) for t in (4096, 16384, 32768) for o, i in WIDE),
+        *((t, 128256, i) for t in (1024, 4096) for i in (1024, 2048, 4096)),
+        *((512, 4096, 4096), (128, 4096, 4096)),
+    ),
+    attention=(
+        *((4, 4096, 16, 8, 64), (4, 4096, 32, 8, 64), (4, 4096, 24, 8, 128)),
+        *((1, 4096, 32, 8, 128), (4, 2048, 32, 8, 128), (1, 16384, 32, 8, 128)),
+    ),
+    stream=2**28,
+    adam=2**27,
+    seconds=0.03,
+)
+ON_HOST = Shapes(
+    matmuls=(
+        *((t, o, i) for t in (96, 384, 1536) for o, i in SMALL),
+        *((192, 4096, 192), (768, 4096, 192), (256, 1024, 1024)),
+    ),
+    attention=((1, 96, 3, 3, 64), (8, 96, 6, 6, 32), (2, 256, 8, 8, 64)),
+    stream=2**19,
+    adam=2**20,
+    seconds=0.01,
+)
+
+
+@dataclass
+class Gauge:
+    """A rank that measures, with others or alone."""
+
+    device: torch.device
+    ranks: int = 1
+    """How many measure the same at the same time."""
+    together: Together = lambda: None
+    """Wait for all of them."""
+    shapes: Shapes = ON_HOST
+    kinds: tuple[str, ...] = ("fp32",)
+    """Types of products."""
+    said: Callable[[str], None] = lambda _: None
+    """Told what is measured now."""
+    rows: list[Row] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, device: torch.device, **rest: Any) -> Gauge:
+        """For a device, with the shapes and types that it has."""
+        if device.type != "cuda":
+            return cls(device, **rest)
+        has = torch.cuda.is_bf16_supported(including_emulation=False)
+        kinds = ("bf16" if has else "fp16", "fp32")
+        kinds += ("fp8",) if has and fp8.supported(device) else ()
+        return cls(device, shapes=ON_CUDA, kinds=kinds, **rest)
+
+    def all(self) -> list[Row]:
+        """All rows of a device."""
+        with torch.no_grad():
+            self.heat()
+            for part in (self.launches, self.streams, self.updates, self.products, self.casts):
+                self.rows += part()
+        self.rows += self.attended()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self.rows
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """Of one call, as the mean of as many as fit into a while, begun together."""
+        for _ in range(WARM):
+            work()
+        self.wait()
+        begin = time.perf_counter()
+        work()
+        self.wait()
+        each = max(time.perf_counter() - begin, 1e-7)
+        count = max(min(int(self.shapes.seconds / each), 10_000), 2)
+        self.together()
+        if self.device.type == "cuda":
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first.record()
+            for _ in range(count):
+                work()
+            last.record()
+            last.synchronize()
+            taken: float = first.elapsed_time(last) / 1e3
+            return taken / count
+        begin, busy, done = time.perf_counter(), time.process_time(), 0
+        while done < 2 or time.perf_counter() - begin < self.shapes.seconds:
+            work()
+            done += 1
+        if torch.get_num_threads() > 1:
+            return (time.perf_counter() - begin) / done
+        return (time.process_time() - busy) / done * crowd(self.ranks)
+
+    def heat(self) -> None:
+        """Have a device work until its clock is that of a long run: its power limit lowers it."""
+        if self.device.type != "cuda":
+            return
+        self.said("the device at work")
+        (x,) = noise([(8192, 8192)], DTYPES[self.kinds[0]], self.device)
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < HEAT:
+            for _ in range(20):
+                x @ x
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the device has done all."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def rate(self, kind: str, value: float) -> Rate:
+        """A row of one number."""
+        return Rate(kind, value, self.ranks)
+
+    # ---- what is measured ---------------------------------------------------------------
+
+    def products(self) -> Iterator[Row]:
+        """Matrix products: forward, the gradient of the input, the gradient of the weight."""
+        for kind in self.kinds:
+            self.said(f"matrix products in {kind}")
+            for tokens, out, into in self.shapes.matmuls:
+                if kind == "fp32" and self.device.type == "cuda" and out != into:
+                    continue  # few train in it there
+                for name, (m, n, k), seconds in self._products(kind, tokens, out, into):
+                    yield Product(m, n, k, kind, 2.0 * m * n * k / seconds, self.ranks, name)
+
+    def _products(
+        self, kind: str, t: int, o: int, i: int
+    ) -> Iterator[tuple[str, tuple[int, int, int], float]]:
+        x, w, dy = noise([(t, i), (o, i), (t, o)], DTYPES.get(kind, torch.bfloat16), self.device)
+        forward, into, weight = (t, o, i), (t, i, o), (o, i, t)
+        if kind != "fp8":
+            yield "y", forward, self.seconds(lambda: x @ w.t())
+            yield "dx", into, self.seconds(lambda: dy @ w)
+            yield "dw", weight, self.seconds(lambda: dy.t() @ x)
+            return
+        one = fp8.Scaled("tensorwise")
+        eighths = [one.both(a, t) for a, t in ((x, fp8.E4M3), (w, fp8.E4M3), (dy, one.wide))]
+        (x8, x8t), (w8, w8t), (dy8, dy8t) = eighths
+        yield "y", forward, self.seconds(lambda: fp8.times(x8, w8, x.dtype, fast=True))
+        yield "dx", into, self.seconds(lambda: fp8.times(dy8, w8t, x.dtype))
+        yield "dw", weight, self.seconds(lambda: fp8.times(dy8t, x8t, x.dtype))
+
+    def casts(self) -> Iterator[Row]:
+        """The largest magnitude of a tensor, then its numbers in 8 bits, as it lies and turned."""
+        if "fp8" not in self.kinds:
+            return
+        one = fp8.Scaled("tensorwise")
+        (x,) = noise([(16384, 4096)], torch.bfloat16, self.device)
+        yield self.rate("scale", x.nbytes / self.seconds(lambda: one.scale(x, fp8.E4M3, 1)))
+        yield self.rate("cast", x.nbytes / self.seconds(lambda: one.plain(x, fp8.E4M3)))
+        yield self.rate("both", x.nbytes / self.seconds(lambda: one.both(x, fp8.E4M3)))
+
+    def streams(self) -> Iterator[Row]:
+        """Copies inside the memory of the device."""
+        self.said("memory")
+        x = torch.zeros(self.shapes.stream, dtype=torch.uint8, device=self.device)
+        y = torch.zeros_like(x)
+        yield self.rate("memory", 2.0 * x.nbytes / self.seconds(lambda: y.copy_(x)))
+        a, b = noise([(self.shapes.stream // 1024, 256)] * 2, torch.float32, self.device)
+
+        def between() -> None:
+            a * b
+            a + b
+            F.silu(a)
+            torch.ops.aten.silu_backward(a, b)
+            a * torch.rsqrt(a.square().mean(-1, keepdim=True))
+
+        yield self.rate("between", BETWEEN * a.nbytes / self.seconds(between))
+
+    def attended(self) -> Iterator[Row]:
+        """Causal attention, forward and backward, by the fastest way, as runs choose it."""
+        self.said("attention")
+        kind = self.kinds[0]
+        for b, s, heads, kv, width in self.shapes.attention:
+            sizes = [(b, s, heads, width), (b, s, kv, width), (b, s, kv, width)]
+            q, k, v = (x.requires_grad_() for x in noise(sizes, DTYPES[kind], self.device))
+            (dy,) = noise([(b, s, heads, width)], DTYPES[kind], self.device)
+            ways = [way for name, way in WAYS.items() if takes(name, q, k, v)]
+            forward, backward = min((self._attended(way, q, k, v, dy) for way in ways), key=sum)
+            work = 2.0 * b * heads * s * s * width
+            yield Fused(s, width, kind, work / forward, 2.5 * work / backward, self.ranks)
+
+    def _attended(
+        self, way: Attend, q: Tensor, k: Tensor, v: Tensor, dy: Tensor
+    ) -> tuple[float, float]:
+        forward, y = self.seconds(partial(way, q, k, v)), way(q, k, v)
+        back = partial(torch.autograd.grad, y, (q, k, v), dy, retain_graph=True)
+        return forward, self.seconds(back)
+
+    def updates(self) -> Iterator[Row]:
+        """AdamW on flat tensors, as the optimizer runs it; master weights where they are narrow."""
+        self.said("updates")
+        kind = DTYPES[self.kinds[0]]
+        weight, mean, square = (torch.zeros(self.shapes.adam, device=self.device) for _ in range(3))
+        grad = torch.zeros_like(weight, dtype=kind)
+        out = grad.clone() if kind != weight.dtype else None
+        one, good = (
+            torch.ones((), device=self.device, dtype=t) for t in (torch.float64, torch.bool)
+        )
+        now = Scalars.of(one, good, None, (0.9, 0.95), 1e-4)
+        moments = Moments(mean, square)
+        work = partial(fused.adamw, weight, grad, moments, now=now, decay=0.1, out=out)
+        yield self.rate("update", weight.numel() / self.seconds(work))
+        yield self.rate("norm", weight.numel() / self.seconds(lambda: fused.square_sum([grad])))
+
+    def launches(self) -> Iterator[Row]:
+        """Small operations: what Python and torch take for one, whatever its size."""
+        self.said("small operations")
+        x = torch.zeros(8, 8, device=self.device)
+        leaf = x.clone().requires_grad_()
+
+        def forward(x: Tensor) -> Tensor:
+            for _ in range(CHAIN):
+                x = x * 0.5
+            return x
+
+        def both() -> None:
+            with torch.enable_grad():
+                forward(leaf).backward(x)
+
+        yield self.rate("launch", self.seconds(lambda: forward(x)) / CHAIN)
+        yield self.rate("pair", self.seconds(both) / CHAIN)

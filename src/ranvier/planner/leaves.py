@@ -1,0 +1,369 @@
+"""Leaves: a model as the planner sees it, without torch: its parts, and the layers of each.
+
+All blocks of a kind are equal, so a model is its entry, one block of each kind with how many there
+are, and its exit. A list comes from numbers (`dense`), from the files that ship with the package
+(`of_size`) or from a run, whose model is built once on the meta device (`of_run`) and kept in the
+user's cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ranvier import layers, products
+from ranvier.errors import PlanError
+from ranvier.layers import Ground, Layer
+from ranvier.lots import VECTORS, Group, Piece
+from ranvier.sharding import Dim, Sharding
+
+if TYPE_CHECKING:
+    from ranvier.run import Run
+
+Kind = Literal[
+    "linear",
+    "siblings",
+    "apart",
+    "head",
+    "embedding",
+    "rms",
+    "layer",
+    "attention",
+    "lengths",
+    "opening",
+    "entropy",
+]
+"""Layers: one that multiplies; several that read the same value, or parts of it; a head with its
+loss; a look-up; an RMSNorm and a LayerNorm; an attention core; the lengths of DoRA; where Hugging
+Face's modules gather the sequence; a loss by itself."""
+FOLDER = Path(__file__).parent / "lists"
+ENTRY, EXIT = "entry", "exit"
+"""Names of the parts around blocks."""
+FORMAT = 1
+"""Of the files; lists of another format are made anew."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A layer of a part."""
+
+    name: str
+    """Inside of its block, or in the whole model."""
+    kind: Kind
+    dims: tuple[Dim, ...] = ()
+    shape: tuple[int, ...] = ()
+    """Of the whole weight."""
+    bias: bool = False
+    trainable: bool = True
+    tied: str = ""
+    """The layer whose weight it has."""
+    inside: tuple[Leaf, ...] = ()
+    """The layers of siblings."""
+    head_dim: int = 0
+    window: int = 0
+    """Tokens that a token sees; 0: all before it."""
+    whole: bool = False
+    """The sequence is gathered already."""
+
+    @property
+    def parameters(self) -> int:
+        """Numbers of its weights, without those of other layers."""
+        own = 0 if self.tied or not self.shape else math.prod(self.shape)
+        bias = self._bias_size if self.bias else 0
+        return own + bias + sum(leaf.parameters for leaf in self.inside)
+
+    @property
+    def _bias_size(self) -> int:
+        return self.shape[0]
+
+    def layer(self, prefix: str, ground: Ground) -> Layer:
+        """What it communicates and computes on a ground."""
+        name, dims = f"{prefix}{self.name}", [d if isinstance(d, str) else d[1] for d in self.dims]
+        match self.kind:
+            case "linear" | "siblings" | "apart":
+                factors = tuple(leaf._factor(ground) for leaf in self.inside or (self,))
+                return products.Product(name, ground, factors, self.kind == "apart", self.whole)
+            case "head":
+                return products.Scores(name, ground, (self._factor(ground),))
+            case "embedding":
+                return layers.LookUp(name, ground, self.shape, dims[0], self.trainable)
+            case "rms" | "layer":
+                sums = 1 if self.kind == "rms" else 2
+                return layers.Statistics(name, ground, self.shape[0], dims[0], sums)
+            case "attention":
+                return layers.Attention(name, ground, dims[0], self.head_dim, self.window)
+            case "lengths":
+                return layers.Lengths(name, ground, self.shape[0], *dims)
+            case "opening":
+                return layers.Opening(name, ground)
+            case "entropy":
+                return layers.Entropy(name, ground, dims[0])
+
+    def _factor(self, ground: Ground) -> products.Factor:
+        return products.Factor(self.shape, self.dims, ground, self.trainable)
+
+    def pieces(self, prefix: str, block: str, ground: Ground) -> Iterator[Piece]:
+        """Its weights on a ground, but for one that is another layer's. block: that around it."""
+        name = f"{prefix}{self.name}"
+        for leaf in self.inside:
+            yield from leaf.pieces(f"{name}.", block or name, ground)
+        if not self.shape:
+            return
+        dims, kind, trained = self.dims, self.kind, self.trainable
+        if kind in ("linear", "head", "embedding"):
+            rule, degrees = ground.table.weights, ground.degrees
+            cut = Sharding.make(self.shape, dims, rule, degrees, units=ground.units, depth=True)
+            group: Group = "embedding" if kind == "embedding" or self.tied else "matrix"
+            owner = self.tied or name
+            yield Piece(f"{owner}.weight", block or owner, cut, group, trained)
+        if kind in ("rms", "layer", "lengths"):
+            yield self._vector(f"{name}.weight", dims[0], self.shape[0], ground)
+        if self.bias:
+            yield self._vector(f"{name}.bias", dims[0], self._bias_size, ground)
+
+    def _vector(self, name: str, dim: Dim, size: int, ground: Ground) -> Piece:
+        region = ground.table.region(dim if isinstance(dim, str) else dim[1])
+        cut = Sharding.make([size], [dim], region, ground.degrees, units=ground.units)
+        return Piece(name, VECTORS, cut, "vector", self.trainable)
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Layers that run together: the entry, a kind of block, or the exit."""
+
+    name: str
+    count: int
+    leaves: tuple[Leaf, ...]
+    numbers: tuple[int, ...] = ()
+    """Which blocks of the model are of this kind, from 0; empty: it is no block."""
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it is a block, of which there may be several."""
+        return bool(self.numbers)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Numbers of the weights of one of them."""
+        return sum(leaf.parameters for leaf in self.leaves)
+
+    def find(self, *kinds: Kind) -> list[Leaf]:
+        """Its layers of these kinds."""
+        return [leaf for leaf in self.leaves if leaf.kind in kinds]
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A model: its entry, its kinds of blocks, its exit."""
+
+    name: str
+    parts: tuple[Part, ...]
+    units: Mapping[str, int]
+    """Number of units of each named dim (heads, not their elements)."""
+    blocks: str = "blocks"
+    """Name of the list of blocks."""
+    traits: Mapping[str, Any] = field(default_factory=dict)
+    """What else decides how much memory it needs: activation, positions, dropout."""
+
+    @property
+    def layers(self) -> int:
+        """Blocks."""
+        return sum(part.count for part in self.parts if part.is_block)
+
+    @cached_property
+    def order(self) -> tuple[Part, ...]:
+        """The part of each position: entry, blocks in order, exit."""
+        blocks = {n: part for part in self.parts for n in part.numbers}
+        entry, *_, leaving = self.parts
+        return entry, *(blocks[n] for n in sorted(blocks)), leaving
+
+    @cached_property
+    def parameters(self) -> int:
+        """Numbers of all weights."""
+        return sum(part.count * part.parameters for part in self.parts)
+
+    @cached_property
+    def trained(self) -> int:
+        """Numbers of the weights that are trained."""
+        return sum(part.count * sum(map(_trained, part.leaves)) for part in self.parts)
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head."""
+        return next((leaf.head_dim for p in self.parts for leaf in p.find("attention")), 0)
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding."""
+        return any(leaf.tied for leaf in self.parts[-1].leaves)
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        parts = [
+            {
+                "name": part.name,
+                "leaves": [_facts(leaf) for leaf in part.leaves],
+                **({"numbers": _runs(part.numbers)} if part.numbers else {}),
+            }
+            for part in self.parts
+        ]
+        named = {"name": self.name, "units": dict(self.units), "blocks": self.blocks}
+        return {"format": FORMAT, **named, "traits": dict(self.traits), "parts": parts}
+
+    @classmethod
+    def read(cls, facts: Mapping[str, Any]) -> Model:
+        """A model from JSON."""
+        parts = []
+        for part in facts["parts"]:
+            numbers = tuple(n for a, b in part.get("numbers", ()) for n in range(a, b))
+            found = tuple(_leaf(leaf) for leaf in part["leaves"])
+            parts.append(Part(part["name"], len(numbers) or 1, found, numbers))
+        units, traits = facts["units"], facts["traits"]
+        return cls(facts["name"], tuple(parts), units, facts["blocks"], traits)
+
+
+def _trained(leaf: Leaf) -> int:
+    if leaf.inside:
+        return sum(map(_trained, leaf.inside))
+    return leaf.parameters if leaf.trainable else 0
+
+
+def _runs(numbers: Sequence[int]) -> list[list[int]]:
+    """Numbers as ranges [first, behind the last]."""
+    found: list[list[int]] = []
+    for n in numbers:
+        if found and found[-1][1] == n:
+            found[-1][1] = n + 1
+        else:
+            found.append([n, n + 1])
+    return found
+
+
+def _facts(leaf: Leaf) -> dict[str, Any]:
+    """A leaf as JSON holds it: what has its usual value is left out."""
+    usual = asdict(Leaf(leaf.name, leaf.kind))
+    found = {k: v for k, v in asdict(leaf).items() if k in ("name", "kind") or v != usual[k]}
+    if leaf.inside:
+        found["inside"] = [_facts(one) for one in leaf.inside]
+    plain: dict[str, Any] = json.loads(json.dumps(found))
+    return plain
+
+
+def _leaf(facts: Mapping[str, Any]) -> Leaf:
+    dims = tuple(dim if isinstance(dim, str) else (dim[0], dim[1]) for dim in facts.get("dims", ()))
+    more = {k: v for k, v in facts.items() if k not in ("dims", "shape", "inside")}
+    inside = tuple(_leaf(one) for one in facts.get("inside", ()))
+    return Leaf(**more, dims=dims, shape=tuple(facts.get("shape", ())), inside=inside)
+
+
+# ---- where lists come from --------------------------------------------------------------
+
+
+@cache
+def dense(
+    *,
+    layers: int,
+    embed: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    mlp: int,
+    gated: bool,
+    vocab: int,
+    tied: bool = False,
+    biases: bool = False,
+    norm: Literal["rms", "layer"] = "rms",
+    positions: int = 0,
+    name: str = "",
+) -> Model:
+    """A decoder from numbers, as published runs give them. positions: learned ones; 0: rotary."""
+    units = {"embed": embed, "heads": heads, "kv_heads": kv_heads, "mlp": mlp, "vocab": vocab}
+
+    def linear(name: str, out: str, into: str, *shape: int) -> Leaf:
+        return Leaf(name, "linear", (out, into), shape, biases)
+
+    def normed(name: str) -> Leaf:
+        return Leaf(name, norm, ("embed",), (embed,), biases and norm == "layer")
+
+    width, narrow = heads * head_dim, kv_heads * head_dim
+    qkv = (
+        linear("q", "heads", "embed", width, embed),
+        linear("k", "kv_heads", "embed", narrow, embed),
+        linear("v", "kv_heads", "embed", narrow, embed),
+    )
+    enter = tuple(linear(one, "mlp", "embed", mlp, embed) for one in ("gate", "up"))
+    up = Leaf("mlp.enter", "siblings", inside=enter)
+    block = (
+        normed("norm1"),
+        Leaf("attention.qkv", "siblings", inside=qkv),
+        Leaf("attention.core", "attention", ("heads",), head_dim=head_dim),
+        linear("attention.o", "embed", "heads", embed, width),
+        normed("norm2"),
+        up if gated else linear("mlp.up", "mlp", "embed", mlp, embed),
+        linear("mlp.down", "embed", "mlp", embed, mlp),
+    )
+    entry = [Leaf("embed", "embedding", ("vocab", "embed"), (vocab, embed))]
+    if positions:
+        entry.append(Leaf("position", "embedding", ("position", "embed"), (positions, embed)))
+    head = Leaf("head", "head", ("vocab", "embed"), (vocab, embed), tied="embed" * tied)
+    traits = {
+        "activation": "swiglu" if gated else "gelu",
+        "positions": "learned" if positions else "rope",
+    }
+    parts = (
+        Part(ENTRY, 1, tuple(entry)),
+        Part("block", layers, block, tuple(range(layers))),
+        Part(EXIT, 1, (normed("norm"), head)),
+    )
+    return Model(name, parts, units, traits=traits)
+
+
+@cache
+def of_size(name: str) -> Model:
+    """The model of a built-in size, from the list that ships with the package."""
+    path = FOLDER / f"{name}.json"
+    if not path.is_file():
+        known = sorted(one.stem for one in FOLDER.glob("*.json"))
+        raise PlanError(
+            f"There is no list of layers of the size {name!r}. Lists ship for "
+            f"{', '.join(known)}. Use one of these, or a run."
+        )
+    return Model.read(json.loads(path.read_text()))
+
+
+def of_run(run: Run) -> Model:
+    """The model of a run: of a built-in size, from the cache, or built once on the meta device."""
+    from ranvier import launch
+
+    config, lora = asdict(run.model), asdict(run.lora)
+    size = config.pop("size")
+    if run.lora.rank == 0 and _as_shipped(run):
+        return of_size(size)
+    text = json.dumps([FORMAT, config, lora], sort_keys=True)
+    path = launch.cache() / "leaves" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+    try:
+        return Model.read(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not there yet, or written by another version
+    from ranvier.planner.listed import listed
+
+    model = replace(listed(run.model, run.lora), name=size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = path.with_suffix(f".{id(model)}")
+    written.write_text(json.dumps(model.facts()))
+    written.replace(path)
+    return model
+
+
+def _as_shipped(run: Run) -> bool:
+    """Whether a run has a built-in size in all that its list depends on."""
+    from ranvier.settings import ModelConfig
+
+    size = run.model.size
+    return (FOLDER / f"{size}.json").is_file() and run.model == ModelConfig.of(size)

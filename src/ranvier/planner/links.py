@@ -1,0 +1,108 @@
+"""Links: seconds of a collective or a message, from where its ranks lie.
+
+A group of g ranks lies in nodes with `inside` of them in each. A ring carries
+
+    (g-1)/g · bytes (all-gather, reduce-scatter)     2 (g-1)/g · bytes (all-reduce)
+
+through each of its links. Inside a node that is the device's link. Between nodes it is the node's
+network cards, which all groups of the node share: a group has `inside`/devices of them. What was
+measured for groups of the same shape is used instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ranvier.planner.cluster import Cluster, Collective
+
+NETWORK = 0.95
+"""Share of the rate of network cards that large messages reach (NCCL tests on InfiniBand)."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate, as they lie on a cluster."""
+
+    size: int
+    inside: int
+    """Of them, in one node."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that it covers."""
+        return -(-self.size // self.inside)
+
+
+ALONE = Group(1, 1)
+
+
+def group(
+    axes: Sequence[str], degrees: Mapping[str, int], order: Sequence[str], per_node: int
+) -> Group:
+    """The ranks along some axes. order: all axes, outermost first."""
+    size = math.prod(degrees[axis] for axis in axes)
+    stride, inside = 1, 1
+    for axis in reversed(order):
+        if axis in axes:
+            inside *= min(degrees[axis], max(per_node // stride, 1))
+        stride *= degrees[axis]
+    return Group(size, min(inside, size))
+
+
+@lru_cache(maxsize=100_000)
+def seconds(cluster: Cluster, op: str, size: float, ranks: Group, *, rails: str = "all") -> float:
+    """Seconds of one collective whose whole tensor has `size` bytes."""
+    if ranks.size <= 1 or size <= 0:
+        return 0.0
+    ring = (ranks.size - 1) / ranks.size
+    wire = size * {"all_reduce": 2 * ring, "send": 1.0, "broadcast": 1.0}.get(op, ring)
+    row = measured(cluster, op, ranks)
+    if row is not None:
+        return row.latency + wire / row.bandwidth
+    rounds = 2 if op == "all_reduce" else 1
+    hops = (1, 1) if op == "send" else (ranks.inside - 1, ranks.nodes - 1)
+    if op == "all_reduce":  # trees
+        hops = (hops[0], math.ceil(math.log2(ranks.nodes)))
+    return wire / _bandwidth(cluster, op, ranks, rails) + rounds * _latency(cluster, *hops, ranks)
+
+
+def _latency(cluster: Cluster, near: int, far: int, ranks: Group) -> float:
+    if ranks.nodes == 1:
+        return near * cluster.link.latency
+    return near * cluster.link.latency + far * cluster.network.latency
+
+
+def _bandwidth(cluster: Cluster, op: str, ranks: Group, rails: str) -> float:
+    """Bytes a second of the slowest link of a ring, as these ranks share it."""
+    link, network, reach = cluster.link, cluster.network, cluster.device.reach
+    inside = link.bandwidth
+    if link.wide:  # no switch: a ring of g has the wires between its own devices only
+        inside = min(inside, link.wide * max(ranks.inside - 1, 1))
+    inside *= reach.link
+    if ranks.nodes == 1:
+        return inside
+    cards = 1 if rails == "one" or op == "send" else ranks.inside
+    share = network.bandwidth * cards / cluster.per_node * NETWORK
+    if op != "send":
+        share *= network.collective
+    return min(share, inside) if ranks.inside > 1 else share
+
+
+@lru_cache(maxsize=10_000)
+def measured(cluster: Cluster, op: str, ranks: Group) -> Collective | None:
+    """The row that was measured for groups like this one; None: nobody has."""
+    alike = {"reduce_scatter": ("reduce_scatter", "all_gather"), "all_gather": ("all_gather",)}
+    for name in alike.get(op, (op,)):
+        rows = [row for row in cluster.collectives if row.op == name]
+        rows = [row for row in rows if (row.nodes > 1) == (ranks.nodes > 1)]
+        if rows:
+            groups = max(cluster.per_node // ranks.inside, 1)
+            return min(rows, key=lambda row: _far(row, ranks, groups))
+    return None
+
+
+def _far(row: Collective, ranks: Group, groups: int) -> float:
+    return abs(math.log2(row.size / ranks.size)) * 2 + abs(math.log2(row.groups / groups))

@@ -1,0 +1,383 @@
+"""Predict: seconds and bytes of a step of a job in a layout on a cluster, under a runtime.
+
+    micro-batch   Σ blocks (compute + what of row, col, depth and context nothing hides) + ends
+    pipeline      m · slowest stage + (p-1)/v · mean stage
+    step          pipeline + what of the reduction over data nothing hides + update
+
+Communication that runs beside compute slows it down by `SLOW` of its time. A step on many nodes
+waits for the slowest: `Cluster.straggle` a doubling. Terms are cached by what they depend on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any, Literal, cast
+
+from ranvier.layers import Flow
+from ranvier.plan import AXES, Plan
+from ranvier.planner import cost, crowd, elsewhere, links, roofline, space, talk
+from ranvier.planner.cluster import Cluster
+from ranvier.planner.leaves import Model, Part
+from ranvier.planner.links import Group
+from ranvier.planner.roofline import Setup, Times
+from ranvier.planner.runtime import OURS, Runtime
+from ranvier.planner.space import Moments
+from ranvier.planner.table import Table
+from ranvier.planner.talk import Places, Spoken
+
+SLOW = 0.15
+"""Share of the time of hidden communication that compute loses to it (Galvatron: 1.1 to 1.3)."""
+ASIDE = 0.7
+"""Share of the last backward pass that hides the reduction over data."""
+INTERVAL = (0.94, 1.17)
+"""Measured over predicted: 80 % of the published runs lie between (benchmarks/published.py)."""
+NAMES = (
+    "compute",
+    "attention",
+    "again",
+    "row",
+    "col",
+    "context",
+    "depth",
+    "data",
+    "pipe",
+    "bubble",
+    "update",
+    "host",
+    "other",
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained."""
+
+    model: Model
+    seq: int
+    batch: int
+    dtype: str = "bf16"
+    moments: str = "master"
+    packed: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How it is laid out."""
+
+    plan: Plan
+    order: tuple[str, ...] = AXES
+    """Axes as they lie on the machine, outermost first."""
+    states: Literal["device", "host"] = "device"
+    fp8: bool = False
+    scales: Literal["tensor", "row"] = "tensor"
+    """Of 8-bit products."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Seconds by part, bytes by category, and what follows."""
+
+    parts: Mapping[str, float]
+    memory: Table
+    tokens: int
+    """Of a step."""
+    flops: float
+    """Of a step, as a model needs them: nothing is computed again."""
+    devices: int
+    peak: float
+    """FLOPs a second of a device."""
+    limit: float
+    """Bytes that a device has for a run."""
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step."""
+        return sum(self.parts.values())
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.total
+
+    @property
+    def mfu(self) -> float:
+        """Share of the peak that does the model's own work."""
+        return self.flops / (self.total * self.devices * self.peak)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has room for it."""
+        return self.memory.total <= self.limit
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Seconds between which 80 % of such steps lie."""
+        low, high = INTERVAL
+        return self.total * low, self.total * high
+
+
+def predict(job: Job, layout: Layout, cluster: Cluster, runtime: Runtime = OURS) -> Prediction:
+    """The prediction for one layout."""
+    plan, device = layout.plan, cluster.device
+    setup = _setup(job, layout, cluster, runtime)
+    if cluster.cores:
+        shared = crowd.step(job.model, plan, setup, cluster, runtime, packed=job.packed)
+        parts = dict.fromkeys(NAMES, 0.0) | shared
+    else:
+        parts = _Step.of(job, layout, cluster, runtime, setup).parts()
+    name = "fp8" if layout.fp8 and "fp8" in device.peak else job.dtype
+    return Prediction(
+        parts,
+        memory(job, layout, runtime, compiled=setup.compiled),
+        tokens=job.batch * job.seq,
+        flops=model_flops(job.model, job.seq) * job.batch * job.seq,
+        devices=plan.world,
+        peak=device.peak.get(name) or device.best(name),
+        limit=device.memory * (1 - runtime.margin) - runtime.context,
+    )
+
+
+def memory(job: Job, layout: Layout, runtime: Runtime, *, compiled: bool) -> Table:
+    """Bytes of a rank by category: ours by `space`, those of others by their formulas."""
+    if runtime.name != OURS.name:
+        return elsewhere.memory(job, layout, runtime)
+    size = roofline.BYTES[job.dtype]
+    found = space.space(
+        job.model,
+        layout.plan,
+        Flow(layout.plan.micro_batch, job.seq, itemsize=size, statistics=max(size, 4)),
+        states=layout.states,
+        moments=cast(Moments, job.moments),
+        compiled=compiled,
+        simulated=False,
+    )
+    resting = ("weights", "master", "moments")
+    moving = sum(size for name, size in found.device.items() if name not in resting)
+    gaps = {"fragmentation": round(runtime.reserve * moving)}
+    return replace(found, device={**found.device, **gaps})
+
+
+def _setup(job: Job, layout: Layout, cluster: Cluster, runtime: Runtime) -> Setup:
+    plan = layout.plan
+    alone = plan.depth == plan.row == plan.col == 1
+    compiled = plan.compile == "on" or (plan.compile == "auto" and alone and not cluster.cores)
+    return Setup(
+        samples=plan.micro_batch,
+        seq=job.seq,
+        row=plan.row,
+        col=plan.col,
+        context=plan.context,
+        features=plan.inner == "features",
+        dtype=job.dtype,
+        fp8=layout.scales if layout.fp8 else "",
+        ranks=min(plan.world, cluster.per_node) if cluster.cores else 1,
+        compiled=compiled,
+        serial=runtime.blocking or bool(cluster.cores),
+    )
+
+
+@lru_cache(maxsize=1000)
+def model_flops(model: Model, seq: int) -> float:
+    """FLOPs of a token, forward and backward: 6 a weight, and attention's half square."""
+    setup = Setup(samples=1, seq=seq)
+    total = 0.0
+    for part in model.parts:
+        total += part.count * sum(6.0 * out * into for out, into in roofline.linears(part, setup))
+        for leaf in part.find("attention"):
+            heads = roofline.heads(part, leaf, setup)
+            seen = min(leaf.window or seq, seq)
+            total += part.count * 12.0 * heads * leaf.head_dim * seen * (1 - seen / seq / 2)
+    return total
+
+
+def _again(times: Times, recompute: str, runtime: Runtime) -> float:
+    """What a block computes again."""
+    if recompute in ("full", "reentrant"):
+        return times.forward
+    if recompute != "selective":
+        return 0.0
+    if runtime.selective == "half":
+        return times.products / 2 + times.between
+    if runtime.selective == "small":
+        return times.between
+    return times.attention
+
+
+@lru_cache(maxsize=50_000)
+def _cut(pipe: int, chunks: int, blocks: int, cut: str, entry: float, head: float) -> float:
+    """Work of the slowest stage, in blocks; entry and head: theirs, in blocks."""
+    if cut == "balanced":
+        least = max(blocks // pipe - math.ceil(head) - 1, 0)
+        return min(
+            max(last + head, math.ceil((blocks - last) / (pipe - 1)) + entry)
+            for last in range(least, blocks // pipe + 1)
+        )
+    if blocks % (pipe * chunks) == 0:
+        return blocks // pipe + max(entry, head)
+    each = math.ceil((blocks + 2) / pipe)
+    return max(each, each - 1 + max(entry, head))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step on its way to seconds."""
+
+    job: Job
+    layout: Layout
+    cluster: Cluster
+    runtime: Runtime
+    setup: Setup
+    places: Places
+    spoken: Spoken
+
+    @classmethod
+    def of(
+        cls, job: Job, layout: Layout, cluster: Cluster, runtime: Runtime, setup: Setup
+    ) -> _Step:
+        """The step of a layout, with what it communicates."""
+        plan = layout.plan
+        places = Places(plan, layout.order, cluster.per_node)
+        if runtime.name == OURS.name:
+            spoken = talk.ours(job.model, plan, setup, cluster, places)
+        else:
+            spoken = talk.theirs(job.model, plan, setup, cluster, runtime, places)
+        return cls(job, layout, cluster, runtime, setup, places, spoken)
+
+    @property
+    def overlaps(self) -> tuple[str, ...]:
+        """What runs beside compute here; a graph of ours hides what comes after it only."""
+        graph = self.setup.compiled and not self.runtime.graphs
+        return tuple(word for word in self.layout.plan.overlap if word == "dw" or not graph)
+
+    def hidden(self, spent: float, behind: float) -> float:
+        """What is left of communication that runs beside compute."""
+        gone = min(spent, behind)
+        return spent - gone + SLOW * gone
+
+    def laps(self) -> list[tuple[Part, Times, dict[str, float]]]:
+        """Times of each kind of block in a micro-batch, and what it waits for by part."""
+        plan, runtime, spoken, overlaps = self.layout.plan, self.runtime, self.spoken, self.overlaps
+        found = []
+        for part in self.job.model.parts:
+            if not part.is_block:
+                continue
+            times = self.times(part)
+            again = _again(times, plan.recompute, runtime)
+            waits = {"again": again}
+            under = sum(spoken.under.values())
+            left = 1.0
+            if under and "dx" in overlaps and runtime.hidden_dx:
+                left = self.hidden(under, times.dw) / under
+            for axis in talk.INSIDE:
+                spent = spoken.plain[axis] + left * spoken.under[axis]
+                waits[axis] = spent * (1 - runtime.hidden_row)
+            behind = times.forward + times.backward + again
+            able = behind if "gather" in overlaps else 0.0
+            waits["depth"] = self.hidden(spoken.depth, able)
+            near = self.places["context",]
+            ring = talk.ring(part, self.cluster, self.setup, near, plan.recompute)
+            waits["context"] = self.hidden(ring, times.attention + times.attention_back)
+            found.append((part, times, waits))
+        return found
+
+    def times(self, part: Part) -> Times:
+        """Times of a block, with adding up its gradient where there are several micro-batches."""
+        device, runtime = self.cluster.device, self.runtime
+        times = roofline.block(part, device, self.setup, runtime)
+        if self.layout.plan.micro_batches == 1:
+            return times
+        weights = sum(out * into for out, into in roofline.linears(part, self.setup))
+        size = weights * (2 * runtime.gradient + (0 if runtime.fused_gradient else 2))
+        more = roofline.traffic(device, size, self.setup.ranks, runtime.stream)
+        return Times(**{**vars(times), "between_back": times.between_back + more})
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of a step by part."""
+        plan, device, model = self.layout.plan, self.cluster.device, self.job.model
+        micro, laps, spoken = plan.micro_batches, self.laps(), self.spoken
+        head = sum(roofline.head(model.parts[-1], device, self.setup, self.runtime))
+        entry = sum(roofline.entry(model.parts[0], device, self.setup))
+        ends = sum(spoken.ends.values()) + spoken.depth_ends
+        lap = sum(
+            part.count * (times.forward + times.backward + sum(waits.values()))
+            for part, times, waits in laps
+        )
+        slowest, mean = self.stages(lap / model.layers, entry, head + ends)
+        found, share = dict.fromkeys(NAMES, 0.0), micro / plan.pipe
+        for part, times, waits in laps:
+            core, n = times.attention + times.attention_back, share * part.count
+            found["attention"] += n * core
+            found["compute"] += n * (times.forward + times.backward - core)
+            for name, spent in waits.items():
+                found[name] += n * spent
+        found["compute"] += share * (head + entry)
+        found["depth"] += share * spoken.depth_ends
+        for axis in talk.INSIDE:
+            found[axis] += share * spoken.ends[axis]
+        pipe = self.messages()
+        found["pipe"] = micro * pipe
+        back = sum(part.count * times.backward for part, times, _ in laps) / plan.pipe
+        found["data"] = self.reduction(ASIDE * back)
+        self.update(slowest / 3, found)
+        found["other"] = spoken.other
+        bubble = (plan.pipe - 1) / plan.chunks * (mean + pipe / plan.chunks)
+        found["bubble"] = bubble + micro * (slowest - mean)
+        nodes = plan.world / self.cluster.per_node
+        lost = self.cluster.straggle * math.log2(max(nodes, 1.0))
+        found["other"] += lost * sum(found.values())
+        return found
+
+    def stages(self, lap: float, entry: float, head: float) -> tuple[float, float]:
+        """Seconds of a micro-batch on the slowest stage and on a mean one."""
+        plan, blocks = self.layout.plan, self.job.model.layers
+        mean = (blocks * lap + entry + head) / plan.pipe
+        if plan.pipe == 1 or plan.spread:
+            return mean, mean
+        cut = _cut(plan.pipe, plan.chunks, blocks, self.runtime.cut, entry / lap, head / lap)
+        return max(cut * lap, mean), mean
+
+    def messages(self) -> float:
+        """What of the messages of a micro-batch between stages nothing hides."""
+        plan, runtime = self.layout.plan, self.runtime
+        if plan.pipe == 1:
+            return 0.0
+        width = self.job.model.units["embed"] / plan.col
+        size = self.setup.tokens * width * roofline.BYTES[self.job.dtype]
+        if runtime.scatter or runtime.sequence:
+            size /= plan.row
+        # a stage's neighbour is in another node unless all stages fit into one
+        pair = Group(2, 2 if self.places["pipe",].nodes == 1 else 1)
+        one = links.seconds(self.cluster, "send", size, pair)
+        return 2 * plan.chunks * one * (1 - runtime.hidden_pipe)
+
+    def reduction(self, behind: float) -> float:
+        """What of the reduction over data nothing hides. behind: what may hide it."""
+        spoken = self.spoken
+        if not self.runtime.hidden_data or "dw" not in self.overlaps:
+            return spoken.data + spoken.after
+        return self.hidden(spoken.data + spoken.after, behind)
+
+    def update(self, forward: float, found: dict[str, float]) -> None:
+        """Seconds of the update: 2 · states + gradient + weight are read and written."""
+        plan, runtime, cluster = self.layout.plan, self.runtime, self.cluster
+        shards = plan.depth * (plan.data * plan.context if runtime.sharded else 1)
+        own, ranks = talk.numbers(self.job.model, plan) / shards, self.setup.ranks
+        if self.layout.states == "host":
+            away = cost.Moved(0, 0, round(own * runtime.states), round(own), 0, 0, 0)
+            whole = cost.streamed(away, _host(cluster), cpu=False)
+            blocks = max(self.job.model.layers // plan.pipe, 1)
+            found["host"] = max(whole / blocks, whole - forward + forward / blocks)
+            return
+        size = own * (2 * runtime.states + runtime.gradient + 2)
+        rate = cluster.device.rate("update", ranks=ranks)
+        spent = roofline.traffic(cluster.device, size, ranks, runtime.stream)
+        found["update"] = own / rate if rate else spent
+
+
+def _host(cluster: Cluster) -> Any:
+    host = cluster.host
+    return SimpleNamespace(to_device=host.to_device, to_host=host.to_host, adam=host.adam)

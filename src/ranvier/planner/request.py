@@ -1,0 +1,109 @@
+"""Request: a run and a machine as the search takes them, and what had to be assumed.
+
+A run that names neither a batch nor a length is given those of published runs of its size:
+
+    seq     what the model reads, 4096 at most
+    batch   a power of two of sequences near 2^19 · sqrt(parameters / 10^9) tokens (8B: 1.5M,
+            70B: 4.4M, 405B: 10.5M), times the odd part of the number of devices
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+from dataclasses import replace
+from typing import Literal
+
+from ranvier.errors import PlanError
+from ranvier.plan import AXES, Plan
+from ranvier.planner import leaves
+from ranvier.planner.cluster import Cluster
+from ranvier.planner.leaves import Model
+from ranvier.planner.predict import Job
+from ranvier.planner.search import Wish
+from ranvier.run import Run
+from ranvier.settings import IMPORTED, ModelConfig
+
+SEQ = 4096
+SMALL = 10**8
+"""Parameters below which the settings of a run are taken as they are."""
+SETTLED = ("inner", "micro_batch", "policy", "chunks", "gathered", "recompute", "order")
+"""Fields of a plan, besides the degrees, that are searched unless they are given."""
+
+Precision = Literal["", "fp32", "fp16", "bf16", "fp8"]
+
+
+def model_of(run: Run) -> Model:
+    """The leaves of the model of a run; those of a named size need no torch."""
+    named = run.model.size != IMPORTED and run.model == ModelConfig.of(run.model.size)
+    plain = named and run.lora.rank == 0 and not run.lora.start and not run.prune.on
+    return leaves.of_size(run.model.size) if plain else leaves.of_run(run)
+
+
+def assumed(run: Run, cluster: Cluster, given: Set[str]) -> tuple[Run, list[str]]:
+    """The run with a length and a batch if nobody gave them, and the options that say so."""
+    words: list[str] = []
+    parameters = run.model.parameters
+    if parameters < SMALL:
+        return run, words
+    if "data.seq" not in given:
+        run = replace(run, data=replace(run.data, seq=min(run.model.max_seq, SEQ)))
+        words.append(f"--data.seq {run.data.seq}")
+    if "plan.batch" not in given:
+        tokens = 2**19 * math.sqrt(parameters / 1e9)
+        odd = cluster.devices
+        while odd % 2 == 0:
+            odd //= 2
+        batch = odd * 2 ** max(round(math.log2(tokens / run.data.seq / odd)), 0)
+        run = replace(run, plan=replace(run.plan, batch=batch))
+        words.append(f"--plan.batch {batch}")
+    return run, words
+
+
+def job_of(run: Run, cluster: Cluster, *, precision: Precision = "") -> Job:
+    """What a run computes in a step."""
+    wanted = "bf16" if precision == "fp8" else precision or run.train.dtype
+    dtype = ("fp32" if cluster.cores else "bf16") if wanted == "auto" else wanted
+    if dtype != "fp64" and cluster.device.peak and dtype not in cluster.device.peak:
+        raise PlanError(
+            f"{cluster.device.name} has no {dtype}. It multiplies in "
+            f"{', '.join(cluster.device.peak)}. Use one of these."
+        )
+    return Job(
+        model=model_of(run),
+        seq=run.data.seq,
+        batch=run.plan.batch,
+        dtype=dtype,
+        moments=run.optim.moments,
+        packed=run.data.packed,
+    )
+
+
+def wish_of(run: Run, cluster: Cluster, given: Set[str], *, precision: Precision = "") -> Wish:
+    """What is searched for a run. given: dotted names of the settings that are not to be chosen."""
+    eight = precision == "fp8" or run.train.fp8 != "off"
+    if eight and "fp8" not in cluster.device.peak:
+        raise PlanError(
+            f"{cluster.device.name} does not multiply in 8 bits. fp8 needs a device that does "
+            "(H100 and later). Use --precision bf16."
+        )
+    fixed = frozenset(name for name in (*AXES, *SETTLED) if f"plan.{name}" in given)
+    states = run.memory.states if "memory.states" in given else None
+    if states not in (None, "device", "host"):
+        states = "host"  # split and file keep less on the device than the search can say
+    return Wish(
+        job_of(run, cluster, precision=precision),
+        cluster,
+        plan=_open(run.plan, fixed),
+        fixed=fixed,
+        states=states,
+        fp8=eight,
+    )
+
+
+def _open(plan: Plan, fixed: Set[str]) -> Plan:
+    """The plan with what is searched at its defaults."""
+    usual = Plan()
+    return replace(
+        plan, **{name: getattr(usual, name) for name in (*AXES, *SETTLED) if name not in fixed}
+    )

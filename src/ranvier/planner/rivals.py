@@ -1,0 +1,98 @@
+"""Rivals: the best layout of each style that others know, beside the best of all.
+
+All are predicted with the same runtime, so that only the layout differs:
+
+    Megatron   row inside a node x pipe x data         1-D tensor parallelism and a pipeline
+    FSDP       depth [x data]                          ZeRO-3, or HSDP with copies
+    AxoNN      row x col x depth x data                tensor parallelism in up to three dims
+    Ranvier    any of them and all else on the grid
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from ranvier.plan import Plan
+from ranvier.planner.predict import Layout, Prediction
+
+OURS = "Ranvier"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout and what it is predicted to take."""
+
+    layout: Layout
+    prediction: Prediction
+
+    @property
+    def plan(self) -> Plan:
+        """Its plan."""
+        return self.layout.plan
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What is better: less time; of times equal to three digits the simpler layout."""
+        plan, degrees = self.plan, self.plan.degrees
+        axes = sum(size > 1 for size in degrees.values())
+        extras = (
+            self.layout.states != "device",
+            plan.chunks,
+            plan.inner != "samples",
+            bool(plan.order),
+            plan.gathered != "again",
+            ("none", "selective", "full", "reentrant", "budget").index(plan.recompute),
+        )
+        rounded = float(f"{self.prediction.total:.3g}")
+        tie = (*(-size for size in degrees.values()), plan.micro_batch, plan.order)
+        return (rounded, axes, *extras, self.prediction.total, *tie)
+
+
+Style = Callable[[Plan, int], bool]
+STYLES: Mapping[str, Style] = {
+    "Megatron": lambda p, node: p.depth == p.col == 1 and p.row <= node,
+    "FSDP": lambda p, node: p.pipe == p.row == p.col == 1,
+    "AxoNN": lambda p, node: p.pipe == 1,
+    OURS: lambda p, node: True,
+}
+"""Whether a plan is of a style; second argument: devices of a node."""
+
+
+def styles(plan: Plan, per_node: int) -> list[str]:
+    """All styles that a plan is of."""
+    return [name for name, of in STYLES.items() if of(plan, per_node)]
+
+
+FAMILIES = ("one device", "DDP", "FSDP", "HSDP", "row", "row x depth", "2-D, 3-D", "pipeline")
+"""Names of layouts by their axes, from simple to mixed; a pipeline with anything is one."""
+
+
+def family(plan: Plan) -> str:
+    """The name of a plan by the axes that it uses."""
+    if plan.pipe > 1:
+        return "pipeline"
+    if plan.col > 1:
+        return "2-D, 3-D"
+    if plan.row > 1:
+        return "row x depth" if plan.depth > 1 else "row"
+    if plan.depth > 1:
+        return "HSDP" if plan.data > 1 else "FSDP"
+    return "DDP" if plan.data > 1 else "one device"
+
+
+def rivals(found: Iterable[Found], per_node: int) -> dict[str, Found]:
+    """The best layout of each style that has one which fits; `found` is sorted, best first."""
+    best: dict[str, Found] = {}
+    for one in found:
+        for name in styles(one.plan, per_node):
+            best.setdefault(name, one)
+        if len(best) == len(STYLES):
+            break
+    return {name: best[name] for name in STYLES if name in best}
+
+
+def gains(best: Mapping[str, Found]) -> dict[str, float]:
+    """How many times longer the best of each style takes than ours."""
+    ours = best[OURS].prediction.total
+    return {name: one.prediction.total / ours for name, one in best.items() if name != OURS}

@@ -1,0 +1,325 @@
+"""Roofline: seconds of what a device computes, leaf by leaf.
+
+    product       2 m n k / (best · reach) · tiles(m, n) · (1 + FILL / k)
+    between       bytes / (bandwidth · reach)
+    attention     FLOPs of half the square / share of the best product, or products and scores
+
+Tiles of a product are worked on `cores` at a time, so the last wave may be nearly empty; libraries
+choose the tile that wastes least. Dimensions that are no multiple of 8 miss the matrix units. Where
+products were measured on the machine, the nearest shapes give the rate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ranvier.planner.cluster import Device, Product
+from ranvier.planner.leaves import Leaf, Part
+from ranvier.planner.runtime import FLASH, Runtime
+
+TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
+"""Tiles of a product, and how much more memory traffic costs with the smaller ones."""
+FILL = 128
+"""Elements of k in whose time a tile is filled and written (CUTLASS's prologue and epilogue)."""
+UNALIGNED = 0.4
+"""Share of the peak of plain arithmetic that products of odd dimensions reach."""
+BATCHED = 0.6
+"""Rate of the small products of attention with scores, over that of large ones."""
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+SCORES = (13, 19)
+"""Bytes of a score forward and backward: written, read and written by softmax and dropout with its
+mask, read by the next product."""
+OUTER = (11, 17)
+"""Numbers of the residual stream read or written a token, in model widths: two norms, two dropouts
+with residuals."""
+HOST = 60e-6
+"""Seconds of an eager operation on the host: 2 ms for the 30 kernels of a block's forward pass."""
+FEWER = 0.25
+"""Kernels of a compiled block over those of an eager one."""
+INNER = ("heads", "kv_heads", "mlp", "vocab")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the times of a block depend on."""
+
+    samples: int
+    """Of a micro-batch."""
+    seq: int
+    row: int = 1
+    col: int = 1
+    context: int = 1
+    features: bool = False
+    """col splits features inside, not samples."""
+    dtype: str = "bf16"
+    fp8: str = ""
+    """Products in 8 bits: "" (none), tensor, or row (a scale for each row)."""
+    ranks: int = 1
+    """Ranks that share the machine's cores."""
+    compiled: bool = False
+    serial: bool = False
+    """Whether starting kernels and running them take turns: processors, blocking launches."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank, in a product."""
+        return self.samples * self.seq // self.context
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one block in one micro-batch."""
+
+    products: float
+    attention: float
+    between: float
+    dx: float
+    dw: float
+    attention_back: float
+    between_back: float
+    launch: float
+    """Starting the kernels of the forward pass: beside their work, or in turn with it."""
+    serial: bool = False
+
+    @property
+    def forward(self) -> float:
+        """The forward pass."""
+        own = self.products + self.attention + self.between
+        return own + self.launch if self.serial else max(own, self.launch)
+
+    @property
+    def backward(self) -> float:
+        """The backward pass."""
+        own = self.dx + self.dw + self.attention_back + self.between_back
+        return own + 2 * self.launch if self.serial else max(own, 2 * self.launch)
+
+
+# ---- products ---------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=200_000)
+def product(
+    device: Device, m: int, n: int, k: int, dtype: str, kind: str = "y", ranks: int = 1
+) -> float:
+    """Seconds of a matrix product (m, k) · (k, n)."""
+    flops = 2.0 * m * n * k
+    rows = _rows(device, dtype, kind, ranks)
+    if rows:
+        return flops / _nearest(rows, m, n, k)
+    if dtype in ("bf16", "fp16") and (n % 8 or k % 8):
+        return flops / (device.peak.get("fp32", device.best("fp32")) * UNALIGNED)
+    share = device.reach.narrow if dtype == "fp8" else device.reach.matmul
+    return flops / (device.best(dtype) * share) * _waste(m, n, device.cores) * (1 + FILL / k)
+
+
+def _waste(m: int, n: int, cores: int) -> float:
+    """Time over that of full waves, with the best tile."""
+    found = math.inf
+    for high, wide, cost in TILES:
+        waves = math.ceil(math.ceil(m / high) * math.ceil(n / wide) / cores)
+        found = min(found, waves * cores * high * wide / (m * n) * cost)
+    return found
+
+
+@lru_cache(maxsize=1000)
+def _rows(device: Device, dtype: str, kind: str, ranks: int) -> tuple[Product, ...]:
+    """Measured products of this type and kind with the nearest number of ranks."""
+    rows = [row for row in device.products if row.dtype == dtype]
+    rows = [row for row in rows if row.kind == kind] or rows
+    if not rows:
+        return ()
+    near = min((row.ranks for row in rows), key=lambda r: abs(math.log(r / ranks)))
+    return tuple(row for row in rows if row.ranks == near)
+
+
+def _nearest(rows: tuple[Product, ...], m: int, n: int, k: int) -> float:
+    """The rate at a shape: mean of measured shapes, each by its nearness on logarithms."""
+    total = weight = 0.0
+    for row in rows:
+        far = math.log(row.m / m) ** 2 + math.log(row.n / n) ** 2 + math.log(row.k / k) ** 2
+        near = 1.0 / (far + 0.01) ** 2
+        total, weight = total + near * math.log(row.rate), weight + near
+    return math.exp(total / weight)
+
+
+# ---- memory and attention ---------------------------------------------------------------
+
+
+def traffic(device: Device, size: float, ranks: int = 1, stream: float = 1.0) -> float:
+    """Seconds to read or write so many bytes; stream: as in `Runtime`."""
+    usual = device.bandwidth * min(device.reach.memory * stream, 0.9)
+    return size / device.rate("memory", ranks=ranks, usual=usual)
+
+
+def _attention(
+    leaf: Leaf, heads: float, device: Device, setup: Setup, runtime: Runtime
+) -> tuple[float, float]:
+    """Seconds of an attention core, forward and backward."""
+    samples = setup.samples / (1 if setup.features else setup.col)
+    seen = min(leaf.window or setup.seq, setup.seq)
+    half = seen * (setup.seq - seen / 2) / setup.context
+    flops = 4.0 * samples * heads * half * leaf.head_dim
+    rows = [row for row in device.attention if row.dtype == setup.dtype]
+    if rows:
+        near = min(rows, key=lambda r: _unlike(r.seq, r.head_dim, r.ranks, setup, leaf))
+        return flops / near.forward, 2.5 * flops / near.backward
+    if runtime.attention == "scores":
+        return _scores(leaf.head_dim, samples * heads, device, setup)
+    shares = FLASH[runtime.attention]
+    forward, backward = shares.get(device.generation, shares[90])
+    best = device.best(setup.dtype) * min(leaf.head_dim / 128, 1.0) ** 0.5
+    return flops / (best * forward), 2.5 * flops / (best * backward)
+
+
+def _scores(head_dim: int, heads: float, device: Device, setup: Setup) -> tuple[float, float]:
+    """Attention by plain products: all scores are computed and written."""
+    count = heads * setup.seq**2 / setup.context
+    flops = 4.0 * count * head_dim
+    rate = device.best(setup.dtype) * device.reach.matmul * BATCHED
+    if head_dim % 8:
+        rate = device.peak["fp32"] * UNALIGNED
+    forward, backward = (traffic(device, count * size) for size in SCORES)
+    return flops / rate + forward, 2 * flops / rate + backward
+
+
+def _unlike(seq: int, head_dim: int, ranks: int, setup: Setup, leaf: Leaf) -> float:
+    return (
+        abs(math.log(seq / setup.seq))
+        + abs(math.log(head_dim / leaf.head_dim))
+        + 4 * abs(math.log(ranks / setup.ranks))
+    )
+
+
+# ---- blocks -----------------------------------------------------------------------------
+
+
+def local(dim: str, size: int, setup: Setup) -> int:
+    """What a rank has of a dim in a product."""
+    return -(-size // (setup.row if dim in INNER else setup.col if dim == "embed" else 1))
+
+
+def linears(part: Part, setup: Setup) -> list[tuple[int, int]]:
+    """Shapes (out, in) of the products of a part on a rank; siblings are one."""
+    found = []
+    for leaf in part.find("linear", "siblings", "apart", "head"):
+        several = leaf.inside or (leaf,)
+        sizes = [_shape(one, setup) for one in several]
+        found.append((sum(out for out, _ in sizes), sizes[0][1]))
+    return found
+
+
+def _shape(leaf: Leaf, setup: Setup) -> tuple[int, int]:
+    sizes = zip(_names(leaf), leaf.shape, strict=True)
+    out, into = (local(name, size, setup) for name, size in sizes)
+    return out, into
+
+
+@lru_cache(maxsize=50_000)
+def block(part: Part, device: Device, setup: Setup, runtime: Runtime) -> Times:
+    """The times of one block of a kind."""
+    tokens, shapes = setup.tokens, linears(part, setup)
+    kind = "fp8" if setup.fp8 == "tensor" and "fp8" in device.peak else setup.dtype
+    forward = sum(
+        product(device, tokens, out, into, kind, "y", setup.ranks) for out, into in shapes
+    )
+    dx = sum(product(device, tokens, into, out, kind, "dx", setup.ranks) for out, into in shapes)
+    dw = sum(product(device, out, into, tokens, kind, "dw", setup.ranks) for out, into in shapes)
+    cores = [(leaf, heads(part, leaf, setup)) for leaf in part.find("attention")]
+    parts = [_attention(leaf, heads, device, setup, runtime) for leaf, heads in cores]
+    between, back = _between(part, device, setup, runtime)
+    if setup.fp8:
+        more = casts(shapes, device, setup, runtime)
+        between, back = between + more[0], back + more[1]
+    usual = HOST if setup.serial else device.launch
+    launch = runtime.kernels * device.rate("launch", ranks=setup.ranks, usual=usual)
+    return Times(
+        products=forward,
+        attention=sum(one for one, _ in parts),
+        between=between,
+        dx=dx,
+        dw=dw,
+        attention_back=sum(one for _, one in parts),
+        between_back=back,
+        launch=launch * (FEWER if setup.compiled else 1.0),
+        serial=setup.serial,
+    )
+
+
+def heads(part: Part, leaf: Leaf, setup: Setup) -> float:
+    """Heads of an attention core on a rank."""
+    everything = [one for each in part.leaves for one in (*each.inside, each) if one.shape]
+    whole = next((one.shape[0] for one in everything if _names(one)[0] == "heads"), 0)
+    return whole / leaf.head_dim / (setup.row * (setup.col if setup.features else 1))
+
+
+def _names(leaf: Leaf) -> list[str]:
+    """The names of its dims."""
+    return [dim if isinstance(dim, str) else dim[1] for dim in leaf.dims]
+
+
+def _between(part: Part, device: Device, setup: Setup, runtime: Runtime) -> tuple[float, float]:
+    """What is read and written between products, forward and backward."""
+    width = next((leaf.shape[0] for leaf in part.find("rms", "layer")), 0)
+    outer = width / setup.col / (setup.row if runtime.sequence else 1)
+    forward, backward = OUTER[0] * outer, OUTER[1] * outer
+    for leaf in part.find("linear", "siblings", "apart"):
+        several = leaf.inside or (leaf,)
+        names = {_names(one)[0] for one in several}
+        if not names & {"heads", "kv_heads", "mlp"}:
+            continue
+        size = sum(_shape(one, setup)[0] for one in several)
+        if "mlp" in names:  # an activation reads all of it and writes one value
+            one = size / len(several)
+            forward, backward = forward + size + one, backward + 2 * size + one
+        else:  # queries, keys and values are turned and laid anew
+            forward, backward = forward + 2 * size, backward + 2 * size
+    passes = runtime.compiled if setup.compiled else runtime.passes
+    each = setup.tokens * BYTES[setup.dtype] * passes
+    both = (traffic(device, each * n, setup.ranks, runtime.stream) for n in (forward, backward))
+    return next(both), next(both)
+
+
+def casts(
+    shapes: list[tuple[int, int]], device: Device, setup: Setup, runtime: Runtime
+) -> tuple[float, float]:
+    """What casts to 8 bits read and write, forward and backward.
+
+    Fused ones: only attention's result and gradients are read for it. Others read a value for its
+    scale, read it again, and write it both ways round.
+    """
+    tokens = setup.tokens
+    if runtime.casts == "fused":
+        width = min(into for _, into in shapes)
+        return (
+            traffic(device, tokens * width * 4, 1, runtime.stream),
+            traffic(device, sum(tokens * out * 4 for out, _ in shapes), 1, runtime.stream),
+        )
+    each = 7 if setup.fp8 == "row" else 6
+    values = sum(tokens * into for _, into in shapes) + sum(out * into for out, into in shapes)
+    back = sum(tokens * out for out, _ in shapes)
+    return (
+        traffic(device, values * each, setup.ranks, runtime.stream),
+        traffic(device, back * each, setup.ranks, runtime.stream),
+    )
+
+
+@lru_cache(maxsize=50_000)
+def head(part: Part, device: Device, setup: Setup, runtime: Runtime) -> tuple[float, float]:
+    """Seconds of the exit, forward and backward: norm, product, loss."""
+    tokens, forward, backward = setup.tokens, 0.0, 0.0
+    for out, into in linears(part, setup):
+        forward += product(device, tokens, out, into, setup.dtype, "y", setup.ranks)
+        backward += product(device, tokens, into, out, setup.dtype, "dx", setup.ranks)
+        backward += product(device, out, into, tokens, setup.dtype, "dw", setup.ranks)
+        loss = traffic(device, tokens * out * runtime.loss, setup.ranks, runtime.stream)
+        forward, backward = forward + loss / 2, backward + loss / 2
+    return forward, backward
+
+
+def entry(part: Part, device: Device, setup: Setup) -> tuple[float, float]:
+    """Seconds of the embedding, forward and backward."""
+    width = max((leaf.shape[-1] for leaf in part.find("embedding")), default=0)
+    size = setup.tokens * width / setup.col * BYTES[setup.dtype]
+    return traffic(device, 2 * size, setup.ranks), traffic(device, 4 * size, setup.ranks)

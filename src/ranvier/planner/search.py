@@ -1,0 +1,379 @@
+"""Search: the layouts of a job on a cluster that can run, predicted, the fastest that fit first.
+
+A layout is a factorisation of the ranks over the axes, what col splits inside, a micro-batch,
+chunks of stages, what is computed or gathered again, where states rest, and the order of the axes.
+Plan's own rules refuse what cannot be divided. Four things keep the rest short:
+
+    ladder   less computed again and gathered again is never slower: what fits ends the ladder, and
+             what keeps least and does not fit ends it, too
+    host     states rest there only where else all must be computed again, or nothing fits
+    rough    each factorisation is tried with few micro-batches first; only the FULL best within
+             NEAR times the best of a style are searched in full
+    orders   other placements of the ranks are tried for the BEST layouts
+
+The result depends on the wish alone: not on processes, clocks or hashes.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Literal
+
+from ranvier.errors import PlanError
+from ranvier.plan import RUNTIME, Plan, divisors
+from ranvier.planner.cluster import Cluster
+from ranvier.planner.predict import Job, Layout, predict
+from ranvier.planner.rivals import STYLES, Found, styles
+
+States = Literal["device", "host"]
+
+RECOMPUTE = ("none", "selective", "full")
+"""From the fastest that keeps most to the slowest that keeps least."""
+NEAR = 1.3
+"""How much slower than the best of its style a factorisation may be at first and still be searched
+in full."""
+FULL = 250
+"""Factorisations that are searched in full, at most."""
+BEST = 40
+"""Layouts for which other orders of the axes are tried."""
+MICROS = 6
+"""Micro-batches that are tried for a factorisation, at most."""
+TOKENS = 2**18
+"""Tokens of a micro-batch of a rank, at most, unless fewer samples cannot be."""
+CHUNKS = (1, 2, 4, 8)
+FEW = 150
+"""Factorisations that are asked whether anything fits."""
+MANY = 600
+"""Factorisations from which on a second process is worth its start."""
+ORDERS: tuple[tuple[str, ...], ...] = (
+    ("pipe", "depth", "row", "col"),
+    ("depth", "data", "row", "col"),
+    ("data", "depth", "row", "col"),
+    ("col", "row"),
+    ("row", "col", "pipe"),
+)
+"""Placements besides the usual one, innermost last: copies outside of stages; depth outside of
+data; both swapped with what lies between; row inside of col; neighbouring stages side by side."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked: a job, a machine, and what is settled already."""
+
+    job: Job
+    cluster: Cluster
+    plan: Plan = field(default_factory=Plan)
+    """Values of what is settled; its batch is that of the job."""
+    fixed: frozenset[str] = frozenset()
+    """Fields of the plan that are settled."""
+    states: States | None = None
+    """Where states rest; None: on the device if they fit."""
+    fp8: bool = False
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.cluster.devices
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """Units of each dim, as Plan's rules know them."""
+        model = self.job.model
+        return {**model.units, "seq": self.job.seq, "layers": model.layers}
+
+    @cached_property
+    def degrees(self) -> Mapping[str, int]:
+        """Degrees that are settled; -1 is not."""
+        given = {axis: getattr(self.plan, axis) for axis in RUNTIME if axis in self.fixed}
+        return {axis: size for axis, size in given.items() if size != -1}
+
+    def choices(self, name: str, several: Sequence[Any]) -> Sequence[Any]:
+        """What a field of the plan may be: several things, or what is settled."""
+        return (getattr(self.plan, name),) if name in self.fixed else several
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a search has found."""
+
+    wish: Wish
+    found: tuple[Found, ...]
+    """Layouts that fit, the best first."""
+    tight: tuple[Found, ...]
+    """Layouts that need more memory than there is, the one that needs least first."""
+    grids: int
+    """Factorisations that Plan's rules allow."""
+    refused: int
+    """Factorisations that they do not."""
+    seconds: float
+
+    @property
+    def count(self) -> int:
+        """Layouts that were predicted."""
+        return len(self.found) + len(self.tight)
+
+    @property
+    def best(self) -> Found:
+        """The first that fits, or a PlanError with the nearest change that makes one fit."""
+        if not self.found:
+            from ranvier.planner import nearest  # which searches, too
+
+            raise PlanError(nearest.problems(self))
+        return self.found[0]
+
+
+def factorisations(world: int, choices: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
+    """All degrees that multiply to `world`. choices: what the degree of each axis may be."""
+    if not choices:
+        if world == 1:
+            yield {}
+        return
+    (axis, sizes), *rest = choices.items()
+    for size in sizes:
+        if world % size == 0:
+            for others in factorisations(world // size, dict(rest)):
+                yield {axis: size, **others}
+
+
+def degrees(wish: Wish) -> dict[str, list[int]]:
+    """What the degree of each axis may be: what Plan's rules allow it alone, or what is settled.
+
+    An axis that cannot be divided alone cannot be divided beside others.
+    """
+    found = {}
+    for axis in RUNTIME:
+        given = wish.degrees.get(axis)
+        sizes = divisors(wish.world) if given is None else [given] if given > 0 else []
+        found[axis] = [size for size in sizes if _alone(wish, axis, size)]
+    return found
+
+
+def _alone(wish: Wish, axis: str, size: int) -> bool:
+    alone = dict.fromkeys(RUNTIME, 1) | {axis: size}
+    whole = [replace(p, micro_batch=p.batch // p.replicas) for p in plans(wish, alone)]
+    return any(p.micro_batch and not any(p.problems(wish.sizes)) for p in whole)
+
+
+def grids(wish: Wish) -> tuple[list[Plan], int]:
+    """Plans of all factorisations that can run at their least micro-batch, and how many cannot."""
+    found, kept = [], 0
+    for sizes in factorisations(wish.world, degrees(wish)):
+        able = [plan for plan in plans(wish, sizes) if allowed(wish, plan)]
+        found += able
+        kept += bool(able)
+    return found, _number(wish) - kept
+
+
+def _number(wish: Wish) -> int:
+    """How many factorisations there are, whatever rules say: Π (e + k - 1 over e) of its primes."""
+    rest, count, free = wish.world, 1, len(RUNTIME) - len(wish.degrees)
+    known = math.prod(wish.degrees.values())
+    if known < 1 or rest % known or (free == 0 and rest != known):
+        return 0
+    rest, prime = rest // known, 2
+    while rest > 1:
+        power = 0
+        while rest % prime == 0:
+            rest, power = rest // prime, power + 1
+        count *= math.comb(power + free - 1, power) if power else 1
+        prime += 1
+    return count
+
+
+def allowed(wish: Wish, plan: Plan) -> bool:
+    """Whether Plan's rules allow it."""
+    return next(plan.problems(wish.sizes, wish.world), None) is None
+
+
+def plans(wish: Wish, sizes: Mapping[str, int]) -> Iterator[Plan]:
+    """A plan of these degrees for each way in which col may split what is inside."""
+    both = ("samples", "features") if sizes["col"] > 1 else ("samples",)
+    fixed = {"chunks": 1, "gathered": "again", "order": (), **_settled(wish)}
+    for inner in wish.choices("inner", both):
+        least = sizes["col"] if inner == "samples" else 1
+        changes = {"micro_batch": least, **fixed, **sizes, "inner": inner}
+        if "micro_batch" in wish.fixed and wish.plan.micro_batch > 0:
+            changes["micro_batch"] = wish.plan.micro_batch
+        changes["batch"] = wish.job.batch
+        yield replace(wish.plan, **changes)
+
+
+def _settled(wish: Wish) -> dict[str, Any]:
+    names = ("chunks", "gathered", "order")
+    return {name: getattr(wish.plan, name) for name in names if name in wish.fixed}
+
+
+def micros(wish: Wish, plan: Plan) -> list[int]:
+    """Micro-batches to try, spread evenly over the sizes that divide a rank's share."""
+    if "micro_batch" in wish.fixed and wish.plan.micro_batch > 0:
+        return [wish.plan.micro_batch]
+    share, multiple = plan.batch // plan.replicas, plan.micro_batch
+    most = max(TOKENS // wish.job.seq, multiple)
+    sizes = [n for n in divisors(share) if n % multiple == 0 and n <= most]
+    if len(sizes) <= MICROS:
+        return sizes
+    wanted = [sizes[0] * (sizes[-1] / sizes[0]) ** (i / (MICROS - 1)) for i in range(MICROS)]
+    return sorted({min(sizes, key=lambda n: (abs(math.log(n / w)), n)) for w in wanted})
+
+
+def variants(wish: Wish, plan: Plan) -> list[Plan]:
+    """A factorisation with each micro-batch and each number of chunks; rough ones first."""
+    sizes = micros(wish, plan)
+    rough = list(dict.fromkeys((sizes[0], sizes[len(sizes) // 2])))
+    made = []
+    for chunks in wish.choices("chunks", CHUNKS if plan.pipe > 1 else (1,)):
+        if chunks > 1 and plan.pipe * chunks > wish.sizes["layers"]:
+            continue
+        policy = plan.policy if "policy" in wish.fixed else "message"
+        for micro in (*rough, *(n for n in sizes if n not in rough)):
+            made.append(replace(plan, micro_batch=micro, chunks=chunks, policy=policy))
+    return [one for one in made if one.chunks == 1 or allowed(wish, one)]
+
+
+def ladder(wish: Wish, plan: Plan) -> Iterator[Found]:
+    """A plan with more and more computed again, here and elsewhere, up to what fits."""
+    again = plan.depth > 1 and plan.micro_batches > 1
+    places: Sequence[States] = (wish.states,) if wish.states else ("device", "host")
+    if wish.cluster.cores and not wish.states:  # there device and host are one memory
+        places = ("device",)
+    for gathered in wish.choices("gathered", ("keep", "again") if again else ("again",)):
+        tried: list[Found] = []
+        for where in places:
+            if tried and not _moves_out(wish, tried):
+                break
+            tried = _climbed(wish, replace(plan, gathered=gathered), where)
+            yield from tried
+            if tried[0].prediction.fits:
+                if gathered == "keep" and where == places[0]:
+                    return
+                break
+
+
+def _moves_out(wish: Wish, tried: Sequence[Found]) -> bool:
+    """Whether states had better rest on the host, where they find room.
+
+    So it is if nothing fits beside them, or only what computes all again, and more would without.
+    """
+    if any(one.prediction.fits and one.plan.recompute != RECOMPUTE[-1] for one in tried):
+        return False
+    for one in tried:
+        device = one.prediction.memory.device
+        states = device.get("master", 0) + device.get("moments", 0)
+        over = one.prediction.memory.total - one.prediction.limit
+        if 0 < over <= states <= wish.cluster.host.memory:
+            return True
+    return False
+
+
+def _climbed(wish: Wish, plan: Plan, where: States) -> list[Found]:
+    """What computes least again, then, if that does not fit, what keeps least; then those between.
+
+    What lies between need not be asked if nothing fits.
+    """
+    kinds = wish.choices("recompute", RECOMPUTE)
+    found = []
+    for kind in dict.fromkeys((kinds[0], kinds[-1], *kinds[1:-1])):
+        found.append(_predicted(wish, replace(plan, recompute=kind), where))
+        if found[-1].prediction.fits == (kind == kinds[0]):
+            break
+    return found
+
+
+def _predicted(wish: Wish, plan: Plan, states: States) -> Found:
+    layout = Layout(plan=plan, order=plan.placed, states=states, fp8=wish.fp8)
+    return Found(layout, predict(wish.job, layout, wish.cluster))
+
+
+def fits(wish: Wish) -> bool:
+    """Whether a layout fits that keeps least: all computed again, states elsewhere if allowed.
+
+    Of the factorisations those with the fewest copies of the model are asked.
+    """
+    least = sorted(grids(wish)[0], key=lambda plan: plan.data)[:FEW]
+    where: States = wish.states or ("device" if wish.cluster.cores else "host")
+    kind = wish.choices("recompute", RECOMPUTE)[-1]
+    asked = (_predicted(wish, replace(plan, recompute=kind), where).prediction for plan in least)
+    return any(one.fits and one.memory.on_host <= wish.cluster.host.memory for one in asked)
+
+
+def _rough(wish: Wish, plan: Plan) -> list[Found]:
+    """A factorisation with its least and a middle micro-batch, in one chunk."""
+    some = variants(wish, plan)
+    few = [one for one in some[:2] if one.chunks == some[0].chunks]
+    return [found for one in few for found in ladder(wish, one)]
+
+
+def _full(wish: Wish, plan: Plan) -> list[Found]:
+    """What `_rough` left out."""
+    some = variants(wish, plan)
+    few = sum(one.chunks == some[0].chunks for one in some[:2])
+    return [found for one in some[few:] for found in ladder(wish, one)]
+
+
+def _placed(wish: Wish, found: Found) -> list[Found]:
+    """A layout with other orders of its axes, where they make a difference."""
+    plan, seen, made = found.plan, {_shape(found.plan, ())}, []
+    for several in ORDERS:
+        order = tuple(axis for axis in several if plan.degrees[axis] > 1)
+        shape = _shape(plan, order)
+        if shape not in seen:
+            seen.add(shape)
+            made.append(_predicted(wish, replace(plan, order=order), found.layout.states))
+    return made
+
+
+def _shape(plan: Plan, order: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes that are there, as they lie."""
+    return tuple(axis for axis in replace(plan, order=order).placed if plan.degrees[axis] > 1)
+
+
+def _mapped(task: Any, wish: Wish, items: Sequence[Any], workers: int) -> list[list[Found]]:
+    """The results of a task for each item, in order, of several processes if that pays."""
+    if workers < 2 or len(items) < MANY:
+        return [task(wish, item) for item in items]
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        return list(pool.map(partial(task, wish), items, chunksize=16))
+
+
+def search(wish: Wish, *, workers: int = 1) -> Result:
+    """All layouts that were tried; none of `found` is there if none fits or can be divided."""
+    began = time.perf_counter()
+    every, refused = grids(wish)
+    rough = _mapped(_rough, wish, every, workers)
+    near = _near(wish, every, rough)
+    everything = [found for several in rough for found in several]
+    everything += [one for several in _mapped(_full, wish, near, workers) for one in several]
+    fits = sorted((one for one in everything if one.prediction.fits), key=lambda one: one.key)
+    if wish.cluster.nodes > 1 and "order" not in wish.fixed:
+        moved = [one for best in fits[:BEST] for one in _placed(wish, best)]
+        everything += moved
+        fits = sorted((one for one in everything if one.prediction.fits), key=lambda one: one.key)
+    tight = [one for one in everything if not one.prediction.fits]
+    tight.sort(key=lambda one: (one.prediction.memory.total, one.key))
+    spent = time.perf_counter() - began
+    return Result(wish, tuple(fits), tuple(tight), len(every), refused, spent)
+
+
+def _near(wish: Wish, every: Sequence[Plan], rough: Sequence[Sequence[Found]]) -> list[Plan]:
+    """Factorisations that may still hold the best of a style."""
+    node = wish.cluster.per_node
+    times = [
+        min((one.prediction.total for one in several if one.prediction.fits), default=math.inf)
+        for several in rough
+    ]
+    best = dict.fromkeys(STYLES, math.inf)
+    for plan, seconds in zip(every, times, strict=True):
+        for name in styles(plan, node):
+            best[name] = min(best[name], seconds)
+    near = [
+        (min(seconds / best[name] for name in styles(plan, node)), i)
+        for i, (plan, seconds) in enumerate(zip(every, times, strict=True))
+        if seconds < math.inf
+    ]
+    return [every[i] for ratio, i in sorted(near)[:FULL] if ratio < NEAR]

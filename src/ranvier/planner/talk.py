@@ -1,0 +1,234 @@
+"""Talk: seconds that a rank communicates in a step, before anything hides them.
+
+Ours come from `moves`: every collective that the runtime issues, with its bytes and how often.
+Those of other frameworks follow from what a block of theirs does: with T tokens a rank and d
+features two gathers and two scatters of T·d over row, backward the same and both gathers again
+(sequence parallelism), or two all-reduces forward and backward without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from ranvier.layers import Flow
+from ranvier.lots import Types
+from ranvier.plan import AXES, Plan
+from ranvier.planner import links, moves, roofline
+from ranvier.planner.cluster import Cluster
+from ranvier.planner.leaves import Model, Part
+from ranvier.planner.links import Group
+from ranvier.planner.moves import Spot, Stage
+from ranvier.planner.roofline import Setup
+from ranvier.planner.runtime import Runtime
+
+INSIDE = ("row", "col")
+
+
+@dataclass
+class Spoken:
+    """Seconds of one block in one micro-batch, and of a whole step."""
+
+    plain: dict[str, float] = field(default_factory=lambda: dict.fromkeys(INSIDE, 0.0))
+    """Over row and col, in a block, that nothing can hide."""
+    under: dict[str, float] = field(default_factory=lambda: dict.fromkeys(INSIDE, 0.0))
+    """The same that may run beside the product of a weight's gradient."""
+    ends: dict[str, float] = field(default_factory=lambda: dict.fromkeys(INSIDE, 0.0))
+    """Of embedding and head, in a micro-batch."""
+    depth: float = 0.0
+    """Gathers of weights and reductions of gradients over depth, in a block."""
+    depth_ends: float = 0.0
+    """The same of embedding and head."""
+    data: float = 0.0
+    """Reductions of gradients over data, in a step."""
+    after: float = 0.0
+    """Gathers of updated weights, in a step."""
+    other: float = 0.0
+    """Norm, votes, counts of tokens, in a step."""
+
+
+class Places:
+    """Groups of ranks by their axes, found once."""
+
+    def __init__(self, plan: Plan, order: tuple[str, ...], per_node: int) -> None:
+        self.degrees, self.order, self.per_node = plan.degrees, order, per_node
+        self.known: dict[tuple[str, ...], Group] = {}
+
+    def __getitem__(self, axes: tuple[str, ...]) -> Group:
+        if axes not in self.known:
+            self.known[axes] = links.group(axes, self.degrees, self.order, self.per_node)
+        return self.known[axes]
+
+
+def ours(model: Model, plan: Plan, setup: Setup, cluster: Cluster, places: Places) -> Spoken:
+    """What our runtime communicates, on the first stage."""
+    size = roofline.BYTES[setup.dtype]
+    flow = Flow(setup.samples, setup.seq, itemsize=size, statistics=max(size, 4))
+    spot, found = Spot.of(plan), Spoken()
+    firsts = moves.cut(model, plan, setup.seq)
+    stage = moves.stage_of(model, 0, plan.pipe, plan.chunks, firsts, plan.spread)
+    again = plan.recompute != "none"
+    near = tuple(places[axes] for axes in GROUPS)
+    blocks = sum(count for part, count in stage.here if part.is_block)
+    for part, count in stage.here:
+        sums = _passes(model, part, spot.inside, flow, again, cluster, near)
+        for axis, (plain, under) in zip(INSIDE, sums, strict=True):
+            if part.is_block:
+                found.plain[axis] += plain * count / blocks
+                found.under[axis] += under * count / blocks
+            else:
+                found.ends[axis] += plain + under
+    keep = plan.gathered == "keep"
+    gathers, scatters, ends, found.data, found.after, found.other = _weights(
+        model, stage, spot, moves.types_of(flow), keep, cluster, places.order
+    )
+    each = 1.0 / plan.micro_batches if keep else 1.0
+    found.depth = (gathers * each + scatters) / max(blocks, 1)
+    found.depth_ends = ends[0] * each + ends[1]
+    return found
+
+
+GROUPS = (("row",), ("col",), ("row", "col"))
+"""Groups that activations are communicated in."""
+
+
+@lru_cache(maxsize=100_000)
+def _passes(
+    model: Model,
+    part: Part,
+    inside: Spot,
+    flow: Flow,
+    again: bool,
+    cluster: Cluster,
+    near: tuple[Group, ...],
+) -> tuple[tuple[float, float], ...]:
+    """Seconds of a part over row and over col in a micro-batch: what nothing hides, and what may
+    run beside the product of a weight's gradient."""
+    groups, found = dict(zip(GROUPS, near, strict=True)), {axis: [0.0, 0.0] for axis in INSIDE}
+    for row in moves.pass_rows(model, part, inside, flow):
+        if row.phase == "again" and not again:
+            continue
+        spent = row.count * links.seconds(cluster, row.op, row.bytes, groups[row.axis])
+        under = row.phase == "backward" and row.op == "reduce_scatter"
+        found[row.axis[0]][under] += spent
+    return tuple((plain, under) for plain, under in found.values())
+
+
+@lru_cache(maxsize=100_000)
+def _weights(
+    model: Model,
+    stage: Stage,
+    spot: Spot,
+    types: Types,
+    keep: bool,
+    cluster: Cluster,
+    order: tuple[str, ...],
+) -> tuple[float, float, tuple[float, float], float, float, float]:
+    """Seconds of a stage's weights: gathers and reductions over depth in a pass of its blocks, and
+    of its ends; reductions over data, gathers over data, the rest, in a step."""
+    degrees = dict(zip(AXES, spot.degrees, strict=True))
+    blocks = {part.name for part, _ in stage.here if part.is_block}
+    times = moves.gathers(model, stage, keep)
+    inside, ends, data, after, other = [0.0, 0.0], [0.0, 0.0], 0.0, 0.0, 0.0
+    for part, phase, event, count in moves.lot_events(model, stage, spot, types):
+        near = links.group(event.axis, degrees, order, cluster.per_node)
+        one = links.seconds(cluster, event.op, event.bytes, near)
+        if phase in ("gather", "scatter"):
+            often = times.get((part, event.where), 0) if phase == "gather" else count
+            (inside if part in blocks else ends)[phase == "scatter"] += often * one
+        elif "data" not in event.axis:
+            other += count * one
+        elif event.op == "all_gather":
+            after += count * one
+        else:
+            data += count * one
+    whole = links.group(AXES, degrees, order, cluster.per_node)
+    other += SMALL * links.seconds(cluster, "all_reduce", 8, whole)
+    return inside[0], inside[1], (ends[0], ends[1]), data, after, other
+
+
+SMALL = 3
+"""All-reduces of a number in a step: norm, votes, tokens."""
+
+
+def theirs(
+    model: Model, plan: Plan, setup: Setup, cluster: Cluster, runtime: Runtime, places: Places
+) -> Spoken:
+    """What another framework communicates."""
+    found, row = Spoken(), places["row",]
+    block = next(part for part in model.parts if part.is_block)
+    size = 2 * setup.tokens * model.units["embed"]
+    again = 2 if plan.recompute in ("full", "reentrant") else 1
+    if row.size > 1 and runtime.sequence:
+        gather, scatter = (links.seconds(cluster, op, size, row) for op in OPS)
+        found.plain["row"] = 2 * (again * (gather + scatter) + gather)
+        found.under["row"] = 2 * (scatter + gather)
+    elif row.size > 1:
+        whole = links.seconds(cluster, "all_reduce", size, row)
+        found.plain["row"], found.under["row"] = 2 * again * whole, 2 * whole
+    weights = sum(out * into for out, into in roofline.linears(block, setup))
+    found.depth = _depth(plan, cluster, runtime, weights, places)
+    found.data, found.after = _data(model, plan, cluster, runtime, places)
+    return found
+
+
+OPS = ("all_gather", "reduce_scatter")
+
+
+def _depth(plan: Plan, cluster: Cluster, runtime: Runtime, weights: int, places: Places) -> float:
+    """Gathers and reductions over depth of a block in a micro-batch."""
+    shards = places["context", "depth"]
+    if shards.size == 1 or (plan.depth == 1 and not runtime.fsdp):
+        return 0.0
+    keep = plan.gathered == "keep" or runtime.gathers == "keep"
+    gathers = 1.0 / plan.micro_batches if keep else 2.0
+    if plan.recompute == "full" and runtime.rails == "one":
+        gathers = 3.0  # its gathers are part of what is computed again
+    reductions = 1.0 / plan.micro_batches if keep else 1.0
+    gather = links.seconds(cluster, OPS[0], 2 * weights, shards, rails=runtime.rails)
+    size = runtime.gradient * weights
+    scatter = links.seconds(cluster, OPS[1], size, shards, rails=runtime.rails)
+    return gathers * gather + reductions * scatter
+
+
+def _data(
+    model: Model, plan: Plan, cluster: Cluster, runtime: Runtime, places: Places
+) -> tuple[float, float]:
+    """Reductions over data, and gathers of updated weights."""
+    whole = plan.depth == 1 and not runtime.fsdp
+    copies = places["data", "expert", "context"] if whole else places["data",]
+    if copies.size == 1:
+        return 0.0, 0.0
+    held = numbers(model, plan) / plan.depth
+    op = "reduce_scatter" if runtime.reduce == "scatter" else "all_reduce"
+    data = links.seconds(cluster, op, held * runtime.gradient, copies)
+    after = 0.0
+    if runtime.reduce != "all_reduce":
+        after = links.seconds(cluster, "all_gather", 2 * held, copies)
+    return data, after
+
+
+@lru_cache(maxsize=50_000)
+def _count(model: Model, pipe: int, split: int) -> float:
+    blocks = sum(part.count * part.parameters for part in model.parts if part.is_block)
+    ends = model.parts[0].parameters + (0 if model.tied else model.parts[-1].parameters)
+    count = 1 if pipe == 1 or model.tied else 2
+    return (blocks / pipe + ends / count) / split
+
+
+def numbers(model: Model, plan: Plan) -> float:
+    """Weights of a rank, gathered over depth: a stage's blocks and its end."""
+    return _count(model, plan.pipe, plan.row * plan.col)
+
+
+def ring(part: Part, cluster: Cluster, setup: Setup, ranks: Group, recompute: str) -> float:
+    """Keys and values going round the context axis, in a block."""
+    if ranks.size == 1:
+        return 0.0
+    narrow = 0
+    for leaf in part.find("siblings"):
+        kept = [one for one in leaf.inside if one.dims[:1] == ("kv_heads",)]
+        narrow += sum(roofline.local("kv_heads", one.shape[0], setup) for one in kept)
+    size = 2 * setup.tokens * narrow * ranks.size
+    rounds = 4 if recompute == "full" else 3
+    return rounds * links.seconds(cluster, "all_gather", size, ranks)

@@ -1,0 +1,158 @@
+"""Auto: the layout of a run that leaves it open, as the planner chooses, and what came of it.
+
+Open are the degrees of a plan that names none, on several ranks, and with them all of micro-batch,
+order, recomputation and so on that has its default value; what was given stays. The machine is what
+`ranvier measure` has found here, else that of the device's data sheet, else (on a CPU) what a
+moment's measurement tells. After a few steps the prediction is held against them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields, replace
+
+import torch
+
+from ranvier import launch
+from ranvier.comm.agree import told
+from ranvier.errors import PlanError
+from ranvier.grid import Grid
+from ranvier.launch import Ranks
+from ranvier.plan import AXES, Plan
+from ranvier.planner import cluster, explain, here
+from ranvier.planner.cluster import Cluster
+from ranvier.planner.leaves import of_run
+from ranvier.planner.predict import Job, Layout, Prediction, predict
+from ranvier.planner.search import Result, Wish, search
+from ranvier.run import Run
+from ranvier.train import measure, train
+from ranvier.train.foretold import Foretold
+
+ALIKE = 1.05
+"""Predicted times up to so many times the best count as equal."""
+
+
+def is_open(run: Run, world: int) -> bool:
+    """Whether the planner is to choose the degrees of a run."""
+    usual = Plan().degrees
+    return world > 1 and run.plan.layout == "auto" and run.plan.degrees == usual
+
+
+def chosen(run: Run, machine: Cluster) -> tuple[Run, Foretold]:
+    """The run with the layout that the planner finds best, and what it says of it."""
+    known, plan = train.settled(run, train.device_of(run, Ranks())), run.plan
+    measured = run.memory.fit == "auto" or plan.recompute == "budget"
+    fixed = {f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(Plan(), f.name)}
+    fixed -= {*AXES, "batch", "layout"}
+    fixed |= {"pipe", "recompute"} if measured else set()  # a fit is measured on whole models
+    wanted = replace(plan, pipe=1, recompute="selective" if measured else plan.recompute)
+    given = "device" if run.memory.states == "device" else "host"
+    wish = Wish(
+        job_of(known),
+        machine,
+        plan=wanted,
+        fixed=frozenset(fixed),
+        states=given if measured or given == "host" else None,
+        fp8=run.train.fp8 != "off",
+    )
+    result = simplest(search(wish))
+    best = result.best
+    found = replace(best.layout.plan, layout="given", compile=plan.compile)
+    if measured:
+        found = replace(found, recompute=plan.recompute, micro_batch=plan.micro_batch)
+    memory = run.memory
+    if best.layout.states == "host" and memory.states == "device":
+        memory = replace(memory, states="host")
+    foretold = plainly(best.prediction, machine.name, explain.reason(result))
+    return replace(run, plan=found, memory=memory), foretold
+
+
+def simplest(result: Result) -> Result:
+    """The result with the simplest of the layouts first that are as good as the best.
+
+    Predictions are not so exact that a few percent were worth a pipeline or another axis.
+    """
+    limit = ALIKE * result.best.prediction.total
+    near = [one for one in result.found if one.prediction.total <= limit]
+    first = min(near, key=lambda one: (*_burden(one.layout.plan), one.prediction.total))
+    return replace(result, found=(first, *(one for one in result.found if one is not first)))
+
+
+def _burden(plan: Plan) -> tuple[int, ...]:
+    """What makes a layout harder to understand, the worst first."""
+    axes = sum(size > 1 for size in plan.degrees.values())
+    return plan.pipe > 1, axes, plan.chunks, len(plan.order), plan.recompute != "none", -plan.data
+
+
+def plainly(prediction: Prediction, machine: str, why: str) -> Foretold:
+    """A prediction in numbers that JSON holds."""
+    low, high = prediction.interval
+    parts = {name: float(x) for name, x in prediction.parts.items() if x}
+    return Foretold(why, machine, prediction.total, low, high, prediction.memory.allocated, parts)
+
+
+def planned(run: Run, world: int, *, nodes: int = 1) -> tuple[Run, Foretold | None]:
+    """The run with the planner's layout; as it is, where nothing is known of the machine."""
+    try:
+        run.check(1)
+    except PlanError:  # what is wrong with its values is told with all else that is wrong
+        return kept(run), None
+    try:
+        machine = machine_of(train.device_of(run, Ranks()), world)
+    except PlanError as error:
+        if not launch.is_follower():
+            print(f"All ranks lie on data, as no layout was planned: {error}")
+        return kept(run), None
+    return chosen(run, replace(machine, nodes=nodes, per_node=world // nodes))
+
+
+def kept(run: Run) -> Run:
+    """The run whose layout nobody changes any more."""
+    return replace(run, plan=replace(run.plan, layout="given"))
+
+
+def agreed(run: Run, said: Foretold, me: Ranks, device: torch.device) -> tuple[Run, Foretold]:
+    """What rank 0 has chosen, on all ranks: machines may have been measured apart.
+
+    Communicates: a text over all ranks.
+    """
+    grid = Grid({"data": me.world}, rank=me.rank, connected=me.world > 1)
+    words = told(json.dumps([asdict(run.plan), run.memory.states, asdict(said)]), grid, device)
+    plan, states, facts = json.loads(words)
+    lists = {name: tuple(value) for name, value in plan.items() if isinstance(value, list)}
+    memory = replace(run.memory, states=states)
+    return replace(run, plan=Plan(**{**plan, **lists}), memory=memory), Foretold(**facts)
+
+
+def job_of(run: Run) -> Job:
+    """What a settled run asks of a machine."""
+    return Job(
+        of_run(run),
+        run.data.seq,
+        run.plan.batch,
+        dtype=run.train.dtype,
+        moments=run.optim.moments,
+        packed=run.data.packed,
+    )
+
+
+def machine_of(device: torch.device, ranks: int) -> Cluster:
+    """What is known of this machine."""
+    name = train.device_name(device) if device.type == "cuda" else "cpu"
+    found = here.measured(name)
+    if found is not None:
+        return found
+    if device.type == "cpu":
+        return measure.quick(ranks)
+    wanted = cluster.device(name).name
+    built_in = (cluster.cluster(one) for one in cluster.names())
+    return next(one for one in built_in if one.device.name == wanted)
+
+
+def foreseen(run: Run, machine: Cluster, nodes: int = 1) -> Prediction:
+    """What the planner says of a settled run on a machine, whatever its layout."""
+    plan = run.plan.unmeasured
+    states = "device" if run.memory.states == "device" else "host"
+    layout = Layout(plan=plan, order=plan.placed, states=states, fp8=run.train.fp8 != "off")
+    placed = replace(machine, nodes=nodes, per_node=plan.world // nodes)
+    return predict(job_of(run), layout, placed)

@@ -1,0 +1,41 @@
+"""Built: the parallel model of a run, as a trainer and a dry run have it."""
+
+from __future__ import annotations
+
+import torch
+
+from ranvier import init
+from ranvier.grid import Grid
+from ranvier.models import Decoder, build
+from ranvier.parallel import parallelize
+from ranvier.run import Run
+from ranvier.train import homes
+from ranvier.train.stages import cut_of
+
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def built(run: Run, grid: Grid, device: torch.device, *, local_ranks: int) -> Decoder:
+    """The model of a run on its grid. Communicates: the making of groups."""
+    with init.blank():
+        model = build(run.model, run.lora)
+    return parallelize(
+        model,
+        grid,
+        inner=run.plan.inner,
+        overlap=run.plan.overlap,
+        recompute=run.plan.unmeasured.recompute,
+        collectives=run.memory.collectives,
+        compiled="inductor" if run.plan.compile == "on" else "",
+        seed=run.train.seed,
+        dtype=DTYPES[run.train.dtype],
+        device=device,
+        how=cut_of(run),
+        keep=run.plan.gathered == "keep",
+        room=homes.weights_room(run, local_ranks),
+    )

@@ -1,0 +1,295 @@
+"""Measure: fill in the cluster file of this machine: its devices, memory and links.
+
+On processors ranks share cores: what a rank does is measured with 1, 2, 4, ... ranks at once. Each
+collective is measured in groups of each size, all groups at once, which is how axes of a grid work.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ranvier.comm import rates as wires
+from ranvier.comm import verbs
+from ranvier.errors import PlanError
+from ranvier.grid import Axis, Grid
+from ranvier.launch import Ranks, joined
+from ranvier.plan import divisors
+from ranvier.planner import cluster, here, rates
+from ranvier.planner.cluster import Cluster, Collective, Device, Fused, Host, Link, Product, Rate
+from ranvier.planner.gauge import Gauge, Row, Shapes, crowd
+
+R = TypeVar("R", Product, Fused, Rate)
+USUAL = 8
+"""Ranks on a CPU."""
+LARGE = {"cpu": 2**20, "cuda": 2**26}
+"""Bytes of a tensor whose way takes longer than its start."""
+CALLS = {"cpu": 8, "cuda": 20}
+ETHERNET = Link(bandwidth=25e9, latency=1e-5)
+"""Between nodes where nothing was measured and no data sheet is known: 200 Gbit/s."""
+
+
+def ranks_here(nproc: int) -> int:
+    """Ranks that measure: one for each CUDA device, or as many as a CPU may be asked for."""
+    if nproc < 0:
+        raise PlanError(f"nproc={nproc}. At least one rank measures. Use nproc=1 or more.")
+    return nproc or (torch.cuda.device_count() if torch.cuda.is_available() else USUAL)
+
+
+def rank(to: str, me: Ranks) -> int:
+    """Measure as one rank; the first writes the file. Communicates: all collectives."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", me.local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    began = time.perf_counter()
+    with joined(me, "nccl" if cuda else "gloo", 600.0):
+        made = Measurement(me, device).all()
+        if me.rank == 0:
+            path = Path(to) if to else here.path(made.device.name)
+            cluster.write(made, path)
+            print(*described(made), sep="\n")
+            print(f"Measured in {time.perf_counter() - began:.0f} s: {path}")
+    return 0
+
+
+@dataclass
+class Measurement:
+    """A rank that measures with others."""
+
+    me: Ranks
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        world = self.me.world
+        self.grid = Grid({"data": world}, rank=self.me.rank, connected=world > 1)
+        sizes = divisors(world)
+        self.axes = {n: self.grid.axis(share={"data": n}) for n in sizes}
+        """Groups of neighbours; all ranks make all of them, in one order."""
+
+    def all(self) -> Cluster:
+        """The cluster of this machine. Communicates: all collectives."""
+        alone = self.device.type == "cuda"  # ranks do not share devices
+        rows: list[Row] = []
+        links: list[Collective] = []
+        for ranks, axis in self.axes.items():
+            if self.me.rank < ranks and (ranks == 1 or not alone):
+                rows += self.work(ranks, axis)
+            if self.me.rank < ranks:
+                links += self.talk(ranks)
+            self.meet(self.axes[self.me.world])
+        return described_as(self.device, self.me, rows, links)
+
+    def work(self, ranks: int, axis: Axis) -> list[Row]:
+        """What a rank does while `ranks` work at once."""
+        before = torch.get_num_threads()
+        if self.device.type == "cpu":
+            torch.set_num_threads(max((os.cpu_count() or 1) // ranks, 1))
+        plural = "rank" if ranks == 1 else "ranks"
+        gauge = Gauge.of(
+            self.device,
+            ranks=ranks,
+            together=lambda: self.meet(axis),
+            said=lambda what: self.say(f"  {ranks} {plural}: {what}"),
+        )
+        rows = gauge.all()
+        torch.set_num_threads(before)
+        return [_mean(row, axis) for row in rows]
+
+    def talk(self, ranks: int) -> list[Collective]:
+        """Collectives in groups of each size, while `ranks` work at once."""
+        found, kind = [], self.device.type
+        many = crowd(ranks) if kind == "cpu" else 0.0
+        for size, axis in self.axes.items():
+            if 1 < size <= ranks and ranks % size == 0:
+                self.say(f"  {ranks} ranks: collectives of groups of {size}")
+                for op in wires.OPS if size == 2 else wires.OPS[:-1]:
+                    self.meet(self.axes[ranks])
+                    one = wires.collective(
+                        op, axis, self.device, large=LARGE[kind], calls=CALLS[kind], crowd=many
+                    )
+                    nodes = max(size // self.me.local_world, 1)
+                    groups = min(ranks, self.me.local_world) // min(size, self.me.local_world)
+                    found.append(Collective(op, size, one.latency, one.bandwidth, groups, nodes))
+        return found
+
+    def meet(self, axis: Axis) -> None:
+        """Wait for the others of an axis. Communicates: one number."""
+        verbs.all_reduce(torch.zeros(1, device=self.device), axis).wait()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def say(self, text: str) -> None:
+        """Tell people, once."""
+        if self.me.rank == 0:
+            print(text, flush=True)
+
+
+MEANS = ("rate", "value", "forward", "backward")
+
+
+def _mean(row: Row, axis: Axis) -> Row:
+    """The row of the mean rank. Communicates: its numbers over the axis."""
+    names = [name for name in MEANS if hasattr(row, name)]
+    mine = torch.tensor([getattr(row, name) for name in names], dtype=torch.float64)
+    device = "cuda" if axis.size > 1 and torch.cuda.is_available() else "cpu"
+    total = verbs.all_reduce(mine.to(device), axis).wait() / axis.size
+    return replace(row, **dict(zip(names, total.tolist(), strict=True)))
+
+
+# ---- a moment's measurement -------------------------------------------------------------
+
+FEW = Shapes(
+    matmuls=((384, 192, 192), (384, 768, 192)),
+    attention=((4, 96, 4, 4, 32),),
+    stream=2**19,
+    adam=2**18,
+    seconds=0.005,
+)
+LOOPBACK = Link(bandwidth=1e9, latency=2e-4)
+"""What two ranks of one host see of each other through Gloo, each with a core of its own."""
+
+
+def quick(ranks: int) -> Cluster:
+    """This host as one rank sees it in a moment; the others are thought to be like it.
+
+    Ranks that share cores are slower in proportion.
+    """
+    cores = os.cpu_count() or 1
+    many, before = crowd(ranks), torch.get_num_threads()
+    torch.set_num_threads(max(cores // ranks, 1))
+    rows = [
+        replace(_slower(row, many), ranks=ranks)
+        for row in Gauge(torch.device("cpu"), shapes=FEW).all()
+    ]
+    torch.set_num_threads(before)
+    links = [
+        Collective(
+            op,
+            size,
+            LOOPBACK.latency * many * math.log2(size),
+            LOOPBACK.bandwidth / many,
+            ranks // size,
+        )
+        for size in divisors(ranks)[1:]
+        for op in wires.OPS
+    ]
+    made = described_as(torch.device("cpu"), Ranks(world=ranks, local_world=ranks), rows, links)
+    return replace(made, source=f"{made.source} in a moment; links are a guess")
+
+
+# ---- a cluster of rows ------------------------------------------------------------------
+
+
+def described_as(
+    device: torch.device, me: Ranks, rows: Sequence[Row], links: Sequence[Collective]
+) -> Cluster:
+    """The cluster that rows describe; what was not measured comes from a data sheet."""
+    own = device_of(device, rows)
+    like = next((one for one in _built_in() if one.device.name == own.name), None)
+    narrow = torch.bfloat16 if device.type == "cuda" else torch.float32
+    side = rates.measured(device, narrow)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    inside = _link([one for one in links if one.nodes == 1])
+    between = _link([one for one in links if one.nodes > 1])
+    return Cluster(
+        name=platform.node() or "here",
+        device=own,
+        per_node=me.local_world,
+        link=inside or (like.link if like else ETHERNET),
+        network=between or (like.network if like else ETHERNET),
+        host=Host(memory / me.local_world, side.to_device, side.to_host, side.adam),
+        collectives=tuple(links),
+        cores=0 if device.type == "cuda" else os.cpu_count() or 1,
+        source=f"measured with torch {torch.__version__}",
+    )
+
+
+def device_of(device: torch.device, rows: Sequence[Row]) -> Device:
+    """The device with all that was measured of it."""
+    products = tuple(row for row in rows if isinstance(row, Product))
+    best: dict[str, float] = {}
+    for row in products:
+        best[row.dtype] = max(best.get(row.dtype, 0.0), row.rate)
+    numbers = tuple(row for row in rows if isinstance(row, Rate))
+    alone = {row.kind: row.value for row in reversed(numbers)}
+    more: dict[str, Any] = {
+        "measured": best,
+        "launch": alone["launch"],
+        "products": products,
+        "attention": tuple(row for row in rows if isinstance(row, Fused)),
+        "rates": numbers,
+    }
+    if device.type == "cpu":
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return Device("cpu", float(pages), alone["memory"], best, cores=1, **more)
+    facts = torch.cuda.get_device_properties(device)
+    try:
+        return replace(cluster.device(facts.name), memory=float(facts.total_memory), **more)
+    except PlanError:  # without a data sheet
+        peak, count = best, facts.multi_processor_count
+        return Device(
+            facts.name, float(facts.total_memory), alone["memory"], peak, cores=count, **more
+        )
+
+
+def scaled(made: Cluster, factor: float) -> Cluster:
+    """The cluster whose devices take `factor` times as long for everything."""
+    own = made.device
+    reach = replace(own.reach, matmul=own.reach.matmul / factor, memory=own.reach.memory / factor)
+    device = replace(
+        own,
+        launch=own.launch * factor,
+        reach=reach,
+        products=tuple(_slower(row, factor) for row in own.products),
+        attention=tuple(_slower(row, factor) for row in own.attention),
+        rates=tuple(_slower(row, factor) for row in own.rates),
+    )
+    return replace(made, device=device)
+
+
+def _slower(row: R, factor: float) -> R:
+    """A row at another pace: seconds grow, rates fall."""
+    seconds = isinstance(row, Rate) and row.kind in ("launch", "pair")
+    names = [name for name in MEANS if hasattr(row, name)]
+    times = factor if seconds else 1.0 / factor
+    return replace(row, **{name: getattr(row, name) * times for name in names})
+
+
+def _built_in() -> list[Cluster]:
+    return [cluster.cluster(name) for name in cluster.names()]
+
+
+def _link(rows: Sequence[Collective]) -> Link | None:
+    """The link that the largest group sees which talks alone."""
+    alone = [row for row in rows if row.op == "all_gather"]
+    if not alone:
+        return None
+    row = max(alone, key=lambda row: (row.size, -row.groups))
+    return Link(row.bandwidth, row.latency / max(row.size - 1, 1))
+
+
+def described(made: Cluster) -> list[str]:
+    """A few lines for people."""
+    device = made.device
+    lines = [f"{made.name}: {made.per_node} x {device.name}"]
+    lines += [
+        f"  matrix products in {kind}: {rate / 1e12:.3g} TFLOP/s at best"
+        for kind, rate in device.measured.items()
+    ]
+    for row in device.rates:
+        if row.kind in ("memory", "update", "launch") and row.ranks in (1, made.per_node):
+            lines.append(f"  {row.kind} with {row.ranks} at once: {row.value:.3g}")
+    return lines + [
+        f"  {one.op} of {one.size}: {one.latency * 1e6:.0f} µs and {one.bandwidth / 1e9:.3g} GB/s"
+        for one in made.collectives
+        if one.groups == 1
+    ]

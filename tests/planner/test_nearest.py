@@ -1,0 +1,88 @@
+"""Impossible requests: what is said helps, which is tried."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from ranvier.plan import Plan
+from ranvier.planner import cluster, leaves, nearest, search
+from ranvier.planner.predict import Job
+from ranvier.planner.search import Wish
+
+
+def wish(size: str, seq: int, batch: int, nodes: int = 1) -> Wish:
+    return Wish(Job(leaves.of_size(size), seq, batch), cluster.cluster("dgx-h100").of(nodes=nodes))
+
+
+def said(asked: Wish) -> str:
+    result = search.search(asked)
+    assert not result.found
+    (problem,) = nearest.problems(result)
+    return problem
+
+
+def number(text: str, name: str) -> int:
+    found = re.search(rf"{name}=(\d+)", text)
+    assert found, text
+    return int(found[1])
+
+
+def on(asked: Wish, nodes: int) -> Wish:
+    return replace(asked, cluster=replace(asked.cluster, nodes=nodes))
+
+
+def test_a_model_too_large_gets_the_least_nodes() -> None:
+    asked = wish("llama3-70b", 4096, 60)
+    asked = replace(asked, cluster=asked.cluster.of(devices=1))
+    text = said(asked)
+    nodes = number(text, "nodes")
+    assert "in no layout" in text and "GiB" in text
+    assert search.search(on(asked, nodes)).found
+    assert not search.search(on(asked, nodes - 1)).found
+
+
+def test_samples_too_long_get_a_shorter_one() -> None:
+    base = wish("llama3-8b", 2**19, 1)
+    asked = replace(base, plan=Plan(row=1, col=1, pipe=1), fixed=frozenset({"row", "col", "pipe"}))
+    asked = replace(asked, cluster=asked.cluster.of(devices=1))
+    text = said(asked)
+    shorter = replace(asked, job=replace(asked.job, seq=number(text, "data.seq")))
+    assert search.search(shorter).found
+
+
+def test_more_ranks_than_samples_and_tokens() -> None:
+    asked = wish("tiny", 96, 8, nodes=64)
+    text = said(asked)
+    assert text.startswith("512 devices cannot share this job")
+    batch = replace(asked, job=replace(asked.job, batch=number(text, "plan.batch")))
+    assert nearest.possible(batch) and nearest.possible(on(asked, number(text, "nodes")))
+    assert not nearest.possible(on(asked, number(text, "nodes") + 1))
+
+
+def test_a_batch_that_is_not_divisible() -> None:
+    asked = wish("llama3-8b", 4096, 7)
+    asked = replace(asked, plan=Plan(row=1, col=1, pipe=1), fixed=frozenset({"row", "col", "pipe"}))
+    text = said(asked)
+    assert number(text, "plan.batch") == 8 and number(text, "devices") == 7
+
+
+def test_degrees_that_are_no_divisors_are_told_as_the_plan_tells_them() -> None:
+    asked = replace(wish("llama3-8b", 4096, 8), plan=Plan(row=3), fixed=frozenset({"row"}))
+    result = search.search(asked)
+    problems = nearest.problems(result)
+    assert any("8 are there" in text for text in problems)
+    assert any("row=3 does not divide heads=32" in text for text in problems)
+
+
+@pytest.mark.parametrize("settled", ["micro_batch", "recompute"])
+def test_what_was_given_by_hand_is_named(settled: str) -> None:
+    plan = Plan(micro_batch=16, recompute="none")
+    base = wish("llama3-8b", 8192, 256)
+    asked = replace(base, plan=plan, fixed=frozenset({settled, "row"}), states="device")
+    asked = replace(asked, plan=replace(plan, row=1), cluster=asked.cluster.of(devices=2))
+    if search.search(asked).found:
+        pytest.fail("this fits: choose another example")
+    assert f"plan.{settled}" in said(asked)

@@ -1,0 +1,174 @@
+"""`ranvier plan` as a user types it: tables, files, goals, commands that run, errors that help."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from commands import call
+from ranvier.cli import parse
+from ranvier.html import scatter
+from ranvier.planner import cluster, explain, leaves, page, search
+from ranvier.planner.predict import Job
+from ranvier.planner.rivals import rivals
+from ranvier.planner.search import Result, Wish
+
+EIGHT = ("--cluster", "dgx-h100", "--nodes", "1", "--model.size", "llama3-8b")
+WITHOUT = """
+import sys
+from ranvier.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    assert not end.code, end.code
+assert "torch" not in sys.modules and "numpy" not in sys.modules, "imported"
+"""
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.fixture(scope="module")
+def result() -> Result:
+    job = Job(leaves.of_size("llama3-8b"), 4096, 64)
+    return search.search(Wish(job, cluster.cluster("dgx-h100").of(nodes=2)))
+
+
+def test_a_named_size_needs_no_torch(tmp_path: Path) -> None:
+    words = [*EIGHT, "--plan.pipe", "1", "--html", str(tmp_path / "p.html")]
+    subprocess.run(
+        [sys.executable, "-c", WITHOUT, "plan", *words], check=True, capture_output=True, timeout=60
+    )
+    assert (tmp_path / "p.html").stat().st_size > 10_000
+
+
+def test_the_table_the_reasons_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("plan", *EIGHT, "--top", "3", "--plan.batch", "64") == 0
+    out = capsys.readouterr().out
+    head = out.splitlines()
+    assert head[0].startswith("llama3-8b (8.03B parameters) on 1 x 8 H100")
+    assert "Nobody gave --data.seq 4096: assumed" in out
+    assert sum(line.lstrip().startswith(("1 ", "2 ", "3 ", "4 ")) for line in head) == 3
+    assert "binds" in out and "best of" in out and "FSDP" in out
+    told = next(line for line in head if line.startswith("ranvier train"))
+    run = parse("train", shlex.split(told)[2:])
+    assert run.plan.batch == 64 and run.data.seq == 4096 and run.nproc == 8
+    assert run.check(8).plan.world == 8
+
+
+def test_what_is_given_stays_and_json_tells_all(capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = ("--plan.row", "2", "--plan.recompute=full", "--plan.batch", "32", "--data.seq", "2048")
+    assert call("plan", *EIGHT, *fixed, "--json", "-") == 0
+    facts = json.loads(capsys.readouterr().out)
+    for one in (facts["best"], *facts["top"], *facts["rivals"].values()):
+        assert one["settings"]["plan.row"] == 2
+        assert one["settings"]["plan.recompute"] == "full"
+        assert sum(one["parts"].values()) == pytest.approx(one["seconds"])
+        assert one["memory_bytes"] <= one["limit_bytes"]
+        assert one["interval"][0] < one["seconds"] < one["interval"][1]
+    assert facts["job"]["batch"] == 32 and facts["cluster"]["devices"] == 8
+    run = parse("train", shlex.split(facts["command"])[2:])
+    assert run.plan.row == 2 and run.plan.recompute == "full" and run.plan.batch == 32
+
+
+def test_a_file_gives_settings_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        '[model]\nsize = "llama3-1b"\n[plan]\ndepth = 4\nbatch = 32\n[data]\nseq = 1024\n'
+    )
+    assert call("plan", str(file), *EIGHT[:4], "--json", "-") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["best"]["settings"]["plan.depth"] == 4
+    assert (facts["job"]["model"], facts["job"]["seq"]) == ("llama3-1b", 1024)
+    assert facts["command"].startswith(f"ranvier train {file} ")
+
+
+def test_a_goal_names_nodes_and_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    aim = ("--cluster", "dgx-h100", "--goal", "llama3-8b, 20B tokens, 1 day", "--plan.pipe", "1")
+    assert call("plan", *aim, "--plan.col", "1") == 0
+    out = capsys.readouterr().out
+    assert "nodes" in out and "device hours" in out and "are the fewest that read 20B tokens" in out
+    assert call("plan", *aim[:3], "llama3-8b, 9T tokens, 1 hour", "--nodes", "2") == 0
+    assert "out of reach" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--cluster", "dgx-h1"), "cluster 'dgx-h1' is not known"),
+        (("--cluster", "no.toml"), "is not there"),
+        ((*EIGHT, "--top", "0"), "top=0"),
+        ((*EIGHT, "--plan.row", "3"), "row=3 does not divide heads=32"),
+        (("--cluster", "dgx-a100", "--precision", "fp8"), "does not multiply in 8 bits"),
+        ((*EIGHT, "--goal", "soon"), "'soon' is no size"),
+        (("--cluster", "dgx-h100", "--nodes", "1", "--model.size", "llama3-405b"), "Use nodes="),
+        (("--cluster", "dgx-h100", "--nodes", "64"), "cannot share this job"),
+    ],
+)
+def test_errors_help(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("plan", *words) == 64
+    assert said in capsys.readouterr().err
+
+
+def test_without_a_cluster_it_says_how_to_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANVIER_CACHE", str(tmp_path))
+    assert call("plan", *EIGHT[4:]) == 64
+    assert "ranvier measure" in capsys.readouterr().err
+
+
+def test_all_who_are_told_are_ranked(result: Result) -> None:
+    rows = explain.distinct(result.found, 5)
+    assert len({tuple(one.plan.degrees.values()) for one in rows}) == 5
+    assert rows[0] is result.best
+    why = " ".join(explain.why(result))
+    for name, one in rivals(result.found, 8).items():
+        if one.prediction.total > 1.01 * result.best.prediction.total:
+            assert f"best {name} layout ({explain.layout(one)})" in why
+    assert explain.reason(result).count("\n") == 0
+
+
+POINT = """
+const plot = document.querySelector("figure.points svg"), told = document.querySelector(".told");
+const [x, y] = plot.querySelector("path.dot[data-group]").getAttribute("d").slice(1).split(/[,h]/);
+const place = plot.getBoundingClientRect(), scale = place.width / plot.viewBox.baseVal.width;
+plot.dispatchEvent(new PointerEvent("pointermove", {
+  clientX: place.left + x * scale, clientY: place.top + y * scale, bubbles: true}));
+"""
+"""What moves the pointer over the first layout that fits."""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+def test_a_browser_draws_it_and_points(
+    result: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scatter, "HOVER", scatter.HOVER + POINT)
+    file = tmp_path / "plan.html"
+    text = page.page(result, title="a <b> & c", top=5, command="ranvier train")
+    file.write_text(text, encoding="utf-8")
+    words = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    words += ["--virtual-time-budget=2000", f"--user-data-dir={tmp_path / 'profile'}"]
+    seen = subprocess.run(
+        [*words, file.as_uri()], capture_output=True, text=True, timeout=60
+    ).stdout
+    assert 'data-points="' in seen, seen[:500]
+    count = int(seen.partition('data-points="')[2].partition('"')[0])
+    shown = [one for one in (*result.found, *result.tight) if page.is_shown(one, result)]
+    assert count == len(shown) > 100
+    told = seen.partition('class="told muted">')[2].partition("</p>")[0]
+    assert "micro-batch" in told and "tok/s" in told
+    assert 'class="ring"' in seen
+
+
+def test_the_page_needs_nothing_else(result: Result) -> None:
+    text = page.page(result, title="a <b> & c", top=5, command="ranvier train --x '<y>'")
+    assert "a &lt;b&gt; &amp; c" in text and "&lt;y&gt;" in text
+    assert "http" not in text.replace("http-equiv", "") and "default-src 'none'" in text
+    for name in ("All layouts", "Where the time goes", "Rivals", "Memory of the best"):
+        assert f"<h2>{name}</h2>" in text
+    assert text.count("<rect ") > 10 and f"limit {result.best.prediction.limit / 2**30:.1f}" in text

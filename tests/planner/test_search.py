@@ -1,0 +1,198 @@
+"""The search: all factorisations, nothing lost by pruning, what is settled stays settled."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ranvier.plan import RUNTIME, Plan
+from ranvier.planner import cluster, explain, leaves, search
+from ranvier.planner.predict import Job, Layout, predict
+from ranvier.planner.rivals import OURS, STYLES, Found, family, gains, rivals
+from ranvier.planner.search import RECOMPUTE, Wish, factorisations, grids
+
+
+def small(batch: int = 32, **changes: Any) -> Job:
+    shape: dict[str, Any] = {"layers": 8, "embed": 1024, "heads": 16, "kv_heads": 4}
+    shape |= {"head_dim": 64, "mlp": 4096, "gated": True, "vocab": 32000}
+    return Job(leaves.dense(**{**shape, **changes}), 2048, batch)
+
+
+def wish(nodes: int = 1, devices: int = 0, job: Job | None = None, **changes: Any) -> Wish:
+    machine = cluster.cluster("dgx-h100")
+    machine = machine.of(devices=devices) if devices else machine.of(nodes=nodes)
+    return Wish(job or small(), machine, **changes)
+
+
+def with_memory(one: Wish, gigabytes: float) -> Wish:
+    machine = one.cluster
+    return replace(
+        one, cluster=replace(machine, device=replace(machine.device, memory=gigabytes * 1e9))
+    )
+
+
+@pytest.mark.parametrize("world", [1, 7, 12, 64])
+def test_every_factorisation_comes_once(world: int) -> None:
+    any_size = range(1, world + 1)
+    axes = dict.fromkeys(("pipe", "data", "row"), any_size)
+    found = [tuple(one.values()) for one in factorisations(world, axes)]
+    triples = itertools.product(range(1, world + 1), repeat=2)
+    want = [(a, b, world // (a * b)) for a, b in triples if world % (a * b) == 0]
+    assert sorted(found) == sorted(want)
+    fixed = list(factorisations(world, {"pipe": any_size, "row": [1]}))
+    assert fixed == [{"pipe": world, "row": 1}]
+
+
+def test_ranks_need_be_no_power_of_two() -> None:
+    asked = wish(devices=6, job=small(batch=36))
+    plans, refused = grids(asked)
+    assert len({tuple(p.degrees.values()) for p in plans}) + refused == 25
+    assert {(p.data, p.depth) for p in plans if p.pipe == p.row == p.col == 1} >= {(3, 2), (6, 1)}
+    assert all(p.world == 6 and p.row in (1, 2) for p in plans)  # 3 divides neither heads nor kv
+
+
+@pytest.mark.parametrize("world", [6, 8, 12, 16])
+def test_rules_for_one_axis_refuse_nothing_that_could_run(world: int) -> None:
+    asked = wish(devices=0, nodes=1, job=small(batch=24))
+    asked = replace(asked, cluster=replace(asked.cluster, per_node=world))
+    quick = {tuple(p.degrees.values()) for p in grids(asked)[0]}
+    axes = dict.fromkeys(RUNTIME, range(1, world + 1))
+    slow = [p for sizes in factorisations(world, axes) for p in search.plans(asked, sizes)]
+    assert quick == {tuple(p.degrees.values()) for p in slow if search.allowed(asked, p)}
+    assert len(quick) + grids(asked)[1] == len(list(factorisations(world, axes)))
+
+
+def every(asked: Wish) -> list[Found]:
+    """All layouts in the usual order of axes, nothing left out: the slow and simple way."""
+    found = []
+    for plan in grids(asked)[0]:
+        share = plan.batch // plan.replicas
+        micros = [n for n in range(1, share + 1) if share % n == 0 and n % plan.micro_batch == 0]
+        chunks = [n for n in (1, 2, 4, 8) if n == 1 or 1 < plan.pipe <= 8 // n]
+        ways = itertools.product(micros, chunks, RECOMPUTE, ("keep", "again"), ("device", "host"))
+        for micro, chunk, kind, kept, where in ways:
+            one = replace(plan, micro_batch=micro, chunks=chunk, recompute=kind, gathered=kept)
+            if search.allowed(asked, one):
+                layout = Layout(plan=one, order=one.placed, states=where)
+                found.append(Found(layout, predict(asked.job, layout, asked.cluster)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def slow() -> list[Found]:
+    return every(wish(devices=8, job=small(batch=16)))
+
+
+@pytest.mark.parametrize("gigabytes", [80.0, 6.0, 3.0])
+def test_pruning_loses_nothing(slow: list[Found], gigabytes: float) -> None:
+    result = search.search(with_memory(wish(devices=8, job=small(batch=16)), gigabytes))
+    limit = result.best.prediction.limit
+    fit = [one for one in slow if one.prediction.memory.total <= limit]
+    best = min(fit, key=lambda one: one.prediction.total)
+    assert result.best.prediction.total == pytest.approx(best.prediction.total, rel=0.02)
+    for name, one in rivals(result.found, 8).items():
+        own = [f.prediction.total for f in fit if STYLES[name](f.plan, 8)]
+        assert one.prediction.total <= min(own) * 1.02, name
+
+
+def test_states_rest_on_the_host_only_where_that_is_needed() -> None:
+    job = Job(leaves.of_size("llama3-8b"), 2048, 8)
+    one = search.search(wish(devices=1, job=job))
+    assert one.best.layout.states == "host"  # 16 bytes a parameter are more than 80 GB
+    assert {f.layout.states for f in search.search(wish(devices=8, job=job)).found} == {"device"}
+    machine = one.wish.cluster
+    poor = replace(machine, host=replace(machine.host, memory=1e9))
+    assert not search.search(replace(one.wish, cluster=poor)).found
+    assert not search.fits(replace(one.wish, cluster=poor)) and search.fits(one.wish)
+
+
+def test_the_result_depends_on_the_wish_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = wish(nodes=2)
+    first = search.search(asked)
+    monkeypatch.setattr(search, "MANY", 1)
+    second = search.search(asked, workers=2)
+    assert [one.layout for one in first.found] == [one.layout for one in second.found]
+    assert first.count == second.count and first.tight == second.tight
+
+
+def test_found_layouts_can_run_and_fit() -> None:
+    asked = wish(nodes=2)
+    result = search.search(asked)
+    assert result.found and result.best is result.found[0]
+    for one in result.found:
+        assert not list(one.plan.problems(asked.sizes, 16))
+        assert one.prediction.memory.total <= one.prediction.limit
+        assert one.layout.order == one.plan.placed
+    assert any(one.plan.order for one in result.found)
+    times = [float(f"{one.prediction.total:.3g}") for one in result.found]
+    assert times == sorted(times)
+
+
+def test_what_is_settled_stays() -> None:
+    settled = Plan(row=4, data=-1, recompute="full", micro_batch=2)
+    fixed = frozenset({"row", "data", "recompute", "micro_batch"})
+    result = search.search(wish(nodes=2, plan=settled, fixed=fixed))
+    plans = [one.plan for one in (*result.found, *result.tight)]
+    assert {(p.row, p.recompute, p.micro_batch) for p in plans} == {(4, "full", 2)}
+    assert len({p.data for p in plans}) > 1  # -1 is for the search to find
+
+
+def test_of_equal_times_the_simpler_layout_wins() -> None:
+    machine = cluster.cluster("dgx-h100")
+    plan = Plan(data=8, batch=8, micro_batch=1)
+    prediction = predict(small(8), Layout(plan), machine)
+    one = Found(Layout(plan), prediction)
+    for other in (
+        replace(plan, data=4, depth=2),
+        replace(plan, data=4, row=2),
+        replace(plan, recompute="selective"),
+        replace(plan, order=("depth", "data")),
+    ):
+        assert one.key < Found(Layout(other), prediction).key
+    assert Found(Layout(plan, states="host"), prediction).key > one.key
+
+
+def test_less_memory_computes_more_again() -> None:
+    roomy, tight = (search.search(with_memory(wish(), size)) for size in (80.0, 5.0))
+    assert roomy.best.plan.recompute == "none"
+    assert tight.best.prediction.total > roomy.best.prediction.total
+    assert explain.binding(tight).startswith("Memory binds") and tight.tight
+    assert not search.search(with_memory(wish(), 1.2)).found
+
+
+def test_rivals_are_of_their_style() -> None:
+    result = search.search(wish(nodes=2))
+    best = rivals(result.found, 8)
+    assert best[OURS] is result.best and set(best) == set(STYLES)
+    mega, fsdp, axonn = (best[name].plan for name in ("Megatron", "FSDP", "AxoNN"))
+    assert mega.depth == mega.col == 1 and mega.row <= 8
+    assert fsdp.pipe == fsdp.row == fsdp.col == 1
+    assert axonn.pipe == 1
+    assert min(gains(best).values()) >= 0.99
+    for name in ("Megatron", "FSDP", "AxoNN"):
+        own = [one for one in result.found if STYLES[name](one.plan, 8)]
+        assert best[name] is own[0]
+
+
+def test_families_have_names() -> None:
+    named = {
+        "one device": Plan(data=1),
+        "DDP": Plan(data=4),
+        "FSDP": Plan(data=1, depth=4),
+        "HSDP": Plan(data=2, depth=2),
+        "row": Plan(data=2, row=2),
+        "row x depth": Plan(data=1, row=2, depth=2),
+        "2-D, 3-D": Plan(data=1, row=2, col=2),
+        "pipeline": Plan(data=1, pipe=2, row=2),
+    }
+    assert {name: family(plan) for name, plan in named.items()} == {name: name for name in named}
+
+
+def test_one_device_has_one_factorisation() -> None:
+    result = search.search(wish(devices=1))
+    assert result.grids == 1 and result.best.plan.world == 1
+    assert math.prod(result.best.plan.degrees[axis] for axis in RUNTIME) == 1
