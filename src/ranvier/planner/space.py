@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from ranvier.layers import Flow
 from ranvier.pipeline import orders
-from ranvier.pipeline.policy import Order, Policy
+from ranvier.pipeline.policy import Message, Order, Policy
 from ranvier.plan import AXES, Plan
 from ranvier.planner.kept import Kept, Loss, kept, later, loss, stream_bytes
 from ranvier.planner.leaves import Model
@@ -51,6 +51,8 @@ class Weights:
     """Elements of the embedding's gathered gradient; likewise."""
     gathered: int
     """Bytes of a block's weights gathered over depth; 0: they lie whole."""
+    whole: int
+    """Bytes of all weights gathered over depth."""
     full: int
     """Bytes of its gradients, gathered, in 32 bits."""
     wide: int
@@ -136,11 +138,12 @@ def weights_of(model: Model, stage: Stage, spot: Spot, own: int, moments: Moment
     degrees = dict(zip(AXES, spot.degrees, strict=True))
     data, depth, wide = degrees["data"], degrees["depth"], max(own, 4)
     blocks = {part.name for part, _ in stage.here if part.is_block}
-    total = master = both = outside = gathered = full = block = 0
+    total = master = both = outside = gathered = whole = full = block = 0
     for part, lot, count in lots_of(model, stage, spot):
         bulk = lot.bulk
         total += count * bulk.size * own
         inside = part in blocks
+        whole += count * bulk.size * own * depth if bulk.split else 0
         if bulk.split and inside:
             gathered = max(gathered, bulk.size * own * depth)
         if not bulk.trainable:
@@ -154,7 +157,7 @@ def weights_of(model: Model, stage: Stage, spot: Spot, own: int, moments: Moment
             full = max(full, bulk.count * wide * depth if bulk.split else 0)
     head, table = (_outside(model, stage, spot, kind) for kind in ("head", "embedding"))
     return Weights(
-        total, master, both, block, outside, head, table, gathered, full, wide, own, data
+        total, master, both, block, outside, head, table, gathered, whole, full, wide, own, data
     )
 
 
@@ -184,6 +187,7 @@ def held_micros(policy: Policy | None, plan: Plan, stage: int) -> int:
     most = plan.micro_batches * plan.chunks
     if isinstance(policy, Order):
         return min(orders.peaks(policy)[stage], most)
+    assert isinstance(policy, Message), policy
     return min(policy.credits[stage], most)
 
 
@@ -234,12 +238,16 @@ def _peaks(
         for layer in layers_of(model, part, inside)
         if isinstance(layer, Scores)
     ]
+    peaks: list[Peak] = []
     if scores:
-        yield from _in_the_loss(load, own, flow, loss(scores[0], flow, own.head * own.wide))
+        peaks += _in_the_loss(load, own, flow, loss(scores[0], flow, own.head * own.wide))
     top = max((one for one, _ in blocks), key=lambda one: one.none, default=None)
     if top is not None:
-        yield from _in_blocks(load, own, top, plan, bool(scores))
-    yield from _at_the_end(load, own, model.tied)
+        peaks += _in_blocks(load, own, top, plan, bool(scores))
+    peaks += _at_the_end(load, own, model.tied)
+    for peak in peaks:  # what is kept gathered is there until the update
+        keep = plan.gathered == "keep" and peak.where != "in the update"
+        yield peak._replace(gathered=max(peak.gathered, own.whole)) if keep else peak
 
 
 def _load(
