@@ -94,6 +94,10 @@ def plainly(prediction: Prediction, machine: str, why: str) -> Foretold:
 def planned(run: Run, world: int, *, nodes: int = 1) -> tuple[Run, Foretold | None]:
     """The run with the planner's layout; as it is, where nothing is known of the machine."""
     try:
+        run.check(1)
+    except PlanError:  # what is wrong with its values is told with all else that is wrong
+        return kept(run), None
+    try:
         machine = machine_of(train.device_of(run, Ranks()), world)
     except PlanError as error:
         if not launch.is_follower():
