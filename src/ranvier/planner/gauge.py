@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ranvier.nn import fp8
-from ranvier.nn.attend import auto
+from ranvier.nn.attend import WAYS, Attend, takes
 from ranvier.nn.fastest import noise
 from ranvier.optim import fused
 from ranvier.optim.moments import Moments
@@ -246,20 +246,24 @@ class Gauge:
         yield self.rate("between", BETWEEN * a.nbytes / self.seconds(between))
 
     def attended(self) -> Iterator[Row]:
-        """Causal attention, forward and backward, as torch chooses it."""
+        """Causal attention, forward and backward, by the fastest way, as runs choose it."""
         self.said("attention")
         kind = self.kinds[0]
         for b, s, heads, kv, width in self.shapes.attention:
             sizes = [(b, s, heads, width), (b, s, kv, width), (b, s, kv, width)]
             q, k, v = (x.requires_grad_() for x in noise(sizes, DTYPES[kind], self.device))
             (dy,) = noise([(b, s, heads, width)], DTYPES[kind], self.device)
-            forward = self.seconds(partial(auto, q, k, v))
-            y = auto(q, k, v)
-            backward = self.seconds(
-                partial(torch.autograd.grad, y, (q, k, v), dy, retain_graph=True)
-            )
+            ways = [way for name, way in WAYS.items() if takes(name, q, k, v)]
+            forward, backward = min((self._attended(way, q, k, v, dy) for way in ways), key=sum)
             work = 2.0 * b * heads * s * s * width
             yield Fused(s, width, kind, work / forward, 2.5 * work / backward, self.ranks)
+
+    def _attended(
+        self, way: Attend, q: Tensor, k: Tensor, v: Tensor, dy: Tensor
+    ) -> tuple[float, float]:
+        forward, y = self.seconds(partial(way, q, k, v)), way(q, k, v)
+        back = partial(torch.autograd.grad, y, (q, k, v), dy, retain_graph=True)
+        return forward, self.seconds(back)
 
     def updates(self) -> Iterator[Row]:
         """AdamW on flat tensors, as the optimizer runs it; master weights where they are narrow."""

@@ -93,13 +93,26 @@ def plainly(prediction: Prediction, machine: str, why: str) -> Foretold:
 
 def planned(run: Run, world: int, *, nodes: int = 1) -> tuple[Run, Foretold | None]:
     """The run with the planner's layout; as it is, where nothing is known of the machine."""
+    if _is_wrong(run):  # that is told with all else that is wrong
+        return kept(run), None
     try:
         machine = machine_of(train.device_of(run, Ranks()), world)
     except PlanError as error:
         if not launch.is_follower():
             print(f"All ranks lie on data, as no layout was planned: {error}")
         return kept(run), None
-    return chosen(run, replace(machine, nodes=nodes, per_node=world // nodes))
+    return chosen(run, placed(machine, world, nodes))
+
+
+def _is_wrong(run: Run) -> bool:
+    """Whether values of a run are wrong on any number of ranks."""
+    if any(run.problems()):
+        return True
+    try:
+        run.check(1)
+    except PlanError:
+        return True
+    return False
 
 
 def kept(run: Run) -> Run:
@@ -145,10 +158,17 @@ def machine_of(device: torch.device, ranks: int) -> Cluster:
     return next(one for one in built_in if one.device.name == wanted)
 
 
+def placed(machine: Cluster, world: int, nodes: int) -> Cluster:
+    """The machine with so many ranks on so many nodes; on a CPU they share its memory."""
+    count, device = world // nodes, machine.device
+    if machine.cores:
+        device = replace(device, memory=device.memory / count)
+    return replace(machine, device=device, nodes=nodes, per_node=count)
+
+
 def foreseen(run: Run, machine: Cluster, nodes: int = 1) -> Prediction:
     """What the planner says of a settled run on a machine, whatever its layout."""
     plan = run.plan.unmeasured
     states = "device" if run.memory.states == "device" else "host"
     layout = Layout(plan=plan, order=plan.placed, states=states, fp8=run.train.fp8 != "off")
-    placed = replace(machine, nodes=nodes, per_node=plan.world // nodes)
-    return predict(job_of(run), layout, placed)
+    return predict(job_of(run), layout, placed(machine, plan.world, nodes))
