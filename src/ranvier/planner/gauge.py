@@ -125,7 +125,7 @@ class Gauge:
         if device.type != "cuda":
             return cls(device, **rest)
         has = torch.cuda.is_bf16_supported(including_emulation=False)
-        kinds = ("bf16" if has else "fp16", "fp32")
+        kinds: tuple[str, ...] = ("bf16" if has else "fp16", "fp32")
         kinds += ("fp8",) if has and fp8.supported(device) else ()
         return cls(device, shapes=ON_CUDA, kinds=kinds, **rest)
 

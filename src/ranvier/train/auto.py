@@ -23,7 +23,7 @@ from ranvier.planner import cluster, explain, here
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.leaves import of_run
 from ranvier.planner.predict import Job, Layout, Prediction, predict
-from ranvier.planner.search import Result, Wish, search
+from ranvier.planner.search import Result, States, Wish, search
 from ranvier.run import Run
 from ranvier.train import measure, train
 from ranvier.train.foretold import Foretold
@@ -46,7 +46,7 @@ def chosen(run: Run, machine: Cluster) -> tuple[Run, Foretold]:
     fixed -= {*AXES, "batch", "layout"}
     fixed |= {"pipe", "recompute"} if measured else set()  # a fit is measured on whole models
     wanted = replace(plan, pipe=1, recompute="selective" if measured else plan.recompute)
-    given = "device" if run.memory.states == "device" else "host"
+    given = _states(run)
     wish = Wish(
         job_of(known),
         machine,
@@ -65,6 +65,11 @@ def chosen(run: Run, machine: Cluster) -> tuple[Run, Foretold]:
         memory = replace(memory, states="host")
     foretold = plainly(best.prediction, machine.name, explain.reason(result))
     return replace(run, plan=found, memory=memory), foretold
+
+
+def _states(run: Run) -> States:
+    """Where states rest, as the planner knows it."""
+    return "device" if run.memory.states == "device" else "host"
 
 
 def simplest(result: Result) -> Result:
@@ -169,6 +174,6 @@ def placed(machine: Cluster, world: int, nodes: int) -> Cluster:
 def foreseen(run: Run, machine: Cluster, nodes: int = 1) -> Prediction:
     """What the planner says of a settled run on a machine, whatever its layout."""
     plan = run.plan.unmeasured
-    states = "device" if run.memory.states == "device" else "host"
+    states = _states(run)
     layout = Layout(plan=plan, order=plan.placed, states=states, fp8=run.train.fp8 != "off")
     return predict(job_of(run), layout, placed(machine, plan.world, nodes))
