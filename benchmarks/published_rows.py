@@ -216,8 +216,6 @@ def framework(row: Row) -> Runtime:
         found = replace(found, blocking=True)
     if found.name == "nanotron":
         found = replace(found, sharded=row.facts["sharding"] == "zero1")
-    if "async" in note and "tp" in note.replace("asynctp", "async tp").split():
-        found = replace(found, hidden_row=0.7)
     if "asynctp" in note or "async tp" in note:
         found = replace(found, hidden_row=0.7)
     if "fp32 grad" in precision:

@@ -19,6 +19,8 @@ from ranvier.products import Product, Scores
 
 WIDE = 4
 """Bytes of statistics of norms and of attention."""
+WIDENED = 1 << 22
+"""Logits that a loss without a kernel widens at once."""
 GATED = {"swiglu": 3, "geglu": 3, "geglu_exact": 3, "reglu": 2}
 """Tensors of the hidden size that a gated MLP keeps besides what its last layer reads: gate, up and
 the activated gate; of a ReLU the latter is enough."""
@@ -183,10 +185,34 @@ def _needed(layer: Product, flow: Flow) -> int:
     return found * flow.itemsize
 
 
-def head_bytes(layer: Scores, flow: Flow) -> tuple[int, int]:
-    """Bytes of the logits of a chunk with their parts; of the gathered input and its gradient."""
+@dataclass(frozen=True)
+class Loss:
+    """Bytes of a head."""
+
+    logits: int
+    """Of a chunk, with copies on their way to other ranks."""
+    rows: int
+    """Gathered input, and its gradient."""
+    moment: int
+    """Most besides, of statistics, a chunk's part of dx, or the gradient of the weight."""
+
+
+def loss(layer: Scores, flow: Flow, gradient: int) -> Loss:
+    """The bytes of a head. gradient: of its weight, as it is added up."""
     chunk, ranks = layer.chunk_bytes(flow), layer.scatters.size
+    count = max(len(layer.chunked(flow)), 1)
     x = layer.elements(flow)[0] * flow.itemsize
-    logits = chunk if ranks == 1 else chunk + 2 * chunk // ranks
-    rows = x * (2 if layer.gathers.size > 1 else 1) + x // max(len(layer.chunked(flow)), 1)
-    return logits, rows
+    logits = chunk if ranks == 1 else chunk + chunk // ranks
+    if ranks > 1 and layer.factors[0].move.scatter.dim == -1:  # each rank's features are picked
+        logits = 3 * chunk
+    widened = 3 * max(flow.itemsize, WIDE) * min(chunk // ranks // flow.itemsize, WIDENED)
+    rows = x * (2 if layer.gathers.size > 1 else 1)
+    if count == 1:
+        return Loss(logits, rows, max(widened, x, gradient))
+    return Loss(logits, rows, gradient + max(widened, x // count))
+
+
+def later(model: Model, part: Part, spot: Spot, flow: Flow) -> int:
+    """Bytes that a block keeps where gradients of weights are made later: all that they need."""
+    products = [x for x in layers_of(model, part, spot) if isinstance(x, Product) and x.trained]
+    return sum(sum(layer.elements(flow)) for layer in products) * flow.itemsize

@@ -89,6 +89,8 @@ class Runtime:
     """Bytes that a block keeps over those that its products, norms and activations read."""
     logits: int = 10
     """Bytes of a logit, with what the loss makes of it."""
+    split_logits: int = 0
+    """The same where row splits the words, and no kernel is fused; 0: `logits`."""
     buffers: float = 0.0
     """Bytes of fixed buffers: flat copies, buckets."""
     reserve: float = 0.05
@@ -184,6 +186,7 @@ TORCHTITAN = Runtime(
     fsdp=True,
     held_gradient=4.5,
     logits=14,
+    split_logits=16,
     reserve=0.2,
     context=1.0e9,
     source="arXiv 2410.06511: FSDP2, torch's SDPA; selective recomputation keeps every other "
@@ -230,7 +233,7 @@ OURS = Runtime(
     compiled=1.0,
     stream=1.5,
     loss=7,
-    kernels=40,
+    kernels=70,
     hidden_dx=True,
     graphs=False,
     selective="small",

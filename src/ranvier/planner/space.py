@@ -23,7 +23,7 @@ from ranvier.layers import Flow
 from ranvier.pipeline import orders
 from ranvier.pipeline.policy import Order, Policy
 from ranvier.plan import AXES, Plan
-from ranvier.planner.kept import Kept, head_bytes, kept, stream_bytes
+from ranvier.planner.kept import Kept, Loss, kept, later, loss, stream_bytes
 from ranvier.planner.leaves import Model
 from ranvier.planner.moves import KEPT, Spot, Stage, cut, layers_of, lots_of, policy_of, stage_of
 from ranvier.planner.table import Table
@@ -32,8 +32,6 @@ from ranvier.products import Scores
 Moments = Literal["master", "bf16", "int8"]
 BLOCK = 256
 """Numbers of a moment in 8 bits that share a scale."""
-STATISTICS = 3 * 4 * (1 << 22)
-"""Bytes of logits that a loss without a kernel widens at once."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +214,8 @@ class _Load:
     """The same after the last pass."""
     outside: int
     """Gradients outside of blocks that earlier passes have left."""
+    waits: int = 0
+    """What gradients of weights that are made later need, at the end of a pass."""
 
 
 def _peaks(
@@ -239,7 +239,7 @@ def _peaks(
     ]
     peaks: list[Peak] = []
     if scores:
-        peaks += _in_the_loss(load, own, flow, *head_bytes(scores[0], flow))
+        peaks += _in_the_loss(load, own, flow, loss(scores[0], flow, own.head * own.wide))
     top = max((one for one, _ in blocks), key=lambda one: one.none, default=None)
     if top is not None:
         peaks += _in_blocks(load, own, top, plan, bool(scores))
@@ -260,24 +260,46 @@ def _load(
 ) -> _Load:
     stream = stream_bytes(model, Spot.of(plan).inside, flow)
     whole, count = sum(size * n for size, n in blocks), sum(n for _, n in blocks)
-    under = usual_micros(plan, stage.seat.index) - 1
-    if simulated and plan.pipe > 1:
-        under = held_micros(policy_of(model, plan, flow.seq), plan, stage.seat.index) - 1
-    enter = flow.seq * 2 * model.head_dim * flow.itemsize
-    enter += under * (whole // plan.chunks + stream)
+    others, waits = _under_way(model, plan, flow, stage, whole, simulated)
+    enter = flow.seq * 2 * model.head_dim * flow.itemsize + others
     passes = plan.micro_batches
     before, after = _gradients(own, passes)
     outside = own.outside * own.wide if passes > 1 else 0
-    return _Load(enter, whole, stream, count, before, after, outside)
+    return _Load(enter, whole, stream, count, before, after, outside, waits)
 
 
-def _in_the_loss(load: _Load, own: Weights, flow: Flow, logits: int, rows: int) -> Iterator[Peak]:
+def _under_way(
+    model: Model, plan: Plan, flow: Flow, stage: Stage, whole: int, simulated: bool
+) -> tuple[int, int]:
+    """Bytes of other micro-batches that a stage holds, and what of this one waits at its end.
+
+    whole: what all blocks keep of one. Gradients of weights that are made later wait with all they
+    need.
+    """
+    inside, index = Spot.of(plan).inside, stage.seat.index
+    stream = stream_bytes(model, inside, flow)
+    each = whole // plan.chunks + stream
+    if plan.pipe == 1 or not simulated:
+        return (usual_micros(plan, index) - 1) * each, 0
+    policy = policy_of(model, plan, flow.seq)
+    others = held_micros(policy, plan, index) - 1
+    if not policy.split:
+        return others * each, 0
+    waits = sum(n * later(model, part, inside, flow) for part, n in stage.here if part.is_block)
+    waits //= plan.chunks
+    return others * max(each, waits + stream), waits
+
+
+def _in_the_loss(load: _Load, own: Weights, flow: Flow, head: Loss) -> Iterator[Peak]:
     """While logits are computed; then their gradient is taken over."""
-    made, grads = own.head * own.wide, load.before * load.count + load.outside
-    held = load.enter + load.whole + load.stream * (1 + 3 * own.wide // flow.itemsize)
+    grads = load.before * load.count + load.outside
+    held = load.enter + load.whole + load.stream * (1 + 2 * own.wide // flow.itemsize) + load.stream
     near = own.head * own.own + own.gathered if own.full else 0
-    yield Peak("in the loss", grads + made, held + rows + STATISTICS, near, logits)
+    moving = max(own.table * own.wide, own.full) if own.full and load.before else 0
+    acts = held + head.rows + head.moment
+    yield Peak("in the loss", grads, acts, near, head.logits, moving)
     if own.full:
+        made = own.head * own.wide
         yield Peak("behind the loss", grads + made, held + load.stream, near, 0, made)
 
 
@@ -294,7 +316,7 @@ def _in_blocks(load: _Load, own: Weights, top: Kept, plan: Plan, scored: bool) -
         else:
             grads = left + load.before + head + elements * own.own
             yield Peak("in the last block, backward", grads, acts)
-    acts = load.enter + top.of(plan.recompute) + again + 2 * load.stream
+    acts = load.enter + load.waits + top.of(plan.recompute) + again + 2 * load.stream
     grads = load.after * (load.count - 1) + own.outside * own.wide
     for needed, elements in top.moments:
         mine = load.before if own.full else load.before + elements * own.own
@@ -306,7 +328,7 @@ def _at_the_end(load: _Load, own: Weights, tied: bool) -> Iterator[Peak]:
     """While the embedding's gradient is made, and in the update."""
     left = load.after * load.count + own.outside * own.wide
     table = own.table * (own.own + own.wide * (tied or own.full > 0))
-    acts = load.enter + 2 * load.stream
+    acts = load.enter + load.waits + 2 * load.stream
     yield Peak("at the end of backward", left + table, acts, own.gathered, 0, own.full)
     trained = own.block * load.count + own.outside
     wide = own.data > 1 or own.full > 0 or load.before > 0
