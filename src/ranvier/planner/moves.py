@@ -48,7 +48,7 @@ class Move(NamedTuple):
     axis: tuple[str, ...]
     bytes: int
     """Of the whole (gathered or reduced) tensor, of each of them."""
-    count: int
+    count: int  # type: ignore[assignment]
     where: str = ""
 
 

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from ranvier.layers import Flow
 from ranvier.pipeline import orders
-from ranvier.pipeline.policy import Order, Policy
+from ranvier.pipeline.policy import Message, Order, Policy
 from ranvier.plan import AXES, Plan
 from ranvier.planner.kept import Kept, Loss, kept, later, loss, stream_bytes
 from ranvier.planner.leaves import Model
@@ -187,6 +187,7 @@ def held_micros(policy: Policy | None, plan: Plan, stage: int) -> int:
     most = plan.micro_batches * plan.chunks
     if isinstance(policy, Order):
         return min(orders.peaks(policy)[stage], most)
+    assert isinstance(policy, Message), policy
     return min(policy.credits[stage], most)
 
 

@@ -157,7 +157,7 @@ def _prepare(run: Run, model: Decoder) -> None:
     parallel, plan = parallel_of(model), run.plan
     for leaf in parallel.leaves.values():
         if isinstance(leaf, Core):
-            leaf.serial.attend = flash
+            leaf.serial.attend = flash  # type: ignore[assignment]
     shape = (plan.micro_batch, run.data.seq // (plan.row * plan.context))
     form = ((*shape, run.model.embed // plan.col), DTYPES[run.train.dtype])
     runtime = parallel.pipeline.runtime
