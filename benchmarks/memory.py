@@ -33,6 +33,7 @@ from peers import Shape, run_of
 from ranvier.data.batch import Batch
 from ranvier.errors import RanvierError
 from ranvier.grid import Grid
+from ranvier.launch import grow_segments
 from ranvier.parallel import parallel_of
 from ranvier.planner import table
 from ranvier.planner.table import GIB, Table
@@ -251,6 +252,7 @@ def fits(asked: argparse.Namespace, device: torch.device) -> list[dict[str, Any]
 
 def main() -> int:
     """Run what was asked for; 0 if all is good."""
+    grow_segments()
     asked = settings()
     device = torch.device("cpu" if asked.tiny else "cuda")
     if not asked.table and not asked.fit:

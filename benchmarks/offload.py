@@ -31,6 +31,7 @@ from torch import Tensor, distributed, nn
 from ranvier.comm.arena import Arena
 from ranvier.errors import RanvierError
 from ranvier.grid import Grid
+from ranvier.launch import grow_segments
 from ranvier.models.decoder import Decoder
 from ranvier.planner import fit
 from ranvier.planner.fit import Case
@@ -134,11 +135,12 @@ def speed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         seq = shape.max_seq
         for tokens in arguments.tokens:
             samples = max(tokens // seq, 1)
-            micro = min(samples, arguments.micro)
-            more = {"plan.micro_batch": str(micro), "plan.recompute": arguments.recompute}
+            more = {"plan.recompute": arguments.recompute}
             row: dict[str, Any] = {"size": name, "tokens": samples * seq}
             hosted = {**HOST, "memory.update": arguments.update}
-            for way, where in (("plain", {}), ("host", hosted)):
+            ways = (("plain", {}, arguments.micro), ("host", hosted, arguments.host_micro))
+            for way, where, most in ways:
+                more["plan.micro_batch"] = str(min(samples, most or arguments.micro))
                 task = Task.of(shape, samples, device(), clip=True)
                 row[way] = attempt(partial(Ours, task, {**more, **where}), arguments)
             rows.append(row)
@@ -232,6 +234,7 @@ def fsdp(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         for _ in range(arguments.windows):
             for way, make in ways.items():
                 found[way].append(measured(make, warm=arguments.warm, steps=arguments.steps))
+                print(f"{way}: {found[way][-1]}", flush=True)
         theirs = statistics.median(one["seconds"] for one in found["fsdp2 cpu"])
         for way, several in found.items():
             seconds = statistics.median(one["seconds"] for one in several)
@@ -272,9 +275,11 @@ def largest(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     if arguments.limit and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(arguments.limit * GIB / total, 1.0))
-    wide = Shape.of(1, 4096, 32, 14336, max_seq=2048)
     toy = Shape.of(1, 64, 4, 256, kv_heads=2, vocab=512, max_seq=64)
-    shape, rows = toy if arguments.smoke else wide, list[dict[str, Any]]()
+    # In a small device a small vocabulary: else it alone is more than plain AdamW holds.
+    small = Shape.of(1, 2560, 20, 10240, vocab=50304, max_seq=2048)
+    shape = toy if arguments.smoke else small if arguments.limit else wide(1)
+    rows = list[dict[str, Any]]()
     for way, where in WAYS.items():
         where = {**where, "plan.compile": "off"}
         if arguments.limit:
@@ -293,6 +298,11 @@ def largest(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         for line in row["table"]:
             print(f"    {line}")
     return rows
+
+
+def wide(layers: int) -> Shape:
+    """A model of so many blocks of the width of Llama 3 8B."""
+    return Shape.of(layers, 4096, 32, 14336, max_seq=2048)
 
 
 def foretold(shape: Shape, where: Mapping[str, str], arguments: argparse.Namespace) -> int:
@@ -348,9 +358,8 @@ def confirmed(shape: Shape, where: Mapping[str, str], blocks: int) -> dict[str, 
             cleared()
             task = Task.of(replace(shape, layers=blocks), 1, device(), clip=True)
             one = Ours(task, where)
-            for i in range(2):
-                one.step(i)
-            found = {"blocks": blocks, "seconds": timed(one, 2), "peak": float(peak())}
+            one.step(0)
+            found = {"blocks": blocks, "seconds": timed(one, 1), "peak": float(peak())}
             trainer = one.trainer
             kept = trainer.optimizer.store.bytes()
             account = trainer.account
@@ -374,7 +383,8 @@ def shapes(arguments: argparse.Namespace) -> list[tuple[str, Shape]]:
     names = list(TOY)[:1] if arguments.smoke else arguments.sizes.split(",")
     found = []
     for name in names:
-        shape = known[name][0]
+        layers = name.removesuffix("x4096")
+        shape = known[name][0] if name in known else wide(int(layers))
         found.append((name, replace(shape, max_seq=arguments.seq or shape.max_seq)))
     return found
 
@@ -387,10 +397,11 @@ def settings() -> argparse.Namespace:
     add = parser.add_argument
     for mode in ("speed", "fsdp", "largest", "smoke"):
         add(f"--{mode}", action="store_true")
-    add("--sizes", default="1.5b", help=f"comma-separated, of {', '.join(SIZES)}")
+    add("--sizes", default="1.5b", help=f"of {', '.join(SIZES)}, or 30x4096: blocks, width")
     add("--seq", type=int, default=0, help="tokens of a sample; 0: those of the size")
     add("--tokens", type=int, nargs="+", default=[2048 * 4**i for i in range(4)] + [262144])
     add("--micro", type=int, default=8, help="samples of a micro-batch at most")
+    add("--host-micro", type=int, default=0, help="the same with states on the host; 0: alike")
     add("--batch", type=int, default=4, help="samples of a step beside FSDP2")
     add("--limit", type=float, default=0.0, help="GiB of the device, for the largest model")
     add("--recompute", default="none")
@@ -404,6 +415,7 @@ def settings() -> argparse.Namespace:
 
 def main() -> None:
     """Run what was asked for."""
+    grow_segments()
     arguments, found = settings(), {}
     if arguments.smoke:
         arguments.tokens, arguments.batch, arguments.windows = [64, 256], 2, 1

@@ -12,10 +12,12 @@ import pytest
 from hypothesis import settings
 
 from pool import Pool
+from ranvier.launch import grow_segments
 
 # Equal examples on every run, and no time limit: the machine may be busy.
 settings.register_profile("ranvier", deadline=None, derandomize=True)
 settings.load_profile("ranvier")
+grow_segments()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

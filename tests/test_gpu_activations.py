@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from equivalence import gradients
 from pool import Pool as Workers
 from ranvier.comm.arena import Arena
 from ranvier.data.batch import Batch
@@ -21,7 +20,6 @@ from ranvier.memory.pool import Pool
 from ranvier.models import Decoder, DecoderConfig
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.train import homes
-from ranvier.train.step import forward_backward
 from training import run_of, stored, trainer_of
 
 pytestmark = [
@@ -104,8 +102,8 @@ def test_the_host_does_not_wait_for_the_copies(corpus: str) -> None:
     assert store.sent > before
 
 
-def passed(share: float, compiled: str, kind: str) -> tuple[int, int, int, dict[str, Tensor]]:
-    """Most bytes in a pass beyond the weights; bytes on device and host after forward; gradients"""
+def passed(share: float, compiled: str, kind: str) -> tuple[int, int, int]:
+    """Most bytes in a pass beyond the weights; bytes on device and host after it."""
     config = DecoderConfig(
         layers=8, embed=256, heads=4, kv_heads=4, head_dim=64, mlp=1024, vocab=512
     )
@@ -142,21 +140,16 @@ def passed(share: float, compiled: str, kind: str) -> tuple[int, int, int, dict[
         loss.backward()
         most = torch.cuda.max_memory_allocated() - before
         del loss
-    forward_backward(model, [batch])
-    grads = {name: grad.clone() for name, (grad, _) in gradients(parallel).items()}
-    return most, here, there, grads
+    return most, here, there
 
 
 @pytest.mark.parametrize("compiled", ["", "inductor"])
 @pytest.mark.parametrize("kind", ["none", "selective", "full"])
 def test_the_peak_falls_on_the_device(kind: str, compiled: str) -> None:
     """Of eight blocks seven go; of what goes two blocks are on the device at most."""
-    most, *_, want = passed(0.0, compiled, kind)
+    most, *_ = passed(0.0, compiled, kind)
     half, *_ = passed(0.5, compiled, kind)
-    least, here, there, grads = passed(1.0, compiled, kind)
+    least, here, there = passed(1.0, compiled, kind)
     assert there > 3 * here
     assert most - least > 0.6 * there, (most, least, here, there)
     assert least < half < most
-    for name, grad in want.items():
-        error = (grads[name].float() - grad.float()).abs().max().item()
-        assert error <= 1e-3 * grad.float().abs().max().item(), name

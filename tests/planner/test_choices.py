@@ -31,6 +31,7 @@ SIZES = Sizes(
     wide_ring=576 * MIB,
     gathered=0,
     communication=0,
+    returned=5 * GIB,
     publish=0,
     trained=1536 * MIB,
 )

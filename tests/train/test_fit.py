@@ -283,6 +283,23 @@ def test_a_fit_that_does_not_fit_is_tried_again(
         made(corpus, memory__fit="auto", memory__limit=limit / GIB, micro_batch=8)
 
 
+def test_weights_go_before_two_blocks_are_measured_if_they_must(
+    corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that holds no two blocks beside all weights; steps stay as they are."""
+    probed = settle.Probes.passes
+
+    def passes(self: settle.Probes, micro: int, count: int) -> Any:
+        home = parallel_of(self.model).queue.homes is not None
+        return probed(self, micro, count) if home else None
+
+    whole = [row["loss"] for row in made(corpus, batch=4).steps()]
+    monkeypatch.setattr(settle.Probes, "passes", passes)
+    trainer = made(corpus, batch=4, memory__fit="auto", memory__limit=0.01)
+    assert trainer.run.memory.weights == "host"
+    assert [row["loss"] for row in trainer.steps()] == pytest.approx(whole, rel=1e-9)
+
+
 def test_what_torch_says_is_missing() -> None:
     words = "Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 4 GiB of which 1.00 GiB is"
     assert settle.asked(f"{words} free.") == 2 * GIB

@@ -64,6 +64,11 @@ class Homes:
         trained = [b for b in self.buckets if b.trainable and b not in self._grads]
         return sum(bucket.count * bucket.queue.dtype.itemsize for bucket in trained)
 
+    @property
+    def gradients(self) -> int:
+        """Bytes that gradients take on the host."""
+        return sum(room.nbytes for room in self._grads.values())
+
     def _taken(self, size: int, room: int) -> Arena:
         refuse_memory(size, room, self.device)
         return Arena(size, self.device)

@@ -253,6 +253,12 @@ def keep_compiled() -> None:
         os.environ.setdefault(name, str(folder / part))
 
 
+def grow_segments() -> None:
+    """Have torch's allocator let its pieces of device memory grow: next to nothing of it stays
+    empty between tensors; it looks when CUDA is used first."""
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
 def repeat_products() -> None:
     """Have cuBLAS sum in the same order each time; it looks when CUDA computes first."""
     name, good = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")

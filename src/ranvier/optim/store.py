@@ -16,6 +16,7 @@ Where a host must wait for something (a disk, the norm) a thread does all this.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -206,7 +207,8 @@ class Store:
             return
         for updating in self._updating.values():
             updating.known, updating.check = threading.Event(), self._raise
-        self._thread = threading.Thread(target=self._behind, args=(how,), daemon=True)
+        # No daemon: one that copies while the interpreter ends would take the process down.
+        self._thread = threading.Thread(target=self._behind, args=(how,))
         self._thread.start()
 
     def _now(self, how: Callable[[], None]) -> None:
@@ -236,8 +238,11 @@ class Store:
         if self._error is not None:
             raise self._error
 
-    def _on_device(self, parts: Mapping[Bucket, Pieces], rules: Rules, begin: Mark) -> None:
-        """Tiles come, are updated and go; the first of the next step come again."""
+    def _on_device(self, parts: dict[Bucket, Pieces], rules: Rules, begin: Mark) -> None:
+        """Tiles come, are updated and go; the first of the next step come again.
+
+        Gradients are let go of bucket by bucket: they take memory that the next pass needs.
+        """
         order, (_, middle, outward) = self._order, self._lanes
         for i, tile in enumerate(order[:SLOTS]):
             self._bring(i, tile, parts[tile.bucket], begin)
@@ -257,6 +262,7 @@ class Store:
                 self._bring(i, follows, parts[follows.bucket], begin)
             if i + 1 == len(order) or order[i + 1].bucket is not tile.bucket:
                 home = tile.bucket.home is not None
+                del parts[tile.bucket]
                 self._ended(tile.bucket, slot.free if home else done)
         for i, tile in enumerate(order[:SLOTS]):
             self._bring(i, tile)
@@ -352,37 +358,39 @@ class Store:
 
     # ---- on the host --------------------------------------------------------------------
 
-    def _on_host(self, parts: Mapping[Bucket, Pieces], rules: Rules, begin: Mark) -> None:
+    def _on_host(self, parts: dict[Bucket, Pieces], rules: Rules, begin: Mark) -> None:
         """Gradients leave, the CPU updates where states rest, new weights come."""
         jobs = [(tile, *x) for tile in self._order for x in meet(tile, parts[tile.bucket])]
+        tiles, waiting = [tile for tile, _, _ in jobs], deque(jobs)
+        del jobs
+        parts.clear()  # what is not waiting is let go of
         slots = self._host_slots()
-        for i in range(SLOTS - 2):
-            self._leave(slots, jobs, i, begin)
+        for slot in slots[: SLOTS - 2]:
+            self._leave(slot, waiting, begin)
         rule = rules.host()  # waits for the norm
-        for i, (tile, at, grad) in enumerate(jobs):
-            self._leave(slots, jobs, i + SLOTS - 2, begin)
+        for i, tile in enumerate(tiles):
+            self._leave(slots[(i + SLOTS - 2) % SLOTS], waiting, begin)
             slot = slots[i % SLOTS]
             _synchronize(slot.came)
-            came = _as(slot.held["grad"][: grad.numel()], grad)
+            ((at, came),) = slot.grads
             out = self._carved(slot.memory, tile)["out"]
             self._apply(rule, self.resting(tile), tile, at, came, out)
-            mark = self._arrive(slot, tile, at, out[at : at + grad.numel()])
-            if i + 1 == len(jobs) or jobs[i + 1][0].bucket is not tile.bucket:
+            mark = self._arrive(slot, tile, at, out[at : at + came.numel()])
+            if i + 1 == len(tiles) or tiles[i + 1].bucket is not tile.bucket:
                 self._ended(tile.bucket, mark)
 
-    def _leave(
-        self, slots: list[Slot], jobs: Sequence[tuple[Tile, int, Tensor]], i: int, begin: Mark
-    ) -> None:
-        """Start to take the i-th gradient to the host."""
-        if i >= len(jobs):
+    def _leave(self, slot: Slot, waiting: deque[tuple[Tile, int, Tensor]], begin: Mark) -> None:
+        """Start to take the next gradient to the host."""
+        if not waiting:
             return
-        slot, (tile, _, grad), outward = slots[i % SLOTS], jobs[i], self._lanes[2]
+        (tile, at, grad), outward = waiting.popleft(), self._lanes[2]
         _synchronize(slot.free)
         if not grad.is_cuda:
             _synchronize(begin)  # the way of a gradient that rests here ended on a stream
         slot.held = self._carved(slot.memory, tile)
         with outward.after(begin):
-            _as(slot.held["grad"][: grad.numel()], grad).copy_(grad, non_blocking=True)
+            came = _as(slot.held["grad"][: grad.numel()], grad)
+            slot.grads = [(at, came.copy_(grad, non_blocking=True))]
         slot.came = outward.mark()
 
     def _arrive(self, slot: Slot, tile: Tile, at: int, new: Tensor) -> Mark:

@@ -195,11 +195,11 @@ def table(case: Case, choice: Choice) -> Table:
 def _on_host(case: Case, choice: Choice) -> dict[str, int]:
     """Bytes on the host by category."""
     sizes, need = case.sizes, case.needs[choice.micro_batch]
-    last, away = need.passes[-1], _away(case, choice)
+    away = _away(case, choice)
     found = {"activations": _sent(need, choice), "staging": _rings(case, choice)[1]}
     if choice.weights == "host":
         found["weights"] = sizes.weights - sizes.still
-        found["gradients"] = need.count * last.gradient + last.rest
+        found["gradients"] = sizes.returned
     if away and choice.states != "file":
         found["master"] = round(away * sizes.master / sizes.states)
         found["moments"] = away - found["master"]

@@ -46,6 +46,8 @@ class Sizes:
     """Weights gathered over depth: of the block that computes and of the next."""
     communication: int
     """Gradients being reduced over depth and data."""
+    returned: int
+    """Gradients of weights that may rest on the host, once they rest there."""
     publish: int
     """Updated weights being gathered over data."""
     trained: int
@@ -93,6 +95,7 @@ def sizes_of(parallel: Parallel, *, moments: str = "master", tile: int = 2**24) 
         * round(max((n * (each + wide + own) for n, each, own in tiles), default=0)),
         gathered=2 * max((b.data.nbytes * depth for b in queue.buckets if b.split), default=0),
         communication=2 * max((b.count * depth * wide for b in moved), default=0),
+        returned=sum(b.count * wide for b in able if b.trainable),
         publish=sum(b.data.nbytes for b in trained) if data > 1 else 0,
         trained=sum(b.held for b in trained),
     )

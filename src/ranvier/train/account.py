@@ -88,7 +88,8 @@ class Account:
         On a host nobody counts the rest.
         """
         here: dict[str, int] = {"gradients": self.gradients}
-        there: dict[str, int] = {}
+        homes = optimizer.queue.homes
+        there: dict[str, int] = {"gradients": homes.gradients} if homes is not None else {}
         seen = set[int]()
         for name, tensors in tensors_of(optimizer).items():
             for x in tensors:

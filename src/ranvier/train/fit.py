@@ -258,7 +258,11 @@ def _passes(marks: Sequence[_Mark], kind: Kind, parallel: Parallel) -> Iterator[
         _, second, head, back, first, leave, end = marks[at : at + each + 1]
         kept, last = head.held - second.held, at // each == count - 1
         made = before + first.held - back.held + kept
-        gradient = min(made, sizes.gradient(parallel, name, passes=at // each + 1, last=last))
+        gradient = sizes.gradient(parallel, name, passes=at // each + 1, last=last)
+        if parallel.queue.homes is None:  # else it leaves, and weights come and go
+            gradient = min(made, gradient)
+        else:
+            made = gradient
         peak, enter = first.most - back.held + kept, second.held - kept - 2 * before
         first_enter = first_enter or enter
         yield Pass(

@@ -18,6 +18,13 @@ def weights_room(run: Run, ranks: int) -> int | None:
     return host_room(ranks, run.memory.host) if run.memory.weights == "host" else None
 
 
+def go_home(run: Run, model: Decoder, ranks: int) -> None:
+    """Take weights to the host if they are to rest there and do not yet."""
+    room, queue = weights_room(run, ranks), parallel_of(model).queue
+    if room is not None and queue.homes is None:
+        queue.go_home(room)
+
+
 def states_home(run: Run, ranks: int, homes: Homes | None = None) -> Home:
     """Where states rest. ranks: those that share the host. homes: of weights and gradients."""
     memory = run.memory

@@ -71,9 +71,7 @@ class Settled:
 def optimizer_of(run: Run, model: Decoder, device: torch.device, *, local_ranks: int) -> Optimizer:
     """The optimizer of a settled run; weights and activations go where they were chosen to."""
     optim, queue = run.optim, parallel_of(model).queue
-    room = homes.weights_room(run, local_ranks)
-    if room is not None and queue.homes is None:
-        queue.go_home(room)
+    homes.go_home(run, model, local_ranks)
     homes.place_activations(run, model, local_ranks)
     return Optimizer(
         queue,
@@ -108,6 +106,10 @@ def settle(run: Run, model: Decoder, device: torch.device, *, local_ranks: int) 
         return Settled(run, optimizer_of(run, model, device, local_ranks=local_ranks), Account())
     run = _tiled(run, device, local_ranks)
     case = case_of(run, model, device, local_ranks, free)
+    if not case.needs and "weights" in free:  # beside all weights not even two blocks fit
+        run, free = replace(run, memory=replace(run.memory, weights="host")), free - {"weights"}
+        homes.go_home(run, model, local_ranks)
+        case = case_of(run, model, device, local_ranks, free)
     parallel, notes = parallel_of(model), list[str]()
     for tries in range(TRIES):
         every = [*fit.fits(case)]

@@ -24,7 +24,17 @@ from ranvier.data.dataset import Data, open_data
 from ranvier.errors import STOPPED, DataError, PlanError, RanvierError
 from ranvier.grid import Grid
 from ranvier.infer.sample import Speaker
-from ranvier.launch import Pulse, Ranks, Stop, age, environment, keep_compiled, triton, watched
+from ranvier.launch import (
+    Pulse,
+    Ranks,
+    Stop,
+    age,
+    environment,
+    grow_segments,
+    keep_compiled,
+    triton,
+    watched,
+)
 from ranvier.nn import fp8
 from ranvier.nn.compiled import found
 from ranvier.parallel import Parallel, parallel_of
@@ -197,6 +207,7 @@ def train(
     """
     began, device = time.perf_counter(), device_of(run, me)
     if device.type == "cuda":
+        grow_segments()
         torch.cuda.set_device(device)
     run = settled(run, device, backend_of(run, me, device))
     torch.manual_seed(run.train.seed)  # a layer may draw from torch: it begins alike each time
