@@ -146,7 +146,7 @@ def dry(run: Run, *, world: int, rank: int, watched: bool = True) -> Dry:
         rows=rows,
         table=Table(
             {name: size for name, size in device.items() if size},
-            where=seen.where and f"at {seen.where}",
+            where=seen.words if watched else "",
         ),
         seconds=time.perf_counter() - begun,
     )

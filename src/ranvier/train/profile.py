@@ -32,9 +32,8 @@ from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.launch import Ranks, grow_segments, keep_compiled
 from ranvier.run import Run
-from ranvier.train import corpora, train
+from ranvier.train import built, corpora, train
 from ranvier.train import folder as folders
-from ranvier.train.built import DTYPES
 from ranvier.train.graph import WARM
 from ranvier.train.kernels import EIGHTHS, GROUPS, HALVES, OPTIMIZER, TRITON, Kernel, read, short
 from ranvier.train.metrics import peak_bandwidth, peak_flops
@@ -389,7 +388,7 @@ def profile(run: Run, origin: Path, *, steps: int, warm: int, top: int, out: str
     only = replace(run, train=more, checkpoint=replace(run.checkpoint, every=-1))
     trainer = Trainer.assemble(only, grid, device, data)
     pace, kernels = _taken(trainer, folder / "trace.json.gz", steps=steps, warm=warm)
-    peaks = Peaks.of(device, DTYPES[run.train.dtype])
+    peaks = Peaks.of(device, built.DTYPES[run.train.dtype])
     report = summary(kernels, steps=steps, peaks=peaks)
     page = text(report, pace, top=top)
     facts: dict[str, Any] = {"pace": asdict(pace), "peaks": asdict(peaks), "report": asdict(report)}
