@@ -53,12 +53,6 @@ class Comparison:
         self.memory = int(row["memory"]) if counted else 0
         return self.line() if len(self.seconds) == STEPS else ""
 
-    def tell(self, row: Mapping[str, Any], *, counted: bool) -> None:
-        """Note a step, and print the line once it is there."""
-        line = self.see(row, counted=counted)
-        if line:
-            print(f"  {line}", flush=True)
-
     @property
     def taken(self) -> float:
         """The median time of a step; 0 before the first that counts."""

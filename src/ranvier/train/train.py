@@ -309,11 +309,7 @@ def _loop(trainer: Trainer, folder: Path, stop: Stop) -> None:
             for count, row in enumerate(trainer.steps(stop), 1):
                 sink(row)
                 if trainer.compared is not None:
-<<<<<<< HEAD
-                    trainer.compared.tell(row, counted=trainer.device.type == "cuda")
-=======
                     trainer.compared.say(row, counted=trainer.device.type == "cuda")
->>>>>>> moves
                 if count == 2:
                     _started(trainer, folder)
     trainer.save()
