@@ -41,17 +41,17 @@ class Comparison:
     memory: int = 0
     """Most bytes of tensors on the device; 0: nobody counts them."""
 
+    def say(self, row: Mapping[str, Any], *, counted: bool) -> None:
+        """Hold a step against what was foretold, and print the line, once."""
+        line = self.see(row, counted=counted)
+        if line:
+            print(f"  {line}", flush=True)
+
     def see(self, row: Mapping[str, Any], *, counted: bool) -> str:
         """Note a step; a line for people after the first few. counted: its tensors are."""
         self.seconds.append(float(row["seconds"]))
         self.memory = int(row["memory"]) if counted else 0
         return self.line() if len(self.seconds) == STEPS else ""
-
-    def tell(self, row: Mapping[str, Any], *, counted: bool) -> None:
-        """Note a step, and print the line once it is there."""
-        line = self.see(row, counted=counted)
-        if line:
-            print(f"  {line}", flush=True)
 
     @property
     def taken(self) -> float:

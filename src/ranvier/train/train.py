@@ -17,14 +17,23 @@ from typing import IO, Any
 
 import torch
 
-from ranvier import launch
 from ranvier.checkpoint.folder import found as checkpoints_in
 from ranvier.comm.agree import differences, largest, together, told
 from ranvier.data.dataset import Data, open_data
 from ranvier.errors import STOPPED, DataError, PlanError, RanvierError
 from ranvier.grid import Grid
 from ranvier.infer.sample import Speaker
-from ranvier.launch import Pulse, Ranks, Stop, age, environment, triton, watched
+from ranvier.launch import (
+    Pulse,
+    Ranks,
+    Stop,
+    age,
+    environment,
+    grow_segments,
+    keep_compiled,
+    triton,
+    watched,
+)
 from ranvier.nn import fp8
 from ranvier.nn.compiled import found
 from ranvier.parallel import Parallel, parallel_of
@@ -49,7 +58,6 @@ def device_of(run: Run, me: Ranks) -> torch.device:
         raise PlanError("train.device='cuda', but torch sees no CUDA device. Use 'cpu' or 'auto'.")
     if kind == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
-    launch.grow_segments()
     return torch.device("cuda", me.local_rank % torch.cuda.device_count())
 
 
@@ -198,11 +206,12 @@ def train(
     """
     began, device = time.perf_counter(), device_of(run, me)
     if device.type == "cuda":
+        grow_segments()
         torch.cuda.set_device(device)
     run = settled(run, device, backend_of(run, me, device))
     torch.manual_seed(run.train.seed)  # a layer may draw from torch: it begins alike each time
     if run.plan.compile == "on":
-        launch.keep_compiled()
+        keep_compiled()
     grid = Grid.of(
         run.plan, rank=me.rank, connected=me.world > 1, timeout_seconds=run.train.timeout
     )
@@ -300,7 +309,7 @@ def _loop(trainer: Trainer, folder: Path, stop: Stop) -> None:
             for count, row in enumerate(trainer.steps(stop), 1):
                 sink(row)
                 if trainer.compared is not None:
-                    trainer.compared.tell(row, counted=trainer.device.type == "cuda")
+                    trainer.compared.say(row, counted=trainer.device.type == "cuda")
                 if count == 2:
                     _started(trainer, folder)
     trainer.save()
