@@ -188,7 +188,7 @@ def test_time_of_a_step() -> None:
     cpu = replace(NOTHING, away=300, numbers=40)
     quick = replace(EVEN, adam=100.0)  # then what binds is the way of the gradients
     assert streamed(cpu, quick, cpu=True) == near(16.0) and streamed(cpu, EVEN, cpu=False) == 60.0
-    assert streamed(cpu, EVEN, cpu=True) == near(40 / (BESIDE * EVEN.adam)) > 16.0
+    assert streamed(cpu, EVEN, cpu=True) == near(40 / (BESIDE * EVEN.adam))
     # weights come twice, gradients leave: 500 / 10 - 40 forward, 100 / 10 hidden in backward
     assert parts(replace(NOTHING, weights=500))[3] == near(10.0, rel=1e-5)
     assert parts(replace(NOTHING, gradients=500))[3] == near(20.0, rel=1e-5)
