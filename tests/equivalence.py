@@ -6,6 +6,7 @@ success.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -108,10 +109,47 @@ def _adapted() -> nn.Module:
     return build_decoder(shape, AdapterConfig(rank=2, dora=True))
 
 
+def _mixture(top: int, experts: int, *words: str) -> Callable[[], nn.Module]:
+    """A model with experts: words say what is not as usual."""
+    changes: dict[str, Any] = {"layers": 2, "mlp": 24, "heads": 8, "balance": 0.05}
+    changes |= {"router_z": 0.01, "experts": experts, "experts_top": top, "expert_mlp": 16}
+    more: dict[str, dict[str, Any]] = {
+        "capacity": {"capacity": 0.75},
+        "shared": {"shared_mlp": 8},
+        "sigmoid": {"router": "sigmoid", "router_scale": 2.5, "router_bias": 0.02},
+        "every": {"moe_every": 2, "layers": 3},
+        "raw": {"router_norm": False, "moe_first": 1, "activation": "gelu"},
+        "deep": {"layers": 6},
+    }
+    for word in words:
+        changes |= more[word]
+    return _deep(**changes)
+
+
+def _lopsided() -> nn.Module:
+    """All tokens go to two experts of eight: the others get none."""
+    model = _mixture(2, 8, "shared", "sigmoid")()
+    assert isinstance(model, Decoder)
+    for mixture in model.mixtures:
+        assert mixture.bias is not None
+        mixture.bias[3], mixture.bias[6] = 100.0, 50.0
+    return model
+
+
+MIXTURES: dict[str, Callable[[], nn.Module]] = {
+    f"moe {top} of {experts}{''.join(f' {word}' for word in words)}": _mixture(top, experts, *words)
+    for top, experts in ((1, 8), (2, 8), (8, 16))
+    for words in itertools.chain.from_iterable(
+        itertools.combinations(("capacity", "shared", "sigmoid", "every", "raw", "deep"), n)
+        for n in range(4)
+    )
+}
+
+
 def build(name: str) -> nn.Module:
     """A model by name, ours or Hugging Face's, in float64."""
-    more = {"four": _deep(layers=4), "adapted": _adapted}
-    return {**EXAMPLES, **HF_MODELS, **DEEP, **more}[name]().double()
+    more = {"lopsided": _lopsided, "four": _deep(layers=4), "adapted": _adapted}
+    return {**EXAMPLES, **HF_MODELS, **DEEP, **MIXTURES, **more}[name]().double()
 
 
 def batch_of(model: str, *, samples: int, packed: bool, seq: int = 8) -> Batch:
@@ -148,10 +186,11 @@ class Serial:
 
     def __init__(self, name: str, batch: Batch, lr: float, clip: float, steps: int = 2) -> None:
         self.model, self.batch = Case(name).build(), batch
-        self.values = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.values = {name: p.detach().clone() for name, p in self.lasting()}
         self.grads: dict[str, Tensor] = {}
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.extras: list[float] = []
         groups = [
             {"params": [p], "weight_decay": 0.1 if decays(n, p) else 0.0} for n, p in self.named()
         ]
@@ -161,16 +200,25 @@ class Serial:
             count = (batch.targets != -100).sum()
             loss = self.model(**batch.inputs()) / count
             loss.backward()
-            self.losses.append(loss.item())
+            extra = getattr(self.model, "extra", None)
+            self.extras.append(0.0 if extra is None else extra.item())
+            self.losses.append(loss.item() - self.extras[-1] / count.item())
             if step == 0:
                 self.grads = {n: p.grad.clone() for n, p in self.named() if p.grad is not None}
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip)
             self.norms.append(norm.item())
             optimizer.step()
-        self.after = {name: p.detach().clone() for name, p in self.named()}
+            for mixture in getattr(self.model, "mixtures", ()):
+                mixture.move_bias()
+        self.after = {name: p.detach().clone() for name, p in self.lasting()}
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.model.named_parameters())
+
+    def lasting(self) -> list[tuple[str, Tensor]]:
+        """Parameters, and the biases of routers."""
+        more = [(n, x) for n, x in self.model.named_buffers() if n.endswith("mlp.bias")]
+        return [*self.named(), *more]
 
 
 def decays(name: str, param: nn.Parameter) -> bool:
@@ -202,7 +250,7 @@ def run_case(grid: Grid, case: Case, batch: Batch, lr: float, clip: float) -> di
     model = case.on(grid)
     parallel: Parallel = model.parallel  # type: ignore[assignment]
     grads: State = {}
-    start, losses, norms, lines = copied(parallel.state()), [], [], []
+    start, losses, norms, extras, lines = copied(parallel.state()), [], [], [], list[str]()
     micros = micros_of(batch, grid, case.micro_batches)
     optimizer = Optimizer(parallel.queue, lr=lr, clip=clip)
     for step in range(case.steps):
@@ -210,15 +258,18 @@ def run_case(grid: Grid, case: Case, batch: Batch, lr: float, clip: float) -> di
             losses.append(forward_backward(model, micros).item())
             grads = grads if step else gradients(parallel)
             norms.append(optimizer.step().item())
+        extras.append(0.0 if parallel.balance is None else float(parallel.balance.extra))
         if case.fast:  # at step 0 the order of the gathers is not known, later it is
             flow = flow_of(batch, grid, case.micro_batches)
-            lines += difference(predict(parallel, flow, case.micro_batches), events)
+            predicted = predict(parallel, flow, case.micro_batches)
+            lines += difference(predicted, events, parallel.ragged)
     if case.both:
         lines += without_overlap(grid, case, micros, grads)
     return {
         "lines": [f"rank {grid.rank}: {line}" for line in lines],
         "losses": losses,
         "norms": norms,
+        "extras": extras,
         "grads": grads,
         "start": start,
         "after": copied(parallel.state()),
@@ -288,7 +339,8 @@ def compare(serial: Serial, results: list[dict[str, Any]]) -> list[str]:
     """What differs between one process and the ranks of a grid."""
     lines = [line for result in results for line in result["lines"]]
     for rank, result in enumerate(results):
-        for what, want in (("losses", serial.losses), ("norms", serial.norms)):
+        sums = {"losses": serial.losses, "norms": serial.norms, "extras": serial.extras}
+        for what, want in sums.items():
             for step, (a, b) in enumerate(zip(result[what], want, strict=True)):
                 limit = ONE_PASS if step == 0 else STEPS
                 if not abs(a - b) <= limit * abs(b):

@@ -17,6 +17,9 @@ from ranvier.plan import AXES
 from ranvier.sharding import WEIGHTS, Sharding, Table
 from ranvier.trace import Event
 
+COUNT = 4
+"""Bytes of a count of tokens."""
+
 
 @dataclass(frozen=True)
 class Flow:
@@ -250,3 +253,69 @@ class Opening(Layer):
     def _elements(self, flow: Flow) -> int:
         (width,) = self.ground.features(self.ground.units["embed"], "embed").local
         return self.ground.tokens(flow, "embed") * self._line.size * width
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture(Layer):
+    """Experts: tokens travel over expert, features lie on col.
+
+    All numbers are of balanced experts: each gets tokens · top / experts rows. Where they are not,
+    the busiest rank has `load` times as many.
+    """
+
+    experts: int
+    top: int
+    width: int
+    """Features of the hidden layer of an expert."""
+    matrices: int = 3
+    """Of an expert: with a gate 3, else 2."""
+    load: float = 1.0
+    """Rows of the busiest rank of expert, in means; known beforehand where there is one rank."""
+
+    def rows(self, flow: Flow) -> int:
+        """Rows that a rank sends, and receives: one for each choice of its tokens."""
+        choices = self.ground.tokens(flow, "embed") * self.top
+        return math.ceil(choices * self.load) if self.ground.line("expert").size > 1 else choices
+
+    def forward_events(self, flow: Flow) -> list[Event]:
+        """Logits, counts, to the experts, through them, back."""
+        peers = self.ground.line("expert", "row")
+        counts = flow.samples * self.experts * peers.size
+        return [
+            *self._shared(flow, self.experts),
+            *self.event("all_gather", peers, counts, COUNT),
+            *self._passes(flow, self.matrices - 1, 1),
+        ]
+
+    def backward_events(self, flow: Flow) -> list[Event]:
+        """The same way for gradients, after that of the weights of choices."""
+        return [*self._shared(flow, self.top), *self._passes(flow, 1, self.matrices - 1)]
+
+    def _shared(self, flow: Flow, numbers: int) -> list[Event]:
+        """So many numbers of each token, of which all ranks of col have a part."""
+        elements = self.ground.tokens(flow, "embed") * numbers
+        return self.event("all_reduce", self.ground.line("col"), elements, flow.statistics)
+
+    def _passes(self, flow: Flow, before: int, after: int) -> list[Event]:
+        """There, hidden layers scattered (so many) and gathered over col, and back."""
+        line, rows, size = self.ground.line, self.rows(flow), flow.itemsize
+        (features,) = self.ground.features(self.ground.units["embed"], "embed").local
+        whole = rows * line("row").size
+        hidden = whole * self.width // line("row").size
+        swap = self.event("all_to_all", line("expert"), rows * features, size)
+        row, col = line("row"), line("col")
+        return [
+            *swap,
+            *self.event("all_gather", row, whole * features, size),
+            *self.event("reduce_scatter", col, hidden * before, size),
+            *self.event("all_gather", col, hidden * after, size),
+            *self.event("reduce_scatter", row, whole * features, size),
+            *swap,
+        ]
+
+    def flops(self, flow: Flow) -> int:
+        """2 · rows · (elements of an expert's matrices) and 2 · tokens · (the router's)."""
+        tokens = self.ground.tokens(flow, "embed")
+        (features,) = self.ground.features(self.ground.units["embed"], "embed").local
+        hidden = self.width * self.matrices  # of all ranks of row, for whose rows I compute a part
+        return 2 * features * (self.rows(flow) * hidden + tokens * self.experts)

@@ -27,13 +27,15 @@ from ranvier.errors import ShardingError
 from ranvier.grid import Axis, Grid
 from ranvier.layers import Flow, Line
 from ranvier.lots import VECTORS, Group, Types
-from ranvier.models import adapter, decoder
+from ranvier.models import adapter, decoder, experts, mlp
 from ranvier.nn import huggingface
 from ranvier.nn.attention import Core
+from ranvier.nn.balance import AXES, NOTES, Balance
 from ranvier.nn.blocks import run_block
 from ranvier.nn.compiled import Compiled
 from ranvier.nn.dropout import Dropout
 from ranvier.nn.embedding import Embedding
+from ranvier.nn.experts import Experts
 from ranvier.nn.head import Head
 from ranvier.nn.leaf import Leaf, Moment, Site, place
 from ranvier.nn.linear import Linear
@@ -57,9 +59,10 @@ LEAVES: dict[type[nn.Module], Callable[..., Leaf]] = {
     nn.LayerNorm: LayerNorm,
     nn.Dropout: Dropout,
     decoder.ShiftedNorm: RMSNorm,
-    decoder.Siblings: Siblings,
+    mlp.Siblings: Siblings,
     adapter.Apart: Apart,
     adapter.Magnitude: Magnitude,
+    experts.Experts: Experts,
     decoder.Core: Core,
     decoder.Head: Head,
     decoder.CrossEntropy: CrossEntropy,
@@ -89,6 +92,8 @@ class Parallel:
     """Group, whether it is trained, and elements of every weight of the model, of all stages."""
     compiled: Compiled | None = None
     """The compiled function of its blocks."""
+    balance: Balance | None = None
+    """Of its mixtures of experts; None: it has none."""
     kinds: dict[str, Recompute] = field(default_factory=dict)
     """How the activations of each block, in order, are computed again; read at each call."""
 
@@ -104,10 +109,17 @@ class Parallel:
         together = {name for name, leaf in self.leaves.items() if isinstance(leaf, Siblings)}
         return {n: leaf for n, leaf in self.leaves.items() if n.rpartition(".")[0] not in together}
 
+    @property
+    def ragged(self) -> frozenset[str]:
+        """Leaves whose communication depends on what tokens say."""
+        expert = self.grid.degrees["expert"] > 1
+        return frozenset(self.balance.names if expert and self.balance is not None else ())
+
     def state(self) -> State:
         """My part of every parameter."""
         self.queue.settle()
-        return {name: (weight.rest, weight.place) for name, weight in self.weights.items()}
+        state = {name: (weight.rest, weight.place) for name, weight in self.weights.items()}
+        return state if self.balance is None else {**state, **self.balance.state}
 
     def load(self, whole: Mapping[str, Tensor]) -> None:
         """Take my part of whole tensors."""
@@ -121,6 +133,8 @@ class Parallel:
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.rest.copy_(weight.place.take(whole[name]))
+            for name, (bias, _) in (self.balance.state if self.balance else {}).items():
+                bias.copy_(whole.get(name, torch.zeros_like(bias)))
         self.queue.loads += 1
         self.queue.begin("")
 
@@ -172,7 +186,7 @@ class Parallel:
     def _uses(self, which: Callable[[Leaf], bool]) -> list[str]:
         """Blocks in the order in which the leaves use their weights."""
         leaves = [leaf for leaf in self.leaves.values() if which(leaf)]
-        weights = [leaf.handles["weight"] for leaf in leaves if "weight" in leaf.handles]
+        weights = [weight for leaf in leaves for weight in leaf.handles.values()]
         return [weight.bucket.name for weight in weights if weight.split]
 
     def update_events(self, *, votes: int = 0) -> list[Event]:
@@ -184,6 +198,9 @@ class Parallel:
             for bucket in queue.buckets
             for event in lots.update(bucket.bulk, depth, data, self._types)
         ]
+        if self.balance is not None and self.balance.axis.size > 1:
+            numbers = len(self.balance.names) * (self.balance.experts + len(NOTES))
+            found.append(Event("all_reduce", self.balance.axis.names, numbers * 8, "experts"))
         return found + lots.norm(self.grid.degrees, self._types, votes=votes)
 
 
@@ -299,6 +316,7 @@ def _assembled(
     device: torch.device,
 ) -> Parallel:
     """What a model whose layers are swapped knows of itself; its weights are in buckets now."""
+    balance = _balance(site, found)
     shapes = {
         name: (weight.group, weight.trainable, math.prod(weight.sharding.shape))
         for name, weight in site.weights.items()
@@ -331,7 +349,24 @@ def _assembled(
         sizes=site.units,
         shapes=shapes,
         kinds=kinds,
+        balance=balance and _kept(balance, order, site.queue),
     )
+
+
+def _balance(site: Site, found: Mapping[str, Leaf]) -> Balance | None:
+    """What sums the loads of experts, if there are any. Communicates: the making of groups."""
+    leaves = {name: leaf for name, leaf in found.items() if isinstance(leaf, Experts)}
+    if not leaves:
+        return None
+    (count,) = {leaf.rule.experts for leaf in leaves.values()}
+    return Balance(list(leaves), leaves, count, site.grid.axis(*AXES))
+
+
+def _kept(balance: Balance, here: Mapping[str, Leaf], queue: Deferred) -> Balance:
+    """Of layers those of this stage; the optimizer's steps tell it."""
+    balance.here = {name: leaf for name, leaf in balance.here.items() if name in here}
+    queue.stepped = balance.step
+    return balance
 
 
 def parallel_of(model: nn.Module) -> Parallel:
@@ -354,7 +389,7 @@ def _swap(model: nn.Module, site: Site, table: Leaves, names: Names) -> Iterator
     Parameters that are named themselves are placed as they are.
     """
     modules = dict(model.named_modules())
-    groups = (decoder.Siblings, adapter.Apart)
+    groups = (mlp.Siblings, adapter.Apart)
     implied: Names = {path: () for path, m in modules.items() if type(m) in groups}
     if huggingface.recognised(model):  # theirs are of embeddings and of the residual stream
         implied |= {path: ("embed",) for path, m in modules.items() if type(m) is nn.Dropout}

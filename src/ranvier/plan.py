@@ -17,8 +17,11 @@ from ranvier.errors import PlanError
 AXES = ("pipe", "data", "expert", "context", "depth", "row", "col")
 """All axes of the grid, from the outermost (slowest links) to the innermost (fastest)."""
 
-RUNTIME = ("pipe", "data", "depth", "row", "col")
+RUNTIME = ("pipe", "data", "expert", "depth", "row", "col")
 """Axes that a run can use today; the others must have degree 1."""
+
+NAMES = {"expert": "experts"}
+"""What a setting is called where its dim is called otherwise."""
 
 Layout = Literal["auto", "given"]
 Inner = Literal["samples", "features"]
@@ -314,13 +317,17 @@ class Plan:
             "embed": (self.col, "col"),
             "heads": self._inside,
             "mlp": self._inside,
+            "shared_mlp": self._inside,
+            "expert": (self.expert, "expert"),
+            "expert_mlp": (self.row * self.col, "row·col"),
         }
         for dim, (ranks, axis) in splits.items():
             if dim in sizes and sizes[dim] % ranks:
+                name = NAMES.get(dim, dim)
                 yield (
-                    f"{axis}={ranks} does not divide {dim}={sizes[dim]}. A split dimension must be "
-                    f"a multiple of its axis. Use {axis} in {_listed(divisors(sizes[dim]))}"
-                    f" or {dim}={nearest_multiple(sizes[dim], ranks)}."
+                    f"{axis}={ranks} does not divide {name}={sizes[dim]}. A split dimension must "
+                    f"be a multiple of its axis. Use {axis} in {_listed(divisors(sizes[dim]))}"
+                    f" or {name}={nearest_multiple(sizes[dim], ranks)}."
                 )
 
     def _kv_problems(self, sizes: Mapping[str, int]) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 A model names the dims of its weights; three tables map those names to axes of the grid:
 
-* `WEIGHTS`: where a weight is split. Matrices are also split over `depth` along dim 0.
+* `WEIGHTS`: where a weight is split. Matrices are also split over `depth` along dim 0 (of
+  experts, along the dim behind them).
 * `OUTER`: the residual stream, norms, messages. Shape on a rank `[b, s/row, d/col]`.
 * `INNER`: attention heads, MLP hidden, logits. `[b/col, s, n/row]` or `[b, s, n/(row·col)]`.
 * `WHOLE`: features that nothing splits (a LoRA rank). `[b/col, s/row, r]` or `[b, s/row, r]`.
@@ -336,17 +337,20 @@ class Sharding:
     ) -> Sharding:
         """Cut `shape`, whose dims are named `dims`, by `rule`; with `depth` dim 0 over depth too.
 
-        `units` counts the indivisible units of a dim (heads); others are divisible to the element.
+        `units` counts the indivisible units of a dim (heads); others are divisible to the element,
+        as those of mlp, of which experts have another number. Of experts depth cuts the next dim:
+        there may be fewer of them than ranks.
         """
-        units = units or {}
+        units = {name: n for name, n in (units or {}).items() if name != "mlp"}
         shape, names = _unpacked(shape, dims)
         cuts = [
             _cut(size, name, rule.get(name, ()), degrees, units.get(name, size))
             for size, name in zip(shape, names, strict=True)
         ]
         if depth and degrees["depth"] > 1:
-            block = cuts[0][-1].block if cuts[0] else shape[0]
-            cuts[0] += (Cut("depth", degrees["depth"], 1, -(-block // degrees["depth"])),)
+            dim = next((i for i, name in enumerate(names) if name != "expert"), 0)
+            block = cuts[dim][-1].block if cuts[dim] else shape[dim]
+            cuts[dim] += (Cut("depth", degrees["depth"], 1, -(-block // degrees["depth"])),)
         _refuse_twice([cut.axis for of_dim in cuts for cut in of_dim], names)
         return cls(tuple(shape), tuple(cuts))
 
@@ -366,6 +370,12 @@ class Sharding:
         """The sharding with `axis` gathered."""
         cuts = tuple(tuple(cut for cut in of_dim if cut.axis != axis) for of_dim in self.cuts)
         return Sharding(self.shape, cuts)
+
+    @property
+    def depth_dim(self) -> int:
+        """The dim that depth cuts."""
+        cut = (any(cut.axis == "depth" for cut in of_dim) for of_dim in self.cuts)
+        return next((dim for dim, here in enumerate(cut) if here), 0)
 
     @property
     def axes(self) -> frozenset[str]:

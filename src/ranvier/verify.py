@@ -72,6 +72,7 @@ def shrink(run: Run) -> Run:
         vocab=vocab,
         max_seq=max(seq, 1),
         dropout=0.0,
+        **_few(model, plan),
         **_shrunk(model, min(model.layers, max(2, plan.pipe * plan.chunks)), seq),
     )
     batch = plan.replicas * micro * micro_batches
@@ -98,6 +99,23 @@ def _shrunk(model: DecoderConfig, layers: int, seq: int) -> dict[str, Any]:
         "rope_share": turned / 4,
         "rope_short": model.rope_short[: turned // 2],
         "rope_long": model.rope_long[: turned // 2],
+    }
+
+
+def _few(model: DecoderConfig, plan: Plan) -> dict[str, Any]:
+    """Few experts, at least one for each rank; rows of layers as they were."""
+    if model.experts == 0:
+        return {}
+    experts = plan.expert * -(-min(model.experts, 8) // plan.expert)
+    ranks, layers = plan.row * plan.col, min(model.layers, max(2, plan.pipe * plan.chunks))
+    return {
+        "experts": experts,
+        "experts_top": min(model.experts_top, experts),
+        "expert_mlp": ranks * -(-24 // ranks),
+        "shared_mlp": ranks * -(-16 // ranks) if model.shared_mlp else 0,
+        "moe_every": min(model.moe_every, layers),
+        "moe_first": min(model.moe_first, layers - 1),
+        "router_jitter": 0.0,
     }
 
 
@@ -138,6 +156,8 @@ class Reference:
     """What plain PyTorch computes in one process."""
 
     losses: list[float]
+    extras: list[float]
+    """Of these what mixtures of experts add to the loss."""
     norms: list[float]
     grads: dict[str, Tensor]
     weights: dict[str, Tensor]
@@ -152,18 +172,22 @@ class Reference:
             betas=(optim.beta1, optim.beta2),
             eps=optim.eps,
         )
-        found = cls([], [], {}, {})
+        found = cls([], [], [], {}, {})
         count = (batch.targets != IGNORE).sum()
         for step in range(STEPS):
             optimizer.zero_grad()
             loss = model(**batch.inputs()) / count
             loss.backward()
-            found.losses.append(loss.item())
+            extra = getattr(model, "extra", None)
+            found.extras.append(0.0 if extra is None else extra.item() / count.item())
+            found.losses.append(loss.item() - found.extras[-1])
             if step == 0:
                 found.grads = {n: p.grad.clone() for n, p in named if p.grad is not None}
             limit = optim.clip if optim.clip > 0.0 else math.inf
             found.norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
             optimizer.step()
+            for mixture in getattr(model, "mixtures", ()):
+                mixture.move_bias()
         found.weights = {name: p.detach().clone() for name, p in named}
         return found
 
@@ -234,22 +258,39 @@ def compare(
         decay=optim.decay,
         clip=optim.clip,
     )
-    findings = []
     with grid.trace.recording() as events:
         losses, norms = [forward_backward(model, micros).item()], []
         grads = _gradients(parallel)
         norms.append(optimizer.step().item())
+        extras = [_extra(parallel, batch)]
     for _ in range(STEPS - 1):
         losses.append(forward_backward(model, micros).item())
         norms.append(optimizer.step().item())
-    for name, have, want in (("loss", losses, reference.losses), ("norm", norms, reference.norms)):
-        for step, (a, b) in enumerate(zip(have, want, strict=True)):
-            limit = ONE_PASS if step == 0 else AFTER_STEPS
-            findings.append(Finding(f"{name} of step {step}", abs(a - b) / abs(b), limit))
+        extras.append(_extra(parallel, batch))
+    findings = _numbers("loss", losses, reference.losses)
+    findings += _numbers("norm", norms, reference.norms)
+    if any(reference.extras):
+        findings += _numbers("loss of experts", extras, reference.extras)
     findings += _tensors(parallel, reference, grads)
     flow = Flow(run.plan.micro_batch, run.data.seq, itemsize=8, statistics=8)
     predicted = predict(parallel, flow, run.plan.micro_batches)
-    return findings, difference(predicted, events), events
+    return findings, difference(predicted, events, parallel.ragged), events
+
+
+def _extra(parallel: Parallel, batch: Batch) -> float:
+    """What mixtures of experts have added to the mean loss of the last step."""
+    if parallel.balance is None or parallel.balance.last is None:
+        return 0.0
+    return float(parallel.balance.extra) / int((batch.targets != IGNORE).sum())
+
+
+def _numbers(name: str, have: list[float], want: list[float]) -> list[Finding]:
+    """How far numbers of each step are off."""
+    pairs = enumerate(zip(have, want, strict=True))
+    return [
+        Finding(f"{name} of step {i}", abs(a - b) / abs(b), AFTER_STEPS if i else ONE_PASS)
+        for i, (a, b) in pairs
+    ]
 
 
 def _whole(run: Run) -> bool:

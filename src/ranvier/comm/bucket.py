@@ -102,8 +102,9 @@ class Weight:
             self.bucket.arrive()
         if not self.split:
             return self.param
-        whole = pairs.gather(self.param, self.bucket.queue.gather_axis, 0)
-        return whole.narrow(0, 0, self.sharding.gathered[0])
+        dim = self.sharding.depth_dim
+        whole = pairs.gather(self.param, self.bucket.queue.gather_axis, dim)
+        return whole.narrow(dim, 0, self.sharding.gathered[dim])
 
     def deliver(self, grad: Tensor) -> None:
         """Take the gradient of the gathered weight.
@@ -372,10 +373,10 @@ class Bucket:
         rows = buffer.view(-1, self.size)  # (depth, size)
         out = []
         for weight in self.weights:
-            local = weight.sharding.local
+            local, dim = weight.sharding.local, weight.sharding.depth_dim
             part = rows[:, weight.offset : weight.offset + weight.elements]
-            whole = part.reshape(rows.shape[0] * local[0], *local[1:])
-            out.append(whole[: weight.sharding.gathered[0]])
+            whole = part.unflatten(1, local).movedim(0, dim).flatten(dim, dim + 1)
+            out.append(whole.narrow(dim, 0, weight.sharding.gathered[dim]).contiguous())
         return out
 
     def add(self, weight: Weight, grad: Tensor) -> None:
@@ -383,12 +384,13 @@ class Bucket:
         depth = self.queue.scatter_axis.size
         if self.full is None:
             self.full = torch.zeros(depth, self.count, dtype=self.queue.dtype, device=grad.device)
-        local = weight.sharding.local
-        if grad.shape[0] != depth * local[0]:  # the depth split of dim 0 is padded
-            padded = grad.new_zeros(depth * local[0], *local[1:])
-            padded[: grad.shape[0]] = grad
+        local, dim = weight.sharding.local, weight.sharding.depth_dim
+        if grad.shape[dim] != depth * local[dim]:  # the depth split is padded
+            shape = [*local[:dim], depth * local[dim], *local[dim + 1 :]]
+            padded = grad.new_zeros(shape)
+            padded.narrow(dim, 0, grad.shape[dim]).copy_(grad)
             grad = padded
-        rows = grad.reshape(depth, -1)
+        rows = grad.unflatten(dim, (depth, -1)).movedim(dim, 0).reshape(depth, -1)
         if self.kept is not None:
             self.kept.add(self.full, rows, weight.offset)
         else:

@@ -53,6 +53,8 @@ class Deferred:
         """How often values were loaded into the weights from outside."""
         self.complete: Callable[[Bucket], None] | None = None
         """Told of buckets whose gradients, which nobody else has, are complete early."""
+        self.stepped: Callable[[Tensor], None] | None = None
+        """Told of each step of the optimizer, and whether it was made (a bool on the device)."""
         self.homes: Homes | None = None
         """Host memory of weights that come to the device for their turn only."""
         self._last = False

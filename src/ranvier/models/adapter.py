@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.models.config import AdapterConfig, DecoderConfig
-from ranvier.models.decoder import Decoder, Siblings
+from ranvier.models.decoder import Decoder
+from ranvier.models.mlp import Siblings
 
 SHARED = "shared"
 """Name of an A that several layers have in common."""

@@ -41,7 +41,65 @@ class RotaryConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig(RotaryConfig):
+class ExpertConfig:
+    """Which layers are mixtures of experts, and how tokens find theirs; part of a decoder's."""
+
+    experts: int = 0
+    """Experts of a layer; 0: all layers are dense."""
+    experts_top: int = 2
+    """Experts that a token goes to."""
+    expert_mlp: int = 0
+    """Width of the hidden layer of an expert; 0: mlp."""
+    shared_mlp: int = 0
+    """Width of the hidden layer of the expert that all tokens go to; 0: there is none."""
+    moe_every: int = 1
+    """Of so many layers the last has experts: 1: all, 2: every second."""
+    moe_first: int = 0
+    """Layers at the start that are dense in any case."""
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    """What makes scores of logits: over all experts, or of each alone."""
+    router_norm: bool = True
+    """Weights of the chosen experts are divided by their sum."""
+    router_scale: float = 1.0
+    """What they are multiplied by."""
+    router_jitter: float = 0.0
+    """In training logits are multiplied by random numbers in 1 ± jitter; 0: they are not."""
+    capacity: float = 0.0
+    """An expert takes ceil(capacity · tokens · experts_top / experts) tokens of a sequence, the
+    first ones; 0: all that come."""
+    balance: float = 0.0
+    """Factor of the loss E · Σ f·P of a sequence: share f of its choices and mean score P of each
+    of the E experts."""
+    router_z: float = 0.0
+    """Factor of the loss mean(logsumexp(logits)²) of a sequence."""
+    router_bias: float = 0.0
+    """By how much a step moves the bias with which experts are chosen (not weighted): up for those
+    that got fewer than the mean, down for the others; 0: there is none."""
+
+    def expert_problems(self) -> list[str]:
+        """What cannot be, with value, rule and remedy."""
+        if self.experts == 0:
+            return []
+        found = []
+        if not 1 <= self.experts_top <= self.experts:
+            found.append(
+                f"experts_top={self.experts_top} of experts={self.experts}. A token goes to one "
+                f"expert at least and to all at most. Use 1 to {self.experts}."
+            )
+        if self.moe_every < 1 or self.moe_first < 0:
+            found.append(
+                f"moe_every={self.moe_every} and moe_first={self.moe_first}. Of moe_every layers "
+                "one has experts, the first moe_first have none. Use 1 or more, and 0 or more."
+            )
+        amounts = ("router_jitter", "capacity", "balance", "router_z", "router_bias")
+        for name in amounts:
+            if getattr(self, name) < 0.0:
+                found.append(f"{name}={getattr(self, name)} is negative. Use 0 (off) or more.")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(RotaryConfig, ExpertConfig):
     """The shape of a decoder."""
 
     layers: int = 2
@@ -108,9 +166,29 @@ class DecoderConfig(RotaryConfig):
         here = not self.window_layers or layer in self.window_layers
         return self.window if here else 0
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer is a mixture of experts."""
+        after = layer - self.moe_first
+        return self.experts > 0 and after >= 0 and after % self.moe_every == self.moe_every - 1
+
+    @property
+    def expert_width(self) -> int:
+        """Width of the hidden layer of an expert."""
+        return self.expert_mlp or self.mlp
+
+    @property
+    def units(self) -> dict[str, int]:
+        """Units of each named dim; of a mixture also the widths that its layers have instead."""
+        names = ("embed", "heads", "kv_heads", "mlp", "vocab")
+        found = {name: int(getattr(self, name)) for name in names}
+        if self.experts:
+            found |= {"expert": self.experts, "expert_mlp": self.expert_width}
+            found |= {"shared_mlp": self.shared_mlp} if self.shared_mlp else {}
+        return found
+
     def problems(self) -> list[str]:
         """What cannot be, with value, rule and remedy."""
-        turned, found = int(self.head_dim * self.rope_share), []
+        turned, found = int(self.head_dim * self.rope_share), self.expert_problems()
         if self.kv_heads > 0 and self.heads % self.kv_heads:
             found.append(
                 f"kv_heads={self.kv_heads} does not divide heads={self.heads}. Each kv head "
@@ -189,6 +267,24 @@ GEMMA2 = {"norm_shift": 1.0, "norms": "both", "activation": "geglu", "embed_scal
 }
 
 
+_MOE_TINY = {"experts": 8, "balance": 0.01}
+_MIXTRAL = {"experts": 8, "kv_heads": 8, "vocab": 32000, "max_seq": 32768, "balance": 0.02} | {
+    "rope_theta": 1000000.0
+}
+_QWEN3_MOE = {"kv_heads": 4, "experts": 128, "experts_top": 8, "expert_mlp": 768} | {
+    "balance": 0.001
+}
+_DEEPSEEK = {"experts": 64, "experts_top": 6, "expert_mlp": 1408, "shared_mlp": 2816} | {
+    "moe_first": 1,
+    "router_norm": False,
+    "balance": 0.001,
+    "vocab": 102400,
+    "max_seq": 4096,
+    "norm_eps": 1e-6,
+}
+_TED = {"experts": 16, "experts_top": 1, "moe_every": 2, "router_norm": False, "balance": 0.01}
+
+
 def _size(layers: int, embed: int, heads: int, mlp: int, **rest: object) -> DecoderConfig:
     shape = {"layers": layers, "embed": embed, "heads": heads, "mlp": mlp}
     return DecoderConfig(**{"kv_heads": heads, "head_dim": embed // heads, **shape, **rest})  # type: ignore[arg-type]
@@ -203,4 +299,9 @@ SIZES: dict[str, DecoderConfig] = {
     "llama3-405b": _size(126, 16384, 128, 53248, rope_scale=8.0, **_LLAMA3),
     "qwen3-0.6b": _size(28, 1024, 16, 3072, tied=True, **_QWEN3),
     "qwen3-8b": _size(36, 4096, 32, 12288, **_QWEN3),
+    "moe-tiny": _size(4, 192, 8, 256, kv_heads=2, vocab=4096, **_MOE_TINY),
+    "mixtral-8x7b": _size(32, 4096, 32, 14336, **_MIXTRAL),
+    "qwen3-30b-a3b": _size(48, 2048, 32, 6144, **(_QWEN3 | _QWEN3_MOE)),
+    "deepseek-moe-16b": _size(28, 2048, 16, 10944, **_DEEPSEEK),
+    "ted-6.7b-16e": _size(32, 4096, 32, 16384, vocab=50257, **(GPT2 | _TED)),
 }

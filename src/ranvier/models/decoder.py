@@ -13,38 +13,16 @@ Shapes: b samples, s tokens, d embed, h heads, g kv heads, k head dim, f mlp, v 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ranvier.models.config import GATES, DecoderConfig
+from ranvier.models.config import DecoderConfig
 from ranvier.models.documents import Documents, causal, inside, kernel_takes, several, spans
+from ranvier.models.experts import Experts
+from ranvier.models.mlp import GATED, Gated, Siblings, Ungated, adapted
 from ranvier.models.rotary import Rotary, rotate
-
-_TANH = partial(F.gelu, approximate="tanh")
-GATED: dict[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": F.silu,
-    "geglu": _TANH,
-    "geglu_exact": F.gelu,
-    "reglu": F.relu,
-}
-assert set(GATED) == set(GATES), GATED
-UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": _TANH,
-    "gelu_exact": F.gelu,
-    "relu": F.relu,
-}
-
-
-class Siblings(nn.ModuleDict):
-    """Layers that read the same value, and their outputs in order."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Apply each to x."""
-        return tuple(layer(x) for layer in self.values())
 
 
 class Head(nn.Linear):
@@ -188,52 +166,6 @@ class Attention(nn.Module):
         return out
 
 
-class Gated(nn.Module):
-    """down(f(gate(x)) · up(x))."""
-
-    dims = {"enter.gate": ("mlp", "embed"), "enter.up": ("mlp", "embed"), "down": ("embed", "mlp")}
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        d, f, bias = config.embed, config.mlp, config.has_bias("mlp")
-        self.enter = Siblings(
-            {"gate": nn.Linear(d, f, bias=bias), "up": nn.Linear(d, f, bias=bias)}
-        )
-        self.down = nn.Linear(f, d, bias=bias)
-        self.function = GATED[config.activation]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x, y: `[b, s, d]`."""
-        gate, up = adapted(self, "enter", x)  # (b, s, f)
-        out: Tensor = adapted(self, "down", self.function(gate) * up)
-        return out
-
-
-class Ungated(nn.Module):
-    """down(f(up(x)))."""
-
-    dims = {"up": ("mlp", "embed"), "down": ("embed", "mlp")}
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        bias = config.has_bias("mlp")
-        self.up = nn.Linear(config.embed, config.mlp, bias=bias)
-        self.down = nn.Linear(config.mlp, config.embed, bias=bias)
-        self.function = UNGATED[config.activation]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x, y: `[b, s, d]`."""
-        out: Tensor = adapted(self, "down", self.function(adapted(self, "up", x)))
-        return out
-
-
-def adapted(module: nn.Module, name: str, x: Tensor) -> Any:
-    """What a layer of a module makes of x, with what an adapter beside it adds, if there is one."""
-    layer, adapters = getattr(module, name), getattr(module, "adapters", None)
-    y = layer(x)
-    return y if adapters is None or name not in adapters else adapters[name](x, y, layer)
-
-
 def rms_norm(config: DecoderConfig, size: int) -> nn.Module:
     """An RMSNorm over so many elements."""
     if config.norm_shift != 0.0:
@@ -251,7 +183,7 @@ def norm(config: DecoderConfig) -> nn.Module:
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); or what they give is normalised."""
 
-    dims = {
+    dims: dict[str, tuple[str, ...]] = {
         "norm1": ("embed",),
         "after1": ("embed",),
         "dropout1": ("embed",),
@@ -267,7 +199,11 @@ class Block(nn.Module):
         self.attention = Attention(config, layer)
         self.after1 = norm(config) if after else nn.Identity()
         self.norm2 = norm(config) if before else nn.Identity()
-        self.mlp = (Gated if config.activation in GATED else Ungated)(config)
+        if config.has_experts(layer):
+            self.mlp: nn.Module = Experts(config)
+            self.dims = self.dims | {"mlp": ("expert", "mlp", "embed")}
+        else:
+            self.mlp = (Gated if config.activation in GATED else Ungated)(config)
         self.after2 = norm(config) if after else nn.Identity()
         self.dropout1, self.dropout2 = nn.Dropout(config.dropout), nn.Dropout(config.dropout)
 
@@ -301,13 +237,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.sizes = {
-            "embed": config.embed,
-            "heads": config.heads,
-            "kv_heads": config.kv_heads,
-            "mlp": config.mlp,
-            "vocab": config.vocab,
-        }
+        self.sizes = config.units
         self.embed = nn.Embedding(config.vocab, config.embed)
         learned = config.positions == "learned"
         self.position = nn.Embedding(config.max_seq, config.embed) if learned else None
@@ -319,8 +249,18 @@ class Decoder(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
         out = config.init_std / (2 * config.layers) ** 0.5
-        self.init = {".o": out, ".down": out, "": config.init_std}
+        self.extra: Tensor | None = None
+        """What of the last loss its mixtures of experts have added."""
+        self.init: dict[str, float | tuple[float, float]] = {}
+        if config.experts:  # a parameter by its whole name: no layer has it as its weight
+            self.init[".mlp.down"] = (0.0, out)
+        self.init |= {".o": out, ".down": out, "": config.init_std}
         """Deviation of initial weights by the end of the layer's name, first match."""
+
+    @property
+    def mixtures(self) -> list[Experts]:
+        """Its layers with experts, in order; on a grid none: leaves see to their losses."""
+        return [one for one in self.modules() if isinstance(one, Experts)]
 
     @property
     def parts(self) -> list[tuple[str, ...]]:
@@ -377,5 +317,15 @@ class Decoder(nn.Module):
         if parts.stop > len(self.blocks) + 1:
             x = self.norm(x)
             x = self.head(x, targets) if scored else x
+            x = x if targets is None or not scored else self._with_extra(x)
         assert x is not None
         return x
+
+    def _with_extra(self, loss: Tensor) -> Tensor:
+        """The loss and what its mixtures of experts add to it."""
+        extra = loss.new_zeros(())
+        for mixture in self.mixtures:
+            if mixture.extra is not None:
+                extra, mixture.extra = extra + mixture.extra.to(loss.dtype), None
+        self.extra = extra.detach()
+        return loss + extra if extra.requires_grad else loss

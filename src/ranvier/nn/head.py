@@ -57,7 +57,18 @@ class Head(Linear):
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """Multiply, and compare."""
         if targets is None:
+            self.site.moment.slope = None
             return self._bent(super().forward(x))
+        loss = self._scored(x, targets)
+        if loss.requires_grad and not torch.compiler.is_compiling():
+            loss.register_hook(self._told)
+        return loss
+
+    def _told(self, grad: Tensor) -> None:
+        """Layers before me that add to the loss take its factor."""
+        self.site.moment.slope = grad
+
+    def _scored(self, x: Tensor, targets: Tensor) -> Tensor:
         check_range(targets, self.site.units[self.out], self.site.name, ignore=IGNORE)
         targets = take(targets, self.columns.batch_axis, 0)  # (b/col, s)
         if self.site.moment.each:

@@ -39,6 +39,9 @@ class Moment:
     factor: Tensor | None = None
     """What the loss of this pass will be multiplied by, where the step knows it: a head that makes
     gradients in forward scales them at once and trusts it."""
+    slope: Tensor | None = None
+    """What the loss of the pass that runs backward is multiplied by; losses of other layers share
+    it."""
     each: bool = False
     """A head with targets tells of each token what its target is worth, not the sum of all."""
     later: list[Callable[[], None]] | None = None

@@ -47,6 +47,8 @@ KEPT = frozenset(
         "aten::_efficient_attention_forward",
         "aten::_cudnn_attention_forward",
         "torch_attn::_varlen_attn",
+        "ranvier::grouped",
+        "ranvier::mixture",
     }
 )
 """Operations whose results a selective block keeps, by name: not every torch has all of them."""

@@ -15,6 +15,7 @@ from ranvier.comm.bucket import Weight
 from ranvier.comm.deferred import Deferred
 from ranvier.comm.home import Homes, resting
 from ranvier.nn.dropout import Dropout
+from ranvier.nn.experts import Experts
 from ranvier.nn.leaf import Leaf
 from ranvier.nn.siblings import Siblings
 
@@ -65,6 +66,8 @@ def fill_values(
             leaf.pack()
         elif isinstance(leaf, Dropout):
             leaf.stream = leaf.stream.to(where)
+        elif isinstance(leaf, Experts):
+            leaf.settle(where)
 
 
 def _initial(

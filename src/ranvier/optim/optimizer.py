@@ -151,6 +151,8 @@ class Optimizer:
         self._update(grads, now)
         self._given = {}
         self.updates += good
+        if self.queue.stepped is not None:
+            self.queue.stepped(good)
         if self.scale is not None:
             self.scale.update(self.finite)
         self._publish()

@@ -28,7 +28,6 @@ from ranvier.pipeline.messages import BACKWARD, FINAL, FORWARD, INSIDE
 from ranvier.pipeline.policy import Job, Kind, Policy, Progress, Shape
 from ranvier.pipeline.vocabulary import Vocabulary
 
-"""Axes along which the ranks of a stage communicate in its jobs."""
 AHEAD = 3
 """Messages that evaluation may have under way to a stage, and waiting there."""
 SHORT = 1e-4
@@ -390,6 +389,7 @@ class Step:
             more = {"scored": False}
         moment.leave = self.plain and stage.count == 1
         moment.factor = self.factor if final and self.plain else None
+        moment.slope = self.factor
         try:
             y = stage.run(x, stage.chunks[job.chunk], **micro.inputs, **more)
         finally:
@@ -418,7 +418,7 @@ class Step:
             dy = self.factor
         else:
             dy = self.vocabulary.gradient(job.micro)
-        at.moment.later = [] if self.shape.split else None
+        at.moment.later, at.moment.slope = [] if self.shape.split else None, self.factor
         try:
             if isinstance(kept.edge, Tensor):
                 kept.edge.backward(dy.to(kept.edge.dtype))

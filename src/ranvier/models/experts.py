@@ -1,0 +1,197 @@
+"""A mixture of experts: a router sends each token to a few of many MLPs; plain PyTorch.
+
+    p = softmax(x Wᵀ) or sigmoid(x Wᵀ)       scores, in fp32 (float64 stays)
+    experts = top k of p + bias              the bias chooses, it does not weight
+    y = Σ_k w_k · expert_k(x) + shared(x)    w: scores of the chosen, divided by their sum
+
+All that balances the experts is defined for one sequence (or, the bias, for a whole step), so it
+depends neither on the grid nor on micro-batches. With f_e the share of the choices of a sequence of
+s tokens that fell on expert e and P_e its mean score,
+
+    extra = s · (balance · E · Σ_e f_e P_e + router_z · mean_t logsumexp(logits_t)²)
+
+summed over sequences, is added to the loss, which is a sum over tokens.
+
+Shapes: b sequences, s tokens, t = b·s, d embed, E experts, k of them a token, f their mlp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ranvier.models.config import GATES, DecoderConfig
+from ranvier.models.mlp import GATED, UNGATED, Gated, Ungated
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Where tokens go."""
+
+    scores: Tensor
+    """`[t, E]`."""
+    weights: Tensor
+    """Of what the chosen experts give, `[t, k]`."""
+    experts: Tensor
+    """The chosen, `[t, k]`."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """How logits become routes; the same on one device and on a grid."""
+
+    experts: int
+    top: int
+    kind: str = "softmax"
+    norm: bool = True
+    scale: float = 1.0
+    capacity: float = 0.0
+    balance: float = 0.0
+    z: float = 0.0
+    jitter: float = 0.0
+    bias: float = 0.0
+
+    @classmethod
+    def of(cls, config: DecoderConfig) -> Router:
+        """That of a model."""
+        return cls(
+            config.experts,
+            config.experts_top,
+            config.router,
+            config.router_norm,
+            config.router_scale,
+            config.capacity,
+            config.balance,
+            config.router_z,
+            config.router_jitter,
+            config.router_bias,
+        )
+
+    @property
+    def losses(self) -> bool:
+        """Whether it adds to the loss."""
+        return self.balance > 0.0 or self.z > 0.0
+
+    def slots(self, seq: int) -> int:
+        """Tokens of a sequence that an expert takes at most."""
+        if self.capacity == 0.0:
+            return seq
+        return min(math.ceil(self.capacity * seq * self.top / self.experts), seq)
+
+    def route(self, logits: Tensor, bias: Tensor | None = None) -> Routes:
+        """logits: `[t, E]`, wide; bias: `[E]`."""
+        scores = logits.softmax(-1) if self.kind == "softmax" else logits.sigmoid()
+        wanted = scores.detach() if bias is None else scores.detach() + bias.to(scores.dtype)
+        experts = wanted.topk(self.top, dim=-1).indices  # (t, k)
+        weights = scores.gather(1, experts)
+        if self.norm:
+            floor = torch.finfo(weights.dtype).tiny  # sigmoids may all be 0
+            weights = weights / weights.sum(1, keepdim=True).clamp(min=floor)
+        return Routes(scores, weights * self.scale if self.scale != 1.0 else weights, experts)
+
+    def counts(self, routes: Routes, sequences: int) -> Tensor:
+        """Choices of each expert in each sequence (or the part of it that is here): `[b, E]`."""
+        chosen = routes.experts.new_zeros(sequences, self.experts)
+        flat = routes.experts.view(sequences, -1)
+        return chosen.scatter_add_(1, flat, torch.ones_like(flat))
+
+    def kept(self, routes: Routes, sequences: int, seq: int, before: Tensor | None) -> Tensor:
+        """Which choices find a slot, `[t, k]`: the first in the order of the sequence.
+
+        seq: tokens of whole sequences; before: choices of earlier parts of them, `[b, E]`.
+        """
+        hot = F.one_hot(routes.experts.view(sequences, -1), self.experts)  # (b, s·k, E)
+        place = hot.cumsum(1) if before is None else hot.cumsum(1) + before.unsqueeze(1)
+        mine = place.gather(2, routes.experts.view(sequences, -1, 1)).view_as(routes.experts)
+        return mine <= self.slots(seq)
+
+    def extra(self, logits: Tensor, routes: Routes, counts: Tensor, seq: int) -> Tensor:
+        """What is added to the loss for these tokens: a sum over them.
+
+        counts: choices of whole sequences, `[b, E]`; logits: of the tokens here, `[t, E]`.
+        """
+        shares = counts.to(logits.dtype) / (seq * self.top)  # (b, E)
+        scores = routes.scores
+        if self.kind == "sigmoid":
+            scores = scores / scores.sum(1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+        sums = scores.view(len(counts), -1, self.experts).sum(1)  # (b, E)
+        found = self.balance * self.experts * (shares * sums).sum()
+        return found + self.z * logits.logsumexp(-1).square().sum() if self.z > 0.0 else found
+
+
+class Experts(nn.Module):
+    """y = Σ_k w_k · down_k(f(gate_k x) · up_k x) + shared(x); without gates down_k(f(up_k x))."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        d, f, e = config.embed, config.expert_width, config.experts
+        self.rule, self.gated = Router.of(config), config.activation in GATES
+        self.activation = config.activation
+        self.function: Callable[[Tensor], Tensor] = {**GATED, **UNGATED}[config.activation]
+        self.router = nn.Linear(d, e, bias=False)
+        self.gate = nn.Parameter(torch.empty(e, f, d)) if self.gated else None
+        self.up = nn.Parameter(torch.empty(e, f, d))
+        self.down = nn.Parameter(torch.empty(e, d, f))
+        for weight in (self.gate, self.up, self.down):
+            if weight is not None:  # as nn.Linear begins
+                nn.init.uniform_(weight, -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5)
+        made = Gated if self.gated else Ungated
+        self.shared = made(replace(config, mlp=config.shared_mlp)) if config.shared_mlp else None
+        self.bias: Tensor | None
+        self.register_buffer("bias", torch.zeros(e) if config.router_bias > 0.0 else None)
+        self.extra: Tensor | None = None
+        """What the last forward pass adds to the loss; whoever adds it takes it away."""
+        self.loads: Tensor | None = None
+        """Choices of each expert since the last step, `[E]`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x, y: `[b, s, d]`."""
+        rule, (b, s, d) = self.rule, x.shape
+        flat, wide = x.reshape(-1, d), torch.promote_types(x.dtype, torch.float32)
+        logits = F.linear(flat.to(wide), self.router.weight.to(wide))  # (t, E)
+        if self.training and rule.jitter > 0.0:
+            logits = logits * (1.0 + rule.jitter * (2.0 * torch.rand_like(logits) - 1.0))
+        routes = rule.route(logits, self.bias)
+        counts = rule.counts(routes, b)  # (b, E)
+        kept = torch.ones_like(routes.experts, dtype=torch.bool)
+        if rule.capacity > 0.0:
+            kept = rule.kept(routes, b, s, None)
+        self.extra = rule.extra(logits, routes, counts, s) if self._adds else None
+        if self.training and self.bias is not None:
+            found = counts.sum(0)
+            self.loads = found if self.loads is None else self.loads + found
+        y = torch.zeros_like(flat, dtype=wide)  # (t, d)
+        for e in range(rule.experts):
+            token, slot = torch.nonzero((routes.experts == e) & kept, as_tuple=True)
+            out = self._expert(e, flat[token])
+            y = y.index_add(0, token, out.to(wide) * routes.weights[token, slot].unsqueeze(1))
+        found = y.to(x.dtype).view_as(x)
+        return found if self.shared is None else found + self.shared(x)
+
+    @property
+    def _adds(self) -> bool:
+        return self.training and self.rule.losses and torch.is_grad_enabled()
+
+    def _expert(self, e: int, x: Tensor) -> Tensor:
+        up = F.linear(x, self.up[e])  # (n, f)
+        if self.gate is None:
+            return F.linear(self.function(up), self.down[e])
+        return F.linear(self.function(F.linear(x, self.gate[e])) * up, self.down[e])
+
+    @torch.no_grad()
+    def move_bias(self) -> None:
+        """After a step: experts that got fewer tokens than the mean are chosen more readily."""
+        if self.bias is not None and self.loads is not None:
+            self.bias.copy_(moved(self.bias, self.loads, self.rule.bias))
+            self.loads = None
+
+
+def moved(bias: Tensor, loads: Tensor, rate: float) -> Tensor:
+    """The bias after a step in which experts got these numbers of tokens: `[E]` each."""
+    wide = loads.to(torch.float64)
+    return bias + rate * (wide.mean() - wide).sign().to(bias.dtype)

@@ -1,0 +1,83 @@
+"""The MLP of a block, gated or not, and layers that read the same value.
+
+Shapes: b samples, s tokens, d embed, f mlp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ranvier.models.config import GATES, DecoderConfig
+
+_TANH = partial(F.gelu, approximate="tanh")
+GATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": _TANH,
+    "geglu_exact": F.gelu,
+    "reglu": F.relu,
+}
+assert set(GATED) == set(GATES), GATED
+UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": _TANH,
+    "gelu_exact": F.gelu,
+    "relu": F.relu,
+}
+
+
+class Siblings(nn.ModuleDict):
+    """Layers that read the same value, and their outputs in order."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Apply each to x."""
+        return tuple(layer(x) for layer in self.values())
+
+
+class Gated(nn.Module):
+    """down(f(gate(x)) · up(x))."""
+
+    dims = {"enter.gate": ("mlp", "embed"), "enter.up": ("mlp", "embed"), "down": ("embed", "mlp")}
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        d, f, bias = config.embed, config.mlp, config.has_bias("mlp")
+        self.enter = Siblings(
+            {"gate": nn.Linear(d, f, bias=bias), "up": nn.Linear(d, f, bias=bias)}
+        )
+        self.down = nn.Linear(f, d, bias=bias)
+        self.function = GATED[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x, y: `[b, s, d]`."""
+        gate, up = adapted(self, "enter", x)  # (b, s, f)
+        out: Tensor = adapted(self, "down", self.function(gate) * up)
+        return out
+
+
+class Ungated(nn.Module):
+    """down(f(up(x)))."""
+
+    dims = {"up": ("mlp", "embed"), "down": ("embed", "mlp")}
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        bias = config.has_bias("mlp")
+        self.up = nn.Linear(config.embed, config.mlp, bias=bias)
+        self.down = nn.Linear(config.mlp, config.embed, bias=bias)
+        self.function = UNGATED[config.activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x, y: `[b, s, d]`."""
+        out: Tensor = adapted(self, "down", self.function(adapted(self, "up", x)))
+        return out
+
+
+def adapted(module: nn.Module, name: str, x: Tensor) -> Any:
+    """What a layer of a module makes of x, with what an adapter beside it adds, if there is one."""
+    layer, adapters = getattr(module, name), getattr(module, "adapters", None)
+    y = layer(x)
+    return y if adapters is None or name not in adapters else adapters[name](x, y, layer)

@@ -1,0 +1,393 @@
+"""Experts on the grid: tokens travel to their experts over `expert`, features stay on col.
+
+The residual stream is `[b, s/row, d/col]`, weights `[E/expert, f/row, d/col]`. Each choice of a
+token (it makes k of them) is one row of d/col features, and lies on one rank of every group:
+
+    logits          x · Wᵀ of my features, summed over col, in fp32: all ranks of col route alike
+    counts          choices of each sequence and expert, from all ranks of (expert, row)
+    dispatch        rows by expert -all-to-all over expert-> -gather over row->  [T, d/col]
+    up, gate        grouped products, -scatter features over col->               [T, f/(row·col)]
+    down            -gather features over col-> grouped product (partial over row)
+    combine         -scatter over row-> -all-to-all over expert-> weighted sum
+
+So the all-to-all carries no token twice: its bytes fall with row·col (DeepSpeed-TED, Singh et al.
+2023, drops such duplicates; here there are none). Rows of a group are padded to its largest number.
+With expert = 1 all sizes are known beforehand and the host waits for nothing; else it waits once,
+for the counts, behind the shared expert.
+
+What balances experts is not part of the loss that the head gives: its gradient joins in backward,
+with the factor that the loss has there. Loads are noted in backward, too: once, however often
+forward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ranvier import init
+from ranvier.comm import verbs
+from ranvier.comm.bucket import Weight
+from ranvier.comm.pairs import gather, share, sum_scatter, swap, total
+from ranvier.errors import DataError
+from ranvier.layers import Mixture
+from ranvier.nn.grouped import grouped, product, product_weight
+from ranvier.nn.leaf import Leaf, Moment, Site, applied, place
+from ranvier.nn.permute import Order, arrange, permute, unpermute
+from ranvier.sharding import Dim
+
+NOTES = ("drops", "entropy", "extra", "tokens")
+"""What is noted of a layer besides the load of each expert."""
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """How rows travel between the ranks of expert and row."""
+
+    send: list[int]
+    """Rows to each rank of expert; empty: nothing is sent."""
+    receive: list[int]
+    rows: int
+    """Of each rank of row, padded."""
+    order: Order | None
+    """Of the gathered rows by my experts; None: as they lie."""
+    ends: Tensor
+    """Where the rows of each of my experts end."""
+
+
+class Experts(Leaf):
+    """y = Σ_k w_k · expert_k(x) + shared(x). x, y: `[b, s/row, d/col]`.
+
+    Communicates: all-reduce of logits over col, all-gather of counts over (expert, row), then
+    all-to-all over expert, all-gather over row, reduce-scatter and all-gather over col,
+    reduce-scatter over row, all-to-all over expert; backward: the duals in reverse.
+    """
+
+    gate: torch.nn.Parameter | None
+    up: torch.nn.Parameter
+    down: torch.nn.Parameter
+    bias: Tensor | None
+
+    def __init__(self, site: Site, serial: Any, dims: Sequence[Dim]) -> None:
+        super().__init__(site)
+        self.rule, self.function, self.gated = serial.rule, serial.function, serial.gated
+        expert, mlp, embed = dims
+        self.router, beside = torch.nn.Module(), site.at(f"{site.name}.router")
+        self.handles["router"] = place(
+            self.router, "weight", serial.router.weight, ("choice", embed), beside, std=0.02
+        )
+        self.place("gate", serial.gate, (expert, mlp, embed), std=0.02)
+        self.place("up", serial.up, (expert, mlp, embed), std=0.02)
+        self.place("down", serial.down, (expert, embed, mlp), std=0.02)
+        self.width = serial.up.shape[1]
+        self.shared = serial.shared
+        self.expert, self.row, self.col = (site.axis(name) for name in ("expert", "row", "col"))
+        self.peers = site.axis("expert", "row")
+        self.mine = self.rule.experts // self.expert.size
+        """Experts on this rank."""
+        self.duplicated = False
+        """Send each token from every rank of row and col, as ranks that hold the same tokens
+        would: for comparison."""
+        bias = None if serial.bias is None else torch.zeros(self.rule.experts)
+        if bias is not None and not serial.bias.is_meta:
+            bias = serial.bias.detach().clone()
+        self.register_buffer("bias", None if bias is None else bias.to(site.queue.dtype))
+        self.tally = torch.zeros(self.rule.experts + len(NOTES), dtype=torch.float64)
+        """Loads and NOTES of my tokens since the last step."""
+        self.stream = torch.tensor(init.key(site.moment.seed, "jitter", site.name))
+
+    def settle(self, device: torch.device | str) -> None:
+        """Have what is no weight where the weights are."""
+        self.stream, self.tally = self.stream.to(device), self.tally.to(device)
+        self.bias = None if self.bias is None else self.bias.to(device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Route, send, compute, return."""
+        with self.here():
+            logits, routes = self._routed(x)
+            counts = self.rule.counts(routes, len(x))
+            pending = verbs.all_gather(counts.int().unsqueeze(0), self.peers)
+            table = pending.wait().unflatten(0, (self.expert.size, -1))  # (expert, row, b, E)
+            host = _fetched(table) if self.expert.size > 1 else None
+        beside = None if self.shared is None else self.shared(x)
+        with self.here():
+            kept = self._kept(routes, table, x)
+            order = arrange(routes.experts, self.rule.experts, kept)
+            lanes = self._lanes(order, table, None if host is None else self._once(host), x)
+            rows = self._sent(permute(x.flatten(0, 1), order), lanes)
+            y = self._returned(self._multiplied(rows, lanes), lanes, order)
+            weights = share(routes.weights, self.col)  # they meet my features only
+            y = unpermute(y, order, weights).view(x.shape)
+            y = self._noted(y, logits, routes, table, kept)
+        return y if beside is None else y + beside
+
+    # ---- routes -------------------------------------------------------------------------
+
+    def _routed(self, x: Tensor) -> tuple[Tensor, Any]:
+        """Logits `[t, E]` and where tokens go, the same on all ranks of col."""
+        weight = self._matrix("router", self.router.weight)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        part = F.linear(x.flatten(0, 1).to(wide), weight.to(wide))  # (t, E)
+        logits = total(part, self.col)
+        if self.training and self.rule.jitter > 0.0:
+            logits = logits * (1.0 + self.rule.jitter * self._noise(x))
+        return logits, self.rule.route(logits, self.bias)
+
+    def _matrix(self, name: str, param: Any) -> Tensor:
+        """A weight gathered over depth, in autograd."""
+        handle = self.handles[name]
+        if torch.compiler.is_compiling() and not handle.split:
+            return param  # type: ignore[no-any-return]
+        if not self.site.fast or torch.compiler.is_compiling():
+            return handle.gathered()
+        whole: Tensor = applied(_Whole, param, handle, self.site.moment)
+        return whole
+
+    def _noise(self, x: Tensor) -> Tensor:
+        """Numbers in (-1, 1) that depend on sample, token and expert only: `[t, E]`."""
+        samples = self.site.moment.samples
+        if samples is None:
+            raise DataError(
+                f"{self.site.name} shakes its logits (router_jitter={self.rule.jitter}) but does "
+                "not know which samples it works on. Set `moment.samples` before each forward."
+            )
+        tokens = torch.arange(x.shape[1], device=x.device) + self.row.index * x.shape[1]
+        experts = torch.arange(self.rule.experts, device=x.device)
+        bits = self.stream.to(x.device)
+        for counter in (samples.to(x.device).view(-1, 1, 1), tokens.view(-1, 1), experts):
+            bits = init.scramble(bits ^ counter)
+        return (init.uniform(bits).double() / 2**31 - 1.0).flatten(0, 1).to(x.dtype)
+
+    def _kept(self, routes: Any, table: Tensor, x: Tensor) -> Tensor | None:
+        """Which choices find a slot, `[t, k]`; None: all."""
+        if self.rule.capacity == 0.0:
+            return None
+        before = table[self.expert.index, : self.row.index].sum(0)  # (b, E)
+        kept: Tensor = self.rule.kept(routes, len(x), x.shape[1] * self.row.size, before)
+        return kept
+
+    def _taken(self, table: Tensor, seq: int) -> Tensor:
+        """Choices of each rank that found a slot: `[expert, row, E]`."""
+        if self.rule.capacity > 0.0:
+            through = table.cumsum(1).clamp(max=self.rule.slots(seq))
+            zero = torch.zeros_like(through[:, :1])
+            table = through.diff(dim=1, prepend=zero)
+        return table.sum(2)
+
+    # ---- dispatch and combine -----------------------------------------------------------
+
+    def _once(self, host: Callable[[], list[Any]]) -> list[Any]:
+        """What the host knows; a block that runs again keeps it with its collectives."""
+        results = self.site.grid.trace.results
+        return host() if results is None else results.once(host)
+
+    def _lanes(self, order: Order, table: Tensor, known: list[Any] | None, x: Tensor) -> Lanes:
+        """Who sends how much to whom, and how it lies there."""
+        rows, mine = order.choices.numel(), self.mine
+        if self.peers.size == 1:
+            return Lanes([], [], rows, None, order.ends)
+        seq, send, receive = x.shape[1] * self.row.size, list[int](), list[int]()
+        if known is not None:
+            all_ = self._taken(torch.tensor(known), seq).unflatten(2, (-1, mine)).sum(3)
+            send = all_[self.expert.index, self.row.index].tolist()
+            receive = all_[:, self.row.index, self.expert.index].tolist()
+            rows = max(int(all_[:, :, self.expert.index].sum(0).max()), 1)
+        first = self.expert.index * mine
+        taken = self._taken(table, seq)[:, :, first : first + mine]  # (expert, row, E/expert)
+        here = taken.transpose(0, 1).flatten(1)  # (row, expert · E/expert)
+        filled = torch.cat([here, rows - here.sum(1, keepdim=True)], 1)
+        ids = torch.arange(mine, device=x.device).repeat(self.expert.size)
+        ids = F.pad(ids, (0, 1), value=mine).repeat(self.row.size)
+        each = ids.repeat_interleave(filled.flatten(), output_size=rows * self.row.size)
+        kept = (each < mine).unsqueeze(1)
+        order = arrange(each.clamp(max=mine - 1).unsqueeze(1), mine, kept)
+        return Lanes(send, receive, rows, order, order.ends)
+
+    def _sent(self, rows: Tensor, lanes: Lanes) -> Tensor:
+        """Rows of my experts, expert by expert: `[T, d/col]`."""
+        if lanes.order is None:
+            return rows
+        if self.expert.size > 1:
+            rows = self._swapped(rows[: sum(lanes.send)], lanes.send, lanes.receive)
+            rows = F.pad(rows, (0, 0, 0, lanes.rows - len(rows)))
+        return permute(gather(rows, self.row, 0), lanes.order)
+
+    def _returned(self, rows: Tensor, lanes: Lanes, order: Order) -> Tensor:
+        """Results of my choices, in their order: `[t·k, d/col]`."""
+        if lanes.order is None:
+            return rows
+        rows = sum_scatter(unpermute(rows, lanes.order), self.row, 0)
+        if self.expert.size > 1:
+            rows = self._swapped(rows[: sum(lanes.receive)], lanes.receive, lanes.send)
+            rows = F.pad(rows, (0, 0, 0, order.choices.numel() - len(rows)))
+        return rows
+
+    def _swapped(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        if not self.duplicated:
+            return swap(rows, self.expert, send, receive)
+        wide = rows.repeat(1, self.row.size * self.col.size)
+        return swap(wide, self.expert, send, receive)[:, : rows.shape[1]]
+
+    # ---- products -----------------------------------------------------------------------
+
+    def _multiplied(self, rows: Tensor, lanes: Lanes) -> Tensor:
+        """What my experts make of their rows, a partial sum over row: `[T, d/col]`."""
+        into = [("gate", self.gate), ("up", self.up)] if self.gated else [("up", self.up)]
+        parts = [self._product(rows, name, param, lanes.ends) for name, param in into]
+        if self.col.size > 1:
+            stacked = sum_scatter(torch.stack(parts, 1), self.col, 2)  # (T, 2, f/(row·col))
+            parts = list(stacked.unbind(1))
+        h = self.function(parts[0])
+        h = h * parts[1] if self.gated else h
+        return self._product(gather(h, self.col, 1), "down", self.down, lanes.ends)
+
+    def _product(self, x: Tensor, name: str, param: Any, ends: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or not self.site.fast:
+            return grouped(x, self._matrix(name, param), ends)
+        y: Tensor = applied(_Grouped, x, param, self.handles[name], self.site.moment, ends)
+        return y
+
+    # ---- balance ------------------------------------------------------------------------
+
+    def _noted(
+        self, y: Tensor, logits: Tensor, routes: Any, table: Tensor, kept: Tensor | None
+    ) -> Tensor:
+        """y, behind which backward notes loads and adds the gradient of the extra losses."""
+        if not (self.training and torch.is_grad_enabled() and y.requires_grad):
+            return y
+        seq = logits.shape[0] // table.shape[2] * self.row.size
+        extra = logits.new_zeros(())
+        if self.rule.losses:
+            counts = table[self.expert.index].sum(0)  # (b, E)
+            extra = self.rule.extra(logits, routes, counts, seq)
+        with torch.no_grad():
+            notes = self._notes(logits, routes, table, kept, extra)
+        if torch.compiler.is_compiling():
+            self.tally.add_(notes)
+            slope = self.site.moment.slope
+            return y if slope is None else applied(_Beside, y, extra, slope)  # type: ignore[no-any-return]
+        out: Tensor = applied(_Noted, y, extra, notes, self)
+        return out
+
+    def _notes(
+        self, logits: Tensor, routes: Any, table: Tensor, kept: Tensor | None, extra: Tensor
+    ) -> Tensor:
+        """Loads of my tokens and NOTES of them."""
+        mine = table[self.expert.index, self.row.index].sum(0)  # (E,)
+        p = routes.scores / routes.scores.sum(1, keepdim=True).clamp(min=1e-30)
+        entropy = -torch.special.xlogy(p, p).sum()
+        drops = torch.zeros_like(entropy) if kept is None else (~kept).sum()
+        tokens = torch.full_like(entropy, logits.shape[0])
+        notes = torch.stack([x.double() for x in (drops, entropy, extra, tokens)])
+        return torch.cat([mine.double(), notes])
+
+    @property
+    def layer(self) -> Mixture:
+        """Balanced: each expert gets as many rows as the others."""
+        rule = self.rule
+        sizes = (rule.experts, rule.top, self.width, 3 if self.gated else 2)
+        return Mixture(self.site.name, self.site.ground, *sizes)
+
+
+def _fetched(table: Tensor) -> Callable[[], list[Any]]:
+    """The table for the host, under way; called when it is needed."""
+    if table.device.type != "cuda":
+        return table.tolist  # type: ignore[no-any-return]
+    host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+    host.copy_(table, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def wait() -> list[Any]:
+        event.synchronize()
+        return host.tolist()  # type: ignore[no-any-return]
+
+    return wait
+
+
+class _Whole(torch.autograd.Function):
+    """A weight gathered over depth with its bucket; its gradient is delivered, not returned."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, weight: Weight, moment: Moment) -> Tensor:
+        ctx.weight, ctx.moment = weight, moment
+        return weight.whole().view_as(weight.whole())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        ctx.moment.do(partial(ctx.weight.deliver, grad))
+        return None, None, None
+
+
+class _Grouped(torch.autograd.Function):
+    """y = x_e W_eᵀ of gathered weights; their gradient is delivered, not returned."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, param: Tensor, weight: Weight, moment: Moment, ends: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(x, ends)
+        ctx.weight, ctx.moment = weight, moment
+        y: Tensor = product(x, weight.whole(), ends, False)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, ends = ctx.saved_tensors
+        dx = product(dy, ctx.weight.whole(), ends, True) if ctx.needs_input_grad[0] else None
+        if ctx.weight.trainable:
+            ctx.moment.do(partial(_deliver, ctx.weight, dy, x, ends))
+        return dx, None, None, None, None
+
+
+def _deliver(weight: Weight, dy: Tensor, x: Tensor, ends: Tensor) -> None:
+    """The gradient of a weight. Communicates: reduce-scatter over depth, by bucket, later."""
+    weight.deliver(product_weight(dy, x, ends))
+
+
+class _Noted(torch.autograd.Function):
+    """y; backward notes loads and gives the extra losses the factor that the loss has."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, extra: Tensor, notes: Tensor, leaf: Experts) -> Tensor:
+        ctx.notes, ctx.leaf, ctx.dtype = notes, leaf, extra.dtype
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        leaf = ctx.leaf
+        leaf.tally.add_(ctx.notes)
+        if not ctx.needs_input_grad[1]:
+            return dy, None, None, None
+        slope = leaf.site.moment.slope
+        if slope is None:
+            raise DataError(
+                f"{leaf.site.name} adds balance={leaf.rule.balance} and router_z={leaf.rule.z} to "
+                "a loss that the model did not compute, so it does not know its factor. Give the "
+                "model targets, or set both to 0."
+            )
+        return dy, slope.to(ctx.dtype), None, None
+
+
+class _Beside(torch.autograd.Function):
+    """y; backward gives the extra losses a factor that is known."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, extra: Tensor, slope: Tensor) -> Tensor:
+        ctx.save_for_backward(slope.to(extra.dtype))
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        (slope,) = ctx.saved_tensors
+        return dy, slope, None
