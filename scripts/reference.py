@@ -182,7 +182,7 @@ def _toml(value: Any) -> str:
 
 def sizes() -> Iterator[str]:
     """The named sizes of the model."""
-    keys = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "vocab", "tied")
+    keys = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "vocab", "tied")
     rows = [[f"`{name}`", *(_toml(getattr(SIZES[name], key)) for key in keys)] for name in SIZES]
     yield from ("", "The defaults above are those of `tiny`. The named sizes:", "")
     yield from table(("size", *keys), rows)

@@ -113,7 +113,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"original_max_position_embeddings": 8, "rope_parameters": LONG}
         | {"tie_word_embeddings": True},
     ),
-    "mixtral": ("mixtral", BASE | {"num_local_experts": 4}),
+    "mixtral": ("mixtral", BASE | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral tied, window": (
         "mixtral",
         BASE

@@ -35,6 +35,7 @@ from ranvier.models.family import UnknownError
 from ranvier.train.exchange import exported, imported
 
 CUBE = {"depth": 2, "row": 2, "col": 2}
+MANY = {"expert": 2, "row": 2, "col": 2}
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +79,8 @@ def compare(models: dict[str, Path], wanted: dict[str, Any], results: list[Any])
 
 @pytest.mark.parametrize(
     ("degrees", "inner"),
-    [({}, "samples"), (CUBE, "samples"), ({"pipe": 2, "row": 2}, "features")],
-    ids=["one", "cube", "pipe"],
+    [({}, "samples"), (CUBE, "samples"), ({"pipe": 2, "row": 2}, "features"), (MANY, "samples")],
+    ids=["one", "cube", "pipe", "experts"],
 )
 def test_every_family_equals_transformers(
     pool: Pool,
@@ -92,6 +93,9 @@ def test_every_family_equals_transformers(
     some = models
     if degrees and not request.config.getoption("--full"):  # on grids one of each family
         some = {name: models[name] for name in {n.split()[0]: n for n in sorted(models)}.values()}
+    if "expert" in degrees:
+        some = {name: some[name] for name in some if "num_experts_per_tok" in CASES[name][1]}
+        assert len(some) >= 3
     results = pool.on_grid(degrees, on_grid, some, inner, timeout=300.0)
     assert compare(models, {name: wanted[name] for name in some}, results) == []
 

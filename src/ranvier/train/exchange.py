@@ -135,7 +135,7 @@ def run_for(model: Published, out: Path, *, tokenizer: bool) -> Run:
 
 def as_model(config: DecoderConfig) -> ModelConfig:
     """The section `model` of a run."""
-    return ModelConfig(size=IMPORTED, **asdict(config))
+    return ModelConfig(**{**asdict(config), "size": IMPORTED})
 
 
 def _kept(source: Path, here: Path) -> list[str]:
