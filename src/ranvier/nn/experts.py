@@ -40,6 +40,7 @@ from ranvier.errors import DataError
 from ranvier.layers import Mixture
 from ranvier.nn.grouped import grouped, product, product_weight
 from ranvier.nn.leaf import Leaf, Moment, Site, applied, place
+from ranvier.nn.mixture import delivered, mixture
 from ranvier.nn.permute import Order, arrange, permute, unpermute
 from ranvier.sharding import Dim
 
@@ -90,6 +91,9 @@ class Experts(Leaf):
         self.shared = serial.shared
         self.expert, self.row, self.col = (site.axis(name) for name in ("expert", "row", "col"))
         self.peers = site.axis("expert", "row")
+        self.activation = serial.activation
+        self.alone = self.peers.size == self.col.size == 1 and site.fast
+        """Whether nothing is split over ranks: then all is one operation."""
         self.mine = self.rule.experts // self.expert.size
         """Experts on this rank."""
         self.duplicated = False
@@ -120,11 +124,14 @@ class Experts(Leaf):
         with self.here():
             kept = self._kept(routes, table, x)
             order = arrange(routes.experts, self.rule.experts, kept)
-            lanes = self._lanes(order, table, None if host is None else self._once(host), x)
-            rows = self._sent(permute(x.flatten(0, 1), order), lanes)
-            y = self._returned(self._multiplied(rows, lanes), lanes, order)
-            weights = share(routes.weights, self.col)  # they meet my features only
-            y = unpermute(y, order, weights).view(x.shape)
+            if self.alone:
+                y = self._mixed(x.flatten(0, 1), routes.weights, order).view(x.shape)
+            else:
+                lanes = self._lanes(order, table, None if host is None else self._once(host), x)
+                rows = self._sent(permute(x.flatten(0, 1), order), lanes)
+                y = self._returned(self._multiplied(rows, lanes), lanes, order)
+                weights = share(routes.weights, self.col)  # they meet my features only
+                y = unpermute(y, order, weights).view(x.shape)
             y = self._noted(y, logits, routes, table, kept)
         return y if beside is None else y + beside
 
@@ -236,6 +243,17 @@ class Experts(Leaf):
         return swap(wide, self.expert, send, receive)[:, : rows.shape[1]]
 
     # ---- products -----------------------------------------------------------------------
+
+    def _mixed(self, x: Tensor, weights: Tensor, order: Order) -> Tensor:
+        """All of it in one operation, where no rank has a part of it: `[t, d]`."""
+        if torch.compiler.is_compiling():
+            gate = None if self.gate is None else self._matrix("gate", self.gate)
+            up, down = self._matrix("up", self.up), self._matrix("down", self.down)
+            return mixture(x, weights, order, gate, up, down, self.activation)
+        handles = [self.handles.get(name) for name in ("gate", "up", "down")]
+        return delivered(
+            x, weights, order, handles, [self.gate, self.up, self.down], self.activation
+        )
 
     def _multiplied(self, rows: Tensor, lanes: Lanes) -> Tensor:
         """What my experts make of their rows, a partial sum over row: `[T, d/col]`."""
