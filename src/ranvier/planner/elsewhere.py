@@ -113,7 +113,10 @@ def _stage(job: Job, layout: Layout, runtime: Runtime, setup: Setup, where: str)
     logits = 0.0
     if where == "last" or plan.pipe == 1:
         logits = setup.tokens * math.ceil(model.units["vocab"] / plan.row) / plan.col
-        logits *= runtime.logits
+        wide = runtime.split_logits if plan.row > 1 else 0
+        logits *= wide or runtime.logits
+        if runtime.sequence and plan.row > 1:  # the head's input is gathered, and its gradient
+            logits += 4 * setup.tokens * model.units["embed"]
     held_gradient = runtime.held_gradient or runtime.gradient
     gathered = 0.0
     if plan.depth > 1 and plan.gathered == "keep":  # with gradients that are not reduced yet
