@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from ranvier.checkpoint import published
+from ranvier.checkpoint import published, shards
 from ranvier.launch import free_port
 from ranvier.models import DecoderConfig
 from ranvier.models.families import family_of
@@ -69,10 +69,8 @@ def write(folder: Path, num_bytes: int, dtype: torch.dtype) -> int:
     folder.mkdir(parents=True)
     theirs = family.write(config) | {"dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(theirs))
-    listed = published.listed(
-        published.entries_of(family, config), sizes, dict.fromkeys(sizes, dtype)
-    )
-    published.write(folder, listed, lambda name: torch.randn(sizes[name]) * 0.02, most=1 << 40)
+    listed = shards.listed(published.entries_of(family, config), sizes, dict.fromkeys(sizes, dtype))
+    shards.write(folder, listed, lambda name: torch.randn(sizes[name]) * 0.02, most=1 << 40)
     return sum(one.bytes for one in listed)
 
 

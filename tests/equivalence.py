@@ -126,6 +126,16 @@ def _mixture(top: int, experts: int, *words: str) -> Callable[[], nn.Module]:
     return _deep(**changes)
 
 
+def _lopsided() -> nn.Module:
+    """All tokens go to two experts of eight: the others get none."""
+    model = _mixture(2, 8, "shared", "sigmoid")()
+    assert isinstance(model, Decoder)
+    for mixture in model.mixtures:
+        assert mixture.bias is not None
+        mixture.bias[3], mixture.bias[6] = 100.0, 50.0
+    return model
+
+
 MIXTURES: dict[str, Callable[[], nn.Module]] = {
     f"moe {top} of {experts}{''.join(f' {word}' for word in words)}": _mixture(top, experts, *words)
     for top, experts in ((1, 8), (2, 8), (8, 16))
@@ -138,7 +148,7 @@ MIXTURES: dict[str, Callable[[], nn.Module]] = {
 
 def build(name: str) -> nn.Module:
     """A model by name, ours or Hugging Face's, in float64."""
-    more = {"four": _deep(layers=4), "adapted": _adapted}
+    more = {"lopsided": _lopsided, "four": _deep(layers=4), "adapted": _adapted}
     return {**EXAMPLES, **HF_MODELS, **DEEP, **MIXTURES, **more}[name]().double()
 
 

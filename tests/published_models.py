@@ -67,6 +67,7 @@ LONG = {
     "long_factor": [1.3, 4.0],
     "factor": 8.0,
 }
+MIXED = {"num_experts": 4, "num_experts_per_tok": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", BASE),
     "llama tied, biases": (
@@ -112,6 +113,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"original_max_position_embeddings": 8, "rope_parameters": LONG}
         | {"tie_word_embeddings": True},
     ),
+    "mixtral": ("mixtral", BASE | {"num_local_experts": 4}),
+    "mixtral tied, window": (
+        "mixtral",
+        BASE
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 5, "head_dim": 12}
+        | {"tie_word_embeddings": True},
+    ),
+    "qwen3_moe": ("qwen3_moe", BASE | MIXED | {"moe_intermediate_size": 24, "head_dim": 12}),
+    "qwen3_moe mixed": (
+        "qwen3_moe",
+        BASE
+        | MIXED
+        | {"mlp_only_layers": [0], "norm_topk_prob": True, "moe_intermediate_size": 16}
+        | {"attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "olmoe": ("olmoe", BASE | MIXED),
+    "olmoe norm": ("olmoe", BASE | MIXED | {"norm_topk_prob": True, "attention_bias": True}),
     "gpt2": ("gpt2", GPT2),
     "gpt2 untied": (
         "gpt2",
@@ -132,6 +150,7 @@ def theirs(kind: str, config: Mapping[str, Any]) -> Any:
     quiet()
     torch.manual_seed(0)
     made = AutoConfig.for_model(kind, **json.loads(json.dumps(config)))
+    made._experts_implementation = "eager"  # their grouped products do not take every shape
     model = AutoModelForCausalLM.from_config(made, attn_implementation="eager")
     with torch.no_grad():
         for param in model.parameters():

@@ -26,6 +26,7 @@ from ranvier.options import (
     Prepare,
     Profile,
     Simulate,
+    Upcycle,
 )
 from ranvier.run import Run
 from ranvier.settings import nearest
@@ -41,6 +42,7 @@ usage: ranvier VERB ...
                              standard library; a RUN (its directory) is continued
   import SRC --to RUN        make a run of a published model (safetensors and config.json)
   export RUN --to DIR        write its weights as transformers and other engines read them
+  convert SRC --upcycle 8    make a run of a mixture of experts from a dense run or model
   generate RUN --prompt ...  text from the newest checkpoint of a run; --chat: an answer
   eval RUN --tasks ...       what it is worth: tasks, perplexity, programs that it writes
   report RUN                 write report.html of a run again
@@ -330,6 +332,17 @@ def _import(words: Sequence[str]) -> int:
     return exchange.say(exchange.imported(source, out))
 
 
+def _upcycle(words: Sequence[str]) -> int:
+    from ranvier.train import exchange, upcycle
+
+    names, options = split(words)
+    settings = asked(Upcycle, Upcycle(), "convert SRC --upcycle 8", options)
+    source = one("convert", "a dense run or a published model", names)
+    out = Path(settings.to or Path("runs") / f"{Path(source).absolute().name}-moe")
+    given = {k: v for k, v in dataclasses.asdict(settings).items() if k != "to"}
+    return exchange.say(upcycle.upcycled(source, out, **given))
+
+
 def _export(words: Sequence[str]) -> int:
     from ranvier.train import exchange
 
@@ -446,6 +459,7 @@ VERBS: dict[str, Verb] = {
     "train": _train,
     "import": _import,
     "export": _export,
+    "convert": _upcycle,
     "generate": _generate,
     "eval": _eval,
     "report": _report,

@@ -210,12 +210,36 @@ class Export:
     """Of the weights: fp64, fp32, bf16 or fp16; empty: that of the model when it was imported, or
     of the checkpoint."""
     family: str = ""
-    """llama, mistral, qwen2, qwen3, olmo2, gemma2, phi3 or gpt2; empty: that of the model when it
-    was imported, or the first that has such models."""
+    """llama, mistral, qwen2, qwen3, olmo2, gemma2, phi3, mixtral, qwen3_moe, olmoe or gpt2; empty:
+    that of the model when it was imported, or the first that has such models."""
     shard: int = 5_000_000_000
     """Bytes of a file at most."""
     adapter: bool = False
     """Write only the adapters of a run, in PEFT's format; else they are merged into its weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Upcycle:
+    """Make a run of a mixture of experts from a dense model, which gives the same logits at first.
+
+    SRC: the directory of a run, or a published model as for `import`. Every expert is a copy of the
+    MLP of its layer, the router is new.
+    """
+
+    upcycle: int = 0
+    """Experts of a layer."""
+    to: str = ""
+    """Directory of the run; empty: runs/ and the name of the model with -moe."""
+    top: int = 2
+    """Experts that a token goes to."""
+    shared: int = 0
+    """Hidden units of the MLP that become a shared expert; the others become the experts."""
+    every: int = 1
+    """Of so many layers the last becomes a mixture: 1: all."""
+    seed: int = 0
+    """Of the routers."""
+    step: int = -1
+    """Checkpoint of a run after this step; -1: the newest."""
 
 
 @dataclass(frozen=True, kw_only=True)

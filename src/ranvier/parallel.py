@@ -30,12 +30,12 @@ from ranvier.lots import VECTORS, Group, Types
 from ranvier.models import adapter, decoder, experts, mlp
 from ranvier.nn import huggingface
 from ranvier.nn.attention import Core
-from ranvier.nn.balance import AXES, NOTES, Balance
+from ranvier.nn.balance import AXES, Balance
 from ranvier.nn.blocks import run_block
 from ranvier.nn.compiled import Compiled
 from ranvier.nn.dropout import Dropout
 from ranvier.nn.embedding import Embedding
-from ranvier.nn.experts import Experts
+from ranvier.nn.experts import NOTES, Experts
 from ranvier.nn.head import Head
 from ranvier.nn.leaf import Leaf, Moment, Site, place
 from ranvier.nn.linear import Linear
@@ -317,10 +317,12 @@ def _assembled(
 ) -> Parallel:
     """What a model whose layers are swapped knows of itself; its weights are in buckets now."""
     balance = _balance(site, found)
-    shapes = {
+    shapes: dict[str, tuple[Group, bool, int]] = {
         name: (weight.group, weight.trainable, math.prod(weight.sharding.shape))
         for name, weight in site.weights.items()
     }
+    for name, (bias, _) in (balance.state if balance is not None else {}).items():
+        shapes[name] = ("vector", False, bias.numel())
     runtime = Runtime(site.grid, staged(model, site, found, how), site.queue, site.moment, device)
     here = dict(model.named_modules())
     order = {name: leaf for name, leaf in here.items() if name in found}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ranvier.checkpoint import folder, published
+from ranvier.checkpoint import folder, published, shards
 from ranvier.checkpoint.published import Published
 from ranvier.comm import verbs
 from ranvier.comm.agree import everyone, largest, together
@@ -225,7 +225,7 @@ class Pretrained(nn.Module):
         entries = published.entries_of(kind, self.config)
         shapes = published.shapes_of(self.config)
         names = [name for entry in entries for name in entry.ours]
-        listed = published.listed(entries, shapes, dict.fromkeys(names, dtype))
+        listed = shards.listed(entries, shapes, dict.fromkeys(names, dtype))
 
         def write() -> None:
             if self.grid.rank != 0:
@@ -239,7 +239,7 @@ class Pretrained(nn.Module):
                     exchange.beside(self.origin, here, config)
                     read = self._asked(names, shapes)
                     with exchange.moving("saving") as progress:
-                        published.write(here, listed, read, most=shard, progress=progress)
+                        shards.write(here, listed, read, most=shard, progress=progress)
             finally:
                 largest(len(names), self.grid, self.device)  # no more will be asked for
 

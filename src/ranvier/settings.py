@@ -21,7 +21,8 @@ class ModelConfig(DecoderConfig):
     """The model: a named size, any field of which can be changed."""
 
     size: str = "tiny"
-    """tiny, gpt2, llama3-1b, llama3-8b, llama3-70b, llama3-405b, qwen3-0.6b or qwen3-8b;
+    """tiny, gpt2, llama3-1b, llama3-8b, llama3-70b, llama3-405b, qwen3-0.6b or qwen3-8b; of
+    experts moe-tiny, mixtral-8x7b, qwen3-30b-a3b, deepseek-moe-16b or ted-6.7b-16e;
     imported: what `ranvier import` has found."""
 
     @classmethod
@@ -39,12 +40,24 @@ class ModelConfig(DecoderConfig):
     @property
     def parameters(self) -> int:
         """Weights of all matrices and embeddings; vectors are too few to matter."""
-        width, attended = self.head_dim, self.heads + self.kv_heads
-        attention = 2 * self.embed * attended * width
-        mlp = (3 if self.activation in GATES else 2) * self.embed * self.mlp
+        return self._weights(self.experts)
+
+    @property
+    def active(self) -> int:
+        """Those of them that one token meets: of the experts of a layer only its own."""
+        return self._weights(self.experts_top)
+
+    def _weights(self, experts: int) -> int:
+        """Weights with so many experts in each layer that has any."""
+        attention = 2 * self.embed * (self.heads + self.kv_heads) * self.head_dim
+        hidden = (3 if self.activation in GATES else 2) * self.embed
+        mixed = sum(map(self.has_experts, range(self.layers)))
+        mixture = hidden * (experts * self.expert_width + self.shared_mlp)
+        mixture += self.embed * self.experts
         words = self.vocab * self.embed * (1 if self.tied else 2)
         places = self.max_seq * self.embed if self.positions == "learned" else 0
-        return self.layers * (attention + mlp) + words + places
+        dense = (self.layers - mixed) * hidden * self.mlp
+        return self.layers * attention + dense + mixed * mixture + words + places
 
     @property
     def sizes(self) -> dict[str, int]:

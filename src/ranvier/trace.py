@@ -191,11 +191,12 @@ def difference(
     ragged: places where bytes depend on data, and are not compared.
     """
 
-    def key(event: Event) -> tuple[Any, ...]:
-        return (*event.key[:-1], 0) if event.where in ragged else event.key
+    def known(event: Event) -> tuple[str, tuple[str, ...], str, int]:
+        op, axis, where, num_bytes = event.key
+        return op, axis, where, 0 if where in ragged else num_bytes
 
-    want = Counter(key(event) for event in predicted)
-    have = Counter(key(event) for event in communication(recorded))
+    want = Counter(known(event) for event in predicted)
+    have = Counter(known(event) for event in communication(recorded))
     lines = []
     for key in sorted(set(want) | set(have)):
         if want[key] != have[key]:

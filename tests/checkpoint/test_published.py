@@ -26,7 +26,7 @@ from published_models import (
     theirs,
     tokens,
 )
-from ranvier.checkpoint.published import Published
+from ranvier.checkpoint.published import Published, entries_of
 from ranvier.checkpoint.state import assemble
 from ranvier.errors import RanvierError
 from ranvier.models import SIZES, Decoder, DecoderConfig
@@ -57,7 +57,8 @@ def compare(models: dict[str, Path], wanted: dict[str, Any], results: list[Any])
     lines = []
     for name, (logits, loss, grads) in wanted.items():
         with Published.open(models[name]) as source:
-            entries = source.entries
+            mixed = source.config.experts > 0  # in memory they are in one tensor
+            entries = entries_of(source.family, source.config, fused=mixed)
         ours = assemble(result[name][2] for result in results)
         for rank, result in enumerate(results):
             error = (result[name][0] - logits).abs().max().item()
@@ -67,7 +68,7 @@ def compare(models: dict[str, Path], wanted: dict[str, Any], results: list[Any])
                 lines.append(f"{name}: loss {result[name][1]}, not {loss}")
         floor = max(grad.abs().max().item() for grad in grads.values())
         for entry in entries:
-            have = torch.cat([ours[one].view(ours[one].shape) for one in entry.ours])
+            have = torch.cat([ours[one] for one in entry.ours], entry.dim)
             want = grads[entry.name].T if entry.transposed else grads[entry.name]
             error = (have.reshape(want.shape) - want).abs().max().item()
             if not error <= 1e-4 * max(want.abs().max().item(), 1e-6 * floor):
@@ -198,7 +199,12 @@ def test_models_of_ours_load_in_transformers(tmp_path: Path) -> None:
         assert error < 1e-5, (kind, error)
 
 
-@pytest.mark.parametrize("size", sorted(SIZES))
+MIXED = {"Mixtral-8x7B-v0.1": "mixtral-8x7b", "Qwen3-30B-A3B": "qwen3-30b-a3b"}
+OURS_ALONE = ("deepseek-moe-16b", "ted-6.7b-16e")
+"""Sizes whose published models come with code of their own, or not at all."""
+
+
+@pytest.mark.parametrize("size", sorted(SIZES.keys() - OURS_ALONE))
 def test_our_sizes_have_a_family(size: str) -> None:
     family, config = fitting(SIZES[size])
     assert family.read(config) == SIZES[size]
@@ -221,7 +227,13 @@ ODD: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
-    ("mixtral", {}, "model_type='mixtral'"),
+    ("deepseek_v3", {}, "model_type='deepseek_v3'"),
+    ("mixtral", {"num_local_experts": 2, "num_experts_per_tok": 3}, "experts_top=3 of experts=2"),
+    ("mixtral", {"num_local_experts": "many"}, "num_local_experts='many'"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0"),
+    ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=True"),
+    ("qwen3_moe", {"num_hidden_layers": 4, "mlp_only_layers": [2]}, "mlp_only_layers=[2]"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
     ("llama", {"is_causal": False}, "is_causal=False"),
     ("llama", {"some_switch": False}, "some_switch=False"),
     ("llama", {"hidden_act": ["silu"]}, "hidden_act"),
@@ -244,6 +256,53 @@ ODD: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"n_head": 3}, "n_embd=32"),
 ]
 SEEN: dict[str, dict[str, Any]] = {
+    "Mixtral-8x7B-v0.1": {
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 8,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.02,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+    },
+    "Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "head_dim": 128,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    },
+    "OLMoE-1B-7B-0924": {
+        "model_type": "olmoe",
+        "clip_qkv": None,
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "norm_topk_prob": False,
+        "num_attention_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 16,
+        "rope_theta": 10000.0,
+        "vocab_size": 50304,
+    },
     "Qwen2.5-0.5B-Instruct": {
         "model_type": "qwen2",
         "hidden_size": 896,
@@ -319,6 +378,10 @@ def test_configs_as_they_are_published_are_read(name: str) -> None:
     config = FAMILIES[table["model_type"]].read(table)
     assert config.window_layers == (tuple(range(0, 42, 2)) if name == "gemma-2-9b" else ())
     assert config.window == (4096 if name == "gemma-2-9b" else 0)
+    if name in MIXED:
+        assert config == SIZES[MIXED[name]]
+    if name == "OLMoE-1B-7B-0924":
+        assert (config.experts, config.experts_top, config.expert_width) == (64, 8, 1024)
     if name == "Phi-4-mini":
         assert (config.rope, config.rope_share, config.rope_original) == ("longrope", 0.75, 4096)
     if name == "deepseek-coder-1.3b":
@@ -378,6 +441,13 @@ def invented(drawn: random.Random) -> tuple[str, dict[str, Any]]:
         ropes = [None, LLAMA3, {"rope_type": "linear", "rope_theta": 1e3, "factor": 2.5}]
         ropes += [{"rope_type": "yarn", "rope_theta": 1e5, "factor": 3.0, "beta_fast": 8}]
         table["rope_parameters"] = drawn.choice(ropes)
+    if kind in ("mixtral", "qwen3_moe", "olmoe"):
+        count = drawn.choice([2, 3, 5])
+        table |= {"num_experts": count, "num_experts_per_tok": drawn.choice([1, 2])}
+        if kind != "mixtral":
+            table["norm_topk_prob"] = drawn.random() < 0.5
+        if kind == "qwen3_moe":
+            table |= {"moe_intermediate_size": 12, "decoder_sparse_step": drawn.choice([1, 2])}
     if kind in ("llama", "qwen3", "olmo2", "gemma2"):
         table["attention_bias"] = drawn.random() < 0.5
     return kind, table
@@ -446,6 +516,26 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path, models: dict[str, Pat
         lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}),
     )
     assert opened(same) == ""
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe mixed"])
+def test_experts_in_one_tensor_are_read(tmp_path: Path, models: dict[str, Path], name: str) -> None:
+    """As transformers has them in memory; and a lost expert is missed."""
+    fused = dict(theirs(*CASES[name]).state_dict())
+    if CASES[name][1].get("tie_word_embeddings"):
+        del fused["lm_head.weight"]
+    (tmp_path / "in").mkdir()
+    shutil.copyfile(models[name] / "config.json", tmp_path / "in" / "config.json")
+    save_file(fused, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    with Published.open(tmp_path / "in") as one, Published.open(models[name]) as apart:
+        assert all(torch.equal(one.tensor(n), apart.tensor(n)) for n in apart.shapes)
+    imported(str(tmp_path / "in"), tmp_path / "run")
+    exported(tmp_path / "run", tmp_path / "out")  # as the hub has them
+    have, want = (load_file(x / "model.safetensors") for x in (tmp_path / "out", models[name]))
+    assert have.keys() == want.keys() and all(torch.equal(have[n], want[n]) for n in want)
+    gone = next(n for n in want if ".experts.3." in n)
+    lost = changed(models[name], tmp_path / "lost", lambda tensors: tensors.pop(gone))
+    assert f"{gone} is not there" in opened(lost)
 
 
 def test_older_names_and_single_files_are_read(tmp_path: Path, models: dict[str, Path]) -> None:

@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ranvier import init
-from ranvier.checkpoint import blocks, part
-from ranvier.checkpoint.manifest import WORDS
+from ranvier.checkpoint import part
 from ranvier.checkpoint.part import Layout
 from ranvier.errors import CheckpointError, DamageError, PlanError, RefusedError
 from ranvier.models.config import DecoderConfig
@@ -60,6 +59,32 @@ def table(path: Path) -> dict[str, Any]:
     return found
 
 
+Part = tuple[int, Tensor]
+"""A part of one of our tensors, and which of its rows is the first."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows of one of our tensors, and where one of theirs has them."""
+
+    entry: Entry
+    first: int
+    """The first of our rows."""
+    rows: int
+    start: int = 0
+    """Where they begin in theirs, along the entry's dim."""
+
+    def of(self, theirs: Tensor, shape: Sequence[int]) -> Tensor:
+        """Our rows `[rows, ...]`, a view. shape: of our tensor."""
+        entry = self.entry
+        if entry.expert >= 0:
+            return theirs.unsqueeze(0)
+        if entry.dim == 1:
+            theirs = theirs.narrow(0, self.first, self.rows)
+        theirs = theirs.T if entry.transposed else theirs
+        return theirs.narrow(entry.dim, self.start, shape[entry.dim])
+
+
 @dataclass
 class Published:
     """A published model whose config is one of ours."""
@@ -92,6 +117,10 @@ class Published:
             raise PlanError([f"{folder / 'config.json'}:", *str(error).splitlines()]) from None
         made = cls(folder, theirs, family, config, entries, {})
         made.where = dict(made._files(path))
+        if any(entry.expert >= 0 and entry.name not in made.where for entry in entries):
+            whole = entries_of(family, config, fused=True)
+            if any(entry.dim == 1 and entry.name in made.where for entry in whole):
+                made.entries = whole
         made._check()
         return made
 
@@ -162,14 +191,20 @@ class Published:
         return {entry.name: bare.get(entry.name, entry.name) for entry in self.entries}
 
     @cached_property
-    def _ours(self) -> dict[str, tuple[Entry, int]]:
-        """Where each of our tensors is: in which of theirs, from which row of it on."""
-        sizes, found = self.shapes, {}
+    def _ours(self) -> dict[str, list[Piece]]:
+        """Where each of our tensors is: which rows of it are in which of theirs."""
+        found: dict[str, list[Piece]] = {}
         for entry in self.entries:
             start = 0
             for name in entry.ours:
-                found[name] = entry, start
-                start += sizes[name][0]
+                rows, pieces = self.shapes[name][0], found.setdefault(name, [])
+                if entry.expert >= 0:
+                    pieces.append(Piece(entry, entry.expert, 1))
+                elif entry.dim == 1:  # one expert after the other, each of which lies in one piece
+                    pieces += [Piece(entry, row, 1, start) for row in range(rows)]
+                else:
+                    pieces.append(Piece(entry, 0, rows, start))
+                start += self.shapes[name][entry.dim]
         return found
 
     @cached_property
@@ -181,12 +216,10 @@ class Published:
         """Refuse weights that are missing, of another shape or type, or have no place here."""
         problems, expected = [], {*self._names.values()}
         for entry in self.entries:
-            name, parts = self._names[entry.name], [self.shapes[x] for x in entry.ours]
+            name, want = self._names[entry.name], [*entry.shape(self.shapes)]
             if name not in self.where:
                 problems.append(f"{entry.name} is not there")
                 continue
-            want = [sum(shape[0] for shape in parts), *parts[0][1:]]
-            want = want[::-1] if entry.transposed else want
             have = self._file(self.where[name]).get_slice(name)
             if list(have.get_shape()) != want:
                 problems.append(f"{name} has the shape {list(have.get_shape())}, not {want}")
@@ -220,29 +253,44 @@ class Published:
         found: Tensor = self._file(self.where[name]).get_tensor(name)
         return found
 
+    def parts(self, name: str, low: int = 0, high: int | None = None) -> Iterator[Part]:
+        """The first row and the view of each part of one of our tensors that has rows in a range.
+
+        One after the other along dim 0 they are the tensor; most tensors are one part.
+        """
+        high = self.shapes[name][0] if high is None else high
+        for piece in self._ours[name]:
+            if piece.first < high and low < piece.first + piece.rows:
+                theirs = self.mapped(self._names[piece.entry.name])
+                yield piece.first, piece.of(theirs, self.shapes[name])
+
     def tensor(self, name: str) -> Tensor:
-        """One of our tensors, a view of the file that holds it."""
-        entry, start = self._ours[name]
-        theirs = self.mapped(self._names[entry.name])
-        theirs = theirs.T if entry.transposed else theirs
-        return theirs.narrow(0, start, self.shapes[name][0])
+        """One of our tensors: a view of the file that holds it, or one made of its experts."""
+        parts = [part for _, part in self.parts(name)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def type(self, name: str) -> torch.dtype:
+        """The type that one of our tensors is stored in."""
+        return next(self.parts(name))[1].dtype
 
     def bytes(self, name: str) -> int:
         """The size of one of our tensors, in the type it is stored in."""
-        return math.prod(self.shapes[name]) * self.tensor(name).element_size()
+        return math.prod(self.shapes[name]) * self.type(name).itemsize
 
     def fill(self, state: State) -> None:
         """Fill my parts of our tensors; only their elements are read."""
         with torch.no_grad():
             for name, (tensor, place) in state.items():
-                copy(self.tensor(name), tensor, place)
+                low = place.start[0]
+                for first, part in self.parts(name, low, low + place.valid[0]):
+                    copy(part, tensor, place, first)
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of most of its numbers."""
         counts = dict.fromkeys(NUMBERS, 0)
         for name, shape in self.shapes.items():
-            counts[self.tensor(name).dtype] += math.prod(shape)
+            counts[self.type(name)] += math.prod(shape)
         return max(counts, key=lambda dtype: counts[dtype])
 
     def __enter__(self) -> Published:
@@ -252,10 +300,10 @@ class Published:
         self._open.clear()
 
 
-def entries_of(family: Family, config: DecoderConfig) -> list[Entry]:
-    """The tensors that a family stores of a model."""
+def entries_of(family: Family, config: DecoderConfig, *, fused: bool = False) -> list[Entry]:
+    """The tensors that a family stores of a model. fused: all experts of a layer are in one."""
     with init.blank():
-        return family.tensors(config)
+        return family.tensors(config, fused=fused)
 
 
 def shapes_of(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
@@ -264,13 +312,20 @@ def shapes_of(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         return shapes(config)
 
 
-def copy(whole: Tensor, into: Tensor, place: Place) -> None:
-    """Copy my part of a whole tensor, which may be mapped, element by element of it."""
+def copy(rows: Tensor, into: Tensor, place: Place, first: int = 0) -> None:
+    """Copy what of my part lies in some rows, which may be mapped, element by element of it.
+
+    first: which row of the whole tensor is the first of them.
+    """
     flat = into.view(-1)
     for box in place.boxes():
-        source = whole[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
-        offset = flat.storage_offset() + box.offset
-        flat.as_strided(box.size, box.strides, offset).copy_(source)
+        low = max(box.start[0], first)
+        count = min(box.start[0] + box.size[0], first + len(rows)) - low
+        if count > 0:
+            start, size = (low - first, *box.start[1:]), (count, *box.size[1:])
+            source = rows[tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+            offset = flat.storage_offset() + box.offset + (low - box.start[0]) * box.strides[0]
+            flat.as_strided(size, box.strides, offset).copy_(source)
 
 
 # ---- as a checkpoint --------------------------------------------------------------------
@@ -295,8 +350,29 @@ class Rows:
         return memoryview(some[low - first * self.row : high - first * self.row].data)
 
 
-def store(source: Published, here: Path, progress: Progress) -> int:
-    """Write the weights of a published model as parts of a checkpoint; how many there are."""
+class Weights(Protocol):
+    """Whole tensors of a model, whose rows are made when they are asked for."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """By name."""
+        ...
+
+    def type(self, name: str, /) -> torch.dtype:
+        """The type of a tensor."""
+        ...
+
+    def bytes(self, name: str, /) -> int:
+        """The size of a tensor."""
+        ...
+
+    def parts(self, name: str, /) -> Iterator[Part]:
+        """Its rows."""
+        ...
+
+
+def store(source: Weights, here: Path, progress: Progress) -> int:
+    """Write the weights of a model as parts of a checkpoint; how many there are."""
     groups: list[list[str]] = [[]]
     held = 0
     for name in source.shapes:
@@ -312,114 +388,12 @@ def store(source: Published, here: Path, progress: Progress) -> int:
         done += sum(map(source.bytes, group))
         state: State = {}
         for name in group:
-            x = source.tensor(name)
-            shape = tuple(x.shape)
-            state[f"{name}.master"] = x, Place(shape, (0,) * len(shape), shape, shape)
+            shape = source.shapes[name]
+            outline = torch.empty(shape, dtype=source.type(name), device="meta")
+            state[f"{name}.master"] = outline, Place(shape, (0,) * len(shape), shape, shape)
         layout = Layout.of(state)
-        pieces = [Rows(state[name][0]) for name in layout.begins]
+        names = [name.removesuffix(".master") for name in layout.begins]
+        pieces = [Rows(rows) for name in names for _, rows in source.parts(name)]
         part.write(here, number, state, layout, pieces)
     progress(total, total)
     return len(groups)
-
-
-# ---- as others store them ---------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Theirs:
-    """A tensor to write: its name, type and shape, and whence its values come."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    entry: Entry
-
-    @property
-    def bytes(self) -> int:
-        """Its size."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def listed(
-    entries: Sequence[Entry],
-    sizes: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, torch.dtype],
-) -> list[Theirs]:
-    """What a family stores, from the shapes and types of ours."""
-    found = []
-    for entry in entries:
-        parts = [sizes[name] for name in entry.ours]
-        shape = (sum(one[0] for one in parts), *parts[0][1:])
-        shape = shape[::-1] if entry.transposed else shape
-        found.append(Theirs(entry.name, dtypes[entry.ours[0]], shape, entry))
-    return found
-
-
-def write(
-    here: Path, tensors: Sequence[Theirs], read: Any, *, most: int, progress: Progress | None = None
-) -> list[str]:
-    """Write safetensors of at most `most` bytes with an index; their names.
-
-    read: the whole of one of our tensors by its name.
-    """
-    groups: list[list[Theirs]] = [[]]
-    for one in tensors:
-        if groups[-1] and sum(x.bytes for x in groups[-1]) + one.bytes > most:
-            groups.append([])
-        groups[-1].append(one)
-    where: dict[str, str] = {}
-    total, done = sum(one.bytes for one in tensors), 0
-
-    def wrote(size: int) -> None:
-        nonlocal done
-        done += size
-        if progress is not None:
-            progress(done, total)
-
-    for number, group in enumerate(groups, 1):
-        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        file = "model.safetensors" if len(groups) == 1 else file
-        _write_one(here / file, group, read, wrote)
-        where |= {one.name: file for one in group}
-    if len(groups) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        text = json.dumps(index, indent=2) + "\n"
-        blocks.write(here / INDEX, [memoryview(text.encode())])
-    return list(dict.fromkeys(where.values()))
-
-
-def _write_one(
-    path: Path, group: Sequence[Theirs], read: Any, wrote: Callable[[int], None]
-) -> None:
-    """One file: its header, then one tensor after the other, each made when its turn comes."""
-    group = sorted(group, key=lambda one: -one.dtype.itemsize)  # each at a multiple of its width
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for one in group:
-        word, end = WORDS[one.dtype], at + one.bytes
-        header[one.name] = {"dtype": word, "shape": list(one.shape), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for one in group:
-            parts = [_cast(read(name), one) for name in one.entry.ours]
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-            whole = (whole.T if one.entry.transposed else whole).contiguous()
-            file.write(whole.view(-1).view(torch.uint8).numpy().data)
-            del parts, whole
-            wrote(one.bytes)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _cast(x: Tensor, one: Theirs) -> Tensor:
-    """In the type to write; numbers that it cannot hold are refused."""
-    y = x.to(one.dtype)
-    if one.dtype == torch.float16 and not bool(y.isfinite().all()):
-        raise PlanError(
-            f"{one.name} has numbers up to {float(x.abs().max()):.3g}. fp16 ends at 65504. Use "
-            "--dtype bf16 or fp32."
-        )
-    return y

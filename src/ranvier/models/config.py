@@ -267,6 +267,24 @@ GEMMA2 = {"norm_shift": 1.0, "norms": "both", "activation": "geglu", "embed_scal
 }
 
 
+_MOE_TINY = {"experts": 8, "balance": 0.01}
+_MIXTRAL = {"experts": 8, "kv_heads": 8, "vocab": 32000, "max_seq": 32768, "balance": 0.02} | {
+    "rope_theta": 1000000.0
+}
+_QWEN3_MOE = {"kv_heads": 4, "experts": 128, "experts_top": 8, "expert_mlp": 768} | {
+    "balance": 0.001
+}
+_DEEPSEEK = {"experts": 64, "experts_top": 6, "expert_mlp": 1408, "shared_mlp": 2816} | {
+    "moe_first": 1,
+    "router_norm": False,
+    "balance": 0.001,
+    "vocab": 102400,
+    "max_seq": 4096,
+    "norm_eps": 1e-6,
+}
+_TED = {"experts": 16, "experts_top": 1, "moe_every": 2, "router_norm": False, "balance": 0.01}
+
+
 def _size(layers: int, embed: int, heads: int, mlp: int, **rest: object) -> DecoderConfig:
     shape = {"layers": layers, "embed": embed, "heads": heads, "mlp": mlp}
     return DecoderConfig(**{"kv_heads": heads, "head_dim": embed // heads, **shape, **rest})  # type: ignore[arg-type]
@@ -281,4 +299,9 @@ SIZES: dict[str, DecoderConfig] = {
     "llama3-405b": _size(126, 16384, 128, 53248, rope_scale=8.0, **_LLAMA3),
     "qwen3-0.6b": _size(28, 1024, 16, 3072, tied=True, **_QWEN3),
     "qwen3-8b": _size(36, 4096, 32, 12288, **_QWEN3),
+    "moe-tiny": _size(4, 192, 8, 256, kv_heads=2, vocab=4096, **_MOE_TINY),
+    "mixtral-8x7b": _size(32, 4096, 32, 14336, **_MIXTRAL),
+    "qwen3-30b-a3b": _size(48, 2048, 32, 6144, **(_QWEN3 | _QWEN3_MOE)),
+    "deepseek-moe-16b": _size(28, 2048, 16, 10944, **_DEEPSEEK),
+    "ted-6.7b-16e": _size(32, 4096, 32, 16384, vocab=50257, **(GPT2 | _TED)),
 }

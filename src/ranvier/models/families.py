@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ranvier.models.config import DecoderConfig
-from ranvier.models.family import Config, Family, UnknownError, odd
+from ranvier.models.family import Family, UnknownError
+from ranvier.models.reach import Config, odd
 
 _BODY = "model.layers.{i}."
 _ATTENTION = {
@@ -73,6 +74,24 @@ _QWEN = {
     "max_window_layers": 28,
 }
 _ALL = ("qkv", "o")
+
+
+def _experts(home: str, router: str, *theirs: str) -> dict[str, str]:
+    """Names of a router, and of gates, ups and downs of experts, in a module of a block."""
+    ours = ("router", "gate[e]", "up[e]", "down[e]")
+    both = zip(ours, (router, *theirs), strict=True)
+    return {f"blocks.{{i}}.mlp.{a}": f"{_BODY}{home}{b}" for a, b in both}
+
+
+_APART = _experts("mlp.", "gate", *(f"experts.{{e}}.{one}_proj" for one in ("gate", "up", "down")))
+_W = _experts("block_sparse_moe.", "gate", *(f"experts.{{e}}.{one}" for one in ("w1", "w3", "w2")))
+_FUSED = {
+    "blocks.{i}.mlp.router": f"{_BODY}mlp.gate",
+    "blocks.{i}.mlp.gate[e]+blocks.{i}.mlp.up[e]": f"{_BODY}mlp.experts.gate_up_proj",
+    "blocks.{i}.mlp.down[e]": f"{_BODY}mlp.experts.down_proj",
+}
+_REST = {**_ENDS, **_BEFORE, **_ATTENTION}
+_MIXED = {"num_experts_per_tok": "experts_top", "router_aux_loss_coef": "balance"}
 
 _FAMILIES = (
     Family(
@@ -198,6 +217,89 @@ _FAMILIES = (
         only={"full_attn_mod": 1, "interpolate_factor": 1},
         windows="all",
         ropes=("default", "longrope"),
+    ),
+    Family(
+        kind="mixtral",
+        architecture="MixtralForCausalLM",
+        names={**_REST, **_W},
+        fused={**_REST, **_FUSED},
+        keys={**_KEYS, **_MIXED, "num_local_experts": "experts"},
+        aliases={"num_experts": "num_local_experts"},
+        default={
+            **_DEFAULT,
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "router_aux_loss_coef": 0.001,
+        },
+        always={"router_norm": True},
+        windows="all",
+    ),
+    Family(
+        kind="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        names={**_NAMES, **_APART},
+        fused={**_NAMES, **_FUSED},
+        keys={
+            **_KEYS,
+            **_MIXED,
+            "num_experts": "experts",
+            "moe_intermediate_size": "expert_mlp",
+            "norm_topk_prob": "router_norm",
+        },
+        aliases={"num_local_experts": "num_experts"},
+        default={
+            **_DEFAULT,
+            **_QWEN,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 4,
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "num_experts": 128,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.001,
+            "mlp_only_layers": [],
+        },
+        always={"qk_norm": True},
+        only={"use_sliding_window": False},
+        biased={"attention_bias": _ALL},
+    ),
+    Family(
+        kind="olmoe",
+        architecture="OlmoeForCausalLM",
+        names={**_REST, **_APART},
+        fused={**_REST, **_FUSED},
+        keys={
+            **_KEYS,
+            **_MIXED,
+            "num_experts": "experts",
+            "norm_topk_prob": "router_norm",
+        },
+        aliases={"num_local_experts": "num_experts"},
+        default={
+            **_DEFAULT,
+            "vocab_size": 50304,
+            "hidden_size": 2048,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 8,
+            "num_experts": 64,
+            "norm_topk_prob": False,
+            "router_aux_loss_coef": 0.01,
+        },
+        always={"qk_whole": True},
+        only={"clip_qkv": None},
+        biased={"attention_bias": _ALL},
     ),
     Family(
         kind="gpt2",

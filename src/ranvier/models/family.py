@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,9 +18,9 @@ import torch
 
 from ranvier.models.config import DecoderConfig
 from ranvier.models.decoder import Decoder
+from ranvier.models.mixture import WIDTHS, mixed_layers, same_widths, written_layers
 from ranvier.models.mlp import GATED, UNGATED
-
-Config = Mapping[str, Any]
+from ranvier.models.reach import Config, odd, rope, window, written_rope, written_window
 
 
 class UnknownError(ValueError):
@@ -29,12 +29,25 @@ class UnknownError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One of their tensors, and those of ours that it holds, one after the other along dim 0."""
+    """One of their tensors, and those of ours that it holds, one after the other along a dim."""
 
     name: str
     ours: tuple[str, ...]
     transposed: bool = False
     """Stored as (in, out)."""
+    expert: int = -1
+    """It holds only this expert of ours; -1: all there is."""
+    dim: int = 0
+    """Along which ours lie in it: 1 where dim 0 counts experts."""
+
+    def shape(self, ours: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+        """Its shape by those of ours."""
+        parts = [ours[name] for name in self.ours]
+        if self.expert >= 0:
+            return parts[0][1:]
+        whole = list(parts[0])
+        whole[self.dim] = sum(one[self.dim] for one in parts)
+        return tuple(whole[::-1] if self.transposed else whole)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +58,8 @@ class Family:
     """Their `model_type`."""
     architecture: str
     names: Mapping[str, str]
-    """Our layers and parameters, and theirs; several of ours with + between them are packed."""
+    """Our layers and theirs; several of ours with + between them are packed. [e]: a parameter that
+    holds all experts of a layer, of which theirs with {e} holds one."""
     keys: Mapping[str, str]
     """Their settings that are one of ours."""
     default: Config
@@ -66,6 +80,10 @@ class Family:
     """How names of the body begin; some publish without it."""
     ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "longrope")
     """Kinds of rotary positions that its own code knows."""
+    fused: Mapping[str, str] = field(default_factory=dict)
+    """The names instead where one tensor holds all experts of a layer."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other words for some of their keys."""
 
     @property
     def acts(self) -> Mapping[str, str]:
@@ -75,6 +93,7 @@ class Family:
 
     def read(self, config: Config) -> DecoderConfig:
         """Our config of theirs; `UnknownError` names every key that has none."""
+        config = {self.aliases.get(key, key): value for key, value in config.items()}
         theirs = {**self.default, **config}
         problems, ours = list(self._foreign(theirs)), dict(self.always)
         for key, name in self.keys.items():
@@ -97,6 +116,8 @@ class Family:
             if name in ours:
                 none = ours[name] is None and name != "attention_scale"
                 ours[name] = 0.0 if none else _above(ours[name], self._key(name), problems)
+        if "experts" in ours:
+            ours |= self._mixture(theirs, ours, problems)
         ours["tied"] = _flag(theirs, self._key("tied"), problems)
         given = [some for key, some in self.biased.items() if _flag(theirs, key, problems)]
         layers = sorted({layer for some in given for layer in some})
@@ -107,7 +128,7 @@ class Family:
             problems.append(odd(self.activation, act, f"one of {', '.join(self.acts)}"))
         ours["activation"] = self.acts.get(act, "swiglu")
         if self.windows:
-            ours |= _window(theirs, self.windows, problems)
+            ours |= window(theirs, self.windows, problems)
         if ours.get("positions", "rope") == "rope":
             ours |= self._rope(theirs, ours, problems)
         if "embed_scale" in self.always:
@@ -124,6 +145,9 @@ class Family:
         ours = dataclasses.asdict(config)
         theirs: dict[str, Any] = {"model_type": self.kind, "architectures": [self.architecture]}
         theirs |= {key: ours[name] for key, name in self.keys.items()}
+        if config.experts and "experts" in self.keys.values():  # some have no key but that of mlp
+            own = "expert_mlp" if "expert_mlp" in self.keys.values() else "mlp"
+            theirs[self._key(own)] = config.expert_width
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             if key in theirs:
                 theirs[key] = theirs[key] or None
@@ -134,15 +158,19 @@ class Family:
         named = {ours: theirs for theirs, ours in reversed([*self.acts.items()])}
         theirs[self.activation] = named.get(config.activation)
         if self.windows:
-            theirs |= _written_window(config, self.windows)
+            theirs |= written_window(config, self.windows)
+        if "mlp_only_layers" in self.default:
+            theirs |= written_layers(config)
         if config.positions == "rope":
-            theirs["rope_parameters"] = _written_rope(config)
+            theirs["rope_parameters"] = written_rope(config)
             if config.rope == "longrope":
                 theirs["original_max_position_embeddings"] = config.rope_original
         again = self.read(theirs) if theirs[self.activation] else None
         if config.norm == "rms" and again is not None:  # bias: that of all linear layers
             same = all(config.has_bias(layer) == again.has_bias(layer) for layer in LAYERS)
             ours |= {"bias": again.bias, "biases": again.biases} if same else {}
+        if again is not None and same_widths(config, again):
+            ours |= {name: getattr(again, name) for name in WIDTHS}
         lost = [f for f in ours if again is None or getattr(again, f) != ours[f]]
         lost = [f for f in lost if f not in FREE]
         if again is None or lost:
@@ -152,23 +180,38 @@ class Family:
             )
         return theirs
 
-    def tensors(self, config: DecoderConfig) -> list[Entry]:
-        """All their tensors, in the order of the model."""
-        found, present = [], set(shapes(config))
+    def tensors(self, config: DecoderConfig, *, fused: bool = False) -> list[Entry]:
+        """All their tensors, in the order of the model. fused: all experts are in one."""
+        found: list[Entry] = []
+        present = set(shapes(config))
         for i in range(-1, config.layers):
-            for ours, theirs in self.names.items():
-                if ("{i}" in ours) != (i >= 0):
-                    continue
-                for end in ("weight", "bias"):
-                    some = tuple(f"{one.format(i=i)}.{end}" for one in ours.split("+"))
-                    if present.issuperset(some):
-                        turned = self.transposed and end == "weight" and "blocks" in ours
-                        turned = turned and "norm" not in ours and "after" not in ours
-                        found.append(Entry(f"{theirs.format(i=i)}.{end}", some, turned))
+            for ours, theirs in (self.fused if fused else self.names).items():
+                if ("{i}" not in ours) == (i < 0):
+                    found += self._entries(i, ours, theirs, config.experts, present)
         lost = present - {name for entry in found for name in entry.ours}
         if lost:
             raise UnknownError(f"{self.kind} has no place for {', '.join(sorted(lost)[:5])}.")
         return found
+
+    def _entries(
+        self, i: int, ours: str, theirs: str, experts: int, present: set[str]
+    ) -> Iterator[Entry]:
+        """The tensors of a layer of theirs, or of all experts of a block."""
+        some = tuple(one.removesuffix("[e]").format(i=i) for one in ours.split("+"))
+        if ours.endswith("[e]"):
+            if not present.issuperset(some):
+                return
+            if "{e}" not in theirs:
+                yield Entry(theirs.format(i=i), some, dim=1)
+            for e in range(experts if "{e}" in theirs else 0):
+                yield Entry(f"{theirs.format(i=i, e=e)}.weight", some, expert=e)
+            return
+        for end in ("weight", "bias"):
+            held = tuple(f"{one}.{end}" for one in some)
+            if present.issuperset(held):
+                turned = self.transposed and end == "weight" and "blocks" in ours
+                turned = turned and "norm" not in ours and "after" not in ours
+                yield Entry(f"{theirs.format(i=i)}.{end}", held, turned)
 
     def _key(self, name: str) -> str:
         return next((key for key, ours in self.keys.items() if ours == name), name)
@@ -204,6 +247,19 @@ class Family:
                 )
         return found
 
+    def _mixture(self, theirs: Config, ours: Config, problems: list[str]) -> dict[str, Any]:
+        """Experts, how tokens find theirs, and the layers that have them."""
+        found: dict[str, Any] = {}
+        for name in ("experts", "experts_top", "expert_mlp"):
+            if name in ours:
+                found[name] = _whole(theirs, self._key(name), problems)
+        if "router_norm" not in self.always:
+            found["router_norm"] = _flag(theirs, self._key("router_norm"), problems)
+        found["balance"] = _number(ours["balance"], self._key("balance"), problems)
+        if "mlp_only_layers" in self.default:
+            found |= mixed_layers(theirs, problems)
+        return found
+
     def _rope(self, theirs: Config, ours: Config, problems: list[str]) -> dict[str, Any]:
         table = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
         if not isinstance(table, Mapping):
@@ -228,14 +284,14 @@ class Family:
             before = before or table.get("original_max_position_embeddings") or ours["max_seq"]
             table["original_max_position_embeddings"] = before
         try:
-            return _read_rope(kind, table, ours["max_seq"])
+            return rope(kind, table, ours["max_seq"])
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             problems.append(odd("rope_parameters", dict(table), f"complete and sound ({error})"))
             return {}
 
 
 LAYERS: tuple[Literal["qkv", "o", "mlp"], ...] = ("qkv", "o", "mlp")
-FREE = ("dropout", "init_std")
+FREE = ("dropout", "init_std", "balance", "router_z", "router_jitter")
 """Settings of training, which need not be the same."""
 OFF = (
     *("use_mrope", "n_special", "rope_interleaved", "is_encoder_decoder", "torchscript"),
@@ -261,7 +317,7 @@ HARMLESS = (
     *("finetuning_task", "begin_suppress_tokens", "suppress_tokens", "name_or_path"),
     *("vocab_file", "tokenizer_class", "is_llama_config", "transformers.js_config"),
     *("sliding_window_size", "predict_special_tokens", "max_sequence_length"),
-    *("unsloth_version", "unsloth_fixed"),
+    *("unsloth_version", "unsloth_fixed", "output_router_logits", "router_jitter_noise"),
     "hidden_act",  # Gemma's own key counts, this one is older
 )
 """Keys that do not change what a trained model computes."""
@@ -292,19 +348,19 @@ assert set(ACTS.values()) <= set(UNGATED) and set(ACTS_GATED.values()) <= set(GA
 
 def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of all parameters of a decoder by name, a tied one once."""
-    with torch.device("meta"):
-        one = Decoder(dataclasses.replace(config, layers=1, window_layers=()))
     found: dict[str, tuple[int, ...]] = {}
-    for name, param in one.named_parameters():
-        inside = name.startswith("blocks.0.")
-        for i in range(config.layers if inside else 1):
-            found[name.replace("blocks.0.", f"blocks.{i}.", 1)] = tuple(param.shape)
+    for mixed in (False, True):
+        layers = [i for i in range(config.layers) if config.has_experts(i) == mixed]
+        changes: Any = {"layers": 1, "window_layers": (), "moe_first": 0, "moe_every": 1}
+        changes |= {} if mixed else {"experts": 0}
+        if not layers:
+            continue
+        with torch.device("meta"):
+            one = Decoder(dataclasses.replace(config, **changes))
+        for name, param in one.named_parameters():
+            for i in layers if name.startswith("blocks.0.") else (0,):
+                found[name.replace("blocks.0.", f"blocks.{i}.", 1)] = tuple(param.shape)
     return found
-
-
-def odd(key: str, value: object, rule: str) -> str:
-    """A sentence on a key that cannot be as it is."""
-    return f"config.json has {key}={value!r:.120}. It must be {rule}."
 
 
 def _whole(theirs: Config, key: str, problems: list[str]) -> int:
@@ -337,134 +393,3 @@ def _number(value: object, key: str, problems: list[str]) -> float:
         problems.append(odd(key, value, "a number from 0"))
         return 0.0
     return float(value)
-
-
-# ---- windows ----------------------------------------------------------------------------
-
-
-def _window(theirs: Config, how: str, problems: list[str]) -> dict[str, Any]:
-    """Our window, and the layers that have it."""
-    size, layers = theirs.get("sliding_window"), theirs.get("num_hidden_layers")
-    if how == "first" and not theirs.get("use_sliding_window"):
-        size = None
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        problems.append(odd("sliding_window", size, "a whole number from 1, or null"))
-        return {}
-    if not isinstance(layers, int):
-        return {}
-    kinds, given = theirs.get("layer_types"), theirs.get("layer_types") is not None
-    if kinds is None and how == "first":
-        first = theirs.get("max_window_layers", 0)
-        if isinstance(first, bool) or not isinstance(first, int):
-            problems.append(odd("max_window_layers", first, "a whole number"))
-            return {}
-        kinds = [_KINDS[size is not None and i >= first] for i in range(layers)]
-    elif kinds is None:
-        kinds = [_KINDS[how == "all" or i % 2 == 0] for i in range(layers)]
-    sound = isinstance(kinds, list) and all(kind in _KINDS for kind in kinds)
-    if not sound or len(kinds) != layers:
-        problems.append(odd("layer_types", kinds, f"{layers} times {' or '.join(_KINDS)}"))
-        return {}
-    if how == "all" and given and theirs.get("model_type") == "phi3":
-        kinds = [_KINDS[1]] * layers  # its own code does not look at them
-    if how == "all" and set(kinds) != {_KINDS[1]}:
-        problems.append(odd("layer_types", kinds, f"all {_KINDS[1]}: others are another family"))
-        return {}
-    slide = tuple(i for i, kind in enumerate(kinds) if kind == _KINDS[1])
-    if size is None or not slide:
-        if slide and how != "all":
-            problems.append(odd("sliding_window", size, "given where layer_types has windows"))
-        return {"window": 0, "window_layers": ()}
-    return {"window": size, "window_layers": () if len(slide) == layers else slide}
-
-
-_KINDS = ("full_attention", "sliding_attention")
-
-
-def _written_window(config: DecoderConfig, how: str) -> dict[str, Any]:
-    size = config.window or None
-    if how == "all":
-        return {"sliding_window": size}
-    slide = [config.window_of(i) > 0 for i in range(config.layers)]
-    kinds = {"layer_types": [_KINDS[yes] for yes in slide]}
-    if how == "first":
-        return {"use_sliding_window": size is not None, "sliding_window": size, **kinds}
-    return {"sliding_window": size or config.max_seq, **kinds}
-
-
-# ---- rotary positions -------------------------------------------------------------------
-
-
-def _read_rope(kind: str, table: Config, longest: int) -> dict[str, Any]:
-    """Our settings of their rotary positions."""
-
-    def number(key: str, most: float = math.inf) -> float:
-        """A number above 0."""
-        value = table[key]
-        good = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not good or not 0 < value <= most or value == math.inf:
-            raise ValueError(f"{key}={value!r} is no number above 0{' up to 1' * (most == 1)}")
-        return float(value)
-
-    def given(key: str) -> bool:
-        return table.get(key) is not None
-
-    found: dict[str, Any] = {"rope_theta": number("rope_theta")}
-    found["rope_share"] = number("partial_rotary_factor", 1)
-    if kind == "default":
-        return found
-    found["rope"] = kind
-    if kind == "linear":
-        return found | {"rope_scale": number("factor")}
-    before = found["rope_original"] = int(number("original_max_position_embeddings"))
-    if kind == "llama3":
-        turns = number("low_freq_factor"), number("high_freq_factor")
-        return found | {"rope_turns": turns, "rope_scale": number("factor")}
-    scale = number("factor") if given("factor") else longest / before
-    if kind == "yarn":
-        low = number("beta_slow") if table.get("beta_slow") else 1.0
-        high = number("beta_fast") if table.get("beta_fast") else 32.0
-        found |= {"rope_scale": scale, "rope_turns": (low, high)}
-        both = table.get("mscale") and table.get("mscale_all_dim")
-        above, below = (number("mscale"), number("mscale_all_dim")) if both else (1.0, 0.0)
-        attention = _yarn(scale, above) / _yarn(scale, below)
-    else:
-        for name, key in _FACTORS.items():
-            factors = tuple(map(float, table[key]))
-            if not all(0 < factor < math.inf for factor in factors):
-                raise ValueError(f"{key} has factors that are no numbers above 0")
-            found[name] = factors
-        attention = math.sqrt(1.0 + math.log(scale) / math.log(before)) if scale > 1.0 else 1.0
-    return found | {
-        "rope_attention": number("attention_factor") if given("attention_factor") else attention
-    }
-
-
-_FACTORS = {"rope_short": "short_factor", "rope_long": "long_factor"}
-
-
-def _yarn(scale: float, weight: float) -> float:
-    return 1.0 if scale <= 1.0 else 0.1 * weight * math.log(scale) + 1.0
-
-
-def _written_rope(config: DecoderConfig) -> dict[str, Any]:
-    table: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_share != 1.0:
-        table["partial_rotary_factor"] = config.rope_share
-    if config.rope == "longrope":
-        table |= {key: list(getattr(config, name)) for name, key in _FACTORS.items()}
-    elif config.rope_scale != 1.0:
-        table["factor"] = config.rope_scale
-    else:
-        return table
-    table["rope_type"] = config.rope
-    if config.rope != "linear":
-        table["original_max_position_embeddings"] = config.rope_original
-    low, high = config.rope_turns
-    if config.rope == "llama3":
-        table |= {"low_freq_factor": low, "high_freq_factor": high}
-    elif config.rope == "yarn":
-        table |= {"beta_slow": low, "beta_fast": high}
-    if config.rope in ("yarn", "longrope"):
-        table["attention_factor"] = config.rope_attention
-    return table

@@ -46,7 +46,7 @@ class Balance:
         rows = torch.zeros(len(self.names), width, dtype=torch.float64, device=device)
         for name, leaf in self.here.items():
             rows[self.names.index(name)] = leaf.tally.to(device)
-            leaf.tally = torch.zeros_like(leaf.tally)
+            leaf.tally.zero_()  # in place: a recorded step goes on adding to it
         with self.axis.trace.at("experts"):
             self.last = verbs.all_reduce(rows, self.axis).wait()
         for name, leaf in self.here.items():
@@ -73,19 +73,20 @@ class Balance:
         }
 
 
-def told(rows: Tensor) -> dict[str, float]:
-    """What is worth knowing of a step: `[layers, E + notes]`, on the host.
+def told(rows: Tensor, experts: int) -> dict[str, Tensor]:
+    """What is worth knowing of a step: `[layers, E + notes]`, on the device.
 
-    load: of the busiest expert of any layer, in means. extra: the mean auxiliary loss of a token,
-    all layers together. drops: share of choices without a slot. entropy: of scores, in nats.
+    load: of the busiest expert of any layer, in means. idle: share of experts without a token.
+    drops: share of choices without a slot. entropy: of scores, in nats. extra: the mean auxiliary
+    loss of a token, all layers together.
     """
-    loads, notes = rows[:, : -len(NOTES)], rows[:, -len(NOTES) :]
-    drops, entropy, extra, tokens = notes.unbind(1)
+    loads = rows[:, :experts]
+    drops, entropy, extra, tokens = rows[:, experts:].unbind(1)
     mean = loads.mean(1).clamp(min=1e-30)
     return {
-        "load": float((loads.amax(1) / mean).max()),
-        "idle": float((loads == 0).double().mean()),
-        "drops": float(drops.sum() / loads.sum().clamp(min=1.0)),
-        "entropy": float((entropy / tokens.clamp(min=1.0)).mean()),
-        "extra": float((extra / tokens.clamp(min=1.0)).sum()),
+        "load": (loads.amax(1) / mean).amax(),
+        "idle": (loads == 0).double().mean(),
+        "drops": drops.sum() / loads.sum().clamp(min=1.0),
+        "entropy": (entropy / tokens.clamp(min=1.0)).mean(),
+        "extra": (extra / tokens.clamp(min=1.0)).sum(),
     }

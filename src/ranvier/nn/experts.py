@@ -151,7 +151,7 @@ class Experts(Leaf):
         """A weight gathered over depth, in autograd."""
         handle = self.handles[name]
         if torch.compiler.is_compiling() and not handle.split:
-            return param  # type: ignore[no-any-return]
+            return param
         if not self.site.fast or torch.compiler.is_compiling():
             return handle.gathered()
         whole: Tensor = applied(_Whole, param, handle, self.site.moment)
@@ -290,7 +290,7 @@ class Experts(Leaf):
         if torch.compiler.is_compiling():
             self.tally.add_(notes)
             slope = self.site.moment.slope
-            return y if slope is None else applied(_Beside, y, extra, slope)  # type: ignore[no-any-return]
+            return y if slope is None else applied(_Beside, y, extra, slope)
         out: Tensor = applied(_Noted, y, extra, notes, self)
         return out
 
@@ -317,7 +317,7 @@ class Experts(Leaf):
 def _fetched(table: Tensor) -> Callable[[], list[Any]]:
     """The table for the host, under way; called when it is needed."""
     if table.device.type != "cuda":
-        return table.tolist  # type: ignore[no-any-return]
+        return table.tolist
     host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
     host.copy_(table, non_blocking=True)
     event = torch.cuda.Event()
@@ -325,7 +325,7 @@ def _fetched(table: Tensor) -> Callable[[], list[Any]]:
 
     def wait() -> list[Any]:
         event.synchronize()
-        return host.tolist()  # type: ignore[no-any-return]
+        return host.tolist()
 
     return wait
 

@@ -40,6 +40,9 @@ def kept(part: Part, setup: Setup, runtime: Runtime, recompute: str) -> tuple[fl
                 inner += narrow * roofline.local(str(one.dims[1]), one.shape[1], setup)
     if not setup.features:
         inner /= setup.col
+    for leaf in part.find("mixture"):  # rows, their hidden layers, what down reads
+        (hidden, _), (_, one), _ = roofline.experts(leaf, setup)
+        inner += (hidden + one) / setup.col + narrow * leaf.top * width / outer
     size = roofline.BYTES[setup.dtype] * runtime.kept
     whole = setup.tokens * size * (stream + inner)
     scores = 0.0
@@ -92,7 +95,9 @@ def _stage(job: Job, layout: Layout, runtime: Runtime, setup: Setup, where: str)
     split = plan.row * plan.col
     blocks = [part for part in model.parts if part.is_block]
     share = _share(model, plan.pipe, plan.chunks)
-    middle = share * sum(part.count * part.parameters for part in blocks) / model.layers / split
+    lost = 1 - 1 / plan.expert  # of its experts a rank has a part
+    middle = sum(p.count * (p.parameters - lost * p.expert_parameters) for p in blocks)
+    middle *= share / model.layers / split
     entry, exits = model.parts[0].parameters / split, model.parts[-1].parameters / split
     if model.tied and where == "last" and plan.pipe > 1:
         exits = max(exits, entry)

@@ -35,13 +35,14 @@ Kind = Literal[
     "rms",
     "layer",
     "attention",
+    "mixture",
     "lengths",
     "opening",
     "entropy",
 ]
 """Layers: one that multiplies; several that read the same value, or parts of it; a head with its
-loss; a look-up; an RMSNorm and a LayerNorm; an attention core; the lengths of DoRA; where Hugging
-Face's modules gather the sequence; a loss by itself."""
+loss; a look-up; an RMSNorm and a LayerNorm; an attention core; a router with its experts; the
+lengths of DoRA; where Hugging Face's modules gather the sequence; a loss by itself."""
 FOLDER = Path(__file__).parent / "lists"
 ENTRY, EXIT = "entry", "exit"
 """Names of the parts around blocks."""
@@ -70,13 +71,24 @@ class Leaf:
     """Tokens that a token sees; 0: all before it."""
     whole: bool = False
     """The sequence is gathered already."""
+    top: int = 0
+    """Experts of a token; `shape` is (experts, width, embed)."""
+    matrices: int = 0
+    """Of an expert: with a gate 3, else 2."""
 
     @property
     def parameters(self) -> int:
         """Numbers of its weights, without those of other layers."""
+        if self.kind == "mixture":
+            return self.expert_parameters + self.shape[0] * self.shape[2]
         own = 0 if self.tied or not self.shape else math.prod(self.shape)
         bias = self._bias_size if self.bias else 0
         return own + bias + sum(leaf.parameters for leaf in self.inside)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Numbers of the weights of all its experts."""
+        return self.matrices * math.prod(self.shape) if self.kind == "mixture" else 0
 
     @property
     def _bias_size(self) -> int:
@@ -98,6 +110,9 @@ class Leaf:
                 return layers.Statistics(name, ground, self.shape[0], dims[0], sums)
             case "attention":
                 return layers.Attention(name, ground, dims[0], self.head_dim, self.window)
+            case "mixture":
+                experts, width, _ = self.shape
+                return layers.Mixture(name, ground, experts, self.top, width, self.matrices)
             case "lengths":
                 return layers.Lengths(name, ground, self.shape[0], *dims)
             case "opening":
@@ -115,6 +130,9 @@ class Leaf:
             yield from leaf.pieces(f"{name}.", block or name, ground)
         if not self.shape:
             return
+        if self.kind == "mixture":
+            yield from self._experts(name, block, ground)
+            return
         dims, kind, trained = self.dims, self.kind, self.trainable
         if kind in ("linear", "head", "embedding"):
             rule, degrees = ground.table.weights, ground.degrees
@@ -126,6 +144,21 @@ class Leaf:
             yield self._vector(f"{name}.weight", dims[0], self.shape[0], ground)
         if self.bias:
             yield self._vector(f"{name}.bias", dims[0], self._bias_size, ground)
+
+    def _experts(self, name: str, block: str, ground: Ground) -> Iterator[Piece]:
+        """The router, and the matrices of all experts."""
+        (expert, mlp, embed), (e, f, d) = self.dims, self.shape
+        found: dict[str, tuple[tuple[Dim, ...], tuple[int, ...]]]
+        found = {"router.weight": (("choice", embed), (e, d))}
+        found |= {"gate": ((expert, mlp, embed), (e, f, d))} if self.matrices == 3 else {}
+        found |= {
+            "up": ((expert, mlp, embed), (e, f, d)),
+            "down": ((expert, embed, mlp), (e, d, f)),
+        }
+        for own, (dims, shape) in found.items():
+            rule, degrees = ground.table.weights, ground.degrees
+            cut = Sharding.make(shape, dims, rule, degrees, units=ground.units, depth=True)
+            yield Piece(f"{name}.{own}", block or name, cut, "matrix", self.trainable)
 
     def _vector(self, name: str, dim: Dim, size: int, ground: Ground) -> Piece:
         region = ground.table.region(dim if isinstance(dim, str) else dim[1])
@@ -152,6 +185,11 @@ class Part:
     def parameters(self) -> int:
         """Numbers of the weights of one of them."""
         return sum(leaf.parameters for leaf in self.leaves)
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Numbers of those of them that belong to experts."""
+        return sum(leaf.expert_parameters for leaf in self.leaves)
 
     def find(self, *kinds: Kind) -> list[Leaf]:
         """Its layers of these kinds."""

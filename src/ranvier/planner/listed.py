@@ -14,6 +14,7 @@ from ranvier.grid import Grid
 from ranvier.models import AdapterConfig, DecoderConfig, build
 from ranvier.nn.attention import Core
 from ranvier.nn.embedding import Embedding
+from ranvier.nn.experts import Experts
 from ranvier.nn.head import Head
 from ranvier.nn.huggingface import Entrance
 from ranvier.nn.leaf import Leaf as Real
@@ -80,6 +81,17 @@ def _leaf(name: str, leaf: Real, every: Mapping[str, Real]) -> Leaf | None:
     if isinstance(leaf, Core):
         layer = leaf.layer
         return Leaf(name, "attention", (layer.dim,), head_dim=layer.head_dim, window=layer.window)
+    if isinstance(leaf, Experts):
+        up, layer = leaf.handles["up"], leaf.layer
+        return Leaf(
+            name,
+            "mixture",
+            up.dims,
+            up.sharding.shape,
+            trainable=up.trainable,
+            top=layer.top,
+            matrices=layer.matrices,
+        )
     if isinstance(leaf, CrossEntropy):
         return Leaf(name, "entropy", (leaf.dim,))
     if isinstance(leaf, Entrance):

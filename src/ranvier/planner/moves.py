@@ -252,7 +252,7 @@ def _gathers(model: Model, stage: Stage, keep: bool) -> dict[tuple[str, str], in
 
 def _has_matrix(leaf: Leaf) -> bool:
     """Whether a layer has a weight that depth splits."""
-    return leaf.kind in ("linear", "siblings", "apart", "head", "embedding")
+    return leaf.kind in ("linear", "siblings", "apart", "head", "embedding", "mixture")
 
 
 # ---- all of a step ----------------------------------------------------------------------

@@ -206,7 +206,16 @@ def linears(part: Part, setup: Setup) -> list[tuple[int, int]]:
         several = leaf.inside or (leaf,)
         sizes = [_shape(one, setup) for one in several]
         found.append((sum(out for out, _ in sizes), sizes[0][1]))
+    for leaf in part.find("mixture"):
+        found += experts(leaf, setup)
     return found
+
+
+def experts(leaf: Leaf, setup: Setup) -> list[tuple[int, int]]:
+    """Products of a mixture: as of an MLP as wide as the experts of a token, and of the router."""
+    count, width, embed = leaf.shape
+    hidden, stream = leaf.top * local("mlp", width, setup), local("embed", embed, setup)
+    return [((leaf.matrices - 1) * hidden, stream), (stream, hidden), (count, stream)]
 
 
 def _shape(leaf: Leaf, setup: Setup) -> tuple[int, int]:
@@ -260,6 +269,10 @@ def _between(part: Part, device: Device, setup: Setup, runtime: Runtime) -> tupl
     width = next((leaf.shape[0] for leaf in part.find("rms", "layer")), 0)
     outer = width / setup.col / (setup.row if runtime.sequence else 1)
     forward, backward = OUTER[0] * outer, OUTER[1] * outer
+    for leaf in part.find("mixture"):  # rows are laid anew there and back; an activation between
+        (size, stream), (_, one), _ = experts(leaf, setup)
+        rows = leaf.top * stream / (setup.row if runtime.sequence else 1)
+        forward, backward = forward + 4 * rows + size + one, backward + 4 * rows + 2 * size + one
     for leaf in part.find("linear", "siblings", "apart"):
         several = leaf.inside or (leaf,)
         names = {one.dims[0] for one in several}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ranvier import run as runs
-from ranvier.checkpoint import blocks, folder, published
+from ranvier.checkpoint import blocks, folder, published, shards
 from ranvier.checkpoint.convert import TYPES, Source, opened
 from ranvier.checkpoint.peft_out import merged, write_adapter
 from ranvier.checkpoint.published import Published
@@ -30,7 +30,7 @@ from ranvier.infer.sample import checkpoint_of, run_of
 from ranvier.models.adapter import adapted_weights
 from ranvier.models.config import DecoderConfig
 from ranvier.models.families import FAMILIES, family_of, fitting
-from ranvier.models.family import Family, UnknownError
+from ranvier.models.family import FREE, Family, UnknownError
 from ranvier.plan import AXES
 from ranvier.run import Run
 from ranvier.settings import IMPORTED, DataConfig, ModelConfig
@@ -61,26 +61,31 @@ def imported(source: str, out: Path) -> list[str]:
     with Published.open(found(source)) as model:
         with appearing(out) as here:
             lines = [*_kept(model.folder, here), *_noted(model)]
-            run = _run(model, out, tokenizer=(here / "tokenizer.json").exists())
-            (here / "config.toml").write_text(runs.to_toml(run), encoding="utf-8")
-            inside = here / "checkpoints" / "step-00000000"
-            inside.mkdir(parents=True)
-            facts = {
-                "weights": True,
-                "source": str(model.folder),
-                "samples": 0,
-                "fingerprint": "",
-                "config": {"model": tables(run)["model"]},
-            }
-            with moving("importing") as progress:
-                count = published.store(model, inside, progress)
-            folder.seal(inside, 0, dict.fromkeys(AXES, 1), facts, files=count)
-            for told in inside.glob("rank-*.json"):
-                told.unlink()
-            folder.point(here / "checkpoints", inside.name)
+            run = run_for(model, out, tokenizer=(here / "tokenizer.json").exists())
+            begin(here, run, model, str(model.folder))
         parameters = sum(torch.Size(shape).numel() for shape in model.shapes.values())
         word = next(name for name, dtype in TYPES.items() if dtype == model.dtype)
         return [f"{model.family.kind}: {parameters:,} weights ({word}) in {out}", *lines]
+
+
+def begin(here: Path, run: Run, weights: published.Weights, source: str) -> None:
+    """Write the settings of a run and its checkpoint after step 0, which holds weights only."""
+    (here / "config.toml").write_text(runs.to_toml(run), encoding="utf-8")
+    inside = here / "checkpoints" / "step-00000000"
+    inside.mkdir(parents=True)
+    facts = {
+        "weights": True,
+        "source": source,
+        "samples": 0,
+        "fingerprint": "",
+        "config": {"model": tables(run)["model"]},
+    }
+    with moving("importing") as progress:
+        count = published.store(weights, inside, progress)
+    folder.seal(inside, 0, dict.fromkeys(AXES, 1), facts, files=count)
+    for told in inside.glob("rank-*.json"):
+        told.unlink()
+    folder.point(here / "checkpoints", inside.name)
 
 
 def found(source: str) -> Path:
@@ -113,14 +118,14 @@ def found(source: str) -> Path:
 
 def _noted(model: Published) -> list[str]:
     """What of a model's config is a matter of training, and not taken over."""
-    names = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop")
+    names = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
     drops = [f"{name}={model.theirs[name]}" for name in names if model.theirs.get(name)]
     if not drops:
         return []
-    return [f"{', '.join(drops)}: not taken over (model.dropout is that of embeddings and blocks)"]
+    return [f"{', '.join(drops)}: not taken over (see model.dropout, model.router_jitter)"]
 
 
-def _run(model: Published, out: Path, *, tokenizer: bool) -> Run:
+def run_for(model: Published, out: Path, *, tokenizer: bool) -> Run:
     """The settings that an imported run begins with."""
     data = DataConfig(seq=min(LONGEST, model.config.max_seq))
     if tokenizer:
@@ -249,10 +254,10 @@ def exported(
         _json(here / "config.json", config)
         beside(origin, here, config)
         shapes = {name: sizes[name][1] for name in stored}
-        tensors = published.listed(entries, shapes, types)
+        tensors = shards.listed(entries, shapes, types)
         read = weights_of(source, run)
         with moving("exporting") as progress:
-            names = published.write(here, tensors, read, most=shard, progress=progress)
+            names = shards.write(here, tensors, read, most=shard, progress=progress)
     size = sum(one.bytes for one in tensors)
     return [f"{kind.kind}: {len(tensors)} tensors, {size:,} bytes in {len(names)} file(s), {out}"]
 
@@ -293,7 +298,8 @@ def told(origin: Path, run: Run, wanted: str = "") -> tuple[Family, dict[str, An
 
 def _same(one: DecoderConfig, other: DecoderConfig) -> bool:
     """Whether two models are the same but for how they are trained."""
-    return replace(one, dropout=0.0, init_std=0.0) == replace(other, dropout=0.0, init_std=0.0)
+    names = [f.name for f in fields(DecoderConfig) if f.name not in FREE]
+    return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def weights_of(source: Source, run: Run) -> Callable[[str], Tensor]:

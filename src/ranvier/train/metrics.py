@@ -21,6 +21,7 @@ from ranvier.layers import Flow
 from ranvier.nn.attention import Core
 from ranvier.nn.linear import Linear
 from ranvier.parallel import Parallel
+from ranvier.train import routed
 
 PEAK_TFLOPS = {
     "H200": 989.0,
@@ -155,7 +156,7 @@ class Under:
     lr: float
     numbers: Later
     """Loss, gradient norm, whether it is bad, whether it is a spike, signal, memory, loss scale,
-    and how far a checkpoint is."""
+    what routers did, and how far a checkpoint is."""
     begun: Mark
     waited: float
     """Seconds the host waited for its batch."""
@@ -198,7 +199,7 @@ class Meter:
 
         ended: when the step before was done, if nothing else lay between.
         """
-        loss, norm, _, spike, _, held, scale, *_ = under.numbers.read()
+        loss, norm, _, spike, _, held, scale, *experts, _, _ = under.numbers.read()
         seconds = under.numbers.mark.since(ended or under.begun)
         exposed = trace.exposed(under.awaited)
         self.spend("compute", max(seconds - exposed - under.waited, 0.0))
@@ -223,4 +224,5 @@ class Meter:
             "skipped": under.skipped,
             "spike": bool(spike),
             "skips": under.skips,
+            **routed.metrics(experts),
         }

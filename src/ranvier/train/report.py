@@ -21,7 +21,7 @@ from typing import Any, Literal
 from ranvier.errors import DataError
 from ranvier.html.page import LISTED, document, folded, listing, section, table, text_block
 from ranvier.html.plot import Series, escaped, line_plot, percent, short, stacked_bar
-from ranvier.train import account, foretold, timeline
+from ranvier.train import account, foretold, routed, timeline
 from ranvier.train import folder as folders
 
 COLUMNS = ("tokens", "loss", "held_out_loss", "lr", "grad_norm", "tokens_per_second")
@@ -453,6 +453,7 @@ def body(record: Record, facts: Mapping[str, Any]) -> str:
             section("Where the time went", spent(facts["phases"], len(record.rows))),
             timeline.section(record.folder),
             foretold.section(known.get("foretold")),
+            routed.section(record.rows),
             account.section(known.get("memory")),
             section("Steps in numbers", sampled(latest)),
             section(

@@ -46,7 +46,8 @@ FIXED = (
 
 def tensors(trainer: Trainer) -> State:
     """All tensors that the run goes on from."""
-    return {**trainer.optimizer.state(), **_frozen(trainer), **_random(trainer), **_counts(trainer)}
+    weights = {**trainer.optimizer.state(), **_frozen(trainer), **_biases(trainer)}
+    return {**weights, **_random(trainer), **_counts(trainer)}
 
 
 def written(trainer: Trainer) -> tuple[State, dict[str, Sparse]]:
@@ -57,12 +58,14 @@ def written(trainer: Trainer) -> tuple[State, dict[str, Sparse]]:
         state |= _frozen(trainer)
     mine = {name: x for name, x in state.items() if owners[name.rpartition(".")[0]]}
     more = _counts(trainer) if trainer.grid.rank == 0 else {}
+    if not any(at for axis, at in trainer.grid.index.items() if axis != "pipe"):
+        more |= _biases(trainer)  # all ranks of a stage have them
     return {**mine, **_random(trainer), **more}, sparse
 
 
 def parts(trainer: Trainer) -> Iterator[State]:
     """The same tensors, to be filled a part at a time; see `Optimizer.parts`."""
-    rest = {**_frozen(trainer), **_random(trainer), **_counts(trainer)}
+    rest = {**_frozen(trainer), **_biases(trainer), **_random(trainer), **_counts(trainer)}
     for state in trainer.optimizer.parts():
         yield {**state, **rest}
         rest = {}
@@ -72,6 +75,12 @@ def _frozen(trainer: Trainer) -> State:
     """Weights that are not trained."""
     weights = parallel_of(trainer.model).weights.values()
     return {f"{w.name}.master": (w.rest, w.place) for w in weights if not w.trainable}
+
+
+def _biases(trainer: Trainer) -> State:
+    """What routers choose experts by, besides weights."""
+    balance = parallel_of(trainer.model).balance
+    return {} if balance is None else {f"{n}.master": x for n, x in balance.state.items()}
 
 
 def _counts(trainer: Trainer) -> State:

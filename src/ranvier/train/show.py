@@ -135,7 +135,11 @@ def _lines(steps: int) -> Sink:
 
 def numbers(row: Row) -> Row:
     """The metrics that have a value, without the number of the step."""
-    return {key: value for key, value in row.items() if value is not None and key != "step"}
+    return {
+        key: value
+        for key, value in row.items()
+        if value is not None and key != "step" and not isinstance(value, list)
+    }
 
 
 @contextmanager

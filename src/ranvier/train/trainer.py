@@ -39,7 +39,7 @@ from ranvier.optim.schedule import share
 from ranvier.parallel import parallel_of
 from ranvier.run import Run
 from ranvier.sharding import State
-from ranvier.train import adapters, kept, pruning, saves
+from ranvier.train import adapters, kept, pruning, routed, saves
 from ranvier.train.account import Account
 from ranvier.train.built import DTYPES, built
 from ranvier.train.diagnose import first_bad
@@ -282,7 +282,8 @@ class Trainer:
         if self.device.type == "cpu":  # here nothing is gained by reading it later
             self.stopping = int(signals)
         fate = [taken.loss, taken.norm, taken.bad, taken.spike]
-        numbers = Later([*fate, signals, held, factor, *heard], self.device)
+        experts = routed.numbers(parallel_of(self.model).balance)
+        numbers = Later([*fate, signals, held, factor, *experts, *heard], self.device)
         self.step, self.samples = self.step + 1, self.samples + run.plan.batch
         awaited, self.grid.trace.awaited = self.grid.trace.awaited, []
         tokens = self.samples * run.data.seq

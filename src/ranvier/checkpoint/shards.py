@@ -1,0 +1,135 @@
+"""Shards: the weights of a model as others store them, in safetensors with an index.
+
+One tensor is made at a time: no more than one whole tensor of ours is ever held.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ranvier.checkpoint import blocks
+from ranvier.checkpoint.manifest import WORDS
+from ranvier.checkpoint.published import INDEX, Progress
+from ranvier.errors import PlanError
+from ranvier.models.family import Entry
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """A tensor to write: its name, type and shape, and whence its values come."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    entry: Entry
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def listed(
+    entries: Sequence[Entry],
+    sizes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+) -> list[Theirs]:
+    """What a family stores, from the shapes and types of ours."""
+    found = []
+    for entry in entries:
+        dtype = dtypes[entry.ours[0]]
+        found.append(Theirs(entry.name, dtype, entry.shape(sizes), entry))
+    return found
+
+
+def write(
+    here: Path, tensors: Sequence[Theirs], read: Any, *, most: int, progress: Progress | None = None
+) -> list[str]:
+    """Write safetensors of at most `most` bytes with an index; their names.
+
+    read: the whole of one of our tensors by its name.
+    """
+    groups: list[list[Theirs]] = [[]]
+    for one in tensors:
+        if groups[-1] and sum(x.bytes for x in groups[-1]) + one.bytes > most:
+            groups.append([])
+        groups[-1].append(one)
+    where: dict[str, str] = {}
+    held: dict[str, Tensor] = {}
+    total, done = sum(one.bytes for one in tensors), 0
+
+    def wrote(size: int) -> None:
+        nonlocal done
+        done += size
+        if progress is not None:
+            progress(done, total)
+
+    for number, group in enumerate(groups, 1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        file = "model.safetensors" if len(groups) == 1 else file
+        _write_one(here / file, group, functools.partial(_parts, read, held), wrote)
+        where |= {one.name: file for one in group}
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        text = json.dumps(index, indent=2) + "\n"
+        blocks.write(here / INDEX, [memoryview(text.encode())])
+    return list(dict.fromkeys(where.values()))
+
+
+def _write_one(
+    path: Path, group: Sequence[Theirs], read: Any, wrote: Callable[[int], None]
+) -> None:
+    """One file: its header, then one tensor after the other, each made when its turn comes."""
+    group = sorted(group, key=lambda one: -one.dtype.itemsize)  # each at a multiple of its width
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for one in group:
+        word, end = WORDS[one.dtype], at + one.bytes
+        header[one.name] = {"dtype": word, "shape": list(one.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for one in group:
+            parts = [_cast(x, one) for x in read(one.entry)]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts, one.entry.dim)
+            whole = (whole.T if one.entry.transposed else whole).contiguous()
+            file.write(whole.view(-1).view(torch.uint8).numpy().data)
+            del parts, whole
+            wrote(one.bytes)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _parts(read: Any, held: dict[str, Tensor], entry: Entry) -> list[Tensor]:
+    """What of our tensors is in one of theirs; one with experts is held until its last is out."""
+    if entry.expert < 0:
+        held.clear()
+        return [read(name) for name in entry.ours]
+    (name,) = entry.ours
+    if name not in held:
+        held.clear()
+        held[name] = read(name)
+    return [held[name][entry.expert]]
+
+
+def _cast(x: Tensor, one: Theirs) -> Tensor:
+    """In the type to write; numbers that it cannot hold are refused."""
+    y = x.to(one.dtype)
+    if one.dtype == torch.float16 and not bool(y.isfinite().all()):
+        raise PlanError(
+            f"{one.name} has numbers up to {float(x.abs().max()):.3g}. fp16 ends at 65504. Use "
+            "--dtype bf16 or fp32."
+        )
+    return y

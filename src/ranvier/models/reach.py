@@ -1,0 +1,149 @@
+"""Reach: windows and rotary positions as published models write them, and as we do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ranvier.models.config import DecoderConfig
+
+Config = Mapping[str, Any]
+
+
+def odd(key: str, value: object, rule: str) -> str:
+    """A sentence on a key that cannot be as it is."""
+    return f"config.json has {key}={value!r:.120}. It must be {rule}."
+
+
+# ---- windows ----------------------------------------------------------------------------
+
+
+def window(theirs: Config, how: str, problems: list[str]) -> dict[str, Any]:
+    """Our window, and the layers that have it."""
+    size, layers = theirs.get("sliding_window"), theirs.get("num_hidden_layers")
+    if how == "first" and not theirs.get("use_sliding_window"):
+        size = None
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        problems.append(odd("sliding_window", size, "a whole number from 1, or null"))
+        return {}
+    if not isinstance(layers, int):
+        return {}
+    kinds, given = theirs.get("layer_types"), theirs.get("layer_types") is not None
+    if kinds is None and how == "first":
+        first = theirs.get("max_window_layers", 0)
+        if isinstance(first, bool) or not isinstance(first, int):
+            problems.append(odd("max_window_layers", first, "a whole number"))
+            return {}
+        kinds = [_KINDS[size is not None and i >= first] for i in range(layers)]
+    elif kinds is None:
+        kinds = [_KINDS[how == "all" or i % 2 == 0] for i in range(layers)]
+    sound = isinstance(kinds, list) and all(kind in _KINDS for kind in kinds)
+    if not sound or len(kinds) != layers:
+        problems.append(odd("layer_types", kinds, f"{layers} times {' or '.join(_KINDS)}"))
+        return {}
+    if how == "all" and given and theirs.get("model_type") == "phi3":
+        kinds = [_KINDS[1]] * layers  # its own code does not look at them
+    if how == "all" and set(kinds) != {_KINDS[1]}:
+        problems.append(odd("layer_types", kinds, f"all {_KINDS[1]}: others are another family"))
+        return {}
+    slide = tuple(i for i, kind in enumerate(kinds) if kind == _KINDS[1])
+    if size is None or not slide:
+        if slide and how != "all":
+            problems.append(odd("sliding_window", size, "given where layer_types has windows"))
+        return {"window": 0, "window_layers": ()}
+    return {"window": size, "window_layers": () if len(slide) == layers else slide}
+
+
+_KINDS = ("full_attention", "sliding_attention")
+
+
+def written_window(config: DecoderConfig, how: str) -> dict[str, Any]:
+    """The inverse."""
+    size = config.window or None
+    if how == "all":
+        return {"sliding_window": size}
+    slide = [config.window_of(i) > 0 for i in range(config.layers)]
+    kinds = {"layer_types": [_KINDS[yes] for yes in slide]}
+    if how == "first":
+        return {"use_sliding_window": size is not None, "sliding_window": size, **kinds}
+    return {"sliding_window": size or config.max_seq, **kinds}
+
+
+# ---- rotary positions -------------------------------------------------------------------
+
+
+def rope(kind: str, table: Config, longest: int) -> dict[str, Any]:
+    """Our settings of their rotary positions."""
+
+    def number(key: str, most: float = math.inf) -> float:
+        """A number above 0."""
+        value = table[key]
+        good = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not good or not 0 < value <= most or value == math.inf:
+            raise ValueError(f"{key}={value!r} is no number above 0{' up to 1' * (most == 1)}")
+        return float(value)
+
+    def given(key: str) -> bool:
+        return table.get(key) is not None
+
+    found: dict[str, Any] = {"rope_theta": number("rope_theta")}
+    found["rope_share"] = number("partial_rotary_factor", 1)
+    if kind == "default":
+        return found
+    found["rope"] = kind
+    if kind == "linear":
+        return found | {"rope_scale": number("factor")}
+    before = found["rope_original"] = int(number("original_max_position_embeddings"))
+    if kind == "llama3":
+        turns = number("low_freq_factor"), number("high_freq_factor")
+        return found | {"rope_turns": turns, "rope_scale": number("factor")}
+    scale = number("factor") if given("factor") else longest / before
+    if kind == "yarn":
+        low = number("beta_slow") if table.get("beta_slow") else 1.0
+        high = number("beta_fast") if table.get("beta_fast") else 32.0
+        found |= {"rope_scale": scale, "rope_turns": (low, high)}
+        both = table.get("mscale") and table.get("mscale_all_dim")
+        above, below = (number("mscale"), number("mscale_all_dim")) if both else (1.0, 0.0)
+        attention = _yarn(scale, above) / _yarn(scale, below)
+    else:
+        for name, key in _FACTORS.items():
+            factors = tuple(map(float, table[key]))
+            if not all(0 < factor < math.inf for factor in factors):
+                raise ValueError(f"{key} has factors that are no numbers above 0")
+            found[name] = factors
+        attention = math.sqrt(1.0 + math.log(scale) / math.log(before)) if scale > 1.0 else 1.0
+    return found | {
+        "rope_attention": number("attention_factor") if given("attention_factor") else attention
+    }
+
+
+_FACTORS = {"rope_short": "short_factor", "rope_long": "long_factor"}
+
+
+def _yarn(scale: float, weight: float) -> float:
+    return 1.0 if scale <= 1.0 else 0.1 * weight * math.log(scale) + 1.0
+
+
+def written_rope(config: DecoderConfig) -> dict[str, Any]:
+    """The inverse."""
+    table: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_share != 1.0:
+        table["partial_rotary_factor"] = config.rope_share
+    if config.rope == "longrope":
+        table |= {key: list(getattr(config, name)) for name, key in _FACTORS.items()}
+    elif config.rope_scale != 1.0:
+        table["factor"] = config.rope_scale
+    else:
+        return table
+    table["rope_type"] = config.rope
+    if config.rope != "linear":
+        table["original_max_position_embeddings"] = config.rope_original
+    low, high = config.rope_turns
+    if config.rope == "llama3":
+        table |= {"low_freq_factor": low, "high_freq_factor": high}
+    elif config.rope == "yarn":
+        table |= {"beta_slow": low, "beta_fast": high}
+    if config.rope in ("yarn", "longrope"):
+        table["attention_factor"] = config.rope_attention
+    return table

@@ -1,0 +1,88 @@
+"""Routed: what the routers of a run did, as metrics of steps and as a section of the report.
+
+expert_load     rows of the busiest expert of any layer, in means of its layer
+expert_idle     share of experts that got nothing
+expert_drops    share of choices that found no slot (capacity)
+expert_entropy  of the scores of a token, in nats, mean of tokens and layers
+expert_loss     what all layers add to the loss of a token
+expert_loads    of each expert the share of all choices, mean of layers
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ranvier.html.page import section as page_section
+from ranvier.html.page import table
+from ranvier.html.plot import Series, line_plot
+from ranvier.nn.balance import Balance, told
+
+LOADS = "expert_loads"
+
+
+def numbers(balance: Balance | None) -> list[Tensor]:
+    """What the host is to read of the last step, on the device."""
+    if balance is None or balance.last is None:
+        return []
+    loads = balance.last[:, : balance.experts]
+    shares = (loads / loads.sum(1, keepdim=True).clamp(min=1.0)).mean(0)
+    return [*told(balance.last, balance.experts).values(), *shares.unbind()]
+
+
+def metrics(values: Sequence[float]) -> dict[str, Any]:
+    """The same as part of a row of metrics; nothing of nothing."""
+    if not values:
+        return {}
+    single = {f"expert_{name}": value for name, value in zip(NAMES, values, strict=False)}
+    return {**single, LOADS: [round(share, 5) for share in values[len(NAMES) :]]}
+
+
+NAMES = ("load", "idle", "drops", "entropy", "loss")
+WORDS = {
+    "expert_load": "busiest expert, in means of its layer",
+    "expert_idle": "share of idle experts",
+    "expert_drops": "share of dropped choices",
+    "expert_entropy": "entropy of scores, nats",
+    "expert_loss": "added to the loss of a token",
+}
+
+
+def section(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The section of a report on experts; nothing if there are none."""
+    routed = [row for row in rows if isinstance(row.get(LOADS), list)]
+    if not routed:
+        return ""
+    first, last = routed[0], routed[-1]
+    cells = [[words, _said(first.get(key)), _said(last.get(key))] for key, words in WORDS.items()]
+    steps = [float(row["step"]) for row in routed]
+    loads = [_number(row.get("expert_load")) for row in routed]
+    svg = line_plot(
+        [Series("busiest expert", steps, loads, "line" if len(steps) > 19 else "dots")],
+        title="Load of the busiest expert",
+        x_label="step",
+        y_label="means",
+        width=600,
+    )
+    shares = [_number(share) or 0.0 for share in last[LOADS]]
+    mean = sum(shares) / max(len(shares), 1) or 1.0
+    each = [[str(e), f"{share:.2%}", f"{share / mean:.2f}"] for e, share in enumerate(shares)]
+    return page_section(
+        "Experts",
+        table(["", "first step", "last step"], cells),
+        f"<figure>{svg}</figure>",
+        table(["expert", "share of choices", "in means"], each),
+    )
+
+
+def _number(value: object) -> float | None:
+    good = isinstance(value, (int, float)) and math.isfinite(value)
+    return float(value) if good else None  # type: ignore[arg-type]
+
+
+def _said(value: object) -> str:
+    number = _number(value)
+    return "·" if number is None else f"{number:.4g}"

@@ -1,0 +1,61 @@
+"""What experts communicate, and routers that send all tokens to one expert or the same to each.
+
+Runs inside workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equivalence import Case, batch_of, flow_of, micros_of
+from ranvier.grid import Grid
+from ranvier.models.experts import Router, Routes
+from ranvier.optim.optimizer import Optimizer
+from ranvier.trace import communication, difference
+from ranvier.train.step import forward_backward
+from ranvier.verify import predict
+
+
+class Even(Router):
+    """Choices in turn, whatever the logits are: every expert gets equally many of each rank."""
+
+    def route(self, logits: Tensor, bias: Tensor | None = None) -> Routes:
+        routes = super().route(logits, bias)
+        turn = torch.arange(logits.shape[0] * self.top, device=logits.device)
+        experts = (turn % self.experts).view(-1, self.top)
+        return dataclasses.replace(routes, experts=experts)
+
+
+def even(model: nn.Module) -> None:
+    """Let all layers with experts route so."""
+    for leaf in model.parallel.balance.here.values():  # type: ignore[union-attr]
+        leaf.rule = Even(**dataclasses.asdict(leaf.rule))
+
+
+def traced(grid: Grid, case: Case, duplicated: bool = False) -> dict[str, Any]:
+    """Bytes of a step of balanced experts on this rank, and what was not predicted."""
+    model = case.on(grid)
+    even(model)
+    parallel: Any = model.parallel
+    for leaf in parallel.balance.here.values():
+        leaf.duplicated = duplicated
+    batch = batch_of(case.model, samples=16, packed=False)
+    optimizer = Optimizer(parallel.queue, lr=1e-2)
+    with grid.trace.recording() as events:
+        forward_backward(model, micros_of(batch, grid, case.micro_batches))
+        optimizer.step()
+    flow = flow_of(batch, grid, case.micro_batches)
+    found = communication(events)
+    sent = [event.bytes for event in found if event.op == "all_to_all"]
+    inside = [event for event in found if ".mlp" in event.where]
+    loads = parallel.balance.last[:, : parallel.balance.experts]
+    return {
+        "lines": difference(predict(parallel, flow, case.micro_batches), events),
+        "all_to_all": sum(sent),
+        "calls": len(inside),
+        "loads": loads.tolist(),
+    }

@@ -1,0 +1,53 @@
+"""Bytes of experts: as predicted where loads are even, none twice, none again in recomputation."""
+
+from __future__ import annotations
+
+import pytest
+
+from equivalence import Case
+from expert_cases import traced
+from pool import Pool
+
+MODEL = "moe 2 of 8 shared"
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"expert": 2, "row": 2, "col": 2},
+        {"expert": 4},
+        pytest.param({"expert": 2, "depth": 2, "col": 2}, marks=pytest.mark.full),
+        pytest.param({"pipe": 2, "expert": 2, "row": 2}, marks=pytest.mark.full),
+        pytest.param({"data": 2, "expert": 2, "row": 2}, marks=pytest.mark.full),
+        pytest.param({"expert": 8}, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
+def test_even_loads_communicate_what_was_predicted(pool: Pool, degrees: dict[str, int]) -> None:
+    for found in pool.on_grid(degrees, traced, Case(MODEL)):
+        assert found["lines"] == []
+        assert all(len(set(layer)) == 1 for layer in found["loads"])
+
+
+def test_no_token_is_sent_twice(pool: Pool) -> None:
+    """With the samples of a rank, all-to-all bytes fall with row·col; copies would not."""
+    case = Case(MODEL, inner="features")
+    alone = pool.on_grid({"expert": 2}, traced, case)
+    split = pool.on_grid({"expert": 2, "row": 2, "col": 2}, traced, case)
+    copied = pool.on_grid({"expert": 2, "row": 2, "col": 2}, traced, case, True)
+    for one, four, twice in zip(alone, split, copied, strict=False):
+        assert one["all_to_all"] == 4 * four["all_to_all"] > 0
+        assert twice["all_to_all"] == one["all_to_all"]
+
+
+@pytest.mark.parametrize("kind", ["full", pytest.param("selective", marks=pytest.mark.full)])
+def test_recomputation_adds_no_collective(pool: Pool, kind: str) -> None:
+    degrees = {"expert": 2, "row": 2}
+    plain, again, kept = (
+        pool.on_grid(degrees, traced, Case(MODEL, recompute=how, collectives=collectives))
+        for how, collectives in (("none", "again"), (kind, "again"), (kind, "keep"))
+    )
+    for a, b, c in zip(plain, again, kept, strict=True):
+        assert (a["lines"], b["lines"], c["lines"]) == ([], [], [])
+        assert a["calls"] == c["calls"] < b["calls"]
+        assert a["all_to_all"] == c["all_to_all"]

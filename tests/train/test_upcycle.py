@@ -1,0 +1,94 @@
+"""A dense model that became a mixture of experts computes what it did, and can be trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from commands import call
+from published_models import BASE, save, theirs, tokens
+from ranvier.checkpoint.convert import opened
+from ranvier.errors import PlanError
+from ranvier.infer.sample import checkpoint_of, run_of
+from ranvier.models import Decoder, DecoderConfig
+from ranvier.train.exchange import exported, imported
+from ranvier.train.upcycle import mixed, upcycled
+
+
+def logits(run: Path) -> Tensor:
+    """What the newest checkpoint of a run says, in plain PyTorch."""
+    config = run_of(run).model
+    model, source = Decoder(config).eval(), opened(checkpoint_of(run, None))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(source.read([f"{name}.master"])[f"{name}.master"])
+        found: Tensor = model(tokens())
+    return found
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(theirs("qwen3", BASE | {"head_dim": 8}), tmp_path_factory.mktemp("dense") / "in")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"upcycle": 4}, {"upcycle": 3, "top": 3, "every": 2}, {"upcycle": 2, "top": 1, "shared": 17}],
+    ids=str,
+)
+def test_it_says_what_the_dense_model_says(
+    tmp_path: Path, dense: Path, how: dict[str, Any]
+) -> None:
+    imported(str(dense), tmp_path / "run")
+    want = logits(tmp_path / "run")
+    for source in (dense, tmp_path / "run"):
+        out = tmp_path / f"{source.name}-moe"
+        (line,) = upcycled(str(source), out, **how)
+        assert f"{how['upcycle']} experts" in line
+        config = run_of(out).model
+        assert config.experts == how["upcycle"]
+        error = float((logits(out) - want).abs().max())
+        assert error <= 1e-5 * float(want.abs().max()), error
+    if "shared" not in how:
+        from transformers import AutoModelForCausalLM
+
+        exported(out, tmp_path / "theirs", family="qwen3_moe")
+        back = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
+        with torch.no_grad():
+            assert torch.allclose(back(tokens()).logits, want, atol=2e-5)
+
+
+def test_without_normalisation_it_would_not(dense: Path, tmp_path: Path) -> None:
+    """The comparison can fail: the weights of two of four experts sum to less than 1."""
+    upcycled(str(dense), tmp_path / "moe", upcycle=4)
+    want = logits(tmp_path / "moe")
+    path = tmp_path / "moe" / "config.toml"
+    path.write_text(path.read_text().replace("router_norm = true", "router_norm = false"))
+    assert float((logits(tmp_path / "moe") - want).abs().max()) > 1e-2
+
+
+def test_what_cannot_be_upcycled_is_refused() -> None:
+    shape = DecoderConfig()
+    for config, options, words in (
+        (shape, {"experts": 1}, "upcycle=1"),
+        (shape, {"experts": 4, "top": 5}, "experts_top=5 of experts=4"),
+        (shape, {"experts": 4, "shared": 160}, "shared=160 of the mlp=160"),
+        (mixed(shape, 4), {"experts": 4}, "experts=4 already"),
+        (DecoderConfig(biases=("mlp",)), {"experts": 4}, "biases"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            mixed(config, **options)
+
+
+def test_the_command_makes_a_run(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("convert", "--upcycle", "8") != 0
+    assert "reads a dense run" in capsys.readouterr().err
+    out = tmp_path / "moe"
+    assert call("convert", str(dense), "--upcycle", "8", "--top", "1", "--to", str(out)) == 0
+    assert (run_of(out).model.experts, run_of(out).model.experts_top) == (8, 1)
