@@ -83,8 +83,8 @@ def test_axis_without_runtime_is_named(axis: str) -> None:
     degrees: dict[str, Any] = {axis: 2}
     text = only(Plan(**degrees), 2)
     assert text == (
-        f"{axis}=2: the {axis} axis has no runtime yet. Axes that run today are pipe, data, depth, "
-        f"row, col. Use {axis}=1."
+        f"{axis}=2: the {axis} axis has no runtime yet. Axes that run today are pipe, data, "
+        f"expert, depth, row, col. Use {axis}=1."
     )
 
 
@@ -178,21 +178,32 @@ def test_kv_heads_neither_split_nor_shared() -> None:
 
 
 def test_all_problems_at_once() -> None:
-    plan = Plan(data=3, expert=2, row=5, col=7, batch=10, micro_batch=3, recompute="all")  # type: ignore[arg-type]
+    plan = Plan(data=3, expert=2, context=2, row=5, col=7, batch=10, micro_batch=3, recompute="all")  # type: ignore[arg-type]
     starts = [line.split(".")[0] for line in problems(plan, 8)]
     expected = [
         "recompute='all' is not known",
-        "expert=2: the expert axis has no runtime yet",
-        "data=3 · expert=2 · row=5 · col=7 needs 210 ranks, but 8 are there",
+        "context=2: the context axis has no runtime yet",
+        "data=3 · expert=2 · context=2 · row=5 · col=7 needs 420 ranks, but 8 are there",
         "batch=10 cannot be shared by data·expert·depth=6 ranks",
         "col=7 does not divide micro_batch=3",
-        "row=5 does not divide seq=12",
+        "context·row=10 does not divide seq=12",
         "col=7 does not divide embed=24",
         "row=5 does not divide heads=8",
         "row=5 does not divide mlp=24",
         "row=5 neither divides nor is a multiple of kv_heads=4",
     ]
     assert starts == expected
+
+
+def test_experts_divide() -> None:
+    sizes = {**SIZES, "expert": 6, "expert_mlp": 18}
+    with pytest.raises(PlanError) as caught:
+        Plan(expert=4, row=2, col=2, batch=32).check(sizes, 16)
+    text = "\n".join(caught.value.problems)
+    assert "expert=4 does not divide experts=6." in text
+    assert "row·col=4 does not divide expert_mlp=18." in text
+    assert "or experts=8." in text
+    assert Plan(expert=2, col=2, batch=8).check(sizes, 4).replicas == 2
 
 
 def test_problems_that_stop_inference_hide_no_others() -> None:
@@ -244,7 +255,8 @@ def test_plan_accepts_what_sharding_can_cut(
     try:
         for rule in (WEIGHTS, OUTER, INNER[plan.inner]):
             for dim, size in sizes.items():
-                Sharding.make([size * 4], [dim], rule, degrees, units=sizes | {"vocab": 28})
+                elements = size if dim == "mlp" else size * 4  # its units are elements
+                Sharding.make([elements], [dim], rule, degrees, units=sizes | {"vocab": 28})
         cut = True
     except ShardingError:
         cut = False

@@ -147,7 +147,7 @@ class Experts(Leaf):
             logits = logits * (1.0 + self.rule.jitter * self._noise(x))
         return logits, self.rule.route(logits, self.bias)
 
-    def _matrix(self, name: str, param: Any) -> Tensor:
+    def _matrix(self, name: str, param: Tensor) -> Tensor:
         """A weight gathered over depth, in autograd."""
         handle = self.handles[name]
         if torch.compiler.is_compiling() and not handle.split:

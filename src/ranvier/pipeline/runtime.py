@@ -257,9 +257,8 @@ class Step:
         kinds: tuple[Kind, ...] = ("F", "B", "W", "H")
         job = self._chosen() if leader else Job("F", 0)
         code = (job.chunk * len(self.micros) + job.micro) * len(kinds) + kinds.index(job.kind)
-        order = torch.tensor([code])
         with self.at.grid.trace.at("pipeline.order"):
-            told = verbs.broadcast(order, self.at.inside).wait()
+            told = verbs.broadcast(torch.tensor([code]), self.at.inside).wait()
         if leader:
             return job
         rest, kind = divmod(int(told), len(kinds))
@@ -388,8 +387,7 @@ class Step:
             x = self.vocabulary.embedded(job.micro) if stage.enters(job.chunk) else x
             more = {"scored": False}
         moment.leave = self.plain and stage.count == 1
-        moment.factor = self.factor if final and self.plain else None
-        moment.slope = self.factor
+        moment.factor, moment.slope = self.factor if final and self.plain else None, self.factor
         try:
             y = stage.run(x, stage.chunks[job.chunk], **micro.inputs, **more)
         finally:
