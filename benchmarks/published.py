@@ -129,11 +129,10 @@ def left_out(rows: Sequence[Row]) -> list[tuple[Guess, bool]]:
 
 def work(row: Row) -> float:
     """FLOPs of a device with what is computed again, and the bubble."""
-    layout, job = published.layout(row, "none"), published.job(row)
-    plan = layout.plan
+    plan = published.layout(row, "none").plan
     again = 4 / 3 if plan.recompute == "full" else 1.0
     flops = guess(row, None).prediction.flops * again / plan.world
-    return flops * (1 + (plan.pipe - 1) / (plan.chunks * plan.micro_batches)) + 0 * job.seq
+    return flops * (1 + (plan.pipe - 1) / (plan.chunks * plan.micro_batches))
 
 
 def null_errors(rows: Sequence[Row]) -> dict[str, float]:
@@ -227,9 +226,9 @@ def ranking(guesses: Sequence[Guess], null: dict[str, float]) -> None:
     )
 
 
-def memory(rows: Sequence[Row], reaches: None = None) -> None:
+def memory(rows: Sequence[Row]) -> None:
     """Memory, and runs that did not fit."""
-    guesses = [guess(row, reaches) for row in rows]
+    guesses = [guess(row, None) for row in rows]
     known = [one for one in guesses if one.row.gib and not one.row.oom]
     errors = [one.bytes / GIB / one.row.gib - 1 for one in known]
     print(f"\nmemory of {len(known)} runs")

@@ -140,7 +140,9 @@ def layout(row: Row, recompute: str = "") -> Layout:
         within = int(digits) if len(digits) > 1 or digits == "8" else dp
         depth = min(within, dp)
     pipe, batch = row.number("pp"), row.number("global_batch")
-    usual = max(batch // dp // pipe, 1) if pipe > 1 else 1
+    usual = 1  # torchtitan's pipelines: as many micro-batches as stages
+    if row.facts["framework"].startswith("torchtitan") and pipe > 1:
+        usual = max(batch // dp // pipe, 1)
     word = row.facts["recompute"].split(" ")[0] or recompute or "none"
     keep = sharding == "fsdp shard_grad_op" or (depth > 1 and pipe > 1)
     plan = Plan(
@@ -150,7 +152,7 @@ def layout(row: Row, recompute: str = "") -> Layout:
         depth=depth,
         row=row.number("tp"),
         batch=batch,
-        micro_batch=row.number("micro_batch", usual),
+        micro_batch=min(row.number("micro_batch", usual), max(batch // dp, 1)),
         chunks=row.number("vp"),
         recompute=word,  # type: ignore[arg-type]
         gathered="keep" if keep else "again",
@@ -214,8 +216,6 @@ def framework(row: Row) -> Runtime:
         found = replace(found, blocking=True)
     if found.name == "nanotron":
         found = replace(found, sharded=row.facts["sharding"] == "zero1")
-    if "async" in note and "tp" in note.replace("asynctp", "async tp").split():
-        found = replace(found, hidden_row=0.7)
     if "asynctp" in note or "async tp" in note:
         found = replace(found, hidden_row=0.7)
     if "fp32 grad" in precision:

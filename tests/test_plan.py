@@ -309,3 +309,9 @@ def test_a_pipeline_has_several_micro_batches_unless_told_otherwise() -> None:
     assert (split.micro_batch, split.micro_batches) == (2, 4), "col splits the samples"
     assert Plan(pipe=2, batch=8, micro_batch=8).check(sizes, 2).micro_batches == 1
     assert Plan(batch=8).check(sizes, 1).micro_batches == 1
+
+
+def test_an_order_names_each_axis_once() -> None:
+    assert "order='rwo' is not known" in only(Plan(order=("rwo",)), 1)
+    assert "names an axis twice" in only(Plan(order=("row", "row")), 1)
+    assert Plan(order=("row", "pipe")).placed[-2:] == ("row", "pipe")

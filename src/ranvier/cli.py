@@ -17,6 +17,7 @@ from ranvier.options import (
     Arguments,
     Convert,
     Doctor,
+    DryRun,
     Eval,
     Export,
     Generate,
@@ -49,6 +50,7 @@ usage: ranvier VERB ...
   profile RUN | run.toml     where the time of its steps goes, kernel by kernel, on one rank
   simulate [run.toml | RUN]  play a step of its pipeline: time, bubble, what stages wait for; drawn
   plan [run.toml]            the fastest layouts on a cluster, predicted, and why
+  dryrun [run.toml | RUN]    one rank of --world many, without devices: its shards, messages, memory
   data prepare FILE ...      tokenize corpora once, into memory-mapped shards
   data show DIR              what a prepared corpus holds
   checkpoint ls RUN          its checkpoints: step, size, grid, state
@@ -442,6 +444,15 @@ def _measure(words: Sequence[str]) -> int:
         return task(me or Ranks())
 
 
+def _dryrun(words: Sequence[str]) -> int:
+    settings = filled(DryRun, "dryrun [run.toml | RUN]", words)
+    from ranvier.train import dryrun
+    from ranvier.verify import world_of
+
+    world = settings.world or world_of(settings.plan)
+    return dryrun.show(_run(settings), world=world, rank=settings.rank, out=settings.json)
+
+
 def _doctor(words: Sequence[str]) -> int:
     settings = asked(Doctor, Doctor(), "doctor", words, flags=True)
     if settings.matmuls:
@@ -466,6 +477,7 @@ VERBS: dict[str, Verb] = {
     "profile": _profile,
     "simulate": _simulate,
     "plan": _plan,
+    "dryrun": _dryrun,
     "data": _data,
     "checkpoint": _checkpoint,
     "verify": _verify,

@@ -99,12 +99,13 @@ def sort(pieces: Iterable[Piece], degrees: Mapping[str, int]) -> list[Lot]:
         key = (piece.block, piece.split, piece.group, piece.trainable, tied, piece.whom)
         groups.setdefault(key, []).append(piece)
     multiple, found = degrees["data"], []
-    for (block, _, _, _, tied, _), members in groups.items():
+    for members in groups.values():
+        block = members[0].block
         members.sort(key=lambda piece: sorted(copies(piece.sharding, degrees).items()))
         ranges = _ranges(members, degrees)
         size = -(-ranges[-1].stop // multiple) * multiple
-        late = bool(tied) or block == VECTORS
-        found.append(Lot(str(block), tuple(members), tuple(ranges), size, late))
+        late = members[0].tied or bool(members[0].whom) or block == VECTORS
+        found.append(Lot(block, tuple(members), tuple(ranges), size, late))
     return found
 
 

@@ -91,6 +91,22 @@ class Simulate(Run):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DryRun(Run):
+    """The real code of one rank of many, without data, devices or other ranks.
+
+    Its shards, what it says over each axis in a step (counted at torch's fake process group), and
+    the most bytes that its tensors take at once.
+    """
+
+    world: int = 0
+    """Ranks of the run; 0: as many as the plan needs."""
+    rank: int = 0
+    """The one that is played, from 0."""
+    json: str = ""
+    """File for all of it as JSON; empty: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Eval(Arguments):
     """What the model of a run is worth: tasks, a corpus, or programs that it writes.
 

@@ -63,7 +63,7 @@ class Run:
 
     def check(self, world: int) -> Run:
         """The run with all that is derived resolved for `world` ranks, or every problem at once."""
-        problems = list(self._problems())
+        problems = list(self.problems())
         sizes = (*self.model.sizes.values(), self.data.seq, *self.plan.degrees.values())
         if problems and (min(self.model.sizes.values()) < 1 or max(sizes) > 2**31):
             raise PlanError(problems)
@@ -100,7 +100,8 @@ class Run:
         sizes = {own.b: own.shape[0] for own in found} | {own.a: own.shape[1] for own in found}
         return self.lora.rank * sum(sizes.values())
 
-    def _problems(self) -> Iterator[str]:
+    def problems(self) -> Iterator[str]:
+        """What is wrong with its settings, whatever the ranks and the degrees."""
         yield from self._number_problems()
         yield from self._text_problems()
         if self.optim.lr == 0.0:

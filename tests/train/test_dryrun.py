@@ -5,28 +5,32 @@ Bytes are counted at the fake process group, below comm, for random layouts of 8
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from functools import cache
+from pathlib import Path
 
 import pytest
 
+from commands import call
 from ranvier.errors import PlanError
 from ranvier.layers import Flow
 from ranvier.plan import Plan
 from ranvier.planner.leaves import of_run
 from ranvier.planner.moves import moves
+from ranvier.planner.space import space
 from ranvier.run import Run
 from ranvier.settings import DataConfig, LoraConfig, MemoryConfig, ModelConfig, TrainConfig
 from ranvier.train.dryrun import checked, dry
 
-SHAPE = {"layers": 5, "embed": 48, "heads": 24, "kv_heads": 6, "head_dim": 4, "mlp": 96}
+SHAPE = {"layers": 4, "embed": 48, "heads": 24, "kv_heads": 6, "head_dim": 4, "mlp": 96}
 MODELS = [
     {"vocab": 101},
     {"vocab": 96, "tied": True, "qk_norm": True},
     {"vocab": 203, "tied": True, "kv_heads": 24, "norm": "layer", "positions": "learned"}
     | {"activation": "gelu", "bias": True, "max_seq": 64},
-    {"vocab": 101, "qk_whole": True, "norms": "after", "window": 8, "window_layers": (0, 3)},
+    {"vocab": 101, "qk_whole": True, "norms": "after", "window": 8, "window_layers": (0, 2)},
 ]
 DEGREES = {
     "pipe": (1, 1, 1, 2, 3),
@@ -48,7 +52,7 @@ def drawn(draw: random.Random) -> tuple[Run, int, int] | None:
         **degrees,
         inner=draw.choice(("samples", "features")),
         micro_batch=micro,
-        batch=replicas * micro * draw.choice((1, 2, 3)),
+        batch=replicas * micro * draw.choice((1, 2)),
         recompute=draw.choice(("none", "none", "selective", "full")),
         gathered=draw.choice(("again", "again", "keep")),
         chunks=chunks,
@@ -86,7 +90,7 @@ def layouts() -> list[tuple[Run, int, int]]:
 def same(number: int) -> None:
     """Predicted bytes are counted bytes, for each operation and axis."""
     run, world, rank = layouts()[number]
-    found = dry(run, world=world, rank=rank)
+    found = dry(run, world=world, rank=rank, watched=False)
     run = checked(run, world=world, rank=rank)
     size = 2 if run.train.dtype == "bf16" else 4
     flow = Flow(run.plan.micro_batch, run.data.seq, size, statistics=4)
@@ -115,3 +119,69 @@ def test_layouts_are_of_all_kinds() -> None:
     for axis, sizes in DEGREES.items():
         assert {getattr(plan, axis) for plan in plans} >= {*sizes[:3]}, axis
     assert any(p.spread for p in plans) and any(p.chunks > 1 for p in plans)
+
+
+BIG = {"layers": 6, "embed": 1024, "heads": 16, "kv_heads": 4, "head_dim": 64, "mlp": 3072}
+MEMORY = [
+    {"micro_batch": 2},
+    {"depth": 8, "row": 4, "micro_batch": 2, "recompute": "full"},
+    {"data": 4, "row": 2, "col": 4, "inner": "features", "recompute": "selective"},
+    {"pipe": 2, "depth": 4, "batch": 16, "policy": "1f1b"},
+    {"data": 64, "depth": 4, "batch": 1024, "micro_batch": 1},
+    {"row": 8, "col": 2, "depth": 2, "micro_batch": 4, "recompute": "selective"},
+    {"pipe": 4, "batch": 8, "row": 2, "recompute": "full"},
+    {"depth": 256, "micro_batch": 1},
+]
+
+
+SLOW = [pytest.param(n, marks=pytest.mark.full) for n in (0, *range(2, len(MEMORY)))]
+
+
+@pytest.mark.parametrize("number", [1, *SLOW])
+def test_predicted_memory_is_that_of_a_rank(number: int) -> None:
+    """Within 5 % of all tensors that live at once, where they are larger than constants are."""
+    settings = {"micro_batch": 1, **MEMORY[number]}
+    axes = [settings.get(axis, 1) for axis in ("pipe", "data", "depth", "row", "col")]
+    world, replicas = math.prod(axes), settings.get("data", 1) * settings.get("depth", 1)
+    plan = Plan(**{"data": 1, "batch": replicas * settings["micro_batch"], **settings})
+    model = ModelConfig(size="imported", **BIG, vocab=32000)
+    run = Run(model=model, plan=plan, data=DataConfig(seq=4096))
+    found = dry(run, world=world, rank=world // 2)
+    run = checked(run, world=world, rank=0)
+    flow = Flow(run.plan.micro_batch, run.data.seq, 2, statistics=4)
+    predicted = space(of_run(run), run.plan, flow, stage=found.index["pipe"])
+    assert predicted.allocated == pytest.approx(found.table.allocated, rel=0.05)
+    for name in ("weights", "master", "moments"):
+        assert predicted.device[name] == found.table.device[name], name
+
+
+def test_the_command_says_and_writes_what_a_rank_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--world", "64", "--rank", "17", "--plan.row", "4", "--plan.depth", "4"]
+    file = tmp_path / "dry.json"
+    assert call("dryrun", *words, "--plan.batch", "16", "--json", str(file)) == 0
+    facts, out = json.loads(file.read_text()), capsys.readouterr().out
+    assert facts["index"]["row"] == 1 and "rank 17 of 64 (data=1 row=1)" in out
+    assert facts["shards"]["blocks.0.mlp.down.weight"] == {"part": [48, 128], "whole": [192, 512]}
+    assert "blocks.*.mlp.down.weight         48 x 128 of 192 x 512  x 4" in out
+    total = sum(row["bytes"] for row in facts["collectives"] if row["axis"] == ["row"])
+    assert total > 0 and "reduce_scatter" in out and "sum without gaps" in out
+    assert "most is there between layers" in out
+
+
+WRONG = [
+    (["--world", "8", "--rank", "8"], "rank=8 of world=8"),
+    (["--world", "8", "--rank", "-1"], "Use --rank 0"),
+    (["--world", "7", "--plan.row", "2"], "needs a multiple of 2 ranks, but 7 are there"),
+    (["--memory.states", "host"], "memory.states='host'"),
+    (["--prune.sparsity", "0.5"], "Masks of a pruned run are values"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG)
+def test_mistakes_are_told(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("dryrun", *words) != 0
+    assert message in capsys.readouterr().err

@@ -20,7 +20,10 @@ from typing import Any, Concatenate, Literal, ParamSpec
 
 import torch
 from torch import Tensor, distributed
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from ranvier.comm import functional
 from ranvier.errors import CommunicationError
@@ -162,7 +165,7 @@ def _start(
         shape = tuple(output.shape[1:] if ragged else output.shape)
         _check(axis, f"{op} {shape} {output.dtype} at {event.where}")
     device = x.device
-    if torch._C._len_torch_dispatch_stack():  # a mode must not keep what is about to be written
+    if _kept_by_modes():  # a mode must not keep what is about to be written
         with hidden():
             x, output = (x, torch.empty_like(output)) if output is not x else (x.clone(),) * 2
     if device.type == "cuda" and distributed.get_backend(axis.group) == "gloo":
@@ -177,12 +180,25 @@ def _start(
 
 @contextmanager
 def hidden() -> Iterator[None]:
-    """Operations inside are not seen by dispatch modes, such as those of selective checkpoints."""
-    if torch._C._len_torch_dispatch_stack() == 0:
+    """Operations inside are not seen by dispatch modes, such as those of selective checkpoints.
+
+    A mode that only looks on, and says so (`everywhere`), sees them all the same.
+    """
+    if not _kept_by_modes():
         yield
         return
-    with _disable_current_modes():
+    with _disable_current_modes() as modes, contextlib.ExitStack() as stack:
+        for mode in modes:
+            if getattr(mode, "everywhere", False):
+                stack.enter_context(mode)
         yield
+
+
+def _kept_by_modes() -> bool:
+    """Whether a dispatch mode is on that may keep tensors, or change what operations do."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    return any(not getattr(m, "everywhere", False) for m in _get_current_dispatch_mode_stack())
 
 
 def _staged(x: Tensor) -> Tensor:

@@ -142,9 +142,8 @@ class _LookUp(torch.autograd.Function):
 
 def _summed(dy: Tensor, ids: Tensor, rows: int, wide: torch.dtype) -> Tensor:
     """The gradient of a table `[rows, d]`: that of each token added to its row, widely."""
-    if (
-        dy.device.type == "cuda" and dy.dtype != wide
-    ):  # sorts the tokens: no order is left to chance
+    # It sorts the tokens: no order is left to chance. The meta device stands for a real one.
+    if dy.device.type in ("cuda", "meta") and dy.dtype != wide:
         summed: Tensor = torch.ops.aten.embedding_dense_backward(dy, ids, rows, -1, False)
         return summed
     grad = torch.zeros(rows, dy.shape[-1], dtype=wide, device=dy.device)

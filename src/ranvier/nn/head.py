@@ -195,7 +195,8 @@ def _gathered(dy: Tensor, leaf: Head) -> Tensor:
 def _added(sum_: Tensor | None, dy: Tensor, x: Tensor, leaf: Head) -> Tensor:
     """dYᵀ·X of a chunk added to those before it, in a wide type; dy: `[t, n]`, x: `[t, d]`."""
     wide = leaf.site.queue.dtype
-    if x.dtype == wide or x.device.type != "cuda" or leaf.products != Layouts():
+    host = x.device.type not in ("cuda", "meta")  # meta stands for a real device
+    if x.dtype == wide or host or leaf.products != Layouts():
         new = leaf.products.grad_w(dy, x).to(wide)
         return new if sum_ is None else sum_.add_(new)
     if sum_ is None:

@@ -32,6 +32,8 @@ def fill_values(
 ) -> None:
     """Give every parameter its part of the values, as views of its bucket; blank: zeros.
 
+    On the meta device there are none.
+
     room: bytes of the host where weights are to rest; None: they stay on the device.
     """
     where: torch.device | str = device or "cpu"
@@ -47,7 +49,7 @@ def fill_values(
             view = bucket.data[weight.offset : weight.offset + weight.elements].view(
                 weight.sharding.local
             )
-            if not blank:
+            if not blank and not view.is_meta:
                 view.copy_(_initial(weight, seed=seed, dtype=dtype, device=where))
             weight.original = None
             param = weight.made = nn.Parameter(view, requires_grad=weight.trainable)

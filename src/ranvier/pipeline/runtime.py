@@ -81,7 +81,8 @@ class Runtime:
     """Jobs and waits of the last step, if they were timed."""
     begun: float = 0.0
     """When it began."""
-    _forms: dict[tuple[Any, int], Form] = field(default_factory=dict)
+    forms: dict[tuple[Any, int], Form] = field(default_factory=dict)
+    """What messages look like, by the shape of inputs and the chunk; -1 - chunk: that leave it."""
     _lines: dict[tuple[str, int, bool], Axis] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,12 +90,6 @@ class Runtime:
         """Ranks that share collectives inside the stage, and where its leader tells them orders."""
         self.leads = self.inside.index == 0
         """Whether I say what my stage does next."""
-
-    def expect(self, tokens: tuple[int, ...], form: Form) -> None:
-        """Know what messages look like before the first comes. tokens: shape of a micro-batch."""
-        for chunk in range(len(self.stage.chunks)):
-            for key in (chunk, -1 - chunk):
-                self._forms[(("tokens", tokens),), key] = form
 
     def line(self, way: str, tag: int, *, wraps: bool = False) -> Axis:
         """The communicator of a kind of message."""
@@ -194,7 +189,7 @@ class Step:
             at.done, at.begun = [], time.perf_counter()
         for chunk in range(len(stage.chunks)):
             if not stage.enters(chunk):
-                form = at._forms.get((self._shape_of(), chunk))
+                form = at.forms.get((self._shape_of(), chunk))
                 self._listen(FORWARD, chunk, form)
         if self.vocabulary is not None:
             self.vocabulary.begin()
@@ -218,7 +213,7 @@ class Step:
                 ) from error
         for (way, chunk), form in self.inbox.forms.items():
             if way == FORWARD:
-                at._forms[self._shape_of(), chunk] = form
+                at.forms[self._shape_of(), chunk] = form
 
     @property
     def _over(self) -> bool:
@@ -482,8 +477,8 @@ class Step:
         box, first = self.outbox[way], way == FORWARD and job.micro == 0
         try:
             known = (self._shape_of(), -1 - job.chunk)
-            if first and at._forms.get(known) != form:
-                at._forms[known] = form
+            if first and at.forms.get(known) != form:
+                at.forms[known] = form
                 box.send(header(form, at.device), axis, to, tag, limit)
             box.send(value, axis, to, tag, limit)
         except CommunicationError as error:

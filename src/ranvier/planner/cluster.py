@@ -21,7 +21,7 @@ from ranvier.errors import PlanError
 
 SHEETS = Path(__file__).with_name("devices.toml")
 NONE: Mapping[str, float] = MappingProxyType({})
-USUAL = 0.82
+USUAL: Mapping[str, float] = MappingProxyType({"bf16": 0.82, "fp16": 0.82, "fp8": 0.74})
 """Share of the peak that the best product reaches where nobody has measured it: the mean of the
 measured devices."""
 
@@ -134,8 +134,10 @@ class Device:
 
     def best(self, dtype: str) -> float:
         """FLOPs a second of the best product: measured, or what devices reach of their peak."""
-        peak = self.peak.get(dtype) or self.peak.get("fp16") or max(self.peak.values())
-        return self.measured.get(dtype) or self.measured.get("bf16", 0.0) or USUAL * peak
+        alike = ("bf16", "fp16") if dtype in ("bf16", "fp16") else (dtype,)
+        found = [self.measured[name] for name in alike if name in self.measured]
+        peak = max((self.peak[name] for name in alike if name in self.peak), default=0.0)
+        return max(found, default=USUAL.get(dtype, 0.8) * peak) or min(self.peak.values())
 
     def rate(self, kind: str, *, ranks: int = 1, usual: float = 0.0) -> float:
         """A measured rate, by the nearest number of ranks; `usual` if nobody has measured it."""

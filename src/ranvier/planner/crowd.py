@@ -19,7 +19,7 @@ from math import prod
 from ranvier.layers import Flow
 from ranvier.plan import Plan
 from ranvier.planner import links, roofline
-from ranvier.planner.cluster import Cluster
+from ranvier.planner.cluster import Cluster, Device
 from ranvier.planner.leaves import Model, Part
 from ranvier.planner.links import Group
 from ranvier.planner.moves import Move, Stage, cut, moves, stage_of
@@ -112,7 +112,7 @@ def _part(
 
 
 def _products(
-    device: roofline.Device, tokens: int, out: int, into: int, setup: Setup
+    device: Device, tokens: int, out: int, into: int, setup: Setup
 ) -> tuple[float, float, float]:
     """Seconds of a layer's three products."""
     shapes = ((tokens, out, into, "y"), (tokens, into, out, "dx"), (out, into, tokens, "dw"))
@@ -147,8 +147,8 @@ def _talked(row: Move, plan: Plan, cluster: Cluster) -> tuple[str, float]:
 def _updated(stage: Stage, plan: Plan, setup: Setup, cluster: Cluster) -> float:
     """Seconds of the update of a rank's share."""
     device = cluster.device
-    own = sum(count * part.parameters for part, count in stage.here)
-    own /= plan.row * plan.col * plan.depth * plan.data
+    whole = sum(count * part.parameters for part, count in stage.here)
+    own = whole / (plan.row * plan.col * plan.depth * plan.data)
     matrices = sum(count * _matrices(part) for part, count in stage.here)
     rate = device.rate("update", ranks=setup.ranks, usual=device.bandwidth / 28)
     start = device.rate("launch", ranks=setup.ranks, usual=device.launch)

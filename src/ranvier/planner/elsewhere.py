@@ -41,8 +41,8 @@ def kept(part: Part, setup: Setup, runtime: Runtime, recompute: str) -> tuple[fl
     if not setup.features:
         inner /= setup.col
     for leaf in part.find("mixture"):  # rows, their hidden layers, what down reads
-        (hidden, _), (_, one), _ = roofline.experts(leaf, setup)
-        inner += (hidden + one) / setup.col + narrow * leaf.top * width / outer
+        (hidden, _), (_, read), _ = roofline.experts(leaf, setup)
+        inner += (hidden + read) / setup.col + narrow * leaf.top * width / outer
     size = roofline.BYTES[setup.dtype] * runtime.kept
     whole = setup.tokens * size * (stream + inner)
     scores = 0.0
@@ -113,7 +113,10 @@ def _stage(job: Job, layout: Layout, runtime: Runtime, setup: Setup, where: str)
     logits = 0.0
     if where == "last" or plan.pipe == 1:
         logits = setup.tokens * math.ceil(model.units["vocab"] / plan.row) / plan.col
-        logits *= runtime.logits
+        wide = runtime.split_logits if plan.row > 1 else 0
+        logits *= wide or runtime.logits
+        if runtime.sequence and plan.row > 1:  # the head's input is gathered, and its gradient
+            logits += 4 * setup.tokens * model.units["embed"]
     held_gradient = runtime.held_gradient or runtime.gradient
     gathered = 0.0
     if plan.depth > 1 and plan.gathered == "keep":  # with gradients that are not reduced yet

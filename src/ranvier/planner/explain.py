@@ -209,8 +209,9 @@ def _since(slow: Prediction, fast: Prediction) -> str:
 
 def _two_dims(result: Result) -> Iterator[str]:
     """Whether splitting features over col as well pays where ranks split a layer."""
-    one = next((f for f in result.found if f.plan.row > 1 and f.plan.col == 1), None)
-    two = next((f for f in result.found if f.plan.col > 1), None)
+    alike = [f for f in result.found if f.plan.pipe == result.best.plan.pipe]
+    one = next((f for f in alike if f.plan.row > 1 and f.plan.col == 1), None)
+    two = next((f for f in alike if f.plan.col > 1), None)
     if one is None or two is None or result.best.plan.row * result.best.plan.col == 1:
         return
     ratio = two.prediction.total / one.prediction.total
@@ -239,7 +240,7 @@ def _carried(found: Found, wish: Wish) -> str:
         total = sum(one.bytes * one.count for one in moved if one.axis == (axis,))
         pace = GIB / links.seconds(wish.cluster, "all_gather", GIB, ranks)
         place = "inside nodes" if ranks.nodes == 1 else "between nodes"
-        words.append(f"{total / 1e9:.3g} GB over {axis} {place} at {pace / 1e9:.3g} GB/s")
+        words.append(f"{total / 1e9:,.0f} GB over {axis} {place} at {pace / 1e9:.0f} GB/s")
     waits = sum(found.prediction.parts.get(axis, 0.0) for axis in ("row", "col", "depth"))
     return f"({layout(found)}) moves {_and(words)} and waits {seconds(waits)} in all"
 
@@ -251,7 +252,7 @@ def settings(found: Found, wish: Wish) -> dict[str, Any]:
     """The settings of a layout by their dotted names, where they are not the default."""
     plan, usual = found.plan, Plan()
     names = ("inner", "chunks", "gathered", "recompute", "order", "policy", "micro_batch", "batch")
-    out = {f"plan.{axis}": size for axis, size in plan.degrees.items() if size > 1}
+    out: dict[str, Any] = {f"plan.{axis}": size for axis, size in plan.degrees.items() if size > 1}
     out |= {f"plan.{n}": getattr(plan, n) for n in names if getattr(plan, n) != getattr(usual, n)}
     out["plan.batch"] = plan.batch
     if found.layout.states == "host":

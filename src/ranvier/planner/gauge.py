@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ranvier.nn import fp8
-from ranvier.nn.attend import auto
+from ranvier.nn.attend import WAYS, Attend, takes
 from ranvier.nn.fastest import noise
 from ranvier.optim import fused
 from ranvier.optim.moments import Moments
@@ -41,6 +41,8 @@ WARM = 3
 """Calls before any is timed: libraries make their plans in the first."""
 BETWEEN = 16
 """Tensors that a few operations between products read and write, each into memory of its own."""
+HEAT = 3.0
+"""Seconds of work before a device is measured."""
 CHAIN = 32
 """Small operations in a row."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -123,13 +125,14 @@ class Gauge:
         if device.type != "cuda":
             return cls(device, **rest)
         has = torch.cuda.is_bf16_supported(including_emulation=False)
-        kinds = ("bf16" if has else "fp16", "fp32")
+        kinds: tuple[str, ...] = ("bf16" if has else "fp16", "fp32")
         kinds += ("fp8",) if has and fp8.supported(device) else ()
         return cls(device, shapes=ON_CUDA, kinds=kinds, **rest)
 
     def all(self) -> list[Row]:
         """All rows of a device."""
         with torch.no_grad():
+            self.heat()
             for part in (self.launches, self.streams, self.updates, self.products, self.casts):
                 self.rows += part()
         self.rows += self.attended()
@@ -164,6 +167,18 @@ class Gauge:
         if torch.get_num_threads() > 1:
             return (time.perf_counter() - begin) / done
         return (time.process_time() - busy) / done * crowd(self.ranks)
+
+    def heat(self) -> None:
+        """Have a device work until its clock is that of a long run: its power limit lowers it."""
+        if self.device.type != "cuda":
+            return
+        self.said("the device at work")
+        (x,) = noise([(8192, 8192)], DTYPES[self.kinds[0]], self.device)
+        begin = time.perf_counter()
+        while time.perf_counter() - begin < HEAT:
+            for _ in range(20):
+                x @ x
+            self.wait()
 
     def wait(self) -> None:
         """Until the device has done all."""
@@ -231,20 +246,24 @@ class Gauge:
         yield self.rate("between", BETWEEN * a.nbytes / self.seconds(between))
 
     def attended(self) -> Iterator[Row]:
-        """Causal attention, forward and backward, as torch chooses it."""
+        """Causal attention, forward and backward, by the fastest way, as runs choose it."""
         self.said("attention")
         kind = self.kinds[0]
         for b, s, heads, kv, width in self.shapes.attention:
             sizes = [(b, s, heads, width), (b, s, kv, width), (b, s, kv, width)]
             q, k, v = (x.requires_grad_() for x in noise(sizes, DTYPES[kind], self.device))
             (dy,) = noise([(b, s, heads, width)], DTYPES[kind], self.device)
-            forward = self.seconds(partial(auto, q, k, v))
-            y = auto(q, k, v)
-            backward = self.seconds(
-                partial(torch.autograd.grad, y, (q, k, v), dy, retain_graph=True)
-            )
+            ways = [way for name, way in WAYS.items() if takes(name, q, k, v)]
+            forward, backward = min((self._attended(way, q, k, v, dy) for way in ways), key=sum)
             work = 2.0 * b * heads * s * s * width
             yield Fused(s, width, kind, work / forward, 2.5 * work / backward, self.ranks)
+
+    def _attended(
+        self, way: Attend, q: Tensor, k: Tensor, v: Tensor, dy: Tensor
+    ) -> tuple[float, float]:
+        forward, y = self.seconds(partial(way, q, k, v)), way(q, k, v)
+        back = partial(torch.autograd.grad, y, (q, k, v), dy, retain_graph=True)
+        return forward, self.seconds(back)
 
     def updates(self) -> Iterator[Row]:
         """AdamW on flat tensors, as the optimizer runs it; master weights where they are narrow."""

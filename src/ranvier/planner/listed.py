@@ -82,15 +82,15 @@ def _leaf(name: str, leaf: Real, every: Mapping[str, Real]) -> Leaf | None:
         layer = leaf.layer
         return Leaf(name, "attention", (layer.dim,), head_dim=layer.head_dim, window=layer.window)
     if isinstance(leaf, Experts):
-        up, layer = leaf.handles["up"], leaf.layer
+        up, mixture = leaf.handles["up"], leaf.layer
         return Leaf(
             name,
             "mixture",
             up.dims,
             up.sharding.shape,
             trainable=up.trainable,
-            top=layer.top,
-            matrices=layer.matrices,
+            top=mixture.top,
+            matrices=mixture.matrices,
         )
     if isinstance(leaf, CrossEntropy):
         return Leaf(name, "entropy", (leaf.dim,))

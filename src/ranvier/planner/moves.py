@@ -48,7 +48,7 @@ class Move(NamedTuple):
     axis: tuple[str, ...]
     bytes: int
     """Of the whole (gathered or reduced) tensor, of each of them."""
-    count: int
+    count: int  # type: ignore[assignment]
     where: str = ""
 
 
@@ -97,14 +97,19 @@ class Spot(NamedTuple):
     @property
     def shards(self) -> Spot:
         """What the shards of weights depend on."""
-        other = {} if self.spread else {"pipe": 1}
-        return self.with_(data=1, expert=1, **other)
+        return _lessened(self, "data", "expert")
 
     @property
     def inside(self) -> Spot:
         """What activations depend on: no replicas, and stages only where they split words."""
-        other = {} if self.spread else {"pipe": 1}
-        return self.with_(data=1, expert=1, depth=1, **other)
+        return _lessened(self, "data", "expert", "depth")
+
+
+@lru_cache(KEPT)
+def _lessened(spot: Spot, *axes: str) -> Spot:
+    """A spot with one rank on these axes, and on pipe unless stages split words."""
+    other = () if spot.spread else ("pipe",)
+    return spot.with_(**dict.fromkeys((*axes, *other), 1))
 
 
 # ---- parts on a rank --------------------------------------------------------------------
@@ -230,7 +235,7 @@ def _shared(pieces: Iterable[Piece], model: Model, stage: Stage, leaving: bool) 
 
 
 @lru_cache(KEPT)
-def _gathers(model: Model, stage: Stage, keep: bool) -> dict[tuple[str, str], int]:
+def gathers(model: Model, stage: Stage, keep: bool) -> dict[tuple[str, str], int]:
     """How often the weights of a part (and of a layer outside of blocks) are gathered."""
     alone = stage.seat.count == 1
     once = ("embedding",) if alone else ("embedding", "head")
@@ -311,14 +316,14 @@ def _activations(
     """What passes communicate."""
     rows, inside = list[Move](), spot.inside
     for part, count in stage.here:
-        for row in _pass_rows(model, part, inside, flow):
+        for row in pass_rows(model, part, inside, flow):
             if again or row.phase != "again":
                 rows.append(row._replace(count=row.count * count * micros))
     return rows
 
 
 @lru_cache(KEPT)
-def _pass_rows(model: Model, part: Part, spot: Spot, flow: Flow) -> tuple[Move, ...]:
+def pass_rows(model: Model, part: Part, spot: Spot, flow: Flow) -> tuple[Move, ...]:
     forward, backward = _passes(model, part, spot, flow)
     again = forward if part.is_block else ()
     return (
@@ -334,10 +339,10 @@ def _weights(
     """What weights and gradients communicate."""
     rows, types = list[Move](), types_of(flow)
     degrees = dict(zip(AXES, spot.degrees, strict=True))
-    gathers = _gathers(model, stage, keep)
-    for part, phase, event, count in _lot_events(model, stage, spot, types):
+    times_of = gathers(model, stage, keep)
+    for part, phase, event, count in lot_events(model, stage, spot, types):
         if phase == "gather":
-            times = gathers.get((part, event.where), 0) * (1 if keep else micros)
+            times = times_of.get((part, event.where), 0) * (1 if keep else micros)
         else:
             times = count * (micros if phase == "scatter" else 1)
         if times:
@@ -346,7 +351,7 @@ def _weights(
 
 
 @lru_cache(KEPT)
-def _lot_events(
+def lot_events(
     model: Model, stage: Stage, spot: Spot, types: Types
 ) -> tuple[tuple[str, Phase, Event, int], ...]:
     """Part, phase, event and number of lots of what each lot communicates once."""

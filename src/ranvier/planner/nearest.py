@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from ranvier.plan import RUNTIME, nearest_multiple
 from ranvier.planner.search import (
@@ -35,7 +36,8 @@ def problems(result: Result) -> list[str]:
     known = math.prod(wish.degrees.values())
     if wish.world % known == 0 and (len(wish.degrees) < len(RUNTIME) or known == wish.world):
         return [_indivisible(wish)]
-    alone = replace(wish.plan, **{axis: wish.degrees.get(axis, 1) for axis in RUNTIME})
+    sizes: dict[str, Any] = {axis: wish.degrees.get(axis, 1) for axis in RUNTIME}
+    alone = replace(wish.plan, **sizes)
     alone = replace(alone, batch=wish.job.batch, micro_batch=wish.job.batch // alone.replicas or 1)
     return list(alone.problems(wish.sizes, wish.world))
 
@@ -115,10 +117,10 @@ def _indivisible(wish: Wish) -> str:
     what = f"{wish.world} devices cannot share this job"
     settled = " ".join(f"{axis}={size}" for axis, size in wish.degrees.items())
     settled = f" with {settled}" if settled else ""
-    sizes = f"batch={wish.job.batch}, seq={wish.job.seq}, heads={wish.sizes.get('heads')}"
-    layers = f"layers={wish.sizes['layers']}"
+    heads, layers = wish.sizes.get("heads"), wish.sizes["layers"]
+    job = f"batch={wish.job.batch}, seq={wish.job.seq}, heads={heads}, layers={layers}"
     return (
-        f"{what}{settled}: {sizes}, {layers}. Ranks divide samples, tokens, heads and layers "
+        f"{what}{settled}: {job}. Ranks divide samples, tokens, heads and layers "
         f"evenly. {_offered(remedies)}"
     )
 

@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from ranvier.layers import Flow
 from ranvier.plan import AXES, Plan
-from ranvier.planner import cost, crowd, elsewhere, links, roofline, talk
+from ranvier.planner import cost, crowd, elsewhere, links, roofline, space, talk
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.leaves import Model, Part
 from ranvier.planner.links import Group
 from ranvier.planner.roofline import Setup, Times
 from ranvier.planner.runtime import OURS, Runtime
+from ranvier.planner.space import Moments
 from ranvier.planner.table import Table
 from ranvier.planner.talk import Places, Spoken
 
@@ -130,13 +132,33 @@ def predict(job: Job, layout: Layout, cluster: Cluster, runtime: Runtime = OURS)
     name = "fp8" if layout.fp8 and "fp8" in device.peak else job.dtype
     return Prediction(
         parts,
-        elsewhere.memory(job, layout, runtime),
+        memory(job, layout, runtime, compiled=setup.compiled),
         tokens=job.batch * job.seq,
         flops=model_flops(job.model, job.seq) * job.batch * job.seq,
         devices=plan.world,
         peak=device.peak.get(name) or device.best(name),
         limit=device.memory * (1 - runtime.margin) - runtime.context,
     )
+
+
+def memory(job: Job, layout: Layout, runtime: Runtime, *, compiled: bool) -> Table:
+    """Bytes of a rank by category: ours by `space`, those of others by their formulas."""
+    if runtime.name != OURS.name:
+        return elsewhere.memory(job, layout, runtime)
+    size = roofline.BYTES[job.dtype]
+    found = space.space(
+        job.model,
+        layout.plan,
+        Flow(layout.plan.micro_batch, job.seq, itemsize=size, statistics=max(size, 4)),
+        states=layout.states,
+        moments=cast(Moments, job.moments),
+        compiled=compiled,
+        simulated=False,
+    )
+    resting = ("weights", "master", "moments")
+    moving = sum(size for name, size in found.device.items() if name not in resting)
+    gaps = {"fragmentation": round(runtime.reserve * moving)}
+    return replace(found, device={**found.device, **gaps})
 
 
 def _setup(job: Job, layout: Layout, cluster: Cluster, runtime: Runtime) -> Setup:
@@ -270,14 +292,14 @@ class _Step:
             return times
         weights = sum(out * into for out, into in roofline.linears(part, self.setup))
         size = weights * (2 * runtime.gradient + (0 if runtime.fused_gradient else 2))
-        more = roofline.traffic(device, size, self.setup.ranks)
+        more = roofline.traffic(device, size, self.setup.ranks, runtime.stream)
         return Times(**{**vars(times), "between_back": times.between_back + more})
 
     def parts(self) -> dict[str, float]:
         """Seconds of a step by part."""
         plan, device, model = self.layout.plan, self.cluster.device, self.job.model
         micro, laps, spoken = plan.micro_batches, self.laps(), self.spoken
-        head = sum(roofline.head(model.parts[-1], device, self.setup))
+        head = sum(roofline.head(model.parts[-1], device, self.setup, self.runtime))
         entry = sum(roofline.entry(model.parts[0], device, self.setup))
         ends = sum(spoken.ends.values()) + spoken.depth_ends
         lap = sum(
@@ -352,7 +374,8 @@ class _Step:
             return
         size = own * (2 * runtime.states + runtime.gradient + 2)
         rate = cluster.device.rate("update", ranks=ranks)
-        found["update"] = own / rate if rate else roofline.traffic(cluster.device, size, ranks)
+        spent = roofline.traffic(cluster.device, size, ranks, runtime.stream)
+        found["update"] = own / rate if rate else spent
 
 
 def _host(cluster: Cluster) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Set
 from dataclasses import replace
-from typing import Literal, cast
+from typing import Literal
 
 from ranvier.errors import PlanError
 from ranvier.plan import AXES, Plan
@@ -42,7 +42,8 @@ def model_of(run: Run) -> Model:
 
 def assumed(run: Run, cluster: Cluster, given: Set[str]) -> tuple[Run, list[str]]:
     """The run with a length and a batch if nobody gave them, and the options that say so."""
-    words, parameters = [], run.model.parameters
+    words: list[str] = []
+    parameters = run.model.parameters
     if parameters < SMALL:
         return run, words
     if "data.seq" not in given:
@@ -95,7 +96,7 @@ def wish_of(run: Run, cluster: Cluster, given: Set[str], *, precision: Precision
         cluster,
         plan=_open(run.plan, fixed),
         fixed=fixed,
-        states=cast("Literal['device', 'host'] | None", states),
+        states=states,
         fp8=eight,
     )
 

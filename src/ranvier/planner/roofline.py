@@ -34,10 +34,10 @@ mask, read by the next product."""
 OUTER = (11, 17)
 """Numbers of the residual stream read or written a token, in model widths: two norms, two dropouts
 with residuals."""
-LOSS = 20
-"""Bytes of a logit: products, cast, softmax, its gradient, cast."""
 HOST = 60e-6
 """Seconds of an eager operation on the host: 2 ms for the 30 kernels of a block's forward pass."""
+FEWER = 0.25
+"""Kernels of a compiled block over those of an eager one."""
 INNER = ("heads", "kv_heads", "mlp", "vocab")
 
 
@@ -147,9 +147,10 @@ def _nearest(rows: tuple[Product, ...], m: int, n: int, k: int) -> float:
 # ---- memory and attention ---------------------------------------------------------------
 
 
-def traffic(device: Device, size: float, ranks: int = 1) -> float:
-    """Seconds to read or write so many bytes."""
-    return size / device.rate("memory", ranks=ranks, usual=device.bandwidth * device.reach.memory)
+def traffic(device: Device, size: float, ranks: int = 1, stream: float = 1.0) -> float:
+    """Seconds to read or write so many bytes; stream: as in `Runtime`."""
+    usual = device.bandwidth * min(device.reach.memory * stream, 0.9)
+    return size / device.rate("memory", ranks=ranks, usual=usual)
 
 
 def _attention(
@@ -219,8 +220,8 @@ def experts(leaf: Leaf, setup: Setup) -> list[tuple[int, int]]:
 
 
 def _shape(leaf: Leaf, setup: Setup) -> tuple[int, int]:
-    names = [dim if isinstance(dim, str) else dim[1] for dim in leaf.dims]
-    out, into = (local(name, size, setup) for name, size in zip(names, leaf.shape, strict=True))
+    sizes = zip(_names(leaf), leaf.shape, strict=True)
+    out, into = (local(name, size, setup) for name, size in sizes)
     return out, into
 
 
@@ -250,18 +251,21 @@ def block(part: Part, device: Device, setup: Setup, runtime: Runtime) -> Times:
         dw=dw,
         attention_back=sum(one for _, one in parts),
         between_back=back,
-        launch=launch * (0.5 if setup.compiled else 1.0),
+        launch=launch * (FEWER if setup.compiled else 1.0),
         serial=setup.serial,
     )
 
 
 def heads(part: Part, leaf: Leaf, setup: Setup) -> float:
     """Heads of an attention core on a rank."""
-    names = {one.name for one in part.leaves}
-    assert leaf.name in names
-    widths = [one for leaf_ in part.leaves for one in (*leaf_.inside, leaf_)]
-    whole = next(one.shape[0] for one in widths if one.dims[:1] == ("heads",))
+    everything = [one for each in part.leaves for one in (*each.inside, each) if one.shape]
+    whole = next((one.shape[0] for one in everything if _names(one)[0] == "heads"), 0)
     return whole / leaf.head_dim / (setup.row * (setup.col if setup.features else 1))
+
+
+def _names(leaf: Leaf) -> list[str]:
+    """The names of its dims."""
+    return [dim if isinstance(dim, str) else dim[1] for dim in leaf.dims]
 
 
 def _between(part: Part, device: Device, setup: Setup, runtime: Runtime) -> tuple[float, float]:
@@ -270,12 +274,12 @@ def _between(part: Part, device: Device, setup: Setup, runtime: Runtime) -> tupl
     outer = width / setup.col / (setup.row if runtime.sequence else 1)
     forward, backward = OUTER[0] * outer, OUTER[1] * outer
     for leaf in part.find("mixture"):  # rows are laid anew there and back; an activation between
-        (size, stream), (_, one), _ = experts(leaf, setup)
-        rows = leaf.top * stream / (setup.row if runtime.sequence else 1)
-        forward, backward = forward + 4 * rows + size + one, backward + 4 * rows + 2 * size + one
+        (hidden, stream), (_, read), _ = experts(leaf, setup)
+        rows = 4 * leaf.top * stream / (setup.row if runtime.sequence else 1)
+        forward, backward = forward + rows + hidden + read, backward + rows + 2 * hidden + read
     for leaf in part.find("linear", "siblings", "apart"):
         several = leaf.inside or (leaf,)
-        names = {one.dims[0] for one in several}
+        names = {_names(one)[0] for one in several}
         if not names & {"heads", "kv_heads", "mlp"}:
             continue
         size = sum(_shape(one, setup)[0] for one in several)
@@ -284,15 +288,10 @@ def _between(part: Part, device: Device, setup: Setup, runtime: Runtime) -> tupl
             forward, backward = forward + size + one, backward + 2 * size + one
         else:  # queries, keys and values are turned and laid anew
             forward, backward = forward + 2 * size, backward + 2 * size
-    passes = COMPILED if setup.compiled else runtime.passes
-    size = setup.tokens * BYTES[setup.dtype] * passes
-    return traffic(device, size * forward, setup.ranks), traffic(
-        device, size * backward, setup.ranks
-    )
-
-
-COMPILED = 0.8
-"""Passes of what is between products in a compiled block, over kernels fused by hand."""
+    passes = runtime.compiled if setup.compiled else runtime.passes
+    each = setup.tokens * BYTES[setup.dtype] * passes
+    both = (traffic(device, each * n, setup.ranks, runtime.stream) for n in (forward, backward))
+    return next(both), next(both)
 
 
 def casts(
@@ -307,26 +306,27 @@ def casts(
     if runtime.casts == "fused":
         width = min(into for _, into in shapes)
         return (
-            traffic(device, tokens * width * 4),
-            traffic(device, sum(tokens * out * 4 for out, _ in shapes)),
+            traffic(device, tokens * width * 4, 1, runtime.stream),
+            traffic(device, sum(tokens * out * 4 for out, _ in shapes), 1, runtime.stream),
         )
     each = 7 if setup.fp8 == "row" else 6
     values = sum(tokens * into for _, into in shapes) + sum(out * into for out, into in shapes)
+    back = sum(tokens * out for out, _ in shapes)
     return (
-        traffic(device, values * each),
-        traffic(device, sum(tokens * out for out, _ in shapes) * each),
+        traffic(device, values * each, setup.ranks, runtime.stream),
+        traffic(device, back * each, setup.ranks, runtime.stream),
     )
 
 
 @lru_cache(maxsize=50_000)
-def head(part: Part, device: Device, setup: Setup) -> tuple[float, float]:
+def head(part: Part, device: Device, setup: Setup, runtime: Runtime) -> tuple[float, float]:
     """Seconds of the exit, forward and backward: norm, product, loss."""
     tokens, forward, backward = setup.tokens, 0.0, 0.0
     for out, into in linears(part, setup):
         forward += product(device, tokens, out, into, setup.dtype, "y", setup.ranks)
         backward += product(device, tokens, into, out, setup.dtype, "dx", setup.ranks)
         backward += product(device, out, into, tokens, setup.dtype, "dw", setup.ranks)
-        loss = traffic(device, tokens * out * LOSS, setup.ranks)
+        loss = traffic(device, tokens * out * runtime.loss, setup.ranks, runtime.stream)
         forward, backward = forward + loss / 2, backward + loss / 2
     return forward, backward
 

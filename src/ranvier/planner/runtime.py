@@ -36,6 +36,12 @@ class Runtime:
     """Whether norms, dropouts and residuals are split over row as well (sequence parallelism)."""
     passes: float = 1.0
     """Reads and writes of what is between matrix products, over those of kernels fused by hand."""
+    compiled: float = 0.8
+    """The same of a compiled block."""
+    stream: float = 1.0
+    """Rate of its kernels that only read and write, over that of usual ones (`Reach.memory`)."""
+    loss: int = 20
+    """Bytes of a logit that are read and written: cast, softmax, its gradient, cast."""
     kernels: int = 30
     """Launched in the forward pass of a block."""
     blocking: bool = False
@@ -83,6 +89,8 @@ class Runtime:
     """Bytes that a block keeps over those that its products, norms and activations read."""
     logits: int = 10
     """Bytes of a logit, with what the loss makes of it."""
+    split_logits: int = 0
+    """The same where row splits the words, and no kernel is fused; 0: `logits`."""
     buffers: float = 0.0
     """Bytes of fixed buffers: flat copies, buckets."""
     reserve: float = 0.05
@@ -178,6 +186,7 @@ TORCHTITAN = Runtime(
     fsdp=True,
     held_gradient=4.5,
     logits=14,
+    split_logits=16,
     reserve=0.2,
     context=1.0e9,
     source="arXiv 2410.06511: FSDP2, torch's SDPA; selective recomputation keeps every other "
@@ -219,17 +228,22 @@ AXONN = Runtime(
 )
 OURS = Runtime(
     name="ranvier",
-    attention="flash2",
+    attention="flash3",
     passes=1.6,
-    kernels=40,
+    compiled=1.0,
+    stream=1.5,
+    loss=7,
+    kernels=70,
     hidden_dx=True,
     graphs=False,
     selective="small",
     cut="balanced",
     context=1.0e9,
     margin=0.04,
+    reserve=0.03,
     source="this package: three overlaps, sequence split over row, gradients in fp32 once they are "
-    "added up or reduced, stages cut by work",
+    "added up or reduced, stages cut by work; kernels as profiled (docs/benchmarks.md): cuDNN's "
+    "attention, 0.9 of the bandwidth, three passes over logits",
 )
 ROWS: Mapping[str, Runtime] = {
     row.name: row

@@ -2,10 +2,11 @@
 
 A layout is a factorisation of the ranks over the axes, what col splits inside, a micro-batch,
 chunks of stages, what is computed or gathered again, where states rest, and the order of the axes.
-Plan's own rules refuse what cannot be divided. Three things keep the rest short:
+Plan's own rules refuse what cannot be divided. Four things keep the rest short:
 
-    ladder   less computed again and fewer states elsewhere are never slower: the first that fits
-             ends the ladder
+    ladder   less computed again and gathered again is never slower: what fits ends the ladder, and
+             what keeps least and does not fit ends it, too
+    host     states rest there only where else all must be computed again, or nothing fits
     rough    each factorisation is tried with few micro-batches first; only the FULL best within
              NEAR times the best of a style are searched in full
     orders   other placements of the ranks are tried for the BEST layouts
@@ -34,10 +35,10 @@ States = Literal["device", "host"]
 
 RECOMPUTE = ("none", "selective", "full")
 """From the fastest that keeps most to the slowest that keeps least."""
-NEAR = 1.3
+NEAR = 1.25
 """How much slower than the best of its style a factorisation may be at first and still be searched
 in full."""
-FULL = 250
+FULL = 120
 """Factorisations that are searched in full, at most."""
 BEST = 40
 """Layouts for which other orders of the axes are tried."""
@@ -48,7 +49,7 @@ TOKENS = 2**18
 CHUNKS = (1, 2, 4, 8)
 FEW = 150
 """Factorisations that are asked whether anything fits."""
-MANY = 600
+MANY = 100
 """Factorisations from which on a second process is worth its start."""
 ORDERS: tuple[tuple[str, ...], ...] = (
     ("pipe", "depth", "row", "col"),
@@ -236,21 +237,52 @@ def variants(wish: Wish, plan: Plan) -> list[Plan]:
 
 
 def ladder(wish: Wish, plan: Plan) -> Iterator[Found]:
-    """A plan with more and more computed again and elsewhere, up to the first that fits."""
+    """A plan with more and more computed again, here and elsewhere, up to what fits."""
     again = plan.depth > 1 and plan.micro_batches > 1
     places: Sequence[States] = (wish.states,) if wish.states else ("device", "host")
     if wish.cluster.cores and not wish.states:  # there device and host are one memory
         places = ("device",)
     for gathered in wish.choices("gathered", ("keep", "again") if again else ("again",)):
-        rungs = [(where, kind) for where in places for kind in wish.choices("recompute", RECOMPUTE)]
-        for i, (where, kind) in enumerate(rungs):
-            one = replace(plan, gathered=gathered, recompute=kind)
-            found = _predicted(wish, one, where)
-            yield found
-            if found.prediction.fits:
-                if i == 0:
+        tried: list[Found] = []
+        for where in places:
+            if tried and not _moves_out(wish, tried):
+                break
+            tried = _climbed(wish, replace(plan, gathered=gathered), where)
+            yield from tried
+            if tried[0].prediction.fits:
+                if gathered == "keep" and where == places[0]:
                     return
                 break
+
+
+def _moves_out(wish: Wish, tried: Sequence[Found]) -> bool:
+    """Whether states had better rest on the host, where they find room.
+
+    So it is if nothing fits beside them, or only what computes all again, and more would without.
+    """
+    if any(one.prediction.fits and one.plan.recompute != RECOMPUTE[-1] for one in tried):
+        return False
+    for one in tried:
+        device = one.prediction.memory.device
+        states = device.get("master", 0) + device.get("moments", 0)
+        over = one.prediction.memory.total - one.prediction.limit
+        if 0 < over <= states <= wish.cluster.host.memory:
+            return True
+    return False
+
+
+def _climbed(wish: Wish, plan: Plan, where: States) -> list[Found]:
+    """What computes least again, then, if that does not fit, what keeps least; then those between.
+
+    What lies between need not be asked if nothing fits.
+    """
+    kinds = wish.choices("recompute", RECOMPUTE)
+    found = []
+    for kind in dict.fromkeys((kinds[0], kinds[-1], *kinds[1:-1])):
+        found.append(_predicted(wish, replace(plan, recompute=kind), where))
+        if found[-1].prediction.fits == (kind == kinds[0]):
+            break
+    return found
 
 
 def _predicted(wish: Wish, plan: Plan, states: States) -> Found:
@@ -266,9 +298,8 @@ def fits(wish: Wish) -> bool:
     least = sorted(grids(wish)[0], key=lambda plan: plan.data)[:FEW]
     where: States = wish.states or ("device" if wish.cluster.cores else "host")
     kind = wish.choices("recompute", RECOMPUTE)[-1]
-    return any(
-        _predicted(wish, replace(plan, recompute=kind), where).prediction.fits for plan in least
-    )
+    asked = (_predicted(wish, replace(plan, recompute=kind), where).prediction for plan in least)
+    return any(one.fits and one.memory.on_host <= wish.cluster.host.memory for one in asked)
 
 
 def _rough(wish: Wish, plan: Plan) -> list[Found]:
@@ -306,8 +337,10 @@ def _mapped(task: Any, wish: Wish, items: Sequence[Any], workers: int) -> list[l
     """The results of a task for each item, in order, of several processes if that pays."""
     if workers < 2 or len(items) < MANY:
         return [task(wish, item) for item in items]
+    # neighbours share much of what a prediction keeps: few large pieces
+    size = -(-len(items) // (4 * workers))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        return list(pool.map(partial(task, wish), items, chunksize=16))
+        return list(pool.map(partial(task, wish), items, chunksize=size))
 
 
 def search(wish: Wish, *, workers: int = 1) -> Result:
@@ -345,4 +378,4 @@ def _near(wish: Wish, every: Sequence[Plan], rough: Sequence[Sequence[Found]]) -
         for i, (plan, seconds) in enumerate(zip(every, times, strict=True))
         if seconds < math.inf
     ]
-    return [every[i] for ratio, i in sorted(near)[:FULL] if ratio < NEAR]
+    return [every[i] for i in sorted(i for ratio, i in sorted(near)[:FULL] if ratio < NEAR)]

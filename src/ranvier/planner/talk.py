@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ranvier.layers import Flow
-from ranvier.plan import Plan
+from ranvier.lots import Types
+from ranvier.plan import AXES, Plan
 from ranvier.planner import links, moves, roofline
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.leaves import Model, Part
 from ranvier.planner.links import Group
+from ranvier.planner.moves import Spot, Stage
 from ranvier.planner.roofline import Setup
 from ranvier.planner.runtime import Runtime
 
@@ -62,38 +64,91 @@ def ours(model: Model, plan: Plan, setup: Setup, cluster: Cluster, places: Place
     """What our runtime communicates, on the first stage."""
     size = roofline.BYTES[setup.dtype]
     flow = Flow(setup.samples, setup.seq, itemsize=size, statistics=max(size, 4))
-    found, micro = Spoken(), plan.micro_batches
+    spot, found = Spot.of(plan), Spoken()
     firsts = moves.cut(model, plan, setup.seq)
     stage = moves.stage_of(model, 0, plan.pipe, plan.chunks, firsts, plan.spread)
+    again = plan.recompute != "none"
+    near = tuple(places[axes] for axes in GROUPS)
     blocks = sum(count for part, count in stage.here if part.is_block)
-    names = {part.name for part, _ in stage.here if part.is_block}
-    each = 1.0 / max(blocks * micro, 1)
-    for row in moves.moves(model, plan, flow, orders=0).rows:
-        if row.phase == "pipe":
-            continue
-        spent = row.count * links.seconds(cluster, row.op, row.bytes, places[row.axis])
-        inside = row.part in names
-        if row.phase in ("forward", "again", "backward"):
-            axis = "row" if "row" in row.axis else "col"
-            if not inside:
-                found.ends[axis] += spent / micro
-            elif row.phase == "backward" and row.op == "reduce_scatter":
-                found.under[axis] += spent * each
+    for part, count in stage.here:
+        sums = _passes(model, part, spot.inside, flow, again, cluster, near)
+        for axis, (plain, under) in zip(INSIDE, sums, strict=True):
+            if part.is_block:
+                found.plain[axis] += plain * count / blocks
+                found.under[axis] += under * count / blocks
             else:
-                found.plain[axis] += spent * each
-        elif row.phase in ("gather", "scatter"):
-            if inside:
-                found.depth += spent * each
-            else:
-                found.depth_ends += spent / micro
-        elif row.phase == "update" and "data" in row.axis and row.part:
-            if row.op == "all_gather":
-                found.after += spent
-            else:
-                found.data += spent
-        else:
-            found.other += spent
+                found.ends[axis] += plain + under
+    keep = plan.gathered == "keep"
+    gathers, scatters, ends, found.data, found.after, found.other = _weights(
+        model, stage, spot, moves.types_of(flow), keep, cluster, places.order
+    )
+    each = 1.0 / plan.micro_batches if keep else 1.0
+    found.depth = (gathers * each + scatters) / max(blocks, 1)
+    found.depth_ends = ends[0] * each + ends[1]
     return found
+
+
+GROUPS = (("row",), ("col",), ("row", "col"))
+"""Groups that activations are communicated in."""
+
+
+@lru_cache(maxsize=100_000)
+def _passes(
+    model: Model,
+    part: Part,
+    inside: Spot,
+    flow: Flow,
+    again: bool,
+    cluster: Cluster,
+    near: tuple[Group, ...],
+) -> tuple[tuple[float, float], ...]:
+    """Seconds of a part over row and over col in a micro-batch: what nothing hides, and what may
+    run beside the product of a weight's gradient."""
+    groups, found = dict(zip(GROUPS, near, strict=True)), {axis: [0.0, 0.0] for axis in INSIDE}
+    for row in moves.pass_rows(model, part, inside, flow):
+        if row.phase == "again" and not again:
+            continue
+        spent = row.count * links.seconds(cluster, row.op, row.bytes, groups[row.axis])
+        under = row.phase == "backward" and row.op == "reduce_scatter"
+        found[row.axis[0]][under] += spent
+    return tuple((plain, under) for plain, under in found.values())
+
+
+@lru_cache(maxsize=100_000)
+def _weights(
+    model: Model,
+    stage: Stage,
+    spot: Spot,
+    types: Types,
+    keep: bool,
+    cluster: Cluster,
+    order: tuple[str, ...],
+) -> tuple[float, float, tuple[float, float], float, float, float]:
+    """Seconds of a stage's weights: gathers and reductions over depth in a pass of its blocks, and
+    of its ends; reductions over data, gathers over data, the rest, in a step."""
+    degrees = dict(zip(AXES, spot.degrees, strict=True))
+    blocks = {part.name for part, _ in stage.here if part.is_block}
+    times = moves.gathers(model, stage, keep)
+    inside, ends, data, after, other = [0.0, 0.0], [0.0, 0.0], 0.0, 0.0, 0.0
+    for part, phase, event, count in moves.lot_events(model, stage, spot, types):
+        near = links.group(event.axis, degrees, order, cluster.per_node)
+        one = links.seconds(cluster, event.op, event.bytes, near)
+        if phase in ("gather", "scatter"):
+            often = times.get((part, event.where), 0) if phase == "gather" else count
+            (inside if part in blocks else ends)[phase == "scatter"] += often * one
+        elif "data" not in event.axis:
+            other += count * one
+        elif event.op == "all_gather":
+            after += count * one
+        else:
+            data += count * one
+    whole = links.group(AXES, degrees, order, cluster.per_node)
+    other += SMALL * links.seconds(cluster, "all_reduce", 8, whole)
+    return inside[0], inside[1], (ends[0], ends[1]), data, after, other
+
+
+SMALL = 3
+"""All-reduces of a number in a step: norm, votes, tokens."""
 
 
 def theirs(

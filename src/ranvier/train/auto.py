@@ -19,15 +19,17 @@ from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.launch import Ranks
 from ranvier.plan import AXES, Plan
-from ranvier.planner import cluster, here
+from ranvier.planner import cluster, explain, here
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.leaves import of_run
 from ranvier.planner.predict import Job, Layout, Prediction, predict
+from ranvier.planner.search import Result, States, Wish, search
 from ranvier.run import Run
 from ranvier.train import measure, train
 from ranvier.train.foretold import Foretold
 
-# ---- choosing ---------------------------------------------------------------------------
+ALIKE = 1.05
+"""Predicted times up to so many times the best count as equal."""
 
 
 def is_open(run: Run, world: int) -> bool:
@@ -38,16 +40,13 @@ def is_open(run: Run, world: int) -> bool:
 
 def chosen(run: Run, machine: Cluster) -> tuple[Run, Foretold]:
     """The run with the layout that the planner finds best, and what it says of it."""
-    from ranvier.planner import explain
-    from ranvier.planner.search import Wish, search
-
     known, plan = train.settled(run, train.device_of(run, Ranks())), run.plan
     measured = run.memory.fit == "auto" or plan.recompute == "budget"
     fixed = {f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(Plan(), f.name)}
     fixed -= {*AXES, "batch", "layout"}
     fixed |= {"pipe", "recompute"} if measured else set()  # a fit is measured on whole models
     wanted = replace(plan, pipe=1, recompute="selective" if measured else plan.recompute)
-    given = "device" if run.memory.states == "device" else "host"
+    given = _states(run)
     wish = Wish(
         job_of(known),
         machine,
@@ -56,7 +55,7 @@ def chosen(run: Run, machine: Cluster) -> tuple[Run, Foretold]:
         states=given if measured or given == "host" else None,
         fp8=run.train.fp8 != "off",
     )
-    result = search(wish)
+    result = simplest(search(wish))
     best = result.best
     found = replace(best.layout.plan, layout="given", compile=plan.compile)
     if measured:
@@ -68,6 +67,28 @@ def chosen(run: Run, machine: Cluster) -> tuple[Run, Foretold]:
     return replace(run, plan=found, memory=memory), foretold
 
 
+def _states(run: Run) -> States:
+    """Where states rest, as the planner knows it."""
+    return "device" if run.memory.states == "device" else "host"
+
+
+def simplest(result: Result) -> Result:
+    """The result with the simplest of the layouts first that are as good as the best.
+
+    Predictions are not so exact that a few percent were worth a pipeline or another axis.
+    """
+    limit = ALIKE * result.best.prediction.total
+    near = [one for one in result.found if one.prediction.total <= limit]
+    first = min(near, key=lambda one: (*_burden(one.layout.plan), one.prediction.total))
+    return replace(result, found=(first, *(one for one in result.found if one is not first)))
+
+
+def _burden(plan: Plan) -> tuple[int, ...]:
+    """What makes a layout harder to understand, the worst first."""
+    axes = sum(size > 1 for size in plan.degrees.values())
+    return plan.pipe > 1, axes, plan.chunks, len(plan.order), plan.recompute != "none", -plan.data
+
+
 def plainly(prediction: Prediction, machine: str, why: str) -> Foretold:
     """A prediction in numbers that JSON holds."""
     low, high = prediction.interval
@@ -77,13 +98,26 @@ def plainly(prediction: Prediction, machine: str, why: str) -> Foretold:
 
 def planned(run: Run, world: int, *, nodes: int = 1) -> tuple[Run, Foretold | None]:
     """The run with the planner's layout; as it is, where nothing is known of the machine."""
+    if _is_wrong(run):  # that is told with all else that is wrong
+        return kept(run), None
     try:
         machine = machine_of(train.device_of(run, Ranks()), world)
     except PlanError as error:
         if not launch.is_follower():
             print(f"All ranks lie on data, as no layout was planned: {error}")
         return kept(run), None
-    return chosen(run, replace(machine, nodes=nodes, per_node=world // nodes))
+    return chosen(run, placed(machine, world, nodes))
+
+
+def _is_wrong(run: Run) -> bool:
+    """Whether values of a run are wrong on any number of ranks."""
+    if any(run.problems()):
+        return True
+    try:
+        run.check(1)
+    except PlanError:
+        return True
+    return False
 
 
 def kept(run: Run) -> Run:
@@ -129,10 +163,17 @@ def machine_of(device: torch.device, ranks: int) -> Cluster:
     return next(one for one in built_in if one.device.name == wanted)
 
 
+def placed(machine: Cluster, world: int, nodes: int) -> Cluster:
+    """The machine with so many ranks on so many nodes; on a CPU they share its memory."""
+    count, device = world // nodes, machine.device
+    if machine.cores:
+        device = replace(device, memory=device.memory / count)
+    return replace(machine, device=device, nodes=nodes, per_node=count)
+
+
 def foreseen(run: Run, machine: Cluster, nodes: int = 1) -> Prediction:
     """What the planner says of a settled run on a machine, whatever its layout."""
     plan = run.plan.unmeasured
-    states = "device" if run.memory.states == "device" else "host"
+    states = _states(run)
     layout = Layout(plan=plan, order=plan.placed, states=states, fp8=run.train.fp8 != "off")
-    placed = replace(machine, nodes=nodes, per_node=plan.world // nodes)
-    return predict(job_of(run), layout, placed)
+    return predict(job_of(run), layout, placed(machine, plan.world, nodes))

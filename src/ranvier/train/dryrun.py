@@ -15,6 +15,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -114,8 +115,11 @@ def checked(run: Run, *, world: int, rank: int) -> Run:
     return replace(run, plan=plan, data=packed, train=replace(run.train, dtype=dtype))
 
 
-def dry(run: Run, *, world: int, rank: int) -> Dry:
-    """Play one rank: two steps, of which the second, when all orders are known, is counted."""
+def dry(run: Run, *, world: int, rank: int, watched: bool = True) -> Dry:
+    """Play one rank: two steps, of which the second, when all orders are known, is counted.
+
+    watched: bytes of tensors as well, which takes longer than the steps themselves.
+    """
     begun, run = time.perf_counter(), checked(run, world=world, rank=rank)
     with launch.fake(world, rank):
         grid = Grid.of(run.plan, rank=rank, connected=True)
@@ -128,7 +132,7 @@ def dry(run: Run, *, world: int, rank: int) -> Dry:
         train_step(model, optimizer, batches, run.lr, watch)
         tensors = tensors_of(optimizer)
         seen = _Seen([tensors, [batch.inputs() for batch in batches]], parallel.queue)
-        with launch.counted() as calls, seen:
+        with launch.counted() as calls, seen if watched else nullcontext():
             train_step(model, optimizer, batches, run.lr, watch)
         rows = _rows(calls, grid)
     held = {name: sum(x.nbytes for x in some) for name, some in tensors.items()}
@@ -140,7 +144,10 @@ def dry(run: Run, *, world: int, rank: int) -> Dry:
         index=dict(grid.index),
         shards={n: (w.sharding.local, w.sharding.shape) for n, w in parallel.weights.items()},
         rows=rows,
-        table=Table({name: size for name, size in device.items() if size}),
+        table=Table(
+            {name: size for name, size in device.items() if size},
+            where=seen.words if watched else "",
+        ),
         seconds=time.perf_counter() - begun,
     )
 
@@ -150,24 +157,33 @@ def _prepare(run: Run, model: Decoder) -> None:
     parallel, plan = parallel_of(model), run.plan
     for leaf in parallel.leaves.values():
         if isinstance(leaf, Core):
-            leaf.serial.attend = flash
+            leaf.serial.attend = flash  # type: ignore[assignment]
     shape = (plan.micro_batch, run.data.seq // (plan.row * plan.context))
     form = ((*shape, run.model.embed // plan.col), DTYPES[run.train.dtype])
     runtime = parallel.pipeline.runtime
-    runtime.expect((plan.micro_batch, run.data.seq), form)
+    key = (("tokens", (plan.micro_batch, run.data.seq)),)
+    for chunk in range(len(runtime.stage.chunks)):
+        runtime.forms[key, chunk] = runtime.forms[key, -1 - chunk] = form
     runtime.leads = True  # nobody else would
 
 
 class _Seen(OnHost):
     """Bytes of all tensors, and those of gradients when there are most."""
 
+    everywhere = True
+
     def __init__(self, before: Any, queue: Deferred) -> None:
         super().__init__(before, lambda: gradients(queue))
-        self.queue, self.gradients = queue, 0
+        self.queue, self.gradients, self.where = queue, 0, ""
+
+    @property
+    def words(self) -> str:
+        """When there are most: in a layer, or (an activation, a norm's end) between two."""
+        return f"in {self.where}" if self.where else "between layers"
 
     def grown(self) -> None:
-        """Look at the gradients there are."""
-        found = dict[int, int]()
+        """Look at the gradients there are, and at what runs."""
+        found, self.where = dict[int, int](), self.queue.grid.trace.where
         for bucket in self.queue.buckets:
             for some in (bucket.grad, bucket.finished):
                 for x in [] if some is None else some.parts.values():
@@ -227,12 +243,8 @@ def lines(found: Dry) -> list[str]:
     for row in found.rows:
         name = "·".join(row.axis)
         out.append(f"{name:<24}{row.op:<16}{row.calls:>8}{row.bytes / 1e6:>14.3f}")
-    return [*out, *([] if found.rows else ["none: one rank talks to nobody"]), "", *_memory(found)]
-
-
-def _memory(found: Dry) -> list[str]:
-    lines = table.lines(found.table)
-    return [line for line in lines if not line.startswith("most is there")]
+    nobody = [] if found.rows else ["none: one rank talks to nobody"]
+    return [*out, *nobody, "", *table.lines(found.table)]
 
 
 def _kinds(found: Dry) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]:

@@ -384,6 +384,8 @@ class OnHost(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
+    everywhere = False
+    """Whether communication and deferred work are seen as well."""
 
     def __init__(self, before: Any, unseen: Callable[[], list[Tensor]] = list) -> None:
         """before: tensors that are there already. unseen: those that are made behind our back."""

@@ -41,6 +41,12 @@ class Comparison:
     memory: int = 0
     """Most bytes of tensors on the device; 0: nobody counts them."""
 
+    def say(self, row: Mapping[str, Any], *, counted: bool) -> None:
+        """Hold a step against what was foretold, and print the line, once."""
+        line = self.see(row, counted=counted)
+        if line:
+            print(f"  {line}", flush=True)
+
     def see(self, row: Mapping[str, Any], *, counted: bool) -> str:
         """Note a step; a line for people after the first few. counted: its tensors are."""
         self.seconds.append(float(row["seconds"]))

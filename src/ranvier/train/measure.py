@@ -27,7 +27,7 @@ from ranvier.planner import cluster, here, rates
 from ranvier.planner.cluster import Cluster, Collective, Device, Fused, Host, Link, Product, Rate
 from ranvier.planner.gauge import Gauge, Row, Shapes, crowd
 
-R = TypeVar("R", Product, Fused, Rate)
+R = TypeVar("R", bound=Row)
 USUAL = 8
 """Ranks on a CPU."""
 LARGE = {"cpu": 2**20, "cuda": 2**26}

@@ -7,8 +7,7 @@ held against two peaks of the device (a roofline):
     least time = max(FLOPs / peak FLOP/s, bytes / peak bytes/s)
 
 Compute or memory bounds it, whichever term is larger; neither, if it takes more than four times as
-long. What a trace does not tell is printed as "-". Not handled: several ranks; the trace of the
-communication (`train.trace`) is what shows those.
+long. What a trace does not tell is printed as "-". Not handled: several ranks (see `train.trace`).
 """
 
 from __future__ import annotations
@@ -31,11 +30,10 @@ from torch.profiler import ProfilerActivity, record_function, schedule
 from ranvier import launch
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.launch import Ranks, grow_segments, keep_compiled
+from ranvier.launch import Ranks, keep_compiled
 from ranvier.run import Run
-from ranvier.train import corpora, train
+from ranvier.train import built, corpora, train
 from ranvier.train import folder as folders
-from ranvier.train.built import DTYPES
 from ranvier.train.graph import WARM
 from ranvier.train.kernels import EIGHTHS, GROUPS, HALVES, OPTIMIZER, TRITON, Kernel, read, short
 from ranvier.train.metrics import peak_bandwidth, peak_flops
@@ -383,14 +381,13 @@ def profile(run: Run, origin: Path, *, steps: int, warm: int, top: int, out: str
     keep_compiled()
     data = train.opened(run, corpora.stored(run))
     if device.type == "cuda":
-        grow_segments()
         torch.cuda.set_device(device)
     grid = Grid.of(run.plan, rank=0, connected=False, timeout_seconds=run.train.timeout)
     more = replace(run.train, steps=max(warm + steps + 3, run.train.steps), evaluate=0, trace=False)
     only = replace(run, train=more, checkpoint=replace(run.checkpoint, every=-1))
     trainer = Trainer.assemble(only, grid, device, data)
     pace, kernels = _taken(trainer, folder / "trace.json.gz", steps=steps, warm=warm)
-    peaks = Peaks.of(device, DTYPES[run.train.dtype])
+    peaks = Peaks.of(device, built.DTYPES[run.train.dtype])
     report = summary(kernels, steps=steps, peaks=peaks)
     page = text(report, pace, top=top)
     facts: dict[str, Any] = {"pace": asdict(pace), "peaks": asdict(peaks), "report": asdict(report)}

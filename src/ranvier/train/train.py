@@ -10,7 +10,6 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -309,7 +308,8 @@ def _loop(trainer: Trainer, folder: Path, stop: Stop) -> None:
         with sinks(trainer.run, folder) as sink:
             for count, row in enumerate(trainer.steps(stop), 1):
                 sink(row)
-                _compare(trainer, row)
+                if trainer.compared is not None:
+                    trainer.compared.say(row, counted=trainer.device.type == "cuda")
                 if count == 2:
                     _started(trainer, folder)
     trainer.save()
@@ -327,14 +327,6 @@ def _started(trainer: Trainer, folder: Path) -> None:
         print(*(f"  {line}" for line in account.lines(_memory(trainer))), sep="\n", flush=True)
     with suppress(OSError):  # no reason to end a run
         folders.record(folder, seconds_to_step_2=seconds, compiled=compiled)
-
-
-def _compare(trainer: Trainer, row: Mapping[str, Any]) -> None:
-    """Hold a step against what was foretold, and say so once."""
-    if trainer.compared is not None:
-        line = trainer.compared.see(row, counted=trainer.device.type == "cuda")
-        if line:
-            print(f"  {line}", flush=True)
 
 
 def _memory(trainer: Trainer) -> dict[str, Any]:

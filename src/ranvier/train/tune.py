@@ -75,7 +75,7 @@ def _attention(
         return []
     model, some = run.model, next(iter(parallel.leaves.values()))  # a stage may have no attention
     ranks = grid.axis(*parallel.table.axes("heads")).size
-    samples = max(some.tokens(flow, "heads") // flow.seq, 1)
+    samples = max(some.site.ground.tokens(flow, "heads") // flow.seq, 1)
     heads, groups = model.heads // ranks, max(model.kv_heads // ranks, 1)
     shape = (samples, flow.seq, heads, groups, model.head_dim)
     mine = attend.tuned(*shape, dtype, device, fastest) if grid.rank == 0 else ""
@@ -169,4 +169,4 @@ def _matrix(layer: Linear) -> tuple[int, int]:
 def _tokens(layer: Linear, flow: Flow) -> int:
     """Tokens of the product on this rank: those of the gathered input."""
     (axis, _), _ = layer.steps
-    return layer.tokens(flow, layer.into) * axis.size
+    return layer.site.ground.tokens(flow, layer.into) * axis.size

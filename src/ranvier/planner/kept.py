@@ -1,0 +1,219 @@
+"""Kept: bytes of the activations of a part on a rank, as the leaves of `nn` save them; no torch.
+
+A product keeps what it reads (before it is gathered), a norm its input and its normalised output,
+both wide, attention its queries, keys, values, result and a number a token and head, an MLP the
+inside of its gate. Backward each needs some more for a moment.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ranvier.layers import Attention, Flow, Layer, Statistics
+from ranvier.plan import Recompute
+from ranvier.planner.leaves import Leaf, Model, Part
+from ranvier.planner.moves import KEPT, Spot, layers_of
+from ranvier.products import Product, Scores
+
+WIDE = 4
+"""Bytes of statistics of norms and of attention."""
+WIDENED = 1 << 22
+"""Logits that a loss without a kernel widens at once."""
+GATED = {"swiglu": 3, "geglu": 3, "geglu_exact": 3, "reglu": 2}
+"""Tensors of the hidden size that a gated MLP keeps besides what its last layer reads: gate, up and
+the activated gate; of a ReLU the latter is enough."""
+UNGATED = {"gelu": 1, "gelu_exact": 1, "relu": 0}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes of a block's activations; `matrix`: elements of gradients of weights made by then."""
+
+    none: int
+    """Kept from forward to backward if nothing is computed again."""
+    selective: int
+    full: int
+    held: int
+    """More, if what is communicated is kept for the second run."""
+    moments: tuple[tuple[int, int], ...]
+    """Most while it runs backward, above `none`, and elements of gradients of weights by then."""
+    output: int
+    """Of what it gives to the next."""
+
+    def of(self, kind: Recompute) -> int:
+        """Kept by a block of a kind."""
+        return {"none": self.none, "selective": self.selective}.get(kind, self.full)
+
+
+@lru_cache(KEPT)
+def kept(model: Model, part: Part, spot: Spot, flow: Flow, compiled: bool = False) -> Kept:
+    """The activations of a block; spot: its `inside`.
+
+    compiled: norms keep their input as it came, and a gate is activated again.
+    """
+    pairs = [*zip(part.leaves, layers_of(model, part, spot), strict=True)]
+    item, stream = flow.itemsize, stream_bytes(model, spot, flow)
+    none = made = attended = 0
+    for leaf, layer in pairs:
+        if isinstance(layer, Statistics):
+            none += norm_bytes(layer, flow, _normed(leaf, layer, pairs, flow), compiled)
+        elif isinstance(layer, Product):
+            made += sum(one.made(flow) for one in layer.factors) * item
+            none += read(layer, flow) if layer.trained else 0
+        elif isinstance(layer, Attention):
+            numbers, tokens = _statistics(layer, flow), layer.ground.tokens(flow, layer.dim)
+            attended += numbers + tokens * layer.width * item
+            none += numbers + _attended(pairs, flow, model)
+    hidden = _hidden(pairs, flow)
+    inside = min(_inside(model), 2) if compiled else _inside(model)
+    none += inside * hidden
+    held = sum(layer.held(flow) for _, layer in pairs)
+    moments = _backward(pairs, flow, hidden, inside, none, stream)
+    return Kept(none, stream + made + attended, stream, held, moments, stream)
+
+
+@lru_cache(KEPT)
+def stream_bytes(model: Model, spot: Spot, flow: Flow) -> int:
+    """Bytes of the residual stream `[b, s/row, d/col]`."""
+    ground = spot.ground(model)
+    (width,) = ground.features(model.units["embed"], "embed").local
+    return ground.tokens(flow, "embed") * width * flow.itemsize
+
+
+def read(layer: Product, flow: Flow) -> int:
+    """Bytes of what a product reads, before it is gathered."""
+    return layer.elements(flow)[0] // layer.gathers.size * flow.itemsize
+
+
+def norm_bytes(layer: Statistics, flow: Flow, elements: int, compiled: bool = False) -> int:
+    """What a norm keeps of so many elements."""
+    wide = max(flow.itemsize, WIDE)
+    if compiled:
+        return elements * flow.itemsize + layer.ground.tokens(flow, layer.dim) * wide
+    return 2 * elements * wide + layer.ground.tokens(flow, layer.dim) * wide
+
+
+def _normed(leaf: Leaf, layer: Statistics, pairs: list[tuple[Leaf, Layer]], flow: Flow) -> int:
+    """Elements on this rank that a norm reads; one of each head reads all heads."""
+    if layer.dim != "head_dim":
+        return layer.ground.tokens(flow, layer.dim) * layer.features.local[0]
+    dim = "kv_heads" if leaf.name.endswith("k_norm") else "heads"
+    return _outputs(pairs, dim, flow)
+
+
+def _outputs(pairs: list[tuple[Leaf, Layer]], dim: str, flow: Flow) -> int:
+    """Elements on this rank of the first output with a dim."""
+    factors = (f for _, layer in pairs if isinstance(layer, Product) for f in layer.factors)
+    found = next((f for f in factors if f.out == dim), None)
+    return 0 if found is None else found.ground.tokens(flow, dim) * found.width // found.count
+
+
+def _statistics(layer: Attention, flow: Flow) -> int:
+    heads = layer.width // max(layer.head_dim, 1)
+    return layer.ground.tokens(flow, layer.dim) * heads * WIDE
+
+
+def _attended(pairs: list[tuple[Leaf, Layer]], flow: Flow, model: Model) -> int:
+    """Queries, keys and values; values are a view of all three if these came in one buffer."""
+    q, k = (_outputs(pairs, dim, flow) for dim in ("heads", "kv_heads"))
+    if model.traits.get("positions", "rope") != "rope":
+        return (q + 2 * k) * flow.itemsize
+    entered = [
+        layer.scatters.size * layer.totals.size > 1 and not leaf.inside[0].bias
+        for leaf, layer in pairs
+        if isinstance(layer, Product) and len(leaf.inside) == 3
+    ]
+    values = q + 2 * k if any(entered) else k
+    return (q + k + values) * flow.itemsize
+
+
+def _hidden(pairs: list[tuple[Leaf, Layer]], flow: Flow) -> int:
+    """Bytes of a hidden tensor of the MLP."""
+    return _outputs(pairs, "mlp", flow) * flow.itemsize
+
+
+def _inside(model: Model) -> int:
+    """Hidden tensors that an MLP keeps besides what its last layer reads."""
+    word = str(model.traits.get("activation", "swiglu"))
+    return {**GATED, **UNGATED}.get(word, 3)
+
+
+def _backward(
+    pairs: list[tuple[Leaf, Layer]], flow: Flow, hidden: int, inside: int, none: int, stream: int
+) -> tuple[tuple[int, int], ...]:
+    """Moments of a backward pass: bytes above what was kept, elements of gradients of matrices.
+
+    The last layer of the MLP gathers what it needs; its gate is gone through; its first layers add
+    what each gives. At the end all is gone but gradients.
+    """
+    products = [layer for _, layer in pairs if isinstance(layer, Product)]
+    if not products:
+        return ((0, 0),)
+    down, enter = products[-1], products[-2] if len(products) > 1 else products[-1]
+    last, first = (sum(_matrix(layer) for layer in some) for some in ([down], [enter]))
+    whole = sum(_matrix(layer) for layer in products)
+    gate = inside >= 2
+    found = [
+        (_needed(down, flow), last),
+        ((2 if gate else 1) * hidden, last),
+        (_needed(enter, flow) + (2 if gate else 1) * hidden - (inside + 1) * hidden, last + first),
+        (4 * stream * WIDE // flow.itemsize - none, whole),
+    ]
+    return tuple(found)
+
+
+def _matrix(layer: Product) -> int:
+    """Elements of the gathered matrices that get gradients."""
+    return sum(math.prod(one.weight.gathered) for one in layer.factors if one.trainable)
+
+
+def _needed(layer: Product, flow: Flow) -> int:
+    """Bytes that a product needs backward: gathered x and dy, each layer's dx, their sum.
+
+    What is gathered along the sequence of several samples is copied to be multiplied, dx to go.
+    """
+    x, y = layer.elements(flow)
+    move, some = layer.factors[0].move, layer.ground.tokens(flow, "heads") > flow.seq
+    terms = len(layer.factors) + (len(layer.factors) > 1)
+    found = terms * x
+    if layer.gathers.size > 1:
+        found += (x if layer.trained else 0) + x // layer.gathers.size
+        found += 2 * x if some and move.gather.dim == 1 else 0
+    if layer.scatters.size > 1:
+        found += 2 * y + (y if some and move.scatter.dim == 1 else 0)
+    return found * flow.itemsize
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Bytes of a head."""
+
+    logits: int
+    """Of a chunk, with copies on their way to other ranks."""
+    rows: int
+    """Gathered input, and its gradient."""
+    moment: int
+    """Most besides, of statistics, a chunk's part of dx, or the gradient of the weight."""
+
+
+def loss(layer: Scores, flow: Flow, gradient: int) -> Loss:
+    """The bytes of a head. gradient: of its weight, as it is added up."""
+    chunk, ranks = layer.chunk_bytes(flow), layer.scatters.size
+    count = max(len(layer.chunked(flow)), 1)
+    x = layer.elements(flow)[0] * flow.itemsize
+    logits = chunk if ranks == 1 else chunk + chunk // ranks
+    if ranks > 1 and layer.factors[0].move.scatter.dim == -1:  # each rank's features are picked
+        logits = 3 * chunk
+    widened = 3 * max(flow.itemsize, WIDE) * min(chunk // ranks // flow.itemsize, WIDENED)
+    rows = x * (2 if layer.gathers.size > 1 else 1)
+    if count == 1:
+        return Loss(logits, rows, max(widened, x, gradient))
+    return Loss(logits, rows, gradient + max(widened, x // count))
+
+
+def later(model: Model, part: Part, spot: Spot, flow: Flow) -> int:
+    """Bytes that a block keeps where gradients of weights are made later: all that they need."""
+    products = [x for x in layers_of(model, part, spot) if isinstance(x, Product) and x.trained]
+    return sum(sum(layer.elements(flow)) for layer in products) * flow.itemsize

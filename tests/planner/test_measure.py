@@ -1,0 +1,172 @@
+"""What a machine is measured to do, and what the planner makes of ranks that share its cores."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from machines import machine
+from pool import Pool
+from ranvier.comm import rates
+from ranvier.errors import PlanError
+from ranvier.grid import Grid
+from ranvier.plan import Plan
+from ranvier.planner import cluster, crowd, here
+from ranvier.planner.cluster import Cluster, Product, Rate
+from ranvier.planner.gauge import Gauge, Shapes
+from ranvier.planner.leaves import of_size
+from ranvier.planner.predict import Job, Layout, predict
+from ranvier.run import Run
+from ranvier.train import calibrate, measure
+
+CPU = torch.device("cpu")
+TINY = Shapes(((8, 6, 4),), ((1, 8, 2, 1, 4),), stream=4096, adam=64, seconds=1e-4)
+
+
+def seconds(made: Cluster, **degrees: Any) -> dict[str, float]:
+    """The parts of a step of the default job."""
+    run = Run(plan=Plan(**{"data": 1, **degrees}))
+    plan = run.check(run.plan.world).plan
+    job = Job(of_size("tiny"), run.data.seq, plan.batch, dtype="fp32", packed=True)
+    placed = replace(made, per_node=plan.world)
+    return dict(predict(job, Layout(plan, order=plan.placed), placed).parts)
+
+
+def test_a_gauge_fills_all_rows_of_a_device() -> None:
+    """Each product has the shape of its kind, and no number is none."""
+    rows = Gauge(CPU, shapes=TINY).all()
+    products = {(r.kind, r.m, r.n, r.k) for r in rows if isinstance(r, Product)}
+    assert products == {("y", 8, 6, 4), ("dx", 8, 4, 6), ("dw", 6, 4, 8)}
+    kinds = {row.kind for row in rows if isinstance(row, Rate)}
+    assert kinds == {"launch", "pair", "memory", "between", "update", "norm"}
+    numbers = [getattr(row, name) for row in rows for name in measure.MEANS if hasattr(row, name)]
+    assert len(numbers) == 3 + 2 + 6 and min(numbers) > 0.0
+
+
+def test_a_cluster_of_rows_is_written_and_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANVIER_CACHE", str(tmp_path))
+    assert here.measured() is None
+    made = machine()
+    cluster.write(made, here.path("cpu"))
+    read = here.measured("cpu")
+    assert read is not None and here.measured("another") is None
+    assert read.device.products == made.device.products
+    assert [round(row.value, 9) for row in read.device.rates] == [
+        round(row.value, 9) for row in made.device.rates
+    ]
+    assert read.collectives == made.collectives and read.cores == 2
+
+
+def _timed(grid: Grid, op: str) -> tuple[float, float]:
+    found = rates.collective(op, grid.axis("data"), CPU, large=2**16, calls=2)
+    return found.latency, found.bandwidth
+
+
+def test_every_collective_is_measured(pool: Pool) -> None:
+    for op in rates.OPS:
+        for latency, bandwidth in pool.on_grid({"data": 2}, _timed, op):
+            assert 0.0 < latency < 10.0 and 0.0 < bandwidth < 1e12, op
+
+
+def test_a_ring_sends_what_it_must() -> None:
+    """all-gather and reduce-scatter (g-1)/g of the whole, all-reduce twice that."""
+    assert rates.wire("all_gather", 4, 100.0) == rates.wire("reduce_scatter", 4, 100.0) == 75.0
+    assert rates.wire("all_reduce", 4, 100.0) == 150.0
+    assert rates.wire("send", 2, 100.0) == 100.0
+
+
+# ---- ranks that share cores -------------------------------------------------------------
+
+
+def test_ranks_that_share_cores_save_nothing() -> None:
+    """Twice the ranks on the same cores take as long for the products, and talk besides."""
+    two, eight = (seconds(machine(), data=n) for n in (2, 8))
+    assert sum(eight.values()) > sum(two.values())
+    many = seconds(machine(cores=8), data=8)
+    assert many["compute"] < 0.5 * two["compute"]
+
+
+def test_each_call_of_a_layout_has_its_latency() -> None:
+    """row=2: 44 gathers and scatters and 4 sums a step, as the trace of a run counts them."""
+    slow, fast = (seconds(machine(latency=x), row=2) for x in (2e-3, 1e-3))
+    assert sum(slow.values()) - sum(fast.values()) == pytest.approx(48e-3, rel=0.05)
+
+
+def test_a_bubble_costs_only_idle_cores() -> None:
+    assert seconds(machine(), pipe=2, micro_batch=8)["bubble"] > 0.0
+    assert seconds(machine(), pipe=2, data=4, micro_batch=1)["bubble"] == 0.0
+
+
+def test_what_is_computed_again_costs() -> None:
+    parts = {kind: seconds(machine(), data=2, recompute=kind) for kind in ("none", "full")}
+    assert parts["none"]["again"] == 0.0
+    assert 0.2 < parts["full"]["again"] / parts["full"]["compute"] < 0.6
+
+
+def test_a_moment_is_enough_to_guess_a_host() -> None:
+    made = measure.quick(4)
+    assert made.per_node == 4 and made.cores >= 1 and "guess" in made.source
+    assert {row.size for row in made.collectives} == {2, 4}
+    assert sum(seconds(made, data=4).values()) > 0.0
+    assert crowd.PYTHON > 1.0
+
+
+# ---- a run folded back ------------------------------------------------------------------
+
+
+def _run_folder(folder: Path, run: Run, step: float, exposed: float) -> Path:
+    from ranvier.run import to_toml
+
+    folder.mkdir()
+    (folder / "config.toml").write_text(to_toml(run))
+    row = {"seconds": step, "exposed_communication_seconds": exposed}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(8)))
+    return folder
+
+
+def test_a_run_brings_the_cluster_nearer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A machine that is half as fast as its file: after one run predictions are right."""
+    run = Run(plan=Plan(data=2))
+    run = replace(run, train=replace(run.train, device="cpu", dtype="fp32")).check(2)
+    made, path = machine(), tmp_path / "here.toml"
+    cluster.write(made, path)
+    parts = seconds(made, data=2)
+    folder = _run_folder(tmp_path / "run", run, 2.0 * sum(parts.values()), 2.0 * parts["data"])
+    assert calibrate.calibrate(folder, str(path)) == 0
+    said = capsys.readouterr().out
+    assert "before" in said and "(-50" in said
+    after = sum(seconds(cluster.read(path), data=2).values())
+    assert after == pytest.approx(2.0 * sum(parts.values()), rel=0.02)
+
+
+def test_a_run_too_short_or_of_another_machine_is_refused(tmp_path: Path) -> None:
+    run = Run(plan=Plan(data=2)).check(2)
+    run = replace(run, train=replace(run.train, device="cpu", dtype="fp32"))
+    path = tmp_path / "here.toml"
+    cluster.write(machine(), path)
+    folder = _run_folder(tmp_path / "run", run, 1e4, 0.0)
+    with pytest.raises(PlanError, match="times as long"):
+        calibrate.calibrate(folder, str(path))
+    (folder / "metrics.jsonl").write_text("")
+    with pytest.raises(PlanError, match="at least 4 steps"):
+        calibrate.calibrate(folder, str(path))
+
+
+def test_the_trace_of_a_run_says_how_long_calls_took(tmp_path: Path) -> None:
+    """Of two ranks the one that waited for nobody counts."""
+    from ranvier.trace import Event, write_chrome
+
+    for rank, taken in ((0, 0.5), (1, 0.2)):
+        event = Event("all_gather", ("row",), 100, "x", issued=1.0, done=1.0 + taken)
+        write_chrome(tmp_path / f"trace-rank{rank}.json", {rank: [event]})
+    calls = calibrate.calls_of(tmp_path, Run(plan=Plan(data=1, row=2)))
+    assert calls == {("all_gather", 2): [(100, pytest.approx(0.2))]}
