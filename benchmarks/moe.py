@@ -401,7 +401,7 @@ def play(name: str, task: Task, asked: Any, names: Sequence[str]) -> dict[str, A
         rows[title] = tried(made[one], task, asked)
         best = rows.get("ranvier", {}).get("tokens_per_second")
         print(line(title, rows[title], None if title.startswith("ranvier") else best), flush=True)
-    words = verdicts(rows)
+    words = verdicts(rows) if task.cuda else ["a CPU decides nothing"]
     print("; ".join(words), flush=True)
     return {"shape": name, "config": asdict(shape), "contestants": rows, "verdicts": words}
 

@@ -1,0 +1,90 @@
+"""Experts that no axis splits: one operation gives what the reference in pairs gives."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ranvier.data.batch import Batch
+from ranvier.grid import Grid
+from ranvier.models import Decoder, DecoderConfig
+from ranvier.nn import experts
+from ranvier.parallel import parallel_of, parallelize
+from ranvier.train.step import forward_backward
+
+SMALL = DecoderConfig(
+    layers=2,
+    embed=16,
+    heads=2,
+    kv_heads=2,
+    head_dim=8,
+    mlp=24,
+    vocab=29,
+    max_seq=8,
+    experts=4,
+    experts_top=2,
+    expert_mlp=8,
+    shared_mlp=8,
+    moe_every=2,
+    balance=0.01,
+    router_z=0.001,
+)
+Found = dict[str, Tensor]
+
+
+def learned(grid: Grid, capacity: float, **options: Any) -> Found:
+    """Loss and gradients of a step, in float64."""
+    config = DecoderConfig(**{**vars(SMALL), "capacity": capacity})
+    with torch.device("meta"):
+        model = Decoder(config)
+    model = parallelize(model, grid, dtype=torch.float64, device="cpu", **options)
+    ids = torch.randint(0, 29, (4, 9), generator=torch.Generator().manual_seed(1))
+    batch = Batch(ids[:, :-1], ids[:, 1:])
+    parallel = parallel_of(model)
+    found = {"loss": forward_backward(model, [batch])}
+    for bucket, pieces in parallel.queue.finish():
+        found |= {weight.name: grad for weight, grad in bucket.by_weight(pieces)}
+    return found
+
+
+@functools.cache
+def reference(capacity: float) -> Found:
+    return learned(Grid({}), capacity, fast=False)
+
+
+def same(found: Found, capacity: float) -> None:
+    for name, value in reference(capacity).items():
+        assert torch.allclose(found[name].flatten(), value.flatten(), atol=1e-12, rtol=1e-10), name
+
+
+@pytest.mark.filterwarnings("default")  # compilers give some
+@pytest.mark.parametrize(
+    ("capacity", "recompute", "compiled"),
+    [
+        (0.0, "none", ""),
+        (0.7, "selective", ""),
+        (0.7, "full", ""),
+        (0.7, "none", "aot_eager"),
+        pytest.param(0.7, "selective", "aot_eager", marks=pytest.mark.full),
+        pytest.param(0.0, "full", "aot_eager", marks=pytest.mark.full),
+    ],
+)
+def test_one_operation_is_the_reference(
+    capacity: float, recompute: str, compiled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(experts, "delivered", _noted(experts.delivered, calls))
+    same(learned(Grid({}), capacity, recompute=recompute, compiled=compiled), capacity)
+    assert bool(calls) is not bool(compiled)
+
+
+def _noted(plain: Any, calls: list[int]) -> Any:
+    def call(*arguments: Any) -> Any:
+        calls.append(1)
+        return plain(*arguments)
+
+    return call
