@@ -139,7 +139,8 @@ class Experts(Leaf):
 
     def _routed(self, x: Tensor) -> tuple[Tensor, Any]:
         """Logits `[t, E]` and where tokens go, the same on all ranks of col."""
-        weight = self._matrix("router", self.router.weight)
+        router: Any = self.router
+        weight = self._matrix("router", router.weight)
         wide = torch.promote_types(x.dtype, torch.float32)
         part = F.linear(x.flatten(0, 1).to(wide), weight.to(wide))  # (t, E)
         logits = total(part, self.col)
