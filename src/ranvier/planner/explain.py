@@ -209,8 +209,9 @@ def _since(slow: Prediction, fast: Prediction) -> str:
 
 def _two_dims(result: Result) -> Iterator[str]:
     """Whether splitting features over col as well pays where ranks split a layer."""
-    one = next((f for f in result.found if f.plan.row > 1 and f.plan.col == 1), None)
-    two = next((f for f in result.found if f.plan.col > 1), None)
+    alike = [f for f in result.found if f.plan.pipe == result.best.plan.pipe]
+    one = next((f for f in alike if f.plan.row > 1 and f.plan.col == 1), None)
+    two = next((f for f in alike if f.plan.col > 1), None)
     if one is None or two is None or result.best.plan.row * result.best.plan.col == 1:
         return
     ratio = two.prediction.total / one.prediction.total

@@ -79,6 +79,7 @@ def kept(model: Model, part: Part, spot: Spot, flow: Flow, compiled: bool = Fals
     return Kept(none, stream + made + attended, stream, held, moments, min(shared, none))
 
 
+@lru_cache(KEPT)
 def stream_bytes(model: Model, spot: Spot, flow: Flow) -> int:
     """Bytes of the residual stream `[b, s/row, d/col]`."""
     ground = spot.ground(model)

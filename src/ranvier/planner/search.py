@@ -35,10 +35,10 @@ States = Literal["device", "host"]
 
 RECOMPUTE = ("none", "selective", "full")
 """From the fastest that keeps most to the slowest that keeps least."""
-NEAR = 1.3
+NEAR = 1.25
 """How much slower than the best of its style a factorisation may be at first and still be searched
 in full."""
-FULL = 250
+FULL = 120
 """Factorisations that are searched in full, at most."""
 BEST = 40
 """Layouts for which other orders of the axes are tried."""
@@ -49,7 +49,7 @@ TOKENS = 2**18
 CHUNKS = (1, 2, 4, 8)
 FEW = 150
 """Factorisations that are asked whether anything fits."""
-MANY = 600
+MANY = 100
 """Factorisations from which on a second process is worth its start."""
 ORDERS: tuple[tuple[str, ...], ...] = (
     ("pipe", "depth", "row", "col"),
@@ -337,8 +337,10 @@ def _mapped(task: Any, wish: Wish, items: Sequence[Any], workers: int) -> list[l
     """The results of a task for each item, in order, of several processes if that pays."""
     if workers < 2 or len(items) < MANY:
         return [task(wish, item) for item in items]
+    # neighbours share much of what a prediction keeps: few large pieces
+    size = -(-len(items) // (4 * workers))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        return list(pool.map(partial(task, wish), items, chunksize=16))
+        return list(pool.map(partial(task, wish), items, chunksize=size))
 
 
 def search(wish: Wish, *, workers: int = 1) -> Result:
@@ -376,4 +378,4 @@ def _near(wish: Wish, every: Sequence[Plan], rough: Sequence[Sequence[Found]]) -
         for i, (plan, seconds) in enumerate(zip(every, times, strict=True))
         if seconds < math.inf
     ]
-    return [every[i] for ratio, i in sorted(near)[:FULL] if ratio < NEAR]
+    return [every[i] for i in sorted(i for ratio, i in sorted(near)[:FULL] if ratio < NEAR)]

@@ -346,20 +346,20 @@ def _in_blocks(load: _Load, own: Weights, top: Kept, plan: Plan, scored: bool) -
     again = top.again(plan.recompute)
     left = load.before * (load.count - 1) + load.outside
     head = own.head * own.wide if scored else 0
-    for needed, elements in top.moments:
-        acts = load.enter + load.whole + again + needed + 2 * load.stream
-        if own.split:  # that of the head is being reduced
-            near, moving = 2 * own.gathered, own.full + max(head, own.late)
-            yield Peak("in the last block, backward", left + load.before, acts, near, 0, moving)
-        else:
-            grads = left + load.before + head + elements * own.own
-            yield Peak("in the last block, backward", grads, acts)
+    each = 0 if own.split else own.own
+    needed, elements = max(top.moments, key=lambda one: one[0] + each * one[1], default=(0, 0))
+    acts = load.enter + load.whole + again + needed + 2 * load.stream
+    if own.split:  # that of the head is being reduced
+        near, moving = 2 * own.gathered, own.full + max(head, own.late)
+        yield Peak("in the last block, backward", left + load.before, acts, near, 0, moving)
+    else:
+        grads = left + load.before + head + elements * own.own
+        yield Peak("in the last block, backward", grads, acts)
     acts = load.enter + load.waits + top.of(plan.recompute) + again + 2 * load.stream
     grads = load.after * (load.count - 1) + own.outside * own.wide
-    for needed, elements in top.moments:
-        mine = load.before if own.split else load.before + elements * own.own
-        near, moving = 2 * own.gathered, 2 * own.full + own.late
-        yield Peak("in the first block, backward", grads + mine, acts + needed, near, 0, moving)
+    near, moving = 2 * own.gathered, 2 * own.full + own.late
+    mine = load.before + elements * each
+    yield Peak("in the first block, backward", grads + mine, acts + needed, near, 0, moving)
 
 
 def _at_the_end(load: _Load, own: Weights, tied: bool) -> Iterator[Peak]:
