@@ -139,7 +139,10 @@ SLOW = [pytest.param(n, marks=pytest.mark.full) for n in (0, *range(2, len(MEMOR
 
 @pytest.mark.parametrize("number", [1, *SLOW])
 def test_predicted_memory_is_that_of_a_rank(number: int) -> None:
-    """Within 5 % of all tensors that live at once, where they are larger than constants are."""
+    """Within 5 % of all tensors that live at once, where they are larger than constants are.
+
+    The formulas were made with these layouts; docs/dry-run.md says how near they are on others.
+    """
     settings = {"micro_batch": 1, **MEMORY[number]}
     axes = [settings.get(axis, 1) for axis in ("pipe", "data", "depth", "row", "col")]
     world, replicas = math.prod(axes), settings.get("data", 1) * settings.get("depth", 1)

@@ -181,6 +181,8 @@ class _Loss(torch.autograd.Function):
 def _scattered(y: Tensor, leaf: Head) -> Tensor:
     """My part of the sum of logits `[b, c, V/row]`. Communicates: reduce-scatter over col."""
     _, (axis, dim) = leaf.steps
+    if axis.size == 1:  # picking features would copy the logits
+        return y
     sums = verbs.reduce_scatter(pack([y], [leaf], axis, dim), axis, buffer_dim(dim)).wait()
     return unpack(sums, [leaf], dim)[0]
 
@@ -188,6 +190,8 @@ def _scattered(y: Tensor, leaf: Head) -> Tensor:
 def _gathered(dy: Tensor, leaf: Head) -> Tensor:
     """The other way. Communicates: all-gather over col."""
     _, (axis, dim) = leaf.steps
+    if axis.size == 1:
+        return dy
     whole = verbs.all_gather(repack([dy], [leaf], dim), axis, buffer_dim(dim)).wait()
     return pack_adjoint(whole, [leaf], axis, dim)[0]
 

@@ -39,8 +39,12 @@ class Kept:
     """More, if what is communicated is kept for the second run."""
     moments: tuple[tuple[int, int], ...]
     """Most while it runs backward, above `none`, and elements of gradients of weights by then."""
-    output: int
-    """Of what it gives to the next."""
+    shared: int
+    """What `none` and `selective` both keep: it is not made a second time."""
+
+    def again(self, kind: Recompute) -> int:
+        """Made a second time in backward by a block of a kind."""
+        return {"none": 0, "selective": self.none - self.shared}.get(kind, self.none)
 
     def of(self, kind: Recompute) -> int:
         """Kept by a block of a kind."""
@@ -71,7 +75,8 @@ def kept(model: Model, part: Part, spot: Spot, flow: Flow, compiled: bool = Fals
     none += inside * hidden
     held = sum(layer.held(flow) for _, layer in pairs)
     moments = _backward(pairs, flow, hidden, inside, none, stream)
-    return Kept(none, stream + made + attended, stream, held, moments, stream)
+    shared = attended + _shared(model, pairs, flow, inside)
+    return Kept(none, stream + made + attended, stream, held, moments, min(shared, none))
 
 
 @lru_cache(KEPT)
@@ -127,6 +132,23 @@ def _attended(pairs: list[tuple[Leaf, Layer]], flow: Flow, model: Model) -> int:
     ]
     values = q + 2 * k if any(entered) else k
     return (q + k + values) * flow.itemsize
+
+
+def _shared(model: Model, pairs: list[tuple[Leaf, Layer]], flow: Flow, inside: int) -> int:
+    """Results of products that a block keeps as they come: values, what enters the MLP.
+
+    A result that is scattered is another tensor.
+    """
+    whole = [
+        layer
+        for _, layer in pairs
+        if isinstance(layer, Product) and layer.scatters.size * layer.totals.size == 1
+    ]
+    outs = {factor.out for layer in whole for factor in layer.factors}
+    gated = str(model.traits.get("activation", "swiglu")) in GATED
+    found = _outputs(pairs, "kv_heads", flow) if "kv_heads" in outs else 0
+    found += (inside - gated) * _outputs(pairs, "mlp", flow) if "mlp" in outs else 0
+    return max(found, 0) * flow.itemsize
 
 
 def _hidden(pairs: list[tuple[Leaf, Layer]], flow: Flow) -> int:

@@ -61,6 +61,15 @@ class Weights:
     """Bytes of a number."""
     data: int
     """Ranks among which states are divided."""
+    late: int = 0
+    """Bytes of the gradients of tied weights, gathered: they are reduced at the end of a step."""
+    twice: int = 0
+    """Bytes of the wide gradients of weights that another stage has as well."""
+
+    @property
+    def split(self) -> bool:
+        """Whether depth splits weights, of blocks or, on a stage without any, of others."""
+        return self.whole > 0
 
 
 class Peak(NamedTuple):
@@ -138,7 +147,7 @@ def weights_of(model: Model, stage: Stage, spot: Spot, own: int, moments: Moment
     degrees = dict(zip(AXES, spot.degrees, strict=True))
     data, depth, wide = degrees["data"], degrees["depth"], max(own, 4)
     blocks = {part.name for part, _ in stage.here if part.is_block}
-    total = master = both = outside = gathered = whole = full = block = 0
+    total = master = both = outside = gathered = whole = full = block = late = twice = 0
     for part, lot, count in lots_of(model, stage, spot):
         bulk = lot.bulk
         total += count * bulk.size * own
@@ -151,13 +160,30 @@ def weights_of(model: Model, stage: Stage, spot: Spot, own: int, moments: Moment
         held, vector = bulk.count // data, lot.pieces[0].group == "vector"
         master += count * held * (wide if own < 4 else 0)
         both += count * _moment_bytes(held, moments, wide, vector=vector)
-        outside += 0 if inside else bulk.count
+        waits = bulk.late and bulk.split
+        late += bulk.count * wide * depth if waits else 0
+        twice += bulk.count * wide if bulk.tied else 0
+        outside += 0 if inside or waits else bulk.count
         if inside:
             block = max(block, bulk.count)
             full = max(full, bulk.count * wide * depth if bulk.split else 0)
     head, table = (_outside(model, stage, spot, kind) for kind in ("head", "embedding"))
     return Weights(
-        total, master, both, block, outside, head, table, gathered, whole, full, wide, own, data
+        total,
+        master,
+        both,
+        block,
+        outside,
+        head,
+        table,
+        gathered,
+        whole,
+        full,
+        wide,
+        own,
+        data,
+        late,
+        twice,
     )
 
 
@@ -215,6 +241,8 @@ class _Load:
     """The same after the last pass."""
     outside: int
     """Gradients outside of blocks that earlier passes have left."""
+    several: bool
+    """Whether a step has several passes."""
     waits: int = 0
     """What gradients of weights that are made later need, at the end of a pass."""
 
@@ -240,7 +268,8 @@ def _peaks(
     ]
     peaks: list[Peak] = []
     if scores:
-        peaks += _in_the_loss(load, own, flow, loss(scores[0], flow, own.head * own.wide))
+        head = loss(scores[0], flow, own.head * own.wide)
+        peaks += _in_the_loss(load, own, flow, head, plan.pipe == 1)
     top = max((one for one, _ in blocks), key=lambda one: one.none, default=None)
     if top is not None:
         peaks += _in_blocks(load, own, top, plan, bool(scores))
@@ -266,7 +295,7 @@ def _load(
     passes = plan.micro_batches
     before, after = _gradients(own, passes)
     outside = own.outside * own.wide if passes > 1 else 0
-    return _Load(enter, whole, stream, count, before, after, outside, waits)
+    return _Load(enter, whole, stream, count, before, after, outside, passes > 1, waits)
 
 
 def _under_way(
@@ -291,54 +320,67 @@ def _under_way(
     return others * max(each, waits + stream), waits
 
 
-def _in_the_loss(load: _Load, own: Weights, flow: Flow, head: Loss) -> Iterator[Peak]:
-    """While logits are computed; then their gradient is taken over."""
+def _in_the_loss(load: _Load, own: Weights, flow: Flow, head: Loss, alone: bool) -> Iterator[Peak]:
+    """While logits are computed; then their gradient is taken over.
+
+    Beside the head's weights those that come next are gathered: of a block, or once more its own.
+    A stage among others forgets them between forward and backward.
+    """
     grads = load.before * load.count + load.outside
     held = load.enter + load.whole + load.stream * (1 + 2 * own.wide // flow.itemsize) + load.stream
-    near = own.head * own.own + own.gathered if own.full else 0
-    moving = max(own.table * own.wide, own.full) if own.full and load.before else 0
+    made, mine = own.head * own.wide, own.head * own.own
+    late = own.late if load.several else 0
+    moving = late
+    if own.split and load.several and not late:
+        moving = max(own.table * own.wide, own.full)
+    near = mine + (own.gathered or mine * load.several) if own.split else 0
     acts = held + head.rows + head.moment
     yield Peak("in the loss", grads, acts, near, head.logits, moving)
-    if own.full:
-        made = own.head * own.wide
-        yield Peak("behind the loss", grads + made, held + load.stream, near, 0, made)
+    if own.split:
+        near = near if alone else own.gathered
+        yield Peak("behind the loss", grads + made, held + load.stream, near, 0, max(made, late))
 
 
 def _in_blocks(load: _Load, own: Weights, top: Kept, plan: Plan, scored: bool) -> Iterator[Peak]:
     """While the last block runs backward, and while the first does."""
-    again = 0 if plan.recompute == "none" else top.none
+    again = top.again(plan.recompute)
     left = load.before * (load.count - 1) + load.outside
     head = own.head * own.wide if scored else 0
-    each = 0 if own.full else own.own
+    each = 0 if own.split else own.own
     needed, elements = max(top.moments, key=lambda one: one[0] + each * one[1], default=(0, 0))
     acts = load.enter + load.whole + again + needed + 2 * load.stream
-    if own.full:  # that of the head is being reduced
-        near, moving = 2 * own.gathered, own.full + max(head, 0)
+    if own.split:  # that of the head is being reduced
+        near, moving = 2 * own.gathered, own.full + max(head, own.late)
         yield Peak("in the last block, backward", left + load.before, acts, near, 0, moving)
     else:
         grads = left + load.before + head + elements * own.own
         yield Peak("in the last block, backward", grads, acts)
     acts = load.enter + load.waits + top.of(plan.recompute) + again + 2 * load.stream
     grads = load.after * (load.count - 1) + own.outside * own.wide
-    near, moving, mine = 2 * own.gathered, 2 * own.full, load.before + elements * each
+    near, moving = 2 * own.gathered, 2 * own.full + own.late
+    mine = load.before + elements * each
     yield Peak("in the first block, backward", grads + mine, acts + needed, near, 0, moving)
 
 
 def _at_the_end(load: _Load, own: Weights, tied: bool) -> Iterator[Peak]:
     """While the embedding's gradient is made, and in the update."""
     left = load.after * load.count + own.outside * own.wide
-    table = own.table * (own.own + own.wide * (tied or own.full > 0))
+    table = own.table * (own.own + own.wide * (tied or own.split)) - own.late * (own.table > 0)
     acts = load.enter + load.waits + 2 * load.stream
-    yield Peak("at the end of backward", left + table, acts, own.gathered, 0, own.full)
+    moving = own.full + own.late
+    yield Peak("at the end of backward", left + max(table, 0), acts, own.gathered, 0, moving)
     trained = own.block * load.count + own.outside
-    wide = own.data > 1 or own.full > 0 or load.before > 0
+    wide = own.data > 1 or own.split or load.several
     ends = trained * own.wide // own.data if wide else trained * own.own
     yield Peak("in the update", ends, 0, 0, 0, trained * own.own if own.data > 1 else 0)
+    if own.twice:  # a copy, and what comes of its sum with the other stage's
+        left = load.after * load.count + own.outside * own.wide
+        yield Peak("in the update", left, 0, 0, 0, max(2 * own.twice, own.late) + own.twice)
 
 
 def _gradients(own: Weights, passes: int) -> tuple[int, int]:
     """Bytes of the gradient of a block before and after the last pass of a step."""
-    narrow, wide, split = own.block * own.own, own.block * own.wide, own.full > 0
+    narrow, wide, split = own.block * own.own, own.block * own.wide, own.split
     before = 0 if passes == 1 else wide if split or passes > 2 else narrow
     after = wide if split or passes > 1 else narrow
     if own.data > 1:  # what is reduced stays until the reduction is waited for
