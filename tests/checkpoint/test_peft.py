@@ -77,7 +77,7 @@ def written(
     peft_out.write_adapter(Path("unused"), one.config, lora, one.family, out)
 
 
-SLOW = ("gemma2", "llama dora", "phi3", "qwen2")
+SLOW = ("gemma2", "llama", "llama dora", "phi3", "qwen2")
 """Only with --full; DoRA is that of gpt2 otherwise."""
 
 

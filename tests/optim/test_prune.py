@@ -66,7 +66,7 @@ def test_equals_masked_dense_training(
 
 STEPS = 300
 LONG = [
-    {},
+    pytest.param({}, marks=full),
     {"depth": 2, "data": 2},
     *(
         pytest.param(degrees, marks=full)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ranvier.memory.budget import Block, Kind, Need, Pass, share
 from ranvier.planner import fit, table
-from ranvier.planner.cost import Moved, Work, seconds, streamed
+from ranvier.planner.cost import BESIDE, Moved, Work, seconds, streamed
 from ranvier.planner.fit import OPEN, Case, Choice, best, cheapest, fits, least, options, said
 from ranvier.planner.rates import Rates, measured
 from ranvier.planner.sizes import Sizes
@@ -186,7 +186,9 @@ def test_time_of_a_step() -> None:
     assert parts(replace(NOTHING, away=300))[3] == near(60 - 40 + 4, rel=1e-5)
     assert parts(replace(NOTHING, away=300), micro=1)[3] == near(60 - 10 + 1, rel=1e-5)
     cpu = replace(NOTHING, away=300, numbers=40)
-    assert streamed(cpu, EVEN, cpu=True) == near(16.0) and streamed(cpu, EVEN, cpu=False) == 60.0
+    quick = replace(EVEN, adam=100.0)  # then what binds is the way of the gradients
+    assert streamed(cpu, quick, cpu=True) == near(16.0) and streamed(cpu, EVEN, cpu=False) == 60.0
+    assert streamed(cpu, EVEN, cpu=True) == near(40 / (BESIDE * EVEN.adam))
     # weights come twice, gradients leave: 500 / 10 - 40 forward, 100 / 10 hidden in backward
     assert parts(replace(NOTHING, weights=500))[3] == near(10.0, rel=1e-5)
     assert parts(replace(NOTHING, gradients=500))[3] == near(20.0, rel=1e-5)

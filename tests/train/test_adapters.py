@@ -22,7 +22,8 @@ from ranvier.infer.loaded import load
 from ranvier.infer.sample import fill
 from ranvier.launch import Ranks
 from ranvier.layers import Flow
-from ranvier.models import adapters_of, build
+from ranvier.models import build
+from ranvier.models.adapter import adapters_of
 from ranvier.models.families import FAMILIES
 from ranvier.parallel import parallel_of
 from ranvier.run import Run, to_toml

@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, record_function, schedule
 from ranvier import launch
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.launch import Ranks, grow_segments, keep_compiled
+from ranvier.launch import Ranks, keep_compiled
 from ranvier.run import Run
 from ranvier.train import built, corpora, train
 from ranvier.train import folder as folders
@@ -381,7 +381,6 @@ def profile(run: Run, origin: Path, *, steps: int, warm: int, top: int, out: str
     keep_compiled()
     data = train.opened(run, corpora.stored(run))
     if device.type == "cuda":
-        grow_segments()
         torch.cuda.set_device(device)
     grid = Grid.of(run.plan, rank=0, connected=False, timeout_seconds=run.train.timeout)
     more = replace(run.train, steps=max(warm + steps + 3, run.train.steps), evaluate=0, trace=False)
