@@ -60,7 +60,7 @@ def test_rules_for_one_axis_refuse_nothing_that_could_run(world: int) -> None:
     asked = wish(devices=0, nodes=1, job=small(batch=24))
     asked = replace(asked, cluster=replace(asked.cluster, per_node=world))
     quick = {tuple(p.degrees.values()) for p in grids(asked)[0]}
-    axes = dict.fromkeys(RUNTIME, range(1, world + 1))
+    axes = dict.fromkeys(RUNTIME, range(1, world + 1)) | {"expert": range(1, 2)}  # it is dense
     slow = [p for sizes in factorisations(world, axes) for p in search.plans(asked, sizes)]
     assert quick == {tuple(p.degrees.values()) for p in slow if search.allowed(asked, p)}
     assert len(quick) + grids(asked)[1] == len(list(factorisations(world, axes)))

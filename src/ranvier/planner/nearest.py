@@ -34,7 +34,7 @@ def problems(result: Result) -> list[str]:
         return [_too_large(result)]
     wish = result.wish
     known = math.prod(wish.degrees.values())
-    if wish.world % known == 0 and (len(wish.degrees) < len(RUNTIME) or known == wish.world):
+    if wish.world % known == 0 and (len(wish.degrees) < len(wish.axes) or known == wish.world):
         return [_indivisible(wish)]
     sizes: dict[str, Any] = {axis: wish.degrees.get(axis, 1) for axis in RUNTIME}
     alone = replace(wish.plan, **sizes)

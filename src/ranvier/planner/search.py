@@ -93,6 +93,12 @@ class Wish:
         given = {axis: getattr(self.plan, axis) for axis in RUNTIME if axis in self.fixed}
         return {axis: size for axis, size in given.items() if size != -1}
 
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Axes that may have several ranks; without experts theirs is but another data."""
+        whole = self.sizes.get("expert") or "expert" in self.degrees
+        return tuple(axis for axis in RUNTIME if whole or axis != "expert")
+
     def choices(self, name: str, several: Sequence[Any]) -> Sequence[Any]:
         """What a field of the plan may be: several things, or what is settled."""
         return (getattr(self.plan, name),) if name in self.fixed else several
@@ -147,7 +153,7 @@ def degrees(wish: Wish) -> dict[str, list[int]]:
     An axis that cannot be divided alone cannot be divided beside others.
     """
     found = {}
-    for axis in RUNTIME:
+    for axis in wish.axes:
         given = wish.degrees.get(axis)
         sizes = divisors(wish.world) if given is None else [given] if given > 0 else []
         found[axis] = [size for size in sizes if _alone(wish, axis, size)]
@@ -172,7 +178,7 @@ def grids(wish: Wish) -> tuple[list[Plan], int]:
 
 def _number(wish: Wish) -> int:
     """How many factorisations there are, whatever rules say: Π (e + k - 1 over e) of its primes."""
-    rest, count, free = wish.world, 1, len(RUNTIME) - len(wish.degrees)
+    rest, count, free = wish.world, 1, len(wish.axes) - len(wish.degrees)
     known = math.prod(wish.degrees.values())
     if known < 1 or rest % known or (free == 0 and rest != known):
         return 0
