@@ -170,7 +170,8 @@ def test_a_key_knows_the_place_of_each_element(
         for last in (0, 1):
             place = sharding.place({axis: n - 1 if last else 0 for axis, n in degrees.items()})
             box, size = place.take(whole).view(-1), math.prod(place.local)
-            assert len(Key.of("w", place).dims) <= 3
+            # The kernel takes three; of four dims all may be split, then the plain rule runs.
+            assert len(Key.of("w", place).dims) <= max(3, len(shape))
             for start, stop in ((0, size), (size // 3, size - 2), (size - 1, size)):
                 key = Key.of("w", place.narrow(start, stop))
                 index = key.index(stop - start, torch.device("cpu")) + 1
