@@ -143,7 +143,10 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["fly"], "'fly' is no verb. Verbs are train, "),
     (["trian"], "Did you mean 'train'?"),
     (["train", "--nproc", "3", "--plan.row", "2"], "needs a multiple of 2 ranks, but 3 are there"),
-    (["train", "--plan.expert", "2", "--nproc", "2"], "expert=2: the expert axis has no runtime"),
+    (
+        ["train", "--plan.context", "2", "--nproc", "2"],
+        "context=2: the context axis has no runtime",
+    ),
     (["train", "--plan.pipe", "8", "--nproc", "8"], "pipe=8 with chunks=1 makes 8 virtual stages"),
     (["train", "--model.size", "llama9"], "model.size='llama9' is not known"),
     (["train", "--model.vocab", "100"], "model.vocab=100 is smaller than"),
