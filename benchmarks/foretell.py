@@ -1,6 +1,6 @@
 """Foretell: predicted step time and memory of single-device runs beside what they take.
 
-    python benchmarks/foretell.py --json foretell.json     six configurations, under four minutes
+    python benchmarks/foretell.py --json foretell.json     eight configurations, four minutes
     python benchmarks/foretell.py --only fp8               those whose name has this word
     python benchmarks/foretell.py --tiny                   toys on the CPU, to see that all works
 
@@ -48,6 +48,8 @@ CONFIGS = [
     config("1.5b", 4, "none", "compiled", **FP8),
     config("3b", 4, "full", "compiled"),
     config("3b", 2, "none", "eager", **FP8),
+    config("1.5b", 8, "selective", "compiled", train__fp8="rowwise"),
+    config("0.5b", 1, "none", "compiled", train__dtype="fp32"),
 ]
 TINY = [config("toy", 4, "none", "eager"), config("toy-tied", 4, "full", "eager")]
 
@@ -58,7 +60,7 @@ def settings() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--only", default="", help="configurations whose name has this word")
+    add("--only", default="", help="configurations whose name has one of these words")
     add("--windows", type=int, default=3, help="windows of each configuration")
     add("--steps", type=int, default=4, help="steps of a window")
     add("--tiny", action="store_true", help="toys on the CPU, to see that all works")
@@ -70,9 +72,10 @@ def foretold(run: Run, made: Cluster) -> dict[str, Any]:
     """What the planner says of a run on one device of a cluster."""
     from ranvier.planner.leaves import of_run
     from ranvier.planner.predict import Job, Layout, predict
+    from ranvier.planner.roofline import SCALES
 
     job = Job(of_run(run), run.data.seq, run.plan.batch, dtype=run.train.dtype)
-    layout = Layout(run.plan, fp8=run.train.fp8 != "off")
+    layout = Layout(run.plan, fp8=SCALES[run.train.fp8])
     found = predict(job, layout, made.of(devices=1))
     return {
         "seconds": found.total,
@@ -205,7 +208,7 @@ def main() -> int:
     print(f"measured in {time.perf_counter() - begun:.0f} s\n", flush=True)
     facts: dict[str, Any] = {"cluster": asdict(made), "rows": []}
     for one in TINY if asked.tiny else CONFIGS:
-        if asked.only in one.name:
+        if any(word in one.name for word in asked.only.split(",")):
             facts["rows"].append(one_row(one, made, device, asked))
             print(told(facts["rows"][-1]), flush=True)
             if asked.json:

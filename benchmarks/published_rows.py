@@ -159,7 +159,7 @@ def layout(row: Row, recompute: str = "") -> Layout:
         compile="on" if _compiled(row) else "off",
     )
     scales = "row" if "rowwise" in row.facts["precision"] else "tensor"
-    return Layout(plan, fp8=row.narrow, scales=scales)  # type: ignore[arg-type]
+    return Layout(plan, fp8=scales if row.narrow else "")  # type: ignore[arg-type]
 
 
 def _compiled(row: Row) -> bool:

@@ -21,8 +21,10 @@ from ranvier.planner.cluster import Cluster, Product, Rate
 from ranvier.planner.gauge import Gauge, Shapes
 from ranvier.planner.leaves import of_size
 from ranvier.planner.predict import Job, Layout, predict
+from ranvier.planner.roofline import Scales, Setup, block
+from ranvier.planner.runtime import OURS, TORCHTITAN
 from ranvier.run import Run
-from ranvier.train import calibrate, measure
+from ranvier.train import calibrate, hosted, measure
 
 CPU = torch.device("cpu")
 TINY = Shapes(((8, 6, 4),), ((1, 8, 2, 1, 4),), stream=4096, adam=64, seconds=1e-4)
@@ -170,3 +172,40 @@ def test_the_trace_of_a_run_says_how_long_calls_took(tmp_path: Path) -> None:
         write_chrome(tmp_path / f"trace-rank{rank}.json", {rank: [event]})
     calls = calibrate.calls_of(tmp_path, Run(plan=Plan(data=1, row=2)))
     assert calls == {("all_gather", 2): [(100, pytest.approx(0.2))]}
+
+
+def test_the_host_of_a_block_is_measured() -> None:
+    (row,) = hosted.rates(CPU, fp8=False)
+    assert row.kind == "block" and 1e-5 < row.value < 60.0
+
+
+def test_a_block_that_is_not_compiled_takes_the_host_as_long_as_measured() -> None:
+    device = cluster.device("H200-SXM-141GB")
+    rows = (*device.rates, Rate("block", 0.5), Rate("block8", 0.75))
+    known, part = replace(device, rates=rows), of_size("llama3-8b").parts[1]
+
+    def launch(fp8: Scales = "", compiled: bool = False, whose: Any = OURS) -> float:
+        setup = Setup(samples=1, seq=64, fp8=fp8, compiled=compiled)
+        return block(part, known, setup, whose).launch
+
+    assert launch() == 0.5 and launch("tensor") == launch("row") == 0.75
+    assert launch(compiled=True) < 0.01 and launch(whose=TORCHTITAN) < 0.01
+
+
+def test_scales_by_rows_cost_what_their_kernels_do() -> None:
+    device = cluster.device("H200-SXM-141GB")
+    rows = tuple(
+        Product(8192, 4096, 4096, kind, rate)
+        for kind, rate in (("bf16", 4e14), ("fp8", 8e14), ("fp8row", 2e14))
+    )
+    part = of_size("llama3-8b").parts[1]
+
+    def products(fp8: Scales, compiled: bool, known: Any) -> float:
+        setup = Setup(samples=2, seq=4096, fp8=fp8, compiled=compiled)
+        return block(part, replace(device, products=known), setup, OURS).products
+
+    wide = products("", True, rows)
+    assert products("tensor", True, rows) == products("row", True, rows)
+    assert products("tensor", True, rows) == pytest.approx(wide / 2)
+    assert products("row", False, rows) == pytest.approx(wide * 2)  # eager kernels
+    assert products("row", False, rows[:2]) == wide

@@ -61,7 +61,7 @@ class Rate:
 
     kind: str
     """memory (bytes), adam (parameters on the host), to_device, to_host (bytes), launch (seconds
-    of an empty kernel)."""
+    of an empty kernel), block, block8 (seconds of the host for a block that is not compiled)."""
     value: float
     ranks: int = 1
 

@@ -81,7 +81,7 @@ def memory(job: Job, layout: Layout, runtime: Runtime) -> Table:
         context=plan.context,
         features=plan.inner == "features",
         dtype=job.dtype,
-        fp8=layout.scales if layout.fp8 else "",
+        fp8=layout.fp8,
     )
     first, last = (_stage(job, layout, runtime, setup, where) for where in ("first", "last"))
     if model.layers == 0 or plan.pipe == 1:

@@ -43,6 +43,8 @@ BETWEEN = 16
 """Tensors that a few operations between products read and write, each into memory of its own."""
 HEAT = 3.0
 """Seconds of work before a device is measured."""
+MIDDLE = 16384
+"""Tokens of products with a scale for each row."""
 CHAIN = 32
 """Small operations in a row."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -126,7 +128,7 @@ class Gauge:
             return cls(device, **rest)
         has = torch.cuda.is_bf16_supported(including_emulation=False)
         kinds: tuple[str, ...] = ("bf16" if has else "fp16", "fp32")
-        kinds += ("fp8",) if has and fp8.supported(device) else ()
+        kinds += ("fp8", "fp8row") if has and fp8.supported(device) else ()
         return cls(device, shapes=ON_CUDA, kinds=kinds, **rest)
 
     def all(self) -> list[Row]:
@@ -198,6 +200,8 @@ class Gauge:
             for tokens, out, into in self.shapes.matmuls:
                 if kind == "fp32" and self.device.type == "cuda" and out != into:
                     continue  # few train in it there
+                if kind == "fp8row" and tokens != MIDDLE:
+                    continue  # as products with one scale, a little slower at all sizes
                 for name, (m, n, k), seconds in self._products(kind, tokens, out, into):
                     yield Product(m, n, k, kind, 2.0 * m * n * k / seconds, self.ranks, name)
 
@@ -211,7 +215,7 @@ class Gauge:
             yield "dx", into, self.seconds(lambda: dy @ w)
             yield "dw", weight, self.seconds(lambda: dy.t() @ x)
             return
-        one = fp8.Scaled("tensorwise")
+        one = fp8.Scaled("rowwise" if kind == "fp8row" else "tensorwise")
         eighths = [one.both(a, t) for a, t in ((x, fp8.E4M3), (w, fp8.E4M3), (dy, one.wide))]
         (x8, x8t), (w8, w8t), (dy8, dy8t) = eighths
         yield "y", forward, self.seconds(lambda: fp8.times(x8, w8, x.dtype, fast=True))
@@ -248,15 +252,18 @@ class Gauge:
     def attended(self) -> Iterator[Row]:
         """Causal attention, forward and backward, by the fastest way, as runs choose it."""
         self.said("attention")
-        kind = self.kinds[0]
-        for b, s, heads, kv, width in self.shapes.attention:
-            sizes = [(b, s, heads, width), (b, s, kv, width), (b, s, kv, width)]
-            q, k, v = (x.requires_grad_() for x in noise(sizes, DTYPES[kind], self.device))
-            (dy,) = noise([(b, s, heads, width)], DTYPES[kind], self.device)
-            ways = [way for name, way in WAYS.items() if takes(name, q, k, v)]
-            forward, backward = min((self._attended(way, q, k, v, dy) for way in ways), key=sum)
-            work = 2.0 * b * heads * s * s * width
-            yield Fused(s, width, kind, work / forward, 2.5 * work / backward, self.ranks)
+        for kind in self.kinds[:2]:
+            for shape in self.shapes.attention:
+                yield self._attention(kind, *shape)
+
+    def _attention(self, kind: str, b: int, s: int, heads: int, kv: int, width: int) -> Fused:
+        sizes = [(b, s, heads, width), (b, s, kv, width), (b, s, kv, width)]
+        q, k, v = (x.requires_grad_() for x in noise(sizes, DTYPES[kind], self.device))
+        (dy,) = noise([(b, s, heads, width)], DTYPES[kind], self.device)
+        ways = [way for name, way in WAYS.items() if takes(name, q, k, v)]
+        forward, backward = min((self._attended(way, q, k, v, dy) for way in ways), key=sum)
+        work = 2.0 * b * heads * s * s * width
+        return Fused(s, width, kind, work / forward, 2.5 * work / backward, self.ranks)
 
     def _attended(
         self, way: Attend, q: Tensor, k: Tensor, v: Tensor, dy: Tensor

@@ -23,7 +23,7 @@ from ranvier.planner import cost, crowd, elsewhere, links, roofline, space, talk
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.leaves import Model, Part
 from ranvier.planner.links import Group
-from ranvier.planner.roofline import Setup, Times
+from ranvier.planner.roofline import Scales, Setup, Times
 from ranvier.planner.runtime import OURS, Runtime
 from ranvier.planner.space import Moments
 from ranvier.planner.table import Table
@@ -72,9 +72,7 @@ class Layout:
     order: tuple[str, ...] = AXES
     """Axes as they lie on the machine, outermost first."""
     states: Literal["device", "host"] = "device"
-    fp8: bool = False
-    scales: Literal["tensor", "row"] = "tensor"
-    """Of 8-bit products."""
+    fp8: Scales = ""
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,7 @@ def _setup(job: Job, layout: Layout, cluster: Cluster, runtime: Runtime) -> Setu
         context=plan.context,
         features=plan.inner == "features",
         dtype=job.dtype,
-        fp8=layout.scales if layout.fp8 else "",
+        fp8=layout.fp8,
         ranks=min(plan.world, cluster.per_node) if cluster.cores else 1,
         compiled=compiled,
         serial=runtime.blocking or bool(cluster.cores),

@@ -20,6 +20,7 @@ from ranvier.planner import leaves
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.leaves import Model
 from ranvier.planner.predict import Job
+from ranvier.planner.roofline import SCALES
 from ranvier.planner.search import Wish
 from ranvier.run import Run
 from ranvier.settings import IMPORTED, ModelConfig
@@ -81,7 +82,7 @@ def job_of(run: Run, cluster: Cluster, *, precision: Precision = "") -> Job:
 
 def wish_of(run: Run, cluster: Cluster, given: Set[str], *, precision: Precision = "") -> Wish:
     """What is searched for a run. given: dotted names of the settings that are not to be chosen."""
-    eight = precision == "fp8" or run.train.fp8 != "off"
+    eight = SCALES[run.train.fp8] or ("tensor" if precision == "fp8" else "")
     if eight and "fp8" not in cluster.device.peak:
         raise PlanError(
             f"{cluster.device.name} does not multiply in 8 bits. fp8 needs a device that does "

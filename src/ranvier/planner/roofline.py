@@ -12,12 +12,14 @@ products were measured on the machine, the nearest shapes give the rate.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 from ranvier.planner.cluster import Device, Product
 from ranvier.planner.leaves import Leaf, Part
-from ranvier.planner.runtime import FLASH, Runtime
+from ranvier.planner.runtime import FLASH, OURS, Runtime
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
 """Tiles of a product, and how much more memory traffic costs with the smaller ones."""
@@ -39,6 +41,10 @@ HOST = 60e-6
 FEWER = 0.25
 """Kernels of a compiled block over those of an eager one."""
 INNER = ("heads", "kv_heads", "mlp", "vocab")
+Scales = Literal["", "tensor", "row"]
+"""Products in 8 bits: none, with one scale for a tensor, or one for each of its rows."""
+SCALES: Mapping[str, Scales] = {"off": "", "tensorwise": "tensor", "rowwise": "row"}
+"""The same by the words of `train.fp8`."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +60,7 @@ class Setup:
     features: bool = False
     """col splits features inside, not samples."""
     dtype: str = "bf16"
-    fp8: str = ""
-    """Products in 8 bits: "" (none), tensor, or row (a scale for each row)."""
+    fp8: Scales = ""
     ranks: int = 1
     """Ranks that share the machine's cores."""
     compiled: bool = False
@@ -200,13 +205,13 @@ def local(dim: str, size: int, setup: Setup) -> int:
     return -(-size // (setup.row if dim in INNER else setup.col if dim == "embed" else 1))
 
 
-def linears(part: Part, setup: Setup) -> list[tuple[int, int]]:
-    """Shapes (out, in) of the products of a part on a rank; siblings are one."""
+def linears(part: Part, setup: Setup, *, each: bool = False) -> list[tuple[int, int]]:
+    """Shapes (out, in) of the products of a part on a rank; siblings are one, or `each` counts."""
     found = []
     for leaf in part.find("linear", "siblings", "apart", "head"):
         several = leaf.inside or (leaf,)
         sizes = [_shape(one, setup) for one in several]
-        found.append((sum(out for out, _ in sizes), sizes[0][1]))
+        found += sizes if each else [(sum(out for out, _ in sizes), sizes[0][1])]
     for leaf in part.find("mixture"):
         found += experts(leaf, setup)
     return found
@@ -229,7 +234,7 @@ def _shape(leaf: Leaf, setup: Setup) -> tuple[int, int]:
 def block(part: Part, device: Device, setup: Setup, runtime: Runtime) -> Times:
     """The times of one block of a kind."""
     tokens, shapes = setup.tokens, linears(part, setup)
-    kind = "fp8" if setup.fp8 == "tensor" and "fp8" in device.peak else setup.dtype
+    kind = _kind(device, setup, runtime)
     forward = sum(
         product(device, tokens, out, into, kind, "y", setup.ranks) for out, into in shapes
     )
@@ -239,10 +244,8 @@ def block(part: Part, device: Device, setup: Setup, runtime: Runtime) -> Times:
     parts = [_attention(leaf, heads, device, setup, runtime) for leaf, heads in cores]
     between, back = _between(part, device, setup, runtime)
     if setup.fp8:
-        more = casts(shapes, device, setup, runtime)
+        more = casts(linears(part, setup, each=not setup.compiled), device, setup, runtime)
         between, back = between + more[0], back + more[1]
-    usual = HOST if setup.serial else device.launch
-    launch = runtime.kernels * device.rate("launch", ranks=setup.ranks, usual=usual)
     return Times(
         products=forward,
         attention=sum(one for one, _ in parts),
@@ -251,9 +254,33 @@ def block(part: Part, device: Device, setup: Setup, runtime: Runtime) -> Times:
         dw=dw,
         attention_back=sum(one for _, one in parts),
         between_back=back,
-        launch=launch * (FEWER if setup.compiled else 1.0),
+        launch=_launch(device, setup, runtime),
         serial=setup.serial,
     )
+
+
+def _kind(device: Device, setup: Setup, runtime: Runtime) -> str:
+    """The type of products: 8 bits where the device has them.
+
+    Scales by rows: a graph of ours gets the library's kernels, as fast as with one scale; others
+    get kernels that are no faster than 16 bits, unless they were measured.
+    """
+    if "fp8" not in device.peak or not setup.fp8:
+        return setup.dtype
+    if setup.fp8 == "tensor" or (setup.compiled and runtime.name == OURS.name):
+        return "fp8"
+    return "fp8row" if any(row.dtype == "fp8row" for row in device.products) else setup.dtype
+
+
+def _launch(device: Device, setup: Setup, runtime: Runtime) -> float:
+    """Seconds of the host for a forward pass: of a whole block of ours where it was measured."""
+    usual = HOST if setup.serial else device.launch
+    usual = runtime.kernels * device.rate("launch", ranks=setup.ranks, usual=usual)
+    if setup.compiled:
+        return FEWER * usual
+    if runtime.name != OURS.name:
+        return usual
+    return device.rate("block8" if setup.fp8 else "block", ranks=setup.ranks, usual=usual)
 
 
 def heads(part: Part, leaf: Leaf, setup: Setup) -> float:
@@ -300,7 +327,8 @@ def casts(
     """What casts to 8 bits read and write, forward and backward.
 
     Fused ones: only attention's result and gradients are read for it. Others read a value for its
-    scale, read it again, and write it both ways round.
+    scale, read it again, and write it both ways round. Where nothing is compiled each product casts
+    what it reads anew: x and W forward; dY, W, dYᵀ and X backward.
     """
     tokens = setup.tokens
     if runtime.casts == "fused":
@@ -312,6 +340,10 @@ def casts(
     each = 7 if setup.fp8 == "row" else 6
     values = sum(tokens * into for _, into in shapes) + sum(out * into for out, into in shapes)
     back = sum(tokens * out for out, _ in shapes)
+    eager = device.rate("cast", ranks=setup.ranks)
+    if eager and not setup.compiled:
+        wide = BYTES[setup.dtype]
+        return values * wide / eager, (values + 2 * back) * wide / eager
     return (
         traffic(device, values * each, setup.ranks, runtime.stream),
         traffic(device, back * each, setup.ranks, runtime.stream),

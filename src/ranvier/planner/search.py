@@ -30,6 +30,7 @@ from ranvier.plan import RUNTIME, Plan, divisors
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.predict import Job, Layout, predict
 from ranvier.planner.rivals import STYLES, Found, styles
+from ranvier.planner.roofline import Scales
 
 States = Literal["device", "host"]
 
@@ -74,7 +75,7 @@ class Wish:
     """Fields of the plan that are settled."""
     states: States | None = None
     """Where states rest; None: on the device if they fit."""
-    fp8: bool = False
+    fp8: Scales = ""
 
     @property
     def world(self) -> int:

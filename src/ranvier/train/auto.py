@@ -23,6 +23,7 @@ from ranvier.planner import cluster, explain, here
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.leaves import of_run
 from ranvier.planner.predict import Job, Layout, Prediction, predict
+from ranvier.planner.roofline import SCALES
 from ranvier.planner.search import Result, States, Wish, search
 from ranvier.run import Run
 from ranvier.train import measure, train
@@ -53,7 +54,7 @@ def chosen(run: Run, machine: Cluster) -> tuple[Run, Foretold]:
         plan=wanted,
         fixed=frozenset(fixed),
         states=given if measured or given == "host" else None,
-        fp8=run.train.fp8 != "off",
+        fp8=SCALES[run.train.fp8],
     )
     result = simplest(search(wish))
     best = result.best
@@ -175,5 +176,5 @@ def foreseen(run: Run, machine: Cluster, nodes: int = 1) -> Prediction:
     """What the planner says of a settled run on a machine, whatever its layout."""
     plan = run.plan.unmeasured
     states = _states(run)
-    layout = Layout(plan=plan, order=plan.placed, states=states, fp8=run.train.fp8 != "off")
+    layout = Layout(plan=plan, order=plan.placed, states=states, fp8=SCALES[run.train.fp8])
     return predict(job_of(run), layout, placed(machine, plan.world, nodes))

@@ -26,6 +26,7 @@ from ranvier.plan import divisors
 from ranvier.planner import cluster, here, rates
 from ranvier.planner.cluster import Cluster, Collective, Device, Fused, Host, Link, Product, Rate
 from ranvier.planner.gauge import Gauge, Row, Shapes, crowd
+from ranvier.train import hosted
 
 R = TypeVar("R", bound=Row)
 USUAL = 8
@@ -101,6 +102,9 @@ class Measurement:
             said=lambda what: self.say(f"  {ranks} {plural}: {what}"),
         )
         rows = gauge.all()
+        if self.device.type == "cuda":  # on processors starts and work take turns: see crowd
+            gauge.said("blocks that are not compiled")
+            rows += hosted.rates(self.device, fp8="fp8" in gauge.kinds)
         torch.set_num_threads(before)
         return [_mean(row, axis) for row in rows]
 
@@ -258,7 +262,7 @@ def scaled(made: Cluster, factor: float) -> Cluster:
 
 def _slower(row: R, factor: float) -> R:
     """A row at another pace: seconds grow, rates fall."""
-    seconds = isinstance(row, Rate) and row.kind in ("launch", "pair")
+    seconds = isinstance(row, Rate) and row.kind in ("launch", "pair", "block", "block8")
     names = [name for name in MEANS if hasattr(row, name)]
     times = factor if seconds else 1.0 / factor
     return replace(row, **{name: getattr(row, name) * times for name in names})
