@@ -16,6 +16,9 @@ import atexit
 import gc
 import json
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -271,33 +274,46 @@ WAYS: dict[str, dict[str, str]] = {
 
 
 def largest(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The most blocks of each way by its predicted table, confirmed by running."""
+    """The most blocks of each way by its predicted table, confirmed by running.
+
+    Each way has a process of its own: threads of the last update hold what they work on.
+    """
+    if arguments.way:
+        return [one_way(arguments.way, arguments)]
+    rows = list[dict[str, Any]]()
+    for way in WAYS:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "row.json"
+            command = [sys.executable, *sys.argv, "--way", way, "--json", str(path)]
+            if subprocess.run(command, check=False).returncode != 0:
+                continue
+            (row,) = json.loads(path.read_text())["largest"]
+        rows.append(row)
+        print(f"{way:>14}: {row['parameters'] / rows[0]['parameters']:.2f} x", flush=True)
+    return rows
+
+
+def one_way(way: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The most blocks of one way."""
     if arguments.limit and torch.cuda.is_available():
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(arguments.limit * GIB / total, 1.0))
     toy = Shape.of(1, 64, 4, 256, kv_heads=2, vocab=512, max_seq=64)
     # In a small device a small vocabulary: else it alone is more than plain AdamW holds.
-    small = Shape.of(1, 2560, 20, 10240, vocab=50304, max_seq=2048)
+    small = Shape.of(1, 2560, 20, 10240, kv_heads=4, vocab=50304, max_seq=2048)
     shape = toy if arguments.smoke else small if arguments.limit else wide(1)
-    rows = list[dict[str, Any]]()
-    for way, where in WAYS.items():
-        where = {**where, "plan.compile": "off"}
-        if arguments.limit:
-            where |= {"memory.limit": str(arguments.limit)} if way != "plain" else {}
-        blocks = foretold(shape, where, arguments)
-        row = confirmed(shape, where, blocks)
-        row |= {"way": way, "predicted blocks": blocks}
-        rows.append(row)
-        times = row["parameters"] / rows[0]["parameters"]
-        print(
-            f"{way:>14}: {row['blocks']} blocks, {row['parameters'] / 1e9:.2f} B, "
-            f"{row['seconds']:.2f} s a step, {row['peak'] / GIB:.1f} GiB on the device, "
-            f"{row['host'] / GIB:.1f} on the host, {times:.2f} x",
-            flush=True,
-        )
-        for line in row["table"]:
-            print(f"    {line}")
-    return rows
+    where = {**WAYS[way], "plan.compile": "off"}
+    if arguments.limit and "memory.fit" in where:
+        where |= {"memory.limit": str(arguments.limit)}
+    blocks = foretold(shape, where, arguments)
+    row = confirmed(shape, where, blocks)
+    print(
+        f"{way:>14}: {row['blocks']} blocks, {row['parameters'] / 1e9:.2f} B, "
+        f"{row['seconds']:.2f} s a step, {row['peak'] / GIB:.1f} GiB on the device, "
+        f"{row['host'] / GIB:.1f} on the host"
+    )
+    print(*(f"    {line}" for line in row["table"]), sep="\n", flush=True)
+    return {**row, "way": way, "predicted blocks": blocks}
 
 
 def wide(layers: int) -> Shape:
@@ -321,6 +337,8 @@ def foretold(shape: Shape, where: Mapping[str, str], arguments: argparse.Namespa
     if arguments.smoke:
         limit = 10 * fit.least(cases[1])
         cases = [replace(case, limit=limit, host=limit) for case in cases]
+    elif arguments.limit:
+        cases = [replace(case, limit=int(arguments.limit * GIB)) for case in cases]
     low, high = 1, 2
     while fitting(cases, high):
         low, high = high, 2 * high
@@ -404,6 +422,7 @@ def settings() -> argparse.Namespace:
     add("--host-micro", type=int, default=0, help="the same with states on the host; 0: alike")
     add("--batch", type=int, default=4, help="samples of a step beside FSDP2")
     add("--limit", type=float, default=0.0, help="GiB of the device, for the largest model")
+    add("--way", default="", choices=["", *WAYS], help="of the largest models; '': all of them")
     add("--recompute", default="none")
     add("--update", default="auto", help="who updates states on the host: auto, device, cpu")
     add("--windows", type=int, default=2)

@@ -270,9 +270,13 @@ def stubbed(*roots: str) -> Iterator[None]:
             del sys.modules[name]
 
 
+UNUSED = ("datasets", "tensorboard", "torchdata")
+"""What torchtitan imports for its data and logs."""
+
+
 def import_titan() -> tuple[Any, Any, Any]:
     """torchtitan's Llama, its arguments and what it does to a model on a grid."""
-    with stubbed("datasets", "tensorboard", "torchdata"):
+    with stubbed(*UNUSED):
         from torchtitan.models.llama3.infra import parallelize
         from torchtitan.models.llama3.model.args import TransformerModelArgs
         from torchtitan.models.llama3.model.model import Transformer

@@ -17,6 +17,7 @@ from ranvier.nn.permute import Order, arrange, permute, unpermute
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),
 ]
 SHAPES = [(7, 2, 4, 8, 16), (1000, 4, 32, 72, 136), (777, 8, 64, 2048, 704), (3, 1, 5, 1032, 8)]
 """Tokens, choices of each, experts, features, hidden features."""
