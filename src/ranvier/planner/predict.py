@@ -41,6 +41,7 @@ NAMES = (
     "again",
     "row",
     "col",
+    "expert",
     "context",
     "depth",
     "data",
@@ -323,6 +324,7 @@ class _Step:
         back = sum(part.count * times.backward for part, times, _ in laps) / plan.pipe
         found["data"] = self.reduction(ASIDE * back)
         self.update(slowest / 3, found)
+        found["expert"] += spoken.shared
         found["other"] = spoken.other
         bubble = (plan.pipe - 1) / plan.chunks * (mean + pipe / plan.chunks)
         found["bubble"] = bubble + micro * (slowest - mean)
