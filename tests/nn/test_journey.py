@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from equivalence import Case, batch_of, flow_of, micros_of
+from equivalence import Case, batch_of, flow_of, gradients, micros_of, worst
 from expert_cases import even
 from pool import Pool
 from ranvier.grid import Grid
@@ -158,3 +158,33 @@ def test_a_narrow_dispatch_is_near_and_counted(
 def test_a_word_that_is_none_is_told() -> None:
     wrong = Plan(data=1, dispatch="fp16")  # type: ignore[arg-type]
     assert any("dispatch='fp16' is not known" in line for line in wrong.problems({}))
+
+
+# ---- compiled blocks --------------------------------------------------------------------
+
+
+def compiled(grid: Grid, recompute: Any) -> list[str]:
+    """What differs between compiled blocks and eager ones, and between said and predicted."""
+    lines, found = [], []
+    for backend in ("", "aot_eager"):
+        case = Case("moe 2 of 8 shared every", recompute=recompute, micro_batches=2)
+        model: Any = case.on(grid, compiled=backend)
+        even(model)
+        batch = batch_of(case.model, samples=16, packed=False)
+        with grid.trace.recording() as events:
+            loss = forward_backward(model, micros_of(batch, grid, 2))
+        graphs = [] if model.parallel.compiled is None else list(model.parallel.compiled.events)
+        tokens = [e for e in events if e.op == "all_to_all"]
+        assert len(tokens) == 2 * (4 if recompute == "none" else 6), len(tokens)
+        assert bool(graphs) == bool(backend)
+        found.append({n: g for n, (g, _) in gradients(model.parallel).items()} | {"": loss})
+    for name, want in found[0].items():
+        lines += worst(name, found[1][name], want, 1e-12)
+    return lines
+
+
+@pytest.mark.filterwarnings("default")  # compilers give some
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.full)])
+def test_a_graph_ends_where_tokens_travel(pool: Pool, recompute: str) -> None:
+    """Dense blocks and the rest of a block are graphs, the experts are none; numbers stay."""
+    assert pool.on_grid({"expert": 2}, compiled, recompute) == [[], []]

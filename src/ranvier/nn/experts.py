@@ -114,6 +114,11 @@ class Experts(Leaf):
         """Loads and NOTES of my tokens since the last step."""
         self.stream = torch.tensor(init.key(site.moment.seed, "jitter", site.name))
 
+    @property
+    def travels(self) -> bool:
+        """Whether tokens go to other ranks, and the host has to know how many."""
+        return self.expert.size > 1
+
     def settle(self, device: torch.device | str) -> None:
         """Have what is no weight where the weights are."""
         self.stream, self.tally = self.stream.to(device), self.tally.to(device)
