@@ -98,8 +98,8 @@ class Plan:
     compile: Compile = "auto"
     """Compile each block, without a break and one graph for all equal blocks: on, off, or auto: on
     CUDA with Triton where depth, row and col are 1 (a graph does not overlap their communication).
-    The first run takes longer to start; later ones find what was compiled. With expert > 1 the graph
-    of a block ends at its experts."""
+    The first run takes longer to start; later ones find what was compiled. With expert > 1 a graph
+    ends at the experts of its block."""
     graph: bool = False
     """Replay the whole step as one CUDA graph, for models so small that launching kernels is what
     takes the time; one rank, samples without documents inside (data.packed=False)."""
