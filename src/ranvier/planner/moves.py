@@ -303,11 +303,11 @@ def moves(
 
 def _loads(model: Model, ground: Ground) -> list[Event]:
     """What all routers did in a step, summed over all ranks with other tokens or layers."""
-    found = [leaf for part in model.order for leaf in part.find("mixture")]
+    found = [(part.count, leaf) for part in model.parts for leaf in part.find("mixture")]
     axes = ground.line(*(axis for axis in AXES if axis != "col"))
     if not found or axes.size == 1:
         return []
-    numbers = len(found) * (found[0].shape[0] + NOTES)
+    numbers = sum(count * (leaf.shape[0] + NOTES) for count, leaf in found)
     return [Event("all_reduce", axes.names, numbers * LOADS, "experts")]
 
 
