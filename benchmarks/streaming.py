@@ -40,8 +40,11 @@ FACTOR, ROOM = 1.3, 64 * MIB
 GRIDS: dict[str, dict[str, int]] = {"one rank": {}, "2·2·2": {"depth": 2, "row": 2, "col": 2}}
 
 
-def config_of(num_bytes: int, dtype: torch.dtype) -> DecoderConfig:
-    """A Llama of at least so many bytes: its layers are made wide before they are many."""
+def config_of(num_bytes: int, dtype: torch.dtype, experts: int = 0) -> DecoderConfig:
+    """A Llama of at least so many bytes: its layers are made wide before they are many.
+
+    experts: of a Mixtral in its place, each as wide as the MLP divided by their number.
+    """
     width = 256
     while width < 2048 and 8 * width * width * dtype.itemsize * 16 < num_bytes:
         width *= 2
@@ -53,8 +56,9 @@ def config_of(num_bytes: int, dtype: torch.dtype) -> DecoderConfig:
             heads=width // 64,
             kv_heads=width // 128,
             head_dim=64,
-            mlp=3 * width,
+            mlp=3 * width // max(experts, 1),
             vocab=8 * width,
+            experts=experts,
         )
         elements = sum(torch.Size(one).numel() for one in published.shapes_of(config).values())
         if elements * dtype.itemsize >= num_bytes:
@@ -62,9 +66,10 @@ def config_of(num_bytes: int, dtype: torch.dtype) -> DecoderConfig:
         layers += 1
 
 
-def write(folder: Path, num_bytes: int, dtype: torch.dtype) -> int:
+def write(folder: Path, num_bytes: int, dtype: torch.dtype, experts: int = 0) -> int:
     """Write a model with random weights, one tensor at a time; its bytes."""
-    config, family = config_of(num_bytes, dtype), family_of("llama")
+    config = config_of(num_bytes, dtype, experts)
+    family = family_of("mixtral" if experts else "llama")
     sizes = published.shapes_of(config)
     folder.mkdir(parents=True)
     theirs = family.write(config) | {"dtype": str(dtype).removeprefix("torch.")}

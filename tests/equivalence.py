@@ -80,7 +80,7 @@ class Case:
             "collectives": self.collectives,
             "fast": self.fast,
         }
-        options["overlap"] = ("dx", "dw", "gather") if self.overlap else ()
+        options["overlap"] = ("dx", "dw", "gather", "tokens") if self.overlap else ()
         options["how"] = Cut(chunks=self.chunks, policy=self.policy, spread=self.spread)
         model = parallelize(self.build(), grid, keep=self.keep, **(options | changes))
         if self.delay >= 0:

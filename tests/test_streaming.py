@@ -61,6 +61,14 @@ def test_a_rank_holds_its_part_once(pool: Pool, model: Path) -> None:
         assert one.above > 1.3 * one.shard + ROOM, "a second copy would be seen"
 
 
+def test_a_rank_holds_its_experts_once(pool: Pool, tmp_path: Path) -> None:
+    """Of a mixture, whose file has a tensor for each expert, a rank reads its experts' parts."""
+    assert streaming.write(tmp_path / "mixture", SIZE, torch.bfloat16, experts=8) >= SIZE
+    for one in pool.on_grid({"expert": 2, "row": 2}, read, str(tmp_path / "mixture"), False):
+        assert one.shard < SIZE * 0.6, "dense weights are on both ranks of expert"
+        assert one.above < 1.3 * one.shard + ROOM, one
+
+
 def test_reading_imports_no_compiler() -> None:
     import subprocess
 

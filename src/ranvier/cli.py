@@ -450,7 +450,8 @@ def _dryrun(words: Sequence[str]) -> int:
     from ranvier.verify import world_of
 
     world = settings.world or world_of(settings.plan)
-    return dryrun.show(_run(settings), world=world, rank=settings.rank, out=settings.json)
+    run, rank, load = _run(settings), settings.rank, settings.load
+    return dryrun.show(run, world=world, rank=rank, load=load, out=settings.json)
 
 
 def _doctor(words: Sequence[str]) -> int:

@@ -13,12 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ranvier.plan import AXES
+from ranvier.plan import AXES, Dispatch
 from ranvier.sharding import WEIGHTS, Sharding, Table
 from ranvier.trace import Event
 
 COUNT = 4
 """Bytes of a count of tokens."""
+SCALE = 4
+"""Bytes of the scale of a row in fp8."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Flow:
     """Bytes of an activation element."""
     statistics: int
     """Bytes of an element of norms and loss statistics."""
+    load: float = 1.0
+    """Rows of the busiest rank of expert, in means of all; 1: experts are balanced."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class Ground:
     table: Table
     units: Mapping[str, int]
     """Number of units of each named dim of the model (heads, not their elements)."""
+    dispatch: Dispatch = "same"
+    """In which type tokens travel to experts."""
 
     def line(self, *names: str) -> Line:
         """The ranks along these axes; those of degree 1 are left out."""
@@ -259,8 +265,8 @@ class Opening(Layer):
 class Mixture(Layer):
     """Experts: tokens travel over expert, features lie on col.
 
-    All numbers are of balanced experts: each gets tokens · top / experts rows. Where they are not,
-    the busiest rank has `load` times as many.
+    How many rows a rank receives is a matter of the data: `flow.load` times the mean, which is one
+    for each choice of its own tokens. It sends as many as it has choices.
     """
 
     experts: int
@@ -269,13 +275,15 @@ class Mixture(Layer):
     """Features of the hidden layer of an expert."""
     matrices: int = 3
     """Of an expert: with a gate 3, else 2."""
-    load: float = 1.0
-    """Rows of the busiest rank of expert, in means; known beforehand where there is one rank."""
+
+    def choices(self, flow: Flow) -> int:
+        """Rows that a rank sends: one for each choice of its tokens."""
+        return self.ground.tokens(flow, "embed") * self.top
 
     def rows(self, flow: Flow) -> int:
-        """Rows that a rank sends, and receives: one for each choice of its tokens."""
-        choices = self.ground.tokens(flow, "embed") * self.top
-        return math.ceil(choices * self.load) if self.ground.line("expert").size > 1 else choices
+        """Rows that a rank receives; on one rank of expert those that it has."""
+        choices = self.choices(flow)
+        return math.ceil(choices * flow.load) if self.ground.line("expert").size > 1 else choices
 
     def forward_events(self, flow: Flow) -> list[Event]:
         """Logits, counts, to the experts, through them, back."""
@@ -284,33 +292,36 @@ class Mixture(Layer):
         return [
             *self._shared(flow, self.experts),
             *self.event("all_gather", peers, counts, COUNT),
-            *self._passes(flow, self.matrices - 1, 1),
+            *self._passes(flow, self.matrices - 1, 1, self.ground.dispatch),
         ]
 
     def backward_events(self, flow: Flow) -> list[Event]:
         """The same way for gradients, after that of the weights of choices."""
-        return [*self._shared(flow, self.top), *self._passes(flow, 1, self.matrices - 1)]
+        return [*self._shared(flow, self.top), *self._passes(flow, 1, self.matrices - 1, "same")]
 
     def _shared(self, flow: Flow, numbers: int) -> list[Event]:
         """So many numbers of each token, of which all ranks of col have a part."""
         elements = self.ground.tokens(flow, "embed") * numbers
         return self.event("all_reduce", self.ground.line("col"), elements, flow.statistics)
 
-    def _passes(self, flow: Flow, before: int, after: int) -> list[Event]:
-        """There, hidden layers scattered (so many) and gathered over col, and back."""
+    def _passes(self, flow: Flow, before: int, after: int, dispatch: Dispatch) -> list[Event]:
+        """There, hidden layers scattered (so many) and gathered over col, and back.
+
+        dispatch: the type in which rows go there.
+        """
         line, rows, size = self.ground.line, self.rows(flow), flow.itemsize
         (features,) = self.ground.features(self.ground.units["embed"], "embed").local
         whole = rows * line("row").size
         hidden = whole * self.width // line("row").size
-        swap = self.event("all_to_all", line("expert"), rows * features, size)
-        row, col = line("row"), line("col")
+        row, col, expert = line("row"), line("col"), line("expert")
+        narrow = {"same": features * size, "bf16": features * 2, "fp8": features + SCALE}
         return [
-            *swap,
+            *self.event("all_to_all", expert, self.choices(flow), narrow[dispatch]),
             *self.event("all_gather", row, whole * features, size),
             *self.event("reduce_scatter", col, hidden * before, size),
             *self.event("all_gather", col, hidden * after, size),
             *self.event("reduce_scatter", row, whole * features, size),
-            *swap,
+            *self.event("all_to_all", expert, rows * features, size),
         ]
 
     def flops(self, flow: Flow) -> int:

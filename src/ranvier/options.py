@@ -102,6 +102,9 @@ class DryRun(Run):
     """Ranks of the run; 0: as many as the plan needs."""
     rank: int = 0
     """The one that is played, from 0."""
+    load: float = 1.0
+    """Rows that the experts of this rank get, in means of all ranks of the expert axis (max / mean:
+    the rank that is played is the busiest). 1: experts are balanced."""
     json: str = ""
     """File for all of it as JSON; empty: none."""
 

@@ -48,7 +48,7 @@ from ranvier.pipeline.cut import Absent, Cut
 from ranvier.pipeline.pipeline import Pipeline
 from ranvier.pipeline.runtime import Runtime
 from ranvier.pipeline.stage import meet, staged
-from ranvier.plan import Inner, Recompute
+from ranvier.plan import Dispatch, Inner, Recompute
 from ranvier.sharding import Dim, State, Table
 from ranvier.trace import Event
 
@@ -209,9 +209,10 @@ def parallelize(
     grid: Grid,
     *,
     inner: Inner = "samples",
-    overlap: Iterable[str] = ("dx", "dw", "gather"),
+    overlap: Iterable[str] = ("dx", "dw", "gather", "tokens"),
     recompute: Recompute = "none",
     collectives: Collectives = "again",
+    dispatch: Dispatch = "same",
     fast: bool = True,
     compiled: str = "",
     seed: int = 0,
@@ -227,10 +228,9 @@ def parallelize(
     """The model with its layers on the grid; weights keep their values, or get initial ones (meta).
 
     names: dims of layers by full name, for models without `dims` tables. leaves: further layers.
-    collectives: kept for recomputation or not. fast=False: pairs, for comparison. compiled: torch's
-    compiler. how: the cut into stages. keep: weights gathered over depth stay. room: bytes of the
-    host where weights rest and come from; None: they stay on the device.
-    Communicates: the making of groups.
+    fast=False: pairs, for comparison. compiled: torch's compiler. how: the cut into stages. keep:
+    weights gathered over depth stay. room: bytes of the host where weights rest and come from;
+    None: they stay on the device. Communicates: the making of groups.
 
     Example:
         >>> from ranvier import Grid, parallelize
@@ -255,10 +255,10 @@ def parallelize(
         moment=Moment(seed=seed, keeping=Keeping.on(grid, collectives)),
         fast=fast,
         compiled=compiled,
+        dispatch=dispatch,
         init=dict(getattr(model, "init", {})),
     )
     found = dict(_swap(model, site, {**LEAVES, **(leaves or {})}, names or dict(named(model))))
-    _refuse_unnamed(model, site)
     made = _assembled(model, site, found, recompute, how or Cut(), where)
     model.parallel = made  # type: ignore[assignment]
     if materialize:
@@ -316,6 +316,7 @@ def _assembled(
     device: torch.device,
 ) -> Parallel:
     """What a model whose layers are swapped knows of itself; its weights are in buckets now."""
+    _refuse_unnamed(model, site)
     balance = _balance(site, found)
     shapes: dict[str, tuple[Group, bool, int]] = {
         name: (weight.group, weight.trainable, math.prod(weight.sharding.shape))

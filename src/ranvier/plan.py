@@ -25,7 +25,8 @@ NAMES = {"expert": "experts"}
 
 Layout = Literal["auto", "given"]
 Inner = Literal["samples", "features"]
-Overlap = Literal["dx", "dw", "gather"]
+Overlap = Literal["dx", "dw", "gather", "tokens"]
+Dispatch = Literal["same", "bf16", "fp8"]
 Compile = Literal["auto", "on", "off"]
 Gathered = Literal["again", "keep"]
 Policy = Literal["message", "gpipe", "1f1b", "interleaved", "zero-bubble"]
@@ -97,15 +98,21 @@ class Plan:
     compile: Compile = "auto"
     """Compile each block, without a break and one graph for all equal blocks: on, off, or auto: on
     CUDA with Triton where depth, row and col are 1 (a graph does not overlap their communication).
-    The first run takes longer to start; later ones find what was compiled."""
+    The first run takes longer to start; later ones find what was compiled. With expert > 1 a graph
+    ends at the experts of its block."""
     graph: bool = False
     """Replay the whole step as one CUDA graph, for models so small that launching kernels is what
     takes the time; one rank, samples without documents inside (data.packed=False)."""
     tune: bool = False
     """On CUDA: time the layouts of each matmul at the start and take the fastest (see ranvier
     doctor --matmuls; on an H200 none gains); what was timed once on a device is kept."""
-    overlap: tuple[Overlap, ...] = ("dx", "dw", "gather")
-    """Communication hidden behind compute: of dX, of dW (depth and data), of gathered weights."""
+    overlap: tuple[Overlap, ...] = ("dx", "dw", "gather", "tokens")
+    """Communication hidden behind compute: of dX, of dW (depth and data), of gathered weights, of
+    tokens on their way to experts and back (behind the shared expert)."""
+    dispatch: Dispatch = "same"
+    """In which type tokens travel to experts: same (as they are), bf16, or fp8 (e4m3 with a scale
+    for each row: half the bytes of bf16, rounded to 4 digits). What comes back, and gradients,
+    travel as they are."""
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -262,6 +269,7 @@ class Plan:
         words += [("policy", self.policy, get_args(Policy))]
         words += [("gathered", self.gathered, get_args(Gathered))]
         words += [("overlap", word, get_args(Overlap)) for word in self.overlap]
+        words += [("dispatch", self.dispatch, get_args(Dispatch))]
         words += [("order", word, AXES) for word in self.order]
         for name, word, known in words:
             if word not in known:

@@ -7,10 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pool import Pool
+from ranvier.checkpoint.folder import found
+from ranvier.checkpoint.load import wholes
 from ranvier.grid import Grid
+from ranvier.models import Decoder
 from ranvier.train import routed
+from ranvier.verify import compare, shrink
 from training import losses_of, run_of, stored, trainer_of
 
 CHANGES: dict[str, Any] = {
@@ -31,18 +36,56 @@ def rows_of(grid: Grid, corpus: str, out: str) -> list[dict[str, Any]]:
     return list(trainer.steps())
 
 
-def test_a_run_goes_on_on_another_grid(pool: Pool, tmp_path: Path) -> None:
+TILED = {**CHANGES, "memory__states": "host", "memory__tile": 4096}
+"""Optimizer states on the host, updated tile by tile: an expert's matrices are several."""
+WAY: list[tuple[int, dict[str, int], dict[str, Any]]] = [
+    (2, {"data": 2, "expert": 2}, TILED),
+    (4, {"expert": 4}, CHANGES),
+    (5, {"expert": 2, "col": 2}, CHANGES),
+    (6, {"pipe": 2, "row": 2}, CHANGES),
+]
+"""Steps up to which a run goes on a grid: experts on 2, 4, 2 and 1 ranks."""
+
+
+def test_a_run_goes_on_wherever_its_experts_are(pool: Pool, tmp_path: Path) -> None:
     corpus = stored(tmp_path)
-    whole = pool.on_grid({}, losses_of, corpus, str(tmp_path / "a"), 6, "", CHANGES)[0]
-    half = pool.on_grid(
-        {"expert": 2, "col": 2}, losses_of, corpus, str(tmp_path / "b"), 3, "", CHANGES
-    )
-    assert half[0] == pytest.approx(whole[:3], rel=1e-9)
-    resumed = str(tmp_path / "b" / "checkpoints" / "step-00000003")
-    rest = pool.on_grid(
-        {"pipe": 2, "expert": 2}, losses_of, corpus, str(tmp_path / "c"), 6, resumed, CHANGES
-    )
-    assert rest[0] == pytest.approx(whole[3:], rel=1e-9)
+    whole = pool.on_grid({}, losses_of, corpus, str(tmp_path / "whole"), 6, "", CHANGES)[0]
+    last, losses = "", list[float]()
+    for steps, degrees, changes in WAY:
+        out = str(tmp_path / str(steps))
+        losses += pool.on_grid(degrees, losses_of, corpus, out, steps, last, changes)[0]
+        last = str(found(Path(out) / "checkpoints")[-1])
+    assert losses == pytest.approx(whole, rel=1e-9)
+    want, have = wholes(found(tmp_path / "whole" / "checkpoints")[-1]), wholes(Path(last))
+    assert want.keys() == have.keys() and any(name.endswith("mlp.up") for name in want)
+    for name, x in want.items():
+        assert torch.allclose(x, have[name], rtol=1e-9, atol=1e-12), name
+
+
+def verified(grid: Grid, changes: dict[str, Any]) -> list[str]:
+    """What `ranvier verify` finds wrong on a grid, on this rank."""
+    run = shrink(run_of("", dict(grid.degrees), 3, **changes))
+    torch.manual_seed(run.train.seed)
+    findings, lines, _ = compare(run, grid, Decoder(run.model).double())
+    names = [finding.what for finding in findings]
+    assert "loss of experts" in " ".join(names) and any("mlp.router" in name for name in names)
+    return lines + [finding.what for finding in findings if not finding.good]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "changes"),
+    [
+        ({"expert": 2, "row": 2}, CHANGES),
+        pytest.param(
+            {"pipe": 2, "expert": 2}, {**CHANGES, "plan__recompute": "full"}, marks=pytest.mark.full
+        ),
+    ],
+    ids=["row", "pipe"],
+)
+def test_verify_takes_mixtures(
+    pool: Pool, degrees: dict[str, int], changes: dict[str, Any]
+) -> None:
+    assert pool.on_grid(degrees, verified, changes) == [[]] * 4
 
 
 def test_metrics_tell_what_routers_did(pool: Pool, tmp_path: Path) -> None:

@@ -147,6 +147,10 @@ class Results:
         self.put(where, out)
         return out
 
+    def known(self, where: str) -> bool:
+        """Whether a leaf's next result was kept: then it need not be begun."""
+        return self.again and self.keeping.keeps(where)
+
     def put(self, label: str, value: Any) -> None:
         """Keep tensors; of those that nobody needs their shape."""
         if self.stops and label in self.keeping.spare:

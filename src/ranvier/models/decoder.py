@@ -218,9 +218,21 @@ class Block(nn.Module):
         self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The residual stream after attention, and what the MLP adds to it."""
+        x, y = self.before(x, angles, documents)
+        return x, self.behind(self.mlp(y))
+
+    def before(
+        self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream after attention, and what the MLP reads of it."""
         y = self.after1(self.attention(self.norm1(x), angles, documents))
         x = x + self.dropout1(y)
-        return x, self.dropout2(self.after2(self.mlp(self.norm2(x))))
+        return x, self.norm2(x)
+
+    def behind(self, y: Tensor) -> Tensor:
+        """What is added of a result of the MLP."""
+        out: Tensor = self.dropout2(self.after2(y))
+        return out
 
 
 class Decoder(nn.Module):

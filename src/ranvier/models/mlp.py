@@ -53,8 +53,17 @@ class Gated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x, y: `[b, s, d]`."""
+        return self.leave(self.hidden(x))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """The hidden layer, `[b, s, f]`."""
         gate, up = adapted(self, "enter", x)  # (b, s, f)
-        out: Tensor = adapted(self, "down", self.function(gate) * up)
+        hidden: Tensor = self.function(gate) * up
+        return hidden
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """What the hidden layer gives, `[b, s, d]`."""
+        out: Tensor = adapted(self, "down", hidden)
         return out
 
 
@@ -72,7 +81,15 @@ class Ungated(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x, y: `[b, s, d]`."""
-        out: Tensor = adapted(self, "down", self.function(adapted(self, "up", x)))
+        return self.leave(self.hidden(x))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """The hidden layer, `[b, s, f]`."""
+        return self.function(adapted(self, "up", x))
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """What the hidden layer gives, `[b, s, d]`."""
+        out: Tensor = adapted(self, "down", hidden)
         return out
 
 

@@ -4,13 +4,17 @@ A block is compiled the first time it is trained; the blocks after it find its g
 it depends on which block it is: weights are inputs, names count from the block. What a graph
 communicates is noted when it is traced and counted again, under the block's own name, for every
 call of it (not what it recomputes).
+
+Tokens that travel to experts of other ranks are the exception: how many the host has to learn, so
+such a block is a graph up to its experts, which run operation by operation; all of it does where it
+computes activations again.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,19 +37,23 @@ class Unadded(NamedTuple):
     more: Tensor
 
 
+Part = Literal["forward", "halves", "before"]
+"""Of a block: all of it, all but its last addition, or what comes before its experts."""
+
+
 def _block(
     kind: Recompute,
-    left: bool,
+    part: Part,
     moment: Moment,
     block: torch.nn.Module,
     x: Tensor,
     more: Tensor | None,
     *args: Any,
 ) -> Any:
-    """Run a block, or its halves if the addition of the second is to be left."""
+    """Run a block, or a part of it."""
     x = x if more is None else x + more
-    if left:
-        return type(block).halves(block, x, *args)  # type: ignore[attr-defined]
+    if part != "forward":
+        return getattr(type(block), part)(block, x, *args)
     return again(type(block).forward, kind, moment, block, x, *args)
 
 
@@ -85,19 +93,26 @@ class Compiled:
             x, more = x if kind == "none" else (x.x + x.more, None)  # of what is kept: one tensor
         left = self.moment.leave and kind == "none" and hasattr(block, "halves")
         left = left and not (block._forward_hooks or block._forward_pre_hooks)
-        key = (type(block), kind, left, *map(_seen, (x, more, *others)))
-        if key not in self.events and len(self.events) >= SHAPES:
+        travels = getattr(getattr(block, "mlp", None), "travels", False)
+        part: Part = "before" if travels else "halves" if left else "forward"
+        key = (type(block), kind, part, *map(_seen, (x, more, *others)))
+        many = key not in self.events and len(self.events) >= SHAPES
+        if many or (travels and kind != "none"):
             x = x if more is None else x + more
             return again(type(block).forward, kind, self.moment, block, x, *others)
-        out = self._called(key, block, name, (kind, left), x, more, *others)
-        return Unadded(*out) if left else out
+        out = self._called(key, block, name, (kind, part), x, more, *others)
+        if travels:
+            out = out[0], block.behind(block.mlp(out[1]))  # type: ignore[operator]
+        if left:
+            return Unadded(*out)
+        return out[0] + out[1] if travels else out
 
     def _called(
         self,
         key: tuple[Any, ...],
         block: torch.nn.Module,
         name: str,
-        how: tuple[Recompute, bool],
+        how: tuple[Recompute, Part],
         *args: Any,
     ) -> Any:
         """Call the graph; the trace gets what it communicates."""

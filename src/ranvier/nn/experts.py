@@ -13,7 +13,9 @@ token (it makes k of them) is one row of d/col features, and lies on one rank of
 So the all-to-all carries no token twice: its bytes fall with row·col (DeepSpeed-TED, Singh et al.
 2023, drops such duplicates; here there are none). Rows of a group are padded to its largest number.
 With expert = 1 all sizes are known beforehand and the host waits for nothing; else it waits once,
-for the counts, behind the shared expert.
+for the counts, which travel while rows are laid out for their journey. Tokens travel there while
+the hidden layer of the shared expert is computed, and back while its last product is; backward the
+same in reverse (`journey`).
 
 What balances experts is not part of the loss that the head gives: its gradient joins in backward,
 with the factor that the loss has there. Loads are noted in backward, too: once, however often
@@ -22,6 +24,7 @@ forward runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,9 +42,11 @@ from ranvier.comm.pairs import gather, share, sum_scatter, swap, total
 from ranvier.errors import DataError
 from ranvier.layers import Mixture
 from ranvier.nn.grouped import grouped, product, product_weight
+from ranvier.nn.journey import Journey, depart
 from ranvier.nn.leaf import Leaf, Moment, Site, applied, place
 from ranvier.nn.mixture import delivered, mixture
 from ranvier.nn.permute import Order, arrange, permute, unpermute
+from ranvier.plan import Dispatch
 from ranvier.sharding import Dim
 
 NOTES = ("drops", "entropy", "extra", "tokens")
@@ -99,6 +104,8 @@ class Experts(Leaf):
         self.duplicated = False
         """Send each token from every rank of row and col, as ranks that hold the same tokens
         would: for comparison."""
+        self.load = 1.0
+        """Rows of my experts, in means, where counts have no values (in a dry run)."""
         bias = None if serial.bias is None else torch.zeros(self.rule.experts)
         if bias is not None and not serial.bias.is_meta:
             bias = serial.bias.detach().clone()
@@ -106,6 +113,11 @@ class Experts(Leaf):
         self.tally = torch.zeros(self.rule.experts + len(NOTES), dtype=torch.float64)
         """Loads and NOTES of my tokens since the last step."""
         self.stream = torch.tensor(init.key(site.moment.seed, "jitter", site.name))
+
+    @property
+    def travels(self) -> bool:
+        """Whether tokens go to other ranks, and the host has to know how many."""
+        return self.expert.size > 1
 
     def settle(self, device: torch.device | str) -> None:
         """Have what is no weight where the weights are."""
@@ -119,21 +131,41 @@ class Experts(Leaf):
             counts = self.rule.counts(routes, len(x))
             pending = verbs.all_gather(counts.int().unsqueeze(0), self.peers)
             table = pending.wait().unflatten(0, (self.expert.size, -1))  # (expert, row, b, E)
-            host = _fetched(table) if self.expert.size > 1 else None
-        beside = None if self.shared is None else self.shared(x)
-        with self.here():
+            host = self._fetched(table)
             kept = self._kept(routes, table, x)
             order = arrange(routes.experts, self.rule.experts, kept)
-            if self.alone:
+        if self.alone:
+            beside = None if self.shared is None else self.shared(x)
+            with self.here():
                 y = self._mixed(x.flatten(0, 1), routes.weights, order).view(x.shape)
-            else:
-                lanes = self._lanes(order, table, None if host is None else self._once(host), x)
-                rows = self._sent(permute(x.flatten(0, 1), order), lanes)
-                y = self._returned(self._multiplied(rows, lanes), lanes, order)
-                weights = share(routes.weights, self.col)  # they meet my features only
-                y = unpermute(y, order, weights).view(x.shape)
+        else:
+            y, beside = self._travelled(x, routes, order, table, host)
+        with self.here():
             y = self._noted(y, logits, routes, table, kept)
         return y if beside is None else y + beside
+
+    def _travelled(
+        self,
+        x: Tensor,
+        routes: Any,
+        order: Order,
+        table: Tensor,
+        host: Callable[[], Any] | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the experts of other ranks give, and the shared one meanwhile: like x each."""
+        with self.here():
+            rows = permute(x.flatten(0, 1), order)  # while the counts are on their way to the host
+            lanes = self._lanes(order, table, None if host is None else self._once(host), x)
+            there = self._sent(rows, lanes)
+        hidden = None if self.shared is None else self.shared.hidden(x)
+        with self.here():
+            rows = self._multiplied(self._received(there, lanes), lanes)
+            back = self._returned(rows, lanes)
+        beside = None if hidden is None else self.shared.leave(hidden)
+        with self.here():
+            y = self._arrived(back, order.choices.numel())
+            weights = share(routes.weights, self.col)  # they meet my features only
+            return unpermute(y, order, weights).view(x.shape), beside
 
     # ---- routes -------------------------------------------------------------------------
 
@@ -191,22 +223,37 @@ class Experts(Leaf):
 
     # ---- dispatch and combine -----------------------------------------------------------
 
-    def _once(self, host: Callable[[], list[Any]]) -> list[Any]:
+    def _fetched(self, table: Tensor) -> Callable[[], Any] | None:
+        """The table for the host, under way; None: it needs none, or there are no values."""
+        return None if self.expert.size == 1 or table.is_meta else _fetched(table)
+
+    def _once(self, host: Callable[[], Any]) -> Any:
         """What the host knows; a block that runs again keeps it with its collectives."""
         results = self.site.grid.trace.results
         return host() if results is None else results.once(host)
 
-    def _lanes(self, order: Order, table: Tensor, known: list[Any] | None, x: Tensor) -> Lanes:
+    def _traffic(self, known: Any, choices: int, seq: int) -> tuple[list[int], list[int], int]:
+        """Rows to each rank of expert and from each, and those of the fullest rank of row.
+
+        known: the table; None: it has no values, and the rows of my experts are `load` means.
+        """
+        ranks, mine = self.expert.size, self.expert.index
+        if known is None:
+            receive = evenly(math.ceil(choices * self.load), ranks)
+            send = evenly(choices - receive[mine], ranks - 1)
+            return [*send[:mine], receive[mine], *send[mine:]], receive, sum(receive)
+        all_ = self._taken(torch.tensor(known), seq).unflatten(2, (-1, self.mine)).sum(3)
+        send, receive = all_[mine, self.row.index].tolist(), all_[:, self.row.index, mine].tolist()
+        return send, receive, max(int(all_[:, :, mine].sum(0).max()), 1)
+
+    def _lanes(self, order: Order, table: Tensor, known: Any, x: Tensor) -> Lanes:
         """Who sends how much to whom, and how it lies there."""
         rows, mine = order.choices.numel(), self.mine
         if self.peers.size == 1:
             return Lanes([], [], rows, None, order.ends)
         seq, send, receive = x.shape[1] * self.row.size, list[int](), list[int]()
-        if known is not None:
-            all_ = self._taken(torch.tensor(known), seq).unflatten(2, (-1, mine)).sum(3)
-            send = all_[self.expert.index, self.row.index].tolist()
-            receive = all_[:, self.row.index, self.expert.index].tolist()
-            rows = max(int(all_[:, :, self.expert.index].sum(0).max()), 1)
+        if self.expert.size > 1:
+            send, receive, rows = self._traffic(known, rows, seq)
         first = self.expert.index * mine
         taken = self._taken(table, seq)[:, :, first : first + mine]  # (expert, row, E/expert)
         here = taken.transpose(0, 1).flatten(1)  # (row, expert · E/expert)
@@ -218,30 +265,45 @@ class Experts(Leaf):
         order = arrange(each.clamp(max=mine - 1).unsqueeze(1), mine, kept)
         return Lanes(send, receive, rows, order, order.ends)
 
-    def _sent(self, rows: Tensor, lanes: Lanes) -> Tensor:
-        """Rows of my experts, expert by expert: `[T, d/col]`."""
-        if lanes.order is None:
+    def _sent(self, rows: Tensor, lanes: Lanes) -> Tensor | Journey:
+        """Rows on their way to the ranks of their experts."""
+        if self.expert.size == 1:
             return rows
-        if self.expert.size > 1:
-            rows = self._swapped(rows[: sum(lanes.send)], lanes.send, lanes.receive)
-            rows = F.pad(rows, (0, 0, 0, lanes.rows - len(rows)))
-        return permute(gather(rows, self.row, 0), lanes.order)
+        rows = rows[: sum(lanes.send)]
+        return self._departed(rows, lanes.send, lanes.receive, self.site.dispatch)
 
-    def _returned(self, rows: Tensor, lanes: Lanes, order: Order) -> Tensor:
-        """Results of my choices, in their order: `[t·k, d/col]`."""
+    def _received(self, there: Tensor | Journey, lanes: Lanes) -> Tensor:
+        """Rows of my experts, expert by expert: `[T, d/col]`."""
+        rows = self._arrived(there, lanes.rows)
+        return rows if lanes.order is None else permute(gather(rows, self.row, 0), lanes.order)
+
+    def _returned(self, rows: Tensor, lanes: Lanes) -> Tensor | Journey:
+        """Results on their way back to the ranks of their tokens."""
         if lanes.order is None:
             return rows
         rows = sum_scatter(unpermute(rows, lanes.order), self.row, 0)
-        if self.expert.size > 1:
-            rows = self._swapped(rows[: sum(lanes.receive)], lanes.receive, lanes.send)
-            rows = F.pad(rows, (0, 0, 0, order.choices.numel() - len(rows)))
-        return rows
+        if self.expert.size == 1:
+            return rows
+        return self._departed(rows[: sum(lanes.receive)], lanes.receive, lanes.send, "same")
 
-    def _swapped(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        if not self.duplicated:
+    def _departed(
+        self, rows: Tensor, send: list[int], receive: list[int], dispatch: Dispatch
+    ) -> Tensor | Journey:
+        """Rows under way; a graph, and the reference, have them at once."""
+        if self.duplicated:
+            rows = rows.repeat(1, self.row.size * self.col.size)
+        at_once = torch.compiler.is_compiling() or not self.site.fast
+        if at_once and dispatch == "same":
             return swap(rows, self.expert, send, receive)
-        wide = rows.repeat(1, self.row.size * self.col.size)
-        return swap(wide, self.expert, send, receive)[:, : rows.shape[1]]
+        hidden = "tokens" in self.site.queue.overlap
+        return depart(rows, self.expert, send, receive, hidden=hidden, dispatch=dispatch)
+
+    def _arrived(self, rows: Tensor | Journey, count: int) -> Tensor:
+        """So many rows, the last of them empty: `[count, d/col]`."""
+        found = rows.arrive() if isinstance(rows, Journey) else rows
+        if self.duplicated and self.expert.size > 1:
+            found = found[:, : found.shape[1] // (self.row.size * self.col.size)]
+        return found if len(found) == count else F.pad(found, (0, 0, 0, count - len(found)))
 
     # ---- products -----------------------------------------------------------------------
 
@@ -313,6 +375,11 @@ class Experts(Leaf):
         rule = self.rule
         sizes = (rule.experts, rule.top, self.width, 3 if self.gated else 2)
         return Mixture(self.site.name, self.site.ground, *sizes)
+
+
+def evenly(number: int, parts: int) -> list[int]:
+    """A number in so many parts that differ by 1 at most."""
+    return [number // parts + (i < number % parts) for i in range(parts)]
 
 
 def _fetched(table: Tensor) -> Callable[[], list[Any]]:

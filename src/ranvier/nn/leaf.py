@@ -23,6 +23,7 @@ from ranvier.errors import DataError
 from ranvier.grid import Axis, Grid
 from ranvier.layers import Flow, Ground, Layer
 from ranvier.nn.example import Example
+from ranvier.plan import Dispatch
 from ranvier.sharding import Dim, Rule, Sharding, Table
 from ranvier.trace import Event
 
@@ -73,6 +74,8 @@ class Site:
     block it is. Empty: none."""
     fast: bool = True
     """Overlapped autograd functions; False: the reference in differentiable pairs."""
+    dispatch: Dispatch = "same"
+    """In which type tokens travel to experts."""
     whole_sequence: bool = False
     """The sequence was gathered over row where the enclosing module begins (Hugging Face)."""
     init: Mapping[str, float | tuple[float, float]] = field(default_factory=dict)
@@ -94,7 +97,7 @@ class Site:
     @property
     def ground(self) -> Ground:
         """What predictions need of it."""
-        return Ground(self.grid.degrees, self.table, self.units)
+        return Ground(self.grid.degrees, self.table, self.units, self.dispatch)
 
     def at(self, name: str, **changes: object) -> Site:
         """The site of another leaf of the same model."""

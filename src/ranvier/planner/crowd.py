@@ -147,7 +147,8 @@ def _talked(row: Move, plan: Plan, cluster: Cluster) -> tuple[str, float]:
 def _updated(stage: Stage, plan: Plan, setup: Setup, cluster: Cluster) -> float:
     """Seconds of the update of a rank's share."""
     device = cluster.device
-    whole = sum(count * part.parameters for part, count in stage.here)
+    lost = 1 - 1 / plan.expert  # of its experts a rank has a part
+    whole = sum(n * (part.parameters - lost * part.expert_parameters) for part, n in stage.here)
     own = whole / (plan.row * plan.col * plan.depth * plan.data)
     matrices = sum(count * _matrices(part) for part, count in stage.here)
     rate = device.rate("update", ranks=setup.ranks, usual=device.bandwidth / 28)

@@ -31,6 +31,7 @@ WORDS = {
     "bubble": "stages that wait",
     "update": "the update",
     "host": "states on the host",
+    "expert": "communication over expert",
     "context": "communication over context",
     "other": "waiting for the slowest node",
 }

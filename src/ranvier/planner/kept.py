@@ -11,9 +11,10 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ranvier.layers import Attention, Flow, Layer, Statistics
+from ranvier.layers import Attention, Flow, Layer, Mixture, Statistics
 from ranvier.plan import Recompute
 from ranvier.planner.leaves import Leaf, Model, Part
+from ranvier.planner.mixed import NOTHING, Mixed, mixed
 from ranvier.planner.moves import KEPT, Spot, layers_of
 from ranvier.products import Product, Scores
 
@@ -72,11 +73,19 @@ def kept(model: Model, part: Part, spot: Spot, flow: Flow, compiled: bool = Fals
             none += numbers + _attended(pairs, flow, model)
     hidden = _hidden(pairs, flow)
     inside = min(_inside(model), 2) if compiled else _inside(model)
-    none += inside * hidden
+    some = _mixture(pairs, flow, inside, reads=hidden > 0)
+    none += inside * hidden + some.none
     held = sum(layer.held(flow) for _, layer in pairs)
-    moments = _backward(pairs, flow, hidden, inside, none, stream)
-    shared = attended + _shared(model, pairs, flow, inside)
-    return Kept(none, stream + made + attended, stream, held, moments, min(shared, none))
+    moments = (*_backward(pairs, flow, hidden, inside, none, stream), *some.moments)
+    shared = attended + _shared(model, pairs, flow, inside) + some.shared
+    kept = stream + made + attended + some.made
+    return Kept(none, kept, stream, held, moments, min(shared, none))
+
+
+def _mixture(pairs: list[tuple[Leaf, Layer]], flow: Flow, inside: int, *, reads: bool) -> Mixed:
+    """Of the mixture of a block, if there is one."""
+    found = [mixed(x, flow, inside, reads=reads) for _, x in pairs if isinstance(x, Mixture)]
+    return found[0] if found else NOTHING
 
 
 @lru_cache(KEPT)

@@ -5,8 +5,9 @@ A group of g ranks lies in nodes with `inside` of them in each. A ring carries
     (g-1)/g · bytes (all-gather, reduce-scatter)     2 (g-1)/g · bytes (all-reduce)
 
 through each of its links. Inside a node that is the device's link. Between nodes it is the node's
-network cards, which all groups of the node share: a group has `inside`/devices of them. What was
-measured for groups of the same shape is used instead.
+network cards, which all groups of the node share: a group has `inside`/devices of them. In an
+all-to-all each rank sends its own bytes through its own share of them. What was measured for groups
+of the same shape is used instead.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ def seconds(cluster: Cluster, op: str, size: float, ranks: Group, *, rails: str 
     if ranks.size <= 1 or size <= 0:
         return 0.0
     ring = (ranks.size - 1) / ranks.size
-    wire = size * {"all_reduce": 2 * ring, "send": 1.0, "broadcast": 1.0}.get(op, ring)
+    shares = {"all_reduce": 2 * ring, "send": 1.0, "broadcast": 1.0}
+    if ranks.nodes > 1:  # of what a rank sends to each of the others the part that leaves its node
+        shares["all_to_all"] = (ranks.nodes - 1) / ranks.nodes
+    wire = size * shares.get(op, ring)
     row = measured(cluster, op, ranks)
     if row is not None:
         return row.latency + wire / row.bandwidth
@@ -84,7 +88,7 @@ def _bandwidth(cluster: Cluster, op: str, ranks: Group, rails: str) -> float:
     inside *= reach.link
     if ranks.nodes == 1:
         return inside
-    cards = 1 if rails == "one" or op == "send" else ranks.inside
+    cards = 1 if rails == "one" or op in ("send", "all_to_all") else ranks.inside
     share = network.bandwidth * cards / cluster.per_node * NETWORK
     if op != "send":
         share *= network.collective

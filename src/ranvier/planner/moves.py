@@ -21,7 +21,7 @@ from ranvier.pipeline.balance import balanced, ranges
 from ranvier.pipeline.choice import expected, policy_for
 from ranvier.pipeline.messages import Seat
 from ranvier.pipeline.policy import Policy, Shape
-from ranvier.plan import AXES, Inner, Plan
+from ranvier.plan import AXES, Dispatch, Inner, Plan
 from ranvier.planner.leaves import EXIT, Leaf, Model, Part
 from ranvier.sharding import Table
 from ranvier.trace import Event
@@ -34,6 +34,8 @@ VOTES = 3
 """Numbers that a training step has voted on, besides the norm."""
 TOKENS = 8
 """Bytes of the number of tokens of a step."""
+NOTES, LOADS = 4, 8
+"""Numbers of each mixture in a step besides the load of each expert, and bytes of one."""
 KEPT = 1 << 16
 """Results that are kept of each kind."""
 
@@ -77,11 +79,13 @@ class Spot(NamedTuple):
     """Of all axes, outermost first."""
     inner: Inner
     spread: bool
+    dispatch: Dispatch = "same"
 
     @classmethod
     def of(cls, plan: Plan) -> Spot:
         """That of a plan."""
-        return cls(tuple(getattr(plan, axis) for axis in AXES), plan.inner, plan.spread)
+        degrees = tuple(getattr(plan, axis) for axis in AXES)
+        return cls(degrees, plan.inner, plan.spread, plan.dispatch)
 
     def with_(self, **degrees: int) -> Spot:
         """With other degrees, where these do not matter."""
@@ -92,17 +96,17 @@ class Spot(NamedTuple):
     def ground(self, model: Model) -> Ground:
         """What layers ask."""
         degrees = dict(zip(AXES, self.degrees, strict=True))
-        return Ground(degrees, Table(self.inner, self.spread), model.units)
+        return Ground(degrees, Table(self.inner, self.spread), model.units, self.dispatch)
 
     @property
     def shards(self) -> Spot:
         """What the shards of weights depend on."""
-        return _lessened(self, "data", "expert")
+        return _lessened(self, "data")
 
     @property
     def inside(self) -> Spot:
         """What activations depend on: no replicas, and stages only where they split words."""
-        return _lessened(self, "data", "expert", "depth")
+        return _lessened(self, "data", "depth")
 
 
 @lru_cache(KEPT)
@@ -289,11 +293,22 @@ def moves(
     tokens = ground.line(*region["batch"], *region["seq"])
     numbers = [Event("all_reduce", tokens.names, n, "step") for n in (TOKENS, types.wide)]
     rows += _rows("", "step", numbers if tokens.size > 1 else [], 1)
+    rows += _rows("", "update", _loads(model, ground), 1)
     inside = ground.line(*messages.INSIDE).names
     if orders is None:
         orders = _orders(model, plan, flow.seq, here.seat) if plan.pipe > 1 and inside else 0
     last = messages.step(here.seat, inside, types.wide, orders=orders)
     return Moves((*rows, *_rows("", "step", last, 1)))
+
+
+def _loads(model: Model, ground: Ground) -> list[Event]:
+    """What all routers did in a step, summed over all ranks with other tokens or layers."""
+    found = [(part.count, leaf) for part in model.parts for leaf in part.find("mixture")]
+    axes = ground.line(*(axis for axis in AXES if axis != "col"))
+    if not found or axes.size == 1:
+        return []
+    numbers = sum(count * (leaf.shape[0] + NOTES) for count, leaf in found)
+    return [Event("all_reduce", axes.names, numbers * LOADS, "experts")]
 
 
 def types_of(flow: Flow) -> Types:

@@ -18,7 +18,9 @@ SLOWEST = 5.0
 """Layouts that take so many times as long as the best are left out of the chart."""
 LARGEST = 2.5
 """Those that need so many times the memory there is, too."""
-MERGED = {"bubble": "pipe", "context": "row", "host": "rest", "update": "rest", "other": "rest"}
+MERGED = {"bubble": "pipe", "context": "row", "expert": "row"} | dict.fromkeys(
+    ("host", "update", "other"), "rest"
+)
 PARTS = ("compute", "row", "depth", "col", "data", "attention", "again", "pipe", "rest")
 """Parts of a step by their colours; pipe: messages and stages that wait; rest: update, host."""
 

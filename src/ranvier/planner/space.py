@@ -42,7 +42,9 @@ class Weights:
     master: int
     moments: int
     block: int
-    """Trained elements of a block's matrices on this rank."""
+    """Trained elements of the matrices of the largest block on this rank."""
+    blocks: int
+    """The same of all blocks."""
     outside: int
     """Trained elements outside of blocks."""
     head: int
@@ -147,7 +149,7 @@ def weights_of(model: Model, stage: Stage, spot: Spot, own: int, moments: Moment
     degrees = dict(zip(AXES, spot.degrees, strict=True))
     data, depth, wide = degrees["data"], degrees["depth"], max(own, 4)
     blocks = {part.name for part, _ in stage.here if part.is_block}
-    total = master = both = outside = gathered = whole = full = block = late = twice = 0
+    total = master = both = outside = gathered = whole = full = block = every = late = twice = 0
     for part, lot, count in lots_of(model, stage, spot):
         bulk = lot.bulk
         total += count * bulk.size * own
@@ -165,7 +167,7 @@ def weights_of(model: Model, stage: Stage, spot: Spot, own: int, moments: Moment
         twice += bulk.count * wide if bulk.tied else 0
         outside += 0 if inside or waits else bulk.count
         if inside:
-            block = max(block, bulk.count)
+            block, every = max(block, bulk.count), every + count * bulk.count
             full = max(full, bulk.count * wide * depth if bulk.split else 0)
     head, table = (_outside(model, stage, spot, kind) for kind in ("head", "embedding"))
     return Weights(
@@ -173,6 +175,7 @@ def weights_of(model: Model, stage: Stage, spot: Spot, own: int, moments: Moment
         master,
         both,
         block,
+        every,
         outside,
         head,
         table,
@@ -233,12 +236,12 @@ class _Load:
     whole: int
     """What all blocks keep."""
     stream: int
-    count: int
-    """Blocks."""
     before: int
-    """Gradient of a block that earlier passes have left."""
+    """Gradients of all blocks that earlier passes have left."""
     after: int
     """The same after the last pass."""
+    mine: tuple[int, int]
+    """Both of the largest block."""
     outside: int
     """Gradients outside of blocks that earlier passes have left."""
     several: bool
@@ -289,13 +292,14 @@ def _load(
     simulated: bool,
 ) -> _Load:
     stream = stream_bytes(model, Spot.of(plan).inside, flow)
-    whole, count = sum(size * n for size, n in blocks), sum(n for _, n in blocks)
+    whole = sum(size * n for size, n in blocks)
     others, waits = _under_way(model, plan, flow, stage, whole, simulated)
     enter = flow.seq * 2 * model.head_dim * flow.itemsize + others
     passes = plan.micro_batches
-    before, after = _gradients(own, passes)
+    before, after = _gradients(own.blocks, own, passes)
+    mine = _gradients(own.block, own, passes)
     outside = own.outside * own.wide if passes > 1 else 0
-    return _Load(enter, whole, stream, count, before, after, outside, passes > 1, waits)
+    return _Load(enter, whole, stream, before, after, mine, outside, passes > 1, waits)
 
 
 def _under_way(
@@ -326,7 +330,7 @@ def _in_the_loss(load: _Load, own: Weights, flow: Flow, head: Loss, alone: bool)
     Beside the head's weights those that come next are gathered: of a block, or once more its own.
     A stage among others forgets them between forward and backward.
     """
-    grads = load.before * load.count + load.outside
+    grads = load.before + load.outside
     held = load.enter + load.whole + load.stream * (1 + 2 * own.wide // flow.itemsize) + load.stream
     made, mine = own.head * own.wide, own.head * own.own
     late = own.late if load.several else 0
@@ -344,43 +348,43 @@ def _in_the_loss(load: _Load, own: Weights, flow: Flow, head: Loss, alone: bool)
 def _in_blocks(load: _Load, own: Weights, top: Kept, plan: Plan, scored: bool) -> Iterator[Peak]:
     """While the last block runs backward, and while the first does."""
     again = top.again(plan.recompute)
-    left = load.before * (load.count - 1) + load.outside
+    left = load.before + load.outside
     head = own.head * own.wide if scored else 0
     each = 0 if own.split else own.own
     needed, elements = max(top.moments, key=lambda one: one[0] + each * one[1], default=(0, 0))
     acts = load.enter + load.whole + again + needed + 2 * load.stream
     if own.split:  # that of the head is being reduced
         near, moving = 2 * own.gathered, own.full + max(head, own.late)
-        yield Peak("in the last block, backward", left + load.before, acts, near, 0, moving)
+        yield Peak("in the last block, backward", left, acts, near, 0, moving)
     else:
-        grads = left + load.before + head + elements * own.own
+        grads = left + head + elements * own.own
         yield Peak("in the last block, backward", grads, acts)
     acts = load.enter + load.waits + top.of(plan.recompute) + again + 2 * load.stream
-    grads = load.after * (load.count - 1) + own.outside * own.wide
+    grads = load.after - load.mine[1] + own.outside * own.wide
     near, moving = 2 * own.gathered, 2 * own.full + own.late
-    mine = load.before + elements * each
+    mine = load.mine[0] + elements * each
     yield Peak("in the first block, backward", grads + mine, acts + needed, near, 0, moving)
 
 
 def _at_the_end(load: _Load, own: Weights, tied: bool) -> Iterator[Peak]:
     """While the embedding's gradient is made, and in the update."""
-    left = load.after * load.count + own.outside * own.wide
+    left = load.after + own.outside * own.wide
     table = own.table * (own.own + own.wide * (tied or own.split)) - own.late * (own.table > 0)
     acts = load.enter + load.waits + 2 * load.stream
     moving = own.full + own.late
     yield Peak("at the end of backward", left + max(table, 0), acts, own.gathered, 0, moving)
-    trained = own.block * load.count + own.outside
+    trained = own.blocks + own.outside
     wide = own.data > 1 or own.split or load.several
     ends = trained * own.wide // own.data if wide else trained * own.own
     yield Peak("in the update", ends, 0, 0, 0, trained * own.own if own.data > 1 else 0)
     if own.twice:  # a copy, and what comes of its sum with the other stage's
-        left = load.after * load.count + own.outside * own.wide
+        left = load.after + own.outside * own.wide
         yield Peak("in the update", left, 0, 0, 0, max(2 * own.twice, own.late) + own.twice)
 
 
-def _gradients(own: Weights, passes: int) -> tuple[int, int]:
-    """Bytes of the gradient of a block before and after the last pass of a step."""
-    narrow, wide, split = own.block * own.own, own.block * own.wide, own.split
+def _gradients(elements: int, own: Weights, passes: int) -> tuple[int, int]:
+    """Bytes of the gradients of so many elements before and after the last pass of a step."""
+    narrow, wide, split = elements * own.own, elements * own.wide, own.split
     before = 0 if passes == 1 else wide if split or passes > 2 else narrow
     after = wide if split or passes > 1 else narrow
     if own.data > 1:  # what is reduced stays until the reduction is waited for

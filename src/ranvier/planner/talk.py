@@ -22,7 +22,7 @@ from ranvier.planner.moves import Spot, Stage
 from ranvier.planner.roofline import Setup
 from ranvier.planner.runtime import Runtime
 
-INSIDE = ("row", "col")
+INSIDE = ("row", "col", "expert")
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Spoken:
     """Seconds of one block in one micro-batch, and of a whole step."""
 
     plain: dict[str, float] = field(default_factory=lambda: dict.fromkeys(INSIDE, 0.0))
-    """Over row and col, in a block, that nothing can hide."""
+    """Over row, col and expert, in a block, that nothing can hide."""
     under: dict[str, float] = field(default_factory=lambda: dict.fromkeys(INSIDE, 0.0))
     """The same that may run beside the product of a weight's gradient."""
     ends: dict[str, float] = field(default_factory=lambda: dict.fromkeys(INSIDE, 0.0))
@@ -43,6 +43,8 @@ class Spoken:
     """Reductions of gradients over data, in a step."""
     after: float = 0.0
     """Gathers of updated weights, in a step."""
+    shared: float = 0.0
+    """Reductions over expert of the gradients of weights that its ranks share, in a step."""
     other: float = 0.0
     """Norm, votes, counts of tokens, in a step."""
 
@@ -79,7 +81,7 @@ def ours(model: Model, plan: Plan, setup: Setup, cluster: Cluster, places: Place
             else:
                 found.ends[axis] += plain + under
     keep = plan.gathered == "keep"
-    gathers, scatters, ends, found.data, found.after, found.other = _weights(
+    gathers, scatters, ends, found.data, found.after, found.shared, found.other = _weights(
         model, stage, spot, moves.types_of(flow), keep, cluster, places.order
     )
     each = 1.0 / plan.micro_batches if keep else 1.0
@@ -88,7 +90,7 @@ def ours(model: Model, plan: Plan, setup: Setup, cluster: Cluster, places: Place
     return found
 
 
-GROUPS = (("row",), ("col",), ("row", "col"))
+GROUPS = (("row",), ("col",), ("row", "col"), ("expert",), ("expert", "row"))
 """Groups that activations are communicated in."""
 
 
@@ -102,14 +104,15 @@ def _passes(
     cluster: Cluster,
     near: tuple[Group, ...],
 ) -> tuple[tuple[float, float], ...]:
-    """Seconds of a part over row and over col in a micro-batch: what nothing hides, and what may
-    run beside the product of a weight's gradient."""
+    """Seconds of a part over each axis in a micro-batch: what nothing hides, and what may run
+    beside the product of a weight's gradient."""
     groups, found = dict(zip(GROUPS, near, strict=True)), {axis: [0.0, 0.0] for axis in INSIDE}
+    lone = {leaf.name for leaf in part.find("mixture")}  # experts wait for what they scatter
     for row in moves.pass_rows(model, part, inside, flow):
         if row.phase == "again" and not again:
             continue
         spent = row.count * links.seconds(cluster, row.op, row.bytes, groups[row.axis])
-        under = row.phase == "backward" and row.op == "reduce_scatter"
+        under = row.phase == "backward" and row.op == "reduce_scatter" and row.where not in lone
         found[row.axis[0]][under] += spent
     return tuple((plain, under) for plain, under in found.values())
 
@@ -123,13 +126,14 @@ def _weights(
     keep: bool,
     cluster: Cluster,
     order: tuple[str, ...],
-) -> tuple[float, float, tuple[float, float], float, float, float]:
+) -> tuple[float, float, tuple[float, float], float, float, float, float]:
     """Seconds of a stage's weights: gathers and reductions over depth in a pass of its blocks, and
-    of its ends; reductions over data, gathers over data, the rest, in a step."""
+    of its ends; reductions over data, gathers over data, reductions over expert, the rest, in a
+    step."""
     degrees = dict(zip(AXES, spot.degrees, strict=True))
     blocks = {part.name for part, _ in stage.here if part.is_block}
     times = moves.gathers(model, stage, keep)
-    inside, ends, data, after, other = [0.0, 0.0], [0.0, 0.0], 0.0, 0.0, 0.0
+    inside, ends, data, after, shared, other = [0.0, 0.0], [0.0, 0.0], 0.0, 0.0, 0.0, 0.0
     for part, phase, event, count in moves.lot_events(model, stage, spot, types):
         near = links.group(event.axis, degrees, order, cluster.per_node)
         one = links.seconds(cluster, event.op, event.bytes, near)
@@ -137,14 +141,15 @@ def _weights(
             often = times.get((part, event.where), 0) if phase == "gather" else count
             (inside if part in blocks else ends)[phase == "scatter"] += often * one
         elif "data" not in event.axis:
-            other += count * one
+            shared += count * one if "expert" in event.axis else 0.0
+            other += count * one if "expert" not in event.axis else 0.0
         elif event.op == "all_gather":
             after += count * one
         else:
             data += count * one
     whole = links.group(AXES, degrees, order, cluster.per_node)
     other += SMALL * links.seconds(cluster, "all_reduce", 8, whole)
-    return inside[0], inside[1], (ends[0], ends[1]), data, after, other
+    return inside[0], inside[1], (ends[0], ends[1]), data, after, shared, other
 
 
 SMALL = 3
@@ -209,8 +214,13 @@ def _data(
 
 
 @lru_cache(maxsize=50_000)
-def _count(model: Model, pipe: int, split: int) -> float:
-    blocks = sum(part.count * part.parameters for part in model.parts if part.is_block)
+def _count(model: Model, pipe: int, split: int, expert: int) -> float:
+    lost = 1 - 1 / expert  # of its experts a rank has a part
+    blocks = sum(
+        part.count * (part.parameters - lost * part.expert_parameters)
+        for part in model.parts
+        if part.is_block
+    )
     ends = model.parts[0].parameters + (0 if model.tied else model.parts[-1].parameters)
     count = 1 if pipe == 1 or model.tied else 2
     return (blocks / pipe + ends / count) / split
@@ -218,7 +228,7 @@ def _count(model: Model, pipe: int, split: int) -> float:
 
 def numbers(model: Model, plan: Plan) -> float:
     """Weights of a rank, gathered over depth: a stage's blocks and its end."""
-    return _count(model, plan.pipe, plan.row * plan.col)
+    return _count(model, plan.pipe, plan.row * plan.col, plan.expert)
 
 
 def ring(part: Part, cluster: Cluster, setup: Setup, ranks: Group, recompute: str) -> float:

@@ -31,6 +31,7 @@ def built(run: Run, grid: Grid, device: torch.device, *, local_ranks: int) -> De
         overlap=run.plan.overlap,
         recompute=run.plan.unmeasured.recompute,
         collectives=run.memory.collectives,
+        dispatch=run.plan.dispatch,
         compiled="inductor" if run.plan.compile == "on" else "",
         seed=run.train.seed,
         dtype=DTYPES[run.train.dtype],

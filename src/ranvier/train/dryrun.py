@@ -29,6 +29,7 @@ from ranvier.grid import Grid
 from ranvier.models import Decoder
 from ranvier.nn.attend import flash
 from ranvier.nn.attention import Core
+from ranvier.nn.experts import Experts
 from ranvier.parallel import parallel_of
 from ranvier.plan import AXES
 from ranvier.planner import table
@@ -68,6 +69,8 @@ class Dry:
     rows: tuple[Row, ...]
     table: Table
     """Most bytes at once."""
+    load: float | None
+    """Assumed: rows of its experts, in means of all ranks of expert; None: there is one."""
     seconds: float
     """That the dry run took."""
 
@@ -84,11 +87,12 @@ class Dry:
             "shards": {n: {"part": a, "whole": b} for n, (a, b) in self.shards.items()},
             "collectives": [vars(row) | {"axis": list(row.axis)} for row in self.rows],
             "memory": self.table.facts(),
+            "load": self.load,
             "seconds": self.seconds,
         }
 
 
-def checked(run: Run, *, world: int, rank: int) -> Run:
+def checked(run: Run, *, world: int, rank: int, load: float = 1.0) -> Run:
     """The run as one rank of `world` can be played, or all that is wrong with it."""
     if world < 1 or not 0 <= rank < world:
         raise PlanError(
@@ -97,7 +101,8 @@ def checked(run: Run, *, world: int, rank: int) -> Run:
             + (" or a larger --world." if world > 0 else " --world 1.")
         )
     run = run.check(world)
-    problems = [
+    problems = [] if 1.0 <= load <= run.plan.expert else [_overload(run, load)]
+    problems += [
         f"memory.{name}={getattr(run.memory, name)!r}: that lies on the host. {RULE} "
         f"Leave memory.{name} out."
         for name, usual in (("states", "device"), ("weights", "device"), ("activations", 0.0))
@@ -115,17 +120,27 @@ def checked(run: Run, *, world: int, rank: int) -> Run:
     return replace(run, plan=plan, data=packed, train=replace(run.train, dtype=dtype))
 
 
-def dry(run: Run, *, world: int, rank: int, watched: bool = True) -> Dry:
+def _overload(run: Run, load: float) -> str:
+    """Why a load cannot be."""
+    most = run.plan.expert
+    return (
+        f"load={load:g} with plan.expert={most}. The busiest rank of expert has at least the mean "
+        f"of all and at most all rows. Use --load {min(max(load, 1.0), most):g}."
+    )
+
+
+def dry(run: Run, *, world: int, rank: int, load: float = 1.0, watched: bool = True) -> Dry:
     """Play one rank: two steps, of which the second, when all orders are known, is counted.
 
-    watched: bytes of tensors as well, which takes longer than the steps themselves.
+    load: rows of its experts, in means of all ranks of expert. watched: bytes of tensors as well,
+    which takes longer than the steps themselves.
     """
-    begun, run = time.perf_counter(), checked(run, world=world, rank=rank)
+    begun, run = time.perf_counter(), checked(run, world=world, rank=rank, load=load)
     with launch.fake(world, rank):
         grid = Grid.of(run.plan, rank=rank, connected=True)
         model = built(run, grid, META, local_ranks=1)
         parallel = parallel_of(model)
-        _prepare(run, model)
+        _prepare(run, model, load)
         optimizer = optimizer_of(run, model, META, local_ranks=1)
         batches = [blank(run, run.plan.micro_batch, META) for _ in range(run.plan.micro_batches)]
         watch = Watch.of(META)
@@ -144,6 +159,7 @@ def dry(run: Run, *, world: int, rank: int, watched: bool = True) -> Dry:
         index=dict(grid.index),
         shards={n: (w.sharding.local, w.sharding.shape) for n, w in parallel.weights.items()},
         rows=rows,
+        load=load if parallel.ragged else None,
         table=Table(
             {name: size for name, size in device.items() if size},
             where=seen.words if watched else "",
@@ -152,12 +168,14 @@ def dry(run: Run, *, world: int, rank: int, watched: bool = True) -> Dry:
     )
 
 
-def _prepare(run: Run, model: Decoder) -> None:
+def _prepare(run: Run, model: Decoder, load: float) -> None:
     """What a fake world cannot find out: the form of messages, orders; and the attention kernel."""
     parallel, plan = parallel_of(model), run.plan
     for leaf in parallel.leaves.values():
         if isinstance(leaf, Core):
             leaf.serial.attend = flash  # type: ignore[assignment]
+        if isinstance(leaf, Experts):
+            leaf.load = load
     shape = (plan.micro_batch, run.data.seq // (plan.row * plan.context))
     form = ((*shape, run.model.embed // plan.col), DTYPES[run.train.dtype])
     runtime = parallel.pipeline.runtime
@@ -221,9 +239,9 @@ def _axis(ranks: Sequence[int], grid: Grid) -> tuple[str, ...]:
 # ---- words ------------------------------------------------------------------------------
 
 
-def show(run: Run, *, world: int, rank: int, out: str = "") -> int:
+def show(run: Run, *, world: int, rank: int, load: float = 1.0, out: str = "") -> int:
     """Print what a rank holds and says, beside what the planner predicts; write JSON if asked."""
-    found = dry(run, world=world, rank=rank)
+    found = dry(run, world=world, rank=rank, load=load)
     if out:
         Path(out).write_text(json.dumps(found.facts(), indent=1))
     for line in lines(found):
@@ -234,7 +252,10 @@ def show(run: Run, *, world: int, rank: int, out: str = "") -> int:
 def lines(found: Dry) -> list[str]:
     """A dry run as text."""
     place = " ".join(f"{axis}={i}" for axis, i in found.index.items() if i) or "all 0"
-    out = [f"rank {found.rank} of {found.world} ({place}), {found.seconds:.1f} s", "", "shards"]
+    out = [f"rank {found.rank} of {found.world} ({place}), {found.seconds:.1f} s"]
+    if found.load is not None:
+        out.append(assumed(found.load))
+    out += ["", "shards"]
     width = max((len(name) for name in _kinds(found)), default=0)
     for name, (part, whole, count) in _kinds(found).items():
         times = f"  x {count}" if count > 1 else ""
@@ -245,6 +266,13 @@ def lines(found: Dry) -> list[str]:
         out.append(f"{name:<24}{row.op:<16}{row.calls:>8}{row.bytes / 1e6:>14.3f}")
     nobody = [] if found.rows else ["none: one rank talks to nobody"]
     return [*out, *nobody, "", *table.lines(found.table)]
+
+
+def assumed(load: float) -> str:
+    """What is assumed of experts, in words."""
+    if load == 1.0:
+        return "assumed: balanced experts (load 1: every rank of expert gets as many rows)"
+    return f"assumed: load {load:g} (this rank's experts get {load:g} times the mean of their rows)"
 
 
 def _kinds(found: Dry) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]:

@@ -1,0 +1,139 @@
+"""What experts communicate: all-to-all bytes against those of duplicated tokens, and recomputation.
+
+Where ranks of a tensor group hold the same tokens, each of them sends all of them to the experts;
+DeepSpeed-TED drops these duplicates. Here a rank of row and col holds a part of the tokens and of
+their features, so its bytes fall with row·col; the baseline repeats them as often as a group with
+duplicates would. Bytes and calls are counted at torch's fake process group, below our own code, on
+one rank of many; nothing is computed (meta device). Experts are balanced.
+
+    python benchmarks/duplicates.py
+    python benchmarks/duplicates.py --size moe-tiny --expert 4 --seq 64 --json duplicates.json
+
+Asked for: bytes of a rank that do not grow with row·col; kept collectives add no call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ranvier import launch
+from ranvier.grid import Grid
+from ranvier.nn.experts import Experts
+from ranvier.parallel import parallel_of
+from ranvier.plan import Plan
+from ranvier.run import Run
+from ranvier.settings import DataConfig, MemoryConfig, ModelConfig, TrainConfig
+from ranvier.train.built import built
+from ranvier.train.fit import blank
+from ranvier.train.step import forward_backward
+
+META = torch.device("meta")
+GRIDS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (4, 2), (8, 1))
+"""Degrees of row and col."""
+MICRO = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """A pass forward and backward of a rank."""
+
+    row: int
+    col: int
+    ours: int
+    """Bytes of all-to-alls."""
+    duplicated: int
+
+
+def run_of(size: str, *, expert: int, row: int, col: int, seq: int, keep: bool, full: bool) -> Run:
+    """Two layers of a size, of which one is a mixture at least."""
+    plan = Plan(
+        data=1,
+        expert=expert,
+        row=row,
+        col=col,
+        batch=MICRO * expert,
+        micro_batch=MICRO,
+        recompute="full" if full else "none",
+    )
+    kept: Literal["keep", "again"] = "keep" if keep else "again"
+    return Run(
+        model=replace(ModelConfig.of(size), layers=2),
+        plan=plan,
+        data=DataConfig(seq=seq, packed=False),
+        train=TrainConfig(dtype="bf16"),
+        memory=MemoryConfig(collectives=kept),
+    ).check(plan.world)
+
+
+def called(run: Run, *, duplicated: bool = False) -> list[launch.Call]:
+    """Calls of a pass forward and backward of the first rank."""
+    with launch.fake(run.plan.world, 0):
+        grid = Grid.of(run.plan, rank=0, connected=True)
+        model = built(run, grid, META, local_ranks=1)
+        for leaf in parallel_of(model).leaves.values():
+            if isinstance(leaf, Experts):
+                leaf.duplicated = duplicated
+        with launch.counted() as calls:
+            forward_backward(model, [blank(run, MICRO, META)])
+    return calls
+
+
+def swapped(calls: list[launch.Call]) -> int:
+    """Bytes of all-to-alls."""
+    return sum(call.bytes for call in calls if call.op == "all_to_all")
+
+
+def rows(size: str, expert: int, seq: int) -> list[Row]:
+    """Bytes of every grid, without and with duplicates."""
+    found = []
+    for row, col in GRIDS:
+        run = run_of(size, expert=expert, row=row, col=col, seq=seq, keep=False, full=False)
+        both = [swapped(called(run, duplicated=how)) for how in (False, True)]
+        found.append(Row(row, col, *both))
+    return found
+
+
+def repeated(size: str, expert: int, seq: int) -> dict[str, int]:
+    """Calls of a pass on expert x 2 x 2 ranks that computes nothing again, all, or keeps them."""
+    ways = {"none": (False, False), "full, again": (False, True), "full, keep": (True, True)}
+    shape = {"expert": expert, "row": 2, "col": 2, "seq": seq}
+    return {
+        name: len(called(run_of(size, **shape, keep=keep, full=full)))
+        for name, (keep, full) in ways.items()
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Count, print, compare."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="ted-6.7b-16e")
+    parser.add_argument("--expert", type=int, default=16)
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--json", default="")
+    asked = parser.parse_args(arguments)
+    found = rows(asked.size, asked.expert, asked.seq)
+    print(f"{asked.size}, 2 layers, expert={asked.expert}, {MICRO} x {asked.seq} tokens a pass")
+    print(f"{'row':>4}{'col':>4}{'MB sent':>12}{'duplicated':>12}{'times':>8}")
+    for one in found:
+        times = one.duplicated / one.ours
+        sizes = f"{one.ours / 1e6:>12.3f}{one.duplicated / 1e6:>12.3f}"
+        print(f"{one.row:>4}{one.col:>4}{sizes}{times:>8.1f}")
+    again = repeated(asked.size, asked.expert, asked.seq)
+    print("calls of a pass, row=2 col=2: " + ", ".join(f"{k} {n}" for k, n in again.items()))
+    if asked.json:
+        facts = {"rows": [asdict(one) for one in found], "calls": again}
+        Path(asked.json).write_text(json.dumps(facts, indent=1))
+    grown = [one for one in found if one.ours > found[0].ours]
+    good = not grown and again["none"] == again["full, keep"] < again["full, again"]
+    print("reached" if good else f"missed: {grown} {again}")
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

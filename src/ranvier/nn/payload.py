@@ -1,0 +1,39 @@
+"""Payload: in which type rows travel to their experts, and how far they are from what was sent.
+
+    same   as they are
+    bf16   rounded to 8 digits                          |y - x| <= 2^-8 |x|
+    fp8    e4m3 and one scale for each row, a power of two in fp32 that travels behind the row
+                                                        |y - x| <= 2^-4 |x| + 2^-17 max |row|
+
+Rows of fp8 are bytes: d values, then 4 of the scale. What comes back, and all gradients, travel as
+they are: each is a sum already, and a gradient is that of rows that had not been rounded.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ranvier.layers import SCALE
+from ranvier.nn.fp8 import E4M3, Scaled
+from ranvier.plan import Dispatch
+
+
+def packed(x: Tensor, dispatch: Dispatch) -> Tensor:
+    """Rows `[n, d]` as they travel."""
+    if dispatch == "bf16":
+        return x.to(torch.bfloat16)
+    if dispatch == "fp8":
+        rows = Scaled("rowwise").plain(x, E4M3)
+        parts = [rows.values.view(torch.uint8), rows.inverse.view(torch.uint8)]
+        return torch.cat(parts, 1)  # (n, d + SCALE)
+    return x
+
+
+def unpacked(x: Tensor, dispatch: Dispatch, dtype: torch.dtype) -> Tensor:
+    """Rows that have travelled, `[n, d]`."""
+    if dispatch != "fp8":
+        return x.to(dtype)
+    values, inverse = x[:, :-SCALE].contiguous(), x[:, -SCALE:].contiguous()
+    wide = torch.promote_types(dtype, torch.float32)
+    return (values.view(E4M3).to(wide) * inverse.view(torch.float32).to(wide)).to(dtype)

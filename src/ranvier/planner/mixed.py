@@ -1,0 +1,75 @@
+"""Mixed: bytes of the activations of a mixture of experts on a rank; no torch.
+
+With t tokens, k choices of each, R rows received (`layers.Mixture.rows`) and T = R · row of them in
+products, `nn.experts` keeps
+
+    router     x wide [t, d/col], scores [t, E]
+    experts    rows [T, d/col], gate and up, the activated gate, and what down reads [T, f/row]
+    combine    what came back [t·k, d/col]
+
+Where no axis splits anything all is one operation that keeps x, gate and up of t·k rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ranvier.layers import Flow, Mixture
+
+WIDE = 4
+"""Bytes of a number of the router."""
+INDEX = 8
+"""Bytes of a place of a row."""
+SCORES = 3
+"""Numbers that a router keeps of a token and an expert."""
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Bytes of a mixture, as `kept.Kept` has them."""
+
+    none: int
+    made: int
+    """Results of products, which a selective block keeps."""
+    shared: int
+    """What both keep."""
+    moments: tuple[tuple[int, int], ...]
+    """Most while it runs backward, above `none`, and elements of gradients of weights by then."""
+
+
+NOTHING = Mixed(0, 0, 0, ())
+
+
+def mixed(layer: Mixture, flow: Flow, inside: int, *, reads: bool) -> Mixed:
+    """The bytes of a mixture.
+
+    inside: hidden tensors besides what down reads. reads: another layer keeps x as well.
+    """
+    ground, item = layer.ground, flow.itemsize
+    tokens, choices = ground.tokens(flow, "embed"), layer.choices(flow)
+    (width,) = ground.features(ground.units["embed"], "embed").local
+    row, col = ground.line("row").size, ground.line("col").size
+    routed = tokens * width * max(item, WIDE) + SCORES * tokens * layer.experts * WIDE
+    scores, enter = tokens * layer.experts * WIDE, layer.matrices - 1
+    if ground.line("expert", "row").size == col == 1:
+        hidden = enter * choices * layer.width * item
+        x = 0 if reads else tokens * width * item
+        made = hidden + tokens * width * item + scores
+        return Mixed(routed + x + hidden, made, hidden + scores, ())
+    rows = layer.rows(flow) * row
+    stream, hidden = rows * width * item, rows * layer.width // row * item
+    places = 2 * INDEX * (choices + rows)
+    none = routed + places + stream + inside * hidden // col + hidden + choices * width * item
+    made = enter * hidden + stream + scores
+    shared = (enter * hidden if col == 1 else 0) + scores
+    matrix = layer.experts // ground.line("expert").size * (layer.width // row) * width
+    moments = (
+        (2 * stream + hidden, matrix),  # down: what came and went back, and what it read
+        (stream + enter * hidden + hidden // col, matrix),  # the gate
+        # what enters: each product's gradient and their sum, while the hidden tensors are gone
+        (
+            (enter + 1) * stream + (enter - 1) * hidden - inside * hidden // col,
+            layer.matrices * matrix,
+        ),
+    )
+    return Mixed(none, made, shared, moments)

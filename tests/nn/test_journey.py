@@ -1,0 +1,190 @@
+"""Tokens on their way: beside the shared expert, in narrow types, and nothing else changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from equivalence import Case, batch_of, flow_of, gradients, micros_of, worst
+from expert_cases import even
+from pool import Pool
+from ranvier.grid import Grid
+from ranvier.nn.payload import packed, unpacked
+from ranvier.optim.optimizer import Optimizer
+from ranvier.plan import Plan
+from ranvier.trace import Event, difference
+from ranvier.train.step import forward_backward
+from ranvier.verify import predict
+
+MODEL = "moe 2 of 8 shared"
+GRID = {"expert": 2, "row": 2}
+LEAF = "blocks.1.mlp"
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "at once": {"overlap": ("dx", "dw", "gather")},
+    "bf16": {"dispatch": "bf16"},
+    "fp8": {"dispatch": "fp8"},
+}
+
+
+def stepped(grid: Grid, case: Case, **changes: Any) -> dict[str, Any]:
+    """Events of a step of balanced experts, its loss and gradients, and what was not predicted."""
+    model = case.on(grid, **changes)
+    even(model)
+    parallel: Any = model.parallel
+    batch = batch_of(case.model, samples=16, packed=False)
+    optimizer = Optimizer(parallel.queue, lr=1e-2)
+    with grid.trace.recording() as events:
+        loss = forward_backward(model, micros_of(batch, grid, case.micro_batches))
+        optimizer.step()
+    predicted = predict(parallel, flow_of(batch, grid, case.micro_batches), case.micro_batches)
+    state = {name: part.clone() for name, (part, _) in parallel.state().items()}
+    return {
+        "events": [e for e in events if e.where.startswith(LEAF)],
+        "lines": difference(predicted, events),
+        "loss": loss,
+        "state": state,
+    }
+
+
+def varied(grid: Grid) -> dict[str, dict[str, Any]]:
+    """The same step in several ways."""
+    return {name: stepped(grid, Case(MODEL), **changes) for name, changes in VARIANTS.items()}
+
+
+def between(events: list[Event], swap: Event, where: str) -> list[Event]:
+    """Communication of a layer that began while rows were under way."""
+    assert swap.issued is not None and swap.waited is not None
+    mine = [e for e in events if e.where == f"{LEAF}.{where}"]
+    return [e for e in mine if swap.issued < e.issued < swap.waited]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "collectives"),
+    [("none", "again"), ("full", "keep"), pytest.param("full", "again", marks=pytest.mark.full)],
+)
+def test_the_shared_expert_is_computed_while_tokens_travel(
+    pool: Pool, recompute: Any, collectives: Any
+) -> None:
+    """Forward: its hidden layer behind the dispatch, its last product behind the combine.
+
+    Backward: the mirror image.
+    """
+    case = Case(MODEL, recompute=recompute, collectives=collectives)
+    for found in pool.on_grid(GRID, stepped, case):
+        events = found["events"]
+        assert found["lines"] == []
+        swaps = [e for e in events if e.op == "all_to_all"]
+        repeated = recompute != "none" and collectives == "again"
+        assert len(swaps) == (6 if repeated else 4)
+        for swap, where in [
+            (swaps[0], "shared.enter"),
+            (swaps[1], "shared.down"),
+            (swaps[-2], "shared.down"),
+            (swaps[-1], "shared.enter"),
+        ]:
+            assert between(events, swap, where), where
+        gathers = [e for e in events if e.where == LEAF and e.axis == ("row",)]
+        assert swaps[0].waited < gathers[0].issued, "the experts begin when their rows are there"
+
+
+@pytest.fixture(scope="module")
+def variants(pool: Pool) -> list[dict[str, dict[str, Any]]]:
+    """Of each rank what it did in several ways."""
+    return pool.on_grid(GRID, varied)
+
+
+def test_waiting_at_once_changes_no_bit(variants: list[dict[str, dict[str, Any]]]) -> None:
+    for found in variants:
+        a, b = found["plain"], found["at once"]
+        swaps = [e for e in b["events"] if e.op == "all_to_all"]
+        shared = ("shared.enter", "shared.down")
+        assert not any(between(b["events"], e, where) for e in swaps for where in shared)
+        assert torch.equal(a["loss"], b["loss"])
+        assert all(torch.equal(a["state"][name], b["state"][name]) for name in a["state"])
+
+
+# ---- narrow types -----------------------------------------------------------------------
+
+
+def rows() -> Tensor:
+    """Rows of many magnitudes, one of zeros, one of a single large number."""
+    made = torch.randn(64, 48, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    made = made * torch.logspace(-6, 6, 64, dtype=torch.float64).unsqueeze(1)
+    made[:, ::5] *= 1e-4
+    made[5], made[6] = 0.0, 0.0
+    made[6, 3] = 448.0
+    return made
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_arrives_is_as_near_as_is_said(dtype: torch.dtype) -> None:
+    x = rows().to(dtype)
+    assert packed(x, "same") is x and torch.equal(unpacked(x, "same", dtype), x)
+    wide, largest = x.double(), x.double().abs().amax(1, keepdim=True)
+    half = packed(x, "bf16")
+    assert half.dtype == torch.bfloat16
+    assert bool(((unpacked(half, "bf16", dtype).double() - wide).abs() <= wide.abs() / 2**8).all())
+    eighth = packed(x, "fp8")
+    assert eighth.dtype == torch.uint8 and eighth.shape == (64, 48 + 4)
+    error = (unpacked(eighth, "fp8", dtype).double() - wide).abs()
+    assert bool((error <= wide.abs() / 2**4 + largest / 2**17).all())
+    assert error.max() > 0.0
+    broken = x.clone()
+    broken[2, 2] = torch.nan
+    assert unpacked(packed(broken, "fp8"), "fp8", dtype)[2].isnan().any()
+
+
+@pytest.mark.parametrize(("dispatch", "digits"), [("bf16", 8), ("fp8", 4)])
+def test_a_narrow_dispatch_is_near_and_counted(
+    variants: list[dict[str, dict[str, Any]]], dispatch: str, digits: int
+) -> None:
+    """Only rows to the experts are narrow: bytes as predicted, the loss within its rounding."""
+    for found in variants:
+        a, b = found["plain"], found[dispatch]
+        assert b["lines"] == []
+        sent = [[e.bytes for e in one["events"] if e.op == "all_to_all"] for one in (a, b)]
+        count = sent[0][0] // (16 * 8)  # rows of 16 features in float64
+        assert sent[1][0] == count * (16 * 2 if dispatch == "bf16" else 16 + 4)
+        assert sent[0][1:] == sent[1][1:]
+        assert 0.0 < abs(1.0 - (b["loss"] / a["loss"]).item()) < 2.0**-digits
+
+
+def test_a_word_that_is_none_is_told() -> None:
+    wrong = Plan(data=1, dispatch="fp16")  # type: ignore[arg-type]
+    assert any("dispatch='fp16' is not known" in line for line in wrong.problems({}))
+
+
+# ---- compiled blocks --------------------------------------------------------------------
+
+
+def compiled(grid: Grid, recompute: Any) -> list[str]:
+    """What differs between compiled blocks and eager ones, and between said and predicted."""
+    lines, found = [], []
+    for backend in ("", "aot_eager"):
+        case = Case("moe 2 of 8 shared every", recompute=recompute, micro_batches=2)
+        model: Any = case.on(grid, compiled=backend)
+        even(model)
+        batch = batch_of(case.model, samples=16, packed=False)
+        with grid.trace.recording() as events:
+            loss = forward_backward(model, micros_of(batch, grid, 2))
+        graphs = [] if model.parallel.compiled is None else list(model.parallel.compiled.events)
+        tokens = [e for e in events if e.op == "all_to_all"]
+        assert len(tokens) == 2 * (4 if recompute == "none" else 6), len(tokens)
+        assert bool(graphs) == bool(backend)
+        found.append({n: g for n, (g, _) in gradients(model.parallel).items()} | {"": loss})
+    for name, want in found[0].items():
+        lines += worst(name, found[1][name], want, 1e-12)
+    return lines
+
+
+@pytest.mark.filterwarnings("default")  # compilers give some
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.full)])
+def test_a_graph_ends_where_tokens_travel(pool: Pool, recompute: str) -> None:
+    """Dense blocks and the rest of a block are graphs, the experts are none; numbers stay."""
+    assert pool.on_grid({"expert": 2}, compiled, recompute) == [[], []]

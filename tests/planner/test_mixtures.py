@@ -1,0 +1,170 @@
+"""Mixtures: what the planner predicts is what a rank does, under any load; the search."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commands import call
+from ranvier.layers import Flow
+from ranvier.plan import Plan
+from ranvier.planner import cluster, links
+from ranvier.planner.leaves import of_run, of_size
+from ranvier.planner.links import Group
+from ranvier.planner.moves import moves
+from ranvier.planner.predict import Job, Layout, predict
+from ranvier.planner.search import Wish, search
+from ranvier.planner.space import space
+from ranvier.run import Run
+from ranvier.settings import DataConfig, MemoryConfig, ModelConfig
+from ranvier.train.dryrun import checked, dry
+
+AXES = ("pipe", "data", "expert", "depth", "row", "col")
+SMALL: dict[str, Any] = {"layers": 4, "embed": 48, "heads": 24, "kv_heads": 6, "head_dim": 4}
+SMALL |= {"mlp": 96, "vocab": 101, "experts": 8, "experts_top": 2, "expert_mlp": 48}
+Layouts = list[tuple[dict[str, Any], dict[str, Any], float]]
+BYTES: Layouts = [
+    ({"expert": 4, "row": 2, "col": 2}, {"shared_mlp": 24}, 1.5),
+    ({"expert": 8, "data": 2, "depth": 2}, {"moe_every": 2, "experts_top": 3}, 1.0),
+    (
+        {"pipe": 2, "expert": 2, "row": 2, "col": 2, "depth": 2, "dispatch": "bf16"},
+        {"shared_mlp": 24, "activation": "gelu"},
+        1.3,
+    ),
+    ({"data": 4, "row": 6}, {"capacity": 1.0}, 1.0),
+    ({"expert": 2, "depth": 4, "row": 2, "recompute": "full", "dispatch": "fp8"}, {}, 1.25),
+    ({"expert": 2, "col": 4, "data": 4, "recompute": "full", "keep": True}, {}, 2.0),
+]
+"""Degrees and settings of the plan, changes of the model, and the load of the busiest rank."""
+
+
+def laid(
+    settings: dict[str, Any], shape: dict[str, Any], seq: int, micro: int
+) -> tuple[Run, int, int]:
+    """A run, its world and one of its ranks."""
+    given = {"data": 1, **settings}
+    keep, passes = given.pop("keep", False), given.pop("passes", 1)
+    degrees = {axis: given.get(axis, 1) for axis in AXES}
+    replicas = degrees["data"] * degrees["expert"] * degrees["depth"]
+    plan = Plan(**given, micro_batch=micro, batch=replicas * micro * passes, policy="1f1b")
+    run = Run(
+        model=ModelConfig(size="imported", **shape),
+        plan=plan,
+        data=DataConfig(seq=seq),
+        memory=MemoryConfig(collectives="keep" if keep else "again"),
+    )
+    world = math.prod(degrees.values())
+    return run, world, world * 2 // 3
+
+
+@pytest.mark.parametrize(("settings", "changes", "load"), BYTES, ids=str)
+def test_bytes_are_those_of_a_rank(
+    settings: dict[str, Any], changes: dict[str, Any], load: float
+) -> None:
+    run, world, rank = laid({"passes": 2, **settings}, {**SMALL, **changes}, 48, 4)
+    found = dry(run, world=world, rank=rank, load=load, watched=False)
+    run = checked(run, world=world, rank=rank, load=load)
+    flow, stage = Flow(4, 48, 2, statistics=4, load=load), found.index["pipe"]
+    kept = run.memory.collectives == "keep"
+    predicted = moves(of_run(run), run.plan, flow, stage=stage, kept=kept)
+    assert found.bytes() == predicted.bytes()
+    assert sum(row.calls for row in found.rows) == sum(row.count for row in predicted.rows)
+
+
+BIG: dict[str, Any] = {"layers": 4, "embed": 1024, "heads": 16, "kv_heads": 4, "head_dim": 64}
+BIG |= {"mlp": 2048, "vocab": 4000, "experts": 8, "experts_top": 2, "expert_mlp": 1024}
+MEMORY: Layouts = [
+    ({"expert": 4, "row": 2}, {"shared_mlp": 512}, 1.5),
+    ({}, {}, 1.0),
+    ({"expert": 8, "data": 2, "depth": 2}, {"moe_every": 2}, 1.0),
+    ({"data": 4, "row": 2}, {"shared_mlp": 512}, 1.0),
+    ({"data": 4, "col": 2, "expert": 2}, {"layers": 8}, 1.0),
+    ({"expert": 4, "recompute": "full"}, {}, 1.0),
+    ({"expert": 2, "row": 2, "recompute": "selective"}, {"shared_mlp": 512}, 1.0),
+    ({"expert": 4, "passes": 2}, {"moe_every": 2}, 2.0),
+    ({"pipe": 2, "expert": 2, "passes": 4}, {}, 1.0),
+    ({"expert": 2, "depth": 4, "row": 2, "col": 2}, {"layers": 8, "shared_mlp": 512}, 1.0),
+]
+SLOW = [pytest.param(*one, marks=pytest.mark.full) for one in MEMORY[1:]]
+
+
+@pytest.mark.parametrize(("settings", "changes", "load"), [MEMORY[0], *SLOW], ids=str)
+def test_memory_is_that_of_a_rank(
+    settings: dict[str, Any], changes: dict[str, Any], load: float
+) -> None:
+    run, world, rank = laid(settings, {**BIG, **changes}, 2048, 2)
+    found = dry(run, world=world, rank=rank, load=load)
+    run = checked(run, world=world, rank=rank, load=load)
+    flow = Flow(2, 2048, 2, statistics=4, load=load)
+    predicted = space(of_run(run), run.plan, flow, stage=found.index["pipe"])
+    assert predicted.allocated == pytest.approx(found.table.allocated, rel=0.05)
+    for name in ("weights", "master", "moments"):
+        assert predicted.device[name] == found.table.device[name], name
+
+
+def test_a_load_is_told_and_bounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["dryrun", "--model.size", "moe-tiny", "--world", "8", "--plan.expert", "4"]
+    file = tmp_path / "dry.json"
+    assert call(*words, "--load", "1.5", "--json", str(file)) == 0
+    assert "assumed: load 1.5" in capsys.readouterr().out
+    facts = json.loads(file.read_text())
+    assert facts["load"] == 1.5
+    assert call(*words, "--load", "5") != 0
+    assert "load=5 with plan.expert=4" in capsys.readouterr().err
+
+
+# ---- the search -------------------------------------------------------------------------
+
+TED = "ted-6.7b-16e"
+
+
+def test_expert_layouts_are_ranked() -> None:
+    """TED's 40 B model on 128 devices: each rank has one of 16 experts, or the like."""
+    machine = cluster.cluster("dgx-a100").of(nodes=16)
+    settled = Plan(pipe=1, col=1, batch=512, recompute="full", gathered="again")
+    fixed = frozenset({"pipe", "col", "recompute", "gathered"})  # less to search
+    result = search(Wish(Job(of_size(TED), 2048, 512), machine, settled, fixed))
+    used = {one.plan.expert for one in result.found}
+    assert {1, 2, 4, 8, 16} <= used
+    assert result.best.plan.expert > 1
+    told = result.best.prediction
+    assert told.fits and told.parts["expert"] > 0.0
+
+
+def test_experts_on_several_ranks_need_less_and_say_more() -> None:
+    machine, job = cluster.cluster("dgx-a100").of(nodes=16), Job(of_size(TED), 2048, 512)
+    plans = [
+        Plan(data=128 // (4 * n), expert=n, row=4, batch=512, micro_batch=2, recompute="full")
+        for n in (1, 4, 16)
+    ]
+    found = [predict(job, Layout(plan), machine) for plan in plans]
+    weights = [one.memory.device["weights"] for one in found]
+    assert weights[0] > weights[1] > weights[2]
+    assert found[0].parts["expert"] == 0.0 < found[1].parts["expert"]
+    lots = of_size(TED)
+    experts = sum(part.count * part.expert_parameters for part in lots.parts)
+    assert weights[0] - weights[2] == pytest.approx(2 * experts / 4 * 15 / 16, rel=1e-3)
+
+
+def test_the_shared_expert_hides_what_travels() -> None:
+    machine, job = cluster.cluster("dgx-a100"), Job(of_size("deepseek-moe-16b"), 4096, 64)
+    plan = Plan(data=1, expert=8, batch=64, micro_batch=2, recompute="full")
+    away = ("dx", "dw", "gather")
+    hidden, plain = (
+        predict(job, Layout(one), machine).parts["expert"]
+        for one in (plan, replace(plan, overlap=away))
+    )
+    assert 0.0 < hidden < plain
+
+
+def test_an_all_to_all_goes_through_the_card_of_each_rank() -> None:
+    machine = cluster.cluster("dgx-a100").of(nodes=4)
+    near = links.seconds(machine, "all_to_all", 1e8, Group(8, 8))
+    far = links.seconds(machine, "all_to_all", 1e8, Group(8, 2))
+    gathered = links.seconds(machine, "all_gather", 1e8, Group(8, 2))
+    assert near < gathered < far
