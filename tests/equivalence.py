@@ -120,6 +120,7 @@ def _mixture(top: int, experts: int, *words: str) -> Callable[[], nn.Module]:
         "every": {"moe_every": 2, "layers": 3},
         "raw": {"router_norm": False, "moe_first": 1, "activation": "gelu"},
         "deep": {"layers": 6},
+        "jitter": {"router_jitter": 0.3},
     }
     for word in words:
         changes |= more[word]
@@ -149,6 +150,7 @@ MIXTURES: dict[str, Callable[[], nn.Module]] = {
 def build(name: str) -> nn.Module:
     """A model by name, ours or Hugging Face's, in float64."""
     more = {"lopsided": _lopsided, "four": _deep(layers=4), "adapted": _adapted}
+    more["jitter"] = _mixture(2, 8, "jitter", "capacity")
     return {**EXAMPLES, **HF_MODELS, **DEEP, **MIXTURES, **more}[name]().double()
 
 

@@ -155,7 +155,7 @@ class Experts(nn.Module):
         flat, wide = x.reshape(-1, d), torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(flat.to(wide), self.router.weight.to(wide))  # (t, E)
         if self.training and rule.jitter > 0.0:
-            logits = logits * (1.0 + rule.jitter * (2.0 * torch.rand_like(logits) - 1.0))
+            logits = logits * (1.0 + rule.jitter * self.noise(logits))
         routes = rule.route(logits, self.bias)
         counts = rule.counts(routes, b)  # (b, E)
         kept = torch.ones_like(routes.experts, dtype=torch.bool)
@@ -172,6 +172,10 @@ class Experts(nn.Module):
             y = y.index_add(0, token, out.to(wide) * routes.weights[token, slot].unsqueeze(1))
         found = y.to(x.dtype).view_as(x)
         return found if self.shared is None else found + self.shared(x)
+
+    def noise(self, logits: Tensor) -> Tensor:
+        """Random numbers in [-1, 1); here torch's, on a grid of (seed, layer, sample, token)."""
+        return 2.0 * torch.rand_like(logits) - 1.0
 
     @property
     def _adds(self) -> bool:
