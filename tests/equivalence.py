@@ -118,7 +118,7 @@ def _mixture(top: int, experts: int, *words: str) -> Callable[[], nn.Module]:
         "shared": {"shared_mlp": 8},
         "sigmoid": {"router": "sigmoid", "router_scale": 2.5, "router_bias": 0.02},
         "every": {"moe_every": 2, "layers": 3},
-        "raw": {"router_norm": False, "moe_first": 1, "activation": "gelu"},
+        "raw": {"router_norm": False, "moe_first": 1, "activation": "gelu", "router_gain": 0.5},
         "deep": {"layers": 6},
         "jitter": {"router_jitter": 0.3},
     }

@@ -36,9 +36,9 @@ SMALL = DecoderConfig(
 Found = dict[str, Tensor]
 
 
-def learned(grid: Grid, capacity: float, **options: Any) -> Found:
+def learned(grid: Grid, capacity: float, gain: float = 1.0, **options: Any) -> Found:
     """Loss and gradients of a step, in float64."""
-    config = DecoderConfig(**{**vars(SMALL), "capacity": capacity})
+    config = DecoderConfig(**{**vars(SMALL), "capacity": capacity, "router_gain": gain})
     with torch.device("meta"):
         model = Decoder(config)
     model = parallelize(model, grid, dtype=torch.float64, device="cpu", **options)
@@ -88,3 +88,11 @@ def _noted(plain: Any, calls: list[int]) -> Any:
         return plain(*arguments)
 
     return call
+
+
+def test_a_slow_router_begins_with_the_same_routes() -> None:
+    usual, slow = learned(Grid({}), 0.0), learned(Grid({}), 0.0, gain=0.25)
+    for name, value in usual.items():
+        factor = 0.25 if name.endswith("router.weight") else 1.0
+        assert torch.allclose(slow[name], factor * value, atol=1e-12, rtol=1e-10), name
+    assert usual["blocks.1.mlp.router.weight"].abs().max() > 1e-6

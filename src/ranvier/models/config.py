@@ -62,6 +62,9 @@ class ExpertConfig:
     """Weights of the chosen experts are divided by their sum."""
     router_scale: float = 1.0
     """What they are multiplied by."""
+    router_gain: float = 1.0
+    """What logits are multiplied by; initial weights of the router are divided by it. Below 1 steps
+    of the optimizer change routes less."""
     router_jitter: float = 0.0
     """In training logits are multiplied by random numbers in 1 ± jitter; 0: they are not."""
     capacity: float = 0.0
@@ -91,6 +94,8 @@ class ExpertConfig:
                 f"moe_every={self.moe_every} and moe_first={self.moe_first}. Of moe_every layers "
                 "one has experts, the first moe_first have none. Use 1 or more, and 0 or more."
             )
+        if self.router_gain <= 0.0:
+            found.append(f"router_gain={self.router_gain} is not above 0. Use 1, or less.")
         amounts = ("router_jitter", "capacity", "balance", "router_z", "router_bias")
         for name in amounts:
             if getattr(self, name) < 0.0:

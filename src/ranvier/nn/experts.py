@@ -141,11 +141,9 @@ class Experts(Leaf):
         """Logits `[t, E]` and where tokens go, the same on all ranks of col."""
         router: Any = self.router
         weight = self._matrix("router", router.weight)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        part = F.linear(x.flatten(0, 1).to(wide), weight.to(wide))  # (t, E)
-        logits = total(part, self.col)
+        logits = total(self.rule.logits(x.flatten(0, 1), weight), self.col)  # (t, E)
         if self.training and self.rule.jitter > 0.0:
-            logits = logits * (1.0 + self.rule.jitter * self._noise(x).to(wide))
+            logits = logits * (1.0 + self.rule.jitter * self._noise(x).to(logits.dtype))
         return logits, self.rule.route(logits, self.bias)
 
     def _matrix(self, name: str, param: Tensor) -> Tensor:
