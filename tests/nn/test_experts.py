@@ -127,10 +127,19 @@ def test_experts_equal_one_process(
         assert [line for lines in bad for line in lines] == []
 
 
-LOPSIDED = [{"expert": 8}, {"expert": 2, "row": 2, "col": 2}]
+def some(grids: list[dict[str, int]], more: list[dict[str, int]]) -> list[Any]:
+    """Grids as parameters; more of them with `--full`."""
+    rest = [pytest.param(grid, marks=pytest.mark.full, id=label(grid)) for grid in more]
+    return [*(pytest.param(grid, id=label(grid)) for grid in grids), *rest]
 
 
-@pytest.mark.parametrize("degrees", LOPSIDED, ids=label)
+LOPSIDED = some(
+    [{"expert": 4}, {"expert": 2, "row": 2}],
+    [{"expert": 8}, {"row": 2, "col": 2}, {"expert": 2, "row": 2, "col": 2}],
+)
+
+
+@pytest.mark.parametrize("degrees", LOPSIDED)
 def test_one_expert_gets_all_tokens_or_none(pool: Pool, degrees: dict[str, int]) -> None:
     whole = serial("lopsided", 2)
     idle = [whole.grads[f"blocks.{i}.mlp.up"][0].abs().max().item() for i in range(2)]
@@ -139,10 +148,13 @@ def test_one_expert_gets_all_tokens_or_none(pool: Pool, degrees: dict[str, int])
     assert compare(whole, results) == []
 
 
-JITTERED = [{}, {"expert": 2, "row": 2, "col": 2}, {"pipe": 2, "data": 2, "depth": 2}]
+JITTERED = some(
+    [{}, {"expert": 2, "row": 2}, {"pipe": 2, "depth": 2}],
+    [{"row": 2, "col": 2}, {"pipe": 2, "data": 2, "depth": 2}, {"expert": 2, "row": 2, "col": 2}],
+)
 
 
-@pytest.mark.parametrize("degrees", JITTERED, ids=label)
+@pytest.mark.parametrize("degrees", JITTERED)
 def test_jitter_is_the_same_on_every_grid(pool: Pool, degrees: dict[str, int]) -> None:
     still, shaken = serial("moe 2 of 8 capacity", 2), keyed()
     assert abs(still.losses[0] - shaken.losses[0]) > 1e-4
