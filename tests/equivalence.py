@@ -118,8 +118,9 @@ def _mixture(top: int, experts: int, *words: str) -> Callable[[], nn.Module]:
         "shared": {"shared_mlp": 8},
         "sigmoid": {"router": "sigmoid", "router_scale": 2.5, "router_bias": 0.02},
         "every": {"moe_every": 2, "layers": 3},
-        "raw": {"router_norm": False, "moe_first": 1, "activation": "gelu"},
+        "raw": {"router_norm": False, "moe_first": 1, "activation": "gelu", "router_gain": 0.5},
         "deep": {"layers": 6},
+        "jitter": {"router_jitter": 0.3},
     }
     for word in words:
         changes |= more[word]
@@ -149,6 +150,7 @@ MIXTURES: dict[str, Callable[[], nn.Module]] = {
 def build(name: str) -> nn.Module:
     """A model by name, ours or Hugging Face's, in float64."""
     more = {"lopsided": _lopsided, "four": _deep(layers=4), "adapted": _adapted}
+    more["jitter"] = _mixture(2, 8, "jitter", "capacity")
     return {**EXAMPLES, **HF_MODELS, **DEEP, **MIXTURES, **more}[name]().double()
 
 

@@ -59,3 +59,13 @@ def traced(grid: Grid, case: Case, duplicated: bool = False) -> dict[str, Any]:
         "calls": len(inside),
         "loads": loads.tolist(),
     }
+
+
+def reduced_early(grid: Grid, case: Case) -> list[str]:
+    """Blocks whose gradients set out over data in the backward pass, before the step ends."""
+    model = case.on(grid)
+    batch = batch_of(case.model, samples=16, packed=False)
+    with grid.trace.recording() as events:
+        forward_backward(model, micros_of(batch, grid, case.micro_batches))
+    found = communication(events)
+    return [one.where for one in found if (one.op, one.axis) == ("reduce_scatter", ("data",))]

@@ -204,7 +204,7 @@ def test_models_of_ours_load_in_transformers(tmp_path: Path) -> None:
 
 
 MIXED = {"Mixtral-8x7B-v0.1": "mixtral-8x7b", "Qwen3-30B-A3B": "qwen3-30b-a3b"}
-OURS_ALONE = ("deepseek-moe-16b", "ted-6.7b-16e")
+OURS_ALONE = ("deepseek-moe-16b", "ted-6.7b-16e", "moe-tiny")
 """Sizes whose published models come with code of their own, or not at all."""
 
 

@@ -12,11 +12,15 @@ import math
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from equivalence import Case, Serial, batch_of, compare, reload, run_case
 from grids import label, pairwise, product
 from pool import Pool
+from ranvier import init
 from ranvier.checkpoint.state import assemble
+from ranvier.models.experts import Experts
 
 LR, CLIP = 1e-2, 1.0
 AXES = ("pipe", "data", "expert", "depth", "row", "col")
@@ -58,6 +62,7 @@ SOME = [
     {"expert": 2, "row": 2, "col": 2},
     {"pipe": 2},
     {"expert": 2, "depth": 2, "row": 2},
+    {"expert": 8},
 ]
 """Grids that take their turns in the suite: each axis with experts, few of eight ranks."""
 
@@ -72,16 +77,18 @@ def whole_product() -> list[tuple[dict[str, int], Case]]:
     """Every grid of up to eight ranks and every router, the other options in turn."""
     turns = itertools.cycle(product({k: OPTIONS[k] for k in ("kind", *RUN)}, valid))
     routers = product({k: OPTIONS[k] for k in ROUTER}, lambda row: True)
-    return [(grid, case_of({**row, **next(turns)})) for grid in grids() for row in routers]
+    found = []
+    for grid, row in itertools.product(grids(), routers):
+        deep = {"kind": "deep"} if grid["pipe"] > 2 else {}  # layers for all stages
+        found.append((grid, case_of({**row, **next(turns), **deep})))
+    return found
 
 
 def grids() -> list[dict[str, int]]:
-    """Every way to put 1, 2, 4 or 8 ranks on the axes; at most two stages."""
-    found = []
-    for degrees in itertools.product((1, 2, 4, 8), repeat=len(AXES)):
-        if math.prod(degrees) in (1, 2, 4, 8) and degrees[0] <= 2:
-            found.append(dict(zip(AXES, degrees, strict=True)))
-    return found
+    """Every way to put 1, 2, 4 or 8 ranks on the axes."""
+    every = itertools.product((1, 2, 4, 8), repeat=len(AXES))
+    good = (degrees for degrees in every if math.prod(degrees) in (1, 2, 4, 8))
+    return [dict(zip(AXES, degrees, strict=True)) for degrees in good]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -120,10 +127,54 @@ def test_experts_equal_one_process(
         assert [line for lines in bad for line in lines] == []
 
 
-@pytest.mark.parametrize("degrees", [{"expert": 4}, {"row": 2, "col": 2}], ids=label)
+def some(grids: list[dict[str, int]], more: list[dict[str, int]]) -> list[Any]:
+    """Grids as parameters; more of them with `--full`."""
+    rest = [pytest.param(grid, marks=pytest.mark.full, id=label(grid)) for grid in more]
+    return [*(pytest.param(grid, id=label(grid)) for grid in grids), *rest]
+
+
+LOPSIDED = some(
+    [{"expert": 4}, {"expert": 2, "row": 2}],
+    [{"expert": 8}, {"row": 2, "col": 2}, {"expert": 2, "row": 2, "col": 2}],
+)
+
+
+@pytest.mark.parametrize("degrees", LOPSIDED)
 def test_one_expert_gets_all_tokens_or_none(pool: Pool, degrees: dict[str, int]) -> None:
     whole = serial("lopsided", 2)
     idle = [whole.grads[f"blocks.{i}.mlp.up"][0].abs().max().item() for i in range(2)]
     assert idle == [0.0, 0.0]
     results = pool.on_grid(degrees, run_case, Case("lopsided"), whole.batch, LR, CLIP)
     assert compare(whole, results) == []
+
+
+JITTERED = some(
+    [{}, {"expert": 2, "row": 2}, {"pipe": 2, "depth": 2}],
+    [{"row": 2, "col": 2}, {"pipe": 2, "data": 2, "depth": 2}, {"expert": 2, "row": 2, "col": 2}],
+)
+
+
+@pytest.mark.parametrize("degrees", JITTERED)
+def test_jitter_is_the_same_on_every_grid(pool: Pool, degrees: dict[str, int]) -> None:
+    still, shaken = serial("moe 2 of 8 capacity", 2), keyed()
+    assert abs(still.losses[0] - shaken.losses[0]) > 1e-4
+    case = Case("jitter", recompute="full")
+    results = pool.on_grid(degrees, run_case, case, shaken.batch, LR, CLIP)
+    assert compare(shaken, results) == []
+
+
+@functools.cache
+def keyed() -> Serial:
+    """The plain model with the noise of grids: a function of seed, layer, sample, token, expert."""
+    layers = itertools.cycle(f"blocks.{i}.mlp" for i in range(2))
+
+    def noise(_: Experts, logits: Tensor) -> Tensor:
+        bits = torch.tensor(init.key(0, "jitter", next(layers)))
+        samples, tokens = torch.arange(16).view(-1, 1, 1), torch.arange(8).view(-1, 1)
+        for counter in (samples, tokens, torch.arange(8)):
+            bits = init.scramble(bits ^ counter)
+        return (init.uniform(bits).double() / 2**31 - 1.0).view_as(logits)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Experts, "noise", noise)
+        return Serial("jitter", batch_of("jitter", samples=16, packed=False), LR, CLIP)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from equivalence import Case
-from expert_cases import traced
+from expert_cases import reduced_early, traced
 from pool import Pool
 
 MODEL = "moe 2 of 8 shared"
@@ -51,3 +51,9 @@ def test_recomputation_adds_no_collective(pool: Pool, kind: str) -> None:
         assert (a["lines"], b["lines"], c["lines"]) == ([], [], [])
         assert a["calls"] == c["calls"] < b["calls"]
         assert a["all_to_all"] == c["all_to_all"]
+
+
+def test_gradients_set_out_over_data_in_backward(pool: Pool) -> None:
+    case = Case("moe 2 of 8 deep", micro_batches=2)
+    for found in pool.on_grid({"data": 2, "expert": 2}, reduced_early, case):
+        assert found == ["head", *(f"blocks.{i}" for i in range(5, -1, -1))]

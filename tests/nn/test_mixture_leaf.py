@@ -17,7 +17,7 @@ from ranvier.parallel import parallel_of, parallelize
 from ranvier.train.step import forward_backward
 
 SMALL = DecoderConfig(
-    layers=2,
+    layers=1,
     embed=16,
     heads=2,
     kv_heads=2,
@@ -29,16 +29,15 @@ SMALL = DecoderConfig(
     experts_top=2,
     expert_mlp=8,
     shared_mlp=8,
-    moe_every=2,
     balance=0.01,
     router_z=0.001,
 )
 Found = dict[str, Tensor]
 
 
-def learned(grid: Grid, capacity: float, **options: Any) -> Found:
+def learned(grid: Grid, capacity: float, gain: float = 1.0, **options: Any) -> Found:
     """Loss and gradients of a step, in float64."""
-    config = DecoderConfig(**{**vars(SMALL), "capacity": capacity})
+    config = DecoderConfig(**{**vars(SMALL), "capacity": capacity, "router_gain": gain})
     with torch.device("meta"):
         model = Decoder(config)
     model = parallelize(model, grid, dtype=torch.float64, device="cpu", **options)
@@ -88,3 +87,11 @@ def _noted(plain: Any, calls: list[int]) -> Any:
         return plain(*arguments)
 
     return call
+
+
+def test_a_slow_router_begins_with_the_same_routes() -> None:
+    usual, slow = learned(Grid({}), 0.0), learned(Grid({}), 0.0, gain=0.25)
+    for name, value in usual.items():
+        factor = 0.25 if name.endswith("router.weight") else 1.0
+        assert torch.allclose(slow[name], factor * value, atol=1e-12, rtol=1e-10), name
+    assert usual["blocks.0.mlp.router.weight"].abs().max() > 1e-6

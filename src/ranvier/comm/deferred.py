@@ -7,10 +7,11 @@ Over the depth axis a bucket is
 * reduce-scattered when the gradients of another bucket begin to arrive (ORS: until it is needed).
 
 Gathers and reduce-scatters have communicators of their own. At the last micro-batch of a step the
-reduction over data follows at once. Gradients are delivered by parameter identity, never to a
-tensor seen in backward (recomputation makes other ones), and are added in micro-batch order. An
-overlap that is switched off uses the same buffers in the same order and waits at once, so it
-changes no bit. All waiting is in `finish`.
+reduction over data follows at once; where ranks of other axes hold copies of some weights, their
+sum comes before it and runs while the next block computes. Gradients are delivered by parameter
+identity, never to a tensor seen in backward (recomputation makes other ones), and are added in
+micro-batch order. An overlap that is switched off uses the same buffers in the same order and waits
+at once, so it changes no bit. All waiting is in `finish`.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Deferred:
         self._resident = ""
         self._filling: Bucket | None = None
         self._reducing: deque[tuple[Bucket, Pending, bool]] = deque()
+        self._uniting: deque[tuple[Bucket, Tensor, list[Pending]]] = deque()
 
     # ---- weights ----------------------------------------------------------------------
 
@@ -81,7 +83,7 @@ class Deferred:
                 pending.wait()
         self._kind, self._last = kind, False
         self._seen, self._ahead, self._resident = [], {}, ""
-        self._filling, self._reducing = None, deque()
+        self._filling, self._reducing, self._uniting = None, deque(), deque()
         if self.homes is not None:
             await_mark(self.homes.stowed(), self.device)
         for bucket in self.buckets:
@@ -272,22 +274,32 @@ class Deferred:
 
     def _advance(self, bucket: Bucket) -> None:
         """Start the reduction over data early, where nothing has to come before it."""
-        if bucket.late or bucket.copied:
+        if bucket.late or (bucket.copied and self.data_axis.size == 1):
             return
-        if self.data_axis.size > 1:
-            self._reduce(bucket)
+        if bucket.copied:
+            self._uniting.append((bucket, *self._summed(bucket)))
+            while len(self._uniting) > (1 if "dw" in self.overlap else 0):
+                self._unite()
+        elif self.data_axis.size > 1:
+            self._reduce(bucket, self._taken(bucket))
         elif self.complete is not None and "dw" in self.overlap:
             self.complete(bucket)
 
-    def _reduce(self, bucket: Bucket) -> None:
-        """Start the reduction over data.
+    def _unite(self) -> None:
+        """Wait for the oldest sum over copies; the reduction over data follows."""
+        bucket, whole, pending = self._uniting.popleft()
+        self._reduce(bucket, _united(bucket, whole, pending))
 
-        A gradient that comes later is reduced once more and added.
-        """
+    def _taken(self, bucket: Bucket) -> Tensor:
+        """The gradient of a bucket, which has none any more; one that comes later is added."""
         assert bucket.grad is not None, bucket.name
+        whole, bucket.grad = bucket.grad.flat(bucket.data.device), None
+        return whole
+
+    def _reduce(self, bucket: Bucket, whole: Tensor) -> None:
+        """Start the reduction of a gradient over data."""
         with self.grid.trace.at(bucket.name):
-            pending = verbs.reduce_scatter(bucket.grad.flat(bucket.data.device), self.data_axis)
-        bucket.grad = None
+            pending = verbs.reduce_scatter(whole, self.data_axis)
         bucket.reduced.append(pending)
         if "dw" not in self.overlap:
             pending.wait()
@@ -306,6 +318,8 @@ class Deferred:
                 self._scatter(bucket)
         while self._reducing:
             self._settle()
+        while self._uniting:
+            self._unite()
         buckets = [bucket for bucket in self.buckets if bucket.trainable]
         for bucket in buckets:
             if bucket.grad is None and not bucket.reduced and bucket.finished is None:
@@ -315,7 +329,7 @@ class Deferred:
                     self.homes.recall(bucket)  # nothing came last: the norm needs it
                 self._sum_copies(bucket)
                 if self.data_axis.size > 1:
-                    self._reduce(bucket)
+                    self._reduce(bucket, self._taken(bucket))
         return [(bucket, self._finished(bucket)) for bucket in buckets]
 
     def _finished(self, bucket: Bucket) -> Pieces:
@@ -357,14 +371,25 @@ class Deferred:
 
     def _sum_copies(self, bucket: Bucket) -> None:
         """Sum over the ranks that hold the same parts, where depth and data are not all of them."""
-        assert bucket.grad is not None, bucket.name
         if not bucket.copied and bucket.tied is None:
             return
-        whole = bucket.grad.flat(bucket.data.device).clone()
-        with self.grid.trace.at(bucket.name):
-            for segment in bucket.copied:
-                part = whole[segment.start : segment.stop]
-                part.copy_(verbs.all_reduce(part, segment.over).wait())
-            if bucket.tied is not None:
+        whole = _united(bucket, *self._summed(bucket))
+        if bucket.tied is not None:
+            with self.grid.trace.at(bucket.name):
                 whole = verbs.all_reduce(whole, bucket.tied).wait()
+        bucket.grad = Sum(bucket.count, self.dtype)
         bucket.grad.parts = {(0, bucket.count): whole}
+
+    def _summed(self, bucket: Bucket) -> tuple[Tensor, list[Pending]]:
+        """The gradient of a bucket, and the sums of its segments over copies, under way."""
+        whole = self._taken(bucket).clone()
+        with self.grid.trace.at(bucket.name):
+            parts = [(whole[one.start : one.stop], one.over) for one in bucket.copied]
+            return whole, [verbs.all_reduce(part, over) for part, over in parts]
+
+
+def _united(bucket: Bucket, whole: Tensor, pending: list[Pending]) -> Tensor:
+    """The gradient with the sums of its segments where they belong."""
+    for segment, one in zip(bucket.copied, pending, strict=True):
+        whole[segment.start : segment.stop].copy_(one.wait())
+    return whole

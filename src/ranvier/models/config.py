@@ -62,6 +62,9 @@ class ExpertConfig:
     """Weights of the chosen experts are divided by their sum."""
     router_scale: float = 1.0
     """What they are multiplied by."""
+    router_gain: float = 1.0
+    """What logits are multiplied by; initial weights of the router are divided by it. Below 1 steps
+    of the optimizer change routes less."""
     router_jitter: float = 0.0
     """In training logits are multiplied by random numbers in 1 ± jitter; 0: they are not."""
     capacity: float = 0.0
@@ -91,6 +94,8 @@ class ExpertConfig:
                 f"moe_every={self.moe_every} and moe_first={self.moe_first}. Of moe_every layers "
                 "one has experts, the first moe_first have none. Use 1 or more, and 0 or more."
             )
+        if self.router_gain <= 0.0:
+            found.append(f"router_gain={self.router_gain} is not above 0. Use 1, or less.")
         amounts = ("router_jitter", "capacity", "balance", "router_z", "router_bias")
         for name in amounts:
             if getattr(self, name) < 0.0:
@@ -267,7 +272,12 @@ GEMMA2 = {"norm_shift": 1.0, "norms": "both", "activation": "geglu", "embed_scal
 }
 
 
-_MOE_TINY = {"experts": 8, "balance": 0.01}
+_MOE_TINY = {"experts": 16, "experts_top": 4, "expert_mlp": 64, "shared_mlp": 256} | {
+    "router_scale": 4.0,  # Σ w = top: the mixture begins as large as an MLP of all its widths
+    "router_gain": 0.1,
+    "router_bias": 0.001,
+    "balance": 0.1,
+}
 _MIXTRAL = {"experts": 8, "kv_heads": 8, "vocab": 32000, "max_seq": 32768, "balance": 0.02} | {
     "rope_theta": 1000000.0
 }
@@ -299,7 +309,7 @@ SIZES: dict[str, DecoderConfig] = {
     "llama3-405b": _size(126, 16384, 128, 53248, rope_scale=8.0, **_LLAMA3),
     "qwen3-0.6b": _size(28, 1024, 16, 3072, tied=True, **_QWEN3),
     "qwen3-8b": _size(36, 4096, 32, 12288, **_QWEN3),
-    "moe-tiny": _size(4, 192, 8, 256, kv_heads=2, vocab=4096, **_MOE_TINY),
+    "moe-tiny": _size(4, 192, 8, 512, kv_heads=2, vocab=4096, **_MOE_TINY),
     "mixtral-8x7b": _size(32, 4096, 32, 14336, **_MIXTRAL),
     "qwen3-30b-a3b": _size(48, 2048, 32, 6144, **(_QWEN3 | _QWEN3_MOE)),
     "deepseek-moe-16b": _size(28, 2048, 16, 10944, **_DEEPSEEK),

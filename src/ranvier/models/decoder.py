@@ -266,6 +266,7 @@ class Decoder(nn.Module):
         self.init: dict[str, float | tuple[float, float]] = {}
         if config.experts:  # a parameter by its whole name: no layer has it as its weight
             self.init[".mlp.down"] = (0.0, out)
+            self.init[".mlp.router"] = config.init_std / config.router_gain
         self.init |= {".o": out, ".down": out, "": config.init_std}
         """Deviation of initial weights by the end of the layer's name, first match."""
 

@@ -1,6 +1,6 @@
 """A mixture of experts: a router sends each token to a few of many MLPs; plain PyTorch.
 
-    p = softmax(x Wᵀ) or sigmoid(x Wᵀ)       scores, in fp32 (float64 stays)
+    p = softmax(l) or sigmoid(l), l = g x Wᵀ scores, in fp32 (float64 stays); g: router_gain
     experts = top k of p + bias              the bias chooses, it does not weight
     y = Σ_k w_k · expert_k(x) + shared(x)    w: scores of the chosen, divided by their sum
 
@@ -55,6 +55,7 @@ class Router:
     z: float = 0.0
     jitter: float = 0.0
     bias: float = 0.0
+    gain: float = 1.0
 
     @classmethod
     def of(cls, config: DecoderConfig) -> Router:
@@ -70,6 +71,7 @@ class Router:
             config.router_z,
             config.router_jitter,
             config.router_bias,
+            config.router_gain,
         )
 
     @property
@@ -82,6 +84,12 @@ class Router:
         if self.capacity == 0.0:
             return seq
         return min(math.ceil(self.capacity * seq * self.top / self.experts), seq)
+
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """gain · x Wᵀ, wide; of a part of the features a part of the sum. x: `[t, d]`."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        found = F.linear(x.to(wide), weight.to(wide))  # (t, E)
+        return found if self.gain == 1.0 else found * self.gain
 
     def route(self, logits: Tensor, bias: Tensor | None = None) -> Routes:
         """logits: `[t, E]`, wide; bias: `[E]`."""
@@ -152,10 +160,10 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x, y: `[b, s, d]`."""
         rule, (b, s, d) = self.rule, x.shape
-        flat, wide = x.reshape(-1, d), torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(flat.to(wide), self.router.weight.to(wide))  # (t, E)
+        flat = x.reshape(-1, d)
+        logits = rule.logits(flat, self.router.weight)  # (t, E)
         if self.training and rule.jitter > 0.0:
-            logits = logits * (1.0 + rule.jitter * (2.0 * torch.rand_like(logits) - 1.0))
+            logits = logits * (1.0 + rule.jitter * self.noise(logits))
         routes = rule.route(logits, self.bias)
         counts = rule.counts(routes, b)  # (b, E)
         kept = torch.ones_like(routes.experts, dtype=torch.bool)
@@ -165,13 +173,17 @@ class Experts(nn.Module):
         if self.training and self.bias is not None:
             found = counts.sum(0)
             self.loads = found if self.loads is None else self.loads + found
-        y = torch.zeros_like(flat, dtype=wide)  # (t, d)
+        y = torch.zeros_like(flat, dtype=logits.dtype)  # (t, d)
         for e in range(rule.experts):
             token, slot = torch.nonzero((routes.experts == e) & kept, as_tuple=True)
             out = self._expert(e, flat[token])
-            y = y.index_add(0, token, out.to(wide) * routes.weights[token, slot].unsqueeze(1))
+            y = y.index_add(0, token, out.to(y.dtype) * routes.weights[token, slot].unsqueeze(1))
         found = y.to(x.dtype).view_as(x)
         return found if self.shared is None else found + self.shared(x)
+
+    def noise(self, logits: Tensor) -> Tensor:
+        """Random numbers in [-1, 1); here torch's, on a grid of (seed, layer, sample, token)."""
+        return 2.0 * torch.rand_like(logits) - 1.0
 
     @property
     def _adds(self) -> bool:

@@ -173,11 +173,9 @@ class Experts(Leaf):
         """Logits `[t, E]` and where tokens go, the same on all ranks of col."""
         router: Any = self.router
         weight = self._matrix("router", router.weight)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        part = F.linear(x.flatten(0, 1).to(wide), weight.to(wide))  # (t, E)
-        logits = total(part, self.col)
+        logits = total(self.rule.logits(x.flatten(0, 1), weight), self.col)  # (t, E)
         if self.training and self.rule.jitter > 0.0:
-            logits = logits * (1.0 + self.rule.jitter * self._noise(x))
+            logits = logits * (1.0 + self.rule.jitter * self._noise(x).to(logits.dtype))
         return logits, self.rule.route(logits, self.bias)
 
     def _matrix(self, name: str, param: Tensor) -> Tensor:
@@ -191,7 +189,10 @@ class Experts(Leaf):
         return whole
 
     def _noise(self, x: Tensor) -> Tensor:
-        """Numbers in (-1, 1) that depend on sample, token and expert only: `[t, E]`."""
+        """Numbers in [-1, 1) of (seed, layer, sample, token, expert) only: `[t, E]`, float64.
+
+        The number of a sample counts all samples of the run and so implies the step.
+        """
         samples = self.site.moment.samples
         if samples is None:
             raise DataError(
@@ -203,7 +204,7 @@ class Experts(Leaf):
         bits = self.stream.to(x.device)
         for counter in (samples.to(x.device).view(-1, 1, 1), tokens.view(-1, 1), experts):
             bits = init.scramble(bits ^ counter)
-        return (init.uniform(bits).double() / 2**31 - 1.0).flatten(0, 1).to(x.dtype)
+        return (init.uniform(bits).double() / 2**31 - 1.0).flatten(0, 1)
 
     def _kept(self, routes: Any, table: Tensor, x: Tensor) -> Tensor | None:
         """Which choices find a slot, `[t, k]`; None: all."""
@@ -314,9 +315,8 @@ class Experts(Leaf):
             up, down = self._matrix("up", self.up), self._matrix("down", self.down)
             return mixture(x, weights, order, gate, up, down, self.activation)
         handles = [self.handles.get(name) for name in ("gate", "up", "down")]
-        return delivered(
-            x, weights, order, handles, [self.gate, self.up, self.down], self.activation
-        )
+        params, moment = [self.gate, self.up, self.down], self.site.moment
+        return delivered(x, weights, order, handles, params, self.activation, moment)
 
     def _multiplied(self, rows: Tensor, lanes: Lanes) -> Tensor:
         """What my experts make of their rows, a partial sum over row: `[T, d/col]`."""

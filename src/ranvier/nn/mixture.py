@@ -18,6 +18,7 @@ device in bf16. Not handled: features or experts split over ranks, which communi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from ranvier.comm.bucket import Weight
 from ranvier.nn.grouped import product, product_weight
-from ranvier.nn.leaf import applied
+from ranvier.nn.leaf import Moment, applied
 from ranvier.nn.permute import Order, collect, live, runs_here, spread, wide
 
 _aten = torch.ops.aten
@@ -209,17 +210,22 @@ def delivered(
     handles: Sequence[Weight | None],
     params: Sequence[Tensor | None],
     activation: str,
+    moment: Moment,
 ) -> Tensor:
     """`mixture` of gathered weights (gate, up, down); their gradients are delivered, not returned.
 
     Communicates: all-gather of weights over depth; backward: reduce-scatter, by bucket, later.
     """
-    y: Tensor = applied(_Delivered, x, weights, order, handles, activation, *params)
+    y: Tensor = applied(_Delivered, x, weights, order, handles, activation, moment, *params)
     return y
 
 
 class _Delivered(torch.autograd.Function):
-    """All gradients are made in backward: nothing of them waits for a bubble of the pipeline."""
+    """Gradients of weights are made in backward, as they share what it makes for x.
+
+    They are delivered when those of the block's other weights are (a pipeline may let these wait):
+    a bucket that came in two parts would be reduced twice.
+    """
 
     @staticmethod
     def forward(
@@ -229,13 +235,14 @@ class _Delivered(torch.autograd.Function):
         order: Order,
         handles: Sequence[Weight | None],
         activation: str,
+        moment: Moment,
         *params: Tensor | None,
     ) -> Tensor:
         *tensors, whole = order
         y: Tensor
         y, g, u = _mixture(x, weights, *tensors, *_wholes(handles), activation, whole)
         ctx.save_for_backward(x, weights, *tensors, g, u)
-        ctx.handles, ctx.activation, ctx.whole = handles, activation, whole
+        ctx.handles, ctx.activation, ctx.whole, ctx.moment = handles, activation, whole, moment
         return y
 
     @staticmethod
@@ -248,8 +255,8 @@ class _Delivered(torch.autograd.Function):
         )
         for weight, grad in zip(ctx.handles, grads, strict=True):
             if weight is not None and weight.trainable:
-                weight.deliver(grad)
-        return dx, dweights, *[None] * 6
+                ctx.moment.do(partial(weight.deliver, grad))
+        return dx, dweights, *[None] * 7
 
 
 def _wholes(handles: Sequence[Weight | None]) -> list[Tensor | None]:

@@ -1,0 +1,183 @@
+"""Whether a mixture learns more than the dense model of its active weights, and stays balanced.
+
+Both have the same depth, width, attention and vocabulary; what one token meets of a layer's MLP is
+equally wide (experts_top · expert_mlp + shared_mlp = mlp). Both take the same steps, with the same
+settings of the optimizer, on the same samples of the default corpus, of which some documents are
+held out. A table shows the mean of the training losses of the last tenth of the steps, the loss of
+held-out samples, and for each mixed layer the rows of its busiest expert in means of the layer: the
+mean over the steps after warm-up, and the largest. Seeds are of initial weights and of the order.
+
+    python benchmarks/moe_tiny.py                     on one core 20 minutes
+    python benchmarks/moe_tiny.py --tiny              a few steps, to see that it runs
+
+The mixture passes if the means over seeds of both losses are lower than those of the dense model,
+and in every layer the mean load over seeds and steps after warm-up is below 1.5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ranvier import run as runs
+from ranvier.errors import PlanError
+from ranvier.grid import Grid
+from ranvier.models.config import SIZES, DecoderConfig, ExpertConfig
+from ranvier.parallel import parallel_of
+from ranvier.train.corpora import stored
+from ranvier.train.train import opened, settled
+from ranvier.train.trainer import Trainer
+
+LIMIT = 1.5
+"""Largest mean load of the busiest expert, in means of its layer."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What was seen of one run."""
+
+    model: str
+    seed: int
+    losses: list[float]
+    """Of each step."""
+    held_out: float
+    loads: list[list[float]]
+    """Of each step after warm-up and each layer, that of the busiest expert in means."""
+    seconds: float
+
+    @property
+    def tail(self) -> float:
+        """Mean loss of the last tenth of the steps."""
+        return statistics.fmean(self.losses[-max(len(self.losses) // 10, 1) :])
+
+    @property
+    def layers(self) -> list[float]:
+        """Mean load of each mixed layer."""
+        return [statistics.fmean(layer) for layer in zip(*self.loads, strict=True)]
+
+
+def settings(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mixture", default="moe-tiny", help="a size with experts")
+    parser.add_argument("--dense", default="tiny", help="a size of equal active weights")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--batch", type=int, default=16, help="sequences of a step")
+    parser.add_argument("--seq", type=int, default=96, help="tokens of a sequence")
+    parser.add_argument("--held-out", type=float, default=0.1, help="share of the documents")
+    parser.add_argument("--samples", type=int, default=256, help="held-out sequences")
+    parser.add_argument("--corpus", default="stdlib")
+    parser.add_argument("--tiny", action="store_true", help="one seed, three steps, one layer")
+    parser.add_argument("--json", help="where all that was seen goes")
+    found = parser.parse_args(words)
+    if found.tiny:
+        found.seeds, found.steps, found.batch, found.seq, found.samples = 1, 3, 2, 16, 4
+    return found
+
+
+def check(dense: DecoderConfig, mixture: DecoderConfig) -> None:
+    """Refuse models that differ in more than their MLPs, or meet a token with other widths."""
+    own = {field.name for field in dataclasses.fields(ExpertConfig)} | {"mlp"}
+    one, other = (
+        {key: value for key, value in dataclasses.asdict(config).items() if key not in own}
+        for config in (dense, mixture)
+    )
+    width = mixture.experts_top * mixture.expert_width + mixture.shared_mlp
+    mixed = any(map(mixture.has_experts, range(mixture.layers)))
+    rest = mixture.mlp if mixture.moe_every > 1 or mixture.moe_first else width
+    if one != other or dense.experts or not mixed or not width == rest == dense.mlp:
+        raise PlanError(
+            f"The mixture meets a token with MLPs {width} wide, the dense model with {dense.mlp}. "
+            "Both must be equal but for experts. Choose experts_top · expert_mlp + shared_mlp."
+        )
+
+
+def trained(asked: argparse.Namespace, model: str, seed: int) -> Curve:
+    """One run of one model."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tables: dict[str, dict[str, Any]] = {
+        "model": {"size": model, **({"layers": 1} if asked.tiny else {})},
+        "data": {"seq": asked.seq, "held_out": asked.held_out, "corpus": [asked.corpus]},
+        "plan": {"batch": asked.batch},
+        "train": {"steps": asked.steps, "seed": seed, "device": device.type}
+        | {"evaluate": asked.steps, "evaluate_samples": asked.samples},
+        "checkpoint": {"every": -1},
+    }
+    run = settled(runs.from_tables(tables).check(1), device)
+    trainer = Trainer.assemble(run, Grid({}), device, opened(run, stored(run)))
+    balance = parallel_of(trainer.model).balance
+    losses, loads, began = list[float](), list[list[float]](), time.perf_counter()
+    for row in trainer.steps():
+        losses.append(float(row["loss"]))
+        if balance is not None and balance.last is not None:
+            rows = balance.last[:, : balance.experts]
+            loads.append((rows.amax(1) / rows.mean(1)).tolist())
+    assert trainer.held_out is not None, "no document is held out"
+    after = loads[run.optim.warmup if run.optim.warmup < asked.steps else -1 :]
+    seconds = time.perf_counter() - began
+    return Curve(model, seed, losses, trainer.held_out, after, seconds)
+
+
+def told(curves: Sequence[Curve], model: str) -> tuple[float, float, list[float]]:
+    """Means over seeds: training loss, held-out loss, load of each layer; and a line of them."""
+    mine = [curve for curve in curves if curve.model == model]
+    tail = statistics.fmean(curve.tail for curve in mine)
+    held = statistics.fmean(curve.held_out for curve in mine)
+    each = ", ".join(f"{curve.held_out:.3f}" for curve in mine)
+    loads = [statistics.fmean(layer) for layer in zip(*(c.layers for c in mine), strict=True)]
+    print(f"{model:12} training {tail:.4f}  held out {held:.4f} ({each})", end="")
+    if loads:
+        worst = max(load for curve in mine for step in curve.loads for load in step)
+        words = " ".join(f"{load:.2f}" for load in loads)
+        print(f"  load of layers {words}, largest of a step {worst:.2f}", end="")
+    print(flush=True)
+    return tail, held, loads
+
+
+def judged(curves: Sequence[Curve], asked: argparse.Namespace) -> bool:
+    """Whether the mixture learns more and is balanced, in words."""
+    dense, mixture = (told(curves, model) for model in (asked.dense, asked.mixture))
+    better = mixture[0] < dense[0] and mixture[1] < dense[1]
+    balanced = max(mixture[2]) < LIMIT
+    print(
+        f"{asked.mixture} learns {'more' if better else 'no more'} than {asked.dense}, its experts "
+        f"are {'balanced' if balanced else f'not balanced (below {LIMIT})'}"
+    )
+    return better and balanced
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Train all, print a table."""
+    asked = settings(words)
+    check(SIZES[asked.dense], SIZES[asked.mixture])
+    tokens = asked.steps * asked.batch * asked.seq
+    print(f"{asked.steps} steps, {tokens:,} tokens, {asked.held_out:.0%} of the documents held out")
+    curves = list[Curve]()
+    for seed in range(asked.seeds):
+        for model in (asked.dense, asked.mixture):
+            curves.append(trained(asked, model, seed))
+            one = curves[-1]
+            print(
+                f"seed {seed} {model:12} training {one.tail:.4f}  held out {one.held_out:.4f}  "
+                f"{one.seconds:.0f} s",
+                flush=True,
+            )
+    if asked.json:
+        Path(asked.json).write_text(json.dumps([dataclasses.asdict(curve) for curve in curves]))
+    return 0 if judged(curves, asked) or asked.tiny else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
