@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,17 @@ def test_experts_on_several_ranks_need_less_and_say_more() -> None:
     lots = of_size(TED)
     experts = sum(part.count * part.expert_parameters for part in lots.parts)
     assert weights[0] - weights[2] == pytest.approx(2 * experts / 4 * 15 / 16, rel=1e-3)
+
+
+def test_the_shared_expert_hides_what_travels() -> None:
+    machine, job = cluster.cluster("dgx-a100"), Job(of_size("deepseek-moe-16b"), 4096, 64)
+    plan = Plan(data=1, expert=8, batch=64, micro_batch=2, recompute="full")
+    away = ("dx", "dw", "gather")
+    hidden, plain = (
+        predict(job, Layout(one), machine).parts["expert"]
+        for one in (plan, replace(plan, overlap=away))
+    )
+    assert 0.0 < hidden < plain
 
 
 def test_an_all_to_all_goes_through_the_card_of_each_rank() -> None:

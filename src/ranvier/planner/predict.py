@@ -250,9 +250,11 @@ class _Step:
 
     @property
     def overlaps(self) -> tuple[str, ...]:
-        """What runs beside compute here; a graph of ours hides what comes after it only."""
+        """What runs beside compute here; a graph of ours hides what comes after it only, and
+        experts on several ranks are in none."""
         graph = self.setup.compiled and not self.runtime.graphs
-        return tuple(word for word in self.layout.plan.overlap if word == "dw" or not graph)
+        words = ("dw", "tokens") if graph else self.layout.plan.overlap
+        return tuple(word for word in self.layout.plan.overlap if word in words)
 
     def hidden(self, spent: float, behind: float) -> float:
         """What is left of communication that runs beside compute."""
@@ -276,6 +278,9 @@ class _Step:
             for axis in talk.INSIDE:
                 spent = spoken.plain[axis] + left * spoken.under[axis]
                 waits[axis] = spent * (1 - runtime.hidden_row)
+            if "tokens" in overlaps:
+                beside = roofline.shared(part, self.cluster.device, self.setup)
+                waits["expert"] = self.hidden(waits["expert"], beside)
             behind = times.forward + times.backward + again
             able = behind if "gather" in overlaps else 0.0
             waits["depth"] = self.hidden(spoken.depth, able)
