@@ -84,6 +84,8 @@ def adamw(
 
     Elements behind a multiple of 16, or behind the last whole block, get one of their own.
     """
+    if weight.is_meta:  # it stands for a device with the kernel, which needs no space
+        return
     if not available(weight, grad, moments, out, key):
         rest: Any = {"share": share, "eps": eps, "decay": decay, "out": out, "key": key}
         rules.adamw(weight, grad, moments, now=now, **rest)

@@ -93,6 +93,9 @@ class Vocabulary:
             return False
         if self.last:
             return self.heads in self.finals
+        chunks = self.step.shape.chunks
+        if self.step.now.count("F", chunks - 1) <= self.heads:
+            return False  # nor can it have come: it went through here
         return self.step.here(FINAL, self.at.stage.count - 1, self.heads)
 
     def score(self) -> None:

@@ -36,10 +36,12 @@ class Kept:
     """Kept from forward to backward if nothing is computed again."""
     selective: int
     full: int
-    held: int
-    """More, if what is communicated is kept for the second run."""
+    held: tuple[int, int]
+    """More, if what is communicated is kept for the second run: of a selective block, of a full."""
     moments: tuple[tuple[int, int], ...]
     """Most while it runs backward, above `none`, and elements of gradients of weights by then."""
+    entry: int
+    """Needed backward by its first product, but for what its weight's gradient needs."""
     shared: int
     """What `none` and `selective` both keep: it is not made a second time."""
 
@@ -47,9 +49,13 @@ class Kept:
         """Made a second time in backward by a block of a kind."""
         return {"none": 0, "selective": self.none - self.shared}.get(kind, self.none)
 
-    def of(self, kind: Recompute) -> int:
-        """Kept by a block of a kind."""
-        return {"none": self.none, "selective": self.selective}.get(kind, self.full)
+    def of(self, kind: Recompute, *, keeps: bool = False) -> int:
+        """Kept by a block of a kind. keeps: with what it communicates."""
+        if kind == "none":
+            return self.none
+        if kind == "selective":
+            return self.selective + (self.held[0] if keeps else 0)
+        return self.full + (self.held[1] if keeps else 0)
 
 
 @lru_cache(KEPT)
@@ -73,19 +79,32 @@ def kept(model: Model, part: Part, spot: Spot, flow: Flow, compiled: bool = Fals
             none += numbers + _attended(pairs, flow, model)
     hidden = _hidden(pairs, flow)
     inside = min(_inside(model), 2) if compiled else _inside(model)
-    some = _mixture(pairs, flow, inside, reads=hidden > 0)
-    none += inside * hidden + some.none
-    held = sum(layer.held(flow) for _, layer in pairs)
-    moments = (*_backward(pairs, flow, hidden, inside, none, stream), *some.moments)
-    shared = attended + _shared(model, pairs, flow, inside) + some.shared
-    kept = stream + made + attended + some.made
-    return Kept(none, kept, stream, held, moments, min(shared, none))
+    mine = _mixture(pairs, flow, inside, reads=hidden > 0)
+    none += inside * hidden + mine.none
+    some, every = (_held(pairs, flow, selective=x) for x in (True, False))
+    moments = (*_backward(pairs, flow, hidden, inside, none, stream), *mine.moments)
+    first = next((layer for _, layer in pairs if isinstance(layer, Product)), None)
+    entry = 0 if first is None else _needed(first, flow) - _put_off(first, flow)
+    shared = min(attended + _shared(model, pairs, flow, inside) + mine.shared, none)
+    results = stream + made + attended + mine.made
+    return Kept(none, results, stream, (some, every), moments, entry, shared)
 
 
 def _mixture(pairs: list[tuple[Leaf, Layer]], flow: Flow, inside: int, *, reads: bool) -> Mixed:
     """Of the mixture of a block, if there is one."""
     found = [mixed(x, flow, inside, reads=reads) for _, x in pairs if isinstance(x, Mixture)]
     return found[0] if found else NOTHING
+
+
+def _held(pairs: list[tuple[Leaf, Layer]], flow: Flow, *, selective: bool) -> int:
+    """Bytes that layers keep more of what they communicate; nobody needs the last one's result."""
+    found = sum(layer.held(flow, selective=selective) for _, layer in pairs)
+    products = [layer for _, layer in pairs if isinstance(layer, Product)]
+    if not products or products[-1].scatters.size * products[-1].totals.size == 1:
+        return found
+    last = products[-1]
+    made = sum(one.made(flow) for one in last.factors) * flow.itemsize if selective else 0
+    return found - last.held(flow, selective=selective) - made
 
 
 @lru_cache(KEPT)
@@ -192,6 +211,10 @@ def _backward(
         (_needed(enter, flow) + (2 if gate else 1) * hidden - (inside + 1) * hidden, last + first),
         (4 * stream * WIDE // flow.itemsize - none, whole),
     ]
+    if enter.scatters.size > 1 and enter.factors[0].move.scatter.dim == -1:
+        x, y = enter.elements(flow)  # forward each rank's features are picked, in two copies
+        picked = x + 3 * y + y // enter.scatters.size
+        found.append((picked * flow.itemsize - (inside + 1) * hidden, 0))
     return tuple(found)
 
 
@@ -217,6 +240,13 @@ def _needed(layer: Product, flow: Flow) -> int:
     return found * flow.itemsize
 
 
+def _put_off(layer: Product, flow: Flow) -> int:
+    """Bytes of gathered x and dy, which a gradient of weights that is made later keeps."""
+    x, y = layer.elements(flow)
+    found = (x if layer.gathers.size > 1 else 0) + (y if layer.scatters.size > 1 else 0)
+    return found * flow.itemsize if layer.trained else 0
+
+
 @dataclass(frozen=True)
 class Loss:
     """Bytes of a head."""
@@ -235,10 +265,10 @@ def loss(layer: Scores, flow: Flow, gradient: int) -> Loss:
     count = max(len(layer.chunked(flow)), 1)
     x = layer.elements(flow)[0] * flow.itemsize
     logits = chunk if ranks == 1 else chunk + chunk // ranks
-    if ranks > 1 and layer.factors[0].move.scatter.dim == -1:  # each rank's features are picked
-        logits = 3 * chunk
-    widened = 3 * max(flow.itemsize, WIDE) * min(chunk // ranks // flow.itemsize, WIDENED)
     rows = x * (2 if layer.gathers.size > 1 else 1)
+    if ranks > 1 and layer.factors[0].move.scatter.dim == -1:  # each rank's features are picked
+        return Loss(3 * chunk + chunk // ranks, rows, gradient if count > 1 else 0)
+    widened = 3 * max(flow.itemsize, WIDE) * min(chunk // ranks // flow.itemsize, WIDENED)
     if count == 1:
         return Loss(logits, rows, max(widened, x, gradient))
     return Loss(logits, rows, gradient + max(widened, x // count))

@@ -25,9 +25,9 @@ from ranvier.planner.leaves import Model, Part
 from ranvier.planner.links import Group
 from ranvier.planner.roofline import Scales, Setup, Times
 from ranvier.planner.runtime import OURS, Runtime
-from ranvier.planner.space import Moments
 from ranvier.planner.table import Table
 from ranvier.planner.talk import Places, Spoken
+from ranvier.planner.weights import Moments
 
 SLOW = 0.15
 """Share of the time of hidden communication that compute loses to it (Galvatron: 1.1 to 1.3)."""

@@ -31,6 +31,7 @@ from ranvier.nn.attend import flash
 from ranvier.nn.attention import Core
 from ranvier.nn.experts import Experts
 from ranvier.parallel import parallel_of
+from ranvier.pipeline.turns import late
 from ranvier.plan import AXES
 from ranvier.planner import table
 from ranvier.planner.table import Table
@@ -178,7 +179,11 @@ def _prepare(run: Run, model: Decoder, load: float) -> None:
             leaf.load = load
     shape = (plan.micro_batch, run.data.seq // (plan.row * plan.context))
     form = ((*shape, run.model.embed // plan.col), DTYPES[run.train.dtype])
-    runtime = parallel.pipeline.runtime
+    pipeline, runtime, micros = parallel.pipeline, parallel.pipeline.runtime, plan.micro_batches
+    if plan.pipe > 1:
+        policy = pipeline.policy(micros)
+        jobs = replace(pipeline.shape(micros), split=policy.split)
+        pipeline.chosen[micros] = late(policy, jobs, runtime.stage.index)
     key = (("tokens", (plan.micro_batch, run.data.seq)),)
     for chunk in range(len(runtime.stage.chunks)):
         runtime.forms[key, chunk] = runtime.forms[key, -1 - chunk] = form

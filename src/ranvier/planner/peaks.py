@@ -1,0 +1,400 @@
+"""Peaks: the moments of a step at which most is there besides weights and states; no torch.
+
+A stage takes turns (`pipeline.turns`): each is a pass over a chunk of its blocks, while others of
+its micro-batches wait with what they have kept. In a turn most is there
+
+    in the loss       while logits are computed, all activations being kept
+    behind the loss   while the gradient of the head is taken over
+    in a block        while the last, or the first, runs backward (`kept.Kept.moments`)
+    at the end        while the embedding's gradient is made
+    later             while gradients of weights are made that were put off
+
+and once, at the end of a step, in the update. One stage alone is gradient accumulation.
+
+Gradients come in the type of the weights; they are wide once they are added to others or reduced.
+Over depth a block's gradients wait gathered, in 32 bits, for their reduction; of the bucket before
+both these and its reduced part are there until that is waited for. Of weights the present block's
+and the next one's are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ranvier.layers import Flow
+from ranvier.pipeline.balance import ranges
+from ranvier.pipeline.policy import Message, Order, Shape
+from ranvier.pipeline.turns import ALL, SEVERAL, Turn, turns, usual
+from ranvier.plan import Plan
+from ranvier.planner.kept import Kept, Loss, kept, later, loss, stream_bytes
+from ranvier.planner.leaves import Model, Part
+from ranvier.planner.moves import Spot, Stage, cut, layers_of, policy_of
+from ranvier.planner.weights import Weights
+from ranvier.products import Scores
+
+
+class Peak(NamedTuple):
+    """What is there at a moment, besides weights and states."""
+
+    where: str
+    gradients: int
+    activations: int
+    gathered: int = 0
+    logits: int = 0
+    communication: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self[1:])
+
+
+class How(NamedTuple):
+    """What else decides what is there: see `space`."""
+
+    keeps: bool
+    compiled: bool
+    simulated: bool
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a chunk of a stage keeps of a micro-batch."""
+
+    whole: int
+    """By all its blocks, and angles."""
+    count: int
+    """Blocks."""
+    elements: int
+    """Of the gradients of all of them."""
+    rest: int
+    """What is kept once all but the largest have had their turn."""
+    top: Kept | None
+    """The block that needs most."""
+    enters: bool
+    leaves: bool
+    x: int
+    """Its input, if nothing else keeps it."""
+    scored: int
+    """By the last norm and the head, whose gradients are made in forward."""
+    waits: int
+    """After backward, if gradients of weights are made later."""
+
+    @property
+    def held(self) -> int:
+        """From forward to backward."""
+        return self.whole + self.x + self.scored
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is there in all turns of a stage, but for the turn."""
+
+    own: Weights
+    chunks: tuple[Chunk, ...]
+    plan: Plan
+    stream: int
+    rows: int
+    """Rows of the tokens of all micro-batches, where the vocabulary is spread."""
+    spread: bool
+    """Whether all stages share the vocabulary: each computes its losses as soon as it can."""
+    split: bool
+    """Whether gradients of weights are turns of their own."""
+    head: Loss | None
+    """The head, if it is here."""
+
+    @property
+    def depth(self) -> int:
+        """Ranks among which gradients of split weights are divided."""
+        return self.plan.depth
+
+    @property
+    def several(self) -> bool:
+        """Whether a step has several passes."""
+        return self.plan.micro_batches > 1
+
+    def others(self, turn: Turn) -> int:
+        """Bytes of micro-batches that wait while another has its turn."""
+        held = sum(n * one.held for n, one in zip(turn.held, self.chunks, strict=True))
+        late = sum(n * one.waits for n, one in zip(turn.late, self.chunks, strict=True))
+        return held + late + self.rows
+
+    def made(self, elements: int, made: int) -> int:
+        """Bytes of the gradients of so many elements of blocks after so many passes."""
+        own = self.own
+        narrow, wide = elements * own.own, elements * own.wide
+        if made == 0:
+            return 0
+        if made == ALL and own.data > 1 and not (self.split and len(self.chunks) > 1):
+            return wide + wide // own.data  # what is reduced stays until that is waited for
+        several = made == SEVERAL or (made == ALL and self.several)
+        return wide if own.split or several else narrow
+
+    def grown(self, turn: Turn, elements: int) -> int:
+        """By how much those of the chunk whose turn it is grow in it."""
+        made = turn.made[turn.chunk]
+        after = self.made(elements, ALL if turn.last else min(made + 1, SEVERAL))
+        return after - self.made(elements, made)
+
+    def outside(self, turn: Turn) -> int:
+        """Bytes of gradients outside of blocks that earlier passes have left."""
+        own, found = self.own, 0
+        for one, made in zip(self.chunks, turn.back, strict=True):
+            if made and one.leaves and not self.spread:
+                found += own.head_part * own.wide
+            if made and one.enters:
+                wide = own.split or made > 1
+                found += own.table_part * (own.wide if wide else own.own)
+        rest = own.outside - own.head_part - own.table_part
+        if self.spread and (turn.kind != "F" or any(turn.back)):
+            found += own.head_part * own.wide
+        return found + rest * own.wide * any(turn.back)
+
+    def gradients(self, turn: Turn) -> int:
+        """Bytes of gradients that earlier passes have left."""
+        pairs = zip(self.chunks, turn.made, strict=True)
+        return sum(self.made(one.elements, n) for one, n in pairs) + self.outside(turn)
+
+    def under_way(self, full: int) -> int:
+        """Bytes of a reduction over depth of so many: what goes in and what comes out."""
+        return full + full // self.depth
+
+    def behind(self, turn: Turn) -> int:
+        """Bytes of the last reduction of the turn before."""
+        own = self.own
+        if self.spread and own.split and turn.kind == "B" and not own.late:
+            return self.under_way(own.head * own.wide)
+        if not own.split or turn.behind is None:
+            return 0
+        kind, at = turn.behind
+        before, whole = self.chunks[at], kind == "W" or not self.split
+        if before.enters and own.table and kind == "B":
+            return 0 if own.late else self.under_way(own.table * own.wide)
+        if before.count and whole:
+            return self.under_way(own.full)
+        return 0 if own.late or not before.leaves else self.under_way(own.head * own.wide)
+
+    def first(self, turn: Turn) -> int:
+        """Bytes of the embedding, gathered for a forward pass that follows."""
+        return self.own.table * self.own.own if self.own.split and turn.follows else 0
+
+    def late(self, turn: Turn) -> int:
+        """Bytes of gathered gradients that wait for the end of the step."""
+        made = any(turn.back) or (self.spread and turn.kind != "F")
+        return self.own.late if made else 0
+
+
+def peaks(model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how: How) -> list[Peak]:
+    """The moments at which most may be there."""
+    load = _load(model, plan, flow, stage, own, how)
+    found = [*_at_the_end(load)]
+    for turn in _turns(model, plan, flow.seq, stage, how.simulated):
+        scores = turn.chunk == plan.chunks - 1 if load.spread else load.chunks[turn.chunk].leaves
+        if turn.kind == "F" and load.head is not None and scores:
+            found.append(_in_the_loss(load, turn, load.head, flow))
+        elif turn.kind == "B":
+            found += _backward(load, turn)
+        elif turn.kind == "W":
+            found.append(_later(load, turn))
+    if plan.gathered == "keep":  # what is kept gathered is there until the update
+        found = [
+            one._replace(gathered=max(one.gathered, own.whole)) if one.where != UPDATE else one
+            for one in found
+        ]
+    return found
+
+
+UPDATE = "in the update"
+
+
+def _turns(model: Model, plan: Plan, seq: int, stage: Stage, simulated: bool) -> tuple[Turn, ...]:
+    """The turns of a stage."""
+    if plan.pipe == 1 or not simulated:
+        return usual(plan.pipe, plan.micro_batches, plan.chunks, stage.seat.index)
+    policy = policy_of(model, plan, seq)
+    assert isinstance(policy, Message | Order), policy
+    shape = Shape(plan.pipe, plan.micro_batches, plan.chunks, policy.split)
+    return turns(policy, shape, stage.seat.index)
+
+
+def _load(model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how: How) -> Load:
+    inside, seat = Spot.of(plan).inside, stage.seat
+    stream = stream_bytes(model, inside, flow)
+    every = ranges(cut(model, plan, flow.seq), len(model.order))
+    mine = every[seat.index :: seat.count] if plan.pipe > 1 else [slice(0, len(model.order))]
+    chunks = tuple(
+        _chunk(model, plan, flow, model.order[one], own, how, first=one.start == 0) for one in mine
+    )
+    head = next((one for part, _ in stage.here for one in _scores(model, part, inside)), None)
+    spread = plan.spread and plan.pipe > 1
+    split = plan.pipe > 1 and how.simulated and policy_of(model, plan, flow.seq).split
+    return Load(
+        own,
+        chunks,
+        plan,
+        stream,
+        rows=plan.micro_batches * stream if spread else 0,
+        spread=spread,
+        split=split,
+        head=None if head is None else loss(head, flow, own.head * own.wide),
+    )
+
+
+def _scores(model: Model, part: Part, inside: Spot) -> list[Scores]:
+    return [one for one in layers_of(model, part, inside) if isinstance(one, Scores)]
+
+
+def _chunk(
+    model: Model,
+    plan: Plan,
+    flow: Flow,
+    parts: Sequence[Part],
+    own: Weights,
+    how: How,
+    *,
+    first: bool,
+) -> Chunk:
+    """What some parts keep of a micro-batch."""
+    inside, kind = Spot.of(plan).inside, plan.recompute
+    stream, wide = stream_bytes(model, inside, flow), own.wide // flow.itemsize
+    blocks = [part for part in parts if part.is_block]
+    found = {part: kept(model, part, inside, flow, how.compiled) for part in {*blocks}}
+    angles = flow.seq * 2 * model.head_dim * flow.itemsize if blocks else 0
+    leaves = any(_scores(model, part, inside) for part in parts)
+    spread = plan.spread and plan.pipe > 1
+    comes, made = not first or spread, 0 if spread else own.head * own.wide
+    shared = blocks and (kind != "none" or how.compiled or wide == 1)
+    whole = angles + sum(found[part].of(kind, keeps=how.keeps) for part in blocks)
+    top = max(found.values(), key=lambda one: one.none, default=None)
+    others = sum(found[part].of(kind) for part in blocks) - (top.of(kind) if top else 0)
+    sizes = dict(own.each)
+    return Chunk(
+        whole,
+        len(blocks),
+        sum(sizes.get(part.name, 0) for part in blocks),
+        whole - others,
+        top,
+        first,
+        leaves,
+        x=0 if shared or not comes else stream,
+        scored=stream * (1 + 2 * wide) + made if leaves else 0,
+        waits=sum(later(model, part, inside, flow) for part in blocks),
+    )
+
+
+def _in_the_loss(load: Load, turn: Turn, head: Loss, flow: Flow) -> Peak:
+    """While logits are computed.
+
+    Beside the head's weights those that come next are gathered: of a block, or once more its own.
+    """
+    own, one = load.own, load.chunks[turn.chunk]
+    mine = own.head * own.own
+    once = turn.last or load.plan.gathered == "keep"
+    near = mine + (own.gathered or mine * (not once)) if own.split else 0
+    acts = load.others(turn) + head.rows + head.moment
+    if load.spread:
+        acts += one.held + load.stream
+    else:
+        acts += one.whole + one.x + load.stream * (2 + 2 * own.wide // flow.itemsize)
+    moving = load.behind(turn) + load.late(turn)
+    return Peak("in the loss", load.gradients(turn), acts, near, head.logits, moving)
+
+
+def _backward(load: Load, turn: Turn) -> Iterator[Peak]:
+    """While a chunk runs backward."""
+    one = load.chunks[turn.chunk]
+    if one.leaves and load.own.head and not load.spread:
+        yield _behind_the_loss(load, turn)
+    if one.top is not None:
+        yield from _in_blocks(load, turn, one, one.top)
+    if one.enters:
+        yield _leaving(load, turn, one)
+
+
+def _behind_the_loss(load: Load, turn: Turn) -> Peak:
+    """While the gradient of the head is taken over: it is added to that of earlier passes."""
+    own, one = load.own, load.chunks[turn.chunk]
+    made, grads = own.head * own.wide, load.gradients(turn)
+    acts = load.others(turn) + one.held + load.stream
+    if not own.split:
+        grads += made if turn.back[turn.chunk] else 0
+        return Peak("behind the loss", grads, acts)
+    mine = own.head * own.own if load.plan.pipe == 1 else 0
+    full = max(made, own.late) + load.behind(turn)
+    return Peak("behind the loss", grads, acts, own.gathered + mine, 0, full)
+
+
+def _in_blocks(load: Load, turn: Turn, one: Chunk, top: Kept) -> Iterator[Peak]:
+    """While the last block of a chunk runs backward, and while the first does."""
+    own, kind = load.own, load.plan.recompute
+    leaves = one.leaves and not load.spread
+    new = leaves and not turn.back[turn.chunk]
+    head = own.head * own.wide if leaves else 0
+    each = 0 if own.split or load.split else own.own
+    needed, elements = max(top.moments, key=lambda m: m[0] + each * m[1], default=(0, 0))
+    base = load.others(turn) + top.again(kind) + needed + 2 * load.stream + one.x
+    grads, near = load.gradients(turn) + elements * each, 2 * own.gathered
+    if own.split:
+        before = load.under_way(head) if head and not own.late else load.behind(turn)
+        moving = (0 if load.split else own.full) + before + max(load.late(turn), own.late * new)
+    else:
+        grads, moving = grads + head * new, 0
+    yield Peak("in the last block, backward", grads, base + one.whole, near, 0, moving)
+    rest = one.rest
+    if load.split:  # what later gradients need has come in place of what was kept
+        rest = max(rest, 0) + one.waits * (one.count - 1) // one.count
+        yield Peak("in the first block, backward", grads, base + rest, near, 0, moving)
+        ends = load.others(turn) + one.waits + top.entry + 2 * load.stream + one.x
+        yield Peak("behind the first block", grads, ends, near, 0, moving)
+        return
+    grads += load.grown(turn, max(one.elements - own.block, 0))
+    if own.split:
+        before = load.under_way(own.full) if one.count > 1 else before
+        moving = own.full + before + max(load.late(turn), own.late * leaves)
+        grads += own.head_part * own.wide * new
+    if one.enters:
+        near = own.gathered + max(own.gathered, load.first(turn))
+    yield Peak("in the first block, backward", grads, base + max(rest, 0), near, 0, moving)
+
+
+def _leaving(load: Load, turn: Turn, one: Chunk) -> Peak:
+    """While the embedding's gradient is made."""
+    own = load.own
+    grads = load.gradients(turn)
+    if not load.split:
+        grads += load.grown(turn, one.elements)
+    back = turn.back[turn.chunk]
+    tied = one.leaves and own.tied  # the head's is there already
+    if own.split:
+        table = own.table * (own.own + own.wide) - own.late * (own.table > 0)
+    else:  # as it came; the sum; what was there before, widened
+        widened = own.wide if back == 1 and own.own < own.wide and not tied else 0
+        table = own.table * (own.own + (own.wide if back or tied else 0) + widened)
+    acts = load.others(turn) + 2 * load.stream + (one.waits if load.split else 0)
+    before = load.behind(turn) if load.split else load.under_way(own.full)
+    moving = before + own.late if own.split else 0
+    near = own.gathered + load.first(turn)
+    return Peak("at the end of backward", grads + max(table, 0), acts, near, 0, moving)
+
+
+def _later(load: Load, turn: Turn) -> Peak:
+    """While gradients of weights are made that were put off: all they need stays until the end."""
+    own, one = load.own, load.chunks[turn.chunk]
+    grads = load.gradients(turn) + load.grown(turn, one.elements)
+    moving = own.full + load.under_way(own.full) + load.late(turn) if own.split else 0
+    return Peak("in gradients put off", grads, load.others(turn) + one.waits, 0, 0, moving)
+
+
+def _at_the_end(load: Load) -> Iterator[Peak]:
+    """In the update."""
+    own, every = load.own, sum(one.elements for one in load.chunks)
+    trained = every + own.outside
+    wide = own.data > 1 or own.split or load.several
+    ends = trained * own.wide // own.data if wide else trained * own.own
+    yield Peak(UPDATE, ends, 0, 0, 0, trained * own.own if own.data > 1 else 0)
+    if own.twice:  # a copy, widened before, and what comes of its sum with the other stage's
+        left = load.made(every, ALL) + own.outside * own.wide
+        copies = 3 if not load.several and own.own < own.wide else 2
+        yield Peak(UPDATE, left, 0, 0, 0, max(copies * own.twice, load.under_way(own.late)))

@@ -1,0 +1,133 @@
+"""Weights of a rank, their states and gradients: bytes and elements, in closed form; no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from ranvier.plan import AXES
+from ranvier.planner.leaves import ENTRY, EXIT, Model
+from ranvier.planner.moves import KEPT, Spot, Stage, lots_of
+
+Moments = Literal["master", "bf16", "int8"]
+BLOCK = 256
+"""Numbers of a moment in 8 bits that share a scale."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights of a rank, and what belongs to them."""
+
+    bytes: int
+    master: int
+    moments: int
+    block: int
+    """Trained elements of the matrices of the largest block on this rank."""
+    each: tuple[tuple[str, int], ...]
+    """The same of each kind of block."""
+    outside: int
+    """Trained elements outside of blocks."""
+    head: int
+    """Elements of the head's gathered gradient; 0: it is elsewhere, or frozen."""
+    table: int
+    """Elements of the embedding's gathered gradient; likewise."""
+    gathered: int
+    """Bytes of a block's weights gathered over depth; 0: they lie whole."""
+    whole: int
+    """Bytes of all weights gathered over depth."""
+    full: int
+    """Bytes of its gradients, gathered, in 32 bits."""
+    wide: int
+    """Bytes of a wide number."""
+    own: int
+    """Bytes of a number."""
+    data: int
+    """Ranks among which states are divided."""
+    head_part: int
+    """Elements of the head's gradient on this rank, and of the embedding's; late ones left out."""
+    table_part: int
+    tied: bool
+    late: int = 0
+    """Bytes of the gradients of tied weights, gathered: they are reduced at the end of a step."""
+    twice: int = 0
+    """Bytes of the wide gradients of weights that another stage has as well."""
+
+    @property
+    def split(self) -> bool:
+        """Whether depth splits weights, of blocks or, on a stage without any, of others."""
+        return self.whole > 0
+
+
+@lru_cache(KEPT)
+def weights_of(model: Model, stage: Stage, spot: Spot, own: int, moments: Moments) -> Weights:
+    """The weights of a stage."""
+    degrees = dict(zip(AXES, spot.degrees, strict=True))
+    data, depth, wide = degrees["data"], degrees["depth"], max(own, 4)
+    parts, kinds = Counter[str](), Counter[str]()
+    blocks = {part.name for part, _ in stage.here if part.is_block}
+    total = master = both = outside = gathered = whole = full = block = late = twice = 0
+    for part, lot, count in lots_of(model, stage, spot):
+        bulk = lot.bulk
+        total += count * bulk.size * own
+        inside = part in blocks
+        whole += count * bulk.size * own * depth if bulk.split else 0
+        if bulk.split and inside:
+            gathered = max(gathered, bulk.size * own * depth)
+        if not bulk.trainable:
+            continue
+        held, vector = bulk.count // data, lot.pieces[0].group == "vector"
+        master += count * held * (wide if own < 4 else 0)
+        both += count * _moment_bytes(held, moments, wide, vector=vector)
+        waits = bulk.late and bulk.split
+        late += bulk.count * wide * depth if waits else 0
+        twice += bulk.count * wide if bulk.tied else 0
+        outside += 0 if inside or waits else bulk.count
+        if lot.pieces[0].group != "vector" and not inside and not waits:
+            parts[part] += bulk.count
+        if inside:
+            kinds[part] += bulk.count
+            block = max(block, kinds[part])
+            full = max(full, bulk.count * wide * depth if bulk.split else 0)
+    head, table = (_outside(model, stage, spot, kind) for kind in ("head", "embedding"))
+    return Weights(
+        total,
+        master,
+        both,
+        block,
+        tuple(kinds.items()),
+        outside,
+        head,
+        table,
+        gathered,
+        whole,
+        full,
+        wide,
+        own,
+        data,
+        parts[EXIT],
+        parts[ENTRY],
+        model.tied,
+        late,
+        twice,
+    )
+
+
+def _moment_bytes(count: int, moments: Moments, wide: int, *, vector: bool) -> int:
+    """Bytes of both moments of so many numbers."""
+    if vector or moments == "master":
+        return 2 * count * wide
+    return 2 * count * 2 if moments == "bf16" else 2 * count + 8 * -(-count // BLOCK)
+
+
+def _outside(model: Model, stage: Stage, spot: Spot, kind: str) -> int:
+    """Elements of the gathered matrix of a trained layer outside of blocks."""
+    ground, found = spot.ground(model), 0
+    for part, _ in stage.here:
+        for leaf in part.leaves if not part.is_block else ():
+            if leaf.kind == kind and leaf.trainable and leaf.dims[0] == "vocab":
+                piece = next(iter(leaf.pieces("", "", ground)))
+                rows, width = piece.sharding.gathered
+                found += rows * width
+    return found
