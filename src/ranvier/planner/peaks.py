@@ -19,6 +19,7 @@ and the next one's are gathered.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -222,7 +223,8 @@ def _load(model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how:
     chunks = tuple(
         _chunk(model, plan, flow, model.order[one], own, how, first=one.start == 0) for one in mine
     )
-    head = next((one for part, _ in stage.here for one in _scores(model, part, inside)), None)
+    outside = [part for part, _ in stage.here if not part.is_block]
+    head = next((one for part in outside for one in _scores(model, part, inside)), None)
     spread = plan.spread and plan.pipe > 1
     split = plan.pipe > 1 and how.simulated and policy_of(model, plan, flow.seq).split
     return Load(
@@ -254,22 +256,22 @@ def _chunk(
     """What some parts keep of a micro-batch."""
     inside, kind = Spot.of(plan).inside, plan.recompute
     stream, wide = stream_bytes(model, inside, flow), own.wide // flow.itemsize
-    blocks = [part for part in parts if part.is_block]
-    found = {part: kept(model, part, inside, flow, how.compiled) for part in {*blocks}}
+    blocks = Counter(part for part in parts if part.is_block)
+    found = {part: kept(model, part, inside, flow, how.compiled) for part in blocks}
     angles = flow.seq * 2 * model.head_dim * flow.itemsize if blocks else 0
-    leaves = any(_scores(model, part, inside) for part in parts)
+    leaves = any(_scores(model, part, inside) for part in parts if not part.is_block)
     spread = plan.spread and plan.pipe > 1
     comes, made = not first or spread, 0 if spread else own.head * own.wide
     shared = blocks and (kind != "none" or how.compiled or wide == 1)
     return Chunk(
-        angles + sum(found[part].of(kind, keeps=how.keeps) for part in blocks),
-        len(blocks),
+        angles + sum(n * found[part].of(kind, keeps=how.keeps) for part, n in blocks.items()),
+        blocks.total(),
         max(found.values(), key=lambda one: one.none, default=None),
         first,
         leaves,
         x=0 if shared or not comes else stream,
         scored=stream * (1 + 2 * wide) + made if leaves else 0,
-        waits=sum(later(model, part, inside, flow) for part in blocks),
+        waits=sum(n * later(model, part, inside, flow) for part, n in blocks.items()),
     )
 
 
@@ -358,9 +360,10 @@ def _leaving(load: Load, turn: Turn, one: Chunk) -> Peak:
     tied = one.leaves and own.tied  # the head's is there already
     if own.split:
         table = own.table * (own.own + own.wide) - own.late * (own.table > 0)
-    else:  # as it came; the sum; what was there before, widened
-        widened = own.wide if back == 1 and own.own < own.wide and not tied else 0
-        table = own.table * (own.own + (own.wide if back or tied else 0) + widened)
+    else:  # as it came; the sum; what was there before, which the second pass widens
+        more = own.wide if back or tied else 0
+        more += (own.wide if back == 1 else own.own) * (back > 0 and own.own < own.wide)
+        table = own.table * (own.own + more)
     acts = load.others(turn) + 2 * load.stream + (one.waits if load.split else 0)
     before = load.behind(turn) if load.split else load.under_way(own.full)
     moving = before + own.late if own.split else 0
