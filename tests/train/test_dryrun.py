@@ -239,6 +239,7 @@ WRONG = [
     (["--world", "7", "--plan.row", "2"], "needs a multiple of 2 ranks, but 7 are there"),
     (["--memory.states", "host"], "memory.states='host'"),
     (["--prune.sparsity", "0.5"], "Masks of a pruned run are values"),
+    (["--model.size", "moe-tiny"], "Which experts tokens go to are values"),
 ]
 
 

@@ -313,7 +313,7 @@ def _behind_the_loss(load: Load, turn: Turn) -> Peak:
         grads += made if turn.back[turn.chunk] else 0
         return Peak("behind the loss", grads, acts)
     mine = own.head * own.own if load.plan.pipe == 1 else 0
-    full = max(made, own.late) + load.behind(turn)
+    full = max(made, own.late) + made * own.padded + load.behind(turn)
     return Peak("behind the loss", grads, acts, own.gathered + mine, 0, full)
 
 
@@ -359,10 +359,12 @@ def _leaving(load: Load, turn: Turn, one: Chunk) -> Peak:
     back = turn.back[turn.chunk]
     tied = one.leaves and own.tied  # the head's is there already
     if own.split:
-        table = own.table * (own.own + own.wide) - own.late * (own.table > 0)
+        table = own.table * (own.own * (2 if own.padded else 1) + own.wide)
+        table -= own.late * (own.table > 0)
     else:  # as it came; the sum; what was there before, which the second pass widens
         more = own.wide if back or tied else 0
-        more += (own.wide if back == 1 else own.own) * (back > 0 and own.own < own.wide)
+        widened = back > 0 and not tied and own.own < own.wide
+        more += (own.wide if back == 1 else own.own) * widened
         table = own.table * (own.own + more)
     acts = load.others(turn) + 2 * load.stream + (one.waits if load.split else 0)
     before = load.behind(turn) if load.split else load.under_way(own.full)

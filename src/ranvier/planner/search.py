@@ -385,8 +385,8 @@ def alike(wish: Wish, known: Result) -> Result:
                 continue
             least = plan.col if plan.inner == "samples" else 1
             for micro in dict.fromkeys((plan.micro_batch, least)):
-                changes = {axis: size, "micro_batch": micro, "batch": wish.job.batch}
-                plans[replace(plan, **changes)] = None
+                changes: dict[str, Any] = {axis: size, "micro_batch": micro}
+                plans[replace(plan, batch=wish.job.batch, **changes)] = None
     able = [plan for plan in plans if allowed(wish, plan)]
     everything = [found for plan in able for found in ladder(wish, plan)]
     fits = sorted((one for one in everything if one.prediction.fits), key=lambda one: one.key)

@@ -6,7 +6,8 @@ a rank would hold and say is counted, not predicted: shards, calls of the proces
 `comm`, by axis), and the bytes of all tensors that live at once, as on a device that runs layers
 one by one, with an attention kernel that keeps no scores.
 
-Not handled: compiled blocks, documents inside of samples, what lies on the host.
+Not handled: compiled blocks, documents inside of samples, what lies on the host, mixtures of
+experts.
 """
 
 from __future__ import annotations
@@ -106,6 +107,8 @@ def checked(run: Run, *, world: int, rank: int) -> Run:
     ]
     if run.prune.on:
         problems.append(f"Masks of a pruned run are values. {RULE} Leave prune out.")
+    if run.model.experts:
+        problems.append(f"Which experts tokens go to are values. {RULE} Use a dense model.")
     if run.train.fp8 != "off":
         problems.append(f"train.fp8={run.train.fp8!r} asks a device. {RULE} Use train.fp8=off.")
     if problems:
