@@ -94,3 +94,12 @@ def test_a_goal_out_of_reach_says_what_is_fastest() -> None:
     assert (reached.nodes, reached.seconds) == (4, 50.0)
     assert goal.fewest(Goal(1000.0, 1.0), searched({}), most=64) is None
     assert goal.guess(Goal(2e12, 30 * DAY), 70e9, 8 * 989e12) == pytest.approx(102, abs=2)
+
+
+def test_all_layouts_are_searched_in_the_end() -> None:
+    aim, search = Goal(tokens=1000.0, seconds=1.0), searched({4: 1100.0})
+    quick = goal.Reached(4, search(4), 1000.0 / 1050.0, True)
+    assert goal.surer(quick, aim, search(4)).seconds == pytest.approx(1000.0 / 1100.0)
+    assert goal.surer(quick, aim, None) is quick
+    slower = searched({4: 900.0})
+    assert goal.surer(quick, aim, slower(4)) is quick

@@ -93,8 +93,9 @@ class Turn(NamedTuple):
 
     def covers(self, other: Turn) -> bool:
         """Whether no less is there than in another turn."""
-        mine, its = (one.held + one.late + one.made for one in (self, other))
-        return all(a >= b for a, b in zip(mine, its, strict=True))
+        mine, its = (one.held + one.late + one.made + one.back for one in (self, other))
+        moving = other.behind is None or other.behind == self.behind
+        return moving and all(a >= b for a, b in zip(mine, its, strict=True))
 
 
 @lru_cache(1 << 12)
@@ -118,7 +119,7 @@ def _most(found: Iterable[Turn]) -> tuple[Turn, ...]:
     """Turns without those beside which another is the same but for more that is there."""
     alike: dict[tuple[object, ...], list[Turn]] = {}
     for one in dict.fromkeys(found):
-        some = alike.setdefault((one.kind, one.chunk, *one[5:]), [])
+        some = alike.setdefault((one.kind, one.chunk, one.last, one.follows), [])
         if not any(other.covers(one) for other in some):
             some[:] = [*(other for other in some if not one.covers(other)), one]
     return tuple(one for some in alike.values() for one in some)
@@ -136,9 +137,11 @@ def _turns(jobs: Iterable[Job], shape: Shape) -> Iterator[Turn]:
         return tuple(ALL if n == each else min(n, SEVERAL) for n in before)
 
     row = [*jobs]
-    for number, job in enumerate(row):
+    plain = [job.kind for job in row if job.kind != "W"]
+    seen = 0
+    for job in row:
         kind, at = job.kind, job.chunk
-        then = next((one.kind for one in row[number + 1 :] if one.kind != "W"), None)
+        seen += kind != "W"
         backward[at] += kind == "B"
         weights[at] += kind == final
         own = [kind == "B" and shape.split and c == at for c in chunks]
@@ -150,7 +153,7 @@ def _turns(jobs: Iterable[Job], shape: Shape) -> Iterator[Turn]:
             made=passes(weights, at, kind == final),
             back=passes(backward, at, kind == "B"),
             last=job.micro == each - 1,
-            follows=then == "F",
+            follows=plain[seen : seen + 1] == ["F"],
             behind=behind,
         )
         forward[at] += kind == "F"

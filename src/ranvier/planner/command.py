@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import sys
 import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
@@ -19,7 +21,7 @@ from ranvier.planner.goal import Goal, Reached
 from ranvier.planner.page import page
 from ranvier.planner.request import Precision
 from ranvier.planner.rivals import Found, family, rivals
-from ranvier.planner.search import Result, Wish, search
+from ranvier.planner.search import Result, Wish, alike, search
 from ranvier.run import Run
 from ranvier.settings import ModelConfig
 
@@ -195,29 +197,47 @@ def _reach(asked: Asked, wanted: Wanted, machine: Cluster) -> int:
     aim = goal.parse(wanted.goal)
     run, carried = _meant(asked, aim)
     made: dict[int, list[str]] = {}
+    whole: dict[int, Result] = {}  # of all layouts
 
-    def searched_on(nodes: int) -> Result | None:
+    def searched_on(nodes: int, *, all_of_them: bool = False) -> Result | None:
         there = machine.of(nodes=nodes)
         own, made[nodes] = request.assumed(run, there, asked.given)
         wish = request.wish_of(own, there, asked.given, precision=wanted.precision)
-        result = searched(wish)
-        return result if result.found else None
+        if whole and not all_of_them:
+            result = alike(wish, whole[min(whole, key=lambda n: abs(math.log(n / nodes)))])
+            if result.found:
+                return result
+        if nodes not in whole:
+            result = searched(wish)
+            if not result.found:
+                return None
+            whole[nodes] = result
+        return whole[nodes]
 
     fixed = wanted.nodes or (machine.nodes if wanted.devices else 0)
     peak = machine.device.peak.get("bf16") or max(machine.device.peak.values())
     first = goal.guess(aim, run.model.parameters, peak * machine.per_node)
-    reached = goal.fewest(aim, searched_on, first=first, most=fixed or goal.MOST)
+    limit = fixed or goal.MOST
+    reached = goal.fewest(aim, searched_on, first=first, most=limit, told=_progress)
     if reached is None:
         largest = machine.of(nodes=fixed or goal.MOST)
         own, _ = request.assumed(run, largest, asked.given)
         wish = request.wish_of(own, largest, asked.given, precision=wanted.precision)
         raise PlanError(nearest.problems(searched(wish)))
+    reached = goal.surer(reached, aim, searched_on(reached.nodes, all_of_them=True))
     spent = time.perf_counter() - began
     assumed = made[reached.nodes]
     _say(reached.result, wanted, [*carried, *assumed], _heading(reached.result.wish), assumed)
     if "-" not in (wanted.json, wanted.html):
         print("", *_told(aim, reached), f"({spent:.1f} s)", sep="\n")
     return 0
+
+
+def _progress(reached: Reached) -> None:
+    """Say on a terminal what was tried."""
+    if sys.stderr.isatty():
+        days = reached.seconds / goal.DAY
+        print(f"{reached.nodes} nodes: {days:.3g} days", file=sys.stderr, flush=True)
 
 
 def _meant(asked: Asked, aim: Goal) -> tuple[Run, list[str]]:

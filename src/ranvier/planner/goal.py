@@ -2,7 +2,8 @@
 
     days = tokens / rate(nodes) / 86400
 
-The rate of a number of nodes is that of the best layout there. Sizes are tried from a guess by the
+The rate of a number of nodes is that of the best layout there; between two searches the best of the
+one before is carried over (`search.alike`). Sizes are tried from a guess by the
 peak of a device up or down, each twice or half the last, and then between the last that was too
 slow and the first that is not, to 1/16. More nodes are not always faster: a batch is shared by so
 many ranks only.
@@ -140,11 +141,17 @@ def guess(goal: Goal, parameters: float, peak: float) -> int:
 
 
 def fewest(
-    goal: Goal, searched: Callable[[int], Result | None], *, first: int = 1, most: int = MOST
+    goal: Goal,
+    searched: Callable[[int], Result | None],
+    *,
+    first: int = 1,
+    most: int = MOST,
+    told: Callable[[Reached], None] = lambda _: None,
 ) -> Reached | None:
     """The fewest nodes that reach a goal; else the fastest up to `most`; None if nothing fits.
 
-    searched: the layouts on so many nodes, None where no layout fits. first: a guess.
+    searched: the layouts on so many nodes, None where no layout fits. first: a guess. told: is told
+    of each number of nodes that was tried.
     """
     seen: dict[int, Reached] = {}
 
@@ -154,6 +161,7 @@ def fewest(
             return False
         seconds = goal.tokens / result.best.prediction.rate
         seen[nodes] = Reached(nodes, result, seconds, seconds <= goal.seconds)
+        told(seen[nodes])
         return seen[nodes].enough
 
     low, high = 0, min(first, most)
@@ -168,3 +176,13 @@ def fewest(
         middle = (low + high) // 2
         low, high = (low, middle) if tried(middle) else (middle, high)
     return seen[high]
+
+
+def surer(reached: Reached, goal: Goal, result: Result | None) -> Reached:
+    """What was reached, after all layouts on as many nodes were searched."""
+    if result is None or not result.found:
+        return reached
+    seconds = goal.tokens / result.best.prediction.rate
+    if seconds > reached.seconds:
+        return reached
+    return Reached(reached.nodes, result, seconds, seconds <= goal.seconds)

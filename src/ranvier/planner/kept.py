@@ -274,6 +274,7 @@ def loss(layer: Scores, flow: Flow, gradient: int) -> Loss:
     return Loss(logits, rows, gradient + max(widened, x // count))
 
 
+@lru_cache(KEPT)
 def later(model: Model, part: Part, spot: Spot, flow: Flow) -> int:
     """Bytes that a block keeps where gradients of weights are made later: all that they need."""
     products = [x for x in layers_of(model, part, spot) if isinstance(x, Product) and x.trained]

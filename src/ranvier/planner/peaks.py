@@ -19,6 +19,7 @@ and the next one's are gathered.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -227,7 +228,8 @@ def _load(model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how:
     chunks = tuple(
         _chunk(model, plan, flow, model.order[one], own, how, first=one.start == 0) for one in mine
     )
-    head = next((one for part, _ in stage.here for one in _scores(model, part, inside)), None)
+    outside = [part for part, _ in stage.here if not part.is_block]
+    head = next((one for part in outside for one in _scores(model, part, inside)), None)
     spread = plan.spread and plan.pipe > 1
     split = plan.pipe > 1 and how.simulated and policy_of(model, plan, flow.seq).split
     return Load(
@@ -259,28 +261,28 @@ def _chunk(
     """What some parts keep of a micro-batch."""
     inside, kind = Spot.of(plan).inside, plan.recompute
     stream, wide = stream_bytes(model, inside, flow), own.wide // flow.itemsize
-    blocks = [part for part in parts if part.is_block]
-    found = {part: kept(model, part, inside, flow, how.compiled) for part in {*blocks}}
+    blocks = Counter(part for part in parts if part.is_block)
+    found = {part: kept(model, part, inside, flow, how.compiled) for part in blocks}
     angles = flow.seq * 2 * model.head_dim * flow.itemsize if blocks else 0
-    leaves = any(_scores(model, part, inside) for part in parts)
+    leaves = any(_scores(model, part, inside) for part in parts if not part.is_block)
     spread = plan.spread and plan.pipe > 1
     comes, made = not first or spread, 0 if spread else own.head * own.wide
     shared = blocks and (kind != "none" or how.compiled or wide == 1)
-    whole = angles + sum(found[part].of(kind, keeps=how.keeps) for part in blocks)
+    whole = angles + sum(n * found[part].of(kind, keeps=how.keeps) for part, n in blocks.items())
     top = max(found.values(), key=lambda one: one.none, default=None)
-    others = sum(found[part].of(kind) for part in blocks) - (top.of(kind) if top else 0)
+    every = sum(n * found[part].of(kind) for part, n in blocks.items())
     sizes = dict(own.each)
     return Chunk(
         whole,
-        len(blocks),
-        sum(sizes.get(part.name, 0) for part in blocks),
-        whole - others,
+        blocks.total(),
+        sum(n * sizes.get(part.name, 0) for part, n in blocks.items()),
+        whole - every + (top.of(kind) if top else 0),
         top,
         first,
         leaves,
         x=0 if shared or not comes else stream,
         scored=stream * (1 + 2 * wide) + made if leaves else 0,
-        waits=sum(later(model, part, inside, flow) for part in blocks),
+        waits=sum(n * later(model, part, inside, flow) for part, n in blocks.items()),
     )
 
 
@@ -322,7 +324,7 @@ def _behind_the_loss(load: Load, turn: Turn) -> Peak:
         grads += made if turn.back[turn.chunk] else 0
         return Peak("behind the loss", grads, acts)
     mine = own.head * own.own if load.plan.pipe == 1 else 0
-    full = max(made, own.late) + load.behind(turn)
+    full = max(made, own.late) + made * own.padded + load.behind(turn)
     return Peak("behind the loss", grads, acts, own.gathered + mine, 0, full)
 
 
@@ -368,10 +370,13 @@ def _leaving(load: Load, turn: Turn, one: Chunk) -> Peak:
     back = turn.back[turn.chunk]
     tied = one.leaves and own.tied  # the head's is there already
     if own.split:
-        table = own.table * (own.own + own.wide) - own.late * (own.table > 0)
-    else:  # as it came; the sum; what was there before, widened
-        widened = own.wide if back == 1 and own.own < own.wide and not tied else 0
-        table = own.table * (own.own + (own.wide if back or tied else 0) + widened)
+        table = own.table * (own.own * (2 if own.padded else 1) + own.wide)
+        table -= own.late * (own.table > 0)
+    else:  # as it came; the sum; what was there before, which the second pass widens
+        more = own.wide if back or tied else 0
+        widened = back > 0 and not tied and own.own < own.wide
+        more += (own.wide if back == 1 else own.own) * widened
+        table = own.table * (own.own + more)
     acts = load.others(turn) + 2 * load.stream + (one.waits if load.split else 0)
     before = load.behind(turn) if load.split else load.under_way(own.full)
     moving = before + own.late if own.split else 0

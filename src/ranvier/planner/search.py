@@ -41,6 +41,8 @@ NEAR = 1.25
 in full."""
 FULL = 120
 """Factorisations that are searched in full, at most."""
+ALIKE = 32
+"""Layouts that are carried over from another number of devices."""
 BEST = 40
 """Layouts for which other orders of the axes are tried."""
 MICROS = 6
@@ -367,6 +369,31 @@ def search(wish: Wish, *, workers: int = 1) -> Result:
     tight.sort(key=lambda one: (one.prediction.memory.total, one.key))
     spent = time.perf_counter() - began
     return Result(wish, tuple(fits), tuple(tight), len(every), refused, spent)
+
+
+def alike(wish: Wish, known: Result) -> Result:
+    """A quick look: the best layouts of another number of devices, carried over to this one.
+
+    More or fewer ranks are on data, or on depth; all else stays, but for what fits. It may find
+    nothing where `search` does.
+    """
+    began, plans = time.perf_counter(), dict[Plan, None]()
+    for one in known.found[:ALIKE]:
+        plan = one.plan
+        for axis in ("data", "depth"):
+            size, rest = divmod(wish.world * plan.degrees[axis], plan.world)
+            if rest or size < 1 or (axis in wish.degrees and size != plan.degrees[axis]):
+                continue
+            least = plan.col if plan.inner == "samples" else 1
+            for micro in dict.fromkeys((plan.micro_batch, least)):
+                changes: dict[str, Any] = {axis: size, "micro_batch": micro}
+                plans[replace(plan, batch=wish.job.batch, **changes)] = None
+    able = [plan for plan in plans if allowed(wish, plan)]
+    everything = [found for plan in able for found in ladder(wish, plan)]
+    fits = sorted((one for one in everything if one.prediction.fits), key=lambda one: one.key)
+    tight = [one for one in everything if not one.prediction.fits]
+    spent = time.perf_counter() - began
+    return Result(wish, tuple(fits), tuple(tight), len(able), len(plans) - len(able), spent)
 
 
 def _near(wish: Wish, every: Sequence[Plan], rough: Sequence[Sequence[Found]]) -> list[Plan]:

@@ -49,6 +49,8 @@ class Weights:
     """Elements of the head's gradient on this rank, and of the embedding's; late ones left out."""
     table_part: int
     tied: bool
+    padded: bool
+    """Whether gradients of both are copied to be padded before depth divides them."""
     late: int = 0
     """Bytes of the gradients of tied weights, gathered: they are reduced at the end of a step."""
     twice: int = 0
@@ -65,6 +67,7 @@ def weights_of(model: Model, stage: Stage, spot: Spot, own: int, moments: Moment
     """The weights of a stage."""
     degrees = dict(zip(AXES, spot.degrees, strict=True))
     data, depth, wide = degrees["data"], degrees["depth"], max(own, 4)
+    words = degrees["row"] * (degrees["pipe"] if spot.spread else 1)
     parts, kinds = Counter[str](), Counter[str]()
     blocks = {part.name for part, _ in stage.here if part.is_block}
     total = master = both = outside = gathered = whole = full = block = late = twice = 0
@@ -109,6 +112,7 @@ def weights_of(model: Model, stage: Stage, spot: Spot, own: int, moments: Moment
         parts[EXIT],
         parts[ENTRY],
         model.tied,
+        -(-model.units["vocab"] // words) % depth > 0,
         late,
         twice,
     )
