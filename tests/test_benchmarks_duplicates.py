@@ -35,8 +35,8 @@ def test_bytes_fall_and_duplicates_do_not(
     assert bench.main(words) == 0
     facts = json.loads(file.read_text())
     one, four = facts["rows"]
-    # two layers, there and back, forward and backward, of 4 x 16 tokens with 2 choices of 192 bf16
-    assert one["ours"] == one["duplicated"] == 2 * 4 * 4 * 16 * 2 * 192 * 2
+    # two layers, there and back, forward and backward, of 4 x 16 tokens with 4 choices of 192 bf16
+    assert one["ours"] == one["duplicated"] == 2 * 4 * 4 * 16 * 4 * 192 * 2
     assert four["ours"] * 4 == four["duplicated"] == one["ours"]
     assert facts["calls"]["none"] == facts["calls"]["full, keep"] < facts["calls"]["full, again"]
     assert "reached" in capsys.readouterr().out
