@@ -1,4 +1,12 @@
-"""Launch: who am I, who are the others, how ranks start and end. It alone reads the environment."""
+"""Launch: who am I, who are the others, how ranks start and end. It alone reads the environment.
+
+What only runs need is imported when it is asked for: a plan starts in half a second.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from ranvier.launch.counted import Call, counted
 from ranvier.launch.ends import Stop, end_at_once, reported
@@ -17,20 +25,22 @@ from ranvier.launch.environment import (
     triton,
     writable,
 )
-from ranvier.launch.nodes import Nodes
-from ranvier.launch.processes import (
-    backends,
-    connect,
-    die_with_parent,
-    fake,
-    free_port,
-    joined,
-    warm,
-)
-from ranvier.launch.pulse import Pulse
-from ranvier.launch.restarts import Policy
-from ranvier.launch.supervisor import start
-from ranvier.launch.watch import watched
+
+if TYPE_CHECKING:
+    from ranvier.launch.nodes import Nodes
+    from ranvier.launch.processes import (
+        backends,
+        connect,
+        die_with_parent,
+        fake,
+        free_port,
+        joined,
+        warm,
+    )
+    from ranvier.launch.pulse import Pulse
+    from ranvier.launch.restarts import Policy
+    from ranvier.launch.supervisor import start
+    from ranvier.launch.watch import watched
 
 __all__ = [
     "Call",
@@ -64,3 +74,28 @@ __all__ = [
     "watched",
     "writable",
 ]
+
+_HOMES = {
+    "nodes": ("Nodes",),
+    "processes": (
+        "backends",
+        "connect",
+        "die_with_parent",
+        "fake",
+        "free_port",
+        "joined",
+        "warm",
+    ),
+    "pulse": ("Pulse",),
+    "restarts": ("Policy",),
+    "supervisor": ("start",),
+    "watch": ("watched",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what only runs need."""
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"ranvier.launch.{home}"), name)
+    raise AttributeError(f"module 'ranvier.launch' has no attribute {name!r}")

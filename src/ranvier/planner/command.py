@@ -18,7 +18,6 @@ from ranvier.planner import cluster as clusters
 from ranvier.planner import explain, goal, here, nearest, request
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.goal import Goal, Reached
-from ranvier.planner.page import page
 from ranvier.planner.request import Precision
 from ranvier.planner.rivals import Found, family, rivals
 from ranvier.planner.search import Result, Wish, alike, search
@@ -113,6 +112,8 @@ def _say(
     if wanted.json:
         _write(wanted.json, json.dumps(facts(result, wanted.top, told), indent=2) + "\n")
     if wanted.html:
+        from ranvier.planner.page import page  # a hundredth of a second of every start
+
         _write(wanted.html, page(result, title=heading, top=wanted.top, command=told, notes=notes))
     if wanted.json == "-" or wanted.html == "-":
         return
