@@ -20,8 +20,9 @@ and the next one's are gathered.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from ranvier.layers import Flow
@@ -83,7 +84,7 @@ class Chunk:
     waits: int
     """After backward, if gradients of weights are made later."""
 
-    @property
+    @cached_property
     def held(self) -> int:
         """From forward to backward."""
         return self.whole + self.x + self.scored
@@ -118,9 +119,10 @@ class Load:
 
     def others(self, turn: Turn) -> int:
         """Bytes of micro-batches that wait while another has its turn."""
-        held = sum(n * one.held for n, one in zip(turn.held, self.chunks, strict=True))
-        late = sum(n * one.waits for n, one in zip(turn.late, self.chunks, strict=True))
-        return held + late + self.rows
+        found = self.rows
+        for one, held, late in zip(self.chunks, turn.held, turn.late, strict=True):
+            found += held * one.held + late * one.waits
+        return found
 
     def made(self, elements: int, made: int) -> int:
         """Bytes of the gradients of so many elements of blocks after so many passes."""
@@ -155,8 +157,10 @@ class Load:
 
     def gradients(self, turn: Turn) -> int:
         """Bytes of gradients that earlier passes have left."""
-        pairs = zip(self.chunks, turn.made, strict=True)
-        return sum(self.made(one.elements, n) for one, n in pairs) + self.outside(turn)
+        found = self.outside(turn)
+        for one, made in zip(self.chunks, turn.made, strict=True):
+            found += self.made(one.elements, made) if made else 0
+        return found
 
     def under_way(self, full: int) -> int:
         """Bytes of a reduction over depth of so many: what goes in and what comes out."""
@@ -191,7 +195,7 @@ def peaks(model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how:
     """The moments at which most may be there."""
     load = _load(model, plan, flow, stage, own, how)
     found = [*_at_the_end(load)]
-    for turn in _turns(model, plan, flow.seq, stage, how.simulated):
+    for turn in _fullest(load, _turns(model, plan, flow.seq, stage, how.simulated)):
         scores = turn.chunk == plan.chunks - 1 if load.spread else load.chunks[turn.chunk].leaves
         if turn.kind == "F" and load.head is not None and scores:
             found.append(_in_the_loss(load, turn, load.head, flow))
@@ -205,6 +209,31 @@ def peaks(model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how:
             for one in found
         ]
     return found
+
+
+def _fullest(load: Load, turns: Iterable[Turn]) -> list[Turn]:
+    """Of turns that differ in what waits and is added up beside them only, the one with most."""
+    found = dict[tuple[object, ...], tuple[int, Turn]]()
+    final = len(load.chunks) - 1
+    for turn in turns:
+        at, behind = turn.chunk, turn.behind
+        if turn.kind == "F" and load.head is None:
+            continue
+        key = (
+            turn.kind,
+            id(load.chunks[at]),
+            at == final,
+            turn.last,
+            turn.follows,
+            turn.made[at],
+            turn.back[at],
+            any(turn.back),
+            behind and (behind[0], id(load.chunks[behind[1]])),
+        )
+        most = load.others(turn) + load.gradients(turn)
+        if key not in found or most > found[key][0]:
+            found[key] = most, turn
+    return [turn for _, turn in found.values()]
 
 
 UPDATE = "in the update"
@@ -225,16 +254,21 @@ def _load(model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how:
     stream = stream_bytes(model, inside, flow)
     every = ranges(cut(model, plan, flow.seq), len(model.order))
     mine = every[seat.index :: seat.count] if plan.pipe > 1 else [slice(0, len(model.order))]
-    chunks = tuple(
-        _chunk(model, plan, flow, model.order[one], own, how, first=one.start == 0) for one in mine
-    )
+    alike = dict[tuple[int, ...], Chunk]()  # most chunks are as the one before
+    chunks = []
+    for one in mine:
+        parts, first = model.order[one], one.start == 0
+        key = (first, *map(id, parts))
+        if key not in alike:
+            alike[key] = _chunk(model, plan, flow, parts, own, how, first=first)
+        chunks.append(alike[key])
     outside = [part for part, _ in stage.here if not part.is_block]
     head = next((one for part in outside for one in _scores(model, part, inside)), None)
     spread = plan.spread and plan.pipe > 1
     split = plan.pipe > 1 and how.simulated and policy_of(model, plan, flow.seq).split
     return Load(
         own,
-        chunks,
+        tuple(chunks),
         plan,
         stream,
         rows=plan.micro_batches * stream if spread else 0,

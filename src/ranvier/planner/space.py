@@ -33,10 +33,9 @@ def space(
     """
     how = How(keeps, compiled, simulated)
     if stage is None:
-        ends = {0, plan.pipe - 1, min(1, plan.pipe - 1)}
         tables = [
             space(model, plan, flow, stage=i, states=states, moments=moments, **how._asdict())
-            for i in sorted(ends)
+            for i in _worst(model, plan, flow, simulated)
         ]
         return max(tables, key=lambda one: one.total)
     spot = Spot.of(plan)
@@ -57,3 +56,18 @@ def space(
     if states == "host":
         host = {name: device.pop(name) for name in ("master", "moments")}
     return Table({n: size for n, size in device.items() if size}, host, peak.where)
+
+
+def _worst(model: Model, plan: Plan, flow: Flow, simulated: bool) -> list[int]:
+    """Stages of which one needs most: the ends, and the second.
+
+    Under 1F1B that has one micro-batch less under way than the first, and no embedding.
+    """
+    if plan.pipe < 3:
+        return [*range(plan.pipe)]
+    every = cut(model, plan, flow.seq)
+    first, second = (
+        sum(n for part, n in stage_of(model, i, plan.pipe, plan.chunks, every, plan.spread).here)
+        for i in (0, 1)
+    )
+    return [0, 1, plan.pipe - 1] if simulated or second >= first else [0, plan.pipe - 1]
