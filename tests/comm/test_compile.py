@@ -95,6 +95,7 @@ def against_eager(grid: Grid, backend: str, name: str) -> list[str]:
     return lines
 
 
+@pytest.mark.full
 def test_pairs_compile_without_a_break(pool: Pool) -> None:
     assert pool.on_grid({"row": 2}, against_eager, "aot_eager", "all_pairs") == [[], []]
 

@@ -27,6 +27,7 @@ def folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(pool, tmp_path_factory.mktemp("run"))
 
 
+@pytest.mark.full
 def test_the_baselines_of_the_example_pass_and_their_like_do_not() -> None:
     tasks = read(EXAMPLE)
     assert [task.language for task in tasks].count("c") == 2 and len(tasks) == 5

@@ -233,6 +233,7 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.full
 def test_a_graph_keeps_what_it_communicates() -> None:
     """But weights gathered over depth, which a block that keeps all of its activations holds."""
     found, weights = dict[str, int](), dict[str, int]()

@@ -189,6 +189,7 @@ def test_a_longer_run_and_another_batch_go_on_by_rule(
     assert samples == 6 * 8 + 2 * 4
 
 
+@pytest.mark.full
 def test_a_run_goes_on_on_another_grid_by_its_command(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
