@@ -5,10 +5,13 @@ Weights and states rest; `peaks` knows the moments at which most is there beside
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import lru_cache
+
 from ranvier.layers import Flow
 from ranvier.plan import Plan
-from ranvier.planner.leaves import Model
-from ranvier.planner.moves import Spot, cut, stage_of
+from ranvier.planner.leaves import Model, Part
+from ranvier.planner.moves import KEPT, Spot, cut, stage_of
 from ranvier.planner.peaks import How, peaks
 from ranvier.planner.table import Table
 from ranvier.planner.weights import Moments, weights_of
@@ -32,14 +35,15 @@ def space(
     pipeline says what is under way; else 1F1B does.
     """
     how = How(keeps, compiled, simulated)
+    firsts = cut(model, plan, flow.seq)
     if stage is None:
         tables = [
             space(model, plan, flow, stage=i, states=states, moments=moments, **how._asdict())
-            for i in _worst(model, plan, flow, simulated)
+            for i in fullest(model, plan.pipe, plan.chunks, firsts, plan.spread)
         ]
         return max(tables, key=lambda one: one.total)
     spot = Spot.of(plan)
-    here = stage_of(model, stage, plan.pipe, plan.chunks, cut(model, plan, flow.seq), plan.spread)
+    here = stage_of(model, stage, plan.pipe, plan.chunks, firsts, plan.spread)
     own = weights_of(model, here, spot, flow.itemsize, moments)
     peak = max(peaks(model, plan, flow, here, own, how), key=lambda one: one.total)
     device = {
@@ -58,16 +62,17 @@ def space(
     return Table({n: size for n, size in device.items() if size}, host, peak.where)
 
 
-def _worst(model: Model, plan: Plan, flow: Flow, simulated: bool) -> list[int]:
-    """Stages of which one needs most: the ends, and the second.
+@lru_cache(KEPT)
+def fullest(
+    model: Model, count: int, chunks: int, firsts: tuple[int, ...], spread: bool
+) -> tuple[int, ...]:
+    """Stages of which one needs most: those with parts that no earlier one has as well.
 
-    Under 1F1B that has one micro-batch less under way than the first, and no embedding.
+    Of two stages with the same parts the earlier has more micro-batches under way.
     """
-    if plan.pipe < 3:
-        return [*range(plan.pipe)]
-    every = cut(model, plan, flow.seq)
-    first, second = (
-        sum(n for part, n in stage_of(model, i, plan.pipe, plan.chunks, every, plan.spread).here)
-        for i in (0, 1)
-    )
-    return [0, 1, plan.pipe - 1] if simulated or second >= first else [0, plan.pipe - 1]
+    found = dict[int, Counter[Part]]()
+    for i in range(count):
+        parts = Counter(dict(stage_of(model, i, count, chunks, firsts, spread).here))
+        if not any(parts <= other for other in found.values()):
+            found[i] = parts
+    return tuple(found)

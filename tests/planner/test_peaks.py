@@ -1,0 +1,67 @@
+"""Turns and stages that need not be looked at have no peak that is higher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ranvier.layers import Flow
+from ranvier.plan import Plan
+from ranvier.planner import peaks
+from ranvier.planner.leaves import of_size
+from ranvier.planner.moves import cut
+from ranvier.planner.space import fullest, space
+
+FLOW = Flow(1, 512, itemsize=2, statistics=4)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pipe": 4, "chunks": 4, "batch": 32},
+        {"pipe": 4, "chunks": 2, "batch": 16, "depth": 2, "recompute": "full"},
+        {"pipe": 8, "batch": 32, "data": 2, "recompute": "selective"},
+        {"depth": 4, "batch": 32},
+    ],
+)
+def test_the_fullest_turns_are_enough(
+    layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, model = Plan(micro_batch=1, **{"data": 1, **layout}), of_size("llama3-8b")
+    found = [space(model, plan, FLOW, simulated=False, stage=i) for i in range(plan.pipe)]
+    counts = list[tuple[int, int]]()
+    fewer = peaks._fullest
+    monkeypatch.setattr(peaks, "_fullest", lambda load, every: _all(fewer, counts, load, every))
+    for i, one in enumerate(found):
+        assert space(model, plan, FLOW, simulated=False, stage=i).total == one.total
+    assert all(less <= more for less, more in counts)
+    assert any(less < more for less, more in counts) == (plan.chunks > 1)
+
+
+def _all(fewer: Any, counts: list[tuple[int, int]], load: Any, turns: Any) -> Any:
+    """All turns; notes how many there are, and how many `fewer` leaves."""
+    every = [one for one in turns if one.kind != "F" or load.head is not None]
+    counts.append((len(fewer(load, every)), len(every)))
+    return every
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        ("llama3-8b", {"pipe": 4, "chunks": 4}),
+        ("llama3-405b", {"pipe": 11, "recompute": "full"}),
+        ("mixtral-8x7b", {"pipe": 5}),
+        ("ted-6.7b-16e", {"pipe": 12, "recompute": "full"}),
+        ("deepseek-moe-16b", {"pipe": 6, "depth": 2}),
+    ],
+)
+def test_the_worst_stage_is_among_those_with_parts_of_their_own(
+    size: str, layout: dict[str, Any]
+) -> None:
+    model = of_size(size)
+    plan = Plan(micro_batch=1, data=1, batch=4 * layout["pipe"], **layout)
+    every = [space(model, plan, FLOW, simulated=False, stage=i).total for i in range(plan.pipe)]
+    assert space(model, plan, FLOW, simulated=False).total == max(every)
+    few = fullest(model, plan.pipe, plan.chunks, cut(model, plan, FLOW.seq), plan.spread)
+    assert len(few) < plan.pipe and (size == "llama3-8b" or every.index(max(every)) > 0)
