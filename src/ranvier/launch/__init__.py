@@ -1,6 +1,6 @@
 """Launch: who am I, who are the others, how ranks start and end. It alone reads the environment.
 
-What only runs need is imported when it is asked for: a plan starts in half a second.
+What only runs need is imported when it is asked for: a plan starts sooner.
 """
 
 from __future__ import annotations
