@@ -7,9 +7,9 @@ and in dry runs; an order that is fixed stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ranvier.pipeline import orders
 from ranvier.pipeline.policy import Job, Kind, Message, Order, Policy, Progress, Shape
@@ -18,6 +18,7 @@ SEVERAL = 2
 """Passes from which on a sum of gradients is wide."""
 ALL = 3
 """All passes of a step."""
+T = TypeVar("T")
 
 
 def late(policy: Policy, shape: Shape, stage: int) -> Order:
@@ -72,89 +73,141 @@ def _can(job: Job, now: Progress) -> bool:
 
 
 class Turn(NamedTuple):
-    """A job, and what is there beside it; numbers of micro-batches by chunk."""
+    """A job, and what is there beside it; chunks that are alike are one group."""
 
     kind: Kind
-    chunk: int
+    group: int
+    """Of its chunk."""
+    before: int
+    """Passes that have added to gradients of its blocks: 0, 1, SEVERAL, or ALL of the step."""
     held: tuple[int, ...]
-    """Whose backward is to come, the present one left out."""
+    """By group, micro-batches whose backward is to come, the present one left out."""
     late: tuple[int, ...]
     """Whose gradients of weights are to come, likewise."""
-    made: tuple[int, ...]
-    """That have added to gradients of blocks before: 0, 1, SEVERAL, or ALL of the step."""
+    made: tuple[tuple[int, int, int], ...]
+    """By group, chunks to whose gradients 1, SEVERAL and ALL passes have added."""
     back: tuple[int, ...]
-    """Whose backward has been, likewise: they have added to those of embedding and head."""
+    """By group, the most passes whose backward has been, as numbers of `before`: they have added to
+    the gradients of embedding and head, whose chunks are alone in their groups."""
     last: bool
     """Whether it is the last of its kind and chunk."""
     follows: bool
-    """Whether a forward pass follows."""
+    """Whether a forward pass follows, if the embedding is here."""
     behind: tuple[Kind, int] | None
-    """Kind and chunk of the turn that made gradients of weights last: they are on their way."""
+    """Kind and group of the turn that made gradients of weights last: they are on their way; None
+    where they do not move."""
 
-    def covers(self, other: Turn) -> bool:
-        """Whether no less is there than in another turn."""
-        mine, its = (one.held + one.late + one.made + one.back for one in (self, other))
-        moving = other.behind is None or other.behind == self.behind
-        return moving and all(a >= b for a, b in zip(mine, its, strict=True))
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """What decides, besides how much is there, what comes in a turn."""
+        passed = self.back[self.group], any(self.back)
+        return self.kind, self.group, self.last, self.follows, self.behind, passed
+
+    @property
+    def much(self) -> tuple[int, ...]:
+        """How much is there: a turn with no less in any number covers another."""
+        sums = (n for one, two, three in self.made for n in (one + two + three, two + three, three))
+        return (*self.held, *self.late, *self.back, self.before, *sums)
 
 
-@lru_cache(1 << 12)
-def turns(policy: Message | Order, shape: Shape, stage: int) -> tuple[Turn, ...]:
-    """The turns of a stage in which most may be there."""
-    return _most(_turns(jobs_of(policy, shape, stage), shape))
+Kinds = tuple[tuple[Turn, ...], ...]
+"""Turns that differ only in how much is there beside them, by what they are."""
 
 
-@lru_cache(1 << 12)
-def usual(stages: int, micro_batches: int, chunks: int, stage: int) -> tuple[Turn, ...]:
+@lru_cache(1 << 14)
+def turns(
+    policy: Message | Order, shape: Shape, stage: int, groups: tuple[int, ...], moves: bool
+) -> Kinds:
+    """The turns of a stage in which most may be there.
+
+    groups: the group of each chunk. moves: whether gradients are on their way between turns.
+    """
+    return _most(_turns(jobs_of(policy, shape, stage), shape, stage, groups, moves))
+
+
+@lru_cache(1 << 14)
+def usual(
+    stages: int, micro_batches: int, chunks: int, stage: int, groups: tuple[int, ...], moves: bool
+) -> Kinds:
     """The same under 1F1B, interleaved where there are chunks; alone, of gradient accumulation.
 
     More micro-batches than three rounds bring no other turns.
     """
     rounds = micro_batches % stages + 3 * stages if stages > 1 else ALL
     shape = Shape(stages, min(micro_batches, rounds), chunks)
-    return _most(_turns(orders.interleaved(shape).jobs[stage], shape))
+    jobs = orders.interleaved(shape).jobs[stage]
+    return _most(_turns(jobs, shape, stage, groups, moves))
 
 
-def _most(found: Iterable[Turn]) -> tuple[Turn, ...]:
+def _most(found: Iterable[Turn]) -> Kinds:
     """Turns without those beside which another is the same but for more that is there."""
-    alike: dict[tuple[object, ...], list[Turn]] = {}
+    alike: dict[tuple[object, ...], dict[tuple[int, ...], Turn]] = {}
     for one in dict.fromkeys(found):
-        some = alike.setdefault((one.kind, one.chunk, one.last, one.follows), [])
-        if not any(other.covers(one) for other in some):
-            some[:] = [*(other for other in some if not one.covers(other)), one]
-    return tuple(one for some in alike.values() for one in some)
+        some, mine = alike.setdefault(one.alike, {}), one.much
+        if not any(_covers(other, mine) for other in some):
+            for other in [other for other in some if _covers(mine, other)]:
+                del some[other]
+            some[mine] = one
+    kinds: dict[tuple[object, ...], list[Turn]] = {}
+    for key, several in alike.items():
+        for one in several.values():
+            kinds.setdefault((key, one.before), []).append(one)
+    return tuple(map(tuple, kinds.values()))
 
 
-def _turns(jobs: Iterable[Job], shape: Shape) -> Iterator[Turn]:
+def _covers(more: tuple[int, ...], less: tuple[int, ...]) -> bool:
+    return all(a >= b for a, b in zip(more, less, strict=True))
+
+
+def _turns(
+    jobs: Iterable[Job], shape: Shape, stage: int, groups: tuple[int, ...], moves: bool
+) -> Iterator[Turn]:
     """One turn for each job."""
-    chunks, each = range(shape.chunks), shape.micro_batches
+    each, final = shape.micro_batches, "W" if shape.split else "B"
     forward, backward, weights = ([0] * shape.chunks for _ in range(3))
     behind: tuple[Kind, int] | None = None
-    final: Kind = "W" if shape.split else "B"
-
-    def passes(counts: list[int], at: int, now: bool) -> tuple[int, ...]:
-        before = (n - (c == at and now) for c, n in enumerate(counts))
-        return tuple(ALL if n == each else min(n, SEVERAL) for n in before)
-
     row = [*jobs]
     plain = [job.kind for job in row if job.kind != "W"]
     seen = 0
     for job in row:
         kind, at = job.kind, job.chunk
         seen += kind != "W"
+        made, back = ([_passes(n, each) for n in counts] for counts in (weights, backward))
         backward[at] += kind == "B"
         weights[at] += kind == final
-        own = [kind == "B" and shape.split and c == at for c in chunks]
+        held = [f - b for f, b in zip(forward, backward, strict=True)]
+        late = [b - w for b, w in zip(backward, weights, strict=True)]
+        late[at] -= kind == "B" and shape.split
         yield Turn(
             kind,
-            at,
-            held=tuple(forward[c] - backward[c] for c in chunks),
-            late=tuple(backward[c] - weights[c] - own[c] for c in chunks),
-            made=passes(weights, at, kind == final),
-            back=passes(backward, at, kind == "B"),
+            groups[at],
+            made[at],
+            held=_by_group(held, groups, sum),
+            late=_by_group(late, groups, sum),
+            made=_by_group(made, groups, _levels),
+            back=_by_group(back, groups, max),
             last=job.micro == each - 1,
-            follows=plain[seen : seen + 1] == ["F"],
+            follows=stage == at == 0 and plain[seen : seen + 1] == ["F"],
             behind=behind,
         )
         forward[at] += kind == "F"
-        behind = behind if kind == "F" else (kind, at)
+        behind = (kind, groups[at]) if moves and kind != "F" else behind
+
+
+def _passes(count: int, each: int) -> int:
+    """So many passes of a step, as `Turn.before` has them."""
+    return ALL if count == each else min(count, SEVERAL)
+
+
+def _by_group(
+    numbers: Sequence[int], groups: tuple[int, ...], joined: Callable[[list[int]], T]
+) -> tuple[T, ...]:
+    """Numbers of chunks, joined in each group."""
+    found: list[list[int]] = [[] for _ in range(max(groups) + 1)]
+    for n, group in zip(numbers, groups, strict=True):
+        found[group].append(n)
+    return tuple(map(joined, found))
+
+
+def _levels(passes: list[int]) -> tuple[int, int, int]:
+    return passes.count(1), passes.count(SEVERAL), passes.count(ALL)

@@ -20,19 +20,20 @@ and the next one's are gathered.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from operator import mul
 from typing import NamedTuple
 
 from ranvier.layers import Flow
 from ranvier.pipeline.balance import ranges
 from ranvier.pipeline.policy import Message, Order, Shape
-from ranvier.pipeline.turns import ALL, SEVERAL, Turn, turns, usual
-from ranvier.plan import Plan
-from ranvier.planner.kept import Kept, Loss, kept, later, loss, stream_bytes
+from ranvier.pipeline.turns import ALL, SEVERAL, Kinds, Turn, turns, usual
+from ranvier.plan import Plan, Recompute
+from ranvier.planner.kept import WIDE, Kept, Loss, kept, later, loss, stream_bytes
 from ranvier.planner.leaves import Model, Part
-from ranvier.planner.moves import Spot, Stage, cut, layers_of, policy_of
+from ranvier.planner.moves import KEPT, Spot, Stage, cut, layers_of, policy_of
 from ranvier.planner.weights import Weights
 from ranvier.products import Scores
 
@@ -67,10 +68,10 @@ class Chunk:
 
     whole: int
     """By all its blocks, and angles."""
+    blocks: tuple[tuple[str, int], ...]
+    """Names of its kinds of blocks, and how many of each."""
     count: int
     """Blocks."""
-    elements: int
-    """Of the gradients of all of them."""
     rest: int
     """What is kept once all but the largest have had their turn."""
     top: Kept | None
@@ -95,7 +96,12 @@ class Load:
     """What is there in all turns of a stage, but for the turn."""
 
     own: Weights
+    groups: tuple[int, ...]
+    """The group of each chunk."""
     chunks: tuple[Chunk, ...]
+    """One of each group."""
+    elements: tuple[int, ...]
+    """Of the gradients of the blocks of each."""
     plan: Plan
     stream: int
     rows: int
@@ -107,10 +113,12 @@ class Load:
     head: Loss | None
     """The head, if it is here."""
 
-    @property
-    def depth(self) -> int:
-        """Ranks among which gradients of split weights are divided."""
-        return self.plan.depth
+    @cached_property
+    def levels(self) -> tuple[tuple[int, int, int], ...]:
+        """Bytes of the gradients of a chunk of each group after 1, SEVERAL and ALL passes."""
+        return tuple(
+            (self.made(n, 1), self.made(n, SEVERAL), self.made(n, ALL)) for n in self.elements
+        )
 
     @property
     def several(self) -> bool:
@@ -130,16 +138,15 @@ class Load:
         narrow, wide = elements * own.own, elements * own.wide
         if made == 0:
             return 0
-        if made == ALL and own.data > 1 and not (self.split and len(self.chunks) > 1):
+        if made == ALL and own.data > 1 and not (self.split and len(self.groups) > 1):
             return wide + wide // own.data  # what is reduced stays until that is waited for
         several = made == SEVERAL or (made == ALL and self.several)
         return wide if own.split or several else narrow
 
     def grown(self, turn: Turn, elements: int) -> int:
         """By how much those of the chunk whose turn it is grow in it."""
-        made = turn.made[turn.chunk]
-        after = self.made(elements, ALL if turn.last else min(made + 1, SEVERAL))
-        return after - self.made(elements, made)
+        after = self.made(elements, ALL if turn.last else min(turn.before + 1, SEVERAL))
+        return after - self.made(elements, turn.before)
 
     def outside(self, turn: Turn) -> int:
         """Bytes of gradients outside of blocks that earlier passes have left."""
@@ -158,13 +165,13 @@ class Load:
     def gradients(self, turn: Turn) -> int:
         """Bytes of gradients that earlier passes have left."""
         found = self.outside(turn)
-        for one, made in zip(self.chunks, turn.made, strict=True):
-            found += self.made(one.elements, made) if made else 0
+        for sizes, counts in zip(self.levels, turn.made, strict=True):
+            found += sum(map(mul, sizes, counts))
         return found
 
     def under_way(self, full: int) -> int:
         """Bytes of a reduction over depth of so many: what goes in and what comes out."""
-        return full + full // self.depth
+        return full + full // self.plan.depth
 
     def behind(self, turn: Turn) -> int:
         """Bytes of the last reduction of the turn before."""
@@ -191,18 +198,32 @@ class Load:
         return self.own.late if made else 0
 
 
+class Now(NamedTuple):
+    """A turn of a stage, and how much is there beside it."""
+
+    turn: Turn
+    others: int
+    """Bytes of micro-batches that wait."""
+    gradients: int
+    """Bytes that earlier passes have left."""
+    chunk: Chunk
+    elements: int
+    """Of the gradients of its blocks."""
+
+
 def peaks(model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how: How) -> list[Peak]:
     """The moments at which most may be there."""
     load = _load(model, plan, flow, stage, own, how)
     found = [*_at_the_end(load)]
-    for turn in _fullest(load, _turns(model, plan, flow.seq, stage, how.simulated)):
-        scores = turn.chunk == plan.chunks - 1 if load.spread else load.chunks[turn.chunk].leaves
-        if turn.kind == "F" and load.head is not None and scores:
-            found.append(_in_the_loss(load, turn, load.head, flow))
-        elif turn.kind == "B":
-            found += _backward(load, turn)
-        elif turn.kind == "W":
-            found.append(_later(load, turn))
+    for now in _fullest(load, _turns(model, flow.seq, stage, load, how.simulated)):
+        kind = now.turn.kind
+        scores = now.turn.group == load.groups[-1] if load.spread else now.chunk.leaves
+        if kind == "F" and load.head is not None and scores:
+            found.append(_in_the_loss(load, now, load.head, flow))
+        elif kind == "B":
+            found += _backward(load, now)
+        elif kind == "W":
+            found.append(_later(load, now))
     if plan.gathered == "keep":  # what is kept gathered is there until the update
         found = [
             one._replace(gathered=max(one.gathered, own.whole)) if one.where != UPDATE else one
@@ -211,105 +232,116 @@ def peaks(model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how:
     return found
 
 
-def _fullest(load: Load, turns: Iterable[Turn]) -> list[Turn]:
+def _fullest(load: Load, kinds: Kinds) -> Iterator[Now]:
     """Of turns that differ in what waits and is added up beside them only, the one with most."""
-    found = dict[tuple[object, ...], tuple[int, Turn]]()
-    final = len(load.chunks) - 1
-    for turn in turns:
-        at, behind = turn.chunk, turn.behind
-        if turn.kind == "F" and load.head is None:
+    for turns in kinds:
+        if turns[0].kind == "F" and load.head is None:
             continue
-        key = (
-            turn.kind,
-            id(load.chunks[at]),
-            at == final,
-            turn.last,
-            turn.follows,
-            turn.made[at],
-            turn.back[at],
-            any(turn.back),
-            behind and (behind[0], id(load.chunks[behind[1]])),
-        )
-        most = load.others(turn) + load.gradients(turn)
-        if key not in found or most > found[key][0]:
-            found[key] = most, turn
-    return [turn for _, turn in found.values()]
+        much = [(load.others(turn), load.gradients(turn)) for turn in turns]
+        at = max(range(len(turns)), key=lambda i: sum(much[i])) if len(turns) > 1 else 0
+        group = turns[at].group
+        yield Now(turns[at], *much[at], load.chunks[group], load.elements[group])
 
 
 UPDATE = "in the update"
 
 
-def _turns(model: Model, plan: Plan, seq: int, stage: Stage, simulated: bool) -> tuple[Turn, ...]:
+def _turns(model: Model, seq: int, stage: Stage, load: Load, simulated: bool) -> Kinds:
     """The turns of a stage."""
+    plan, index, groups = load.plan, stage.seat.index, load.groups
+    moves = load.own.split
     if plan.pipe == 1 or not simulated:
-        return usual(plan.pipe, plan.micro_batches, plan.chunks, stage.seat.index)
+        return usual(plan.pipe, plan.micro_batches, plan.chunks, index, groups, moves)
     policy = policy_of(model, plan, seq)
     assert isinstance(policy, Message | Order), policy
     shape = Shape(plan.pipe, plan.micro_batches, plan.chunks, policy.split)
-    return turns(policy, shape, stage.seat.index)
+    return turns(policy, shape, index, groups, moves)
 
 
 def _load(model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how: How) -> Load:
-    inside, seat = Spot.of(plan).inside, stage.seat
-    stream = stream_bytes(model, inside, flow)
-    every = ranges(cut(model, plan, flow.seq), len(model.order))
-    mine = every[seat.index :: seat.count] if plan.pipe > 1 else [slice(0, len(model.order))]
-    alike = dict[tuple[int, ...], Chunk]()  # most chunks are as the one before
-    chunks = []
-    for one in mine:
-        parts, first = model.order[one], one.start == 0
-        key = (first, *map(id, parts))
-        if key not in alike:
-            alike[key] = _chunk(model, plan, flow, parts, own, how, first=first)
-        chunks.append(alike[key])
-    outside = [part for part, _ in stage.here if not part.is_block]
-    head = next((one for part in outside for one in _scores(model, part, inside)), None)
-    spread = plan.spread and plan.pipe > 1
-    split = plan.pipe > 1 and how.simulated and policy_of(model, plan, flow.seq).split
+    inside, spread = Spot.of(plan).inside, plan.spread and plan.pipe > 1
+    firsts, head = cut(model, plan, flow.seq), own.head * own.wide
+    groups, chunks = _chunks(model, stage, firsts, inside, flow, plan.recompute, how, head)
+    sizes = dict(own.each)
+    scores = _scores(model, tuple(part for part, _ in stage.here), inside)
     return Load(
         own,
-        tuple(chunks),
+        groups,
+        chunks,
+        tuple(sum(n * sizes.get(name, 0) for name, n in one.blocks) for one in chunks),
         plan,
-        stream,
+        stream := stream_bytes(model, inside, flow),
         rows=plan.micro_batches * stream if spread else 0,
         spread=spread,
-        split=split,
-        head=None if head is None else loss(head, flow, own.head * own.wide),
+        split=plan.pipe > 1 and how.simulated and policy_of(model, plan, flow.seq).split,
+        head=None if scores is None else loss(scores, flow, head),
     )
 
 
-def _scores(model: Model, part: Part, inside: Spot) -> list[Scores]:
-    return [one for one in layers_of(model, part, inside) if isinstance(one, Scores)]
+@lru_cache(KEPT)
+def _scores(model: Model, parts: tuple[Part, ...], inside: Spot) -> Scores | None:
+    """The head, if it is among these parts."""
+    outside = [part for part in parts if not part.is_block]
+    layers = (one for part in outside for one in layers_of(model, part, inside))
+    return next((one for one in layers if isinstance(one, Scores)), None)
 
 
+@lru_cache(KEPT)
+def _chunks(
+    model: Model,
+    stage: Stage,
+    firsts: tuple[int, ...],
+    inside: Spot,
+    flow: Flow,
+    kind: Recompute,
+    how: How,
+    head: int,
+) -> tuple[tuple[int, ...], tuple[Chunk, ...]]:
+    """The group of each chunk of a stage, and one chunk of each group.
+
+    Chunks of the same parts are alike, but for the last where each stage computes losses there.
+    """
+    count, order = stage.seat.count, model.order
+    mine = ranges(firsts, len(order))[stage.seat.index :: count] if count > 1 else [slice(None)]
+    spread, keys = stage.seat.spread and count > 1, list[tuple[object, ...]]()
+    found = dict[tuple[object, ...], Chunk]()
+    for i, one in enumerate(mine):
+        parts, first = order[one], not one.start
+        keys.append((first, parts, spread and i == len(mine) - 1))
+        if keys[-1] not in found:
+            found[keys[-1]] = _chunk(model, parts, first, inside, flow, kind, how, head, spread)
+    places = {key: i for i, key in enumerate(found)}
+    return tuple(places[key] for key in keys), tuple(found.values())
+
+
+@lru_cache(KEPT)
 def _chunk(
     model: Model,
-    plan: Plan,
-    flow: Flow,
-    parts: Sequence[Part],
-    own: Weights,
-    how: How,
-    *,
+    parts: tuple[Part, ...],
     first: bool,
+    inside: Spot,
+    flow: Flow,
+    kind: Recompute,
+    how: How,
+    head: int,
+    spread: bool,
 ) -> Chunk:
-    """What some parts keep of a micro-batch."""
-    inside, kind = Spot.of(plan).inside, plan.recompute
-    stream, wide = stream_bytes(model, inside, flow), own.wide // flow.itemsize
+    """What some parts keep of a micro-batch. head: bytes of the head's gradient."""
+    stream = stream_bytes(model, inside, flow)
+    wide = max(flow.itemsize, WIDE) // flow.itemsize
     blocks = Counter(part for part in parts if part.is_block)
     found = {part: kept(model, part, inside, flow, how.compiled) for part in blocks}
     angles = flow.seq * 2 * model.head_dim * flow.itemsize if blocks else 0
-    leaves = any(_scores(model, part, inside) for part in parts if not part.is_block)
-    spread = plan.spread and plan.pipe > 1
-    comes, made = not first or spread, 0 if spread else own.head * own.wide
+    leaves = _scores(model, parts, inside) is not None
+    comes, made = not first or spread, 0 if spread else head
     shared = blocks and (kind != "none" or how.compiled or wide == 1)
     whole = angles + sum(n * found[part].of(kind, keeps=how.keeps) for part, n in blocks.items())
     top = max(found.values(), key=lambda one: one.none, default=None)
     every = sum(n * found[part].of(kind) for part, n in blocks.items())
-    sizes = dict(own.each)
     return Chunk(
         whole,
+        tuple((part.name, n) for part, n in blocks.items()),
         blocks.total(),
-        sum(n * sizes.get(part.name, 0) for part, n in blocks.items()),
         whole - every + (top.of(kind) if top else 0),
         top,
         first,
@@ -320,58 +352,58 @@ def _chunk(
     )
 
 
-def _in_the_loss(load: Load, turn: Turn, head: Loss, flow: Flow) -> Peak:
+def _in_the_loss(load: Load, now: Now, head: Loss, flow: Flow) -> Peak:
     """While logits are computed.
 
     Beside the head's weights those that come next are gathered: of a block, or once more its own.
     """
-    own, one = load.own, load.chunks[turn.chunk]
+    own, one, turn = load.own, now.chunk, now.turn
     mine = own.head * own.own
     once = turn.last or load.plan.gathered == "keep"
     near = mine + (own.gathered or mine * (not once)) if own.split else 0
-    acts = load.others(turn) + head.rows + head.moment
+    acts = now.others + head.rows + head.moment
     if load.spread:
         acts += one.held + load.stream
     else:
         acts += one.whole + one.x + load.stream * (2 + 2 * own.wide // flow.itemsize)
     moving = load.behind(turn) + load.late(turn)
-    return Peak("in the loss", load.gradients(turn), acts, near, head.logits, moving)
+    return Peak("in the loss", now.gradients, acts, near, head.logits, moving)
 
 
-def _backward(load: Load, turn: Turn) -> Iterator[Peak]:
+def _backward(load: Load, now: Now) -> Iterator[Peak]:
     """While a chunk runs backward."""
-    one = load.chunks[turn.chunk]
+    one = now.chunk
     if one.leaves and load.own.head and not load.spread:
-        yield _behind_the_loss(load, turn)
+        yield _behind_the_loss(load, now)
     if one.top is not None:
-        yield from _in_blocks(load, turn, one, one.top)
+        yield from _in_blocks(load, now, one.top)
     if one.enters:
-        yield _leaving(load, turn, one)
+        yield _leaving(load, now)
 
 
-def _behind_the_loss(load: Load, turn: Turn) -> Peak:
+def _behind_the_loss(load: Load, now: Now) -> Peak:
     """While the gradient of the head is taken over: it is added to that of earlier passes."""
-    own, one = load.own, load.chunks[turn.chunk]
-    made, grads = own.head * own.wide, load.gradients(turn)
-    acts = load.others(turn) + one.held + load.stream
+    own, one, turn = load.own, now.chunk, now.turn
+    made, grads = own.head * own.wide, now.gradients
+    acts = now.others + one.held + load.stream
     if not own.split:
-        grads += made if turn.back[turn.chunk] else 0
+        grads += made if turn.back[turn.group] else 0
         return Peak("behind the loss", grads, acts)
     mine = own.head * own.own if load.plan.pipe == 1 else 0
     full = max(made, own.late) + made * own.padded + load.behind(turn)
     return Peak("behind the loss", grads, acts, own.gathered + mine, 0, full)
 
 
-def _in_blocks(load: Load, turn: Turn, one: Chunk, top: Kept) -> Iterator[Peak]:
+def _in_blocks(load: Load, now: Now, top: Kept) -> Iterator[Peak]:
     """While the last block of a chunk runs backward, and while the first does."""
-    own, kind = load.own, load.plan.recompute
+    own, one, turn, kind = load.own, now.chunk, now.turn, load.plan.recompute
     leaves = one.leaves and not load.spread
-    new = leaves and not turn.back[turn.chunk]
+    new = leaves and not turn.back[turn.group]
     head = own.head * own.wide if leaves else 0
     each = 0 if own.split or load.split else own.own
     needed, elements = max(top.moments, key=lambda m: m[0] + each * m[1], default=(0, 0))
-    base = load.others(turn) + top.again(kind) + needed + 2 * load.stream + one.x
-    grads, near = load.gradients(turn) + elements * each, 2 * own.gathered
+    base = now.others + top.again(kind) + needed + 2 * load.stream + one.x
+    grads, near = now.gradients + elements * each, 2 * own.gathered
     if own.split:
         before = load.under_way(head) if head and not own.late else load.behind(turn)
         moving = (0 if load.split else own.full) + before + max(load.late(turn), own.late * new)
@@ -382,10 +414,10 @@ def _in_blocks(load: Load, turn: Turn, one: Chunk, top: Kept) -> Iterator[Peak]:
     if load.split:  # what later gradients need has come in place of what was kept
         rest = max(rest, 0) + one.waits * (one.count - 1) // one.count
         yield Peak("in the first block, backward", grads, base + rest, near, 0, moving)
-        ends = load.others(turn) + one.waits + top.entry + 2 * load.stream + one.x
+        ends = now.others + one.waits + top.entry + 2 * load.stream + one.x
         yield Peak("behind the first block", grads, ends, near, 0, moving)
         return
-    grads += load.grown(turn, max(one.elements - own.block, 0))
+    grads += load.grown(turn, max(now.elements - own.block, 0))
     if own.split:
         before = load.under_way(own.full) if one.count > 1 else before
         moving = own.full + before + max(load.late(turn), own.late * leaves)
@@ -395,13 +427,12 @@ def _in_blocks(load: Load, turn: Turn, one: Chunk, top: Kept) -> Iterator[Peak]:
     yield Peak("in the first block, backward", grads, base + max(rest, 0), near, 0, moving)
 
 
-def _leaving(load: Load, turn: Turn, one: Chunk) -> Peak:
+def _leaving(load: Load, now: Now) -> Peak:
     """While the embedding's gradient is made."""
-    own = load.own
-    grads = load.gradients(turn)
+    own, one, turn, grads = load.own, now.chunk, now.turn, now.gradients
     if not load.split:
-        grads += load.grown(turn, one.elements)
-    back = turn.back[turn.chunk]
+        grads += load.grown(turn, now.elements)
+    back = turn.back[turn.group]
     tied = one.leaves and own.tied  # the head's is there already
     if own.split:
         table = own.table * (own.own * (2 if own.padded else 1) + own.wide)
@@ -411,24 +442,24 @@ def _leaving(load: Load, turn: Turn, one: Chunk) -> Peak:
         widened = back > 0 and not tied and own.own < own.wide
         more += (own.wide if back == 1 else own.own) * widened
         table = own.table * (own.own + more)
-    acts = load.others(turn) + 2 * load.stream + (one.waits if load.split else 0)
+    acts = now.others + 2 * load.stream + (one.waits if load.split else 0)
     before = load.behind(turn) if load.split else load.under_way(own.full)
     moving = before + own.late if own.split else 0
     near = own.gathered + load.first(turn)
     return Peak("at the end of backward", grads + max(table, 0), acts, near, 0, moving)
 
 
-def _later(load: Load, turn: Turn) -> Peak:
+def _later(load: Load, now: Now) -> Peak:
     """While gradients of weights are made that were put off: all they need stays until the end."""
-    own, one = load.own, load.chunks[turn.chunk]
-    grads = load.gradients(turn) + load.grown(turn, one.elements)
+    own, one, turn = load.own, now.chunk, now.turn
+    grads = now.gradients + load.grown(turn, now.elements)
     moving = own.full + load.under_way(own.full) + load.late(turn) if own.split else 0
-    return Peak("in gradients put off", grads, load.others(turn) + one.waits, 0, 0, moving)
+    return Peak("in gradients put off", grads, now.others + one.waits, 0, 0, moving)
 
 
 def _at_the_end(load: Load) -> Iterator[Peak]:
     """In the update."""
-    own, every = load.own, sum(one.elements for one in load.chunks)
+    own, every = load.own, sum(load.elements[group] for group in load.groups)
     trained = every + own.outside
     wide = own.data > 1 or own.split or load.several
     ends = trained * own.wide // own.data if wide else trained * own.own
