@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from ranvier.data.loader import Loader
 from ranvier.grid import Axis, Grid
 from ranvier.models import EXAMPLES, DecoderConfig, decoder
 from ranvier.models.documents import Documents, inside, kernel_takes, packed
-from ranvier.nn import fp8, loss
+from ranvier.nn import attend, fp8, loss
 from ranvier.optim import fused, rules
 from ranvier.optim.early import Early
 from ranvier.optim.moments import BLOCK, Key, Kind, Moments, Which, pack, unpack
@@ -434,6 +435,35 @@ def test_the_cast_to_fp8_equals_its_twin(shape: tuple[int, int]) -> None:
         plain, turned = fp8.cast(x, scale, dtype, True, True)
         assert torch.equal(plain.float(), want) and torch.equal(turned.float(), want.t())
         assert fp8.cast(x, scale, dtype, True, False)[1].numel() == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (37, 50), (3000, 1024)], ids=str)
+def test_the_kernel_of_scales_equals_its_twin(shape: tuple[int, int]) -> None:
+    from ranvier.nn import kernels  # which needs Triton
+
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(shape, device="cuda", dtype=dtype)
+        for factor in (1.0, 0.0, 3e-4, 7e20, math.inf, math.nan):
+            y = x.clone()
+            y[-1, -1] = factor
+            for most in (448.0, 57344.0):
+                scale, inverse = kernels.scales(y, most, fp8.LEAST)
+                want = fp8.power(y.abs().amax().float(), most)
+                torch.testing.assert_close(scale, want, rtol=0, atol=0, equal_nan=True)
+                torch.testing.assert_close(inverse, 1.0 / want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("groups", [4, 2], ids=str)
+def test_attention_in_32_bits_needs_no_scores(groups: int) -> None:
+    sizes = [(2, 256, 4, 64), (2, 256, groups, 64), (2, 256, groups, 64)]
+    q, k, v = (torch.randn(n, device="cuda", requires_grad=True) for n in sizes)
+    assert attend.takes("efficient", q, k, v) and not attend.takes("flash", q, k, v)
+    dy, found = torch.randn(sizes[0], device="cuda"), []
+    for name in ("auto", "efficient"):
+        y = attend.WAYS[name](q, k, v)
+        found.append([y, *torch.autograd.grad(y, (q, k, v), dy)])
+    for twin, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, twin, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])

@@ -3,9 +3,10 @@
 Each way is a plain function of q `[b, s, h, k]` and k, v `[b, s, g, k]` with a result like q, also
 while torch.compile traces it. h is a multiple of g; query heads share keys in order.
 
-    auto    what torch would take
-    cudnn   NVIDIA's library
-    flash   the kernel that torch brings along
+    auto        what torch would take
+    cudnn       NVIDIA's library
+    flash       the kernel that torch brings along
+    efficient   another such kernel, for 32 bits: there torch itself writes all scores
 
 Not handled: documents inside a sample, masks, dropout.
 """
@@ -53,7 +54,20 @@ def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return y.transpose(1, 2)
 
 
-WAYS: dict[str, Attend] = {"auto": auto, "cudnn": cudnn, "flash": flash}
+def efficient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """As `auto`, by torch's kernel for any type; shared keys are copied for each query head."""
+    count = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(count, 2) if count > 1 else x for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
+    # no bias, with what backward needs, no dropout, causal
+    attend = torch.ops.aten._scaled_dot_product_efficient_attention
+    y: Tensor = attend(q, k, v, None, True, 0.0, True)[0]
+    return y.transpose(1, 2)
+
+
+WAYS: dict[str, Attend] = {"auto": auto, "cudnn": cudnn, "flash": flash, "efficient": efficient}
+TYPES = {"cudnn": HALVES, "flash": HALVES, "efficient": (torch.float32,)}
+"""Types that a way is for."""
 
 
 def takes(name: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -61,15 +75,18 @@ def takes(name: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
     if name == "auto":
         return True
     alike = k.shape == v.shape and q.dtype == k.dtype == v.dtype
-    if q.device.type != "cuda" or torch.version.hip or q.dtype not in HALVES or not alike:
+    if q.device.type != "cuda" or torch.version.hip or q.dtype not in TYPES[name] or not alike:
         return False
     if q.shape[-1] % 8 or q.shape[-1] > WIDEST or q.shape[2] % k.shape[2]:
         return False
     if torch.cuda.get_device_capability(q.device) < (8, 0):
         return False
-    # cuDNN adds gradients in any order, and has no way for a single token.
+    if name == "flash":
+        return True
+    # the others add gradients in any order; cuDNN has no way for a single token
     exact = torch.are_deterministic_algorithms_enabled()
-    return name != "cudnn" or (torch.backends.cudnn.is_available() and not exact and q.shape[1] > 1)
+    library = name != "cudnn" or (torch.backends.cudnn.is_available() and q.shape[1] > 1)
+    return library and not exact
 
 
 def way(name: str) -> Attend:

@@ -26,6 +26,8 @@ from ranvier.nn.leaf import applied
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 EVEN = 16
 """What all sizes of a product must be multiples of."""
+LEAST = 2.0**-100
+"""Magnitudes below count as this one."""
 TRITON = launch.triton()
 
 Kind = Literal["tensorwise", "rowwise"]
@@ -69,40 +71,53 @@ class Scaled:
 
     def plain(self, x: Tensor, dtype: torch.dtype) -> Eighth:
         """The matrix as it lies."""
-        scale = self.scale(x, dtype, 1)
+        scale, inverse = self.scales(x, dtype, 1)
         if self.kind == "rowwise":
-            return Eighth(_narrow(x, scale, dtype), 1.0 / scale)
-        return Eighth(cast(x, scale, dtype, True, False)[0], 1.0 / scale)
+            return Eighth(_narrow(x, scale, dtype), inverse)
+        return Eighth(_cast(x, scale, dtype, True, False)[0], inverse)
 
     def turned(self, x: Tensor, dtype: torch.dtype) -> Eighth:
         """The transposed matrix."""
-        scale = self.scale(x, dtype, 0)
+        scale, inverse = self.scales(x, dtype, 0)
         if self.kind == "rowwise":
-            return Eighth(_narrow(x, scale, dtype).t().contiguous(), 1.0 / scale.t())
-        return Eighth(cast(x, scale, dtype, False, True)[1], 1.0 / scale)
+            return Eighth(_narrow(x, scale, dtype).t().contiguous(), inverse.t())
+        return Eighth(_cast(x, scale, dtype, False, True)[1], inverse)
 
     def both(self, x: Tensor, dtype: torch.dtype) -> tuple[Eighth, Eighth]:
         """As it lies, and transposed; in one pass where one scale serves both."""
         if self.kind == "rowwise":
             return self.plain(x, dtype), self.turned(x, dtype)
-        scale = self.scale(x, dtype, 1)
-        values, turned = cast(x, scale, dtype, True, True)
-        return Eighth(values, 1.0 / scale), Eighth(turned, 1.0 / scale)
+        scale, inverse = self.scales(x, dtype, 1)
+        values, turned = _cast(x, scale, dtype, True, True)
+        return Eighth(values, inverse), Eighth(turned, inverse)
 
-    def scale(self, x: Tensor, dtype: torch.dtype, dim: int) -> Tensor:
-        """The power of two that brings the largest magnitude just below the largest number.
+    def scales(self, x: Tensor, dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor]:
+        """The power of two that brings the largest magnitude just below the largest number, and
+        its inverse.
 
         dim: over which rows are as long as the sum of the product; `[]`, or by rows.
         """
+        most = torch.finfo(dtype).max
+        if self.kind == "tensorwise" and _direct(x):
+            from ranvier.nn import kernels
+
+            return kernels.scales(x.contiguous(), most, LEAST)
         largest = x.abs().amax(dim, keepdim=True)
         if self.kind == "tensorwise":
             largest = largest.amax()
-        return power(largest.float(), torch.finfo(dtype).max)
+        scale = power(largest.float(), most)
+        return scale, 1.0 / scale
 
 
 def power(largest: Tensor, most: float) -> Tensor:
     """The largest power of two that keeps `largest` times it at most `most`."""
-    return torch.exp2(torch.floor(torch.log2(most / largest.clamp(min=2.0**-100))))
+    return torch.exp2(torch.floor(torch.log2(most / largest.clamp(min=LEAST))))
+
+
+def _direct(x: Tensor) -> bool:
+    """Whether kernels are called as they are: a compiler fuses what it sees, and needs operations;
+    else each of these is one more call of the host, which then is what takes the time."""
+    return x.device.type == "cuda" and TRITON and not torch.compiler.is_compiling()
 
 
 def _narrow(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -162,6 +177,17 @@ class _Linear(torch.autograd.Function):
 
 
 # ---- one operation for the compiler -----------------------------------------------------
+
+
+def _cast(
+    x: Tensor, scale: Tensor, dtype: torch.dtype, plain: bool, turned: bool
+) -> tuple[Tensor, Tensor]:
+    """As `cast`, past the dispatcher where nothing is compiled."""
+    if _direct(x):
+        from ranvier.nn import kernels
+
+        return kernels.cast(x.contiguous(), scale, dtype, plain=plain, turned=turned)
+    return cast(x, scale, dtype, plain, turned)
 
 
 @torch.library.custom_op("ranvier::cast", mutates_args=())

@@ -82,6 +82,44 @@ def cross_entropy(
 # ---- fp8 --------------------------------------------------------------------------------
 
 
+PARTS = 512
+"""Programs that look for the largest magnitude of a tensor, each in a part of it."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _largest(x, parts, n, PARTS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The largest magnitude of a part, as bits: those of NaN are above all others."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    found = tl.zeros([TILE], dtype=tl.int32)
+    for start in range(0, n, PARTS * TILE):
+        value = tl.load(x + start + at, mask=start + at < n, other=0.0).to(tl.float32)
+        found = tl.maximum(found, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.store(parts + tl.program_id(0), tl.max(found, 0))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _power(parts, both, most, least, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The power of two that brings the largest magnitude just below `most`, and its inverse."""
+    bits = tl.max(tl.load(parts + tl.arange(0, PARTS)), 0)
+    largest = bits.to(tl.float32, bitcast=True)
+    times = tl.div_rn(most, tl.where(largest < least, least, largest))
+    exponent = (
+        times.to(tl.int32, bitcast=True) & 0x7F800000
+    )  # of the largest power that is not above
+    scale = tl.where(times == times, exponent.to(tl.float32, bitcast=True), times)
+    tl.store(both, scale)
+    tl.store(both + 1, tl.div_rn(1.0, scale))
+
+
+def scales(x: Tensor, most: float, least: float) -> tuple[Tensor, Tensor]:
+    """The scale `[]` of a contiguous x as of `fp8.power`, and its inverse `[]`."""
+    parts = torch.empty(PARTS, dtype=torch.int32, device=x.device)
+    both = torch.empty(2, dtype=torch.float32, device=x.device)
+    _largest[(PARTS,)](x, parts, x.numel(), PARTS=PARTS, TILE=2048, num_warps=8)
+    _power[(1,)](parts, both, most, least, PARTS=PARTS, num_warps=4)
+    return both[0], both[1]
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _cast(  # type: ignore[no-untyped-def]
     x, stride, scale, plain, turned, rows, columns, largest,

@@ -210,7 +210,7 @@ class Gauge:
     ) -> Iterator[tuple[str, tuple[int, int, int], float]]:
         x, w, dy = noise([(t, i), (o, i), (t, o)], DTYPES.get(kind, torch.bfloat16), self.device)
         forward, into, weight = (t, o, i), (t, i, o), (o, i, t)
-        if kind != "fp8":
+        if kind in DTYPES:
             yield "y", forward, self.seconds(lambda: x @ w.t())
             yield "dx", into, self.seconds(lambda: dy @ w)
             yield "dw", weight, self.seconds(lambda: dy.t() @ x)
@@ -228,7 +228,7 @@ class Gauge:
             return
         one = fp8.Scaled("tensorwise")
         (x,) = noise([(16384, 4096)], torch.bfloat16, self.device)
-        yield self.rate("scale", x.nbytes / self.seconds(lambda: one.scale(x, fp8.E4M3, 1)))
+        yield self.rate("scale", x.nbytes / self.seconds(lambda: one.scales(x, fp8.E4M3, 1)))
         yield self.rate("cast", x.nbytes / self.seconds(lambda: one.plain(x, fp8.E4M3)))
         yield self.rate("both", x.nbytes / self.seconds(lambda: one.both(x, fp8.E4M3)))
 

@@ -87,6 +87,8 @@ class Times:
     launch: float
     """Starting the kernels of the forward pass: beside their work, or in turn with it."""
     serial: bool = False
+    unneeded: float = 0.0
+    """Of `products`, what a second forward pass leaves out: nothing needs the block's result."""
 
     @property
     def forward(self) -> float:
@@ -269,7 +271,17 @@ def block(part: Part, device: Device, setup: Setup, runtime: Runtime) -> Times:
         between_back=back,
         launch=_launch(device, setup, runtime),
         serial=setup.serial,
+        unneeded=_unneeded(part, device, setup, runtime),
     )
+
+
+def _unneeded(part: Part, device: Device, setup: Setup, runtime: Runtime) -> float:
+    """Seconds of the last product, which a graph of ours does not compute again."""
+    if not setup.compiled or runtime.name != OURS.name or part.find("mixture"):
+        return 0.0
+    out, into = linears(part, setup)[-1]
+    kind = _kind(device, setup, runtime)
+    return product(device, setup.tokens, out, into, kind, "y", setup.ranks)
 
 
 def _kind(device: Device, setup: Setup, runtime: Runtime) -> str:
