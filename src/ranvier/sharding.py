@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ranvier.errors import ShardingError
@@ -377,7 +378,7 @@ class Sharding:
         cut = (any(cut.axis == "depth" for cut in of_dim) for of_dim in self.cuts)
         return next((dim for dim, here in enumerate(cut) if here), 0)
 
-    @property
+    @cached_property
     def axes(self) -> frozenset[str]:
         """Axes whose ranks hold different parts, at least in groups."""
         return frozenset(cut.axis for of_dim in self.cuts for cut in of_dim)

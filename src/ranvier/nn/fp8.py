@@ -187,7 +187,8 @@ def _cast(
         from ranvier.nn import kernels
 
         return kernels.cast(x.contiguous(), scale, dtype, plain=plain, turned=turned)
-    return cast(x, scale, dtype, plain, turned)
+    both: tuple[Tensor, Tensor] = cast(x, scale, dtype, plain, turned)
+    return both
 
 
 @torch.library.custom_op("ranvier::cast", mutates_args=())

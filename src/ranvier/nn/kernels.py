@@ -103,9 +103,7 @@ def _power(parts, both, most, least, PARTS: tl.constexpr):  # type: ignore[no-un
     bits = tl.max(tl.load(parts + tl.arange(0, PARTS)), 0)
     largest = bits.to(tl.float32, bitcast=True)
     times = tl.div_rn(most, tl.where(largest < least, least, largest))
-    exponent = (
-        times.to(tl.int32, bitcast=True) & 0x7F800000
-    )  # of the largest power that is not above
+    exponent = times.to(tl.int32, bitcast=True) & 0x7F800000  # of a power of two
     scale = tl.where(times == times, exponent.to(tl.float32, bitcast=True), times)
     tl.store(both, scale)
     tl.store(both + 1, tl.div_rn(1.0, scale))

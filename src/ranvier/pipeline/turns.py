@@ -89,19 +89,22 @@ class Turn(NamedTuple):
     back: tuple[int, ...]
     """By group, the most passes whose backward has been, as numbers of `before`: they have added to
     the gradients of embedding and head, whose chunks are alone in their groups."""
+    passed: int
+    """The same of its own chunk, if embedding or head are there."""
     last: bool
     """Whether it is the last of its kind and chunk."""
     follows: bool
     """Whether a forward pass follows, if the embedding is here."""
+    begun: bool
+    """Whether any backward has been, if gradients move between turns."""
     behind: tuple[Kind, int] | None
-    """Kind and group of the turn that made gradients of weights last: they are on their way; None
-    where they do not move."""
+    """Kind and group of the turn that made gradients of weights last, likewise."""
 
     @property
     def alike(self) -> tuple[object, ...]:
         """What decides, besides how much is there, what comes in a turn."""
-        passed = self.back[self.group], any(self.back)
-        return self.kind, self.group, self.last, self.follows, self.behind, passed
+        own = self.kind, self.group, self.passed, self.last
+        return *own, self.follows, self.begun, self.behind
 
     @property
     def much(self) -> tuple[int, ...]:
@@ -125,7 +128,6 @@ def turns(
     return _most(_turns(jobs_of(policy, shape, stage), shape, stage, groups, moves))
 
 
-@lru_cache(1 << 14)
 def usual(
     stages: int, micro_batches: int, chunks: int, stage: int, groups: tuple[int, ...], moves: bool
 ) -> Kinds:
@@ -134,7 +136,11 @@ def usual(
     More micro-batches than three rounds bring no other turns.
     """
     rounds = micro_batches % stages + 3 * stages if stages > 1 else ALL
-    shape = Shape(stages, min(micro_batches, rounds), chunks)
+    return _usual(Shape(stages, min(micro_batches, rounds), chunks), stage, groups, moves)
+
+
+@lru_cache(1 << 14)
+def _usual(shape: Shape, stage: int, groups: tuple[int, ...], moves: bool) -> Kinds:
     jobs = orders.interleaved(shape).jobs[stage]
     return _most(_turns(jobs, shape, stage, groups, moves))
 
@@ -164,6 +170,7 @@ def _turns(
 ) -> Iterator[Turn]:
     """One turn for each job."""
     each, final = shape.micro_batches, "W" if shape.split else "B"
+    ends = (0, 0), (shape.stages - 1, shape.chunks - 1)
     forward, backward, weights = ([0] * shape.chunks for _ in range(3))
     behind: tuple[Kind, int] | None = None
     row = [*jobs]
@@ -186,8 +193,10 @@ def _turns(
             late=_by_group(late, groups, sum),
             made=_by_group(made, groups, _levels),
             back=_by_group(back, groups, max),
+            passed=back[at] if (stage, at) in ends else 0,
             last=job.micro == each - 1,
             follows=stage == at == 0 and plain[seen : seen + 1] == ["F"],
+            begun=moves and any(back),
             behind=behind,
         )
         forward[at] += kind == "F"

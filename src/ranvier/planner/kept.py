@@ -59,10 +59,13 @@ class Kept:
 
 
 @lru_cache(KEPT)
-def kept(model: Model, part: Part, spot: Spot, flow: Flow, compiled: bool = False) -> Kept:
+def kept(
+    model: Model, part: Part, spot: Spot, flow: Flow, compiled: bool = False, fp8: bool = False
+) -> Kept:
     """The activations of a block; spot: its `inside`.
 
-    compiled: norms keep their input as it came, and a gate is activated again.
+    compiled: norms keep their input as it came, a gate is activated again, and the last product's
+    result, which nobody reads backward, is not kept. fp8: products of a graph are in 8 bits.
     """
     pairs = [*zip(part.leaves, layers_of(model, part, spot), strict=True)]
     item, stream = flow.itemsize, stream_bytes(model, spot, flow)
@@ -86,8 +89,22 @@ def kept(model: Model, part: Part, spot: Spot, flow: Flow, compiled: bool = Fals
     first = next((layer for _, layer in pairs if isinstance(layer, Product)), None)
     entry = 0 if first is None else _needed(first, flow) - _put_off(first, flow)
     shared = min(attended + _shared(model, pairs, flow, inside) + mine.shared, none)
+    products = [layer for _, layer in pairs if isinstance(layer, Product)]
+    if compiled and mine is NOTHING:
+        made -= sum(one.made(flow) for one in products[-1].factors) * item
+        none += _eighths(products, flow) if fp8 else 0
     results = stream + made + attended + mine.made
     return Kept(none, results, stream, (some, every), moments, entry, shared)
+
+
+def _eighths(products: list[Product], flow: Flow) -> int:
+    """Bytes that a graph keeps more of what products in 8 bits read.
+
+    The last one's is kept in 8 bits only; attention's result both ways, since it needs it, too.
+    """
+    into = [layer for layer in products if layer.factors[0].into == "heads"]
+    found = sum(read(layer, flow) for layer in into) - read(products[-1], flow)
+    return found // flow.itemsize
 
 
 def _mixture(pairs: list[tuple[Leaf, Layer]], flow: Flow, inside: int, *, reads: bool) -> Mixed:
@@ -259,6 +276,7 @@ class Loss:
     """Most besides, of statistics, a chunk's part of dx, or the gradient of the weight."""
 
 
+@lru_cache(KEPT)
 def loss(layer: Scores, flow: Flow, gradient: int) -> Loss:
     """The bytes of a head. gradient: of its weight, as it is added up."""
     chunk, ranks = layer.chunk_bytes(flow), layer.scatters.size

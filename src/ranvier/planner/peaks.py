@@ -33,7 +33,7 @@ from ranvier.pipeline.turns import ALL, SEVERAL, Kinds, Turn, turns, usual
 from ranvier.plan import Plan, Recompute
 from ranvier.planner.kept import WIDE, Kept, Loss, kept, later, loss, stream_bytes
 from ranvier.planner.leaves import Model, Part
-from ranvier.planner.moves import KEPT, Spot, Stage, cut, layers_of, policy_of
+from ranvier.planner.moves import KEPT, Spot, Stage, layers_of, policy_of
 from ranvier.planner.weights import Weights
 from ranvier.products import Scores
 
@@ -59,6 +59,7 @@ class How(NamedTuple):
 
     keeps: bool
     compiled: bool
+    fp8: bool
     simulated: bool
 
 
@@ -194,7 +195,7 @@ class Load:
 
     def late(self, turn: Turn) -> int:
         """Bytes of gathered gradients that wait for the end of the step."""
-        made = any(turn.back) or (self.spread and turn.kind != "F")
+        made = turn.begun or (self.spread and turn.kind != "F")
         return self.own.late if made else 0
 
 
@@ -211,9 +212,18 @@ class Now(NamedTuple):
     """Of the gradients of its blocks."""
 
 
-def peaks(model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how: How) -> list[Peak]:
-    """The moments at which most may be there."""
-    load = _load(model, plan, flow, stage, own, how)
+def peaks(
+    model: Model,
+    plan: Plan,
+    flow: Flow,
+    spot: Spot,
+    firsts: tuple[int, ...],
+    stage: Stage,
+    own: Weights,
+    how: How,
+) -> list[Peak]:
+    """The moments at which most may be there. firsts: as of `moves.cut`."""
+    load = _load(model, plan, flow, spot.inside, firsts, stage, own, how)
     found = [*_at_the_end(load)]
     for now in _fullest(load, _turns(model, flow.seq, stage, load, how.simulated)):
         kind = now.turn.kind
@@ -234,13 +244,13 @@ def peaks(model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how:
 
 def _fullest(load: Load, kinds: Kinds) -> Iterator[Now]:
     """Of turns that differ in what waits and is added up beside them only, the one with most."""
-    for turns in kinds:
-        if turns[0].kind == "F" and load.head is None:
+    for alike in kinds:
+        first = alike[0]
+        if first.kind == "F" and load.head is None:
             continue
-        much = [(load.others(turn), load.gradients(turn)) for turn in turns]
-        at = max(range(len(turns)), key=lambda i: sum(much[i])) if len(turns) > 1 else 0
-        group = turns[at].group
-        yield Now(turns[at], *much[at], load.chunks[group], load.elements[group])
+        much = [(load.others(turn), load.gradients(turn)) for turn in alike]
+        at = max(range(len(alike)), key=lambda i: sum(much[i])) if len(alike) > 1 else 0
+        yield Now(alike[at], *much[at], load.chunks[first.group], load.elements[first.group])
 
 
 UPDATE = "in the update"
@@ -258,12 +268,20 @@ def _turns(model: Model, seq: int, stage: Stage, load: Load, simulated: bool) ->
     return turns(policy, shape, index, groups, moves)
 
 
-def _load(model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how: How) -> Load:
-    inside, spread = Spot.of(plan).inside, plan.spread and plan.pipe > 1
-    firsts, head = cut(model, plan, flow.seq), own.head * own.wide
+def _load(
+    model: Model,
+    plan: Plan,
+    flow: Flow,
+    inside: Spot,
+    firsts: tuple[int, ...],
+    stage: Stage,
+    own: Weights,
+    how: How,
+) -> Load:
+    spread, head = plan.spread and plan.pipe > 1, own.head * own.wide
     groups, chunks = _chunks(model, stage, firsts, inside, flow, plan.recompute, how, head)
     sizes = dict(own.each)
-    scores = _scores(model, tuple(part for part, _ in stage.here), inside)
+    scores = _scores(model, stage.order, inside)
     return Load(
         own,
         groups,
@@ -330,7 +348,7 @@ def _chunk(
     stream = stream_bytes(model, inside, flow)
     wide = max(flow.itemsize, WIDE) // flow.itemsize
     blocks = Counter(part for part in parts if part.is_block)
-    found = {part: kept(model, part, inside, flow, how.compiled) for part in blocks}
+    found = {part: kept(model, part, inside, flow, how.compiled, how.fp8) for part in blocks}
     angles = flow.seq * 2 * model.head_dim * flow.itemsize if blocks else 0
     leaves = _scores(model, parts, inside) is not None
     comes, made = not first or spread, 0 if spread else head
@@ -387,7 +405,7 @@ def _behind_the_loss(load: Load, now: Now) -> Peak:
     made, grads = own.head * own.wide, now.gradients
     acts = now.others + one.held + load.stream
     if not own.split:
-        grads += made if turn.back[turn.group] else 0
+        grads += made if turn.passed else 0
         return Peak("behind the loss", grads, acts)
     mine = own.head * own.own if load.plan.pipe == 1 else 0
     full = max(made, own.late) + made * own.padded + load.behind(turn)
@@ -398,7 +416,7 @@ def _in_blocks(load: Load, now: Now, top: Kept) -> Iterator[Peak]:
     """While the last block of a chunk runs backward, and while the first does."""
     own, one, turn, kind = load.own, now.chunk, now.turn, load.plan.recompute
     leaves = one.leaves and not load.spread
-    new = leaves and not turn.back[turn.group]
+    new = leaves and not turn.passed
     head = own.head * own.wide if leaves else 0
     each = 0 if own.split or load.split else own.own
     needed, elements = max(top.moments, key=lambda m: m[0] + each * m[1], default=(0, 0))
@@ -432,7 +450,7 @@ def _leaving(load: Load, now: Now) -> Peak:
     own, one, turn, grads = load.own, now.chunk, now.turn, now.gradients
     if not load.split:
         grads += load.grown(turn, now.elements)
-    back = turn.back[turn.group]
+    back = turn.passed
     tied = one.leaves and own.tied  # the head's is there already
     if own.split:
         table = own.table * (own.own * (2 if own.padded else 1) + own.wide)

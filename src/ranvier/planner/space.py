@@ -12,9 +12,9 @@ from ranvier.layers import Flow
 from ranvier.plan import Plan
 from ranvier.planner.leaves import Model, Part
 from ranvier.planner.moves import KEPT, Spot, cut, stage_of
-from ranvier.planner.peaks import How, peaks
+from ranvier.planner.peaks import How, Peak, peaks
 from ranvier.planner.table import Table
-from ranvier.planner.weights import Moments, weights_of
+from ranvier.planner.weights import Moments, Weights, weights_of
 
 
 def space(
@@ -27,25 +27,27 @@ def space(
     moments: Moments = "master",
     keeps: bool = False,
     compiled: bool = False,
+    fp8: bool = False,
     simulated: bool = True,
 ) -> Table:
     """Bytes by category of a rank of a stage, of a settled plan; stage: None is the worst one.
 
-    keeps: blocks that compute again keep what they communicated. simulated: the policy of a
-    pipeline says what is under way; else 1F1B does.
+    keeps: blocks that compute again keep what they communicated. fp8: products are in 8 bits.
+    simulated: the policy of a pipeline says what is under way; else 1F1B does.
     """
-    how = How(keeps, compiled, simulated)
+    how, spot = How(keeps, compiled, fp8, simulated), Spot.of(plan)
     firsts = cut(model, plan, flow.seq)
-    if stage is None:
-        tables = [
-            space(model, plan, flow, stage=i, states=states, moments=moments, **how._asdict())
-            for i in fullest(model, plan.pipe, plan.chunks, firsts, plan.spread)
-        ]
-        return max(tables, key=lambda one: one.total)
-    spot = Spot.of(plan)
-    here = stage_of(model, stage, plan.pipe, plan.chunks, firsts, plan.spread)
-    own = weights_of(model, here, spot, flow.itemsize, moments)
-    peak = max(peaks(model, plan, flow, here, own, how), key=lambda one: one.total)
+    shape = plan.pipe, plan.chunks, firsts, plan.spread
+    found = list[tuple[int, Weights, Peak]]()
+    for i in fullest(model, *shape) if stage is None else (stage,):
+        here = stage_of(model, i, *shape)
+        own = weights_of(model, here, spot, flow.itemsize, moments)
+        peak = max(
+            peaks(model, plan, flow, spot, firsts, here, own, how), key=lambda one: one.total
+        )
+        rests = own.bytes + (0 if states == "host" else own.master + own.moments)
+        found.append((rests + peak.total, own, peak))
+    _, own, peak = max(found, key=lambda one: one[0])
     device = {
         "weights": own.bytes,
         "gradients": peak.gradients,

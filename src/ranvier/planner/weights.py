@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from ranvier.plan import AXES
@@ -56,7 +56,7 @@ class Weights:
     twice: int = 0
     """Bytes of the wide gradients of weights that another stage has as well."""
 
-    @property
+    @cached_property
     def split(self) -> bool:
         """Whether depth splits weights, of blocks or, on a stage without any, of others."""
         return self.whole > 0
