@@ -126,6 +126,15 @@ class Load:
         """Whether a step has several passes."""
         return self.plan.micro_batches > 1
 
+    @cached_property
+    def needs(self) -> tuple[tuple[int, int], ...]:
+        """Bytes that the largest block of each group needs most besides, while it runs backward:
+        of activations, and of gradients."""
+        each = 0 if self.own.split or self.split else self.own.own
+        moments = (one.top.moments if one.top else () for one in self.chunks)
+        sizes = ([(needed, each * count) for needed, count in some] for some in moments)
+        return tuple(max(some, key=sum, default=(0, 0)) for some in sizes)
+
     def others(self, turn: Turn) -> int:
         """Bytes of micro-batches that wait while another has its turn."""
         found = self.rows
@@ -418,10 +427,9 @@ def _in_blocks(load: Load, now: Now, top: Kept) -> Iterator[Peak]:
     leaves = one.leaves and not load.spread
     new = leaves and not turn.passed
     head = own.head * own.wide if leaves else 0
-    each = 0 if own.split or load.split else own.own
-    needed, elements = max(top.moments, key=lambda m: m[0] + each * m[1], default=(0, 0))
+    needed, more = load.needs[turn.group]
     base = now.others + top.again(kind) + needed + 2 * load.stream + one.x
-    grads, near = now.gradients + elements * each, 2 * own.gathered
+    grads, near = now.gradients + more, 2 * own.gathered
     if own.split:
         before = load.under_way(head) if head and not own.late else load.behind(turn)
         moving = (0 if load.split else own.full) + before + max(load.late(turn), own.late * new)

@@ -17,10 +17,8 @@ The result depends on the wish alone: not on processes, clocks or hashes.
 from __future__ import annotations
 
 import math
-import multiprocessing
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -31,6 +29,7 @@ from ranvier.planner.cluster import Cluster
 from ranvier.planner.predict import Job, Layout, predict
 from ranvier.planner.rivals import STYLES, Found, styles
 from ranvier.planner.roofline import Scales
+from ranvier.planner.several import several
 
 States = Literal["device", "host"]
 
@@ -328,8 +327,8 @@ def _full(wish: Wish, plan: Plan) -> list[Found]:
 def _placed(wish: Wish, found: Found) -> list[Found]:
     """A layout with other orders of its axes, where they make a difference."""
     plan, seen, made = found.plan, {_shape(found.plan, ())}, []
-    for several in ORDERS:
-        order = tuple(axis for axis in several if plan.degrees[axis] > 1)
+    for axes in ORDERS:
+        order = tuple(axis for axis in axes if plan.degrees[axis] > 1)
         shape = _shape(plan, order)
         if shape not in seen:
             seen.add(shape)
@@ -342,24 +341,15 @@ def _shape(plan: Plan, order: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in replace(plan, order=order).placed if plan.degrees[axis] > 1)
 
 
-def _mapped(task: Any, wish: Wish, items: Sequence[Any], workers: int) -> list[list[Found]]:
-    """The results of a task for each item, in order, of several processes if that pays."""
-    if workers < 2 or len(items) < MANY:
-        return [task(wish, item) for item in items]
-    # neighbours share much of what a prediction keeps: few large pieces
-    size = -(-len(items) // (4 * workers))
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
-        return list(pool.map(partial(task, wish), items, chunksize=size))
-
-
 def search(wish: Wish, *, workers: int = 1) -> Result:
     """All layouts that were tried; none of `found` is there if none fits or can be divided."""
     began = time.perf_counter()
     every, refused = grids(wish)
-    rough = _mapped(_rough, wish, every, workers)
-    near = _near(wish, every, rough)
-    everything = [found for several in rough for found in several]
-    everything += [one for several in _mapped(_full, wish, near, workers) for one in several]
+    tasks = {"rough": partial(_rough, wish), "full": partial(_full, wish)}
+    with several(tasks, workers if len(every) >= MANY else 1) as mapped:
+        rough = mapped("rough", every)
+        full = mapped("full", _near(wish, every, rough))
+    everything = [found for some in (*rough, *full) for found in some]
     fits = sorted((one for one in everything if one.prediction.fits), key=lambda one: one.key)
     if wish.cluster.nodes > 1 and "order" not in wish.fixed:
         moved = [one for best in fits[:BEST] for one in _placed(wish, best)]
