@@ -98,24 +98,27 @@ def _largest(x, parts, n, PARTS: tl.constexpr, TILE: tl.constexpr):  # type: ign
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _power(parts, both, most, least, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _power(  # type: ignore[no-untyped-def]
+    parts, scale_at, inverse_at, most, least, PARTS: tl.constexpr
+):
     """The power of two that brings the largest magnitude just below `most`, and its inverse."""
     bits = tl.max(tl.load(parts + tl.arange(0, PARTS)), 0)
     largest = bits.to(tl.float32, bitcast=True)
     times = tl.div_rn(most, tl.where(largest < least, least, largest))
     exponent = times.to(tl.int32, bitcast=True) & 0x7F800000  # of a power of two
     scale = tl.where(times == times, exponent.to(tl.float32, bitcast=True), times)
-    tl.store(both, scale)
-    tl.store(both + 1, tl.div_rn(1.0, scale))
+    tl.store(scale_at, scale)
+    tl.store(inverse_at, tl.div_rn(1.0, scale))
 
 
 def scales(x: Tensor, most: float, least: float) -> tuple[Tensor, Tensor]:
     """The scale `[]` of a contiguous x as of `fp8.power`, and its inverse `[]`."""
     parts = torch.empty(PARTS, dtype=torch.int32, device=x.device)
-    both = torch.empty(2, dtype=torch.float32, device=x.device)
+    # each a tensor of its own: a library wants their addresses aligned
+    scale, inverse = (torch.empty((), dtype=torch.float32, device=x.device) for _ in range(2))
     _largest[(PARTS,)](x, parts, x.numel(), PARTS=PARTS, TILE=2048, num_warps=8)
-    _power[(1,)](parts, both, most, least, PARTS=PARTS, num_warps=4)
-    return both[0], both[1]
+    _power[(1,)](parts, scale, inverse, most, least, PARTS=PARTS, num_warps=4)
+    return scale, inverse
 
 
 @triton.jit  # type: ignore[untyped-decorator]
