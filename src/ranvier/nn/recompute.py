@@ -52,6 +52,9 @@ KEPT = frozenset(
     }
 )
 """Operations whose results a selective block keeps, by name: not every torch has all of them."""
+TAGGED = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+"""Whether a graph must be told of each operation that it is to be computed again: older ones of
+torch tell those inside of autograd functions nothing, and keep their results."""
 
 
 def kept(operation: Any) -> bool:
@@ -98,7 +101,7 @@ def again(
         finally:
             moment.samples = before
 
-    if compiling and (selective or keeping.all):
+    if compiling and (selective or keeping.all or TAGGED):
         contexts = partial(_contexts, selective, keeping.all, keeping.depth)
         return checkpoint(
             run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
