@@ -42,12 +42,18 @@ class Kept:
     """Most while it runs backward, above `none`, and elements of gradients of weights by then."""
     entry: int
     """Needed backward by its first product, but for what its weight's gradient needs."""
-    shared: int
-    """What `none` and `selective` both keep: it is not made a second time."""
+    left: int
+    """Of what a selective block keeps what its second run does not come to: the last result."""
 
-    def again(self, kind: Recompute) -> int:
-        """Made a second time in backward by a block of a kind."""
-        return {"none": 0, "selective": self.none - self.shared}.get(kind, self.none)
+    def again(self, kind: Recompute, *, keeps: bool = False) -> int:
+        """How much more is there once a block has run again: what was kept for it has been taken.
+
+        Its input stays.
+        """
+        if kind == "none":
+            return 0
+        left = self.left if kind == "selective" and not keeps else 0
+        return self.none - (self.of(kind, keeps=keeps) - self.full - left)
 
     def of(self, kind: Recompute, *, keeps: bool = False) -> int:
         """Kept by a block of a kind. keeps: with what it communicates."""
@@ -85,9 +91,10 @@ def kept(model: Model, part: Part, spot: Spot, flow: Flow, compiled: bool = Fals
     moments = (*_backward(pairs, flow, hidden, inside, none, stream), *mine.moments)
     first = next((layer for _, layer in pairs if isinstance(layer, Product)), None)
     entry = 0 if first is None else _needed(first, flow) - _put_off(first, flow)
-    shared = min(attended + _shared(model, pairs, flow, inside) + mine.shared, none)
     results = stream + made + attended + mine.made
-    return Kept(none, results, stream, (some, every), moments, entry, shared)
+    last = next((x for _, x in reversed(pairs) if isinstance(x, Product)), None)
+    left = sum(one.made(flow) for one in last.factors) * item if last else 0
+    return Kept(none, results, stream, (some, every), moments, entry, left)
 
 
 def _mixture(pairs: list[tuple[Leaf, Layer]], flow: Flow, inside: int, *, reads: bool) -> Mixed:
@@ -160,23 +167,6 @@ def _attended(pairs: list[tuple[Leaf, Layer]], flow: Flow, model: Model) -> int:
     ]
     values = q + 2 * k if any(entered) else k
     return (q + k + values) * flow.itemsize
-
-
-def _shared(model: Model, pairs: list[tuple[Leaf, Layer]], flow: Flow, inside: int) -> int:
-    """Results of products that a block keeps as they come: values, what enters the MLP.
-
-    A result that is scattered is another tensor.
-    """
-    whole = [
-        layer
-        for _, layer in pairs
-        if isinstance(layer, Product) and layer.scatters.size * layer.totals.size == 1
-    ]
-    outs = {factor.out for layer in whole for factor in layer.factors}
-    gated = str(model.traits.get("activation", "swiglu")) in GATED
-    found = _outputs(pairs, "kv_heads", flow) if "kv_heads" in outs else 0
-    found += (inside - gated) * _outputs(pairs, "mlp", flow) if "mlp" in outs else 0
-    return max(found, 0) * flow.itemsize
 
 
 def _hidden(pairs: list[tuple[Leaf, Layer]], flow: Flow) -> int:
@@ -268,7 +258,8 @@ def loss(layer: Scores, flow: Flow, gradient: int) -> Loss:
     rows = x * (2 if layer.gathers.size > 1 else 1)
     if ranks > 1 and layer.factors[0].move.scatter.dim == -1:  # each rank's features are picked
         return Loss(3 * chunk + chunk // ranks, rows, gradient if count > 1 else 0)
-    widened = 3 * max(flow.itemsize, WIDE) * min(chunk // ranks // flow.itemsize, WIDENED)
+    copies = 3 if flow.itemsize < WIDE else 2  # widened; less its logarithm; what is counted of it
+    widened = copies * max(flow.itemsize, WIDE) * min(chunk // ranks // flow.itemsize, WIDENED)
     if count == 1:
         return Loss(logits, rows, max(widened, x, gradient))
     return Loss(logits, rows, gradient + max(widened, x // count))
@@ -277,5 +268,10 @@ def loss(layer: Scores, flow: Flow, gradient: int) -> Loss:
 @lru_cache(KEPT)
 def later(model: Model, part: Part, spot: Spot, flow: Flow) -> int:
     """Bytes that a block keeps where gradients of weights are made later: all that they need."""
-    products = [x for x in layers_of(model, part, spot) if isinstance(x, Product) and x.trained]
-    return sum(sum(layer.elements(flow)) for layer in products) * flow.itemsize
+    layers = layers_of(model, part, spot)
+    products = [x for x in layers if isinstance(x, Product) and x.trained]
+    found = sum(sum(layer.elements(flow)) for layer in products) * flow.itemsize
+    inside = _inside(model)
+    return found + sum(
+        mixed(x, flow, inside, reads=True).later for x in layers if isinstance(x, Mixture)
+    )

@@ -31,13 +31,14 @@ class Mixed:
     none: int
     made: int
     """Results of products, which a selective block keeps."""
-    shared: int
-    """What both keep."""
     moments: tuple[tuple[int, int], ...]
     """Most while it runs backward, above `none`, and elements of gradients of weights by then."""
+    later: int
+    """What waits where gradients of weights are made later: x and dy of each product, or, of one
+    operation, the gradients themselves."""
 
 
-NOTHING = Mixed(0, 0, 0, ())
+NOTHING = Mixed(0, 0, (), 0)
 
 
 def mixed(layer: Mixture, flow: Flow, inside: int, *, reads: bool) -> Mixed:
@@ -55,13 +56,13 @@ def mixed(layer: Mixture, flow: Flow, inside: int, *, reads: bool) -> Mixed:
         hidden = enter * choices * layer.width * item
         x = 0 if reads else tokens * width * item
         made = hidden + tokens * width * item + scores
-        return Mixed(routed + x + hidden, made, hidden + scores, ())
+        grads = layer.experts * layer.matrices * layer.width * width * item
+        return Mixed(routed + x + hidden, made, (), grads)
     rows = layer.rows(flow) * row
     stream, hidden = rows * width * item, rows * layer.width // row * item
     places = 2 * INDEX * (choices + rows)
     none = routed + places + stream + inside * hidden // col + hidden + choices * width * item
     made = enter * hidden + stream + scores
-    shared = (enter * hidden if col == 1 else 0) + scores
     matrix = layer.experts // ground.line("expert").size * (layer.width // row) * width
     moments = (
         (2 * stream + hidden, matrix),  # down: what came and went back, and what it read
@@ -72,4 +73,4 @@ def mixed(layer: Mixture, flow: Flow, inside: int, *, reads: bool) -> Mixed:
             layer.matrices * matrix,
         ),
     )
-    return Mixed(none, made, shared, moments)
+    return Mixed(none, made, moments, 2 * stream + (enter + 1) * hidden)

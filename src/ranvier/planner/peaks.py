@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ranvier.layers import Flow
 from ranvier.pipeline.balance import ranges
@@ -35,6 +35,9 @@ from ranvier.planner.leaves import Model, Part
 from ranvier.planner.moves import Spot, Stage, cut, layers_of, policy_of
 from ranvier.planner.weights import Weights
 from ranvier.products import Scores
+
+Moving = Literal["head", "table", "block", ""]
+"""What is being reduced over depth."""
 
 
 class Peak(NamedTuple):
@@ -75,6 +78,8 @@ class Chunk:
     """What is kept once all but the largest have had their turn."""
     top: Kept | None
     """The block that needs most."""
+    again: int
+    """How much more is there once it has run again."""
     enters: bool
     leaves: bool
     x: int
@@ -144,10 +149,11 @@ class Load:
     def outside(self, turn: Turn) -> int:
         """Bytes of gradients outside of blocks that earlier passes have left."""
         own, found = self.own, 0
+        moving, several = self.moving(turn), 2 if self.several else ALL + 1
         for one, made in zip(self.chunks, turn.back, strict=True):
-            if made and one.leaves and not self.spread:
+            if made and one.leaves and not self.spread and (moving != "head" or made >= several):
                 found += own.head_part * own.wide
-            if made and one.enters:
+            if made and one.enters and (moving != "table" or made >= several):
                 wide = own.split or made > 1
                 found += own.table_part * (own.wide if wide else own.own)
         rest = own.outside - own.head_part - own.table_part
@@ -166,20 +172,26 @@ class Load:
         """Bytes of a reduction over depth of so many: what goes in and what comes out."""
         return full + full // self.depth
 
-    def behind(self, turn: Turn) -> int:
-        """Bytes of the last reduction of the turn before."""
+    def moving(self, turn: Turn) -> Moving:
+        """Whose gradients, made last before a turn, are being reduced over depth."""
         own = self.own
         if self.spread and own.split and turn.kind == "B" and not own.late:
-            return self.under_way(own.head * own.wide)
+            return "head"
         if not own.split or turn.behind is None:
-            return 0
+            return ""
         kind, at = turn.behind
         before, whole = self.chunks[at], kind == "W" or not self.split
         if before.enters and own.table and kind == "B":
-            return 0 if own.late else self.under_way(own.table * own.wide)
+            return "" if own.late else "table"
         if before.count and whole:
-            return self.under_way(own.full)
-        return 0 if own.late or not before.leaves else self.under_way(own.head * own.wide)
+            return "block"
+        return "" if own.late or not before.leaves else "head"
+
+    def behind(self, turn: Turn) -> int:
+        """Bytes of the last reduction of the turn before."""
+        own = self.own
+        full = {"head": own.head * own.wide, "table": own.table * own.wide, "block": own.full}
+        return self.under_way(full.get(self.moving(turn), 0))
 
     def first(self, turn: Turn) -> int:
         """Bytes of the embedding, gathered for a forward pass that follows."""
@@ -304,14 +316,14 @@ def _chunk(
     shared = blocks and (kind != "none" or how.compiled or wide == 1)
     whole = angles + sum(n * found[part].of(kind, keeps=how.keeps) for part, n in blocks.items())
     top = max(found.values(), key=lambda one: one.none, default=None)
-    every = sum(n * found[part].of(kind) for part, n in blocks.items())
     sizes = dict(own.each)
     return Chunk(
         whole,
         blocks.total(),
         sum(n * sizes.get(part.name, 0) for part, n in blocks.items()),
-        whole - every + (top.of(kind) if top else 0),
+        angles + (top.of(kind, keeps=how.keeps) if top else 0),
         top,
+        top.again(kind, keeps=how.keeps) if top else 0,
         first,
         leaves,
         x=0 if shared or not comes else stream,
@@ -364,13 +376,13 @@ def _behind_the_loss(load: Load, turn: Turn) -> Peak:
 
 def _in_blocks(load: Load, turn: Turn, one: Chunk, top: Kept) -> Iterator[Peak]:
     """While the last block of a chunk runs backward, and while the first does."""
-    own, kind = load.own, load.plan.recompute
+    own = load.own
     leaves = one.leaves and not load.spread
     new = leaves and not turn.back[turn.chunk]
     head = own.head * own.wide if leaves else 0
     each = 0 if own.split or load.split else own.own
     needed, elements = max(top.moments, key=lambda m: m[0] + each * m[1], default=(0, 0))
-    base = load.others(turn) + top.again(kind) + needed + 2 * load.stream + one.x
+    base = load.others(turn) + one.again + needed + 2 * load.stream + one.x
     grads, near = load.gradients(turn) + elements * each, 2 * own.gathered
     if own.split:
         before = load.under_way(head) if head and not own.late else load.behind(turn)
@@ -380,19 +392,20 @@ def _in_blocks(load: Load, turn: Turn, one: Chunk, top: Kept) -> Iterator[Peak]:
     yield Peak("in the last block, backward", grads, base + one.whole, near, 0, moving)
     rest = one.rest
     if load.split:  # what later gradients need has come in place of what was kept
-        rest = max(rest, 0) + one.waits * (one.count - 1) // one.count
+        rest += one.waits * (one.count - 1) // one.count
         yield Peak("in the first block, backward", grads, base + rest, near, 0, moving)
         ends = load.others(turn) + one.waits + top.entry + 2 * load.stream + one.x
         yield Peak("behind the first block", grads, ends, near, 0, moving)
         return
-    grads += load.grown(turn, max(one.elements - own.block, 0))
+    behind = 2 if own.split else 1  # its own are not there yet, nor are those being reduced
+    grads += load.grown(turn, max(one.elements - behind * own.block, 0))
     if own.split:
         before = load.under_way(own.full) if one.count > 1 else before
         moving = own.full + before + max(load.late(turn), own.late * leaves)
-        grads += own.head_part * own.wide * new
+        grads += own.head_part * own.wide * (new and one.count > 1)
     if one.enters:
         near = own.gathered + max(own.gathered, load.first(turn))
-    yield Peak("in the first block, backward", grads, base + max(rest, 0), near, 0, moving)
+    yield Peak("in the first block, backward", grads, base + rest, near, 0, moving)
 
 
 def _leaving(load: Load, turn: Turn, one: Chunk) -> Peak:
