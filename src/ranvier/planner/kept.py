@@ -260,6 +260,8 @@ def loss(layer: Scores, flow: Flow, gradient: int) -> Loss:
         return Loss(3 * chunk + chunk // ranks, rows, gradient if count > 1 else 0)
     copies = 3 if flow.itemsize < WIDE else 2  # widened; less its logarithm; what is counted of it
     widened = copies * max(flow.itemsize, WIDE) * min(chunk // ranks // flow.itemsize, WIDENED)
+    if ranks > 1:  # they are gathered once they are scored, beside a copy of what they came from
+        rows, widened = rows + x // count, widened - chunk
     if count == 1:
         return Loss(logits, rows, max(widened, x, gradient))
     return Loss(logits, rows, gradient + max(widened, x // count))

@@ -19,10 +19,8 @@ and the next one's are gathered.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, NamedTuple
 
 from ranvier.layers import Flow
@@ -30,11 +28,11 @@ from ranvier.pipeline.balance import ranges
 from ranvier.pipeline.policy import Message, Order, Shape
 from ranvier.pipeline.turns import ALL, SEVERAL, Turn, turns, usual
 from ranvier.plan import Plan
-from ranvier.planner.kept import Kept, Loss, kept, later, loss, stream_bytes
-from ranvier.planner.leaves import Model, Part
-from ranvier.planner.moves import Spot, Stage, cut, layers_of, policy_of
+from ranvier.planner.chunks import Chunk, How, Place, chunk_of, scores_of
+from ranvier.planner.kept import Loss, loss, stream_bytes
+from ranvier.planner.leaves import Model
+from ranvier.planner.moves import Spot, Stage, cut, policy_of
 from ranvier.planner.weights import Weights
-from ranvier.products import Scores
 
 Moving = Literal["head", "table", "block", ""]
 """What is being reduced over depth."""
@@ -54,45 +52,6 @@ class Peak(NamedTuple):
     def total(self) -> int:
         """All of it."""
         return sum(self[1:])
-
-
-class How(NamedTuple):
-    """What else decides what is there: see `space`."""
-
-    keeps: bool
-    compiled: bool
-    simulated: bool
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What a chunk of a stage keeps of a micro-batch."""
-
-    whole: int
-    """By all its blocks, and angles."""
-    count: int
-    """Blocks."""
-    elements: int
-    """Of the gradients of all of them."""
-    rest: int
-    """What is kept once all but the largest have had their turn."""
-    top: Kept | None
-    """The block that needs most."""
-    again: int
-    """How much more is there once it has run again."""
-    enters: bool
-    leaves: bool
-    x: int
-    """Its input, if nothing else keeps it."""
-    scored: int
-    """By the last norm and the head, whose gradients are made in forward."""
-    waits: int
-    """After backward, if gradients of weights are made later."""
-
-    @cached_property
-    def held(self) -> int:
-        """From forward to backward."""
-        return self.whole + self.x + self.scored
 
 
 @dataclass(frozen=True)
@@ -150,22 +109,32 @@ class Load:
         """Bytes of gradients outside of blocks that earlier passes have left."""
         own, found = self.own, 0
         moving, several = self.moving(turn), 2 if self.several else ALL + 1
+        both = self.spread and own.tied
         for one, made in zip(self.chunks, turn.back, strict=True):
             if made and one.leaves and not self.spread and (moving != "head" or made >= several):
                 found += own.head_part * own.wide
-            if made and one.enters and (moving != "table" or made >= several):
-                wide = own.split or made > 1
+            if made and one.enters and not both and (moving != "table" or made >= several):
+                wide = own.split or made > 1 or (own.tied and one.leaves)
                 found += own.table_part * (own.wide if wide else own.own)
         rest = own.outside - own.head_part - own.table_part
         if self.spread and (turn.kind != "F" or any(turn.back)):
-            found += own.head_part * own.wide
+            found += self.words * own.wide
         return found + rest * own.wide * any(turn.back)
+
+    @property
+    def words(self) -> int:
+        """Elements of the head's gradient on this rank; tied ones are those of the embedding."""
+        return self.own.table_part if self.own.tied else self.own.head_part
 
     def gradients(self, turn: Turn) -> int:
         """Bytes of gradients that earlier passes have left."""
         found = self.outside(turn)
         for one, made in zip(self.chunks, turn.made, strict=True):
             found += self.made(one.elements, made) if made else 0
+        if turn.behind is not None and self.moving(turn) == "block":
+            at = turn.behind[1]
+            once = turn.made[at] == (1 if self.several else ALL)
+            found -= self.chunks[at].full // self.depth * once  # is being reduced
         return found
 
     def under_way(self, full: int) -> int:
@@ -190,7 +159,8 @@ class Load:
     def behind(self, turn: Turn) -> int:
         """Bytes of the last reduction of the turn before."""
         own = self.own
-        full = {"head": own.head * own.wide, "table": own.table * own.wide, "block": own.full}
+        block = self.chunks[turn.behind[1]].full if turn.behind else 0
+        full = {"head": own.head * own.wide, "table": own.table * own.wide, "block": block}
         return self.under_way(full.get(self.moving(turn), 0))
 
     def first(self, turn: Turn) -> int:
@@ -207,6 +177,8 @@ def peaks(model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how:
     """The moments at which most may be there."""
     load = _load(model, plan, flow, stage, own, how)
     found = [*_at_the_end(load)]
+    if load.spread and not any(one.enters for one in load.chunks):
+        found += _returned(load)
     for turn in _fullest(load, _turns(model, plan, flow.seq, stage, how.simulated)):
         scores = turn.chunk == plan.chunks - 1 if load.spread else load.chunks[turn.chunk].leaves
         if turn.kind == "F" and load.head is not None and scores:
@@ -272,10 +244,10 @@ def _load(model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how:
         parts, first = model.order[one], one.start == 0
         key = (first, *map(id, parts))
         if key not in alike:
-            alike[key] = _chunk(model, plan, flow, parts, own, how, first=first)
+            alike[key] = chunk_of(model, plan, flow, parts, own, how, first=first)
         chunks.append(alike[key])
     outside = [part for part, _ in stage.here if not part.is_block]
-    head = next((one for part in outside for one in _scores(model, part, inside)), None)
+    head = next((one for part in outside for one in scores_of(model, part, inside)), None)
     spread = plan.spread and plan.pipe > 1
     split = plan.pipe > 1 and how.simulated and policy_of(model, plan, flow.seq).split
     return Load(
@@ -287,48 +259,6 @@ def _load(model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how:
         spread=spread,
         split=split,
         head=None if head is None else loss(head, flow, own.head * own.wide),
-    )
-
-
-def _scores(model: Model, part: Part, inside: Spot) -> list[Scores]:
-    return [one for one in layers_of(model, part, inside) if isinstance(one, Scores)]
-
-
-def _chunk(
-    model: Model,
-    plan: Plan,
-    flow: Flow,
-    parts: Sequence[Part],
-    own: Weights,
-    how: How,
-    *,
-    first: bool,
-) -> Chunk:
-    """What some parts keep of a micro-batch."""
-    inside, kind = Spot.of(plan).inside, plan.recompute
-    stream, wide = stream_bytes(model, inside, flow), own.wide // flow.itemsize
-    blocks = Counter(part for part in parts if part.is_block)
-    found = {part: kept(model, part, inside, flow, how.compiled) for part in blocks}
-    angles = flow.seq * 2 * model.head_dim * flow.itemsize if blocks else 0
-    leaves = any(_scores(model, part, inside) for part in parts if not part.is_block)
-    spread = plan.spread and plan.pipe > 1
-    comes, made = not first or spread, 0 if spread else own.head * own.wide
-    shared = blocks and (kind != "none" or how.compiled or wide == 1)
-    whole = angles + sum(n * found[part].of(kind, keeps=how.keeps) for part, n in blocks.items())
-    top = max(found.values(), key=lambda one: one.none, default=None)
-    sizes = dict(own.each)
-    return Chunk(
-        whole,
-        blocks.total(),
-        sum(n * sizes.get(part.name, 0) for part, n in blocks.items()),
-        angles + (top.of(kind, keeps=how.keeps) if top else 0),
-        top,
-        top.again(kind, keeps=how.keeps) if top else 0,
-        first,
-        leaves,
-        x=0 if shared or not comes else stream,
-        scored=stream * (1 + 2 * wide) + made if leaves else 0,
-        waits=sum(n * later(model, part, inside, flow) for part, n in blocks.items()),
     )
 
 
@@ -355,8 +285,9 @@ def _backward(load: Load, turn: Turn) -> Iterator[Peak]:
     one = load.chunks[turn.chunk]
     if one.leaves and load.own.head and not load.spread:
         yield _behind_the_loss(load, turn)
-    if one.top is not None:
-        yield from _in_blocks(load, turn, one, one.top)
+    yield from (_in_block(load, turn, one, place) for place in one.places)
+    if load.split and one.places:
+        yield _behind_blocks(load, turn, one)
     if one.enters:
         yield _leaving(load, turn, one)
 
@@ -374,68 +305,89 @@ def _behind_the_loss(load: Load, turn: Turn) -> Peak:
     return Peak("behind the loss", grads, acts, own.gathered + mine, 0, full)
 
 
-def _in_blocks(load: Load, turn: Turn, one: Chunk, top: Kept) -> Iterator[Peak]:
-    """While the last block of a chunk runs backward, and while the first does."""
-    own = load.own
-    leaves = one.leaves and not load.spread
+def _in_block(load: Load, turn: Turn, one: Chunk, place: Place) -> Peak:
+    """While a block of a chunk runs backward."""
+    own, leaves = load.own, one.leaves and not load.spread
     new = leaves and not turn.back[turn.chunk]
     head = own.head * own.wide if leaves else 0
     each = 0 if own.split or load.split else own.own
-    needed, elements = max(top.moments, key=lambda m: m[0] + each * m[1], default=(0, 0))
-    base = load.others(turn) + one.again + needed + 2 * load.stream + one.x
-    grads, near = load.gradients(turn) + elements * each, 2 * own.gathered
-    if own.split:
-        before = load.under_way(head) if head and not own.late else load.behind(turn)
-        moving = (0 if load.split else own.full) + before + max(load.late(turn), own.late * new)
-    else:
-        grads, moving = grads + head * new, 0
-    yield Peak("in the last block, backward", grads, base + one.whole, near, 0, moving)
-    rest = one.rest
+    needed, elements = max(place.kept.moments, key=lambda m: m[0] + each * m[1], default=(0, 0))
+    acts = load.others(turn) + place.rest + place.again + needed + 2 * load.stream + one.x
+    grads, near, moving = load.gradients(turn) + elements * each, place.gathered, 0
     if load.split:  # what later gradients need has come in place of what was kept
-        rest += one.waits * (one.count - 1) // one.count
-        yield Peak("in the first block, backward", grads, base + rest, near, 0, moving)
-        ends = load.others(turn) + one.waits + top.entry + 2 * load.stream + one.x
-        yield Peak("behind the first block", grads, ends, near, 0, moving)
-        return
-    behind = 2 if own.split else 1  # its own are not there yet, nor are those being reduced
-    grads += load.grown(turn, max(one.elements - behind * own.block, 0))
+        acts += place.waits
+    else:
+        grads += load.grown(turn, place.done)
+    if not own.split:
+        return Peak(place.where, grads + head * new, acts)
+    moving = max(load.late(turn), own.late * new)
+    if load.split or place.behind is None:
+        moving += load.under_way(head) if head and not own.late else load.behind(turn)
+    else:
+        moving += load.under_way(place.behind)
+        grads += own.head_part * own.wide * new
+    moving += 0 if load.split else place.full
+    near += max(place.following, load.first(turn) if one.enters and place.first else 0)
+    return Peak(place.where, grads, acts, near, 0, moving)
+
+
+def _behind_blocks(load: Load, turn: Turn, one: Chunk) -> Peak:
+    """While a chunk ends whose gradients of weights are made later."""
+    first = one.places[-1]
+    acts = load.others(turn) + one.waits + first.kept.entry + 2 * load.stream + one.x
+    there = _in_block(load, turn, one, first)
+    return there._replace(where="behind the first block", activations=acts)
+
+
+def _table(load: Load, back: int, tied: bool) -> int:
+    """Bytes of the embedding's gradient while it is added to that of so many earlier passes.
+
+    tied: the head's is there already.
+    """
+    own = load.own
     if own.split:
-        before = load.under_way(own.full) if one.count > 1 else before
-        moving = own.full + before + max(load.late(turn), own.late * leaves)
-        grads += own.head_part * own.wide * (new and one.count > 1)
-    if one.enters:
-        near = own.gathered + max(own.gathered, load.first(turn))
-    yield Peak("in the first block, backward", grads, base + rest, near, 0, moving)
+        table = own.table * (own.own * (2 if own.padded else 1) + own.wide)
+        return max(table - own.late * (own.table > 0), 0)
+    # as it came; the sum; what was there before, which the second pass widens
+    more = own.wide if back or tied else 0
+    widened = back > 0 and not tied and own.own < own.wide
+    more += (own.wide if back == 1 else own.own) * widened
+    return own.table * (own.own + more)
 
 
 def _leaving(load: Load, turn: Turn, one: Chunk) -> Peak:
     """While the embedding's gradient is made."""
-    own = load.own
-    grads = load.gradients(turn)
+    own, grads = load.own, load.gradients(turn)
     if not load.split:
         grads += load.grown(turn, one.elements)
-    back = turn.back[turn.chunk]
-    tied = one.leaves and own.tied  # the head's is there already
-    if own.split:
-        table = own.table * (own.own * (2 if own.padded else 1) + own.wide)
-        table -= own.late * (own.table > 0)
-    else:  # as it came; the sum; what was there before, which the second pass widens
-        more = own.wide if back or tied else 0
-        widened = back > 0 and not tied and own.own < own.wide
-        more += (own.wide if back == 1 else own.own) * widened
-        table = own.table * (own.own + more)
+    grads += _table(load, turn.back[turn.chunk], own.tied and (one.leaves or load.spread))
     acts = load.others(turn) + 2 * load.stream + (one.waits if load.split else 0)
-    before = load.behind(turn) if load.split else load.under_way(own.full)
+    before = load.behind(turn) if load.split else load.under_way(one.full)
     moving = before + own.late if own.split else 0
     near = own.gathered + load.first(turn)
-    return Peak("at the end of backward", grads + max(table, 0), acts, near, 0, moving)
+    return Peak("at the end of backward", grads, acts, near, 0, moving)
+
+
+def _returned(load: Load) -> Iterator[Peak]:
+    """While gradients of a spread embedding are made, on all stages but the first: at the end."""
+    own, count = load.own, load.plan.micro_batches
+    grads = sum(load.made(one.elements, ALL) for one in load.chunks) + load.words * own.wide
+    for back in range(min(count, SEVERAL + 1)):
+        table = _table(load, back, own.tied)
+        if not own.tied and back > own.split:
+            wide = own.split or back > 1
+            table += own.table_part * (own.wide if wide else own.own)
+        acts = (count - back + 3) * load.stream
+        behind = own.table * own.wide if back else load.chunks[0].full
+        moving = own.late + (0 if own.tied else load.under_way(behind) * own.split)
+        yield Peak("at the end of backward", grads + table, acts, 0, 0, moving)
 
 
 def _later(load: Load, turn: Turn) -> Peak:
     """While gradients of weights are made that were put off: all they need stays until the end."""
     own, one = load.own, load.chunks[turn.chunk]
     grads = load.gradients(turn) + load.grown(turn, one.elements)
-    moving = own.full + load.under_way(own.full) + load.late(turn) if own.split else 0
+    moving = one.moving + load.late(turn) if own.split else 0
     return Peak("in gradients put off", grads, load.others(turn) + one.waits, 0, 0, moving)
 
 
