@@ -431,7 +431,8 @@ class _Grouped(torch.autograd.Function):
         x, ends = ctx.saved_tensors
         dx = product(dy, ctx.weight.whole(), ends, True) if ctx.needs_input_grad[0] else None
         if ctx.weight.trainable:
-            ctx.moment.do(partial(_deliver, ctx.weight, dy, x, ends))
+            # what waits shall not hold the graph
+            ctx.moment.do(partial(_deliver, ctx.weight, dy, x.detach(), ends))
         return dx, None, None, None, None
 
 

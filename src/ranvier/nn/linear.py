@@ -287,7 +287,8 @@ class _Product(torch.autograd.Function):
         with trace.at(site.name):
             again = None
             if _trained(layers):  # X once more, behind the dX matmul
-                again = verbs.all_gather(ctx.saved_tensors[0], from_axis, from_dim)
+                x = ctx.saved_tensors[0].detach()  # what waits for dW shall not hold the graph
+                again = verbs.all_gather(x, from_axis, from_dim)
             if again is not None and not hide:
                 again.wait()
             dys = list(grads)

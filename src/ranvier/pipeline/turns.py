@@ -87,7 +87,7 @@ class Turn(NamedTuple):
     last: bool
     """Whether it is the last of its kind and chunk."""
     follows: bool
-    """Whether a forward pass follows."""
+    """Whether a forward pass of the first chunk follows."""
     behind: tuple[Kind, int] | None
     """Kind and chunk of the turn that made gradients of weights last: they are on their way."""
 
@@ -137,7 +137,7 @@ def _turns(jobs: Iterable[Job], shape: Shape) -> Iterator[Turn]:
         return tuple(ALL if n == each else min(n, SEVERAL) for n in before)
 
     row = [*jobs]
-    plain = [job.kind for job in row if job.kind != "W"]
+    enters = [(job.kind, job.chunk) == ("F", 0) for job in row if job.kind != "W"]
     seen = 0
     for job in row:
         kind, at = job.kind, job.chunk
@@ -153,7 +153,7 @@ def _turns(jobs: Iterable[Job], shape: Shape) -> Iterator[Turn]:
             made=passes(weights, at, kind == final),
             back=passes(backward, at, kind == "B"),
             last=job.micro == each - 1,
-            follows=plain[seen : seen + 1] == ["F"],
+            follows=enters[seen : seen + 1] == [True],
             behind=behind,
         )
         forward[at] += kind == "F"

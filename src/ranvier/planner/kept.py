@@ -41,7 +41,8 @@ class Kept:
     moments: tuple[tuple[int, int], ...]
     """Most while it runs backward, above `none`, and elements of gradients of weights by then."""
     entry: int
-    """Needed backward by its first product, but for what its weight's gradient needs."""
+    """Needed backward by its first product, but for what its weight's gradient needs; with what the
+    norm before it has kept."""
     left: int
     """Of what a selective block keeps what its second run does not come to: the last result."""
 
@@ -88,9 +89,15 @@ def kept(model: Model, part: Part, spot: Spot, flow: Flow, compiled: bool = Fals
     mine = _mixture(pairs, flow, inside, reads=hidden > 0)
     none += inside * hidden + mine.none
     some, every = (_held(pairs, flow, selective=x) for x in (True, False))
-    moments = (*_backward(pairs, flow, hidden, inside, none, stream), *mine.moments)
+    moments = _backward(pairs, flow, hidden, inside, none, stream)
+    if mine.none and not hidden:  # the products are those of attention, when the mixture is gone
+        moments = tuple((size - mine.none, matrix) for size, matrix in moments)
+    moments = (*moments, *mine.moments)
     first = next((layer for _, layer in pairs if isinstance(layer, Product)), None)
     entry = 0 if first is None else _needed(first, flow) - _put_off(first, flow)
+    leaf, layer = pairs[0]
+    if isinstance(layer, Statistics):  # its turn is yet to come
+        entry += norm_bytes(layer, flow, _normed(leaf, layer, pairs, flow), compiled)
     results = stream + made + attended + mine.made
     last = next((x for _, x in reversed(pairs) if isinstance(x, Product)), None)
     left = sum(one.made(flow) for one in last.factors) * item if last else 0
@@ -107,9 +114,9 @@ def _held(pairs: list[tuple[Leaf, Layer]], flow: Flow, *, selective: bool) -> in
     """Bytes that layers keep more of what they communicate; nobody needs the last one's result."""
     found = sum(layer.held(flow, selective=selective) for _, layer in pairs)
     products = [layer for _, layer in pairs if isinstance(layer, Product)]
-    if not products or products[-1].scatters.size * products[-1].totals.size == 1:
+    last = products[-1] if products else None
+    if last is None or last.gathers.size * last.scatters.size * last.totals.size == 1:
         return found
-    last = products[-1]
     made = sum(one.made(flow) for one in last.factors) * flow.itemsize if selective else 0
     return found - last.held(flow, selective=selective) - made
 
@@ -264,7 +271,8 @@ def loss(layer: Scores, flow: Flow, gradient: int) -> Loss:
         rows, widened = rows + x // count, widened - chunk
     if count == 1:
         return Loss(logits, rows, max(widened, x, gradient))
-    return Loss(logits, rows, gradient + max(widened, x // count))
+    again = gradient if flow.itemsize >= WIDE else 0  # a wide chunk's is added, not multiplied in
+    return Loss(logits, rows, gradient + max(widened, x // count, again))
 
 
 @lru_cache(KEPT)

@@ -57,14 +57,15 @@ def mixed(layer: Mixture, flow: Flow, inside: int, *, reads: bool) -> Mixed:
         x = 0 if reads else tokens * width * item
         made = hidden + tokens * width * item + scores
         grads = layer.experts * layer.matrices * layer.width * width * item
-        return Mixed(routed + x + hidden, made, (), grads)
+        at_once = (tokens * width * item + grads, 0)  # dx and all gradients come together
+        return Mixed(routed + x + hidden, made, (at_once,), grads)
     rows = layer.rows(flow) * row
     stream, hidden = rows * width * item, rows * layer.width // row * item
     places = 2 * INDEX * (choices + rows)
     none = routed + places + stream + inside * hidden // col + hidden + choices * width * item
     made = enter * hidden + stream + scores
     matrix = layer.experts // ground.line("expert").size * (layer.width // row) * width
-    moments = (
+    moments: tuple[tuple[int, int], ...] = (
         (2 * stream + hidden, matrix),  # down: what came and went back, and what it read
         (stream + enter * hidden + hidden // col, matrix),  # the gate
         # what enters: each product's gradient and their sum, while the hidden tensors are gone
@@ -72,5 +73,10 @@ def mixed(layer: Mixture, flow: Flow, inside: int, *, reads: bool) -> Mixed:
             (enter + 1) * stream + (enter - 1) * hidden - inside * hidden // col,
             layer.matrices * matrix,
         ),
+        # in a second run: results, once more in the order of their rows, and what goes back
+        (2 * stream + stream // row, 0),
     )
+    if col > 1:  # likewise: what is scattered, side by side and in the order of ranks
+        back = inside * hidden // col + hidden + choices * width * item
+        moments += ((3 * enter * hidden + enter * hidden // col - back, 0),)
     return Mixed(none, made, moments, 2 * stream + (enter + 1) * hidden)

@@ -169,8 +169,11 @@ class Load:
 
     def late(self, turn: Turn) -> int:
         """Bytes of gathered gradients that wait for the end of the step."""
-        made = any(turn.back) or (self.spread and turn.kind != "F")
-        return self.own.late if made else 0
+        words = any(
+            made and (one.enters or one.leaves)
+            for one, made in zip(self.chunks, turn.back, strict=True)
+        )
+        return self.own.late if words or (self.spread and turn.kind != "F") else 0
 
 
 def peaks(model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how: How) -> list[Peak]:
@@ -183,10 +186,11 @@ def peaks(model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how:
         scores = turn.chunk == plan.chunks - 1 if load.spread else load.chunks[turn.chunk].leaves
         if turn.kind == "F" and load.head is not None and scores:
             found.append(_in_the_loss(load, turn, load.head, flow))
+            found += [_scored(load, turn)] if load.spread and own.head else []
         elif turn.kind == "B":
             found += _backward(load, turn)
         elif turn.kind == "W":
-            found.append(_later(load, turn))
+            found += _later(load, turn)
     if plan.gathered == "keep":  # what is kept gathered is there until the update
         found = [
             one._replace(gathered=max(one.gathered, own.whole)) if one.where != UPDATE else one
@@ -305,6 +309,23 @@ def _behind_the_loss(load: Load, turn: Turn) -> Peak:
     return Peak("behind the loss", grads, acts, own.gathered + mine, 0, full)
 
 
+def _scored(load: Load, turn: Turn) -> Peak:
+    """While the gradient of a spread head is taken over: at once, behind its loss."""
+    own, one = load.own, load.chunks[turn.chunk]
+    made, before = own.head * own.wide, turn.held[turn.chunk] + turn.back[turn.chunk]
+    acts = load.others(turn) + one.held + load.stream + made
+    grads = load.gradients(turn)
+    words = 0 if any(turn.back) else load.words * own.wide  # of those before it
+    if not own.split:
+        return Peak("behind the loss", grads + words * (before > 0) + made * (before > 0), acts)
+    full = max(made, own.late) + made * own.padded
+    if not own.late and before:
+        full += load.under_way(made)
+        grads += words * (before > 1)
+    near = own.head * own.own + own.gathered
+    return Peak("behind the loss", grads, acts, near, 0, full)
+
+
 def _in_block(load: Load, turn: Turn, one: Chunk, place: Place) -> Peak:
     """While a block of a chunk runs backward."""
     own, leaves = load.own, one.leaves and not load.spread
@@ -383,12 +404,15 @@ def _returned(load: Load) -> Iterator[Peak]:
         yield Peak("at the end of backward", grads + table, acts, 0, 0, moving)
 
 
-def _later(load: Load, turn: Turn) -> Peak:
+def _later(load: Load, turn: Turn) -> Iterator[Peak]:
     """While gradients of weights are made that were put off: all they need stays until the end."""
     own, one = load.own, load.chunks[turn.chunk]
     grads = load.gradients(turn) + load.grown(turn, one.elements)
-    moving = one.moving + load.late(turn) if own.split else 0
-    return Peak("in gradients put off", grads, load.others(turn) + one.waits, 0, 0, moving)
+    acts, late = load.others(turn) + one.waits, load.late(turn)
+    begun = one.places[0].full + load.behind(turn) + late if own.split and one.places else 0
+    yield Peak("in gradients put off", load.gradients(turn), acts, 0, 0, begun)
+    ended = one.moving + late if own.split else 0
+    yield Peak("in gradients put off", grads, acts, 0, 0, ended)
 
 
 def _at_the_end(load: Load) -> Iterator[Peak]:
