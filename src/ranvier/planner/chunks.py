@@ -35,7 +35,10 @@ class Place:
 
     where: str
     first: bool
-    kept: Kept
+    needs: tuple[tuple[int, int], ...]
+    """Most it needs besides, and elements of gradients of weights by then: `kept.Kept.moments`."""
+    entry: int
+    """Needed at its end, if gradients of weights are made later."""
     again: int
     """How much more is there once it has run again."""
     rest: int
@@ -144,7 +147,8 @@ def _places(
         yield Place(
             f"in the {name} block, backward",
             at == 0,
-            found[part],
+            found[part].needs(kind),
+            found[part].entry,
             found[part].again(kind, keeps=how.keeps),
             angles + sum(n * found[one].of(kind, keeps=how.keeps) for one, n in before.items()),
             sum(n * waits[one] for one, n in behind.items()),

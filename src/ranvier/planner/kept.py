@@ -36,15 +36,23 @@ class Kept:
     """Kept from forward to backward if nothing is computed again."""
     selective: int
     full: int
-    held: tuple[int, int]
-    """More, if what is communicated is kept for the second run: of a selective block, of a full."""
+    held: tuple[int, int, int]
+    """More, if what is communicated is kept for the second run: of a selective block, of a full,
+    of a reentrant one, which runs to its end."""
     moments: tuple[tuple[int, int], ...]
     """Most while it runs backward, above `none`, and elements of gradients of weights by then."""
+    second: tuple[int, int]
+    """Most above `none` in a second run; what of a selective block is still to be taken then."""
     entry: int
     """Needed backward by its first product, but for what its weight's gradient needs; with what the
     norm before it has kept."""
     left: int
     """Of what a selective block keeps what its second run does not come to: the last result."""
+
+    def needs(self, kind: Recompute) -> tuple[tuple[int, int], ...]:
+        """Moments of a block of a kind."""
+        most, waiting = self.second
+        return (*self.moments, (most + (waiting if kind == "selective" else 0), 0))
 
     def again(self, kind: Recompute, *, keeps: bool = False) -> int:
         """How much more is there once a block has run again: what was kept for it has been taken.
@@ -62,7 +70,7 @@ class Kept:
             return self.none
         if kind == "selective":
             return self.selective + (self.held[0] if keeps else 0)
-        return self.full + (self.held[1] if keeps else 0)
+        return self.full + (self.held[2 if kind == "reentrant" else 1] if keeps else 0)
 
 
 @lru_cache(KEPT)
@@ -76,7 +84,10 @@ def kept(model: Model, part: Part, spot: Spot, flow: Flow, compiled: bool = Fals
     none = made = attended = 0
     for leaf, layer in pairs:
         if isinstance(layer, Statistics):
-            none += norm_bytes(layer, flow, _normed(leaf, layer, pairs, flow), compiled)
+            elements = _normed(leaf, layer, pairs, flow)
+            none += norm_bytes(layer, flow, elements, compiled)
+            if layer.dim != "embed" and item >= WIDE and _entered_together(pairs):
+                none -= elements * item  # a part of what attention keeps of all three
         elif isinstance(layer, Product):
             made += sum(one.made(flow) for one in layer.factors) * item
             none += read(layer, flow) if layer.trained else 0
@@ -89,19 +100,24 @@ def kept(model: Model, part: Part, spot: Spot, flow: Flow, compiled: bool = Fals
     mine = _mixture(pairs, flow, inside, reads=hidden > 0)
     none += inside * hidden + mine.none
     some, every = (_held(pairs, flow, selective=x) for x in (True, False))
+    older = sum(layer.held(flow) for _, layer in pairs)
     moments = _backward(pairs, flow, hidden, inside, none, stream)
     if mine.none and not hidden:  # the products are those of attention, when the mixture is gone
         moments = tuple((size - mine.none, matrix) for size, matrix in moments)
-    moments = (*moments, *mine.moments)
+    leaf, layer = pairs[-1]
+    if isinstance(layer, Statistics):  # its turn is over by then
+        over = norm_bytes(layer, flow, _normed(leaf, layer, pairs, flow), compiled)
+        moments = tuple((size - over, matrix) for size, matrix in moments)
+    moments = (*moments, *mine.moments, (_entered(pairs, flow, compiled) - none, _grads(pairs)))
     first = next((layer for _, layer in pairs if isinstance(layer, Product)), None)
     entry = 0 if first is None else _needed(first, flow) - _put_off(first, flow)
     leaf, layer = pairs[0]
     if isinstance(layer, Statistics):  # its turn is yet to come
         entry += norm_bytes(layer, flow, _normed(leaf, layer, pairs, flow), compiled)
     results = stream + made + attended + mine.made
-    last = next((x for _, x in reversed(pairs) if isinstance(x, Product)), None)
+    last = _last(pairs)
     left = sum(one.made(flow) for one in last.factors) * item if last else 0
-    return Kept(none, results, stream, (some, every), moments, entry, left)
+    return Kept(none, results, stream, (some, every, older), moments, mine.second, entry, left)
 
 
 def _mixture(pairs: list[tuple[Leaf, Layer]], flow: Flow, inside: int, *, reads: bool) -> Mixed:
@@ -113,12 +129,18 @@ def _mixture(pairs: list[tuple[Leaf, Layer]], flow: Flow, inside: int, *, reads:
 def _held(pairs: list[tuple[Leaf, Layer]], flow: Flow, *, selective: bool) -> int:
     """Bytes that layers keep more of what they communicate; nobody needs the last one's result."""
     found = sum(layer.held(flow, selective=selective) for _, layer in pairs)
-    products = [layer for _, layer in pairs if isinstance(layer, Product)]
-    last = products[-1] if products else None
+    last = _last(pairs)
     if last is None or last.gathers.size * last.scatters.size * last.totals.size == 1:
         return found
     made = sum(one.made(flow) for one in last.factors) * flow.itemsize if selective else 0
     return found - last.held(flow, selective=selective) - made
+
+
+def _last(pairs: list[tuple[Leaf, Layer]]) -> Product | None:
+    """The product whose result a second run does not come to: what is last in a block."""
+    last = pairs[-1][1]
+    mixture = any(isinstance(layer, Mixture) for _, layer in pairs)
+    return last if isinstance(last, Product) and not mixture else None
 
 
 @lru_cache(KEPT)
@@ -167,13 +189,17 @@ def _attended(pairs: list[tuple[Leaf, Layer]], flow: Flow, model: Model) -> int:
     q, k = (_outputs(pairs, dim, flow) for dim in ("heads", "kv_heads"))
     if model.traits.get("positions", "rope") != "rope":
         return (q + 2 * k) * flow.itemsize
-    entered = [
+    values = q + 2 * k if _entered_together(pairs) else k
+    return (q + k + values) * flow.itemsize
+
+
+def _entered_together(pairs: list[tuple[Leaf, Layer]]) -> bool:
+    """Whether queries, keys and values are parts of one buffer."""
+    return any(
         layer.scatters.size * layer.totals.size > 1 and not leaf.inside[0].bias
         for leaf, layer in pairs
         if isinstance(layer, Product) and len(leaf.inside) == 3
-    ]
-    values = q + 2 * k if any(entered) else k
-    return (q + k + values) * flow.itemsize
+    )
 
 
 def _hidden(pairs: list[tuple[Leaf, Layer]], flow: Flow) -> int:
@@ -215,6 +241,24 @@ def _backward(
     return tuple(found)
 
 
+def _entered(pairs: list[tuple[Leaf, Layer]], flow: Flow, compiled: bool) -> int:
+    """Bytes while the first product runs backward: what it read, dy, and the norm before it."""
+    first = next((layer for _, layer in pairs if isinstance(layer, Product)), None)
+    if first is None:
+        return 0
+    found = _needed(first, flow) + read(first, flow)
+    found += first.elements(flow)[1] // first.scatters.size * flow.itemsize
+    leaf, layer = pairs[0]
+    if isinstance(layer, Statistics):
+        found += norm_bytes(layer, flow, _normed(leaf, layer, pairs, flow), compiled)
+    return found
+
+
+def _grads(pairs: list[tuple[Leaf, Layer]]) -> int:
+    """Elements of the gradients of all products."""
+    return sum(_matrix(layer) for _, layer in pairs if isinstance(layer, Product))
+
+
 def _matrix(layer: Product) -> int:
     """Elements of the gathered matrices that get gradients."""
     return sum(math.prod(one.weight.gathered) for one in layer.factors if one.trainable)
@@ -233,7 +277,7 @@ def _needed(layer: Product, flow: Flow) -> int:
         found += (x if layer.trained else 0) + x // layer.gathers.size
         found += 2 * x if some and move.gather.dim == 1 else 0
     if layer.scatters.size > 1:
-        found += 2 * y + (y if some and move.scatter.dim == 1 else 0)
+        found += 2 * y
     return found * flow.itemsize
 
 

@@ -33,12 +33,14 @@ class Mixed:
     """Results of products, which a selective block keeps."""
     moments: tuple[tuple[int, int], ...]
     """Most while it runs backward, above `none`, and elements of gradients of weights by then."""
+    second: tuple[int, int]
+    """Most above `none` in a second run; results of products that it has not come to by then."""
     later: int
     """What waits where gradients of weights are made later: x and dy of each product, or, of one
     operation, the gradients themselves."""
 
 
-NOTHING = Mixed(0, 0, (), 0)
+NOTHING = Mixed(0, 0, (), (0, 0), 0)
 
 
 def mixed(layer: Mixture, flow: Flow, inside: int, *, reads: bool) -> Mixed:
@@ -58,7 +60,7 @@ def mixed(layer: Mixture, flow: Flow, inside: int, *, reads: bool) -> Mixed:
         made = hidden + tokens * width * item + scores
         grads = layer.experts * layer.matrices * layer.width * width * item
         at_once = (tokens * width * item + grads, 0)  # dx and all gradients come together
-        return Mixed(routed + x + hidden, made, (at_once,), grads)
+        return Mixed(routed + x + hidden, made, (at_once,), (0, 0), grads)
     rows = layer.rows(flow) * row
     stream, hidden = rows * width * item, rows * layer.width // row * item
     places = 2 * INDEX * (choices + rows)
@@ -73,10 +75,11 @@ def mixed(layer: Mixture, flow: Flow, inside: int, *, reads: bool) -> Mixed:
             (enter + 1) * stream + (enter - 1) * hidden - inside * hidden // col,
             layer.matrices * matrix,
         ),
-        # in a second run: results, once more in the order of their rows, and what goes back
-        (2 * stream + stream // row, 0),
     )
-    if col > 1:  # likewise: what is scattered, side by side and in the order of ranks
-        back = inside * hidden // col + hidden + choices * width * item
-        moments += ((3 * enter * hidden + enter * hidden // col - back, 0),)
-    return Mixed(none, made, moments, 2 * stream + (enter + 1) * hidden)
+    # results, once more in the order of their rows, and what goes back
+    second = (2 * stream + stream // row - choices * width * item, 0)
+    if col > 1:  # what is scattered, side by side and in the order of ranks
+        behind = inside * hidden // col + hidden + choices * width * item
+        picked = 3 * enter * hidden + enter * hidden // col - behind
+        second = max(second, (picked, stream), key=sum)
+    return Mixed(none, made, moments, second, 2 * stream + (enter + 1) * hidden)

@@ -20,7 +20,8 @@ and the next one's are gathered.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from ranvier.layers import Flow
@@ -70,13 +71,15 @@ class Load:
     """Whether gradients of weights are turns of their own."""
     head: Loss | None
     """The head, if it is here."""
+    known: dict[Turn, int] = field(default_factory=dict, compare=False)
+    """Gradients that earlier passes have left, by turn: several moments of it ask."""
 
     @property
     def depth(self) -> int:
         """Ranks among which gradients of split weights are divided."""
         return self.plan.depth
 
-    @property
+    @cached_property
     def several(self) -> bool:
         """Whether a step has several passes."""
         return self.plan.micro_batches > 1
@@ -128,6 +131,11 @@ class Load:
 
     def gradients(self, turn: Turn) -> int:
         """Bytes of gradients that earlier passes have left."""
+        if turn not in self.known:
+            self.known[turn] = self._gradients(turn)
+        return self.known[turn]
+
+    def _gradients(self, turn: Turn) -> int:
         found = self.outside(turn)
         for one, made in zip(self.chunks, turn.made, strict=True):
             found += self.made(one.elements, made) if made else 0
@@ -332,7 +340,7 @@ def _in_block(load: Load, turn: Turn, one: Chunk, place: Place) -> Peak:
     new = leaves and not turn.back[turn.chunk]
     head = own.head * own.wide if leaves else 0
     each = 0 if own.split or load.split else own.own
-    needed, elements = max(place.kept.moments, key=lambda m: m[0] + each * m[1], default=(0, 0))
+    needed, elements = max(place.needs, key=lambda m: m[0] + each * m[1], default=(0, 0))
     acts = load.others(turn) + place.rest + place.again + needed + 2 * load.stream + one.x
     grads, near, moving = load.gradients(turn) + elements * each, place.gathered, 0
     if load.split:  # what later gradients need has come in place of what was kept
@@ -348,14 +356,17 @@ def _in_block(load: Load, turn: Turn, one: Chunk, place: Place) -> Peak:
         moving += load.under_way(place.behind)
         grads += own.head_part * own.wide * new
     moving += 0 if load.split else place.full
-    near += max(place.following, load.first(turn) if one.enters and place.first else 0)
+    if place.first and one.enters:
+        near += max(place.following, load.first(turn))
+    elif not (place.first and turn.last and turn.chunk == 0):  # else nothing follows
+        near += place.following
     return Peak(place.where, grads, acts, near, 0, moving)
 
 
 def _behind_blocks(load: Load, turn: Turn, one: Chunk) -> Peak:
     """While a chunk ends whose gradients of weights are made later."""
     first = one.places[-1]
-    acts = load.others(turn) + one.waits + first.kept.entry + 2 * load.stream + one.x
+    acts = load.others(turn) + one.waits + first.entry + 2 * load.stream + one.x
     there = _in_block(load, turn, one, first)
     return there._replace(where="behind the first block", activations=acts)
 
@@ -382,9 +393,10 @@ def _leaving(load: Load, turn: Turn, one: Chunk) -> Peak:
     if not load.split:
         grads += load.grown(turn, one.elements)
     grads += _table(load, turn.back[turn.chunk], own.tied and (one.leaves or load.spread))
-    acts = load.others(turn) + 2 * load.stream + (one.waits if load.split else 0)
+    rows = load.plan.row * load.stream * (load.plan.row > 1)  # dy of all tokens
+    acts = load.others(turn) + 2 * load.stream + rows + (one.waits if load.split else 0)
     before = load.behind(turn) if load.split else load.under_way(one.full)
-    moving = before + own.late if own.split else 0
+    moving = before + own.late + own.places * own.wide if own.split else 0
     near = own.gathered + load.first(turn)
     return Peak("at the end of backward", grads, acts, near, 0, moving)
 

@@ -53,6 +53,8 @@ class Weights:
     """Elements of the head's gathered gradient; 0: it is elsewhere, or frozen."""
     table: int
     """Elements of the embedding's gathered gradient; likewise."""
+    places: int
+    """Elements of the gathered gradient of learned positions; likewise."""
     gathered: int
     """Bytes of the largest block's weights gathered over depth; 0: they lie whole."""
     whole: int
@@ -108,6 +110,7 @@ def weights_of(model: Model, stage: Stage, spot: Spot, own: int, moments: Moment
         if lot.pieces[0].group != "vector" and not inside and not waits:
             parts[part] += bulk.count
     head, table = (_outside(model, stage, spot, kind) for kind in ("head", "embedding"))
+    places = _outside(model, stage, spot, "embedding", words=False)
     return Weights(
         total,
         master,
@@ -116,6 +119,7 @@ def weights_of(model: Model, stage: Stage, spot: Spot, own: int, moments: Moment
         outside,
         head,
         table,
+        places,
         max((one.gathered for one in kinds.values()), default=0),
         whole,
         wide,
@@ -137,12 +141,12 @@ def _moment_bytes(count: int, moments: Moments, wide: int, *, vector: bool) -> i
     return 2 * count * 2 if moments == "bf16" else 2 * count + 8 * -(-count // BLOCK)
 
 
-def _outside(model: Model, stage: Stage, spot: Spot, kind: str) -> int:
-    """Elements of the gathered matrix of a trained layer outside of blocks."""
+def _outside(model: Model, stage: Stage, spot: Spot, kind: str, *, words: bool = True) -> int:
+    """Elements of the gathered matrix of a trained layer outside of blocks; words: it has some."""
     ground, found = spot.ground(model), 0
     for part, _ in stage.here:
         for leaf in part.leaves if not part.is_block else ():
-            if leaf.kind == kind and leaf.trainable and leaf.dims[0] == "vocab":
+            if leaf.kind == kind and leaf.trainable and (leaf.dims[0] == "vocab") == words:
                 piece = next(iter(leaf.pieces("", "", ground)))
                 rows, width = piece.sharding.gathered
                 found += rows * width
