@@ -267,7 +267,8 @@ def _matrix(layer: Product) -> int:
 def _needed(layer: Product, flow: Flow) -> int:
     """Bytes that a product needs backward: gathered x and dy, each layer's dx, their sum.
 
-    What is gathered along the sequence of several samples is copied to be multiplied, dx to go.
+    What is gathered along the sequence of several samples is copied to be multiplied, dx to go; so
+    is dx along features.
     """
     x, y = layer.elements(flow)
     move, some = layer.factors[0].move, layer.ground.tokens(flow, "heads") > flow.seq
@@ -276,6 +277,7 @@ def _needed(layer: Product, flow: Flow) -> int:
     if layer.gathers.size > 1:
         found += (x if layer.trained else 0) + x // layer.gathers.size
         found += 2 * x if some and move.gather.dim == 1 else 0
+        found += x + x // layer.gathers.size if move.gather.dim == -1 else 0
     if layer.scatters.size > 1:
         found += 2 * y
     return found * flow.itemsize

@@ -327,7 +327,9 @@ def _scored(load: Load, turn: Turn) -> Peak:
     if not own.split:
         return Peak("behind the loss", grads + words * (before > 0) + made * (before > 0), acts)
     full = max(made, own.late) + made * own.padded
-    if not own.late and before:
+    if turn.behind is not None:
+        full += load.behind(turn)
+    elif not own.late and before:
         full += load.under_way(made)
         grads += words * (before > 1)
     near = own.head * own.own + own.gathered
