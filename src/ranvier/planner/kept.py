@@ -309,12 +309,12 @@ def loss(layer: Scores, flow: Flow, gradient: int) -> Loss:
     x = layer.elements(flow)[0] * flow.itemsize
     logits = chunk if ranks == 1 else chunk + chunk // ranks
     rows = x * (2 if layer.gathers.size > 1 else 1)
+    rows += x // count if ranks > 1 else 0  # what the logits of a chunk come from, once more
     if ranks > 1 and layer.factors[0].move.scatter.dim == -1:  # each rank's features are picked
         return Loss(3 * chunk + chunk // ranks, rows, gradient if count > 1 else 0)
     copies = 3 if flow.itemsize < WIDE else 2  # widened; less its logarithm; what is counted of it
     widened = copies * max(flow.itemsize, WIDE) * min(chunk // ranks // flow.itemsize, WIDENED)
-    if ranks > 1:  # they are gathered once they are scored, beside a copy of what they came from
-        rows, widened = rows + x // count, widened - chunk
+    widened -= chunk if ranks > 1 else 0  # they are gathered once they are scored
     if count == 1:
         return Loss(logits, rows, max(widened, x, gradient))
     again = gradient if flow.itemsize >= WIDE else 0  # a wide chunk's is added, not multiplied in

@@ -35,7 +35,7 @@ from ranvier.planner.leaves import Model
 from ranvier.planner.moves import Spot, Stage, cut, policy_of
 from ranvier.planner.weights import Weights
 
-Moving = Literal["head", "table", "block", ""]
+Moving = Literal["head", "table", "places", "block", ""]
 """What is being reduced over depth."""
 
 
@@ -159,7 +159,7 @@ class Load:
         kind, at = turn.behind
         before, whole = self.chunks[at], kind == "W" or not self.split
         if before.enters and own.table and kind == "B":
-            return "" if own.late else "table"
+            return "places" if own.late else "table"
         if before.count and whole:
             return "block"
         return "" if own.late or not before.leaves else "head"
@@ -168,8 +168,9 @@ class Load:
         """Bytes of the last reduction of the turn before."""
         own = self.own
         block = self.chunks[turn.behind[1]].full if turn.behind else 0
-        full = {"head": own.head * own.wide, "table": own.table * own.wide, "block": block}
-        return self.under_way(full.get(self.moving(turn), 0))
+        elements = {"head": own.head, "table": own.table, "places": own.places}
+        moving = self.moving(turn)
+        return self.under_way(block if moving == "block" else elements.get(moving, 0) * own.wide)
 
     def first(self, turn: Turn) -> int:
         """Bytes of the embedding, gathered for a forward pass that follows."""
