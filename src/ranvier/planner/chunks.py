@@ -37,6 +37,8 @@ class Place:
     first: bool
     needs: tuple[tuple[int, int], ...]
     """Most it needs besides, and elements of gradients of weights by then: `kept.Kept.moments`."""
+    later: tuple[int, int]
+    """Another moment, if gradients of weights are made later."""
     entry: int
     """Needed at its end, if gradients of weights are made later."""
     again: int
@@ -148,6 +150,7 @@ def _places(
             f"in the {name} block, backward",
             at == 0,
             found[part].needs(kind),
+            found[part].put_off,
             found[part].entry,
             found[part].again(kind, keeps=how.keeps),
             angles + sum(n * found[one].of(kind, keeps=how.keeps) for one, n in before.items()),

@@ -43,6 +43,8 @@ class Kept:
     """Most while it runs backward, above `none`, and elements of gradients of weights by then."""
     second: tuple[int, int]
     """Most above `none` in a second run; what of a selective block is still to be taken then."""
+    put_off: tuple[int, int]
+    """Another moment, if gradients of weights are made later."""
     entry: int
     """Needed backward by its first product, but for what its weight's gradient needs; with what the
     norm before it has kept."""
@@ -117,7 +119,9 @@ def kept(model: Model, part: Part, spot: Spot, flow: Flow, compiled: bool = Fals
     results = stream + made + attended + mine.made
     last = _last(pairs)
     left = sum(one.made(flow) for one in last.factors) * item if last else 0
-    return Kept(none, results, stream, (some, every, older), moments, mine.second, entry, left)
+    return Kept(
+        none, results, stream, (some, every, older), moments, mine.second, mine.put_off, entry, left
+    )
 
 
 def _mixture(pairs: list[tuple[Leaf, Layer]], flow: Flow, inside: int, *, reads: bool) -> Mixed:

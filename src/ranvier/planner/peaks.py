@@ -122,7 +122,7 @@ class Load:
         rest = own.outside - own.head_part - own.table_part
         if self.spread and (turn.kind != "F" or any(turn.back)):
             found += self.words * own.wide
-        return found + rest * own.wide * any(turn.back)
+        return found + rest * own.wide * self.outer(turn)
 
     @property
     def words(self) -> int:
@@ -176,13 +176,19 @@ class Load:
         """Bytes of the embedding, gathered for a forward pass that follows."""
         return self.own.table * self.own.own if self.own.split and turn.follows else 0
 
+    def ends(self, turn: Turn) -> bool:
+        """Whether no block follows a turn: those of the chunk before are last."""
+        return turn.last and not (turn.chunk and self.chunks[turn.chunk - 1].places)
+
     def late(self, turn: Turn) -> int:
         """Bytes of gathered gradients that wait for the end of the step."""
-        words = any(
-            made and (one.enters or one.leaves)
-            for one, made in zip(self.chunks, turn.back, strict=True)
-        )
-        return self.own.late if words or (self.spread and turn.kind != "F") else 0
+        made = self.outer(turn) or (self.spread and turn.kind != "F")
+        return self.own.late if made else 0
+
+    def outer(self, turn: Turn) -> bool:
+        """Whether gradients outside of blocks have been made."""
+        pairs = zip(self.chunks, turn.back, strict=True)
+        return any(made and (one.enters or one.leaves) for one, made in pairs)
 
 
 def peaks(model: Model, plan: Plan, flow: Flow, stage: Stage, own: Weights, how: How) -> list[Peak]:
@@ -343,9 +349,11 @@ def _in_block(load: Load, turn: Turn, one: Chunk, place: Place) -> Peak:
     new = leaves and not turn.back[turn.chunk]
     head = own.head * own.wide if leaves else 0
     each = 0 if own.split or load.split else own.own
-    needed, elements = max(place.needs, key=lambda m: m[0] + each * m[1], default=(0, 0))
+    full = place.full if own.split and not load.split else 0  # from the first gradient on
+    needs = (*place.needs, place.later) if load.split else place.needs
+    needed, elements = max(needs, key=lambda m: m[0] + each * m[1] + full * (m[1] > 0))
     acts = load.others(turn) + place.rest + place.again + needed + 2 * load.stream + one.x
-    grads, near, moving = load.gradients(turn) + elements * each, place.gathered, 0
+    grads, near = load.gradients(turn) + elements * each, place.gathered
     if load.split:  # what later gradients need has come in place of what was kept
         acts += place.waits
     else:
@@ -358,10 +366,10 @@ def _in_block(load: Load, turn: Turn, one: Chunk, place: Place) -> Peak:
     else:
         moving += load.under_way(place.behind)
         grads += own.head_part * own.wide * new
-    moving += 0 if load.split else place.full
+    moving += full * (elements > 0)
     if place.first and one.enters:
         near += max(place.following, load.first(turn))
-    elif not (place.first and turn.last and turn.chunk == 0):  # else nothing follows
+    elif not (place.first and load.ends(turn)):
         near += place.following
     return Peak(place.where, grads, acts, near, 0, moving)
 
