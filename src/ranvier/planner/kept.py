@@ -239,8 +239,8 @@ def _backward(
         (4 * stream * WIDE // flow.itemsize - none, whole),
     ]
     if enter.scatters.size > 1 and enter.factors[0].move.scatter.dim == -1:
-        x, y = enter.elements(flow)  # forward each rank's features are picked, in two copies
-        picked = x + 3 * y + y // enter.scatters.size
+        x, y = enter.elements(flow)  # forward each rank's features are picked
+        picked = x + 2 * y + y // enter.scatters.size
         found.append((picked * flow.itemsize - (inside + 1) * hidden, 0))
     return tuple(found)
 
@@ -276,14 +276,16 @@ def _needed(layer: Product, flow: Flow) -> int:
     """
     x, y = layer.elements(flow)
     move, some = layer.factors[0].move, layer.ground.tokens(flow, "heads") > flow.seq
-    terms = len(layer.factors) + (len(layer.factors) > 1)
-    found = terms * x
+    several, ranks = len(layer.factors) > 1, layer.scatters.size
+    dx, found = (len(layer.factors) + several) * x, 0
     if layer.gathers.size > 1:
         found += (x if layer.trained else 0) + x // layer.gathers.size
-        found += 2 * x if some and move.gather.dim == 1 else 0
-        found += x + x // layer.gathers.size if move.gather.dim == -1 else 0
-    if layer.scatters.size > 1:
-        found += 2 * y
+        dx += 2 * x if some and move.gather.dim == 1 else 0
+        dx += x + x // layer.gathers.size if move.gather.dim == -1 else 0
+    if ranks > 1 and move.scatter.dim == -1:  # each layer's features are picked from what came
+        found += max(2 * y + y // ranks * several, y + dx)
+    else:
+        found += dx + (2 * y if ranks > 1 else 0)
     return found * flow.itemsize
 
 
@@ -315,7 +317,9 @@ def loss(layer: Scores, flow: Flow, gradient: int) -> Loss:
     rows = x * (2 if layer.gathers.size > 1 else 1)
     rows += x // count if ranks > 1 else 0  # what the logits of a chunk come from, once more
     if ranks > 1 and layer.factors[0].move.scatter.dim == -1:  # each rank's features are picked
-        return Loss(3 * chunk + chunk // ranks, rows, gradient if count > 1 else 0)
+        last = gradient * (2 if count > 1 and flow.itemsize >= WIDE else 1) - chunk
+        moment = max(gradient if count > 1 else 0, last)
+        return Loss(2 * chunk + chunk // ranks, rows, moment)
     copies = 3 if flow.itemsize < WIDE else 2  # widened; less its logarithm; what is counted of it
     widened = copies * max(flow.itemsize, WIDE) * min(chunk // ranks // flow.itemsize, WIDENED)
     widened -= chunk if ranks > 1 else 0  # they are gathered once they are scored

@@ -445,7 +445,6 @@ def _at_the_end(load: Load) -> Iterator[Peak]:
     wide = own.data > 1 or own.split or load.several
     ends = trained * own.wide // own.data if wide else trained * own.own
     yield Peak(UPDATE, ends, 0, 0, 0, trained * own.own if own.data > 1 else 0)
-    if own.twice:  # a copy, widened before, and what comes of its sum with the other stage's
-        left = load.made(every, ALL) + own.outside * own.wide
-        copies = 3 if not load.several and own.own < own.wide else 2
-        yield Peak(UPDATE, left, 0, 0, 0, max(copies * own.twice, load.under_way(own.late)))
+    if own.twice:  # in its place a copy, and what comes of its sum with the other stage's
+        left = load.made(every, ALL) + own.outside * own.wide - (0 if own.late else own.twice)
+        yield Peak(UPDATE, left, 0, 0, 0, max(2 * own.twice, load.under_way(own.late)))
