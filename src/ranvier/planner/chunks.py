@@ -110,7 +110,7 @@ def chunk_of(
     leaves = any(scores_of(model, part, inside) for part in parts if not part.is_block)
     spread = plan.spread and plan.pipe > 1
     comes, made = not first or spread, 0 if spread else own.head * own.wide
-    shared = blocks and (kind != "none" or how.compiled or wide == 1)
+    shared = (blocks and (kind != "none" or how.compiled)) or (wide == 1 and (blocks or leaves))
     waits = {part: later(model, part, inside, flow) for part in counts}
     full = [sizes[part.name].full for part in blocks]
     pairs = zip(full, [*full, 0][1:], strict=True)

@@ -48,6 +48,8 @@ class Kept:
     entry: int
     """Needed backward by its first product, but for what its weight's gradient needs; with what the
     norm before it has kept."""
+    same: int
+    """Of `none` what is the input itself: a first norm does not widen what is wide."""
     left: int
     """Of what a selective block keeps what its second run does not come to: the last result."""
 
@@ -64,7 +66,7 @@ class Kept:
         if kind == "none":
             return 0
         left = self.left if kind == "selective" and not keeps else 0
-        return self.none - (self.of(kind, keeps=keeps) - self.full - left)
+        return self.none - self.same - (self.of(kind, keeps=keeps) - self.full - left)
 
     def of(self, kind: Recompute, *, keeps: bool = False) -> int:
         """Kept by a block of a kind. keeps: with what it communicates."""
@@ -102,25 +104,23 @@ def kept(model: Model, part: Part, spot: Spot, flow: Flow, compiled: bool = Fals
     mine = _mixture(pairs, flow, inside, reads=hidden > 0)
     none += inside * hidden + mine.none
     some, every = (_held(pairs, flow, selective=x) for x in (True, False))
-    older = sum(layer.held(flow) for _, layer in pairs)
-    moments = _backward(pairs, flow, hidden, inside, none, stream)
-    if mine.none and not hidden:  # the products are those of attention, when the mixture is gone
-        moments = tuple((size - mine.none, matrix) for size, matrix in moments)
-    leaf, layer = pairs[-1]
-    if isinstance(layer, Statistics):  # its turn is over by then
-        over = norm_bytes(layer, flow, _normed(leaf, layer, pairs, flow), compiled)
-        moments = tuple((size - over, matrix) for size, matrix in moments)
-    moments = (*moments, *mine.moments, (_entered(pairs, flow, compiled) - none, _grads(pairs)))
-    first = next((layer for _, layer in pairs if isinstance(layer, Product)), None)
-    entry = 0 if first is None else _needed(first, flow) - _put_off(first, flow)
-    leaf, layer = pairs[0]
-    if isinstance(layer, Statistics):  # its turn is yet to come
-        entry += norm_bytes(layer, flow, _normed(leaf, layer, pairs, flow), compiled)
-    results = stream + made + attended + mine.made
-    last = _last(pairs)
-    left = sum(one.made(flow) for one in last.factors) * item if last else 0
+    first, last = (_norm(pairs, at, flow, compiled) for at in (0, -1))
+    # by its turn the norm behind is over, and so is a mixture by that of attention's products
+    over = last + (mine.none if not hidden else 0)
+    moments = [(n - over, m) for n, m in _backward(pairs, flow, hidden, inside, none, stream)]
+    moments += [*mine.moments, (_entered(pairs, flow) + first - none, _grads(pairs))]
+    end = _last(pairs)
     return Kept(
-        none, results, stream, (some, every, older), moments, mine.second, mine.put_off, entry, left
+        none,
+        stream + made + attended + mine.made,
+        stream,
+        (some, every, sum(layer.held(flow) for _, layer in pairs)),
+        tuple(moments),
+        mine.second,
+        mine.put_off,
+        entry=_entry(pairs, flow) + first,
+        same=stream if first and item >= WIDE and not compiled else 0,
+        left=sum(one.made(flow) for one in end.factors) * item if end else 0,
     )
 
 
@@ -245,17 +245,27 @@ def _backward(
     return tuple(found)
 
 
-def _entered(pairs: list[tuple[Leaf, Layer]], flow: Flow, compiled: bool) -> int:
-    """Bytes while the first product runs backward: what it read, dy, and the norm before it."""
+def _entered(pairs: list[tuple[Leaf, Layer]], flow: Flow) -> int:
+    """Bytes while the first product runs backward: what it needs, what it read, and dy."""
     first = next((layer for _, layer in pairs if isinstance(layer, Product)), None)
     if first is None:
         return 0
-    found = _needed(first, flow) + read(first, flow)
-    found += first.elements(flow)[1] // first.scatters.size * flow.itemsize
-    leaf, layer = pairs[0]
-    if isinstance(layer, Statistics):
-        found += norm_bytes(layer, flow, _normed(leaf, layer, pairs, flow), compiled)
-    return found
+    dy = first.elements(flow)[1] // first.scatters.size * flow.itemsize
+    return _needed(first, flow) + read(first, flow) + dy
+
+
+def _entry(pairs: list[tuple[Leaf, Layer]], flow: Flow) -> int:
+    """Bytes that the first product needs backward, but for what its weight's gradient needs."""
+    first = next((layer for _, layer in pairs if isinstance(layer, Product)), None)
+    return 0 if first is None else _needed(first, flow) - _put_off(first, flow)
+
+
+def _norm(pairs: list[tuple[Leaf, Layer]], at: int, flow: Flow, compiled: bool) -> int:
+    """Bytes that the layer at a place keeps if it is a norm."""
+    leaf, layer = pairs[at]
+    if not isinstance(layer, Statistics):
+        return 0
+    return norm_bytes(layer, flow, _normed(leaf, layer, pairs, flow), compiled)
 
 
 def _grads(pairs: list[tuple[Leaf, Layer]]) -> int:
