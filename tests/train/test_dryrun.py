@@ -182,20 +182,8 @@ def weighed(run: Run, world: int, rank: int) -> None:
     assert predicted.allocated == pytest.approx(found.table.allocated, rel=0.05), told
 
 
-MISSED = {
-    5: "6 % high: of a stage with nothing but a tied head",
-    9: "6 % high: a spread vocabulary whose gathered weights are kept",
-    11: "7 % high: a head's first gradient counts while it is still being reduced",
-    23: "6 % low: weight gradients put off for one micro-batch, blocks end first",
-}
-DRAWN = [
-    pytest.param(n, marks=pytest.mark.xfail(reason=MISSED[n], strict=True)) if n in MISSED else n
-    for n in range(24)
-]
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("number", DRAWN)
+@pytest.mark.parametrize("number", range(24))
 def test_predicted_memory_of_random_layouts(number: int) -> None:
     draw, one = random.Random(100 + number), None
     while one is None:

@@ -56,4 +56,7 @@ def flat(pieces: Pieces, dtype: torch.dtype) -> Tensor:
     if len(pieces) == 1:
         return pieces[0][1].to(dtype)
     device = next((piece.device for _, piece in pieces if not piece.is_cpu), pieces[0][1].device)
-    return torch.cat([piece.to(device, dtype) for _, piece in pieces])
+    whole = torch.empty(sum(piece.numel() for _, piece in pieces), dtype=dtype, device=device)
+    for part, (_, piece) in zip(whole.split([x.numel() for _, x in pieces]), pieces, strict=True):
+        part.copy_(piece)  # one by one: all of them widened would be there beside the whole
+    return whole

@@ -165,9 +165,9 @@ def _start(
         shape = tuple(output.shape[1:] if ragged else output.shape)
         _check(axis, f"{op} {shape} {output.dtype} at {event.where}")
     device = x.device
-    if _kept_by_modes():  # a mode must not keep what is about to be written
+    if output is x and _kept_by_modes():  # a mode must not keep what is about to be written
         with hidden():
-            x, output = (x, torch.empty_like(output)) if output is not x else (x.clone(),) * 2
+            x = output = x.clone()
     if device.type == "cuda" and distributed.get_backend(axis.group) == "gloo":
         x, output = _staged(x), torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
     try:
@@ -199,6 +199,12 @@ def _kept_by_modes() -> bool:
     if torch._C._len_torch_dispatch_stack() == 0:
         return False
     return any(not getattr(m, "everywhere", False) for m in _get_current_dispatch_mode_stack())
+
+
+def _blank(like: Tensor, rows: int) -> Tensor:
+    """Room for so many rows like those of a tensor; no mode keeps it, as it is to be written."""
+    with hidden():
+        return like.new_empty((rows, *like.shape[1:]))
 
 
 def _staged(x: Tensor) -> Tensor:
@@ -265,7 +271,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Pending:
     if torch.compiler.is_compiling():
         return Pending(functional.all_gather(x, axis, dim))
     part = _front(x, dim)
-    output = part.new_empty((part.shape[0] * axis.size, *part.shape[1:]))
+    output = _blank(part, part.shape[0] * axis.size)
     return _start(
         "all_gather",
         axis,
@@ -289,7 +295,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Pending:
     if torch.compiler.is_compiling():
         return Pending(functional.reduce_scatter(x, axis, dim))
     parts = functional.reorder(_front(x, dim), axis, to_group=True)
-    output = parts.new_empty((parts.shape[0] // axis.size, *parts.shape[1:]))
+    output = _blank(parts, parts.shape[0] // axis.size)
     return _start(
         "reduce_scatter",
         axis,
@@ -339,7 +345,7 @@ def all_to_all(
     assert (send is None) == (receive is None), "counts are given both ways or not at all"
     parts = functional.reorder(x.contiguous(), axis, to_group=True, counts=send)
     rows = parts.shape[0] if receive is None else sum(receive)
-    output = parts.new_empty((rows, *parts.shape[1:]))
+    output = _blank(parts, rows)
     into = None if receive is None else functional.in_group(receive, axis)
     out_of = None if send is None else functional.in_group(send, axis)
     return _start(
@@ -388,7 +394,7 @@ def send(x: Tensor, axis: Axis, to: int) -> Pending:
 
 def receive(like: Tensor, axis: Axis, source: int) -> Pending:
     """A tensor shaped `like` from index `source`. Communicates: point to point over axis."""
-    output = torch.empty_like(like, memory_format=torch.contiguous_format)
+    output = _blank(like, len(like)) if like.dim() else torch.empty_like(like)
     return _start(
         "receive",
         axis,

@@ -157,10 +157,13 @@ class Experts(Leaf):
             rows = permute(x.flatten(0, 1), order)  # while the counts are on their way to the host
             lanes = self._lanes(order, table, None if host is None else self._once(host), x)
             there = self._sent(rows, lanes)
+            del rows  # they are gone
         hidden = None if self.shared is None else self.shared.hidden(x)
         with self.here():
-            rows = self._multiplied(self._received(there, lanes), lanes)
-            back = self._returned(rows, lanes)
+            rows = self._received(there, lanes)
+            del there
+            back = self._returned(self._multiplied(rows, lanes), lanes)
+            del rows
         beside = None if hidden is None else self.shared.leave(hidden)
         with self.here():
             y = self._arrived(back, order.choices.numel())
@@ -431,7 +434,8 @@ class _Grouped(torch.autograd.Function):
         x, ends = ctx.saved_tensors
         dx = product(dy, ctx.weight.whole(), ends, True) if ctx.needs_input_grad[0] else None
         if ctx.weight.trainable:
-            ctx.moment.do(partial(_deliver, ctx.weight, dy, x, ends))
+            # what waits shall not hold the graph
+            ctx.moment.do(partial(_deliver, ctx.weight, dy, x.detach(), ends))
         return dx, None, None, None, None
 
 

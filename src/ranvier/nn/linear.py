@@ -287,14 +287,13 @@ class _Product(torch.autograd.Function):
         with trace.at(site.name):
             again = None
             if _trained(layers):  # X once more, behind the dX matmul
-                again = verbs.all_gather(ctx.saved_tensors[0], from_axis, from_dim)
+                x = ctx.saved_tensors[0].detach()  # what waits for dW shall not hold the graph
+                again = verbs.all_gather(x, from_axis, from_dim)
             if again is not None and not hide:
                 again.wait()
             dys = list(grads)
             if to_axis.size > 1:
-                packed = repack(grads, layers, to_dim)
-                dy = verbs.all_gather(packed, to_axis, buffer_dim(to_dim)).wait()
-                dys = pack_adjoint(dy, layers, to_axis, to_dim)
+                dys = _gathered(grads, layers, to_axis, to_dim)
             pending = None
             if ctx.needs_input_grad[0]:
                 terms = [
@@ -325,8 +324,21 @@ def _multiplied(x: Tensor, layers: Sequence[Linear], apart: bool) -> tuple[Tenso
     ]
     if to_axis.size == layers[0].total_axis.size == 1:
         return tuple(ys)
-    y = verbs.reduce_scatter(pack(ys, layers, to_axis, to_dim), to_axis, buffer_dim(to_dim)).wait()
+    packed = pack(ys, layers, to_axis, to_dim)
+    del ys  # what is scattered is a copy
+    y = verbs.reduce_scatter(packed, to_axis, buffer_dim(to_dim)).wait()
     return tuple(unpack(verbs.all_reduce(y, layers[0].total_axis).wait(), layers, to_dim))
+
+
+def _gathered(
+    grads: Sequence[Tensor], layers: Sequence[Linear], axis: Axis, dim: int
+) -> list[Tensor]:
+    """Gradients of each layer's outputs, of all ranks: no buffer outlives this.
+
+    Communicates: all-gather over axis.
+    """
+    whole = verbs.all_gather(repack(grads, layers, dim), axis, buffer_dim(dim)).wait()
+    return pack_adjoint(whole, layers, axis, dim)
 
 
 def _trained(layers: Sequence[Linear]) -> bool:

@@ -31,9 +31,9 @@ def pack(ys: Sequence[Tensor], layers: Sequence[Linear], axis: Axis, dim: int) -
     blocks = []
     for y, layer in zip(ys, layers, strict=True):
         for one in y.unflatten(-1, (layer.count, -1)).unbind(-2):
-            block = one.unflatten(-1, (layer.parts, -1))  # (b, s, parts, m)
-            blocks.append(block.repeat_interleave(axis.size // layer.parts, 2))  # (b, s, col, m)
-    return torch.cat(blocks, -1)
+            block, copies = one.unflatten(-1, (layer.parts, -1)), axis.size // layer.parts
+            blocks.append(block if copies == 1 else block.repeat_interleave(copies, 2))
+    return _joined(blocks)  # (b, s, col, m)
 
 
 def pack_adjoint(dy: Tensor, layers: Sequence[Linear], axis: Axis, dim: int) -> list[Tensor]:
@@ -44,12 +44,15 @@ def pack_adjoint(dy: Tensor, layers: Sequence[Linear], axis: Axis, dim: int) -> 
     blocks = iter(dy.split([size for of_layer in sizes for size in of_layer], -1))  # (b, s, col, m)
     out = []
     for layer in layers:
-        parts = [
-            next(blocks).unflatten(2, (layer.parts, -1)).sum(3).flatten(2)
-            for _ in range(layer.count)
-        ]
-        out.append(torch.cat(parts, -1))
+        each = [next(blocks).unflatten(2, (layer.parts, -1)) for _ in range(layer.count)]
+        parts = [x.squeeze(3) if x.shape[3] == 1 else x.sum(3) for x in each]
+        out.append(_joined([x.flatten(2) for x in parts]))
     return out
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Features of all; one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)
 
 
 def unpack(y: Tensor, layers: Sequence[Linear], dim: int) -> list[Tensor]:

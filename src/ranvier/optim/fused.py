@@ -138,6 +138,8 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     On CUDA every element is read once and no tensor of squares is made.
     """
     wide = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+    if tensors[0].is_meta:  # it stands for a device with the kernel
+        return torch.zeros((), dtype=wide, device=tensors[0].device)
     if not tensors[0].is_cuda:  # the norms of the CPU add up fp32 numbers one by one
         return torch.stack([x.to(wide).square().sum() for x in tensors]).sum()
     some = [x for x in tensors if x.numel() > 0]

@@ -94,17 +94,21 @@ class Turn(NamedTuple):
     last: bool
     """Whether it is the last of its kind and chunk."""
     follows: bool
-    """Whether a forward pass follows, if the embedding is here."""
+    """Whether a forward pass of the first chunk follows, if the embedding is there."""
+    ahead: int | None
+    """Group of the chunk before it, whose turn comes in the end; this and what follows is told only
+    where gradients move between turns."""
     begun: bool
-    """Whether any backward has been, if gradients move between turns."""
-    behind: tuple[Kind, int] | None
-    """Kind and group of the turn that made gradients of weights last, likewise."""
+    """Whether any backward of embedding or head has been."""
+    behind: tuple[Kind, int, bool] | None
+    """Kind and group of the turn that made gradients of weights last, and whether it was the first
+    to do so in its chunk: they are on their way."""
 
     @property
     def alike(self) -> tuple[object, ...]:
         """What decides, besides how much is there, what comes in a turn."""
         own = self.kind, self.group, self.passed, self.last
-        return *own, self.follows, self.begun, self.behind
+        return *own, self.follows, self.ahead, self.begun, self.behind
 
     @property
     def much(self) -> tuple[int, ...]:
@@ -174,7 +178,7 @@ def _turns(
     forward, backward, weights = ([0] * shape.chunks for _ in range(3))
     behind: tuple[Kind, int] | None = None
     row = [*jobs]
-    plain = [job.kind for job in row if job.kind != "W"]
+    enters = [(job.kind, job.chunk) == ("F", 0) for job in row if job.kind != "W"]
     seen = 0
     for job in row:
         kind, at = job.kind, job.chunk
@@ -195,12 +199,13 @@ def _turns(
             back=_by_group(back, groups, max),
             passed=back[at] if (stage, at) in ends else 0,
             last=job.micro == each - 1,
-            follows=stage == at == 0 and plain[seen : seen + 1] == ["F"],
-            begun=moves and any(back),
-            behind=behind,
+            follows=stage == at == 0 and enters[seen : seen + 1] == [True],
+            ahead=groups[at - 1] if moves and at and job.micro == each - 1 else None,
+            begun=moves and any(back[c] for s, c in ends if s == stage),
+            behind=behind and (behind[0], groups[behind[1]], made[behind[1]] == _passes(1, each)),
         )
         forward[at] += kind == "F"
-        behind = (kind, groups[at]) if moves and kind != "F" else behind
+        behind = (kind, at) if moves and kind != "F" else behind
 
 
 def _passes(count: int, each: int) -> int:

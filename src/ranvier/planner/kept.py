@@ -36,18 +36,37 @@ class Kept:
     """Kept from forward to backward if nothing is computed again."""
     selective: int
     full: int
-    held: tuple[int, int]
-    """More, if what is communicated is kept for the second run: of a selective block, of a full."""
+    held: tuple[int, int, int]
+    """More, if what is communicated is kept for the second run: of a selective block, of a full,
+    of a reentrant one, which runs to its end."""
     moments: tuple[tuple[int, int], ...]
     """Most while it runs backward, above `none`, and elements of gradients of weights by then."""
+    second: tuple[int, int]
+    """Most above `none` in a second run; what of a selective block is still to be taken then."""
+    put_off: tuple[int, int]
+    """Another moment, if gradients of weights are made later."""
     entry: int
-    """Needed backward by its first product, but for what its weight's gradient needs."""
-    shared: int
-    """What `none` and `selective` both keep: it is not made a second time."""
+    """Needed backward by its first product, but for what its weight's gradient needs; with what the
+    norm before it has kept."""
+    same: int
+    """Of `none` what is the input itself: a first norm does not widen what is wide."""
+    left: int
+    """Of what a selective block keeps what its second run does not come to: the last result."""
 
-    def again(self, kind: Recompute) -> int:
-        """Made a second time in backward by a block of a kind."""
-        return {"none": 0, "selective": self.none - self.shared}.get(kind, self.none)
+    def needs(self, kind: Recompute) -> tuple[tuple[int, int], ...]:
+        """Moments of a block of a kind."""
+        most, waiting = self.second
+        return (*self.moments, (most + (waiting if kind == "selective" else 0), 0))
+
+    def again(self, kind: Recompute, *, keeps: bool = False) -> int:
+        """How much more is there once a block has run again: what was kept for it has been taken.
+
+        Its input stays.
+        """
+        if kind == "none":
+            return 0
+        left = self.left if kind == "selective" and not keeps else 0
+        return self.none - self.same - (self.of(kind, keeps=keeps) - self.full - left)
 
     def of(self, kind: Recompute, *, keeps: bool = False) -> int:
         """Kept by a block of a kind. keeps: with what it communicates."""
@@ -55,7 +74,7 @@ class Kept:
             return self.none
         if kind == "selective":
             return self.selective + (self.held[0] if keeps else 0)
-        return self.full + (self.held[1] if keeps else 0)
+        return self.full + (self.held[2 if kind == "reentrant" else 1] if keeps else 0)
 
 
 @lru_cache(KEPT)
@@ -72,7 +91,10 @@ def kept(
     none = made = attended = 0
     for leaf, layer in pairs:
         if isinstance(layer, Statistics):
-            none += norm_bytes(layer, flow, _normed(leaf, layer, pairs, flow), compiled)
+            elements = _normed(leaf, layer, pairs, flow)
+            none += norm_bytes(layer, flow, elements, compiled)
+            if layer.dim != "embed" and item >= WIDE and _entered_together(pairs):
+                none -= elements * item  # a part of what attention keeps of all three
         elif isinstance(layer, Product):
             made += sum(one.made(flow) for one in layer.factors) * item
             none += read(layer, flow) if layer.trained else 0
@@ -84,24 +106,35 @@ def kept(
     inside = min(_inside(model), 2) if compiled else _inside(model)
     mine = _mixture(pairs, flow, inside, reads=hidden > 0)
     none += inside * hidden + mine.none
+    none += _eighths(pairs, flow) if fp8 and compiled and mine is NOTHING else 0
     some, every = (_held(pairs, flow, selective=x) for x in (True, False))
-    moments = (*_backward(pairs, flow, hidden, inside, none, stream), *mine.moments)
-    first = next((layer for _, layer in pairs if isinstance(layer, Product)), None)
-    entry = 0 if first is None else _needed(first, flow) - _put_off(first, flow)
-    shared = min(attended + _shared(model, pairs, flow, inside) + mine.shared, none)
-    products = [layer for _, layer in pairs if isinstance(layer, Product)]
-    if compiled and mine is NOTHING:
-        made -= sum(one.made(flow) for one in products[-1].factors) * item
-        none += _eighths(products, flow) if fp8 else 0
-    results = stream + made + attended + mine.made
-    return Kept(none, results, stream, (some, every), moments, entry, shared)
+    first, last = (_norm(pairs, at, flow, compiled) for at in (0, -1))
+    # by its turn the norm behind is over, and so is a mixture by that of attention's products
+    over = last + (mine.none if not hidden else 0)
+    moments = [(n - over, m) for n, m in _backward(pairs, flow, hidden, inside, none, stream)]
+    moments += [*mine.moments, (_entered(pairs, flow) + first - none, _grads(pairs))]
+    end = _last(pairs)
+    result = sum(one.made(flow) for one in end.factors) * item if end else 0
+    return Kept(
+        none,
+        stream + made + attended + mine.made - (result if compiled else 0),
+        stream,
+        (some, every, sum(layer.held(flow) for _, layer in pairs)),
+        tuple(moments),
+        mine.second,
+        mine.put_off,
+        entry=_entry(pairs, flow) + first,
+        same=stream if first and item >= WIDE and not compiled else 0,
+        left=0 if compiled else result,
+    )
 
 
-def _eighths(products: list[Product], flow: Flow) -> int:
+def _eighths(pairs: list[tuple[Leaf, Layer]], flow: Flow) -> int:
     """Bytes that a graph keeps more of what products in 8 bits read.
 
     The last one's is kept in 8 bits only; attention's result both ways, since it needs it, too.
     """
+    products = [layer for _, layer in pairs if isinstance(layer, Product)]
     into = [layer for layer in products if layer.factors[0].into == "heads"]
     found = sum(read(layer, flow) for layer in into) - read(products[-1], flow)
     return found // flow.itemsize
@@ -116,12 +149,18 @@ def _mixture(pairs: list[tuple[Leaf, Layer]], flow: Flow, inside: int, *, reads:
 def _held(pairs: list[tuple[Leaf, Layer]], flow: Flow, *, selective: bool) -> int:
     """Bytes that layers keep more of what they communicate; nobody needs the last one's result."""
     found = sum(layer.held(flow, selective=selective) for _, layer in pairs)
-    products = [layer for _, layer in pairs if isinstance(layer, Product)]
-    if not products or products[-1].scatters.size * products[-1].totals.size == 1:
+    last = _last(pairs)
+    if last is None or last.gathers.size * last.scatters.size * last.totals.size == 1:
         return found
-    last = products[-1]
     made = sum(one.made(flow) for one in last.factors) * flow.itemsize if selective else 0
     return found - last.held(flow, selective=selective) - made
+
+
+def _last(pairs: list[tuple[Leaf, Layer]]) -> Product | None:
+    """The product whose result a second run does not come to: what is last in a block."""
+    last = pairs[-1][1]
+    mixture = any(isinstance(layer, Mixture) for _, layer in pairs)
+    return last if isinstance(last, Product) and not mixture else None
 
 
 @lru_cache(KEPT)
@@ -170,30 +209,17 @@ def _attended(pairs: list[tuple[Leaf, Layer]], flow: Flow, model: Model) -> int:
     q, k = (_outputs(pairs, dim, flow) for dim in ("heads", "kv_heads"))
     if model.traits.get("positions", "rope") != "rope":
         return (q + 2 * k) * flow.itemsize
-    entered = [
-        layer.scatters.size * layer.totals.size > 1 and not leaf.inside[0].bias
-        for leaf, layer in pairs
-        if isinstance(layer, Product) and len(leaf.inside) == 3
-    ]
-    values = q + 2 * k if any(entered) else k
+    values = q + 2 * k if _entered_together(pairs) else k
     return (q + k + values) * flow.itemsize
 
 
-def _shared(model: Model, pairs: list[tuple[Leaf, Layer]], flow: Flow, inside: int) -> int:
-    """Results of products that a block keeps as they come: values, what enters the MLP.
-
-    A result that is scattered is another tensor.
-    """
-    whole = [
-        layer
-        for _, layer in pairs
-        if isinstance(layer, Product) and layer.scatters.size * layer.totals.size == 1
-    ]
-    outs = {factor.out for layer in whole for factor in layer.factors}
-    gated = str(model.traits.get("activation", "swiglu")) in GATED
-    found = _outputs(pairs, "kv_heads", flow) if "kv_heads" in outs else 0
-    found += (inside - gated) * _outputs(pairs, "mlp", flow) if "mlp" in outs else 0
-    return max(found, 0) * flow.itemsize
+def _entered_together(pairs: list[tuple[Leaf, Layer]]) -> bool:
+    """Whether queries, keys and values are parts of one buffer."""
+    return any(
+        layer.scatters.size * layer.totals.size > 1 and not leaf.inside[0].bias
+        for leaf, layer in pairs
+        if isinstance(layer, Product) and len(leaf.inside) == 3
+    )
 
 
 def _hidden(pairs: list[tuple[Leaf, Layer]], flow: Flow) -> int:
@@ -229,10 +255,38 @@ def _backward(
         (4 * stream * WIDE // flow.itemsize - none, whole),
     ]
     if enter.scatters.size > 1 and enter.factors[0].move.scatter.dim == -1:
-        x, y = enter.elements(flow)  # forward each rank's features are picked, in two copies
-        picked = x + 3 * y + y // enter.scatters.size
+        x, y = enter.elements(flow)  # forward each rank's features are picked
+        picked = x + 2 * y + y // enter.scatters.size
         found.append((picked * flow.itemsize - (inside + 1) * hidden, 0))
     return tuple(found)
+
+
+def _entered(pairs: list[tuple[Leaf, Layer]], flow: Flow) -> int:
+    """Bytes while the first product runs backward: what it needs, what it read, and dy."""
+    first = next((layer for _, layer in pairs if isinstance(layer, Product)), None)
+    if first is None:
+        return 0
+    dy = first.elements(flow)[1] // first.scatters.size * flow.itemsize
+    return _needed(first, flow) + read(first, flow) + dy
+
+
+def _entry(pairs: list[tuple[Leaf, Layer]], flow: Flow) -> int:
+    """Bytes that the first product needs backward, but for what its weight's gradient needs."""
+    first = next((layer for _, layer in pairs if isinstance(layer, Product)), None)
+    return 0 if first is None else _needed(first, flow) - _put_off(first, flow)
+
+
+def _norm(pairs: list[tuple[Leaf, Layer]], at: int, flow: Flow, compiled: bool) -> int:
+    """Bytes that the layer at a place keeps if it is a norm."""
+    leaf, layer = pairs[at]
+    if not isinstance(layer, Statistics):
+        return 0
+    return norm_bytes(layer, flow, _normed(leaf, layer, pairs, flow), compiled)
+
+
+def _grads(pairs: list[tuple[Leaf, Layer]]) -> int:
+    """Elements of the gradients of all products."""
+    return sum(_matrix(layer) for _, layer in pairs if isinstance(layer, Product))
 
 
 def _matrix(layer: Product) -> int:
@@ -243,17 +297,21 @@ def _matrix(layer: Product) -> int:
 def _needed(layer: Product, flow: Flow) -> int:
     """Bytes that a product needs backward: gathered x and dy, each layer's dx, their sum.
 
-    What is gathered along the sequence of several samples is copied to be multiplied, dx to go.
+    What is gathered along the sequence of several samples is copied to be multiplied, dx to go; so
+    is dx along features.
     """
     x, y = layer.elements(flow)
     move, some = layer.factors[0].move, layer.ground.tokens(flow, "heads") > flow.seq
-    terms = len(layer.factors) + (len(layer.factors) > 1)
-    found = terms * x
+    several, ranks = len(layer.factors) > 1, layer.scatters.size
+    dx, found = (len(layer.factors) + several) * x, 0
     if layer.gathers.size > 1:
         found += (x if layer.trained else 0) + x // layer.gathers.size
-        found += 2 * x if some and move.gather.dim == 1 else 0
-    if layer.scatters.size > 1:
-        found += 2 * y + (y if some and move.scatter.dim == 1 else 0)
+        dx += 2 * x if some and move.gather.dim == 1 else 0
+        dx += x + x // layer.gathers.size if move.gather.dim == -1 else 0
+    if ranks > 1 and move.scatter.dim == -1:  # each layer's features are picked from what came
+        found += max(2 * y + y // ranks * several, y + dx)
+    else:
+        found += dx + (2 * y if ranks > 1 else 0)
     return found * flow.itemsize
 
 
@@ -284,16 +342,27 @@ def loss(layer: Scores, flow: Flow, gradient: int) -> Loss:
     x = layer.elements(flow)[0] * flow.itemsize
     logits = chunk if ranks == 1 else chunk + chunk // ranks
     rows = x * (2 if layer.gathers.size > 1 else 1)
+    rows += x // count if ranks > 1 else 0  # what the logits of a chunk come from, once more
     if ranks > 1 and layer.factors[0].move.scatter.dim == -1:  # each rank's features are picked
-        return Loss(3 * chunk + chunk // ranks, rows, gradient if count > 1 else 0)
-    widened = 3 * max(flow.itemsize, WIDE) * min(chunk // ranks // flow.itemsize, WIDENED)
+        last = gradient * (2 if count > 1 and flow.itemsize >= WIDE else 1) - chunk
+        moment = max(gradient if count > 1 else 0, last)
+        return Loss(2 * chunk + chunk // ranks, rows, moment)
+    copies = 3 if flow.itemsize < WIDE else 2  # widened; less its logarithm; what is counted of it
+    widened = copies * max(flow.itemsize, WIDE) * min(chunk // ranks // flow.itemsize, WIDENED)
+    widened -= chunk if ranks > 1 else 0  # they are gathered once they are scored
     if count == 1:
         return Loss(logits, rows, max(widened, x, gradient))
-    return Loss(logits, rows, gradient + max(widened, x // count))
+    again = gradient if flow.itemsize >= WIDE else 0  # a wide chunk's is added, not multiplied in
+    return Loss(logits, rows, gradient + max(widened, x // count, again))
 
 
 @lru_cache(KEPT)
 def later(model: Model, part: Part, spot: Spot, flow: Flow) -> int:
     """Bytes that a block keeps where gradients of weights are made later: all that they need."""
-    products = [x for x in layers_of(model, part, spot) if isinstance(x, Product) and x.trained]
-    return sum(sum(layer.elements(flow)) for layer in products) * flow.itemsize
+    layers = layers_of(model, part, spot)
+    products = [x for x in layers if isinstance(x, Product) and x.trained]
+    found = sum(sum(layer.elements(flow)) for layer in products) * flow.itemsize
+    inside = _inside(model)
+    return found + sum(
+        mixed(x, flow, inside, reads=True).later for x in layers if isinstance(x, Mixture)
+    )

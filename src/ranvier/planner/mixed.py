@@ -31,13 +31,18 @@ class Mixed:
     none: int
     made: int
     """Results of products, which a selective block keeps."""
-    shared: int
-    """What both keep."""
     moments: tuple[tuple[int, int], ...]
     """Most while it runs backward, above `none`, and elements of gradients of weights by then."""
+    second: tuple[int, int]
+    """Most above `none` in a second run; results of products that it has not come to by then."""
+    put_off: tuple[int, int]
+    """Another moment, if gradients of weights are made later."""
+    later: int
+    """What waits where gradients of weights are made later: x and dy of each product, or, of one
+    operation, the gradients themselves."""
 
 
-NOTHING = Mixed(0, 0, 0, ())
+NOTHING = Mixed(0, 0, (), (0, 0), (0, 0), 0)
 
 
 def mixed(layer: Mixture, flow: Flow, inside: int, *, reads: bool) -> Mixed:
@@ -55,21 +60,28 @@ def mixed(layer: Mixture, flow: Flow, inside: int, *, reads: bool) -> Mixed:
         hidden = enter * choices * layer.width * item
         x = 0 if reads else tokens * width * item
         made = hidden + tokens * width * item + scores
-        return Mixed(routed + x + hidden, made, hidden + scores, ())
+        grads = layer.experts * layer.matrices * layer.width * width * item
+        at_once = (tokens * width * item + grads, 1)  # dx and all gradients come together
+        return Mixed(routed + x + hidden, made, (at_once,), (0, 0), at_once, grads)
     rows = layer.rows(flow) * row
     stream, hidden = rows * width * item, rows * layer.width // row * item
     places = 2 * INDEX * (choices + rows)
     none = routed + places + stream + inside * hidden // col + hidden + choices * width * item
     made = enter * hidden + stream + scores
-    shared = (enter * hidden if col == 1 else 0) + scores
     matrix = layer.experts // ground.line("expert").size * (layer.width // row) * width
-    moments = (
+    behind = inside * hidden // col + hidden + choices * width * item  # the gate, and what follows
+    moments: tuple[tuple[int, int], ...] = (
         (2 * stream + hidden, matrix),  # down: what came and went back, and what it read
         (stream + enter * hidden + hidden // col, matrix),  # the gate
-        # what enters: each product's gradient and their sum, while the hidden tensors are gone
-        (
-            (enter + 1) * stream + (enter - 1) * hidden - inside * hidden // col,
-            layer.matrices * matrix,
-        ),
+        # what enters: each product's gradient, while the hidden tensors are gone; with their sum it
+        # is as much, as what was read is gone by then, unless gradients of weights are made later
+        (entered := enter * stream + enter * hidden - behind, layer.matrices * matrix),
     )
-    return Mixed(none, made, shared, moments)
+    # results, once more in the order of their rows, and what goes back
+    second = (2 * stream + stream // row - choices * width * item, 0)
+    if col > 1:  # what is scattered, side by side and in the order of ranks
+        picked = 3 * enter * hidden + enter * hidden // col - behind
+        second = max(second, (picked, stream), key=sum)
+    return Mixed(
+        none, made, moments, second, (entered + stream, 0), 2 * stream + (enter + 1) * hidden
+    )

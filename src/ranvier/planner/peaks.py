@@ -19,23 +19,24 @@ and the next one's are gathered.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from operator import mul
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ranvier.layers import Flow
-from ranvier.pipeline.balance import ranges
 from ranvier.pipeline.policy import Message, Order, Shape
 from ranvier.pipeline.turns import ALL, SEVERAL, Kinds, Turn, turns, usual
-from ranvier.plan import Plan, Recompute
-from ranvier.planner.kept import WIDE, Kept, Loss, kept, later, loss, stream_bytes
-from ranvier.planner.leaves import Model, Part
-from ranvier.planner.moves import KEPT, Spot, Stage, layers_of, policy_of
+from ranvier.plan import Plan
+from ranvier.planner.chunks import Chunk, How, Place, chunks_of, scores_of
+from ranvier.planner.kept import Loss, loss, stream_bytes
+from ranvier.planner.leaves import Model
+from ranvier.planner.moves import Spot, Stage, policy_of
 from ranvier.planner.weights import Weights
-from ranvier.products import Scores
+
+Moving = Literal["head", "table", "places", "block", ""]
+"""What is being reduced over depth."""
 
 
 class Peak(NamedTuple):
@@ -54,44 +55,6 @@ class Peak(NamedTuple):
         return sum(self[1:])
 
 
-class How(NamedTuple):
-    """What else decides what is there: see `space`."""
-
-    keeps: bool
-    compiled: bool
-    fp8: bool
-    simulated: bool
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What a chunk of a stage keeps of a micro-batch."""
-
-    whole: int
-    """By all its blocks, and angles."""
-    blocks: tuple[tuple[str, int], ...]
-    """Names of its kinds of blocks, and how many of each."""
-    count: int
-    """Blocks."""
-    rest: int
-    """What is kept once all but the largest have had their turn."""
-    top: Kept | None
-    """The block that needs most."""
-    enters: bool
-    leaves: bool
-    x: int
-    """Its input, if nothing else keeps it."""
-    scored: int
-    """By the last norm and the head, whose gradients are made in forward."""
-    waits: int
-    """After backward, if gradients of weights are made later."""
-
-    @cached_property
-    def held(self) -> int:
-        """From forward to backward."""
-        return self.whole + self.x + self.scored
-
-
 @dataclass(frozen=True)
 class Load:
     """What is there in all turns of a stage, but for the turn."""
@@ -101,8 +64,6 @@ class Load:
     """The group of each chunk."""
     chunks: tuple[Chunk, ...]
     """One of each group."""
-    elements: tuple[int, ...]
-    """Of the gradients of the blocks of each."""
     plan: Plan
     stream: int
     rows: int
@@ -117,23 +78,18 @@ class Load:
     @cached_property
     def levels(self) -> tuple[tuple[int, int, int], ...]:
         """Bytes of the gradients of a chunk of each group after 1, SEVERAL and ALL passes."""
-        return tuple(
-            (self.made(n, 1), self.made(n, SEVERAL), self.made(n, ALL)) for n in self.elements
-        )
+        sizes = (one.elements for one in self.chunks)
+        return tuple((self.made(n, 1), self.made(n, SEVERAL), self.made(n, ALL)) for n in sizes)
 
     @property
+    def depth(self) -> int:
+        """Ranks among which gradients of split weights are divided."""
+        return self.plan.depth
+
+    @cached_property
     def several(self) -> bool:
         """Whether a step has several passes."""
         return self.plan.micro_batches > 1
-
-    @cached_property
-    def needs(self) -> tuple[tuple[int, int], ...]:
-        """Bytes that the largest block of each group needs most besides, while it runs backward:
-        of activations, and of gradients."""
-        each = 0 if self.own.split or self.split else self.own.own
-        moments = (one.top.moments if one.top else () for one in self.chunks)
-        sizes = ([(needed, each * count) for needed, count in some] for some in moments)
-        return tuple(max(some, key=sum, default=(0, 0)) for some in sizes)
 
     def others(self, turn: Turn) -> int:
         """Bytes of micro-batches that wait while another has its turn."""
@@ -161,51 +117,77 @@ class Load:
     def outside(self, turn: Turn) -> int:
         """Bytes of gradients outside of blocks that earlier passes have left."""
         own, found = self.own, 0
+        moving, several = self.moving(turn), 2 if self.several else ALL + 1
+        both = self.spread and own.tied
         for one, made in zip(self.chunks, turn.back, strict=True):
-            if made and one.leaves and not self.spread:
+            if made and one.leaves and not self.spread and (moving != "head" or made >= several):
                 found += own.head_part * own.wide
-            if made and one.enters:
-                wide = own.split or made > 1
+            if made and one.enters and not both and (moving != "table" or made >= several):
+                wide = own.split or made > 1 or (own.tied and one.leaves)
                 found += own.table_part * (own.wide if wide else own.own)
         rest = own.outside - own.head_part - own.table_part
         if self.spread and (turn.kind != "F" or any(turn.back)):
-            found += own.head_part * own.wide
-        return found + rest * own.wide * any(turn.back)
+            found += self.words * own.wide
+        return found + rest * own.wide * self.outer(turn)
+
+    @property
+    def words(self) -> int:
+        """Elements of the head's gradient on this rank; tied ones are those of the embedding."""
+        return self.own.table_part if self.own.tied else self.own.head_part
 
     def gradients(self, turn: Turn) -> int:
         """Bytes of gradients that earlier passes have left."""
         found = self.outside(turn)
         for sizes, counts in zip(self.levels, turn.made, strict=True):
             found += sum(map(mul, sizes, counts))
+        if turn.behind is not None and turn.behind[2] and self.moving(turn) == "block":
+            found -= self.chunks[turn.behind[1]].full // self.depth  # is being reduced
         return found
 
     def under_way(self, full: int) -> int:
         """Bytes of a reduction over depth of so many: what goes in and what comes out."""
-        return full + full // self.plan.depth
+        return full + full // self.depth
+
+    def moving(self, turn: Turn) -> Moving:
+        """Whose gradients, made last before a turn, are being reduced over depth."""
+        own = self.own
+        if self.spread and own.split and turn.kind == "B" and not own.late:
+            return "head"
+        if not own.split or turn.behind is None:
+            return ""
+        kind, at, _ = turn.behind
+        before, whole = self.chunks[at], kind == "W" or not self.split
+        if before.enters and own.table and kind == "B":
+            return "places" if own.late else "table"
+        if before.count and whole:
+            return "block"
+        return "" if own.late or not before.leaves else "head"
 
     def behind(self, turn: Turn) -> int:
         """Bytes of the last reduction of the turn before."""
         own = self.own
-        if self.spread and own.split and turn.kind == "B" and not own.late:
-            return self.under_way(own.head * own.wide)
-        if not own.split or turn.behind is None:
-            return 0
-        kind, at = turn.behind
-        before, whole = self.chunks[at], kind == "W" or not self.split
-        if before.enters and own.table and kind == "B":
-            return 0 if own.late else self.under_way(own.table * own.wide)
-        if before.count and whole:
-            return self.under_way(own.full)
-        return 0 if own.late or not before.leaves else self.under_way(own.head * own.wide)
+        block = self.chunks[turn.behind[1]].full if turn.behind else 0
+        elements = {"head": own.head, "table": own.table, "places": own.places}
+        moving = self.moving(turn)
+        return self.under_way(block if moving == "block" else elements.get(moving, 0) * own.wide)
 
     def first(self, turn: Turn) -> int:
         """Bytes of the embedding, gathered for a forward pass that follows."""
         return self.own.table * self.own.own if self.own.split and turn.follows else 0
 
+    def ends(self, turn: Turn) -> bool:
+        """Whether no block follows a turn: those of the chunk before are last."""
+        return turn.last and not (turn.ahead is not None and self.chunks[turn.ahead].places)
+
     def late(self, turn: Turn) -> int:
         """Bytes of gathered gradients that wait for the end of the step."""
         made = turn.begun or (self.spread and turn.kind != "F")
         return self.own.late if made else 0
+
+    def outer(self, turn: Turn) -> bool:
+        """Whether gradients outside of blocks have been made."""
+        pairs = zip(self.chunks, turn.back, strict=True)
+        return any(made and (one.enters or one.leaves) for one, made in pairs)
 
 
 class Now(NamedTuple):
@@ -217,8 +199,6 @@ class Now(NamedTuple):
     gradients: int
     """Bytes that earlier passes have left."""
     chunk: Chunk
-    elements: int
-    """Of the gradients of its blocks."""
 
 
 def peaks(
@@ -234,15 +214,18 @@ def peaks(
     """The moments at which most may be there. firsts: as of `moves.cut`."""
     load = _load(model, plan, flow, spot.inside, firsts, stage, own, how)
     found = [*_at_the_end(load)]
+    if load.spread and not any(one.enters for one in load.chunks):
+        found += _returned(load)
     for now in _fullest(load, _turns(model, flow.seq, stage, load, how.simulated)):
         kind = now.turn.kind
         scores = now.turn.group == load.groups[-1] if load.spread else now.chunk.leaves
         if kind == "F" and load.head is not None and scores:
             found.append(_in_the_loss(load, now, load.head, flow))
+            found += [_scored(load, now)] if load.spread and own.head else []
         elif kind == "B":
             found += _backward(load, now)
         elif kind == "W":
-            found.append(_later(load, now))
+            found += _later(load, now)
     if plan.gathered == "keep":  # what is kept gathered is there until the update
         found = [
             one._replace(gathered=max(one.gathered, own.whole)) if one.where != UPDATE else one
@@ -259,7 +242,7 @@ def _fullest(load: Load, kinds: Kinds) -> Iterator[Now]:
             continue
         much = [(load.others(turn), load.gradients(turn)) for turn in alike]
         at = max(range(len(alike)), key=lambda i: sum(much[i])) if len(alike) > 1 else 0
-        yield Now(alike[at], *much[at], load.chunks[first.group], load.elements[first.group])
+        yield Now(alike[at], *much[at], load.chunks[first.group])
 
 
 UPDATE = "in the update"
@@ -287,95 +270,19 @@ def _load(
     own: Weights,
     how: How,
 ) -> Load:
-    spread, head = plan.spread and plan.pipe > 1, own.head * own.wide
-    groups, chunks = _chunks(model, stage, firsts, inside, flow, plan.recompute, how, head)
-    sizes = dict(own.each)
-    scores = _scores(model, stage.order, inside)
+    stream, spread = stream_bytes(model, inside, flow), plan.spread and plan.pipe > 1
+    groups, chunks = chunks_of(model, stage, firsts, inside, flow, plan, own, how)
+    scores = scores_of(model, stage.order, inside)
     return Load(
         own,
         groups,
         chunks,
-        tuple(sum(n * sizes.get(name, 0) for name, n in one.blocks) for one in chunks),
         plan,
-        stream := stream_bytes(model, inside, flow),
+        stream,
         rows=plan.micro_batches * stream if spread else 0,
         spread=spread,
         split=plan.pipe > 1 and how.simulated and policy_of(model, plan, flow.seq).split,
-        head=None if scores is None else loss(scores, flow, head),
-    )
-
-
-@lru_cache(KEPT)
-def _scores(model: Model, parts: tuple[Part, ...], inside: Spot) -> Scores | None:
-    """The head, if it is among these parts."""
-    outside = [part for part in parts if not part.is_block]
-    layers = (one for part in outside for one in layers_of(model, part, inside))
-    return next((one for one in layers if isinstance(one, Scores)), None)
-
-
-@lru_cache(KEPT)
-def _chunks(
-    model: Model,
-    stage: Stage,
-    firsts: tuple[int, ...],
-    inside: Spot,
-    flow: Flow,
-    kind: Recompute,
-    how: How,
-    head: int,
-) -> tuple[tuple[int, ...], tuple[Chunk, ...]]:
-    """The group of each chunk of a stage, and one chunk of each group.
-
-    Chunks of the same parts are alike, but for the last where each stage computes losses there.
-    """
-    count, order = stage.seat.count, model.order
-    mine = ranges(firsts, len(order))[stage.seat.index :: count] if count > 1 else [slice(None)]
-    spread, keys = stage.seat.spread and count > 1, list[tuple[object, ...]]()
-    found = dict[tuple[object, ...], Chunk]()
-    for i, one in enumerate(mine):
-        parts, first = order[one], not one.start
-        keys.append((first, parts, spread and i == len(mine) - 1))
-        if keys[-1] not in found:
-            found[keys[-1]] = _chunk(model, parts, first, inside, flow, kind, how, head, spread)
-    places = {key: i for i, key in enumerate(found)}
-    return tuple(places[key] for key in keys), tuple(found.values())
-
-
-@lru_cache(KEPT)
-def _chunk(
-    model: Model,
-    parts: tuple[Part, ...],
-    first: bool,
-    inside: Spot,
-    flow: Flow,
-    kind: Recompute,
-    how: How,
-    head: int,
-    spread: bool,
-) -> Chunk:
-    """What some parts keep of a micro-batch. head: bytes of the head's gradient."""
-    stream = stream_bytes(model, inside, flow)
-    wide = max(flow.itemsize, WIDE) // flow.itemsize
-    blocks = Counter(part for part in parts if part.is_block)
-    found = {part: kept(model, part, inside, flow, how.compiled, how.fp8) for part in blocks}
-    angles = flow.seq * 2 * model.head_dim * flow.itemsize if blocks else 0
-    leaves = _scores(model, parts, inside) is not None
-    comes, made = not first or spread, 0 if spread else head
-    shared = blocks and (kind != "none" or how.compiled or wide == 1)
-    whole = angles + sum(n * found[part].of(kind, keeps=how.keeps) for part, n in blocks.items())
-    top = max(found.values(), key=lambda one: one.none, default=None)
-    every = sum(n * found[part].of(kind) for part, n in blocks.items())
-    return Chunk(
-        whole,
-        tuple((part.name, n) for part, n in blocks.items()),
-        blocks.total(),
-        whole - every + (top.of(kind) if top else 0),
-        top,
-        first,
-        leaves,
-        x=0 if shared or not comes else stream,
-        scored=stream * (1 + 2 * wide) + made if leaves else 0,
-        waits=sum(n * later(model, part, inside, flow) for part, n in blocks.items()),
+        head=None if scores is None else loss(scores, flow, own.head * own.wide),
     )
 
 
@@ -402,8 +309,9 @@ def _backward(load: Load, now: Now) -> Iterator[Peak]:
     one = now.chunk
     if one.leaves and load.own.head and not load.spread:
         yield _behind_the_loss(load, now)
-    if one.top is not None:
-        yield from _in_blocks(load, now, one.top)
+    yield from (_in_block(load, now, place) for place in one.places)
+    if load.split and one.places:
+        yield _behind_blocks(load, now)
     if one.enters:
         yield _leaving(load, now)
 
@@ -421,76 +329,128 @@ def _behind_the_loss(load: Load, now: Now) -> Peak:
     return Peak("behind the loss", grads, acts, own.gathered + mine, 0, full)
 
 
-def _in_blocks(load: Load, now: Now, top: Kept) -> Iterator[Peak]:
-    """While the last block of a chunk runs backward, and while the first does."""
-    own, one, turn, kind = load.own, now.chunk, now.turn, load.plan.recompute
+def _scored(load: Load, now: Now) -> Peak:
+    """While the gradient of a spread head is taken over: at once, behind its loss."""
+    own, one, turn = load.own, now.chunk, now.turn
+    made, before = own.head * own.wide, turn.held[turn.group] + turn.back[turn.group]
+    acts = now.others + one.held + load.stream + made
+    grads = now.gradients
+    words = 0 if any(turn.back) else load.words * own.wide  # of those before it
+    if not own.split:
+        return Peak("behind the loss", grads + words * (before > 0) + made * (before > 0), acts)
+    full = max(made, own.late) + made * own.padded
+    if turn.behind is not None:
+        full += load.behind(turn)
+    elif not own.late and before:
+        full += load.under_way(made)
+        grads += words * (before > 1)
+    near = own.head * own.own + own.gathered
+    return Peak("behind the loss", grads, acts, near, 0, full)
+
+
+def _in_block(load: Load, now: Now, place: Place) -> Peak:
+    """While a block of a chunk runs backward."""
+    own, one, turn = load.own, now.chunk, now.turn
     leaves = one.leaves and not load.spread
     new = leaves and not turn.passed
     head = own.head * own.wide if leaves else 0
-    needed, more = load.needs[turn.group]
-    base = now.others + top.again(kind) + needed + 2 * load.stream + one.x
-    grads, near = now.gradients + more, 2 * own.gathered
-    if own.split:
-        before = load.under_way(head) if head and not own.late else load.behind(turn)
-        moving = (0 if load.split else own.full) + before + max(load.late(turn), own.late * new)
-    else:
-        grads, moving = grads + head * new, 0
-    yield Peak("in the last block, backward", grads, base + one.whole, near, 0, moving)
-    rest = one.rest
+    each = 0 if own.split or load.split else own.own
+    full = place.full if own.split and not load.split else 0  # from the first gradient on
+    needs = (*place.needs, place.later) if load.split else place.needs
+    needed, elements = max(needs, key=lambda m: m[0] + each * m[1] + full * (m[1] > 0))
+    acts = now.others + place.rest + place.again + needed + 2 * load.stream + one.x
+    grads, near = now.gradients + elements * each, place.gathered
     if load.split:  # what later gradients need has come in place of what was kept
-        rest = max(rest, 0) + one.waits * (one.count - 1) // one.count
-        yield Peak("in the first block, backward", grads, base + rest, near, 0, moving)
-        ends = now.others + one.waits + top.entry + 2 * load.stream + one.x
-        yield Peak("behind the first block", grads, ends, near, 0, moving)
-        return
-    grads += load.grown(turn, max(now.elements - own.block, 0))
-    if own.split:
-        before = load.under_way(own.full) if one.count > 1 else before
-        moving = own.full + before + max(load.late(turn), own.late * leaves)
+        acts += place.waits
+    else:
+        grads += load.grown(turn, place.done)
+    if not own.split:
+        return Peak(place.where, grads + head * new, acts)
+    moving = max(load.late(turn), own.late * new)
+    if load.split or place.behind is None:
+        moving += load.under_way(head) if head and not own.late else load.behind(turn)
+    else:
+        moving += load.under_way(place.behind)
         grads += own.head_part * own.wide * new
-    if one.enters:
-        near = own.gathered + max(own.gathered, load.first(turn))
-    yield Peak("in the first block, backward", grads, base + max(rest, 0), near, 0, moving)
+    moving += full * (elements > 0)
+    if place.first and one.enters:
+        near += max(place.following, load.first(turn))
+    elif not (place.first and load.ends(turn)):
+        near += place.following
+    return Peak(place.where, grads, acts, near, 0, moving)
+
+
+def _behind_blocks(load: Load, now: Now) -> Peak:
+    """While a chunk ends whose gradients of weights are made later."""
+    one, first = now.chunk, now.chunk.places[-1]
+    acts = now.others + one.waits + first.entry + 2 * load.stream + one.x
+    there = _in_block(load, now, first)
+    return there._replace(where="behind the first block", activations=acts)
+
+
+def _table(load: Load, back: int, tied: bool) -> int:
+    """Bytes of the embedding's gradient while it is added to that of so many earlier passes.
+
+    tied: the head's is there already.
+    """
+    own = load.own
+    if own.split:
+        table = own.table * (own.own * (2 if own.padded else 1) + own.wide)
+        return max(table - own.late * (own.table > 0), 0)
+    # as it came; the sum; what was there before, which the second pass widens
+    more = own.wide if back or tied else 0
+    widened = back > 0 and not tied and own.own < own.wide
+    more += (own.wide if back == 1 else own.own) * widened
+    return own.table * (own.own + more)
 
 
 def _leaving(load: Load, now: Now) -> Peak:
     """While the embedding's gradient is made."""
     own, one, turn, grads = load.own, now.chunk, now.turn, now.gradients
     if not load.split:
-        grads += load.grown(turn, now.elements)
-    back = turn.passed
-    tied = one.leaves and own.tied  # the head's is there already
-    if own.split:
-        table = own.table * (own.own * (2 if own.padded else 1) + own.wide)
-        table -= own.late * (own.table > 0)
-    else:  # as it came; the sum; what was there before, which the second pass widens
-        more = own.wide if back or tied else 0
-        widened = back > 0 and not tied and own.own < own.wide
-        more += (own.wide if back == 1 else own.own) * widened
-        table = own.table * (own.own + more)
-    acts = now.others + 2 * load.stream + (one.waits if load.split else 0)
-    before = load.behind(turn) if load.split else load.under_way(own.full)
-    moving = before + own.late if own.split else 0
+        grads += load.grown(turn, one.elements)
+    grads += _table(load, turn.passed, own.tied and (one.leaves or load.spread))
+    rows = load.plan.row * load.stream * (load.plan.row > 1)  # dy of all tokens
+    acts = now.others + 2 * load.stream + rows + (one.waits if load.split else 0)
+    before = load.behind(turn) if load.split else load.under_way(one.full)
+    moving = before + own.late + own.places * own.wide if own.split else 0
     near = own.gathered + load.first(turn)
-    return Peak("at the end of backward", grads + max(table, 0), acts, near, 0, moving)
+    return Peak("at the end of backward", grads, acts, near, 0, moving)
 
 
-def _later(load: Load, now: Now) -> Peak:
+def _returned(load: Load) -> Iterator[Peak]:
+    """While gradients of a spread embedding are made, on all stages but the first: at the end."""
+    own, count = load.own, load.plan.micro_batches
+    grads = sum(load.levels[group][-1] for group in load.groups) + load.words * own.wide
+    for back in range(min(count, SEVERAL + 1)):
+        table = _table(load, back, own.tied)
+        if not own.tied and back > own.split:
+            wide = own.split or back > 1
+            table += own.table_part * (own.wide if wide else own.own)
+        acts = (count - back + 3) * load.stream
+        behind = own.table * own.wide if back else load.chunks[load.groups[0]].full
+        moving = own.late + (0 if own.tied else load.under_way(behind) * own.split)
+        yield Peak("at the end of backward", grads + table, acts, 0, 0, moving)
+
+
+def _later(load: Load, now: Now) -> Iterator[Peak]:
     """While gradients of weights are made that were put off: all they need stays until the end."""
     own, one, turn = load.own, now.chunk, now.turn
-    grads = now.gradients + load.grown(turn, now.elements)
-    moving = own.full + load.under_way(own.full) + load.late(turn) if own.split else 0
-    return Peak("in gradients put off", grads, now.others + one.waits, 0, 0, moving)
+    grads = now.gradients + load.grown(turn, one.elements)
+    acts, late = now.others + one.waits, load.late(turn)
+    begun = one.places[0].full + load.behind(turn) + late if own.split and one.places else 0
+    yield Peak("in gradients put off", now.gradients, acts, 0, 0, begun)
+    ended = one.moving + late if own.split else 0
+    yield Peak("in gradients put off", grads, acts, 0, 0, ended)
 
 
 def _at_the_end(load: Load) -> Iterator[Peak]:
     """In the update."""
-    own, every = load.own, sum(load.elements[group] for group in load.groups)
+    own, every = load.own, sum(load.chunks[group].elements for group in load.groups)
     trained = every + own.outside
     wide = own.data > 1 or own.split or load.several
     ends = trained * own.wide // own.data if wide else trained * own.own
     yield Peak(UPDATE, ends, 0, 0, 0, trained * own.own if own.data > 1 else 0)
-    if own.twice:  # a copy, widened before, and what comes of its sum with the other stage's
-        left = load.made(every, ALL) + own.outside * own.wide
-        copies = 3 if not load.several and own.own < own.wide else 2
-        yield Peak(UPDATE, left, 0, 0, 0, max(copies * own.twice, load.under_way(own.late)))
+    if own.twice:  # in its place a copy, and what comes of its sum with the other stage's
+        left = load.made(every, ALL) + own.outside * own.wide - (0 if own.late else own.twice)
+        yield Peak(UPDATE, left, 0, 0, 0, max(2 * own.twice, load.under_way(own.late)))

@@ -10,9 +10,10 @@ from functools import lru_cache
 
 from ranvier.layers import Flow
 from ranvier.plan import Plan
+from ranvier.planner.chunks import How
 from ranvier.planner.leaves import Model, Part
 from ranvier.planner.moves import KEPT, Spot, cut, stage_of
-from ranvier.planner.peaks import How, Peak, peaks
+from ranvier.planner.peaks import Peak, peaks
 from ranvier.planner.table import Table
 from ranvier.planner.weights import Moments, Weights, weights_of
 

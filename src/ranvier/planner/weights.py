@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from ranvier.lots import Bulk
 from ranvier.plan import AXES
 from ranvier.planner.leaves import ENTRY, EXIT, Model
 from ranvier.planner.moves import KEPT, Spot, Stage, lots_of
@@ -17,28 +18,47 @@ BLOCK = 256
 
 
 @dataclass(frozen=True)
+class Share:
+    """The matrices of a block on a rank."""
+
+    elements: int = 0
+    """Of their gradients."""
+    gathered: int = 0
+    """Bytes of the weights gathered over depth; 0: they lie whole."""
+    full: int = 0
+    """Bytes of their gradients, gathered, in 32 bits; likewise."""
+
+    def plus(self, bulk: Bulk, own: int, wide: int, depth: int) -> Share:
+        """With some more of them."""
+        split, count = bulk.split * depth, bulk.count * bulk.trainable
+        return Share(
+            self.elements + count,
+            self.gathered + split * bulk.size * own,
+            self.full + split * count * wide,
+        )
+
+
+@dataclass(frozen=True)
 class Weights:
     """Weights of a rank, and what belongs to them."""
 
     bytes: int
     master: int
     moments: int
-    block: int
-    """Trained elements of the matrices of the largest block on this rank."""
-    each: tuple[tuple[str, int], ...]
-    """The same of each kind of block."""
+    each: tuple[tuple[str, Share], ...]
+    """What is there of each kind of block."""
     outside: int
     """Trained elements outside of blocks."""
     head: int
     """Elements of the head's gathered gradient; 0: it is elsewhere, or frozen."""
     table: int
     """Elements of the embedding's gathered gradient; likewise."""
+    places: int
+    """Elements of the gathered gradient of learned positions; likewise."""
     gathered: int
-    """Bytes of a block's weights gathered over depth; 0: they lie whole."""
+    """Bytes of the largest block's weights gathered over depth; 0: they lie whole."""
     whole: int
     """Bytes of all weights gathered over depth."""
-    full: int
-    """Bytes of its gradients, gathered, in 32 bits."""
     wide: int
     """Bytes of a wide number."""
     own: int
@@ -68,16 +88,16 @@ def weights_of(model: Model, stage: Stage, spot: Spot, own: int, moments: Moment
     degrees = dict(zip(AXES, spot.degrees, strict=True))
     data, depth, wide = degrees["data"], degrees["depth"], max(own, 4)
     words = degrees["row"] * (degrees["pipe"] if spot.spread else 1)
-    parts, kinds = Counter[str](), Counter[str]()
+    parts, kinds = Counter[str](), dict[str, Share]()
     blocks = {part.name for part, _ in stage.here if part.is_block}
-    total = master = both = outside = gathered = whole = full = block = late = twice = 0
+    total = master = both = outside = whole = late = twice = 0
     for part, lot, count in lots_of(model, stage, spot):
         bulk = lot.bulk
         total += count * bulk.size * own
         inside = part in blocks
         whole += count * bulk.size * own * depth if bulk.split else 0
-        if bulk.split and inside:
-            gathered = max(gathered, bulk.size * own * depth)
+        if inside:
+            kinds[part] = kinds.get(part, Share()).plus(bulk, own, wide, depth)
         if not bulk.trainable:
             continue
         held, vector = bulk.count // data, lot.pieces[0].group == "vector"
@@ -89,23 +109,19 @@ def weights_of(model: Model, stage: Stage, spot: Spot, own: int, moments: Moment
         outside += 0 if inside or waits else bulk.count
         if lot.pieces[0].group != "vector" and not inside and not waits:
             parts[part] += bulk.count
-        if inside:
-            kinds[part] += bulk.count
-            block = max(block, kinds[part])
-            full = max(full, bulk.count * wide * depth if bulk.split else 0)
     head, table = (_outside(model, stage, spot, kind) for kind in ("head", "embedding"))
+    places = _outside(model, stage, spot, "embedding", words=False)
     return Weights(
         total,
         master,
         both,
-        block,
         tuple(kinds.items()),
         outside,
         head,
         table,
-        gathered,
+        places,
+        max((one.gathered for one in kinds.values()), default=0),
         whole,
-        full,
         wide,
         own,
         data,
@@ -125,12 +141,12 @@ def _moment_bytes(count: int, moments: Moments, wide: int, *, vector: bool) -> i
     return 2 * count * 2 if moments == "bf16" else 2 * count + 8 * -(-count // BLOCK)
 
 
-def _outside(model: Model, stage: Stage, spot: Spot, kind: str) -> int:
-    """Elements of the gathered matrix of a trained layer outside of blocks."""
+def _outside(model: Model, stage: Stage, spot: Spot, kind: str, *, words: bool = True) -> int:
+    """Elements of the gathered matrix of a trained layer outside of blocks; words: it has some."""
     ground, found = spot.ground(model), 0
     for part, _ in stage.here:
         for leaf in part.leaves if not part.is_block else ():
-            if leaf.kind == kind and leaf.trainable and leaf.dims[0] == "vocab":
+            if leaf.kind == kind and leaf.trainable and (leaf.dims[0] == "vocab") == words:
                 piece = next(iter(leaf.pieces("", "", ground)))
                 rows, width = piece.sharding.gathered
                 found += rows * width

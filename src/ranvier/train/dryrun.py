@@ -175,6 +175,7 @@ def _prepare(run: Run, model: Decoder, load: float) -> None:
     for leaf in parallel.leaves.values():
         if isinstance(leaf, Core):
             leaf.serial.attend = flash  # type: ignore[assignment]
+            leaf.serial.window = 0  # type: ignore[assignment]  # its kernel keeps as much, no scores
         if isinstance(leaf, Experts):
             leaf.load = load
     shape = (plan.micro_batch, run.data.seq // (plan.row * plan.context))
