@@ -286,14 +286,14 @@ def _needed(layer: Product, flow: Flow) -> int:
     """
     x, y = layer.elements(flow)
     move, some = layer.factors[0].move, layer.ground.tokens(flow, "heads") > flow.seq
-    several, ranks = len(layer.factors) > 1, layer.scatters.size
-    dx, found = (len(layer.factors) + several) * x, 0
+    terms, ranks = len(layer.factors), layer.scatters.size
+    dx, found = (terms + (terms > 1)) * x, 0
     if layer.gathers.size > 1:
         found += (x if layer.trained else 0) + x // layer.gathers.size
         dx += 2 * x if some and move.gather.dim == 1 else 0
         dx += x + x // layer.gathers.size if move.gather.dim == -1 else 0
     if ranks > 1 and move.scatter.dim == -1:  # each layer's features are picked from what came
-        found += max(2 * y + y // ranks * several, y + dx)
+        found += y + max(y, dx)
     else:
         found += dx + (2 * y if ranks > 1 else 0)
     return found * flow.itemsize

@@ -120,7 +120,7 @@ class Load:
                 wide = own.split or made > 1 or (own.tied and one.leaves)
                 found += own.table_part * (own.wide if wide else own.own)
         rest = own.outside - own.head_part - own.table_part
-        if self.spread and (turn.kind != "F" or any(turn.back)):
+        if self.spread and self.scored(turn) > (moving == "head" and turn.kind == "F"):
             found += self.words * own.wide
         return found + rest * own.wide * self.outer(turn)
 
@@ -149,11 +149,17 @@ class Load:
         """Bytes of a reduction over depth of so many: what goes in and what comes out."""
         return full + full // self.depth
 
+    def scored(self, turn: Turn) -> int:
+        """Micro-batches, two at most, whose loss a spread head has computed before."""
+        return SEVERAL if turn.kind != "F" else turn.held[-1] + turn.back[-1]
+
     def moving(self, turn: Turn) -> Moving:
         """Whose gradients, made last before a turn, are being reduced over depth."""
         own = self.own
-        if self.spread and own.split and turn.kind == "B" and not own.late:
-            return "head"
+        if self.spread and own.split and not own.late:
+            first = turn.kind == "F" and turn.behind is None
+            if turn.kind == "B" or (first and self.scored(turn)):
+                return "head"
         if not own.split or turn.behind is None:
             return ""
         kind, at = turn.behind
@@ -327,18 +333,11 @@ def _behind_the_loss(load: Load, turn: Turn) -> Peak:
 def _scored(load: Load, turn: Turn) -> Peak:
     """While the gradient of a spread head is taken over: at once, behind its loss."""
     own, one = load.own, load.chunks[turn.chunk]
-    made, before = own.head * own.wide, turn.held[turn.chunk] + turn.back[turn.chunk]
+    made, grads = own.head * own.wide, load.gradients(turn)
     acts = load.others(turn) + one.held + load.stream + made
-    grads = load.gradients(turn)
-    words = 0 if any(turn.back) else load.words * own.wide  # of those before it
     if not own.split:
-        return Peak("behind the loss", grads + words * (before > 0) + made * (before > 0), acts)
-    full = max(made, own.late) + made * own.padded
-    if turn.behind is not None:
-        full += load.behind(turn)
-    elif not own.late and before:
-        full += load.under_way(made)
-        grads += words * (before > 1)
+        return Peak("behind the loss", grads + made * (load.scored(turn) > 0), acts)
+    full = max(made, own.late) + made * own.padded + load.behind(turn)
     near = own.head * own.own + own.gathered
     return Peak("behind the loss", grads, acts, near, 0, full)
 
