@@ -84,6 +84,11 @@ class Load:
         """Whether a step has several passes."""
         return self.plan.micro_batches > 1
 
+    @cached_property
+    def early(self) -> bool:
+        """Whether reductions over data begin in the last pass."""
+        return self.own.data > 1 and not (self.split and len(self.chunks) > 1)
+
     def others(self, turn: Turn) -> int:
         """Bytes of micro-batches that wait while another has its turn."""
         found = self.rows
@@ -97,7 +102,7 @@ class Load:
         narrow, wide = elements * own.own, elements * own.wide
         if made == 0:
             return 0
-        if made == ALL and own.data > 1 and not (self.split and len(self.chunks) > 1):
+        if made == ALL and self.early:
             return wide + wide // own.data  # what is reduced stays until that is waited for
         several = made == SEVERAL or (made == ALL and self.several)
         return wide if own.split or several else narrow
@@ -114,11 +119,12 @@ class Load:
         moving, several = self.moving(turn), 2 if self.several else ALL + 1
         both = self.spread and own.tied
         for one, made in zip(self.chunks, turn.back, strict=True):
+            reduced = own.wide // own.data if made == ALL and self.early else 0
             if made and one.leaves and not self.spread and (moving != "head" or made >= several):
-                found += own.head_part * own.wide
+                found += own.head_part * (own.wide + reduced)
             if made and one.enters and not both and (moving != "table" or made >= several):
                 wide = own.split or made > 1 or (own.tied and one.leaves)
-                found += own.table_part * (own.wide if wide else own.own)
+                found += own.table_part * (own.wide + reduced if wide else own.own)
         rest = own.outside - own.head_part - own.table_part
         if self.spread and self.scored(turn) > (moving == "head" and turn.kind == "F"):
             found += self.words * own.wide
@@ -443,7 +449,8 @@ def _at_the_end(load: Load) -> Iterator[Peak]:
     trained = every + own.outside
     wide = own.data > 1 or own.split or load.several
     ends = trained * own.wide // own.data if wide else trained * own.own
-    yield Peak(UPDATE, ends, 0, 0, 0, trained * own.own if own.data > 1 else 0)
+    # all are reduced before the first is waited for
+    yield Peak(UPDATE, ends, 0, 0, 0, trained * own.wide if own.data > 1 else 0)
     if own.twice:  # in its place a copy, and what comes of its sum with the other stage's
         left = load.made(every, ALL) + own.outside * own.wide - (0 if own.late else own.twice)
         yield Peak(UPDATE, left, 0, 0, 0, max(2 * own.twice, load.under_way(own.late)))
