@@ -21,7 +21,14 @@ from ranvier.planner.leaves import of_run
 from ranvier.planner.moves import moves
 from ranvier.planner.space import space
 from ranvier.run import Run
-from ranvier.settings import DataConfig, LoraConfig, MemoryConfig, ModelConfig, TrainConfig
+from ranvier.settings import (
+    DataConfig,
+    LoraConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from ranvier.train.dryrun import checked, dry
 
 SHAPE = {"layers": 4, "embed": 48, "heads": 24, "kv_heads": 6, "head_dim": 4, "mlp": 96}
@@ -129,36 +136,48 @@ KINDS = [
     {"vocab": 50257, "tied": True, "kv_heads": 16, "max_seq": 4096, **LEARNED},
     {"vocab": 128256},
     {"vocab": 32000, "embed": 2048, "mlp": 5632, "heads": 32, "kv_heads": 8},
+    {"vocab": 32001, "embed": 1056, "heads": 24, "kv_heads": 8, "head_dim": 44, "mlp": 2880},
+    {"vocab": 16384, "qk_whole": True, "norms": "after"},
+    {"vocab": 32000, "activation": "geglu", "window": 256, "window_layers": (0, 2)},
 ]
 """Models whose tensors are larger than what is constant."""
+MIXTURES = [
+    {"experts": 8, "experts_top": 2, "expert_mlp": 1024},
+    {"experts": 8, "experts_top": 2, "expert_mlp": 512, "shared_mlp": 1024},
+    {"experts": 16, "experts_top": 3, "expert_mlp": 512, "moe_every": 2},
+]
 
 
 def large(draw: random.Random) -> tuple[Run, int, int] | None:
     """A random run whose memory is worth counting, its world and a rank; None if it cannot be."""
-    pipe = draw.choice((1, 2, 2, 3, 4, 4, 8))
-    degrees = {"pipe": pipe, "data": draw.choice((1, 1, 2, 4)), "depth": draw.choice((1, 1, 2, 4))}
+    pipe, mixture = draw.choice((1, 2, 2, 3, 4, 4, 8)), draw.random() < 0.25
+    degrees = {"pipe": pipe, "data": draw.choice((1, 1, 2, 4)), "depth": draw.choice((1, 2, 3, 4))}
     degrees |= {axis: draw.choice((1, 1, 2, 4)) for axis in ("row", "col")}
-    world, replicas = math.prod(degrees.values()), degrees["data"] * degrees["depth"]
-    micro, chunks = draw.choice((1, 1, 2)), draw.choice((1, 1, 2)) if pipe > 1 else 1
+    degrees["expert"] = draw.choice((1, 2, 4)) if mixture else 1
+    world = math.prod(degrees.values())
+    replicas = degrees["data"] * degrees["expert"] * degrees["depth"]
+    micro, chunks = draw.choice((1, 1, 2, 4)), draw.choice((1, 1, 2)) if pipe > 1 else 1
     orders = ("gpipe", "zero-bubble", "interleaved" if chunks > 1 else "1f1b")
     plan = Plan(
         **degrees,
         inner=draw.choice(("samples", "features")),
         micro_batch=micro,
-        batch=replicas * micro * draw.choice((1, 2, 4, 8)),
-        recompute=draw.choice(("none", "selective", "full")),
+        batch=replicas * micro * draw.choice((1, 2, 3, 8)),
+        recompute=draw.choice(("none", "selective", "full", "reentrant")),
         gathered=draw.choice(("again", "again", "keep")),
         chunks=chunks,
         spread=pipe > 1 and draw.random() < 0.15,
         policy=draw.choice(("message", *orders)) if pipe > 1 else "message",
     )
-    shape = {**BIG, "layers": draw.choice((6, 8, 11)), **draw.choice(KINDS)}
+    shape = {**BIG, "layers": draw.choice((4, 6, 8, 11)), **draw.choice(KINDS)}
+    shape |= draw.choice(MIXTURES) if mixture else {}
     run = Run(
         model=ModelConfig(size="imported", **shape),
         plan=plan,
-        data=DataConfig(seq=draw.choice((1024, 2048))),
+        data=DataConfig(seq=draw.choice((1024, 1536, 2048))),
         train=TrainConfig(dtype=draw.choice(("bf16", "bf16", "fp32"))),
         memory=MemoryConfig(collectives=draw.choice(("again", "again", "keep"))),
+        optim=OptimConfig(moments=draw.choice(("master", "master", "bf16", "int8"))),
     )
     try:
         run.check(world)
@@ -175,7 +194,8 @@ def weighed(run: Run, world: int, rank: int) -> None:
     size = 2 if run.train.dtype == "bf16" else 4
     flow = Flow(run.plan.micro_batch, run.data.seq, size, statistics=4)
     kept, stage = run.memory.collectives == "keep", found.index["pipe"]
-    predicted = space(of_run(run), run.plan, flow, stage=stage, keeps=kept)
+    moments = run.optim.moments
+    predicted = space(of_run(run), run.plan, flow, stage=stage, keeps=kept, moments=moments)
     for name in ("weights", "master", "moments"):
         assert predicted.device.get(name) == found.table.device.get(name), name
     told = (run.plan, run.model, rank, predicted, found.table)

@@ -91,6 +91,9 @@ class Turn(NamedTuple):
     the gradients of embedding and head, whose chunks are alone in their groups."""
     passed: int
     """The same of its own chunk, if embedding or head are there."""
+    scored: int
+    """Micro-batches, SEVERAL at most, that have gone through all chunks before; of turns that are
+    no forward pass that is not told apart."""
     last: bool
     """Whether it is the last of its kind and chunk."""
     follows: bool
@@ -107,7 +110,7 @@ class Turn(NamedTuple):
     @property
     def alike(self) -> tuple[object, ...]:
         """What decides, besides how much is there, what comes in a turn."""
-        own = self.kind, self.group, self.passed, self.last
+        own = self.kind, self.group, self.passed, self.scored, self.last
         return *own, self.follows, self.ahead, self.begun, self.behind
 
     @property
@@ -198,6 +201,7 @@ def _turns(
             made=_by_group(made, groups, _levels),
             back=_by_group(back, groups, max),
             passed=back[at] if (stage, at) in ends else 0,
+            scored=min(held[-1] + back[-1], SEVERAL) if kind == "F" else SEVERAL,
             last=job.micro == each - 1,
             follows=stage == at == 0 and enters[seen : seen + 1] == [True],
             ahead=groups[at - 1] if moves and at and job.micro == each - 1 else None,

@@ -122,7 +122,7 @@ def kept(
         (some, every, sum(layer.held(flow) for _, layer in pairs)),
         tuple(moments),
         mine.second,
-        mine.put_off,
+        max(mine.put_off, _put_off_moment(pairs, flow, hidden, inside), key=sum),
         entry=_entry(pairs, flow) + first,
         same=stream if first and item >= WIDE and not compiled else 0,
         left=0 if compiled else result,
@@ -289,6 +289,19 @@ def _grads(pairs: list[tuple[Leaf, Layer]]) -> int:
     return sum(_matrix(layer) for _, layer in pairs if isinstance(layer, Product))
 
 
+def _put_off_moment(
+    pairs: list[tuple[Leaf, Layer]], flow: Flow, hidden: int, inside: int
+) -> tuple[int, int]:
+    """As `_backward`, where gradients of weights are made later: what the last layer read stays."""
+    products = [layer for _, layer in pairs if isinstance(layer, Product)]
+    if not hidden or len(products) < 2:
+        return 0, 0
+    down, enter = products[-1], products[-2]
+    gate = (2 if inside >= 2 else 1) * hidden
+    entered = _needed(enter, flow) + gate - inside * hidden + _put_off(down, flow)
+    return max(gate + hidden, entered), 0
+
+
 def _matrix(layer: Product) -> int:
     """Elements of the gathered matrices that get gradients."""
     return sum(math.prod(one.weight.gathered) for one in layer.factors if one.trainable)
@@ -302,16 +315,18 @@ def _needed(layer: Product, flow: Flow) -> int:
     """
     x, y = layer.elements(flow)
     move, some = layer.factors[0].move, layer.ground.tokens(flow, "heads") > flow.seq
-    several, ranks = len(layer.factors) > 1, layer.scatters.size
-    dx, found = (len(layer.factors) + several) * x, 0
+    terms, ranks = len(layer.factors), layer.scatters.size
+    dx, found = (terms + (terms > 1)) * x, 0
     if layer.gathers.size > 1:
         found += (x if layer.trained else 0) + x // layer.gathers.size
         dx += 2 * x if some and move.gather.dim == 1 else 0
         dx += x + x // layer.gathers.size if move.gather.dim == -1 else 0
     if ranks > 1 and move.scatter.dim == -1:  # each layer's features are picked from what came
-        found += max(2 * y + y // ranks * several, y + dx)
+        found += y + max(y, dx)
+    elif ranks > 1:
+        found += y + max(y // ranks, dx + (y if some and move.scatter.dim == 1 else 0))
     else:
-        found += dx + (2 * y if ranks > 1 else 0)
+        found += dx
     return found * flow.itemsize
 
 

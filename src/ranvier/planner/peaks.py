@@ -91,6 +91,11 @@ class Load:
         """Whether a step has several passes."""
         return self.plan.micro_batches > 1
 
+    @cached_property
+    def early(self) -> bool:
+        """Whether reductions over data begin in the last pass."""
+        return self.own.data > 1 and not (self.split and len(self.groups) > 1)
+
     def others(self, turn: Turn) -> int:
         """Bytes of micro-batches that wait while another has its turn."""
         found = self.rows
@@ -104,7 +109,7 @@ class Load:
         narrow, wide = elements * own.own, elements * own.wide
         if made == 0:
             return 0
-        if made == ALL and own.data > 1 and not (self.split and len(self.groups) > 1):
+        if made == ALL and self.early:
             return wide + wide // own.data  # what is reduced stays until that is waited for
         several = made == SEVERAL or (made == ALL and self.several)
         return wide if own.split or several else narrow
@@ -120,13 +125,14 @@ class Load:
         moving, several = self.moving(turn), 2 if self.several else ALL + 1
         both = self.spread and own.tied
         for one, made in zip(self.chunks, turn.back, strict=True):
+            reduced = own.wide // own.data if made == ALL and self.early else 0
             if made and one.leaves and not self.spread and (moving != "head" or made >= several):
-                found += own.head_part * own.wide
+                found += own.head_part * (own.wide + reduced)
             if made and one.enters and not both and (moving != "table" or made >= several):
                 wide = own.split or made > 1 or (own.tied and one.leaves)
-                found += own.table_part * (own.wide if wide else own.own)
+                found += own.table_part * (own.wide + reduced if wide else own.own)
         rest = own.outside - own.head_part - own.table_part
-        if self.spread and (turn.kind != "F" or any(turn.back)):
+        if self.spread and turn.scored > (moving == "head" and turn.kind == "F"):
             found += self.words * own.wide
         return found + rest * own.wide * self.outer(turn)
 
@@ -151,8 +157,10 @@ class Load:
     def moving(self, turn: Turn) -> Moving:
         """Whose gradients, made last before a turn, are being reduced over depth."""
         own = self.own
-        if self.spread and own.split and turn.kind == "B" and not own.late:
-            return "head"
+        if self.spread and own.split and not own.late:
+            first = turn.kind == "F" and turn.behind is None
+            if turn.kind == "B" or (first and turn.scored):
+                return "head"
         if not own.split or turn.behind is None:
             return ""
         kind, at, _ = turn.behind
@@ -332,18 +340,11 @@ def _behind_the_loss(load: Load, now: Now) -> Peak:
 def _scored(load: Load, now: Now) -> Peak:
     """While the gradient of a spread head is taken over: at once, behind its loss."""
     own, one, turn = load.own, now.chunk, now.turn
-    made, before = own.head * own.wide, turn.held[turn.group] + turn.back[turn.group]
+    made, grads = own.head * own.wide, now.gradients
     acts = now.others + one.held + load.stream + made
-    grads = now.gradients
-    words = 0 if any(turn.back) else load.words * own.wide  # of those before it
     if not own.split:
-        return Peak("behind the loss", grads + words * (before > 0) + made * (before > 0), acts)
-    full = max(made, own.late) + made * own.padded
-    if turn.behind is not None:
-        full += load.behind(turn)
-    elif not own.late and before:
-        full += load.under_way(made)
-        grads += words * (before > 1)
+        return Peak("behind the loss", grads + made * (turn.scored > 0), acts)
+    full = max(made, own.late) + made * own.padded + load.behind(turn)
     near = own.head * own.own + own.gathered
     return Peak("behind the loss", grads, acts, near, 0, full)
 
@@ -450,7 +451,8 @@ def _at_the_end(load: Load) -> Iterator[Peak]:
     trained = every + own.outside
     wide = own.data > 1 or own.split or load.several
     ends = trained * own.wide // own.data if wide else trained * own.own
-    yield Peak(UPDATE, ends, 0, 0, 0, trained * own.own if own.data > 1 else 0)
+    # all are reduced before the first is waited for
+    yield Peak(UPDATE, ends, 0, 0, 0, trained * own.wide if own.data > 1 else 0)
     if own.twice:  # in its place a copy, and what comes of its sum with the other stage's
         left = load.made(every, ALL) + own.outside * own.wide - (0 if own.late else own.twice)
         yield Peak(UPDATE, left, 0, 0, 0, max(2 * own.twice, load.under_way(own.late)))
