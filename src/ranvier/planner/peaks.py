@@ -92,6 +92,22 @@ class Load:
         return self.plan.micro_batches > 1
 
     @cached_property
+    def most(self) -> dict[Place, tuple[int, int]]:
+        """What each place needs most besides, and elements of gradients of weights by then."""
+        each = 0 if self.own.split or self.split else self.own.own
+        found = dict[Place, tuple[int, int]]()
+        for place in (place for one in self.chunks for place in one.places):
+            full = place.full if self.own.split and not self.split else 0  # from the first on
+            needs = (*place.needs, place.later) if self.split else place.needs
+            found[place] = max(needs, key=lambda m: m[0] + each * m[1] + full * (m[1] > 0))
+        return found
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, Chunk], ...]:
+        """Groups with the embedding or the head."""
+        return tuple((i, one) for i, one in enumerate(self.chunks) if one.enters or one.leaves)
+
+    @cached_property
     def early(self) -> bool:
         """Whether reductions over data begin in the last pass."""
         return self.own.data > 1 and not (self.split and len(self.groups) > 1)
@@ -121,10 +137,13 @@ class Load:
 
     def outside(self, turn: Turn) -> int:
         """Bytes of gradients outside of blocks that earlier passes have left."""
+        if not (self.edges or self.spread):
+            return 0
         own, found = self.own, 0
         moving, several = self.moving(turn), 2 if self.several else ALL + 1
         both = self.spread and own.tied
-        for one, made in zip(self.chunks, turn.back, strict=True):
+        for group, one in self.edges:
+            made = turn.back[group]
             reduced = own.wide // own.data if made == ALL and self.early else 0
             if made and one.leaves and not self.spread and (moving != "head" or made >= several):
                 found += own.head_part * (own.wide + reduced)
@@ -194,8 +213,7 @@ class Load:
 
     def outer(self, turn: Turn) -> bool:
         """Whether gradients outside of blocks have been made."""
-        pairs = zip(self.chunks, turn.back, strict=True)
-        return any(made and (one.enters or one.leaves) for one, made in pairs)
+        return any(turn.back[group] for group, _ in self.edges)
 
 
 class Now(NamedTuple):
@@ -357,8 +375,7 @@ def _in_block(load: Load, now: Now, place: Place) -> Peak:
     head = own.head * own.wide if leaves else 0
     each = 0 if own.split or load.split else own.own
     full = place.full if own.split and not load.split else 0  # from the first gradient on
-    needs = (*place.needs, place.later) if load.split else place.needs
-    needed, elements = max(needs, key=lambda m: m[0] + each * m[1] + full * (m[1] > 0))
+    needed, elements = load.most[place]
     acts = now.others + place.rest + place.again + needed + 2 * load.stream + one.x
     grads, near = now.gradients + elements * each, place.gathered
     if load.split:  # what later gradients need has come in place of what was kept
