@@ -17,6 +17,7 @@ from ranvier.plan import Plan, Recompute
 from ranvier.planner.kept import WIDE, Kept, kept, later, stream_bytes
 from ranvier.planner.leaves import Model, Part
 from ranvier.planner.moves import KEPT, Spot, Stage, layers_of
+from ranvier.planner.roofline import Scales
 from ranvier.planner.weights import Share, Weights
 from ranvier.products import Scores
 
@@ -26,7 +27,7 @@ class How(NamedTuple):
 
     keeps: bool
     compiled: bool
-    fp8: bool
+    fp8: Scales
     simulated: bool
 
 

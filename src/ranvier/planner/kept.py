@@ -16,6 +16,7 @@ from ranvier.plan import Recompute
 from ranvier.planner.leaves import Leaf, Model, Part
 from ranvier.planner.mixed import NOTHING, Mixed, mixed
 from ranvier.planner.moves import KEPT, Spot, layers_of
+from ranvier.planner.roofline import Scales
 from ranvier.products import Product, Scores
 
 WIDE = 4
@@ -79,7 +80,7 @@ class Kept:
 
 @lru_cache(KEPT)
 def kept(
-    model: Model, part: Part, spot: Spot, flow: Flow, compiled: bool = False, fp8: bool = False
+    model: Model, part: Part, spot: Spot, flow: Flow, compiled: bool = False, fp8: Scales = ""
 ) -> Kept:
     """The activations of a block; spot: its `inside`.
 
@@ -106,7 +107,7 @@ def kept(
     inside = min(_inside(model), 2) if compiled else _inside(model)
     mine = _mixture(pairs, flow, inside, reads=hidden > 0)
     none += inside * hidden + mine.none
-    none += _eighths(pairs, flow) if fp8 and compiled and mine is NOTHING else 0
+    none += _eighths(pairs, flow, fp8) if compiled and mine is NOTHING else 0
     some, every = (_held(pairs, flow, selective=x) for x in (True, False))
     first, last = (_norm(pairs, at, flow, compiled) for at in (0, -1))
     # by its turn the norm behind is over, and so is a mixture by that of attention's products
@@ -129,15 +130,22 @@ def kept(
     )
 
 
-def _eighths(pairs: list[tuple[Leaf, Layer]], flow: Flow) -> int:
-    """Bytes that a graph keeps more of what products in 8 bits read.
+def _eighths(pairs: list[tuple[Leaf, Layer]], flow: Flow, fp8: Scales) -> int:
+    """Bytes that a graph keeps more, or less, of what products in 8 bits read.
 
-    The last one's is kept in 8 bits only; attention's result both ways, since it needs it, too.
+    One scale: the last one's is kept in 8 bits only; attention's result both ways, since attention
+    needs it, too. A scale for each row: nothing is kept but that; of queries, keys and values,
+    which come in one buffer, all.
     """
     products = [layer for _, layer in pairs if isinstance(layer, Product)]
-    into = [layer for layer in products if layer.factors[0].into == "heads"]
-    found = sum(read(layer, flow) for layer in into) - read(products[-1], flow)
-    return found // flow.itemsize
+    kept = {layer: read(layer, flow) for layer in products}
+    attended = sum(n for layer, n in kept.items() if layer.factors[0].into == "heads")
+    if fp8 == "tensor":
+        return (attended - kept[products[-1]]) // flow.itemsize
+    if fp8 == "row":
+        turned = sum(_outputs(pairs, dim, flow) for dim in ("heads", "kv_heads"))
+        return attended + turned * flow.itemsize - sum(kept.values())
+    return 0
 
 
 def _mixture(pairs: list[tuple[Leaf, Layer]], flow: Flow, inside: int, *, reads: bool) -> Mixed:

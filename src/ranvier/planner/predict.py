@@ -152,7 +152,7 @@ def memory(job: Job, layout: Layout, runtime: Runtime, *, compiled: bool) -> Tab
         states=layout.states,
         moments=cast(Moments, job.moments),
         compiled=compiled,
-        fp8=bool(layout.fp8),
+        fp8=layout.fp8,
         simulated=False,
     )
     resting = ("weights", "master", "moments")

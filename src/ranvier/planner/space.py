@@ -14,6 +14,7 @@ from ranvier.planner.chunks import How
 from ranvier.planner.leaves import Model, Part
 from ranvier.planner.moves import KEPT, Spot, cut, stage_of
 from ranvier.planner.peaks import Peak, peaks
+from ranvier.planner.roofline import Scales
 from ranvier.planner.table import Table
 from ranvier.planner.weights import Moments, Weights, weights_of
 
@@ -28,12 +29,12 @@ def space(
     moments: Moments = "master",
     keeps: bool = False,
     compiled: bool = False,
-    fp8: bool = False,
+    fp8: Scales = "",
     simulated: bool = True,
 ) -> Table:
     """Bytes by category of a rank of a stage, of a settled plan; stage: None is the worst one.
 
-    keeps: blocks that compute again keep what they communicated. fp8: products are in 8 bits.
+    keeps: blocks that compute again keep what they communicated. fp8: as of `Layout`.
     simulated: the policy of a pipeline says what is under way; else 1F1B does.
     """
     how, spot = How(keeps, compiled, fp8, simulated), Spot.of(plan)
