@@ -14,9 +14,49 @@ from ranvier.planner import goal, nearest, request, told
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.command import Planned, searched
 from ranvier.planner.goal import Goal, Reached
-from ranvier.planner.search import Result, alike
+from ranvier.planner.nearest import possible
+from ranvier.planner.search import Result, Wish, alike
 from ranvier.run import Run
 from ranvier.settings import ModelConfig
+
+
+class Clusters:
+    """Searches of a run on more or fewer nodes of a machine."""
+
+    def __init__(self, wanted: Planned, run: Run, machine: Cluster, given: Set[str]) -> None:
+        self.wanted, self.run, self.machine, self.given = wanted, run, machine, given
+        self.known: dict[int, Result] = {}
+        """Of all layouts, where some fit."""
+
+    def assumed(self, nodes: int) -> tuple[Run, list[str]]:
+        """The run there, and words for what nobody gave."""
+        return request.assumed(self.run, self.machine.of(nodes=nodes), self.given)
+
+    def wish(self, nodes: int) -> Wish:
+        """What is searched there."""
+        run, there = self.assumed(nodes)[0], self.machine.of(nodes=nodes)
+        return request.wish_of(run, there, self.given, precision=self.wanted.precision)
+
+    def able(self, nodes: int) -> bool:
+        """Whether so many nodes can share the job evenly."""
+        return possible(self.wish(nodes))
+
+    def quick(self, nodes: int) -> Result | None:
+        """The best layouts of a number that was searched, carried over; else a search."""
+        if nodes in self.known or not self.known:
+            return self.whole(nodes)
+        near = min(self.known, key=lambda n: (abs(math.log(n / nodes)), n))
+        result = alike(self.wish(nodes), self.known[near])
+        return result if result.found else self.whole(nodes)
+
+    def whole(self, nodes: int) -> Result | None:
+        """All layouts."""
+        if nodes not in self.known:
+            result = searched(self.wish(nodes))
+            if not result.found:
+                return None
+            self.known[nodes] = result
+        return self.known[nodes]
 
 
 def reach(wanted: Planned, machine: Cluster, given: Set[str], carried: Sequence[str]) -> int:
@@ -24,38 +64,15 @@ def reach(wanted: Planned, machine: Cluster, given: Set[str], carried: Sequence[
     began = time.perf_counter()
     aim = goal.parse(wanted.goal)
     run, words = _meant(wanted, aim)
-    made: dict[int, list[str]] = {}
-    whole: dict[int, Result] = {}  # of all layouts
-
-    def searched_on(nodes: int, *, all_of_them: bool = False) -> Result | None:
-        there = machine.of(nodes=nodes)
-        own, made[nodes] = request.assumed(run, there, given)
-        wish = request.wish_of(own, there, given, precision=wanted.precision)
-        if whole and not all_of_them:
-            result = alike(wish, whole[min(whole, key=lambda n: abs(math.log(n / nodes)))])
-            if result.found:
-                return result
-        if nodes not in whole:
-            result = searched(wish)
-            if not result.found:
-                return None
-            whole[nodes] = result
-        return whole[nodes]
-
-    fixed = wanted.nodes or (machine.nodes if wanted.devices else 0)
+    on = Clusters(wanted, run, machine, given)
+    most = wanted.nodes or (machine.nodes if wanted.devices else goal.MOST)
     peak = machine.device.peak.get("bf16") or max(machine.device.peak.values())
     first = goal.guess(aim, run.model.parameters, peak * machine.per_node)
-    limit = fixed or goal.MOST
-    reached = goal.fewest(aim, searched_on, first=first, most=limit, told=_progress)
+    reached = goal.fewest(aim, on, first=first, most=most, told=_progress)
     if reached is None:
-        largest = machine.of(nodes=fixed or goal.MOST)
-        own, _ = request.assumed(run, largest, given)
-        wish = request.wish_of(own, largest, given, precision=wanted.precision)
-        raise PlanError(nearest.problems(searched(wish)))
-    reached = goal.surer(reached, aim, searched_on(reached.nodes, all_of_them=True))
+        raise PlanError(nearest.problems(searched(on.wish(most))))
     spent = time.perf_counter() - began
-    assumed = made[reached.nodes]
-    told.say(reached.result, wanted, [*carried, *words], assumed)
+    told.say(reached.result, wanted, [*carried, *words], on.assumed(reached.nodes)[1])
     if "-" not in (wanted.json, wanted.html):
         print("", *_told(aim, reached), f"({spent:.1f} s)", sep="\n")
     return 0

@@ -374,16 +374,25 @@ def alike(wish: Wish, known: Result) -> Result:
             size, rest = divmod(wish.world * plan.degrees[axis], plan.world)
             if rest or size < 1 or (axis in wish.degrees and size != plan.degrees[axis]):
                 continue
-            least = plan.col if plan.inner == "samples" else 1
-            for micro in dict.fromkeys((plan.micro_batch, least)):
-                changes: dict[str, Any] = {axis: size, "micro_batch": micro}
-                plans[replace(plan, batch=wish.job.batch, **changes)] = None
+            changes: dict[str, Any] = {axis: size, "batch": wish.job.batch}
+            for micro in _about(wish, replace(plan, **changes), plan.micro_batches):
+                plans[replace(plan, micro_batch=micro, **changes)] = None
     able = [plan for plan in plans if allowed(wish, plan)]
     everything = [found for plan in able for found in ladder(wish, plan)]
     fits = sorted((one for one in everything if one.prediction.fits), key=lambda one: one.key)
     tight = [one for one in everything if not one.prediction.fits]
     spent = time.perf_counter() - began
     return Result(wish, tuple(fits), tuple(tight), len(able), len(plans) - len(able), spent)
+
+
+def _about(wish: Wish, plan: Plan, count: int) -> set[int]:
+    """Micro-batches near that of a plan: the next to it, the least, and that of so many a step."""
+    least = plan.col if plan.inner == "samples" else 1
+    sizes = micros(wish, replace(plan, micro_batch=least))
+    smaller = [size for size in sizes if size <= plan.micro_batch]
+    larger = [size for size in sizes if size >= plan.micro_batch]
+    alike = [size for size in sizes if size * count == plan.batch // plan.replicas]
+    return {*sizes[:1], *smaller[-1:], *larger[:1], *alike}
 
 
 def _near(wish: Wish, every: Sequence[Plan], rough: Sequence[Sequence[Found]]) -> list[Plan]:
