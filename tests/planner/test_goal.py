@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from ranvier.errors import PlanError
 from ranvier.plan import Plan
-from ranvier.planner import cluster, goal
+from ranvier.planner import goal
 from ranvier.planner.command import Planned
 from ranvier.planner.goal import DAY, Goal
 from ranvier.planner.reach import Clusters
@@ -138,7 +139,7 @@ def test_no_smaller_number_would_do_in_a_search_of_all_layouts(
     tokens: float, given: set[str]
 ) -> None:
     run = Planned(model=ModelConfig.of("llama3-8b"), plan=Plan(pipe=1, col=1, batch=240))
-    on = Clusters(run, run, cluster.cluster("dgx-h100"), {"plan.pipe", "plan.col", *given})
+    on = Clusters(replace(run, cluster="dgx-h100"), {"plan.pipe", "plan.col", *given})
     aim = Goal(tokens, DAY)
     reached = goal.fewest(aim, on, first=6)
     assert reached is not None and reached.enough and reached.nodes > 3

@@ -30,9 +30,9 @@ class Planned(Run):
     cluster: str = ""
     """A built-in name (such as dgx-h100; an unknown one lists all) or a TOML file as `ranvier
     measure` writes it; empty: this machine, as it was measured."""
-    nodes: int = 0
-    """Nodes of the cluster; 0: as its description says."""
-    devices: int = 0
+    nodes: int | None = None
+    """Nodes of the cluster; not given: as its description says."""
+    devices: int | None = None
     """Devices in its place, where a node is not used whole."""
     top: int = 10
     """Layouts in the table."""
@@ -55,23 +55,31 @@ def plan(wanted: Planned, given: Set[str], carried: Sequence[str]) -> int:
     given: dotted names of settings that were given by hand; carried: words of the command line that
     the command to run it repeats.
     """
-    if wanted.top < 1 or wanted.nodes < 0 or wanted.devices < 0:
-        raise PlanError(
-            f"top={wanted.top}, nodes={wanted.nodes}, devices={wanted.devices}. These are "
-            "counts. Use 1 or more."
-        )
-    machine = machine_of(wanted)
-    if wanted.goal:
+    counts = {"top": wanted.top, "nodes": wanted.nodes, "devices": wanted.devices}
+    odd = [f"{name}={n}" for name, n in counts.items() if n is not None and n < 1]
+    wrong = [f"{', '.join(odd)}. These are counts. Use 1 or more."] if odd else []
+    wrong += wanted.problems()
+    if wrong:
+        raise PlanError(wrong)
+    if wanted.goal or "goal" in given:
         from ranvier.planner import reach
 
-        return reach.reach(wanted, machine, given, carried)
-    run, assumed = request.assumed(wanted, machine, given)
-    wish = request.wish_of(run, machine, given, precision=wanted.precision)
+        return reach.reach(wanted, given, carried)
+    wish, assumed = asked(wanted, given)
     result = searched(wish)
     from ranvier.planner import told
 
+    if not result.found:
+        told.refuse(result, wanted, given)
     told.say(result, wanted, carried, assumed)
     return 0
+
+
+def asked(wanted: Planned, given: Set[str]) -> tuple[Wish, list[str]]:
+    """What is searched, and words for what nobody gave."""
+    machine = machine_of(wanted)
+    run, assumed = request.assumed(wanted, machine, given)
+    return request.wish_of(run, machine, given, precision=wanted.precision), assumed
 
 
 def searched(wish: Wish) -> Result:

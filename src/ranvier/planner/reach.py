@@ -8,34 +8,30 @@ import time
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from ranvier.errors import PlanError
 from ranvier.html.figures import percent, short
-from ranvier.planner import goal, nearest, request, told
-from ranvier.planner.cluster import Cluster
-from ranvier.planner.command import Planned, searched
+from ranvier.planner import command, goal, told
+from ranvier.planner.command import Planned
 from ranvier.planner.goal import Goal, Reached
 from ranvier.planner.nearest import possible
 from ranvier.planner.search import Result, Wish, alike
-from ranvier.run import Run
 from ranvier.settings import ModelConfig
 
 
 class Clusters:
     """Searches of a run on more or fewer nodes of a machine."""
 
-    def __init__(self, wanted: Planned, run: Run, machine: Cluster, given: Set[str]) -> None:
-        self.wanted, self.run, self.machine, self.given = wanted, run, machine, given
+    def __init__(self, wanted: Planned, given: Set[str]) -> None:
+        self.wanted, self.given = wanted, given
         self.known: dict[int, Result] = {}
         """Of all layouts, where some fit."""
 
-    def assumed(self, nodes: int) -> tuple[Run, list[str]]:
-        """The run there, and words for what nobody gave."""
-        return request.assumed(self.run, self.machine.of(nodes=nodes), self.given)
+    def on(self, nodes: int) -> Planned:
+        """What is asked of so many nodes."""
+        return replace(self.wanted, nodes=nodes, devices=None)
 
     def wish(self, nodes: int) -> Wish:
         """What is searched there."""
-        run, there = self.assumed(nodes)[0], self.machine.of(nodes=nodes)
-        return request.wish_of(run, there, self.given, precision=self.wanted.precision)
+        return command.asked(self.on(nodes), self.given)[0]
 
     def able(self, nodes: int) -> bool:
         """Whether so many nodes can share the job evenly."""
@@ -52,27 +48,28 @@ class Clusters:
     def whole(self, nodes: int) -> Result | None:
         """All layouts."""
         if nodes not in self.known:
-            result = searched(self.wish(nodes))
+            result = command.searched(self.wish(nodes))
             if not result.found:
                 return None
             self.known[nodes] = result
         return self.known[nodes]
 
 
-def reach(wanted: Planned, machine: Cluster, given: Set[str], carried: Sequence[str]) -> int:
+def reach(wanted: Planned, given: Set[str], carried: Sequence[str]) -> int:
     """Search the fewest nodes for the goal, and say what was found."""
     began = time.perf_counter()
     aim = goal.parse(wanted.goal)
     run, words = _meant(wanted, aim)
-    on = Clusters(wanted, run, machine, given)
-    most = wanted.nodes or (machine.nodes if wanted.devices else goal.MOST)
+    machine, searches = command.machine_of(wanted), Clusters(run, given)
+    most = machine.nodes if wanted.nodes or wanted.devices else goal.MOST
     peak = machine.device.peak.get("bf16") or max(machine.device.peak.values())
     first = goal.guess(aim, run.model.parameters, peak * machine.per_node)
-    reached = goal.fewest(aim, on, first=first, most=most, told=_progress)
+    reached = goal.fewest(aim, searches, first=first, most=most, told=_progress)
     if reached is None:
-        raise PlanError(nearest.problems(searched(on.wish(most))))
+        told.refuse(command.searched(searches.wish(most)), searches.on(most), given)
     spent = time.perf_counter() - began
-    told.say(reached.result, wanted, [*carried, *words], on.assumed(reached.nodes)[1])
+    _, assumed = command.asked(searches.on(reached.nodes), given)
+    told.say(reached.result, wanted, [*carried, *words], assumed)
     if "-" not in (wanted.json, wanted.html):
         print("", *_told(aim, reached), f"({spent:.1f} s)", sep="\n")
     return 0
@@ -85,7 +82,7 @@ def _progress(reached: Reached) -> None:
         print(f"{reached.nodes} nodes: {days:.3g} days", file=sys.stderr, flush=True)
 
 
-def _meant(run: Run, aim: Goal) -> tuple[Run, list[str]]:
+def _meant(run: Planned, aim: Goal) -> tuple[Planned, list[str]]:
     """The run with the model of a goal, and the words that say so."""
     if aim.size:
         return replace(run, model=ModelConfig.of(aim.size)), [f"--model.size {aim.size}"]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
-from ranvier.errors import WriteError
+from ranvier import run as runs
+from ranvier.errors import PlanError, WriteError
 from ranvier.html.figures import short
-from ranvier.planner import explain
+from ranvier.planner import command, explain
+from ranvier.planner.command import Planned
 from ranvier.planner.rivals import Found, family, rivals
 from ranvier.planner.search import Result, Wish
-
-if TYPE_CHECKING:
-    from ranvier.planner.command import Planned
 
 
 def heading(wish: Wish) -> str:
@@ -52,6 +52,22 @@ def say(result: Result, wanted: Planned, carried: Sequence[str], assumed: Sequen
     print(*explain.why(result), "", told, sep="\n")
     for name in filter(None, (wanted.json, wanted.html)):
         print(f"written: {name}")
+
+
+def refuse(result: Result, wanted: Planned, given: Set[str]) -> NoReturn:
+    """Say why nothing can run, and what could."""
+    from ranvier.planner import nearest  # only for this
+
+    def again(name: str, value: int) -> Wish:
+        section, _, key = name.rpartition(".")
+        other = wanted if section else replace(wanted, nodes=None, devices=None)
+        change = {section: {key: value}} if section else {key: value}
+        return command.asked(runs.changed(other, change), {*given, name})[0]
+
+    problems = nearest.problems(result, again)
+    if wanted.json:
+        _write(wanted.json, json.dumps({"problems": problems}, indent=2) + "\n")
+    raise PlanError(problems)
 
 
 def _without_batch(words: Sequence[str]) -> list[str]:
