@@ -115,13 +115,21 @@ def test_numbers_that_cannot_share_the_job_are_passed_over(first: int) -> None:
     rates = Rates(even)
     reached = goal.fewest(Goal(tokens=100.0 * 61, seconds=1.0), rates, first=first)
     assert reached is not None and reached.enough and reached.nodes == 66
-    assert rates.asked == [66, 60]
+    assert rates.asked[-2:] == [66, 60] and reached.fewer == (60, pytest.approx(61 / 60))
 
 
 def test_a_smaller_number_that_suits_the_job_better_is_found() -> None:
     rates = Rates({**LINEAR, 96: 10_300.0})
     reached = goal.fewest(Goal(tokens=100.0 * 100, seconds=1.0), rates, first=128)
     assert reached is not None and reached.nodes == 96 and 95 in rates.asked
+
+
+@pytest.mark.parametrize("first", [1, 700, 997, 1500])
+def test_numbers_that_divide_well_are_looked_at(first: int) -> None:
+    rates = Rates({n: (100.0 if n % 24 == 0 else 70.0) * n for n in range(1, 5000)})
+    reached = goal.fewest(Goal(tokens=100.0 * 1000, seconds=1.0), rates, first=first)
+    assert reached is not None and reached.nodes == 1008  # 1429 of the others
+    assert rates.asked[-1] == 1007 and len(rates.asked) < 4
 
 
 def test_a_goal_out_of_reach_says_what_is_fastest() -> None:

@@ -94,8 +94,11 @@ def test_a_goal_names_nodes_and_cost(capsys: pytest.CaptureFixture[str]) -> None
     assert call("plan", *aim, "--plan.col", "1") == 0
     out = capsys.readouterr().out
     assert "nodes" in out and "device hours" in out and "are the fewest that read 20B tokens" in out
+    assert re.search(r"(\d+) nodes .* \(asked: 1; (\d+) take 1\.\d+\)", out)
     assert call("plan", *aim[:3], "llama3-8b, 9T tokens, 1 hour", "--nodes", "2") == 0
     assert "out of reach" in capsys.readouterr().out
+    assert call("plan", *aim[:3], "llama3-8b, 1B tokens, 1 day", "--devices", "4") == 0
+    assert "1 node (4 devices) are the fewest" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

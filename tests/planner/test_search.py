@@ -210,7 +210,7 @@ def test_layouts_carried_over_are_those_of_a_search(
     whole: dict[int, search.Result], known: int, nodes: int
 ) -> None:
     there = whole[nodes]
-    quick = search.alike(there.wish, whole[known])
+    quick = search.alike(there.wish, [whole[known]])
     times = {one.layout: one.prediction.total for one in (*there.found, *there.tight)}
     same = [one for one in quick.found if one.layout in times]
     assert len(same) > 10 and quick.count < there.count
@@ -225,7 +225,8 @@ def test_layouts_carried_over_are_those_of_a_search(
 def test_what_is_settled_is_not_carried_elsewhere(whole: dict[int, search.Result]) -> None:
     asked = replace(whole[2].wish, plan=Plan(data=1), fixed=frozenset({"data"}))
     alone = search.search(replace(asked, cluster=whole[1].wish.cluster))
-    found = search.alike(asked, alone).found
+    found = search.alike(asked, [alone]).found
     assert found and {one.plan.data for one in found} == {1}
-    odd = replace(asked, cluster=asked.cluster.of(devices=5), fixed=frozenset({"data", "depth"}))
-    assert not search.alike(odd, alone).found
+    outer = frozenset({"pipe", "data", "depth"})
+    odd = replace(asked, cluster=asked.cluster.of(devices=5), fixed=outer)
+    assert not search.alike(odd, [alone]).found

@@ -9,18 +9,20 @@ so found is made sure of:
 
     n      reaches the goal in a search of all layouts, or by a layout that was carried over
     below  the next number down that can share the job does not, in a search of all layouts
-    fewer  nor do others, by quick looks, whose nodes would each have to be up to 5 % faster
+    fewer  nor do, by quick looks, the LOOKS numbers that divide best of those whose nodes would
+           each have to be up to 5 % faster than the best seen
 
-More nodes are not always faster: a batch is shared by so many ranks only. So it is not proven that
-no number far below n would do.
+More nodes are not always faster: a batch is shared by so many ranks only, and a number with few
+divisors has few layouts. So it is not proven that no number further below would do.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Protocol
 
@@ -37,7 +39,7 @@ MOST = 4096
 GAIN = 1.05
 """How much faster than the best node seen one of fewer may be: fewer are looked at up to there."""
 LOOKS = 16
-"""But so many at most."""
+"""But so many numbers at most."""
 SHAPE = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")
 """Fields of a model that a number of parameters decides."""
 WIDTHS = (256, 512, 768, 1024, 1536, *range(2048, 65536, 1024))
@@ -68,6 +70,8 @@ class Reached:
     seconds: float
     """Of all tokens."""
     enough: bool
+    fewer: tuple[int, float] | None = None
+    """The next smaller number that could share the job, and its seconds, where a layout fits."""
 
     @property
     def device_hours(self) -> float:
@@ -160,7 +164,7 @@ class Searches(Protocol):
         """Whether so many nodes can share the job evenly, whatever memory says."""
 
     def quick(self, nodes: int) -> Result | None:
-        """A look at some layouts there; None if no layout fits."""
+        """A look at some layouts there; None if none of these fits."""
 
     def whole(self, nodes: int) -> Result | None:
         """All layouts there; None if none fits."""
@@ -185,6 +189,10 @@ class Tries:
                 self.told(self.seen[nodes])
         return nodes in self.seen and self.seen[nodes].enough
 
+    def climbs(self, nodes: int) -> bool:
+        """The same; all layouts are searched where a look shows none."""
+        return self.reaches(nodes) or (nodes not in self.seen and self.reaches(nodes, whole=True))
+
     def first(self, numbers: Iterable[int]) -> int:
         """The first of some numbers that can share the job; 0 if none can."""
         return next((n for n in numbers if self.able(n)), 0)
@@ -193,11 +201,13 @@ class Tries:
         """The one that takes least time."""
         return min(self.seen.values(), key=lambda one: (one.seconds, one.nodes), default=None)
 
-    def near(self, nodes: int) -> range:
-        """Fewer nodes, as long as each need not be more than GAIN times as fast as any seen."""
+    def near(self, nodes: int) -> list[int]:
+        """Fewer nodes to look at: those that divide best, of all that need not be more than GAIN
+        times as fast as any seen."""
         pace = max(1.0 / (one.seconds * one.nodes) for one in self.seen.values())
         least = math.ceil(1.0 / (self.goal.seconds * pace * GAIN))
-        return range(max(least, nodes - LOOKS, 1), nodes)
+        able = filter(self.able, sorted(range(least, nodes), key=lambda n: (-len(divisors(n)), n)))
+        return list(itertools.islice(able, LOOKS))
 
 
 def fewest(
@@ -215,7 +225,11 @@ def fewest(
     tries = Tries(goal, searches, told)
     low, high = 0, tries.first(_few_divisors(min(first, most)))
     high = high or tries.first(range(min(first, most), 0, -1)) or tries.first(range(1, most + 1))
-    while high and not tries.reaches(high):
+    while (
+        high
+        and not tries.reaches(high)
+        and not (high not in tries.seen and tries.reaches(high, whole=True))
+    ):
         low = high
         high = tries.first(range(min(2 * low, most), low, -1))
     if not high:
@@ -225,7 +239,9 @@ def fewest(
         return tries.fastest()
     while middle := tries.first(_from_middle(low, high)):
         low, high = (low, middle) if tries.reaches(middle) else (middle, high)
-    return tries.seen[_sure(tries, high)]
+    found = tries.seen[_sure(tries, high)]
+    less = tries.seen.get(tries.first(range(found.nodes - 1, 0, -1)))
+    return replace(found, fewer=None if less is None else (less.nodes, less.seconds))
 
 
 def _sure(tries: Tries, high: int) -> int:
@@ -233,7 +249,7 @@ def _sure(tries: Tries, high: int) -> int:
     while True:
         for whole in (False, True):  # the best of its own layouts, carried over, may show more
             tries.reaches(high, whole=whole)
-            fewer = min(filter(tries.reaches, filter(tries.able, tries.near(high))), default=0)
+            fewer = min(filter(tries.reaches, tries.near(high)), default=0)
             if fewer:
                 break
         below = tries.first(range(high - 1, 0, -1))

@@ -16,18 +16,23 @@ from ranvier.planner.nearest import possible
 from ranvier.planner.search import Result, Wish, alike
 from ranvier.settings import ModelConfig
 
+NEAREST = 2
+"""Numbers of nodes whose best layouts are carried over to others."""
+
 
 class Clusters:
     """Searches of a run on more or fewer nodes of a machine."""
 
     def __init__(self, wanted: Planned, given: Set[str]) -> None:
         self.wanted, self.given = wanted, given
+        self.node = command.machine_of(replace(wanted, nodes=1, devices=None)).per_node
         self.known: dict[int, Result] = {}
         """Of all layouts, where some fit."""
 
     def on(self, nodes: int) -> Planned:
-        """What is asked of so many nodes."""
-        return replace(self.wanted, nodes=nodes, devices=None)
+        """What is asked of so many nodes, or of the part of one that was given."""
+        part = self.wanted.devices is not None and self.wanted.devices < self.node
+        return self.wanted if part else replace(self.wanted, nodes=nodes, devices=None)
 
     def wish(self, nodes: int) -> Wish:
         """What is searched there."""
@@ -38,12 +43,12 @@ class Clusters:
         return possible(self.wish(nodes))
 
     def quick(self, nodes: int) -> Result | None:
-        """The best layouts of a number that was searched, carried over; else a search."""
+        """The best layouts of a number that was searched, carried over; a search if none was."""
         if nodes in self.known or not self.known:
             return self.whole(nodes)
-        near = min(self.known, key=lambda n: (abs(math.log(n / nodes)), n))
-        result = alike(self.wish(nodes), self.known[near])
-        return result if result.found else self.whole(nodes)
+        near = sorted(self.known, key=lambda n: (abs(math.log(n / nodes)), n))[:NEAREST]
+        result = alike(self.wish(nodes), [self.known[n] for n in near])
+        return result if result.found else None
 
     def whole(self, nodes: int) -> Result | None:
         """All layouts."""
@@ -71,7 +76,7 @@ def reach(wanted: Planned, given: Set[str], carried: Sequence[str]) -> int:
     _, assumed = command.asked(searches.on(reached.nodes), given)
     told.say(reached.result, wanted, [*carried, *words], assumed)
     if "-" not in (wanted.json, wanted.html):
-        print("", *_told(aim, reached), f"({spent:.1f} s)", sep="\n")
+        print("", *_told(aim, reached, limited=most < goal.MOST), f"({spent:.1f} s)", sep="\n")
     return 0
 
 
@@ -95,20 +100,25 @@ def _meant(run: Planned, aim: Goal) -> tuple[Planned, list[str]]:
     return run, []
 
 
-def _told(aim: Goal, reached: Reached) -> list[str]:
-    """What a goal takes, or how far it is."""
+def _told(aim: Goal, reached: Reached, *, limited: bool) -> list[str]:
+    """What a goal takes, or how far it is. limited: no more nodes than given were tried."""
     days, wanted = reached.seconds / goal.DAY, aim.seconds / goal.DAY
     devices = reached.result.wish.world
     mfu = percent(reached.result.best.prediction.mfu)
     cost = f"{reached.device_hours:,.0f} device hours, MFU {mfu}"
-    what = f"{short(aim.tokens)} tokens in {days:.3g} days"
+    what = f"{short(aim.tokens)} tokens in {days:.4g} days"
+    nodes = f"{reached.nodes} node{'s' * (reached.nodes > 1)} ({devices} devices)"
     if reached.enough:
+        less = ""
+        if reached.fewer:
+            less = f"; {reached.fewer[0]} take {reached.fewer[1] / goal.DAY:.4g}"
         return [
-            f"Goal: {reached.nodes} nodes ({devices} devices) are the fewest that read {what} "
-            f"(asked: {wanted:.3g}): {cost}."
+            f"Goal: {nodes} are the fewest that read {what} (asked: {wanted:.3g}{less}): {cost}."
         ]
+    rest = "A larger --plan.batch lets more devices share it."
+    if limited:
+        rest = "Leave --nodes and --devices out to see how many it takes."
     return [
-        f"The goal of {wanted:.3g} days is out of reach with these settings: {reached.nodes} nodes "
-        f"({devices} devices) are fastest, {what}: {cost}. A larger --plan.batch lets more devices "
-        "share it."
+        f"The goal of {wanted:.3g} days is out of reach with these settings: {nodes} "
+        f"are fastest, {what}: {cost}. {rest}"
     ]
