@@ -151,6 +151,7 @@ def test_no_smaller_number_would_do_in_a_search_of_all_layouts(
     aim = Goal(tokens, DAY)
     reached = goal.fewest(aim, on, first=6)
     assert reached is not None and reached.enough and reached.nodes > 3
+    assert reached.result is on.known[reached.nodes]
     for nodes in range(1, reached.nodes + 1):
         result = on.whole(nodes) if on.able(nodes) else None
         enough = result is not None and aim.tokens <= aim.seconds * result.best.prediction.rate

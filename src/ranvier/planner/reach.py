@@ -28,6 +28,7 @@ class Clusters:
         self.node = command.machine_of(replace(wanted, nodes=1, devices=None)).per_node
         self.known: dict[int, Result] = {}
         """Of all layouts, where some fit."""
+        self.looks: dict[int, Result] = {}
 
     def on(self, nodes: int) -> Planned:
         """What is asked of so many nodes, or of the part of one that was given."""
@@ -47,16 +48,19 @@ class Clusters:
         if nodes in self.known or not self.known:
             return self.whole(nodes)
         near = sorted(self.known, key=lambda n: (abs(math.log(n / nodes)), n))[:NEAREST]
-        result = alike(self.wish(nodes), [self.known[n] for n in near])
-        return result if result.found else None
+        self.looks[nodes] = alike(self.wish(nodes), [self.known[n] for n in near])
+        return self.looks[nodes] if self.looks[nodes].found else None
 
     def whole(self, nodes: int) -> Result | None:
-        """All layouts."""
+        """All layouts, and those of a look: one that was carried over may be the best."""
         if nodes not in self.known:
             result = command.searched(self.wish(nodes))
-            if not result.found:
+            looked = self.looks[nodes].found if nodes in self.looks else ()
+            every = {one.layout: one for one in (*looked, *result.found)}
+            if not every:
                 return None
-            self.known[nodes] = result
+            found = tuple(sorted(every.values(), key=lambda one: one.key))
+            self.known[nodes] = replace(result, found=found)
         return self.known[nodes]
 
 
