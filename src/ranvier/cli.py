@@ -13,27 +13,12 @@ from typing import TYPE_CHECKING
 from ranvier import launch
 from ranvier.errors import PlanError
 from ranvier.launch import Ranks
-from ranvier.options import (
-    Arguments,
-    Convert,
-    Doctor,
-    DryRun,
-    Eval,
-    Export,
-    Generate,
-    Import,
-    Measure,
-    Planned,
-    Prepare,
-    Profile,
-    Simulate,
-    Upcycle,
-)
 from ranvier.run import Run
 from ranvier.settings import nearest
 from ranvier.words import USAGE_ERROR, asked, filled, given, one, split, two, without
 
 if TYPE_CHECKING:
+    from ranvier.options import Arguments
     from ranvier.train.foretold import Foretold
 
 USAGE = """\
@@ -92,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(verb: str, words: Sequence[str]) -> Arguments:
     """Settings from defaults, then the file or the run, then options."""
+    from ranvier.options import Arguments  # options of all verbs take a fiftieth of a second
+
     return filled(Arguments, f"{verb} [run.toml]", words)
 
 
@@ -291,6 +278,7 @@ def _checkpoint(words: Sequence[str]) -> int:
 
 def _convert(words: Sequence[str]) -> int:
     from ranvier.checkpoint import convert, show
+    from ranvier.options import Convert
 
     paths, options = split(words)
     settings = asked(Convert, Convert(), "checkpoint convert A OUT", options)
@@ -302,6 +290,7 @@ def _convert(words: Sequence[str]) -> int:
 
 
 def _prepare(words: Sequence[str]) -> int:
+    from ranvier.options import Prepare
     from ranvier.train import corpora
 
     inputs, options = split(words)
@@ -317,6 +306,7 @@ def _data_show(words: Sequence[str]) -> int:
 
 def _generate(words: Sequence[str]) -> int:
     from ranvier.infer import sample
+    from ranvier.options import Generate
 
     folders, options = split(words)
     settings = asked(Generate, Generate(), "generate RUN", options)
@@ -325,6 +315,7 @@ def _generate(words: Sequence[str]) -> int:
 
 
 def _import(words: Sequence[str]) -> int:
+    from ranvier.options import Import
     from ranvier.train import exchange
 
     names, options = split(words)
@@ -335,6 +326,7 @@ def _import(words: Sequence[str]) -> int:
 
 
 def _upcycle(words: Sequence[str]) -> int:
+    from ranvier.options import Upcycle
     from ranvier.train import exchange, upcycle
 
     names, options = split(words)
@@ -346,6 +338,7 @@ def _upcycle(words: Sequence[str]) -> int:
 
 
 def _export(words: Sequence[str]) -> int:
+    from ranvier.options import Export
     from ranvier.train import exchange
 
     names, options = split(words)
@@ -363,6 +356,7 @@ def _eval(words: Sequence[str]) -> int:
     from ranvier import verify
     from ranvier.eval import verb
     from ranvier.infer.sample import run_of
+    from ranvier.options import Eval
 
     names, _ = split(words)
     if names:
@@ -394,6 +388,7 @@ def _report(words: Sequence[str]) -> int:
 
 def _profile(words: Sequence[str]) -> int:
     from ranvier.infer.sample import run_of
+    from ranvier.options import Profile
 
     names, _ = split(words)
     if names and os.path.isdir(names[0]):
@@ -408,21 +403,21 @@ def _profile(words: Sequence[str]) -> int:
 
 def _plan(words: Sequence[str]) -> int:
     """Search layouts; torch is imported only for models without a name."""
-    settings = filled(Planned, "plan [run.toml]", words)
+    from ranvier.planner import command
+
+    settings = filled(command.Planned, "plan [run.toml]", words)
     if settings.calibrate:
         from ranvier.train.calibrate import calibrate
 
         return calibrate(Path(settings.calibrate), settings.cluster)
-    from ranvier.planner import command
-
-    own = [field.name for field in dataclasses.fields(command.Wanted)]
-    wanted = command.Wanted(**{name: getattr(settings, name) for name in own})
-    chosen = [name for name in given(words) if name.startswith(("plan.", "memory.states"))]
-    carried = without(words, [*own, "calibrate", *chosen])
-    return command.plan(command.Asked(_run(settings), given(words), carried), wanted)
+    own = {field.name for field in dataclasses.fields(settings)}
+    chosen = {name for name in given(words) if name.startswith(("plan.", "memory.states"))}
+    return command.plan(settings, given(words), without(words, own | chosen))
 
 
 def _simulate(words: Sequence[str]) -> int:
+    from ranvier.options import Simulate
+
     settings = filled(Simulate, "simulate [run.toml | RUN]", words)
     from ranvier.train import simulate
 
@@ -432,6 +427,8 @@ def _simulate(words: Sequence[str]) -> int:
 
 
 def _measure(words: Sequence[str]) -> int:
+    from ranvier.options import Measure
+
     settings = asked(Measure, Measure(), "measure", words)
     from ranvier.train import measure
 
@@ -445,6 +442,8 @@ def _measure(words: Sequence[str]) -> int:
 
 
 def _dryrun(words: Sequence[str]) -> int:
+    from ranvier.options import DryRun
+
     settings = filled(DryRun, "dryrun [run.toml | RUN]", words)
     from ranvier.train import dryrun
     from ranvier.verify import world_of
@@ -455,6 +454,8 @@ def _dryrun(words: Sequence[str]) -> int:
 
 
 def _doctor(words: Sequence[str]) -> int:
+    from ranvier.options import Doctor
+
     settings = asked(Doctor, Doctor(), "doctor", words, flags=True)
     if settings.matmuls:
         from ranvier.train import matmuls

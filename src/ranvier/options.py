@@ -1,4 +1,4 @@
-"""Options: what the verbs of the command line take."""
+"""Options: what the verbs of the command line take; those of `plan` are in its command."""
 
 from __future__ import annotations
 
@@ -34,35 +34,6 @@ class Profile(Run):
     out: str = ""
     """Directory of profile.txt, profile.json and trace.json.gz; empty: profile/ inside the run's,
     or NAME-profile/ next to NAME.toml."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned(Run):
-    """The fastest layouts of a run on a cluster, predicted, and why.
-
-    Settings of the plan that are given (in the file or as options) stay; the others are searched.
-    """
-
-    cluster: str = ""
-    """A built-in name (such as dgx-h100; an unknown one lists all) or a TOML file as `ranvier
-    measure` writes it; empty: this machine, as it was measured."""
-    nodes: int = 0
-    """Nodes of the cluster; 0: as its description says."""
-    devices: int = 0
-    """Devices in its place, where a node is not used whole."""
-    top: int = 10
-    """Layouts in the table."""
-    precision: Literal["", "fp32", "fp16", "bf16", "fp8"] = ""
-    """What matrix products are computed in; empty: as train.dtype and train.fp8 say."""
-    goal: str = ""
-    """Tokens within a time, such as "70B, 2T tokens, 30 days" or "100B tokens, 2 weeks": the fewest
-    nodes that reach it (up to --nodes, if given)."""
-    json: str = ""
-    """File to write the result to as JSON; -: print it instead of the table."""
-    html: str = ""
-    """File of a page with charts of all layouts, which needs nothing else; -: print it."""
-    calibrate: str = ""
-    """In place of a plan: fold what a RUN has measured into the file of the cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,8 +270,3 @@ class Measure:
     train look for it."""
     nproc: int = 0
     """Local ranks that measure; 0: one for each GPU, or 8 on a CPU."""
-
-
-@dataclass(frozen=True)
-class Nothing:
-    """No settings."""

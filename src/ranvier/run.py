@@ -15,7 +15,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ranvier.errors import PlanError
 from ranvier.models.config import GATES
@@ -41,6 +41,7 @@ from ranvier.settings import (
     nearest,
 )
 
+Config = TypeVar("Config")
 TUNED = 2e-5
 """Learning rate of models that were trained before."""
 
@@ -351,11 +352,10 @@ def from_tables(tables: Mapping[str, Any]) -> Run:
         if isinstance(tables.get("model"), dict)
         else "tiny"
     )
-    run: Run = _fill(Run(model=ModelConfig.of(str(size))), tables, "")
-    return run
+    return changed(Run(model=ModelConfig.of(str(size))), tables)
 
 
-def _fill(config: Any, table: Mapping[str, Any], path: str) -> Any:
+def changed(config: Config, table: Mapping[str, Any], path: str = "") -> Config:
     """`config` with the values of `table`; unknown keys and wrong types are errors."""
     types_of = typing.get_type_hints(type(config))
     changes = {}
@@ -371,10 +371,10 @@ def _fill(config: Any, table: Mapping[str, Any], path: str) -> Any:
                 raise PlanError(
                     f"{path}{key}={value!r} is no table. Write [{path}{key}] and settings below it."
                 )
-            changes[key] = _fill(old, value, f"{path}{key}.")
+            changes[key] = changed(old, value, f"{path}{key}.")
         else:
             changes[key] = _typed(value, types_of[key], f"{path}{key}")
-    return dataclasses.replace(config, **changes)
+    return dataclasses.replace(config, **changes)  # type: ignore[type-var]
 
 
 def _typed(value: Any, kind: Any, path: str) -> Any:

@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ranvier.html.plot import Series, labels, line_plot, log_ticks, short, stacked_bar, standalone
+from ranvier.html.figures import short
+from ranvier.html.plot import Series, labels, line_plot, log_ticks, stacked_bar, standalone
 from ranvier.html.plot import ticks as round_ticks
 
 SPACE = "{http://www.w3.org/2000/svg}"

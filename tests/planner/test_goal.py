@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ranvier.errors import PlanError
+from ranvier.plan import Plan
 from ranvier.planner import goal
+from ranvier.planner.command import Planned
 from ranvier.planner.goal import DAY, Goal
+from ranvier.planner.reach import Clusters
 from ranvier.settings import ModelConfig
 
 
@@ -30,11 +34,11 @@ def test_words_are_numbers(text: str, want: Goal) -> None:
     ("text", "said"),
     [
         ("70B, 30 days", "no tokens"),
-        ("2T tokens", "no a time"),
+        ("2T tokens", "has no time"),
         ("70B, 2T tokens, fast", "'fast' is no size"),
         ("70B, 0 tokens, 30 days", "no number above 0"),
         ("1.2.3T tokens, 1 day", "no number above 0"),
-        ("", "no tokens and no a time"),
+        ("", "no tokens and no time"),
     ],
 )
 def test_other_words_are_refused(text: str, said: str) -> None:
@@ -51,55 +55,104 @@ def test_a_model_of_so_many_parameters(parameters: float) -> None:
     assert not config.problems() and 40 <= config.embed / config.layers <= 270
 
 
-def searched(rates: dict[int, float]) -> Any:
-    """Searches that find a rate, or nothing, and are counted."""
-    asked: list[int] = []
+class Rates:
+    """Searches that find a rate, or nothing, and are counted; quick ones may see less."""
 
-    def search(nodes: int) -> Any:
-        asked.append(nodes)
-        rate = rates.get(nodes, 0.0)
-        best = SimpleNamespace(prediction=SimpleNamespace(rate=rate))
-        wish = SimpleNamespace(world=8 * nodes)
-        return SimpleNamespace(found=[best], best=best, wish=wish) if rate else None
+    def __init__(self, rates: dict[int, float], *, seen: float = 1.0) -> None:
+        self.rates, self.seen = rates, seen
+        self.asked: list[int] = []
+        """Where all layouts were searched."""
+        self.looked: list[int] = []
 
-    search.asked = asked  # type: ignore[attr-defined]
-    return search
+    def able(self, nodes: int) -> bool:
+        return nodes in self.rates
+
+    def quick(self, nodes: int) -> Any:
+        self.looked.append(nodes)
+        return self._found(nodes, self.seen)
+
+    def whole(self, nodes: int) -> Any:
+        assert nodes not in self.asked, "searched twice"
+        self.asked.append(nodes)
+        return self._found(nodes, 1.0)
+
+    def _found(self, nodes: int, share: float) -> Any:
+        assert nodes in self.rates, "cannot share the job"
+        if not self.rates[nodes]:
+            return None  # too little memory
+        best = SimpleNamespace(prediction=SimpleNamespace(rate=share * self.rates[nodes]))
+        return SimpleNamespace(found=[best], best=best, wish=SimpleNamespace(world=8 * nodes))
 
 
 LINEAR = {nodes: 100.0 * nodes for nodes in range(1, 5000)}
 
 
 @pytest.mark.parametrize("first", [1, 5, 9, 64, 3000])
-@pytest.mark.parametrize("least", [1, 2, 7, 13])
+@pytest.mark.parametrize("least", [1, 2, 7, 13, 777])
 def test_the_fewest_nodes_from_any_guess(least: int, first: int) -> None:
-    search = searched(LINEAR)
+    rates = Rates(LINEAR)
     aim = Goal(tokens=100.0 * least * 1000.0, seconds=1000.0)
-    reached = goal.fewest(aim, search, first=first)
+    reached = goal.fewest(aim, rates, first=first)
     assert reached is not None and reached.enough
     assert reached.nodes == least
     assert reached.device_hours == pytest.approx(8 * least * 1000.0 / 3600.0)
-    assert len(search.asked) == len(set(search.asked)) <= 24
+    assert rates.asked == [least, least - 1][:least]
+    assert len(rates.looked) <= 60
 
 
-def test_large_numbers_are_near() -> None:
-    aim = Goal(tokens=100.0 * 777, seconds=1.0)
-    reached = goal.fewest(aim, searched(LINEAR), first=500)
-    assert reached is not None and 777 <= reached.nodes <= 777 * 1.07
+@pytest.mark.parametrize("seen", [0.999, 0.99, 0.9])
+def test_quick_looks_that_see_less_do_not_decide(seen: float) -> None:
+    rates = Rates(LINEAR, seen=seen)
+    reached = goal.fewest(Goal(tokens=100.0 * 90, seconds=1.0), rates, first=80)
+    assert reached is not None and reached.enough and reached.nodes == 90
+    assert reached.seconds == pytest.approx(1.0)
+    assert {89, 90} <= {*rates.asked}
+
+
+@pytest.mark.parametrize("first", [1, 30, 50, 97, 512])
+def test_numbers_that_cannot_share_the_job_are_passed_over(first: int) -> None:
+    even = {nodes: 100.0 * nodes for nodes in range(6, 5000, 6)} | {2: 0.0, 3: 0.0}
+    rates = Rates(even)
+    reached = goal.fewest(Goal(tokens=100.0 * 61, seconds=1.0), rates, first=first)
+    assert reached is not None and reached.enough and reached.nodes == 66
+    assert rates.asked[-2:] == [66, 60] and reached.fewer == (60, pytest.approx(61 / 60))
+
+
+def test_a_smaller_number_that_suits_the_job_better_is_found() -> None:
+    rates = Rates({**LINEAR, 96: 10_300.0})
+    reached = goal.fewest(Goal(tokens=100.0 * 100, seconds=1.0), rates, first=128)
+    assert reached is not None and reached.nodes == 96 and 95 in rates.asked
+
+
+@pytest.mark.parametrize("first", [1, 700, 997, 1500])
+def test_numbers_that_divide_well_are_looked_at(first: int) -> None:
+    rates = Rates({n: (100.0 if n % 24 == 0 else 70.0) * n for n in range(1, 5000)})
+    reached = goal.fewest(Goal(tokens=100.0 * 1000, seconds=1.0), rates, first=first)
+    assert reached is not None and reached.nodes == 1008  # 1429 of the others
+    assert rates.asked[-1] == 1007 and len(rates.asked) < 4
 
 
 def test_a_goal_out_of_reach_says_what_is_fastest() -> None:
-    rates = {1: 10.0, 2: 15.0, 4: 20.0, 8: 18.0}  # above, no layout fits
-    reached = goal.fewest(Goal(1000.0, 1.0), searched(rates), most=64)
+    rates = dict.fromkeys(range(1, 65), 0.0) | {1: 10.0, 2: 15.0, 4: 20.0, 8: 18.0}
+    reached = goal.fewest(Goal(1000.0, 1.0), Rates(rates), most=64)
     assert reached is not None and not reached.enough
     assert (reached.nodes, reached.seconds) == (4, 50.0)
-    assert goal.fewest(Goal(1000.0, 1.0), searched({}), most=64) is None
+    assert goal.fewest(Goal(1000.0, 1.0), Rates(dict.fromkeys(range(1, 65), 0.0)), most=64) is None
+    assert goal.fewest(Goal(1000.0, 1.0), Rates({}), most=64) is None
     assert goal.guess(Goal(2e12, 30 * DAY), 70e9, 8 * 989e12) == pytest.approx(102, abs=2)
 
 
-def test_all_layouts_are_searched_in_the_end() -> None:
-    aim, search = Goal(tokens=1000.0, seconds=1.0), searched({4: 1100.0})
-    quick = goal.Reached(4, search(4), 1000.0 / 1050.0, True)
-    assert goal.surer(quick, aim, search(4)).seconds == pytest.approx(1000.0 / 1100.0)
-    assert goal.surer(quick, aim, None) is quick
-    slower = searched({4: 900.0})
-    assert goal.surer(quick, aim, slower(4)) is quick
+@pytest.mark.parametrize(("tokens", "given"), [(50e9, set()), (30e9, {"plan.batch"})])
+def test_no_smaller_number_would_do_in_a_search_of_all_layouts(
+    tokens: float, given: set[str]
+) -> None:
+    run = Planned(model=ModelConfig.of("llama3-8b"), plan=Plan(pipe=1, col=1, batch=240))
+    on = Clusters(replace(run, cluster="dgx-h100"), {"plan.pipe", "plan.col", *given})
+    aim = Goal(tokens, DAY)
+    reached = goal.fewest(aim, on, first=6)
+    assert reached is not None and reached.enough and reached.nodes > 3
+    assert reached.result is on.known[reached.nodes]
+    for nodes in range(1, reached.nodes + 1):
+        result = on.whole(nodes) if on.able(nodes) else None
+        enough = result is not None and aim.tokens <= aim.seconds * result.best.prediction.rate
+        assert enough == (nodes == reached.nodes), nodes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from ranvier.planner import cluster, explain, leaves, page, search
 from ranvier.planner.predict import Job
 from ranvier.planner.rivals import rivals
 from ranvier.planner.search import Result, Wish
+from ranvier.words import without
 
 EIGHT = ("--cluster", "dgx-h100", "--nodes", "1", "--model.size", "llama3-8b")
 WITHOUT = """
@@ -92,8 +94,11 @@ def test_a_goal_names_nodes_and_cost(capsys: pytest.CaptureFixture[str]) -> None
     assert call("plan", *aim, "--plan.col", "1") == 0
     out = capsys.readouterr().out
     assert "nodes" in out and "device hours" in out and "are the fewest that read 20B tokens" in out
+    assert re.search(r"(\d+) nodes .* \(asked: 1; (\d+) take 1\.\d+\)", out)
     assert call("plan", *aim[:3], "llama3-8b, 9T tokens, 1 hour", "--nodes", "2") == 0
     assert "out of reach" in capsys.readouterr().out
+    assert call("plan", *aim[:3], "llama3-8b, 1B tokens, 1 day", "--devices", "4") == 0
+    assert "1 node (4 devices) are the fewest" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -101,10 +106,17 @@ def test_a_goal_names_nodes_and_cost(capsys: pytest.CaptureFixture[str]) -> None
     [
         (("--cluster", "dgx-h1"), "cluster 'dgx-h1' is not known"),
         (("--cluster", "no.toml"), "is not there"),
-        ((*EIGHT, "--top", "0"), "top=0"),
+        ((*EIGHT, "--top", "0"), "top=0. These are counts. Use 1 or more."),
+        ((*EIGHT[:2], "--nodes", "0"), "nodes=0. These are counts"),
+        ((*EIGHT[:2], "--devices", "12"), "Use 8 or 16"),
+        ((*EIGHT, "--data.seq", "0"), "data.seq=0 is too small"),
+        (("--cluster", "dgx-h100", "--model.size", "llama3-9b"), "Did you mean 'llama3-8b'?"),
+        ((*EIGHT, "--plan.rowe", "2"), "--plan.row"),
+        ((*EIGHT, "--plan.stages", "3", "4"), "Only a pipeline has stages. Use pipe=2"),
         ((*EIGHT, "--plan.row", "3"), "row=3 does not divide heads=32"),
         (("--cluster", "dgx-a100", "--precision", "fp8"), "does not multiply in 8 bits"),
         ((*EIGHT, "--goal", "soon"), "'soon' is no size"),
+        ((*EIGHT, "--goal", ""), "goal='' has no tokens and no time"),
         (("--cluster", "dgx-h100", "--nodes", "1", "--model.size", "llama3-405b"), "Use nodes="),
         (("--cluster", "dgx-h100", "--nodes", "64"), "cannot share this job"),
     ],
@@ -112,6 +124,53 @@ def test_a_goal_names_nodes_and_cost(capsys: pytest.CaptureFixture[str]) -> None
 def test_errors_help(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("plan", *words) == 64
     assert said in capsys.readouterr().err
+
+
+TINY = ("--cluster", "dgx-h100", "--model.size", "tiny")
+ONE = "--plan.pipe 1 --plan.col 1"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("--nodes 64", "512 devices cannot share this job"),
+        ("--nodes 4096", "32768 devices cannot share"),
+        ("--nodes 1 --plan.row 3", "row=3 on 8 devices. Degrees multiply"),
+        ("--nodes 1 --plan.row 0", "row=0 is not a number of ranks"),
+        ("--nodes 1 --plan.data 3", "batch=8 cannot be shared by data·expert·depth=3"),
+        ("--nodes 1 --plan.row 8 --plan.col 8", "row=8 · col=8 on 8 devices"),
+        ("--nodes 1 --plan.row 2 --plan.data 2 --plan.depth 1 " + ONE, "data=2 · row=2 on 8"),
+        ("--nodes 1 --plan.pipe 100", "pipe=100 with chunks=1 makes 100 virtual stages"),
+        ("--nodes 1 --plan.context 2", "the context axis has no runtime yet"),
+        ("--nodes 1 --plan.micro-batch 3", "micro_batch=3 does not divide"),
+        ("--nodes 1 --plan.batch 0", "batch=0 cannot be shared"),
+        ("--nodes 4 --plan.batch 13 --plan.row 1 " + ONE, "32 devices cannot share"),
+        ("--model.size llama3-8b --devices 1 --data.seq 300000 " + ONE, "fits 1 x H100"),
+        ("--model.size llama3-70b --devices 1", "fits 1 x H100-SXM5-80GB in no layout"),
+        ("--model.size llama3-70b --devices 5 --plan.batch 40 --plan.pipe 5", "in no layout"),
+    ],
+)
+def test_what_is_offered_works_when_it_is_typed(
+    line: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*TINY, *line.split()]
+    assert call("plan", *words) == 64
+    said = capsys.readouterr().err
+    assert reason in said and said.count(" Use ") == 1 and "Traceback" not in said
+    offered = re.findall(r"([a-z.-]+)=(\d+)(?= \(\d+ devices\)|,|\.\n)", said.partition(" Use ")[2])
+    assert offered
+    for name, value in offered:
+        dropped = {name.replace("-", "_")} | ({"nodes", "devices"} if "." not in name else set())
+        typed = [*without(words, dropped), f"--{name}", value, "--json", "-"]
+        assert call("plan", *typed) == 0, (name, value)
+        assert json.loads(capsys.readouterr().out)["fit"] > 0
+
+
+def test_json_of_the_impossible_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("plan", *TINY, "--nodes", "64", "--json", "-") == 64
+    out, err = capsys.readouterr()
+    (problem,) = json.loads(out)["problems"]
+    assert err == f"PlanError: {problem}\n" and "Use plan.batch=16, or nodes=48" in problem
 
 
 def test_without_a_cluster_it_says_how_to_measure(

@@ -196,3 +196,37 @@ def test_one_device_has_one_factorisation() -> None:
     result = search.search(wish(devices=1))
     assert result.grids == 1 and result.best.plan.world == 1
     assert math.prod(result.best.plan.degrees[axis] for axis in RUNTIME) == 1
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[int, search.Result]:
+    """All layouts of a job on some numbers of nodes."""
+    return {nodes: search.search(wish(nodes, job=small(batch=96))) for nodes in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("known", [1, 2, 3])
+@pytest.mark.parametrize("nodes", [1, 2, 3])
+def test_layouts_carried_over_are_those_of_a_search(
+    whole: dict[int, search.Result], known: int, nodes: int
+) -> None:
+    there = whole[nodes]
+    quick = search.alike(there.wish, [whole[known]])
+    times = {one.layout: one.prediction.total for one in (*there.found, *there.tight)}
+    same = [one for one in quick.found if one.layout in times]
+    assert len(same) > 10 and quick.count < there.count
+    assert all(one.prediction.total == times[one.layout] for one in same)
+    for one in quick.found:
+        assert one.plan.world == 8 * nodes and one.prediction.fits
+        assert not list(one.plan.problems(there.wish.sizes, 8 * nodes))
+    behind = quick.best.prediction.total / there.best.prediction.total
+    assert behind == 1.0 if known == nodes else 0.999 < behind < 1.01
+
+
+def test_what_is_settled_is_not_carried_elsewhere(whole: dict[int, search.Result]) -> None:
+    asked = replace(whole[2].wish, plan=Plan(data=1), fixed=frozenset({"data"}))
+    alone = search.search(replace(asked, cluster=whole[1].wish.cluster))
+    found = search.alike(asked, [alone]).found
+    assert found and {one.plan.data for one in found} == {1}
+    outer = frozenset({"pipe", "data", "depth"})
+    odd = replace(asked, cluster=asked.cluster.of(devices=5), fixed=outer)
+    assert not search.alike(odd, [alone]).found

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Literal
 
+from ranvier.html.figures import percent, short
+
 Point = tuple[float, float]
 
 LEFT, RIGHT, BOTTOM = 58, 18, 44  # margins around the area of the data
@@ -174,19 +176,6 @@ def escaped(text: object) -> str:
     whole = str(text).encode("utf-8", "replace").decode()  # no lone surrogates
     whole = re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffe\uffff]", "\ufffd", whole)
     return html.escape(whole)
-
-
-def short(value: float, digits: int = 3) -> str:
-    """A number in a few characters: 12.3k, 1.5M, 0.03, 3e-4."""
-    if 999.5 <= abs(value) < 9999.5:
-        return f"{value:.0f}"
-    value = float(f"{value:.{digits}g}")
-    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if size <= abs(value) < 1e15:
-            return f"{value / size:.{digits}g}{unit}"
-    form = "e" if 0.0 < abs(value) < 1e-3 else "g"
-    text = f"{value:.{digits - (form == 'e')}{form}}"
-    return re.sub(r"\.?0*e([+-])0*", lambda m: "e" + m[1].strip("+"), text)
 
 
 def ticks(low: float, high: float, *, count: int = 5, whole: bool = False) -> list[float]:
@@ -441,11 +430,6 @@ def stacked_bar(
         out.append(f'<text x="8" y="{top + 20}">no time was recorded</text>')
     head = _open(title, escaped("; ".join(words) or "nothing"), (width, row + 12))
     return "\n".join([*head, *out, "</svg>"])
-
-
-def percent(share: float) -> str:
-    """A share as text."""
-    return f"{100 * share:.1f} %" if share < 0.0995 else f"{100 * share:.0f} %"
 
 
 def standalone(svg: str) -> str:

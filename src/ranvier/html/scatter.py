@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ranvier.html.figures import percent, short
 from ranvier.html.plot import (
     BOTTOM,
     COLOURS,
@@ -20,8 +21,6 @@ from ranvier.html.plot import (
     escaped,
     labels,
     log_ticks,
-    percent,
-    short,
     ticks,
 )
 

@@ -14,20 +14,17 @@ from ranvier.launch.environment import (
     Failure,
     Ranks,
     age,
-    cache,
     environment,
     grow_segments,
     hosts,
     is_follower,
-    keep_compiled,
     ranks,
     repeat_products,
-    triton,
-    writable,
 )
 
 if TYPE_CHECKING:
     from ranvier.launch.nodes import Nodes
+    from ranvier.launch.places import cache, keep_compiled, triton, writable
     from ranvier.launch.processes import (
         backends,
         connect,
@@ -77,6 +74,7 @@ __all__ = [
 
 _HOMES = {
     "nodes": ("Nodes",),
+    "places": ("cache", "keep_compiled", "triton", "writable"),
     "processes": (
         "backends",
         "connect",

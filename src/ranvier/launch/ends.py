@@ -10,7 +10,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -232,6 +231,8 @@ def _told(error: BaseException) -> tuple[str, int]:
             "smaller plan.micro_batch, or more ranks."
         )
         return f"Out of memory: {str(error).splitlines()[0][:200]}. {rule} {remedy}", INTERNAL
+    import traceback  # most runs have none to tell
+
     return "".join(traceback.format_exception(error)).rstrip(), INTERNAL
 
 

@@ -1,4 +1,4 @@
-"""Environment: who this process is among all ranks, and where it may keep things.
+"""Environment: who this process is among all ranks, and what it tells those below.
 
 Ranks come from the variables of torchrun, mpirun or srun. Heterogeneous jobs of Slurm are not
 handled.
@@ -7,12 +7,9 @@ handled.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import os
 import re
-import shutil
-import tempfile
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -221,38 +218,6 @@ def environment(*names: str) -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def cache() -> Path:
-    """A folder for what can be made again: the user's cache, or one in the temporary folder."""
-    env = os.environ
-    folder = Path(env.get("XDG_CACHE_HOME") or "~/.cache") / "ranvier"
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home
-        folder = Path(env.get("RANVIER_CACHE") or folder).expanduser().absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        if writable(folder):
-            return folder
-    folder = Path(tempfile.gettempdir()) / f"ranvier-{os.getuid()}"
-    with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.lstat().st_uid == os.getuid() and not folder.is_symlink():
-            folder.chmod(0o700)
-            return folder
-    return Path(tempfile.mkdtemp(prefix="ranvier-"))  # somebody else owns that name
-
-
-def triton() -> bool:
-    """Whether kernels in Triton can be built here: there are the package and a C compiler."""
-    found = importlib.util.find_spec("triton") is not None
-    names = (os.environ.get("CC", ""), "gcc", "cc", "clang")
-    return found and any(name and shutil.which(name) for name in names)
-
-
-def keep_compiled() -> None:
-    """Have compilers keep their results in our cache, so that the next run finds them."""
-    folder = cache() / "compiled"
-    for name, part in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
-        os.environ.setdefault(name, str(folder / part))
-
-
 def grow_segments() -> None:
     """Have torch's allocator let its pieces of device memory grow: next to nothing of it stays
     empty between tensors; it looks when CUDA is used first."""
@@ -276,13 +241,3 @@ def age() -> float:
         up = float(Path("/proc/uptime").read_text().split()[0])
         return max(up - started / os.sysconf("SC_CLK_TCK"), 0.0)
     return 0.0
-
-
-def writable(folder: Path) -> bool:
-    """Whether a file can be written in a folder."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"ranvier")
-    except OSError:
-        return False
-    return True

@@ -287,9 +287,10 @@ def read(path: Path) -> Cluster:
             f"cluster file {path} is not there. A cluster is a built-in name "
             f"({', '.join(names())}) or a TOML file. Use one of them or run `ranvier measure`."
         ) from None
-    except (tomllib.TOMLDecodeError, TypeError, KeyError, ValueError, AttributeError) as error:
+    except (OSError, TypeError, KeyError, ValueError, AttributeError) as error:
+        missing = "there is no " if isinstance(error, KeyError) else ""
         raise PlanError(
-            f"cluster file {path} cannot be read: {error!s:.200}. It has the fields that "
+            f"cluster file {path} cannot be read: {missing}{error!s:.200}. It has the fields that "
             "`ranvier measure` writes. Measure again or mend it."
         ) from None
 

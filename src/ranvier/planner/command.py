@@ -1,72 +1,85 @@
-"""Command: what `ranvier plan` prints and writes, without torch where the model has a name."""
+"""Command: `ranvier plan`: what is asked, searched; without torch where the model has a name.
+
+What only tells of a result is imported when there is one: a search begins sooner.
+"""
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import sys
-import time
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from ranvier.errors import PlanError, WriteError
-from ranvier.html.plot import percent, short
+from ranvier.errors import PlanError
 from ranvier.planner import cluster as clusters
-from ranvier.planner import explain, goal, here, nearest, request
+from ranvier.planner import request
 from ranvier.planner.cluster import Cluster
-from ranvier.planner.goal import Goal, Reached
 from ranvier.planner.request import Precision
-from ranvier.planner.rivals import Found, family, rivals
-from ranvier.planner.search import Result, Wish, alike, search
+from ranvier.planner.search import Result, Wish, search
 from ranvier.run import Run
-from ranvier.settings import ModelConfig
 
 WORKERS = 2
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What is asked of the planner besides the run."""
+@dataclass(frozen=True, kw_only=True)
+class Planned(Run):
+    """The fastest layouts of a run on a cluster, predicted, and why.
+
+    Settings of the plan that are given (in the file or as options) stay; the others are searched.
+    """
 
     cluster: str = ""
-    nodes: int = 0
-    devices: int = 0
+    """A built-in name (such as dgx-h100; an unknown one lists all) or a TOML file as `ranvier
+    measure` writes it; empty: this machine, as it was measured."""
+    nodes: int | None = None
+    """Nodes of the cluster; not given: as its description says."""
+    devices: int | None = None
+    """Devices in its place, where a node is not used whole."""
     top: int = 10
+    """Layouts in the table."""
     precision: Precision = ""
+    """What matrix products are computed in; empty: as train.dtype and train.fp8 say."""
     goal: str = ""
+    """Tokens within a time, such as "70B, 2T tokens, 30 days" or "100B tokens, 2 weeks": the fewest
+    nodes that reach it (up to --nodes, if given)."""
     json: str = ""
+    """File to write the result to as JSON; -: print it instead of the table."""
     html: str = ""
+    """File of a page with charts of all layouts, which needs nothing else; -: print it."""
+    calibrate: str = ""
+    """In place of a plan: fold what a RUN has measured into the file of the cluster."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A run and what of it was given by hand."""
+def plan(wanted: Planned, given: Set[str], carried: Sequence[str]) -> int:
+    """Search, and say what was found.
 
-    run: Run
-    given: Set[str]
-    """Dotted names of settings."""
-    carried: Sequence[str]
-    """Words of the command line that the command to run it repeats."""
+    given: dotted names of settings that were given by hand; carried: words of the command line that
+    the command to run it repeats.
+    """
+    counts = {"top": wanted.top, "nodes": wanted.nodes, "devices": wanted.devices}
+    odd = [f"{name}={n}" for name, n in counts.items() if n is not None and n < 1]
+    wrong = [f"{', '.join(odd)}. These are counts. Use 1 or more."] if odd else []
+    wrong += wanted.problems()
+    if wrong:
+        raise PlanError(wrong)
+    if wanted.goal or "goal" in given:
+        from ranvier.planner import reach
 
-
-def plan(asked: Asked, wanted: Wanted) -> int:
-    """Search, and say what was found."""
-    if wanted.top < 1 or wanted.nodes < 0 or wanted.devices < 0:
-        raise PlanError(
-            f"top={wanted.top}, nodes={wanted.nodes}, devices={wanted.devices}. These are "
-            "counts. Use 1 or more."
-        )
-    machine = machine_of(wanted)
-    if wanted.goal:
-        return _reach(asked, wanted, machine)
-    run, assumed = request.assumed(asked.run, machine, asked.given)
-    wish = request.wish_of(run, machine, asked.given, precision=wanted.precision)
+        return reach.reach(wanted, given, carried)
+    wish, assumed = asked(wanted, given)
     result = searched(wish)
-    _say(result, wanted, [*asked.carried, *assumed], _heading(wish), assumed)
+    from ranvier.planner import told
+
+    if not result.found:
+        told.refuse(result, wanted, given)
+    told.say(result, wanted, carried, assumed)
     return 0
+
+
+def asked(wanted: Planned, given: Set[str]) -> tuple[Wish, list[str]]:
+    """What is searched, and words for what nobody gave."""
+    machine = machine_of(wanted)
+    run, assumed = request.assumed(wanted, machine, given)
+    return request.wish_of(run, machine, given, precision=wanted.precision), assumed
 
 
 def searched(wish: Wish) -> Result:
@@ -74,9 +87,11 @@ def searched(wish: Wish) -> Result:
     return search(wish, workers=min(WORKERS, len(os.sched_getaffinity(0))))
 
 
-def machine_of(wanted: Wanted) -> Cluster:
+def machine_of(wanted: Planned) -> Cluster:
     """The cluster that is meant: a name, a file, or this machine as it was measured."""
     if not wanted.cluster:
+        from ranvier.planner import here
+
         found = here.measured()
         if found is None:
             raise PlanError(
@@ -89,186 +104,3 @@ def machine_of(wanted: Wanted) -> Cluster:
     if wanted.devices:
         return found.of(devices=wanted.devices)
     return found.of(nodes=wanted.nodes) if wanted.nodes else found
-
-
-def _heading(wish: Wish) -> str:
-    job, machine = wish.job, wish.cluster
-    name = job.model.name or "model"
-    return (
-        f"{name} ({short(job.model.parameters)} parameters) on {machine.nodes} x "
-        f"{machine.per_node} {machine.device.name} ({machine.name}), {job.batch} sequences of "
-        f"{job.seq} tokens a step, {'fp8' if wish.fp8 else job.dtype}"
-    )
-
-
-def _say(
-    result: Result, wanted: Wanted, carried: Sequence[str], heading: str, assumed: Sequence[str]
-) -> None:
-    """Print and write all that was found."""
-    told = explain.command(result.best, result.wish, _without_batch(carried))
-    notes = []
-    if assumed:
-        notes.append(f"Nobody gave {' '.join(assumed)}: assumed, as runs of this size use.")
-    if wanted.json:
-        _write(wanted.json, json.dumps(facts(result, wanted.top, told), indent=2) + "\n")
-    if wanted.html:
-        from ranvier.planner.page import page  # a hundredth of a second of every start
-
-        _write(wanted.html, page(result, title=heading, top=wanted.top, command=told, notes=notes))
-    if wanted.json == "-" or wanted.html == "-":
-        return
-    print(heading)
-    print(*notes, sep="\n", end="\n" if notes else "")
-    print(
-        f"{result.count:,} layouts of {result.grids:,} grids in {result.seconds:.1f} s; "
-        f"{len(result.found):,} fit; {result.refused:,} grids do not divide\n"
-    )
-    print(*explain.table(result, wanted.top), "", *explain.compared(result), "", sep="\n")
-    print(*explain.why(result), "", told, sep="\n")
-    for name in filter(None, (wanted.json, wanted.html)):
-        print(f"written: {name}")
-
-
-def _without_batch(words: Sequence[str]) -> list[str]:
-    """The batch is among the settings of every layout."""
-    return [word for word in words if not word.startswith("--plan.batch")]
-
-
-def _write(name: str, text: str) -> None:
-    if name == "-":
-        print(text, end="")
-        return
-    try:
-        Path(name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise WriteError(
-            f"{name} cannot be written: {error.strerror}. Give another path."
-        ) from None
-
-
-def facts(result: Result, top: int, told: str) -> dict[str, Any]:
-    """A search as JSON holds it."""
-    wish, others = result.wish, rivals(result.found, result.wish.cluster.per_node)
-    job = {"model": wish.job.model.name, "parameters": wish.job.model.parameters}
-    job |= {"seq": wish.job.seq, "batch": wish.job.batch, "dtype": wish.job.dtype}
-    return {
-        "job": job,
-        "cluster": {
-            "name": wish.cluster.name,
-            "device": wish.cluster.device.name,
-            "nodes": wish.cluster.nodes,
-            "devices": wish.cluster.devices,
-        },
-        "layouts": result.count,
-        "fit": len(result.found),
-        "seconds": round(result.seconds, 3),
-        "why": explain.why(result),
-        "command": told,
-        "best": _facts(result.best, wish),
-        "top": [_facts(one, wish) for one in explain.distinct(result.found, top)],
-        "rivals": {name: _facts(one, wish) for name, one in others.items()},
-    }
-
-
-def _facts(found: Found, wish: Wish) -> dict[str, Any]:
-    it = found.prediction
-    return {
-        "settings": {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in explain.settings(found, wish).items()
-        },
-        "family": family(found.plan),
-        "seconds": it.total,
-        "interval": list(it.interval),
-        "tokens_per_second": it.rate,
-        "mfu": it.mfu,
-        "parts": dict(it.parts),
-        "memory": it.memory.facts(),
-        "memory_bytes": it.memory.total,
-        "limit_bytes": it.limit,
-    }
-
-
-# ---- goals --------------------------------------------------------------------------------
-
-
-def _reach(asked: Asked, wanted: Wanted, machine: Cluster) -> int:
-    """The fewest nodes for a goal."""
-    began = time.perf_counter()
-    aim = goal.parse(wanted.goal)
-    run, carried = _meant(asked, aim)
-    made: dict[int, list[str]] = {}
-    whole: dict[int, Result] = {}  # of all layouts
-
-    def searched_on(nodes: int, *, all_of_them: bool = False) -> Result | None:
-        there = machine.of(nodes=nodes)
-        own, made[nodes] = request.assumed(run, there, asked.given)
-        wish = request.wish_of(own, there, asked.given, precision=wanted.precision)
-        if whole and not all_of_them:
-            result = alike(wish, whole[min(whole, key=lambda n: abs(math.log(n / nodes)))])
-            if result.found:
-                return result
-        if nodes not in whole:
-            result = searched(wish)
-            if not result.found:
-                return None
-            whole[nodes] = result
-        return whole[nodes]
-
-    fixed = wanted.nodes or (machine.nodes if wanted.devices else 0)
-    peak = machine.device.peak.get("bf16") or max(machine.device.peak.values())
-    first = goal.guess(aim, run.model.parameters, peak * machine.per_node)
-    limit = fixed or goal.MOST
-    reached = goal.fewest(aim, searched_on, first=first, most=limit, told=_progress)
-    if reached is None:
-        largest = machine.of(nodes=fixed or goal.MOST)
-        own, _ = request.assumed(run, largest, asked.given)
-        wish = request.wish_of(own, largest, asked.given, precision=wanted.precision)
-        raise PlanError(nearest.problems(searched(wish)))
-    reached = goal.surer(reached, aim, searched_on(reached.nodes, all_of_them=True))
-    spent = time.perf_counter() - began
-    assumed = made[reached.nodes]
-    _say(reached.result, wanted, [*carried, *assumed], _heading(reached.result.wish), assumed)
-    if "-" not in (wanted.json, wanted.html):
-        print("", *_told(aim, reached), f"({spent:.1f} s)", sep="\n")
-    return 0
-
-
-def _progress(reached: Reached) -> None:
-    """Say on a terminal what was tried."""
-    if sys.stderr.isatty():
-        days = reached.seconds / goal.DAY
-        print(f"{reached.nodes} nodes: {days:.3g} days", file=sys.stderr, flush=True)
-
-
-def _meant(asked: Asked, aim: Goal) -> tuple[Run, list[str]]:
-    """The run with the model of a goal, and the words that say so."""
-    carried, run = list(asked.carried), asked.run
-    if aim.size:
-        return replace(run, model=ModelConfig.of(aim.size)), [*carried, f"--model.size {aim.size}"]
-    if aim.parameters:
-        config = goal.shape(aim.parameters)
-        changes = {name: getattr(config, name) for name in goal.SHAPE}
-        model = replace(ModelConfig.of("llama3-8b"), **changes)
-        words = [f"--model.{name.replace('_', '-')} {value}" for name, value in changes.items()]
-        return replace(run, model=model), [*carried, "--model.size llama3-8b", *words]
-    return run, carried
-
-
-def _told(aim: Goal, reached: Reached) -> list[str]:
-    """What a goal takes, or how far it is."""
-    days, wanted = reached.seconds / goal.DAY, aim.seconds / goal.DAY
-    devices = reached.result.wish.world
-    mfu = percent(reached.result.best.prediction.mfu)
-    cost = f"{reached.device_hours:,.0f} device hours, MFU {mfu}"
-    what = f"{short(aim.tokens)} tokens in {days:.3g} days"
-    if reached.enough:
-        return [
-            f"Goal: {reached.nodes} nodes ({devices} devices) are the fewest that read {what} "
-            f"(asked: {wanted:.3g}): {cost}."
-        ]
-    return [
-        f"The goal of {wanted:.3g} days is out of reach with these settings: {reached.nodes} nodes "
-        f"({devices} devices) are fastest, {what}: {cost}. A larger --plan.batch lets more devices "
-        "share it."
-    ]

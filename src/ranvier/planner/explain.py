@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ranvier.html.plot import percent, short
+from ranvier.html.figures import percent, short
 from ranvier.layers import Flow
 from ranvier.plan import Plan
 from ranvier.planner import links

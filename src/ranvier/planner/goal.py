@@ -2,22 +2,33 @@
 
     days = tokens / rate(nodes) / 86400
 
-The rate of a number of nodes is that of the best layout there; between two searches the best of the
-one before is carried over (`search.alike`). Sizes are tried from a guess by the
-peak of a device up or down, each twice or half the last, and then between the last that was too
-slow and the first that is not, to 1/16. More nodes are not always faster: a batch is shared by so
-many ranks only.
+The rate of a number of nodes is that of the best layout there. Numbers are tried from a guess by
+the peak of a device up to twice the last, then between the last that was too slow and the first
+that is not, by a quick look (the best layouts of a number that was searched, carried over). What is
+so found is made sure of:
+
+    n      reaches the goal in a search of all layouts, or by a layout that was carried over
+    below  the next number down that can share the job does not, in a search of all layouts
+    fewer  nor do, by quick looks, the LOOKS numbers that divide best of those whose nodes would
+           each have to be up to 5 % faster than the best seen
+
+More nodes are not always faster: a batch is shared by so many ranks only, and a number with few
+divisors has few layouts. So it is not proven that no number further below would do.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Protocol
 
 from ranvier.errors import PlanError
 from ranvier.models.config import SIZES, DecoderConfig
+from ranvier.plan import divisors
 from ranvier.planner.search import Result
 
 DAY = 86400.0
@@ -25,6 +36,10 @@ UNITS = {"hour": 3600.0, "day": DAY, "week": 7 * DAY, "month": 30 * DAY, "year":
 SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 MOST = 4096
 """Nodes of the largest cluster that is tried."""
+GAIN = 1.05
+"""How much faster than the best node seen one of fewer may be: fewer are looked at up to there."""
+LOOKS = 16
+"""But so many numbers at most."""
 SHAPE = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")
 """Fields of a model that a number of parameters decides."""
 WIDTHS = (256, 512, 768, 1024, 1536, *range(2048, 65536, 1024))
@@ -55,6 +70,8 @@ class Reached:
     seconds: float
     """Of all tokens."""
     enough: bool
+    fewer: tuple[int, float] | None = None
+    """The next smaller number that could share the job, and its seconds, where a layout fits."""
 
     @property
     def device_hours(self) -> float:
@@ -79,7 +96,7 @@ def parse(text: str) -> Goal:
                 f"goal: {word!r} is no size, no number of tokens and no time. A size is a number "
                 f"of parameters or one of {', '.join(SIZES)}. {FORM}"
             )
-    missing = [name for name, value in (("tokens", tokens), ("a time", seconds)) if not value]
+    missing = [name for name, value in (("tokens", tokens), ("time", seconds)) if not value]
     if missing:
         raise PlanError(
             f"goal={text!r} has no {' and no '.join(missing)}. A goal is a number of tokens within "
@@ -140,9 +157,62 @@ def guess(goal: Goal, parameters: float, peak: float) -> int:
     return max(round(6.0 * parameters * goal.tokens / goal.seconds / (0.4 * peak)), 1)
 
 
+class Searches(Protocol):
+    """What `fewest` asks of a cluster."""
+
+    def able(self, nodes: int) -> bool:
+        """Whether so many nodes can share the job evenly, whatever memory says."""
+
+    def quick(self, nodes: int) -> Result | None:
+        """A look at some layouts there; None if none of these fits."""
+
+    def whole(self, nodes: int) -> Result | None:
+        """All layouts there; None if none fits."""
+
+
+class Tries:
+    """Numbers of nodes that were tried, each with the best that was seen there."""
+
+    def __init__(self, goal: Goal, searches: Searches, told: Callable[[Reached], None]) -> None:
+        self.goal, self.able, self.told = goal, cache(searches.able), told
+        self.quick, self.whole = searches.quick, cache(searches.whole)
+        self.seen: dict[int, Reached] = {}
+
+    def reaches(self, nodes: int, *, whole: bool = False) -> bool:
+        """Whether so many nodes are seen to reach the goal."""
+        result = self.whole(nodes) if whole else self.quick(nodes)
+        before = self.seen.get(nodes)
+        if result is not None and result.found:
+            seconds = self.goal.tokens / result.best.prediction.rate
+            if before is None or seconds <= before.seconds:
+                self.seen[nodes] = Reached(nodes, result, seconds, seconds <= self.goal.seconds)
+                self.told(self.seen[nodes])
+        return nodes in self.seen and self.seen[nodes].enough
+
+    def climbs(self, nodes: int) -> bool:
+        """The same; all layouts are searched where a look shows none."""
+        return self.reaches(nodes) or (nodes not in self.seen and self.reaches(nodes, whole=True))
+
+    def first(self, numbers: Iterable[int]) -> int:
+        """The first of some numbers that can share the job; 0 if none can."""
+        return next((n for n in numbers if self.able(n)), 0)
+
+    def fastest(self) -> Reached | None:
+        """The one that takes least time."""
+        return min(self.seen.values(), key=lambda one: (one.seconds, one.nodes), default=None)
+
+    def near(self, nodes: int) -> list[int]:
+        """Fewer nodes to look at: those that divide best, of all that need not be more than GAIN
+        times as fast as any seen."""
+        pace = max(1.0 / (one.seconds * one.nodes) for one in self.seen.values())
+        least = math.ceil(1.0 / (self.goal.seconds * pace * GAIN))
+        able = filter(self.able, sorted(range(least, nodes), key=lambda n: (-len(divisors(n)), n)))
+        return list(itertools.islice(able, LOOKS))
+
+
 def fewest(
     goal: Goal,
-    searched: Callable[[int], Result | None],
+    searches: Searches,
     *,
     first: int = 1,
     most: int = MOST,
@@ -150,39 +220,52 @@ def fewest(
 ) -> Reached | None:
     """The fewest nodes that reach a goal; else the fastest up to `most`; None if nothing fits.
 
-    searched: the layouts on so many nodes, None where no layout fits. first: a guess. told: is told
-    of each number of nodes that was tried.
+    first: a guess. told: is told of each number of nodes that was tried.
     """
-    seen: dict[int, Reached] = {}
-
-    def tried(nodes: int) -> bool:
-        result = searched(nodes)
-        if result is None or not result.found:
-            return False
-        seconds = goal.tokens / result.best.prediction.rate
-        seen[nodes] = Reached(nodes, result, seconds, seconds <= goal.seconds)
-        told(seen[nodes])
-        return seen[nodes].enough
-
-    low, high = 0, min(first, most)
-    while not tried(high):
-        if high == most:
-            return min(seen.values(), key=lambda one: (one.seconds, one.nodes), default=None)
-        low, high = high, min(2 * high, most)
-    while low == 0 and high > 1:
-        half = high // 2
-        low, high = (0, half) if tried(half) else (half, high)
-    while high - low > max(1, high // 16):  # batches share among few numbers of ranks evenly
-        middle = (low + high) // 2
-        low, high = (low, middle) if tried(middle) else (middle, high)
-    return seen[high]
+    tries = Tries(goal, searches, told)
+    low, high = 0, tries.first(_few_divisors(min(first, most)))
+    high = high or tries.first(range(min(first, most), 0, -1)) or tries.first(range(1, most + 1))
+    while (
+        high
+        and not tries.reaches(high)
+        and not (high not in tries.seen and tries.reaches(high, whole=True))
+    ):
+        low = high
+        high = tries.first(range(min(2 * low, most), low, -1))
+    if not high:
+        best = tries.fastest()
+        if best is not None:
+            tries.reaches(best.nodes, whole=True)
+        return tries.fastest()
+    while middle := tries.first(_from_middle(low, high)):
+        low, high = (low, middle) if tries.reaches(middle) else (middle, high)
+    found = tries.seen[_sure(tries, high)]
+    less = tries.seen.get(tries.first(range(found.nodes - 1, 0, -1)))
+    return replace(found, fewer=None if less is None else (less.nodes, less.seconds))
 
 
-def surer(reached: Reached, goal: Goal, result: Result | None) -> Reached:
-    """What was reached, after all layouts on as many nodes were searched."""
-    if result is None or not result.found:
-        return reached
-    seconds = goal.tokens / result.best.prediction.rate
-    if seconds > reached.seconds:
-        return reached
-    return Reached(reached.nodes, result, seconds, seconds <= goal.seconds)
+def _sure(tries: Tries, high: int) -> int:
+    """The number of nodes below which none is seen to do; all layouts of the next are searched."""
+    while True:
+        for whole in (False, True):  # the best of its own layouts, carried over, may show more
+            tries.reaches(high, whole=whole)
+            fewer = min(filter(tries.reaches, tries.near(high)), default=0)
+            if fewer:
+                break
+        below = tries.first(range(high - 1, 0, -1))
+        if not fewer and below and tries.reaches(below, whole=True):
+            fewer = below
+        if not fewer:
+            return high
+        high = fewer
+
+
+def _few_divisors(near: int) -> list[int]:
+    """Numbers within an eighth of one; first those that factor in few ways: a search is short."""
+    some = range(near - near // 8, near + near // 8 + 1)
+    return sorted(some, key=lambda n: (len(divisors(n)), abs(n - near)))
+
+
+def _from_middle(low: int, high: int) -> list[int]:
+    """Numbers between two, from the middle on."""
+    return sorted(range(low + 1, high), key=lambda n: abs(2 * n - low - high))

@@ -8,7 +8,6 @@ user's cache.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -377,6 +376,8 @@ def of_size(name: str) -> Model:
 
 def of_run(run: Run) -> Model:
     """The model of a run: of a built-in size, from the cache, or built once on the meta device."""
+    import hashlib
+
     from ranvier import launch
 
     config, lora = asdict(run.model), asdict(run.lora)

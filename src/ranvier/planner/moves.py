@@ -18,7 +18,6 @@ from ranvier.layers import Flow, Ground, Layer
 from ranvier.lots import VECTORS, Lot, Piece, Types
 from ranvier.pipeline import messages
 from ranvier.pipeline.balance import balanced, ranges
-from ranvier.pipeline.choice import expected, policy_for
 from ranvier.pipeline.messages import Seat
 from ranvier.pipeline.policy import Policy, Shape
 from ranvier.plan import AXES, Dispatch, Inner, Plan
@@ -403,4 +402,6 @@ def policy_of(model: Model, plan: Plan, seq: int) -> Policy:
 def _policy(
     name: str, shape: Shape, costs: tuple[float, ...], jitter: float, limit: int, splits: bool
 ) -> Policy:
+    from ranvier.pipeline.choice import expected, policy_for  # the simulator: only for pipelines
+
     return policy_for(name, shape, expected(costs, jitter), limit=limit, splits=splits)

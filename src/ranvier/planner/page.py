@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ranvier.html import scatter as charts
+from ranvier.html.figures import percent, short
 from ranvier.html.page import document, section, table, text_block
-from ranvier.html.plot import escaped, percent, short
+from ranvier.html.plot import escaped
 from ranvier.html.scatter import Group, bars, scatter
 from ranvier.planner import explain
 from ranvier.planner.predict import Prediction

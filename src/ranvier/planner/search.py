@@ -16,6 +16,7 @@ The result depends on the wish alone: not on processes, clocks or hashes.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +43,8 @@ FULL = 120
 """Factorisations that are searched in full, at most."""
 ALIKE = 32
 """Layouts that are carried over from another number of devices."""
+CARRIED = 3
+"""Degrees that one of them is given there."""
 BEST = 40
 """Layouts for which other orders of the axes are tried."""
 MICROS = 6
@@ -361,29 +364,53 @@ def search(wish: Wish, *, workers: int = 1) -> Result:
     return Result(wish, tuple(fits), tuple(tight), len(every), refused, spent)
 
 
-def alike(wish: Wish, known: Result) -> Result:
-    """A quick look: the best layouts of another number of devices, carried over to this one.
+def alike(wish: Wish, known: Sequence[Result]) -> Result:
+    """A quick look: the best layouts of other numbers of devices, carried over to this one.
 
-    More or fewer ranks are on data, or on depth; all else stays, but for what fits. It may find
-    nothing where `search` does.
+    What splits a layer stays; pipe, data and depth share the other ranks, each about as before. It
+    may find nothing where `search` does.
     """
     began, plans = time.perf_counter(), dict[Plan, None]()
-    for one in known.found[:ALIKE]:
-        plan = one.plan
-        for axis in ("data", "depth"):
-            size, rest = divmod(wish.world * plan.degrees[axis], plan.world)
-            if rest or size < 1 or (axis in wish.degrees and size != plan.degrees[axis]):
-                continue
-            least = plan.col if plan.inner == "samples" else 1
-            for micro in dict.fromkeys((plan.micro_batch, least)):
-                changes: dict[str, Any] = {axis: size, "micro_batch": micro}
-                plans[replace(plan, batch=wish.job.batch, **changes)] = None
+    for one in [one for result in known for one in result.found[: ALIKE // len(known)]]:
+        for sizes in _carried(wish, one.plan):
+            plan = replace(one.plan, **dict[str, Any](sizes), batch=wish.job.batch)
+            for micro in _about(wish, plan, one.plan.micro_batches):
+                plans[replace(plan, micro_batch=micro)] = None
     able = [plan for plan in plans if allowed(wish, plan)]
     everything = [found for plan in able for found in ladder(wish, plan)]
     fits = sorted((one for one in everything if one.prediction.fits), key=lambda one: one.key)
     tight = [one for one in everything if not one.prediction.fits]
     spent = time.perf_counter() - began
     return Result(wish, tuple(fits), tuple(tight), len(able), len(plans) - len(able), spent)
+
+
+def _carried(wish: Wish, plan: Plan) -> list[dict[str, int]]:
+    """Degrees on the ranks of a wish that are nearest to those of a plan."""
+    rest, odd = divmod(wish.world, plan.row * plan.col * plan.expert)
+    if odd:
+        return []
+    outer = {axis: plan.degrees[axis] for axis in ("pipe", "data", "depth")}
+    choices = {axis: wish.degrees.get(axis) for axis in outer}
+    sizes = factorisations(rest, {a: [n] if n else divisors(rest) for a, n in choices.items()})
+
+    def far(one: Mapping[str, int]) -> tuple[float, int]:
+        steps = {axis: abs(math.log(one[axis] / size)) for axis, size in outer.items()}
+        return round(sum(steps.values()) + steps["pipe"], 6), sum(map(bool, steps.values()))
+
+    least = {"batch": wish.job.batch, "micro_batch": plan.col if plan.inner == "samples" else 1}
+    tried = (replace(plan, **dict[str, Any](one | least)) for one in sorted(sizes, key=far))
+    some = itertools.islice((one for one in tried if allowed(wish, one)), CARRIED)
+    return [{axis: one.degrees[axis] for axis in outer} for one in some]
+
+
+def _about(wish: Wish, plan: Plan, count: int) -> set[int]:
+    """Micro-batches near that of a plan: the next to it, the least, and that of so many a step."""
+    least = plan.col if plan.inner == "samples" else 1
+    sizes = micros(wish, replace(plan, micro_batch=least))
+    smaller = [size for size in sizes if size <= plan.micro_batch]
+    larger = [size for size in sizes if size >= plan.micro_batch]
+    alike = [size for size in sizes if size * count == plan.batch // plan.replicas]
+    return {*sizes[:1], *smaller[-1:], *larger[:1], *alike}
 
 
 def _near(wish: Wish, every: Sequence[Plan], rough: Sequence[Sequence[Found]]) -> list[Plan]:

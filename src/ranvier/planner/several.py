@@ -6,11 +6,12 @@ that are kept by the identity of an object are found again. Only names, items an
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 Function = Callable[[Any], Any]
 Mapped = Callable[[str, Sequence[Any]], list[Any]]
@@ -27,6 +28,8 @@ def several(functions: Mapping[str, Function], workers: int) -> Iterator[Mapped]
     if workers < 2:
         yield lambda name, items: [functions[name](item) for item in items]
         return
+    import multiprocessing  # a fiftieth of a second, of every start
+
     fork = multiprocessing.get_context("fork")
     pipes = [fork.Pipe() for _ in range(workers)]
     others = [
@@ -47,9 +50,11 @@ def several(functions: Mapping[str, Function], workers: int) -> Iterator[Mapped]
 
 def _shared(pipes: Sequence[Connection], name: str, items: Sequence[Any]) -> list[Any]:
     """Give pieces of a list to whoever is free."""
+    from multiprocessing.connection import wait
+
     size = max(-(-len(items) // (PIECES * len(pipes))), 1)
     starts, found = iter(range(0, len(items), size)), dict[int, list[Any]]()
-    busy = dict[Connection, int]()
+    busy: dict[Connection, int] = {}
     for pipe in pipes:
         _give(pipe, name, items, size, starts, busy)
     while busy:

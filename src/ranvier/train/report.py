@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ranvier.errors import DataError
+from ranvier.html.figures import percent, short
 from ranvier.html.page import LISTED, document, folded, listing, section, table, text_block
-from ranvier.html.plot import Series, escaped, line_plot, percent, short, stacked_bar
+from ranvier.html.plot import Series, escaped, line_plot, stacked_bar
 from ranvier.train import account, foretold, routed, timeline
 from ranvier.train import folder as folders
 

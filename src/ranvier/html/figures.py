@@ -1,0 +1,23 @@
+"""Figures: numbers in a few characters."""
+
+from __future__ import annotations
+
+import re
+
+
+def short(value: float, digits: int = 3) -> str:
+    """A number in a few characters: 12.3k, 1.5M, 0.03, 3e-4."""
+    if 999.5 <= abs(value) < 9999.5:
+        return f"{value:.0f}"
+    value = float(f"{value:.{digits}g}")
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if size <= abs(value) < 1e15:
+            return f"{value / size:.{digits}g}{unit}"
+    form = "e" if 0.0 < abs(value) < 1e-3 else "g"
+    text = f"{value:.{digits - (form == 'e')}{form}}"
+    return re.sub(r"\.?0*e([+-])0*", lambda m: "e" + m[1].strip("+"), text)
+
+
+def percent(share: float) -> str:
+    """A share as text."""
+    return f"{100 * share:.1f} %" if share < 0.0995 else f"{100 * share:.0f} %"

@@ -1,0 +1,77 @@
+"""Words of a command line: plain ones are read without a parser, and mean the same to both."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from ranvier import words
+from ranvier.planner.command import Planned
+
+PLAIN = (
+    "",
+    "--data.verify=true",
+    "--nodes 4 --cluster dgx-h100",
+    "--nodes=4 --cluster=dgx-h100 --json -",
+    "--plan.micro-batch 2",
+    "--plan.micro_batch 2 --plan.data -1",
+    "--optim.lr 3e-4 --optim.beta1 1 --data.held-out 0.5",
+    "--data.packed false --plan.graph=True --data.verify=true",
+    "--plan.recompute full --precision fp8",
+    "--html= --model.rope-theta 1e6",
+    "--goal=-x",
+)
+ODD = (
+    "--nodes",
+    "--nodes 4 --nodes 5",
+    "--nodes 4.5",
+    "--nodes four",
+    "--nodes " + 5000 * "9",
+    "--optim.lr nan",
+    "--optim.lr none",
+    "--optim.lr None",
+    "--optim.beta1 1e999",
+    "--precision fp9",
+    "--data.packed yes",
+    "--data.packed --nodes 4",
+    "--goal -x",
+    "--html --nodes",
+    "--node 4",
+    "--plan.rowe 4",
+    "--plan 4",
+    "--plan.row.x 4",
+    "--data.corpus a b",
+    "--plan.order row col",
+    "nodes 4",
+    "-nodes 4",
+    "4",
+    "--help",
+    "--",
+    "--=3",
+    "--.row 3",
+)
+
+
+@pytest.mark.parametrize("line", PLAIN)
+def test_the_parser_reads_the_same(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = words._plain(Planned(), line.split())
+    monkeypatch.setattr(words, "_plain", lambda *_: None)
+    assert found == words.asked(Planned, Planned(), "plan", line.split())
+    assert (found == Planned()) == (line in ("", "--data.verify=true"))
+
+
+@pytest.mark.parametrize("line", ODD, ids=lambda line: line[:20])
+def test_other_words_are_for_the_parser(line: str) -> None:
+    assert words._plain(Planned(), line.split()) is None
+
+
+def test_plain_words_need_no_parser() -> None:
+    code = (
+        "import sys\nfrom ranvier.cli import parse\n"
+        "run = parse('train', sys.argv[1:])\nassert run.plan.row == 2 and run.nproc == 3\n"
+        "assert not {'tyro', 'typeguard', 'torch', 'multiprocessing', 'asyncio'} & {*sys.modules}"
+    )
+    line = ["--plan.row", "2", "--nproc=3", "--data.packed", "false"]
+    subprocess.run([sys.executable, "-c", code, *line], check=True, timeout=60)
