@@ -194,7 +194,7 @@ class Load:
 
     def late(self, turn: Turn) -> int:
         """Bytes of gathered gradients that wait for the end of the step."""
-        made = self.outer(turn) or (self.spread and turn.kind != "F")
+        made = self.outer(turn) or (self.spread and self.scored(turn) > 0)
         return self.own.late if made else 0
 
     def outer(self, turn: Turn) -> bool:
