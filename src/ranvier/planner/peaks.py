@@ -435,7 +435,8 @@ def _returned(load: Load) -> Iterator[Peak]:
 def _later(load: Load, turn: Turn) -> Iterator[Peak]:
     """While gradients of weights are made that were put off: all they need stays until the end."""
     own, one = load.own, load.chunks[turn.chunk]
-    grads = load.gradients(turn) + load.grown(turn, one.elements)
+    done = one.places[-1].done if own.split and one.places else one.elements
+    grads = load.gradients(turn) + load.grown(turn, done)
     acts, late = load.others(turn) + one.waits, load.late(turn)
     begun = one.places[0].full + load.behind(turn) + late if own.split and one.places else 0
     yield Peak("in gradients put off", load.gradients(turn), acts, 0, 0, begun)
