@@ -29,7 +29,7 @@ class How(NamedTuple):
     simulated: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Place:
     """A block of a chunk, while it runs backward: those behind it have done so."""
 

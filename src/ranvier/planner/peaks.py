@@ -71,6 +71,8 @@ class Load:
     """Whether gradients of weights are turns of their own."""
     head: Loss | None
     """The head, if it is here."""
+    needs: dict[Place, tuple[int, int, int]] = field(default_factory=dict, compare=False)
+    """What blocks need, by place."""
     known: dict[Turn, int] = field(default_factory=dict, compare=False)
     """Gradients that earlier passes have left, by turn: several moments of it ask."""
 
@@ -183,6 +185,17 @@ class Load:
         elements = {"head": own.head, "table": own.table, "places": own.places}
         moving = self.moving(turn)
         return self.under_way(block if moving == "block" else elements.get(moving, 0) * own.wide)
+
+    def need(self, place: Place) -> tuple[int, int, int]:
+        """Bytes at a block's worst moment: beside what is kept, of gradients, of gathered ones."""
+        if place not in self.needs:
+            own = self.own
+            each = 0 if own.split or self.split else own.own
+            full = place.full if own.split and not self.split else 0  # from the first one on
+            moments = (*place.needs, place.later) if self.split else place.needs
+            found = [(size, each * n, full * (n > 0)) for size, n in moments]
+            self.needs[place] = max(found, key=sum)
+        return self.needs[place]
 
     def first(self, turn: Turn) -> int:
         """Bytes of the embedding, gathered for a forward pass that follows."""
@@ -353,12 +366,9 @@ def _in_block(load: Load, turn: Turn, one: Chunk, place: Place) -> Peak:
     own, leaves = load.own, one.leaves and not load.spread
     new = leaves and not turn.back[turn.chunk]
     head = own.head * own.wide if leaves else 0
-    each = 0 if own.split or load.split else own.own
-    full = place.full if own.split and not load.split else 0  # from the first gradient on
-    needs = (*place.needs, place.later) if load.split else place.needs
-    needed, elements = max(needs, key=lambda m: m[0] + each * m[1] + full * (m[1] > 0))
+    needed, made, full = load.need(place)
     acts = load.others(turn) + place.rest + place.again + needed + 2 * load.stream + one.x
-    grads, near = load.gradients(turn) + elements * each, place.gathered
+    grads, near = load.gradients(turn) + made, place.gathered
     if load.split:  # what later gradients need has come in place of what was kept
         acts += place.waits
     else:
@@ -371,7 +381,7 @@ def _in_block(load: Load, turn: Turn, one: Chunk, place: Place) -> Peak:
     else:
         moving += load.under_way(place.behind)
         grads += own.head_part * own.wide * new
-    moving += full * (elements > 0)
+    moving += full
     if place.first and one.enters:
         near += max(place.following, load.first(turn))
     elif not (place.first and load.ends(turn)):
