@@ -71,7 +71,7 @@ def mixed(layer: Mixture, flow: Flow, inside: int, *, reads: bool) -> Mixed:
     matrix = layer.experts // ground.line("expert").size * (layer.width // row) * width
     behind = inside * hidden // col + hidden + choices * width * item  # the gate, and what follows
     moments: tuple[tuple[int, int], ...] = (
-        (2 * stream + hidden, matrix),  # down: what came and went back, and what it read
+        (2 * stream - choices * width * item, 0),  # down: what came, in both orders of its rows
         (stream + enter * hidden + hidden // col, matrix),  # the gate
         # what enters: each product's gradient, while the hidden tensors are gone; with their sum it
         # is as much, as what was read is gone by then, unless gradients of weights are made later
