@@ -55,9 +55,13 @@ class Kept:
     left: int
     """Of what a selective block keeps what its second run does not come to: the last result."""
 
-    def needs(self, kind: Recompute, *, keeps: bool = False) -> tuple[tuple[int, int], ...]:
-        """Moments of a block of a kind."""
+    def needs(
+        self, kind: Recompute, *, keeps: bool = False, last: bool = True
+    ) -> tuple[tuple[int, int], ...]:
+        """Moments of a block of a kind. last: of one that runs once its first run counts."""
         most, waiting = self.second
+        if kind == "none" and not last:
+            return self.moments
         if kind != "selective" or keeps:
             return (*self.moments, (most, 0))
         forward = self.picked - self.again(kind)  # beside all results, which are taken later
