@@ -127,7 +127,7 @@ def kept(model: Model, part: Part, spot: Spot, flow: Flow, compiled: bool = Fals
         tuple(moments),
         mine.second,
         _picked(pairs, flow),
-        max(mine.put_off, _put_off_moment(pairs, flow, hidden, inside), key=sum),
+        max(mine.put_off, (_put_off_moment(pairs, flow, hidden, inside) - over, 0)),
         entry=_entry(pairs, flow) + first,
         same=stream if first and item >= WIDE and not compiled else 0,
         left=sum(one.made(flow) for one in end.factors) * item if end else 0,
@@ -293,17 +293,15 @@ def _grads(pairs: list[tuple[Leaf, Layer]]) -> int:
     return sum(_matrix(layer) for _, layer in pairs if isinstance(layer, Product))
 
 
-def _put_off_moment(
-    pairs: list[tuple[Leaf, Layer]], flow: Flow, hidden: int, inside: int
-) -> tuple[int, int]:
+def _put_off_moment(pairs: list[tuple[Leaf, Layer]], flow: Flow, hidden: int, inside: int) -> int:
     """As `_backward`, where gradients of weights are made later: what the last layer read stays."""
     products = [layer for _, layer in pairs if isinstance(layer, Product)]
     if not hidden or len(products) < 2:
-        return 0, 0
+        return 0
     down, enter = products[-1], products[-2]
     gate = (2 if inside >= 2 else 1) * hidden
     entered = _needed(enter, flow) + gate - inside * hidden + _put_off(down, flow)
-    return max(gate + hidden, entered), 0
+    return max(gate + hidden, entered)
 
 
 def _matrix(layer: Product) -> int:
