@@ -194,7 +194,7 @@ def _places(
         yield Place(
             f"in the {name} block, backward",
             at == 0,
-            found[part].needs(kind),
+            found[part].needs(kind, keeps=how.keeps, last=at == final),
             found[part].put_off,
             found[part].entry,
             found[part].again(kind, keeps=how.keeps),

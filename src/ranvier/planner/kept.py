@@ -44,6 +44,8 @@ class Kept:
     """Most while it runs backward, above `none`, and elements of gradients of weights by then."""
     second: tuple[int, int]
     """Most above `none` in a second run; what of a selective block is still to be taken then."""
+    picked: int
+    """Needed forward where each rank's features are picked, above what a selective block keeps."""
     put_off: tuple[int, int]
     """Another moment, if gradients of weights are made later."""
     entry: int
@@ -54,10 +56,17 @@ class Kept:
     left: int
     """Of what a selective block keeps what its second run does not come to: the last result."""
 
-    def needs(self, kind: Recompute) -> tuple[tuple[int, int], ...]:
-        """Moments of a block of a kind."""
+    def needs(
+        self, kind: Recompute, *, keeps: bool = False, last: bool = True
+    ) -> tuple[tuple[int, int], ...]:
+        """Moments of a block of a kind. last: of one that runs once its first run counts."""
         most, waiting = self.second
-        return (*self.moments, (most + (waiting if kind == "selective" else 0), 0))
+        if kind == "none" and not last:
+            return self.moments
+        if kind != "selective" or keeps:
+            return (*self.moments, (most, 0))
+        forward = self.picked - self.again(kind)  # beside all results, which are taken later
+        return (*self.moments, (most + waiting, 0), (forward, 0))
 
     def again(self, kind: Recompute, *, keeps: bool = False) -> int:
         """How much more is there once a block has run again: what was kept for it has been taken.
@@ -123,7 +132,8 @@ def kept(
         (some, every, sum(layer.held(flow) for _, layer in pairs)),
         tuple(moments),
         mine.second,
-        max(mine.put_off, _put_off_moment(pairs, flow, hidden, inside), key=sum),
+        _picked(pairs, flow),
+        max(mine.put_off, (_put_off_moment(pairs, flow, hidden, inside) - over, 0)),
         entry=_entry(pairs, flow) + first,
         same=stream if first and item >= WIDE and not compiled else 0,
         left=0 if compiled else result,
@@ -262,11 +272,21 @@ def _backward(
         (_needed(enter, flow) + (2 if gate else 1) * hidden - (inside + 1) * hidden, last + first),
         (4 * stream * WIDE // flow.itemsize - none, whole),
     ]
-    if enter.scatters.size > 1 and enter.factors[0].move.scatter.dim == -1:
-        x, y = enter.elements(flow)  # forward each rank's features are picked
-        picked = x + 2 * y + y // enter.scatters.size
-        found.append((picked * flow.itemsize - (inside + 1) * hidden, 0))
+    picked = _picked(pairs, flow)
+    if picked:
+        x = enter.elements(flow)[0] * flow.itemsize
+        found.append((picked + x - (inside + 1) * hidden, 0))
     return tuple(found)
+
+
+def _picked(pairs: list[tuple[Leaf, Layer]], flow: Flow) -> int:
+    """Bytes that the way into an MLP needs forward where each rank's features are picked."""
+    products = [layer for _, layer in pairs if isinstance(layer, Product)]
+    enter = products[-2] if len(products) > 1 else None
+    if enter is None or enter.scatters.size == 1 or enter.factors[0].move.scatter.dim != -1:
+        return 0
+    y = enter.elements(flow)[1]
+    return (2 * y + y // enter.scatters.size) * flow.itemsize
 
 
 def _entered(pairs: list[tuple[Leaf, Layer]], flow: Flow) -> int:
@@ -297,17 +317,15 @@ def _grads(pairs: list[tuple[Leaf, Layer]]) -> int:
     return sum(_matrix(layer) for _, layer in pairs if isinstance(layer, Product))
 
 
-def _put_off_moment(
-    pairs: list[tuple[Leaf, Layer]], flow: Flow, hidden: int, inside: int
-) -> tuple[int, int]:
+def _put_off_moment(pairs: list[tuple[Leaf, Layer]], flow: Flow, hidden: int, inside: int) -> int:
     """As `_backward`, where gradients of weights are made later: what the last layer read stays."""
     products = [layer for _, layer in pairs if isinstance(layer, Product)]
     if not hidden or len(products) < 2:
-        return 0, 0
+        return 0
     down, enter = products[-1], products[-2]
     gate = (2 if inside >= 2 else 1) * hidden
     entered = _needed(enter, flow) + gate - inside * hidden + _put_off(down, flow)
-    return max(gate + hidden, entered), 0
+    return max(gate + hidden, entered)
 
 
 def _matrix(layer: Product) -> int:
@@ -366,12 +384,13 @@ def loss(layer: Scores, flow: Flow, gradient: int) -> Loss:
     logits = chunk if ranks == 1 else chunk + chunk // ranks
     rows = x * (2 if layer.gathers.size > 1 else 1)
     rows += x // count if ranks > 1 else 0  # what the logits of a chunk come from, once more
-    if ranks > 1 and layer.factors[0].move.scatter.dim == -1:  # each rank's features are picked
-        last = gradient * (2 if count > 1 and flow.itemsize >= WIDE else 1) - chunk
-        moment = max(gradient if count > 1 else 0, last)
-        return Loss(2 * chunk + chunk // ranks, rows, moment)
     copies = 3 if flow.itemsize < WIDE else 2  # widened; less its logarithm; what is counted of it
     widened = copies * max(flow.itemsize, WIDE) * min(chunk // ranks // flow.itemsize, WIDENED)
+    if ranks > 1 and layer.factors[0].move.scatter.dim == -1:  # each rank's features are picked
+        several = gradient if count > 1 else 0
+        last = gradient + (several if flow.itemsize >= WIDE else 0) - chunk
+        moment = max(several, last, several + widened - 2 * chunk)
+        return Loss(2 * chunk + chunk // ranks, rows, moment)
     widened -= chunk if ranks > 1 else 0  # they are gathered once they are scored
     if count == 1:
         return Loss(logits, rows, max(widened, x, gradient))

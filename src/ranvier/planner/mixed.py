@@ -71,8 +71,9 @@ def mixed(layer: Mixture, flow: Flow, inside: int, *, reads: bool) -> Mixed:
     matrix = layer.experts // ground.line("expert").size * (layer.width // row) * width
     behind = inside * hidden // col + hidden + choices * width * item  # the gate, and what follows
     moments: tuple[tuple[int, int], ...] = (
-        (2 * stream + hidden, matrix),  # down: what came and went back, and what it read
-        (stream + enter * hidden + hidden // col, matrix),  # the gate
+        (2 * stream - choices * width * item, 0),  # down: what came, in both orders of its rows
+        (stream + hidden - choices * width * item, matrix),
+        (enter * hidden + hidden // col, matrix),  # the gate
         # what enters: each product's gradient, while the hidden tensors are gone; with their sum it
         # is as much, as what was read is gone by then, unless gradients of weights are made later
         (entered := enter * stream + enter * hidden - behind, layer.matrices * matrix),
@@ -83,5 +84,10 @@ def mixed(layer: Mixture, flow: Flow, inside: int, *, reads: bool) -> Mixed:
         picked = 3 * enter * hidden + enter * hidden // col - behind
         second = max(second, (picked, stream), key=sum)
     return Mixed(
-        none, made, moments, second, (entered + stream, 0), 2 * stream + (enter + 1) * hidden
+        none,
+        made,
+        moments,
+        second,
+        (stream + max(entered, enter * hidden + hidden // col), 0),
+        2 * stream + (enter + 1) * hidden,
     )

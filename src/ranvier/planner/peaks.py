@@ -92,14 +92,15 @@ class Load:
         return self.plan.micro_batches > 1
 
     @cached_property
-    def most(self) -> dict[Place, tuple[int, int]]:
-        """What each place needs most besides, and elements of gradients of weights by then."""
-        each = 0 if self.own.split or self.split else self.own.own
-        found = dict[Place, tuple[int, int]]()
+    def needs(self) -> dict[Place, tuple[int, int, int]]:
+        """Bytes at a block's worst moment: beside what is kept, of gradients, of gathered ones."""
+        own, found = self.own, dict[Place, tuple[int, int, int]]()
+        each = 0 if own.split or self.split else own.own
         for place in (place for one in self.chunks for place in one.places):
-            full = place.full if self.own.split and not self.split else 0  # from the first on
-            needs = (*place.needs, place.later) if self.split else place.needs
-            found[place] = max(needs, key=lambda m: m[0] + each * m[1] + full * (m[1] > 0))
+            full = place.full if own.split and not self.split else 0  # from the first one on
+            moments = (*place.needs, place.later) if self.split else place.needs
+            sizes = [(size, each * n, full * (n > 0)) for size, n in moments]
+            found[place] = max(sizes, key=sum)
         return found
 
     @cached_property
@@ -208,7 +209,7 @@ class Load:
 
     def late(self, turn: Turn) -> int:
         """Bytes of gathered gradients that wait for the end of the step."""
-        made = turn.begun or (self.spread and turn.kind != "F")
+        made = turn.begun or (self.spread and turn.scored > 0)
         return self.own.late if made else 0
 
     def outer(self, turn: Turn) -> bool:
@@ -373,11 +374,9 @@ def _in_block(load: Load, now: Now, place: Place) -> Peak:
     leaves = one.leaves and not load.spread
     new = leaves and not turn.passed
     head = own.head * own.wide if leaves else 0
-    each = 0 if own.split or load.split else own.own
-    full = place.full if own.split and not load.split else 0  # from the first gradient on
-    needed, elements = load.most[place]
+    needed, made, full = load.needs[place]
     acts = now.others + place.rest + place.again + needed + 2 * load.stream + one.x
-    grads, near = now.gradients + elements * each, place.gathered
+    grads, near = now.gradients + made, place.gathered
     if load.split:  # what later gradients need has come in place of what was kept
         acts += place.waits
     else:
@@ -390,7 +389,7 @@ def _in_block(load: Load, now: Now, place: Place) -> Peak:
     else:
         moving += load.under_way(place.behind)
         grads += own.head_part * own.wide * new
-    moving += full * (elements > 0)
+    moving += full
     if place.first and one.enters:
         near += max(place.following, load.first(turn))
     elif not (place.first and load.ends(turn)):
@@ -454,7 +453,8 @@ def _returned(load: Load) -> Iterator[Peak]:
 def _later(load: Load, now: Now) -> Iterator[Peak]:
     """While gradients of weights are made that were put off: all they need stays until the end."""
     own, one, turn = load.own, now.chunk, now.turn
-    grads = now.gradients + load.grown(turn, one.elements)
+    done = one.places[-1].done if own.split and one.places else one.elements
+    grads = now.gradients + load.grown(turn, done)
     acts, late = now.others + one.waits, load.late(turn)
     begun = one.places[0].full + load.behind(turn) + late if own.split and one.places else 0
     yield Peak("in gradients put off", now.gradients, acts, 0, 0, begun)
