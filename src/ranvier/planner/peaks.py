@@ -445,8 +445,7 @@ def _returned(load: Load) -> Iterator[Peak]:
 def _later(load: Load, turn: Turn) -> Iterator[Peak]:
     """While gradients of weights are made that were put off: all they need stays until the end."""
     own, one = load.own, load.chunks[turn.chunk]
-    done = one.places[-1].done if own.split and one.places else one.elements
-    grads = load.gradients(turn) + load.grown(turn, done)
+    grads = load.gradients(turn) + load.grown(turn, one.elements)
     acts, late = load.others(turn) + one.waits, load.late(turn)
     begun = one.places[0].full + load.behind(turn) + late if own.split and one.places else 0
     yield Peak("in gradients put off", load.gradients(turn), acts, 0, 0, begun)
