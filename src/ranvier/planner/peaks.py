@@ -453,8 +453,7 @@ def _returned(load: Load) -> Iterator[Peak]:
 def _later(load: Load, now: Now) -> Iterator[Peak]:
     """While gradients of weights are made that were put off: all they need stays until the end."""
     own, one, turn = load.own, now.chunk, now.turn
-    done = one.places[-1].done if own.split and one.places else one.elements
-    grads = now.gradients + load.grown(turn, done)
+    grads = now.gradients + load.grown(turn, one.elements)
     acts, late = now.others + one.waits, load.late(turn)
     begun = one.places[0].full + load.behind(turn) + late if own.split and one.places else 0
     yield Peak("in gradients put off", now.gradients, acts, 0, 0, begun)
