@@ -11,6 +11,7 @@ from ranvier.plan import Plan
 from ranvier.planner import links
 from ranvier.planner.predict import Prediction
 from ranvier.planner.rivals import OURS, Found, family, gains, rivals
+from ranvier.planner.roofline import SCALES
 from ranvier.planner.search import Result, Wish
 from ranvier.planner.table import GIB
 
@@ -259,7 +260,7 @@ def settings(found: Found, wish: Wish) -> dict[str, Any]:
     if found.layout.states == "host":
         out["memory.states"] = "host"
     if wish.fp8:
-        out["train.fp8"] = "rowwise"
+        out["train.fp8"] = next(word for word, scales in SCALES.items() if scales == wish.fp8)
     return out
 
 

@@ -119,8 +119,10 @@ class Prediction:
         return self.total * low, self.total * high
 
 
-def predict(job: Job, layout: Layout, cluster: Cluster, runtime: Runtime = OURS) -> Prediction:
-    """The prediction for one layout."""
+def predict(
+    job: Job, layout: Layout, cluster: Cluster, runtime: Runtime = OURS, *, played: bool = True
+) -> Prediction:
+    """The prediction for one layout; played: as of `memory`."""
     plan, device = layout.plan, cluster.device
     setup = _setup(job, layout, cluster, runtime)
     if cluster.cores:
@@ -131,7 +133,7 @@ def predict(job: Job, layout: Layout, cluster: Cluster, runtime: Runtime = OURS)
     name = "fp8" if layout.fp8 and "fp8" in device.peak else job.dtype
     return Prediction(
         parts,
-        memory(job, layout, runtime, compiled=setup.compiled),
+        memory(job, layout, runtime, compiled=setup.compiled, played=played),
         tokens=job.batch * job.seq,
         flops=model_flops(job.model, job.seq) * job.batch * job.seq,
         devices=plan.world,
@@ -140,11 +142,23 @@ def predict(job: Job, layout: Layout, cluster: Cluster, runtime: Runtime = OURS)
     )
 
 
-def memory(job: Job, layout: Layout, runtime: Runtime, *, compiled: bool) -> Table:
-    """Bytes of a rank by category: ours by `space`, those of others by their formulas."""
+def usual_order(chunks: int) -> Literal["1f1b", "interleaved"]:
+    """The order of a pipeline whose time and memory have closed forms."""
+    return "1f1b" if chunks == 1 else "interleaved"
+
+
+def memory(
+    job: Job, layout: Layout, runtime: Runtime, *, compiled: bool, played: bool = True
+) -> Table:
+    """Bytes of a rank by category: ours by `space`, those of others by their formulas.
+
+    played: under the policy `message` stages hold what its choice permits, which takes a simulation
+    of a second or so; else what the usual order keeps.
+    """
     if runtime.name != OURS.name:
         return elsewhere.memory(job, layout, runtime)
-    size = roofline.BYTES[job.dtype]
+    plan, size = layout.plan, roofline.BYTES[job.dtype]
+    other = plan.policy != usual_order(plan.chunks) and (played or plan.policy != "message")
     found = space.space(
         job.model,
         layout.plan,
@@ -153,7 +167,7 @@ def memory(job: Job, layout: Layout, runtime: Runtime, *, compiled: bool) -> Tab
         moments=cast(Moments, job.moments),
         compiled=compiled,
         fp8=layout.fp8,
-        simulated=False,
+        simulated=plan.pipe > 1 and other,
     )
     resting = ("weights", "master", "moments")
     moving = sum(size for name, size in found.device.items() if name not in resting)

@@ -27,7 +27,7 @@ from typing import Any, Literal
 from ranvier.errors import PlanError
 from ranvier.plan import RUNTIME, Plan, divisors
 from ranvier.planner.cluster import Cluster
-from ranvier.planner.predict import Job, Layout, predict
+from ranvier.planner.predict import Job, Layout, predict, usual_order
 from ranvier.planner.rivals import STYLES, Found, styles
 from ranvier.planner.roofline import Scales
 from ranvier.planner.several import several
@@ -241,7 +241,9 @@ def variants(wish: Wish, plan: Plan) -> list[Plan]:
     for chunks in wish.choices("chunks", CHUNKS if plan.pipe > 1 else (1,)):
         if chunks > 1 and plan.pipe * chunks > wish.sizes["layers"]:
             continue
-        policy = plan.policy if "policy" in wish.fixed else "message"
+        # an order that is fixed keeps what is predicted; to take what has arrived needs more
+        free = "policy" not in wish.fixed and plan.pipe > 1
+        policy = usual_order(chunks) if free else plan.policy
         for micro in (*rough, *(n for n in sizes if n not in rough)):
             made.append(replace(plan, micro_batch=micro, chunks=chunks, policy=policy))
     return [one for one in made if one.chunks == 1 or allowed(wish, one)]
@@ -296,9 +298,9 @@ def _climbed(wish: Wish, plan: Plan, where: States) -> list[Found]:
     return found
 
 
-def _predicted(wish: Wish, plan: Plan, states: States) -> Found:
+def _predicted(wish: Wish, plan: Plan, states: States, *, played: bool = False) -> Found:
     layout = Layout(plan=plan, order=plan.placed, states=states, fp8=wish.fp8)
-    return Found(layout, predict(wish.job, layout, wish.cluster))
+    return Found(layout, predict(wish.job, layout, wish.cluster, played=played))
 
 
 def fits(wish: Wish) -> bool:
@@ -359,9 +361,22 @@ def search(wish: Wish, *, workers: int = 1) -> Result:
         everything += moved
         fits = sorted((one for one in everything if one.prediction.fits), key=lambda one: one.key)
     tight = [one for one in everything if not one.prediction.fits]
+    if wish.plan.policy == "message" and "policy" in wish.fixed:
+        fits, tight = _played(wish, fits, tight)
     tight.sort(key=lambda one: (one.prediction.memory.total, one.key))
     spent = time.perf_counter() - began
     return Result(wish, tuple(fits), tuple(tight), len(every), refused, spent)
+
+
+def _played(wish: Wish, fits: list[Found], tight: list[Found]) -> tuple[list[Found], list[Found]]:
+    """The first with the memory of its policy as it is played; those before it do not fit so."""
+    for i, one in enumerate(fits[:BEST]):
+        if one.plan.pipe > 1:
+            one = _predicted(wish, one.plan, one.layout.states, played=True)
+        if one.prediction.fits:
+            return [one, *fits[i + 1 :]], tight
+        tight = [*tight, one]
+    return fits[BEST:], tight
 
 
 def alike(wish: Wish, known: Sequence[Result]) -> Result:
