@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Function = Callable[[Any], Any]
 Mapped = Callable[[str, Sequence[Any]], list[Any]]
-PIECES = 4
+PIECES = 16
 """Pieces of a list for each process: neighbours share much, and none should wait for the last."""
 
 
