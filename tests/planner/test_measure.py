@@ -101,6 +101,18 @@ def test_each_call_of_a_layout_has_its_latency() -> None:
     assert sum(slow.values()) - sum(fast.values()) == pytest.approx(48e-3, rel=0.05)
 
 
+def test_ranks_without_a_core_are_waited_for() -> None:
+    """row=4, 52 calls, on two cores: each a slice, twice the shortest; on four cores none."""
+    talk = {cores: seconds(machine(cores=cores), row=4)["row"] for cores in (2, 4)}
+    assert talk[2] - talk[4] == pytest.approx(52 * 2 * crowd.SLICE, rel=0.05)
+
+
+def test_several_rounds_are_one_measurement() -> None:
+    rows = [Rate("memory", 2.0, 4), Rate("memory", 8.0, 4)]
+    assert measure._middle(rows) == Rate("memory", pytest.approx(4.0), 4)  # type: ignore[arg-type]
+    assert measure._middle(rows[:1]) is rows[0]
+
+
 def test_a_bubble_costs_only_idle_cores() -> None:
     assert seconds(machine(), pipe=2, micro_batch=8)["bubble"] > 0.0
     assert seconds(machine(), pipe=2, data=4, micro_batch=1)["bubble"] == 0.0
@@ -174,9 +186,12 @@ def test_the_trace_of_a_run_says_how_long_calls_took(tmp_path: Path) -> None:
     assert calls == {("all_gather", 2): [(100, pytest.approx(0.2))]}
 
 
-def test_the_host_of_a_block_is_measured() -> None:
-    (row,) = hosted.rates(CPU, fp8=False)
-    assert row.kind == "block" and 1e-5 < row.value < 60.0
+def test_the_host_of_a_block_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0.0 < hosted._passes(CPU, 1, "off") < 60.0
+    ends, each = 7.0, {"off": 0.3, "tensorwise": 0.6}
+    monkeypatch.setattr(hosted, "_passes", lambda device, n, fp8: ends + n * each[fp8])
+    found = {row.kind: row.value for row in hosted.rates(CPU, fp8=True)}
+    assert found == {"block": pytest.approx(0.1), "block8": pytest.approx(0.2)}
 
 
 def test_a_block_that_is_not_compiled_takes_the_host_as_long_as_measured() -> None:

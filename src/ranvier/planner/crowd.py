@@ -4,17 +4,18 @@ Nothing is hidden there: who communicates takes a core as well. What a rank does
 term at the rate that so many ranks at once were measured at:
 
     compute   products + attention + bytes between them + operations that Python starts
-    talk      Σ calls · (latency + bytes / bandwidth), of all that `moves` says
+    talk      Σ calls · (latency + bytes / bandwidth + slice), of all that `moves` says
     step      max(busy, (busy + bubble) / crowd)
 
-crowd: ranks that want each core. Where it is above 1, others compute while a stage waits.
+crowd: ranks that want each core. Where it is above 1, others compute while a stage waits, and who
+communicates waits for those that have no core just now: a slice of the scheduler's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from math import prod
+from math import log2, prod
 
 from ranvier.layers import Flow
 from ranvier.plan import Plan
@@ -36,6 +37,9 @@ AGAIN = (0.58, 0.3)
 OPERATIONS, DOCUMENTS, ENDS, UPDATED = 210, 64, 168, 37
 """That Python starts: of a block; for the documents of each sample in it, where samples are packed;
 outside of blocks; of the update of each matrix."""
+SLICE = 0.75e-3
+"""Seconds that Linux leaves a core to one who wants it at least, by 1 + log2 of the cores, up to
+8."""
 PYTHON = 1.3
 """Time of one of them, with our own code around it, over that of one and its backward."""
 
@@ -141,7 +145,8 @@ def _talked(row: Move, plan: Plan, cluster: Cluster) -> tuple[str, float]:
         return name, 0.0
     op, size = ("send", 2) if row.op == "send" else (row.op, size)
     op = "all_gather" if op == "broadcast" else op
-    return name, row.count * links.seconds(cluster, op, row.bytes, Group(size, size))
+    wait = SLICE * (1 + log2(min(cluster.cores, 8))) if plan.world > cluster.cores else 0.0
+    return name, row.count * (links.seconds(cluster, op, row.bytes, Group(size, size)) + wait)
 
 
 def _updated(stage: Stage, plan: Plan, setup: Setup, cluster: Cluster) -> float:

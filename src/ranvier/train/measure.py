@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, TypeVar
 
 import torch
@@ -29,11 +30,15 @@ from ranvier.planner.gauge import Gauge, Row, Shapes, crowd
 from ranvier.train import hosted
 
 R = TypeVar("R", bound=Row)
+M = TypeVar("M", Product, Fused, Rate, Collective)
 USUAL = 8
 """Ranks on a CPU."""
 LARGE = {"cpu": 2**20, "cuda": 2**26}
 """Bytes of a tensor whose way takes longer than its start."""
 CALLS = {"cpu": 8, "cuda": 20}
+ROUNDS = {"cpu": 2, "cuda": 1}
+"""Times that all is measured, one after the other: how fast processors are varies from minute to
+minute with what else a machine does."""
 ETHERNET = Link(bandwidth=25e9, latency=1e-5)
 """Between nodes where nothing was measured and no data sheet is known: 200 Gbit/s."""
 
@@ -78,6 +83,12 @@ class Measurement:
 
     def all(self) -> Cluster:
         """The cluster of this machine. Communicates: all collectives."""
+        rounds = [self.round() for _ in range(ROUNDS[self.device.type])]
+        rows, links = ([*zip(*parts, strict=True)] for parts in zip(*rounds, strict=True))
+        return described_as(self.device, self.me, [*map(_middle, rows)], [*map(_middle, links)])
+
+    def round(self) -> tuple[list[Row], list[Collective]]:
+        """All rows, once. Communicates: all collectives."""
         alone = self.device.type == "cuda"  # ranks do not share devices
         rows: list[Row] = []
         links: list[Collective] = []
@@ -87,7 +98,7 @@ class Measurement:
             if self.me.rank < ranks:
                 links += self.talk(ranks)
             self.meet(self.axes[self.me.world])
-        return described_as(self.device, self.me, rows, links)
+        return rows, links
 
     def work(self, ranks: int, axis: Axis) -> list[Row]:
         """What a rank does while `ranks` work at once."""
@@ -137,7 +148,16 @@ class Measurement:
             print(text, flush=True)
 
 
-MEANS = ("rate", "value", "forward", "backward")
+MEANS = ("rate", "value", "forward", "backward", "latency", "bandwidth")
+
+
+def _middle(same: Sequence[M]) -> M:
+    """The row of several rounds: geometric means."""
+    names = [name for name in MEANS if hasattr(same[0], name)]
+    changes: dict[str, Any] = {
+        name: geometric_mean(getattr(one, name) for one in same) for name in names
+    }
+    return replace(same[0], **changes) if len(same) > 1 else same[0]
 
 
 def _mean(row: Row, axis: Axis) -> Row:
