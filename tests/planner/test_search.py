@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from ranvier.layers import Flow
 from ranvier.plan import RUNTIME, Plan
 from ranvier.planner import cluster, explain, leaves, search
 from ranvier.planner.predict import Job, Layout, predict
 from ranvier.planner.rivals import OURS, STYLES, Found, family, gains, rivals
 from ranvier.planner.search import RECOMPUTE, Wish, factorisations, grids
+from ranvier.planner.space import space
 
 
 def small(batch: int = 32, **changes: Any) -> Job:
@@ -230,3 +232,39 @@ def test_what_is_settled_is_not_carried_elsewhere(whole: dict[int, search.Result
     outer = frozenset({"pipe", "data", "depth"})
     odd = replace(asked, cluster=asked.cluster.of(devices=5), fixed=outer)
     assert not search.alike(odd, [alone]).found
+
+
+# ---- what stages hold -------------------------------------------------------------------
+
+
+def held(found: Found, job: Job) -> int:
+    """Bytes of a layout with its policy as it is played."""
+    plan = replace(found.plan, compile="on" if found.plan.row == 1 else "off")
+    flow = Flow(plan.micro_batch, job.seq, itemsize=2, statistics=4)
+    compiled = plan.compile == "on"
+    return space(job.model, plan, flow, states=found.layout.states, compiled=compiled).allocated
+
+
+def test_a_planned_pipeline_holds_what_is_predicted() -> None:
+    plan, fixed = Plan(batch=32, pipe=4, depth=1, col=1), frozenset({"pipe", "depth", "col"})
+    asked = wish(plan=plan, fixed=fixed)
+    found = search.search(asked).found
+    assert {one.plan.chunks for one in found} >= {1, 2}
+    for one in found[::5]:
+        assert one.plan.policy == ("1f1b" if one.plan.chunks == 1 else "interleaved")
+        assert one.prediction.memory.allocated == held(one, asked.job)
+        assert explain.settings(one, asked)["plan.policy"] == one.plan.policy
+
+
+def test_who_asks_for_messages_is_told_what_they_hold() -> None:
+    fixed = ("pipe", "row", "depth", "col", "data", "policy", "chunks", "micro_batch", "recompute")
+    plan = Plan(batch=32, pipe=4, data=2, micro_batch=1, policy="message", compile="on")
+    asked = wish(plan=plan, fixed=frozenset(fixed))
+    best = search.search(asked).best
+    usual = search.search(replace(asked, plan=replace(plan, policy="1f1b"))).best
+    assert best.prediction.memory.allocated == held(best, asked.job)
+    assert best.prediction.memory.total > 1.1 * usual.prediction.memory.total
+    between = (best.prediction.memory.total + usual.prediction.memory.total) / 2e9 + 1.0
+    tight = with_memory(asked, between / 0.96)
+    assert not search.search(tight).found, "a layout fits in the usual order only"
+    assert search.search(replace(tight, plan=replace(plan, policy="1f1b"))).found
