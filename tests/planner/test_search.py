@@ -239,9 +239,9 @@ def test_what_is_settled_is_not_carried_elsewhere(whole: dict[int, search.Result
 
 def held(found: Found, job: Job) -> int:
     """Bytes of a layout with its policy as it is played."""
-    plan = replace(found.plan, compile="on" if found.plan.row == 1 else "off")
+    plan = found.plan
     flow = Flow(plan.micro_batch, job.seq, itemsize=2, statistics=4)
-    compiled = plan.compile == "on"
+    compiled = plan.compile == "on" or plan.row == 1
     return space(job.model, plan, flow, states=found.layout.states, compiled=compiled).allocated
 
 
@@ -254,6 +254,25 @@ def test_a_planned_pipeline_holds_what_is_predicted() -> None:
         assert one.plan.policy == ("1f1b" if one.plan.chunks == 1 else "interleaved")
         assert one.prediction.memory.allocated == held(one, asked.job)
         assert explain.settings(one, asked)["plan.policy"] == one.plan.policy
+
+
+def test_blocks_are_compiled_where_that_is_faster() -> None:
+    """A graph overlaps less: on a slow network what it loses may be more than what it gains."""
+    fixed = ("pipe", "row", "col", "micro_batch", "recompute")
+    plan = Plan(batch=64, micro_batch=2, compile="auto")
+    asked = wish(nodes=2, job=small(batch=64), plan=plan, fixed=frozenset(fixed))
+    machine = asked.cluster
+    slow = replace(machine, network=replace(machine.network, bandwidth=5e9))
+    for one, want in ((asked, "on"), (replace(asked, cluster=slow), "auto")):
+        found = [x for x in search.search(one).found if x.plan.depth == 16]
+        assert {x.plan.compile for x in found} == {want}
+        (first, *_), other = found, {"on": "auto", "auto": "on"}[want]
+        layout = replace(first.layout, plan=replace(first.plan, compile=other))
+        assert predict(one.job, layout, one.cluster).total > first.prediction.total
+        assert ("compiled" in explain.layout(first)) == (want == "on")
+        assert explain.settings(first, one).get("plan.compile", "auto") == want
+    given = replace(asked, plan=replace(plan, depth=16), fixed=asked.fixed | {"depth", "data"})
+    assert search.search(given).best.plan.compile == "auto", "all degrees are given"
 
 
 def test_who_asks_for_messages_is_told_what_they_hold() -> None:

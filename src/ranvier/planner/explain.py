@@ -53,6 +53,8 @@ def layout(found: Found) -> str:
         words.append(f"chunks {plan.chunks}")
     if plan.gathered == "keep" and plan.depth > 1:
         words.append("keep")
+    if plan.compile == "on":
+        words.append("compiled")
     if found.layout.states == "host":
         words.append("host")
     if plan.order:
@@ -253,7 +255,10 @@ def _carried(found: Found, wish: Wish) -> str:
 def settings(found: Found, wish: Wish) -> dict[str, Any]:
     """The settings of a layout by their dotted names, where they are not the default."""
     plan, usual = found.plan, Plan()
-    names = ("inner", "chunks", "gathered", "recompute", "order", "policy", "micro_batch", "batch")
+    names = (
+        *("inner", "chunks", "gathered", "recompute", "compile", "order", "policy"),
+        *("micro_batch", "batch"),
+    )
     out: dict[str, Any] = {f"plan.{axis}": size for axis, size in plan.degrees.items() if size > 1}
     out |= {f"plan.{n}": getattr(plan, n) for n in names if getattr(plan, n) != getattr(usual, n)}
     out["plan.batch"] = plan.batch

@@ -125,11 +125,7 @@ def predict(
     """The prediction for one layout; played: as of `memory`."""
     plan, device = layout.plan, cluster.device
     setup = _setup(job, layout, cluster, runtime)
-    if cluster.cores:
-        shared = crowd.step(job.model, plan, setup, cluster, runtime, packed=job.packed)
-        parts = dict.fromkeys(NAMES, 0.0) | shared
-    else:
-        parts = _Step.of(job, layout, cluster, runtime, setup).parts()
+    parts = seconds(job, layout, cluster, runtime)
     name = "fp8" if layout.fp8 and "fp8" in device.peak else job.dtype
     return Prediction(
         parts,
@@ -140,6 +136,17 @@ def predict(
         peak=device.peak.get(name) or device.best(name),
         limit=device.memory * (1 - runtime.margin) - runtime.context,
     )
+
+
+def seconds(
+    job: Job, layout: Layout, cluster: Cluster, runtime: Runtime = OURS
+) -> dict[str, float]:
+    """Seconds of a step by part."""
+    setup = _setup(job, layout, cluster, runtime)
+    if not cluster.cores:
+        return _Step.of(job, layout, cluster, runtime, setup).parts()
+    shared = crowd.step(job.model, layout.plan, setup, cluster, runtime, packed=job.packed)
+    return dict.fromkeys(NAMES, 0.0) | shared
 
 
 def usual_order(chunks: int) -> Literal["1f1b", "interleaved"]:
@@ -179,6 +186,7 @@ def _setup(job: Job, layout: Layout, cluster: Cluster, runtime: Runtime) -> Setu
     plan = layout.plan
     alone = plan.depth == plan.row == plan.col == 1
     compiled = plan.compile == "on" or (plan.compile == "auto" and alone and not cluster.cores)
+    compiled &= plan.expert == 1 or plan.recompute == "none"  # else blocks run by operations
     return Setup(
         samples=plan.micro_batch,
         seq=job.seq,

@@ -1,8 +1,9 @@
 """Search: the layouts of a job on a cluster that can run, predicted, the fastest that fit first.
 
 A layout is a factorisation of the ranks over the axes, what col splits inside, a micro-batch,
-chunks of stages, what is computed or gathered again, where states rest, and the order of the axes.
-Plan's own rules refuse what cannot be divided. Four things keep the rest short:
+chunks of stages, whether blocks are compiled, what is computed or gathered again, where states
+rest, and the order of the axes. Plan's own rules refuse what cannot be divided. Four things keep
+the rest short:
 
     ladder   less computed again and gathered again is never slower: what fits ends the ladder, and
              what keeps least and does not fit ends it, too
@@ -27,7 +28,7 @@ from typing import Any, Literal
 from ranvier.errors import PlanError
 from ranvier.plan import RUNTIME, Plan, divisors
 from ranvier.planner.cluster import Cluster
-from ranvier.planner.predict import Job, Layout, predict, usual_order
+from ranvier.planner.predict import Job, Layout, predict, seconds, usual_order
 from ranvier.planner.rivals import STYLES, Found, styles
 from ranvier.planner.roofline import Scales
 from ranvier.planner.several import several
@@ -251,7 +252,7 @@ def variants(wish: Wish, plan: Plan) -> list[Plan]:
 
 def ladder(wish: Wish, plan: Plan) -> Iterator[Found]:
     """A plan with more and more computed again, here and elsewhere, up to what fits."""
-    again = plan.depth > 1 and plan.micro_batches > 1
+    again, plan = plan.depth > 1 and plan.micro_batches > 1, _compiled(wish, plan)
     places: Sequence[States] = (wish.states,) if wish.states else ("device", "host")
     if wish.cluster.cores and not wish.states:  # there device and host are one memory
         places = ("device",)
@@ -299,8 +300,28 @@ def _climbed(wish: Wish, plan: Plan, where: States) -> list[Found]:
 
 
 def _predicted(wish: Wish, plan: Plan, states: States, *, played: bool = False) -> Found:
-    layout = Layout(plan=plan, order=plan.placed, states=states, fp8=wish.fp8)
+    layout = _laid(wish, plan, states)
     return Found(layout, predict(wish.job, layout, wish.cluster, played=played))
+
+
+def _laid(wish: Wish, plan: Plan, states: States) -> Layout:
+    return Layout(plan=plan, order=plan.placed, states=states, fp8=wish.fp8)
+
+
+def _compiled(wish: Wish, plan: Plan) -> Plan:
+    """A plan with compiled blocks, if these are faster where a run would not compile by itself.
+
+    A graph does not overlap what it communicates, but its kernels pass over memory less often. Who
+    gives all degrees asks about that run, as it is.
+    """
+    split, given = plan.depth * plan.row * plan.col > 1, math.prod(wish.degrees.values())
+    if plan.compile != "auto" or not split or wish.cluster.cores or given == wish.world:
+        return plan
+    some = plan, replace(plan, compile="on")
+    kind = wish.choices("recompute", RECOMPUTE)[0]
+    alike = (_laid(wish, replace(one, recompute=kind), wish.states or "device") for one in some)
+    times = [sum(seconds(wish.job, one, wish.cluster).values()) for one in alike]
+    return some[times[1] < times[0]]
 
 
 def fits(wish: Wish) -> bool:
@@ -436,12 +457,12 @@ def _near(wish: Wish, every: Sequence[Plan], rough: Sequence[Sequence[Found]]) -
         for several in rough
     ]
     best = dict.fromkeys(STYLES, math.inf)
-    for plan, seconds in zip(every, times, strict=True):
+    for plan, spent in zip(every, times, strict=True):
         for name in styles(plan, node):
-            best[name] = min(best[name], seconds)
+            best[name] = min(best[name], spent)
     near = [
-        (min(seconds / best[name] for name in styles(plan, node)), i)
-        for i, (plan, seconds) in enumerate(zip(every, times, strict=True))
-        if seconds < math.inf
+        (min(spent / best[name] for name in styles(plan, node)), i)
+        for i, (plan, spent) in enumerate(zip(every, times, strict=True))
+        if spent < math.inf
     ]
     return [every[i] for i in sorted(i for ratio, i in sorted(near)[:FULL] if ratio < NEAR)]

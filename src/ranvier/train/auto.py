@@ -46,7 +46,10 @@ def chosen(run: Run, machine: Cluster) -> tuple[Run, Foretold]:
     fixed = {f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(Plan(), f.name)}
     fixed -= {*AXES, "batch", "layout"}
     fixed |= {"pipe", "recompute"} if measured else set()  # a fit is measured on whole models
-    wanted = replace(plan, pipe=1, recompute="selective" if measured else plan.recompute)
+    # a machine that cannot compile is not to be told so
+    how = "off" if known.plan.compile == "off" else plan.compile
+    kind = "selective" if measured else plan.recompute
+    wanted = replace(plan, pipe=1, recompute=kind, compile=how)
     given = _states(run)
     wish = Wish(
         job_of(known),
@@ -58,7 +61,8 @@ def chosen(run: Run, machine: Cluster) -> tuple[Run, Foretold]:
     )
     result = simplest(search(wish))
     best = result.best
-    found = replace(best.layout.plan, layout="given", compile=plan.compile)
+    found = replace(best.layout.plan, layout="given")
+    found = replace(found, compile=plan.compile) if found.compile == "off" else found
     if measured:
         found = replace(found, recompute=plan.recompute, micro_batch=plan.micro_batch)
     memory = run.memory
