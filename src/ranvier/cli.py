@@ -403,7 +403,7 @@ def _profile(words: Sequence[str]) -> int:
 
 def _plan(words: Sequence[str]) -> int:
     """Search layouts; torch is imported only for models without a name."""
-    from ranvier.planner import command
+    from ranvier.planner import command, request
 
     settings = filled(command.Planned, "plan [run.toml]", words)
     if settings.calibrate:
@@ -411,7 +411,7 @@ def _plan(words: Sequence[str]) -> int:
 
         return calibrate(Path(settings.calibrate), settings.cluster)
     own = {field.name for field in dataclasses.fields(settings)}
-    chosen = {name for name in given(words) if name.startswith(("plan.", "memory.states"))}
+    chosen = {*request.CHOSEN, "memory.states"}
     return command.plan(settings, given(words), without(words, own | chosen))
 
 

@@ -275,6 +275,40 @@ def test_blocks_are_compiled_where_that_is_faster() -> None:
     assert search.search(given).best.plan.compile == "auto", "all degrees are given"
 
 
+@pytest.mark.parametrize(
+    "settled",
+    [{"chunks": 2}, {"spread": True}, {"policy": "interleaved"}, {"policy": "gpipe", "pipe": 2}],
+    ids=str,
+)
+def test_what_is_settled_of_stages_leaves_pipelines(settled: dict[str, Any]) -> None:
+    """Rules of one axis alone do not refuse what only a pipeline can have."""
+    asked = wish(devices=4, plan=Plan(batch=32, **settled), fixed=frozenset(settled))
+    found = [one.plan for one in search.search(asked).found if one.plan.pipe > 1]
+    assert {plan.pipe for plan in found} >= ({2} if "pipe" in settled else {2, 4})
+    for name, value in settled.items():
+        assert {getattr(plan, name) for plan in found} == {value}
+    assert all(next(plan.problems(asked.sizes, 4), None) is None for plan in found)
+
+
+def test_an_answer_can_be_asked_about() -> None:
+    """What a plan says, given as settings, is a plan again, and says the same."""
+    asked = wish(devices=4)
+    for one in search.search(asked).found[:40:4]:
+        names = "pipe data depth row col chunks policy inner micro_batch recompute gathered order"
+        names = names.split()
+        plan = replace(Plan(), batch=32, **{name: getattr(one.plan, name) for name in names})
+        plan = replace(plan, compile=one.plan.compile)
+        again = replace(asked, plan=plan, fixed=frozenset(names), states=one.layout.states)
+        assert search.search(again).best.prediction.total == one.prediction.total
+
+
+def test_bounded_stages_take_what_has_arrived() -> None:
+    """A fixed order would be refused by a run with credits."""
+    asked = wish(plan=Plan(batch=32, pipe=4, credits=2), fixed=frozenset({"pipe"}))
+    found = search.search(asked).found
+    assert found and {one.plan.policy for one in found} == {"message"}
+
+
 def test_who_asks_for_messages_is_told_what_they_hold() -> None:
     fixed = ("pipe", "row", "depth", "col", "data", "policy", "chunks", "micro_batch", "recompute")
     plan = Plan(batch=32, pipe=4, data=2, micro_batch=1, policy="message", compile="on")
@@ -285,5 +319,7 @@ def test_who_asks_for_messages_is_told_what_they_hold() -> None:
     assert best.prediction.memory.total > 1.1 * usual.prediction.memory.total
     between = (best.prediction.memory.total + usual.prediction.memory.total) / 2e9 + 1.0
     tight = with_memory(asked, between / 0.96)
+    free = replace(tight, fixed=tight.fixed - {"recompute"})
+    assert search.search(free).best.plan.recompute != "none", "more is computed again instead"
     assert not search.search(tight).found, "a layout fits in the usual order only"
     assert search.search(replace(tight, plan=replace(plan, policy="1f1b"))).found

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 
 import pytest
 
+from ranvier.errors import RanvierError
 from ranvier.planner.several import several
 
 
@@ -33,6 +39,51 @@ def test_results_are_in_order_and_processes_stay(workers: int) -> None:
     assert len(here) == workers and (os.getpid() in here) == (workers == 1)
     most = {pid: max(n for some in found for _, p, n in some if p == pid) for pid in here}
     assert sum(most.values()) == 50, "each process goes on counting in the second call"
+
+
+class OddError(Exception):
+    """An error that cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__("odd")
+        self.lock = threading.Lock()
+
+
+def odd(_: int) -> None:
+    raise OddError
+
+
+def dies(item: int) -> int:
+    if item == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return item
+
+
+def test_errors_that_cannot_travel_are_told() -> None:
+    with pytest.raises(RuntimeError, match="OddError: odd"), several({"one": odd}, 2) as mapped:
+        mapped("one", [1, 2])
+
+
+def test_a_process_that_dies_is_no_endless_wait() -> None:
+    with pytest.raises(RanvierError, match="exit code -9"), several({"one": dies}, 2) as mapped:
+        mapped("one", [*range(8)])
+
+
+def test_no_process_outlives_its_parent() -> None:
+    """Killed, it says nothing; they see that their pipe is closed."""
+    code = (
+        "import os, signal; from ranvier.planner.several import several\n"
+        "with several({'one': lambda _: os.getpid()}, 2) as mapped:\n"
+        "    print(*{*mapped('one', [*range(64)])}, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=60)
+    pids = [int(word) for word in out.stdout.split()]
+    assert out.returncode == -signal.SIGKILL and pids
+    end = time.monotonic() + 30.0
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -189,10 +189,6 @@ class Tries:
                 self.told(self.seen[nodes])
         return nodes in self.seen and self.seen[nodes].enough
 
-    def climbs(self, nodes: int) -> bool:
-        """The same; all layouts are searched where a look shows none."""
-        return self.reaches(nodes) or (nodes not in self.seen and self.reaches(nodes, whole=True))
-
     def first(self, numbers: Iterable[int]) -> int:
         """The first of some numbers that can share the job; 0 if none can."""
         return next((n for n in numbers if self.able(n)), 0)

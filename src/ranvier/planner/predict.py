@@ -346,7 +346,7 @@ class _Step:
         for axis in talk.INSIDE:
             found[axis] += share * spoken.ends[axis]
         pipe = self.messages()
-        found["pipe"] = micro * pipe
+        found["pipe"] += micro * pipe
         back = sum(part.count * times.backward for part, times, _ in laps) / plan.pipe
         found["data"] = self.reduction(ASIDE * back)
         self.update(slowest / 3, found)

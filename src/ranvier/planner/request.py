@@ -31,6 +31,9 @@ SMALL = 10**8
 SETTLED = ("inner", "micro_batch", "policy", "chunks", "gathered", "recompute", "order")
 """Fields of a plan, besides the degrees, that are searched unless they are given."""
 
+CHOSEN = (*(f"plan.{name}" for name in (*AXES, *SETTLED, "compile", "batch")), "train.fp8")
+"""Settings that the command of a layout names itself (`explain.settings`)."""
+
 Precision = Literal["", "fp32", "fp16", "bf16", "fp8"]
 
 

@@ -169,6 +169,8 @@ def degrees(wish: Wish) -> dict[str, list[int]]:
 def _alone(wish: Wish, axis: str, size: int) -> bool:
     alone = dict.fromkeys(RUNTIME, 1) | {axis: size}
     whole = [replace(p, micro_batch=p.batch // p.replicas) for p in plans(wish, alone)]
+    if alone["pipe"] == 1:  # what is settled of stages is no matter of other axes
+        whole = [replace(p, chunks=1, spread=False, stages=()) for p in whole]
     return any(p.micro_batch and not any(p.problems(wish.sizes)) for p in whole)
 
 
@@ -206,7 +208,8 @@ def allowed(wish: Wish, plan: Plan) -> bool:
 def plans(wish: Wish, sizes: Mapping[str, int]) -> Iterator[Plan]:
     """A plan of these degrees for each way in which col may split what is inside."""
     both = ("samples", "features") if sizes["col"] > 1 else ("samples",)
-    fixed = {"chunks": 1, "gathered": "again", "order": (), **_settled(wish)}
+    chunks = 2 if wish.plan.policy == "interleaved" and sizes["pipe"] > 1 else 1
+    fixed = {"chunks": chunks, "gathered": "again", "order": (), **_settled(wish)}
     for inner in wish.choices("inner", both):
         least = sizes["col"] if inner == "samples" else 1
         changes = {"micro_batch": least, **fixed, **sizes, "inner": inner}
@@ -242,12 +245,25 @@ def variants(wish: Wish, plan: Plan) -> list[Plan]:
     for chunks in wish.choices("chunks", CHUNKS if plan.pipe > 1 else (1,)):
         if chunks > 1 and plan.pipe * chunks > wish.sizes["layers"]:
             continue
-        # an order that is fixed keeps what is predicted; to take what has arrived needs more
-        free = "policy" not in wish.fixed and plan.pipe > 1
-        policy = usual_order(chunks) if free else plan.policy
+        policy = ordered(wish, replace(plan, chunks=chunks)).policy
         for micro in (*rough, *(n for n in sizes if n not in rough)):
             made.append(replace(plan, micro_batch=micro, chunks=chunks, policy=policy))
-    return [one for one in made if one.chunks == 1 or allowed(wish, one)]
+    plain = "policy" not in wish.fixed
+    return [one for one in made if (plain and one.chunks == 1) or allowed(wish, one)]
+
+
+def ordered(wish: Wish, plan: Plan) -> Plan:
+    """A plan whose stages take turns in an order that keeps what is predicted, unless another is
+    asked for; to take what has arrived needs more, and a bound on what stages hold needs it."""
+    if plays(wish) or "policy" in wish.fixed:
+        return plan
+    return replace(plan, policy=usual_order(plan.chunks) if plan.pipe > 1 else Plan().policy)
+
+
+def plays(wish: Wish) -> bool:
+    """Whether stages of its pipelines take what has arrived."""
+    asked = "policy" in wish.fixed or wish.plan.credits > 0
+    return wish.plan.policy == "message" and asked
 
 
 def ladder(wish: Wish, plan: Plan) -> Iterator[Found]:
@@ -376,28 +392,38 @@ def search(wish: Wish, *, workers: int = 1) -> Result:
         rough = mapped("rough", every)
         full = mapped("full", _near(wish, every, rough))
     everything = [found for some in (*rough, *full) for found in some]
-    fits = sorted((one for one in everything if one.prediction.fits), key=lambda one: one.key)
     if wish.cluster.nodes > 1 and "order" not in wish.fixed:
-        moved = [one for best in fits[:BEST] for one in _placed(wish, best)]
-        everything += moved
         fits = sorted((one for one in everything if one.prediction.fits), key=lambda one: one.key)
+        everything += [one for best in fits[:BEST] for one in _placed(wish, best)]
+    return _judged(wish, everything, len(every), refused, began)
+
+
+def _judged(
+    wish: Wish, everything: Sequence[Found], grids: int, refused: int, began: float
+) -> Result:
+    """What fits and what does not, each in its order."""
+    fits = sorted((one for one in everything if one.prediction.fits), key=lambda one: one.key)
     tight = [one for one in everything if not one.prediction.fits]
-    if wish.plan.policy == "message" and "policy" in wish.fixed:
+    if plays(wish):
         fits, tight = _played(wish, fits, tight)
     tight.sort(key=lambda one: (one.prediction.memory.total, one.key))
-    spent = time.perf_counter() - began
-    return Result(wish, tuple(fits), tuple(tight), len(every), refused, spent)
+    return Result(wish, tuple(fits), tuple(tight), grids, refused, time.perf_counter() - began)
 
 
 def _played(wish: Wish, fits: list[Found], tight: list[Found]) -> tuple[list[Found], list[Found]]:
-    """The first with the memory of its policy as it is played; those before it do not fit so."""
+    """The first with the memory of its policy as it is played, perhaps with more computed again;
+    those before it do not fit so."""
+    failed = [*tight]
     for i, one in enumerate(fits[:BEST]):
-        if one.plan.pipe > 1:
-            one = _predicted(wish, one.plan, one.layout.states, played=True)
-        if one.prediction.fits:
-            return [one, *fits[i + 1 :]], tight
-        tight = [*tight, one]
-    return fits[BEST:], tight
+        plan, where = one.plan, one.layout.states
+        if plan.pipe == 1:
+            return fits[i:], failed
+        for kind in wish.choices("recompute", RECOMPUTE[RECOMPUTE.index(plan.recompute) :]):
+            again = _predicted(wish, replace(plan, recompute=kind), where, played=True)
+            if again.prediction.fits:
+                return [again, *fits[i + 1 :]], failed
+            failed.append(again)
+    return [], [*failed, *fits[BEST:]]
 
 
 def alike(wish: Wish, known: Sequence[Result]) -> Result:
@@ -411,13 +437,10 @@ def alike(wish: Wish, known: Sequence[Result]) -> Result:
         for sizes in _carried(wish, one.plan):
             plan = replace(one.plan, **dict[str, Any](sizes), batch=wish.job.batch)
             for micro in _about(wish, plan, one.plan.micro_batches):
-                plans[replace(plan, micro_batch=micro)] = None
+                plans[ordered(wish, replace(plan, micro_batch=micro))] = None
     able = [plan for plan in plans if allowed(wish, plan)]
     everything = [found for plan in able for found in ladder(wish, plan)]
-    fits = sorted((one for one in everything if one.prediction.fits), key=lambda one: one.key)
-    tight = [one for one in everything if not one.prediction.fits]
-    spent = time.perf_counter() - began
-    return Result(wish, tuple(fits), tuple(tight), len(able), len(plans) - len(able), spent)
+    return _judged(wish, everything, len(able), len(plans) - len(able), began)
 
 
 def _carried(wish: Wish, plan: Plan) -> list[dict[str, int]]:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from ranvier.errors import RanvierError
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
+    from multiprocessing.context import ForkProcess
 
 Function = Callable[[Any], Any]
 Mapped = Callable[[str, Sequence[Any]], list[Any]]
@@ -23,72 +27,114 @@ PIECES = 16
 def several(functions: Mapping[str, Function], workers: int) -> Iterator[Mapped]:
     """Calls a function, by its name, for each item of a list; results are in order.
 
-    With one worker no process is started.
+    With one worker, or where processes cannot be forked, none is started.
     """
-    if workers < 2:
+    if workers > 1:
+        import multiprocessing  # a plan that needs none starts sooner
+
+    if workers < 2 or "fork" not in multiprocessing.get_all_start_methods():
         yield lambda name, items: [functions[name](item) for item in items]
         return
-    import multiprocessing  # a fiftieth of a second, of every start
-
     fork = multiprocessing.get_context("fork")
-    pipes = [fork.Pipe() for _ in range(workers)]
-    others = [
-        fork.Process(target=_serve, args=(functions, theirs), daemon=True) for _, theirs in pipes
-    ]
-    for one in others:
-        one.start()
-    for _, theirs in pipes:
-        theirs.close()
+    crew = dict["Connection", "ForkProcess"]()
     try:
-        yield lambda name, items: _shared([mine for mine, _ in pipes], name, items)
+        for _ in range(workers):
+            mine, theirs = fork.Pipe()
+            # a process that held the ends of others would keep them from seeing that we are gone
+            other = fork.Process(
+                target=_serve, args=(functions, theirs, [*crew, mine]), daemon=True
+            )
+            crew[mine] = other
+            other.start()
+            theirs.close()
+        yield lambda name, items: _Shared(crew, name, items).results()
     finally:
-        for one in others:
-            one.terminate()
-        for one in others:
-            one.join()
+        for mine, other in crew.items():
+            mine.close()
+            if other.pid is not None:
+                other.terminate()
+                other.join()
 
 
-def _shared(pipes: Sequence[Connection], name: str, items: Sequence[Any]) -> list[Any]:
-    """Give pieces of a list to whoever is free."""
-    from multiprocessing.connection import wait
+@dataclass
+class _Shared:
+    """A list whose pieces go to whoever is free."""
 
-    size = max(-(-len(items) // (PIECES * len(pipes))), 1)
-    starts, found = iter(range(0, len(items), size)), dict[int, list[Any]]()
-    busy: dict[Connection, int] = {}
-    for pipe in pipes:
-        _give(pipe, name, items, size, starts, busy)
-    while busy:
-        for pipe in [one for one in busy if one in wait([*busy])]:
+    crew: Mapping[Connection, ForkProcess]
+    name: str
+    items: Sequence[Any]
+    busy: dict[Connection, int] = field(default_factory=dict)
+    """Where the piece of each begins."""
+
+    def __post_init__(self) -> None:
+        self.size = max(-(-len(self.items) // (PIECES * len(self.crew))), 1)
+        self.starts = iter(range(0, len(self.items), self.size))
+
+    def results(self) -> list[Any]:
+        """Those of all items, in order."""
+        from multiprocessing.connection import wait
+
+        found = dict[int, list[Any]]()
+        for pipe in self.crew:
+            self.give(pipe)
+        while self.busy:
+            ready = wait([*self.busy])
+            for pipe in [one for one in self.busy if one in ready]:
+                found[self.busy.pop(pipe)] = self.taken(pipe)
+                self.give(pipe)
+        return [result for start in sorted(found) for result in found[start]]
+
+    def give(self, pipe: Connection) -> None:
+        """The next piece."""
+        start = next(self.starts, None)
+        if start is not None:
+            pipe.send((self.name, self.items[start : start + self.size]))
+            self.busy[pipe] = start
+
+    def taken(self, pipe: Connection) -> list[Any]:
+        """The results of a piece."""
+        try:
             results = pipe.recv()
-            if isinstance(results, BaseException):
-                raise results
-            found[busy.pop(pipe)] = results
-            _give(pipe, name, items, size, starts, busy)
-    return [result for start in sorted(found) for result in found[start]]
+        except (EOFError, ConnectionResetError) as error:
+            other = self.crew[pipe]
+            other.join(1.0)
+            raise RanvierError(
+                f"A process that worked on the list ended with exit code {other.exitcode}. It must "
+                "live until all is done. Look whether memory ran out, and try again."
+            ) from error
+        if isinstance(results, BaseException):
+            raise results
+        found: list[Any] = results
+        return found
 
 
-def _give(
-    pipe: Connection,
-    name: str,
-    items: Sequence[Any],
-    size: int,
-    starts: Iterator[int],
-    busy: dict[Connection, int],
+def _serve(
+    functions: Mapping[str, Function], pipe: Connection, others: Sequence[Connection]
 ) -> None:
-    start = next(starts, None)
-    if start is not None:
-        pipe.send((name, items[start : start + size]))
-        busy[pipe] = start
+    """Work on pieces until the other end is gone; who started this process hears signals for it."""
+    import signal
 
-
-def _serve(functions: Mapping[str, Function], pipe: Connection) -> None:
-    """Work on pieces until the other end is gone."""
-    try:
-        while True:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for one in others:
+        one.close()
+    while True:
+        try:
             name, items = pipe.recv()
-            try:
-                pipe.send([functions[name](item) for item in items])
-            except Exception as error:
-                pipe.send(error)
-    except (EOFError, KeyboardInterrupt, BrokenPipeError):
-        return
+        except (EOFError, OSError):
+            return
+        try:
+            pipe.send([functions[name](item) for item in items])
+        except BrokenPipeError:
+            return
+        except Exception as error:
+            _tell(pipe, error)
+
+
+def _tell(pipe: Connection, error: Exception) -> None:
+    """Send an error, as it is if it can be."""
+    try:
+        pipe.send(error)
+    except Exception:  # of whatever kind: some errors cannot be pickled
+        pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))

@@ -22,7 +22,7 @@ from ranvier.planner.moves import Spot, Stage
 from ranvier.planner.roofline import Setup
 from ranvier.planner.runtime import Runtime
 
-INSIDE = ("row", "col", "expert")
+INSIDE = ("row", "col", "expert", "pipe")
 
 
 @dataclass
@@ -70,7 +70,7 @@ def ours(model: Model, plan: Plan, setup: Setup, cluster: Cluster, places: Place
     firsts = moves.cut(model, plan, setup.seq)
     stage = moves.stage_of(model, 0, plan.pipe, plan.chunks, firsts, plan.spread)
     again = plan.recompute != "none"
-    near = tuple(places[axes] for axes in GROUPS)
+    near = tuple(places[axes] for axes in (*GROUPS, *(WORDS if plan.spread else ())))
     blocks = sum(count for part, count in stage.here if part.is_block)
     for part, count in stage.here:
         sums = _passes(model, part, spot.inside, flow, again, cluster, near)
@@ -92,6 +92,8 @@ def ours(model: Model, plan: Plan, setup: Setup, cluster: Cluster, places: Place
 
 GROUPS = (("row",), ("col",), ("row", "col"), ("expert",), ("expert", "row"))
 """Groups that activations are communicated in."""
+WORDS = (("pipe",), ("pipe", "row"), ("pipe", "col"), ("pipe", "row", "col"))
+"""The same, where stages share the vocabulary."""
 
 
 @lru_cache(maxsize=100_000)
@@ -106,7 +108,8 @@ def _passes(
 ) -> tuple[tuple[float, float], ...]:
     """Seconds of a part over each axis in a micro-batch: what nothing hides, and what may run
     beside the product of a weight's gradient."""
-    groups, found = dict(zip(GROUPS, near, strict=True)), {axis: [0.0, 0.0] for axis in INSIDE}
+    groups = dict(zip((*GROUPS, *WORDS), near, strict=False))
+    found = {axis: [0.0, 0.0] for axis in INSIDE}
     lone = {leaf.name for leaf in part.find("mixture")}  # experts wait for what they scatter
     for row in moves.pass_rows(model, part, inside, flow):
         if row.phase == "again" and not again:

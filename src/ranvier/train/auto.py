@@ -46,6 +46,7 @@ def chosen(run: Run, machine: Cluster) -> tuple[Run, Foretold]:
     fixed = {f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(Plan(), f.name)}
     fixed -= {*AXES, "batch", "layout"}
     fixed |= {"pipe", "recompute"} if measured else set()  # a fit is measured on whole models
+    fixed |= {"policy"} if run.memory.limit else set()  # which bounds what stages hold
     # a machine that cannot compile is not to be told so
     how = "off" if known.plan.compile == "off" else plan.compile
     kind = "selective" if measured else plan.recompute

@@ -153,11 +153,13 @@ MEANS = ("rate", "value", "forward", "backward", "latency", "bandwidth")
 
 def _middle(same: Sequence[M]) -> M:
     """The row of several rounds: geometric means."""
+    if len(same) == 1:
+        return same[0]
     names = [name for name in MEANS if hasattr(same[0], name)]
     changes: dict[str, Any] = {
         name: geometric_mean(getattr(one, name) for one in same) for name in names
     }
-    return replace(same[0], **changes) if len(same) > 1 else same[0]
+    return replace(same[0], **changes)
 
 
 def _mean(row: Row, axis: Axis) -> Row:
