@@ -138,15 +138,26 @@ def predict(
     )
 
 
+@lru_cache(maxsize=4)  # who compares ways of a layout asks for the best of them again
 def seconds(
     job: Job, layout: Layout, cluster: Cluster, runtime: Runtime = OURS
-) -> dict[str, float]:
+) -> Mapping[str, float]:
     """Seconds of a step by part."""
     setup = _setup(job, layout, cluster, runtime)
     if not cluster.cores:
         return _Step.of(job, layout, cluster, runtime, setup).parts()
     shared = crowd.step(job.model, layout.plan, setup, cluster, runtime, packed=job.packed)
     return dict.fromkeys(NAMES, 0.0) | shared
+
+
+def computed(job: Job, layout: Layout, cluster: Cluster) -> float:
+    """Seconds of a step in which blocks compute, whatever else it waits for."""
+    plan, setup = layout.plan, _setup(job, layout, cluster, OURS)
+    blocks = [part for part in job.model.parts if part.is_block]
+    times = (roofline.block(part, cluster.device, setup, OURS) for part in blocks)
+    each = (one.forward + one.backward for one in times)
+    whole = sum(part.count * spent for part, spent in zip(blocks, each, strict=True))
+    return plan.micro_batches / plan.pipe * whole
 
 
 def usual_order(chunks: int) -> Literal["1f1b", "interleaved"]:

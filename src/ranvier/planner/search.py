@@ -28,7 +28,7 @@ from typing import Any, Literal
 from ranvier.errors import PlanError
 from ranvier.plan import RUNTIME, Plan, divisors
 from ranvier.planner.cluster import Cluster
-from ranvier.planner.predict import Job, Layout, predict, seconds, usual_order
+from ranvier.planner.predict import Job, Layout, computed, predict, seconds, usual_order
 from ranvier.planner.rivals import STYLES, Found, styles
 from ranvier.planner.roofline import Scales
 from ranvier.planner.several import several
@@ -268,11 +268,14 @@ def plays(wish: Wish) -> bool:
 
 def ladder(wish: Wish, plan: Plan) -> Iterator[Found]:
     """A plan with more and more computed again, here and elsewhere, up to what fits."""
-    again, plan = plan.depth > 1 and plan.micro_batches > 1, _compiled(wish, plan)
+    again = plan.depth > 1 and plan.micro_batches > 1
     places: Sequence[States] = (wish.states,) if wish.states else ("device", "host")
     if wish.cluster.cores and not wish.states:  # there device and host are one memory
         places = ("device",)
-    for gathered in wish.choices("gathered", ("keep", "again") if again else ("again",)):
+    ways = wish.choices("gathered", ("keep", "again") if again else ("again",))
+    kind = wish.choices("recompute", RECOMPUTE)[0]
+    plan = _compiled(wish, replace(plan, gathered=ways[0], recompute=kind))
+    for gathered in ways:
         tried: list[Found] = []
         for where in places:
             if tried and not _moves_out(wish, tried):
@@ -333,11 +336,12 @@ def _compiled(wish: Wish, plan: Plan) -> Plan:
     split, given = plan.depth * plan.row * plan.col > 1, math.prod(wish.degrees.values())
     if plan.compile != "auto" or not split or wish.cluster.cores or given == wish.world:
         return plan
-    some = plan, replace(plan, compile="on")
-    kind = wish.choices("recompute", RECOMPUTE)[0]
-    alike = (_laid(wish, replace(one, recompute=kind), wish.states or "device") for one in some)
-    times = [sum(seconds(wish.job, one, wish.cluster).values()) for one in alike]
-    return some[times[1] < times[0]]
+    graph, where = replace(plan, compile="on"), wish.states or "device"
+    spent = sum(seconds(wish.job, _laid(wish, graph, where), wish.cluster).values())
+    plain = _laid(wish, plan, where)
+    if spent > computed(wish.job, plain, wish.cluster):  # else it hides less than it saves
+        return plan if sum(seconds(wish.job, plain, wish.cluster).values()) <= spent else graph
+    return graph
 
 
 def fits(wish: Wish) -> bool:
