@@ -271,6 +271,12 @@ def test_blocks_are_compiled_where_that_is_faster() -> None:
         assert predict(one.job, layout, one.cluster).total > first.prediction.total
         assert ("compiled" in explain.layout(first)) == (want == "on")
         assert explain.settings(first, one).get("plan.compile", "auto") == want
+    words = explain.why(search.search(replace(asked, fixed=asked.fixed | {"depth"}, plan=plan)))
+    assert not any("untried" in text for text in words), "no layer is split"
+    split = search.search(replace(asked, plan=replace(plan, data=1), fixed=asked.fixed | {"data"}))
+    assert any("--plan.compile on" in text for text in explain.why(split))
+    run = search.search(replace(split.wish, graphs=False))
+    assert {one.plan.compile for one in run.found} == {"auto"}
     given = replace(asked, plan=replace(plan, depth=16), fixed=asked.fixed | {"depth", "data"})
     assert search.search(given).best.plan.compile == "auto", "all degrees are given"
 

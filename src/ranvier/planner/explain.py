@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ranvier.html.figures import percent, short
 from ranvier.layers import Flow
 from ranvier.plan import Plan
-from ranvier.planner import links
+from ranvier.planner import links, predict
 from ranvier.planner.predict import Prediction
 from ranvier.planner.rivals import OURS, Found, family, gains, rivals
 from ranvier.planner.roofline import SCALES
@@ -149,10 +150,23 @@ def why(result: Result) -> list[str]:
         f"{it.memory.total / GIB:.1f} of {it.limit / GIB:.1f} GiB of a device.",
         f"Its time goes into {_and([f'{WORDS[n]} ({percent(s)})' for n, s in shares(it)])}.",
         binding(result),
+        *_graphs(result),
         *_styles(result),
         *_two_dims(result),
     ]
     return [text for text in said if text]
+
+
+def _graphs(result: Result) -> Iterator[str]:
+    """What compiled blocks of split layers gain, which nobody has run on several devices yet."""
+    best, wish = result.best, result.wish
+    if best.plan.compile == "on" and wish.plan.compile != "on":
+        plain = replace(best.layout, plan=replace(best.plan, compile="auto"))
+        spent = sum(predict.seconds(wish.job, plain, wish.cluster).values())
+        yield (
+            "Its blocks are compiled (--plan.compile on), which is untried on several devices; "
+            f"otherwise a step takes {seconds(spent)}."
+        )
 
 
 def _and(words: Sequence[str]) -> str:

@@ -81,6 +81,8 @@ class Wish:
     states: States | None = None
     """Where states rest; None: on the device if they fit."""
     fp8: Scales = ""
+    graphs: bool = True
+    """Whether blocks may be compiled where a run would not do so by itself."""
 
     @property
     def world(self) -> int:
@@ -334,7 +336,8 @@ def _compiled(wish: Wish, plan: Plan) -> Plan:
     gives all degrees asks about that run, as it is.
     """
     split, given = plan.depth * plan.row * plan.col > 1, math.prod(wish.degrees.values())
-    if plan.compile != "auto" or not split or wish.cluster.cores or given == wish.world:
+    able = wish.graphs and plan.compile == "auto" and not wish.cluster.cores
+    if not able or not split or given == wish.world:
         return plan
     graph, where = replace(plan, compile="on"), wish.states or "device"
     spent = sum(seconds(wish.job, _laid(wish, graph, where), wish.cluster).values())

@@ -47,10 +47,7 @@ def chosen(run: Run, machine: Cluster) -> tuple[Run, Foretold]:
     fixed -= {*AXES, "batch", "layout"}
     fixed |= {"pipe", "recompute"} if measured else set()  # a fit is measured on whole models
     fixed |= {"policy"} if run.memory.limit else set()  # which bounds what stages hold
-    # a machine that cannot compile is not to be told so
-    how = "off" if known.plan.compile == "off" else plan.compile
-    kind = "selective" if measured else plan.recompute
-    wanted = replace(plan, pipe=1, recompute=kind, compile=how)
+    wanted = replace(plan, pipe=1, recompute="selective" if measured else plan.recompute)
     given = _states(run)
     wish = Wish(
         job_of(known),
@@ -59,11 +56,11 @@ def chosen(run: Run, machine: Cluster) -> tuple[Run, Foretold]:
         fixed=frozenset(fixed),
         states=given if measured or given == "host" else None,
         fp8=SCALES[run.train.fp8],
+        graphs=False,  # on several devices compiled blocks of split layers are untried
     )
     result = simplest(search(wish))
     best = result.best
     found = replace(best.layout.plan, layout="given")
-    found = replace(found, compile=plan.compile) if found.compile == "off" else found
     if measured:
         found = replace(found, recompute=plan.recompute, micro_batch=plan.micro_batch)
     memory = run.memory
