@@ -13,8 +13,9 @@ from ranvier.layers import Flow
 from ranvier.plan import Plan
 from ranvier.planner import elsewhere, roofline, runtime
 from ranvier.planner.cluster import Cluster, Link, Product, cluster
+from ranvier.planner.kept import kept
 from ranvier.planner.leaves import Model, dense, of_size
-from ranvier.planner.moves import moves
+from ranvier.planner.moves import Spot, moves
 from ranvier.planner.predict import Job, Layout, Prediction, model_flops, predict
 from ranvier.planner.roofline import Setup
 from ranvier.planner.runtime import MEGATRON21, MEGATRON22
@@ -187,6 +188,38 @@ def test_more_computed_again_takes_longer_and_keeps_less() -> None:
         found.append(guess(model, machine, depth=8, batch=16, seq=8192, recompute=word))
     assert found[0].total < found[1].total < found[2].total
     assert found[0].memory.total > found[1].memory.total > found[2].memory.total
+
+
+def test_a_graph_leaves_out_what_nobody_reads() -> None:
+    """The last product of a block: it is not computed again, and its result is not kept."""
+    model, flow, tokens = of_size("llama3-8b"), Flow(2, 512, itemsize=2, statistics=4), 2 * 512
+    part, device = model.parts[1], cluster("dgx-h100").device
+    setup = Setup(samples=2, seq=512, compiled=True)
+    times = roofline.block(part, device, setup, runtime.OURS)
+    down = roofline.product(device, tokens, 4096, 14336, "bf16", "y")
+    assert times.unneeded == pytest.approx(down)
+    assert roofline.block(part, device, replace(setup, compiled=False), runtime.OURS).unneeded == 0
+    one, plan = Job(model, 512, 2), Plan(data=1, batch=2, micro_batch=2, compile="on")
+    full = Layout(replace(plan, recompute="full"))
+    again = predict(one, full, cluster("dgx-h100").of(devices=1)).parts["again"]
+    assert again == pytest.approx(model.layers * (times.forward - down))
+    spot = Spot.of(plan)
+    eager, graph = (kept(model, part, spot, flow, compiled) for compiled in (False, True))
+    assert eager.selective - graph.selective == tokens * 4096 * 2
+
+
+def test_a_graph_keeps_what_products_in_8_bits_read() -> None:
+    """One scale: down's input in 8 bits, attention's result once more in 8 bits. Scales by rows:
+    inputs of qkv, gate and down are made again; values keep the buffer of queries and keys."""
+    model, flow, tokens = of_size("llama3-8b"), Flow(2, 512, itemsize=2, statistics=4), 2 * 512
+    spot = Spot.of(Plan(data=1, batch=2, micro_batch=2))
+    plain, tensor, row = (
+        kept(model, model.parts[1], spot, flow, True, fp8).none for fp8 in ("", "tensor", "row")
+    )
+    assert tensor - plain == tokens * (4096 - 14336)
+    assert row - plain == 2 * tokens * (4096 + 1024 - 4096 - 4096 - 14336)
+    eager = {kept(model, model.parts[1], spot, flow, False, x).none for x in ("", "tensor", "row")}
+    assert len(eager) == 1
 
 
 def test_no_torch() -> None:
