@@ -77,6 +77,14 @@ def test_what_is_given_stays_and_json_tells_all(capsys: pytest.CaptureFixture[st
     assert run.plan.row == 2 and run.plan.recompute == "full" and run.plan.batch == 32
 
 
+def test_what_was_given_stays_in_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--plan.pipe", "2", "--plan.credits", "3", "--plan.overlap", "dx", "--plan.compile")
+    assert call("plan", *EIGHT, *given, "off", "--json", "-") == 0
+    run = parse("train", shlex.split(json.loads(capsys.readouterr().out)["command"])[2:])
+    plan = run.plan
+    assert (plan.pipe, plan.credits, plan.overlap, plan.compile) == (2, 3, ("dx",), "off")
+
+
 def test_a_file_gives_settings_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
