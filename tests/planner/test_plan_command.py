@@ -120,7 +120,7 @@ def test_a_goal_names_nodes_and_cost(capsys: pytest.CaptureFixture[str]) -> None
         ((*EIGHT, "--data.seq", "0"), "data.seq=0 is too small"),
         (("--cluster", "dgx-h100", "--model.size", "llama3-9b"), "Did you mean 'llama3-8b'?"),
         ((*EIGHT, "--plan.rowe", "2"), "--plan.row"),
-        ((*EIGHT, "--plan.stages", "3", "4"), "Only a pipeline has stages. Use pipe=2"),
+        ((*EIGHT, "--plan.stages", "3", "4"), "Only a pipeline has stages. Use devices=6"),
         ((*EIGHT, "--plan.row", "3"), "row=3 does not divide heads=32"),
         (("--cluster", "dgx-a100", "--precision", "fp8"), "does not multiply in 8 bits"),
         ((*EIGHT, "--goal", "soon"), "'soon' is no size"),

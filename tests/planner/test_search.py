@@ -283,14 +283,20 @@ def test_blocks_are_compiled_where_that_is_faster() -> None:
 
 @pytest.mark.parametrize(
     "settled",
-    [{"chunks": 2}, {"spread": True}, {"policy": "interleaved"}, {"policy": "gpipe", "pipe": 2}],
+    [
+        {"chunks": 2},
+        {"spread": True},
+        {"policy": "interleaved"},
+        {"policy": "gpipe", "pipe": 2},
+        {"stages": (3,)},
+    ],
     ids=str,
 )
 def test_what_is_settled_of_stages_leaves_pipelines(settled: dict[str, Any]) -> None:
     """Rules of one axis alone do not refuse what only a pipeline can have."""
     asked = wish(devices=4, plan=Plan(batch=32, **settled), fixed=frozenset(settled))
     found = [one.plan for one in search.search(asked).found if one.plan.pipe > 1]
-    assert {plan.pipe for plan in found} >= ({2} if "pipe" in settled else {2, 4})
+    assert {plan.pipe for plan in found} >= ({2} if {"pipe", "stages"} & {*settled} else {2, 4})
     for name, value in settled.items():
         assert {getattr(plan, name) for plan in found} == {value}
     assert all(next(plan.problems(asked.sizes, 4), None) is None for plan in found)

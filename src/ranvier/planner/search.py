@@ -203,7 +203,9 @@ def _number(wish: Wish) -> int:
 
 
 def allowed(wish: Wish, plan: Plan) -> bool:
-    """Whether Plan's rules allow it."""
+    """Whether Plan's rules allow it; stages that are given are as many as there are."""
+    if plan.stages and len(plan.stages) + 1 != plan.pipe * plan.chunks:
+        return False
     return next(plan.problems(wish.sizes, wish.world), None) is None
 
 
@@ -250,7 +252,7 @@ def variants(wish: Wish, plan: Plan) -> list[Plan]:
         policy = ordered(wish, replace(plan, chunks=chunks)).policy
         for micro in (*rough, *(n for n in sizes if n not in rough)):
             made.append(replace(plan, micro_batch=micro, chunks=chunks, policy=policy))
-    plain = "policy" not in wish.fixed
+    plain = "policy" not in wish.fixed and not plan.stages
     return [one for one in made if (plain and one.chunks == 1) or allowed(wish, one)]
 
 
