@@ -15,7 +15,8 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from size import MAX_FILE, MAX_FUNCTION, PACKAGE, oversized
+PACKAGE = Path(__file__).resolve().parents[1] / "src" / "ranvier"
+
 
 LEVELS = (
     "errors plan sharding trace html layers products lots",
@@ -191,10 +192,6 @@ def test_models_import_torch_only(package: dict[PurePosixPath, str]) -> None:
     check(foreign_to_models, package, "A model imports torch, the standard library, other models:")
 
 
-def test_files_and_functions_are_short(package: dict[PurePosixPath, str]) -> None:
-    check(oversized, package, f"At most {MAX_FILE} lines a file, {MAX_FUNCTION} a function; split:")
-
-
 def test_names_say_what_is_inside(package: dict[PurePosixPath, str]) -> None:
     check(vague_names, package, "Name the module after the thing in it:")
 
@@ -222,9 +219,6 @@ BAD: list[tuple[Rule, str, str]] = [
     (foreign_to_models, "models/decoder.py", "import numpy"),
     (foreign_to_models, "models/decoder.py", "from ranvier.errors import PlanError"),
     (foreign_to_models, "models/decoder.py", "from ..plan import Plan"),
-    (oversized, "run.py", "x = 1\n" * (MAX_FILE + 1)),
-    (oversized, "run.py", "def f():\n" + "    x = 1\n" * MAX_FUNCTION),
-    (oversized, "run.py", "class A:\n  async def f():\n" + "    x = 1\n" * MAX_FUNCTION),
     (vague_names, "comm/utils.py", ""),
     (vague_names, "common/verbs.py", ""),
     (vague_names, "_base.py", ""),
@@ -245,8 +239,6 @@ GOOD: list[tuple[Rule, str, str]] = [
         "import math\nimport torch\nfrom .decoder import Block",
     ),
     (foreign_to_models, "nn/linear.py", "import numpy"),
-    (oversized, "run.py", "x = 1\n" * MAX_FILE),
-    (oversized, "run.py", "def f():\n" + "    x = 1\n" * (MAX_FUNCTION - 1)),
     (vague_names, "data/corpora.py", ""),
 ]
 
