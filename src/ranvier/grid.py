@@ -4,6 +4,10 @@ The array is explicit, so that placement (which ranks are neighbours) is indepen
 A grid without processes answers every question about sizes and coordinates; planner and tools use
 that. Groups are made by their members only, in the order in which the axes are asked for; all ranks
 run the same program and so ask in the same order.
+
+Nothing is initialised lazily: a communicator of NCCL is connected when its group is made, because
+its first use would be an agreement that blocks the host in the middle of a step. After `seal` a
+group that is not there yet is a mistake of the program, and a warning.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ from __future__ import annotations
 import datetime
 import difflib
 import math
+import time
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,9 +34,27 @@ HOST = "host"
 """Channel of groups whose messages never leave the hosts: small facts, at any moment."""
 ORDERS = "orders"
 """Channel on which ranks wait for what the first of them wants next, for as long as it takes."""
-MESSAGES = ("forward", "backward", "rows", "final", "part", "return", ORDERS)
-"""How channels of messages between stages begin; who waits for one has a clock of its own."""
+UP, DOWN, CONTROL = "up", "down", "control"
+"""Channels between stages that agree on each transfer: data to later stages, to earlier ones, and
+what the hosts of stages tell each other."""
+ON_HOST = (HOST, ORDERS, CONTROL)
+"""Channels over Gloo, whatever the backend of the others is."""
+PATIENT = ("forward", "backward", ORDERS, CONTROL)
+"""Channels with receives that are posted long before their messages; who waits for one has a clock
+of its own."""
 WEEK = 7 * 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Communicator:
+    """What making a group took."""
+
+    names: tuple[str, ...]
+    """Axes of its ranks."""
+    channel: str
+    size: int
+    backend: str
+    seconds: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +94,11 @@ class Grid:
     trace: Trace = field(default_factory=Trace)
     groups: dict[tuple[tuple[int, ...], str], ProcessGroup] = field(default_factory=dict)
     """Groups by ranks and channel; grids of one process may share them."""
+    rendezvous: bool | None = None
+    """Whether stages agree on each transfer before they post it (see `comm.p2p`); None: over NCCL,
+    whose transfers are kernels that spin until both sides are posted."""
+    communicators: list[Communicator] = field(default_factory=list)
+    """Groups that this grid has made."""
 
     def __post_init__(self) -> None:
         _refuse_unknown(self.degrees)
@@ -102,6 +131,9 @@ class Grid:
         place = np.argwhere(self.ranks == self.rank)[0]
         self.index = {axis: int(i) for axis, i in zip(AXES, place, strict=True)}
         self._axes: dict[tuple[Any, ...], Axis] = {}
+        self._sealed = False
+        if self.rendezvous is None:
+            self.rendezvous = self.backend == "nccl"
 
     def _me(self) -> int:
         """The rank of this process, 0 without processes."""
@@ -141,6 +173,12 @@ class Grid:
             self._axes[key] = self._make(counts, channel)
         return self._axes[key]
 
+    def line(self, *names: str) -> Axis:
+        """The axis of these names for its size and my place on it, without a communicator."""
+        _refuse_unknown(names)
+        counts = {n: self.degrees[n] for n in AXES if n in names and self.degrees[n] > 1}
+        return self._joined(tuple(counts), self._members(counts), None)
+
     def some(self, name: str, indices: Sequence[int]) -> Axis:
         """Some of the ranks of an axis; for another rank that rank alone.
 
@@ -155,7 +193,7 @@ class Grid:
             some = [line[i] for i in indices]
             mine = self.rank in some
             if not mine and self.connected and ((self.rank,), str(key)) not in self.groups:
-                self.groups[(self.rank,), str(key)] = self._group([self.rank], "")
+                self.groups[(self.rank,), str(key)] = self._group([self.rank], (name,), "")
             self._axes[key] = self._joined((name,), some if mine else [self.rank], "")
         return self._axes[key]
 
@@ -165,14 +203,14 @@ class Grid:
         )
         return self._joined(tuple(counts), self._members(counts), channel)
 
-    def _joined(self, names: tuple[str, ...], ranks: list[int], channel: str) -> Axis:
-        """An axis of these ranks, and their group."""
+    def _joined(self, names: tuple[str, ...], ranks: list[int], channel: str | None) -> Axis:
+        """An axis of these ranks, and their group; channel: None: they have none."""
         places = {rank: place for place, rank in enumerate(sorted(ranks))}
         group = None
-        if self.connected and len(ranks) > 1:
+        if self.connected and len(ranks) > 1 and channel is not None:
             key = (tuple(sorted(ranks)), channel)
             if key not in self.groups:
-                self.groups[key] = self._group(ranks, channel)
+                self.groups[key] = self._group(ranks, names, channel)
             group = self.groups[key]
         return Axis(
             names=names,
@@ -199,26 +237,45 @@ class Grid:
         return [int(rank) for rank in self.ranks[tuple(window)].reshape(-1)]
 
     @property
-    def tagged(self) -> bool:
-        """Whether messages between two ranks can be told apart: all but NCCL do it."""
+    def backend(self) -> str:
+        """The backend of its groups but those on the host; empty without processes."""
+        if not self.connected:
+            return ""
         from torch import distributed
 
-        return not self.connected or distributed.get_backend() != "nccl"
+        return str(distributed.get_backend())
 
-    def _group(self, ranks: list[int], channel: str) -> ProcessGroup:
-        from torch import distributed
+    def seal(self) -> None:
+        """Say that all groups that the run will use have been made."""
+        self._sealed = True
 
-        # A receive that is posted long before its message is no sign of a hang.
-        patient = channel.startswith(MESSAGES)
+    def _group(self, ranks: list[int], names: tuple[str, ...], channel: str) -> ProcessGroup:
+        """A group of these ranks, connected. Communicates: with them."""
+        from torch import cuda, device, distributed, zeros
+
+        if self._sealed:
+            warnings.warn(
+                f"A group over {'·'.join(names)} ({channel or 'collectives'}) is made in the "
+                "middle of a run. All groups are made at its start, as making one blocks its "
+                "ranks. Ask for that axis before Grid.seal().",
+                stacklevel=4,
+            )
+        patient = channel in PATIENT
         seconds = max(self.timeout_seconds, WEEK) if patient else self.timeout_seconds
+        on_host = channel in ON_HOST
+        nccl = self.backend == "nccl" and not on_host and len(ranks) > 1
+        here = device("cuda", cuda.current_device()) if nccl else None
+        begun = time.perf_counter()
         # Only members take part (O(1) calls a rank at any world size). c10d names such a group by
         # its ranks and how many groups the process has: members must have made equally many before.
+        # With a device NCCL connects at once, and transfers need no communicators of their own.
         try:
             group = distributed.new_group(
                 ranks,
-                backend="gloo" if channel in (HOST, ORDERS) else None,
+                backend="gloo" if on_host else None,
                 timeout=datetime.timedelta(seconds=seconds),
                 use_local_synchronization=True,
+                device_id=here,
             )
         except RuntimeError as error:
             raise CommunicationError(
@@ -227,6 +284,14 @@ class Grid:
                 "ranks' messages first."
             ) from error
         assert isinstance(group, distributed.ProcessGroup), (self.rank, ranks)
+        if nccl and not any(one.backend == "nccl" for one in self.communicators):
+            # The first collective loads NCCL's kernels, which waits for all that the device does.
+            distributed.all_reduce(zeros(1, device=here), group=group)
+            cuda.synchronize()
+        if len(ranks) > 1:
+            backend = "gloo" if on_host else self.backend
+            taken = time.perf_counter() - begun
+            self.communicators.append(Communicator(names, channel, len(ranks), backend, taken))
         return group
 
 

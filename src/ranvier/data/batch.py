@@ -54,7 +54,7 @@ class Batch:
 
     def micro_batches(self, grid: Grid, size: int) -> list[Batch]:
         """The micro-batches of this rank: its contiguous share of the samples, `size` at a time."""
-        axis = grid.axis("data", "expert", "depth")
+        axis = grid.line("data", "expert", "depth")
         share, rest = divmod(self.tokens.shape[0], axis.size)
         assert rest == 0 and share % size == 0, (self.tokens.shape, axis.size, size)
         mine = self.select(slice(axis.index * share, (axis.index + 1) * share))

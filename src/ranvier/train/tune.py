@@ -74,7 +74,7 @@ def _attention(
     if device.type != "cuda":
         return []
     model, some = run.model, next(iter(parallel.leaves.values()))  # a stage may have no attention
-    ranks = grid.axis(*parallel.table.axes("heads")).size
+    ranks = grid.line(*parallel.table.axes("heads")).size
     samples = max(some.site.ground.tokens(flow, "heads") // flow.seq, 1)
     heads, groups = model.heads // ranks, max(model.kv_heads // ranks, 1)
     shape = (samples, flow.seq, heads, groups, model.head_dim)
