@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ranvier import lots, sharding
+from ranvier.comm.agree import everyone
 from ranvier.comm.bucket import Weight
 from ranvier.comm.deferred import Deferred
 from ranvier.comm.fill import fill
@@ -96,6 +97,11 @@ class Parallel:
     """Of its mixtures of experts; None: it has none."""
     kinds: dict[str, Recompute] = field(default_factory=dict)
     """How the activations of each block, in order, are computed again; read at each call."""
+
+    def __post_init__(self) -> None:
+        """Have the groups made that steps use besides those of layers."""
+        for axis in (self.token_axis, everyone(self.grid), self.grid.axis("pipe")):
+            assert axis.size == 1 or not self.grid.connected or axis.group is not None, axis
 
     @property
     def token_axis(self) -> Axis:

@@ -94,6 +94,11 @@ class Trace:
             self.events.append(event)
         return event
 
+    def wait_for(self, words: str) -> None:
+        """Say what this rank waits for, for reports of a hang."""
+        if self.heard is not None:
+            self.heard(self.begun, words)
+
     def note(self, op: str, axis: tuple[str, ...], num_bytes: int) -> int:
         """Record what a graph will communicate; the compiler runs this while it traces."""
         self.record(op, axis, num_bytes).issued = None

@@ -233,9 +233,9 @@ def test_a_rank_that_is_stopped_for_ever_is_a_hang(capfd: pytest.CaptureFixture[
     assert time.monotonic() - start < 1.5 + 5.0
     text = capfd.readouterr().err
     assert "HangError: Rank 1 has given no sign of life" in text and "(SIGSTOP)" in text
-    assert "rank 0: section step, step 2, collective 3: all_gather over data" in text
+    assert "rank 0: section step, step 2, operation 3: all_gather over data" in text
     assert "in _silent" in text, "the stack of the rank that can answer"
-    assert "rank 1: section step, step 2, collective 2: barrier" in text and "(state T)" in text
+    assert "rank 1: section step, step 2, operation 2: barrier" in text and "(state T)" in text
 
 
 def test_a_rank_that_holds_its_interpreter_is_a_hang(capfd: pytest.CaptureFixture[str]) -> None:

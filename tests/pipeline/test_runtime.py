@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from equivalence import Case, batch_of, build, copied, gradients, micros_of, worst
-from pool import Pool, RankError
-from ranvier.comm.inbox import Inbox
+from pool import Pool, RankError, device_of
+from ranvier.comm.p2p import EagerTransport, Key
 from ranvier.errors import CommunicationError, PlanError, RanvierError
 from ranvier.grid import Grid
 from ranvier.infer.staged import continued
@@ -24,6 +24,8 @@ from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.pipeline.balance import balanced
 from ranvier.pipeline.cut import Cut, cut
+from ranvier.pipeline.policy import Job, Kind
+from ranvier.pipeline.simulator import replay
 from ranvier.train.step import evaluate, forward_backward
 
 # ---- cut --------------------------------------------------------------------------------
@@ -86,11 +88,14 @@ def evaluated(grid: Grid, case: Case) -> tuple[float, list[str]]:
     micros = micros_of(batch_of(case.model, samples=16, packed=True), grid, case.micro_batches)
     losses = [evaluate(model, micros).item() for _ in range(2)]
     assert losses[0] == losses[1] and model.training
-    changed = [n for n, (x, _) in parallel.state().items() if not torch.equal(x, before[n][0])]
+    changed = [
+        n for n, (x, _) in parallel.state().items() if not torch.equal(x.cpu(), before[n][0])
+    ]
     changed += [b.name for b in parallel.queue.buckets if b.grad is not None or b.full is not None]
     return losses[0], changed
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize(
     ("degrees", "chunks", "spread", "micro_batches"),
     [
@@ -123,14 +128,14 @@ def crowded(grid: Grid) -> tuple[float, int]:
         return run(*args, **kwargs)
 
     object.__setattr__(runtime.stage, "run", slow)
-    taken = Inbox.take
+    take = EagerTransport.take
 
-    def counted(inbox: Inbox, key: Any, device: torch.device) -> Tensor:
-        most[0] = max(most[0], len(inbox._ready[key]))
-        return taken(inbox, key, device)
+    def counted(transport: EagerTransport, key: Key) -> Tensor:
+        most[0] = max(most[0], len(transport._ready[key]))
+        return take(transport, key)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Inbox, "take", counted)
+        patch.setattr(EagerTransport, "take", counted)
         micros = micros_of(batch_of("deep", samples=32, packed=False), grid, 32)
         return evaluate(model, micros).item(), most[0]
 
@@ -148,10 +153,11 @@ def build_once() -> nn.Module:
 def spoken(grid: Grid, spread: bool, inner: str) -> list[list[int]]:
     """What the model says greedily after some tokens."""
     model = Case("deep tied", spread=spread, inner=inner).on(grid)
-    tokens = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    tokens = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], device=device_of(grid))
     return continued(model, tokens, 4, lambda logits: logits.argmax(-1)).tolist()
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize(
     ("degrees", "spread", "inner"),
     [
@@ -202,12 +208,13 @@ class Chain(nn.Sequential):
 def chained(grid: Grid, firsts: tuple[int, ...]) -> tuple[float, dict[str, Any]]:
     """Loss and gradients of a chain of layers."""
     torch.manual_seed(2)
-    model = parallelize(Chain().double(), grid, how=Cut(first=firsts))
+    model = parallelize(Chain().double(), grid, how=Cut(first=firsts), device=device_of(grid))
     batch = batch_of("", samples=8, packed=False)
     loss = forward_backward(model, micros_of(batch, grid, 4)).item()
-    return loss, {n: g for n, (g, _) in gradients(parallel_of(model)).items()}
+    return loss, {n: g for n, (g, _) in copied(gradients(parallel_of(model))).items()}
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize("firsts", [(2,), (3,), (5,)])
 def test_a_sequence_of_layers_is_cut_anywhere(pool: Pool, firsts: tuple[int, ...]) -> None:
     torch.manual_seed(2)
@@ -295,16 +302,17 @@ def stepped(grid: Grid, kind: str, frozen: tuple[str, ...], how: Cut) -> list[An
     model = Bare().double() if kind == "bare" else build("deep")
     for name, param in model.named_parameters():
         param.requires_grad_(not name.startswith(frozen))
-    model = parallelize(model, grid, how=how)
+    model = parallelize(model, grid, how=how, device=device_of(grid))
     optimizer = Optimizer(parallel_of(model).queue, lr=1e-2, clip=0.5)
     micros, found = micros_of(batch_of("", samples=8, packed=False), grid, 4), list[Any]()
     for _ in range(3):
         loss = forward_backward(model, micros).item()
         found.append((loss, optimizer.step().item()))
-    found.append({n: x.clone() for n, (x, _) in parallel_of(model).state().items()})
+    found.append({n: x for n, (x, _) in copied(parallel_of(model).state()).items()})
     return found
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize(
     ("kind", "stages", "frozen", "how"),
     [
@@ -366,3 +374,49 @@ def test_what_stages_would_leave_out_is_refused(pool: Pool, how: str, words: str
     assert [said.startswith(words) for said in pool.on_grid({"pipe": 2}, misused, how)] == [
         True
     ] * 2
+
+
+# ---- the same choices in the simulator ---------------------------------------------------
+
+
+def timed(grid: Grid, case: Case) -> tuple[list[Job], list[Job | None], int]:
+    """Jobs of a step, what the simulator chooses for the same arrivals, and how many came."""
+    model = case.on(grid)
+    pipeline = parallel_of(model).pipeline
+    runtime, count = pipeline.runtime, case.micro_batches
+    runtime.timing = True
+    micros = micros_of(batch_of(case.model, samples=16, packed=False), grid, count)
+    for _ in range(2):
+        forward_backward(model, micros)
+    kinds: dict[str, Kind] = {"forward": "F", "backward": "B"}
+    arrivals = [Job(kinds[way], number, chunk) for (way, chunk), number, _ in runtime.log]
+    known = [seen for _, seen in runtime.choices]
+    shape, policy = pipeline.shape(count), pipeline.policy(count)
+    return (
+        [job for job, _ in runtime.choices],
+        replay(shape, policy, runtime.stage.index, arrivals, known),
+        len(arrivals),
+    )
+
+
+@pytest.mark.nccl
+@pytest.mark.parametrize("rendezvous", [None, True], ids=["as it is", "rendezvous"])
+@pytest.mark.parametrize(
+    ("degrees", "policy", "chunks"),
+    [
+        ({"pipe": 4}, "message", 1),
+        ({"pipe": 2, "row": 2}, "message", 2),
+        ({"pipe": 2}, "zero-bubble", 1),
+    ],
+    ids=str,
+)
+def test_the_policy_chooses_as_in_the_simulator(
+    pool: Pool, degrees: dict[str, int], policy: str, chunks: int, rendezvous: bool | None
+) -> None:
+    case = Case("deep", policy=policy, chunks=chunks, micro_batches=8, delay=4)
+    found = pool.on_grid(degrees, timed, case, rendezvous=rendezvous)
+    leaders = found[:: len(found) // degrees["pipe"]]
+    for stage, (jobs, chosen, messages) in enumerate(leaders):
+        ends = (stage == 0) + (stage == degrees["pipe"] - 1)
+        assert jobs == chosen and len(jobs) >= 2 * 8 * chunks
+        assert messages == 8 * (2 * chunks - ends)

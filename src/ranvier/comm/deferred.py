@@ -197,6 +197,14 @@ class Deferred:
                 self._leave(bucket)
             self._resident = ""
 
+    def flush(self) -> None:
+        """Start all reductions of this pass, so that none waits for another pass to begin."""
+        self._close()
+        while self._reducing:
+            self._settle()
+        while self._uniting:
+            self._unite()
+
     # ---- gradients --------------------------------------------------------------------
 
     def deliver(self, weight: Weight, grad: Tensor) -> None:
@@ -316,10 +324,7 @@ class Deferred:
         for bucket in self.buckets:
             if bucket.full is not None:
                 self._scatter(bucket)
-        while self._reducing:
-            self._settle()
-        while self._uniting:
-            self._unite()
+        self.flush()
         buckets = [bucket for bucket in self.buckets if bucket.trainable]
         for bucket in buckets:
             if bucket.grad is None and not bucket.reduced and bucket.finished is None:

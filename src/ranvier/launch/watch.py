@@ -128,7 +128,7 @@ def hang(
         f"{limit(beat, seconds):g} s there. Look at its stack, or use a larger launch.watchdog."
     ]
     for rank, one, letter, text in zip(ranks, beats, states, texts, strict=True):
-        did = f"collective {one.begun}: {one.last}" if one.begun else "no collective yet"
+        did = f"operation {one.begun}: {one.last}" if one.begun else "no operation yet"
         ago = f"{now - one.time:.1f} s ago"
         lines.append(f"rank {rank}: section {one.section}, step {one.step}, {did}, {ago}")
         lines.append(text or f"    no stack: it did not answer (state {letter or 'unknown'})")

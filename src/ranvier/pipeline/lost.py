@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ranvier.comm.inbox import Key
+from ranvier.comm.p2p import Key
 from ranvier.pipeline.messages import BACKWARD, FINAL, FORWARD, PART, RETURN, ROWS
 
 if TYPE_CHECKING:
@@ -23,18 +23,28 @@ WORDS = {
 
 def lost_words(at: Runtime, key: Key, number: int, error: BaseException | None) -> str:
     """Of a message that does not come; error: what its receive says, else time is over."""
+    why = f" ({error})" if error is not None else ""
+    within = "" if error is not None else f" within {at.grid.timeout_seconds:g} s"
+    return (
+        f"Stage {at.stage.index} (rank {at.grid.rank}) did not get {message_words(at, key, number)}"
+        f"{within}{why}. {RULE}"
+    )
+
+
+def waiting_words(at: Runtime, key: Key, number: int) -> str:
+    """Of a message that a stage waits for."""
+    return f"stage {at.stage.index} waits for {message_words(at, key, number)}"
+
+
+def message_words(at: Runtime, key: Key, number: int) -> str:
+    """A message to this stage, and where it comes from."""
     (way, chunk), stage = key, at.stage
     other = chunk  # who sends what is no matter of a chunk
     if way in (FORWARD, BACKWARD):
         other = (stage.index + (-1 if way == FORWARD else 1)) % stage.count
-    why = f" ({error})" if error is not None else ""
-    within = "" if error is not None else f" within {at.grid.timeout_seconds:g} s"
     between = len(stage.chunks) > 1 and way in (FORWARD, BACKWARD)
     of_chunk = f" of chunk {chunk}" if between else ""
-    return (
-        f"Stage {stage.index} (rank {at.grid.rank}) did not get the {WORDS[way]} of micro-batch "
-        f"{number}{of_chunk} from stage {other} ({way}){within}{why}. {RULE}"
-    )
+    return f"the {WORDS[way]} of micro-batch {number}{of_chunk} from stage {other} ({way})"
 
 
 def unsent_words(

@@ -11,10 +11,12 @@ FORWARD, BACKWARD = "forward", "backward"
 ROWS, FINAL, PART, RETURN = "rows", "final", "part", "return"
 """Of a spread vocabulary: looked-up rows, what the head gets, parts of its gradient, that of the
 embedding."""
+WAYS = (FORWARD, BACKWARD, ROWS, FINAL, PART, RETURN)
+"""All kinds of messages."""
 INSIDE = ("expert", "context", "depth", "row", "col")
 """Axes whose ranks share collectives inside a stage."""
-ORDER_BYTES = 8
-"""Of what the first rank of a stage tells the others to do next."""
+ORDER_NUMBERS = 17
+"""Of what the first rank of a stage tells the others to do next: a job, or a transfer."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,32 @@ def step(seat: Seat, inside: tuple[str, ...], wide: int, *, orders: int) -> list
     """Orders inside the stage, if there are any, and the loss of a step."""
     if seat.count == 1:
         return []
-    told = [Event("broadcast", inside, ORDER_BYTES, "pipeline.order")] * (orders if inside else 0)
+    size = 8 * ORDER_NUMBERS
+    told = [Event("broadcast", inside, size, "pipeline.order")] * (orders if inside else 0)
     return [*told, Event("broadcast", ("pipe",), wide, "pipeline.loss")]
 
 
-def orders(seat: Seat, micro_batches: int, *, dynamic: bool, split: bool) -> int:
-    """How often the first rank of a stage tells the others what to do in a step."""
-    if not dynamic and not seat.spread:
-        return 0
-    jobs = (3 if split else 2) * seat.chunks * micro_batches
-    return jobs + micro_batches * seat.spread
+def orders(seat: Seat, micro_batches: int, *, dynamic: bool, split: bool, rendezvous: bool) -> int:
+    """How often the first rank of a stage tells the others what to do in a step.
+
+    rendezvous: the others post transfers when they are told to, and are told when all are posted.
+    """
+    jobs = (3 if split else 2) * seat.chunks * micro_batches + micro_batches * seat.spread
+    if rendezvous:
+        transfers = len(messages(seat, 0)) * micro_batches
+        return jobs + transfers + 1 + (seat.spread and seat.index > 0)
+    return jobs if dynamic or seat.spread else 0
+
+
+def pairs(count: int, chunks: int, *, spread: bool) -> list[tuple[int, int]]:
+    """Stages that send to each other, as (from, to)."""
+    found = dict[tuple[int, int], None]()
+    for stage in range(count - 1):
+        found |= {(stage, stage + 1): None, (stage + 1, stage): None}
+    ends = [(count - 1, 0), (0, count - 1)] if chunks > 1 else []
+    if spread:
+        for stage in range(count):
+            ends += [(stage, end) for end in (0, count - 1)]
+            ends += [(end, stage) for end in (0, count - 1)]
+    found |= dict.fromkeys(pair for pair in ends if pair[0] != pair[1])
+    return list(found)

@@ -67,7 +67,13 @@ class Pipeline:
     def step_events(self, micro_batches: int, itemsize: int) -> list[Event]:
         """Orders inside the stage and the loss of a step."""
         policy, seat = self.policy(micro_batches), self.seat
-        count = messages.orders(seat, micro_batches, dynamic=policy.dynamic, split=policy.split)
+        count = messages.orders(
+            seat,
+            micro_batches,
+            dynamic=policy.dynamic,
+            split=policy.split,
+            rendezvous=bool(self.runtime.grid.rendezvous),
+        )
         return messages.step(seat, self.runtime.inside.names, itemsize, orders=count)
 
 

@@ -3,6 +3,9 @@
 Stages have no schedule in common: each knows what has arrived and asks the policy, the same object
 that the simulator plays. Ranks that share collectives inside a stage follow the first of them. One
 stage is gradient accumulation: there are no messages, and the order is F(0) B(0) F(1) B(1) ...
+
+Where transfers are agreed on (NCCL, see `comm.p2p`) the first rank of a stage also says when the
+others post them, so that all ranks of a stage launch collectives and transfers in one order.
 """
 
 from __future__ import annotations
@@ -17,14 +20,33 @@ from torch import Tensor
 
 from ranvier.comm import verbs
 from ranvier.comm.deferred import Deferred
-from ranvier.comm.inbox import Delay, Form, Inbox, Key, LostError, Outbox, Source, header
+from ranvier.comm.p2p import (
+    HEADER,
+    Delay,
+    EagerTransport,
+    Form,
+    Key,
+    LostError,
+    RendezvousLinks,
+    RendezvousTransport,
+    Transfer,
+    Transport,
+    decode_form,
+    encode_form,
+)
 from ranvier.errors import CommunicationError, ShardingError
 from ranvier.grid import HOST, Axis, Grid
 from ranvier.nn.leaf import Moment
 from ranvier.pipeline.cut import Stage
-from ranvier.pipeline.line import line
-from ranvier.pipeline.lost import WORDS, lost_words, unsent_words
-from ranvier.pipeline.messages import BACKWARD, FINAL, FORWARD, INSIDE
+from ranvier.pipeline.lost import WORDS, lost_words, unsent_words, waiting_words
+from ranvier.pipeline.messages import (
+    BACKWARD,
+    FINAL,
+    FORWARD,
+    INSIDE,
+    ORDER_NUMBERS,
+    WAYS,
+)
 from ranvier.pipeline.policy import Job, Kind, Policy, Progress, Shape
 from ranvier.pipeline.vocabulary import Vocabulary
 
@@ -32,6 +54,9 @@ AHEAD = 3
 """Messages that evaluation may have under way to a stage, and waiting there."""
 SHORT = 1e-4
 """Seconds below which a wait is none."""
+KINDS: tuple[Kind, ...] = ("F", "B", "W", "H")
+JOB, SEND, RECEIVE, PROCEED = range(4)
+"""What the first rank of a stage tells the others: take a job, post a transfer, go on."""
 
 
 @dataclass(frozen=True)
@@ -81,22 +106,41 @@ class Runtime:
     """Jobs and waits of the last step, if they were timed."""
     begun: float = 0.0
     """When it began."""
-    forms: dict[tuple[Any, int], Form] = field(default_factory=dict)
-    """What messages look like, by the shape of inputs and the chunk; -1 - chunk: that leave it."""
-    _lines: dict[tuple[str, int, bool], Axis] = field(default_factory=dict)
+    form: Form | None = None
+    """Shape and type of all messages, for a dry run, in which nobody says it."""
+    log: list[tuple[Key, int, float]] = field(default_factory=list)
+    """Messages of the last step and when they came, likewise."""
+    choices: list[tuple[Job, int]] = field(default_factory=list)
+    """Jobs that the policy took, on the rank that asks it, and how many messages had come then."""
 
     def __post_init__(self) -> None:
-        self.inside: Axis = self.grid.axis(*INSIDE, channel="" if self.grid.tagged else HOST)
+        self.inside: Axis = self.grid.line(*INSIDE)
         """Ranks that share collectives inside the stage, and where its leader tells them orders."""
+        if self.stage.count > 1:
+            channel = HOST if self.grid.backend == "nccl" else ""
+            self.inside = self.grid.axis(*INSIDE, channel=channel)
         self.leads = self.inside.index == 0
         """Whether I say what my stage does next."""
+        self.links: RendezvousLinks | None = None
+        """What transfers need that stages agree on."""
+        if self.stage.count > 1 and self.grid.rendezvous:
+            self.links = RendezvousLinks(self.grid, self.device)
 
-    def line(self, way: str, tag: int, *, wraps: bool = False) -> Axis:
-        """The communicator of a kind of message."""
-        key = (way, tag, wraps)
-        if key not in self._lines:
-            self._lines[key] = line(self.grid, way, tag, wraps=wraps)
-        return self._lines[key]
+    def transport(self, ahead: int) -> Transport:
+        """The messages of a step."""
+        if self.links is None:
+            return EagerTransport(
+                self.grid, self.device, WAYS, delay=self.delay, ahead=ahead, form=self.form
+            )
+        return RendezvousTransport(
+            self.grid,
+            self.device,
+            WAYS,
+            delay=self.delay,
+            ahead=ahead,
+            links=self.links,
+            leads=self.leads,
+        )
 
     # ---- steps --------------------------------------------------------------------------
 
@@ -170,16 +214,22 @@ class Step:
         self.now = Progress(self.shape, stage.index)
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.later: dict[tuple[int, int], list[Callable[[], None]]] = {}
-        self.inbox = Inbox(runtime.delay)
+        self.read_later: dict[tuple[int, int], list[Tensor]] = {}
+        """Messages that weight gradients may need."""
         # Credits bound what is under way. Evaluation has none: of one chunk a few may be ahead.
         plain = forward_only and len(stage.chunks) == 1 and not stage.vocabulary
-        self.ahead = AHEAD if plain else 0
-        self.outbox = {way: Outbox(runtime.device, self.ahead) for way in (FORWARD, BACKWARD)}
-        self.first: dict[Job, int] = {}
-        """When a job was first seen to be ready."""
+        self.transport = runtime.transport(AHEAD if plain else 0)
+        self.rendezvous = isinstance(self.transport, RendezvousTransport)
+        self.choices: list[tuple[Job, int]] = []
+        self.came: dict[tuple[Key, int], float] = {}
+        """Messages that the policy knows of, and when they came."""
+        self.ended: dict[tuple[str, int], float] = {}
+        """When the last job of each kind and chunk ended."""
+        self.finished: dict[tuple[str, int, int], float] = {}
+        """When each job ended."""
         self.vocabulary = Vocabulary(self) if stage.vocabulary else None
         # Where the vocabulary is spread, messages decide about the order in any case.
-        dynamic = policy.dynamic or self.vocabulary is not None
+        dynamic = policy.dynamic or self.vocabulary is not None or self.rendezvous
         self.led = runtime.inside.size > 1 and dynamic
 
     def run(self) -> None:
@@ -187,10 +237,8 @@ class Step:
         at, stage = self.at, self.at.stage
         if self.timing:
             at.done, at.begun = [], time.perf_counter()
-        for chunk in range(len(stage.chunks)):
-            if not stage.enters(chunk):
-                form = at.forms.get((self._shape_of(), chunk))
-                self._listen(FORWARD, chunk, form)
+        if stage.count > 1:
+            self._announce()
         if self.vocabulary is not None:
             self.vocabulary.begin()
         while not self._over:
@@ -203,17 +251,39 @@ class Step:
                 at.done.append(Done(job.kind, job.micro, job.chunk, start, time.perf_counter()))
         if self.vocabulary is not None:
             self.vocabulary.end()
+        if self.rendezvous:
+            self.drain(lambda: not self.transport.has_outgoing, None)
         at.queue.job(forget=stage.count > 1)
-        for way, box in self.outbox.items():
-            try:
-                box.close(at.grid.timeout_seconds)
-            except CommunicationError as error:
-                raise CommunicationError(
-                    unsent_words(self.at, way, len(self.micros) - 1, error)
-                ) from error
-        for (way, chunk), form in self.inbox.forms.items():
-            if way == FORWARD:
-                at.forms[self._shape_of(), chunk] = form
+        try:
+            self.transport.close(at.grid.timeout_seconds)
+        except CommunicationError as error:
+            words = unsent_words(self.at, FORWARD, len(self.micros) - 1, error)
+            raise CommunicationError(words) from error
+        if self.timing:
+            at.log, at.choices = self.transport.log, self.choices
+
+    def _announce(self) -> None:
+        """Say which messages of this step will come and be sent."""
+        stage, each, transport = self.at.stage, len(self.micros), self.transport
+        before, behind = (stage.index - 1) % stage.count, (stage.index + 1) % stage.count
+        training = not self.shape.forward_only
+        for chunk in range(len(stage.chunks)):
+            if not stage.enters(chunk):
+                transport.expect((FORWARD, chunk), before, each)
+                if training:
+                    transport.promise(self._key_there(BACKWARD, chunk), before, each)
+            if not stage.leaves(chunk):
+                transport.promise(self._key_there(FORWARD, chunk), behind, each)
+                if training:
+                    transport.expect((BACKWARD, chunk), behind, each)
+        if self.vocabulary is not None:
+            self.vocabulary.announce()
+        transport.start()
+
+    def _key_there(self, way: str, chunk: int) -> Key:
+        """How the stage that gets the result of a job of mine knows it."""
+        away = 1 if way == FORWARD else -1
+        return way, (self.at.stage.virtual(chunk) + away) // self.at.stage.count
 
     @property
     def _over(self) -> bool:
@@ -230,41 +300,93 @@ class Step:
         run = {"F": self._forward, "B": self._backward, "W": self._weights}[job.kind]
         run(job)
         self.now.finish(job)
-
-    def _shape_of(self) -> Any:
-        """What the shapes of messages depend on."""
-        return tuple(
-            (name, tuple(x.shape)) for name, x in self.micros[0].inputs.items() if name == "tokens"
-        )
-
-    def _listen(self, way: str, chunk: int, form: Form | None) -> None:
-        stage = self.at.stage
-        away = -1 if way == FORWARD else 1
-        index = (stage.index + away) % stage.count
-        # the gradient of a chunk of mine comes back from the one behind it
-        tag = chunk if way == FORWARD else (stage.virtual(chunk) + 1) // stage.count
-        axis = self.at.line(way, tag, wraps=stage.index + away != index)
-        source = Source(axis, index, len(self.micros), self.at.device, form, tag, self.ahead)
-        self.inbox.listen((way, chunk), source)
+        self.ended[job.kind, job.chunk] = time.perf_counter()
+        self.finished[job.kind, job.chunk, job.micro] = self.ended[job.kind, job.chunk]
 
     # ---- what to do next ----------------------------------------------------------------
 
     def _next(self) -> Job:
-        """The job that the policy or the leader of the stage wants, once it is ready."""
-        if not self.led:
-            return self._chosen()
-        leader = self.at.leads
-        kinds: tuple[Kind, ...] = ("F", "B", "W", "H")
-        job = self._chosen() if leader else Job("F", 0)
-        code = (job.chunk * len(self.micros) + job.micro) * len(kinds) + kinds.index(job.kind)
+        """The job that the policy or the leader of the stage wants, once it is ready.
+
+        Transfers that are posted before it are posted.
+        """
+        while True:
+            chosen = self._choose() if self.at.leads or not self.led else None
+            if self.led:
+                chosen = self._follow(chosen)
+            if isinstance(chosen, Job):
+                if self.led and not self.at.leads and not self.rendezvous:
+                    self.wait_until(lambda job=chosen: job in self._ready(), self._needs(chosen))  # type: ignore[misc]
+                return chosen
+            assert chosen is not None
+            self._post(chosen)
+
+    def drain(self, good: Callable[[], bool], needs: Key | None) -> None:
+        """Post transfers, and take no job, until something is so on the leader of the stage."""
+        if not self.rendezvous:
+            self.wait_until(good, needs)
+            return
+        while True:
+            chosen: Job | Transfer | None = None
+            if self.at.leads:
+                chosen = self._choose_transfer(good, needs)
+            if self.led:
+                chosen = self._follow(chosen)
+            if not isinstance(chosen, Transfer):
+                return
+            self._post(chosen)
+
+    def _choose_transfer(self, good: Callable[[], bool], needs: Key | None) -> Transfer | None:
+        """The next transfer; None once something is so."""
+        found: list[Transfer | None] = [None]
+
+        def choose() -> bool:
+            if good():
+                return True
+            found[0] = self.transport.next_transfer()
+            return found[0] is not None
+
+        self.wait_until(choose, needs)
+        return found[0]
+
+    def _follow(self, chosen: Job | Transfer | None) -> Job | Transfer | None:
+        """What the leader of the stage has chosen. Communicates: broadcast inside the stage."""
+        order = torch.tensor(self._encode(chosen))
         with self.at.grid.trace.at("pipeline.order"):
-            told = verbs.broadcast(torch.tensor([code]), self.at.inside).wait()
-        if leader:
-            return job
-        rest, kind = divmod(int(told), len(kinds))
-        job = Job(kinds[kind], rest % len(self.micros), rest // len(self.micros))
-        self.wait_until(lambda: job in self._ready(), self._needs(job))
-        return job
+            told = verbs.broadcast(order, self.at.inside).wait()
+        return chosen if self.at.leads else self._decode(told.tolist())
+
+    def _encode(self, chosen: Job | Transfer | None) -> list[int]:
+        """An order as numbers."""
+        if chosen is None:
+            numbers = [PROCEED]
+        elif isinstance(chosen, Job):
+            numbers = [JOB, KINDS.index(chosen.kind), chosen.micro, chosen.chunk]
+        else:
+            op = SEND if chosen.op == "send" else RECEIVE
+            (way, place), form = chosen.key, encode_form(chosen.form)
+            numbers = [op, WAYS.index(way), place, chosen.number, chosen.peer, *form]
+        return numbers + [0] * (ORDER_NUMBERS - len(numbers))
+
+    def _decode(self, numbers: Sequence[int]) -> Job | Transfer | None:
+        """The converse."""
+        op, a, b, c, d, *form = numbers
+        assert len(form) == HEADER, numbers
+        if op == PROCEED:
+            return None
+        if op == JOB:
+            return Job(KINDS[a], b, c)
+        return Transfer("send" if op == SEND else "receive", (WAYS[a], b), c, d, decode_form(form))
+
+    def _post(self, transfer: Transfer) -> None:
+        try:
+            self.transport.post(transfer)
+        except (CommunicationError, RuntimeError) as error:
+            (way, _), number = transfer.key, transfer.number
+            words = lost_words(self.at, transfer.key, number, error)
+            if transfer.op == "send":
+                words = unsent_words(self.at, way, number, error, transfer.peer)
+            raise CommunicationError(words) from error
 
     def _needs(self, job: Job) -> Key:
         """The message that a job works on."""
@@ -272,53 +394,89 @@ class Step:
             return FINAL, self.at.stage.count - 1
         return (FORWARD if job.kind == "F" else BACKWARD), job.chunk
 
-    def _chosen(self) -> Job:
-        """Ask the policy until it takes a job."""
-        found: list[Job | None] = [None]
+    def _choose(self) -> Job | Transfer:
+        """A transfer that can be posted, else what the policy takes, as soon as there is one."""
+        found: list[Job | Transfer | None] = [None]
 
         def choose() -> bool:
-            ready = self._ready()
-            if ready and ready[0].kind == "H":
-                found[0] = ready[0]
-                return True
-            if self.now.over:
-                return False
-            for job in ready:
-                self.first.setdefault(job, len(self.first))
-            found[0] = self.policy.choose(sorted(ready, key=self.first.__getitem__), self.now)
+            meeting = self.vocabulary is not None and self.rendezvous and self.vocabulary.is_meeting
+            found[0] = self.transport.next_transfer(sends=not meeting) or self._choose_job()
             return found[0] is not None
 
         self.wait_until(choose, None)
         assert found[0] is not None
         return found[0]
 
+    def _choose_job(self) -> Job | None:
+        """The job that the policy takes now, if one may be launched."""
+        if not self.transport.can_compute:
+            return None
+        # What comes from now on is of no account: the same messages lead to the same choice.
+        for key, number, when in self.transport.log[len(self.came) :]:
+            self.came[key, number] = when
+        ready = self._ready()
+        if ready and ready[0].kind == "H":
+            if isinstance(self.transport, RendezvousTransport):
+                assert self.vocabulary is not None
+                return ready[0] if self.vocabulary.has_met(self.transport) else None
+            return ready[0]
+        if self.now.over:
+            return None
+        ready = [job for job in ready if not self._comes(job) or self._message(job) in self.came]
+        job = self.policy.choose(sorted(ready, key=self._ready_since), self.now)
+        if job is not None:
+            self.choices.append((job, len(self.came)))
+        return job
+
+    def _comes(self, job: Job) -> bool:
+        """Whether a job works on a message of another stage."""
+        stage = self.at.stage
+        if job.kind == "F":
+            return not stage.enters(job.chunk)
+        return job.kind == "B" and not stage.leaves(job.chunk)
+
+    def _message(self, job: Job) -> tuple[Key, int]:
+        """The message that a job works on."""
+        return (FORWARD if job.kind == "F" else BACKWARD, job.chunk), job.micro
+
+    def _ready_since(self, job: Job) -> float:
+        """When a job became ready: its input was there, and the one before it was done."""
+        before = self.ended.get((job.kind, job.chunk), 0.0)
+        if self._comes(job):
+            return max(before, self.came[self._message(job)])
+        cause = {"F": "F", "B": "F", "W": "B"}[job.kind]
+        return max(before, self.finished.get((cause, job.chunk, job.micro), 0.0))
+
     def wait_until(self, good: Callable[[], bool], needs: Key | None) -> None:
         """Wait for messages until something is so; a message that does not come ends the step."""
         at, start = self.at, time.perf_counter()
         limit = at.grid.timeout_seconds
         while True:
-            seen = self.inbox.total
-            if good():
-                break
+            seen = self.transport.version
+            key = needs
             try:
-                came = self.inbox.wait(seen, limit)
+                if good():
+                    break
+                key = needs or self._missing()
+                number = self.transport.arrived.get(key, 0)
+                at.grid.trace.wait_for(waiting_words(self.at, key, number))
+                came = self.transport.wait(seen, limit)
             except LostError as lost:
-                raise CommunicationError(
-                    lost_words(self.at, lost.key, lost.number, lost.error)
-                ) from lost
+                key = lost.key or key or self._missing()
+                number = lost.number if lost.key else self.transport.arrived.get(key, 0)
+                words = lost_words(self.at, key, number, lost.error)
+                raise CommunicationError(words) from lost
             if not came:
-                way, chunk = needs or self._missing()
-                number = self.inbox.arrived.get((way, chunk), 0)
-                raise CommunicationError(lost_words(self.at, (way, chunk), number, None))
+                raise CommunicationError(lost_words(self.at, key, number, None))
         if self.timing and time.perf_counter() - start > SHORT:
             (way, chunk), micro = self._cause(start)
             at.done.append(Done(WORDS[way], micro, chunk, start, time.perf_counter()))
 
     def _cause(self, start: float) -> tuple[Key, int]:
         """The message that ended a wait: the last that came."""
-        log = [entry for entry in self.inbox.log if entry[2] >= start]
+        log = [entry for entry in self.transport.log if entry[2] >= start]
         key = log[-1][0] if log else self._missing()
-        return key, log[-1][1] if log else self.inbox.arrived.get(key, 0)
+        return key, log[-1][1] if log else self.transport.arrived.get(key, 0)
 
     def _missing(self) -> Key:
         """What a stage that can do nothing waits for: of all that is to come the first."""
@@ -335,7 +493,7 @@ class Step:
 
     def here(self, way: str, chunk: int, number: int) -> bool:
         """Whether a message has come."""
-        return self.inbox.arrived.get((way, chunk), 0) > number
+        return self.transport.arrived.get((way, chunk), 0) > number
 
     def _ready(self) -> list[Job]:
         """Jobs that can be done now: of each kind and chunk the next, if it can."""
@@ -403,6 +561,10 @@ class Step:
             self.scored(y.detach())
         else:
             self.vocabulary.leave(job.micro, y.detach())
+        if x is not None and self.shape.forward_only and not stage.enters(job.chunk):
+            passed_on = y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+            if not (final and passed_on):  # else the result would be written over
+                self.transport.release(x)
 
     def _backward(self, job: Job) -> None:
         at, stage = self.at, self.at.stage
@@ -426,14 +588,24 @@ class Step:
                 self.later[job.chunk, job.micro] = at.moment.later
         finally:
             at.moment.later = None
-        if kept.x is None:
-            return
-        assert kept.x.grad is not None, job
-        if stage.enters(job.chunk):
-            assert self.vocabulary is not None
+        if last and self.rendezvous and self.shape.chunks > 1 and not self._held_back:
+            at.queue.flush()  # in the order of virtual stages, which is the same in all replicas
+        messages = [] if stage.leaves(job.chunk) else [dy]
+        if kept.x is not None and stage.enters(job.chunk):
+            assert self.vocabulary is not None and kept.x.grad is not None, job
             self.vocabulary.returned(job.micro, kept.x.grad)
-        else:
+        elif kept.x is not None:
+            assert kept.x.grad is not None, job
             self._send(BACKWARD, job, kept.x.grad)
+            messages.append(kept.x)
+        if self.shape.split:  # weight gradients may read them
+            self.read_later[job.chunk, job.micro] = messages
+        else:
+            self._release(messages)
+
+    def _release(self, messages: Sequence[Tensor]) -> None:
+        for message in messages:
+            self.transport.release(message)
 
     @torch.no_grad()
     def _weights(self, job: Job) -> None:
@@ -441,6 +613,7 @@ class Step:
         self.enter(job.micro, last=last and not self._held_back)
         for work in self.later.pop((job.chunk, job.micro)):
             work()
+        self._release(self.read_later.pop((job.chunk, job.micro)))
 
     @property
     def _held_back(self) -> bool:
@@ -451,41 +624,27 @@ class Step:
 
     def taken(self, way: str, chunk: int) -> Tensor:
         """The next message of a key."""
-        value = self.inbox.take((way, chunk), self.at.device)
+        value = self.transport.take((way, chunk))
         self._noted("receive", way, value)
         return value
 
-    def post(self, way: str, to: int, value: Tensor, tag: int) -> None:
+    def post(self, way: str, to: int, value: Tensor, number: int) -> None:
         """Send a message to any stage."""
-        self._noted("send", way, value)
-        try:
-            self.outbox[FORWARD].send(value, self.at.line(way, tag), to, tag)
-        except CommunicationError as error:
-            raise CommunicationError(
-                unsent_words(self.at, way, self.now.count("F"), error, to)
-            ) from error
+        self._hand_over((way, self.at.stage.index), number, value, to)
 
     def _send(self, way: str, job: Job, value: Tensor) -> None:
         """Send the result of a job on, to the virtual stage before or behind."""
-        at, stage = self.at, self.at.stage
-        ahead = 1 if way == FORWARD else -1
-        to = (stage.index + ahead) % stage.count
-        # messages are known by the later of the two chunks
-        tag = (stage.virtual(job.chunk) + max(ahead, 0)) // stage.count
-        axis = at.line(way, tag, wraps=stage.index + ahead != to)
-        form, limit = (tuple(value.shape), value.dtype), at.grid.timeout_seconds
-        box, first = self.outbox[way], way == FORWARD and job.micro == 0
+        stage = self.at.stage
+        to = (stage.index + (1 if way == FORWARD else -1)) % stage.count
+        self._hand_over(self._key_there(way, job.chunk), job.micro, value, to)
+
+    def _hand_over(self, key: Key, number: int, value: Tensor, to: int) -> None:
+        self._noted("send", key[0], value)
         try:
-            known = (self._shape_of(), -1 - job.chunk)
-            if first and at.forms.get(known) != form:
-                at.forms[known] = form
-                box.send(header(form, at.device), axis, to, tag, limit)
-            box.send(value, axis, to, tag, limit)
+            self.transport.send(key, number, value, to)
         except CommunicationError as error:
-            raise CommunicationError(unsent_words(self.at, way, job.micro, error)) from error
-        self._noted("send", way, value)
-        if first and not self.shape.forward_only:
-            self._listen(BACKWARD, job.chunk, form)
+            words = unsent_words(self.at, key[0], number, error, to)
+            raise CommunicationError(words) from error
 
     def _noted(self, op: str, way: str, value: Tensor) -> None:
         """Have the trace know of a message."""

@@ -128,6 +128,39 @@ def simulate(shape: Shape, policy: Policy, times: Times, seed: int = 0) -> Timel
     return Timeline(shape, spans, play.seconds, tuple(busy), tuple(play.peak), tuple(play.waits))
 
 
+def replay(
+    shape: Shape,
+    policy: Policy,
+    stage: int,
+    arrivals: Sequence[Job],
+    known: Sequence[int],
+) -> list[Job | None]:
+    """What the policy chooses on one stage for messages that come when they did in a real step.
+
+    arrivals: the job that each message is for, as they came. known: how many had come at each
+    choice. A choice is None where the policy would wait.
+    """
+    shape = replace(shape, split=policy.split)
+    zeros = [[[0.0] * shape.micro_batches] * shape.chunks * len(shape.kinds)] * shape.stages
+    play = Play(shape, policy, zeros, [0.0] * shape.stages * shape.chunks)
+    if stage == 0:
+        play.arrived[0][0] = shape.micro_batches
+        play.ready[0].append(play.jobs[0][0])
+    found: list[Job | None] = []
+    seen = 0
+    for count in known:
+        for job in arrivals[seen:count]:
+            play._arrive(stage, job)
+        seen = max(seen, count)
+        choice = policy.choose(play.ready[stage], play.now[stage])
+        found.append(choice)
+        if choice is None:
+            break
+        play.ready[stage].remove(choice)
+        play._end(stage, choice, 0.0)
+    return found
+
+
 def lengths(shape: Shape, times: Times, seed: int = 0) -> Lengths:
     """Seconds of every job; the same whatever policy plays them, but for what split tells apart."""
     if problems := times.problems(shape):

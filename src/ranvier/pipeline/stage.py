@@ -13,14 +13,13 @@ from torch import nn
 
 from ranvier.comm.agree import everyone
 from ranvier.comm.fill import copies
+from ranvier.comm.p2p import connect_pairs
 from ranvier.errors import PlanError
-from ranvier.grid import Grid
+from ranvier.grid import CONTROL, DOWN, UP, Grid
 from ranvier.layers import Flow
 from ranvier.nn.leaf import Leaf, Site
 from ranvier.pipeline.cut import Absent, Cut, Stage, cut, parts_of, segment_of
-from ranvier.pipeline.line import line
-from ranvier.pipeline.messages import BACKWARD, FORWARD
-from ranvier.pipeline.vocabulary import TAGS
+from ranvier.pipeline.messages import BACKWARD, FORWARD, pairs
 
 VOCABULARY = ("embed", "head")
 """Layers that all stages have, if the vocabulary is spread."""
@@ -35,12 +34,14 @@ def meet(grid: Grid, how: Cut) -> None:
         return
     everyone(grid)
     grid.axis("pipe")
-    for tag in range(how.chunks):
+    if not grid.rendezvous:
         for way in (FORWARD, BACKWARD):
-            for wraps in (False, True):
-                line(grid, way, tag, wraps=wraps)
-    for way, tag in TAGS.items() if how.spread else ():
-        line(grid, way, tag)
+            grid.axis("pipe", channel=way)
+        return
+    grid.axis("pipe", channel=CONTROL)
+    stages = pairs(grid.degrees["pipe"], how.chunks, spread=how.spread)
+    connect_pairs(grid.axis("pipe", channel=UP), [(a, b) for a, b in stages if a < b])
+    connect_pairs(grid.axis("pipe", channel=DOWN), [(a, b) for a, b in stages if a > b])
 
 
 def staged(model: nn.Module, site: Site, found: Mapping[str, Leaf], how: Cut) -> Stage:

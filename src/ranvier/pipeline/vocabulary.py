@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ranvier.comm.inbox import Source
+from ranvier.comm.p2p import RendezvousTransport
 from ranvier.pipeline.messages import FINAL, PART, RETURN, ROWS
 
 if TYPE_CHECKING:
     from ranvier.pipeline.runtime import Step
-
-TAGS = {ROWS: 1000, FINAL: 1001, PART: 1002, RETURN: 1003}
 
 
 class Vocabulary:
@@ -35,6 +33,8 @@ class Vocabulary:
         self.others = [s for s in range(stage.count) if s != stage.index]
         self.heads = 0
         """Micro-batches whose loss is computed."""
+        self._announced = -1
+        """The last micro-batch for whose loss this stage has said that it is ready."""
         self.rows: dict[int, Tensor] = {}
         """My rows of each micro-batch, in the graph."""
         self.finals: dict[int, Tensor] = {}
@@ -42,39 +42,46 @@ class Vocabulary:
         self.grads: dict[int, Tensor] = {}
         """My part of its gradient, on the last stage."""
 
-    def begin(self) -> None:
-        """Look up all rows; listen to the other stages."""
-        count, training = len(self.step.micros), not self.step.shape.forward_only
-        form = None
-        for m in range(count):
-            micro = self.step.enter(m)
-            rows = self.embed(micro.inputs["tokens"])
-            form = (tuple(rows.shape), rows.dtype)
-            self.rows[m] = rows
-            if not self.first:
-                self.step.post(ROWS, 0, rows.detach(), TAGS[ROWS])
-        assert form is not None
-
-        def listen(what: str, sender: int) -> None:
-            axis = self.at.line(what, TAGS[what])
-            source = Source(axis, sender, count, self.at.device, form, TAGS[what])
-            self.step.inbox.listen((what, sender), source)
-
-        for sender in self.others:
+    def announce(self) -> None:
+        """Say which messages will come and be sent."""
+        count, transport = len(self.step.micros), self.step.transport
+        training, last = not self.step.shape.forward_only, self.at.stage.count - 1
+        me = self.at.stage.index
+        for other in self.others:
             if self.first:
-                listen(ROWS, sender)
-            if self.last and training:
-                listen(PART, sender)
+                transport.expect((ROWS, other), other, count)
+                if training:
+                    transport.promise((RETURN, me), other, count)
+            if self.last:
+                transport.promise((FINAL, me), other, count)
+                if training:
+                    transport.expect((PART, other), other, count)
+        if not self.first:
+            transport.promise((ROWS, me), 0, count)
+            if training:
+                transport.expect((RETURN, 0), 0, count)
         if not self.last:
-            listen(FINAL, self.at.stage.count - 1)
-        if not self.first and training:
-            listen(RETURN, 0)
+            transport.expect((FINAL, last), last, count)
+            if training:
+                transport.promise((PART, me), last, count)
+        if isinstance(transport, RendezvousTransport):
+            transport.expect_meetings(self.others, count)
+
+    def begin(self) -> None:
+        """Look up all rows."""
+        for m in range(len(self.step.micros)):
+            micro = self.step.enter(m)
+            self.rows[m] = self.embed(micro.inputs["tokens"])
+            if not self.first:
+                self.step.post(ROWS, 0, self.rows[m].detach(), m)
 
     def embedded(self, m: int) -> Tensor:
         """The rows of all stages, on the first one."""
         total = self.rows[m].detach()
         for sender in self.others:
-            total = total + self.step.taken(ROWS, sender)
+            rows = self.step.taken(ROWS, sender)
+            total = total + rows
+            self.step.transport.release(rows)
         return total.requires_grad_(not self.step.shape.forward_only)
 
     def can_enter(self, m: int) -> bool:
@@ -85,7 +92,7 @@ class Vocabulary:
         """Tell all stages what the head gets."""
         self.finals[m] = y
         for other in self.others:
-            self.step.post(FINAL, other, y, TAGS[FINAL])
+            self.step.post(FINAL, other, y, m)
 
     def can_score(self) -> bool:
         """Whether the head can work on the next micro-batch."""
@@ -97,6 +104,22 @@ class Vocabulary:
         if self.step.now.count("F", chunks - 1) <= self.heads:
             return False  # nor can it have come: it went through here
         return self.step.here(FINAL, self.at.stage.count - 1, self.heads)
+
+    def has_met(self, transport: RendezvousTransport) -> bool:
+        """Whether all stages are ready for the loss of the next micro-batch.
+
+        A stage says so when all its messages have been taken, and sends none until all have said
+        it: whoever waits in a collective of all stages takes none.
+        """
+        if self._announced < self.heads and not transport.has_outgoing:
+            transport.meet(self.others, self.heads)
+            self._announced = self.heads
+        return self.is_meeting and transport.has_met(self.others, self.heads)
+
+    @property
+    def is_meeting(self) -> bool:
+        """Whether this stage has said that it is ready for the loss of the next micro-batch."""
+        return self._announced == self.heads
 
     def score(self) -> None:
         """The loss of the next micro-batch; all stages take part.
@@ -124,7 +147,9 @@ class Vocabulary:
             if self.last:
                 self.grads[m] = y.grad
             else:
-                step.post(PART, self.at.stage.count - 1, y.grad, TAGS[PART])
+                step.post(PART, self.at.stage.count - 1, y.grad, m)
+        if not self.last:
+            step.transport.release(y)
         self.heads += 1
 
     def can_return(self, m: int) -> bool:
@@ -136,13 +161,15 @@ class Vocabulary:
         """The gradient of what the head got, on the last stage."""
         total = self.grads.pop(m)
         for sender in self.others:
-            total = total + self.step.taken(PART, sender)
+            part = self.step.taken(PART, sender)
+            total = total + part
+            self.step.transport.release(part)
         return total
 
     def returned(self, m: int, dx: Tensor) -> None:
         """The gradient of the rows, on the first stage, which tells the others."""
         for other in self.others:
-            self.step.post(RETURN, other, dx, TAGS[RETURN])
+            self.step.post(RETURN, other, dx, m)
         self._back(m, dx)
 
     def _back(self, m: int, dx: Tensor) -> None:
@@ -154,7 +181,10 @@ class Vocabulary:
         """Gradients of my rows, once the first stage has sent them."""
         if self.step.shape.forward_only or self.first:
             return
-        for m in range(len(self.step.micros)):
-            self.step.wait_until(lambda m=m: self.step.here(RETURN, 0, m), (RETURN, 0))  # type: ignore[misc]
+        each = len(self.step.micros)
+        self.step.drain(lambda: self.step.here(RETURN, 0, each - 1), (RETURN, 0))
+        for m in range(each):
             self.step.enter(m)
-            self._back(m, self.step.taken(RETURN, 0))
+            dx = self.step.taken(RETURN, 0)
+            self._back(m, dx)
+            self.step.transport.release(dx)

@@ -142,7 +142,7 @@ def work(model: Model, part: Part, spot: Spot, flow: Flow) -> int:
 
 
 @lru_cache(KEPT)
-def _pieces(model: Model, part: Part, spot: Spot) -> tuple[Piece, ...]:
+def pieces_of(model: Model, part: Part, spot: Spot) -> tuple[Piece, ...]:
     """The weights of one such part; those of blocks are of the block `part.name`."""
     ground, block = spot.ground(model), part.name if part.is_block else ""
     return tuple(piece for leaf in part.leaves for piece in leaf.pieces("", block, ground))
@@ -215,7 +215,7 @@ def lots_of(model: Model, stage: Stage, spot: Spot) -> tuple[tuple[str, Lot, int
     """Name of the part, lot, and how many equal ones there are, of all weights of a stage."""
     degrees, found, vectors = dict(zip(AXES, spot.degrees, strict=True)), [], list[Piece]()
     for part, count in stage.here:
-        pieces = _pieces(model, part, spot.shards)
+        pieces = pieces_of(model, part, spot.shards)
         if not part.is_block:
             pieces = tuple(_shared(pieces, model, stage, part.name == EXIT))
         vectors += [replace(one, times=count) for one in pieces if one.block == VECTORS]
@@ -385,7 +385,13 @@ def lot_events(
 def _orders(model: Model, plan: Plan, seq: int, seat: Seat) -> int:
     """How often a stage's leader says what is next under the policy of a plan."""
     policy = policy_of(model, plan, seq)
-    return messages.orders(seat, plan.micro_batches, dynamic=policy.dynamic, split=policy.split)
+    return messages.orders(
+        seat,
+        plan.micro_batches,
+        dynamic=policy.dynamic,
+        split=policy.split,
+        rendezvous=False,  # as a dry run has it; over NCCL there are more, on the host
+    )
 
 
 def policy_of(model: Model, plan: Plan, seq: int) -> Policy:

@@ -185,9 +185,7 @@ def _prepare(run: Run, model: Decoder, load: float) -> None:
         policy = pipeline.policy(micros)
         jobs = replace(pipeline.shape(micros), split=policy.split)
         pipeline.chosen[micros] = late(policy, jobs, runtime.stage.index)
-    key = (("tokens", (plan.micro_batch, run.data.seq)),)
-    for chunk in range(len(runtime.stage.chunks)):
-        runtime.forms[key, chunk] = runtime.forms[key, -1 - chunk] = form
+    runtime.form = form
     runtime.leads = True  # nobody else would
 
 

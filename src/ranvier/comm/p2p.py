@@ -1,0 +1,781 @@
+"""Point-to-point messages between the stages of a pipeline.
+
+A message is known by its key at the receiver (what it brings, and for which chunk or from which
+sender) and by its number. There are two transports, as in MPI:
+
+* `EagerTransport` (Gloo): a message is sent as soon as it exists, and a thread has the next receive
+  posted while the last message waits to be taken. CUDA tensors pass through pinned host memory.
+* `RendezvousTransport` (NCCL): a send and its receive are kernels that spin until the other one
+  runs. Whatever synchronises the context meanwhile (loading a kernel for the first time, freeing
+  device memory) waits for them, and on an H200 so does every other launch of the process, whichever
+  thread makes it. So all transfers are posted by the main thread between two jobs, under one rule:
+
+      Nothing is posted whose completion depends on what this rank does later.
+
+  A send is posted once its value is there. The receiver is told over a host channel, posts its
+  receive between two jobs and acknowledges it; until then the sender takes no job, but goes on
+  posting transfers. A receive is posted only after its send. Every job ends, as the ranks of a
+  stage post transfers in one order; so every receiver comes to the point where it posts, and no
+  cycle of waiting ranks can form. `tests/comm/test_p2p.py` plays it on a device that blocks.
+
+The rendezvous needs two communicators over the pipe axis, for messages to later and to earlier
+stages: operations of one communicator run in order, and waiting along one direction has an end.
+
+Not handled: messages whose sizes differ between the ranks of a stage.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, distributed
+
+from ranvier.errors import CommunicationError
+from ranvier.grid import CONTROL, DOWN, UP, Axis, Grid
+
+Key = tuple[str, int]
+"""What messages bring, as a word, and the chunk they are for (or the stage they are from)."""
+Delay = Callable[[Key, int], float]
+"""Seconds that a message is held back, by its key and number; for tests."""
+Form = tuple[tuple[int, ...], torch.dtype]
+"""Shape and type of messages."""
+TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+HEADER = 12
+"""Numbers that describe a form: type, dims, sizes."""
+HEADING: Form = ((HEADER,), torch.int64)
+
+
+def encode_form(form: Form) -> list[int]:
+    """A form as `[type, dims, sizes ...]`."""
+    shape, dtype = form
+    numbers = [TYPES.index(dtype), len(shape), *shape]
+    return numbers + [0] * (HEADER - len(numbers))
+
+
+def decode_form(numbers: Sequence[int]) -> Form:
+    """The form that these numbers describe."""
+    kind, dims, *sizes = numbers
+    return tuple(sizes[:dims]), TYPES[kind]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One side of a message, to be posted by all ranks of a stage."""
+
+    op: Literal["send", "receive"]
+    key: Key
+    """As the receiver knows it."""
+    number: int
+    peer: int
+    """Place of the other stage on the pipe axis."""
+    form: Form
+
+
+class LostError(CommunicationError):
+    """A message that will not come."""
+
+    def __init__(self, key: Key | None, number: int, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.key, self.number, self.error = key, number, error
+
+
+class Transport(ABC):
+    """Messages of one step: those that have arrived, in order for each key, and those to be sent.
+
+    ways: all words that keys begin with. ahead: messages that may wait to be taken, or be on their
+    way to one stage; 0: any number.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        device: torch.device,
+        ways: Sequence[str],
+        *,
+        delay: Delay | None = None,
+        ahead: int = 0,
+    ) -> None:
+        self.grid, self.device, self.ways = grid, device, tuple(ways)
+        self.ahead = ahead
+        self.stage = grid.index["pipe"]
+        self.arrived: dict[Key, int] = {}
+        """Messages of each key that have come."""
+        self.log: list[tuple[Key, int, float]] = []
+        """When each came."""
+        self._delay = delay
+        self._change = threading.Condition()
+        self._version = 0
+        self._error: LostError | None = None
+
+    @abstractmethod
+    def expect(self, key: Key, sender: int, count: int) -> None:
+        """Say that messages of a key will come. All are said before the first job of a step."""
+
+    @abstractmethod
+    def promise(self, key: Key, to: int, count: int) -> None:
+        """Say that messages of a key will be sent; likewise."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin to listen."""
+
+    @abstractmethod
+    def send(self, key: Key, number: int, value: Tensor, to: int) -> None:
+        """Hand a message over; it must not be changed any more. Communicates: point to point."""
+
+    @abstractmethod
+    def take(self, key: Key) -> Tensor:
+        """The next message of a key, which must have come (on the rank that chooses jobs)."""
+
+    @abstractmethod
+    def close(self, seconds: float) -> None:
+        """Wait until all is sent."""
+
+    def release(self, value: Tensor) -> None:  # noqa: B027 (most need not know)
+        """Say that nothing reads a message any more but what has been launched."""
+
+    def next_transfer(self, *, sends: bool = True) -> Transfer | None:
+        """A transfer that can be posted now. sends: else only receives."""
+        return None
+
+    def post(self, transfer: Transfer) -> None:
+        """Post a transfer."""
+        raise AssertionError(f"{type(self).__name__} posts transfers by itself: {transfer}")
+
+    @property
+    def can_compute(self) -> bool:
+        """Whether a job may be launched now."""
+        return True
+
+    @property
+    def has_outgoing(self) -> bool:
+        """Whether messages of mine have not been acknowledged yet."""
+        return False
+
+    @property
+    def version(self) -> int:
+        """Counts everything that was noticed; see `wait`."""
+        return self._version
+
+    def wait(self, seen: int, seconds: float) -> bool:
+        """Wait until more than `seen` was noticed; False if nothing was in time."""
+        with self._change:
+            new = self._change.wait_for(
+                lambda: self._error is not None or self._version > seen, timeout=seconds
+            )
+            if self._error is not None:
+                raise self._error
+            return bool(new)
+
+    def _notice(self) -> None:
+        """Wake whoever waits; the lock is held."""
+        self._version += 1
+        self._change.notify_all()
+
+    def _note_arrival(self, key: Key, number: int) -> None:
+        if self._delay is not None:
+            time.sleep(self._delay(key, number))
+        with self._change:
+            self.arrived[key] += 1
+            self.log.append((key, number, time.perf_counter()))
+            self._notice()
+
+    def _fail(self, key: Key | None, number: int, error: BaseException) -> None:
+        """Have whoever waits see an error of a thread."""
+        with self._change:
+            self._error = self._error or LostError(key, number, error)
+            self._notice()
+
+    def _tag(self, key: Key) -> int:
+        way, place = key
+        return self.ways.index(way) * 4096 + place
+
+
+# ---- eager ------------------------------------------------------------------------------
+
+
+class EagerTransport(Transport):
+    """Messages are received ahead and sent behind by threads."""
+
+    def __init__(self, *args: Any, form: Form | None = None, **options: Any) -> None:
+        """form: of all messages; None: each sender tells before its first."""
+        super().__init__(*args, **options)
+        self.form = form
+        self._ready: dict[Key, deque[Tensor]] = {}
+        self._senders: list[tuple[Key, int, int]] = []
+        self._outboxes: dict[str, _Outbox] = {}
+
+    def axis(self, way: str) -> Axis:
+        """The communicator of a kind of message: gradients have one of their own."""
+        return self.grid.axis("pipe", channel=way if way in self.ways[:2] else self.ways[0])
+
+    def expect(self, key: Key, sender: int, count: int) -> None:
+        """Say that messages of a key will come."""
+        self._ready[key], self.arrived[key] = deque(), 0
+        self._senders.append((key, sender, count))
+
+    def promise(self, key: Key, to: int, count: int) -> None:
+        """Nothing has to be known of what will be sent."""
+
+    def start(self) -> None:
+        """Begin to listen."""
+        for sender in self._senders:
+            threading.Thread(target=self._listen, args=sender, daemon=True).start()
+
+    def _listen(self, key: Key, sender: int, count: int) -> None:
+        number = 0
+        try:
+            with _thread_stream(self.device) as stream:
+                form = self.form
+                if form is None:
+                    heading = self._receive(key, sender, HEADING, stream)
+                    form = decode_form(heading.tolist())
+                for number in range(count):
+                    if self.ahead:
+                        self._wait_for_room(key)
+                    value = self._receive(key, sender, form, stream)
+                    with self._change:
+                        self._ready[key].append(value)
+                    self._note_arrival(key, number)
+        except BaseException as error:  # whoever waits must see it
+            self._fail(key, number, error)
+
+    def _wait_for_room(self, key: Key) -> None:
+        with self._change:
+            self._change.wait_for(lambda: len(self._ready[key]) < self.ahead)
+
+    def _receive(self, key: Key, sender: int, form: Form, stream: Any) -> Tensor:
+        """The next message, complete when this returns."""
+        axis, (shape, dtype) = self.axis(key[0]), form
+        if _is_staged(axis, self.device):
+            value = torch.empty(shape, dtype=dtype, pin_memory=True)
+        else:
+            value = torch.empty(shape, dtype=dtype, device=self.device)
+        work = distributed.irecv(value, axis.ranks[sender], group=axis.group, tag=self._tag(key))
+        assert work is not None
+        work.wait()
+        if stream is not None:
+            stream.synchronize()
+        return value
+
+    def send(self, key: Key, number: int, value: Tensor, to: int) -> None:
+        """Hand a message over. Communicates: point to point, its form before the first."""
+        way = key[0]
+        channel = way if way in self.ways[:2] else self.ways[0]
+        if channel not in self._outboxes:
+            self._outboxes[channel] = _Outbox(self.device, self.ahead, self.grid.timeout_seconds)
+        box, axis = self._outboxes[channel], self.axis(way)
+        if number == 0 and self.form is None:
+            numbers = encode_form((tuple(value.shape), value.dtype))
+            box.send(torch.tensor(numbers, device=self.device), axis, to, self._tag(key))
+        box.send(value, axis, to, self._tag(key))
+
+    def take(self, key: Key) -> Tensor:
+        """The next message of a key, which must have come."""
+        with self._change:
+            value = self._ready[key].popleft()
+            self._change.notify_all()
+        return value.to(self.device, non_blocking=True)
+
+    def close(self, seconds: float) -> None:
+        """Wait until all is sent."""
+        for box in self._outboxes.values():
+            box.close(seconds)
+
+
+@contextmanager
+def _thread_stream(device: torch.device) -> Iterator[Any]:
+    """A stream of the thread's own."""
+    if device.type != "cuda":
+        yield None
+        return
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield stream
+
+
+def _is_staged(axis: Axis, device: torch.device) -> bool:
+    return device.type == "cuda" and distributed.get_backend(axis.group) == "gloo"
+
+
+@dataclass
+class _Letter:
+    """A message on its way out."""
+
+    value: Tensor
+    axis: Axis
+    to: int
+    tag: int
+    made: Any = None
+    """The event of the device after which the value is there."""
+    work: Any = None
+    """What it is waited for by, once it is sent."""
+
+    def send(self) -> None:
+        """Start to send it."""
+        to, group = self.axis.ranks[self.to], self.axis.group
+        self.work = distributed.isend(self.value, to, group=group, tag=self.tag)
+        assert self.work is not None
+
+
+class _Outbox:
+    """Messages on their way out in one direction, in order, sent by a thread."""
+
+    def __init__(self, device: torch.device, ahead: int, seconds: float) -> None:
+        self.device, self.seconds = device, seconds
+        self._room = threading.Semaphore(ahead) if ahead else None
+        self._letters: queue.SimpleQueue[_Letter | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def send(self, value: Tensor, axis: Axis, to: int, tag: int) -> None:
+        """Hand a message over."""
+        if self._room is not None and not self._room.acquire(timeout=self.seconds):
+            raise CommunicationError(f"it was not taken within {self.seconds:g} s")
+        self._check()
+        letter = _Letter(value.contiguous(), axis, to, tag)
+        if self.device.type == "cuda":  # whose thread waits for the device first
+            letter.made = torch.cuda.Event()
+            letter.made.record()
+        else:
+            try:
+                letter.send()
+            except RuntimeError as error:
+                self._error = error
+                self._check()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread.start()
+        self._letters.put(letter)
+
+    def _work(self) -> None:
+        """See letters off."""
+        try:
+            with _thread_stream(self.device) as stream:
+                while (letter := self._letters.get()) is not None:
+                    if letter.work is None:
+                        _send_staged(letter, stream)
+                    letter.work.wait()
+                    if stream is not None:
+                        stream.synchronize()
+                    if self._room is not None:
+                        self._room.release()
+        except BaseException as error:  # seen by the next send, or at the end
+            self._error = error
+            if self._room is not None:
+                self._room.release()
+
+    def close(self, seconds: float) -> None:
+        """Wait until all is sent."""
+        if self._thread is not None:
+            self._letters.put(None)
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                raise CommunicationError(f"it was not taken within {seconds:g} s")
+            self._thread = None
+        self._check()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise CommunicationError(str(self._error)) from self._error
+
+
+def _send_staged(letter: _Letter, stream: Any) -> None:
+    """Send what lies on a device, once it is there; through the host where Gloo sends it."""
+    stream.wait_event(letter.made)
+    if _is_staged(letter.axis, letter.value.device):
+        there = letter.value
+        letter.value = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
+        letter.value.copy_(there, non_blocking=True)
+        stream.synchronize()
+    letter.send()
+
+
+# ---- rendezvous -------------------------------------------------------------------------
+
+POSTED, TAKEN, MEET = range(3)
+"""What control messages say: a send is posted, its receive is, a stage is ready for a collective
+of all stages."""
+CONTROL_NUMBERS = 4 + HEADER
+
+
+def connect_pairs(axis: Axis, pairs: Sequence[tuple[int, int]]) -> None:
+    """Have NCCL connect the ranks of an axis that will send to each other, as (from, to).
+
+    It would do so at the first transfer between two ranks, and block the hosts of both.
+    Communicates: one number between each pair.
+    """
+    if axis.group is None or distributed.get_backend(axis.group) != "nccl":
+        return
+    here = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
+    operations = [
+        distributed.P2POp(distributed.isend, here, axis.ranks[to], axis.group)
+        for sender, to in pairs
+        if sender == axis.index
+    ]
+    operations += [
+        distributed.P2POp(distributed.irecv, torch.empty_like(here), axis.ranks[sender], axis.group)
+        for sender, to in pairs
+        if to == axis.index
+    ]
+    for work in distributed.batch_isend_irecv(operations) if operations else []:
+        work.wait()
+    torch.cuda.current_stream().synchronize()
+
+
+class ReceiveBuffers:
+    """Device memory of messages, kept for the next ones of the same form.
+
+    A buffer that was released is written again only after the work that was launched before its
+    release. The allocator would not do: its memory belongs to one stream, but a message is received
+    on another than the one that reads it, and neither may wait for all that the other has to do.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[Form, deque[tuple[Tensor, Any]]] = {}
+        self._lent: dict[int, tuple[Form, Tensor]] = {}
+
+    def acquire(self, form: Form, device: torch.device, stream: Any) -> Tensor:
+        """A buffer that may be written on a stream."""
+        free = self._free.setdefault(form, deque())
+        if free:
+            buffer, event = free.popleft()
+        else:
+            shape, dtype = form
+            buffer = torch.empty(shape, dtype=dtype, device=device)
+            event = _record_event(device)
+        if stream is not None:
+            stream.wait_event(event)
+        self._lent[buffer.data_ptr()] = (form, buffer)
+        return buffer
+
+    def holds(self, value: Tensor) -> bool:
+        """Whether a tensor lies in a buffer that is in use."""
+        return value.untyped_storage().data_ptr() in self._lent
+
+    def release(self, value: Tensor) -> None:
+        """Take a buffer back."""
+        form, buffer = self._lent.pop(value.data_ptr())
+        self._free[form].append((buffer, _record_event(buffer.device)))
+
+
+def _record_event(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+class _Link:
+    """The communicator of one direction, and the stream on which its transfers run."""
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self.axis, self.device = axis, device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def launch(self, op: str, value: Tensor, peer: int, after: Any, tag: int) -> Any:
+        """Post one side of a transfer; what its end is waited for by."""
+        call = distributed.isend if op == "send" else distributed.irecv
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            if self.stream is not None and after is not None:
+                self.stream.wait_event(after)
+            work = call(value, self.axis.ranks[peer], group=self.axis.group, tag=tag)
+            assert work is not None
+            if self.stream is None:
+                return work
+            work.wait()  # the stream waits, not the host
+            done = torch.cuda.Event(blocking=True)
+            done.record(self.stream)
+            return done
+
+
+@dataclass(eq=False)
+class _Outgoing:
+    """A message that has not been acknowledged, or whose transfer is not complete."""
+
+    key: Key
+    number: int
+    to: int
+    value: Tensor
+    made: Any
+    """The event of the device after which the value is there; None: at once."""
+
+
+@dataclass(eq=False)
+class _Arrival:
+    """A message whose receive is posted."""
+
+    buffer: Tensor
+    event: Any = None
+    """The event of the device after which it is there."""
+    complete: threading.Event | None = None
+    """The same without a device."""
+
+
+class RendezvousLinks:
+    """What the transports of all steps share: communicators, streams, buffers."""
+
+    def __init__(self, grid: Grid, device: torch.device) -> None:
+        self.up = _Link(grid.axis("pipe", channel=UP), device)
+        self.down = _Link(grid.axis("pipe", channel=DOWN), device)
+        self.control = grid.axis("pipe", channel=CONTROL)
+        self.buffers = ReceiveBuffers()
+
+
+class RendezvousTransport(Transport):
+    """Transfers are posted by the main thread, between jobs, in an order that stages agree on.
+
+    leads: whether I choose for all ranks of my stage; the others post what they are told.
+    """
+
+    def __init__(self, *args: Any, links: RendezvousLinks, leads: bool, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.links, self.leads = links, leads
+        self._ready: dict[Key, deque[_Arrival]] = {}
+        self._waiting: dict[Key, int] = {}
+        self._messages_from: dict[int, int] = {}
+        self._posted: deque[Transfer] = deque()
+        self._made: deque[_Outgoing] = deque()
+        self._outgoing: dict[tuple[Key, int, int], _Outgoing] = {}
+        self._holding: set[tuple[Key, int, int]] = set()
+        self._met: dict[int, int] = {}
+        self._told: deque[tuple[Any, Tensor]] = deque()
+        self._threads: list[tuple[threading.Thread, queue.SimpleQueue[Any]]] = []
+        self._made_queue = self._start_waiter() if self.device.type == "cuda" else None
+        self._done_queues = {link: self._start_waiter() for link in (links.up, links.down)}
+
+    def expect(self, key: Key, sender: int, count: int) -> None:
+        """Say that messages of a key will come."""
+        self._ready[key], self.arrived[key], self._waiting[key] = deque(), 0, 0
+        self._messages_from[sender] = self._messages_from.get(sender, 0) + count
+
+    def promise(self, key: Key, to: int, count: int) -> None:
+        """Say that messages of a key will be sent: each is acknowledged."""
+        self._messages_from[to] = self._messages_from.get(to, 0) + count
+
+    def expect_meetings(self, peers: Sequence[int], count: int) -> None:
+        """Say how often all stages will meet; see `meet`."""
+        for peer in peers:
+            self._messages_from[peer] = self._messages_from.get(peer, 0) + count
+
+    def start(self) -> None:
+        """Begin to listen, on the rank that leads its stage."""
+        for peer, count in self._messages_from.items() if self.leads else ():
+            threading.Thread(target=self._listen, args=(peer, count), daemon=True).start()
+
+    # ---- control messages ---------------------------------------------------------------
+
+    def _listen(self, peer: int, count: int) -> None:
+        axis = self.links.control
+        try:
+            for _ in range(count):
+                numbers = torch.zeros(CONTROL_NUMBERS, dtype=torch.int64)
+                work = distributed.irecv(numbers, axis.ranks[peer], group=axis.group)
+                assert work is not None
+                work.wait()
+                self._hear(peer, numbers.tolist())
+        except BaseException as error:  # whoever waits must see it
+            self._fail(None, peer, error)
+
+    def _hear(self, peer: int, numbers: list[int]) -> None:
+        op, way, place, number, *form = numbers
+        key = (self.ways[way], place)
+        with self._change:
+            if op == POSTED:
+                self._posted.append(Transfer("receive", key, number, peer, decode_form(form)))
+            elif op == TAKEN:
+                self._holding.discard((key, number, peer))
+            else:
+                self._met[number] = self._met.get(number, 0) + 1
+            self._notice()
+
+    def _tell(self, peer: int, op: int, key: Key, number: int, form: Form | None = None) -> None:
+        axis = self.links.control
+        rest = encode_form(form) if form is not None else [0] * HEADER
+        numbers = torch.tensor([op, self.ways.index(key[0]), key[1], number, *rest])
+        try:
+            work = distributed.isend(numbers, axis.ranks[peer], group=axis.group)
+        except RuntimeError as error:
+            raise CommunicationError(str(error)) from error
+        self._told.append((work, numbers))
+        while self._told and self._told[0][0].is_completed():
+            self._told.popleft()
+
+    def meet(self, peers: Sequence[int], number: int) -> None:
+        """Say that this stage is ready for a collective of all stages, and sends nothing before."""
+        for peer in peers:
+            self._tell(peer, MEET, (self.ways[0], 0), number)
+
+    def has_met(self, peers: Sequence[int], number: int) -> bool:
+        """Whether all of these stages are ready for it."""
+        with self._change:
+            return self._met.get(number, 0) == len(peers)
+
+    # ---- transfers ----------------------------------------------------------------------
+
+    def send(self, key: Key, number: int, value: Tensor, to: int) -> None:
+        """Hand a message over; it is posted once its value is there."""
+        value = value.contiguous()
+        if self.links.buffers.holds(value):  # a stage that changes nothing passes its input on
+            value = value.clone()
+        outgoing = _Outgoing(key, number, to, value, _record_blocking_event(self.device))
+        with self._change:
+            self._outgoing[key, number, to] = outgoing
+        if self._made_queue is None:
+            self._note_made(outgoing)
+        elif self.leads:
+            self._made_queue.put((outgoing.made.synchronize, lambda: self._note_made(outgoing)))
+
+    def _note_made(self, outgoing: _Outgoing) -> None:
+        with self._change:
+            self._made.append(outgoing)
+            self._notice()
+
+    def next_transfer(self, *, sends: bool = True) -> Transfer | None:
+        """A receive whose send is posted, else a send whose value is there."""
+        with self._change:
+            if self._error is not None:
+                raise self._error
+            for transfer in self._posted:
+                if not self.ahead or self._waiting[transfer.key] < self.ahead:
+                    self._posted.remove(transfer)
+                    return transfer
+            if not sends or not self._made:
+                return None
+            one = self._made.popleft()
+            form = (tuple(one.value.shape), one.value.dtype)
+            return Transfer("send", one.key, one.number, one.to, form)
+
+    def post(self, transfer: Transfer) -> None:
+        """Post a transfer, and tell the other stage. Communicates: point to point over pipe."""
+        (key, number, peer), tag = _address(transfer), self._tag(transfer.key)
+        if transfer.op == "send":
+            link = self.links.up if peer > self.stage else self.links.down
+            outgoing = self._outgoing[key, number, peer]
+            if self.leads:
+                with self._change:
+                    self._holding.add((key, number, peer))
+            done = link.launch("send", outgoing.value, peer, outgoing.made, tag)
+            if self.leads:
+                self._tell(peer, POSTED, key, number, transfer.form)
+            self._when_done(link, done, key, number, lambda: self._note_sent(outgoing))
+            return
+        link = self.links.down if peer > self.stage else self.links.up
+        buffer = self.links.buffers.acquire(transfer.form, self.device, link.stream)
+        done = link.launch("receive", buffer, peer, None, tag)
+        arrival = _Arrival(buffer, event=done)
+        if link.stream is None:
+            arrival = _Arrival(buffer, complete=threading.Event())
+        self._ready[key].append(arrival)
+        self._waiting[key] += 1
+        if self.leads:
+            self._tell(peer, TAKEN, key, number)
+        self._when_done(link, done, key, number, lambda: self._note_received(arrival, key, number))
+
+    def _when_done(
+        self, link: _Link, done: Any, key: Key, number: int, then: Callable[[], None]
+    ) -> None:
+        """Have a thread wait for a transfer."""
+        wait = done.wait if link.stream is None else done.synchronize
+
+        def finish() -> None:
+            try:
+                wait()
+            except BaseException as error:
+                self._fail(key, number, error)
+                raise
+
+        self._done_queues[link].put((finish, then))
+
+    def _note_sent(self, outgoing: _Outgoing) -> None:
+        with self._change:
+            del self._outgoing[outgoing.key, outgoing.number, outgoing.to]
+            self._notice()
+
+    def _note_received(self, arrival: _Arrival, key: Key, number: int) -> None:
+        if arrival.complete is not None:
+            arrival.complete.set()
+        self._note_arrival(key, number)
+
+    def take(self, key: Key) -> Tensor:
+        """The next message of a key, whose receive has been posted."""
+        arrival = self._ready[key].popleft()
+        self._waiting[key] -= 1
+        if arrival.complete is not None:
+            arrival.complete.wait(self.grid.timeout_seconds)
+        else:
+            torch.cuda.current_stream(self.device).wait_event(arrival.event)
+        return arrival.buffer.detach()
+
+    def release(self, value: Tensor) -> None:
+        """Let the memory of a message be used for the next one."""
+        self.links.buffers.release(value)
+
+    @property
+    def can_compute(self) -> bool:
+        """Whether the receive of each posted send is posted, and few messages are on their way."""
+        with self._change:
+            crowded = bool(self.ahead) and len(self._outgoing) >= self.ahead
+            return not self._holding and not crowded
+
+    @property
+    def has_outgoing(self) -> bool:
+        """Whether a message of mine has not been acknowledged, or not left, yet."""
+        with self._change:
+            return bool(self._holding or self._outgoing)
+
+    # ---- threads ------------------------------------------------------------------------
+
+    def _start_waiter(self) -> queue.SimpleQueue[Any]:
+        """A thread that waits for one thing after the other and then says so."""
+        work: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def run() -> None:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            while (pair := work.get()) is not None:
+                wait, then = pair
+                try:
+                    wait()
+                    then()
+                except BaseException as error:  # whoever waits must see it
+                    self._fail(None, -1, error)
+                    return
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        self._threads.append((thread, work))
+        return work
+
+    def close(self, seconds: float) -> None:
+        """End the threads; all messages have been acknowledged."""
+        for work, numbers in self._told:
+            del numbers
+            work.wait()
+        for thread, pending in self._threads:
+            pending.put(None)
+            thread.join(seconds)
+            if thread.is_alive():
+                raise CommunicationError(f"it was not taken within {seconds:g} s")
+        if self._error is not None:
+            raise self._error
+
+
+def _address(transfer: Transfer) -> tuple[Key, int, int]:
+    return transfer.key, transfer.number, transfer.peer
+
+
+def _record_blocking_event(device: torch.device) -> Any:
+    """An event for which a host thread waits without using a core."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -1,0 +1,225 @@
+"""Messages that stages agree on, over Gloo: the same results, on a device that blocks too.
+
+The device is a fake that does what a GPU was seen to do: while a transfer is posted and not
+complete, loading a module (the first launch of a kernel, an allocation that frees memory) waits for
+it, and holds up every other launch of the process. A send is complete when its receive is posted.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from equivalence import Case, Serial, batch_of, compare, run_case
+from pool import Pool, RankError
+from ranvier.comm.p2p import (
+    POSTED,
+    TAKEN,
+    RendezvousLinks,
+    RendezvousTransport,
+    Transfer,
+    decode_form,
+    encode_form,
+)
+from ranvier.grid import Grid
+from ranvier.pipeline.messages import WAYS, Seat, messages, orders, pairs
+from ranvier.pipeline.runtime import Step
+
+LR, CLIP = 1e-2, 0.5
+PATIENCE_SECONDS = 5.0
+"""How long a load may wait before that is a deadlock."""
+
+
+class BlockingDevice:
+    """Knows which transfers of this process are posted, and lets nothing pass a load that waits."""
+
+    def __init__(self) -> None:
+        self._change = threading.Condition()
+        self._posted: set[Any] = set()
+        self._loading = False
+        self.loads = 0
+        self.waits = 0
+
+    def launch(self, transfer: Any) -> None:
+        """Post a transfer, after any load that is under way."""
+        with self._change:
+            if not self._change.wait_for(lambda: not self._loading, PATIENCE_SECONDS):
+                raise TimeoutError(f"{transfer} cannot be posted: a load waits for {self._posted}")
+            self._posted.add(transfer)
+
+    def complete(self, transfer: Any) -> None:
+        """Note that a transfer is over."""
+        with self._change:
+            self._posted.discard(transfer)
+            self._change.notify_all()
+
+    def load(self) -> None:
+        """Load a module, or free memory: wait for all that is posted."""
+        with self._change:
+            self._loading = True
+            self.loads += 1
+            self.waits += bool(self._posted)
+            try:
+                if not self._change.wait_for(lambda: not self._posted, PATIENCE_SECONDS):
+                    raise TimeoutError(f"a load waits for ever for {self._posted}")
+            finally:
+                self._loading = False
+                self._change.notify_all()
+
+
+@contextmanager
+def blocking_device(device: BlockingDevice) -> Iterator[None]:
+    """Have transfers posted on a device, and each job load modules before and after its work."""
+    post, hear, received, sent, do = (
+        RendezvousTransport.post,
+        RendezvousTransport._hear,
+        RendezvousTransport._note_received,
+        RendezvousTransport._note_sent,
+        Step._do,
+    )
+
+    def posted(self: RendezvousTransport, transfer: Transfer) -> None:
+        device.launch((transfer.op, transfer.key, transfer.number, transfer.peer))
+        post(self, transfer)
+
+    def heard(self: RendezvousTransport, peer: int, numbers: list[int]) -> None:
+        op, way, place, number, *_ = numbers
+        hear(self, peer, numbers)
+        if op == TAKEN:
+            device.complete(("send", (WAYS[way], place), number, peer))
+
+    def has_received(self: RendezvousTransport, arrival: Any, key: Any, number: int) -> None:
+        for peer in range(8):
+            device.complete(("receive", key, number, peer))
+        received(self, arrival, key, number)
+
+    def has_sent(self: RendezvousTransport, outgoing: Any) -> None:
+        if not self.leads:  # who leads hears that the receive is posted
+            device.complete(("send", outgoing.key, outgoing.number, outgoing.to))
+        sent(self, outgoing)
+
+    def done(self: Step, job: Any) -> None:
+        device.load()
+        do(self, job)
+        device.load()
+
+    with (
+        mock.patch.object(RendezvousTransport, "post", posted),
+        mock.patch.object(RendezvousTransport, "_hear", heard),
+        mock.patch.object(RendezvousTransport, "_note_received", has_received),
+        mock.patch.object(RendezvousTransport, "_note_sent", has_sent),
+        mock.patch.object(Step, "_do", done),
+    ):
+        yield
+
+
+def run_on_blocking_device(grid: Grid, case: Case, batch: Any) -> dict[str, Any]:
+    device = BlockingDevice()
+    with blocking_device(device):
+        found = run_case(grid, case, batch, LR, CLIP)
+    return {**found, "loads": device.loads}
+
+
+@functools.cache
+def serial(model: str) -> Serial:
+    return Serial(model, batch_of(model, samples=16, packed=False), LR, CLIP, 2)
+
+
+CASES = [
+    ({"pipe": 2}, {"policy": "1f1b", "micro_batches": 8}),
+    ({"pipe": 4}, {"policy": "message", "micro_batches": 8, "delay": 3}),
+    ({"pipe": 2}, {"policy": "interleaved", "chunks": 2, "micro_batches": 4, "delay": 1}),
+    ({"pipe": 2, "data": 2}, {"policy": "message", "chunks": 2, "micro_batches": 4}),
+    ({"pipe": 2, "row": 2}, {"policy": "zero-bubble", "micro_batches": 4}),
+    ({"pipe": 2, "depth": 2}, {"policy": "message", "spread": True, "micro_batches": 2}),
+]
+
+
+@pytest.mark.parametrize(("degrees", "how"), CASES, ids=str)
+def test_no_transfer_waits_for_what_its_rank_does_later(
+    pool: Pool, degrees: dict[str, int], how: dict[str, Any]
+) -> None:
+    case, whole = Case("deep tied", **how), serial("deep tied")
+    results = pool.on_grid(degrees, run_on_blocking_device, case, whole.batch, rendezvous=True)
+    assert compare(whole, results) == []
+    assert all(result["loads"] > 0 for result in results)
+
+
+def exchange(grid: Grid, holds: bool) -> float:
+    """Two stages have a message for each other, post it, and have a job to do.
+
+    holds: whether they wait until it is taken, posting receives meanwhile; the job loads a module.
+    """
+    here, device = torch.device("cpu"), BlockingDevice()
+    transport = RendezvousTransport(grid, here, WAYS, links=RendezvousLinks(grid, here), leads=True)
+    me, other = grid.index["pipe"], 1 - grid.index["pipe"]
+    mine, theirs = ((WAYS[stage], 0) for stage in (me, other))
+    transport.expect(theirs, other, 1)
+    transport.promise(mine, other, 1)
+    transport.start()
+    with blocking_device(device):
+        transport.send(mine, 0, torch.full((2,), float(me)), other)
+        transport._made.clear()
+        transport.post(Transfer("send", mine, 0, other, ((2,), torch.float32)))
+        while holds and not transport.can_compute:
+            seen = transport.version
+            transfer = transport.next_transfer()
+            if transfer is None:
+                transport.wait(seen, PATIENCE_SECONDS)
+            else:
+                transport.post(transfer)
+        device.load()
+        while transport.arrived[theirs] == 0:
+            seen = transport.version
+            transfer = transport.next_transfer()
+            if transfer is not None:
+                transport.post(transfer)
+            elif transport.arrived[theirs] == 0:
+                transport.wait(seen, PATIENCE_SECONDS)
+    return transport.take(theirs)[0].item()
+
+
+def test_stages_with_messages_for_each_other_go_on() -> None:
+    """And two that do not wait for each other block for ever."""
+    pool = Pool(size=2)
+    try:
+        assert pool.on_grid({"pipe": 2}, exchange, True, rendezvous=True) == [1.0, 0.0]
+        with pytest.raises(RankError, match="a load waits for ever"):
+            pool.on_grid({"pipe": 2}, exchange, False, rendezvous=True, timeout=60.0)
+    finally:
+        pool.stop()
+
+
+@pytest.mark.parametrize(
+    ("stages", "chunks", "spread"), [(2, 1, False), (4, 2, False), (4, 1, True)]
+)
+def test_stages_connect_to_all_whom_they_send_to(stages: int, chunks: int, spread: bool) -> None:
+    """Each send of a step has its pair; every pair is there in both directions."""
+    found = pairs(stages, chunks, spread=spread)
+    assert len(set(found)) == len(found) and {(b, a) for a, b in found} == set(found)
+    for stage in range(stages):
+        mine = {to for sender, to in found if sender == stage}
+        sends = [e for e in messages(Seat(stage, stages, chunks, spread), 1) if e.op == "send"]
+        assert bool(sends) == bool(mine)
+    assert ((stages - 1, 0) in found) == (stages == 2 or chunks > 1 or spread)
+
+
+def test_orders_count_jobs_and_transfers() -> None:
+    """A stage in the middle sends and receives two messages of each micro-batch."""
+    seat = Seat(1, 4, 1)
+    assert orders(seat, 8, dynamic=False, split=False, rendezvous=False) == 0
+    assert orders(seat, 8, dynamic=True, split=False, rendezvous=False) == 16
+    assert orders(seat, 8, dynamic=False, split=False, rendezvous=True) == 16 + 32 + 1
+
+
+def test_a_form_survives_its_numbers() -> None:
+    form = ((2, 3, 5), torch.bfloat16)
+    assert decode_form(encode_form(form)) == form
+    assert POSTED != TAKEN
