@@ -44,8 +44,8 @@ usage: ranvier VERB ...
   checkpoint convert A OUT   write a checkpoint anew, or its weights as plain safetensors
   verify [run.toml]          compare the configured grid with one process, shrunk, in float64
   measure [--to FILE]        how fast this machine computes and communicates, for the planner
-  doctor [--matmuls]         what this machine has, what is missing and how to get it; or how fast
-                             it multiplies the matrices of a model, in which layout
+  doctor [run.toml | RUN]    what this machine has, what is missing and how to get it; of a plan its
+                             communicators; --matmuls: the layouts of the matrices of a model, timed
 
 `ranvier VERB --help` lists all settings. Examples:
   ranvier train
@@ -206,12 +206,13 @@ def _train_rank(
     if me.attempt:
         run = folder.again(run, me.began)
     device = train.device_of(run, me)
+    backend, share_gpu = train.backend_of(run, me, device), run.launch.share_gpu
     with (
         exact.exact(run.train.deterministic and device.type == "cuda"),
-        launch.joined(me, train.backend_of(run, me, device), run.train.timeout),
+        launch.joined(me, backend, run.train.timeout, share_gpu=share_gpu),
     ):
         if said is not None and me.grid == 0:
-            run, said = auto.agreed(run, said, me, device)
+            run, said = auto.agreed(run, said, me)
         return train.train(run, me, stored, said if me.grid == 0 else None)
 
 
@@ -237,8 +238,12 @@ def _verify(words: Sequence[str]) -> int:
 
 def _verify_rank(run: Run, me: Ranks) -> int:
     from ranvier import verify
+    from ranvier.train import train
 
-    with launch.joined(me, "gloo", run.train.timeout):
+    backend = "gloo"
+    if run.train.backend == "nccl":
+        backend = train.backend_of(run, me, verify.device_of(run, me))
+    with launch.joined(me, backend, run.train.timeout, share_gpu=run.launch.share_gpu):
         return verify.verify(run, me)
 
 
@@ -456,16 +461,25 @@ def _dryrun(words: Sequence[str]) -> int:
 def _doctor(words: Sequence[str]) -> int:
     from ranvier.options import Doctor
 
-    settings = asked(Doctor, Doctor(), "doctor", words, flags=True)
+    words = ["--matmuls=True" if word == "--matmuls" else word for word in words]
+    settings = filled(Doctor, "doctor [run.toml | RUN]", words)
+    names, _ = split(words)
+    run = _run(settings)
     if settings.matmuls:
+        if names or run != Run():
+            raise PlanError(
+                "--matmuls with a run, or settings of one. It times the products of --size in "
+                "--dtype. Leave the others out."
+            )
         from ranvier.train import matmuls
 
         return matmuls.show(size=settings.size, tokens=settings.tokens, dtype=settings.dtype)
-    if settings != Doctor():
+    if settings.size or settings.tokens or settings.dtype:
         raise PlanError("size, tokens and dtype are those of --matmuls. Add --matmuls.")
     from ranvier import doctor
 
-    return doctor.show(doctor.examine())
+    asks = bool(names) or run != Run()
+    return doctor.show(doctor.examine(doctor.resolve_run(run) if asks else None))
 
 
 VERBS: dict[str, Verb] = {

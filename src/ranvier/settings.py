@@ -319,6 +319,10 @@ class LaunchConfig:
     """Seconds a rank may take without a sign of life before all are ended with their stacks shown
     (exit code 72); at the start 600 at least. 0: twice the slowest of the last 100 steps and 30 s
     more, 420 s for a checkpoint, 600 s for an evaluation and at the start; -1: for ever."""
+    share_gpu: bool = False
+    """Let several ranks share a GPU over NCCL, as a test bed for grids of more ranks than there are
+    GPUs: all that is computed is right, and nothing is fast. Without it such ranks talk over
+    Gloo."""
     nodes: int = 1
     """Nodes of the run. On each, one ranvier train starts `nproc` ranks, and all restart together;
     under srun with one task a node and --nproc it is known."""

@@ -31,6 +31,7 @@ from ranvier.plan import Plan
 from ranvier.run import Run
 from ranvier.sharding import Place
 from ranvier.trace import Event, communication, difference
+from ranvier.train import train
 from ranvier.train.stages import cut_of
 from ranvier.train.step import forward_backward
 
@@ -209,16 +210,18 @@ class Finding:
 def verify(run: Run, me: Ranks) -> int:
     """Compare as one rank; rank 0 prints the table. 0 if all agree, else 1."""
     torch.set_num_threads(1)
-    run = shrink(run)
+    run, device = shrink(run), device_of(run, me)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     grid = Grid.of(
         run.plan, rank=me.rank, connected=me.world > 1, timeout_seconds=run.train.timeout
     )
     torch.manual_seed(run.train.seed)
     serial = build(run.model, run.lora).double()
-    findings, lines, events = compare(run, grid, serial)
-    unlike = torch.tensor([float(len(lines))], dtype=torch.float64)
+    findings, lines, events = compare(run, grid, serial, device)
+    unlike = torch.tensor([float(len(lines))], dtype=torch.float64, device=device)
     others = int(verbs.all_reduce(unlike, grid.axis(*grid.degrees), "max").wait().item())
-    worst = _worst(findings, grid)
+    worst = _worst(findings, grid, device)
     if me.rank == 0:
         _print(run, worst, lines, events, others)
     wrong = [f.what for f in (*worst, *findings) if not f.good] + lines
@@ -227,11 +230,16 @@ def verify(run: Run, me: Ranks) -> int:
     return int(bool(wrong) or others > 0)
 
 
+def device_of(run: Run, me: Ranks) -> torch.device:
+    """Where the comparison runs: on the CPU, unless it is asked for over NCCL."""
+    return torch.device("cpu") if run.train.backend != "nccl" else train.device_of(run, me)
+
+
 def compare(
-    run: Run, grid: Grid, serial: nn.Module
+    run: Run, grid: Grid, serial: nn.Module, device: torch.device | str = "cpu"
 ) -> tuple[list[Finding], list[str], list[Event]]:
     """Findings of this rank, lines on communication that was not predicted, and the events."""
-    batch = random_batch(run)
+    batch, serial = random_batch(run).to(device), serial.to(device)
     torch.manual_seed(run.train.seed)
     model = parallelize(
         build(run.model, run.lora).double(),
@@ -244,6 +252,7 @@ def compare(
         compiled="inductor" if run.plan.compile == "on" and _whole(run) else "",
         how=cut_of(run),
         keep=run.plan.gathered == "keep",
+        device=device,
     )
     parallel = parallel_of(model)
     decays = {name: group == "matrix" for name, (group, _, _) in parallel.shapes.items()}
@@ -345,12 +354,12 @@ def _finding(
     return Finding(what, (error.max().item() if error.numel() else 0.0) / scale, limit)
 
 
-def _worst(findings: list[Finding], grid: Grid) -> list[Finding]:
+def _worst(findings: list[Finding], grid: Grid, device: torch.device) -> list[Finding]:
     """Each finding with its largest difference on any rank.
 
     Communicates: all-reduce over all axes.
     """
-    here = torch.tensor([f.difference for f in findings], dtype=torch.float64)
+    here = torch.tensor([f.difference for f in findings], dtype=torch.float64, device=device)
     here = here.nan_to_num(nan=math.inf)
     most = verbs.all_reduce(here, grid.axis(*grid.degrees), "max").wait()
     found = [max(m, h) for m, h in zip(most.tolist(), here.tolist(), strict=True)]

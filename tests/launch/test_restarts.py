@@ -67,6 +67,9 @@ LOST = report(71, secondary=True, time=9.9)
         ([outcome(0, 75), outcome(1, -9)], False, "error", 71, "Rank 1 was killed by signal 9"),
         ([outcome(0, 3), outcome(1, 0, DONE)], False, "error", 3, "Rank 0 ended with exit code 3"),
         ([outcome(0, 1, DONE), outcome(1, 1, DONE)], False, "error", 1, ""),
+        ([outcome(0, 0, DONE), outcome(1, 0, DONE)], True, "done", 0, ""),
+        ([outcome(0, 0, DONE), outcome(1, -9, DONE)], False, "done", 0, ""),
+        ([outcome(0, 75, DONE), outcome(1, 75, DONE)], True, "stopped", 75, ""),
     ],
 )
 def test_the_rank_that_ended_first_and_by_itself_counts(

@@ -150,7 +150,7 @@ def afresh(run: Run) -> Run:
 def ranked(run: Run, folder: Path, wanted: Wanted, me: Ranks) -> int:
     """Join the other ranks, then `evaluate`."""
     backend = backend_of(run, me, device_of(run, me))
-    with joined(me, backend, run.train.timeout):
+    with joined(me, backend, run.train.timeout, share_gpu=run.launch.share_gpu):
         return evaluate(run, folder, wanted, me)
 
 

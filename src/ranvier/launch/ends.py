@@ -42,6 +42,12 @@ PATIENCE_SECONDS = 1.0
 """How long a second signal may wait for the interpreter."""
 START_SECONDS = 3.0
 """The same for a first signal, when there is nothing to save."""
+ABORT_SECONDS = 5.0
+"""How long the communicators of a rank that failed may take to end."""
+GRACE_SECONDS = 3.0
+"""How long a rank may take to end by itself after another one has failed."""
+FAILED = "ranvier/failed"
+"""Key of the store under which a rank says that it has failed."""
 BEFORE = "Stopped before a step was taken. There was nothing to save."
 
 
@@ -194,10 +200,73 @@ def reported(me: Ranks, *, quiet: bool = False, trains: bool = True) -> Iterator
         quiet = quiet or isinstance(error, Stopped if me.error_file else ElsewhereError)
         if not quiet:
             _leave(me, where + message, code, secondary=isinstance(error, CommunicationError))
+        abort_communicators()
         raise SystemExit(code) from None
     finally:
         left.set()
         restore(before)
+
+
+def abort_communicators(seconds: float = ABORT_SECONDS) -> None:
+    """Tell the other ranks that this one has failed, and end what NCCL has under way.
+
+    A kernel that waits for another rank never ends by itself, and over shared memory nobody notices
+    that the other one is gone. If aborting takes longer than `seconds`, the process is ended.
+    """
+    if "torch" not in sys.modules:
+        return
+    from torch import distributed
+
+    if not distributed.is_available() or not distributed.is_initialized():
+        return
+    if distributed.get_backend() != "nccl":
+        return
+    c10d: Any = distributed.distributed_c10d
+    with contextlib.suppress(RuntimeError):  # the store may be gone, and with it all ranks
+        c10d._get_default_store().set(FAILED, str(distributed.get_rank()))
+    with contextlib.suppress(ValueError):  # only the main thread may set a handler
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, 2.0 * seconds)
+    thread = threading.Thread(target=c10d._abort_process_group, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not thread.is_alive():
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+@contextlib.contextmanager
+def end_with_others(me: Ranks) -> Iterator[None]:
+    """Inside, this process ends soon after another rank has said that it failed.
+
+    The host may wait for a kernel that waits for that rank; no exception would reach it.
+    """
+    from torch import distributed
+
+    c10d: Any = distributed.distributed_c10d
+    store, left = c10d._get_default_store(), threading.Event()
+
+    def look() -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone: the run is over
+            while not left.wait(1.0):
+                if store.check([FAILED]):
+                    break
+            else:
+                return
+            rank = store.get(FAILED).decode()
+            if not left.wait(GRACE_SECONDS):  # else it has met the error itself
+                error = ElsewhereError(CommunicationError.exit_code)
+                if not me.error_file:
+                    words = f"rank {me.rank}: rank {rank} has failed. Its own message says why."
+                    print(words, file=sys.stderr, flush=True)
+                os._exit(error.exit_code)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        left.set()
+        thread.join(2.0)
 
 
 def _nothing(_: int) -> None:

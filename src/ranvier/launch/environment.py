@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import os
 import re
+import socket
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -222,6 +223,26 @@ def grow_segments() -> None:
     """Have torch's allocator let its pieces of device memory grow: next to nothing of it stays
     empty between tensors; it looks when CUDA is used first."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
+def prepare_nccl(me: Ranks, *, share_gpu: bool) -> None:
+    """Set what NCCL and torch's use of it read when the first communicator is made.
+
+    share_gpu: several ranks may have the same GPU. NCCL refuses that for ranks of one host, so each
+    gets a host name of its own; they then talk through sockets.
+    """
+    wanted = {
+        "NCCL_RUNTIME_CONNECT": "0",  # connect when a communicator is made, not at its first use
+        "TORCH_NCCL_ENABLE_MONITORING": "0",  # hangs are noticed by our own watchdog, and torch's
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # complains when the store of rank 0 ends first
+        "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",  # they have groups
+    }
+    if share_gpu:
+        wanted |= {"NCCL_HOSTID": f"{socket.gethostname()}-{me.rank}", "NCCL_IB_DISABLE": "1"}
+        if me.local_world == me.world:
+            wanted["NCCL_SOCKET_IFNAME"] = "lo"
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
 
 
 def repeat_products() -> None:

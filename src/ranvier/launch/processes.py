@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ranvier.errors import CommunicationError
-from ranvier.launch.ends import reported
-from ranvier.launch.environment import Ranks
+from ranvier.launch.ends import end_with_others, reported
+from ranvier.launch.environment import Ranks, prepare_nccl
 from ranvier.launch.pulse import DONE, START, Pulse
 from ranvier.launch.watch import listen
 
@@ -34,9 +34,18 @@ def backends() -> list[str]:
     return [name for name in names if distributed.is_backend_available(name)]
 
 
-def connect(me: Ranks, *, backend: str, timeout_seconds: float = 600.0) -> None:
-    """Join the process group of all ranks. Communicates: with all ranks."""
+def connect(
+    me: Ranks, *, backend: str, timeout_seconds: float = 600.0, share_gpu: bool = False
+) -> None:
+    """Join the process group of all ranks. Communicates: with all ranks.
+
+    No collective runs over that group itself: those of a grid have groups of their own, which are
+    connected when they are made. share_gpu: see `prepare_nccl`.
+    """
     from torch import distributed as torch_distributed
+
+    if backend == "nccl":
+        prepare_nccl(me, share_gpu=share_gpu)
 
     distributed: Any = torch_distributed  # its stores are not in its list of names
     limit = datetime.timedelta(seconds=timeout_seconds)
@@ -58,15 +67,18 @@ def connect(me: Ranks, *, backend: str, timeout_seconds: float = 600.0) -> None:
 
 
 @contextlib.contextmanager
-def joined(me: Ranks, backend: str, timeout_seconds: float) -> Iterator[None]:
+def joined(
+    me: Ranks, backend: str, timeout_seconds: float, *, share_gpu: bool = False
+) -> Iterator[None]:
     """Be a member of the process group of all ranks inside; one rank alone needs none."""
     if me.world == 1:
         yield
         return
     from torch import distributed
 
-    connect(me, backend=backend, timeout_seconds=timeout_seconds)
-    yield  # after an error the process ends; leaving in good order could hang
+    connect(me, backend=backend, timeout_seconds=timeout_seconds, share_gpu=share_gpu)
+    with end_with_others(me) if backend == "nccl" else contextlib.nullcontext():
+        yield  # after an error the process ends (see `reported`); leaving in good order could hang
     distributed.destroy_process_group()
 
 

@@ -74,6 +74,11 @@ class Outcome:
     stack: str = ""
     """Where it crashed, if it could say so."""
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it had done its work well when it ended, or was ended."""
+        return self.beat.section == DONE and self.code <= 0 and self.report is None
+
     def causes(self, *, told: bool) -> Iterator[tuple[bool, float, End]]:
         """Whether it only followed from another rank's end, when, and the end it makes."""
         at = f" at step {self.beat.step}" if self.beat.step >= 0 else " before its first step"
@@ -116,6 +121,8 @@ def judged(outcomes: Sequence[Outcome], *, told: bool) -> End:
     The rank that ended first, and of its own accord, counts: the others only lost it.
     """
     step = max(outcome.beat.step for outcome in outcomes)
+    if any(outcome.code == 0 for outcome in outcomes) and all(o.is_done for o in outcomes):
+        return End("done", 0, step=step)  # whatever came after their work was done
     causes = [cause for outcome in outcomes for cause in outcome.causes(told=told)]
     stopping = told or any(o.code == STOPPED and o.report is None for o in outcomes)
     if causes:

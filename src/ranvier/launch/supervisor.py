@@ -37,6 +37,8 @@ START_SECONDS = 2.0
 """The same for ranks that have not begun: they can only tell why."""
 STOP_SECONDS = 600.0
 """How long the other ranks may still save after one has stopped because of a signal."""
+DONE_SECONDS = 30.0
+"""How long a rank may take to leave when its work is done."""
 LOOK_SECONDS = 0.5
 """How often the pulses are read."""
 Task = Callable[[Ranks], int]
@@ -159,6 +161,10 @@ class Attempt:
     def _look(self, eye: watch.Eye) -> None:
         """Warn of a rank that lags, and end a hang."""
         alive, beats = self.alive(), self.beats()
+        for i, age in zip(alive, eye.ages([beats[i] for i in alive]), strict=True):
+            if beats[i].section == DONE and age > DONE_SECONDS:
+                self.slain.add(i)
+                self.children[i].kill()
         mine, pids = [beats[i] for i in alive], [self.children[i].pid for i in alive]
         if not self.warned and mine and eye.over(mine, watch.slow):
             self.warned = True

@@ -109,10 +109,11 @@ def again(run: Run, began: float) -> Run:
     return run
 
 
-def claim(run: Run) -> tuple[Path, list[Path], list[str]]:
+def claim(run: Run, *, restarted: bool = False) -> tuple[Path, list[Path], list[str]]:
     """The directory of a run, the checkpoints to go on from, best first, and lines on them.
 
-    A directory that was not asked for is a new one, which only one run can claim.
+    A directory that was not asked for is a new one, which only one run can claim. restarted: the
+    launcher has started the ranks again; they may have taken all steps, but not written the report.
     """
     word = run.checkpoint.resume
     own = Path(run.train.out) if run.train.out else None
@@ -133,7 +134,8 @@ def claim(run: Run) -> tuple[Path, list[Path], list[str]]:
     if manifest is not None:
         _refuse_base(manifest, run)
         saves.check_config(manifest, candidates[0], run)
-        _refuse_ended(manifest, run)
+        if not restarted:
+            _refuse_ended(manifest, run)
         if own is None or not (own / "config.toml").exists():  # else `begin` tells them
             changed = saves.differences(manifest.facts.get("config", {}), saves.tables(run))
             lines += [f"changed: {name} from {old!r} to {new!r}" for name, old, new in changed]

@@ -62,17 +62,25 @@ def device_of(run: Run, me: Ranks) -> torch.device:
 
 
 def backend_of(run: Run, me: Ranks, device: torch.device) -> str:
-    """The backend of the process groups: nccl needs a device for each rank."""
-    if run.train.backend == "nccl" and device.type != "cuda":
+    """The backend of the process groups: nccl needs a device for each rank, or leave to share."""
+    backend = run.train.backend
+    if backend == "nccl" and device.type != "cuda":
         raise PlanError(f"train.backend='nccl' on {device}. nccl needs CUDA devices. Use 'gloo'.")
-    if run.train.backend != "auto":
-        return run.train.backend
-    if device.type != "cuda":
+    if backend == "gloo" or device.type != "cuda":
         return "gloo"
     # A launcher may show each rank a device of its own and no other.
     count = torch.cuda.device_count()
     own = me.local_world <= count or (me.launcher not in ("", "torchrun") and count == 1)
-    return "nccl" if own else "gloo"
+    if own or run.launch.share_gpu:
+        return "nccl"
+    if backend == "nccl":
+        raise PlanError(
+            f"train.backend='nccl' for {me.local_world} ranks on {count} GPU(s). NCCL refuses two "
+            "ranks of one host on a GPU, and ranks that share one are slow. Use at most "
+            f"{count} rank(s) a node or train.backend='gloo'; launch.share_gpu=True lets them "
+            "share it over NCCL, as a test bed."
+        )
+    return "gloo"
 
 
 def settled(run: Run, device: torch.device, backend: str = "auto") -> Run:
@@ -222,7 +230,7 @@ def train(
         stored = json.loads(told(json.dumps(here), grid, device))
     assert stored is not None
     data = opened(run, stored)
-    folder, candidates, lines, handle = _claimed(run, grid, device)
+    folder, candidates, lines, handle = _claimed(run, grid, device, restarted=me.attempt > 0)
     pulse, alone = Pulse(me.pulse), me.world > 1 and not me.pulse
     grid.trace.heard = pulse.began
     watching = watched(pulse, me.rank, run.launch.watchdog) if alone else nullcontext()
@@ -251,6 +259,7 @@ def train(
         if me.rank == 0:
             folders.launched(folder, me)
         trainer.meter.spend("start-up", time.perf_counter() - began)
+        grid.seal()
         with Stop(quiet=me.rank > 0, patient=bool(me.pulse)) as stop:  # from here on it is saved
             _run(trainer, folder, stop, origin=candidates[0] if candidates else None)
             largest(0, grid, device)  # a launcher may end all ranks once one has ended
@@ -277,7 +286,7 @@ def _run(trainer: Trainer, folder: Path, stop: Stop, *, origin: Path | None) -> 
 
 
 def _claimed(
-    run: Run, grid: Grid, device: torch.device
+    run: Run, grid: Grid, device: torch.device, *, restarted: bool
 ) -> tuple[Path, list[Path], list[str], IO[str] | None]:
     """What rank 0 has claimed and its lock. Communicates: a text over all axes."""
 
@@ -287,7 +296,7 @@ def _claimed(
         there = run.train.out and Path(run.train.out).is_dir()
         held = folders.lock(Path(run.train.out)) if there else None  # before anything is renamed
         try:
-            folder, candidates, lines = folders.claim(run)
+            folder, candidates, lines = folders.claim(run, restarted=restarted)
         except BaseException:
             if held is not None:
                 held.close()
