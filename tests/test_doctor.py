@@ -12,7 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from ranvier import doctor, launch
+from ranvier.cli import main
 from ranvier.doctor import Finding
+from ranvier.errors import CommunicationError
+from ranvier.train.communicators import CommunicatorCost
 from test_import import BLOCK
 
 TOPOLOGY = (
@@ -32,7 +35,7 @@ def test_this_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
     findings = doctor.examine()
     assert not [f for f in findings if f.name == "examination"]
     sections = list(dict.fromkeys(finding.section for finding in findings))
-    wanted = "python torch devices links launcher storage packages advice"
+    wanted = "python torch devices links communicators launcher storage packages advice"
     assert sections == wanted.split()
     assert doctor.show(findings) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -217,6 +220,93 @@ def test_gpus_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = of(doctor.links(), "links")["peer access"]
     assert (peers.value, peers.mark) == ("2 of 3 GPU pairs", "note")
     assert "3 GPU(s)" in doctor.advice()[0].value
+
+
+COST = CommunicatorCost(0.02, 0.8, 0.25, 350 * 2**20, 20 * 2**20)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose ranks have measured."""
+    monkeypatch.setattr(doctor, "gpus", lambda: 2)
+    monkeypatch.setattr(launch, "backends", lambda: ["gloo", "nccl"])
+    monkeypatch.setattr("ranvier.train.communicators.measure", lambda gpus: COST)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_communicators_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = of(doctor.communicators(), "communicators")
+    assert "two GPUs" in found["measured"].value
+    assert found["first"].value.startswith("0.80 s, 350 MiB on each rank")
+    assert found["each further"].value == "0.25 s, 20 MiB on each rank"
+
+    def lost(gpus: int) -> CommunicatorCost:
+        raise CommunicationError("They could not: no memory. They need some. End others.")
+
+    monkeypatch.setattr("ranvier.train.communicators.measure", lost)
+    (note,) = doctor.communicators()
+    assert note.mark == "note" and note.value == "They could not: no memory"
+    assert note.remedy == "They need some. End others."
+    monkeypatch.setattr(launch, "ranks", lambda: launch.Ranks(1, 4, launcher="srun"))
+    assert "under a launcher" in doctor.communicators()[0].value
+    monkeypatch.setattr(doctor, "gpus", lambda: 0)
+    (note,) = doctor.communicators()
+    assert note.mark == "note" and "no GPU" in note.value
+
+
+def listed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What the doctor says of the communicators of a plan."""
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", *words])
+    said = capsys.readouterr()
+    assert end.value.code in (0, 1), said.err
+    return said.out.partition("\ncommunicators\n")[2].partition("\nlauncher\n")[0]
+
+
+PLAN = ("--model.size", "llama3-1b", "--plan.pipe", "4", "--plan.row", "2", "--plan.data", "2")
+
+
+def test_communicators_of_a_plan_are_listed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "gpus", lambda: 0)
+    text = listed(capsys, *PLAN)
+    lines = [line.split(maxsplit=2) for line in text.splitlines()]
+    rows = [(name, value) for _, name, value in lines]
+    assert ("pipe·data·row", "collectives: 16 ranks over nccl") in rows
+    assert ("pipe", "collectives: 2 of 4 ranks over nccl") in rows, "the embedding is tied"
+    assert ("pipe", "up: 4 ranks over nccl, 1 of them point to point") in rows
+    assert ("row", "host: 2 ranks over gloo") in rows
+    assert rows[-1][1].startswith("all") and "7 over nccl, 2 over gloo, 490 MiB" in rows[-1][1]
+    assert " s to make them" not in text
+    assert "it makes none" in listed(capsys, "--model.size", "gpt2")
+    assert "take nothing of a device" in listed(capsys, *PLAN, "--train.device", "cpu")
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_the_time_to_make_them_is_predicted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "run.toml").write_text("[plan]\ndata = 2\nrow = 2\n")
+    text = listed(capsys, str(tmp_path / "run.toml"))
+    assert "3 over nccl, 0 over gloo, 390 MiB of the device, on each rank\n" in text
+    assert "1.3 s to make them, at the rate measured here" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--plan.row", "3"], "row=3 does not divide heads=8"),
+        (["--matmuls", "--plan.row", "2"], "Leave the others out"),
+        (["none.toml"], "none.toml cannot be read"),
+    ],
+)
+def test_plans_that_cannot_run_are_told(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", *words])
+    assert end.value.code == 64 and says in capsys.readouterr().err
 
 
 def test_launchers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

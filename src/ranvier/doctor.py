@@ -1,14 +1,15 @@
 """Doctor: what this machine and this Python have for a run, what they lack, and how to get it.
 
 Each section is a function that returns findings; one that breaks becomes a note and does not stop
-the others. Works without torch, the optional packages, a GPU or the tools of a vendor. Speed is not
-measured, and other nodes are not asked.
+the others. Works without torch, the optional packages, a GPU or the tools of a vendor. Of speed
+only the making of communicators is measured, and other nodes are not asked.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import platform
 import re
@@ -23,14 +24,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote
 
 from ranvier import launch
-from ranvier.errors import PlanError
+from ranvier.errors import CommunicationError, PlanError
+
+if TYPE_CHECKING:
+    from ranvier.run import Run
+    from ranvier.train.communicators import CommunicatorCost
 
 SYSTEM = Path("/sys")
 """Where the kernel describes devices."""
@@ -68,18 +74,28 @@ class Finding:
         assert self.mark != "missing" or self.remedy, f"{self.section} {self.name}: no remedy"
 
 
-def examine() -> list[Finding]:
-    """All findings, section by section."""
-    sections = (python, torch, devices, links, launcher, storage, packages, advice)
+def examine(run: Run | None = None) -> list[Finding]:
+    """All findings, section by section; run: a checked one, whose communicators are listed."""
+    sections: dict[str, Callable[[], list[Finding]]] = {
+        "python": python,
+        "torch": torch,
+        "devices": devices,
+        "links": links,
+        "communicators": partial(communicators, run),
+        "launcher": launcher,
+        "storage": storage,
+        "packages": packages,
+        "advice": advice,
+    }
     found: list[Finding] = []
-    for section in sections:
+    for name, section in sections.items():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 found += section()
         except Exception as error:  # the doctor survives every patient
             what = f"could not be examined: {type(error).__name__}: {error}"
-            found.append(Finding(section.__name__, "examination", what, "note"))
+            found.append(Finding(name, "examination", what, "note"))
     return found
 
 
@@ -210,6 +226,78 @@ def links() -> list[Finding]:
             rate = f"{int(speed) / 1000:g} Gbit/s" if speed.isdecimal() else "speed unknown"
             found.append(Finding("links", card.name, rate))
     return found or [Finding("links", "network", "no device but this node's own", "note")]
+
+
+def communicators(run: Run | None = None) -> list[Finding]:
+    """What communicators over NCCL cost on this machine, and those of a run."""
+    found, cost = measure_communicators()
+    return found if run is None else [*found, *list_communicators(run, cost)]
+
+
+def measure_communicators() -> tuple[list[Finding], CommunicatorCost | None]:
+    """What two ranks have measured; None: there is no GPU, or they could not."""
+    section = "communicators"
+    if not gpus() or "nccl" not in launch.backends():
+        why = "NCCL is not built in" if gpus() else "no GPU that torch can use"
+        return [Finding(section, "cost", f"not measured: {why}", "note")], None
+    if launch.ranks() is not None:
+        remedy = "Start ranvier doctor by itself."
+        return [Finding(section, "cost", "not measured under a launcher", "note", remedy)], None
+    from ranvier.train.communicators import measure
+
+    try:
+        cost = measure(gpus())
+    except CommunicationError as error:
+        what, _, rest = str(error).partition(". ")
+        return [Finding(section, "cost", what, "note", rest)], None
+    where = "one GPU, through sockets" if gpus() == 1 else "two GPUs"
+    first = f"{cost.first_seconds:.2f} s, {_bytes(cost.first_bytes)} on each rank, NCCL's kernels"
+    further = f"{cost.further_seconds:.2f} s, {_bytes(cost.further_bytes)} on each rank"
+    return [
+        Finding(section, "measured", f"by two ranks on {where}"),
+        Finding(section, "first", f"{first} included"),
+        Finding(section, "each further", further),
+        Finding(section, "over gloo", f"{cost.host_seconds:.2f} s, nothing of the device"),
+    ], cost
+
+
+def resolve_run(run: Run) -> Run:
+    """The run on as many ranks as its plan needs, or every problem at once."""
+    return run.check(math.prod(max(size, 1) for size in run.plan.degrees.values()))
+
+
+def list_communicators(run: Run, cost: CommunicatorCost | None) -> list[Finding]:
+    """The communicators that a rank of a run makes on GPUs, with memory and, if known, time."""
+    from ranvier.planner.communicators import communicators as planned
+    from ranvier.planner.communicators import total_bytes, worst_stage
+    from ranvier.planner.leaves import of_run
+
+    section, plan = "communicators", run.plan
+    grid = " · ".join(f"{axis} {size}" for axis, size in plan.degrees.items() if size > 1)
+    if plan.world == 1:
+        return [Finding(section, "plan", "one rank: it makes none")]
+    found = [Finding(section, "plan", f"{grid}: {plan.world} ranks, {run.model.size}")]
+    if run.train.backend == "gloo" or run.train.device == "cpu":
+        remedy = "Add --train.device cuda --train.backend nccl for those of GPUs."
+        what = "over gloo: they take nothing of a device"
+        return [*found, Finding(section, "in all", what, "note", remedy)]
+    model = of_run(run)
+    stage = worst_stage(model, plan)
+    made = planned(model, plan, stage=stage)
+    for one in made:
+        kind = one.channel or "collectives"
+        whole = math.prod(plan.degrees[axis] for axis in one.names)
+        ranks = f"{one.size} ranks" if one.size == whole else f"{one.size} of {whole} ranks"
+        peers = f", {one.peers} of them point to point" if one.peers else ""
+        value = f"{kind}: {ranks} over {one.backend}{peers}"
+        found.append(Finding(section, "·".join(one.names), value))
+    count = sum(one.backend == "nccl" for one in made)
+    on_host = len(made) - count
+    what = f"{count} over nccl, {on_host} over gloo, {_bytes(total_bytes(made))} of the device"
+    what += f", on each rank of stage {stage}" if plan.pipe > 1 else ", on each rank"
+    if cost is not None:
+        what += f"\n{cost.seconds(count, on_host):.1f} s to make them, at the rate measured here"
+    return [*found, Finding(section, "in all", what)]
 
 
 def launcher() -> list[Finding]:

@@ -244,8 +244,12 @@ class Convert:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doctor:
-    """What this machine has, what is missing and how to get it."""
+class Doctor(Run):
+    """What this machine has, what is missing and how to get it.
+
+    With a run, or settings of one such as --plan.row 8: also the communicators that its ranks make
+    on GPUs, and what these take of a device.
+    """
 
     matmuls: bool = False
     """Instead: time the matrix products of a model in several layouts and keep the fastest."""

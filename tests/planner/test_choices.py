@@ -211,6 +211,9 @@ def test_a_table_is_told_and_read_again() -> None:
     assert Table.read({"device": {"weights": 1, "odd": 2, "logits": "x"}}) == Table({"weights": 1})
     assert shown.allocated == shown.total - shown.device["fragmentation"]
     assert shown.device["logits"] == 512 * MIB and "in the loss" in shown.where
+    over = fit.table(replace(CASE, communicators=390 * MIB), CASE.given)
+    plain = fit.table(CASE, CASE.given)
+    assert over.total - plain.total == 390 * MIB and over.allocated == plain.allocated
     known = Table({"weights": shown.device["weights"], "activations": 2 * GIB}, {"master": GIB})
     lines = table.lines(shown, known)
     assert lines[0].split() == ["GiB", "device", "measured", "host", "measured"]

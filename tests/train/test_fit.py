@@ -386,7 +386,7 @@ def test_the_command_tells_it_without_a_traceback(
     steps = ("--train.steps", "5", "--train.out", str(out))
     assert call("train", *SMALL, *fitted, *steps) == INTERNAL
     said = capsys.readouterr()
-    assert "recomputation of blocks: 2 keep all" in said.out and "sum without gaps" in said.out
+    assert "recomputation of blocks: 2 keep all" in said.out and "sum of tensors" in said.out
     assert said.err.startswith("DeviceMemoryError: CUDA out of memory.")
     assert "The cheapest changes that would fit" in said.err and "Traceback" not in said.err
     facts = json.loads((out / "run.json").read_text())

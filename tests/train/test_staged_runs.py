@@ -47,6 +47,7 @@ def trained(grid: Grid, corpus: str, out: str, changes: dict[str, Any]) -> dict[
     }
 
 
+@pytest.mark.nccl
 @pytest.mark.parametrize(
     ("degrees", "changes"),
     [

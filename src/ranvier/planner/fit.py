@@ -78,6 +78,8 @@ class Case:
     """Bytes on the device that are there in any case."""
     logits: Mapping[int, int] = field(default_factory=dict)
     """Of a chunk, by micro-batch."""
+    communicators: int = 0
+    """Bytes of the device beside those of `limit`, which are taken when a run starts."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,7 @@ def table(case: Case, choice: Choice) -> Table:
         "staging": _rings(case, choice)[0],
         "libraries": case.libraries,
         "fragmentation": round(GAPS * peak.total),
+        "communicators": case.communicators,
     }
     return Table(device, _on_host(case, choice), WORDS[peak.where])
 

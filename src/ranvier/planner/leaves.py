@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -393,11 +394,19 @@ def of_run(run: Run) -> Model:
     from ranvier.planner.listed import listed
 
     model = replace(listed(run.model, run.lora), name=size)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_suffix(f".{id(model)}")
-    written.write_text(json.dumps(model.facts()))
-    written.replace(path)
+    with suppress(OSError):  # without room for it the next run builds its model again
+        _write(path, json.dumps(model.facts()))
     return model
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file at once; other ranks may do the same."""
+    import tempfile
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(text)
+    Path(file.name).replace(path)
 
 
 def _as_shipped(run: Run) -> bool:

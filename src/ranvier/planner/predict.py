@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 
 from ranvier.layers import Flow
 from ranvier.plan import AXES, Plan
-from ranvier.planner import cost, crowd, elsewhere, links, roofline, space, talk
+from ranvier.planner import communicators, cost, crowd, elsewhere, links, roofline, space, talk
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.leaves import Model, Part
 from ranvier.planner.links import Group
@@ -129,7 +129,7 @@ def predict(
     name = "fp8" if layout.fp8 and "fp8" in device.peak else job.dtype
     return Prediction(
         parts,
-        memory(job, layout, runtime, compiled=setup.compiled, played=played),
+        memory(job, layout, cluster, runtime, compiled=setup.compiled, played=played),
         tokens=job.batch * job.seq,
         flops=model_flops(job.model, job.seq) * job.batch * job.seq,
         devices=plan.world,
@@ -166,7 +166,13 @@ def usual_order(chunks: int) -> Literal["1f1b", "interleaved"]:
 
 
 def memory(
-    job: Job, layout: Layout, runtime: Runtime, *, compiled: bool, played: bool = True
+    job: Job,
+    layout: Layout,
+    cluster: Cluster,
+    runtime: Runtime,
+    *,
+    compiled: bool,
+    played: bool = True,
 ) -> Table:
     """Bytes of a rank by category: ours by `space`, those of others by their formulas.
 
@@ -189,8 +195,10 @@ def memory(
     )
     resting = ("weights", "master", "moments")
     moving = sum(size for name, size in found.device.items() if name not in resting)
-    gaps = {"fragmentation": round(runtime.reserve * moving)}
-    return replace(found, device={**found.device, **gaps})
+    more = {"fragmentation": round(runtime.reserve * moving)}
+    if not cluster.cores:  # ranks of a CPU communicate over Gloo
+        more["communicators"] = communicators.worst_stage_bytes(job.model, plan)
+    return replace(found, device={**found.device, **more})
 
 
 def _setup(job: Job, layout: Layout, cluster: Cluster, runtime: Runtime) -> Setup:

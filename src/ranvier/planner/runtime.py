@@ -96,7 +96,8 @@ class Runtime:
     reserve: float = 0.05
     """Share of activations and gathered weights that the allocator loses besides."""
     context: float = 1.5e9
-    """Bytes of the device that no tensor has: context, libraries, NCCL."""
+    """Bytes of the device that no tensor has: context, libraries, and NCCL, but for ours, whose
+    communicators are counted (`communicators`)."""
     margin: float = 0.0
     """Share of the device's memory that must stay free."""
     copies: int = 2
@@ -238,7 +239,7 @@ OURS = Runtime(
     graphs=False,
     selective="small",
     cut="balanced",
-    context=1.0e9,
+    context=0.63e9,
     margin=0.04,
     reserve=0.03,
     source="this package: three overlaps, sequence split over row, gradients in fp32 once they are "

@@ -1,7 +1,8 @@
 """Table: bytes by category at the moment of a step when most is there, predicted beside measured.
 
 Device and host have a column each. What torch counts as allocated on a device is the sum of all
-rows but the last, which is what its allocator holds besides: gaps between tensors.
+rows but the last two: what its allocator holds besides, which are gaps between tensors, and the
+buffers of communicators, which NCCL takes from the device itself.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ CATEGORIES = (
     "staging",
     "libraries",
     "fragmentation",
+    "communicators",
 )
 """Rows: working weights; their gradients; master weights; both moments; what blocks keep and use;
-weights gathered over depth; logits of a chunk; buffers of collectives; tiles of states on their
-way; workspaces of libraries; gaps."""
-GAPS = "fragmentation"
+weights gathered over depth; logits of a chunk; tensors of collectives; tiles of states on their
+way; workspaces of libraries; gaps; buffers and kernels of NCCL."""
+NOT_TENSORS = ("fragmentation", "communicators")
+"""Rows that no tensor has."""
 REST = ("activations", "gathered weights", "logits", "communication")
 """Rows that only a prediction tells apart: in a run that is measured they are one number."""
 GIB = 2**30
@@ -48,7 +51,7 @@ class Table:
     @property
     def allocated(self) -> int:
         """Most bytes of tensors on the device."""
-        return sum(size for name, size in self.device.items() if name != GAPS)
+        return sum(size for name, size in self.device.items() if name not in NOT_TENSORS)
 
     @property
     def total(self) -> int:
@@ -97,7 +100,7 @@ def rows(predicted: Table | None, measured: Table | None) -> tuple[str, list[tup
     sums = [None if t is None else t.allocated for t in tables]
     sums[1] = sums[1] if counted else None
     sums += [None if t is None else t.on_host for t in tables]
-    found.append(("sum without gaps", sums))
+    found.append(("sum of tensors", sums))
     unit, size = ("GiB", GIB) if max(x or 0 for x in sums) >= GIB else ("MiB", 2**20)
     return unit, [(name, *(_shown(cell, size) for cell in cells)) for name, cells in found]
 

@@ -22,6 +22,7 @@ from ranvier.models import Decoder
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import parallel_of
 from ranvier.planner import fit, rates, table
+from ranvier.planner.communicators import communicator_bytes
 from ranvier.planner.fit import Case, Choice
 from ranvier.planner.rates import Rates
 from ranvier.planner.table import GIB, Table
@@ -54,6 +55,8 @@ class Account:
     """How its steps are placed."""
     gradients: int = 0
     """Bytes of gradients when most was there, as seen in the passes of a step."""
+    peers: int = 0
+    """Ranks that this one sends to point to point, over all communicators."""
 
     @property
     def predicted(self) -> Table | None:
@@ -85,7 +88,8 @@ class Account:
     def measured(self, optimizer: Optimizer, device: torch.device) -> Table:
         """What a run has held: weights, states and gradients; of the rest only the sum is known.
 
-        On a host nobody counts the rest.
+        On a host nobody counts the rest. No driver tells what the communicators of a process take:
+        those that were made count as much as they took where that was measured.
         """
         here: dict[str, int] = {"gradients": self.gradients}
         homes = optimizer.queue.homes
@@ -105,6 +109,8 @@ class Account:
             here["libraries"] = self.case.libraries if self.case is not None else 0
             here["activations"] = max(most - sum(here.values()), 0)
             here["fragmentation"] = max(torch.cuda.max_memory_reserved(device) - most, 0)
+        made = [one for one in optimizer.queue.grid.communicators if one.backend == "nccl"]
+        here["communicators"] = communicator_bytes(len(made), self.peers)
         return Table(here, there)
 
     def facts(self, optimizer: Optimizer, device: torch.device) -> dict[str, Any]:
@@ -139,7 +145,8 @@ class Account:
     def _proposals(self, predicted: Table, device: torch.device | None) -> list[str]:
         """The cheapest changes that would fit, as lines."""
         assert self.case is not None and self.choice is not None
-        limit = min(self.case.limit, int(LESS * predicted.total))
+        held = predicted.total - self.case.communicators
+        limit = min(self.case.limit, int(LESS * held))
         case = replace(self.case, limit=limit, rates=self._rates(device))
         now = fit.seconds(case, self.choice).total
         lines = []

@@ -16,7 +16,7 @@ import torch
 from ranvier import launch
 from ranvier.comm.agree import told
 from ranvier.errors import PlanError
-from ranvier.grid import Grid
+from ranvier.grid import HOST, Grid
 from ranvier.launch import Ranks
 from ranvier.plan import AXES, Plan
 from ranvier.planner import cluster, explain, here
@@ -27,6 +27,7 @@ from ranvier.planner.roofline import SCALES
 from ranvier.planner.search import Result, States, Wish, search
 from ranvier.run import Run
 from ranvier.train import measure, train
+from ranvier.train.exact import compiles_exactly
 from ranvier.train.foretold import Foretold
 
 ALIKE = 1.05
@@ -56,7 +57,7 @@ def chosen(run: Run, machine: Cluster) -> tuple[Run, Foretold]:
         fixed=frozenset(fixed),
         states=given if measured or given == "host" else None,
         fp8=SCALES[run.train.fp8],
-        graphs=False,  # on several devices compiled blocks of split layers are untried
+        graphs=launch.triton() and (not run.train.deterministic or compiles_exactly()),
     )
     result = simplest(search(wish))
     best = result.best
@@ -128,13 +129,14 @@ def kept(run: Run) -> Run:
     return replace(run, plan=replace(run.plan, layout="given"))
 
 
-def agreed(run: Run, said: Foretold, me: Ranks, device: torch.device) -> tuple[Run, Foretold]:
+def agreed(run: Run, said: Foretold, me: Ranks) -> tuple[Run, Foretold]:
     """What rank 0 has chosen, on all ranks: machines may have been measured apart.
 
     Communicates: a text over all ranks.
     """
     grid = Grid({"data": me.world}, rank=me.rank, connected=me.world > 1)
-    words = told(json.dumps([asdict(run.plan), run.memory.states, asdict(said)]), grid, device)
+    text = json.dumps([asdict(run.plan), run.memory.states, asdict(said)])
+    words = told(text, grid, "cpu", channel=HOST)  # the grid of the run makes its own groups
     plan, states, facts = json.loads(words)
     lists = {name: tuple(value) for name, value in plan.items() if isinstance(value, list)}
     memory = replace(run.memory, states=states)

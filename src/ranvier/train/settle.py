@@ -32,8 +32,10 @@ from ranvier.optim.store import SLOTS
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.plan import Plan, divisors
 from ranvier.planner import fit, rates
+from ranvier.planner.communicators import pipe_peers, worst_stage_bytes
 from ranvier.planner.cost import Moved, Work, streamed
 from ranvier.planner.fit import Case, Choice
+from ranvier.planner.leaves import of_run
 from ranvier.planner.rates import Rates
 from ranvier.planner.sizes import logits, sizes_of
 from ranvier.run import Run
@@ -103,7 +105,8 @@ def settle(run: Run, model: Decoder, device: torch.device, *, local_ranks: int) 
     if free == {"update"}:  # that is a matter of rates alone
         run, free = faster(run, parallel_of(model), device), frozenset()
     if not free or run.plan.pipe > 1:
-        return Settled(run, optimizer_of(run, model, device, local_ranks=local_ranks), Account())
+        optimizer = optimizer_of(run, model, device, local_ranks=local_ranks)
+        return Settled(run, optimizer, Account(peers=count_peers(run, parallel_of(model))))
     run = _tiled(run, device, local_ranks)
     case = case_of(run, model, device, local_ranks, free)
     if not case.needs and "weights" in free:  # beside all weights not even two blocks fit
@@ -118,11 +121,11 @@ def settle(run: Run, model: Decoder, device: torch.device, *, local_ranks: int) 
             raise PlanError(_refusal(run, case))
         chosen = applied(run, found.choice)
         parallel.kinds.update(zip(parallel.kinds, found.choice.kinds, strict=True))
-        account = Account(case, found.choice)
-        optimizer, missing = _tried(chosen, model, device, local_ranks)
-        if optimizer is not None:
+        account = Account(case, found.choice, peers=count_peers(run, parallel))
+        tried, missing = _tried(chosen, model, device, local_ranks)
+        if tried is not None:
             notes += fit.said(case, found, every)
-            return Settled(chosen, optimizer, account, notes)
+            return Settled(chosen, tried, account, notes)
         lower = case.limit - max(missing, int(LESS * case.limit))
         notes.append(
             f"a trial step did not fit into {case.limit / GIB:.3g} GiB, {missing / GIB:.3g} were "
@@ -200,12 +203,13 @@ def foreseen(
     Communicates: see `measured`.
     """
     parallel, plan = parallel_of(model), run.plan
+    peers = count_peers(run, parallel)
     if plan.pipe > 1 or plan.graph:
-        return Account()
+        return Account(peers=peers)
     case = case_of(run, model, device, local_ranks, frozenset(), optimizer)
     own, share = plan.micro_batch, plan.batch // plan.replicas
     if own not in case.needs:
-        return Account()
+        return Account(peers=peers)
     need = case.needs[own]
     passes, output = need.passes, run.data.seq // (plan.row * plan.context)
     output *= own * (run.model.embed // plan.col) * parallel.queue.buckets[0].data.element_size()
@@ -219,7 +223,14 @@ def foreseen(
     for micro in (n for n in divisors(share) if n < own and own % n == 0):
         needs[micro] = replace(need, passes=_estimated(passes, micro / own, output))
         chunks[micro] = logits(parallel, flow_of(run, parallel, micro))
-    return Account(replace(case, needs=needs, logits=chunks), case.given)
+    return Account(replace(case, needs=needs, logits=chunks), case.given, peers=peers)
+
+
+def count_peers(run: Run, parallel: Parallel) -> int:
+    """Ranks that this one sends to point to point, over all communicators."""
+    plan, stage = run.plan, parallel.grid.index["pipe"]
+    stages = pipe_peers(stage, plan.pipe, chunks=plan.chunks, spread=plan.spread)
+    return sum(stages.values()) + (plan.expert - 1 if parallel.balance is not None else 0)
 
 
 def _estimated(passes: Sequence[Pass], share: float, output: int) -> tuple[Pass, ...]:
@@ -274,6 +285,7 @@ def case_of(
         free,
         largest(others(parallel, device, optimizer), grid, device),
         chunks,
+        worst_stage_bytes(of_run(run), plan) if grid.backend == "nccl" else 0,
     )
 
 

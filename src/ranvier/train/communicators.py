@@ -1,0 +1,161 @@
+"""Communicators: how long it takes to make them, and what they take of a device, measured.
+
+Two ranks, each in a process of its own, make a few over the same line; on one GPU they share it,
+and talk through sockets. Drivers do not tell what a process holds: what a device has less
+afterwards is shared among the ranks on it, so nothing else should start or end there meanwhile.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from statistics import fmean
+
+import torch
+
+from ranvier.comm import verbs
+from ranvier.errors import CommunicationError
+from ranvier.grid import HOST, Axis, Grid
+from ranvier.launch import Ranks, die_with_parent, environment, free_port, joined, warm
+
+RANKS = 2
+FURTHER = 3
+"""Communicators after the first."""
+LIMIT_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one rank has seen."""
+
+    device: str
+    """Ranks with the same name share it."""
+    host_seconds: float
+    """To make a group over Gloo."""
+    seconds: tuple[float, ...]
+    """To make each communicator, and for its first collective."""
+    free: tuple[int, ...]
+    """Free bytes of the device, before the first and after each."""
+
+
+@dataclass(frozen=True)
+class CommunicatorCost:
+    """What communicators take on each rank."""
+
+    host_seconds: float
+    first_seconds: float
+    further_seconds: float
+    first_bytes: int
+    """Of the first one, and of the kernels that its first collective loads."""
+    further_bytes: int
+
+    def seconds(self, count: int, on_host: int) -> float:
+        """Seconds to make so many, and so many over Gloo."""
+        made = self.first_seconds + (count - 1) * self.further_seconds if count else 0.0
+        return made + on_host * self.host_seconds
+
+
+def summarize(samples: Sequence[Sample]) -> CommunicatorCost:
+    """The cost on each rank: of seconds those of the slowest, of bytes the mean."""
+    devices = {one.device: one.free for one in samples}.values()
+    taken = [
+        max(sum(free[i] - free[i + 1] for free in devices), 0) // len(samples)
+        for i in range(len(samples[0].seconds))
+    ]
+    seconds = [max(some) for some in zip(*(one.seconds for one in samples), strict=True)]
+    return CommunicatorCost(
+        host_seconds=max(one.host_seconds for one in samples),
+        first_seconds=seconds[0],
+        further_seconds=fmean(seconds[1:]),
+        first_bytes=taken[0],
+        further_bytes=round(fmean(taken[1:])),
+    )
+
+
+def measure(gpus: int, *, limit_seconds: float = LIMIT_SECONDS) -> CommunicatorCost:
+    """Start two ranks and have them measure, over NCCL, or on a CPU (gpus=0) over Gloo."""
+    warm([__name__])
+    context = multiprocessing.get_context("forkserver")  # a fork of this process has no CUDA
+    deadline, port = time.monotonic() + limit_seconds, free_port()
+    processes, pipes = [], list[Connection]()
+    for rank in range(RANKS):
+        me = Ranks(rank=rank, world=RANKS, local_rank=rank, local_world=RANKS, port=port)
+        here, there = context.Pipe(duplex=False)
+        task = context.Process(target=_live, args=(me, gpus, limit_seconds, there), daemon=True)
+        task.start()
+        there.close()
+        processes.append(task)
+        pipes.append(here)
+    try:
+        samples = [_receive(pipe, deadline, limit_seconds) for pipe in pipes]
+        for process in processes:
+            process.join(max(deadline - time.monotonic(), 0.0))
+        return summarize(samples)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _receive(pipe: Connection, deadline: float, limit_seconds: float) -> Sample:
+    """What a rank has sent, or why it has not."""
+    late = not pipe.poll(max(deadline - time.monotonic(), 0.0))
+    try:
+        found = "" if late else pipe.recv()
+    except EOFError:
+        found = "it ended without a word"
+    if isinstance(found, Sample):
+        return found
+    why = f"nothing came within {limit_seconds:.0f} s" if late else found
+    raise CommunicationError(
+        f"Two ranks of this machine could not make communicators: {why}. Ranks need a free port of "
+        "127.0.0.1 and some hundred MiB of a GPU. Set NCCL_DEBUG=INFO for what NCCL says, and end "
+        "what else uses the GPU."
+    )
+
+
+def _live(me: Ranks, gpus: int, limit_seconds: float, pipe: Connection) -> None:
+    """The life of a rank: send a sample, or an error as text."""
+    die_with_parent()
+    if not environment("NCCL_DEBUG"):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    device = torch.device("cuda", me.rank % gpus) if gpus else torch.device("cpu")
+    try:
+        with joined(me, "nccl" if gpus else "gloo", limit_seconds, share_gpu=gpus < me.world):
+            grid = Grid({"data": me.world}, rank=me.rank, connected=True)
+            pipe.send(take_sample(grid, device))
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+
+
+def take_sample(grid: Grid, device: torch.device) -> Sample:
+    """Make communicators as one rank. Communicates: the making of groups, a number over each."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    value = torch.ones(1, device=device)  # what CUDA and torch take first is there before
+    begun = time.perf_counter()
+    host = grid.axis("data", channel=HOST)
+    host_seconds = time.perf_counter() - begun
+    seconds, free = [], [_free_bytes(device, host)]
+    for number in range(1 + FURTHER):
+        begun = time.perf_counter()
+        axis = grid.axis("data", channel=f"{number}" if number else "")
+        verbs.all_reduce(value, axis).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - begun)
+        free.append(_free_bytes(device, host))
+    return Sample(str(device), host_seconds, tuple(seconds), tuple(free))
+
+
+def _free_bytes(device: torch.device, host: Axis) -> int:
+    """Free bytes of a device while no rank makes anything. Communicates: one number, twice."""
+    verbs.all_reduce(torch.ones(1), host).wait()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    verbs.all_reduce(torch.ones(1), host).wait()
+    return free

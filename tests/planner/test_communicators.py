@@ -1,0 +1,232 @@
+"""Communicators: the closed form lists what a rank makes, and what its steps communicate over."""
+
+from __future__ import annotations
+
+import math
+import random
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import distributed
+from torch.distributed import ProcessGroup
+
+from ranvier import launch
+from ranvier.errors import PlanError
+from ranvier.grid import CONTROL, DOWN, HOST, ON_HOST, UP, Communicator, Grid
+from ranvier.launch.counted import CALLS
+from ranvier.parallel import parallel_of
+from ranvier.pipeline.messages import BACKWARD, FORWARD
+from ranvier.plan import RUNTIME, Plan
+from ranvier.planner import cluster
+from ranvier.planner.cluster import Cluster
+from ranvier.planner.communicators import (
+    FIRST_BYTES,
+    FURTHER_BYTES,
+    KERNEL_BYTES,
+    PEER_BYTES,
+    CommunicatorSpec,
+    communicator_bytes,
+    communicators,
+    pipe_peers,
+    total_bytes,
+    worst_stage,
+    worst_stage_bytes,
+)
+from ranvier.planner.leaves import of_run, of_size
+from ranvier.planner.predict import Job, Layout, Prediction, predict
+from ranvier.planner.runtime import OURS, TORCHTITAN, Runtime
+from ranvier.run import Run
+from ranvier.settings import DataConfig, LoraConfig, ModelConfig
+from ranvier.train.built import built
+from ranvier.train.dryrun import META, _axis, _prepare, checked
+from ranvier.train.fit import blank
+from ranvier.train.settle import count_peers, optimizer_of
+from ranvier.train.step import Watch, train_step
+
+SMALL: dict[str, Any] = {"layers": 6, "embed": 48, "heads": 24, "kv_heads": 2, "head_dim": 4}
+SMALL |= {"mlp": 96, "vocab": 101}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "tied": {"tied": True, "kv_heads": 4, "bias": True},
+    "norms": {"qk_norm": True, "qk_whole": True, "kv_heads": 24},
+    "experts": {"experts": 4, "experts_top": 2, "expert_mlp": 48, "shared_mlp": 24},
+    "lora": {"tied": True},
+}
+DEGREES = {"pipe": (1, 1, 2, 3), "data": (1, 1, 2), "expert": (1, 2, 4), "depth": (1, 1, 2)}
+DEGREES |= {"row": (1, 2, 4, 8), "col": (1, 1, 2, 4)}
+Ranks = tuple[tuple[int, ...], str]
+"""Members of a communicator, ascending, and its channel."""
+
+
+class NcclGrid(Grid):
+    """A grid of torch's fake process group that makes the groups of a run over NCCL."""
+
+    @property
+    def backend(self) -> str:
+        return "nccl"
+
+    def _group(self, ranks: list[int], names: tuple[str, ...], channel: str) -> ProcessGroup:
+        group = distributed.new_group(ranks, use_local_synchronization=True)
+        if len(ranks) > 1:
+            backend = "gloo" if channel in ON_HOST else self.backend
+            self.communicators.append(Communicator(names, channel, len(ranks), backend, 0.0))
+        return group
+
+
+def run_of(kind: str, **plan: Any) -> Run:
+    """A small run with a layout, checked."""
+    degrees = {axis: plan.get(axis, 1) for axis in RUNTIME}
+    share = 4 * degrees["data"] * degrees["expert"] * degrees["depth"]
+    given = Plan(**{"data": 1, "batch": share, "micro_batch": 4, "policy": "1f1b", **plan})
+    run = Run(
+        model=ModelConfig(size="imported", **{**SMALL, **MODELS[kind]}),
+        lora=LoraConfig(rank=4 if kind == "lora" else 0),
+        plan=given,
+        data=DataConfig(seq=48),
+    )
+    world = math.prod(degrees.values())
+    return checked(run, world=world, rank=0)
+
+
+def sample(count: int) -> list[tuple[str, dict[str, Any]]]:
+    """Models and layouts that can run, the same on every machine."""
+    draw, found = random.Random(3), list[tuple[str, dict[str, Any]]]()
+    while len(found) < count:
+        kind = [*MODELS][len(found) % len(MODELS)]
+        plan: dict[str, Any] = {axis: draw.choice(sizes) for axis, sizes in DEGREES.items()}
+        plan["inner"] = draw.choice(("samples", "features"))
+        if plan["pipe"] > 1:
+            plan["chunks"], plan["spread"] = draw.choice((1, 2)), draw.choice((False, True))
+            plan["policy"] = "1f1b" if plan["chunks"] == 1 else "interleaved"
+        with suppress(PlanError):
+            run_of(kind, **plan)
+            found.append((kind, plan))
+    return found
+
+
+def members(spec: CommunicatorSpec, plan: Plan, rank: int) -> Ranks:
+    """The ranks of a communicator of a plan, as one of them sees it."""
+    grid, counts = Grid.of(plan, rank=rank), dict(spec.degrees)
+    if counts.get("pipe", plan.pipe) < plan.pipe:  # a tied weight: of the first and the last stage
+        axis = grid.some("pipe", [0, plan.pipe - 1])
+    else:
+        axis = grid.axis(share=counts)
+    return tuple(sorted(axis.ranks)), spec.channel
+
+
+def make(run: Run, rank: int) -> tuple[Grid, set[Ranks], int]:
+    """What one rank of a run makes, and how many ranks it sends to point to point."""
+    with launch.fake(run.plan.world, rank):
+        grid = NcclGrid.of(run.plan, rank=rank, connected=True)
+        model = built(run, grid, META, local_ranks=1)
+        optimizer_of(run, model, META, local_ranks=1)
+    made = {(ranks, channel) for ranks, channel in grid.groups if len(ranks) > 1}
+    assert len(made) == len(grid.communicators)
+    return grid, made, count_peers(run, parallel_of(model))
+
+
+@pytest.mark.parametrize(("kind", "plan"), sample(16), ids=str)
+def test_a_rank_makes_the_listed_communicators(kind: str, plan: dict[str, Any]) -> None:
+    run = run_of(kind, **plan)
+    for rank in {0, run.plan.world - 1}:
+        grid, made, peers = make(run, rank)
+        specs = communicators(of_run(run), run.plan, stage=grid.index["pipe"])
+        found = [members(one, run.plan, rank) for one in specs]
+        assert len({*found}) == len(found) and {*found} == made, (grid.index, specs)
+        assert sum(one.peers for one in specs) == peers
+        sizes = sorted((one.names, one.channel, one.size, one.backend) for one in specs)
+        own = [one for one in grid.communicators if run.plan.pipe > 1 or one.channel != HOST]
+        assert sizes == sorted((one.names, one.channel, one.size, one.backend) for one in own)
+
+
+def step(run: Run, rank: int) -> set[tuple[tuple[str, ...], int, str]]:
+    """Axes, size and channel of what one rank communicates over in a step."""
+    used = set[str]()
+
+    def noting(call: Any) -> Any:
+        def noted(group: ProcessGroup, *arguments: Any, **options: Any) -> Any:
+            used.add(group.group_name)
+            return call(group, *arguments, **options)
+
+        return noted
+
+    names = [name for name in vars(ProcessGroup) if name in CALLS]
+    calls = {name: noting(getattr(ProcessGroup, name)) for name in names}
+    with launch.fake(run.plan.world, rank), mock.patch.multiple(ProcessGroup, **calls):
+        grid = Grid.of(run.plan, rank=rank, connected=True)
+        model = built(run, grid, META, local_ranks=1)
+        _prepare(run, model, 1.0)
+        optimizer = optimizer_of(run, model, META, local_ranks=1)
+        batches = [blank(run, run.plan.micro_batch, META) for _ in range(run.plan.micro_batches)]
+        grid.seal()
+        train_step(model, optimizer, batches, run.lr, Watch.of(META))
+        keys = [key for key, group in grid.groups.items() if group.group_name in used]
+    return {(_axis(ranks, grid), len(ranks), channel) for ranks, channel in keys}
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        ("dense", {"data": 2, "depth": 2, "row": 4, "col": 2}),
+        ("dense", {"row": 4, "col": 2, "inner": "features"}),
+        ("tied", {"pipe": 3, "row": 2, "inner": "features", "col": 2}),
+        ("experts", {"data": 2, "expert": 4, "row": 2, "col": 2}),
+    ],
+    ids=str,
+)
+def test_steps_communicate_over_all_that_is_listed(kind: str, plan: dict[str, Any]) -> None:
+    """Of transfers between stages and orders inside of them a fake world has others."""
+    run = run_of(kind, **plan)
+    used, wanted = set(), set()
+    for stage in range(run.plan.pipe):
+        used |= step(run, stage * run.plan.world // run.plan.pipe)
+        specs = communicators(of_run(run), run.plan, stage=stage)
+        wanted |= {(one.names, one.size, one.channel) for one in specs}
+    assert {one for one in used if one[2] not in (FORWARD, BACKWARD)} == {
+        one for one in wanted if one[2] not in (UP, DOWN, CONTROL, HOST)
+    }
+
+
+def test_stages_have_neighbours() -> None:
+    def of(stage: int, count: int, **how: Any) -> tuple[int, int]:
+        found = pipe_peers(stage, count, **{"chunks": 1, "spread": False, **how})
+        return found[UP], found[DOWN]
+
+    assert of(0, 1) == (0, 0) and of(0, 2) == (1, 1)
+    assert [of(i, 4) for i in range(4)] == [(1, 1), (2, 2), (2, 2), (1, 1)]
+    assert [of(i, 4, chunks=2) for i in range(4)] == [(2, 2)] * 4
+    assert of(0, 4, spread=True) == (3, 3) and of(1, 4, spread=True) == (3, 3) == of(
+        2, 4, spread=True
+    )
+
+
+def test_bytes_follow_from_the_constants() -> None:
+    assert communicator_bytes(0) == 0
+    assert communicator_bytes(1) == FIRST_BYTES + KERNEL_BYTES
+    assert communicator_bytes(3, 2) - communicator_bytes(1) == 2 * FURTHER_BYTES + 2 * PEER_BYTES
+    model, plan = of_size("llama3-8b"), Plan(pipe=4, data=2, row=2, micro_batch=1)
+    made = communicators(model, plan, stage=2)
+    over = [one for one in made if one.backend == "nccl"]
+    assert {one.channel for one in made if one.backend == "gloo"} == {CONTROL, HOST}
+    assert total_bytes(made) == communicator_bytes(len(over), 4) == worst_stage_bytes(model, plan)
+    assert worst_stage(model, plan) == 2 and communicators(model, Plan(data=1)) == ()
+
+
+def test_the_planner_counts_them_on_gpus() -> None:
+    gpus = cluster.cluster("dgx-h100")
+    job = Job(of_size("llama3-1b"), 2048, 64)
+
+    def held(ranks: int, machine: Cluster = gpus, runtime: Runtime = OURS) -> Prediction:
+        plan = Plan(data=ranks, batch=64, micro_batch=1)
+        return predict(job, Layout(plan), machine, runtime)
+
+    alone, pair = held(1).memory, held(2).memory
+    assert alone.device["communicators"] == 0 < pair.device["communicators"]
+    assert pair.total - pair.allocated > pair.device["communicators"], "no tensor has them"
+    assert "communicators" not in held(2, replace(gpus, cores=8)).memory.device
+    assert "communicators" not in held(2, runtime=TORCHTITAN).memory.device
+    # one communicator takes what was once part of the context
+    assert OURS.context + communicator_bytes(1) <= 1.0e9

@@ -1,0 +1,72 @@
+"""Communicators: what two ranks measure, and the memory of those that a run has made."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from ranvier.errors import CommunicationError
+from ranvier.grid import Communicator, Grid
+from ranvier.models import SIZES, Decoder
+from ranvier.optim.optimizer import Optimizer
+from ranvier.parallel import parallelize
+from ranvier.planner import table
+from ranvier.planner.communicators import communicator_bytes
+from ranvier.planner.table import Table
+from ranvier.train.account import Account
+from ranvier.train.communicators import FURTHER, Sample, measure, summarize
+
+MIB = 2**20
+
+
+def test_two_ranks_measure_over_gloo() -> None:
+    cost = measure(0)
+    assert cost.first_bytes == cost.further_bytes == 0, "the host is no device"
+    assert 0.0 < cost.further_seconds < 10.0 and cost.host_seconds > 0.0
+    assert cost.seconds(3, 1) == pytest.approx(
+        cost.first_seconds + 2 * cost.further_seconds + cost.host_seconds
+    )
+    assert cost.seconds(0, 0) == 0.0
+
+
+def test_ranks_that_take_too_long_are_ended() -> None:
+    begun = time.monotonic()
+    with pytest.raises(CommunicationError, match=r"nothing came within 0 s.* Set NCCL_DEBUG"):
+        measure(0, limit_seconds=0.01)
+    assert time.monotonic() - begun < 10.0
+
+
+def test_an_error_of_a_rank_is_told() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU would be found")
+    with pytest.raises(CommunicationError, match=r"could not make communicators: \w+: "):
+        measure(1)
+
+
+@pytest.mark.parametrize(("other", "each"), [("cuda:0", 1), ("cuda:1", 2)])
+def test_ranks_share_what_their_devices_have_less(other: str, each: int) -> None:
+    free = tuple(1000 * MIB - n for n in (0, 400 * MIB, 440 * MIB, 480 * MIB, 540 * MIB))
+    late = (0.3, *[0.2] * FURTHER)
+    samples = [Sample("cuda:0", 0.1, (1.0, *[0.1] * FURTHER), free), Sample(other, 0.2, late, free)]
+    cost = summarize(samples)
+    assert (cost.first_seconds, cost.host_seconds) == (1.0, 0.2)
+    assert cost.further_seconds == pytest.approx(0.2)
+    assert cost.first_bytes == 200 * MIB * each
+    assert cost.further_bytes == pytest.approx(140 / 3 / 2 * MIB * each, rel=1e-6)
+
+
+def test_the_table_of_a_run_counts_those_over_nccl() -> None:
+    grid = Grid({})
+    optimizer = Optimizer(parallelize(Decoder(SIZES["tiny"]), grid).parallel.queue)
+    measured = Account().measured(optimizer, torch.device("cpu"))
+    assert measured.device["communicators"] == 0
+    assert "communicators" not in " ".join(table.lines(None, measured))
+    for backend in ("nccl", "nccl", "gloo"):
+        grid.communicators.append(Communicator(("pipe",), backend, 2, backend, 0.1))
+    counted = Account(peers=2).measured(optimizer, torch.device("cpu"))
+    assert counted.device["communicators"] == communicator_bytes(2, 2)
+    assert counted.allocated == measured.allocated, "no tensor has them"
+    assert Table.read(counted.facts()) == counted
+    assert any(line.startswith("communicators ") for line in table.lines(None, counted))
