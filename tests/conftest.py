@@ -1,6 +1,7 @@
 """Fixtures and options of the suite.
 
-A seeded covering sample by default, `--full` for the whole product.
+A seeded covering sample by default, `--full` for the whole product. `--nccl` runs the generic tests
+of grids over NCCL, all ranks on one GPU, and what is special to it (tests/nccl).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from pool import Pool
+from pool import NcclPools, Pool
 from ranvier.launch import grow_segments
 
 # Equal examples on every run, and no time limit: the machine may be busy.
@@ -24,12 +25,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full", action="store_true", help="run every combination, not a covering sample"
     )
+    parser.addoption(
+        "--nccl", action="store_true", help="run grids over NCCL, with all ranks on the first GPU"
+    )
     parser.addoption("--part", default="1/1", help="of n equal parts run the i-th, as i/n")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full"):
         items[:] = [item for item in items if item.get_closest_marker("full") is None]
+    over_nccl = config.getoption("--nccl")
+    if over_nccl:
+        items[:] = [item for item in items if item.get_closest_marker("nccl") is not None]
     part, parts = map(int, config.getoption("--part").split("/"))
     items[:] = items[part - 1 :: parts]
 
@@ -51,8 +58,8 @@ def modules() -> None:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool | NcclPools]:
     """Workers shared by all tests."""
-    pool = Pool()
+    pool = NcclPools() if request.config.getoption("--nccl") else Pool()
     yield pool
     pool.stop()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_models import HF_MODELS
+from pool import device_of
 from ranvier.checkpoint.state import assemble
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
@@ -82,6 +83,7 @@ class Case:
         }
         options["overlap"] = ("dx", "dw", "gather", "tokens") if self.overlap else ()
         options["how"] = Cut(chunks=self.chunks, policy=self.policy, spread=self.spread)
+        options["device"] = device_of(grid)
         model = parallelize(self.build(), grid, keep=self.keep, **(options | changes))
         if self.delay >= 0:
             drawn = random.Random(self.delay * 64 + grid.rank)
@@ -242,9 +244,15 @@ def flow_of(batch: Batch, grid: Grid, micro_batches: int) -> Flow:
     return Flow(samples=samples, seq=batch.tokens.shape[1], itemsize=8, statistics=8)
 
 
-def micros_of(batch: Batch, grid: Grid, micro_batches: int) -> list[Batch]:
+def micros_of(batch: Batch, grid: Grid, micro_batches: int, model: str = "") -> list[Batch]:
+    """The micro-batches of a rank on its device; models of Hugging Face take documents as ids."""
     share = batch.tokens.shape[0] // grid.axis("data", "expert", "depth").size
-    return batch.micro_batches(grid, share // micro_batches)
+    micros, device = batch.micro_batches(grid, share // micro_batches), device_of(grid)
+    if device == "cpu":
+        return micros
+    if model in HF_MODELS:
+        return [micro._each(lambda x: x.to(device)) for micro in micros]
+    return [micro.to(device) for micro in micros]
 
 
 def run_case(grid: Grid, case: Case, batch: Batch, lr: float, clip: float) -> dict[str, Any]:
@@ -253,7 +261,7 @@ def run_case(grid: Grid, case: Case, batch: Batch, lr: float, clip: float) -> di
     parallel: Parallel = model.parallel  # type: ignore[assignment]
     grads: State = {}
     start, losses, norms, extras, lines = copied(parallel.state()), [], [], [], list[str]()
-    micros = micros_of(batch, grid, case.micro_batches)
+    micros = micros_of(batch, grid, case.micro_batches, case.model)
     optimizer = Optimizer(parallel.queue, lr=lr, clip=clip)
     for step in range(case.steps):
         with grid.trace.recording() as events:
@@ -272,7 +280,7 @@ def run_case(grid: Grid, case: Case, batch: Batch, lr: float, clip: float) -> di
         "losses": losses,
         "norms": norms,
         "extras": extras,
-        "grads": grads,
+        "grads": copied(grads),
         "start": start,
         "after": copied(parallel.state()),
         "optimizer": copied(optimizer.state()),
@@ -304,7 +312,7 @@ def reload(
     return [
         f"rank {grid.rank}: {name} changed by reloading"
         for name, (part, place) in {**parallel.state(), **loaded.state()}.items()
-        if not torch.equal(part, place.take(whole[name]))
+        if not torch.equal(part.cpu(), place.take(whole[name]))
     ]
 
 
@@ -334,7 +342,8 @@ def switched(grid: Grid, case: Case) -> list[str]:
 
 
 def copied(state: State) -> State:
-    return {name: (tensor.clone(), place) for name, (tensor, place) in state.items()}
+    """A copy on the host."""
+    return {name: (tensor.cpu().clone(), place) for name, (tensor, place) in state.items()}
 
 
 def compare(serial: Serial, results: list[dict[str, Any]]) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from equivalence import ONE_PASS, gradients, worst
+from pool import device_of
 from ranvier.comm import verbs
 from ranvier.grid import Grid
 from ranvier.layers import Flow
@@ -55,19 +56,18 @@ def check_all(grid: Grid, inner: str, ways: Sequence[bool] = (True, False)) -> l
 
 def check(grid: Grid, inner: str, example: Example, twin: type[nn.Module], fast: bool) -> list[str]:
     """Outputs, gradients of inputs and weights, and communication of one example."""
-    serial, inputs = (
-        Lone(example, twin),
-        [whole_input(dims, example, i) for i, dims in enumerate(example.inputs)],
-    )
+    device = device_of(grid)
+    serial = Lone(example, twin).to(device)
+    inputs = [whole_input(dims, example, i, device) for i, dims in enumerate(example.inputs)]
     outputs = as_list(serial(*inputs))
     seeds = [
-        torch.randn(y.shape, generator=torch.Generator().manual_seed(i)).double()
+        torch.randn(y.shape, generator=torch.Generator().manual_seed(i)).double().to(device)
         for i, y in enumerate(outputs)
     ]
     sum((y * seed).sum() for y, seed in zip(outputs, seeds, strict=True)).backward()
 
     table = Table(inner)  # type: ignore[arg-type]
-    model = parallelize(Lone(example, twin), grid, inner=table.inner, fast=fast)
+    model = parallelize(Lone(example, twin), grid, inner=table.inner, fast=fast, device=device)
     parallel = model.parallel
     places = [
         place_of(x.shape, dims, example, table, grid)
@@ -134,13 +134,12 @@ def shape_of(dims: Sequence[str], example: Example) -> list[int]:
     return out
 
 
-def whole_input(dims: Sequence[str], example: Example, number: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 + number)
+def whole_input(dims: Sequence[str], example: Example, number: int, device: str) -> Tensor:
+    generator, shape = torch.Generator().manual_seed(100 + number), shape_of(dims, example)
     if len(dims) == 2:
-        return torch.randint(
-            0, example.sizes["vocab"], shape_of(dims, example), generator=generator
-        )
-    return torch.randn(shape_of(dims, example), generator=generator).double().requires_grad_()
+        words = torch.randint(0, example.sizes["vocab"], shape, generator=generator)
+        return words.to(device)
+    return torch.randn(shape, generator=generator).double().to(device).requires_grad_()
 
 
 def sharding_of(

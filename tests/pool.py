@@ -13,7 +13,9 @@ import itertools
 import math
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
 import tempfile
 import time
 import traceback
@@ -35,10 +37,14 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """Processes that have joined one Gloo process group and wait for functions to run."""
+    """Processes that have joined one process group and wait for functions to run.
 
-    def __init__(self, size: int = SIZE) -> None:
-        self.size = size
+    Over NCCL all of them share the first GPU and use it in a repeatable way. mps: through CUDA's
+    multi-process service if it runs, in which a client that is killed may harm others.
+    """
+
+    def __init__(self, size: int = SIZE, backend: str = "gloo", *, mps: bool = True) -> None:
+        self.size, self.backend, self.mps = size, backend, mps
         self.workers: list[tuple[BaseProcess, Connection]] = []
         self.known: list[tuple[tuple[int, ...], str]] = []
 
@@ -56,7 +62,9 @@ class Pool:
         for rank in range(self.size):
             here, there = context.Pipe()
             worker = context.Process(
-                target=_serve, args=(rank, self.size, port, there, self._stacks(rank)), daemon=True
+                target=_serve,
+                args=(rank, self.size, port, there, self._stacks(rank), self.backend, self.mps),
+                daemon=True,
             )
             worker.start()
             there.close()
@@ -104,9 +112,16 @@ class Pool:
         degrees: Mapping[str, int],
         function: Callable[..., Any],
         *arguments: Any,
+        rendezvous: bool | None = None,
         **options: Any,
     ) -> list[Any]:
         """Call `function(grid, *arguments)` on every rank of a grid."""
+        world, how = math.prod(degrees.values()), {"rendezvous": rendezvous}
+        if self.backend == "nccl":
+            assert world == self.size, (degrees, self.size)
+            return self.run(
+                _with_own_groups, world, dict(degrees), how, function, arguments, **options
+            )
         wanted = [(ranks, channel) for ranks in lines(degrees) for channel in CHANNELS]
         wanted += piped(degrees)
         wanted += [(tuple(range(math.prod(degrees.values()))), "orders")]
@@ -114,9 +129,7 @@ class Pool:
         if missing:
             self.run(_make_groups, self.size, missing)
             self.known += missing
-        return self.run(
-            _with_grid, math.prod(degrees.values()), dict(degrees), function, arguments, **options
-        )
+        return self.run(_with_grid, world, dict(degrees), how, function, arguments, **options)
 
     def _fail(self, failures: dict[int, str], hanging: list[int]) -> None:
         lines = [f"rank {rank} raised:\n{text}" for rank, text in sorted(failures.items())]
@@ -138,8 +151,10 @@ class Pool:
 
 GROUPS: dict[tuple[tuple[int, ...], str], Any] = {}
 """Process groups of a worker, shared by all its grids: making them takes longer than most tests."""
+GROUPS_OF_GRID: dict[tuple[tuple[str, int], ...], dict[tuple[tuple[int, ...], str], Any]] = {}
+"""The same over NCCL, where each grid makes its own."""
 CHANNELS = ("", "gather", "scatter")
-PIPE = ("forward", "backward")
+PIPE = ("forward", "backward", "up", "down", "control")
 """Channels of the pipe axis alone."""
 
 
@@ -188,30 +203,119 @@ def _make_groups(rank: int, wanted: list[tuple[tuple[int, ...], str]]) -> None:
 
 
 def _with_grid(
-    rank: int, degrees: dict[str, int], function: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int,
+    degrees: dict[str, int],
+    how: dict[str, Any],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> Any:
     from ranvier.grid import Grid
 
-    return function(Grid(degrees, rank=rank, connected=True, groups=GROUPS), *arguments)
+    return function(Grid(degrees, rank=rank, connected=True, groups=GROUPS, **how), *arguments)
 
 
-def _serve(rank: int, size: int, port: int, connection: Connection, stacks: Path) -> None:
+def _with_own_groups(
+    rank: int,
+    degrees: dict[str, int],
+    how: dict[str, Any],
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> Any:
+    """As `_with_grid`, but groups are made by the grid itself, as in a run."""
+    from ranvier.grid import Grid
+
+    groups = GROUPS_OF_GRID.setdefault(tuple(sorted(degrees.items())), {})
+    return function(Grid(degrees, rank=rank, connected=True, groups=groups, **how), *arguments)
+
+
+class NcclPools:
+    """A pool of each size over NCCL, started when it is needed first.
+
+    Where CUDA's multi-process service can be started they use it: kernels of several processes then
+    run at the same time, and a collective takes a hundredth of a second less.
+    """
+
+    def __init__(self) -> None:
+        self.pools: dict[int, Pool] = {}
+        self.service = ""
+        control = shutil.which("nvidia-cuda-mps-control")
+        if control is not None and "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
+            folder = tempfile.mkdtemp(prefix="ranvier-mps-")
+            os.environ["CUDA_MPS_PIPE_DIRECTORY"] = os.environ["CUDA_MPS_LOG_DIRECTORY"] = folder
+            if subprocess.run([control, "-d"], check=False).returncode == 0:
+                self.service = control
+            else:
+                del os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ["CUDA_MPS_LOG_DIRECTORY"]
+
+    def pool(self, size: int) -> Pool:
+        """The pool of a size."""
+        if size not in self.pools:
+            self.pools[size] = Pool(size, "nccl")
+        return self.pools[size]
+
+    def run(self, function: Callable[..., Any], ranks: int, *arguments: Any, **how: Any) -> Any:
+        """As Pool.run."""
+        return self.pool(ranks).run(function, ranks, *arguments, **how)
+
+    def on_grid(self, degrees: Mapping[str, int], *arguments: Any, **how: Any) -> list[Any]:
+        """As Pool.on_grid."""
+        return self.pool(math.prod(degrees.values())).on_grid(degrees, *arguments, **how)
+
+    def stop(self) -> None:
+        """End all workers."""
+        for pool in self.pools.values():
+            pool.stop()
+        if self.service:
+            subprocess.run([self.service], input="quit\n", text=True, check=False, timeout=30.0)
+
+
+def device_of(grid: Any) -> str:
+    """Where tensors of a test lie."""
+    return "cuda" if grid.backend == "nccl" else "cpu"
+
+
+def _use_gpu() -> None:
+    """Have this worker compute on the first GPU, the same bits each time."""
+    import torch
+
+    from ranvier.launch import repeat_products
+
+    repeat_products()
+    torch.cuda.set_device(0)
+    torch.use_deterministic_algorithms(True)
+
+
+def _serve(
+    rank: int, size: int, port: int, connection: Connection, stacks: Path, backend: str, mps: bool
+) -> None:
     """The life of a worker."""
     import torch
 
     from ranvier.launch import Ranks, connect, die_with_parent
+    from ranvier.launch.ends import end_with_others
 
     die_with_parent()
     torch.set_num_threads(1)
+    me = Ranks(rank=rank, world=size, local_world=size, port=port)
+    if not mps:
+        os.environ.pop("CUDA_MPS_PIPE_DIRECTORY", None)
+    if backend == "nccl":
+        _use_gpu()
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        connect(Ranks(rank=rank, world=size, port=port), backend="gloo", timeout_seconds=60.0)
-        while True:
-            try:
-                function, arguments = connection.recv()
-            except EOFError:
-                return
-            try:
-                connection.send((True, function(rank, *arguments)))
-            except BaseException:  # the driver shows it, whatever it is
-                connection.send((False, traceback.format_exc()))
+        connect(me, backend=backend, timeout_seconds=60.0, share_gpu=True)
+        with end_with_others(me) if backend == "nccl" else contextlib.nullcontext():
+            _work(rank, connection)
+
+
+def _work(rank: int, connection: Connection) -> None:
+    """Run functions until nobody is there to send them."""
+    while True:
+        try:
+            function, arguments = connection.recv()
+        except EOFError:
+            os._exit(0)  # others may be gone already: nobody leaves in good order
+        try:
+            connection.send((True, function(rank, *arguments)))
+        except BaseException:  # the driver shows it, whatever it is
+            connection.send((False, traceback.format_exc()))

@@ -23,6 +23,7 @@ from pool import Pool
 from ranvier.checkpoint.state import assemble
 from ranvier.models import EXAMPLES
 
+pytestmark = pytest.mark.nccl
 LR, CLIP = 1e-2, 0.5
 GRIDS = grids()
 OPTIONS: dict[str, list[Any]] = {

@@ -17,6 +17,8 @@ from ranvier.grid import Grid
 from ranvier.nn import loss, norm
 from ranvier.sharding import Sharding
 
+pytestmark = pytest.mark.nccl
+
 
 def _half_reduced(x: Any, axis: Any, dim: int = 0) -> Pending:
     """A reduce-scatter that forgets to add."""

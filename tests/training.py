@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pool import device_of
 from ranvier.data.dataset import open_data
 from ranvier.data.prepare import prepare
 from ranvier.data.tokenizer import Bytes
@@ -52,8 +53,8 @@ def run_of(out: str, degrees: dict[str, int], steps: int, **changes: Any) -> Run
     return run.check(world)
 
 
-def trainer_of(grid: Grid, corpus: str, run: Run, device: str = "cpu") -> Trainer:
-    """A trainer on a corpus."""
+def trainer_of(grid: Grid, corpus: str, run: Run, device: str = "") -> Trainer:
+    """A trainer on a corpus. device: empty: that of the grid's backend."""
     data = open_data(
         [corpus],
         seq=run.data.seq,
@@ -63,7 +64,7 @@ def trainer_of(grid: Grid, corpus: str, run: Run, device: str = "cpu") -> Traine
         truncate=run.data.truncate,
         learn=run.data.learn,
     )
-    return Trainer.assemble(run, grid, torch.device(device), data)
+    return Trainer.assemble(run, grid, torch.device(device or device_of(grid)), data)
 
 
 def losses_of(
