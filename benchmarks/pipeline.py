@@ -21,7 +21,13 @@ compared with our fastest of all that keeps no more, in activations of a whole s
 The simulator is given the median time of each kind of job on each virtual stage, as measured in
 these very runs, times the factors drawn, and the time of a message.
 
+With --nccl no time is measured: all ranks share the first GPU over NCCL, in which their times mean
+nothing. Each policy takes steps, and what it chose on each stage is compared with what it chooses
+in the simulator for the same messages, which come as they did; every message comes once, in order.
+--rendezvous does the same on the CPU: over Gloo, with transfers that stages agree on as over NCCL.
+
     python benchmarks/pipeline.py --json pipeline.json
+    python benchmarks/pipeline.py --nccl
     python benchmarks/pipeline.py --quick
     python benchmarks/pipeline.py --ranks 4 --case jitter --micros 16 --repeat 31
 """
@@ -65,9 +71,9 @@ from ranvier.nn.leaf import Moment
 from ranvier.pipeline.choice import policy_for
 from ranvier.pipeline.cut import Cut, Stage
 from ranvier.pipeline.orders import peaks
-from ranvier.pipeline.policy import Order, Policy, Shape
+from ranvier.pipeline.policy import Job, Order, Policy, Shape
 from ranvier.pipeline.runtime import Micro, Runtime
-from ranvier.pipeline.simulator import Play, Times, lengths, links
+from ranvier.pipeline.simulator import Play, Times, lengths, links, replay
 from ranvier.pipeline.stage import meet
 from ranvier.plan import Plan
 
@@ -106,6 +112,8 @@ def settings() -> argparse.Namespace:
     add("--rows", type=int, default=64, help="of a micro-batch")
     add("--json", type=Path, metavar="FILE", help="write everything there")
     add("--quick", action="store_true", help="a short run, whose verdicts mean little")
+    add("--nccl", action="store_true", help="instead: the order of jobs and messages over NCCL")
+    add("--rendezvous", action="store_true", help="instead: the same over Gloo")
     asked = parser.parse_args()
     asked.ranks, asked.case = asked.ranks or [2, 4], asked.case or [*CASES]
     asked.micros = asked.micros or ([4] if asked.quick else [8, 16])
@@ -332,6 +340,9 @@ class NoQueue:
     def job(self, *, last: bool = False, forget: bool = False) -> None:
         """Nothing."""
 
+    def flush(self) -> None:
+        """Nothing."""
+
 
 @dataclass
 class Field:
@@ -340,18 +351,19 @@ class Field:
     setting: Setting
     grid: Grid
     rank: int
+    device: torch.device
 
     def __post_init__(self) -> None:
         setting, made = self.setting, torch.Generator().manual_seed(99)
         shape = (setting.micros * setting.rows, setting.width)
-        self.inputs = torch.randn(shape, generator=made)
-        self.targets = torch.randn(shape, generator=made)
+        self.inputs = torch.randn(shape, generator=made).to(self.device)
+        self.targets = torch.randn(shape, generator=made).to(self.device)
 
     def ours(self, chunks: int) -> Callable[[str, Policy], Contestant]:
         """Makes those of ours with so many chunks, who share a runtime."""
         setting, moment, effort = self.setting, Moment(), Effort(self.setting, chunks)
         mine = [c * setting.ranks + self.rank for c in range(chunks)]
-        blocks = {v: Block(effort, moment, self.rank, v) for v in mine}
+        blocks = {v: Block(effort, moment, self.rank, v).to(self.device) for v in mine}
         final = chunks * setting.ranks - 1
 
         def run(x: Tensor | None, parts: slice, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -360,7 +372,7 @@ class Field:
 
         stage = Stage(self.rank, setting.ranks, tuple(slice(v, v + 1) for v in mine), run)
         queue: Any = NoQueue()
-        runtime = Runtime(self.grid, stage, queue, moment, torch.device("cpu"), timing=True)
+        runtime = Runtime(self.grid, stage, queue, moment, self.device, timing=True)
         micros = [
             Micro({"tokens": x, "targets": y})
             for x, y in zip(
@@ -371,7 +383,8 @@ class Field:
         def contestant(name: str, policy: Policy) -> Contestant:
             def take() -> list[Tensor]:
                 losses: list[Tensor] = []
-                runtime.train(micros, policy, scored=losses.append, factor=torch.ones(()))
+                one = torch.ones((), device=self.device)
+                runtime.train(micros, policy, scored=losses.append, factor=one)
                 return losses
 
             return Contestant(name, chunks, effort, blocks, take, policy, runtime)
@@ -479,7 +492,7 @@ def told(value: Any) -> Any:
 
 def measured(setting: Setting, grid: Grid, rank: int) -> dict[str, Any]:
     """All steps of all contestants on all ranks."""
-    field = Field(setting, grid, rank)
+    field = Field(setting, grid, rank, torch.device("cpu"))
     found: list[Contestant] = []
     known: dict[int, Times] = {}
     for chunks, names in OURS.items():
@@ -862,6 +875,116 @@ def results(ranks: int, settings: Sequence[Setting]) -> Iterator[dict[str, Any]]
             worker.kill()
 
 
+# ---- the order of jobs and messages ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OrderRow:
+    """What a policy chose on one stage in a few steps, and what it chooses in the simulator."""
+
+    policy: str
+    chunks: int
+    stage: int
+    jobs: int
+    messages: int
+    differences: tuple[str, ...]
+
+
+def compare_orders(
+    name: str, policy: Policy, runtime: Runtime, shape: Shape, differences: list[str]
+) -> OrderRow:
+    """The last step of a runtime against the simulator."""
+    stage, kinds = runtime.stage.index, {"forward": "F", "backward": "B"}
+    arrivals = [Job(kinds[way], number, chunk) for (way, chunk), number, _ in runtime.log]  # type: ignore[arg-type]
+    for way, chunk in {key for key, _, _ in runtime.log}:
+        numbers = [number for key, number, _ in runtime.log if key == (way, chunk)]
+        if numbers != list(range(shape.micro_batches)):
+            differences.append(f"messages {way} of chunk {chunk} came as {numbers}")
+    taken = [job for job, _ in runtime.choices]
+    chosen = replay(shape, policy, stage, arrivals, [seen for _, seen in runtime.choices])
+    for number, (real, simulated) in enumerate(zip(taken, chosen, strict=False)):
+        if real != simulated:
+            differences.append(f"choice {number}: {real}, in the simulator {simulated}")
+    done = [Job(one.kind, one.micro, one.chunk) for one in runtime.done if one.kind in KINDS]  # type: ignore[arg-type]
+    if done != taken or len(chosen) != len(taken):
+        differences.append(f"{len(done)} jobs were done, {len(taken)} chosen, {len(chosen)} played")
+    return OrderRow(name, shape.chunks, stage, len(taken), len(arrivals), tuple(differences))
+
+
+def serve_orders(rank: int, setting: Setting, port: int, backend: str, pipe: Any) -> None:
+    """The life of a rank that takes steps of all policies."""
+    die_with_parent()
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+    me = Ranks(rank=rank, world=setting.ranks, local_world=setting.ranks, port=port)
+    connect(me, backend=backend, timeout_seconds=120.0, share_gpu=True)
+    grid = Grid({"pipe": setting.ranks}, connected=True, timeout_seconds=120.0, rendezvous=True)
+    meet(grid, Cut(chunks=max(OURS)))
+    field = Field(setting, grid, rank, device)
+    for chunks, names in OURS.items():
+        make, shape = field.ours(chunks), Shape(setting.ranks, setting.micros, chunks)
+        even = Times((1.0,) * setting.ranks * chunks, (2.0,) * setting.ranks * chunks, jitter=0.1)
+        for name in names:
+            base, _, extra = name.partition(" ")
+            limit = setting.ranks if "=mem" in extra else 0
+            policy = policy_for(base, shape, even, limit=limit, splits=True)
+            one = make(name, policy)
+            assert one.runtime is not None
+            for seed in range(setting.repeat):
+                one.effort.seed = seed
+                for block in one.blocks.values():
+                    block.calls = 0
+                    for weight in block.weights:
+                        weight.grad = None
+                one.take()
+                pipe.send(compare_orders(name, policy, one.runtime, shape, []))
+    pipe.send(None)
+
+
+def check_orders(asked: argparse.Namespace) -> int:
+    """Show, of each policy, whether all stages chose as in the simulator."""
+    backend, bad = "nccl" if asked.nccl else "gloo", 0
+    for ranks in asked.ranks:
+        setting = Setting.all(argparse.Namespace(**{**vars(asked), "ranks": [ranks]}))[0]
+        setting = replace(setting, case="jitter", repeat=3)
+        context, port = multiprocessing.get_context("spawn"), free_port()
+        pipes = [context.Pipe() for _ in range(ranks)]
+        workers = [
+            context.Process(target=serve_orders, args=(rank, setting, port, backend, there))
+            for rank, (_, there) in enumerate(pipes)
+        ]
+        for worker in workers:
+            worker.start()
+        rows = list[OrderRow]()
+        try:
+            for here, _ in pipes:
+                while here.poll(300.0) and (row := here.recv()) is not None:
+                    rows.append(row)
+        finally:
+            for worker in workers:
+                worker.kill()
+        print(f"\n{ranks} stages over {backend}, {setting.micros} micro-batches")
+        print("  policy             chunks   jobs  messages  as in the simulator")
+        for name, chunks in dict.fromkeys((row.policy, row.chunks) for row in rows):
+            some = [row for row in rows if (row.policy, row.chunks) == (name, chunks)]
+            wrong = [line for row in some for line in row.differences]
+            jobs, messages = (
+                sum(getattr(row, what) for row in some) for what in ("jobs", "messages")
+            )
+            verdict = "all" if not wrong else f"NOT: {wrong[0]}"
+            print(f"  {name:<18} {chunks:>6} {jobs:>6} {messages:>9}  {verdict}", flush=True)
+            bad += bool(wrong)
+        wanted = ranks * setting.repeat * sum(map(len, OURS.values()))
+        if len(rows) != wanted:
+            print(f"  {wanted - len(rows)} of {wanted} steps are missing")
+            bad += 1
+    print(f"\n{'FAIL' if bad else 'PASS'}: {bad} policies chose otherwise")
+    return 1 if bad else 0
+
+
 def commit() -> str:
     """Of the working tree."""
     asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
@@ -871,6 +994,8 @@ def commit() -> str:
 def main() -> int:
     """Measure, show, judge."""
     asked = settings()
+    if asked.nccl or asked.rendezvous:
+        return check_orders(asked)
     every, notes, bad = Setting.all(asked), list[dict[str, Any]](), 0
     print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores")
     for ranks in dict.fromkeys(s.ranks for s in every):

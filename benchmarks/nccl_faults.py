@@ -1,0 +1,847 @@
+"""Inject faults into whole runs whose ranks share one GPU over NCCL: kills, stops, exceptions.
+
+Usage: python benchmarks/nccl_faults.py [--trials 12] [--seed 0] [--backend gloo] [--keep]
+           [--grid pipe=2,row=2] [--kind stop] [--steps 24] [--budget-seconds 600]
+
+For each grid an uninterrupted `ranvier train` gives the losses of all steps and the duration of a
+run. Every trial then starts the same run and injects one fault at a random moment of it: between
+the first step and the end, or while the ranks start. The kinds of faults take turns:
+
+    kill       SIGKILL to a rank: the launcher restarts all ranks, and the run finishes
+    launcher   SIGKILL to the launcher: all ranks end with it
+    stop       SIGSTOP to a rank: the watchdog ends the run with 72 and names that rank
+    term       SIGTERM to the launcher: the run saves and ends with 75
+    exception  a rank raises an exception in a collective of a step: the run ends with 70
+
+Except after `kill` the same command is given again and must continue; only a run that had finished
+before the fault may be refused (64). Checked after each trial: the exit codes, how long the ranks
+took to end, the losses (those of the uninterrupted run to the bit, in every row of every step),
+processes that are left, and GPU memory that was not given back. Prints a line for each trial; the
+exit code is 1 if any check failed.
+
+Processes are found by a variable in their environment (Linux only). `--backend gloo` runs on the
+CPU, for machines without a GPU. Not covered: several nodes, several GPUs, faults of a disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+MODEL = (
+    *("--data.max-bytes", "60000", "--data.seq", "32", "--data.tokenizer", "bytes"),
+    *("--model.layers", "2", "--model.embed", "32", "--model.head-dim", "8", "--model.mlp", "48"),
+    *("--model.vocab", "260", "--train.evaluate", "0", "--train.prompt", ""),
+    *("--train.deterministic", "True", "--train.seed", "0", "--plan.batch", "8"),
+    *("--checkpoint.every", "4"),
+)
+"""Settings of a model whose steps are quick, with a checkpoint every few steps."""
+GRIDS = ("data=2,row=2", "depth=2,row=2", "pipe=2,row=2")
+VARIABLE = "RANVIER_BENCHMARK_TRIAL"
+"""Environment variable that all processes of a command inherit."""
+WATCHDOG_SECONDS = 8.0
+ORPHAN_SECONDS = 10.0
+"""How long processes and GPU memory of a run may outlive it."""
+MEMORY_MIB = 64
+"""GPU memory that may be in use after a trial in addition to what was before any run."""
+POLL_SECONDS = 0.05
+LATE_STEPS = 3
+"""A run that is asked to stop so few steps before its end may also finish."""
+ATTEMPTS = 3
+"""Runs that may end before the fault is injected; each next one has it earlier."""
+REFUSED = 64
+"""Exit code of the command of a run that has finished."""
+ERROR_LINES = 30
+PATCH = """
+import importlib.util, os, sys, time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+CALLS = (
+    "all_reduce", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor",
+    "reduce_scatter_single", "all_to_all_single", "broadcast", "isend", "irecv",
+)
+
+class InjectedError(Exception):
+    pass
+
+def patch_call(module, name):
+    call = getattr(module, name)
+    def patched(*arguments, **options):
+        try:
+            os.unlink(os.path.join(HERE, f"raise-{module.get_rank()}"))
+        except FileNotFoundError:
+            return call(*arguments, **options)
+        with open(os.path.join(HERE, "raising"), "w") as file:
+            file.write(repr(time.monotonic()))
+        os.replace(os.path.join(HERE, "raising"), os.path.join(HERE, "raised"))
+        raise InjectedError(f"injected into {name}")
+    setattr(module, name, patched)
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch.distributed":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+        def run_and_patch(module):
+            run(module)
+            for call in CALLS:
+                if hasattr(module, call):
+                    patch_call(module, call)
+        spec.loader.exec_module = run_and_patch
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+"""A `sitecustomize` with which a rank raises in its next collective once a file asks it to."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault, and what must follow it."""
+
+    name: str
+    exit_code: int
+    end_seconds: float
+    """How long after the fault all ranks must have ended."""
+    at_start: bool
+    """Whether it is also injected while ranks start. There the watchdog waits for 600 s, and no
+    step is under way that could raise."""
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("kill", 0, 15.0, at_start=True),
+        Kind("launcher", -signal.SIGKILL, 10.0, at_start=True),
+        Kind("stop", 72, WATCHDOG_SECONDS + 15.0, at_start=False),
+        Kind("term", 75, 60.0, at_start=True),
+        Kind("exception", 70, 15.0, at_start=False),
+    )
+}
+
+
+# ---- processes --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """What /proc/PID/stat says of a process."""
+
+    state: str
+    session: int
+    start_ticks: int
+
+    @classmethod
+    def read(cls, pid: int) -> ProcessStatus | None:
+        """The status of a process; None if there is none."""
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return None
+        words = text.rpartition(")")[2].split()
+        return cls(state=words[0], session=int(words[3]), start_ticks=int(words[19]))
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process; a later one with the same number is another one."""
+
+    pid: int
+    start_ticks: int
+
+    def is_alive(self) -> bool:
+        """Whether it runs or is stopped.
+
+        A process that is exiting has no environment any more but may still hold its GPU memory.
+        """
+        status = ProcessStatus.read(self.pid)
+        return (
+            status is not None
+            and status.start_ticks == self.start_ticks
+            and status.state not in ("Z", "X")
+        )
+
+    def describe(self) -> str:
+        """Its number and command line."""
+        with contextlib.suppress(OSError):
+            line = Path(f"/proc/{self.pid}/cmdline").read_bytes()
+            return f"{self.pid} ({line.replace(bytes(1), b' ').decode(errors='replace')[:100]})"
+        return str(self.pid)
+
+
+def find_processes(token: str) -> list[Process]:
+    """Processes that have inherited a token in their environment."""
+    entry = f"{VARIABLE}={token}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (path / "environ").read_bytes()
+        except OSError:  # it has ended, or is another user's
+            continue
+        if entry not in environment.split(b"\0"):
+            continue
+        status = ProcessStatus.read(int(path.name))
+        if status is not None and status.state not in ("Z", "X"):
+            found.append(Process(int(path.name), status.start_ticks))
+    return found
+
+
+def find_rank_number(process: Process) -> int | None:
+    """The rank of a process that leads a session and maps the heartbeat of one rank."""
+    status = ProcessStatus.read(process.pid)
+    if status is None or status.session != process.pid:
+        return None
+    try:
+        maps = Path(f"/proc/{process.pid}/maps").read_bytes()
+    except OSError:
+        return None
+    numbers = {int(number) for number in re.findall(rb"/rank(\d+)\.\w+$", maps, re.MULTILINE)}
+    return numbers.pop() if len(numbers) == 1 else None
+
+
+class TrainCommand:
+    """A `ranvier train` that was started, with its output and all processes that belong to it.
+
+    Leaving it as a context ends whatever is left.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]
+    ) -> None:
+        self.token = uuid.uuid4().hex
+        self.rank_of: dict[Process, int] = {}
+        """All ranks found so far, those of earlier attempts included."""
+        self.others: set[Process] = set()
+        """Other processes found so far: launcher, forkserver, resource tracker."""
+        self._errors = folder / f"stderr-{self.token[:8]}.txt"
+        with self._errors.open("w") as errors, self._errors.with_suffix(".out").open("w") as out:
+            self.child = subprocess.Popen(
+                [sys.executable, "-m", "ranvier", "train", *arguments],
+                env={**os.environ, **environment, VARIABLE: self.token},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=errors,
+                start_new_session=True,  # Ctrl-C is for this script, which ends it
+            )
+        self.began = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill_processes()
+
+    def observe_processes(self) -> None:
+        """Look for processes that are new."""
+        for process in find_processes(self.token):
+            if process in self.rank_of:
+                continue
+            rank = None if process.pid == self.child.pid else find_rank_number(process)
+            if rank is None:
+                self.others.add(process)
+            else:
+                self.rank_of[process] = rank
+                self.others.discard(process)
+
+    def find_ranks(self) -> dict[int, Process]:
+        """The ranks that are alive, by their number."""
+        self.observe_processes()
+        return {rank: process for process, rank in self.rank_of.items() if process.is_alive()}
+
+    def wait_until(self, is_met: Callable[[], bool], seconds: float) -> bool:
+        """Wait for a condition and observe processes meanwhile; whether it was met in time."""
+        limit = time.monotonic() + seconds
+        while not is_met():
+            if time.monotonic() > limit:
+                return False
+            self.observe_processes()
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def has_exited(self) -> bool:
+        """Whether the launcher has ended."""
+        return self.child.poll() is not None
+
+    def list_alive(self) -> list[Process]:
+        """All processes of the command that are alive."""
+        self.observe_processes()
+        return [process for process in (*self.rank_of, *self.others) if process.is_alive()]
+
+    def kill_processes(self) -> None:
+        """End all that is left."""
+        limit = time.monotonic() + ORPHAN_SECONDS
+        while (alive := self.list_alive()) and time.monotonic() < limit:
+            for process in alive:
+                with contextlib.suppress(OSError):
+                    os.kill(process.pid, signal.SIGKILL)
+            self.child.poll()
+            time.sleep(POLL_SECONDS)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(timeout=1.0)
+
+    def read_errors(self) -> str:
+        """What it has written to stderr."""
+        return self._errors.read_text(errors="replace")
+
+
+def read_gpu_memory() -> list[int] | None:
+    """MiB in use on each GPU, by all processes; None without a GPU."""
+    query = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        text = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30.0)
+        return [int(line) for line in text.stdout.split()] or None
+    # A process of its own: a CUDA context in this one would occupy memory in all trials.
+    code = (
+        "import torch\n"
+        "for device in range(torch.cuda.device_count()):\n"
+        "    free, total = torch.cuda.mem_get_info(device)\n"
+        "    print((total - free) >> 20)\n"
+    )
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        words = (sys.executable, "-c", code)
+        text = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60.0)
+        return [int(line) for line in text.stdout.split()] or None
+    return None
+
+
+# ---- runs -------------------------------------------------------------------------------
+
+
+def parse_grid(text: str) -> dict[str, int]:
+    """Ranks on each axis: `pipe=2,row=2`."""
+    try:
+        grid = {axis: int(size) for axis, size in (word.split("=") for word in text.split(","))}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a grid such as pipe=2,row=2") from None
+    return grid
+
+
+def format_grid(grid: Mapping[str, int]) -> str:
+    """The opposite of `parse_grid`."""
+    return ",".join(f"{axis}={size}" for axis, size in grid.items())
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all runs have in common."""
+
+    root: Path
+    backend: str
+    steps: int
+    memory: list[int] | None
+    """MiB in use on each GPU before any run; None: not checked."""
+
+    def build_arguments(self, grid: Mapping[str, int], out: Path) -> list[str]:
+        """The arguments of `ranvier train`."""
+        arguments = [*MODEL, "--train.steps", str(self.steps), "--train.out", str(out)]
+        arguments += ["--nproc", str(math.prod(grid.values()))]
+        for axis, size in grid.items():
+            arguments += [f"--plan.{axis}", str(size)]
+        if "pipe" in grid:
+            arguments += ["--plan.micro-batch", "2"]
+        arguments += ["--train.backend", self.backend]
+        if self.backend == "nccl":
+            return [*arguments, "--launch.share-gpu", "True"]
+        return [*arguments, "--train.device", "cpu"]
+
+    def start_command(
+        self,
+        arguments: Sequence[str],
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> TrainCommand:
+        """Start a command whose output goes to a folder; all of them share one cache."""
+        cache = {"RANVIER_CACHE": str(self.root / "cache")}
+        return TrainCommand(arguments, folder, {**cache, **(environment or {})})
+
+    def measure_memory_growth(self) -> int | None:
+        """MiB in use on a GPU in addition to what was before any run, once it is little enough."""
+        if self.memory is None:
+            return None
+        limit = time.monotonic() + ORPHAN_SECONDS
+        while True:
+            now = read_gpu_memory()
+            if now is None:
+                return None
+            growth = max(after - before for after, before in zip(now, self.memory, strict=True))
+            if growth <= MEMORY_MIB or time.monotonic() > limit:
+                return growth
+            time.sleep(0.2)
+
+
+def count_rows(out: Path) -> int:
+    """Steps in the metrics of a run, which may be under way."""
+    try:
+        return (out / "metrics.jsonl").read_bytes().count(b"\n")
+    except OSError:
+        return 0
+
+
+def is_finished(out: Path) -> bool:
+    """Whether a run has written that it has taken all its steps."""
+    try:
+        status = json.loads((out / "run.json").read_text())["status"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return bool(status == "finished")
+
+
+def read_losses(out: Path) -> Iterator[tuple[int, float]]:
+    """Step and loss of each row of the metrics of a run."""
+    for line in (out / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        yield int(row["step"]), row["loss"]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An uninterrupted run; times are in seconds since its command was given."""
+
+    losses: dict[int, float]
+    ranks_seconds: float
+    """When all ranks were there."""
+    first_seconds: float
+    """When the first step was written."""
+    end_seconds: float
+
+    @property
+    def patience_seconds(self) -> float:
+        """A run that takes longer has hung; it may start twice and share the machine."""
+        return 60.0 + 4.0 * self.end_seconds
+
+    def find_differences(self, out: Path) -> list[str]:
+        """What is wrong with the losses of a run: they must be the same bits in every row."""
+        try:
+            rows = list(read_losses(out))
+        except (OSError, ValueError, KeyError) as error:
+            return [f"metrics.jsonl cannot be read: {error}"]
+        missing = sorted({*self.losses} - {step for step, _ in rows})
+        problems = [f"no loss of steps {missing}"] if missing else []
+        wrong = [(step, loss) for step, loss in rows if self.losses.get(step) != loss]
+        if wrong:
+            step, loss = wrong[0]
+            problems.append(
+                f"{len(wrong)} losses differ, the first is {loss!r} at step {step} instead of "
+                f"{self.losses.get(step)!r}"
+            )
+        return problems
+
+
+class FailedReferenceError(Exception):
+    """An uninterrupted run that failed: nothing can be compared with it."""
+
+
+def run_reference(setup: Setup, grid: Mapping[str, int]) -> Reference:
+    """Run a grid without a fault."""
+    folder = setup.root / f"reference-{format_grid(grid)}"
+    folder.mkdir()
+    out = folder / "run"
+    world = math.prod(grid.values())
+    ranks_seconds = first_seconds = 0.0
+    with setup.start_command(setup.build_arguments(grid, out), folder) as command:
+        while not command.has_exited():
+            seconds = time.monotonic() - command.began
+            if not ranks_seconds and len(command.find_ranks()) == world:
+                ranks_seconds = seconds
+            if not first_seconds and count_rows(out):
+                first_seconds = seconds
+            if seconds > 300.0:
+                break
+            time.sleep(POLL_SECONDS)
+        end_seconds = time.monotonic() - command.began
+        code = command.child.poll()
+        if code != 0 or not ranks_seconds or not first_seconds:
+            found = f"{len(command.rank_of)} of {world} ranks found, {count_rows(out)} steps"
+            raise FailedReferenceError(
+                f"exit code {code} after {end_seconds:.1f} s, {found}\n"
+                f"{format_errors(command.read_errors())}"
+            )
+    reference = Reference(dict(read_losses(out)), ranks_seconds, first_seconds, end_seconds)
+    if [*reference.losses] != [*range(setup.steps)]:
+        raise FailedReferenceError(f"its metrics have the steps {[*reference.losses]}")
+    return reference
+
+
+def format_errors(text: str) -> str:
+    """The last lines of a stderr, indented."""
+    lines = text.splitlines()[-ERROR_LINES:]
+    return "\n".join(f"    | {line}" for line in lines)
+
+
+# ---- trials -----------------------------------------------------------------------------
+
+
+@dataclass
+class Trial:
+    """A fault of a run, and what followed it."""
+
+    number: int
+    kind: Kind
+    grid: dict[str, int]
+    setup: Setup
+    rank: int
+    """The rank that the fault is for, if it is for one."""
+    at_start: bool
+    """Whether it comes before the first step."""
+    share: float
+    """Where the fault is between the beginning and the end of its range of time."""
+    reference: Reference = field(init=False)
+    range_seconds: float = field(init=False)
+    """How long the range of time is."""
+    range_began: float = math.inf
+    """When the range of time began in this run, once it has."""
+    moment: str = "never"
+    rows: int = 0
+    """Steps written before the fault."""
+    end_seconds: float | None = None
+    """Seconds from the fault to the end of all ranks."""
+    exit_codes: list[int | None] = field(default_factory=list)
+    losses: str = "not compared"
+    left: list[str] = field(default_factory=list)
+    """Processes that outlived their command."""
+    memory: int | None = None
+    problems: list[str] = field(default_factory=list)
+    errors: str = ""
+    """The stderr of the command that failed, or of the last one."""
+
+    def play(self, reference: Reference) -> None:
+        """Start the run, inject the fault, continue the run, and check everything."""
+        self.reference = reference
+        self.range_seconds = reference.end_seconds - reference.first_seconds
+        if self.at_start:
+            self.range_seconds = reference.first_seconds - reference.ranks_seconds
+        for attempt in range(ATTEMPTS):
+            folder = self.setup.root / f"trial-{self.number}-{attempt}"
+            folder.mkdir()
+            if self._interrupt_run(folder) or self.problems:
+                break
+            self.share *= 0.8
+        else:
+            self.problems.append(f"{ATTEMPTS} runs ended before the fault was injected")
+        if not self.problems and self.exit_codes != [0]:
+            self._continue_run(folder)
+        if is_finished(folder / "run"):
+            differences = self.reference.find_differences(folder / "run")
+            self.problems += differences
+            self.losses = "differ" if differences else "equal"
+        elif not self.problems:
+            self.problems.append("run.json does not say that the run has finished")
+        self.memory = self.setup.measure_memory_growth()
+        if self.memory is not None and self.memory > MEMORY_MIB:
+            self.problems.append(f"{self.memory} MiB of GPU memory were not given back")
+
+    def format_line(self, trials: int) -> str:
+        """What happened, in one line."""
+        seconds = "-" if self.end_seconds is None else f"{self.end_seconds:.2f} s"
+        codes = ", then ".join("none" if code is None else str(code) for code in self.exit_codes)
+        memory = "-" if self.memory is None else f"{self.memory:+d} MiB"
+        return (
+            f"trial {self.number:>2}/{trials}  {self.kind.name:9}  {format_grid(self.grid):13}  "
+            f"{self.moment:38}  ranks ended after {seconds:>7}  exit code {codes or '-':10}  "
+            f"losses {self.losses:12}  {len(self.left)} processes left  memory {memory:>7}  "
+            f"{'FAILED' if self.problems else 'ok'}"
+        )
+
+    def _build_arguments(self, folder: Path) -> list[str]:
+        arguments = self.setup.build_arguments(self.grid, folder / "run")
+        if self.kind.name == "stop":
+            arguments += ["--launch.watchdog", f"{WATCHDOG_SECONDS:g}"]
+        return arguments
+
+    def _interrupt_run(self, folder: Path) -> bool:
+        """Start the run and inject the fault; whether the run was still there for it."""
+        environment = {}
+        if self.kind.name == "exception":
+            (folder / "sitecustomize.py").write_text(PATCH)
+            paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH", "")])]
+            environment["PYTHONPATH"] = os.pathsep.join(paths)
+        arguments = self._build_arguments(folder)
+        with self.setup.start_command(arguments, folder, environment) as command:
+            if not self._wait_for_moment(command, folder / "run"):
+                return self._note_early_end(command)
+            self.rows = count_rows(folder / "run")
+            when = f"{self.rows} steps" if self.rows else "no step"
+            target = "launcher" if self.kind.name in ("launcher", "term") else f"rank {self.rank}"
+            seconds = time.monotonic() - command.began
+            self.moment = f"{target} after {when} ({seconds:.2f} s)"
+            ranks = command.find_ranks()
+            known = set(command.rank_of)
+            struck = self._inject_fault(command, ranks, folder)
+            if struck is None:
+                return self._note_early_end(command)
+            self._check_end(command, known, struck)
+            self.errors = command.read_errors()
+        return True
+
+    def _wait_for_moment(self, command: TrainCommand, out: Path) -> bool:
+        """Wait until the fault is due; whether the run was still under way then."""
+        world = math.prod(self.grid.values())
+
+        def is_ready() -> bool:
+            if command.has_exited():
+                return True
+            if self.at_start:
+                return len(command.find_ranks()) == world
+            return len(command.rank_of) == world and count_rows(out) > 0
+
+        if not command.wait_until(is_ready, self.reference.patience_seconds):
+            self.problems.append("the run did not get to its first step")
+            return False
+        self.range_began = time.monotonic()
+        command.wait_until(command.has_exited, self.share * self.range_seconds)
+        return not command.has_exited()
+
+    def _note_early_end(self, command: TrainCommand) -> bool:
+        """Check that a run that came to its end before the fault has finished; False."""
+        # The reference was slower, perhaps as the machine did other things, too.
+        self.range_seconds = min(self.range_seconds, time.monotonic() - self.range_began)
+        command.wait_until(command.has_exited, self.reference.patience_seconds)
+        self.moment = "never"
+        self.errors = command.read_errors()
+        code = command.child.poll()
+        if code != 0:
+            self.exit_codes.append(code)
+            self.problems.append(f"exit code {code} before the fault")
+        return False
+
+    def _inject_fault(
+        self, command: TrainCommand, ranks: Mapping[int, Process], folder: Path
+    ) -> float | None:
+        """Do what the kind of the trial says; when, or None if the run had ended."""
+        name = self.kind.name
+        if not ranks:  # only the launcher is left, which is about to end
+            return None
+        if name == "exception":
+            return self._raise_exception(command, folder)
+        if name in ("launcher", "term"):
+            began = time.monotonic()
+            command.child.send_signal(signal.SIGKILL if name == "launcher" else signal.SIGTERM)
+            return began
+        if self.rank not in ranks:
+            return None
+        began = time.monotonic()
+        try:
+            os.kill(ranks[self.rank].pid, signal.SIGKILL if name == "kill" else signal.SIGSTOP)
+        except ProcessLookupError:
+            return None
+        return began
+
+    def _raise_exception(self, command: TrainCommand, folder: Path) -> float | None:
+        """Have the rank raise in its next collective; when it did, None if it issued none."""
+        (folder / f"raise-{self.rank}").touch()
+        raised = folder / "raised"
+        command.wait_until(
+            lambda: raised.exists() or command.has_exited(), self.reference.patience_seconds
+        )
+        return float(raised.read_text()) if raised.exists() else None
+
+    def _check_end(self, command: TrainCommand, known: set[Process], struck: float) -> None:
+        """Check how a run ends after its fault. known: the ranks that had been started before."""
+        kind = self.kind
+
+        def is_ended() -> bool:
+            # After a kill others are started; after anything else no rank may be left.
+            ranks = known if kind.name == "kill" else {*known, *command.rank_of}
+            return not any(rank.is_alive() for rank in ranks)
+
+        if not command.wait_until(is_ended, struck + kind.end_seconds - time.monotonic()):
+            alive = sorted(command.rank_of[rank] for rank in known if rank.is_alive())
+            self.problems.append(f"ranks {alive} alive {kind.end_seconds:g} s after the fault")
+            self.exit_codes.append(command.child.poll())
+            return
+        self.end_seconds = time.monotonic() - struck
+        self._check_exit(command)
+        code = self.exit_codes[-1]
+        restarted = any(rank not in known for rank in command.rank_of)
+        errors = command.read_errors()
+        finishing = kind.name == "term" and self.rows >= self.setup.steps - LATE_STEPS
+        if code != kind.exit_code and not (finishing and code == 0):
+            self.problems.append(f"exit code {code} instead of {kind.exit_code}")
+        if kind.name == "kill" and not restarted and self.rows < self.setup.steps:
+            self.problems.append("the ranks were not started again")
+        if kind.name != "kill" and restarted:
+            self.problems.append("ranks were started again")
+        if kind.name == "exception" and "InjectedError" not in errors:
+            self.problems.append("the exception is not in the message")
+        if kind.name == "stop":
+            hang = next((line for line in errors.splitlines() if "HangError" in line), "")
+            if not re.search(rf"\brank {self.rank}\b", hang, re.IGNORECASE):
+                self.problems.append(f"the message of the hang does not name rank {self.rank}")
+
+    def _check_exit(self, command: TrainCommand) -> None:
+        """Wait for the end of a command and of all its processes."""
+        if not command.wait_until(command.has_exited, self.reference.patience_seconds):
+            seconds = time.monotonic() - command.began
+            self.problems.append(f"the command has not ended {seconds:.0f} s after its start")
+        self.exit_codes.append(command.child.poll())
+        if not command.wait_until(lambda: not command.list_alive(), ORPHAN_SECONDS):
+            left = [process.describe() for process in command.list_alive()]
+            self.left += left
+            self.problems.append(f"processes are left: {', '.join(left)}")
+
+    def _continue_run(self, folder: Path) -> None:
+        """Give the same command again; it must finish, unless it had before the fault."""
+        finished = is_finished(folder / "run") and self.exit_codes[-1] != KINDS["term"].exit_code
+        with self.setup.start_command(self._build_arguments(folder), folder) as command:
+            self._check_exit(command)
+            self.errors = command.read_errors()
+        code = self.exit_codes[-1]
+        if code != 0 and not (finished and code == REFUSED):
+            self.problems.append(f"exit code {code} of the same command given again")
+
+
+def plan_trials(options: argparse.Namespace, setup: Setup) -> Iterator[Trial]:
+    """Trials of all kinds and grids in rotation; one of three of a kind is at the start."""
+    draw = random.Random(options.seed)
+    counts = dict.fromkeys(options.kind, 0)
+    for number in range(1, options.trials + 1):
+        kind = KINDS[options.kind[(number - 1) % len(options.kind)]]
+        grid = options.grid[(number - 1) % len(options.grid)]
+        counts[kind.name] += 1
+        yield Trial(
+            number=number,
+            kind=kind,
+            grid=grid,
+            setup=setup,
+            rank=draw.randrange(math.prod(grid.values())),
+            at_start=kind.at_start and counts[kind.name] % 3 == 2,
+            share=draw.random(),
+        )
+
+
+@dataclass
+class Session:
+    """All trials: the references that they need, and how many failed."""
+
+    options: argparse.Namespace
+    setup: Setup
+    began: float = field(default_factory=time.monotonic)
+    references: dict[str, Reference | None] = field(default_factory=dict)
+    """By the name of a grid; None: its uninterrupted run failed."""
+    trials: int = 0
+    failures: int = 0
+
+    def play(self) -> int:
+        """Play all trials that the budget allows; the exit code."""
+        try:
+            for trial in plan_trials(self.options, self.setup):
+                seconds = time.monotonic() - self.began
+                if self.options.budget_seconds and seconds > self.options.budget_seconds:
+                    print(
+                        f"Stopped after {seconds:.0f} s: {self.trials} of {self.options.trials} "
+                        "trials were done"
+                    )
+                    break
+                reference = self._get_reference(trial.grid)
+                if reference is not None:
+                    self._play_trial(trial, reference)
+        except KeyboardInterrupt:
+            print("Interrupted", flush=True)
+            self.failures += 1
+        print(f"{self.trials} trials, {self.failures} failures", flush=True)
+        return int(self.failures > 0 or self.trials == 0)
+
+    def _play_trial(self, trial: Trial, reference: Reference) -> None:
+        """Play a trial and print what happened."""
+        trial.play(reference)
+        self.trials += 1
+        self.failures += bool(trial.problems)
+        print(trial.format_line(self.options.trials), flush=True)
+        if trial.problems:
+            print("\n".join(f"    {problem}" for problem in trial.problems))
+            print(format_errors(trial.errors), flush=True)
+
+    def _get_reference(self, grid: Mapping[str, int]) -> Reference | None:
+        """The uninterrupted run of a grid, which is run once; None if it failed."""
+        name = format_grid(grid)
+        if name in self.references:
+            return self.references[name]
+        self.references[name] = None
+        try:
+            reference = run_reference(self.setup, grid)
+        except FailedReferenceError as error:
+            self.failures += 1
+            print(f"reference    {name:13}  FAILED, no trials on this grid: {error}", flush=True)
+            return None
+        print(
+            f"reference    {name:13}  {self.setup.steps} steps, all ranks after "
+            f"{reference.ranks_seconds:.1f} s, first step after {reference.first_seconds:.1f} s, "
+            f"end after {reference.end_seconds:.1f} s",
+            flush=True,
+        )
+        self.references[name] = reference
+        return reference
+
+
+def parse_options() -> argparse.Namespace:
+    """The options of the command line."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trials", type=int, default=12, help="trials in all (12)")
+    parser.add_argument("--seed", type=int, default=0, help="of moments and ranks (0)")
+    parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")
+    parser.add_argument(
+        "--grid",
+        type=parse_grid,
+        action="append",
+        help=f"a grid, such as pipe=2,row=2; may be repeated ({' '.join(GRIDS)})",
+    )
+    parser.add_argument(
+        "--kind", choices=KINDS, action="append", help="a kind of fault; may be repeated (all)"
+    )
+    parser.add_argument("--steps", type=int, default=24, help="steps of a run (24)")
+    parser.add_argument(
+        "--budget-seconds",
+        type=float,
+        default=0.0,
+        help="start no trial after so long; 0: no limit",
+    )
+    parser.add_argument("--keep", action="store_true", help="keep the folders of all runs")
+    options = parser.parse_args()
+    options.grid = options.grid or [parse_grid(text) for text in GRIDS]
+    options.kind = options.kind or [*KINDS]
+    return options
+
+
+def main() -> int:
+    options = parse_options()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # processes are ended then, too
+    memory = read_gpu_memory() if options.backend == "nccl" else None
+    if options.backend == "nccl" and memory is None:
+        sys.exit("NCCL needs a GPU, and none was found. Use --backend gloo to run on the CPU.")
+    root = Path(tempfile.mkdtemp(prefix="nccl-faults-"))
+    setup = Setup(root, options.backend, options.steps, memory)
+    command = setup.build_arguments(options.grid[0], Path("OUT"))
+    print(f"ranvier train {shlex.join(command)}", flush=True)
+    try:
+        return Session(options, setup).play()
+    finally:
+        if options.keep:
+            print(f"The runs are in {root}")
+        else:
+            shutil.rmtree(root, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
