@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
 from typing import Any
@@ -222,3 +223,29 @@ def test_two_grids_in_one_process(fresh: Pool) -> None:
     """Rows of the first are (0, 2), (1, 3), columns of the second (0, 1), (2, 3)."""
     results = fresh.on_grid({"row": 2, "col": 2}, two_grids)
     assert results == [(3.0, 5.0), (3.0, 10.0), (12.0, 5.0), (12.0, 10.0)]
+
+
+def make_late(grid: Grid) -> tuple[list[str], int, bool]:
+    """What is said of a group that is made after the grid was sealed."""
+    own = Grid(dict(grid.degrees), connected=True)
+    line = own.line("data", "row")
+    connected = bool(own.communicators) or line.group is not None
+    own.axis("row")
+    own.seal()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        own.axis("row")
+        own.axis("data")
+    return [str(one.message) for one in said], line.index, connected
+
+
+def test_a_group_made_after_the_seal_is_a_warning() -> None:
+    """And an axis that is asked for as a line makes none."""
+    pool = Pool(size=4)
+    try:
+        found = pool.on_grid({"data": 2, "row": 2}, make_late)
+    finally:
+        pool.stop()
+    for rank, (said, index, connected) in enumerate(found):
+        assert index == rank and not connected
+        assert len(said) == 1 and "A group over data" in said[0], said

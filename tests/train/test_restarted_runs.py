@@ -51,6 +51,27 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
     return {kill: (folder, ended(process)) for kill, (folder, process) in begun.items()}
 
 
+FAREWELL = """
+import os
+_say_farewell = _farewell
+def _farewell(trainer, folder):
+    if not os.path.exists("once"):
+        open("once", "w").close()
+        os.kill(os.getpid(), 9)
+    _say_farewell(trainer, folder)
+"""
+
+
+def test_a_rank_killed_between_the_last_save_and_the_report(tmp_path: Path) -> None:
+    """The ranks that are started again have no step left to take, and write the report."""
+    patch = ("ranvier.train.train", FAREWELL)
+    code, out, errors = ended(started(tmp_path, *PAIR, patch=patch))
+    run = tmp_path / "runs" / "tiny"
+    assert code == 0 and "was killed by signal 9" in errors, out + errors
+    assert json.loads((run / "run.json").read_text())["status"] == "finished"
+    assert (run / "report.html").exists() and "Report:" in out
+
+
 @pytest.mark.parametrize(("kill", "begins"), [*zip(KILLS, (4, 0), strict=True)], ids=KILLS)
 def test_a_killed_rank_changes_no_loss(ends: dict[str, End], kill: str, begins: int) -> None:
     """The directory is one that nobody asked for: the second attempt finds it."""
