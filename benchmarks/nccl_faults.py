@@ -817,6 +817,11 @@ def parse_options() -> argparse.Namespace:
         default=0.0,
         help="start no trial after so long; 0: no limit",
     )
+    parser.add_argument(
+        "--shared-device",
+        action="store_true",
+        help="other programs use the GPU at the same time: its memory is not compared",
+    )
     parser.add_argument("--keep", action="store_true", help="keep the folders of all runs")
     options = parser.parse_args()
     options.grid = options.grid or [parse_grid(text) for text in GRIDS]
@@ -831,6 +836,7 @@ def main() -> int:
     if options.backend == "nccl" and memory is None:
         sys.exit("NCCL needs a GPU, and none was found. Use --backend gloo to run on the CPU.")
     root = Path(tempfile.mkdtemp(prefix="nccl-faults-"))
+    memory = None if options.shared_device else memory
     setup = Setup(root, options.backend, options.steps, memory)
     command = setup.build_arguments(options.grid[0], Path("OUT"))
     print(f"ranvier train {shlex.join(command)}", flush=True)
