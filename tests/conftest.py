@@ -31,11 +31,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="1/1", help="of n equal parts run the i-th, as i/n")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--nccl"):
+        import torch
+
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("--nccl needs a GPU, and torch sees none. Run without it.")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--full"):
         items[:] = [item for item in items if item.get_closest_marker("full") is None]
-    over_nccl = config.getoption("--nccl")
-    if over_nccl:
+    if config.getoption("--nccl"):
         items[:] = [item for item in items if item.get_closest_marker("nccl") is not None]
     part, parts = map(int, config.getoption("--part").split("/"))
     items[:] = items[part - 1 :: parts]
