@@ -154,7 +154,10 @@ GROUPS: dict[tuple[tuple[int, ...], str], Any] = {}
 GROUPS_OF_GRID: dict[tuple[tuple[str, int], ...], dict[tuple[tuple[int, ...], str], Any]] = {}
 """The same over NCCL, where each grid makes its own."""
 CHANNELS = ("", "gather", "scatter")
-PIPE = ("forward", "backward", "up", "down", "control")
+PIPE = (
+    *("forward", "backward", "control", "up", "down", "wrap up", "wrap down"),
+    *("rows", "final", "part", "return"),
+)
 """Channels of the pipe axis alone."""
 
 

@@ -34,9 +34,8 @@ HOST = "host"
 """Channel of groups whose messages never leave the hosts: small facts, at any moment."""
 ORDERS = "orders"
 """Channel on which ranks wait for what the first of them wants next, for as long as it takes."""
-UP, DOWN, CONTROL = "up", "down", "control"
-"""Channels between stages that agree on each transfer: data to later stages, to earlier ones, and
-what the hosts of stages tell each other."""
+CONTROL = "control"
+"""Channel on which the hosts of stages tell each other which transfers they post."""
 ON_HOST = (HOST, ORDERS, CONTROL)
 """Channels over Gloo, whatever the backend of the others is."""
 PATIENT = ("forward", "backward", ORDERS, CONTROL)

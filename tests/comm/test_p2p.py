@@ -2,14 +2,17 @@
 
 The device is a fake that does what a GPU was seen to do: while a transfer is posted and not
 complete, loading a module (the first launch of a kernel, an allocation that frees memory) waits for
-it, and holds up every other launch of the process. A send is complete when its receive is posted.
+it, and holds up every other launch of the process. Transfers of one communicator run one after the
+other, in the order in which the rank has posted them, as NCCL runs them.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -20,16 +23,15 @@ import torch
 from equivalence import Case, Serial, batch_of, compare, run_case
 from pool import Pool, RankError
 from ranvier.comm.p2p import (
-    POSTED,
-    TAKEN,
     RendezvousLinks,
     RendezvousTransport,
     Transfer,
+    _Link,
     decode_form,
     encode_form,
 )
 from ranvier.grid import Grid
-from ranvier.pipeline.messages import WAYS, Seat, messages, orders, pairs
+from ranvier.pipeline.messages import WAYS, Seat, link, links, messages, orders
 from ranvier.pipeline.runtime import Step
 
 LR, CLIP = 1e-2, 0.5
@@ -74,49 +76,47 @@ class BlockingDevice:
                 self._change.notify_all()
 
 
+class OrderedTransfer:
+    """A transfer in the queue of its communicator."""
+
+    def __init__(self, name: Any, run: Callable[[], None]) -> None:
+        self.name, self.run, self.done = name, run, threading.Event()
+
+    def wait(self) -> None:
+        """Wait until it is complete."""
+        self.done.wait()
+
+
 @contextmanager
 def blocking_device(device: BlockingDevice) -> Iterator[None]:
-    """Have transfers posted on a device, and each job load modules before and after its work."""
-    post, hear, received, sent, do = (
-        RendezvousTransport.post,
-        RendezvousTransport._hear,
-        RendezvousTransport._note_received,
-        RendezvousTransport._note_sent,
-        Step._do,
-    )
+    """Have transfers run in order on a device, and each job load modules before and after."""
+    queues: dict[_Link, queue.SimpleQueue[OrderedTransfer]] = {}
+    launch, do, names = _Link.launch, Step._do, itertools.count()
 
-    def posted(self: RendezvousTransport, transfer: Transfer) -> None:
-        device.launch((transfer.op, transfer.key, transfer.number, transfer.peer))
-        post(self, transfer)
+    def work(waiting: queue.SimpleQueue[OrderedTransfer]) -> None:
+        while True:
+            transfer = waiting.get()
+            transfer.run()
+            device.complete(transfer.name)
+            transfer.done.set()
 
-    def heard(self: RendezvousTransport, peer: int, numbers: list[int]) -> None:
-        op, way, place, number, *_ = numbers
-        hear(self, peer, numbers)
-        if op == TAKEN:
-            device.complete(("send", (WAYS[way], place), number, peer))
-
-    def has_received(self: RendezvousTransport, arrival: Any, key: Any, number: int) -> None:
-        for peer in range(8):
-            device.complete(("receive", key, number, peer))
-        received(self, arrival, key, number)
-
-    def has_sent(self: RendezvousTransport, outgoing: Any) -> None:
-        if not self.leads:  # who leads hears that the receive is posted
-            device.complete(("send", outgoing.key, outgoing.number, outgoing.to))
-        sent(self, outgoing)
+    def launched(self: _Link, op: str, value: Any, peer: int, after: Any, tag: int) -> Any:
+        name = (op, peer, tag, next(names))
+        device.launch(name)
+        if self not in queues:
+            queues[self] = queue.SimpleQueue()
+            threading.Thread(target=work, args=(queues[self],), daemon=True).start()
+        run = functools.partial(launch, self, op, value, peer, after, tag)
+        transfer = OrderedTransfer(name, lambda: run().wait())
+        queues[self].put(transfer)
+        return transfer
 
     def done(self: Step, job: Any) -> None:
         device.load()
         do(self, job)
         device.load()
 
-    with (
-        mock.patch.object(RendezvousTransport, "post", posted),
-        mock.patch.object(RendezvousTransport, "_hear", heard),
-        mock.patch.object(RendezvousTransport, "_note_received", has_received),
-        mock.patch.object(RendezvousTransport, "_note_sent", has_sent),
-        mock.patch.object(Step, "_do", done),
-    ):
+    with mock.patch.object(_Link, "launch", launched), mock.patch.object(Step, "_do", done):
         yield
 
 
@@ -139,6 +139,9 @@ CASES = [
     ({"pipe": 2, "data": 2}, {"policy": "message", "chunks": 2, "micro_batches": 4}),
     ({"pipe": 2, "row": 2}, {"policy": "zero-bubble", "micro_batches": 4}),
     ({"pipe": 2, "depth": 2}, {"policy": "message", "spread": True, "micro_batches": 2}),
+    ({"pipe": 3}, {"policy": "message", "chunks": 2, "micro_batches": 8, "delay": 10}),
+    ({"pipe": 3}, {"policy": "interleaved", "chunks": 2, "micro_batches": 8, "delay": 5}),
+    ({"pipe": 4}, {"policy": "message", "spread": True, "micro_batches": 4, "delay": 3}),
 ]
 
 
@@ -158,7 +161,8 @@ def exchange(grid: Grid, holds: bool) -> float:
     holds: whether they wait until it is taken, posting receives meanwhile; the job loads a module.
     """
     here, device = torch.device("cpu"), BlockingDevice()
-    transport = RendezvousTransport(grid, here, WAYS, links=RendezvousLinks(grid, here), leads=True)
+    channels = RendezvousLinks(grid, here, ["up", "down"], functools.partial(link, 2))
+    transport = RendezvousTransport(grid, here, WAYS, links=channels, leads=True)
     me, other = grid.index["pipe"], 1 - grid.index["pipe"]
     mine, theirs = ((WAYS[stage], 0) for stage in (me, other))
     transport.expect(theirs, other, 1)
@@ -197,18 +201,26 @@ def test_stages_with_messages_for_each_other_go_on() -> None:
         pool.stop()
 
 
-@pytest.mark.parametrize(
-    ("stages", "chunks", "spread"), [(2, 1, False), (4, 2, False), (4, 1, True)]
-)
-def test_stages_connect_to_all_whom_they_send_to(stages: int, chunks: int, spread: bool) -> None:
-    """Each send of a step has its pair; every pair is there in both directions."""
-    found = pairs(stages, chunks, spread=spread)
-    assert len(set(found)) == len(found) and {(b, a) for a, b in found} == set(found)
+@pytest.mark.parametrize("stages", [2, 3, 4, 7])
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("spread", [False, True])
+def test_no_communicator_has_a_circle_of_stages(stages: int, chunks: int, spread: bool) -> None:
+    """All messages of one go one way, and each joins two stages that nothing else joins."""
+    found = links(stages, chunks, spread=spread)
+    for channel, pairs in found.items():
+        assert len({sender < to for sender, to in pairs}) == 1, channel
+        tree = {stage: {stage} for stage in range(stages)}
+        for sender, to in pairs:
+            assert tree[sender] is not tree[to], f"{channel} has a circle: {pairs}"
+            joined = tree[sender] | tree[to]
+            for stage in joined:
+                tree[stage] = joined
+    assert {"up", "down"} <= set(found)
+    assert ("wrap up" in found) == (stages > 2 and chunks > 1)
     for stage in range(stages):
-        mine = {to for sender, to in found if sender == stage}
         sends = [e for e in messages(Seat(stage, stages, chunks, spread), 1) if e.op == "send"]
+        mine = [pair for pairs in found.values() for pair in pairs if pair[0] == stage]
         assert bool(sends) == bool(mine)
-    assert ((stages - 1, 0) in found) == (stages == 2 or chunks > 1 or spread)
 
 
 def test_orders_count_jobs_and_transfers() -> None:
@@ -222,4 +234,3 @@ def test_orders_count_jobs_and_transfers() -> None:
 def test_a_form_survives_its_numbers() -> None:
     form = ((2, 3, 5), torch.bfloat16)
     assert decode_form(encode_form(form)) == form
-    assert POSTED != TAKEN

@@ -15,10 +15,10 @@ from torch.distributed import ProcessGroup
 
 from ranvier import launch
 from ranvier.errors import PlanError
-from ranvier.grid import CONTROL, DOWN, HOST, ON_HOST, UP, Communicator, Grid
+from ranvier.grid import CONTROL, HOST, ON_HOST, Communicator, Grid
 from ranvier.launch.counted import CALLS
 from ranvier.parallel import parallel_of
-from ranvier.pipeline.messages import BACKWARD, FORWARD
+from ranvier.pipeline.messages import BACKWARD, FORWARD, links
 from ranvier.plan import RUNTIME, Plan
 from ranvier.planner import cluster
 from ranvier.planner.cluster import Cluster
@@ -186,21 +186,22 @@ def test_steps_communicate_over_all_that_is_listed(kind: str, plan: dict[str, An
         specs = communicators(of_run(run), run.plan, stage=stage)
         wanted |= {(one.names, one.size, one.channel) for one in specs}
     assert {one for one in used if one[2] not in (FORWARD, BACKWARD)} == {
-        one for one in wanted if one[2] not in (UP, DOWN, CONTROL, HOST)
+        one for one in wanted if one[2] not in (*TRANSFERS, CONTROL, HOST)
     }
 
 
-def test_stages_have_neighbours() -> None:
-    def of(stage: int, count: int, **how: Any) -> tuple[int, int]:
-        found = pipe_peers(stage, count, **{"chunks": 1, "spread": False, **how})
-        return found[UP], found[DOWN]
+TRANSFERS = [*links(3, 2, spread=True)]
+"""All channels of transfers between stages."""
 
-    assert of(0, 1) == (0, 0) and of(0, 2) == (1, 1)
-    assert [of(i, 4) for i in range(4)] == [(1, 1), (2, 2), (2, 2), (1, 1)]
-    assert [of(i, 4, chunks=2) for i in range(4)] == [(2, 2)] * 4
-    assert of(0, 4, spread=True) == (3, 3) and of(1, 4, spread=True) == (3, 3) == of(
-        2, 4, spread=True
-    )
+
+def test_stages_have_neighbours() -> None:
+    def peers(stage: int, count: int, **how: Any) -> dict[str, int]:
+        return pipe_peers(stage, count, **{"chunks": 1, "spread": False, **how})
+
+    assert peers(0, 2) == peers(1, 2, spread=True, chunks=2) == {"up": 1, "down": 1}
+    assert [peers(i, 4)["up"] for i in range(4)] == [1, 2, 2, 1]
+    assert [peers(i, 4, chunks=2)["wrap down"] for i in range(4)] == [1, 0, 0, 1]
+    assert [peers(i, 4, spread=True)["rows"] for i in range(4)] == [3, 1, 1, 1]
 
 
 def test_bytes_follow_from_the_constants() -> None:

@@ -18,8 +18,8 @@ sender) and by its number. There are two transports, as in MPI:
   stage post transfers in one order; so every receiver comes to the point where it posts, and no
   cycle of waiting ranks can form. `tests/comm/test_p2p.py` plays it on a device that blocks.
 
-The rendezvous needs two communicators over the pipe axis, for messages to later and to earlier
-stages: operations of one communicator run in order, and waiting along one direction has an end.
+Operations of one communicator run in the order in which a rank posts them, so messages are shared
+out to communicators on which ranks cannot wait for each other in a circle (`Route`).
 
 Not handled: messages whose sizes differ between the ranks of a stage.
 """
@@ -40,12 +40,14 @@ import torch
 from torch import Tensor, distributed
 
 from ranvier.errors import CommunicationError
-from ranvier.grid import CONTROL, DOWN, UP, Axis, Grid
+from ranvier.grid import CONTROL, Axis, Grid
 
 Key = tuple[str, int]
 """What messages bring, as a word, and the chunk they are for (or the stage they are from)."""
 Delay = Callable[[Key, int], float]
 """Seconds that a message is held back, by its key and number; for tests."""
+Route = Callable[[str, int, int], str]
+"""The channel of messages of a kind from one stage to another."""
 Form = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of messages."""
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -522,11 +524,17 @@ class _Arrival:
 class RendezvousLinks:
     """What the transports of all steps share: communicators, streams, buffers."""
 
-    def __init__(self, grid: Grid, device: torch.device) -> None:
-        self.up = _Link(grid.axis("pipe", channel=UP), device)
-        self.down = _Link(grid.axis("pipe", channel=DOWN), device)
+    def __init__(
+        self, grid: Grid, device: torch.device, channels: Sequence[str], route: Route
+    ) -> None:
+        self.route = route
+        self.links = {one: _Link(grid.axis("pipe", channel=one), device) for one in channels}
         self.control = grid.axis("pipe", channel=CONTROL)
         self.buffers = ReceiveBuffers()
+
+    def between(self, way: str, sender: int, to: int) -> _Link:
+        """What carries messages of a kind from one stage to another."""
+        return self.links[self.route(way, sender, to)]
 
 
 class RendezvousTransport(Transport):
@@ -549,7 +557,7 @@ class RendezvousTransport(Transport):
         self._told: deque[tuple[Any, Tensor]] = deque()
         self._threads: list[tuple[threading.Thread, queue.SimpleQueue[Any]]] = []
         self._made_queue = self._start_waiter() if self.device.type == "cuda" else None
-        self._done_queues = {link: self._start_waiter() for link in (links.up, links.down)}
+        self._done_queues: dict[_Link, queue.SimpleQueue[Any]] = {}
 
     def expect(self, key: Key, sender: int, count: int) -> None:
         """Say that messages of a key will come."""
@@ -657,7 +665,7 @@ class RendezvousTransport(Transport):
         """Post a transfer, and tell the other stage. Communicates: point to point over pipe."""
         (key, number, peer), tag = _address(transfer), self._tag(transfer.key)
         if transfer.op == "send":
-            link = self.links.up if peer > self.stage else self.links.down
+            link = self.links.between(key[0], self.stage, peer)
             outgoing = self._outgoing[key, number, peer]
             if self.leads:
                 with self._change:
@@ -667,7 +675,7 @@ class RendezvousTransport(Transport):
                 self._tell(peer, POSTED, key, number, transfer.form)
             self._when_done(link, done, key, number, lambda: self._note_sent(outgoing))
             return
-        link = self.links.down if peer > self.stage else self.links.up
+        link = self.links.between(key[0], peer, self.stage)
         buffer = self.links.buffers.acquire(transfer.form, self.device, link.stream)
         done = link.launch("receive", buffer, peer, None, tag)
         arrival = _Arrival(buffer, event=done)
@@ -692,6 +700,8 @@ class RendezvousTransport(Transport):
                 self._fail(key, number, error)
                 raise
 
+        if link not in self._done_queues:
+            self._done_queues[link] = self._start_waiter()
         self._done_queues[link].put((finish, then))
 
     def _note_sent(self, outgoing: _Outgoing) -> None:

@@ -90,15 +90,39 @@ def orders(seat: Seat, micro_batches: int, *, dynamic: bool, split: bool, rendez
     return jobs if dynamic or seat.spread else 0
 
 
-def pairs(count: int, chunks: int, *, spread: bool) -> list[tuple[int, int]]:
-    """Stages that send to each other, as (from, to)."""
-    found = dict[tuple[int, int], None]()
-    for stage in range(count - 1):
-        found |= {(stage, stage + 1): None, (stage + 1, stage): None}
-    ends = [(count - 1, 0), (0, count - 1)] if chunks > 1 else []
-    if spread:
-        for stage in range(count):
-            ends += [(stage, end) for end in (0, count - 1)]
-            ends += [(end, stage) for end in (0, count - 1)]
-    found |= dict.fromkeys(pair for pair in ends if pair[0] != pair[1])
-    return list(found)
+def link(count: int, way: str, sender: int, to: int) -> str:
+    """The channel of messages from one of `count` stages to another, over NCCL.
+
+    Operations of one communicator run in the order in which each rank posts them. Where messages of
+    a communicator go one way, and the stages that use it form a tree (each with the next one, or
+    all with one of them), ranks cannot wait for each other in a circle whatever that order is. So
+    messages around the ring of chunks, and each kind of a spread vocabulary, have one of their own;
+    of two stages all form a tree.
+    """
+    direction = "up" if sender < to else "down"
+    between = way in (FORWARD, BACKWARD)
+    if count == 2 or (between and abs(sender - to) == 1):
+        return direction
+    return f"wrap {direction}" if between else way
+
+
+def links(count: int, chunks: int, *, spread: bool) -> dict[str, list[tuple[int, int]]]:
+    """Stages that send to each other, as (from, to), by channel."""
+    last, found = count - 1, dict[str, dict[tuple[int, int], None]]()
+
+    def add(way: str, sender: int, to: int) -> None:
+        if sender != to:
+            found.setdefault(link(count, way, sender, to), {})[sender, to] = None
+
+    for stage in range(last):
+        add(FORWARD, stage, stage + 1)
+        add(BACKWARD, stage + 1, stage)
+    if chunks > 1:
+        add(FORWARD, last, 0)
+        add(BACKWARD, 0, last)
+    for stage in range(count if spread else 0):
+        add(ROWS, stage, 0)
+        add(FINAL, last, stage)
+        add(PART, stage, last)
+        add(RETURN, 0, stage)
+    return {channel: list(pairs) for channel, pairs in found.items()}

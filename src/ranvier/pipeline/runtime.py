@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ from ranvier.pipeline.messages import (
     INSIDE,
     ORDER_NUMBERS,
     WAYS,
+    link,
+    links,
 )
 from ranvier.pipeline.policy import Job, Kind, Policy, Progress, Shape
 from ranvier.pipeline.vocabulary import Vocabulary
@@ -124,7 +127,9 @@ class Runtime:
         self.links: RendezvousLinks | None = None
         """What transfers need that stages agree on."""
         if self.stage.count > 1 and self.grid.rendezvous:
-            self.links = RendezvousLinks(self.grid, self.device)
+            count, spread = self.stage.count, bool(self.stage.vocabulary)
+            channels = links(count, len(self.stage.chunks), spread=spread)
+            self.links = RendezvousLinks(self.grid, self.device, [*channels], partial(link, count))
 
     def transport(self, ahead: int) -> Transport:
         """The messages of a step."""

@@ -15,11 +15,11 @@ from ranvier.comm.agree import everyone
 from ranvier.comm.fill import copies
 from ranvier.comm.p2p import connect_pairs
 from ranvier.errors import PlanError
-from ranvier.grid import CONTROL, DOWN, UP, Grid
+from ranvier.grid import CONTROL, Grid
 from ranvier.layers import Flow
 from ranvier.nn.leaf import Leaf, Site
 from ranvier.pipeline.cut import Absent, Cut, Stage, cut, parts_of, segment_of
-from ranvier.pipeline.messages import BACKWARD, FORWARD, pairs
+from ranvier.pipeline.messages import BACKWARD, FORWARD, links
 
 VOCABULARY = ("embed", "head")
 """Layers that all stages have, if the vocabulary is spread."""
@@ -39,9 +39,8 @@ def meet(grid: Grid, how: Cut) -> None:
             grid.axis("pipe", channel=way)
         return
     grid.axis("pipe", channel=CONTROL)
-    stages = pairs(grid.degrees["pipe"], how.chunks, spread=how.spread)
-    connect_pairs(grid.axis("pipe", channel=UP), [(a, b) for a, b in stages if a < b])
-    connect_pairs(grid.axis("pipe", channel=DOWN), [(a, b) for a, b in stages if a > b])
+    for channel, pairs in links(grid.degrees["pipe"], how.chunks, spread=how.spread).items():
+        connect_pairs(grid.axis("pipe", channel=channel), pairs)
 
 
 def staged(model: nn.Module, site: Site, found: Mapping[str, Leaf], how: Cut) -> Stage:

@@ -19,7 +19,7 @@ from typing import Literal
 
 from ranvier import lots
 from ranvier.layers import Flow
-from ranvier.pipeline.messages import INSIDE, pairs
+from ranvier.pipeline.messages import INSIDE, links
 from ranvier.plan import AXES, Plan
 from ranvier.planner.leaves import Model
 from ranvier.planner.moves import KEPT, Spot, pass_rows, pieces_of
@@ -33,9 +33,9 @@ PEER_BYTES = 10 * MIB
 the first collective loads, and of the connection to a rank that is sent to point to point. Measured
 with torch 2.11 and NCCL 2.28.9 on an H200: 8 ranks on one GPU, sockets between them,
 NCCL_RUNTIME_CONNECT=0. `ranvier doctor` measures all but the last on other machines."""
-HOST, UP, DOWN, CONTROL = "host", "up", "down", "control"
-"""Channels of `grid`, which imports numpy: orders inside a stage, data to later and to earlier
-stages, what the hosts of stages tell each other."""
+HOST, CONTROL = "host", "control"
+"""Channels of `grid`, which imports numpy: orders inside a stage, and what the hosts of stages tell
+each other."""
 ON_HOST = (HOST, CONTROL)
 """Channels over Gloo."""
 DEPTH = ("gather", "scatter")
@@ -112,11 +112,10 @@ def total_bytes(made: Iterable[CommunicatorSpec]) -> int:
 
 def pipe_peers(stage: int, count: int, *, chunks: int, spread: bool) -> dict[str, int]:
     """Other stages that one sends to or receives from, by channel."""
-    found: dict[str, set[int]] = {UP: set(), DOWN: set()}
-    for sender, to in pairs(count, chunks, spread=spread):
-        if stage in (sender, to):
-            found[UP if sender < to else DOWN].add(sender + to - stage)
-    return {channel: len(stages) for channel, stages in found.items()}
+    return {
+        channel: len({sender + to - stage for sender, to in pairs if stage in (sender, to)})
+        for channel, pairs in links(count, chunks, spread=spread).items()
+    }
 
 
 @lru_cache(KEPT)
@@ -144,7 +143,7 @@ def _uses(model: Model, spot: Spot, chunks: int, stage: int) -> Iterator[Use]:
     if degrees["pipe"] > 1:
         yield along("pipe"), "", 0
         near = pipe_peers(stage, degrees["pipe"], chunks=chunks, spread=spot.spread)
-        for channel in (UP, DOWN, CONTROL):
+        for channel in (*near, CONTROL):
             yield along("pipe"), channel, near.get(channel, 0)
         yield along(*INSIDE), HOST, 0
         if model.tied and not spot.spread and stage in (0, degrees["pipe"] - 1):
