@@ -170,7 +170,7 @@ def exchange(grid: Grid, holds: bool) -> float:
     transport.start()
     with blocking_device(device):
         transport.send(mine, 0, torch.full((2,), float(me)), other)
-        transport._made.clear()
+        transport._made_messages.clear()
         transport.post(Transfer("send", mine, 0, other, ((2,), torch.float32)))
         while holds and not transport.can_compute:
             seen = transport.version

@@ -30,7 +30,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -405,10 +405,12 @@ def _send_staged(letter: _Letter, stream: Any) -> None:
 
 # ---- rendezvous -------------------------------------------------------------------------
 
-POSTED, TAKEN, MEET = range(3)
+POSTED, TAKEN, READY = range(3)
 """What control messages say: a send is posted, its receive is, a stage is ready for a collective
 of all stages."""
 CONTROL_NUMBERS = 4 + HEADER
+FORMS = 4
+"""Forms of messages whose buffers are kept."""
 
 
 def connect_pairs(axis: Axis, pairs: Sequence[tuple[int, int]]) -> None:
@@ -444,12 +446,16 @@ class ReceiveBuffers:
     """
 
     def __init__(self) -> None:
-        self._free: dict[Form, deque[tuple[Tensor, Any]]] = {}
+        self._free: OrderedDict[Form, deque[tuple[Tensor, Any]]] = OrderedDict()
+        """By form, the one that was used last at the end."""
         self._lent: dict[int, tuple[Form, Tensor]] = {}
 
     def acquire(self, form: Form, device: torch.device, stream: Any) -> Tensor:
         """A buffer that may be written on a stream."""
         free = self._free.setdefault(form, deque())
+        self._free.move_to_end(form)
+        while len(self._free) > FORMS:  # generation has another form for each length
+            self._free.popitem(last=False)
         if free:
             buffer, event = free.popleft()
         else:
@@ -468,7 +474,8 @@ class ReceiveBuffers:
     def release(self, value: Tensor) -> None:
         """Take a buffer back."""
         form, buffer = self._lent.pop(value.data_ptr())
-        self._free[form].append((buffer, _record_event(buffer.device)))
+        if form in self._free:
+            self._free[form].append((buffer, _record_event(buffer.device)))
 
 
 def _record_event(device: torch.device) -> Any:
@@ -531,6 +538,8 @@ class RendezvousLinks:
         self.links = {one: _Link(grid.axis("pipe", channel=one), device) for one in channels}
         self.control = grid.axis("pipe", channel=CONTROL)
         self.buffers = ReceiveBuffers()
+        self.broken = False
+        """Whether a step has failed: its threads may take messages of the next one."""
 
     def between(self, way: str, sender: int, to: int) -> _Link:
         """What carries messages of a kind from one stage to another."""
@@ -549,12 +558,12 @@ class RendezvousTransport(Transport):
         self._ready: dict[Key, deque[_Arrival]] = {}
         self._waiting: dict[Key, int] = {}
         self._messages_from: dict[int, int] = {}
-        self._posted: deque[Transfer] = deque()
-        self._made: deque[_Outgoing] = deque()
+        self._posted_sends: deque[Transfer] = deque()
+        self._made_messages: deque[_Outgoing] = deque()
         self._outgoing: dict[tuple[Key, int, int], _Outgoing] = {}
         self._holding: set[tuple[Key, int, int]] = set()
-        self._met: dict[int, int] = {}
-        self._told: deque[tuple[Any, Tensor]] = deque()
+        self._ready_stages: dict[int, int] = {}
+        self._control_sends: deque[tuple[Any, Tensor]] = deque()
         self._threads: list[tuple[threading.Thread, queue.SimpleQueue[Any]]] = []
         self._made_queue = self._start_waiter() if self.device.type == "cuda" else None
         self._done_queues: dict[_Link, queue.SimpleQueue[Any]] = {}
@@ -568,8 +577,8 @@ class RendezvousTransport(Transport):
         """Say that messages of a key will be sent: each is acknowledged."""
         self._messages_from[to] = self._messages_from.get(to, 0) + count
 
-    def expect_meetings(self, peers: Sequence[int], count: int) -> None:
-        """Say how often all stages will meet; see `meet`."""
+    def expect_ready(self, peers: Sequence[int], count: int) -> None:
+        """Say how often stages will announce that they are ready; see `announce_ready`."""
         for peer in peers:
             self._messages_from[peer] = self._messages_from.get(peer, 0) + count
 
@@ -597,11 +606,11 @@ class RendezvousTransport(Transport):
         key = (self.ways[way], place)
         with self._change:
             if op == POSTED:
-                self._posted.append(Transfer("receive", key, number, peer, decode_form(form)))
+                self._posted_sends.append(Transfer("receive", key, number, peer, decode_form(form)))
             elif op == TAKEN:
                 self._holding.discard((key, number, peer))
             else:
-                self._met[number] = self._met.get(number, 0) + 1
+                self._ready_stages[number] = self._ready_stages.get(number, 0) + 1
             self._notice()
 
     def _tell(self, peer: int, op: int, key: Key, number: int, form: Form | None = None) -> None:
@@ -612,19 +621,19 @@ class RendezvousTransport(Transport):
             work = distributed.isend(numbers, axis.ranks[peer], group=axis.group)
         except RuntimeError as error:
             raise CommunicationError(str(error)) from error
-        self._told.append((work, numbers))
-        while self._told and self._told[0][0].is_completed():
-            self._told.popleft()
+        self._control_sends.append((work, numbers))
+        while self._control_sends and self._control_sends[0][0].is_completed():
+            self._control_sends.popleft()
 
-    def meet(self, peers: Sequence[int], number: int) -> None:
+    def announce_ready(self, peers: Sequence[int], number: int) -> None:
         """Say that this stage is ready for a collective of all stages, and sends nothing before."""
         for peer in peers:
-            self._tell(peer, MEET, (self.ways[0], 0), number)
+            self._tell(peer, READY, (self.ways[0], 0), number)
 
-    def has_met(self, peers: Sequence[int], number: int) -> bool:
+    def all_ready(self, peers: Sequence[int], number: int) -> bool:
         """Whether all of these stages are ready for it."""
         with self._change:
-            return self._met.get(number, 0) == len(peers)
+            return self._ready_stages.get(number, 0) == len(peers)
 
     # ---- transfers ----------------------------------------------------------------------
 
@@ -643,7 +652,7 @@ class RendezvousTransport(Transport):
 
     def _note_made(self, outgoing: _Outgoing) -> None:
         with self._change:
-            self._made.append(outgoing)
+            self._made_messages.append(outgoing)
             self._notice()
 
     def next_transfer(self, *, sends: bool = True) -> Transfer | None:
@@ -651,13 +660,13 @@ class RendezvousTransport(Transport):
         with self._change:
             if self._error is not None:
                 raise self._error
-            for transfer in self._posted:
+            for transfer in self._posted_sends:
                 if not self.ahead or self._waiting[transfer.key] < self.ahead:
-                    self._posted.remove(transfer)
+                    self._posted_sends.remove(transfer)
                     return transfer
-            if not sends or not self._made:
+            if not sends or not self._made_messages:
                 return None
-            one = self._made.popleft()
+            one = self._made_messages.popleft()
             form = (tuple(one.value.shape), one.value.dtype)
             return Transfer("send", one.key, one.number, one.to, form)
 
@@ -719,7 +728,8 @@ class RendezvousTransport(Transport):
         arrival = self._ready[key].popleft()
         self._waiting[key] -= 1
         if arrival.complete is not None:
-            arrival.complete.wait(self.grid.timeout_seconds)
+            if not arrival.complete.wait(self.grid.timeout_seconds):
+                raise LostError(key, self.arrived[key], TimeoutError("it was posted, but not sent"))
         else:
             torch.cuda.current_stream(self.device).wait_event(arrival.event)
         return arrival.buffer.detach()
@@ -766,9 +776,11 @@ class RendezvousTransport(Transport):
 
     def close(self, seconds: float) -> None:
         """End the threads; all messages have been acknowledged."""
-        for work, numbers in self._told:
-            del numbers
-            work.wait()
+        try:
+            for work, _ in self._control_sends:
+                work.wait()
+        except RuntimeError as error:
+            raise CommunicationError(str(error)) from error
         for thread, pending in self._threads:
             pending.put(None)
             thread.join(seconds)

@@ -200,18 +200,19 @@ def reported(me: Ranks, *, quiet: bool = False, trains: bool = True) -> Iterator
         quiet = quiet or isinstance(error, Stopped if me.error_file else ElsewhereError)
         if not quiet:
             _leave(me, where + message, code, secondary=isinstance(error, CommunicationError))
-        abort_communicators()
+        abort_communicators(code=code)
         raise SystemExit(code) from None
     finally:
         left.set()
         restore(before)
 
 
-def abort_communicators(seconds: float = ABORT_SECONDS) -> None:
+def abort_communicators(seconds: float = ABORT_SECONDS, code: int = INTERNAL) -> None:
     """Tell the other ranks that this one has failed, and end what NCCL has under way.
 
     A kernel that waits for another rank never ends by itself, and over shared memory nobody notices
-    that the other one is gone. If aborting takes longer than `seconds`, the process is ended.
+    that the other one is gone. If aborting takes longer than `seconds`, the process ends with
+    `code`; SIGALRM ends it if even that cannot be done.
     """
     if "torch" not in sys.modules:
         return
@@ -230,8 +231,10 @@ def abort_communicators(seconds: float = ABORT_SECONDS) -> None:
     thread = threading.Thread(target=c10d._abort_process_group, daemon=True)
     thread.start()
     thread.join(seconds)
-    if not thread.is_alive():
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
+    if thread.is_alive():
+        sys.stderr.flush()
+        os._exit(code)
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 @contextlib.contextmanager
@@ -254,11 +257,9 @@ def end_with_others(me: Ranks) -> Iterator[None]:
                 return
             rank = store.get(FAILED).decode()
             if not left.wait(GRACE_SECONDS):  # else it has met the error itself
-                error = ElsewhereError(CommunicationError.exit_code)
-                if not me.error_file:
-                    words = f"rank {me.rank}: rank {rank} has failed. Its own message says why."
-                    print(words, file=sys.stderr, flush=True)
-                os._exit(error.exit_code)
+                words = f"rank {me.rank}: rank {rank} has failed. Its own message says why."
+                _leave(me, words, CommunicationError.exit_code, secondary=True)
+                os._exit(CommunicationError.exit_code)
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()

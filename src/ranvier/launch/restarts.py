@@ -121,7 +121,7 @@ def judged(outcomes: Sequence[Outcome], *, told: bool) -> End:
     The rank that ended first, and of its own accord, counts: the others only lost it.
     """
     step = max(outcome.beat.step for outcome in outcomes)
-    if any(outcome.code == 0 for outcome in outcomes) and all(o.is_done for o in outcomes):
+    if all(outcome.is_done for outcome in outcomes):
         return End("done", 0, step=step)  # whatever came after their work was done
     causes = [cause for outcome in outcomes for cause in outcome.causes(told=told)]
     stopping = told or any(o.code == STOPPED and o.report is None for o in outcomes)

@@ -163,8 +163,7 @@ class Attempt:
         alive, beats = self.alive(), self.beats()
         for i, age in zip(alive, eye.ages([beats[i] for i in alive]), strict=True):
             if beats[i].section == DONE and age > DONE_SECONDS:
-                self.slain.add(i)
-                self.children[i].kill()
+                self.children[i].kill()  # it is done whatever keeps it from leaving
         mine, pids = [beats[i] for i in alive], [self.children[i].pid for i in alive]
         if not self.warned and mine and eye.over(mine, watch.slow):
             self.warned = True

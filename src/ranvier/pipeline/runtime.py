@@ -133,6 +133,11 @@ class Runtime:
 
     def transport(self, ahead: int) -> Transport:
         """The messages of a step."""
+        if self.links is not None and self.links.broken:
+            raise CommunicationError(
+                "A step of this pipeline has failed before. Its messages may still be under way. "
+                "Build the model anew, or start the run again."
+            )
         if self.links is None:
             return EagerTransport(
                 self.grid, self.device, WAYS, delay=self.delay, ahead=ahead, form=self.form
@@ -164,7 +169,7 @@ class Runtime:
         plain: a head may trust that.
         Communicates: messages over pipe, orders inside the stage, all that the layers do.
         """
-        Step(self, micros, policy, scored, factor, plain).run()
+        self._run(Step(self, micros, policy, scored, factor, plain))
 
     @torch.no_grad()
     def forward(self, micros: Sequence[Micro]) -> list[Tensor]:
@@ -172,8 +177,16 @@ class Runtime:
         shape = Shape(self.stage.count, len(micros), len(self.stage.chunks), forward_only=True)
         results: list[Tensor] = []
         none = torch.zeros((), device=self.device)
-        Step(self, micros, _Forwards(shape), results.append, none, False).run()
+        self._run(Step(self, micros, _Forwards(shape), results.append, none, False))
         return results
+
+    def _run(self, step: Step) -> None:
+        try:
+            step.run()
+        except BaseException:
+            if self.links is not None:
+                self.links.broken = True
+            raise
 
 
 @dataclass(frozen=True)
@@ -404,8 +417,10 @@ class Step:
         found: list[Job | Transfer | None] = [None]
 
         def choose() -> bool:
-            meeting = self.vocabulary is not None and self.rendezvous and self.vocabulary.is_meeting
-            found[0] = self.transport.next_transfer(sends=not meeting) or self._choose_job()
+            announced = (
+                self.vocabulary is not None and self.rendezvous and self.vocabulary.has_announced
+            )
+            found[0] = self.transport.next_transfer(sends=not announced) or self._choose_job()
             return found[0] is not None
 
         self.wait_until(choose, None)
@@ -423,7 +438,7 @@ class Step:
         if ready and ready[0].kind == "H":
             if isinstance(self.transport, RendezvousTransport):
                 assert self.vocabulary is not None
-                return ready[0] if self.vocabulary.has_met(self.transport) else None
+                return ready[0] if self.vocabulary.all_ready(self.transport) else None
             return ready[0]
         if self.now.over:
             return None
@@ -562,14 +577,16 @@ class Step:
             self.kept[job.chunk, job.micro] = _Kept(x, edge)
         if not final:
             self._send(FORWARD, job, y.detach())
-        elif self.vocabulary is None:
-            self.scored(y.detach())
         else:
-            self.vocabulary.leave(job.micro, y.detach())
+            result = y.detach()
+            if x is not None and y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+                result = result.clone()  # the message that it lies in is written over
+            if self.vocabulary is None:
+                self.scored(result)
+            else:
+                self.vocabulary.leave(job.micro, result)
         if x is not None and self.shape.forward_only and not stage.enters(job.chunk):
-            passed_on = y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-            if not (final and passed_on):  # else the result would be written over
-                self.transport.release(x)
+            self.transport.release(x)
 
     def _backward(self, job: Job) -> None:
         at, stage = self.at, self.at.stage
@@ -633,7 +650,7 @@ class Step:
         self._noted("receive", way, value)
         return value
 
-    def post(self, way: str, to: int, value: Tensor, number: int) -> None:
+    def send_to(self, way: str, to: int, value: Tensor, number: int) -> None:
         """Send a message to any stage."""
         self._hand_over((way, self.at.stage.index), number, value, to)
 

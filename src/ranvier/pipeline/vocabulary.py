@@ -65,7 +65,7 @@ class Vocabulary:
             if training:
                 transport.promise((PART, me), last, count)
         if isinstance(transport, RendezvousTransport):
-            transport.expect_meetings(self.others, count)
+            transport.expect_ready(self.others, count)
 
     def begin(self) -> None:
         """Look up all rows."""
@@ -73,7 +73,7 @@ class Vocabulary:
             micro = self.step.enter(m)
             self.rows[m] = self.embed(micro.inputs["tokens"])
             if not self.first:
-                self.step.post(ROWS, 0, self.rows[m].detach(), m)
+                self.step.send_to(ROWS, 0, self.rows[m].detach(), m)
 
     def embedded(self, m: int) -> Tensor:
         """The rows of all stages, on the first one."""
@@ -92,7 +92,7 @@ class Vocabulary:
         """Tell all stages what the head gets."""
         self.finals[m] = y
         for other in self.others:
-            self.step.post(FINAL, other, y, m)
+            self.step.send_to(FINAL, other, y, m)
 
     def can_score(self) -> bool:
         """Whether the head can work on the next micro-batch."""
@@ -105,19 +105,19 @@ class Vocabulary:
             return False  # nor can it have come: it went through here
         return self.step.here(FINAL, self.at.stage.count - 1, self.heads)
 
-    def has_met(self, transport: RendezvousTransport) -> bool:
+    def all_ready(self, transport: RendezvousTransport) -> bool:
         """Whether all stages are ready for the loss of the next micro-batch.
 
         A stage says so when all its messages have been taken, and sends none until all have said
         it: whoever waits in a collective of all stages takes none.
         """
         if self._announced < self.heads and not transport.has_outgoing:
-            transport.meet(self.others, self.heads)
+            transport.announce_ready(self.others, self.heads)
             self._announced = self.heads
-        return self.is_meeting and transport.has_met(self.others, self.heads)
+        return self.has_announced and transport.all_ready(self.others, self.heads)
 
     @property
-    def is_meeting(self) -> bool:
+    def has_announced(self) -> bool:
         """Whether this stage has said that it is ready for the loss of the next micro-batch."""
         return self._announced == self.heads
 
@@ -147,7 +147,7 @@ class Vocabulary:
             if self.last:
                 self.grads[m] = y.grad
             else:
-                step.post(PART, self.at.stage.count - 1, y.grad, m)
+                step.send_to(PART, self.at.stage.count - 1, y.grad, m)
         if not self.last:
             step.transport.release(y)
         self.heads += 1
@@ -169,7 +169,7 @@ class Vocabulary:
     def returned(self, m: int, dx: Tensor) -> None:
         """The gradient of the rows, on the first stage, which tells the others."""
         for other in self.others:
-            self.step.post(RETURN, other, dx, m)
+            self.step.send_to(RETURN, other, dx, m)
         self._back(m, dx)
 
     def _back(self, m: int, dx: Tensor) -> None:

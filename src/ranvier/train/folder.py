@@ -128,7 +128,7 @@ def claim(run: Run, *, restarted: bool = False) -> tuple[Path, list[Path], list[
         candidates, lines = _named(Path(word))
     elif word == "auto" and own is not None:
         candidates, lines = newest(own / "checkpoints")
-        if not candidates and _finished(own):
+        if not candidates and is_finished(own):
             raise _repeated(run, "")
     manifest = _readable(candidates)
     if manifest is not None:
@@ -170,7 +170,8 @@ def _refuse_ended(manifest: Manifest, run: Run) -> None:
         raise _repeated(run, f", or train.steps above {manifest.step}")
 
 
-def _finished(folder: Path) -> bool:
+def is_finished(folder: Path) -> bool:
+    """Whether the run of a directory has ended well."""
     return (folder / "config.toml").exists() and facts(folder).get("status") == "finished"
 
 

@@ -230,7 +230,10 @@ def train(
         stored = json.loads(told(json.dumps(here), grid, device))
     assert stored is not None
     data = opened(run, stored)
-    folder, candidates, lines, handle = _claimed(run, grid, device, restarted=me.attempt > 0)
+    restarted = me.attempt > 0
+    if restarted and _is_over(run, grid, device):
+        return 0  # a rank was lost when all was done
+    folder, candidates, lines, handle = _claimed(run, grid, device, restarted=restarted)
     pulse, alone = Pulse(me.pulse), me.world > 1 and not me.pulse
     grid.trace.heard = pulse.began
     watching = watched(pulse, me.rank, run.launch.watchdog) if alone else nullcontext()
@@ -283,6 +286,12 @@ def _run(trainer: Trainer, folder: Path, stop: Stop, *, origin: Path | None) -> 
         raise
     if first:
         _farewell(trainer, folder)
+
+
+def _is_over(run: Run, grid: Grid, device: torch.device) -> bool:
+    """Whether the run has ended well before. Communicates: what rank 0 sees, to all."""
+    here = grid.rank == 0 and bool(run.train.out) and folders.is_finished(Path(run.train.out))
+    return largest(int(here), grid, device) > 0
 
 
 def _claimed(
