@@ -50,7 +50,7 @@ MODEL = (
     *("--model.layers", "2", "--model.embed", "32", "--model.head-dim", "8", "--model.mlp", "48"),
     *("--model.vocab", "260", "--train.evaluate", "0", "--train.prompt", ""),
     *("--train.deterministic", "True", "--train.seed", "0", "--plan.batch", "8"),
-    *("--checkpoint.every", "4"),
+    *("--checkpoint.every", "4", "--plan.compile", "off"),
 )
 """Settings of a model whose steps are quick, with a checkpoint every few steps."""
 GRIDS = ("data=2,row=2", "depth=2,row=2", "pipe=2,row=2")

@@ -188,9 +188,20 @@ def worst(name: str, have: Tensor, want: Tensor, limit: float, floor: float = 0.
 class Serial:
     """The plain model: what one process computes in a few steps."""
 
-    def __init__(self, name: str, batch: Batch, lr: float, clip: float, steps: int = 2) -> None:
-        self.model, self.batch = Case(name).build(), batch
-        self.values = {name: p.detach().clone() for name, p in self.lasting()}
+    def __init__(
+        self,
+        name: str,
+        batch: Batch,
+        lr: float,
+        clip: float,
+        steps: int = 2,
+        device: str = "cpu",
+    ) -> None:
+        self.model, self.batch = Case(name).build().to(device), batch
+        self.values = {name: p.detach().cpu().clone() for name, p in self.lasting()}
+        inputs = batch.inputs()
+        if device != "cpu":
+            inputs = {key: x.to(device) for key, x in inputs.items()}
         self.grads: dict[str, Tensor] = {}
         self.losses: list[float] = []
         self.norms: list[float] = []
@@ -202,19 +213,20 @@ class Serial:
         for step in range(steps):
             optimizer.zero_grad()
             count = (batch.targets != -100).sum()
-            loss = self.model(**batch.inputs()) / count
+            loss = self.model(**inputs) / count
             loss.backward()
             extra = getattr(self.model, "extra", None)
             self.extras.append(0.0 if extra is None else extra.item())
             self.losses.append(loss.item() - self.extras[-1] / count.item())
             if step == 0:
-                self.grads = {n: p.grad.clone() for n, p in self.named() if p.grad is not None}
+                named = [(n, p) for n, p in self.named() if p.grad is not None]
+                self.grads = {n: p.grad.cpu().clone() for n, p in named}  # type: ignore[union-attr]
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip)
             self.norms.append(norm.item())
             optimizer.step()
             for mixture in getattr(self.model, "mixtures", ()):
                 mixture.move_bias()
-        self.after = {name: p.detach().clone() for name, p in self.lasting()}
+        self.after = {name: p.detach().cpu().clone() for name, p in self.lasting()}
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.model.named_parameters())
