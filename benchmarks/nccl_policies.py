@@ -1,0 +1,146 @@
+"""Every policy on pipe 2 row 2 depth 2 over NCCL, all ranks on one GPU, against one process.
+
+Usage: python benchmarks/nccl_policies.py [--policy 1f1b] [--dtype fp64] [--backend gloo]
+
+Whole runs under torchrun: losses and gradient norms of every step, and of runs in float64 the
+weights that are saved at the end, are compared with those of a run in one process. float64 must
+agree to 1e-9 (10 steps), fp32 to 1e-5 in the loss of every step (20 steps), bf16 to 2 % in the last
+loss (100 steps, policy message). Each run must end within 10 s of its last step. With --backend
+gloo the same on the CPU, slowly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ranvier.checkpoint.folder import found
+from ranvier.checkpoint.load import wholes
+from ranvier.launch import free_port
+
+POLICIES = ("message", "1f1b", "gpipe", "zero-bubble", "interleaved")
+STEPS = {"fp64": 10, "fp32": 20, "bf16": 100}
+LIMITS = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 0.02}
+"""Largest relative difference of losses; of bf16 of the last one."""
+END_SECONDS = 10.0
+RUN_SECONDS = 300.0
+MODEL = (
+    *("--data.max-bytes", "60000", "--data.seq", "32", "--data.tokenizer", "bytes"),
+    *("--model.layers", "2", "--model.embed", "32", "--model.head-dim", "8", "--model.mlp", "48"),
+    *("--model.vocab", "260", "--train.evaluate", "0", "--train.prompt", ""),
+    *("--plan.batch", "8", "--plan.micro-batch", "1", "--plan.compile", "off"),
+)
+GRID = ("--plan.pipe", "2", "--plan.row", "2", "--plan.depth", "2", "--plan.data", "1")
+RANKS = 8
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended."""
+
+    folder: Path
+    code: int
+    after_last_step: float
+    """Seconds from the line of its last step to its end."""
+    output: str
+
+    @property
+    def rows(self) -> list[dict[str, float]]:
+        """Its metrics."""
+        text = (self.folder / "metrics.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+
+def run(folder: Path, words: Sequence[str], backend: str, *, ranks: int) -> Ended:
+    """Train in one process, or on all ranks of the grid."""
+    device = "cuda" if backend == "nccl" else "cpu"
+    command = [sys.executable, "-m", "ranvier", "train", *MODEL, *words, "--train.device", device]
+    command += ["--train.out", str(folder)]
+    if ranks == 1:
+        command += ["--nproc", "1"]
+    else:
+        port = ["--master-port", str(free_port())]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--no-python", *port]
+        command = [*torchrun, "--nproc-per-node", str(ranks), *command, *GRID]
+        command += ["--train.backend", backend]
+        command += ["--launch.share-gpu", "True"] if backend == "nccl" else []
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    last, lines = time.monotonic(), list[str]()
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("step "):
+            last = time.monotonic()
+    code = process.wait(RUN_SECONDS)
+    return Ended(folder, code, time.monotonic() - last, "".join(lines))
+
+
+def largest_difference(have: Sequence[float], want: Sequence[float]) -> float:
+    """The largest relative difference of two lists of numbers."""
+    return max(abs(a - b) / abs(b) for a, b in zip(have, want, strict=True))
+
+
+def compare_weights(have: Path, want: Path) -> float:
+    """The largest difference of two runs' last weights, relative to the largest of each tensor."""
+    mine, whole = (wholes(found(folder / "checkpoints")[-1]) for folder in (have, want))
+    return max(
+        float((mine[name].double() - x.double()).abs().max() / x.double().abs().max().clamp(1e-300))
+        for name, x in whole.items()
+    )
+
+
+def check(ended: Ended, one: Ended, dtype: str) -> tuple[str, bool]:
+    """A run against that of one process: in words, and whether it is good."""
+    if ended.code:
+        return f"exit code {ended.code}\n{ended.output[-2000:]}", False
+    rows, whole = ended.rows, one.rows
+    first = -1 if dtype == "bf16" else 0
+    loss = largest_difference([r["loss"] for r in rows[first:]], [r["loss"] for r in whole[first:]])
+    words, good = f"loss {loss:.1e}", loss <= LIMITS[dtype]
+    if dtype == "fp64":
+        norm = largest_difference([r["grad_norm"] for r in rows], [r["grad_norm"] for r in whole])
+        weights = compare_weights(ended.folder, one.folder)
+        words += f"  norm {norm:.1e}  weights {weights:.1e}"
+        good = good and max(norm, weights) <= LIMITS[dtype]
+    words += f"  ended {ended.after_last_step:.1f} s after its last step"
+    return words, good and ended.after_last_step <= END_SECONDS
+
+
+def main() -> int:
+    """Run, compare, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--policy", action="append", choices=POLICIES, help="default: all")
+    parser.add_argument("--dtype", action="append", choices=[*STEPS], help="default: all")
+    parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl")
+    asked, bad = parser.parse_args(), 0
+    policies, dtypes = asked.policy or [*POLICIES], asked.dtype or [*STEPS]
+    with tempfile.TemporaryDirectory(prefix="nccl-policies-") as name:
+        for dtype in dtypes:
+            words = ["--train.dtype", dtype, "--train.steps", str(STEPS[dtype])]
+            one = run(Path(name) / f"one-{dtype}", words, asked.backend, ranks=1)
+            if one.code:
+                print(f"one process, {dtype}: exit code {one.code}\n{one.output[-2000:]}")
+                return 1
+            for policy in policies if dtype != "bf16" else ["message"]:
+                more = ["--plan.policy", policy]
+                more += ["--plan.chunks", "2"] if policy == "interleaved" else []
+                folder = Path(name) / f"{policy}-{dtype}"
+                ended = run(folder, [*words, *more], asked.backend, ranks=RANKS)
+                text, good = check(ended, one, dtype)
+                print(f"{dtype}  {policy:<12} {'ok  ' if good else 'FAIL'}  {text}", flush=True)
+                bad += not good
+    print(f"{'FAIL' if bad else 'PASS'}: {bad} runs differ or end late")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
