@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -123,7 +123,7 @@ class Pool:
                 _with_own_groups, world, dict(degrees), how, function, arguments, **options
             )
         wanted = [(ranks, channel) for ranks in lines(degrees) for channel in CHANNELS]
-        wanted += piped(degrees)
+        wanted += piped(degrees, RENDEZVOUS if rendezvous else PIPE)
         wanted += [(tuple(range(math.prod(degrees.values()))), "orders")]
         missing = [one for one in dict.fromkeys(wanted) if one not in self.known]
         if missing:
@@ -154,11 +154,13 @@ GROUPS: dict[tuple[tuple[int, ...], str], Any] = {}
 GROUPS_OF_GRID: dict[tuple[tuple[str, int], ...], dict[tuple[tuple[int, ...], str], Any]] = {}
 """The same over NCCL, where each grid makes its own."""
 CHANNELS = ("", "gather", "scatter")
-PIPE = (
-    *("forward", "backward", "control", "up", "down", "wrap up", "wrap down"),
+PIPE = ("forward", "backward")
+"""Channels of the pipe axis alone."""
+RENDEZVOUS = (
+    *("control", "up", "down", "wrap up", "wrap down"),
     *("rows", "final", "part", "return"),
 )
-"""Channels of the pipe axis alone."""
+"""The same where stages agree on each transfer."""
 
 
 def lines(degrees: Mapping[str, int]) -> list[tuple[int, ...]]:
@@ -182,7 +184,7 @@ def _primes(number: int) -> list[int]:
     return []
 
 
-def piped(degrees: Mapping[str, int]) -> list[tuple[tuple[int, ...], str]]:
+def piped(degrees: Mapping[str, int], channels: Sequence[str]) -> list[tuple[tuple[int, ...], str]]:
     """Groups of the pipe axis, and of its first and last rank, which may share a weight."""
     stages = degrees.get("pipe", 1)
     if stages == 1:
@@ -190,7 +192,7 @@ def piped(degrees: Mapping[str, int]) -> list[tuple[tuple[int, ...], str]]:
     whole = np.arange(math.prod(degrees.values())).reshape(stages, -1).T
     found: list[tuple[tuple[int, ...], str]] = []
     for line in whole.tolist():
-        found += [(tuple(line), channel) for channel in PIPE]
+        found += [(tuple(line), channel) for channel in channels]
         found += [((line[0], line[-1]), "")]
     return found
 

@@ -132,15 +132,20 @@ def serial(model: str) -> Serial:
     return Serial(model, batch_of(model, samples=16, packed=False), LR, CLIP, 2)
 
 
+def full(degrees: dict[str, int], how: dict[str, Any]) -> Any:
+    """A case that only the whole product has."""
+    return pytest.param(degrees, how, marks=pytest.mark.full)
+
+
 CASES = [
     ({"pipe": 2}, {"policy": "1f1b", "micro_batches": 8}),
-    ({"pipe": 4}, {"policy": "message", "micro_batches": 8, "delay": 3}),
-    ({"pipe": 2}, {"policy": "interleaved", "chunks": 2, "micro_batches": 4, "delay": 1}),
+    full({"pipe": 4}, {"policy": "message", "micro_batches": 8, "delay": 3}),
+    full({"pipe": 2}, {"policy": "interleaved", "chunks": 2, "micro_batches": 4, "delay": 1}),
     ({"pipe": 2, "data": 2}, {"policy": "message", "chunks": 2, "micro_batches": 4}),
     ({"pipe": 2, "row": 2}, {"policy": "zero-bubble", "micro_batches": 4}),
-    ({"pipe": 2, "depth": 2}, {"policy": "message", "spread": True, "micro_batches": 2}),
+    full({"pipe": 2, "depth": 2}, {"policy": "message", "spread": True, "micro_batches": 2}),
     ({"pipe": 3}, {"policy": "message", "chunks": 2, "micro_batches": 8, "delay": 10}),
-    ({"pipe": 3}, {"policy": "interleaved", "chunks": 2, "micro_batches": 8, "delay": 5}),
+    full({"pipe": 3}, {"policy": "interleaved", "chunks": 2, "micro_batches": 8, "delay": 5}),
     ({"pipe": 4}, {"policy": "message", "spread": True, "micro_batches": 4, "delay": 3}),
 ]
 

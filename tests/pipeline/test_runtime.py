@@ -400,7 +400,13 @@ def timed(grid: Grid, case: Case) -> tuple[list[Job], list[Job | None], int]:
 
 
 @pytest.mark.nccl
-@pytest.mark.parametrize("rendezvous", [None, True], ids=["as it is", "rendezvous"])
+@pytest.mark.parametrize(
+    "rendezvous",
+    [
+        pytest.param(None, marks=pytest.mark.full, id="as it is"),
+        pytest.param(True, id="rendezvous"),
+    ],
+)
 @pytest.mark.parametrize(
     ("degrees", "policy", "chunks"),
     [
