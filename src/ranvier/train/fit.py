@@ -55,11 +55,17 @@ def candidates(plan: Plan, seq: int) -> list[int]:
 
 
 def room(limit: float, device: torch.device, local_ranks: int) -> int:
-    """Bytes that this rank may use, what it holds already included. limit: GiB; 0: none."""
+    """Bytes that this rank may use, what it holds already included. limit: GiB; 0: none.
+
+    Gaps in segments that other tensors of the process hold do not count as free, since tensors of
+    other sizes may not fit into them.
+    """
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # segments without any tensor are not gaps
         free, total = torch.cuda.mem_get_info(device)
-        there = int(free + torch.cuda.memory_reserved(device) - RESERVE * total)
-        limit = max(limit - SEGMENTS / GIB, 1e-9) if limit > 0.0 else limit
+        gaps = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        there = int(free + torch.cuda.memory_allocated(device) - RESERVE * total)
+        limit = max(limit - (SEGMENTS + gaps) / GIB, 1e-9) if limit > 0.0 else limit
     else:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         there = int((1.0 - RESERVE) * total / local_ranks)
