@@ -46,16 +46,18 @@ def forward(
     documents: Tensor | None = None,
 ) -> Tensor:
     """What our models compute, by transformers and PyTorch alone."""
-    seq = tokens.shape[1]
-    seen = torch.ones(seq, seq, dtype=torch.bool).tril().expand(len(tokens), 1, seq, seq)
+    seq, device = tokens.shape[1], tokens.device
+    seen = torch.ones(seq, seq, dtype=torch.bool, device=device).tril()
+    seen = seen.expand(len(tokens), 1, seq, seq)
     if documents is not None:
         seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
     mask = seen
     if self.config._attn_implementation == "eager":
         dtype = next(self.parameters()).dtype
-        mask = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=device)
+        mask = mask.masked_fill(~seen, torch.finfo(dtype).min)
     if positions is None:
-        positions = torch.arange(seq).unsqueeze(0)
+        positions = torch.arange(seq, device=device).unsqueeze(0)
     out = type(self).forward(self, tokens, attention_mask=mask, position_ids=positions)
     if targets is None:
         return out.logits
