@@ -16,6 +16,7 @@ from pool import Pool
 from ranvier import products
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
+from ranvier.nn import head
 from ranvier.nn.matmul import Layouts
 from ranvier.parallel import parallelize
 from ranvier.sharding import State
@@ -141,6 +142,31 @@ def test_a_head_alone_can_be_trained() -> None:
     want = gradients_of(decoder(Grid({})), one, None)["head.weight"]
     model = decoder(Grid({}), frozen=r"(?!head).*")
     assert compared(gradients_of(model, one, None), {"head.weight": want}) == []
+
+
+@pytest.mark.parametrize("cap", [0.0, 0.5])
+def test_rows_of_logits_are_aligned(cap: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """29 columns become 30 where 16 bytes are two numbers; loss and gradients stay."""
+    one, widths = torch.ones((), dtype=torch.float64), list[int]()
+
+    class Watched(Layouts):
+        """Products that tell how wide the logits are."""
+
+        def grad_x(self, dy: Tensor, w: Tensor) -> Tensor:
+            widths.append(dy.shape[1])
+            return super().grad_x(dy, w)
+
+    found = []
+    for devices in ((), ("cpu",)):
+        monkeypatch.setattr(head, "ALIGNED_DEVICES", devices)
+        model = decoder(Grid({}))
+        model.head.products, model.head.cap = Watched(), cap
+        scores = evaluate(model, [BATCH])
+        found.append((scores, gradients_of(model, one, None)))
+    (want, wanted), (have, grads) = found
+    assert widths == [29, 30]
+    torch.testing.assert_close(have, want, rtol=ONE_PASS, atol=0)
+    assert compared(grads, wanted) == []
 
 
 def test_a_factor_known_before_changes_nothing() -> None:
