@@ -1,8 +1,8 @@
 """Hosted: updates made by the CPU, where states rest, so that only gradients and weights travel.
 
 2 bytes a parameter leave the device and 2 return, instead of 12 and 12; which is faster depends on
-the link and on the cores. Torch's fused AdamW of the CPU does the work where moments are as wide as
-the weights. A host must know the norm, so a thread waits for it and works behind the run.
+the link and on the cores. A host must know the norm, so a thread waits for it and works behind the
+run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ranvier.comm.lane import Mark, here
-from ranvier.optim.moments import Moments
 from ranvier.optim.rules import Scalars
 
 
@@ -43,36 +42,3 @@ class Known:
 def _copied(x: Tensor) -> Tensor:
     """A copy on the host, which may still be on its way."""
     return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x, non_blocking=True)
-
-
-def adamw(
-    weight: Tensor,
-    grad: Tensor,
-    moments: Moments,
-    *,
-    now: Scalars,
-    share: float,
-    eps: float,
-    decay: float,
-) -> None:
-    """`rules.adamw` in one pass of torch's fused kernel, on the host; grad: is overwritten."""
-    if not bool(now.good):
-        return
-    grad = grad.to(weight.dtype)
-    if now.factor is not None:
-        grad.mul_(now.factor)
-    torch._fused_adamw_(
-        [weight],
-        [grad],
-        [moments.mean],
-        [moments.square],
-        [],
-        [now.step.float()],
-        lr=float(now.lr) * share,
-        beta1=now.betas[0],
-        beta2=now.betas[1],
-        weight_decay=decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-    )

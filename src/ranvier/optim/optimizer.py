@@ -22,7 +22,7 @@ from ranvier.comm.lane import await_mark
 from ranvier.comm.sums import Pieces
 from ranvier.grid import Grid
 from ranvier.lots import Group
-from ranvier.optim import fused, hosted, prune
+from ranvier.optim import fused, prune
 from ranvier.optim.early import Early
 from ranvier.optim.hosted import Known
 from ranvier.optim.moments import Key, Kind, Moments, dtype, pack
@@ -221,9 +221,7 @@ class Optimizer:
         assert master is not None, bucket.name
         moments = Moments(held["mean"], held["square"], held.get("scales"))
         rule: Callable[..., None] = partial(fused.adamw, key=self._key(tile))
-        if self._hosted and out is not None and tile.weight is None and not grad.is_cuda:
-            rule = hosted.adamw
-        elif out is None and working is not master:
+        if out is None and working is not master:
             rule = partial(rule, out=working)
         rule(
             master,
