@@ -31,8 +31,9 @@ from ranvier.nn.leaf import Leaf, Site, applied, check_range
 from ranvier.sharding import Dim, Sharding
 
 IGNORE = -100
-CHUNK = 1 << 22
-"""Logits widened to fp32 at once, where there is no kernel."""
+CHUNK = 1 << 18
+"""Logits that are widened and scored at once where there is no kernel: they stay in the cache of a
+CPU from one operation to the next."""
 TRITON = launch.triton()
 
 
@@ -112,12 +113,30 @@ def score(logits: Tensor, targets: Tensor, mine: Columns, gradient: Tensor | Non
 
     Communicates: all-reduce (max, then sums) of three numbers a token over the axes of vocab.
     """
-    alone = mine.axis.size == 1 and kernel_takes(logits)
+    if mine.axis.size == 1 and not kernel_takes(logits):
+        return _score_whole(logits, targets, mine, gradient)
+    alone = mine.axis.size == 1
     peak, sums, hit = statistics(logits, targets, mine, gradient=gradient if alone else None)
     _, log_sum, hit = _combined(peak, sums, hit, mine)
     if gradient is not None and not alone:
         gradient_(logits, targets, log_sum, mine, gradient)
     return ((log_sum - hit) * (targets != IGNORE)).sum()
+
+
+def _score_whole(logits: Tensor, targets: Tensor, mine: Columns, gradient: Tensor | None) -> Tensor:
+    """`score` where a rank has all columns and there is no kernel."""
+    column, counted = _local(targets, mine)[0].unsqueeze(1), (targets != IGNORE).unsqueeze(1)
+    losses = []
+    for rows in _chunks(logits):
+        here = logits[rows, : mine.valid]
+        x = torch.log_softmax(here, 1, dtype=torch.promote_types(here.dtype, torch.float32))
+        losses.append(-(x.gather(1, column[rows]) * counted[rows]).sum())
+        if gradient is not None:
+            factor = (counted[rows] * gradient).to(x.dtype)
+            x.exp_().mul_(factor).scatter_add_(1, column[rows], -factor)
+            here.copy_(x)
+            logits[rows, mine.valid :] = 0.0
+    return torch.stack(losses).sum()
 
 
 def _combined(
@@ -194,11 +213,11 @@ def gradient_(
     counted = targets != IGNORE
     for rows in _chunks(logits):
         x = _wide(logits[rows])[:, : mine.valid]
-        x = (x - log_sum[rows].unsqueeze(1)).exp_() * counted[rows].unsqueeze(1)
+        counts = (counted[rows] * factor).unsqueeze(1).to(x.dtype)
+        x = (x - log_sum[rows].unsqueeze(1)).exp_().mul_(counts)
         if mine.valid:
-            hit = -(here & counted)[rows].unsqueeze(1).to(x.dtype)
-            x.scatter_add_(1, column[rows].unsqueeze(1), hit)
-        logits[rows, : mine.valid] = (x * factor).to(logits.dtype)
+            x.scatter_add_(1, column[rows].unsqueeze(1), -counts * here[rows].unsqueeze(1))
+        logits[rows, : mine.valid] = x.to(logits.dtype)
         logits[rows, mine.valid :] = 0.0
 
 
