@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from ranvier import safe_files
 from ranvier.data.beside import config_of, save_config, tokens_of
-from ranvier.data.files import digest_of, size_of
+from ranvier.data.files import digest_of
 from ranvier.data.sources import documents, imported
 from ranvier.errors import DataError, PlanError
 
@@ -99,10 +100,12 @@ class Tokenizer:
             )
         except DataError:
             raise
-        except Exception as error:
-            # the library raises plain exceptions
+        except BaseException as error:
+            # The library raises plain exceptions; where it panics, one that is not even that.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise DataError(
-                f"The tokenizer {self.fingerprint} is not accepted: {error}. It must be a "
+                f"The tokenizer {self.fingerprint} is not accepted: {error!s:.300}. It must be a "
                 "tokenizer.json of the tokenizers library. Save it again or update the library."
             ) from None
         # A file may ask for them; documents are never cut or filled here.
@@ -186,8 +189,7 @@ def tokenizer_of(name: str | Path, cache: Path) -> Tokenizer:
         return _standard(cache)
     path = Path(name) / "tokenizer.json" if os.path.isdir(name) else Path(name)
     try:
-        size_of(path)
-        text = path.read_text(encoding="utf-8")
+        text = safe_files.read_text(path, limit=safe_files.limit_of("tokenizer.json"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         near = difflib.get_close_matches(str(name), NAMES, n=1)
@@ -204,15 +206,7 @@ def parsed(text: str, origin: str, *, end: str | int = "") -> Tokenizer:
 
     end: name or id of its end, where it is known and among the tokens.
     """
-    remedy = "Use a file that the tokenizers library saved."
-    try:
-        content = json.loads(text)
-        ids = _ids(content)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(
-            f"{origin} is no tokenizer.json: {type(error).__name__}: {error}. It must be JSON with "
-            f"model.vocab and added_tokens. {remedy}"
-        ) from None
+    content, ids = _read(text, origin)
     if _canonical(content) == Bytes().text:
         return Bytes()
     known = _end(ids, end)
@@ -222,6 +216,41 @@ def parsed(text: str, origin: str, *, end: str | int = "") -> Tokenizer:
             f"of tokenizer_config.json beside it, else one of {', '.join(ENDS)}. Name it there."
         )
     return Tokenizer(text, max(ids.values()) + 1, known)
+
+
+def check_tokenizer(path: Path, vocab: int) -> list[str]:
+    """Refuse a tokenizer.json that no text can be encoded with; lines on what else it lacks.
+
+    vocab: tokens that the model knows.
+    """
+    try:
+        text = safe_files.read_text(path)
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not UTF-8. A tokenizer.json is. Copy it again.") from None
+    _, ids = _read(text, str(path))
+    largest = max(ids.values(), default=-1)
+    try:
+        assert Tokenizer(text, largest + 1, 0)._library is not None
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
+    lines = []
+    if _end(ids, _eos(path)) is None:
+        lines.append(f"{path.name} names no token that ends a document: see data.tokenizer")
+    if largest >= vocab:
+        lines.append(f"{path.name} has ids up to {largest}, but the model knows {vocab} tokens")
+    return lines
+
+
+def _read(text: str, origin: str) -> tuple[Any, dict[str, int]]:
+    """The content of a tokenizer.json, and the id of each token."""
+    try:
+        content = json.loads(text)
+        return content, _ids(content)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"{origin} is no tokenizer.json: {type(error).__name__}: {error!s:.200}. It must be "
+            "JSON with model.vocab and added_tokens. Use a file that the tokenizers library saved."
+        ) from None
 
 
 def _eos(path: Path) -> str:
