@@ -58,7 +58,7 @@ def test_a_model_ends_as_its_line_says(name: str, model: Path, tmp_path: Path) -
     shutil.copytree(model, folder)
     change(folder, tmp_path / "outside", changes)
     run, out = tmp_path / "run", tmp_path / "out"
-    with within(30):
+    with within(240):
         if outcome == "ok":
             imported(str(folder), run)
             exported(run, out)

@@ -15,6 +15,7 @@ import os
 import platform
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -101,8 +102,7 @@ class Tokenizer:
         except DataError:
             raise
         except BaseException as error:
-            # The library raises plain exceptions; where it panics, one that is not even that.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            if not _is_library_error(error):
                 raise
             raise DataError(
                 f"The tokenizer {self.fingerprint} is not accepted: {error!s:.300}. It must be a "
@@ -116,14 +116,31 @@ class Tokenizer:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, without an end."""
         clean = [whole(text) for text in texts]
-        rows = self._library.encode_batch_fast(clean, add_special_tokens=False)
+        with self._named_errors():
+            rows = self._library.encode_batch_fast(clean, add_special_tokens=False)
         return [np.array(row.ids, dtype=np.uint32) for row in rows]
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Have the library's errors name the tokenizer: it may be broken and yet be accepted."""
+        try:
+            yield
+        except DataError:
+            raise
+        except BaseException as error:
+            if not _is_library_error(error):
+                raise
+            raise DataError(
+                f"The tokenizer {self.fingerprint} cannot encode a text: {error!s:.300}. It must "
+                "take any text. Use another one, or one with a token for unknown words."
+            ) from None
 
     def placed(self, text: str, *, special: bool) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of a text and the characters of each; special: special tokens in it are such."""
         made = self._written
         made.encode_special_tokens = not special
-        row = made.encode(text, add_special_tokens=False)
+        with self._named_errors():
+            row = made.encode(text, add_special_tokens=False)
         return row.ids, row.offsets
 
     def shown(self, ids: Iterable[int]) -> str:
@@ -230,9 +247,17 @@ def check_tokenizer(path: Path, vocab: int) -> list[str]:
     _, ids = _read(text, str(path))
     largest = max(ids.values(), default=-1)
     try:
-        assert Tokenizer(text, largest + 1, 0)._library is not None
+        Tokenizer(text, largest + 1, 0)._library.encode("a b", add_special_tokens=False)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
+    except Exception:  # not every tokenizer knows every word
+        pass
+    except BaseException as error:
+        if not _is_library_error(error):
+            raise
+        raise DataError(
+            f"{path} breaks the tokenizers library: {error!s:.200}. Use a file that it has saved."
+        ) from None
     lines = []
     if _end(ids, _eos(path)) is None:
         lines.append(f"{path.name} names no token that ends a document: see data.tokenizer")
@@ -251,6 +276,11 @@ def _read(text: str, origin: str) -> tuple[Any, dict[str, int]]:
             f"{origin} is no tokenizer.json: {type(error).__name__}: {error!s:.200}. It must be "
             "JSON with model.vocab and added_tokens. Use a file that the tokenizers library saved."
         ) from None
+
+
+def _is_library_error(error: BaseException) -> bool:
+    """Whether the tokenizers library raised it: plain exceptions, and one where it panics."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _eos(path: Path) -> str:
