@@ -118,7 +118,8 @@ CODES = {
     errors.NumericError.exit_code: "Too many losses or gradients that are no numbers, or spikes.",
     errors.STOPPED: "Told to stop (a signal); saved. Start it again and it goes on.",
     errors.VersionError.exit_code: "A checkpoint of another version of the format.",
-    errors.RefusedError.exit_code: "What could do harm: a path that leads out, a link, a pickle, a "
+    errors.RefusedError.exit_code: "Unsafe input refused: a path out of its directory, a link, a "
+    "pipe or device, a file that is too large, a pickle, a chat template beyond its limits, or a "
     "directory that another run writes.",
     errors.NO_PROGRESS: "Ranks were lost again and again without getting further.",
     130: "Ctrl-C (SIGINT) twice, or a command that does not train: ended at once.",

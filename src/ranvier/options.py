@@ -141,7 +141,7 @@ class Prepare:
     vocab: int = 4096
     """Tokens of a tokenizer that is trained."""
     field: str = "text"
-    """Key of a .jsonl record, or column of a .parquet file, that holds the text."""
+    """Key of a .jsonl record, or column of a .parquet or .arrow file, that holds the text."""
     format: Literal["auto", "text", "chat"] = "auto"
     """What records are: texts, or conversations. auto: as the first record looks."""
     template: str = ""

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ranvier import safe_files
 from ranvier.checkpoint import folder, published, shards
 from ranvier.checkpoint.published import Published
 from ranvier.comm import verbs
 from ranvier.comm.agree import everyone, largest, together
 from ranvier.data.loader import rows
 from ranvier.data.tokenizer import Tokenizer, tokenizer_of
-from ranvier.errors import DataError, PlanError
+from ranvier.errors import DamageError, DataError, PlanError
 from ranvier.grid import Grid
 from ranvier.infer import loaded
 from ranvier.infer.called import Output, called
@@ -82,6 +83,8 @@ def from_pretrained(
     return Pretrained(model.eval(), there.folder)
 
 
+LARGEST_ID = 2**31
+"""Tokens are below it."""
 SIZES = ("embed", "heads", "kv_heads", "mlp", "vocab", "layers")
 """Dims that a plan is checked against."""
 
@@ -193,9 +196,10 @@ class Pretrained(nn.Module):
         """Tokens that the settings beside the weights name, if any do."""
         homes = (self.origin / exchange.KEPT, self.origin)
         for path in (h / n for h in homes for n in ("generation_config.json", "config.json")):
-            found = published.table(path).get(key) if path.exists() else None
+            there = safe_files.exists(path)
+            found = published.table(path, root=self.origin).get(key) if there else None
             if found is not None:
-                return _listed(found)
+                return _checked_ids(found, key, path)
         return []
 
     def optimizer(
@@ -292,6 +296,17 @@ def prompts_of(tokens: Tensor, mask: Tensor | None) -> list[list[int]]:
         raise DataError("A row of attention_mask has no token. A text has one at least. Leave it.")
     both = zip(tokens.tolist(), ones.tolist(), strict=True)
     return [[t for t, one in zip(row, kept, strict=True) if one] for row, kept in both]
+
+
+def _checked_ids(found: Any, key: str, path: Path) -> list[int]:
+    """Tokens that a settings file names."""
+    listed = found if isinstance(found, list) else [found]
+    if not all(type(token) is int and 0 <= token < LARGEST_ID for token in listed):
+        raise DamageError(
+            f"{path} has {key}={found!r:.80}. It is a token or a list of tokens, numbers from 0. "
+            "Restore it."
+        )
+    return listed
 
 
 def _listed(ends: int | Sequence[int]) -> list[int]:

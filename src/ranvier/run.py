@@ -14,9 +14,11 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from ranvier import safe_files
 from ranvier.errors import PlanError
 from ranvier.models.config import GATES
 from ranvier.plan import Plan
@@ -328,10 +330,14 @@ class Run:
             )
 
 
-def load(path: Path, *, size: str | None = None) -> Run:
-    """The run of a TOML file, perhaps with another size; the rest keeps its defaults."""
+def load(path: Path, *, size: str | None = None, in_run: bool = False) -> Run:
+    """The run of a TOML file, perhaps with another size; the rest keeps its defaults.
+
+    in_run: it is the config.toml of a run, which may come from anywhere; else the user's own file.
+    """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        read = safe_files.read_text if in_run else partial(Path.read_text, encoding="utf-8")
+        table = tomllib.loads(read(path))
     except OSError as error:
         raise PlanError(
             f"{path} cannot be read: {error.strerror}. Give the path of a TOML file."

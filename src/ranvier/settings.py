@@ -83,16 +83,16 @@ class DataConfig:
     """What the model reads."""
 
     corpus: tuple[str, ...] = ("stdlib",)
-    """Files (.txt, .md, .py, .rst, .txt.gz, .jsonl, .jsonl.gz, .json, .json.gz, .parquet), Megatron
-    pairs (.bin/.idx), directories of these or what `ranvier data prepare` made; stdlib: the texts
-    of the running Python's own library."""
+    """Files (.txt, .md, .py, .rst, .txt.gz, .jsonl, .jsonl.gz, .json, .json.gz, .parquet, .arrow),
+    Megatron pairs (.bin/.idx), directories of these, what `ranvier data prepare` or
+    `Dataset.save_to_disk` made; stdlib: the texts of the running Python's own library."""
     weights: tuple[float, ...] = ()
     """Share of the samples that comes from each corpus; empty: by their number of tokens."""
     tokenizer: str = "standard"
     """standard: byte pairs learnt from the standard library; bytes; or a tokenizer.json. Corpora
     that are tokenized already keep theirs."""
     field: str = "text"
-    """Key of a .jsonl record, or column of a .parquet file, that holds the text."""
+    """Key of a .jsonl record, or column of a .parquet or .arrow file, that holds the text."""
     format: Literal["auto", "text", "chat"] = "auto"
     """What records are: texts, or conversations (messages, conversations, or a prompt and a
     completion). auto: as the first record looks."""

@@ -138,7 +138,7 @@ def filled(
                 f"{files[0]} is a directory without config.toml. Give a TOML file, or the "
                 "directory of a run to continue it."
             )
-        run = runs.load(Path(files[0]) / "config.toml", size=size)
+        run = runs.load(Path(files[0]) / "config.toml", size=size, in_run=True)
         here = replace(run.launch, nodes=1, node=0, address="")  # it may go on elsewhere
         # what was asked of its checkpoints was for that launch: it goes on from its own now
         word = {"resume": "auto", "other_data": False, "other_config": False, "partial": False}

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.ipc
 import pytest
 
 from ranvier.data.sources import Reader, documents
@@ -51,6 +53,84 @@ def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
     reader = Reader(tmp_path / "a.parquet", field="body")
     assert list(reader) == texts
     assert reader.done == reader.total > 0
+
+
+def saved(folder: Path, shards: list[list[str]], **state: object) -> Path:
+    """A folder as `datasets.Dataset.save_to_disk` writes it."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05}-of-{len(shards):05}.arrow" for i in range(len(shards))]
+    for name, texts in zip(names, shards, strict=True):
+        table = pyarrow.table({"id": list(range(len(texts))), "text": texts})
+        with pyarrow.ipc.new_stream(folder / name, table.schema) as file:
+            file.write_table(table)
+    files = {"_data_files": [{"filename": name} for name in names], "_split": None}
+    (folder / "state.json").write_text(json.dumps({**files, **state}, indent=2))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": {}}, indent=2))
+    return folder
+
+
+def test_a_dataset_that_was_saved_to_disk_is_read(tmp_path: Path) -> None:
+    texts = [f"text {i}" for i in range(3000)]
+    folder = saved(tmp_path / "one", [texts[:2500], texts[2500:]])
+    reader = Reader(folder)
+    assert list(reader) == texts and reader.done == reader.total > 0 and reader.tabular
+    assert [record["id"] for record, _ in reader.records()][2499:2501] == [2499, 0]
+    with pytest.raises(
+        DataError, match=r"data-00000-of-00002\.arrow: the table has no field 'txt'"
+    ):
+        list(documents(folder, "txt"))
+    saved(tmp_path / "many" / "a", [["a"]])
+    saved(tmp_path / "many" / "b", [["b"]])
+    assert list(documents(tmp_path / "many")) == ["a", "b"]
+    other = tmp_path / "file.arrow"  # the other form of such files
+    table = pyarrow.table({"text": ["x", "y"]})
+    with pyarrow.ipc.new_file(other, table.schema) as file:
+        file.write_table(table)
+    assert list(documents(other)) == ["x", "y"]
+
+
+def test_the_splits_of_a_saved_dataset_are_named(tmp_path: Path) -> None:
+    both = tmp_path / "both"
+    for split in ("train", "test"):
+        saved(both / split, [[split]])
+    (both / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DataError, match=r"splits train, test\. One is read.* Use .*both/train"):
+        list(documents(both))
+    assert list(documents(both / "test")) == ["test"]
+    (both / "dataset_dict.json").write_text('{"splits": ["test"]}')
+    assert list(documents(both)) == ["test"]
+    (both / "dataset_dict.json").write_text('{"splits": 3}')
+    with pytest.raises(DataError, match=r"dataset_dict\.json lists the splits 3"):
+        list(documents(both))
+
+
+def test_a_saved_dataset_that_is_broken_is_named(tmp_path: Path) -> None:
+    rows = saved(tmp_path / "rows", [["a"]], _indices_data_files=[{"filename": "indices.arrow"}])
+    with pytest.raises(DataError, match=r"flatten_indices\(\)"):
+        list(documents(rows))
+    for i, listed in enumerate(([], None, 3, ["x"], [{"filename": "../x.arrow"}], [{}])):
+        folder = saved(tmp_path / f"listed{i}", [["a"]], _data_files=listed)
+        with pytest.raises(DataError, match=r"state\.json lists the files"):
+            list(documents(folder))
+    folder = saved(tmp_path / "cut", [["a" * 1000] * 1000])
+    (file,) = folder.glob("*.arrow")
+    os.truncate(file, 2000)
+    with pytest.raises(DataError, match=r"\.arrow is no whole arrow file \(2000 bytes"):
+        list(documents(folder))
+    (folder / "state.json").write_text("{")
+    with pytest.raises(DataError, match=r"state\.json cannot be read"):
+        list(documents(folder))
+
+
+@pytest.mark.full
+def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    made = datasets.Dataset.from_dict({"text": ["a", "b", "c"]})
+    made.save_to_disk(tmp_path / "one", num_shards=2)
+    made.select([2, 0]).save_to_disk(tmp_path / "some")
+    datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "splits")
+    assert list(documents(tmp_path / "one")) == list(documents(tmp_path / "splits")) == [*"abc"]
+    assert list(documents(tmp_path / "some")) == ["c", "a"]
 
 
 def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:

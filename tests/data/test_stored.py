@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -15,11 +16,11 @@ from corpora import write_pair
 
 from ranvier.data import stored as module
 from ranvier.data.corpus import Corpus
-from ranvier.data.manifest import Manifest
+from ranvier.data.manifest import Manifest, manifest_digest
 from ranvier.data.prepare import prepare
 from ranvier.data.stored import index_pairs, pair_prefixes, stored
 from ranvier.data.tokenizer import Bytes
-from ranvier.errors import DataError
+from ranvier.errors import DataError, RefusedError
 
 
 def keep(source: str | Path, folder: Path, **options: Any) -> Path:
@@ -107,7 +108,9 @@ def test_changed_missing_and_cut_shards_are_named(tmp_path: Path, suffix: str) -
         (lambda text: "{}", r"corpus\.json is broken: KeyError: 'format'"),
         (lambda text: text.replace('"tokens"', '"tokes"'), r"is broken: TypeError.*tokes"),
         (lambda text: text.replace('"tokens": 4', '"tokens": "4"'), r"tokens is '4', not a number"),
-        (lambda text: text.replace('"format": 1', '"format": 9'), r"has format 9\. .* format 1"),
+        (lambda text: text.replace('"format": 2', '"format": 9'), r"has format 9\. .* 1 and 2"),
+        (lambda text: text.replace('"format": 2', '"format": 1'), r"is broken: TypeError.*digest"),
+        (lambda text: text.replace('"digest"', '"other"'), r"is broken: KeyError: 'digest'"),
     ],
 )
 def test_a_broken_manifest_is_named(tmp_path: Path, change: Any, message: str) -> None:
@@ -160,12 +163,58 @@ def test_a_manifest_with_damaged_values_is_refused(tmp_path: Path, name: str, va
             use(tmp_path / "out")
 
 
+def reseal(path: Path, content: dict[str, Any]) -> None:
+    """Write a manifest with the digest of what it says now."""
+    del content["digest"]
+    path.write_text(json.dumps({**content, "digest": manifest_digest(content)}))
+
+
+CHANGED: list[tuple[str, Any]] = [
+    *(("source", "elsewhere"), ("fingerprint", "0" * 32), ("largest", 99), ("learn", "answers")),
+    *(("tokenizer", "0" * 32), ("vocab", 300), ("end", 255), ("template", "x")),
+    *(("shards.0.pair", "other"), ("shards.0.files.bin.digest", "0" * 32)),
+]
+"""Values that a corpus could have, but this one has not."""
+
+
+@pytest.mark.parametrize(("name", "value"), CHANGED)
+def test_every_field_of_a_manifest_is_covered_by_its_digest(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    prepare([tmp_path / "a.txt"], tmp_path / "out", Bytes())
+    path = tmp_path / "out" / "corpus.json"
+    content = place = json.loads(path.read_text())
+    path.write_text(json.dumps(content))  # laid out otherwise: the same values
+    keep(tmp_path / "out", tmp_path)
+    *above, last = name.split(".")
+    for step in above:
+        place = place[int(step) if step.isdigit() else step]
+    assert place[last] != value
+    place[last] = value
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"corpus\.json is broken: .*Prepare the corpus again"):
+        keep(tmp_path / "out", tmp_path)
+
+
+def test_a_corpus_of_the_first_format_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    made = prepare([tmp_path / "a.txt"], tmp_path / "out", Bytes())
+    path = tmp_path / "out" / "corpus.json"
+    content = json.loads(path.read_text())
+    del content["digest"]
+    path.write_text(json.dumps({**content, "format": 1}, indent=1) + "\n")
+    assert keep(tmp_path / "out", tmp_path) == (tmp_path / "out").resolve()
+    assert dataclasses.replace(Manifest.read(tmp_path / "out"), format=2) == made
+    assert Corpus.open(tmp_path / "out").lengths.tolist() == [4]
+
+
 def test_a_manifest_that_counts_otherwise_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abc")
     prepare([tmp_path / "a.txt"], tmp_path / "out", Bytes())
     content = json.loads((tmp_path / "out" / "corpus.json").read_text())
     content["documents"] = content["shards"][0]["documents"] = 2
-    (tmp_path / "out" / "corpus.json").write_text(json.dumps(content))
+    reseal(tmp_path / "out" / "corpus.json", content)
     with pytest.raises(DataError, match=r"1 documents, 4 tokens and 1 hashes\. .* 2 documents"):
         Corpus.open(tmp_path / "out")
 
@@ -283,5 +332,5 @@ def test_fifos_are_refused_not_waited_for(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"cannot be read: it is no regular file"):
             keep(tmp_path / name, tmp_path)
     os.mkfifo(tmp_path / "tokenizer.json")
-    with pytest.raises(DataError, match=r"tokenizer\.json'?: it is no regular file"):
+    with pytest.raises(RefusedError, match=r"tokenizer\.json is a pipe"):
         keep(tmp_path / "z", tmp_path)

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from ranvier import safe_files
+from ranvier.checkpoint.published import open_weights
 from ranvier.errors import CheckpointError, RefusedError
 from ranvier.models import AdapterConfig, DecoderConfig
 from ranvier.models.adapter import Adapted, adapted_weights
@@ -27,6 +29,8 @@ from ranvier.models.family import Entry, Family, UnknownError
 from ranvier.sharding import State
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+LARGEST = 1 << 20
+"""Largest rank and factor of an adapter."""
 BEFORE = "base_model.model."
 """How the names of tensors begin."""
 ENDS = {"a": ".lora_A.weight", "b": ".lora_B.weight", "m": ".lora_magnitude_vector"}
@@ -67,9 +71,7 @@ class Stored:
 
     def fill(self, state: State) -> None:
         """Fill my parts of the adapter's parameters, reading no more than these."""
-        from safetensors import safe_open
-
-        with safe_open(self.path / WEIGHTS, framework="pt") as file, torch.no_grad():
+        with open_weights(self.path / WEIGHTS) as file, torch.no_grad():
             for name, (tensor, place) in state.items():
                 piece = self.pieces[name]
                 assert place.whole == piece.shape and place.flat is None, (name, place)
@@ -95,8 +97,8 @@ def read_adapter(path: Path, config: DecoderConfig) -> Stored:
     stacked = _stacked(path, table, entries, shapes)
     lora = AdapterConfig(
         rank=_positive(path, table, "r"),
-        alpha=float(table.get("lora_alpha", 8)),
-        dropout=float(table.get("lora_dropout", 0.0)),
+        alpha=_number(path, table, "lora_alpha", 8),
+        dropout=_number(path, table, "lora_dropout", 0.0),
         dora=bool(table.get("use_dora")),
         rslora=bool(table.get("use_rslora")),
         shared=not stacked and any(len(entry.ours) > 1 for entry in entries.values()),
@@ -115,14 +117,14 @@ def read_adapter(path: Path, config: DecoderConfig) -> Stored:
 def _table(path: Path) -> dict[str, Any]:
     """What adapter_config.json says."""
     try:
-        table = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        table = json.loads(safe_files.read_text(path / CONFIG))
     except OSError as error:
         raise CheckpointError(
             f"{path / CONFIG}: {error.strerror}. An adapter of PEFT is a directory with {CONFIG} "
             f"and {WEIGHTS}. Give its path."
         ) from None
-    except ValueError as error:
-        raise CheckpointError(f"{path / CONFIG} is no JSON: {error}. Restore it.") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path / CONFIG} is no JSON: {error!s:.200}. Restore it.") from None
     if not isinstance(table, dict):
         raise CheckpointError(f"{path / CONFIG} is no table. Restore it.")
     return table
@@ -130,18 +132,13 @@ def _table(path: Path) -> dict[str, Any]:
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """The tensors of an adapter."""
-    from safetensors import SafetensorError, safe_open
-
-    if not (path / WEIGHTS).exists() and (path / "adapter_model.bin").exists():
+    if not safe_files.exists(path / WEIGHTS) and (path / "adapter_model.bin").exists():
         raise RefusedError(
             f"{path} has an adapter_model.bin, which is a pickle: to read it runs what it says. "
             f"Weights are read from {WEIGHTS}. Save the adapter again with safetensors."
         )
-    try:
-        with safe_open(path / WEIGHTS, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path / WEIGHTS} cannot be read: {error}. Restore it.") from None
+    with open_weights(path / WEIGHTS) as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
 def _odd(path: Path, key: str, value: object, rule: str) -> str:
@@ -174,9 +171,16 @@ def _refuse(path: Path, table: Mapping[str, Any]) -> None:
 
 def _positive(path: Path, table: Mapping[str, Any], key: str) -> int:
     value = table.get(key, 8)
-    if value < 1:
-        raise CheckpointError(_odd(path, key, value, "1 or more"))
-    return int(value)
+    if type(value) is not int or not 1 <= value <= LARGEST:
+        raise CheckpointError(_odd(path, key, value, f"a whole number from 1 to {LARGEST}"))
+    return value
+
+
+def _number(path: Path, table: Mapping[str, Any], key: str, default: float) -> float:
+    value = table.get(key, default)
+    if type(value) not in (int, float) or not 0 <= value <= LARGEST:
+        raise CheckpointError(_odd(path, key, value, f"a number from 0 to {LARGEST}"))
+    return float(value)
 
 
 def _family(path: Path, config: DecoderConfig, modules: set[str]) -> Family:
@@ -347,9 +351,7 @@ def _refuse_mixed(
     path: Path, name: str, entry: Entry, weights: Mapping[str, Adapted], rank: int
 ) -> None:
     """Refuse a B of packed layers that is not zero outside of the blocks on its diagonal."""
-    from safetensors import safe_open
-
-    with safe_open(path / WEIGHTS, framework="pt") as file:
+    with open_weights(path / WEIGHTS) as file:
         b, row = file.get_tensor(name), 0
     for i, ours in enumerate(entry.ours):
         out = weights[ours].shape[0]

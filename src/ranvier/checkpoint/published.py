@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ranvier import init
+from ranvier import init, safe_files
 from ranvier.checkpoint import part
 from ranvier.checkpoint.part import Layout
 from ranvier.errors import CheckpointError, DamageError, PlanError, RefusedError
@@ -29,8 +28,6 @@ from ranvier.models.families import family_of
 from ranvier.models.family import Entry, Family, UnknownError, shapes
 from ranvier.sharding import Place, State
 
-MOST = 100 << 20
-"""Bytes of a config or index at most."""
 ROOM = 1 << 30
 """Bytes of a file of the checkpoint that an import makes, unless one tensor has more."""
 Progress = Callable[[int, int], None]
@@ -41,12 +38,10 @@ ASIDE = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Ends of the names of tensors that are no weights: masks and tables of older versions."""
 
 
-def table(path: Path) -> dict[str, Any]:
-    """A JSON file that holds a table."""
+def table(path: Path, *, root: Path | None = None) -> dict[str, Any]:
+    """A JSON file that holds a table. root: as for `safe_files.open_untrusted`."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode) or os.stat(path).st_size > MOST:
-            raise RefusedError(f"{path} is no plain file of at most {MOST} bytes. Restore it.")
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(safe_files.read_text(path, root=root))
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read: {error.strerror}. A published model is a directory with "
@@ -57,6 +52,28 @@ def table(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DamageError(f"{path} holds no table. Restore it.")
     return found
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a name is that of a file in a folder, and of nothing elsewhere or impossible."""
+    try:
+        plain = os.fsencode(name) == os.path.basename(os.fsencode(name)) and "\0" not in name
+    except UnicodeEncodeError:  # half a surrogate pair
+        return False
+    return plain and "\\" not in name and name not in ("", ".", "..")
+
+
+def open_weights(path: Path) -> Any:
+    """A file of safetensors, mapped; its tensors are read when they are asked for."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_files.open_untrusted(path) as file:
+            return safe_open(safe_files.handle_path(file), framework="pt")
+    except OSError as error:
+        raise DamageError(f"{path} cannot be read: {error.strerror}. It must be there.") from None
+    except SafetensorError as error:
+        raise DamageError(f"{path} is damaged: {error!s:.200}. Restore it.") from None
 
 
 Part = tuple[int, Tensor]
@@ -112,11 +129,12 @@ class Published:
         try:
             family = family_of(theirs)
             config = family.read(theirs)
-            entries = entries_of(family, config)
+            made = cls(folder, theirs, family, config, [], {})
+            made.where = dict(made._files(path))
+            made._check_layers()
+            entries = made.entries = entries_of(family, config)
         except UnknownError as error:
             raise PlanError([f"{folder / 'config.json'}:", *str(error).splitlines()]) from None
-        made = cls(folder, theirs, family, config, entries, {})
-        made.where = dict(made._files(path))
         if any(entry.expert >= 0 and entry.name not in made.where for entry in entries):
             whole = entries_of(family, config, fused=True)
             if any(entry.dim == 1 and entry.name in made.where for entry in whole):
@@ -128,18 +146,25 @@ class Published:
         """Names of tensors and their files."""
         if path.is_file():
             files = {path}
-        elif (path / INDEX).exists():
+        elif safe_files.exists(path / INDEX):
             listed = table(path / INDEX).get("weight_map")
             if not isinstance(listed, dict) or not all(isinstance(x, str) for x in listed.values()):
                 raise DamageError(f"{path / INDEX} has no weight_map of names. Restore it.")
-            odd = [x for x in listed.values() if x != os.path.basename(x) or x in ("", ".", "..")]
+            odd = [x for x in listed.values() if not is_file_name(x)]
             if odd:
                 raise RefusedError(
                     f"{path / INDEX} names {odd[0]!r:.100}. It must be the name of a file beside "
                     "it. Do not use this model."
                 )
-            files = {path / name for name in listed.values()}
-        elif (path / ALONE).exists():
+            files = {path / name for name in {*listed.values()}}
+            other = sorted(file.name for file in files if file.suffix != ".safetensors")
+            if other:
+                raise CheckpointError(
+                    f"{path / INDEX} names {other[0]!r:.100}. Weights are read from *.safetensors "
+                    "only, which run no code. Convert the model with save_pretrained(..., "
+                    "safe_serialization=True)."
+                )
+        elif safe_files.exists(path / ALONE):
             files = {path / ALONE}
         else:
             files = {*path.glob("*.safetensors")} - {path / "adapter_model.safetensors"}
@@ -162,25 +187,9 @@ class Published:
                 yield name, file
 
     def _file(self, path: Path) -> Any:
-        """A mapped file that lies in the folder, or where a hub's cache keeps it."""
-        from safetensors import SafetensorError, safe_open
-
+        """A mapped file of the folder."""
         if path not in self._open:
-            real = path.resolve()
-            homes = [self.folder.resolve()]
-            if path.is_symlink():  # a cache of the hub has snapshots of links to its blobs
-                homes.append(self.folder.resolve().parent.parent / "blobs")
-            try:
-                if real.parent not in homes or not stat.S_ISREG(os.stat(real).st_mode):
-                    raise RefusedError(
-                        f"{path} leads to {real}. A model holds plain files of its own, so that "
-                        "nothing outside of it is read. Put a copy of the file in its place."
-                    )
-                self._open[path] = safe_open(real, framework="pt")
-            except OSError as error:
-                raise DamageError(f"{path} cannot be read: {error}. It must be there.") from None
-            except SafetensorError as error:
-                raise DamageError(f"{path} is damaged: {error!s:.200}. Restore it.") from None
+            self._open[path] = open_weights(path)
         return self._open[path]
 
     @cached_property
@@ -211,6 +220,15 @@ class Published:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of our tensors."""
         return shapes_of(self.config)
+
+    def _check_layers(self) -> None:
+        """Refuse more layers than tensors before any list of them is made."""
+        if self.config.layers > len(self.where):
+            raise CheckpointError(
+                f"{self.folder / 'config.json'} has {self.config.layers:,} layers, but there are "
+                f"{len(self.where):,} tensors. Each layer has some. Restore the files that belong "
+                "together."
+            )
 
     def _check(self) -> None:
         """Refuse weights that are missing, of another shape or type, or have no place here."""

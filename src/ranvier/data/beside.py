@@ -12,20 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ranvier.data.files import size_of
+from ranvier import safe_files
 from ranvier.errors import DataError
 
 CONFIG = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
-MOST_BYTES = 1 << 22
 
 
 def read(path: Path) -> str:
     """The text of a file of a tokenizer."""
     try:
-        if size_of(path) > MOST_BYTES:
-            raise OSError(f"it has more than {MOST_BYTES:,} bytes")
-        return path.read_text(encoding="utf-8")
+        return safe_files.read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(

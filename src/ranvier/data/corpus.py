@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ranvier import safe_files
 from ranvier.data.beside import CONFIG
 from ranvier.data.chat import Chat, Learn
 from ranvier.data.files import size_of
@@ -92,8 +93,7 @@ class Corpus:
         rule = f"{self.folder / NAME} names the tokenizer {said.tokenizer}"
         remedy = "Restore it, or remove the folder and prepare the corpus again."
         try:
-            size_of(path)
-            text = path.read_text(encoding="utf-8")
+            text = safe_files.read_text(path)
             found = fingerprint_of(text)
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}. {rule}. {remedy}") from None

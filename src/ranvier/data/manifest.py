@@ -4,6 +4,10 @@ It is written last, so a folder that holds one is whole. A shard is a Megatron p
 of its documents (u64, little-endian); in a corpus of conversations also a mask, a byte a token: 1
 if it is to be learnt. Pairs of others stay where they are: only hashes and manifest
 are made for them, and the manifest names the pair by its absolute path.
+
+Format 2 has a digest over all other fields, as canonical JSON, so that no value changes unseen.
+Format 1 is the same without it and is still read: only `tokens` and `documents` of it are compared
+with the shards.
 """
 
 from __future__ import annotations
@@ -11,11 +15,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ranvier.data.files import Stamp, size_of, stamp_of
+from ranvier.data.files import Stamp, digest_of, size_of, stamp_of
 from ranvier.data.pairs import part
 from ranvier.errors import DataError
 
@@ -26,7 +31,9 @@ MASK = "mask"
 """That of the fourth file of a shard of conversations."""
 LIMIT = 2**31
 """Tokens are below it."""
-FORMAT = 1
+FORMAT = 2
+FIRST_FORMAT = 1
+"""The format without a digest; also what keys of a cache hold, whose tokens are the same."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write corpus.json."""
-        text = json.dumps(dataclasses.asdict(self), indent=1)
+        fields = dataclasses.asdict(self)
+        text = json.dumps({**fields, "digest": manifest_digest(fields)}, indent=1)
         (folder / NAME).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
@@ -84,11 +92,13 @@ class Manifest:
         try:
             size_of(path)
             content = json.loads(path.read_text(encoding="utf-8"))
-            if content["format"] != FORMAT:
+            version = content["format"]
+            if type(version) is not int or version not in (FIRST_FORMAT, FORMAT):
                 raise DataError(
-                    f"{path} has format {content['format']!r:.80}. This version reads format "
-                    f"{FORMAT}. {remedy}"
+                    f"{path} has format {version!r:.80}. This version reads format {FIRST_FORMAT} "
+                    f"and {FORMAT}. {remedy}"
                 )
+            digest = _text(content.pop("digest"), "digest") if version == FORMAT else None
             shards = [
                 Shard(**one | {"files": {k: Stamp(**v) for k, v in one["files"].items()}})
                 for one in _typed(content["shards"], list, "shards")
@@ -97,6 +107,8 @@ class Manifest:
             for number, shard in enumerate(shards):
                 _check_shard(shard, f"shard {number}: ", masked=bool(made.template))
             _check_numbers(made)
+            if digest is not None and digest != manifest_digest(content):
+                raise ValueError("its digest is not that of its fields: one of them was changed")
         except OSError as error:
             raise DataError(
                 f"{path} cannot be read: {error.strerror}. A prepared corpus holds it. {remedy}"
@@ -113,6 +125,11 @@ class Manifest:
         for shard in self.shards:
             for suffix, stamp in shard.files.items():
                 _check(shard.path(folder, suffix), stamp, folder, verify)
+
+
+def manifest_digest(fields: Mapping[str, Any]) -> str:
+    """The digest of all fields of a manifest but itself, however they are laid out."""
+    return digest_of(json.dumps(fields, sort_keys=True, separators=(",", ":")))
 
 
 def _typed(value: Any, kind: type, name: str) -> Any:

@@ -1,320 +1,278 @@
-"""Sandbox: Jinja templates of strangers, rendered without harm and in bounded time.
+"""Sandbox: Jinja templates of strangers, rendered in a worker process with limits.
 
-The environment is the one chat templates are written for (blocks trimmed, loop controls, `tojson`,
-`raise_exception`, `strftime_now`, generation blocks). Jinja's sandbox keeps a template from
-Python's inside: an attribute that leads there is refused where it is asked for. A budget bounds its
-work: each turn of a loop and each macro is counted, and what operators, calls, filters and the text
-take is weighed before they take it, so that nothing grows beyond all bounds. Not handled: a
-template that works hard within the budget; it ends after `SECONDS`.
+A template runs in `template_worker`, which has little memory, little time of the processor, and no
+way to open a file or to start a process; so whatever a template asks Python for, it costs no more
+than that, and this process only reads a reply of bounded size. The worker is kept for all templates
+of a process, so that a rendering takes a message there and one back; where a template has used up
+its memory or time, a new process takes its place. Jinja's own sandbox inside it is the second line
+of defence.
 """
 
 from __future__ import annotations
 
-import datetime
+import atexit
+import contextlib
 import functools
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
-
+from ranvier.data.files import digest_of
 from ranvier.errors import DataError, RefusedError
+from ranvier.launch import start_environment
 
-TURNS = 500_000
-"""Turns of loops, macros and pieces of values that a rendering may take."""
 SECONDS = 5.0
-"""How long it may take."""
+"""Time of the processor that a rendering may take."""
+PATIENCE = 60
+"""Seconds that this process waits for it."""
+MEMORY = 512 << 20
+"""Bytes of addresses that the worker may use."""
 LARGEST = 20_000_000
-"""Characters of a text, elements of a list and size of a number, at most."""
+"""Characters of a rendered text, and bytes of a conversation, at most."""
+TEMPLATES = 64
+"""Templates that a worker holds before another one is started."""
 BEGIN, CLOSE = "\udff0", "\udff1"
 """Around what a generation block says, if it is asked for: no text has halves of pairs."""
-WEIGHED = [
-    "batch",
-    "center",
-    "format",
-    "indent",
-    "join",
-    "list",
-    "pprint",
-    "replace",
-    "slice",
-    "string",
-    "sum",
-    "tojson",
-]
-"""Filters that make much of little."""
-REPEATING = ("join", "do_join", "replace", "do_replace")
-"""Functions whose result may be as long as the product of what they are given."""
+PROGRAM = Path(__file__).with_name("template_worker.py")
+OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+"""What ends a worker for reasons that are none of its template."""
+TIMERS = (signal.SIGPROF, signal.SIGXCPU)
+"""What its timers end it with."""
 
 
-class BudgetError(Exception):
-    """A template that took more than its budget."""
+class WorkerEndedError(Exception):
+    """A worker that ended without an answer, or the child of it that was to give one."""
+
+    def __init__(self, code: int | None = None) -> None:
+        super().__init__(code)
+        self.code = code
+        """Exit code of the child; None: the whole worker is gone."""
 
 
-class Budget:
-    """What a rendering may still do."""
+class TemplateWorker:
+    """A process that renders templates; it starts when it is first asked."""
 
-    def __init__(self) -> None:
-        self.left = 0
-        self.until = 0.0
+    def __init__(self, *, seconds: float = SECONDS, memory: int = MEMORY) -> None:
+        self.seconds, self.memory = seconds, memory
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._known: set[str] = set()
+        self._asks = 0
 
-    def fill(self) -> None:
-        """Begin a rendering."""
-        self.left, self.until = TURNS, time.monotonic() + SECONDS
+    def ask(self, text: str, values: Mapping[str, Any] | None, *, marks: bool) -> dict[str, Any]:
+        """What the worker replies: `text` or, without values, `generates`; else why not."""
+        if self._owner != os.getpid():
+            self._lock = threading.Lock()  # another thread may have held it at the fork
+        with self._lock:
+            for _ in range(2):
+                try:
+                    return self._asked(text, values, marks)
+                except WorkerEndedError as error:
+                    code = self._ended() if error.code is None else error.code
+                    if -code in TIMERS:
+                        return {"refused": f"{self.seconds:g} s of the processor were not enough"}
+                    if -code not in OUTSIDE:
+                        break
+            return {"refused": f"the process that rendered it ended with the code {code}"}
 
-    def spend(self, turns: int = 1) -> str:
-        """Take some; no text."""
-        self.left -= turns
-        if self.left < 0 or time.monotonic() > self.until:
-            raise BudgetError(f"{TURNS:,} turns or {SECONDS:g} s were not enough")
-        return ""
+    def _asked(self, text: str, values: Mapping[str, Any] | None, marks: bool) -> dict[str, Any]:
+        channel, key = self._started(), digest_of(text)
+        self._asks += 1
+        request = {
+            "key": key,
+            "text": None if key in self._known else text,
+            "values": values,
+            "marks": [BEGIN, CLOSE] if marks else ["", ""],
+            "seconds": self.seconds,
+            "largest": LARGEST,
+        }
+        try:
+            body = json.dumps(request, ensure_ascii=False, default=str)
+        except (RecursionError, ValueError) as error:
+            return {"failed": f"it is nested too deeply ({error})"}
+        raw = body.encode("utf-8", "surrogatepass")
+        if len(raw) > LARGEST:
+            return {"failed": f"it has {len(raw):,} bytes, above {LARGEST:,}"}
+        try:
+            channel.settimeout(PATIENCE)
+            channel.sendall(len(raw).to_bytes(8) + self._asks.to_bytes(8) + raw)
+            channel.settimeout(1.0)
+            number, reply = self._reply(channel)
+            while number not in (0, self._asks):  # to a question that was given up
+                number, reply = self._reply(channel)
+        except TimeoutError:
+            self.stop()
+            return {"refused": f"it took longer than {PATIENCE} s"}
+        except OSError:
+            raise WorkerEndedError from None
+        if reply.keys() & {"text", "generates"}:
+            self._known.add(key)
+        if reply.keys() & {"spent", "ended"}:
+            self._known.clear()  # another child answers from now on
+        if isinstance(reply.get("ended"), int):
+            raise WorkerEndedError(reply["ended"])
+        return reply
 
-    def weigh(self, *values: Any) -> None:
-        """Refuse what is too large, however it is nested."""
-        size, stack = 0, list(values)
-        while stack:
-            value = stack.pop()
-            if isinstance(value, str):
-                size += len(value)
-            elif isinstance(value, (int, float)):
-                size += 1
-                if abs(value) > LARGEST and isinstance(value, int):
-                    raise BudgetError(f"a number above {LARGEST:,}")
-            elif isinstance(value, (list, tuple, Mapping)):
-                self.spend(len(value) + 1)
-                size += len(value)
-                stack += [*value, *value.values()] if isinstance(value, Mapping) else value
-            if size > LARGEST:
-                raise BudgetError(f"a text or list above {LARGEST:,} characters or elements")
+    def _reply(self, channel: socket.socket) -> tuple[int, dict[str, Any]]:
+        """The next reply, which is believed to be nothing but a table of bounded size.
 
+        Before it the number of what it is the reply to; 0: a child has ended, or what came is none.
+        """
+        size = int.from_bytes(self._received(channel, 8))
+        number = int.from_bytes(self._received(channel, 8))
+        if size > 4 * LARGEST:
+            self.stop()
+            return 0, {"refused": f"a reply of {size:,} bytes"}
+        try:
+            reply = json.loads(self._received(channel, size).decode("utf-8", "surrogatepass"))
+        except (ValueError, RecursionError):
+            reply = None
+        if isinstance(reply, dict):
+            return number, reply
+        self.stop()
+        return 0, {"refused": "a reply that is none"}
 
-class Generation(Extension):
-    """`{% generation %}` ... `{% endgeneration %}`: what the model is to say."""
+    def _received(self, channel: socket.socket, size: int) -> bytearray:
+        """So many bytes. Seconds in which this process was stopped itself do not count."""
+        whole, waited = bytearray(), 0
+        while len(whole) < size:
+            try:
+                piece = channel.recv(min(size - len(whole), 1 << 20))
+            except TimeoutError:
+                waited += 1
+                if waited >= PATIENCE:
+                    raise
+                continue
+            if not piece:
+                raise WorkerEndedError
+            whole += piece
+        return whole
 
-    tags = {"generation"}
+    def _started(self) -> socket.socket:
+        """The way to the worker of this process; a process that was forked has its own."""
+        if self._owner != os.getpid():
+            self._forget()
+        if self._process is not None and self._process.poll() is not None:
+            self.stop()
+        if len(self._known) >= TEMPLATES:
+            self.stop()
+        if self._channel is None:
+            self._start()
+        assert self._channel is not None
+        return self._channel
 
-    def parse(self, parser: Parser) -> nodes.Node:
-        """A block whose text passes through `said`."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("said"), [], [], body).set_lineno(line)
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        folders = json.dumps([os.path.abspath(folder) for folder in sys.path if folder])
+        words = [str(self.memory), str(os.getpid()), folders]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(PROGRAM), *words],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=start_environment(),
+                cwd="/",
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._channel = ours
 
-    def said(self, caller: Callable[[], str]) -> str:
-        """The text of a block, between marks if they are asked for."""
-        text = str(caller())
-        marked = getattr(self.environment, "marks", False)
-        return f"{BEGIN}{text}{CLOSE}" if marked else text
+    def _ended(self) -> int:
+        """The code of a worker that has ended or is ending."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+        code = self._process.returncode
+        self.stop()
+        return -signal.SIGKILL if code is None else code
 
+    def stop(self) -> None:
+        """End the worker."""
+        if self._owner != os.getpid():
+            self._forget()
+            return
+        process, channel = self._process, self._channel
+        self._process = self._channel = None
+        self._known.clear()
+        if channel is not None:
+            channel.close()
+        if process is not None:
+            process.kill()
+            process.wait()
 
-class Counted(NodeTransformer):
-    """The template with a count in each loop and macro, and each `~` a call that is weighed."""
+    def _forget(self) -> None:
+        """Leave the worker to the process that this one was forked from."""
+        if self._channel is not None:
+            self._channel.close()
+        if self._process is not None:
+            self._process.returncode = 0  # no child of this process
+        self._owner, self._process, self._channel = os.getpid(), None, None
+        self._known.clear()
 
-    def _counted(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
-        self.generic_visit(node)
-        call = nodes.Call(nodes.EnvironmentAttribute("count"), [], [], None, None)
-        node.body.insert(0, nodes.ExprStmt(call).set_lineno(node.lineno))
-        return node
+    def __enter__(self) -> TemplateWorker:
+        return self
 
-    visit_For = visit_Macro = visit_CallBlock = _counted  # noqa: N815
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        joined = nodes.EnvironmentAttribute("joined")
-        return nodes.Call(joined, node.nodes, [], None, None).set_lineno(node.lineno)
-
-
-class Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of chat templates, with a budget."""
-
-    intercepted_binops = frozenset(["+", "*", "**", "%"])
-
-    def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[Generation, "jinja2.ext.loopcontrols"],
-            finalize=self._said,
-        )
-        self.marks = False
-        self.budget = Budget()
-        self.count = self.budget.spend
-        self.filters["tojson"] = _tojson
-        for name in WEIGHED:
-            self.filters[name] = self._weighed(self.filters[name])
-        del self.globals["lipsum"]  # words by chance
-        self.globals |= {"raise_exception": _raise, "strftime_now": _now}
-        self.globals |= {"dict": Dicts(), "namespace": Names}
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
-        counted: nodes.Template = Counted().visit(tree)
-        return counted
-
-    def _said(self, value: Any) -> Any:
-        self.budget.weigh(value)
-        return value
-
-    def joined(self, *values: Any) -> str:
-        """Values as one text, the operator `~`."""
-        self.budget.weigh(*values)
-        return "".join(map(str, values))
-
-    def _weighed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)  # also how it wants to be called
-        def call(*arguments: Any, **options: Any) -> Any:
-            given = [list(x) if isinstance(x, Iterator) else x for x in arguments]
-            values = [*given, *options.values()]
-            self.budget.weigh(*values)
-            if function.__name__ in REPEATING:
-                _check_product(values)
-            return function(*given, **options)
-
-        return call
-
-    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        """Refuse an attribute at once, not when it is used."""
-        raise SecurityError(f"the attribute {attribute!r} of a {type(obj).__name__}")
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Operate on what is small enough."""
-        self.budget.weigh(left, right)
-        numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
-        if operator == "**" and numbers and abs(right) > 64:
-            raise BudgetError("a power above 64")
-        if operator == "*" and not numbers:
-            times, thing = (left, right) if isinstance(left, int) else (right, left)
-            if isinstance(times, int) and hasattr(thing, "__len__"):
-                self.budget.weigh(len(thing) * times)
-        made = super().call_binop(context, operator, left, right)
-        self.budget.weigh(made)
-        return made
-
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        """Call with what is small enough."""
-        numbers = [x for x in (*args, *kwargs.values()) if isinstance(x, (int, str))]
-        __self.budget.weigh(*numbers)
-        owner = getattr(__obj, "__self__", None)
-        if isinstance(owner, str) and getattr(__obj, "__name__", "") in REPEATING:
-            _check_product([owner, *args])
-        made = super().call(__context, __obj, *args, **kwargs)
-        __self.budget.weigh(made)
-        return made
-
-
-class Dicts:
-    """What templates call as `dict`: no class, whose attributes lead further."""
-
-    def __call__(self, *arguments: Any, **values: Any) -> dict[Any, Any]:
-        """A dict."""
-        return dict(*arguments, **values)
-
-    def fromkeys(self, *arguments: Any) -> dict[Any, Any]:
-        """A dict with one value for all keys."""
-        return dict.fromkeys(*arguments)
-
-
-class Names(Namespace):
-    """A namespace without names that begin with an underscore."""
-
-    def __init__(*args: Any, **values: Any) -> None:
-        self, rest = args[0], args[1:]
-        values = dict(*rest, **values)
-        for name in values:
-            _public(name)
-        Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _public(name)
-        Namespace.__setitem__(self, name, value)
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
-def _check_product(values: Sequence[Any]) -> None:
-    """Refuse two lengths that may be multiplied."""
-    sizes = sorted(len(x) for x in values if hasattr(x, "__len__"))
-    if len(sizes) > 1 and sizes[-1] * sizes[-2] > 50 * LARGEST:
-        raise BudgetError(f"{sizes[-1]:,} times {sizes[-2]:,} characters")
-
-
-def _public(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"the name {name!r} in a namespace")
-
-
-def _raise(message: Any) -> NoReturn:
-    raise jinja2.TemplateError(str(message))
-
-
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as chat templates want it: nothing is escaped for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+@functools.cache
+def shared_worker() -> TemplateWorker:
+    """The worker of this process."""
+    worker = TemplateWorker()
+    atexit.register(worker.stop)
+    return worker
 
 
 class Rendering:
-    """A template, compiled, and what it makes of values."""
+    """A template, and what it makes of values."""
 
-    def __init__(self, text: str, origin: str) -> None:
-        self.origin = origin
-        self._sandbox = Sandbox()
-        try:
-            tree = self._sandbox.parse(text)
-            self._template = self._sandbox.from_string(text)
-        except jinja2.TemplateSyntaxError as error:
+    def __init__(self, text: str, origin: str, worker: TemplateWorker | None = None) -> None:
+        self.origin, self._text = origin, text
+        self._worker = worker or shared_worker()
+        reply = self._worker.ask(text, None, marks=False)
+        if "failed" in reply:  # a constant that cannot be: said again where it is rendered
+            reply = {"generates": False}
+        if "syntax" in reply:
             raise DataError(
-                f"{origin}:{error.lineno}: {error.message}. A chat template is written in Jinja. "
-                "Mend it, or name another one with data.template."
-            ) from None
-        except (RecursionError, MemoryError, SyntaxError) as error:
-            raise RefusedError(f"{self._what(error)} Remove it.") from None
-        self.generates = any(
-            isinstance(call.call, nodes.Call)
-            and isinstance(call.call.node, nodes.ExtensionAttribute)
-            for call in tree.find_all(nodes.CallBlock)
-        )
+                f"{origin}:{reply.get('line')}: {reply['syntax']!s:.300}. A chat template is "
+                "written in Jinja. Mend it, or name another one with data.template."
+            )
+        if "generates" not in reply:
+            raise self._refused(reply)
+        self.generates = bool(reply["generates"])
         """Whether it has generation blocks."""
 
     def __call__(self, values: Mapping[str, Any], *, at: str = "", marks: bool = False) -> str:
         """The text; at: where the values come from; marks: around generation blocks."""
-        self._sandbox.marks = marks
-        self._sandbox.budget.fill()
-        try:
-            text = self._template.render(**values)
-            self._sandbox.budget.weigh(text)
+        reply = self._worker.ask(self._text, values, marks=marks)
+        text = reply.get("text")
+        if isinstance(text, str) and len(text) <= LARGEST:
             return text
-        except (SecurityError, BudgetError, RecursionError, MemoryError, OverflowError) as error:
-            raise RefusedError(
-                f"{self._what(error)} A template says how a conversation is written, and nothing "
-                "else. Use another one (data.template)."
-            ) from None
-        except RefusedError:
-            raise
-        except Exception as error:
-            # a template raises whatever Python does with what it is given
-            raise DataError(
-                f"{at + ': ' if at else ''}the chat template {self.origin} does not take this "
-                f"conversation: {str(error)[:300] or type(error).__name__}. It decides which "
-                "roles and turns there may be. Mend the record, or use another data.template."
-            ) from None
+        if "failed" not in reply:
+            raise self._refused(reply)
+        raise DataError(
+            f"{at + ': ' if at else ''}the chat template {self.origin} does not take this "
+            f"conversation: {reply['failed']!s:.300}. It decides which roles and turns there may "
+            "be. Mend the record, or use another data.template."
+        )
 
-    def _what(self, error: BaseException) -> str:
-        reason = str(error)[:200] or type(error).__name__
-        return f"The chat template {self.origin} was stopped: {reason}."
+    def _refused(self, reply: Mapping[str, Any]) -> RefusedError:
+        reason = reply.get("refused", reply.get("failed", "an answer that is none"))
+        return RefusedError(
+            f"The chat template {self.origin} was stopped: {reason!s:.200}. A template says how a "
+            "conversation is written, and nothing else. Use another one (data.template)."
+        )

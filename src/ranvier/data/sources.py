@@ -1,6 +1,7 @@
-"""Sources: documents of text files, JSON lines, parquet files, folders and the standard library.
+"""Sources: documents of text files, JSON lines, parquet and arrow files, folders and the standard
+library.
 
-A text file is one document, a line of JSON or a row of parquet another; empty ones are left out.
+A text file is one document, a line of JSON or a row of a table another; empty ones are left out.
 Everything is read in one fixed order and as a stream, but a text file is held whole.
 """
 
@@ -19,12 +20,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from ranvier.data.files import digest_of, size_of, stamp_of
+from ranvier.data.saved_dataset import ARROW, described, only_split, saved_files
 from ranvier.errors import DataError
 
 TEXT = (".txt", ".md", ".py", ".rst", ".txt.gz")
 LINES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
-PARQUET = (".parquet",)
-SUFFIXES = (*TEXT, *LINES, *PARQUET)
+TABLES = (".parquet", ARROW)
+SUFFIXES = (*TEXT, *LINES, *TABLES)
+ROWS = 1024
+"""Rows of a table that are held at once."""
 EMBEDDED = "stdlib"
 """The name of the standard library as a corpus."""
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
@@ -76,7 +80,7 @@ class Reader:
         self.done, found = 0, False
         for file in self.files:
             before = self.done
-            objects = _tables(file) if suffix_of(file) in PARQUET else _objects(file)
+            objects = _tables(file) if suffix_of(file) in TABLES else _objects(file)
             for record, at, position in objects:
                 self.done, found = min(before + position, self.total), True
                 yield record, at
@@ -171,7 +175,15 @@ def _files(path: Path) -> list[Path]:
     try:
         for folder, below, names in os.walk(path, onerror=_raise):
             below[:] = [name for name in below if not name.startswith(".")]
-            visible = [Path(folder, name) for name in names if not name.startswith(".")]
+            split = only_split(Path(folder), names)
+            if split is not None:
+                below[:] = [name for name in below if name == split]
+            saved = saved_files(Path(folder), names)
+            if saved is not None:
+                below.clear()
+                names = [file.name for file in saved]
+            aside = described(names)
+            visible = [Path(folder, x) for x in names if not x.startswith(".") and x not in aside]
             found += [file for file in visible if suffix_of(file) is not None]
     except OSError as error:
         raise _unreadable(path, error) from None
@@ -306,7 +318,7 @@ def _missing(field: str, names: Iterable[str], at: str, thing: str) -> DataError
 
 
 def _rows(path: Path, field: str) -> Iterator[tuple[str, int]]:
-    """Document and bytes read so far (as a share of the rows) of each row of a parquet file."""
+    """Document and bytes read so far of each row of a table."""
     for record, at, position in _tables(path, field):
         yield _string(record[field], field, at), position
 
@@ -314,25 +326,52 @@ def _rows(path: Path, field: str) -> Iterator[tuple[str, int]]:
 def _tables(path: Path, field: str | None = None) -> Iterator[tuple[dict[str, Any], str, int]]:
     """Record, its place and bytes read so far of each row; field: only this column."""
     arrow = imported("pyarrow", f"reading {path}")
-    parquet = imported("pyarrow.parquet", f"reading {path}")
     size, number = _size(path), 0
+    batches = _arrow_batches if suffix_of(path) == ARROW else _parquet_batches
     try:
-        with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if field is not None and field not in names:
-                raise _missing(field, names, str(path), "table")
-            columns = None if field is None else [field]
-            for group in range(file.num_row_groups):
-                for batch in file.iter_batches(1024, row_groups=[group], columns=columns):
-                    for record in batch.to_pylist():
-                        number += 1
-                        at = f"{path}: row {number}"
-                        yield record, at, size * number // file.metadata.num_rows
+        for batch, position in batches(path, field):
+            for record in batch.to_pylist():
+                number += 1
+                yield record, f"{path}: row {number}", position
     except (arrow.ArrowException, OSError) as error:
+        kind = "arrow" if suffix_of(path) == ARROW else "parquet"
         raise DataError(
-            f"{path} is no whole parquet file ({size} bytes, row {number + 1}): {error}. It must "
-            "be readable to its end. Copy or make it again."
+            f"{path} is no whole {kind} file ({size} bytes, row {number + 1}): {error!s:.300}. It "
+            "must be readable to its end. Copy or make it again."
         ) from None
+
+
+def _parquet_batches(path: Path, field: str | None) -> Iterator[tuple[Any, int]]:
+    """Rows of a parquet file, and bytes read so far as a share of them."""
+    parquet = imported("pyarrow.parquet", f"reading {path}")
+    done = 0
+    with parquet.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        if field is not None and field not in names:
+            raise _missing(field, names, str(path), "table")
+        columns = None if field is None else [field]
+        for group in range(file.num_row_groups):
+            for batch in file.iter_batches(ROWS, row_groups=[group], columns=columns):
+                done += len(batch)
+                yield batch, _size(path) * done // file.metadata.num_rows
+
+
+def _arrow_batches(path: Path, field: str | None) -> Iterator[tuple[Any, int]]:
+    """Rows of an arrow file, which is a stream (as datasets writes it) or a file of batches."""
+    arrow = imported("pyarrow", f"reading {path}")
+    ipc = imported("pyarrow.ipc", f"reading {path}")
+    with arrow.memory_map(str(path)) as source:
+        stream = source.read(6) != b"ARROW1"
+        source.seek(0)
+        reader = ipc.open_stream(source) if stream else ipc.open_file(source)
+        if field is not None and field not in reader.schema.names:
+            raise _missing(field, reader.schema.names, str(path), "table")
+        whole = reader if stream else map(reader.get_batch, range(reader.num_record_batches))
+        for batch in whole:
+            some = batch if field is None else batch.select([field])
+            some.validate(full=True)  # offsets in it may lead anywhere
+            for start in range(0, len(some), ROWS):
+                yield some.slice(start, ROWS), source.tell()
 
 
 def _library_files(limit: int | None) -> list[Path]:

@@ -16,7 +16,7 @@ import numpy as np
 from ranvier.data.chat import Chat, Learn
 from ranvier.data.conversation import is_conversation
 from ranvier.data.files import Sink, Stamp, digest_of, stamp_of
-from ranvier.data.manifest import FORMAT, NAME, Manifest, Shard
+from ranvier.data.manifest import FIRST_FORMAT, NAME, Manifest, Shard
 from ranvier.data.pairs import Pair, part, prefix_of
 from ranvier.data.prepare import Progress, Tally, assembled, prepare, publish
 from ranvier.data.sources import EMBEDDED, Reader, suffix_of
@@ -59,7 +59,7 @@ def stored(
     else:
         known = tokenizer_of(tokenizer, cache)
         reader = Reader(source, field=field, max_bytes=max_bytes)
-        parts = [reader.digest(), known.fingerprint, field, str(reader.limit), str(FORMAT)]
+        parts = [reader.digest(), known.fingerprint, field, str(reader.limit), str(FIRST_FORMAT)]
         # Only where the JSON leaves it open: corpora from before are found again.
         parts += [known.told] if known.told else []
         chat = None
@@ -151,7 +151,7 @@ def index_pairs(
     pairs = [Pair.open(prefix.absolute()) for prefix in prefixes]
     # By name, size and time: their content is digested once, not at every start.
     labels = (_label(pair, suffix) for pair in pairs for suffix in BOTH)
-    key = digest_of(str(FORMAT), fingerprint, *told, *labels)
+    key = digest_of(str(FIRST_FORMAT), fingerprint, *told, *labels)
     folder = cache / "pairs" / key
     if (folder / NAME).is_file():
         return folder

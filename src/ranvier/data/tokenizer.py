@@ -15,6 +15,7 @@ import os
 import platform
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
+from ranvier import safe_files
 from ranvier.data.beside import config_of, save_config, tokens_of
-from ranvier.data.files import digest_of, size_of
+from ranvier.data.files import digest_of
 from ranvier.data.sources import documents, imported
 from ranvier.errors import DataError, PlanError
 
@@ -99,10 +101,11 @@ class Tokenizer:
             )
         except DataError:
             raise
-        except Exception as error:
-            # the library raises plain exceptions
+        except BaseException as error:
+            if not _is_library_error(error):
+                raise
             raise DataError(
-                f"The tokenizer {self.fingerprint} is not accepted: {error}. It must be a "
+                f"The tokenizer {self.fingerprint} is not accepted: {error!s:.300}. It must be a "
                 "tokenizer.json of the tokenizers library. Save it again or update the library."
             ) from None
         # A file may ask for them; documents are never cut or filled here.
@@ -113,14 +116,31 @@ class Tokenizer:
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, without an end."""
         clean = [whole(text) for text in texts]
-        rows = self._library.encode_batch_fast(clean, add_special_tokens=False)
+        with self._named_errors():
+            rows = self._library.encode_batch_fast(clean, add_special_tokens=False)
         return [np.array(row.ids, dtype=np.uint32) for row in rows]
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Have the library's errors name the tokenizer: it may be broken and yet be accepted."""
+        try:
+            yield
+        except DataError:
+            raise
+        except BaseException as error:
+            if not _is_library_error(error):
+                raise
+            raise DataError(
+                f"The tokenizer {self.fingerprint} cannot encode a text: {error!s:.300}. It must "
+                "take any text. Use another one, or one with a token for unknown words."
+            ) from None
 
     def placed(self, text: str, *, special: bool) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of a text and the characters of each; special: special tokens in it are such."""
         made = self._written
         made.encode_special_tokens = not special
-        row = made.encode(text, add_special_tokens=False)
+        with self._named_errors():
+            row = made.encode(text, add_special_tokens=False)
         return row.ids, row.offsets
 
     def shown(self, ids: Iterable[int]) -> str:
@@ -186,8 +206,7 @@ def tokenizer_of(name: str | Path, cache: Path) -> Tokenizer:
         return _standard(cache)
     path = Path(name) / "tokenizer.json" if os.path.isdir(name) else Path(name)
     try:
-        size_of(path)
-        text = path.read_text(encoding="utf-8")
+        text = safe_files.read_text(path, limit=safe_files.limit_of("tokenizer.json"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         near = difflib.get_close_matches(str(name), NAMES, n=1)
@@ -204,15 +223,7 @@ def parsed(text: str, origin: str, *, end: str | int = "") -> Tokenizer:
 
     end: name or id of its end, where it is known and among the tokens.
     """
-    remedy = "Use a file that the tokenizers library saved."
-    try:
-        content = json.loads(text)
-        ids = _ids(content)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(
-            f"{origin} is no tokenizer.json: {type(error).__name__}: {error}. It must be JSON with "
-            f"model.vocab and added_tokens. {remedy}"
-        ) from None
+    content, ids = _read(text, origin)
     if _canonical(content) == Bytes().text:
         return Bytes()
     known = _end(ids, end)
@@ -222,6 +233,54 @@ def parsed(text: str, origin: str, *, end: str | int = "") -> Tokenizer:
             f"of tokenizer_config.json beside it, else one of {', '.join(ENDS)}. Name it there."
         )
     return Tokenizer(text, max(ids.values()) + 1, known)
+
+
+def check_tokenizer(path: Path, vocab: int) -> list[str]:
+    """Refuse a tokenizer.json that no text can be encoded with; lines on what else it lacks.
+
+    vocab: tokens that the model knows.
+    """
+    try:
+        text = safe_files.read_text(path)
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not UTF-8. A tokenizer.json is. Copy it again.") from None
+    _, ids = _read(text, str(path))
+    largest = max(ids.values(), default=-1)
+    try:
+        Tokenizer(text, largest + 1, 0)._library.encode("a b", add_special_tokens=False)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
+    except Exception:  # not every tokenizer knows every word
+        pass
+    except BaseException as error:
+        if not _is_library_error(error):
+            raise
+        raise DataError(
+            f"{path} breaks the tokenizers library: {error!s:.200}. Use a file that it has saved."
+        ) from None
+    lines = []
+    if _end(ids, _eos(path)) is None:
+        lines.append(f"{path.name} names no token that ends a document: see data.tokenizer")
+    if largest >= vocab:
+        lines.append(f"{path.name} has ids up to {largest}, but the model knows {vocab} tokens")
+    return lines
+
+
+def _read(text: str, origin: str) -> tuple[Any, dict[str, int]]:
+    """The content of a tokenizer.json, and the id of each token."""
+    try:
+        content = json.loads(text)
+        return content, _ids(content)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"{origin} is no tokenizer.json: {type(error).__name__}: {error!s:.200}. It must be "
+            "JSON with model.vocab and added_tokens. Use a file that the tokenizers library saved."
+        ) from None
+
+
+def _is_library_error(error: BaseException) -> bool:
+    """Whether the tokenizers library raised it: plain exceptions, and one where it panics."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _eos(path: Path) -> str:

@@ -200,7 +200,7 @@ def run_of(folder: Path) -> Run:
             f"{folder} is no run: it has no config.toml. A run is a directory that `ranvier train` "
             f"made. Runs nearby: {others}."
         )
-    run = runs.load(folder / "config.toml")
+    run = runs.load(folder / "config.toml", in_run=True)
     known = math.prod(size for size in run.plan.degrees.values() if size > 0)
     run.check(known)  # it may have been edited
     return run

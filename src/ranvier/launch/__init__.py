@@ -20,6 +20,7 @@ from ranvier.launch.environment import (
     is_follower,
     ranks,
     repeat_products,
+    start_environment,
 )
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ __all__ = [
     "repeat_products",
     "reported",
     "start",
+    "start_environment",
     "triton",
     "warm",
     "watched",

@@ -255,6 +255,12 @@ def repeat_products() -> None:
         )
 
 
+def start_environment() -> dict[str, str]:
+    """What a Python of its own needs to start and to know the time: it gets no other variable."""
+    names = ("LD_LIBRARY_PATH", "TZ")
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
 def age() -> float:
     """Seconds since this process was launched; 0 where the system does not say."""
     with contextlib.suppress(OSError, ValueError, IndexError):

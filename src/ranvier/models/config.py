@@ -14,6 +14,24 @@ GATES = ("swiglu", "geglu", "geglu_exact", "reglu")
 """Activations of which one half of the hidden layer gates the other."""
 
 
+LIMITS = {
+    "layers": 10_000,
+    "embed": 2**20,
+    "heads": 2**16,
+    "kv_heads": 2**16,
+    "head_dim": 2**16,
+    "mlp": 2**22,
+    "vocab": 2**24,
+    "max_seq": 2**31 - 1,
+    "experts": 2**14,
+    "experts_top": 2**14,
+    "expert_mlp": 2**22,
+}
+"""Largest sizes of a published model: far above any there is, and small enough to be looked at."""
+MOST_EXPERTS = 2**17
+"""Experts of all layers, at most."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RotaryConfig:
     """How positions turn the heads; part of a decoder's config."""
@@ -194,6 +212,11 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
     def problems(self) -> list[str]:
         """What cannot be, with value, rule and remedy."""
         turned, found = int(self.head_dim * self.rope_share), self.expert_problems()
+        if self.experts * self.layers > MOST_EXPERTS:
+            found.append(
+                f"experts={self.experts} in each of layers={self.layers}. A model has at most "
+                f"{MOST_EXPERTS:,} of them in all. Use fewer of one."
+            )
         if self.kv_heads > 0 and self.heads % self.kv_heads:
             found.append(
                 f"kv_heads={self.kv_heads} does not divide heads={self.heads}. Each kv head "

@@ -9,14 +9,13 @@ tensors holds which of ours.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
-from ranvier.models.config import DecoderConfig
+from ranvier.models.config import LIMITS, DecoderConfig
 from ranvier.models.decoder import Decoder
 from ranvier.models.mixture import WIDTHS, mixed_layers, same_widths, written_layers
 from ranvier.models.mlp import GATED, UNGATED
@@ -98,8 +97,8 @@ class Family:
         problems, ours = list(self._foreign(theirs)), dict(self.always)
         for key, name in self.keys.items():
             ours[name] = theirs.get(key)
-        heads = ours["heads"] = _whole(theirs, self._key("heads"), problems)
-        embed = ours["embed"] = _whole(theirs, self._key("embed"), problems)
+        heads = ours["heads"] = _whole(theirs, self._key("heads"), "heads", problems)
+        embed = ours["embed"] = _whole(theirs, self._key("embed"), "embed", problems)
         if ours.get("kv_heads") is None:
             ours["kv_heads"] = heads
         if ours.get("head_dim") is None:
@@ -109,7 +108,9 @@ class Family:
         if ours.get("mlp") is None:
             ours["mlp"] = 4 * embed
         for name in ("layers", "kv_heads", "head_dim", "mlp", "vocab", "max_seq"):
-            ours[name] = _whole({self._key(name): ours[name]}, self._key(name), problems)
+            ours[name] = _whole({self._key(name): ours[name]}, self._key(name), name, problems)
+        if not ours["layers"]:  # windows and experts are looked at layer by layer
+            raise UnknownError("\n".join(problems))
         for name in ("norm_eps", "init_std"):
             ours[name] = _number(ours[name], self._key(name), problems)
         for name in ("attention_scale", "attention_cap", "logit_cap"):
@@ -252,7 +253,7 @@ class Family:
         found: dict[str, Any] = {}
         for name in ("experts", "experts_top", "expert_mlp"):
             if name in ours:
-                found[name] = _whole(theirs, self._key(name), problems)
+                found[name] = _whole(theirs, self._key(name), name, problems)
         if "router_norm" not in self.always:
             found["router_norm"] = _flag(theirs, self._key("router_norm"), problems)
         found["balance"] = _number(ours["balance"], self._key("balance"), problems)
@@ -290,6 +291,8 @@ class Family:
             return {}
 
 
+LARGEST = 1e30
+"""The largest number in a config that is no size."""
 LAYERS: tuple[Literal["qkv", "o", "mlp"], ...] = ("qkv", "o", "mlp")
 FREE = ("dropout", "init_std", "balance", "router_z", "router_jitter")
 """Settings of training, which need not be the same."""
@@ -363,10 +366,11 @@ def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def _whole(theirs: Config, key: str, problems: list[str]) -> int:
-    value = theirs.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
-        problems.append(odd(key, value, "a whole number from 1 and below 2^31"))
+def _whole(theirs: Config, key: str, name: str, problems: list[str]) -> int:
+    """A size that some model could have. name: ours, whose limit holds."""
+    value, most = theirs.get(key), LIMITS[name]
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        problems.append(odd(key, value, f"a whole number from 1 to {most:,}"))
         return 0
     return value
 
@@ -379,8 +383,8 @@ def _flag(theirs: Config, key: str, problems: list[str]) -> bool:
 
 
 def _above(value: object, key: str, problems: list[str]) -> float:
-    """A finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    """A number above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= LARGEST:
         problems.append(odd(key, value, "a number above 0"))
         return 1.0
     return float(value)
@@ -389,7 +393,7 @@ def _above(value: object, key: str, problems: list[str]) -> float:
 def _number(value: object, key: str, problems: list[str]) -> float:
     if value is None:
         return 0.0
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= LARGEST:
         problems.append(odd(key, value, "a number from 0"))
         return 0.0
     return float(value)

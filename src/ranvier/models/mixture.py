@@ -24,7 +24,8 @@ def mixed_layers(theirs: Config, problems: list[str]) -> dict[str, Any]:
         return {}
     if isinstance(layers, bool) or not isinstance(layers, int):
         return {}
-    have = [i for i in range(layers) if (i + 1) % step == 0 and i not in dense]
+    left_out = set(dense)  # as long as a stranger likes
+    have = [i for i in range(layers) if (i + 1) % step == 0 and i not in left_out]
     found = _regular(have, layers)
     if found is None:
         rule = "such that, after some dense layers, the last of every few has experts"

@@ -24,8 +24,10 @@ def window(theirs: Config, how: str, problems: list[str]) -> dict[str, Any]:
     size, layers = theirs.get("sliding_window"), theirs.get("num_hidden_layers")
     if how == "first" and not theirs.get("use_sliding_window"):
         size = None
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        problems.append(odd("sliding_window", size, "a whole number from 1, or null"))
+    if size is not None and (type(size) is not int or not 1 <= size < 2**31):
+        problems.append(
+            odd("sliding_window", size, "a whole number from 1 and below 2^31, or null")
+        )
         return {}
     if not isinstance(layers, int):
         return {}
@@ -80,8 +82,9 @@ def rope(kind: str, table: Config, longest: int) -> dict[str, Any]:
         """A number above 0."""
         value = table[key]
         good = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not good or not 0 < value <= most or value == math.inf:
-            raise ValueError(f"{key}={value!r} is no number above 0{' up to 1' * (most == 1)}")
+        if not good or not 0 < value <= most or value > 1e30:
+            upto = f" up to {most:.0f}" if most < math.inf else ""
+            raise ValueError(f"{key}={value!r:.80} is no number above 0{upto}")
         return float(value)
 
     def given(key: str) -> bool:
@@ -94,7 +97,7 @@ def rope(kind: str, table: Config, longest: int) -> dict[str, Any]:
     found["rope"] = kind
     if kind == "linear":
         return found | {"rope_scale": number("factor")}
-    before = found["rope_original"] = int(number("original_max_position_embeddings"))
+    before = found["rope_original"] = int(number("original_max_position_embeddings", 2**31))
     if kind == "llama3":
         turns = number("low_freq_factor"), number("high_freq_factor")
         return found | {"rope_turns": turns, "rope_scale": number("factor")}

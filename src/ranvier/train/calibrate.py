@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ranvier import run as runs
+from ranvier import safe_files
 from ranvier.comm.rates import wire
 from ranvier.errors import PlanError
 from ranvier.plan import AXES
@@ -36,6 +37,8 @@ from ranvier.train.measure import scaled
 
 LINKS = ("row", "col", "depth", "data", "pipe")
 """Parts of a prediction that are communication."""
+TRACE = 4 << 30
+"""Bytes of a trace at most."""
 LEAST = 4
 """Steps that a run must have taken."""
 MOST = 50.0
@@ -59,7 +62,7 @@ def calibrate(folder: Path, name: str = "") -> int:
     name: a cluster file; empty: what was measured here, or the device's data sheet, kept as if it
     had been measured here.
     """
-    run = runs.load(folder / "config.toml")
+    run = runs.load(folder / "config.toml", in_run=True)
     seen = read(folder, run)
     device = torch.device(run.train.device if run.train.device != "auto" else "cpu")
     before = cluster.cluster(name) if name else machine_of(device, run.plan.world)
@@ -137,7 +140,7 @@ def read(folder: Path, run: Run) -> Seen:
     """The median step of a run, and the calls of its trace if it has one."""
     path = folder / "metrics.jsonl"
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = [json.loads(line) for line in safe_files.read_text(path).splitlines()]
     except (OSError, ValueError) as error:
         raise PlanError(
             f"{path} cannot be read: {error!s:.100}. A run writes its steps there. Give the "
@@ -158,7 +161,7 @@ def calls_of(folder: Path, run: Run) -> dict[tuple[str, int], list[tuple[int, fl
     """Calls of a trace by operation and size of the group; of several ranks the shortest each."""
     ranks: list[dict[tuple[str, str], list[tuple[int, float]]]] = []
     for path in sorted(folder.glob("trace-rank*.json")):
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(safe_files.read_text(path, limit=TRACE))
         ranks.append(_calls(table))
     found: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
     for axis, op in {key for one in ranks for key in one}:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ranvier import run as runs
+from ranvier import safe_files
 from ranvier.checkpoint import blocks, folder, published, shards
 from ranvier.checkpoint.convert import TYPES, Source, opened
 from ranvier.checkpoint.peft_out import merged, write_adapter
@@ -60,7 +61,7 @@ def imported(source: str, out: Path) -> list[str]:
     """Make a run of a published model; lines on it. The directory appears whole or not at all."""
     with Published.open(found(source)) as model:
         with appearing(out) as here:
-            lines = [*_kept(model.folder, here), *_noted(model)]
+            lines = [*_kept(model.folder, here), *_noted(model), *_checked_words(model, here)]
             run = run_for(model, out, tokenizer=(here / "tokenizer.json").exists())
             begin(here, run, model, str(model.folder))
         parameters = sum(torch.Size(shape).numel() for shape in model.shapes.values())
@@ -138,16 +139,27 @@ def as_model(config: DecoderConfig) -> ModelConfig:
     return ModelConfig(**{**asdict(config), "size": IMPORTED})
 
 
+def _checked_words(model: Published, here: Path) -> list[str]:
+    """Refuse tokenizer files that are damaged; lines on what they lack."""
+    for name in FILES:
+        path = here / KEPT / name
+        if path.suffix == ".json" and name != "tokenizer.json" and path.exists():
+            published.table(path)
+    from ranvier.data.tokenizer import check_tokenizer
+
+    words = here / "tokenizer.json"
+    return check_tokenizer(words, model.config.vocab) if words.exists() else []
+
+
 def _kept(source: Path, here: Path) -> list[str]:
     """Copy what comes with a model; lines on what is missing."""
     (here / KEPT).mkdir()
     (here / KEPT / ORIGIN).write_text(f"{source.absolute()}\n", encoding="utf-8")
     for name in FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, here / KEPT / name)
+        _copied(source / name, here / KEPT / name, source)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-        _copied(here / KEPT / name, here / name)
-    _copied(here / KEPT / "chat_template.jinja", here / "chat_template.jinja")
+        _copied(here / KEPT / name, here / name, here)
+    _copied(here / KEPT / "chat_template.jinja", here / "chat_template.jinja", here)
     if (here / "tokenizer.json").exists():
         return []
     return [
@@ -156,9 +168,10 @@ def _kept(source: Path, here: Path) -> list[str]:
     ]
 
 
-def _copied(source: Path, target: Path) -> None:
-    if source.is_file():
-        shutil.copyfile(source, target)
+def _copied(source: Path, target: Path, root: Path) -> None:
+    """Copy a file if it is there. root: the directory of the model or run that it belongs to."""
+    if safe_files.exists(source):
+        safe_files.copy(source, target, root=root)
 
 
 @contextmanager
@@ -189,8 +202,10 @@ def carried(start: str, into: Path) -> None:
     """Keep what came with the model that a new run takes its weights from, for its export."""
     source = Path(start)
     origin = source.parent.parent if folder.STEP.fullmatch(source.name) else source
-    if (origin / KEPT).is_dir() and not (into / KEPT).exists():
-        shutil.copytree(origin / KEPT, into / KEPT)
+    if safe_files.exists(origin / KEPT) and not (into / KEPT).exists():
+        (into / KEPT).mkdir()
+        for name in (ORIGIN, *FILES):
+            _copied(origin / KEPT / name, into / KEPT / name, origin)
     elif not (origin / "config.toml").exists() and not (into / KEPT).exists():
         _kept(origin if origin.is_dir() else origin.parent, into)
 
@@ -269,7 +284,9 @@ def adapter_exported(origin: Path, out: Path, *, step: int = -1, dtype: str = ""
     run, checkpoint = run_of(origin), checkpoint_of(origin, None if step < 0 else step)
     kind, _ = told(origin, run)
     told_by = origin / KEPT / ORIGIN
-    base = told_by.read_text(encoding="utf-8").strip() if told_by.exists() else None
+    base = None
+    if safe_files.exists(told_by):
+        base = safe_files.read_text(told_by, root=origin, errors="replace").strip()
     with appearing(out) as here:
         names = write_adapter(
             checkpoint, run.model, run.lora, kind, here, base, dtype=TYPES.get(dtype)
@@ -280,7 +297,7 @@ def adapter_exported(origin: Path, out: Path, *, step: int = -1, dtype: str = ""
 def told(origin: Path, run: Run, wanted: str = "") -> tuple[Family, dict[str, Any]]:
     """The family of a run's model, and its config.json: the one it came with if it still fits."""
     kept = origin / KEPT / "config.json"
-    before = published.table(kept) if kept.exists() else {}
+    before = published.table(kept, root=origin) if safe_files.exists(kept) else {}
     config = DecoderConfig(**{f.name: getattr(run.model, f.name) for f in fields(DecoderConfig)})
     try:
         if before and wanted in ("", before.get("model_type")):
@@ -337,16 +354,16 @@ def beside(origin: Path, here: Path, config: Mapping[str, Any]) -> None:
     kept = origin / KEPT if (origin / "config.toml").exists() else origin
     for name in FILES:
         if name != "config.json":
-            _copied(kept / name, here / name)
+            _copied(kept / name, here / name, origin)
     end = config.get("eos_token_id")
     if not (here / "generation_config.json").exists():
         _json(here / "generation_config.json", {"eos_token_id": end} if end is not None else {})
     if (origin / "tokenizer.json").exists() and not (here / "tokenizer.json").exists():
-        _copied(origin / "chat_template.jinja", here / "chat_template.jinja")
+        _copied(origin / "chat_template.jinja", here / "chat_template.jinja", origin)
         from ranvier.data.tokenizer import tokenizer_of
 
         words = tokenizer_of(str(origin / "tokenizer.json"), origin)
-        _copied(origin / "tokenizer.json", here / "tokenizer.json")
+        _copied(origin / "tokenizer.json", here / "tokenizer.json", origin)
         table = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": words.name(words.end)}
         _json(here / "tokenizer_config.json", table)
 

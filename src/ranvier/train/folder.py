@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import io
 import itertools
 import json
 import os
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ranvier import run as runs
+from ranvier import safe_files
 from ranvier.checkpoint.folder import STEP, found, newest
 from ranvier.checkpoint.manifest import NAME, Manifest, read
 from ranvier.errors import CheckpointError, DamageError, PlanError, RefusedError, WriteError
@@ -64,7 +66,11 @@ def lock(folder: Path, seconds: float = 1.0) -> IO[str]:
 
     seconds: how long to wait for a run that is just ending.
     """
-    handle, limit = (folder / ".lock").open("a+"), time.monotonic() + seconds
+    file = safe_files.open_to_write(folder / ".lock", append=True)
+    handle, limit = (
+        io.TextIOWrapper(file, encoding="utf-8", errors="replace"),
+        time.monotonic() + seconds,
+    )
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -237,7 +243,7 @@ def begin(folder: Path, run: Run, step: int, origin: Path | None = None) -> list
     if config.exists() and step == 0 and not found(folder / "checkpoints"):
         lines = ["no committed checkpoint in the directory of the run: it begins again"]
     elif config.exists():
-        changed = saves.differences(saves.tables(runs.load(config)), saves.tables(run))
+        changed = saves.differences(saves.tables(runs.load(config, in_run=True)), saves.tables(run))
         lines = [f"changed: {name} from {old!r} to {new!r}" for name, old, new in changed]
     write(config, runs.to_toml(run))
     rows = _rows_before((origin or folder) / "metrics.jsonl", step)
@@ -247,8 +253,10 @@ def begin(folder: Path, run: Run, step: int, origin: Path | None = None) -> list
 
 def _rows_before(path: Path, step: int) -> Iterator[str]:
     """Lines of the steps that are not taken again."""
-    for line in path.read_text(errors="replace").splitlines() if path.exists() and step > 0 else []:
-        with suppress(ValueError, KeyError, TypeError):  # the last line may be cut off
+    if step <= 0 or not safe_files.exists(path):
+        return
+    for line in safe_files.read_text(path, errors="replace").splitlines():
+        with suppress(ValueError, KeyError, TypeError, RecursionError):  # the last may be cut off
             if json.loads(line)["step"] < step:
                 yield line + "\n"
 
@@ -257,7 +265,8 @@ def write(path: Path, text: str) -> None:
     """Replace a file at once: a reader sees the old one or the new one."""
     writing = path.with_name(f".{path.name}.writing")
     try:
-        writing.write_text(text, encoding="utf-8")
+        with safe_files.open_to_write(writing) as file:
+            file.write(text.encode())
         os.replace(writing, path)
     except BaseException:
         writing.unlink(missing_ok=True)
@@ -266,8 +275,8 @@ def write(path: Path, text: str) -> None:
 
 def facts(folder: Path) -> dict[str, Any]:
     """What run.json says; nothing if it is not there or broken."""
-    with suppress(OSError, ValueError):
-        table = json.loads((folder / "run.json").read_text())
+    with suppress(OSError, ValueError, RecursionError):
+        table = json.loads(safe_files.read_text(folder / "run.json"))
         return table if isinstance(table, dict) else {}
     return {}
 

@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from ranvier import safe_files
 from ranvier.errors import DataError
 from ranvier.html.figures import percent, short
 from ranvier.html.page import LISTED, document, folded, listing, section, table, text_block
@@ -80,7 +81,7 @@ def read(folder: Path) -> Record:
     path, notes = folder / "metrics.jsonl", []
     rule = "A report needs the metrics of at least one step."
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = safe_files.read_text(path, errors="replace").split("\n")
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror}. {rule} Give the directory of a run."
@@ -105,7 +106,7 @@ def parse(lines: Sequence[str]) -> tuple[list[Metrics], int]:
             continue
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if not isinstance(row, dict):
             broken += i < len(lines) - 1
@@ -119,11 +120,11 @@ def parse(lines: Sequence[str]) -> tuple[list[Metrics], int]:
 
 def about(path: Path, notes: list[str]) -> dict[str, Any]:
     """The facts of run.json; a file that cannot be used is noted."""
-    if not path.exists():
+    if not safe_files.exists(path):
         return {}
     try:
-        facts = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError) as error:
+        facts = json.loads(safe_files.read_text(path, errors="replace"))
+    except (OSError, ValueError, RecursionError) as error:
         notes.append(f"run.json could not be read ({error}); its facts are missing here.")
         return {}
     if not isinstance(facts, dict):
@@ -445,7 +446,7 @@ def body(record: Record, facts: Mapping[str, Any]) -> str:
     pairs = [(k, str(v)) for k, v in versions.items()] if isinstance(versions, dict) else []
     mark, command = known.get("fingerprint"), known.get("command")
     config = record.folder / "config.toml"
-    toml = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+    toml = safe_files.read_text(config, errors="replace") if safe_files.exists(config) else ""
     prompt = f'<p class="muted">Prompt</p>{text_block(sample.get("prompt") or "")}'
     return "\n".join(
         [

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ranvier import safe_files
 from ranvier.comm.agree import told
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
@@ -42,7 +43,7 @@ def measured(path: Path) -> tuple[float, ...]:
     remedy = "Give a run folder with a timeline.json, or a TOML file with forward = [...]."
     try:
         if path.is_dir():
-            found = json.loads((path / TIMELINE).read_text())["part_seconds"]
+            found = json.loads(safe_files.read_text(path / TIMELINE))["part_seconds"]
             seconds = tuple(float(one) for one in found)
         else:
             table = tomllib.loads(path.read_text())

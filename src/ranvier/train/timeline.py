@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ranvier import safe_files
 from ranvier.errors import PlanError
 from ranvier.html import page
 from ranvier.html.plot import escaped
@@ -30,7 +31,7 @@ def read(folder: Path) -> dict[str, Any]:
     """What the timeline of a run holds."""
     path = folder / FILE
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
+        table = json.loads(safe_files.read_text(path))
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no JSON"
         raise PlanError(

@@ -15,7 +15,6 @@ pieces of an MLP among the chosen, and are not made either.
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ranvier import init
+from ranvier import init, safe_files
 from ranvier.checkpoint.convert import opened
 from ranvier.checkpoint.published import Part, Published, shapes_of
 from ranvier.errors import PlanError
@@ -186,8 +185,8 @@ def _made(
     run = Run(model=exchange.as_model(config), data=run.data)
     with exchange.appearing(out) as here:
         for name in BESIDE:
-            if (origin / name).is_file():
-                shutil.copyfile(origin / name, here / name)
+            if safe_files.exists(origin / name):
+                safe_files.copy(origin / name, here / name)
         exchange.carried(str(origin), here)
         exchange.begin(here, run, mixture, str(origin))
     return [

@@ -1,0 +1,81 @@
+"""Saved datasets: folders that `Dataset.save_to_disk` of the package datasets has written.
+
+Such a folder holds its rows in arrow files, which `state.json` lists, and `dataset_info.json`. A
+`DatasetDict` is a folder with `dataset_dict.json` and one such folder per split. The package itself
+is not needed to read them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ranvier import safe_files
+from ranvier.errors import DataError
+
+STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+ARROW = ".arrow"
+
+
+def saved_files(folder: Path, names: Sequence[str]) -> list[Path] | None:
+    """The arrow files of a saved dataset, in order; None: the folder is none. names: its files."""
+    if STATE not in names or not any(name.endswith(ARROW) for name in names):
+        return None
+    table = _table(folder / STATE)
+    listed = table.get("_data_files")
+    if table.get("_indices_data_files"):
+        raise DataError(
+            f"{folder} is a dataset that was saved with a list of the rows that count "
+            "(_indices_data_files). Its arrow files hold others, too. Save it again with "
+            "dataset.flatten_indices().save_to_disk(...)."
+        )
+    each = listed if isinstance(listed, list) else []
+    files = [one.get("filename") for one in each if isinstance(one, dict)]
+    sound = [name for name in files if isinstance(name, str) and name in names]
+    if not sound or len(sound) != len(each):
+        raise DataError(
+            f"{folder / STATE} lists the files {listed!r:.120}. Each is the name of an arrow file "
+            "beside it. Save the dataset again with save_to_disk(...)."
+        )
+    return [folder / name for name in sound]
+
+
+def only_split(folder: Path, names: Sequence[str]) -> str | None:
+    """The one split of a saved DatasetDict; None: the folder is none."""
+    if SPLITS not in names:
+        return None
+    splits = _table(folder / SPLITS).get("splits")
+    if not isinstance(splits, list) or not all(isinstance(one, str) for one in splits):
+        raise DataError(
+            f"{folder / SPLITS} lists the splits {splits!r:.120}. They are names of folders beside "
+            "it. Save the dataset again with save_to_disk(...)."
+        )
+    if len(splits) != 1:
+        shown = ", ".join(splits) or "none"
+        first = "train" if "train" in splits else (splits or ["train"])[0]
+        raise DataError(
+            f"{folder} is a DatasetDict that datasets has saved, with the splits {shown}. One is "
+            f"read, so that nothing is trained on that is meant for tests. Use {folder / first}."
+        )
+    return str(splits[0])
+
+
+def described(names: Sequence[str]) -> set[str]:
+    """Files of a folder that describe arrow files beside them and hold no rows."""
+    arrow = any(name.endswith(ARROW) for name in names)
+    return {STATE, INFO, SPLITS} if arrow or SPLITS in names else set()
+
+
+def _table(path: Path) -> dict[str, Any]:
+    try:
+        table = json.loads(safe_files.read_text(path))
+        if not isinstance(table, dict):
+            raise TypeError(f"a {type(table).__name__}")
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"{path} cannot be read: {error!s:.200}. It describes a dataset that save_to_disk has "
+            "written. Save it again."
+        ) from None
+    return table

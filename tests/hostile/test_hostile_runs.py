@@ -1,0 +1,65 @@
+"""Directories of runs that strangers made: see README.md beside this file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hostile.cases import SECRET, change, rows, tells_secret, within
+from hostile.test_hostile_models import published
+from ranvier.errors import RanvierError
+from ranvier.infer.sample import run_of
+from ranvier.train import exchange, report, timeline
+from ranvier.train import folder as folders
+
+RUNS = rows("runs.txt")
+
+
+def carry(run: Path, out: Path) -> None:
+    out.mkdir()
+    exchange.carried(str(run), out)
+
+
+COMMANDS: dict[str, Callable[[Path, Path], object]] = {
+    "report": lambda run, out: report.write(run),
+    "export": exchange.exported,
+    "settings": lambda run, out: run_of(run),
+    "record": lambda run, out: folders.record(run, status="finished"),
+    "continue": lambda run, out: folders.begin(run, run_of(run), 1),
+    "lock": lambda run, out: folders.lock(run).close(),
+    "timeline": lambda run, out: timeline.read(run),
+    "carry": carry,
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of an imported model that has taken a step."""
+    folder = tmp_path_factory.mktemp("good")
+    exchange.imported(str(published(folder / "model")), folder / "run")
+    row = {"step": 0, "loss": 1.0, "seconds": 0.1, "tokens": 8}
+    (folder / "run" / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (folder / "run" / "run.json").write_text('{"status": "running"}')
+    return folder / "run"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_ends_as_its_line_says(name: str, run: Path, tmp_path: Path) -> None:
+    outcome, _, command, changes = RUNS[name]
+    folder, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(run, folder)
+    change(folder, tmp_path / "outside", changes)
+    with within(240):
+        if outcome == "ok":
+            COMMANDS[command](folder, out)
+        else:
+            with pytest.raises(RanvierError) as found:
+                COMMANDS[command](folder, out)
+            assert str(found.value.exit_code) == outcome, str(found.value)
+    assert (tmp_path / "outside" / "secret.txt").read_text() == SECRET, "it was overwritten"
+    assert not tells_secret(out), "it was published"
+    assert not any(SECRET in page.read_text() for page in folder.glob("report.html"))
