@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,26 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, at: int, action: Callable[[], A
         return issue(self, *arguments, **options)
 
     monkeypatch.setattr(Trainer, "issue", patched)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "full"])
+def test_a_run_goes_on_when_nobody_reads_what_it_prints(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As in `ranvier train | head -1`, or with its output on a full disk."""
+    reader, writer = os.pipe() if kind == "pipe" else (-1, os.open("/dev/full", os.O_WRONLY))
+    with os.fdopen(writer, "w") as stream:
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, stream)
+            monkeypatch.setattr(sys, f"__{name}__", stream)
+        if kind == "pipe":
+            os.close(reader)
+        words = ("--train.steps", "4", "--train.prompt", "def ", "--train.out", "run")
+        assert call("train", *FAST, *words) == 0
+        assert sys.stdout is stream
+    assert len(metrics(folder / "run")) == 4 and (folder / "run" / "report.html").exists()
+    assert json.loads((folder / "run" / "run.json").read_text())["status"] == "finished"
+    assert found(folder / "run" / "checkpoints")
 
 
 def test_a_run_leaves_what_people_look_for(
