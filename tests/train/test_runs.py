@@ -14,10 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from commands import SMALL, call, ended, losses, metrics, started
 from data.corpora import write_pair
 from ranvier.checkpoint.folder import found
+from ranvier.grid import Grid
+from ranvier.infer.loaded import load
+from ranvier.infer.sample import Speaker
+from ranvier.train import folder as folders
 from ranvier.train.trainer import Trainer
 
 FAST = [*SMALL, "--nproc", "1"]
@@ -39,6 +44,93 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, at: int, action: Callable[[], A
         return issue(self, *arguments, **options)
 
     monkeypatch.setattr(Trainer, "issue", patched)
+
+
+MIXTURE = [
+    *("--model.experts", "4", "--model.experts-top", "2", "--model.expert-mlp", "16"),
+    *("--model.router-bias", "0.01", "--model.moe-first", "1"),
+]
+
+
+def test_a_mixture_with_a_router_bias_ends_with_a_sample(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What chooses the experts besides weights is a buffer; text is that of the grid's model."""
+    words = ("--train.steps", "4", "--train.prompt", "def ", "--train.out", "run")
+    assert call("train", *FAST, *MIXTURE, *words) == 0
+    known = json.loads((folder / "run" / "run.json").read_text())
+    assert known["status"] == "finished" and known["sample"]["text"]
+    capsys.readouterr()
+    assert call("generate", "run", "--prompt", "def ", "--tokens", "4") == 0
+    assert capsys.readouterr().out.startswith("def ")
+    serial = Speaker.of(Path("run"), "cpu").model
+    tensors = {**dict(serial.named_parameters()), **dict(serial.named_buffers())}
+    assert not [name for name, x in tensors.items() if x.is_meta]
+    biases = {name: x for name, x in tensors.items() if name.endswith("mlp.bias")}
+    assert biases and all(x.abs().max() > 0.0 for x in biases.values())
+    ids = torch.arange(16).view(1, -1)
+    with torch.no_grad():
+        want = load(Path("run"), Grid({}), "cpu")(ids)
+        assert torch.allclose(serial(ids), want, rtol=1e-5, atol=1e-5)
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("on the meta device\nand more")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("said", "No sample of text: RuntimeError: on the meta device"),
+        ("report.write", "No report: RuntimeError: on the meta device"),
+        ("_memory", "No account of the run in run.json: RuntimeError"),
+    ],
+)
+def test_what_comes_after_the_last_step_never_costs_a_run(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(f"ranvier.train.train.{name}", fail)
+    steps = ("--train.steps", "3", "--train.prompt", "def ", "--train.out", "run")
+    assert call("train", *FAST, *steps) == 0
+    out, run = capsys.readouterr().out, folder / "run"
+    assert words in out and "Try next:" in out
+    assert json.loads((run / "run.json").read_text())["status"] == "finished"
+    assert found(run / "checkpoints")[-1].name == "step-00000003"
+    assert (run / "report.html").exists() == (name != "report.write")
+
+
+def test_run_json_is_true_after_any_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While it trains, after an error that breaks its account too, and after a kill."""
+    run, seen = folder / "run", list[str]()
+
+    def facts() -> dict[str, Any]:
+        known: dict[str, Any] = json.loads((run / "run.json").read_text())
+        return known
+
+    def look() -> None:
+        seen.extend([facts()["status"], folders.status_of(run, facts())])
+        monkeypatch.setattr("ranvier.train.train._memory", fail)
+        raise ValueError("a bug")
+
+    interrupted(monkeypatch, 2, look)
+    assert call("train", *FAST, "--train.steps", "4", "--train.out", "run") == 70
+    assert seen == ["unfinished", "running"]
+    assert facts()["status"] == "failed: ValueError: a bug"
+    began = folders.launches(run)[-1]["began"]
+    folders.record(run, status=folders.UNFINISHED)  # as a kill of all processes leaves it
+    assert folders.status_of(run, facts()).startswith("unfinished: it was killed")
+    with folders.lock(run):  # another run has it
+        folders.close_lost(run, began, 71, "Rank 0 was killed.")
+    folders.close_lost(run, began + 1.0, 71, "Rank 0 was killed.")  # so has one before
+    assert facts()["status"] == "unfinished"
+    folders.close_lost(run, began, 71, "Rank 0 was killed.\nMore.")
+    assert facts()["status"] == "failed: Rank 0 was killed."
 
 
 @pytest.mark.parametrize("kind", ["pipe", "full"])

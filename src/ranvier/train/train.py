@@ -10,6 +10,7 @@ import platform
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -279,10 +280,8 @@ def _run(trainer: Trainer, folder: Path, stop: Stop, *, origin: Path | None) -> 
             _loop(trainer, folder, stop)
         trainer.meter.pulse.beat("end")
     except BaseException as error:
-        if first:
-            with suppress(Exception):  # the first error is the one to be told
-                words = (str(error) or type(error).__name__).splitlines()[0]
-                _close(trainer, folder, f"failed: {words}")
+        if first:  # the first error is the one to be told
+            _close(trainer, folder, f"failed: {_reason(error)}")
         raise
     if first:
         _farewell(trainer, folder)
@@ -385,7 +384,7 @@ def _announce(trainer: Trainer, folder: Path, origin: Path | None) -> None:
         command=" ".join(["ranvier", *sys.argv[1:]]),
         started=before.get("started", now()),
         finished=None,
-        status="running",
+        status=folders.UNFINISHED,
         restarts=[*_list(before.get("restarts")), trainer.step] if resumed else [],
     )
 
@@ -400,38 +399,61 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _close(trainer: Trainer, folder: Path, status: str) -> str:
-    """Write down how the run ended, and its report; where that is, in words."""
-    counts = zip(("bad", "spikes", "skips", "rewinds"), trainer.guard.counts, strict=True)
-    more: dict[str, Any] = dict(counts)
-    more |= folders.account(folder)
-    more["memory"] = _memory(trainer)
-    if trainer.compared is not None:
-        more["foretold"] = trainer.compared.facts()
+def _reason(error: BaseException) -> str:
+    """An error in one line."""
+    lines = str(error).strip().splitlines()
+    if isinstance(error, RanvierError | OSError) and lines:
+        return lines[0]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _beside(what: str, work: Callable[[], object]) -> str:
+    """Do something that a run can do without; if it fails, why, as a line."""
     try:
-        folders.record(folder, status=status, finished=now(), phases=trainer.meter.phases, **more)
-        return f"Report: {report.write(folder)}"
-    except (RanvierError, OSError) as error:  # no reason for a run to fail
-        return f"No report: {error}"
+        work()
+    except Exception as error:  # whatever it is: all steps are taken, and what was saved is saved
+        return f"No {what}: {_reason(error)}"
+    return ""
+
+
+def _close(trainer: Trainer, folder: Path, status: str) -> list[str]:
+    """Write down how the run ended, then what else is known of it, and its report, as lines.
+
+    The status comes first and alone: nothing that may go wrong behind it makes it untrue.
+    """
+
+    def record_status() -> None:
+        folders.record(folder, status=status, finished=now())
+
+    def record_facts() -> None:
+        counts = zip(("bad", "spikes", "skips", "rewinds"), trainer.guard.counts, strict=True)
+        more: dict[str, Any] = {**dict(counts), **folders.account(folder)}
+        folders.record(folder, phases=trainer.meter.phases, **more)
+        folders.record(folder, memory=_memory(trainer))
+        if trainer.compared is not None:
+            folders.record(folder, foretold=trainer.compared.facts())
+
+    lines = [
+        _beside("status in run.json", record_status),
+        _beside("account of the run in run.json", record_facts),
+        _beside("report", lambda: report.write(folder)) or f"Report: {folder / 'report.html'}",
+    ]
+    return [line for line in lines if line]
 
 
 def _farewell(trainer: Trainer, folder: Path) -> None:
-    """A sample of text, the report, and what to do next."""
-    run = trainer.run
-    saved = checkpoints_in(trainer.checkpoints)
+    """How the run ended, a sample of text, the report, and what to do next."""
+    run, saved = trainer.run, list[Path]()
+    with suppress(RanvierError, OSError):
+        saved = checkpoints_in(trainer.checkpoints)
+    stopped = trainer.stopping and trainer.step < run.train.steps
+    status = f"stopped by signal {trainer.stopping}" if stopped else "finished"
+    lines = _close(trainer, folder, status)  # before the sample: that may even end the process
     small = parameters_of(parallel_of(trainer.model)) <= SAMPLED
     words = run.train.prompt and (folder / "tokenizer.json").exists()
     if saved and small and words and not trainer.stopping:
-        try:
-            text = said(folder, trainer)
-            print("\nA sample of text:\n")
-            print("\n".join(f"  {line}" for line in (run.train.prompt + text).splitlines()))
-            folders.record(folder, sample={"prompt": run.train.prompt, "text": text})
-        except (RanvierError, OSError) as error:  # the run itself has ended well
-            print(f"No sample of text: {error}")
-    stopped = trainer.stopping and trainer.step < run.train.steps
-    status = f"stopped by signal {trainer.stopping}" if stopped else "finished"
-    print(f"\n{_close(trainer, folder, status)}")
+        lines.insert(0, _beside("sample of text", lambda: _show_sample(trainer, folder)))
+    print("", *filter(None, lines), sep="\n")
     for line in folders.restarted(folders.facts(folder)):
         print(line)
     if stopped:
@@ -447,6 +469,15 @@ def _farewell(trainer: Trainer, folder: Path) -> None:
         print(f"  ranvier train {folder} --train.steps {2 * run.train.steps}")
     print("  ranvier train --data.corpus YOUR.txt --plan.row 2")
     print("  ranvier train --help")
+
+
+def _show_sample(trainer: Trainer, folder: Path) -> None:
+    """Print what the newest checkpoint says, and have it in run.json and the report."""
+    prompt, text = trainer.run.train.prompt, said(folder, trainer)
+    print("\nA sample of text:\n")
+    print("\n".join(f"  {line}" for line in (prompt + text).splitlines()))
+    folders.record(folder, sample={"prompt": prompt, "text": text})
+    report.write(folder)
 
 
 def said(folder: Path, trainer: Trainer) -> str:
