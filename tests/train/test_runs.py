@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -18,12 +19,16 @@ import torch
 
 from commands import SMALL, call, ended, losses, metrics, started
 from data.corpora import write_pair
+from pool import Pool
 from ranvier.checkpoint.folder import found
+from ranvier.errors import RanvierError
 from ranvier.grid import Grid
 from ranvier.infer.loaded import load
 from ranvier.infer.sample import Speaker
 from ranvier.train import folder as folders
+from ranvier.train.directory import held_open
 from ranvier.train.trainer import Trainer
+from training import run_of, stored, trainer_of
 
 FAST = [*SMALL, "--nproc", "1"]
 
@@ -131,6 +136,115 @@ def test_run_json_is_true_after_any_end(
     assert facts()["status"] == "unfinished"
     folders.close_lost(run, began, 71, "Rank 0 was killed.\nMore.")
     assert facts()["status"] == "failed: Rank 0 was killed."
+
+
+def delete(run: Path) -> None:
+    shutil.rmtree(run)
+
+
+def rename(run: Path) -> None:
+    run.rename("elsewhere")
+
+
+def replace_it(run: Path) -> None:
+    """By one that has all that a save needs."""
+    run.rename("elsewhere")
+    (run / "checkpoints").mkdir(parents=True)
+
+
+def delete_checkpoints(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+
+
+def renew_checkpoints(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").mkdir()
+
+
+HARMS = [delete, rename, replace_it, delete_checkpoints, renew_checkpoints]
+
+
+@pytest.mark.parametrize(
+    ("harm", "at"), [(delete, 2), (replace_it, 2), *((harm, 4) for harm in HARMS[1:])]
+)
+def test_a_run_does_not_outlive_its_directory(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    harm: Callable[[Path], None],
+    at: int,
+) -> None:
+    """It ends soon, with 73, and leaves nothing where the directory was."""
+    last = list[int]()
+
+    def harmed() -> None:
+        harm(folder / "run")
+        last.append(at)
+
+    if at == 2:
+        monkeypatch.setattr("ranvier.train.directory.LOOK_SECONDS", 0.0)
+    interrupted(monkeypatch, at, harmed)
+    interrupted(monkeypatch, 4, lambda: last.append(4))
+    assert call("train", *FAST, "--train.steps", "5", "--train.out", "run") == 73
+    assert "is not the directory any more that this run began in" in capsys.readouterr().err
+    assert last == ([2] if at == 2 else [4, 4])
+    run = folder / "run"
+    assert not [*run.rglob("step-*")]
+    assert run.exists() == (harm in HARMS[2:])
+    if harm is replace_it:
+        assert [path.name for path in run.iterdir()] == ["checkpoints"]
+
+
+def lost_directory(grid: Grid, corpus: str, out: str) -> tuple[int, int]:
+    """Exit code and steps of a run of several ranks, whose directory is deleted after a step."""
+    trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), 8))
+    paths = (Path(out), trainer.saver.folder)  # all ranks ask for the saver
+    with (
+        held_open(*paths if grid.rank == 0 else ()) as directory,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr("ranvier.train.directory.LOOK_SECONDS", 0.0)
+        trainer.watch_directory(directory)
+        try:
+            for row in trainer.steps():
+                if row["step"] == 1 and grid.rank == 0:
+                    shutil.rmtree(out)
+            trainer.save()
+        except RanvierError as error:
+            return error.exit_code, trainer.step
+    return 0, trainer.step
+
+
+def test_all_ranks_end_when_the_directory_is_gone(pool: Pool, tmp_path: Path) -> None:
+    corpus = stored(tmp_path)
+    ends = pool.on_grid({"row": 2}, lost_directory, corpus, str(tmp_path / "run"))
+    assert ends[0] == ends[1] and ends[0][0] == 73 and ends[0][1] < 8
+    assert not (tmp_path / "run").exists()
+
+
+class Failing:
+    """A log that fails when it is written or closed."""
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+    def __enter__(self) -> Callable[[Any], None]:
+        return fail if self.when == "row" else (lambda row: None)
+
+    def __exit__(self, *_: object) -> None:
+        if self.when == "end":
+            fail()
+
+
+@pytest.mark.parametrize("when", ["row", "end"])
+def test_a_log_that_fails_never_costs_a_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], when: str
+) -> None:
+    monkeypatch.setattr("ranvier.train.show.LOGS", {"tensorboard": lambda *_: Failing(when)})
+    words = ("--train.steps", "3", "--train.log", "tensorboard", "--train.out", "run")
+    assert call("train", *FAST, *words) == 0
+    assert capsys.readouterr().err.count("tensorboard has failed: RuntimeError") == 1
+    assert found(folder / "run" / "checkpoints")[-1].name == "step-00000003"
 
 
 @pytest.mark.parametrize("kind", ["pipe", "full"])

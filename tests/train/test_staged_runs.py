@@ -36,6 +36,7 @@ def trained(grid: Grid, corpus: str, out: str, changes: dict[str, Any]) -> dict[
     run = run_of(out, dict(grid.degrees), STEPS, **changes)
     trainer = trainer_of(grid, corpus, run)
     rows = list(trainer.steps())
+    trainer.write_timeline()
     pipeline = parallel_of(trainer.model).pipeline
     return {
         "losses": [row["loss"] for row in rows],

@@ -21,7 +21,7 @@ import torch
 from ranvier.checkpoint.folder import found as checkpoints_in
 from ranvier.comm.agree import differences, largest, together, told
 from ranvier.data.dataset import Data, open_data
-from ranvier.errors import STOPPED, DataError, PlanError, RanvierError
+from ranvier.errors import STOPPED, DataError, PlanError, RanvierError, WriteError
 from ranvier.grid import Grid
 from ranvier.infer.sample import Speaker
 from ranvier.launch import (
@@ -42,6 +42,7 @@ from ranvier.run import Run
 from ranvier.train import account, adapters, corpora, exchange, pruning, report, saves
 from ranvier.train import folder as folders
 from ranvier.train.built import DTYPES
+from ranvier.train.directory import held_open
 from ranvier.train.exact import check_exact, compiles_exactly
 from ranvier.train.foretold import Comparison, Foretold
 from ranvier.train.settle import foreseen
@@ -245,8 +246,9 @@ def train(
             trainer.account = foreseen(trainer.run, trainer.model, trainer.optimizer, device, local)
         trainer.notes += lines if said is None else [f"plan: {said.why}", *lines]
         trainer.compared = None if said is None else Comparison(said)
+        held = [folder]
         if run.checkpoint.every >= 0:
-            _ = trainer.saver  # where it cannot write it need not begin
+            held += [trainer.saver.folder]  # where it cannot write it need not begin
         if run.train.start and not candidates:
             saves.start(trainer, Path(run.train.start))
             trainer.notes += [f"it begins with the weights of {run.train.start}"]
@@ -264,7 +266,11 @@ def train(
             folders.launched(folder, me)
         trainer.meter.spend("start-up", time.perf_counter() - began)
         grid.seal()
-        with Stop(quiet=me.rank > 0, patient=bool(me.pulse)) as stop:  # from here on it is saved
+        with (
+            held_open(*held if me.rank == 0 else ()) as directory,
+            Stop(quiet=me.rank > 0, patient=bool(me.pulse)) as stop,  # from here on it is saved
+        ):
+            trainer.watch_directory(directory)
             _run(trainer, folder, stop, origin=candidates[0] if candidates else None)
             largest(0, grid, device)  # a launcher may end all ranks once one has ended
     return STOPPED if trainer.stopping and trainer.step < run.train.steps else 0
@@ -274,13 +280,12 @@ def _run(trainer: Trainer, folder: Path, stop: Stop, *, origin: Path | None) -> 
     """From the announcement to the farewell; how it ended is written down in any case."""
     first = trainer.grid.rank == 0
     try:
-        if first:
-            _announce(trainer, folder, origin)
+        together(lambda: _announce(trainer, folder, origin), trainer.grid, trainer.device)
         with trainer.account.explained(trainer.device):
             _loop(trainer, folder, stop)
         trainer.meter.pulse.beat("end")
     except BaseException as error:
-        if first:  # the first error is the one to be told
+        if first and trainer.directory.missing() is None:  # else it is no place of ours
             _close(trainer, folder, f"failed: {_reason(error)}")
         raise
     if first:
@@ -330,6 +335,7 @@ def _loop(trainer: Trainer, folder: Path, stop: Stop) -> None:
                 if count == 2:
                     _started(trainer, folder)
     trainer.save()
+    trainer.write_timeline()
 
 
 def _started(trainer: Trainer, folder: Path) -> None:
@@ -342,7 +348,8 @@ def _started(trainer: Trainer, folder: Path) -> None:
         print(f"  two steps were done {seconds:.1f} s after launch{words}", flush=True)
     if trainer.account.predicted is not None:
         print(*(f"  {line}" for line in account.lines(_memory(trainer))), sep="\n", flush=True)
-    with suppress(OSError):  # no reason to end a run
+    with suppress(OSError, WriteError):  # no reason to end a run
+        trainer.directory.check()
         folders.record(folder, seconds_to_step_2=seconds, compiled=compiled)
 
 
@@ -351,9 +358,15 @@ def _memory(trainer: Trainer) -> dict[str, Any]:
 
 
 def _announce(trainer: Trainer, folder: Path, origin: Path | None) -> None:
-    """Print and write down what is about to be trained; origin: a checkpoint it goes on from."""
+    """On rank 0, print and write down what is about to be trained.
+
+    origin: a checkpoint it goes on from.
+    """
+    if trainer.grid.rank > 0:
+        return
     run, parallel, data = trainer.run, parallel_of(trainer.model), trainer.data
     resumed = origin is not None
+    trainer.directory.check()
     lines = folders.begin(folder, run, trainer.step, _other(origin, folder))
     if data.tokenizer is not None:
         data.tokenizer.save(folder / "tokenizer.json")
