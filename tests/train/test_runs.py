@@ -191,6 +191,9 @@ def test_a_run_does_not_outlive_its_directory(
     run = folder / "run"
     assert not [*run.rglob("step-*")]
     assert run.exists() == (harm in HARMS[2:])
+    if harm in (delete_checkpoints, renew_checkpoints):
+        status = json.loads((run / "run.json").read_text())["status"]
+        assert status.startswith("failed: ") and "checkpoints is not the directory" in status
     if harm is replace_it:
         assert [path.name for path in run.iterdir()] == ["checkpoints"]
 

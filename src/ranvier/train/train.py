@@ -285,7 +285,7 @@ def _run(trainer: Trainer, folder: Path, stop: Stop, *, origin: Path | None) -> 
             _loop(trainer, folder, stop)
         trainer.meter.pulse.beat("end")
     except BaseException as error:
-        if first and trainer.directory.missing() is None:  # else it is no place of ours
+        if first and trainer.directory.missing() != folder:  # else it is no place of ours
             _close(trainer, folder, f"failed: {_reason(error)}")
         raise
     if first:
