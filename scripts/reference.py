@@ -96,8 +96,8 @@ METRICS = {
 FILES = {
     "config.toml": "The resolved settings.",
     "run.json": "Device, grid, versions, data, command, times, where the time went, status "
-    "(`running`, `finished`, `stopped by signal N` or `failed: ...`), launches and why ranks were "
-    "started again, goodput.",
+    "(`finished`, `stopped by signal N`, `failed: ...`, or `unfinished` while it trains and if all "
+    "its processes were killed), launches and why ranks were started again, goodput.",
     "metrics.jsonl": "One object a step, see below.",
     "checkpoints/step-NNNNNNNN/": "What the run goes on from, after that many steps: "
     "`rank-NNNNN.safetensors` for each rank, and `state.json`.",
@@ -114,7 +114,8 @@ CODES = {
     errors.INTERNAL: "An error that is not yours; it comes with a traceback.",
     errors.CommunicationError.exit_code: "Ranks that did not meet, disagree, or were lost.",
     errors.HangError.exit_code: "A rank gave no sign of life; all stacks were shown.",
-    errors.WriteError.exit_code: "A file could not be written: a full disk, no permission.",
+    errors.WriteError.exit_code: "A file could not be written: a full disk, no permission, "
+    "a directory that is gone.",
     errors.NumericError.exit_code: "Too many losses or gradients that are no numbers, or spikes.",
     errors.STOPPED: "Told to stop (a signal); saved. Start it again and it goes on.",
     errors.VersionError.exit_code: "A checkpoint of another version of the format.",

@@ -113,10 +113,12 @@ class Pool:
         function: Callable[..., Any],
         *arguments: Any,
         rendezvous: bool | None = None,
+        order: Sequence[int] | None = None,
         **options: Any,
     ) -> list[Any]:
-        """Call `function(grid, *arguments)` on every rank of a grid."""
-        world, how = math.prod(degrees.values()), {"rendezvous": rendezvous}
+        """Call `function(grid, *arguments)` on every rank of a grid, its ranks in an order."""
+        world = math.prod(degrees.values())
+        how: dict[str, Any] = {"rendezvous": rendezvous, "order": order}
         if self.backend == "nccl":
             assert world == self.size, (degrees, self.size)
             return self.run(
@@ -124,7 +126,10 @@ class Pool:
             )
         wanted = [(ranks, channel) for ranks in lines(degrees) for channel in CHANNELS]
         wanted += piped(degrees, RENDEZVOUS if rendezvous else PIPE)
-        wanted += [(tuple(range(math.prod(degrees.values()))), "orders")]
+        wanted += [(tuple(range(world)), "orders")]
+        if order is not None:
+            placed = [tuple(sorted(order[place] for place in places)) for places, _ in wanted]
+            wanted = [(ranks, channel) for ranks, (_, channel) in zip(placed, wanted, strict=True)]
         missing = [one for one in dict.fromkeys(wanted) if one not in self.known]
         if missing:
             self.run(_make_groups, self.size, missing)

@@ -235,4 +235,4 @@ def whole_logits(parallel: Parallel) -> Tensor:
     else:
         y = torch.zeros(SAMPLES, SEQ, VOCAB)
     pipe = grid.axis("pipe")
-    return verbs.broadcast(y, pipe, pipe.size - 1).wait()
+    return verbs.broadcast(y, pipe, index=pipe.size - 1).wait()

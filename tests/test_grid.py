@@ -183,7 +183,7 @@ def in_axis_order(grid: Grid, order: list[int]) -> list[str]:
             "all_gather of dim 1": verbs.all_gather(mine(axis.index, 0), axis, 1),
             "reduce_scatter": verbs.reduce_scatter(everything, axis, 0),
             "all_to_all": verbs.all_to_all(everything, axis),
-            "broadcast": verbs.broadcast(mine(axis.index, 0), axis, n - 1),
+            "broadcast": verbs.broadcast(mine(axis.index, 0), axis, index=n - 1),
         }
         counts = [[(of + 2 * to) % 3 for to in range(n)] for of in range(n)]
         ragged = [mine(axis.index, to).expand(counts[axis.index][to], 1) for to in range(n)]

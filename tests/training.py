@@ -81,6 +81,7 @@ def losses_of(
         trainer.resume(Path(resume))
     found = [row["loss"] for row in trainer.steps()]
     trainer.save()
+    trainer.write_timeline()
     return found
 
 

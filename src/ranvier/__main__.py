@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
+from typing import TextIO
 
 from ranvier import launch
 from ranvier.errors import PlanError
@@ -23,9 +24,9 @@ def main() -> None:
     if words[:1] == ["train"]:  # from the very start, whoever sends a signal learns the same
         launch.end_at_once()
     if sys.stdout is None:  # closed by whoever started this
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        os.set_inheritable(1, True)  # for the ranks too
-        sys.stdout = os.fdopen(1, "w")
+        sys.stdout = _null(1)
+    if sys.stderr is None:
+        sys.stderr = _null(2)
     one = " --nproc 1 " in f"{' '.join(words)} ".replace("=", " ")
     if words and words[0] in WORKERS and not one and not {"-h", "--help"} & {*words}:
         with suppress(PlanError):  # told later
@@ -34,6 +35,13 @@ def main() -> None:
     from ranvier import cli
 
     cli.main()
+
+
+def _null(number: int) -> TextIO:
+    """A descriptor that takes everything, for the ranks too: no other file may get its number."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    os.set_inheritable(number, True)
+    return os.fdopen(number, "w")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -170,6 +171,7 @@ def _train(words: Sequence[str]) -> int:
         watchdog=run.launch.watchdog,
         grids=tuple((elastic.named(o.plan.degrees), o.plan.world) for o in choices),
     )
+    where, began = Path(choices[0].train.out), time.time()
     return launch.start(
         arguments.nproc or world,
         task,
@@ -177,6 +179,7 @@ def _train(words: Sequence[str]) -> int:
         policy=policy,
         nodes=nodes,
         timeout_seconds=run.train.timeout,
+        ended=lambda code, message: folder.close_lost(where, began, code, message),
     )
 
 

@@ -172,6 +172,17 @@ class Grid:
             self._axes[key] = self._make(counts, channel)
         return self._axes[key]
 
+    def everyone(self, *, channel: str = "") -> Axis:
+        """All ranks in the order of their numbers, wherever they are placed.
+
+        The index of a rank on this axis is that rank. Communicates: as `axis`.
+        """
+        key = ("everyone", channel)
+        if key not in self._axes:
+            counts = {name: size for name, size in self.degrees.items() if size > 1}
+            self._axes[key] = self._joined(tuple(counts), [*range(self.world)], channel)
+        return self._axes[key]
+
     def line(self, *names: str) -> Axis:
         """The axis of these names for its size and my place on it, without a communicator."""
         _refuse_unknown(names)

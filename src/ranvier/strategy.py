@@ -167,7 +167,7 @@ class RanvierStrategy(_theirs()):  # type: ignore[misc]  # whichever of the two 
     # ---- among processes ------------------------------------------------------------------------
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Tensors of all ranks, one after the other in a new dim."""
+        """Tensors of all ranks, in the order of their numbers, in a new dim."""
         return verbs.all_gather(tensor.unsqueeze(0), everyone(self.grid)).wait()
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
@@ -192,7 +192,7 @@ class RanvierStrategy(_theirs()):  # type: ignore[misc]  # whichever of the two 
                 f"fabric.broadcast of a {type(obj).__name__}. Ranks tell each other what JSON "
                 "holds: numbers, texts, lists, tables. Send one of these."
             ) from None
-        return json.loads(told(text, self.grid, self.root_device, source=src))
+        return json.loads(told(text, self.grid, self.root_device, rank=src))
 
     # ---- saving ---------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ def all_pairs(x: Tensor, w: Tensor, axis: Axis) -> Tensor:
 def bare_verbs(x: Tensor, w: Tensor, axis: Axis) -> Tensor:
     """What leaves use outside autograd."""
     peak = verbs.all_reduce(x.detach(), axis, "max").wait()
-    first, last = (verbs.broadcast(w.detach(), axis, source).wait() for source in (0, 1))
+    first, last = (verbs.broadcast(w.detach(), axis, index=index).wait() for index in (0, 1))
     return ((x - peak) @ (w + 2 * first + 3 * last)).sum()
 
 

@@ -55,7 +55,7 @@ def results(grid: Grid) -> list[str]:
     chunks = [x.chunk(n)[i] for x in every]
     expect(lines, "all_to_all", verbs.all_to_all(mine, axis).wait(), torch.cat(chunks))
     for source in range(n):
-        expect(lines, "broadcast", verbs.broadcast(mine, axis, source).wait(), every[source])
+        expect(lines, "broadcast", verbs.broadcast(mine, axis, index=source).wait(), every[source])
     expect(lines, "input", mine, every[i])
     return lines + ragged(axis) + point_to_point(axis)
 

@@ -130,10 +130,16 @@ def _waiting(folder: Path, me: Ranks) -> int:
 def test_others_are_ended_soon_after_a_rank_is_killed_at_the_start(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    start = time.monotonic()
-    assert launch.start(2, _dead_at_start, preload=FAST, policy=Policy(grids=PAIR)) == 71
+    start, ends = time.monotonic(), list[tuple[int, str]]()
+
+    def ended(code: int, message: str) -> None:
+        ends.append((code, message))
+
+    policy = Policy(grids=PAIR)
+    assert launch.start(2, _dead_at_start, preload=FAST, policy=policy, ended=ended) == 71
     assert time.monotonic() - start < 5.0
     assert "(SIGKILL) before its first step" in capfd.readouterr().err
+    assert [code for code, _ in ends] == [71] and "Rank 1 was killed" in ends[0][1]
 
 
 def _dead_at_start(me: Ranks) -> int:

@@ -12,8 +12,9 @@ from commands import SMALL, call
 from pool import Pool
 from ranvier.checkpoint.folder import found
 from ranvier.checkpoint.load import wholes
+from ranvier.comm import verbs
 from ranvier.errors import PlanError
-from ranvier.grid import Grid
+from ranvier.grid import Axis, Grid
 from training import losses_of, run_of, stored
 
 EVEN = {"optim__schedule": "wsd", "optim__warmup": 0, "optim__cooldown": 0.0}
@@ -41,6 +42,60 @@ def test_a_run_goes_on_wherever_states_rest(pool: Pool, corpus: str, tmp_path: P
     assert want.keys() == have.keys()
     for name, x in want.items():
         assert torch.allclose(x, have[name], rtol=1e-9, atol=1e-12), name
+
+
+def losses_read_late(
+    grid: Grid, corpus: str, steps: int, changes: dict[str, Any]
+) -> tuple[list[float], int]:
+    """Losses of a run, and gathers whose input lost its memory before they were awaited."""
+    gather, lost = verbs.all_gather, 0
+
+    def watched(x: torch.Tensor, axis: Axis, dim: int = 0) -> verbs.Pending:
+        pending = gather(x.clone(), axis, dim)  # a copy: memory that is gone would end the process
+        wait = pending.wait
+
+        def late() -> torch.Tensor:
+            nonlocal lost
+            lost += x.untyped_storage().nbytes() < x.nbytes
+            return wait()
+
+        pending.wait = late  # type: ignore[method-assign]
+        return pending
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verbs, "all_gather", watched)
+        return losses_of(
+            grid, corpus, "", steps, changes={**changes, "checkpoint__every": -1}
+        ), lost
+
+
+RELATIVES: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"pipe": 2, "depth": 2}, {"memory__weights": "host", "plan__policy": "1f1b"}),
+    ({"pipe": 2, "depth": 2}, {"memory__weights": "host", "plan__policy": "zero-bubble"}),
+    ({"pipe": 2, "depth": 2}, {**AWAY, "plan__chunks": 2, "model__layers": 6}),
+    ({"pipe": 2, "data": 2, "depth": 2}, {**AWAY, "plan__overlap": ("dw",)}),
+    ({"pipe": 2, "depth": 2, "row": 2}, {**AWAY, "plan__recompute": "full"}),
+    ({"pipe": 2, "depth": 2}, {**AWAY, "plan__gathered": "keep"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "changes"),
+    [
+        ({"pipe": 2, "depth": 2}, AWAY),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in RELATIVES),
+    ],
+)
+def test_memory_of_weights_stays_while_it_is_read(
+    pool: Pool, corpus: str, degrees: dict[str, int], changes: dict[str, Any]
+) -> None:
+    """A stage that uses a block twice in a row gathers it anew while the first gather arrives."""
+    changes = {"model__layers": 4, **EVEN, **changes}
+    shape = {key: changes[key] for key in ("model__layers", *EVEN)}
+    whole = losses_of(Grid({}), corpus, "", 3, changes={**shape, "checkpoint__every": -1})
+    for losses, lost in pool.on_grid(degrees, losses_read_late, corpus, 3, changes):
+        assert lost == 0
+        assert losses == pytest.approx(whole, rel=1e-12)
 
 
 @pytest.mark.parametrize("moments", ["bf16", "int8"])

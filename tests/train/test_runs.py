@@ -6,18 +6,29 @@ import gzip
 import json
 import os
 import resource
+import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from commands import SMALL, call, ended, losses, metrics, started
 from data.corpora import write_pair
+from pool import Pool
 from ranvier.checkpoint.folder import found
+from ranvier.errors import RanvierError
+from ranvier.grid import Grid
+from ranvier.infer.loaded import load
+from ranvier.infer.sample import Speaker
+from ranvier.train import folder as folders
+from ranvier.train.directory import held_open
 from ranvier.train.trainer import Trainer
+from training import run_of, stored, trainer_of
 
 FAST = [*SMALL, "--nproc", "1"]
 
@@ -38,6 +49,225 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, at: int, action: Callable[[], A
         return issue(self, *arguments, **options)
 
     monkeypatch.setattr(Trainer, "issue", patched)
+
+
+MIXTURE = [
+    *("--model.experts", "4", "--model.experts-top", "2", "--model.expert-mlp", "16"),
+    *("--model.router-bias", "0.01", "--model.moe-first", "1"),
+]
+
+
+def test_a_mixture_with_a_router_bias_ends_with_a_sample(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What chooses the experts besides weights is a buffer; text is that of the grid's model."""
+    words = ("--train.steps", "4", "--train.prompt", "def ", "--train.out", "run")
+    assert call("train", *FAST, *MIXTURE, *words) == 0
+    known = json.loads((folder / "run" / "run.json").read_text())
+    assert known["status"] == "finished" and known["sample"]["text"]
+    capsys.readouterr()
+    assert call("generate", "run", "--prompt", "def ", "--tokens", "4") == 0
+    assert capsys.readouterr().out.startswith("def ")
+    serial = Speaker.of(Path("run"), "cpu").model
+    tensors = {**dict(serial.named_parameters()), **dict(serial.named_buffers())}
+    assert not [name for name, x in tensors.items() if x.is_meta]
+    biases = {name: x for name, x in tensors.items() if name.endswith("mlp.bias")}
+    assert biases and all(x.abs().max() > 0.0 for x in biases.values())
+    ids = torch.arange(16).view(1, -1)
+    with torch.no_grad():
+        want = load(Path("run"), Grid({}), "cpu")(ids)
+        assert torch.allclose(serial(ids), want, rtol=1e-5, atol=1e-5)
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("on the meta device\nand more")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("said", "No sample of text: RuntimeError: on the meta device"),
+        ("report.write", "No report: RuntimeError: on the meta device"),
+        ("_memory", "No account of the run in run.json: RuntimeError"),
+    ],
+)
+def test_what_comes_after_the_last_step_never_costs_a_run(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    words: str,
+) -> None:
+    monkeypatch.setattr(f"ranvier.train.train.{name}", fail)
+    steps = ("--train.steps", "3", "--train.prompt", "def ", "--train.out", "run")
+    assert call("train", *FAST, *steps) == 0
+    out, run = capsys.readouterr().out, folder / "run"
+    assert words in out and "Try next:" in out
+    assert json.loads((run / "run.json").read_text())["status"] == "finished"
+    assert found(run / "checkpoints")[-1].name == "step-00000003"
+    assert (run / "report.html").exists() == (name != "report.write")
+
+
+def test_run_json_is_true_after_any_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While it trains, after an error that breaks its account too, and after a kill."""
+    run, seen = folder / "run", list[str]()
+
+    def facts() -> dict[str, Any]:
+        known: dict[str, Any] = json.loads((run / "run.json").read_text())
+        return known
+
+    def look() -> None:
+        seen.extend([facts()["status"], folders.status_of(run, facts())])
+        monkeypatch.setattr("ranvier.train.train._memory", fail)
+        raise ValueError("a bug")
+
+    interrupted(monkeypatch, 2, look)
+    assert call("train", *FAST, "--train.steps", "4", "--train.out", "run") == 70
+    assert seen == ["unfinished", "running"]
+    assert facts()["status"] == "failed: ValueError: a bug"
+    began = folders.launches(run)[-1]["began"]
+    folders.record(run, status=folders.UNFINISHED)  # as a kill of all processes leaves it
+    assert folders.status_of(run, facts()).startswith("unfinished: it was killed")
+    with folders.lock(run):  # another run has it
+        folders.close_lost(run, began, 71, "Rank 0 was killed.")
+    folders.close_lost(run, began + 1.0, 71, "Rank 0 was killed.")  # so has one before
+    assert facts()["status"] == "unfinished"
+    folders.close_lost(run, began, 71, "Rank 0 was killed.\nMore.")
+    assert facts()["status"] == "failed: Rank 0 was killed."
+
+
+def delete(run: Path) -> None:
+    shutil.rmtree(run)
+
+
+def rename(run: Path) -> None:
+    run.rename("elsewhere")
+
+
+def replace_it(run: Path) -> None:
+    """By one that has all that a save needs."""
+    run.rename("elsewhere")
+    (run / "checkpoints").mkdir(parents=True)
+
+
+def delete_checkpoints(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+
+
+def renew_checkpoints(run: Path) -> None:
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").mkdir()
+
+
+HARMS = [delete, rename, replace_it, delete_checkpoints, renew_checkpoints]
+
+
+@pytest.mark.parametrize(
+    ("harm", "at"), [(delete, 2), (replace_it, 2), *((harm, 4) for harm in HARMS[1:])]
+)
+def test_a_run_does_not_outlive_its_directory(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    harm: Callable[[Path], None],
+    at: int,
+) -> None:
+    """It ends soon, with 73, and leaves nothing where the directory was."""
+    last = list[int]()
+
+    def harmed() -> None:
+        harm(folder / "run")
+        last.append(at)
+
+    if at == 2:
+        monkeypatch.setattr("ranvier.train.directory.LOOK_SECONDS", 0.0)
+    interrupted(monkeypatch, at, harmed)
+    interrupted(monkeypatch, 4, lambda: last.append(4))
+    assert call("train", *FAST, "--train.steps", "5", "--train.out", "run") == 73
+    assert "is not the directory any more that this run began in" in capsys.readouterr().err
+    assert last == ([2] if at == 2 else [4, 4])
+    run = folder / "run"
+    assert not [*run.rglob("step-*")]
+    assert run.exists() == (harm in HARMS[2:])
+    if harm in (delete_checkpoints, renew_checkpoints):
+        status = json.loads((run / "run.json").read_text())["status"]
+        assert status.startswith("failed: ") and "checkpoints is not the directory" in status
+    if harm is replace_it:
+        assert [path.name for path in run.iterdir()] == ["checkpoints"]
+
+
+def lost_directory(grid: Grid, corpus: str, out: str) -> tuple[int, int]:
+    """Exit code and steps of a run of several ranks, whose directory is deleted after a step."""
+    trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), 8))
+    paths = (Path(out), trainer.saver.folder)  # all ranks ask for the saver
+    with (
+        held_open(*paths if grid.rank == 0 else ()) as directory,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr("ranvier.train.directory.LOOK_SECONDS", 0.0)
+        trainer.watch_directory(directory)
+        try:
+            for row in trainer.steps():
+                if row["step"] == 1 and grid.rank == 0:
+                    shutil.rmtree(out)
+            trainer.save()
+        except RanvierError as error:
+            return error.exit_code, trainer.step
+    return 0, trainer.step
+
+
+def test_all_ranks_end_when_the_directory_is_gone(pool: Pool, tmp_path: Path) -> None:
+    corpus = stored(tmp_path)
+    ends = pool.on_grid({"row": 2}, lost_directory, corpus, str(tmp_path / "run"))
+    assert ends[0] == ends[1] and ends[0][0] == 73 and ends[0][1] < 8
+    assert not (tmp_path / "run").exists()
+
+
+class Failing:
+    """A log that fails when it is written or closed."""
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+    def __enter__(self) -> Callable[[Any], None]:
+        return fail if self.when == "row" else (lambda row: None)
+
+    def __exit__(self, *_: object) -> None:
+        if self.when == "end":
+            fail()
+
+
+@pytest.mark.parametrize("when", ["row", "end"])
+def test_a_log_that_fails_never_costs_a_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], when: str
+) -> None:
+    monkeypatch.setattr("ranvier.train.show.LOGS", {"tensorboard": lambda *_: Failing(when)})
+    words = ("--train.steps", "3", "--train.log", "tensorboard", "--train.out", "run")
+    assert call("train", *FAST, *words) == 0
+    assert capsys.readouterr().err.count("tensorboard has failed: RuntimeError") == 1
+    assert found(folder / "run" / "checkpoints")[-1].name == "step-00000003"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "full"])
+def test_a_run_goes_on_when_nobody_reads_what_it_prints(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As in `ranvier train | head -1`, or with its output on a full disk."""
+    reader, writer = os.pipe() if kind == "pipe" else (-1, os.open("/dev/full", os.O_WRONLY))
+    with os.fdopen(writer, "w") as stream:
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, stream)
+            monkeypatch.setattr(sys, f"__{name}__", stream)
+        if kind == "pipe":
+            os.close(reader)
+        words = ("--train.steps", "4", "--train.prompt", "def ", "--train.out", "run")
+        assert call("train", *FAST, *words) == 0
+        assert sys.stdout is stream
+    assert len(metrics(folder / "run")) == 4 and (folder / "run" / "report.html").exists()
+    assert json.loads((folder / "run" / "run.json").read_text())["status"] == "finished"
+    assert found(folder / "run" / "checkpoints")
 
 
 def test_a_run_leaves_what_people_look_for(

@@ -12,6 +12,7 @@ import torch
 
 from equivalence import Case, batch_of, gradients, micros_of, worst
 from pool import Pool
+from ranvier.checkpoint.folder import found as checkpoints
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models import Decoder
@@ -20,7 +21,7 @@ from ranvier.parallel import parallel_of
 from ranvier.train.stages import measured
 from ranvier.train.step import forward_backward
 from ranvier.verify import compare, shrink
-from training import run_of, stored, trainer_of
+from training import losses_of, run_of, stored, trainer_of
 
 STEPS = 3
 
@@ -35,6 +36,7 @@ def trained(grid: Grid, corpus: str, out: str, changes: dict[str, Any]) -> dict[
     run = run_of(out, dict(grid.degrees), STEPS, **changes)
     trainer = trainer_of(grid, corpus, run)
     rows = list(trainer.steps())
+    trainer.write_timeline()
     pipeline = parallel_of(trainer.model).pipeline
     return {
         "losses": [row["loss"] for row in rows],
@@ -74,6 +76,39 @@ def test_a_run_with_stages_is_that_of_one_process(
         assert sum(kind == "F" for kind, *_ in jobs) == each
         assert all(0.0 <= start <= stop <= facts["seconds"] for _, _, _, start, stop in jobs)
     assert len(facts["part_seconds"]) == 4 and min(facts["part_seconds"]) > 0.0
+
+
+ORDERED: list[tuple[dict[str, int], tuple[str, ...]]] = [
+    ({"pipe": 2, "data": 2, "row": 2}, ("data", "row", "pipe")),
+    ({"pipe": 2, "depth": 2, "col": 2}, ("col", "pipe", "depth")),
+    ({"data": 2, "row": 2}, ("row", "data")),
+    ({"pipe": 4}, ("pipe", "row")),
+]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "order"),
+    [
+        ({"pipe": 2, "row": 2}, ("row", "pipe")),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in ORDERED),
+    ],
+    ids=str,
+)
+def test_ranks_may_be_placed_in_any_order(
+    pool: Pool, tmp_path: Path, corpus: str, degrees: dict[str, int], order: tuple[str, ...]
+) -> None:
+    """Trained, saved and resumed, also in the usual order: the run is that of one process."""
+    even = {"optim__schedule": "wsd", "optim__warmup": 0, "optim__cooldown": 0.0}
+    whole = losses_of(Grid({}), corpus, str(tmp_path / "one"), 6, changes=even)
+    found, last = list[float](), ""
+    for steps, axes in ((2, order), (4, ()), (6, order)):
+        out, changes = tmp_path / str(steps), {**even, "plan__order": axes, "guard__replicas": 1}
+        plan = run_of(str(out), degrees, steps, **changes).plan
+        ranks = [int(rank) for rank in Grid.of(plan).ranks.reshape(-1)]
+        told = pool.on_grid(degrees, losses_of, corpus, str(out), steps, last, changes, order=ranks)
+        assert all(losses == told[0] for losses in told)
+        found, last = found + told[0], str(checkpoints(out / "checkpoints")[-1])
+    assert found == pytest.approx(whole, rel=1e-12)
 
 
 def test_a_limit_of_memory_bounds_what_a_stage_holds(

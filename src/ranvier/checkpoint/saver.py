@@ -63,6 +63,8 @@ class Saver:
         """The last checkpoint that was committed, as far as this rank knows."""
         self.step = -1
         """The step that was saved last, or is being saved."""
+        self.check: Callable[[], None] = lambda: None
+        """Refuses to write where nobody would find it; asked on rank 0, of each save twice."""
         self.repeated = 0
         """Writes that failed and were repeated."""
         self._host = Host(device)
@@ -224,6 +226,7 @@ class Saver:
 
         def once() -> None:
             if self.grid.rank == 0:
+                self.check()
                 folder.sweep(self.folder, self.nonce)
                 self._warn()
             here.mkdir(exist_ok=True)
@@ -267,6 +270,7 @@ class Saver:
             with suppress(OSError):  # a run can go on without them
                 blocks.flush(path)
         here = folder.writing(where, step, self.nonce)
+        self.check()
         self._tried(lambda: folder.seal(here, step, self.grid.degrees, self._facts))
         final = self._tried(lambda: folder.publish(where, here, step))
         self._tried(lambda: blocks.flush(where))

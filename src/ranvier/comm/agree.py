@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 
 def everyone(grid: Grid, channel: str = "") -> Axis:
-    """All ranks."""
-    return grid.axis(*grid.degrees, channel=channel)
+    """All ranks in the order of their numbers: the index on this axis is the global rank."""
+    return grid.everyone(channel=channel)
 
 
 def largest(value: int, grid: Grid, device: torch.device | str, *, channel: str = "") -> int:
@@ -35,20 +35,22 @@ def most_of(values: Sequence[int], grid: Grid, device: torch.device | str) -> li
 
 
 def told(
-    text: str, grid: Grid, device: torch.device | str, *, source: int = 0, channel: str = ""
+    text: str, grid: Grid, device: torch.device | str, *, rank: int = 0, channel: str = ""
 ) -> str:
-    """The text of rank `source` on all ranks.
+    """The text of a (global) rank on all ranks.
 
     Communicates: all-reduce of its length and broadcast of its bytes over all axes.
     """
-    words = text.encode() if grid.rank == source else b""
+    words = text.encode() if grid.rank == rank else b""
     size = largest(len(words), grid, device, channel=channel)
     buffer = torch.zeros(size, dtype=torch.uint8, device=device)
     if words:
         buffer.copy_(torch.frombuffer(bytearray(words), dtype=torch.uint8))
     if not len(buffer):
         return ""
-    return bytes(verbs.broadcast(buffer, everyone(grid, channel), source).wait().tolist()).decode()
+    axis = everyone(grid, channel)
+    found = verbs.broadcast(buffer, axis, index=axis.ranks.index(rank)).wait()
+    return bytes(found.tolist()).decode()
 
 
 def differences(
@@ -69,9 +71,10 @@ def differences(
         if mine.get(key) != first.get(key)
     ]
     flag = torch.tensor([len(odd)], device=device)
-    counts = verbs.all_gather(flag, everyone(grid)).wait().tolist()
-    whose = [rank for rank, count in enumerate(counts) if count]
-    words = (told(json.dumps(odd), grid, device, source=rank) for rank in whose[:most])
+    axis = everyone(grid)
+    counts = verbs.all_gather(flag, axis).wait().tolist()
+    whose = [rank for rank, count in zip(axis.ranks, counts, strict=True) if count]
+    words = (told(json.dumps(odd), grid, device, rank=rank) for rank in whose[:most])
     return [line for word in words for line in json.loads(word)]
 
 
@@ -100,4 +103,4 @@ def complaint(text: str, grid: Grid, device: torch.device | str) -> str:
     Communicates: one number, then perhaps a text, over all axes.
     """
     first = grid.world - largest(grid.world - grid.rank if text else 0, grid, device)
-    return told(text, grid, device, source=first) if first < grid.world else ""
+    return told(text, grid, device, rank=first) if first < grid.world else ""

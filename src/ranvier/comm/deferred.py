@@ -143,8 +143,8 @@ class Deferred:
         for bucket, values in zip(here, pending, strict=True):
             whole = values.wait()
             bucket.gathered = bucket.unpack(whole) if bucket.split else []
-            if bucket.split and bucket.home is not None and self.homes is not None:
-                self.homes.drop(bucket)  # what was gathered is a copy
+            if bucket.split:
+                self._give_back(bucket)  # what was gathered is a copy
 
     def _coming(self, block: str) -> list[Bucket]:
         """Buckets of a block that have to come: split over depth, or from the host."""
@@ -153,8 +153,17 @@ class Deferred:
     def _leave(self, bucket: Bucket, *, soon: bool = False) -> None:
         """Forget the weights of a bucket that have come. soon: they are used again at once."""
         bucket.gathered = None
-        soon = soon or bucket.name in self._ahead
-        if bucket.home is not None and self.homes is not None and not soon:
+        if not soon:
+            self._give_back(bucket)
+
+    def _give_back(self, bucket: Bucket) -> None:
+        """Give the device memory of weights that rest on the host back.
+
+        Not while a fetch or a gather of them is under way: it reads that memory. Where a block is
+        used twice in a row (by two jobs of a stage) the second is issued before the first has come.
+        """
+        under_way = bucket.name in self._ahead
+        if bucket.home is not None and self.homes is not None and not under_way:
             self.homes.drop(bucket)
 
     def _after(self, seen: list[str]) -> str:

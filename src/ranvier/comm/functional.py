@@ -47,10 +47,10 @@ def all_to_all(x: Tensor, axis: Axis, send: list[int] | None, receive: list[int]
     return reorder(out, axis, to_group=False, counts=receive)
 
 
-def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
+def broadcast(x: Tensor, axis: Axis, index: int) -> Tensor:
     """As verbs.broadcast. Communicates: broadcast over axis."""
     _record("broadcast", axis, x)
-    return _done(_ops.broadcast(x.contiguous(), axis.order[source], axis.group_name))
+    return _done(_ops.broadcast(x.contiguous(), axis.order[index], axis.group_name))
 
 
 def _record(op: str, axis: Axis, x: Tensor, times: int = 1) -> None:

@@ -362,18 +362,21 @@ def all_to_all(
 
 
 @_once
-def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Pending:
-    """The tensor of the rank at index `source`, on all. Communicates: broadcast over axis."""
+def broadcast(x: Tensor, axis: Axis, *, index: int = 0) -> Pending:
+    """The tensor of the rank at this index of the axis, on all.
+
+    Communicates: broadcast over axis.
+    """
     if axis.size == 1:
         return Pending(x)
     if torch.compiler.is_compiling():
-        return Pending(functional.broadcast(x, axis, source))
+        return Pending(functional.broadcast(x, axis, index))
     copy = x.clone(memory_format=torch.contiguous_format)
 
     def call(out: Tensor, value: Tensor) -> Any:
         if out is not value:
             out.copy_(value)
-        return distributed.broadcast(out, axis.ranks[source], group=axis.group, async_op=True)
+        return distributed.broadcast(out, axis.ranks[index], group=axis.group, async_op=True)
 
     return _start("broadcast", axis, _bytes(x), copy, copy, call, lambda out: out)
 

@@ -121,7 +121,7 @@ def logits_of(
         axis = grid.axis("pipe")
         if runtime.stage.vocabulary:
             return y.contiguous()
-        return verbs.broadcast(y.contiguous(), axis, axis.size - 1).wait()
+        return verbs.broadcast(y.contiguous(), axis, index=axis.size - 1).wait()
 
 
 def _joined(y: Tensor, parallel: Parallel) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -112,23 +113,31 @@ class Speaker:
 def fill(
     model: nn.Module, whole: Mapping[str, Tensor], origin: Path, device: torch.device | str
 ) -> None:
-    """Give a model without values its weights; a tied one bears its first name and stays tied."""
+    """Give a model without values its weights and buffers: all of them, or none is usable.
+
+    A tied one bears its first name and stays tied. Buffers, as the bias of a router, keep the type
+    in which they were saved.
+    """
     owners: dict[int, list[tuple[nn.Module, str, str]]] = {}
     for path, module in model.named_modules():
-        for key, param in module.named_parameters(recurse=False):
-            owners.setdefault(id(param), []).append((module, key, f"{path}.{key}".lstrip(".")))
+        own = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        for key, tensor in chain(*own):
+            owners.setdefault(id(tensor), []).append((module, key, f"{path}.{key}".lstrip(".")))
     dtype = _one_dtype(whole, device)
     for tied in owners.values():
         module, key, name = tied[0]
-        shape = getattr(module, key).shape
-        if name not in whole or whole[name].shape != shape:
+        empty = getattr(module, key)
+        if name not in whole or whole[name].shape != empty.shape:
             raise DataError(
-                f"{origin} has no {name} of shape {tuple(shape)}. A checkpoint fits the config "
-                "it was trained with. Restore the config.toml of its run."
+                f"{origin} has no {name} of shape {tuple(empty.shape)}. A checkpoint fits the "
+                "config it was trained with. Restore the config.toml of its run."
             )
-        param = nn.Parameter(whole[name].to(device, dtype), requires_grad=False)
+        weight = isinstance(empty, nn.Parameter)
+        value = whole[name].to(device, dtype if weight else None)
+        if weight:
+            value = nn.Parameter(value, requires_grad=False)
         for module, key, _ in tied:
-            setattr(module, key, param)
+            setattr(module, key, value)
 
 
 def _one_dtype(whole: Mapping[str, Tensor], device: torch.device | str) -> torch.dtype:

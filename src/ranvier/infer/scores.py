@@ -97,7 +97,7 @@ def _round(parallel: Parallel, sequences: Sequence[Sequence[int]], batch: int) -
         shape = (micros, 2, batch, length)
         y = torch.zeros(shape, dtype=parallel.queue.dtype, device=runtime.device)
     pipe = grid.axis("pipe")
-    y = verbs.broadcast(y.contiguous(), pipe, pipe.size - 1).wait()
+    y = verbs.broadcast(y.contiguous(), pipe, index=pipe.size - 1).wait()
     y = verbs.all_gather(y.transpose(1, 2).contiguous(), replicas, 1).wait()  # (m, R·b, 2, s)
     for one, (log, greedy) in zip(sequences, y.flatten(0, 1).cpu(), strict=False):
         count = len(one) - 1

@@ -172,7 +172,7 @@ def last_logits(parallel: Parallel, tokens: Tensor, lengths: Tensor | None = Non
     axis = grid.axis("pipe")
     if stage.vocabulary:
         return y.contiguous()
-    return verbs.broadcast(y.contiguous(), axis, axis.size - 1).wait()
+    return verbs.broadcast(y.contiguous(), axis, index=axis.size - 1).wait()
 
 
 def evened(y: Tensor, parallel: Parallel) -> Tensor:

@@ -24,6 +24,7 @@ from ranvier.errors import (
     WriteError,
 )
 from ranvier.launch.environment import Ranks
+from ranvier.launch.output import lasting_output
 
 WRITING = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
@@ -100,7 +101,7 @@ class Stop:
             if not first:
                 first.append((number, time.monotonic()))
             elif _ends(number, *first[0]) and not self._left.wait(PATIENCE_SECONDS):
-                os.write(2, b"Interrupted.\n")
+                _tell("Interrupted.")
                 os._exit(128 + number)
 
         return heard
@@ -108,10 +109,7 @@ class Stop:
     def first(self, number: int) -> None:
         """What is done when the first signal comes."""
         if not self.quiet:
-            with contextlib.suppress(OSError):  # not print: it may be at work underneath
-                os.write(
-                    2, b"Stopping: finishing the step, then saving; Ctrl-C again stops at once.\n"
-                )
+            _tell("Stopping: finishing the step, then saving; Ctrl-C again stops at once.")
 
     def again(self, number: int) -> None:
         """What is done when another one comes."""
@@ -153,7 +151,7 @@ def end_at_once() -> None:
     """Until something else is said, signals to stop end this process: it has done nothing yet."""
 
     def end(_: int, __: FrameType | None) -> None:
-        os.write(2, f"{BEFORE}\n".encode())
+        _tell(BEFORE)
         os._exit(STOPPED)
 
     handled(end)
@@ -178,22 +176,32 @@ def reported(me: Ranks, *, quiet: bool = False, trains: bool = True) -> Iterator
     """Turn an error inside into a message (without traceback if mendable) and an exit code.
 
     quiet: say nothing, as another rank says the same; trains: signals ask a run to stop, which it
-    does also while the interpreter waits for C++, until somebody else sees to them (`Stop`).
+    does also while the interpreter waits for C++, until somebody else sees to them (`Stop`), and
+    nobody has to read what is printed. Other programs end when their reader has seen enough.
     """
+    with (
+        lasting_output() if trains else contextlib.nullcontext(),
+        _reported(me, quiet=quiet, trains=trains),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _reported(me: Ranks, *, quiet: bool, trains: bool) -> Iterator[None]:
     before, left = handled(_stopped if trains else _interrupted), threading.Event()
 
     def heard(_: int) -> None:
         if trains and not left.wait(START_SECONDS):
-            os.write(2, f"{BEFORE}\n".encode())
+            _tell(BEFORE)
             os._exit(STOPPED)
 
     try:
         with hearing(heard) if before else contextlib.nullcontext():
             yield
-    except BrokenPipeError:  # whoever read what is printed has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(128 + signal.SIGPIPE) from None
     except (Exception, KeyboardInterrupt) as error:
+        if isinstance(error, BrokenPipeError) and not trains:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(128 + signal.SIGPIPE) from None
         where = f"rank {me.rank}: " if me.world > 1 else ""
         message, code = _told(error)
         # A supervisor tells of stops and of other ranks' errors by itself.
@@ -268,6 +276,12 @@ def end_with_others(me: Ranks) -> Iterator[None]:
     finally:
         left.set()
         thread.join(2.0)
+
+
+def _tell(words: str) -> None:
+    """Write to stderr, if somebody reads it; not print, which may be at work underneath."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{words}\n".encode())
 
 
 def _nothing(_: int) -> None:

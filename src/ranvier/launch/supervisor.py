@@ -206,20 +206,22 @@ def start(
     policy: Policy | None = None,
     nodes: Nodes | None = None,
     timeout_seconds: float = 600.0,
+    ended: Callable[[int, str], None] = lambda code, message: None,
 ) -> int:
     """Run `task` as `nproc` local ranks, of one node or of several; the exit code of the run.
 
-    preload: see `warm`; timeout_seconds: how long nodes wait for each other at the start.
+    preload: see `warm`; timeout_seconds: how long nodes wait for each other at the start; ended: is
+    told code and message, on the first node, when no rank is left.
     """
     warm(preload)
     policy = policy or Policy(grids=(("", nproc),))
     board = None if nodes is None else Board(nodes, timeout_seconds)
     with tempfile.TemporaryDirectory(prefix="ranvier-") as name, Told() as told:
-        local, ended = Local(Path(name), task, told, policy.watchdog), threading.Event()
+        local, over = Local(Path(name), task, told, policy.watchdog, ended), threading.Event()
         if nodes is None or board is None:
             return _alone(local, policy, nproc)
         board.write(f"node/{nodes.node}", json.dumps({"ranks": nproc, "host": own_host(nodes)}))
-        threading.Thread(target=board.live, args=(ended,), daemon=True).start()
+        threading.Thread(target=board.live, args=(over,), daemon=True).start()
         try:
             if nodes.node == 0:
                 return _lead(local, Captain(board, policy, time.time()), timeout_seconds)
@@ -228,7 +230,7 @@ def start(
             say(f"node {nodes.node}: {error}")
             return error.exit_code
         finally:
-            ended.set()
+            over.set()
 
 
 @dataclass
@@ -239,6 +241,8 @@ class Local:
     task: Task
     told: Told
     watchdog: float
+    ended: Callable[[int, str], None]
+    """Is told the exit code of the run and its message."""
 
     def attempt(
         self, order: Order, node: int = 0, over: Callable[[bool], bool] = lambda _: False
@@ -294,8 +298,10 @@ def _alone(local: Local, policy: Policy, nproc: int) -> int:
         then = history.after(end)
         say(then.message)
         if not then.again:
+            local.ended(then.code, then.message)
             return then.code
         if local.told.signal:  # it came when no rank was left to hear it
+            local.ended(local.told.ending or end.code, then.message)
             return local.told.ending or end.code
         if history.grid != grid and history.spare is not None:
             del places[history.spare]
@@ -316,6 +322,7 @@ def _lead(local: Local, captain: Captain, timeout_seconds: float) -> int:
         say(then.message)
         if not then.again or local.told.signal:
             code = then.code or local.told.ending or end.code
+            local.ended(code, then.message)
             captain.dismiss(order.attempt + 1, code)
             return code
 

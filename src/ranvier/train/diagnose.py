@@ -95,5 +95,5 @@ def _earliest(checks: Checks, model: nn.Module, device: torch.device) -> str:
         return ""
     whose = mine[1:] if checks.first == order else torch.full_like(mine[1:], NONE)
     rank = int(verbs.all_reduce(whose, everyone(grid), "min").wait().item())
-    name = told(checks.name, grid, device, source=rank)
+    name = told(checks.name, grid, device, rank=rank)
     return f"{name} on rank {rank}" if grid.world > 1 else name

@@ -10,6 +10,7 @@ report.html     plots
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import fcntl
 import io
 import itertools
@@ -33,6 +34,10 @@ from ranvier.run import Run
 from ranvier.settings import LARGEST
 from ranvier.train import saves
 from ranvier.train.adapters import is_base
+
+UNFINISHED = "unfinished"
+"""Status of a run until it ends: true while it trains, and for good if it is killed with all of its
+processes, so that nobody is left to write another. Who trains holds the lock."""
 
 
 def check_out(run: Run) -> None:
@@ -85,6 +90,16 @@ def lock(folder: Path, seconds: float = 1.0) -> IO[str]:
     handle.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     handle.flush()
     return handle
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a run is writing into a directory just now."""
+    with suppress(OSError), (folder / ".lock").open() as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def check_free(run: Run) -> None:
@@ -284,6 +299,31 @@ def facts(folder: Path) -> dict[str, Any]:
 def record(folder: Path, **more: Any) -> None:
     """Add facts to run.json."""
     write(folder / "run.json", json.dumps({**facts(folder), **more}, indent=1) + "\n")
+
+
+def status_of(folder: Path, about: Mapping[str, Any]) -> str:
+    """How a run stands, by its run.json and by whether somebody holds its lock; empty: unknown."""
+    status = str(about.get("status") or "")
+    if status not in (UNFINISHED, "running"):  # of earlier versions
+        return status
+    return "running" if is_locked(folder) else f"{UNFINISHED}: it was killed, or its machine lost"
+
+
+def close_lost(folder: Path, began: float, code: int, message: str) -> None:
+    """Write down how a run ended whose first rank could not do so.
+
+    began: when its launcher began; a run that has taken the directory since is left alone.
+    """
+    known, mine = facts(folder), launches(folder)[-1:]
+    theirs = not mine or float(mine[0].get("began", 0.0)) < began
+    if not code or known.get("status") != UNFINISHED or theirs or is_locked(folder):
+        return
+    words = message.strip().splitlines()[:1] or [f"it ended with exit code {code}"]
+    if not message and code > 128:
+        words = [f"it was ended at once by signal {code - 128}"]
+    finished = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    with suppress(OSError):  # the directory may be gone, or its disk full
+        record(folder, status=f"failed: {words[0]}", finished=finished)
 
 
 def launched(folder: Path, me: Ranks) -> None:

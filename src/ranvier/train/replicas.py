@@ -124,7 +124,7 @@ def _refuse(
     Communicates: its name, and the hashes of all who hold it.
     """
     name = mine[odd.index(True)].name if grid.rank == whose else ""
-    name = told(name, grid, device, source=whose)
+    name = told(name, grid, device, rank=whose)
     found = [(hashes[i], one) for i, one in enumerate(mine) if one.name == name]
     # holders are those whose part is at the same place; other ranks take part with a zero
     row = [[int(h), 1 + zlib.crc32(str(one.place).encode())] for h, one in found] or [[0, 0]]

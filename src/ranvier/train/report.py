@@ -196,7 +196,7 @@ def facts_of(record: Record) -> dict[str, Any]:
     parameters = number(facts.get("parameters"))
     return {
         "title": str(facts.get("title") or facts.get("model") or record.folder.resolve().name),
-        "status": str(facts["status"]) if facts.get("status") else None,
+        "status": folders.status_of(record.folder, facts) or None,
         "steps": len(latest.rows),
         "last_step": latest.rows[-1]["step"],
         "tokens": max(latest.finite("tokens"), default=None),

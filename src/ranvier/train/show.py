@@ -10,7 +10,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,42 @@ def sinks(run: Run, folder: Path) -> Iterator[Sink]:
         every: list[Sink] = [stack.enter_context(written(folder / "metrics.jsonl"))]
         every.append(stack.enter_context(display(run.train.steps)))
         for name in run.train.log:
-            every.append(stack.enter_context(LOGS[name](run, folder)))
+            every.append(stack.enter_context(spared(name, LOGS[name](run, folder))))
 
         def sink(row: Row) -> None:
             for one in every:
                 one(row)
 
         yield sink
+
+
+@contextmanager
+def spared(name: str, log: AbstractContextManager[Sink]) -> Iterator[Sink]:
+    """A log that may fail once it has begun: the run goes on without it, and says so once."""
+    sink, failed = log.__enter__(), False
+
+    def warn(error: Exception) -> None:
+        nonlocal failed
+        failed = True
+        text = f"{name} has failed: {type(error).__name__}: {error}. The run goes on without it."
+        print(text, file=sys.stderr, flush=True)
+
+    def write(row: Row) -> None:
+        try:
+            if not failed:
+                sink(row)
+        except Exception as error:
+            warn(error)
+
+    try:
+        yield write
+    finally:
+        before = sys.exc_info()
+        try:
+            log.__exit__(*before)
+        except Exception as error:
+            if error is not before[1]:
+                warn(error)
 
 
 @contextmanager

@@ -78,7 +78,7 @@ def timeline(
         for done in sorted(runtime.done, key=lambda done: done.start)
     ]
     words = json.dumps({"jobs": mine, "parts": _part_seconds(runtime), "begun": runtime.begun})
-    stages = [json.loads(told(words, grid, device, source=rank)) for rank in leaders(grid)]
+    stages = [json.loads(told(words, grid, device, rank=rank)) for rank in leaders(grid)]
     _align(stages)
     parts: dict[str, float] = {}
     for one in stages:

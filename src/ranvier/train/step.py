@@ -60,7 +60,7 @@ def _told(loss: Tensor, parallel: Parallel) -> Tensor:
     """What the last stage knows, on all. Communicates: broadcast of one number over pipe."""
     with parallel.grid.trace.at("pipeline.loss"):
         axis = parallel.grid.axis("pipe")
-        return verbs.broadcast(loss, axis, axis.size - 1).wait()
+        return verbs.broadcast(loss, axis, index=axis.size - 1).wait()
 
 
 @torch.no_grad()

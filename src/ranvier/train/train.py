@@ -10,6 +10,7 @@ import platform
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 from ranvier.checkpoint.folder import found as checkpoints_in
 from ranvier.comm.agree import differences, largest, together, told
 from ranvier.data.dataset import Data, open_data
-from ranvier.errors import STOPPED, DataError, PlanError, RanvierError
+from ranvier.errors import STOPPED, DataError, PlanError, RanvierError, WriteError
 from ranvier.grid import Grid
 from ranvier.infer.sample import Speaker
 from ranvier.launch import (
@@ -41,6 +42,7 @@ from ranvier.run import Run
 from ranvier.train import account, adapters, corpora, exchange, pruning, report, saves
 from ranvier.train import folder as folders
 from ranvier.train.built import DTYPES
+from ranvier.train.directory import held_open
 from ranvier.train.exact import check_exact, compiles_exactly
 from ranvier.train.foretold import Comparison, Foretold
 from ranvier.train.settle import foreseen
@@ -244,8 +246,9 @@ def train(
             trainer.account = foreseen(trainer.run, trainer.model, trainer.optimizer, device, local)
         trainer.notes += lines if said is None else [f"plan: {said.why}", *lines]
         trainer.compared = None if said is None else Comparison(said)
+        held = [folder]
         if run.checkpoint.every >= 0:
-            _ = trainer.saver  # where it cannot write it need not begin
+            held += [trainer.saver.folder]  # where it cannot write it need not begin
         if run.train.start and not candidates:
             saves.start(trainer, Path(run.train.start))
             trainer.notes += [f"it begins with the weights of {run.train.start}"]
@@ -263,7 +266,11 @@ def train(
             folders.launched(folder, me)
         trainer.meter.spend("start-up", time.perf_counter() - began)
         grid.seal()
-        with Stop(quiet=me.rank > 0, patient=bool(me.pulse)) as stop:  # from here on it is saved
+        with (
+            held_open(*held if me.rank == 0 else ()) as directory,
+            Stop(quiet=me.rank > 0, patient=bool(me.pulse)) as stop,  # from here on it is saved
+        ):
+            trainer.watch_directory(directory)
             _run(trainer, folder, stop, origin=candidates[0] if candidates else None)
             largest(0, grid, device)  # a launcher may end all ranks once one has ended
     return STOPPED if trainer.stopping and trainer.step < run.train.steps else 0
@@ -273,16 +280,13 @@ def _run(trainer: Trainer, folder: Path, stop: Stop, *, origin: Path | None) -> 
     """From the announcement to the farewell; how it ended is written down in any case."""
     first = trainer.grid.rank == 0
     try:
-        if first:
-            _announce(trainer, folder, origin)
+        together(lambda: _announce(trainer, folder, origin), trainer.grid, trainer.device)
         with trainer.account.explained(trainer.device):
             _loop(trainer, folder, stop)
         trainer.meter.pulse.beat("end")
     except BaseException as error:
-        if first:
-            with suppress(Exception):  # the first error is the one to be told
-                words = (str(error) or type(error).__name__).splitlines()[0]
-                _close(trainer, folder, f"failed: {words}")
+        if first and trainer.directory.missing() != folder:  # else it is no place of ours
+            _close(trainer, folder, f"failed: {_reason(error)}")
         raise
     if first:
         _farewell(trainer, folder)
@@ -331,6 +335,7 @@ def _loop(trainer: Trainer, folder: Path, stop: Stop) -> None:
                 if count == 2:
                     _started(trainer, folder)
     trainer.save()
+    trainer.write_timeline()
 
 
 def _started(trainer: Trainer, folder: Path) -> None:
@@ -343,7 +348,8 @@ def _started(trainer: Trainer, folder: Path) -> None:
         print(f"  two steps were done {seconds:.1f} s after launch{words}", flush=True)
     if trainer.account.predicted is not None:
         print(*(f"  {line}" for line in account.lines(_memory(trainer))), sep="\n", flush=True)
-    with suppress(OSError):  # no reason to end a run
+    with suppress(OSError, WriteError):  # no reason to end a run
+        trainer.directory.check()
         folders.record(folder, seconds_to_step_2=seconds, compiled=compiled)
 
 
@@ -352,9 +358,15 @@ def _memory(trainer: Trainer) -> dict[str, Any]:
 
 
 def _announce(trainer: Trainer, folder: Path, origin: Path | None) -> None:
-    """Print and write down what is about to be trained; origin: a checkpoint it goes on from."""
+    """On rank 0, print and write down what is about to be trained.
+
+    origin: a checkpoint it goes on from.
+    """
+    if trainer.grid.rank > 0:
+        return
     run, parallel, data = trainer.run, parallel_of(trainer.model), trainer.data
     resumed = origin is not None
+    trainer.directory.check()
     lines = folders.begin(folder, run, trainer.step, _other(origin, folder))
     if data.tokenizer is not None:
         data.tokenizer.save(folder / "tokenizer.json")
@@ -385,7 +397,7 @@ def _announce(trainer: Trainer, folder: Path, origin: Path | None) -> None:
         command=" ".join(["ranvier", *sys.argv[1:]]),
         started=before.get("started", now()),
         finished=None,
-        status="running",
+        status=folders.UNFINISHED,
         restarts=[*_list(before.get("restarts")), trainer.step] if resumed else [],
     )
 
@@ -400,38 +412,61 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _close(trainer: Trainer, folder: Path, status: str) -> str:
-    """Write down how the run ended, and its report; where that is, in words."""
-    counts = zip(("bad", "spikes", "skips", "rewinds"), trainer.guard.counts, strict=True)
-    more: dict[str, Any] = dict(counts)
-    more |= folders.account(folder)
-    more["memory"] = _memory(trainer)
-    if trainer.compared is not None:
-        more["foretold"] = trainer.compared.facts()
+def _reason(error: BaseException) -> str:
+    """An error in one line."""
+    lines = str(error).strip().splitlines()
+    if isinstance(error, RanvierError | OSError) and lines:
+        return lines[0]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _beside(what: str, work: Callable[[], object]) -> str:
+    """Do something that a run can do without; if it fails, why, as a line."""
     try:
-        folders.record(folder, status=status, finished=now(), phases=trainer.meter.phases, **more)
-        return f"Report: {report.write(folder)}"
-    except (RanvierError, OSError) as error:  # no reason for a run to fail
-        return f"No report: {error}"
+        work()
+    except Exception as error:  # whatever it is: all steps are taken, and what was saved is saved
+        return f"No {what}: {_reason(error)}"
+    return ""
+
+
+def _close(trainer: Trainer, folder: Path, status: str) -> list[str]:
+    """Write down how the run ended, then what else is known of it, and its report, as lines.
+
+    The status comes first and alone: nothing that may go wrong behind it makes it untrue.
+    """
+
+    def record_status() -> None:
+        folders.record(folder, status=status, finished=now())
+
+    def record_facts() -> None:
+        counts = zip(("bad", "spikes", "skips", "rewinds"), trainer.guard.counts, strict=True)
+        more: dict[str, Any] = {**dict(counts), **folders.account(folder)}
+        folders.record(folder, phases=trainer.meter.phases, **more)
+        folders.record(folder, memory=_memory(trainer))
+        if trainer.compared is not None:
+            folders.record(folder, foretold=trainer.compared.facts())
+
+    lines = [
+        _beside("status in run.json", record_status),
+        _beside("account of the run in run.json", record_facts),
+        _beside("report", lambda: report.write(folder)) or f"Report: {folder / 'report.html'}",
+    ]
+    return [line for line in lines if line]
 
 
 def _farewell(trainer: Trainer, folder: Path) -> None:
-    """A sample of text, the report, and what to do next."""
-    run = trainer.run
-    saved = checkpoints_in(trainer.checkpoints)
+    """How the run ended, a sample of text, the report, and what to do next."""
+    run, saved = trainer.run, list[Path]()
+    with suppress(RanvierError, OSError):
+        saved = checkpoints_in(trainer.checkpoints)
+    stopped = trainer.stopping and trainer.step < run.train.steps
+    status = f"stopped by signal {trainer.stopping}" if stopped else "finished"
+    lines = _close(trainer, folder, status)  # before the sample: that may even end the process
     small = parameters_of(parallel_of(trainer.model)) <= SAMPLED
     words = run.train.prompt and (folder / "tokenizer.json").exists()
     if saved and small and words and not trainer.stopping:
-        try:
-            text = said(folder, trainer)
-            print("\nA sample of text:\n")
-            print("\n".join(f"  {line}" for line in (run.train.prompt + text).splitlines()))
-            folders.record(folder, sample={"prompt": run.train.prompt, "text": text})
-        except (RanvierError, OSError) as error:  # the run itself has ended well
-            print(f"No sample of text: {error}")
-    stopped = trainer.stopping and trainer.step < run.train.steps
-    status = f"stopped by signal {trainer.stopping}" if stopped else "finished"
-    print(f"\n{_close(trainer, folder, status)}")
+        lines.insert(0, _beside("sample of text", lambda: _show_sample(trainer, folder)))
+    print("", *filter(None, lines), sep="\n")
     for line in folders.restarted(folders.facts(folder)):
         print(line)
     if stopped:
@@ -447,6 +482,15 @@ def _farewell(trainer: Trainer, folder: Path) -> None:
         print(f"  ranvier train {folder} --train.steps {2 * run.train.steps}")
     print("  ranvier train --data.corpus YOUR.txt --plan.row 2")
     print("  ranvier train --help")
+
+
+def _show_sample(trainer: Trainer, folder: Path) -> None:
+    """Print what the newest checkpoint says, and have it in run.json and the report."""
+    prompt, text = trainer.run.train.prompt, said(folder, trainer)
+    print("\nA sample of text:\n")
+    print("\n".join(f"  {line}" for line in (prompt + text).splitlines()))
+    folders.record(folder, sample={"prompt": prompt, "text": text})
+    report.write(folder)
 
 
 def said(folder: Path, trainer: Trainer) -> str:

@@ -30,7 +30,7 @@ from ranvier.comm.agree import everyone, told
 from ranvier.data.batch import Batch
 from ranvier.data.dataset import Data
 from ranvier.data.loader import Loader, held_out_batches, micro_batches
-from ranvier.errors import NumericError
+from ranvier.errors import ElsewhereError, NumericError
 from ranvier.grid import Grid
 from ranvier.layers import Flow
 from ranvier.models import Decoder
@@ -43,6 +43,7 @@ from ranvier.train import adapters, kept, pruning, routed, saves
 from ranvier.train.account import Account
 from ranvier.train.built import DTYPES, built
 from ranvier.train.diagnose import first_bad
+from ranvier.train.directory import OpenDirectory
 from ranvier.train.fit import bounded, candidates
 from ranvier.train.foretold import Comparison
 from ranvier.train.graph import Graph
@@ -113,6 +114,8 @@ class Trainer:
     """Checkpoints that were due while the one before was still being written."""
     account: Account = field(default_factory=Account)
     """What is known of its memory."""
+    directory: OpenDirectory = field(default_factory=OpenDirectory)
+    """Where it saves, on rank 0; without it the run ends."""
     take: Callable[..., Taken] = field(init=False)
     """Takes a step of these micro-batches with a learning rate, if its numbers are good."""
 
@@ -168,7 +171,6 @@ class Trainer:
             yield from self._stretch(stop, None)
         if self._saver is not None:
             self._saver.finish()
-        self.write_timeline()
 
     def _stretch(self, stop: Any, first: float | None) -> Iterator[dict[str, Any]]:
         """Take steps to the end, or until the run has to go back."""
@@ -300,7 +302,17 @@ class Trainer:
 
     def _reported(self) -> tuple[int, int]:
         """How far this rank's part of a checkpoint is, and what failed."""
-        return (0, 0) if self._saver is None else self._saver.report()
+        left, failed = (0, 0) if self._saver is None else self._saver.report()
+        return left, failed or self.directory.code()
+
+    def _hear(self, left: int, failed: int) -> None:
+        """Take note of what all ranks have reported; what failed on one ends all of them."""
+        if failed:
+            self.directory.check()
+        if self._saver is not None:
+            self._saver.hear(left, failed)
+        elif failed:
+            raise ElsewhereError(failed)
 
     def lr(self) -> float:
         """The learning rate of the next step."""
@@ -320,8 +332,7 @@ class Trainer:
         Communicates: after a spike from which the run goes back, the name of a checkpoint.
         """
         loss, _, _, spike, signal, *_, left, failed = under.numbers.read()
-        if self._saver is not None:
-            self._saver.hear(int(left), int(failed))
+        self._hear(int(left), int(failed))
         words = self.guard.judge(under)
         self._read = under.step + 1
         if self._saver is not None and self._saver.step == self._read:
@@ -403,6 +414,12 @@ class Trainer:
         """All tensors that the run goes on from."""
         return saves.tensors(self)
 
+    def watch_directory(self, directory: OpenDirectory) -> None:
+        """End the run, and save nothing, once these directories are gone (on rank 0)."""
+        self.directory = directory
+        if self._saver is not None:
+            self._saver.check = directory.check
+
     def save(self, *, wait: bool = True) -> Path | None:
         """Save a checkpoint, perhaps behind the run; the last one that is there, on rank 0.
 
@@ -459,19 +476,29 @@ class Trainer:
         return lines
 
     def write_timeline(self) -> None:
-        """Write what the stages did in the last step. Communicates: a text of each stage."""
+        """Write what the stages did in the last step; a run can do without.
+
+        Communicates: a text of each stage.
+        """
         parallel = parallel_of(self.model)
         if self.grid.degrees["pipe"] == 1 or self.step == 0 or not self.run.train.out:
             return
         facts = timeline(parallel, self.step, self.run.plan.micro_batches, self.device)
         folder, timed = Path(self.run.train.out), facts["seconds"] > 0.0
         if self.grid.rank == 0 and folder.is_dir() and timed:
-            (folder / TIMELINE).write_text(json.dumps(facts))
+            try:
+                (folder / TIMELINE).write_text(json.dumps(facts))
+            except OSError as error:
+                self.say(f"{folder / TIMELINE} cannot be written: {error.strerror}.")
 
     def write_trace(self, events: list[trace.Event]) -> None:
         """Write this rank's part of the last step; rank 0 prints its table."""
         folder = Path(self.run.train.out)
-        trace.write_chrome(folder / f"trace-rank{self.grid.rank}.json", {self.grid.rank: events})
+        path = folder / f"trace-rank{self.grid.rank}.json"
+        try:
+            trace.write_chrome(path, {self.grid.rank: events})
+        except OSError as error:  # the step is taken, and is to be saved
+            print(f"{path} cannot be written: {error.strerror}.", file=sys.stderr, flush=True)
         if self.grid.rank == 0:
             print(trace.table(events))
             print(f"Traces: {folder}/trace-rank*.json (open them in Perfetto)")
