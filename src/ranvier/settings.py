@@ -195,7 +195,9 @@ class MemoryConfig:
 class PruneConfig:
     """Pruned training: matrices with fixed zeros, whose states hold the other numbers only.
 
-    Embeddings, heads and vectors are not pruned. Exported weights are zero where they are pruned.
+    Each expert of a mixture has matrices of its own. Embeddings, heads and vectors are not pruned.
+    A run that begins with given weights has masks of these. Exported weights are zero where they
+    are pruned.
     """
 
     sparsity: float = 0.0
