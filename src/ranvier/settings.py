@@ -106,7 +106,7 @@ class DataConfig:
     """What is done with a conversation longer than seq: its end (right) or its beginning (left) is
     cut off, it is left out, or it is split into several samples."""
     seq: int = 96
-    """Tokens of a sample."""
+    """Tokens of a sample, model.max_seq at most."""
     packed: bool = True
     """Attention and positions stay inside a document where a sample holds several."""
     held_out: float = 0.02
