@@ -30,7 +30,9 @@ Masks = dict[str, Tensor]
 
 
 def largest(x: Tensor, sparsity: float) -> Tensor:
-    """Where the largest magnitudes of a whole matrix are, equal ones in order."""
+    """Where the largest magnitudes of a whole matrix are, equal ones in order; of experts each."""
+    if x.dim() == 3:
+        return torch.stack([largest(one, sparsity) for one in x])
     order = x.detach().float().abs().view(-1).sort(descending=True, stable=True).indices
     mask = torch.zeros(x.numel(), dtype=torch.bool)
     mask[order[: round((1.0 - sparsity) * x.numel())]] = True
@@ -172,9 +174,12 @@ def pruned(grid: Grid, case: Case, how: float | str) -> dict[str, Any]:
             losses.append(forward_backward(model, parts).item())
             grads = grads if step else gradients(parallel)
             norms.append(optimizer.step().item())
+        if parallel.balance is not None:  # plain PyTorch counts it in
+            losses[-1] += float(parallel.balance.extra) / int((batch.targets != -100).sum())
         if case.fast:
             flow = flow_of(batch, grid, case.micro_batches)
-            lines += difference(predict(parallel, flow, case.micro_batches), events)
+            expected = predict(parallel, flow, case.micro_batches)
+            lines += difference(expected, events, parallel.ragged)
     return {
         "lines": lines,
         "losses": losses,

@@ -15,6 +15,7 @@ from ranvier.checkpoint.state import assemble
 from ranvier.errors import DataError, PlanError
 from ranvier.grid import Grid
 from ranvier.infer.called import documents_of
+from ranvier.infer.scores import scores
 from ranvier.pretrained import Pretrained, prompts_of
 from use_models import END, VOCAB, gpt2, llama, loss_of, stored, tokens
 
@@ -198,6 +199,35 @@ def staged_loss(grid: Grid, folder: str) -> str:
     except PlanError as error:
         return str(error)
     return ""
+
+
+def beyond(grid: Grid, folder: str) -> list[str]:
+    """What is said of texts beyond the positions that were learned."""
+    model, said = from_pretrained(folder, grid=grid), []
+    most = model.config.max_seq
+    ids = torch.zeros(1, most + 1, dtype=torch.int64)
+    places = torch.arange(2)[None] + most - 1
+    tries: list[Any] = [
+        lambda: model(ids),
+        lambda: model.generate(ids[:, 3:], max_new_tokens=4),
+        lambda: scores(model.model, [[0] * (most + 2)]),
+        lambda: model(ids[:, :2], position_ids=places),
+    ]
+    for work in tries:
+        with torch.no_grad(), pytest.raises(DataError) as error:
+            work()
+        said.append(str(error.value))
+    with torch.no_grad():
+        assert model(ids[:, :-1]).logits.shape[1] == most
+        assert model.generate(ids[:, 3:], max_new_tokens=3).shape[1] <= most + 1
+    return said
+
+
+def test_texts_beyond_learned_positions_are_named(pool: Pool, folders: dict[str, Path]) -> None:
+    for degrees in ({}, {"row": 2}):
+        for said in pool.on_grid(degrees, beyond, str(folders["gpt2"])):
+            assert all("positions" in one and "vocabulary" not in one for one in said)
+            assert all("tokens" in one and "Use " in one for one in said)
 
 
 def test_gradients_through_stages_are_refused(pool: Pool, folders: dict[str, Path]) -> None:

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from ranvier import words
+from ranvier.options import Doctor, Eval, Export
 from ranvier.planner.command import Planned
 
 PLAIN = (
@@ -65,6 +66,39 @@ def test_the_parser_reads_the_same(line: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("line", ODD, ids=lambda line: line[:20])
 def test_other_words_are_for_the_parser(line: str) -> None:
     assert words._plain(Planned(), line.split()) is None
+
+
+FLAGS = [
+    ("--train.trace", True),
+    ("--train.trace --nodes 4", True),
+    ("--nodes 4 --train.trace", True),
+    ("--train.trace true", True),
+    ("--train.trace=TRUE", True),
+    ("--train.trace True --nodes=4", True),
+    ("--train.trace --train.trace false", False),
+    ("--train.trace=false", False),
+]
+
+
+@pytest.mark.parametrize(("line", "value"), FLAGS)
+def test_booleans_stand_alone_or_have_a_value(line: str, value: bool) -> None:
+    found = words.asked(Planned, Planned(), "plan", line.split())
+    assert found.train.trace is value and found.nodes == (4 if "4" in line else Planned().nodes)
+
+
+def test_every_verb_reads_booleans_alike() -> None:
+    for kind, name in ((Export, "adapter"), (Eval, "held_out"), (Doctor, "matmuls")):
+        for spelt in (name, name.replace("_", "-")):
+            for line in ([f"--{spelt}"], [f"--{spelt}", "true"], [f"--{spelt}=True"]):
+                assert getattr(words.asked(kind, kind(), "verb", line), name) is True
+            for line in ([f"--{spelt}", "false"], [f"--{spelt}=False"]):
+                assert getattr(words.asked(kind, kind(), "verb", line), name) is False
+
+
+def test_a_boolean_is_true_or_false(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        words.asked(Export, Export(), "export RUN", ["--adapter", "yes"])
+    assert end.value.code == 64 and "adapter" in capsys.readouterr().err
 
 
 def test_plain_words_need_no_parser() -> None:

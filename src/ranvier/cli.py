@@ -350,7 +350,7 @@ def _export(words: Sequence[str]) -> int:
     from ranvier.train import exchange
 
     names, options = split(words)
-    wanted = asked(Export, Export(), "export RUN --to DIR", options, flags=True)
+    wanted = asked(Export, Export(), "export RUN --to DIR", options)
     settings = dataclasses.asdict(wanted)
     origin = Path(one("export", "a run", names))
     out = Path(settings.pop("to") or f"{origin}-export")
@@ -464,7 +464,6 @@ def _dryrun(words: Sequence[str]) -> int:
 def _doctor(words: Sequence[str]) -> int:
     from ranvier.options import Doctor
 
-    words = ["--matmuls=True" if word == "--matmuls" else word for word in words]
     settings = filled(Doctor, "doctor [run.toml | RUN]", words)
     names, _ = split(words)
     run = _run(settings)

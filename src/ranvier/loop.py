@@ -33,13 +33,12 @@ from ranvier.comm.pairs import total
 from ranvier.data.loader import rows
 from ranvier.errors import CheckpointError, DataError, NumericError, PlanError
 from ranvier.grid import Grid
-from ranvier.infer.called import averaged, batch_axis, called, filled, logits_of
+from ranvier.infer.called import averaged, batch_axis, called, filled, filled_inputs, logits_of
 from ranvier.infer.loaded import MASTER
 from ranvier.infer.scores import REPLICAS
 from ranvier.launch.laid import Axes, checked
 from ranvier.lots import Group
 from ranvier.nn import huggingface
-from ranvier.nn.loss import IGNORE
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import Parallel, parallel_of, parallelize
 from ranvier.plan import Inner
@@ -103,13 +102,12 @@ class Lent(nn.Module):
 
     def _plain(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call it as ours: tokens, targets, positions, documents, all `[b, s]`."""
-        bound = inspect.signature(type(self.model).forward).bind(self.model, *args, **kwargs)
+        signature = inspect.signature(type(self.model).forward)
+        bound = signature.bind(self.model, *args, **kwargs)
         inputs = {k: x for k, x in bound.arguments.items() if isinstance(x, Tensor)}
         parallel, shape = self.parallel, inputs["tokens"].shape
-        even = {
-            name: filled(x, parallel, value=IGNORE if name == "targets" else 0)
-            for name, x in inputs.items()
-        }
+        even = filled_inputs(inputs, parallel)
+        even = {name: x for name, x in even.items() if name in signature.parameters}
         numbers = self._numbers(shape[0])
         numbers = None if numbers is None else filled(numbers, parallel)
         if "targets" not in even:

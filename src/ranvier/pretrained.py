@@ -224,7 +224,8 @@ class Pretrained(nn.Module):
         """
         kind, config = self._family()
         dtype = self.parallel.queue.buckets[0].data.dtype
-        config = {**config, "dtype": str(dtype).removeprefix("torch.")}
+        ids = exchange.token_ids(self.origin, config)
+        config = {**config, **ids, "dtype": str(dtype).removeprefix("torch.")}
         config.pop("torch_dtype", None)
         entries = published.entries_of(kind, self.config)
         shapes = published.shapes_of(self.config)

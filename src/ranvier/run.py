@@ -323,10 +323,14 @@ class Run:
     def _model_problems(self) -> Iterator[str]:
         model = self.model
         yield from model.problems()
-        if model.positions == "learned" and self.data.seq > model.max_seq:
+        if self.data.seq > model.max_seq:
+            remedy = f"or train a model with model.max_seq={self.data.seq} from its start"
+            if model.positions == "rope":
+                remedy = f"or extend its rotary positions with model.max_seq={self.data.seq}"
             yield (
-                f"data.seq={self.data.seq} is longer than model.max_seq={model.max_seq}. Learned "
-                f"positions have a row for each. Use data.seq={model.max_seq} or a larger max_seq."
+                f"data.seq={self.data.seq} is longer than model.max_seq={model.max_seq}. A model "
+                "reads as many tokens as it has positions. Use "
+                f"data.seq={model.max_seq} or less, {remedy}."
             )
 
 

@@ -106,7 +106,7 @@ class DataConfig:
     """What is done with a conversation longer than seq: its end (right) or its beginning (left) is
     cut off, it is left out, or it is split into several samples."""
     seq: int = 96
-    """Tokens of a sample."""
+    """Tokens of a sample, model.max_seq at most."""
     packed: bool = True
     """Attention and positions stay inside a document where a sample holds several."""
     held_out: float = 0.02
@@ -195,7 +195,9 @@ class MemoryConfig:
 class PruneConfig:
     """Pruned training: matrices with fixed zeros, whose states hold the other numbers only.
 
-    Embeddings, heads and vectors are not pruned. Exported weights are zero where they are pruned.
+    Each expert of a mixture has matrices of its own. Embeddings, heads and vectors are not pruned.
+    A run that begins with given weights has masks of these. Exported weights are zero where they
+    are pruned.
     """
 
     sparsity: float = 0.0

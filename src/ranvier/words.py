@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import UnionType
@@ -28,23 +28,25 @@ class Nothing:
     """No settings."""
 
 
-def asked(
-    kind: type[Config], default: Config, verb: str, words: Sequence[str], *, flags: bool = False
-) -> Config:
-    """The settings that options change in a default; flags: booleans take no value."""
-    plain = None if flags else _plain(default, words)
+def asked(kind: type[Config], default: Config, verb: str, words: Sequence[str]) -> Config:
+    """The settings that options change in a default.
+
+    A boolean may be written as an option alone, or with true or false behind it, as in all verbs.
+    """
+    words = with_values(words, default)
+    plain = _plain(default, words)
     if plain is not None:
         return plain
     import tyro
 
-    form = tyro.conf.FlagCreatePairsOff if flags else tyro.conf.FlagConversionOff
     try:
         settings: Config = tyro.cli(
             kind,
             prog=f"ranvier {verb}",
-            args=_capitals(words, default),
+            args=words,
             default=default,
-            config=(form, tyro.conf.HelptextFromCommentsOff),  # comments take time to look for
+            # comments take time to look for
+            config=(tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff),
         )
     except SystemExit as stop:
         raise SystemExit(USAGE_ERROR if stop.code else 0) from None
@@ -93,21 +95,35 @@ def _value(text: str, kind: Any) -> str | float | None:
         return None
 
 
-def _capitals(words: Sequence[str], default: object, path: str = "--") -> list[str]:
-    """The words with true and false as Python writes them, where a setting is a boolean."""
-    found = list(words)
+def with_values(words: Sequence[str], default: object) -> list[str]:
+    """The words with each boolean option and its value, as Python writes it, in one word.
+
+    An option alone means True: `--adapter`, `--adapter true` and `--adapter=True` are the same.
+    What is neither true nor false is left to the parser, which says so.
+    """
+    booleans = set(_boolean_options(default))
+    found, rest = [], list(words)
+    while rest:
+        option, sign, text = rest.pop(0).partition("=")
+        if option in booleans and not sign:
+            following = rest[0] if rest else "-"
+            if following.startswith("-"):
+                sign, text = "=", "True"
+            elif following.lower() in ("true", "false"):
+                sign, text = "=", rest.pop(0)
+        if option in booleans and text.lower() in ("true", "false"):
+            text = text.capitalize()
+        found.append(f"{option}{sign}{text}")
+    return found
+
+
+def _boolean_options(default: object, path: str = "--") -> Iterator[str]:
+    """The options of boolean settings, as they may be spelt."""
     for name, value in vars(default).items():
         if dataclasses.is_dataclass(value):
-            found = _capitals(found, value, f"{path}{name}.")
+            yield from _boolean_options(value, f"{path}{name}.")
         elif isinstance(value, bool):
-            options = {f"{path}{name}", f"{path}{name.replace('_', '-')}"}
-            for i, word in enumerate(found):
-                option, sign, text = word.partition("=")
-                if option in options and sign and text in ("true", "false"):
-                    found[i] = f"{option}={text.capitalize()}"
-                elif i and found[i - 1] in options and word in ("true", "false"):
-                    found[i] = word.capitalize()
-    return found
+            yield from (f"{path}{name}", f"{path}{name.replace('_', '-')}")
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -36,10 +36,14 @@ full = pytest.mark.full
 CASES = [
     (Case("llama", micro_batches=2), 0.8, {"depth": 2, "row": 2, "data": 2}),
     (Case("llama", recompute="full"), 0.9, {"row": 4}),  # ranks share kv heads
+    (Case("moe 2 of 8"), 0.7, {"expert": 2, "depth": 2}),
     *(
         pytest.param(*case, marks=full)
         for case in [
             (Case("gpt2"), "2:4", {"col": 2, "data": 2}),
+            (Case("moe 2 of 8"), "2:4", {"expert": 2, "row": 2}),
+            (Case("moe 1 of 8", micro_batches=2), 0.6, {"expert": 2, "col": 2, "data": 2}),
+            (Case("moe 8 of 16"), 0.9, {"depth": 4, "data": 2}),
             (Case("deep tied", micro_batches=2), 0.5, {"pipe": 2, "depth": 2, "data": 2}),
             (Case("qwen3", inner="features", overlap=False), 0.98, {"depth": 2, "col": 2}),
             (Case("qwen3", fast=False, steps=3), 0.6, {"depth": 2, "row": 2}),

@@ -136,6 +136,7 @@ def test_errors_help(words: tuple[str, ...], said: str, capsys: pytest.CaptureFi
 
 TINY = ("--cluster", "dgx-h100", "--model.size", "tiny")
 ONE = "--plan.pipe 1 --plan.col 1"
+LONG = "--model.max-seq 300000 --data.seq 300000"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ ONE = "--plan.pipe 1 --plan.col 1"
         ("--nodes 1 --plan.micro-batch 3", "micro_batch=3 does not divide"),
         ("--nodes 1 --plan.batch 0", "batch=0 cannot be shared"),
         ("--nodes 4 --plan.batch 13 --plan.row 1 " + ONE, "32 devices cannot share"),
-        ("--model.size llama3-8b --devices 1 --data.seq 300000 " + ONE, "fits 1 x H100"),
+        (f"--model.size llama3-8b --devices 1 {LONG} {ONE}", "fits 1 x H100"),
         ("--model.size llama3-70b --devices 1", "fits 1 x H100-SXM5-80GB in no layout"),
         ("--model.size llama3-70b --devices 5 --plan.batch 40 --plan.pipe 5", "in no layout"),
     ],

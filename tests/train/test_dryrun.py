@@ -233,7 +233,7 @@ def test_predicted_memory_is_that_of_a_rank(number: int) -> None:
     axes = [settings.get(axis, 1) for axis in ("pipe", "data", "depth", "row", "col")]
     world, replicas = math.prod(axes), settings.get("data", 1) * settings.get("depth", 1)
     plan = Plan(**{"data": 1, "batch": replicas * settings["micro_batch"], **settings})
-    model = ModelConfig(size="imported", **BIG, vocab=32000)
+    model = ModelConfig(size="imported", **BIG, vocab=32000, max_seq=4096)
     run = Run(model=model, plan=plan, data=DataConfig(seq=4096))
     weighed(run, world, world - 1 if plan.pipe == 3 else world // 2 if plan.pipe == 1 else 0)
 

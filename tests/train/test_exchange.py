@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from commands import call
-from published_models import BASE, GPT2, save, theirs
+from published_models import BASE, CASES, GPT2, save, theirs
 from ranvier.data.tokenizer import Bytes
 from ranvier.grid import Grid
+from ranvier.infer import sample
 from ranvier.infer.loaded import load, saved_dtype
 from ranvier.infer.sample import checkpoint_of, run_of
 
@@ -53,6 +54,78 @@ def test_a_model_is_imported_trained_and_exported(
     assert (tmp_path / "out/config.json").read_text() == (model / "config.json").read_text()
 
 
+LONG = {"llama": {**BASE, "max_position_embeddings": 600}, "gpt2": {**GPT2, "n_positions": 600}}
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_whole_prompt_is_read(
+    tmp_path: Path,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Up to the positions of the model, whatever data.seq is; not the end of a longer one."""
+    there = theirs(kind, {**LONG[kind], "vocab_size": 257})
+    folder, run = save(there, tmp_path / "model"), tmp_path / "run"
+    Bytes().save(folder / "tokenizer.json")
+    assert call("import", str(folder), "--to", str(run)) == 0
+    assert run_of(run).data.seq == 512
+    seen: list[torch.Tensor] = []
+
+    def likeliest(logits: torch.Tensor, *_: object) -> int:
+        seen.append(logits)
+        return 97
+
+    monkeypatch.setattr(sample, "chosen", likeliest)
+    text = "".join(chr(97 + n * n % 26) for n in range(601))
+    ask = ["generate", str(run), "--temperature", "0", "--tokens"]
+    capsys.readouterr()
+    for size, count in ((598, 3), (514, 1)):
+        seen.clear()
+        assert call(*ask, str(count), "--prompt", text[:size]) == 0
+        assert not capsys.readouterr().err and len(seen) == count
+        ids = torch.tensor([[*Bytes().encode([text[:size]])[0].tolist(), *[97] * (count - 1)]])
+        with torch.no_grad():
+            want = there(ids).logits[0, size - 1 :]
+        torch.testing.assert_close(torch.stack(seen), want, rtol=1e-4, atol=1e-4)
+    assert call(*ask, "3", "--prompt", text[:600]) == 0
+    assert capsys.readouterr().err.count("From here on it reads the last 600 tokens") == 1
+    assert call(*ask, "1", "--prompt", text) == 65
+    words = "The prompt has 601 tokens, but the model has 600 positions (model.max_seq)"
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_longer_samples_than_the_positions_are_refused(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In training and evaluation; rotary positions can be extended, and those of a run as well."""
+    small = {"llama": BASE, "gpt2": GPT2}[kind]
+    folder = save(theirs(kind, {**small, "vocab_size": 257}), tmp_path / "model")
+    Bytes().save(folder / "tokenizer.json")
+    run = str(tmp_path / "run")
+    assert call("import", str(folder), "--to", run) == 0
+    (tmp_path / "text.txt").write_text("some words, " * 40)
+    for words in (
+        ["train", run, *FEW, "--data.seq", "65"],
+        ["eval", run, "--corpus", str(tmp_path / "text.txt"), "--data.seq", "65"],
+        ["dryrun", run, "--data.seq", "65"],
+    ):
+        assert call(*words) == 64
+        said = capsys.readouterr().err
+        assert "data.seq=65 is longer than model.max_seq=64" in said
+        assert "Use data.seq=64 or less" in said
+        assert ("extend its rotary positions with model.max_seq=65" in said) == (kind == "llama")
+    if kind == "llama":
+        more = ["--data.seq", "80", "--model.max-seq", "80"]
+        assert call("train", run, *FEW, *more) == 0
+        assert call("train", run, *FEW, *more, "--train.steps", "3") == 0
+        assert run_of(Path(run)).model.max_seq == 80
+        file = Path(run) / "config.toml"  # of a run from before that was refused
+        file.write_text(file.read_text().replace("max_seq = 80", "max_seq = 64"))
+        assert run_of(Path(run)).model.max_seq == 80
+
+
 def test_a_new_run_begins_with_the_weights_of_another(
     tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,6 +147,88 @@ def test_a_new_run_begins_with_the_weights_of_another(
     assert table["dtype"] == "bfloat16" and table["model_type"] == "llama"
 
 
+KINDS = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "phi3", "gpt2")
+PAIRS = [("llama", "phi3"), ("phi3", "mistral"), ("llama", "llama")]
+PAIRS += [  # those that have a model in common
+    pytest.param(*pair, marks=pytest.mark.full)  # type: ignore[misc]
+    for pair in [
+        ("llama", "mistral"),
+        *(("mistral", one) for one in ("llama", "phi3")),
+        *(("phi3", one) for one in ("llama", "phi3")),
+        *((one, one) for one in (*KINDS, "mixtral", "qwen3_moe", "olmoe")),
+    ]
+]
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["named", "by default"])
+@pytest.mark.parametrize(("kind", "other"), PAIRS)
+def test_ids_of_tokens_go_to_another_family(
+    tmp_path: Path, kind: str, other: str, given: bool
+) -> None:
+    """What begins, ends and fills a text stays, also where config.json relied on its family."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    config = {**CASES[kind][1], **({"sliding_window": None} if kind == "phi3" else {})}
+    config |= {"bos_token_id": 5, "eos_token_id": [7, 8], "pad_token_id": 9} if given else {}
+    there = theirs(kind, config)
+    source, run, out = save(there, tmp_path / "model"), tmp_path / "run", tmp_path / "out"
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    if not given:  # what is not written is that of the family, if the model knows such a token
+        table = json.loads((source / "config.json").read_text())
+        left = {key: value for key, value in table.items() if key not in names}
+        (source / "config.json").write_text(json.dumps(left))
+        plain = type(there.config)()
+        ids = [getattr(plain, name) for name in names]
+        ids = [one if one is not None and one < there.config.vocab_size else None for one in ids]
+    else:
+        ids = [5, [7, 8], 9]
+    assert call("import", str(source), "--to", str(run)) == 0
+    if kind == other:  # another model, which the file that came does not fit
+        text = (run / "config.toml").read_text()
+        key = "norm_eps = " if kind == "gpt2" else "max_seq = "
+        (run / "config.toml").write_text(text.replace(key, f"{key}1", 1))
+    assert call("export", str(run), "--to", str(out), "--family", other) == 0
+    model, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert model.config.model_type == other and not any(info.values())
+    assert [getattr(model.config, name) for name in names] == ids
+    if given:
+        made = GenerationConfig.from_pretrained(out)
+        assert [getattr(made, name) for name in names] == ids
+    if kind != other:
+        x = torch.randint(0, there.config.vocab_size, (2, 9))
+        with torch.no_grad():
+            torch.testing.assert_close(model(x).logits, there(x).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_run_with_adapters_is_no_start_without_them(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error says how to go on, and so it goes on."""
+    run, merged, alone = (str(tmp_path / name) for name in ("run", "merged", "alone"))
+    assert call("import", str(model), "--to", run) == 0
+    assert call("train", run, *FEW, "--lora.rank", "3", "--lora.alpha", "5") == 0
+    step = f"{run}/checkpoints/step-00000002"
+    start = ["train", *FEW, "--train.start"]
+    for source, words, said in (
+        (run, [], "but this one has lora.rank=0"),
+        (step, [], f"`ranvier export {run} --step 2 --to DIR` and use train.start=DIR"),
+        (run, ["--lora.rank", "4", "--lora.alpha", "5"], "this one has lora.rank=4"),
+        (run, ["--lora.rank", "3"], "go on with the adapters: lora.alpha=5.0"),
+    ):
+        assert call(*start, source, *words, "--train.out", str(tmp_path / "none")) == 66
+        have = capsys.readouterr().err
+        assert said in have and "is a run with adapters of rank 3" in have
+        assert "`ranvier export " in have and "Traceback" not in have
+    assert call("export", run, "--to", merged) == 0
+    assert call("export", run, "--to", alone, "--adapter") == 0
+    assert call(*start, merged, "--train.out", str(tmp_path / "whole")) == 0
+    same = ["--lora.rank", "3", "--lora.alpha", "5"]
+    assert call(*start, run, *same, "--train.out", str(tmp_path / "beside")) == 0
+    for words in (["import", alone], [*start, alone]):
+        assert call(*words) == 64
+        assert "and this as lora.start" in capsys.readouterr().err
+
+
 def test_adapters_are_merged_or_go_out_alone(tmp_path: Path, model: Path) -> None:
     """Both give the logits of the run; the base alone does not."""
     from peft import PeftModel
@@ -83,8 +238,15 @@ def test_adapters_are_merged_or_go_out_alone(tmp_path: Path, model: Path) -> Non
     assert call("import", str(model), "--to", str(run)) == 0
     assert call("train", str(run), *FEW, *lora) == 0
     assert call("generate", str(run), "--prompt", "a", "--tokens", "2") == 0
-    assert call("export", str(run), "--to", str(tmp_path / "merged")) == 0
-    assert call("export", str(run), "--to", str(tmp_path / "adapter"), "--adapter") == 0
+    assert call("export", str(run), "--to", str(tmp_path / "merged"), "--adapter", "false") == 0
+    assert call("export", str(run), "--adapter", "true", "--to", str(tmp_path / "adapter")) == 0
+    for number, words in enumerate((["--adapter"], ["--adapter=True"])):  # said in other words
+        out = tmp_path / f"adapter {number}"
+        assert call("export", str(run), "--to", str(out), *words) == 0
+        assert sorted(p.name for p in out.iterdir()) == [
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        ]
     table = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     assert table["base_model_name_or_path"] == str(model)
     plain, other, merged = (

@@ -12,10 +12,12 @@ from safetensors.torch import load_file, save_file
 from commands import SMALL, call
 from equivalence import worst
 from pool import Pool
+from pruned import way_of
 from ranvier.checkpoint.folder import found
 from ranvier.checkpoint.load import wholes
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
+from ranvier.train import saves
 from training import losses_of, run_of, stored, trainer_of
 
 Changes = dict[str, Any]
@@ -70,6 +72,54 @@ def test_a_run_that_goes_on_repeats_the_bits(corpus: str, tmp_path: Path) -> Non
     assert losses_of(Grid({}), corpus, str(tmp_path / "again"), 6, middle, changes) == want[4:]
 
 
+MIXTURE: Changes = {"model__experts": 4, "model__experts_top": 2, "model__expert_mlp": 8}
+GIVEN = [
+    (0.5, {"depth": 2, "data": 2}, {}),
+    ("2:4", {"expert": 2, "row": 2}, MIXTURE),
+    pytest.param(0.8, {"pipe": 2, "depth": 2}, {}, marks=pytest.mark.full),
+    pytest.param(0.6, {"expert": 2, "depth": 2}, MIXTURE, marks=pytest.mark.full),
+    pytest.param("1:4", {"col": 2, "data": 2}, {}, marks=pytest.mark.full),
+]
+
+
+def begun(grid: Grid, corpus: str, source: str, out: str, way: str, changes: Changes) -> None:
+    """Save a pruned run that begins with the weights of another, before its first step."""
+    trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), 2, **changes))
+    if way == "train.start":
+        saves.start(trainer, Path(source))
+    else:  # the weights and all else of a run that is not pruned
+        trainer.resume(Path(source))
+    trainer.save()
+
+
+@pytest.mark.parametrize(("how", "degrees", "model"), GIVEN)
+def test_masks_follow_the_weights_that_a_run_begins_with(
+    pool: Pool,
+    corpus: str,
+    tmp_path: Path,
+    how: float | str,
+    degrees: dict[str, int],
+    model: Changes,
+) -> None:
+    """Not the initial values: of each matrix the largest of what was loaded stay, on any grid."""
+    other = {**model, "train__seed": 5, "checkpoint__every": 1}
+    losses_of(Grid({}), corpus, str(tmp_path / "dense"), 2, changes=other)
+    source = newest(tmp_path / "dense")
+    dense = wholes(source)
+    changes = {**model, "prune__sparsity" if isinstance(how, float) else "prune__pattern": how}
+    changes |= {"checkpoint__other_config": True}
+    inside = {n for n, x in dense.items() if x.dim() > 1 and n.startswith("blocks.")}
+    for way, at in (("train.start", degrees), ("resume", {})):
+        out = tmp_path / way
+        pool.on_grid(at, begun, corpus, str(source), str(out), way, changes)
+        masks, weights = wholes(newest(out), "mask"), wholes(newest(out))
+        assert {n for n, x in masks.items() if not x.all()} == inside
+        for weight in inside:
+            want = way_of(how)(dense[weight]).view(dense[weight].shape)
+            assert torch.equal(masks[weight].view(want.shape) > 0, want), (way, weight)
+            assert torch.equal(weights[weight], dense[weight] * want)
+
+
 FAST = [*SMALL, "--nproc", "1", "--train.steps", "3"]
 NAMES = ("blocks.1.attention.o.weight", "blocks.1.mlp.down.weight")
 
@@ -87,6 +137,16 @@ def test_verbs(
         zeros = (x == 0.0).view(-1, 4).sum(1) if x.dim() == 2 else torch.zeros(1)
         inside = x.dim() == 2 and "layers" in name
         assert (zeros == 2).all() if inside else not zeros.any(), name
+
+    assert call("import", "out", "--to", "again") == 0
+    words = ["--prune.sparsity", "0.75", "--optim.lr", "1e-30", "--data.tokenizer", "bytes"]
+    few = ["--nproc", "1", "--train.steps", "1", "--data.seq", "32", "--data.max-bytes", "60000"]
+    assert call("train", "again", *few, *words, "--train.evaluate", "0") == 0
+    after, before = (wholes(newest(tmp_path / name)) for name in ("again", "run"))
+    for name, x in after.items():
+        if x.dim() == 2 and "blocks" in name:  # half of what the pattern left
+            mask = way_of(0.75)(before[name])
+            assert torch.equal(x != 0.0, mask & (before[name] != 0.0)), name
 
     masks = {
         name: torch.rand(x.shape) < 0.3 for name, x in wholes(newest(tmp_path / "run")).items()

@@ -127,18 +127,22 @@ class Wanted:
 
 def planned(run: Run, world: int, wanted: Wanted) -> Run:
     """The run on the grid of this evaluation: its batch is not that of training."""
-    if run.model.positions == "learned" and wanted.length > run.model.max_seq:
+    model = run.model
+    if model.positions == "learned" and wanted.length > model.max_seq:
         raise PlanError(
-            f"length={wanted.length}, but the model has learned {run.model.max_seq} positions "
+            f"length={wanted.length}, but the model has learned {model.max_seq} positions "
             "(model.max_seq). It cannot look at more tokens. Use a --length of "
-            f"{run.model.max_seq} or less."
+            f"{model.max_seq} or less."
         )
     plan = run.plan.resolve(world)
     size = plan.replicas * (plan.col if plan.inner == "samples" else 1)
     plan = replace(plan, batch=size, micro_batch=size // plan.replicas)
-    seq = -(-run.data.seq // plan.row) * plan.row  # samples are filled up
-    checked = replace(run, plan=plan, data=replace(run.data, seq=seq)).check(world)
-    return replace(run, plan=checked.plan)
+    # Samples are filled up, which takes no positions.
+    seq = -(-run.data.seq // plan.row) * plan.row
+    fits = run.data.seq <= model.max_seq
+    room = replace(model, max_seq=max(model.max_seq, seq)) if fits else model
+    filled = replace(run, plan=plan, model=room, data=replace(run.data, seq=seq))
+    return replace(run, plan=filled.check(world).plan)
 
 
 def afresh(run: Run) -> Run:
@@ -242,11 +246,10 @@ def _corpora(served: Served, run: Run, folder: Path, wanted: Wanted) -> dict[str
             )
         corpus.check(run.model.vocab)
         seq, stride = run.data.seq, wanted.stride
-        if stride > seq or (run.model.positions == "learned" and seq > run.model.max_seq):
+        if stride > seq:
             raise PlanError(
-                f"stride={stride}, data.seq={seq}, model.max_seq={run.model.max_seq}. A window "
-                "moves by its own length at most, and has a position for each token. Use smaller "
-                "ones."
+                f"stride={stride}, data.seq={seq}. A window moves by its own length at most. Use "
+                f"--stride {seq} or less."
             )
         aside = run.data.held_out if wanted.held_out else 0.0
         worth = perplexity.worth(served, corpus, seq=seq, stride=stride, held_out=aside)

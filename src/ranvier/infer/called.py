@@ -25,11 +25,14 @@ from ranvier.comm import verbs
 from ranvier.comm.pairs import join, take, total
 from ranvier.errors import DataError, PlanError
 from ranvier.grid import Axis
-from ranvier.infer.scores import REPLICAS, whole_batch
+from ranvier.infer.scores import REPLICAS, check_length, own_positions, whole_batch
 from ranvier.infer.staged import evened
 from ranvier.nn.loss import IGNORE
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.pipeline.runtime import Micro
+
+ADDED = -1
+"""The document of tokens that the grid needs beyond those that came."""
 
 
 class Output(OrderedDict[str, Tensor]):
@@ -62,9 +65,11 @@ def called(
     """
     parallel = parallel_of(model)
     shape = input_ids.shape
-    inputs = {"tokens": input_ids, "positions": position_ids}
-    inputs["documents"] = documents_of(attention_mask, labels)
-    even = {name: filled(x, parallel) for name, x in inputs.items() if x is not None}
+    if position_ids is None:
+        check_length(model, shape[1])
+    inputs = {"tokens": input_ids, "documents": documents_of(attention_mask, labels)}
+    inputs["positions"] = positions_of(input_ids, position_ids, attention_mask)
+    even = filled_inputs({k: x for k, x in inputs.items() if x is not None}, parallel)
     given = filled(samples, parallel) if samples is not None else None
     if labels is None:
         return Output(logits=logits_of(model, even, shape, given))
@@ -158,6 +163,34 @@ def filled(x: Tensor, parallel: Parallel, *, value: int = 0) -> Tensor:
     if x.dim() == 2:
         more = [0, -x.shape[1] % (degrees["row"] * degrees["context"]), *more]
     return F.pad(x, more, value=value).to(device) if any(more) else x.to(device)
+
+
+def filled_inputs(inputs: Mapping[str, Tensor], parallel: Parallel) -> dict[str, Tensor]:
+    """Inputs of a model `[b, s]` by name, filled up as `filled` does.
+
+    Added tokens are no part of a text: they have no targets, a document of their own, and a
+    position that each text has. Texts without positions get theirs, if tokens are added.
+    """
+    values = {"targets": IGNORE, "documents": ADDED}
+    even = {name: filled(x, parallel, value=values.get(name, 0)) for name, x in inputs.items()}
+    (samples, seq), tokens = inputs["tokens"].shape, even["tokens"]
+    if "positions" not in even and tokens.shape[1] > seq:
+        lengths = torch.ones(len(tokens), dtype=torch.int64, device=tokens.device)
+        lengths[:samples] = seq
+        even["positions"] = own_positions(lengths, tokens.shape[1])
+    return even
+
+
+def positions_of(tokens: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """Positions `[b, s]` as they were given, or None; what fills up at the end has none beyond.
+
+    As many tokens as the mask lets in are a text, whatever else is in the batch.
+    """
+    if mask is None or not bool((mask[:, 0] != 0).all()) or bool((mask != 0).all()):
+        return positions
+    if positions is None:
+        return own_positions((mask != 0).sum(1), tokens.shape[1])
+    return positions.masked_fill(mask.to(positions.device) == 0, 0)
 
 
 def documents_of(mask: Tensor | None, labels: Tensor | None = None) -> Tensor | None:

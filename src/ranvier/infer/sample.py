@@ -1,12 +1,14 @@
 """Sample: text from the newest checkpoint of a run, on one device.
 
-The simple way: each token is one pass over the window. Not handled: a cache of keys and values,
-several devices.
+The simple way: each token is one pass over all tokens before it, as many as the model has positions
+for. Not handled: a cache of keys and values, several devices.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -42,7 +44,7 @@ class Speaker:
 
     model: Decoder
     tokenizer: Tokenizer
-    window: int
+    positions: int
     """Most tokens the model looks at."""
     chat: Chat | None = None
     """How conversations are written, if the run has a chat template."""
@@ -64,7 +66,7 @@ class Speaker:
         known = tokenizer_of(str(words), folder)
         template = template_of(known, folder)
         chat = None if template.origin == BUILT_IN else Chat(template, known)
-        return cls(model.eval(), known, run.data.seq, chat)
+        return cls(model.eval(), known, run.model.max_seq, chat)
 
     def speak(
         self, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int
@@ -89,12 +91,27 @@ class Speaker:
 
     @torch.inference_mode()
     def _follow(self, known: list[int], ends: frozenset[int], draw: Draw) -> Iterator[str]:
-        """Pieces of text that follow tokens, until one of the ends."""
+        """Pieces of text that follow tokens, until one of the ends.
+
+        A text that outgrows the positions goes on with its last tokens, and that is said.
+        """
+        if len(known) > self.positions:
+            raise DataError(
+                f"The prompt has {len(known):,} tokens, but the model has {self.positions:,} "
+                "positions (model.max_seq). It reads a whole prompt or none. Shorten the prompt."
+            )
         generator = torch.Generator(self.device).manual_seed(draw.seed)
         said: list[int] = []
         told = self.tokenizer.decode(known)
         for _ in range(draw.tokens):
-            ids = torch.tensor([[*known, *said][-self.window :]], device=self.device)
+            if len(known) + len(said) == self.positions + 1:
+                print(
+                    f"Warning: the text has {self.positions + 1:,} tokens, but the model has "
+                    f"{self.positions:,} positions (model.max_seq). From here on it reads the "
+                    f"last {self.positions:,} tokens.",
+                    file=sys.stderr,
+                )
+            ids = torch.tensor([[*known, *said][-self.positions :]], device=self.device)
             token = chosen(self.model(ids)[0, -1].float(), draw.temperature, draw.top_k, generator)
             if token in ends:
                 return
@@ -210,6 +227,9 @@ def run_of(folder: Path) -> Run:
             f"made. Runs nearby: {others}."
         )
     run = runs.load(folder / "config.toml", in_run=True)
+    if run.model.positions == "rope" and run.data.seq > run.model.max_seq:
+        # trained before that was refused: it has read texts of this length
+        run = dataclasses.replace(run, model=dataclasses.replace(run.model, max_seq=run.data.seq))
     known = math.prod(size for size in run.plan.degrees.values() if size > 0)
     run.check(known)  # it may have been edited
     return run

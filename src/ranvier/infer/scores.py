@@ -1,20 +1,23 @@
 """Scores: how likely a model on a grid finds given tokens.
 
 Sequences of different lengths are sorted by length, shared out to the ranks that read different
-samples, and filled up at their ends, which changes nothing before. Logits stay where they are: of
-each token only its log-probability, and whether it was the likeliest, leave the head.
+samples, and filled up at their ends, which changes nothing before (`own_positions`). Logits stay
+where they are: of each token only its log-probability, and whether it was the likeliest, leave the
+head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ranvier.comm import verbs
 from ranvier.data.loader import rows
+from ranvier.errors import DataError
 from ranvier.nn.loss import IGNORE
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.pipeline.runtime import Micro
@@ -46,6 +49,27 @@ def whole_batch(parallel: Parallel, batch: int) -> int:
     return -(-batch // shares) * shares
 
 
+def own_positions(lengths: Tensor, seq: int) -> Tensor:
+    """Positions 0, 1, 2, ... of texts of so many tokens `[b]`, filled up to `[b, seq]`.
+
+    What fills a text up repeats its last position: a model whose frequencies depend on the length
+    (LongRoPE) sees that of the text alone, and none looks up a position that it does not have.
+    """
+    places = torch.arange(seq, device=lengths.device)
+    return torch.minimum(places, lengths.unsqueeze(1).clamp(min=1) - 1)
+
+
+def check_length(model: nn.Module, length: int) -> None:
+    """Refuse texts of more tokens than a model has learned positions for, before it reads any."""
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "positions", "") == "learned" and length > config.max_seq:
+        raise DataError(
+            f"A text of {length:,} tokens, but the model has learned {config.max_seq:,} positions "
+            "(model.max_seq). It cannot look at more. Use shorter texts, prompt and what follows "
+            "it together."
+        )
+
+
 def scores(model: nn.Module, sequences: Sequence[Sequence[int]], *, batch: int = 8) -> list[Scored]:
     """What each sequence is worth, on all ranks, which all ask for the same.
 
@@ -54,6 +78,7 @@ def scores(model: nn.Module, sequences: Sequence[Sequence[int]], *, batch: int =
     """
     parallel, was = parallel_of(model), model.training
     assert all(len(one) > 0 for one in sequences), "a sequence has one token at least"
+    check_length(model, max((len(one) - 1 for one in sequences), default=0))
     order = sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i))
     found: dict[int, Scored] = {}
     model.eval()
@@ -105,10 +130,15 @@ def _round(parallel: Parallel, sequences: Sequence[Sequence[int]], batch: int) -
 
 
 def _filled(sequences: Sequence[Sequence[int]], batch: int, length: int) -> dict[str, Tensor]:
-    """Tokens and targets `[b, s]` of sequences, filled up."""
+    """Tokens, targets and positions `[b, s]` of sequences, filled up."""
+    lengths = torch.ones(batch, dtype=torch.int64)
     tokens = torch.zeros(batch, length, dtype=torch.int64)
     targets = torch.full((batch, length), IGNORE, dtype=torch.int64)
     for row, one in enumerate(sequences):
         known = torch.as_tensor(one, dtype=torch.int64)
         tokens[row, : len(one) - 1], targets[row, : len(one) - 1] = known[:-1], known[1:]
-    return {"tokens": tokens, "targets": targets}
+        lengths[row] = len(one) - 1
+    inputs = {"tokens": tokens, "targets": targets}
+    if bool((lengths < length).any()):
+        inputs["positions"] = own_positions(lengths, length)
+    return inputs

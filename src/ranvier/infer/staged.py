@@ -16,7 +16,7 @@ from ranvier.comm import verbs
 from ranvier.comm.agree import largest
 from ranvier.comm.pairs import take
 from ranvier.data.loader import rows
-from ranvier.infer.scores import REPLICAS, whole_batch
+from ranvier.infer.scores import REPLICAS, check_length, own_positions, whole_batch
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.pipeline.runtime import Micro
 
@@ -63,6 +63,8 @@ def generated(
     """
     parallel, was = parallel_of(model), model.training
     assert all(len(prompt) > 0 for prompt in prompts), "a prompt has one token at least"
+    # what is said last is not read any more
+    check_length(model, max((len(prompt) + count - 1 for prompt in prompts), default=0))
     numbers = range(len(prompts)) if numbers is None else numbers
     order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
     size = whole_batch(parallel, batch) * parallel.grid.axis(*REPLICAS).size
@@ -154,8 +156,13 @@ def last_logits(parallel: Parallel, tokens: Tensor, lengths: Tensor | None = Non
     # what comes later changes nothing before it
     padded = tokens.new_zeros(whole_batch(parallel, samples), -(-length // multiple) * multiple)
     padded[:samples, :length] = tokens
+    own = torch.full((len(padded),), length, device=tokens.device)
+    own[:samples] = length if lengths is None else lengths
+    inputs = {"tokens": padded}
+    if lengths is not None or padded.shape[1] > length:
+        inputs["positions"] = own_positions(own, padded.shape[1])
     parallel.queue.begin("generate")
-    found = parallel.pipeline.runtime.forward([Micro({"tokens": padded})])
+    found = parallel.pipeline.runtime.forward([Micro(inputs)])
     region = parallel.table.region("vocab")
     vocab = grid.axis(*region["vocab"])
     batch = grid.axis(*(axis for axis in region["batch"] if axis == "col"))
@@ -163,9 +170,7 @@ def last_logits(parallel: Parallel, tokens: Tensor, lengths: Tensor | None = Non
         words = parallel.sizes["vocab"]
         y = torch.zeros(samples, words, dtype=_dtype(parallel), device=tokens.device)
     else:
-        last = torch.full((len(padded),), length, device=tokens.device)
-        last[:samples] = length if lengths is None else lengths
-        last = take(last, batch, 0) - 1  # (b/col,)
+        last = take(own, batch, 0) - 1  # (b/col,)
         y = found[0][torch.arange(len(last), device=tokens.device), last]
         y = verbs.all_gather(evened(y, parallel), vocab, -1).wait()
         y = verbs.all_gather(y, batch, 0).wait()[:samples, : parallel.sizes["vocab"]]

@@ -140,7 +140,7 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
     vocab: int = 256
     """Tokens the model knows."""
     max_seq: int = 2048
-    """Longest sequence (rows of learned positions)."""
+    """Longest sequence (rows of learned positions; rotary ones can be extended at any time)."""
     norm: Literal["rms", "layer"] = "rms"
     """RMSNorm or LayerNorm."""
     norm_eps: float = 1e-5

@@ -97,6 +97,7 @@ _FAMILIES = (
     Family(
         kind="llama",
         architecture="LlamaForCausalLM",
+        token_ids=(1, 2, None),
         names=_NAMES,
         keys=_KEYS,
         default=_DEFAULT,
@@ -105,6 +106,7 @@ _FAMILIES = (
     Family(
         kind="mistral",
         architecture="MistralForCausalLM",
+        token_ids=(1, 2, None),
         names=_NAMES,
         keys=_KEYS,
         default={
@@ -138,6 +140,7 @@ _FAMILIES = (
     Family(
         kind="olmo2",
         architecture="Olmo2ForCausalLM",
+        token_ids=(None, 50279, 1),
         names={
             **_ENDS,
             **_norms(after1="post_attention_layernorm", after2="post_feedforward_layernorm"),
@@ -152,6 +155,7 @@ _FAMILIES = (
     Family(
         kind="gemma2",
         architecture="Gemma2ForCausalLM",
+        token_ids=(2, 1, 0),
         names={
             **_ENDS,
             **_norms(
@@ -194,6 +198,7 @@ _FAMILIES = (
     Family(
         kind="phi3",
         architecture="Phi3ForCausalLM",
+        token_ids=(1, 32000, 32000),
         names={
             **_ENDS,
             **_BEFORE,
@@ -221,6 +226,7 @@ _FAMILIES = (
     Family(
         kind="mixtral",
         architecture="MixtralForCausalLM",
+        token_ids=(1, 2, None),
         names={**_REST, **_W},
         fused={**_REST, **_FUSED},
         keys={**_KEYS, **_MIXED, "num_local_experts": "experts"},
@@ -274,6 +280,7 @@ _FAMILIES = (
     Family(
         kind="olmoe",
         architecture="OlmoeForCausalLM",
+        token_ids=(None, 50279, 1),
         names={**_REST, **_APART},
         fused={**_REST, **_FUSED},
         keys={
@@ -304,6 +311,7 @@ _FAMILIES = (
     Family(
         kind="gpt2",
         architecture="GPT2LMHeadModel",
+        token_ids=(50256, 50256, None),
         names={
             "embed": "transformer.wte",
             "position": "transformer.wpe",

@@ -26,6 +26,11 @@ class UnknownError(ValueError):
     """A config that cannot be one of ours; lines with key, value and rule."""
 
 
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Their keys of the tokens that begin, end and fill a text. No model of ours has them, but they go
+from one config.json to the next."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One of their tensors, and those of ours that it holds, one after the other along a dim."""
@@ -83,6 +88,8 @@ class Family:
     """The names instead where one tensor holds all experts of a layer."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other words for some of their keys."""
+    token_ids: tuple[int | None, int | None, int | None] = (None, None, None)
+    """What they take the ids of `TOKENS` to be where none are given."""
 
     @property
     def acts(self) -> Mapping[str, str]:
@@ -152,8 +159,9 @@ class Family:
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             if key in theirs:
                 theirs[key] = theirs[key] or None
-        if theirs.get("query_pre_attn_scalar") == 0.0:
-            theirs["query_pre_attn_scalar"] = config.head_dim
+        if "query_pre_attn_scalar" in theirs:  # transformers takes a whole number only
+            scale = config.attention_scale or config.head_dim
+            theirs["query_pre_attn_scalar"] = int(scale) if scale == int(scale) else scale
         has = {layer for layer in LAYERS if config.has_bias(layer)}
         theirs |= {key: set(some) <= has for key, some in self.biased.items()}
         named = {ours: theirs for theirs, ours in reversed([*self.acts.items()])}
@@ -307,7 +315,7 @@ ALWAYS = {"is_causal": True}
 """What all families must be where they say it."""
 HARMLESS = (
     *("model_type", "architectures", "torch_dtype", "dtype", "transformers_version", "use_cache"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id"),
+    *(*TOKENS, "unk_token_id", "sep_token_id"),
     *("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "pretraining_tp", "auto_map"),
     *("return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward"),
     *("id2label", "label2id", "problem_type", "task_specific_params", "is_decoder", "n_ctx"),

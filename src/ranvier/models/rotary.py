@@ -34,15 +34,19 @@ class Rotary(nn.Module):
     def forward(self, positions: Tensor, dtype: torch.dtype, long: Tensor | None = None) -> Tensor:
         """positions: `[b, s]`; cosines of the turned part k of a head, then sines: `[b, s, 1, 2k]`.
 
-        long: how long the text of each token is `[b, s]`, which is the same on every grid; None: s.
+        long: how long the text of each token is `[b, s]`, which is the same on every grid; None:
+        each sample is one text, and ends with the largest of its positions. So what fills a sample
+        up, with a position of the text, counts as little as the other samples do.
         """
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         steps = torch.arange(0, self.turned, 2, device=positions.device, dtype=wide)
-        frequency = self.frequencies(steps, positions.shape[1])
-        if long is not None and self.config.rope == "longrope":
+        frequency = self.frequencies(steps, 1)
+        if self.config.rope == "longrope":
+            if long is None:
+                long = positions.amax(1, keepdim=True) + 1  # (b, 1)
             beyond = (long > self.config.rope_original).unsqueeze(-1)
-            short, far = (self.frequencies(steps, n) for n in (1, self.config.rope_original + 1))
-            frequency = torch.where(beyond, far, short)  # (b, s, k/2)
+            far = self.frequencies(steps, self.config.rope_original + 1)
+            frequency = torch.where(beyond, far, frequency)  # (b, 1 or s, k/2)
         angle = positions.unsqueeze(-1).to(wide) * frequency  # (b, s, k/2)
         cos, sin = angle.cos(), angle.sin()
         found = torch.cat([cos, cos, sin, sin], -1).unsqueeze(2)

@@ -76,7 +76,7 @@ class Embedding(Leaf):
     def forward(self, ids: Tensor) -> Tensor:
         """Look up."""
         weight = self.handles["weight"]
-        check_range(ids, weight.sharding.shape[0], self.site.name)
+        check_range(ids, weight.sharding.shape[0], self.site.name, dim=self.rows)
         if self.axis.size == 1:
             ids = pairs.take(ids, self.seq_axis, 1)
         with self.here():

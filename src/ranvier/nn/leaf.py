@@ -227,8 +227,13 @@ class Leaf(torch.nn.Module):
         return self.layer.flops(flow)
 
 
-def check_range(ids: Tensor, size: int, name: str, *, ignore: int | None = None) -> None:
-    """Refuse numbers of tokens outside of [0, size); on a device the check runs there."""
+def check_range(
+    ids: Tensor, size: int, name: str, *, ignore: int | None = None, dim: Dim = "vocab"
+) -> None:
+    """Refuse numbers outside of [0, size); on a device the check runs there.
+
+    dim: what they are numbers of: tokens, or places in a text.
+    """
     if torch.compiler.is_compiling() or ids.is_meta:
         return
     good = (ids >= 0) & (ids < size)
@@ -236,8 +241,15 @@ def check_range(ids: Tensor, size: int, name: str, *, ignore: int | None = None)
     if ids.device.type != "cpu":
         torch._assert_async(good)
     elif not bool(good):
+        span = f"from {int(ids.min())} to {int(ids.max())}"
+        if dim == "position":
+            raise DataError(
+                f"{name} gets positions {span}, but the model has learned {size} positions, 0 to "
+                f"{size - 1}. A text has as many tokens at most. Use texts of {size} tokens or "
+                "less, prompt and what follows it together."
+            )
         raise DataError(
-            f"{name} gets numbers from {int(ids.min())} to {int(ids.max())}. They must lie in [0, "
+            f"{name} gets numbers {span}. They must lie in [0, "
             f"{size}){'' if ignore is None else f' or be {ignore}'}. Use a larger vocabulary or "
             "mend the data."
         )

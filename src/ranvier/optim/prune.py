@@ -5,6 +5,9 @@ by their index. No rank has the whole, so k is found digit by digit: each rank c
 by 8 bits of their fp32 magnitude (a histogram of 256 numbers), the counts are summed, and the next
 digit is counted among those that agree so far. N:M: of each M neighbours in a row the N largest.
 
+The weights of all experts of a layer are one tensor `[experts, n, m]`, of which each expert has a
+matrix of its own: k elements of each stay.
+
 What is zero once stays zero: later masks lie inside earlier ones. Not pruned are embeddings, heads,
 vectors and what is not trained.
 """
@@ -37,13 +40,19 @@ INFINITE = 0x7F800000
 
 
 def prunable(weight: Weight) -> bool:
-    """Whether a weight is a matrix of a layer that is trained."""
-    matrix = weight.group == "matrix" and len(weight.dims) == 2 and "vocab" not in weight.dims
+    """Whether a weight is a matrix of a layer, or those of its experts, that is trained."""
+    dims = 3 if weight.dims[:1] == ("expert",) else 2
+    matrix = weight.group == "matrix" and len(weight.dims) == dims and "vocab" not in weight.dims
     return matrix and weight.trainable
 
 
-def _matrices(queue: Deferred) -> list[Weight]:
+def _prunable_weights(queue: Deferred) -> list[Weight]:
     return [w for bucket in queue.buckets for w in bucket.weights if prunable(w)]
+
+
+def num_matrices(weight: Weight) -> int:
+    """Matrices that a weight consists of: one, or as many as there are experts."""
+    return weight.place.whole[0] if weight.dims[0] == "expert" else 1
 
 
 def stays(elements: int, sparsity: float) -> int:
@@ -61,31 +70,34 @@ def sparsity_at(step: int, sparsity: float, until: int) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """From which magnitude on the elements of a weight stay, and of those equal to it which."""
+    """From which magnitude on the elements of each matrix of a weight stay, and of those equal to
+    it which; both `[matrices]`."""
 
-    key: int
-    turn: int
+    key: Tensor
+    turn: Tensor
 
 
 def by_magnitude(queue: Deferred, sparsity: float) -> Choice:
     """The smallest magnitudes of each whole matrix go. Communicates: counts, all axes but pipe."""
-    weights = _matrices(queue)
+    weights = _prunable_weights(queue)
     if not weights:
         return lambda weight: None
     queue.settle()
+    counts = [num_matrices(weight) for weight in weights]
     sizes = [torch.Size(weight.sharding.shape).numel() for weight in weights]
-    wanted = torch.tensor([stays(n, sparsity) for n in sizes], device=queue.device)
+    each = [stays(n // count, sparsity) for n, count in zip(sizes, counts, strict=True)]
+    wanted = torch.tensor(each).repeat_interleave(torch.tensor(counts)).to(queue.device)
     keys, left, equal = _limits(weights, _magnitudes, wanted, queue, bits=32)
     turns = torch.ones_like(keys)
     if bool((left != equal).any()):
-        among = dict(zip(weights, keys.tolist(), strict=True))
+        among = dict(zip(weights, keys.split(counts), strict=True))
 
         def ties(weight: Weight, a: int, b: int) -> Tensor:
-            same = _magnitudes(weight, a, b) == among[weight]
+            same = _magnitudes(weight, a, b) == among[weight][_matrix_of(weight, a, b)]
             return _turns(weight, a, b).masked_fill_(~same, 0)
 
         turns, _, _ = _limits(weights, ties, left, queue, bits=max(sizes).bit_length())
-    pairs = zip(keys.tolist(), turns.tolist(), strict=True)
+    pairs = zip(keys.split(counts), turns.split(counts), strict=True)
     found = dict(zip(weights, (Limits(*pair) for pair in pairs), strict=True))
 
     def choice(weight: Weight) -> Tensor | None:
@@ -98,7 +110,7 @@ def by_pattern(queue: Deferred, stay: int, of: int) -> Choice:
     """Of each `of` neighbours in a row the `stay` largest stay."""
     odd = [
         f"{weight.name} has rows of {weight.sharding.local[-1]} elements on a rank"
-        for weight in _matrices(queue)
+        for weight in _prunable_weights(queue)
         if weight.sharding.local[-1] % of
     ]
     if odd:
@@ -215,33 +227,44 @@ def _turns(weight: Weight, a: int, b: int) -> Tensor:
     return stride - number
 
 
+def _matrix_of(weight: Weight, a: int, b: int) -> Tensor:
+    """The number of the matrix that each element of my flat shard is in; one alone broadcasts."""
+    if num_matrices(weight) == 1:
+        return torch.zeros(1, dtype=torch.int64, device=weight.bucket.queue.device)
+    place = weight.place
+    flat = torch.arange(a, b, device=weight.bucket.queue.device)
+    expert = flat // torch.Size(place.local[1:]).numel() + place.start[0]
+    return expert.clamp_(max=place.whole[0] - 1)  # of padding, which is in none
+
+
 def _above(weight: Weight, limits: Limits) -> Tensor:
     """Which elements of my shard stay."""
-    found = []
+    found, ties = [], bool((limits.turn > 1).any())
     for a, b in _chunks(weight):
-        keys = _magnitudes(weight, a, b)
-        mask = keys > limits.key
-        same = keys == limits.key
-        if limits.turn > 1:
-            same &= _turns(weight, a, b) >= limits.turn
-        found.append(mask | same)
+        keys, matrix = _magnitudes(weight, a, b), _matrix_of(weight, a, b)
+        limit = limits.key[matrix]
+        same = keys == limit
+        if ties:
+            same &= _turns(weight, a, b) >= limits.turn[matrix]
+        found.append((keys > limit) | same)
     return torch.cat(found)
 
 
 def _limits(
     weights: Sequence[Weight], keys: Keys, wanted: Tensor, queue: Deferred, *, bits: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The smallest key that stays if of each weight the `wanted` largest do, as far as there are.
+    """The smallest key that stays if of each matrix the `wanted` largest do, as far as there are.
 
-    Also how many stay of those that are equal to it, and how many these are; all `[weights]`.
-    Communicates: a histogram a weight and digit over all axes but pipe.
+    Also how many stay of those that are equal to it, and how many these are; all `[matrices]`.
+    Communicates: a histogram a matrix and digit over all axes but pipe.
     """
+    sizes = [num_matrices(weight) for weight in weights]
     axis, low, left, equal = _together(queue), torch.zeros_like(wanted), wanted, wanted
     for shift in reversed(range(0, bits, DIGIT)):
-        known = zip(weights, low.tolist(), strict=True)
-        counts = torch.stack([_histogram(w, keys, prefix, shift) for w, prefix in known])
+        known = zip(weights, low.split(sizes), strict=True)
+        counts = torch.cat([_histogram(w, keys, prefix, shift) for w, prefix in known])
         with queue.grid.trace.at(NAME):
-            counts = verbs.all_reduce(counts, axis).wait()  # (weights, digits)
+            counts = verbs.all_reduce(counts, axis).wait()  # (matrices, digits)
         least = counts.flip(1).cumsum(1).flip(1)  # with this digit or a larger one
         left = torch.minimum(left, least[:, 0])
         digit = (least >= left[:, None]).sum(1, keepdim=True) - 1
@@ -251,20 +274,23 @@ def _limits(
     return low, left, equal
 
 
-def _histogram(weight: Weight, keys: Keys, prefix: int, shift: int) -> Tensor:
+def _histogram(weight: Weight, keys: Keys, prefix: Tensor, shift: int) -> Tensor:
     """Elements of my shard by a digit of their keys, if the digits before it are `prefix`.
 
-    Of ranks that hold the same part only the first counts it.
+    prefix: `[matrices]`; counts: `[matrices, digits]`. Of ranks that hold the same part only the
+    first counts it.
     """
     bucket, base = weight.bucket, 1 << DIGIT
-    counts = torch.zeros(base + 1, dtype=torch.int64, device=bucket.queue.device)
+    bins = len(prefix) * (base + 1)  # of each matrix one more, for keys with another prefix
+    counts = torch.zeros(bins, dtype=torch.int64, device=bucket.queue.device)
     if bucket.segment(weight).over.index == 0 and bucket.queue.data_axis.index == 0:
         for a, b in _chunks(weight):
-            key = keys(weight, a, b).to(torch.int64)
-            digit = (key >> shift) - prefix * base
+            key, matrix = keys(weight, a, b).to(torch.int64), _matrix_of(weight, a, b)
+            digit = (key >> shift) - prefix[matrix] * base
             outside = (digit < 0) | (digit >= base) | (key == 0)
-            counts += torch.bincount(digit.masked_fill_(outside, base), minlength=base + 1)
-    return counts[:base]
+            digit = digit.masked_fill_(outside, base) + matrix * (base + 1)
+            counts += torch.bincount(digit, minlength=bins)
+    return counts.view(-1, base + 1)[:, :base]
 
 
 # ---- bytes ------------------------------------------------------------------------------

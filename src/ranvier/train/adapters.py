@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from ranvier.checkpoint import folder
 from ranvier.checkpoint.manifest import Manifest
 from ranvier.checkpoint.peft import read_adapter
-from ranvier.errors import PlanError
+from ranvier.errors import CheckpointError, PlanError
 from ranvier.models.adapter import adapters_of
 from ranvier.parallel import parallel_of
 from ranvier.run import Run
@@ -18,6 +21,8 @@ from ranvier.run import Run
 if TYPE_CHECKING:
     from ranvier.train.trainer import Trainer
 
+FIXED = ("rank", "alpha", "on", "layers", "dora", "rslora", "shared")
+"""Settings that the weights of adapters mean something with."""
 INSIDE = ".adapters."
 """What the names of adapters' weights have, and no others."""
 
@@ -39,6 +44,29 @@ def settled(run: Run) -> Run:
 def is_base(manifest: Manifest, run: Run) -> bool:
     """Whether a checkpoint has weights beside which a run trains adapters, but none of these."""
     return run.lora.rank > 0 and not any(INSIDE in name for name in manifest.tensors)
+
+
+def check_start(manifest: Manifest, run: Run) -> None:
+    """Refuse to start from a run with adapters without them, or with others."""
+    if not any(INSIDE in name for name in manifest.tensors):
+        return
+    start, theirs = run.train.start, dict(manifest.facts.get("config", {}).get("lora", {}))
+    mine = json.loads(json.dumps(asdict(run.lora)))
+    other = [key for key in FIXED if key in theirs and theirs[key] != mine[key]]
+    if not other and run.lora.rank > 0:
+        return
+    have = ", ".join(f"lora.{key}={mine[key]!r}" for key in other) or "lora.rank=0"
+    want = ", ".join(f"lora.{key}={theirs[key]!r}" for key in other) or "its settings of lora"
+    path = Path(start)
+    origin = shlex.quote(start)
+    if folder.STEP.fullmatch(path.name):
+        origin = f"{shlex.quote(str(path.parent.parent))} --step {manifest.step}"
+    raise CheckpointError(
+        f"train.start={start!r} is a run with adapters of rank {theirs.get('rank', '?')}, but this "
+        f"one has {have}. Its weights are those of its base without what was trained beside them. "
+        f"Merge them with `ranvier export {origin} --to DIR` and use train.start=DIR, or go on "
+        f"with the adapters: {want}."
+    )
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from ranvier.infer.sample import checkpoint_of, run_of
 from ranvier.models.adapter import adapted_weights
 from ranvier.models.config import DecoderConfig
 from ranvier.models.families import FAMILIES, family_of, fitting
-from ranvier.models.family import FREE, Family, UnknownError
+from ranvier.models.family import FREE, TOKENS, Family, UnknownError
 from ranvier.plan import AXES
 from ranvier.run import Run
 from ranvier.settings import IMPORTED, DataConfig, ModelConfig
@@ -92,6 +92,11 @@ def begin(here: Path, run: Run, weights: published.Weights, source: str) -> None
 def found(source: str) -> Path:
     """The path of a model: a directory, a file, or what a hub's name leads to."""
     path = Path(source)
+    if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+        raise PlanError(
+            f"{source!r} is an adapter (adapter_config.json), no model. It is trained beside the "
+            "weights of its base. Give the base as SRC or train.start, and this as lora.start."
+        )
     if path.exists():
         return path
     if source.count("/") > 1 or source.startswith((".", "/", "~")) or not source:
@@ -263,7 +268,7 @@ def exported(
         types = stored  # as it came
     main = max(set(types.values()), key=lambda one: list(types.values()).count(one))
     with appearing(out) as here:
-        config = {**theirs, **_ids(origin, theirs), "dtype": str(main).removeprefix("torch.")}
+        config = {**theirs, **token_ids(origin, theirs), "dtype": str(main).removeprefix("torch.")}
         for key in ("torch_dtype", "auto_map"):  # an older word; code that does not come along
             config.pop(key, None)
         _json(here / "config.json", config)
@@ -337,16 +342,27 @@ def _word(theirs: Mapping[str, Any]) -> torch.dtype | None:
     return next((x for x in TYPES.values() if str(x) == f"torch.{word}"), None)
 
 
-def _ids(origin: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The tokens that begin, end and fill a text: those of the tokenizer, if none are told."""
-    names = ("bos_token_id", "eos_token_id", "pad_token_id")
-    if (origin / KEPT / "config.json").exists():
-        return {}
+def token_ids(origin: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokens that begin, end and fill a text, for a config.json of ours that names none.
+
+    Those of the model that a run came from, whatever its family, as ids are those of its tokenizer;
+    of a run of our own the end of the tokenizer. None is named, too: else a family has its own.
+    """
+    kept = origin / KEPT if (origin / "config.toml").exists() else origin
+    if (kept / "config.json").exists():
+        before = published.table(kept / "config.json")
+        if before == theirs:  # it goes out as it came
+            return {}
+        family = FAMILIES.get(str(before.get("model_type")))
+        meant = dict(zip(TOKENS, family.token_ids, strict=True)) if family is not None else {}
+        known = range(int(theirs["vocab_size"]))
+        default = {key: number for key, number in meant.items() if number in known}
+        return {key: before.get(key, default.get(key)) for key in TOKENS if key not in theirs}
     from ranvier.data.tokenizer import tokenizer_of
 
     words = origin / "tokenizer.json"
     end = tokenizer_of(str(words), origin).end if words.exists() else None
-    return {**dict.fromkeys(names), "eos_token_id": end}
+    return {**dict.fromkeys(TOKENS), "eos_token_id": end}
 
 
 def beside(origin: Path, here: Path, config: Mapping[str, Any]) -> None:
@@ -355,9 +371,9 @@ def beside(origin: Path, here: Path, config: Mapping[str, Any]) -> None:
     for name in FILES:
         if name != "config.json":
             _copied(kept / name, here / name, origin)
-    end = config.get("eos_token_id")
     if not (here / "generation_config.json").exists():
-        _json(here / "generation_config.json", {"eos_token_id": end} if end is not None else {})
+        known = {key: config[key] for key in TOKENS if config.get(key) is not None}
+        _json(here / "generation_config.json", known)
     if (origin / "tokenizer.json").exists() and not (here / "tokenizer.json").exists():
         _copied(origin / "chat_template.jinja", here / "chat_template.jinja", origin)
         from ranvier.data.tokenizer import tokenizer_of

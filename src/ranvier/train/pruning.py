@@ -99,7 +99,9 @@ def told(trainer: Trainer) -> list[str]:
             stay = every if kept is None else kept.at(end) - kept.at(weight.offset)
             counts += torch.tensor([stay, every], device=trainer.device)
     stay, every = verbs.all_reduce(counts, everyone(trainer.grid)).wait().tolist()
+    experts = any(weight.dims[:1] == ("expert",) for weight in parallel.weights.values())
     line = f"pruned: {1.0 - stay / max(every, 1):.2%} of {every:,} numbers in matrices"
+    line += ", each expert's of their own" if experts else ""
     grows = f", to be {config.sparsity:.2%} after step {config.until}" if config.every else ""
     return [line + grows]
 
@@ -118,9 +120,15 @@ class Masks:
     choice: Choice | None = None
 
     def weights(self) -> State:
-        """Where the weights rest, by their names in checkpoints."""
+        """Where the weights rest, to be filled, by their names in checkpoints.
+
+        Masks follow what they are filled with: those of the values before are let go, as the new
+        ones would lie inside of them. Who calls this calls `adopt` next.
+        """
         parallel = parallel_of(self.trainer.model)
         parallel.queue.settle()
+        for bucket in parallel.queue.buckets:
+            bucket.prune(None)
         return {f"{n}.master": (w.rest, w.place) for n, w in parallel.weights.items()}
 
     def read(self, checkpoint: Path) -> None:

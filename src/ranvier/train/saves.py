@@ -38,10 +38,11 @@ RANDOM = "random."
 """How the names of the states of random numbers begin."""
 FIXED = (
     *("model", "data.seq", "data.packed", "data.held_out", "train.seed", "train.dtype"),
-    *(f"lora.{key}" for key in ("rank", "alpha", "on", "layers", "dora", "rslora", "shared")),
+    *(f"lora.{key}" for key in adapters.FIXED),
     *("optim.moments", "data.learn", "data.truncate", "prune"),
 )
-"""Settings that a run keeps for its whole life; the corpora are compared by fingerprint."""
+"""Settings that a run keeps for its whole life; the corpora are compared by fingerprint. Rotary
+positions have no weights: model.max_seq says how many a user wants, and may change."""
 
 
 def tensors(trainer: Trainer) -> State:
@@ -276,6 +277,8 @@ def start(trainer: Trainer, source: Path) -> None:
         found, _ = folders.newest(checkpoints if checkpoints.is_dir() else source)
         checkpoint = found[0] if found else source
         manifest = manifests.read(checkpoint)
+        if not trainer.run.checkpoint.partial:
+            adapters.check_start(manifest, trainer.run)
         _check_names(trainer, manifest, checkpoint)
         fill_weights(trainer.run, checkpoint, manifest, state)
         bare = adapters.is_base(manifest, trainer.run)
@@ -336,7 +339,8 @@ def check_config(manifest: Manifest, checkpoint: Path, run: Run) -> None:
     fatal = [
         f"{name}={new!r}, but {checkpoint} has {old!r}."
         for name, old, new in differences(manifest.facts.get("config", {}), tables(run))
-        if name in FIXED or name.partition(".")[0] in FIXED
+        if (name in FIXED or name.partition(".")[0] in FIXED)
+        and not (name == "model.max_seq" and run.model.positions == "rope")
     ]
     if fatal:
         raise CheckpointError(
