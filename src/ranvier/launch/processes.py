@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import multiprocessing
 import os
@@ -14,12 +13,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
 from ranvier.errors import CommunicationError
 from ranvier.launch.ends import end_with_others, reported
 from ranvier.launch.environment import Ranks, prepare_nccl
+from ranvier.launch.lifetime import end_with, remove_after_end
 from ranvier.launch.pulse import DONE, START, Pulse
 from ranvier.launch.watch import listen
 
@@ -105,8 +106,7 @@ def free_port() -> int:
 
 def die_with_parent() -> None:
     """Let the kernel end this process when its parent ends."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)
+    end_with(os.getppid())
 
 
 def warm(preload: Sequence[str]) -> None:
@@ -118,6 +118,8 @@ def warm(preload: Sequence[str]) -> None:
     context.set_forkserver_preload(["ranvier.launch.deaf", *preload])
     # The server would import modules of the user's directory before Python's own.
     os.environ["PYTHONSAFEPATH"] = "1"
+    os.environ["RANVIER_LAUNCHER"] = str(os.getpid())  # with which the server ends
+    remove_after_end(get_temp_dir(), os.getpid())  # where the server listens
     forkserver.ensure_running()
 
 
