@@ -17,7 +17,8 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
-from ranvier.errors import CommunicationError
+from ranvier import file_handles
+from ranvier.errors import CommunicationError, PlanError
 from ranvier.launch.ends import end_with_others, reported
 from ranvier.launch.environment import Ranks, prepare_nccl
 from ranvier.launch.lifetime import end_with, remove_after_end
@@ -45,6 +46,8 @@ def connect(
     """
     from torch import distributed as torch_distributed
 
+    file_handles.raise_limit()
+    file_handles.require(me.world + 8 if backend == "gloo" else 8, f"A run of {me.world} ranks")
     if backend == "nccl":
         prepare_nccl(me, share_gpu=share_gpu)
 
@@ -59,6 +62,8 @@ def connect(
             backend, rank=me.rank, world_size=me.world, timeout=limit, **where
         )
     except (RuntimeError, ValueError) as error:
+        if file_handles.is_shortage(error):
+            raise PlanError(file_handles.describe_shortage()) from error
         slurm = "; inside an sbatch script start the ranks with srun" * (me.launcher == "srun")
         raise CommunicationError(
             f"Rank {me.rank} of {me.world} could not join the others at {me.address}:{me.port}: "
@@ -114,6 +119,7 @@ def warm(preload: Sequence[str]) -> None:
 
     It works while this process does other things.
     """
+    file_handles.raise_limit()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ranvier.launch.deaf", *preload])
     # The server would import modules of the user's directory before Python's own.

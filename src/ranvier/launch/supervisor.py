@@ -22,6 +22,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from ranvier import file_handles
 from ranvier.errors import STOPPED, CommunicationError, HangError
 from ranvier.launch import watch
 from ranvier.launch.ends import BEFORE, Stop
@@ -41,6 +42,8 @@ DONE_SECONDS = 30.0
 """How long a rank may take to leave when its work is done."""
 LOOK_SECONDS = 0.5
 """How often the pulses are read."""
+HANDLES = 8
+"""Handles that a launcher takes for each of its ranks."""
 Task = Callable[[Ranks], int]
 
 
@@ -212,6 +215,7 @@ def start(
     preload: see `warm`; timeout_seconds: how long nodes wait for each other at the start.
     """
     warm(preload)
+    file_handles.require(HANDLES * nproc, f"A launcher of {nproc} ranks")
     policy = policy or Policy(grids=(("", nproc),))
     board = None if nodes is None else Board(nodes, timeout_seconds)
     with tempfile.TemporaryDirectory(prefix="ranvier-") as name, Told() as told:
