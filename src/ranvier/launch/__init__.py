@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         fake,
         free_port,
         joined,
+        local_ranks,
         warm,
     )
     from ranvier.launch.pulse import Pulse
@@ -62,6 +63,7 @@ __all__ = [
     "is_follower",
     "joined",
     "keep_compiled",
+    "local_ranks",
     "ranks",
     "repeat_products",
     "reported",
@@ -82,6 +84,7 @@ _HOMES = {
         "fake",
         "free_port",
         "joined",
+        "local_ranks",
         "warm",
     ),
     "pulse": ("Pulse",),
