@@ -57,7 +57,7 @@ def _meeting(folder: Path, me: Ranks) -> int:
         distributed.barrier(group)
         assert me.store is not None and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
         own = ("efcount/", "leanup/")  # of torch: how many have the file open
-        keys = [key for key in store.open_file_store(me.store).list_keys() if key not in own]
+        keys = [key for key in store.open_file_store(me.store, 5.0).list_keys() if key not in own]
         assert keys and all(key.startswith(f"{me.key}/") for key in keys), keys
         assert re.fullmatch("[0-9a-f]{64}", me.key) and me.key not in repr(me)
         places = listening()

@@ -191,12 +191,14 @@ def open_tcp_store(
     )
 
 
-def open_file_store(file: SharedFile) -> Any:
+def open_file_store(file: SharedFile, timeout_seconds: float) -> Any:
     """torch's store in a file that only the ranks of one node have."""
     from torch import distributed as torch_distributed
 
     distributed: Any = torch_distributed
-    return distributed.FileStore(os.fspath(file), -1)
+    store = distributed.FileStore(os.fspath(file), -1)
+    store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
+    return store
 
 
 def with_prefix(prefix: str, store: Any) -> Any:
@@ -210,7 +212,7 @@ def with_prefix(prefix: str, store: Any) -> Any:
 def open_store(me: Ranks, timeout_seconds: float) -> Any:
     """The store of all ranks, under the prefix that is theirs. Communicates: with rank 0."""
     if me.store is not None:
-        return with_prefix(me.key, open_file_store(me.store))
+        return with_prefix(me.key, open_file_store(me.store, timeout_seconds))
     if me.key:  # the launchers of all nodes have it
         store = open_tcp_store(me.address, me.port, timeout_seconds, listener=me.listener)
         return with_prefix(me.key, store)
