@@ -31,7 +31,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from ranvier.launch import Ranks, connect, die_with_parent, free_port
+from ranvier.launch import Ranks, connect, die_with_parent, local_ranks
 from ranvier.plan import Plan
 from ranvier.run import Run
 
@@ -93,10 +93,10 @@ class Crew:
 
     def start(self) -> None:
         """Start them."""
-        context, port = multiprocessing.get_context("spawn"), free_port()
-        for rank in range(self.size):
+        context = multiprocessing.get_context("spawn")
+        for me in local_ranks(self.size):
             here, there = context.Pipe()
-            one = context.Process(target=_serve, args=(rank, self.size, port, there), daemon=True)
+            one = context.Process(target=_serve, args=(me, there), daemon=True)
             one.start()
             there.close()
             self.members.append((one, here))
@@ -128,14 +128,14 @@ class Worker:
     seats: dict[str, Any] = field(default_factory=dict)
 
 
-def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
+def _serve(me: Ranks, pipe: Connection) -> None:
     """The life of a rank."""
     import torch
 
     die_with_parent()
-    torch.set_num_threads(max((os.cpu_count() or 1) // world, 1))
-    connect(Ranks(rank=rank, world=world, port=port), backend="gloo", timeout_seconds=120.0)
-    worker = Worker(rank, world)
+    torch.set_num_threads(max((os.cpu_count() or 1) // me.world, 1))
+    connect(me, backend="gloo", timeout_seconds=120.0)
+    worker = Worker(me.rank, me.world)
     while True:
         try:
             function, arguments = pipe.recv()

@@ -24,7 +24,6 @@ from pathlib import Path
 
 from ranvier.checkpoint.folder import found
 from ranvier.checkpoint.load import wholes
-from ranvier.launch import free_port
 
 POLICIES = ("message", "1f1b", "gpipe", "zero-bubble", "interleaved")
 STEPS = {"fp64": 10, "fp32": 20, "bf16": 100}
@@ -68,8 +67,7 @@ def run(folder: Path, words: Sequence[str], backend: str, *, ranks: int) -> Ende
     if ranks == 1:
         command += ["--nproc", "1"]
     else:
-        port = ["--master-port", str(free_port())]
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--no-python", *port]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--standalone"]
         command = [*torchrun, "--nproc-per-node", str(ranks), *command, *GRID]
         command += ["--train.backend", backend]
         command += ["--launch.share-gpu", "True"] if backend == "nccl" else []

@@ -66,7 +66,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from ranvier.grid import Grid
-from ranvier.launch import Ranks, connect, die_with_parent, free_port
+from ranvier.launch import Ranks, connect, die_with_parent, local_ranks
 from ranvier.nn.leaf import Moment
 from ranvier.pipeline.choice import policy_for
 from ranvier.pipeline.cut import Cut, Stage
@@ -841,16 +841,16 @@ def show(
         )
 
 
-def serve(rank: int, ranks: int, port: int, settings: Sequence[Setting], pipe: Any) -> None:
+def serve(me: Ranks, settings: Sequence[Setting], pipe: Any) -> None:
     """The life of a rank."""
     die_with_parent()
     torch.set_num_threads(1)
-    connect(Ranks(rank=rank, world=ranks, port=port), backend="gloo", timeout_seconds=300.0)
-    grid = Grid({"pipe": ranks}, connected=True, timeout_seconds=300.0)
+    connect(me, backend="gloo", timeout_seconds=300.0)
+    grid = Grid({"pipe": me.world}, connected=True, timeout_seconds=300.0)
     meet(grid, Cut(chunks=max(OURS)))
     for setting in settings:
-        result = measured(setting, grid, rank)
-        if rank == 0:
+        result = measured(setting, grid, me.rank)
+        if me.rank == 0:
             pipe.send(result)
     distributed.barrier()  # ended by the parent once it has all
 
@@ -859,10 +859,9 @@ def results(ranks: int, settings: Sequence[Setting]) -> Iterator[dict[str, Any]]
     """Of each setting, by processes that are started for all of them."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    arguments = (ranks, free_port(), settings)
     workers = [
-        context.Process(target=serve, args=(rank, *arguments, there if rank == 0 else None))
-        for rank in range(ranks)
+        context.Process(target=serve, args=(me, settings, there if me.rank == 0 else None))
+        for me in local_ranks(ranks)
     ]
     for worker in workers:
         worker.start()
@@ -911,7 +910,7 @@ def compare_orders(
     return OrderRow(name, shape.chunks, stage, len(taken), len(arrivals), tuple(differences))
 
 
-def serve_orders(rank: int, setting: Setting, port: int, backend: str, pipe: Any) -> None:
+def serve_orders(me: Ranks, setting: Setting, backend: str, pipe: Any) -> None:
     """The life of a rank that takes steps of all policies."""
     die_with_parent()
     torch.set_num_threads(1)
@@ -919,11 +918,10 @@ def serve_orders(rank: int, setting: Setting, port: int, backend: str, pipe: Any
     if backend == "nccl":
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
-    me = Ranks(rank=rank, world=setting.ranks, local_world=setting.ranks, port=port)
     connect(me, backend=backend, timeout_seconds=120.0, share_gpu=True)
     grid = Grid({"pipe": setting.ranks}, connected=True, timeout_seconds=120.0, rendezvous=True)
     meet(grid, Cut(chunks=max(OURS)))
-    field = Field(setting, grid, rank, device)
+    field = Field(setting, grid, me.rank, device)
     for chunks, names in OURS.items():
         make, shape = field.ours(chunks), Shape(setting.ranks, setting.micros, chunks)
         even = Times((1.0,) * setting.ranks * chunks, (2.0,) * setting.ranks * chunks, jitter=0.1)
@@ -950,11 +948,11 @@ def check_orders(asked: argparse.Namespace) -> int:
     for ranks in asked.ranks:
         setting = Setting.all(argparse.Namespace(**{**vars(asked), "ranks": [ranks]}))[0]
         setting = replace(setting, case="jitter", repeat=3)
-        context, port = multiprocessing.get_context("spawn"), free_port()
+        context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe() for _ in range(ranks)]
         workers = [
-            context.Process(target=serve_orders, args=(rank, setting, port, backend, there))
-            for rank, (_, there) in enumerate(pipes)
+            context.Process(target=serve_orders, args=(me, setting, backend, there))
+            for me, (_, there) in zip(local_ranks(ranks), pipes, strict=True)
         ]
         for worker in workers:
             worker.start()

@@ -7,6 +7,7 @@ of grids over NCCL, all ranks on one GPU, and what is special to it (tests/nccl)
 from __future__ import annotations
 
 import gc
+import secrets
 from collections.abc import Iterator
 
 import pytest
@@ -54,6 +55,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANVIER_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
+        patch.setenv("RANVIER_KEY", secrets.token_hex(32))  # none is left in the user's home
         yield
 
 

@@ -23,11 +23,14 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ranvier.plan import AXES
+
+if TYPE_CHECKING:
+    from ranvier.launch import Ranks
 
 SIZE = 8
 
@@ -50,7 +53,7 @@ class Pool:
 
     def start(self) -> None:
         """Start the workers."""
-        from ranvier.launch import free_port
+        from ranvier.launch import local_ranks
 
         self.folder = Path(tempfile.mkdtemp(prefix="ranvier-pool-"))
         context = multiprocessing.get_context("forkserver")
@@ -58,12 +61,11 @@ class Pool:
         # The server takes its path from the environment alone, and skips in silence what it lacks.
         here = str(Path(__file__).parent)
         os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
-        port = free_port()
-        for rank in range(self.size):
+        for me in local_ranks(self.size):
             here, there = context.Pipe()
             worker = context.Process(
                 target=_serve,
-                args=(rank, self.size, port, there, self._stacks(rank), self.backend, self.mps),
+                args=(me, there, self._stacks(me.rank), self.backend, self.mps),
                 daemon=True,
             )
             worker.start()
@@ -77,6 +79,7 @@ class Pool:
             worker.kill()
             worker.join()
         self.workers, self.known = [], []
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(
         self, function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 120.0
@@ -295,18 +298,15 @@ def _use_gpu() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def _serve(
-    rank: int, size: int, port: int, connection: Connection, stacks: Path, backend: str, mps: bool
-) -> None:
+def _serve(me: Ranks, connection: Connection, stacks: Path, backend: str, mps: bool) -> None:
     """The life of a worker."""
     import torch
 
-    from ranvier.launch import Ranks, connect, die_with_parent
+    from ranvier.launch import connect, die_with_parent
     from ranvier.launch.ends import end_with_others
 
     die_with_parent()
     torch.set_num_threads(1)
-    me = Ranks(rank=rank, world=size, local_world=size, port=port)
     if not mps:
         os.environ.pop("CUDA_MPS_PIPE_DIRECTORY", None)
     if backend == "nccl":
@@ -315,7 +315,7 @@ def _serve(
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         connect(me, backend=backend, timeout_seconds=60.0, share_gpu=True)
         with end_with_others(me) if backend == "nccl" else contextlib.nullcontext():
-            _work(rank, connection)
+            _work(me.rank, connection)
 
 
 def _work(rank: int, connection: Connection) -> None:

@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "ranvier"
 
 
 LEVELS = (
-    "errors plan sharding trace html layers products lots safe_files",
+    "errors file_handles plan sharding trace html layers products lots safe_files",
     "grid init launch",
     "comm",
     "nn | models",

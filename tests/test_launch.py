@@ -238,17 +238,26 @@ def test_other_ranks_are_quiet_and_other_threads_untouched(
 
 
 ORPHANS = """
-import os, time
+import ctypes, os, time
 from pathlib import Path
 from ranvier import launch
 
 def task(me):
     Path(f"pid{me.rank}").write_text(str(os.getpid()))
+    if me.rank:
+        ctypes.PyDLL(None).sleep(60)  # in C, and no thread of Python runs
     time.sleep(60)
     return 0
 
 if __name__ == "__main__":
     launch.start(2, task)
+"""
+IMPORTING = """
+import os, time
+from pathlib import Path
+
+Path("server").write_text(str(os.getpid()))
+time.sleep(60)
 """
 
 
@@ -258,22 +267,41 @@ def alive(pid: int) -> bool:
     return False
 
 
-def test_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
-    (tmp_path / "parent.py").write_text(ORPHANS)
-    parent = subprocess.Popen([sys.executable, "parent.py"], cwd=tmp_path)
-    files = [tmp_path / "pid0", tmp_path / "pid1"]
+def killed(folder: Path, *names: str) -> None:
+    """Kill a launcher once files of some names tell processes, and wait for the end of these."""
+    temporary = folder / "temporary"
+    temporary.mkdir()
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": path}
+    parent = subprocess.Popen([sys.executable, "parent.py"], cwd=folder, env=env)
+    files = [folder / name for name in names]
     limit = time.monotonic() + 60
     while not all(file.exists() and file.read_text() for file in files):
         assert time.monotonic() < limit and parent.poll() is None
         time.sleep(0.05)
-    ranks = [int(file.read_text()) for file in files]
-    assert all(map(alive, ranks))
+    processes = [int(file.read_text()) for file in files]
+    assert all(map(alive, processes))
     parent.kill()
     parent.wait()
-    limit = time.monotonic() + 10
-    while any(map(alive, ranks)):
+    limit = time.monotonic() + 5
+    while any(map(alive, processes)):
         assert time.monotonic() < limit, "orphans"
         time.sleep(0.05)
+    while os.listdir(temporary):
+        assert time.monotonic() < limit, os.listdir(temporary)
+        time.sleep(0.05)
+
+
+def test_ranks_and_folders_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "parent.py").write_text(ORPHANS)
+    killed(tmp_path, "pid0", "pid1")
+
+
+def test_the_server_of_ranks_ends_with_the_launcher_while_it_imports(tmp_path: Path) -> None:
+    (tmp_path / "slow_import.py").write_text(IMPORTING)
+    started = 'launch.start(2, task, preload=["slow_import"])'
+    (tmp_path / "parent.py").write_text(ORPHANS.replace("launch.start(2, task)", started))
+    killed(tmp_path, "server")
 
 
 def test_compilers_keep_their_results_in_our_cache(

@@ -29,7 +29,7 @@ def main() -> None:
         sys.stderr = _null(2)
     one = " --nproc 1 " in f"{' '.join(words)} ".replace("=", " ")
     if words and words[0] in WORKERS and not one and not {"-h", "--help"} & {*words}:
-        with suppress(PlanError):  # told later
+        with suppress(PlanError, OSError):  # told later
             if launch.ranks() is None:
                 launch.warm([WORKERS[words[0]]])
     from ranvier import cli

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ranvier import file_handles
 from ranvier.errors import CommunicationError, PlanError
 from ranvier.plan import AXES, Plan
 from ranvier.trace import Trace
@@ -42,6 +43,10 @@ PATIENT = ("forward", "backward", ORDERS, CONTROL)
 """Channels with receives that are posted long before their messages; who waits for one has a clock
 of its own."""
 WEEK = 7 * 24 * 3600.0
+GLOO_HANDLES = 6
+"""Handles of a group over Gloo beside one for each rank."""
+NCCL_HANDLES = 64
+"""Handles of a communicator over NCCL, which connects a rank to few others."""
 
 
 @dataclass(frozen=True)
@@ -275,6 +280,9 @@ class Grid:
         on_host = channel in ON_HOST
         nccl = self.backend == "nccl" and not on_host and len(ranks) > 1
         here = device("cuda", cuda.current_device()) if nccl else None
+        if len(ranks) > 1:
+            count = NCCL_HANDLES if nccl else len(ranks) + GLOO_HANDLES
+            file_handles.require(count, f"A group of {len(ranks)} ranks over {'·'.join(names)}")
         begun = time.perf_counter()
         # Only members take part (O(1) calls a rank at any world size). c10d names such a group by
         # its ranks and how many groups the process has: members must have made equally many before.
@@ -288,6 +296,8 @@ class Grid:
                 device_id=here,
             )
         except RuntimeError as error:
+            if file_handles.is_shortage(error):
+                raise PlanError(file_handles.describe_shortage()) from error
             raise CommunicationError(
                 f"Rank {self.rank} could not form a group with ranks {ranks}: "
                 f"{str(error).splitlines()[0]}. All of them must be alive. Look at the other "

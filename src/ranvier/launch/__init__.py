@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         fake,
         free_port,
         joined,
+        local_ranks,
         warm,
     )
     from ranvier.launch.pulse import Pulse
@@ -63,6 +64,7 @@ __all__ = [
     "is_follower",
     "joined",
     "keep_compiled",
+    "local_ranks",
     "ranks",
     "repeat_products",
     "reported",
@@ -84,6 +86,7 @@ _HOMES = {
         "fake",
         "free_port",
         "joined",
+        "local_ranks",
         "warm",
     ),
     "pulse": ("Pulse",),

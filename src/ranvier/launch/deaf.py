@@ -1,9 +1,17 @@
 """Imported first by the server of local ranks: signals for a whole group are not for it.
 
-Ctrl-C and `timeout` signal every process of a group; ranks hear of it through their parent.
+Ctrl-C and `timeout` signal every process of a group; ranks hear of it through their parent. The
+server ends with its launcher, and ranks with the server.
 """
 
+import os
 import signal
+
+from ranvier.launch.lifetime import end_children_with_me, end_with
 
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, signal.SIG_IGN)
+
+if "RANVIER_LAUNCHER" in os.environ:
+    end_with(int(os.environ["RANVIER_LAUNCHER"]))
+    end_children_with_me()

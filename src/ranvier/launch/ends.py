@@ -15,11 +15,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+from ranvier import file_handles
 from ranvier.errors import (
     INTERNAL,
     STOPPED,
     CommunicationError,
     ElsewhereError,
+    PlanError,
     RanvierError,
     WriteError,
 )
@@ -298,6 +300,8 @@ def _interrupted(number: int, _: FrameType | None) -> None:
 
 def _told(error: BaseException) -> tuple[str, int]:
     """Message and exit code of an error; only what is nobody's mistake shows its traceback."""
+    if file_handles.is_shortage(error):
+        return file_handles.describe_shortage(), PlanError.exit_code
     if isinstance(error, RanvierError):
         return f"{type(error).__name__}: {error}", error.exit_code
     if isinstance(error, Stopped):

@@ -7,16 +7,20 @@ handled.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import ipaddress
 import itertools
 import os
 import re
 import socket
+import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ranvier.errors import PlanError
+from ranvier.launch.shared_file import SharedFile
 
 
 @dataclass(frozen=True)
@@ -41,12 +45,20 @@ class Ranks:
     local_world: int = 1
     address: str = "127.0.0.1"
     port: int = 0
-    error_file: str = ""
+    error_file: str | SharedFile = ""
     """Where to leave the error for the parent that started this rank; empty: print it."""
     launcher: str = ""
     """The program that started the ranks; empty: this package."""
-    pulse: str = ""
+    pulse: str | SharedFile = ""
     """Where to say what this rank is at; empty: nobody watches it from outside."""
+    stack_file: str | SharedFile = ""
+    """Where to leave the stacks of this rank when it is asked for them or crashes."""
+    store: SharedFile | None = field(default=None, repr=False)
+    """The keys of all ranks, where they are on one node; None: rank 0 keeps them at the address."""
+    listener: socket.socket | None = field(default=None, repr=False)
+    """The socket at which rank 0 listens, opened by its launcher; None: it opens its own."""
+    key: str = field(default="", repr=False)
+    """The prefix of all keys, known to the ranks of one attempt only; empty: of the user's key."""
     attempt: int = 0
     """How often the ranks of this run have been started before."""
     grid: int = 0
@@ -223,6 +235,40 @@ def grow_segments() -> None:
     """Have torch's allocator let its pieces of device memory grow: next to nothing of it stays
     empty between tensors; it looks when CUDA is used first."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
+def prepare_sockets(me: Ranks) -> None:
+    """Have Gloo, and on one node NCCL, listen only on the interface by which rank 0 is reached."""
+    name = "lo" if me.store is not None else interface_towards(me.address)
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if name == "lo":
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def interface_towards(address: str) -> str:
+    """The interface by which this node reaches an address; empty if that is not known."""
+    with contextlib.suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)
+        for family, kind, protocol, _, where in found:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(where)  # no packet is sent
+                own = probe.getsockname()[0]
+            return "lo" if ipaddress.ip_address(own.partition("%")[0]).is_loopback else _named(own)
+    return ""
+
+
+def _named(address: str) -> str:
+    """The interface that has an address of version 4; empty if none has."""
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):
+                reply = fcntl.ioctl(probe.fileno(), get_address, request)
+                if socket.inet_ntoa(reply[20:24]) == address:
+                    return name
+    return ""
 
 
 def prepare_nccl(me: Ranks, *, share_gpu: bool) -> None:

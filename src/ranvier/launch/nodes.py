@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import hmac
 import json
 import socket
 import sys
@@ -18,12 +19,20 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ranvier.errors import CommunicationError, PlanError
 from ranvier.launch.ends import Stop
 from ranvier.launch.environment import Failure
 from ranvier.launch.restarts import End, History, Next, Policy
+from ranvier.launch.store import (
+    derive_prefix,
+    greet,
+    is_loopback,
+    new_key,
+    open_listener,
+    open_tcp_store,
+    with_prefix,
+)
 
 BEAT_SECONDS = 1.0
 GONE_SECONDS = 10.0
@@ -31,6 +40,8 @@ GONE_SECONDS = 10.0
 BOARD_SECONDS = 0.3
 """How often the board is read during an attempt."""
 LOST = CommunicationError.exit_code
+SIGNATURE = 64
+"""Characters of the signature before each text on the board."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,8 @@ class Order:
     places: dict[str, list[int]] = field(default_factory=dict)
     """The devices that the ranks of each node take."""
     failures: tuple[Failure, ...] = ()
+    generation: str = ""
+    """Random: with the key of the run it makes the prefix of all keys of the attempt."""
 
     def text(self) -> str:
         """As JSON."""
@@ -114,34 +127,47 @@ def worst(ends: Sequence[End]) -> End:
 
 
 class Board:
-    """What all launchers can read and write; silence of node 0 is an error."""
+    """What all launchers can read and write; silence of node 0 is an error.
 
-    def __init__(self, nodes: Nodes, timeout_seconds: float) -> None:
-        from torch import distributed as torch_distributed
+    Each text is signed with the key of the run: one that a stranger has written is not read.
+    """
 
-        distributed: Any = torch_distributed  # its stores are not in its list of names
-        self.nodes = nodes
-        first, limit = nodes.node == 0, datetime.timedelta(seconds=timeout_seconds)
-        try:
-            self._store = distributed.TCPStore(
-                nodes.host, nodes.port, is_master=first, wait_for_workers=False, timeout=limit
+    def __init__(self, nodes: Nodes, key: str, timeout_seconds: float) -> None:
+        self.nodes, self._key = nodes, key
+        first = nodes.node == 0
+        listener = open_listener(nodes.host, nodes.port) if first else None
+        if listener is not None and is_hidden(nodes.host, listener.getsockname()[0]):
+            say(
+                f"{nodes.host} is {listener.getsockname()[0]} on this node, which no other machine "
+                "reaches. Node 0 listens at launch.address only. Give the address of an interface."
             )
+        try:
+            store = open_tcp_store(nodes.host, nodes.port, timeout_seconds, listener=listener)
+            prefix = derive_prefix(key, "board", nodes.address)
+            self._store = with_prefix(prefix, store)
         except RuntimeError as error:
             raise CommunicationError(
-                f"Node {nodes.node} could not reach node 0 at {nodes.address}: {error}. All nodes "
-                f"must start within {timeout_seconds:.0f} s. Check launch.address."
+                f"Node {nodes.node} could not reach node 0 at {nodes.address}: "
+                f"{str(error).splitlines()[0]}. All nodes must start within "
+                f"{timeout_seconds:.0f} s. Check launch.address."
             ) from None
+        greet(self._store, first, nodes.address)
         self._store.set_timeout(datetime.timedelta(seconds=GONE_SECONDS))
 
-    def write(self, key: str, text: str) -> None:
-        """Replace what is written under a key."""
+    def write(self, name: str, text: str) -> None:
+        """Replace what is written under a name."""
         with self._reached():
-            self._store.set(key, text)
+            self._store.set(name, derive_prefix(self._key, "signed", name, text) + text)
 
-    def read(self, key: str) -> str | None:
-        """What is written under a key; None if nothing is."""
+    def read(self, name: str) -> str | None:
+        """What is written under a name; None if nothing is, or not by a launcher of this run."""
         with self._reached():
-            return self._store.get(key).decode() if self._store.check([key]) else None
+            if not self._store.check([name]):
+                return None
+            signed = self._store.get(name).decode(errors="replace")
+        signature, text = signed[:SIGNATURE], signed[SIGNATURE:]
+        good = derive_prefix(self._key, "signed", name, text)
+        return text if hmac.compare_digest(good.encode(), signature.encode()) else None
 
     @contextlib.contextmanager
     def _reached(self) -> Iterator[None]:
@@ -231,6 +257,7 @@ class Captain:
             world=world,
             address=self.hosts[min(self.parts)],
             port=port,
+            generation=new_key(),
             began=self.began,
             first={str(node): first for node, (first, _) in self.parts.items()},
             places={str(node): mine for node, (_, mine) in self.parts.items()},
@@ -279,6 +306,11 @@ class Captain:
             if all(self.board.read(f"bye/{node}") for node in self.places if node):
                 return
             time.sleep(0.05)
+
+
+def is_hidden(name: str, address: str) -> bool:
+    """Whether a name that does not say so belongs to this node alone."""
+    return is_loopback(address) and not is_loopback(name)
 
 
 def own_host(nodes: Nodes) -> str:

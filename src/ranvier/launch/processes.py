@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import multiprocessing
 import os
@@ -14,13 +13,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from pathlib import Path
-from typing import Any
+from multiprocessing.util import get_temp_dir
 
-from ranvier.errors import CommunicationError
+from ranvier import file_handles
+from ranvier.errors import CommunicationError, PlanError
 from ranvier.launch.ends import end_with_others, reported
-from ranvier.launch.environment import Ranks, prepare_nccl
+from ranvier.launch.environment import Ranks, prepare_nccl, prepare_sockets
+from ranvier.launch.lifetime import end_with, remove_after_end
 from ranvier.launch.pulse import DONE, START, Pulse
+from ranvier.launch.shared_file import SharedFile
+from ranvier.launch.store import new_key, open_store
 from ranvier.launch.watch import listen
 
 
@@ -42,27 +44,32 @@ def connect(
     No collective runs over that group itself: those of a grid have groups of their own, which are
     connected when they are made. share_gpu: see `prepare_nccl`.
     """
-    from torch import distributed as torch_distributed
+    from torch import distributed
 
+    file_handles.raise_limit()
+    file_handles.require(me.world + 8 if backend == "gloo" else 8, f"A run of {me.world} ranks")
+    prepare_sockets(me)
     if backend == "nccl":
         prepare_nccl(me, share_gpu=share_gpu)
-
-    distributed: Any = torch_distributed  # its stores are not in its list of names
     limit = datetime.timedelta(seconds=timeout_seconds)
     try:
-        where: dict[str, Any] = {"init_method": f"tcp://{me.address}:{me.port}"}
-        if me.pulse:  # what an attempt before has left is not found under another prefix
-            store = distributed.TCPStore(me.address, me.port, is_master=me.rank == 0, timeout=limit)
-            where = {"store": distributed.PrefixStore(f"attempt{me.attempt}", store)}
         distributed.init_process_group(
-            backend, rank=me.rank, world_size=me.world, timeout=limit, **where
+            backend,
+            store=open_store(me, timeout_seconds),
+            rank=me.rank,
+            world_size=me.world,
+            timeout=limit,
         )
     except (RuntimeError, ValueError) as error:
+        if file_handles.is_shortage(error):
+            raise PlanError(file_handles.describe_shortage()) from error
         slurm = "; inside an sbatch script start the ranks with srun" * (me.launcher == "srun")
+        where = "" if me.store is not None else f" at {me.address}:{me.port}"
+        first = str(error).partition("\n")[0].rstrip(".")
         raise CommunicationError(
-            f"Rank {me.rank} of {me.world} could not join the others at {me.address}:{me.port}: "
-            f"{error}. All ranks must start within {timeout_seconds:.0f} s and reach that address. "
-            f"Check it and the other ranks{slurm}."
+            f"Rank {me.rank} of {me.world} could not join the others{where}: {first}. All ranks "
+            f"must start within {timeout_seconds:.0f} s and reach that address. Check it and the "
+            f"other ranks{slurm}."
         ) from error
 
 
@@ -95,8 +102,20 @@ def fake(world: int, rank: int = 0) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+def local_ranks(world: int) -> list[Ranks]:
+    """Ranks of this node, which meet in a shared file: each goes to a process of its own.
+
+    They are arguments of processes that `multiprocessing` starts.
+    """
+    store, key = SharedFile("store"), new_key()
+    return [
+        Ranks(rank=i, world=world, local_rank=i, local_world=world, store=store, key=key)
+        for i in range(world)
+    ]
+
+
 def free_port() -> int:
-    """A port nobody listens on."""
+    """A port that nobody listens on now; somebody else may take it before it is used."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -105,8 +124,7 @@ def free_port() -> int:
 
 def die_with_parent() -> None:
     """Let the kernel end this process when its parent ends."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").prctl(1, signal.SIGKILL)
+    end_with(os.getppid())
 
 
 def warm(preload: Sequence[str]) -> None:
@@ -114,10 +132,13 @@ def warm(preload: Sequence[str]) -> None:
 
     It works while this process does other things.
     """
+    file_handles.raise_limit()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ranvier.launch.deaf", *preload])
     # The server would import modules of the user's directory before Python's own.
     os.environ["PYTHONSAFEPATH"] = "1"
+    os.environ["RANVIER_LAUNCHER"] = str(os.getpid())  # with which the server ends
+    remove_after_end(get_temp_dir(), os.getpid())  # where the server listens
     forkserver.ensure_running()
 
 
@@ -126,7 +147,7 @@ def live(me: Ranks, task: Callable[[Ranks], int]) -> None:
     with reported(me):
         pulse = Pulse(me.pulse)
         pulse.beat(START)
-        listen(Path(me.pulse).with_suffix(".stack"))
+        listen(me.stack_file)
         os.setsid()  # a terminal's Ctrl-C comes through the parent, once
         _end_with_parent()
         import torch

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ranvier.launch.shared_file import SharedFile
+
 LAYOUT = struct.Struct("@ddqq32s192s")
 """Time, slowest step, step, collectives, section, last collective.
 
@@ -49,7 +51,7 @@ class Beat:
 class Pulse:
     """Where a rank is: in a file that others map, or without a path in memory of its own."""
 
-    def __init__(self, path: str = "") -> None:
+    def __init__(self, path: str | SharedFile = "") -> None:
         self._data: bytearray | mmap.mmap = bytearray(LAYOUT.size)
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._stepped: float | None = None
@@ -61,10 +63,10 @@ class Pulse:
             self.beat(START)
 
     @staticmethod
-    def lay(path: Path) -> None:
+    def lay(path: str | SharedFile) -> None:
         """Make the file of a rank that is about to start."""
         section = START.encode()
-        path.write_bytes(LAYOUT.pack(time.monotonic(), 0.0, -1, 0, section, b""))
+        Path(path).write_bytes(LAYOUT.pack(time.monotonic(), 0.0, -1, 0, section, b""))
 
     def beat(self, section: str, step: int | None = None) -> None:
         """Something is begun; step: the steps taken before it."""

@@ -1,7 +1,8 @@
 """Supervisor: starts local ranks, watches them, and starts them again where that may help.
 
 A rank that fails ends all ranks of its attempt; its own message is shown, not the broken
-connections of the others. Each attempt has a port and a prefix of its own.
+connections of the others. Each attempt has a store of its own, and a prefix that only its ranks
+know.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import json
 import math
 import multiprocessing
 import os
+import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,14 +23,17 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from ranvier import file_handles
 from ranvier.errors import STOPPED, CommunicationError, HangError
 from ranvier.launch import watch
 from ranvier.launch.ends import BEFORE, Stop
 from ranvier.launch.environment import Ranks
 from ranvier.launch.nodes import BOARD_SECONDS, Board, Captain, Nodes, Order, own_host, say
-from ranvier.launch.processes import free_port, live, warm
+from ranvier.launch.processes import live, warm
 from ranvier.launch.pulse import DONE, START, Beat, Pulse
 from ranvier.launch.restarts import End, History, Outcome, Policy, judged
+from ranvier.launch.shared_file import SharedFile
+from ranvier.launch.store import derive_prefix, new_key, open_listener, user_key
 
 GRACE_SECONDS = 4.0
 """How long the other ranks may take to end by themselves after one has failed."""
@@ -41,6 +45,8 @@ DONE_SECONDS = 30.0
 """How long a rank may take to leave when its work is done."""
 LOOK_SECONDS = 0.5
 """How often the pulses are read."""
+HANDLES = 8
+"""Handles that a launcher takes for each of its ranks."""
 Task = Callable[[Ranks], int]
 
 
@@ -76,10 +82,12 @@ class Attempt:
         self.warned = self.forwarded = self.failed = False
         context = multiprocessing.get_context("forkserver")
         for me in members:
-            Pulse.lay(Path(me.pulse))
+            Pulse.lay(me.pulse)
             self.pulses.append(Pulse(me.pulse))
             self.children.append(context.Process(target=live, args=(me, task), daemon=True))
             self.children[-1].start()
+            if me.listener is not None:
+                me.listener.close()  # it is the rank's now
 
     def wait(self, watchdog: float, over: Callable[[bool], bool] = lambda _: False) -> End:
         """Wait until all have ended.
@@ -135,7 +143,7 @@ class Attempt:
             if child.exitcode is None or i in self.noticed:
                 continue
             self.noticed[i] = time.time()
-            silent = not Path(self.members[i].error_file).exists()
+            silent = not os.stat(self.members[i].error_file).st_size
             if silent and self.pulses[i].read().section == DONE:
                 self._within(STOP_SECONDS)
                 continue
@@ -178,7 +186,7 @@ class Attempt:
         if mine and eye.over(mine):
             states = [watch.state(pid) for pid in pids]
             ranks = [self.members[i].rank for i in alive]
-            paths = [Path(self.members[i].pulse).with_suffix(".stack") for i in alive]
+            paths = [self.members[i].stack_file for i in alive]
             texts = watch.stacks(pids, paths)
             self.hung = watch.hang(ranks, mine, states, texts, eye.seconds)
             self.slay()
@@ -194,7 +202,7 @@ class Attempt:
             report=report,
             noticed=self.noticed[i],
             slain=i in self.slain,
-            stack=watch.stack(Path(me.pulse).with_suffix(".stack")),
+            stack=watch.stack(me.stack_file),
         )
 
 
@@ -214,10 +222,12 @@ def start(
     told code and message, on the first node, when no rank is left.
     """
     warm(preload)
+    file_handles.require(HANDLES * nproc, f"A launcher of {nproc} ranks")
     policy = policy or Policy(grids=(("", nproc),))
-    board = None if nodes is None else Board(nodes, timeout_seconds)
-    with tempfile.TemporaryDirectory(prefix="ranvier-") as name, Told() as told:
-        local, over = Local(Path(name), task, told, policy.watchdog, ended), threading.Event()
+    key = new_key() if nodes is None else user_key()
+    board = None if nodes is None else Board(nodes, key, timeout_seconds)
+    with Told() as told:
+        local, over = Local(key, task, told, policy.watchdog, ended), threading.Event()
         if nodes is None or board is None:
             return _alone(local, policy, nproc)
         board.write(f"node/{nodes.node}", json.dumps({"ranks": nproc, "host": own_host(nodes)}))
@@ -237,7 +247,8 @@ def start(
 class Local:
     """What attempts on this node have in common."""
 
-    folder: Path
+    key: str
+    """Of this run; see `ranvier.launch.store`."""
     task: Task
     told: Told
     watchdog: float
@@ -245,34 +256,48 @@ class Local:
     """Is told the exit code of the run and its message."""
 
     def attempt(
-        self, order: Order, node: int = 0, over: Callable[[bool], bool] = lambda _: False
+        self,
+        order: Order,
+        node: int = 0,
+        over: Callable[[bool], bool] = lambda _: False,
+        *,
+        store: SharedFile | None = None,
+        listener: socket.socket | None = None,
     ) -> End:
-        """Start this node's ranks of an attempt and wait for their end."""
+        """Start this node's ranks of an attempt and wait for their end.
+
+        store: where all ranks are on this node; listener: else that of rank 0, if it is here.
+        """
         places, first = order.places[str(node)], order.first[str(node)]
-        folder = self.folder / str(order.attempt)
-        folder.mkdir()
+        shared = [SharedFile(name) for _ in places for name in ("error", "pulse", "stack")]
         members = [
             Ranks(
-                rank=rank,
+                rank=first + i,
                 world=order.world,
                 local_rank=place,
                 local_world=len(places),
                 address=order.address,
                 port=order.port,
-                error_file=str(folder / f"rank{rank}.json"),
-                pulse=str(folder / f"rank{rank}.pulse"),
+                error_file=shared[3 * i],
+                pulse=shared[3 * i + 1],
+                stack_file=shared[3 * i + 2],
+                store=store,
+                listener=listener if first + i == 0 else None,
+                key=derive_prefix(self.key, order.generation),
                 attempt=order.attempt,
                 grid=order.grid,
                 failures=order.failures,
                 began=order.began,
             )
-            for rank, place in enumerate(places, first)
+            for i, place in enumerate(places)
         ]
         attempt = Attempt(members, self.task, self.told)
         try:
             end = attempt.wait(self.watchdog, over)
         finally:
             attempt.slay()
+            for file in shared:
+                file.close()
         if end.code and sys.stdout.isatty():
             print("\x1b[?25h")  # a progress display that was killed has hidden the cursor
         return end
@@ -287,14 +312,14 @@ def _alone(local: Local, policy: Policy, nproc: int) -> int:
             attempt=len(history.failures),
             grid=grid,
             world=world,
-            address="127.0.0.1",
-            port=free_port(),
+            generation=new_key(),
             began=began,
             first={"0": 0},
             places={"0": places[:world]},
             failures=history.failures,
         )
-        end = local.attempt(order)
+        with contextlib.closing(SharedFile("store")) as store:
+            end = local.attempt(order, store=store)
         then = history.after(end)
         say(then.message)
         if not then.again:
@@ -314,9 +339,10 @@ def _lead(local: Local, captain: Captain, timeout_seconds: float) -> int:
         captain.dismiss(0, STOPPED)
         return STOPPED
     while True:
-        order = captain.order(free_port())
-        watching = Watching(captain.board, order.attempt, captain)
-        end = local.attempt(order, 0, watching.over)
+        with open_listener(captain.board.nodes.host) as listener:
+            order = captain.order(listener.getsockname()[1])
+            watching = Watching(captain.board, order.attempt, captain)
+            end = local.attempt(order, 0, watching.over, listener=listener)
         captain.board.write(f"end/{order.attempt}/0", json.dumps(dataclasses.asdict(end)))
         then = captain.judge(order.attempt)
         say(then.message)

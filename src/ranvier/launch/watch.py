@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ranvier.errors import HangError
 from ranvier.launch.pulse import DONE, START, STEP, Beat, Pulse
+from ranvier.launch.shared_file import SharedFile
 
 START_SECONDS = 600.0
 """How long may pass before the first steps, in an evaluation, or after the last step."""
@@ -83,14 +84,15 @@ class Eye:
         return any(age > most(b, self.seconds) for age, b in zip(ages, beats, strict=True))
 
 
-def listen(path: Path) -> None:
+def listen(path: str | SharedFile) -> None:
     """Have this rank write its stacks into a file when asked to, or when it crashes."""
-    file = path.open("w")  # stays open as long as the process lives
+    where = Path(path)
+    file = where.open("w")  # stays open as long as the process lives
     faulthandler.register(DUMP, file=file, all_threads=True)
     faulthandler.enable(file=file)
 
 
-def stacks(pids: Sequence[int | None], paths: Sequence[Path]) -> list[str]:
+def stacks(pids: Sequence[int | None], paths: Sequence[str | SharedFile]) -> list[str]:
     """What all ranks are doing; one that is stopped or does not answer has none."""
     for pid in pids:
         if pid is not None and state(pid) not in ("", "T", "Z"):
@@ -100,10 +102,10 @@ def stacks(pids: Sequence[int | None], paths: Sequence[Path]) -> list[str]:
     return [stack(path) for path in paths]
 
 
-def stack(path: Path) -> str:
+def stack(path: str | SharedFile) -> str:
     """The stacks that a rank has written, of its main thread first; empty if it has not."""
     with contextlib.suppress(OSError):
-        blocks = path.read_text(errors="replace").strip().split("\n\n")
+        blocks = Path(path).read_text(errors="replace").strip().split("\n\n")
         blocks = [block for block in blocks if not block.startswith("Extension modules")]
         blocks.sort(key=lambda block: not block.startswith(("Fatal", "Current")))
         lines = "\n".join(blocks).splitlines()

@@ -161,9 +161,12 @@ def cpu_adamw(
         parts.append([torch.zeros(LANES, dtype=x.dtype) for x in ends])
         for full, end in zip(parts[-1], ends, strict=True):
             full[: len(end)] = end
-    for some in parts:
+    for master, slope, mean, square in parts:
         torch._fused_adamw_(
-            *([x] for x in some),
+            [master],
+            [slope],
+            [mean],
+            [square],
             [],
             [now.step.float()],
             lr=float(now.lr) * share,

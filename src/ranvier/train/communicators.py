@@ -21,7 +21,7 @@ import torch
 from ranvier.comm import verbs
 from ranvier.errors import CommunicationError
 from ranvier.grid import HOST, Axis, Grid
-from ranvier.launch import Ranks, die_with_parent, environment, free_port, joined, warm
+from ranvier.launch import Ranks, die_with_parent, environment, joined, local_ranks, warm
 
 RANKS = 2
 FURTHER = 3
@@ -81,10 +81,9 @@ def measure(gpus: int, *, limit_seconds: float = LIMIT_SECONDS) -> CommunicatorC
     """Start two ranks and have them measure, over NCCL, or on a CPU (gpus=0) over Gloo."""
     warm([__name__])
     context = multiprocessing.get_context("forkserver")  # a fork of this process has no CUDA
-    deadline, port = time.monotonic() + limit_seconds, free_port()
+    deadline = time.monotonic() + limit_seconds
     processes, pipes = [], list[Connection]()
-    for rank in range(RANKS):
-        me = Ranks(rank=rank, world=RANKS, local_rank=rank, local_world=RANKS, port=port)
+    for me in local_ranks(RANKS):
         here, there = context.Pipe(duplex=False)
         task = context.Process(target=_live, args=(me, gpus, limit_seconds, there), daemon=True)
         task.start()
@@ -113,9 +112,9 @@ def _receive(pipe: Connection, deadline: float, limit_seconds: float) -> Sample:
         return found
     why = f"nothing came within {limit_seconds:.0f} s" if late else found
     raise CommunicationError(
-        f"Two ranks of this machine could not make communicators: {why}. Ranks need a free port of "
-        "127.0.0.1 and some hundred MiB of a GPU. Set NCCL_DEBUG=INFO for what NCCL says, and end "
-        "what else uses the GPU."
+        f"Two ranks of this machine could not make communicators: {why}. Ranks need the "
+        "loopback interface and some hundred MiB of a GPU. Set NCCL_DEBUG=INFO for what NCCL says, "
+        "and end what else uses the GPU."
     )
 
 

@@ -1,0 +1,79 @@
+"""File handles: how many files and sockets this process may open, and an error where that is few.
+
+Libraries in C++ end a process, or say where they were, when the system gives them no more. So what
+opens many asks here first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+
+from ranvier.errors import PlanError
+
+MOST = 1 << 20
+"""Handles beyond which a limit is not raised: some programs walk through all of them."""
+SPARE = 12
+"""Handles that are left for files: samples, checkpoints, logs."""
+
+
+def raise_limit() -> None:
+    """Use as many handles as the system allows this process, if it has fewer at first."""
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def require(count: int, purpose: str) -> None:
+    """Refuse what needs more handles than are left; purpose: what needs them, as a subject."""
+    limit, opened = _limit(), _open_count()
+    if opened + count + SPARE > limit:
+        raise PlanError(
+            f"This process has {opened} files open and may open {limit}. {purpose} needs {count}, "
+            f"and {SPARE} are kept for files. {_remedy(opened + count + SPARE)}"
+        )
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether an error says that no handle is left."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return True
+    return os.strerror(errno.EMFILE) in str(error)
+
+
+def describe_shortage() -> str:
+    """What to say of such an error: the value, the rule, the remedy."""
+    limit = _limit()
+    return (
+        f"No more files can be opened: this process may open {limit}. Each rank needs some for "
+        f"its files and for its connections to others. {_remedy(4 * limit)}"
+    )
+
+
+def _remedy(count: int) -> str:
+    enough = max(4096, 1 << count.bit_length())
+    return (
+        f"Raise the limit before the start (ulimit -n {enough}; in a container docker run --ulimit "
+        f"nofile={enough}; under Slurm ask for it in the job script), or use fewer ranks."
+    )
+
+
+def _limit() -> int:
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return MOST if soft == resource.RLIM_INFINITY else soft
+    return MOST
+
+
+def _open_count() -> int:
+    """Files that are open; 0 where the system does not say."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/proc/self/fd"))
+    return 0

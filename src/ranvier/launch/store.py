@@ -1,0 +1,246 @@
+"""Store: the keys by which ranks, or launchers, find each other.
+
+Ranks that a launcher has started on its own node keep them in a shared file: no port is opened.
+Others meet at a TCP address. Its listening socket is opened here, bound to the address that was
+asked for and to no other interface, and handed to torch's store.
+
+torch's store asks nobody for a password. All keys lie under a prefix of 256 bits that is made of a
+key which only the ranks know: a stranger cannot guess it. One who reaches the port can flood it,
+and torch lists all keys to whoever asks, so on an untrusted network it must be a private interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+from ranvier.errors import CommunicationError, PlanError, RefusedError
+from ranvier.launch.environment import Ranks, environment
+from ranvier.launch.shared_file import SharedFile
+
+SHORTEST_KEY = 32
+"""Characters of a key: 128 bits in hexadecimal digits."""
+LONGEST_KEY = 4096
+BACKLOG = 4096
+HELLO = "hello"
+"""Rank 0 writes this key as soon as it listens."""
+HELLO_SECONDS = 30.0
+"""How long after a connection that key may take to appear."""
+RULE = "All ranks of a run must have the same key. Set RANVIER_KEY to the same text on all nodes"
+
+
+def new_key() -> str:
+    """A key of 256 random bits."""
+    return secrets.token_hex(32)
+
+
+def derive_prefix(key: str, *context: object) -> str:
+    """A prefix of 256 bits that differs between contexts and does not tell the key.
+
+    prefix = HMAC-SHA256(key, context)
+    """
+    text = "\0".join(map(str, context))
+    return hmac.new(key.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def user_key() -> str:
+    """The key that all nodes of a user's run share.
+
+    That of RANVIER_KEY, else of the file RANVIER_KEY_FILE, else of a file in the user's home that
+    is made when it is needed first.
+    """
+    given = environment("RANVIER_KEY", "RANVIER_KEY_FILE")
+    if "RANVIER_KEY" in given:
+        return _checked(given["RANVIER_KEY"], "RANVIER_KEY")
+    if "RANVIER_KEY_FILE" in given:
+        path = Path(given["RANVIER_KEY_FILE"]).expanduser()
+        return _checked(_read(path), f"RANVIER_KEY_FILE={path}")
+    path = _home() / "key"
+    with contextlib.suppress(FileExistsError):
+        _create(path)
+    return _checked(_read(path), str(path))
+
+
+def _home() -> Path:
+    """The user's folder for settings, which nodes usually share."""
+    try:
+        folder = environment("XDG_CONFIG_HOME").get("XDG_CONFIG_HOME") or "~/.config"
+        return Path(folder).expanduser() / "ranvier"
+    except RuntimeError:
+        raise PlanError(f"There is no home directory for a key. {RULE}.") from None
+
+
+def _create(path: Path) -> None:
+    """Write a new key, whole or not at all; FileExistsError: another rank was first."""
+    if path.exists():
+        raise FileExistsError(path)
+    draft = path.with_name(f".key-{secrets.token_hex(8)}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"{new_key()}\n")
+        try:
+            os.link(draft, path)  # fails if it is there, on a network file system as well
+        finally:
+            draft.unlink()
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise PlanError(f"{path} cannot be written ({error.strerror}). {RULE}.") from None
+
+
+def _read(path: Path) -> str:
+    """The text of a key file that only its owner can read."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        raise PlanError(f"{path} cannot be read ({error.strerror}). {RULE}.") from None
+    try:
+        facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode):
+            raise RefusedError(f"{path} is no regular file. A key is read from one. Name a file.")
+        if facts.st_uid not in (os.getuid(), 0) or facts.st_mode & 0o077:
+            raise RefusedError(
+                f"{path} belongs to user {facts.st_uid} with mode {facts.st_mode & 0o777:o}. A key "
+                f"is a secret: nobody else may read or replace it. Use chmod 600 {path}."
+            )
+        return os.read(fd, LONGEST_KEY + 1).decode(errors="replace")
+    finally:
+        os.close(fd)
+
+
+def _checked(text: str, source: str) -> str:
+    """A key without the spaces around it, if it is long enough."""
+    key = text.strip()
+    if not SHORTEST_KEY <= len(key) <= LONGEST_KEY:
+        raise PlanError(
+            f"{source} has {len(key)} characters. A key has {SHORTEST_KEY} to {LONGEST_KEY} that "
+            "nobody can guess. Make one with openssl rand -hex 32."
+        )
+    return key
+
+
+def open_listener(address: str, port: int = 0) -> socket.socket:
+    """A listening socket at an address of this node, and at no other; port 0: any that is free.
+
+    RANVIER_LISTEN names another address for nodes that are reached by one they do not have.
+    """
+    host = environment("RANVIER_LISTEN").get("RANVIER_LISTEN") or address
+    problem = "it is not known"
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        found, problem = [], getattr(error, "strerror", None) or str(error)
+    for family, kind, protocol, _, where in found:
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(where)
+            listener.listen(BACKLOG)
+        except OSError as error:
+            listener.close()
+            problem = error.strerror or str(error)
+        else:
+            return listener
+    raise CommunicationError(
+        f"This node cannot listen at {host}:{port}: {problem}. The first rank, or node 0, listens "
+        "at the address by which the others reach it. Use an address of one of its interfaces and "
+        "a free port; where others reach it by another one, set RANVIER_LISTEN to its own."
+    )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address is reached from its own node only."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address).is_loopback
+    return address == "localhost"
+
+
+def open_tcp_store(
+    address: str, port: int, timeout_seconds: float, *, listener: socket.socket | None = None
+) -> Any:
+    """torch's store at an address; listener: the socket at which this process keeps it."""
+    from torch import distributed as torch_distributed
+
+    distributed: Any = torch_distributed  # its stores are not in its list of names
+    limit = datetime.timedelta(seconds=timeout_seconds)
+    if listener is None:
+        if not port:
+            raise ValueError("no port is known")
+        return distributed.TCPStore(
+            address, port, is_master=False, wait_for_workers=False, timeout=limit
+        )
+    host, port = listener.getsockname()[:2]
+    unspecified = ipaddress.ip_address(host.partition("%")[0]).is_unspecified
+    return distributed.TCPStore(
+        "localhost" if unspecified else host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=limit,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def open_file_store(file: SharedFile, timeout_seconds: float) -> Any:
+    """torch's store in a file that only the ranks of one node have."""
+    from torch import distributed as torch_distributed
+
+    distributed: Any = torch_distributed
+    store = distributed.FileStore(os.fspath(file), -1)
+    store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
+    return store
+
+
+def with_prefix(prefix: str, store: Any) -> Any:
+    """A store that puts a prefix before each key."""
+    from torch import distributed as torch_distributed
+
+    distributed: Any = torch_distributed
+    return distributed.PrefixStore(prefix, store)
+
+
+def open_store(me: Ranks, timeout_seconds: float) -> Any:
+    """The store of all ranks, under the prefix that is theirs. Communicates: with rank 0."""
+    if me.store is not None:
+        return with_prefix(me.key, open_file_store(me.store, timeout_seconds))
+    if me.key:  # the launchers of all nodes have it
+        store = open_tcp_store(me.address, me.port, timeout_seconds, listener=me.listener)
+        return with_prefix(me.key, store)
+    torchrun = environment("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
+    context = (me.address, me.port, torchrun.get("TORCHELASTIC_RUN_ID", ""))
+    if torchrun.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun keeps the store. On several nodes no file is known to be the same on all.
+        shared = me.local_world == me.world or environment("RANVIER_KEY", "RANVIER_KEY_FILE")
+        key = user_key() if shared else context[2]
+        store = open_tcp_store(me.address, me.port, timeout_seconds)
+        return with_prefix(derive_prefix(key, *context), store)
+    prefix = derive_prefix(user_key(), *context)
+    listener = open_listener(me.address, me.port) if me.rank == 0 else None
+    store = open_tcp_store(me.address, me.port, timeout_seconds, listener=listener)
+    store = with_prefix(prefix, store)
+    greet(store, me.rank == 0, f"{me.address}:{me.port}")
+    return store
+
+
+def greet(store: Any, first: bool, where: str) -> None:
+    """Find out early whether rank 0 has the same key."""
+    if first:
+        store.set(HELLO, "1")
+        return
+    try:
+        store.wait([HELLO], datetime.timedelta(seconds=HELLO_SECONDS))
+    except RuntimeError:
+        raise CommunicationError(
+            f"Whoever listens at {where} does not have the key of this process. {RULE}, or look "
+            "who else listens there."
+        ) from None

@@ -1,0 +1,64 @@
+"""Too few file handles: the limit is raised where that is allowed, else it is told."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+
+import pytest
+
+from ranvier import file_handles, launch
+from ranvier.errors import DataError, PlanError
+from ranvier.grid import Grid
+from ranvier.launch import Policy, Ranks
+from ranvier.launch.ends import _told
+
+HANDLES = resource.RLIMIT_NOFILE
+
+
+def _few(me: Ranks) -> int:
+    """Groups are made until no handle is left."""
+    hard = resource.getrlimit(HANDLES)[1]
+    resource.setrlimit(HANDLES, (48, hard))
+    with launch.joined(me, "gloo", 60.0):
+        assert resource.getrlimit(HANDLES) == (hard, hard), "raised as far as it may be"
+        limit = len(os.listdir("/proc/self/fd")) + 40
+        resource.setrlimit(HANDLES, (limit, limit))
+        grid = Grid({"data": 2}, connected=True)
+        for number in range(100):
+            grid.axis("data", channel=f"channel {number}")
+    return 0
+
+
+def test_too_few_handles_for_a_group_are_told(capfd: pytest.CaptureFixture[str]) -> None:
+    """They were a segmentation fault of Gloo, or an error with its C++ frames."""
+    policy = Policy(grids=(("data=2", 2),), retries=3, faults=True)
+    assert launch.start(2, _few, preload=["torch"], policy=policy) == 64
+    text = capfd.readouterr().err
+    assert "A group of 2 ranks over data needs 8, and 12 are kept" in text and "ulimit -n" in text
+    assert "Traceback" not in text and "gloo" not in text
+
+
+def test_too_few_handles_for_a_launcher_are_told_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(file_handles, "_limit", lambda: len(os.listdir("/proc/self/fd")) + 20)
+    with pytest.raises(PlanError, match=r"A launcher of 2 ranks needs 16.*ulimit -n 4096"):
+        launch.start(2, _few, preload=["torch"])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, os.strerror(errno.EMFILE), "a file"),
+        RuntimeError("[enforce fail at loop.cc:48] pipe: Too many open files\nframe #0"),
+        DataError("corpus cannot be mapped: [Errno 24] Too many open files: 'corpus'. Copy it."),
+        ImportError("libc.so: cannot open shared object file: Too many open files"),
+    ],
+)
+def test_any_shortage_of_handles_has_a_remedy(error: Exception) -> None:
+    text, code = _told(error)
+    assert code == 64 and "frame" not in text and "Traceback" not in text
+    limit = resource.getrlimit(HANDLES)[0]
+    assert f"this process may open {limit}" in text and "ulimit -n" in text
