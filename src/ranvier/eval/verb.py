@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ranvier.checkpoint.folder import step_of
 from ranvier.comm.agree import together
 from ranvier.data.corpus import Corpus
 from ranvier.errors import DataError, PlanError
-from ranvier.eval import code, harness, metrics, perplexity
+from ranvier.eval import code, harness, metrics, perplexity, sandbox
 from ranvier.eval.served import Served, Wish
 from ranvier.eval.words import Words
 from ranvier.grid import Grid
@@ -220,12 +220,33 @@ def _found(
         seed=wanted.seed,
     )
     tasks, count = code.read(Path(wanted.code)), wanted.samples_per_task
+    told = _tell_protection()  # before the first program of the model runs
     tried, lacks = code.tried(served, tasks, count=count, wish=wish, length=length)
     rows = [{**asdict(one.sample), "said": one.said, "why": one.why} for one in tried]
     write(folder / f"samples-{step}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    for lack in lacks:
-        print(f"Warning: programs were not fully kept in: {lack}.", file=sys.stderr)
+    _warn(lack for lack in lacks if lack not in told)
     return {"code": metrics.table([one.sample for one in tried], wanted.ks)}
+
+
+def _tell_protection() -> tuple[str, ...]:
+    """Say what keeps programs in on this machine, and what is missing; the latter."""
+    found = sandbox.run("python", "")
+    if found.guards:
+        print(f"Programs are kept in by {', '.join(found.guards)} and limits.", flush=True)
+    if not any("bubblewrap" in word for word in (*found.guards, *found.lacks)):
+        print(
+            "bubblewrap (bwrap) is not installed: with it programs would not even see the other "
+            "files of this machine.",
+            flush=True,
+        )
+    _warn(found.lacks)
+    return found.lacks
+
+
+def _warn(lacks: Iterable[str]) -> None:
+    """Say which protection is missing."""
+    for lack in lacks:
+        print(f"Warning: programs are not fully kept in: {lack}.", file=sys.stderr, flush=True)
 
 
 def _corpora(served: Served, run: Run, folder: Path, wanted: Wanted) -> dict[str, Any]:
