@@ -28,6 +28,7 @@ from ranvier.launch import Ranks, joined
 from ranvier.pipeline.cut import Cut
 from ranvier.plan import Plan
 from ranvier.run import Run
+from ranvier.terminal import escape_controls, print
 from ranvier.train import corpora
 from ranvier.train.built import DTYPES
 from ranvier.train.folder import write
@@ -320,10 +321,11 @@ def _print_table(name: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
     if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(*heads)
         for line in cells:
-            table.add_row(*line)
+            table.add_row(*(Text(escape_controls(word)) for word in line))  # no markup in names
         Console().print(table)
         return
     widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
@@ -348,13 +350,16 @@ class _Shown:
         if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
             from rich import progress
 
-            self._bar = progress.Progress(transient=True)
+            _, *others = progress.Progress.get_default_columns()
+            plain = progress.TextColumn("{task.description}", markup=False)
+            self._bar = progress.Progress(plain, *others, transient=True)
             self._task = self._bar.add_task("", total=None)
             self._bar.start()
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, description=what, completed=done, total=total)
+            said = escape_controls(what)
+            self._bar.update(self._task, description=said, completed=done, total=total)
             return
         half = 2 * done // max(total, 1)
         if (what, half) != (self._what, self._half):

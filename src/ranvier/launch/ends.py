@@ -24,6 +24,7 @@ from ranvier.errors import (
     WriteError,
 )
 from ranvier.launch.environment import Ranks
+from ranvier.terminal import print
 
 WRITING = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),

@@ -24,6 +24,7 @@ from ranvier.errors import CommunicationError, PlanError
 from ranvier.launch.ends import Stop
 from ranvier.launch.environment import Failure
 from ranvier.launch.restarts import End, History, Next, Policy
+from ranvier.terminal import print
 
 BEAT_SECONDS = 1.0
 GONE_SECONDS = 10.0

@@ -30,6 +30,7 @@ from ranvier.launch.nodes import BOARD_SECONDS, Board, Captain, Nodes, Order, ow
 from ranvier.launch.processes import free_port, live, warm
 from ranvier.launch.pulse import DONE, START, Beat, Pulse
 from ranvier.launch.restarts import End, History, Outcome, Policy, judged
+from ranvier.terminal import draw, print
 
 GRACE_SECONDS = 4.0
 """How long the other ranks may take to end by themselves after one has failed."""
@@ -270,7 +271,7 @@ class Local:
         finally:
             attempt.slay()
         if end.code and sys.stdout.isatty():
-            print("\x1b[?25h")  # a progress display that was killed has hidden the cursor
+            draw("\x1b[?25h\n")  # a progress display that was killed has hidden the cursor
         return end
 
 
