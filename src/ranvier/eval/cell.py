@@ -62,6 +62,8 @@ class Cell:
         """Mechanisms that are in force."""
         self.alone = False
         """Whether other processes than those of the job are out of reach."""
+        self.filtered = False
+        """Whether the filter of system calls works here."""
         self.counted = False
         """Whether /proc shows the processes of the job and no others."""
         self.others = 0
@@ -131,13 +133,13 @@ class Cell:
         check(libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0))
         check(libc.prctl(DUMPABLE, 0))  # no command can look into this process
         self.tried(
-            "the kernel has no Landlock: programs read what this user can read"
+            "the kernel has no Landlock: files are kept from programs by bubblewrap alone"
             if self.inside
             else "the kernel has no Landlock: files can be written and read elsewhere",
             lambda: self.probe(self.confine),
             "Landlock",
         )
-        self.tried(
+        self.filtered = self.tried(
             "there is no filter of system calls: programs can use sockets that are files, shared "
             "memory beyond their limit, io_uring and user namespaces",
             lambda: self.probe(self.filter_calls),
@@ -347,7 +349,7 @@ class Cell:
                 limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
                 resource.setrlimit(kind, (limit, limit))
             names = {"PATH": "/usr/bin:/bin", "HOME": self.work, "TMPDIR": self.work}
-            with contextlib.suppress(OSError):  # told before
+            if self.filtered:
                 self.filter_calls()
             os.execve(command[0], command, names)
         except BaseException as error:
