@@ -89,7 +89,7 @@ def test_quoted_words_are_safe(text: str) -> None:
         ("train", "--model.size", CLEAR),
         ("train", f"--train.{CLEAR}", "3"),
         ("train", "--train.steps", CLEAR),
-        ("train", "--data.corpus", f"{CLIPBOARD}.txt"),
+        ("data", "prepare", f"{CLIPBOARD}.txt"),
         ("generate", f"runs/{CLEAR}", "--prompt", "x"),
         ("checkpoint", "ls", CLEAR),
         ("data", "show", f"\u202e{TITLE}"),
