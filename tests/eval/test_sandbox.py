@@ -34,6 +34,7 @@ def cell(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         path = tmp_path / "cell.py"
         path.write_text(text.replace(head, WITHOUT + head))
         monkeypatch.setattr(sandbox, "CELL", path)
+        monkeypatch.setattr(sandbox, "BUBBLEWRAP", "no-such-program")
     return str(request.param)
 
 
