@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "ranvier"
 
 
 LEVELS = (
-    "errors file_handles plan sharding trace html layers products lots safe_files",
+    "errors file_handles terminal plan sharding trace html layers products lots safe_files",
     "grid init launch",
     "comm",
     "nn | models",
@@ -134,6 +134,21 @@ def global_statements(path: PurePosixPath, source: str) -> list[str]:
     return [f"{path}:{node.lineno}: global {', '.join(node.names)}" for node in nodes]
 
 
+def raw_output(path: PurePosixPath, source: str) -> list[str]:
+    """Texts may hold control characters, which `ranvier.terminal.print` makes visible."""
+    if top(path) in {"terminal", "accelerator"}:  # an accelerator prints its user's own words
+        return []
+    tree = ast.parse(source)
+    safe = any(name == "ranvier.terminal.print" for _, _, name in imports(path, tree))
+    problems = [
+        f"{path}:{node.lineno}: print without `from ranvier.terminal import print`"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and not safe
+    ]
+    streams = ("sys.stdout.write", "sys.stderr.write", "sys.stdout.buffer", "sys.stderr.buffer")
+    return problems + forbidden(path, source, streams)
+
+
 def foreign_to_models(path: PurePosixPath, source: str) -> list[str]:
     if top(path) != "models":
         return []
@@ -188,6 +203,10 @@ def test_no_global_statement(package: dict[PurePosixPath, str]) -> None:
     check(global_statements, package, "State is passed, never looked up; remove `global`:")
 
 
+def test_what_is_printed_goes_through_terminal(package: dict[PurePosixPath, str]) -> None:
+    check(raw_output, package, "Texts may hold control characters; ranvier.terminal shows them:")
+
+
 def test_models_import_torch_only(package: dict[PurePosixPath, str]) -> None:
     check(foreign_to_models, package, "A model imports torch, the standard library, other models:")
 
@@ -216,6 +235,8 @@ BAD: list[tuple[Rule, str, str]] = [
     (environment, "run.py", "import os as system\nsystem.getenv('RANK')"),
     (environment, "__init__.py", "import os\nos.environ['RANK']"),
     (global_statements, "run.py", "def f():\n    global state\n    state = 1"),
+    (raw_output, "run.py", "print('x')"),
+    (raw_output, "run.py", "import sys\nsys.stdout.write('x')"),
     (foreign_to_models, "models/decoder.py", "import numpy"),
     (foreign_to_models, "models/decoder.py", "from ranvier.errors import PlanError"),
     (foreign_to_models, "models/decoder.py", "from ..plan import Plan"),
@@ -233,6 +254,7 @@ GOOD: list[tuple[Rule, str, str]] = [
     (distributed, "nn/linear.py", "import torch\ntorch.nn.Linear(1, 1)\ntorch.distributions"),
     (environment, "launch.py", "import os\nos.environ['RANK']"),
     (environment, "run.py", "import os\nos.path.join('a', 'b')"),
+    (raw_output, "run.py", "from ranvier.terminal import print\nprint('x')"),
     (
         foreign_to_models,
         "models/vision.py",

@@ -16,6 +16,7 @@ from ranvier.errors import PlanError
 from ranvier.launch import Ranks
 from ranvier.run import Run
 from ranvier.settings import nearest
+from ranvier.terminal import print, quote_word
 from ranvier.words import USAGE_ERROR, asked, filled, given, one, split, two, without
 
 if TYPE_CHECKING:
@@ -420,7 +421,8 @@ def _plan(words: Sequence[str]) -> int:
         return calibrate(Path(settings.calibrate), settings.cluster)
     own = {field.name for field in dataclasses.fields(settings)}
     chosen = {*request.CHOSEN, "memory.states"}
-    return command.plan(settings, given(words), without(words, own | chosen))
+    carried = [quote_word(word) for word in without(words, own | chosen)]
+    return command.plan(settings, given(words), carried)
 
 
 def _simulate(words: Sequence[str]) -> int:

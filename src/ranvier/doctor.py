@@ -33,6 +33,7 @@ from urllib.parse import unquote
 
 from ranvier import launch
 from ranvier.errors import CommunicationError, PlanError
+from ranvier.terminal import print
 
 if TYPE_CHECKING:
     from ranvier.run import Run

@@ -30,6 +30,7 @@ from ranvier.parallel import Parallel, parallel_of, parallelize
 from ranvier.plan import Plan
 from ranvier.run import Run
 from ranvier.sharding import Place
+from ranvier.terminal import print
 from ranvier.trace import Event, communication, difference
 from ranvier.train import train
 from ranvier.train.stages import cut_of

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import math
 import os
+import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +20,7 @@ from ranvier.errors import PlanError
 from ranvier.plan import AXES
 from ranvier.run import Run
 from ranvier.settings import ModelConfig
+from ranvier.terminal import escape_controls, print
 
 USAGE_ERROR = PlanError.exit_code
 Config = TypeVar("Config")
@@ -39,18 +43,36 @@ def asked(kind: type[Config], default: Config, verb: str, words: Sequence[str]) 
         return plain
     import tyro
 
+    # its messages quote words, and bring colours of their own: only odd words are looked after
+    odd = any(escape_controls(word) != word for word in words)
     try:
-        settings: Config = tyro.cli(
-            kind,
-            prog=f"ranvier {verb}",
-            args=words,
-            default=default,
-            # comments take time to look for
-            config=(tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff),
-        )
+        with _escaped_output() if odd else contextlib.nullcontext():
+            settings: Config = tyro.cli(
+                kind,
+                prog=f"ranvier {verb}",
+                args=words,
+                default=default,
+                # comments take time to look for
+                config=(tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff),
+            )
     except SystemExit as stop:
         raise SystemExit(USAGE_ERROR if stop.code else 0) from None
     return settings
+
+
+@contextlib.contextmanager
+def _escaped_output() -> Iterator[None]:
+    """What is printed inside comes out at the end, with control characters made visible."""
+    texts = {"stdout": io.StringIO(), "stderr": io.StringIO()}
+    try:
+        with (
+            contextlib.redirect_stdout(texts["stdout"]),
+            contextlib.redirect_stderr(texts["stderr"]),
+        ):
+            yield
+    finally:
+        for name, text in texts.items():
+            print(text.getvalue(), end="", file=getattr(sys, name), flush=True)
 
 
 def _plain(default: Config, words: Sequence[str]) -> Config | None:

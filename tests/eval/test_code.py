@@ -155,3 +155,26 @@ def test_lengths_and_names_are_refused_before_weights_are_read(
     ):
         assert call("eval", str(folder), "--tasks", "a, b", *words) == 64, words
         assert said in capsys.readouterr().err, words
+
+
+@pytest.mark.parametrize(
+    ("guards", "lacks", "said", "warned"),
+    [
+        (("bubblewrap", "seccomp"), (), "kept in by bubblewrap, seccomp and limits", ""),
+        (("seccomp",), ("no Landlock: files",), "bubblewrap (bwrap) is not installed", "Landlock"),
+    ],
+)
+def test_protection_is_told_before_programs_run(
+    guards: tuple[str, ...],
+    lacks: tuple[str, ...],
+    said: str,
+    warned: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = Result(True, True, 0.1, "", "", lacks, guards)
+    monkeypatch.setattr(verb.sandbox, "run", lambda language, program: found)
+    assert verb._tell_protection() == lacks
+    out, err = capsys.readouterr()
+    assert said in out and ("not installed" in out) == ("bubblewrap" not in guards)
+    assert warned in err and bool(err) == bool(lacks)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
 import secrets
+import shutil
 import socket
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +16,9 @@ import pytest
 
 from ranvier.errors import DataError
 from ranvier.eval import sandbox
+from ranvier.eval.cell import bubblewrap_command
 from ranvier.eval.sandbox import Limits, Result, run
+from ranvier.eval.seccomp import filter_program
 
 BOUNDS = Limits(seconds=20.0, memory=256 << 20, processes=16, output=4096)
 WITHOUT = "        raise OSError(1, 'refused for a test')\n"
@@ -29,6 +34,7 @@ def cell(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         path = tmp_path / "cell.py"
         path.write_text(text.replace(head, WITHOUT + head))
         monkeypatch.setattr(sandbox, "CELL", path)
+        monkeypatch.setattr(sandbox, "BUBBLEWRAP", "no-such-program")
     return str(request.param)
 
 
@@ -135,9 +141,11 @@ def test_nothing_outside_is_written_or_read(cell: str, tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o777)
     for path in (secret, tmp_path / "open" / "x", Path("/tmp") / secrets.token_hex(8)):
         found = attacked(f"open({str(path)!r}, 'w').write('x')")
-        assert "Permission denied" in found.output or "No such file" in found.output, found
+        kept = ("Permission denied", "No such file", "Read-only file system")
+        assert any(word in found.output for word in kept), found
     assert secret.read_text() == "secret" and not list((tmp_path / "open").iterdir())
-    assert "Permission denied" in attacked(f"print(open({str(secret)!r}).read())").output
+    read = attacked(f"print(open({str(secret)!r}).read())").output
+    assert "Permission denied" in read or "No such file" in read, read
     assert run("python", "open('own', 'w').write('x')\nassert open('own').read() == 'x'").passed
 
 
@@ -171,6 +179,70 @@ def test_there_is_no_network(cell: str) -> None:
         assert "refused" in found.output or "Permission" in found.output, found
     if cell == "none":
         assert any("network" in lack for lack in found.lacks), "it is said what is not granted"
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo 'bwrap: No permissions to create new namespace' >&2; exit 1", "No permissions"),
+        ('while [ "$1" != -- ]; do shift; done; shift; exec "$@"', "no process namespace"),
+        ("exit 0", "without a word"),
+    ],
+)
+def test_a_bubblewrap_that_does_not_work_is_told_and_done_without(
+    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # others can enter it, unlike tmp_path
+        Path(folder).chmod(0o755)
+        program = Path(folder) / "bwrap"
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        program.chmod(0o755)
+        monkeypatch.setattr(sandbox, "BUBBLEWRAP", str(program))
+        found = run("python", "import os\nassert os.getppid() in (0, 1), os.getppid()", BOUNDS)
+    assert found.passed and "bubblewrap" not in found.guards, found
+    assert any("bubblewrap" in lack and said in lack for lack in found.lacks), found.lacks
+    assert found.output == "", "what bubblewrap says is no output of the program"
+
+
+def test_bubblewrap_is_given_a_root_of_its_own() -> None:
+    words = bubblewrap_command("/usr/bin/bwrap", "/tmp/x y/work", ["/usr/local", "/no/such"], ["a"])
+    assert words[0] == "/usr/bin/bwrap" and words[-2:] == ["--", "a"]
+    for space in ("user", "pid", "net", "ipc", "uts"):
+        assert f"--unshare-{space}" in words
+    binds = [words[i + 1 : i + 3] for i, word in enumerate(words) if word == "--ro-bind"]
+    assert ["/usr", "/usr"] in binds and ["/usr/local", "/usr/local"] in binds
+    assert all(here == there and os.path.isdir(here) for here, there in binds)
+    assert not {"/", "/home", "/tmp", "/run", "/var", "/dev", "/proc"} & {here for here, _ in binds}
+    assert "--bind" not in words, "nothing of the machine can be written"
+    assert words[words.index("--dir") + 1] == "/tmp/x y/work"
+    assert words[words.index("--remount-ro") + 1] == "/"
+    assert words.index("--remount-ro") > words.index("--dir")
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+def test_bubblewrap_is_used_where_it_is_installed() -> None:
+    program = """
+import ctypes, os
+assert not os.path.exists("/home") and not os.path.exists("/run")
+capabilities = (ctypes.c_uint32 * 6)()
+assert ctypes.CDLL(None).capget((ctypes.c_uint32 * 2)(0x20080522, 0), capabilities) == 0
+assert not any(capabilities), list(capabilities)
+"""
+    found = run("python", program, BOUNDS)
+    assert found.passed and not found.lacks, found
+    assert found.guards == ("bubblewrap", "namespaces", "Landlock", "seccomp")
+
+
+@pytest.mark.parametrize("program", [None, filter_program("aarch64"), b"12345678"])
+def test_a_machine_without_filter_is_told(
+    program: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if program and platform.machine() != "x86_64":
+        pytest.skip("it is another machine's filter on x86-64 only")
+    monkeypatch.setattr(sandbox, "filter_program", lambda machine: program)
+    found = run("python", "assert True", BOUNDS)
+    assert found.passed and "seccomp" not in found.guards
+    assert any("no filter of system calls" in lack and "sockets" in lack for lack in found.lacks)
 
 
 def test_a_cell_that_is_ended_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,9 @@ from ranvier.errors import RanvierError
 from ranvier.grid import Grid
 from ranvier.infer.loaded import load
 from ranvier.infer.sample import Speaker
+from ranvier.terminal import CONTROLS, escape_controls
 from ranvier.train import folder as folders
+from ranvier.train import train as trains
 from ranvier.train.directory import held_open
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
@@ -303,6 +306,39 @@ def test_a_run_leaves_what_people_look_for(
     assert again[0] == again[1] and again[0].startswith("import")
     assert call("generate", "runs/tiny", "--step", "5") == 64
     assert "after 12" in capsys.readouterr().err
+
+
+def test_texts_are_shown_and_commands_can_be_pasted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, prompt = "it's $(touch hit); `x`", "-\x1b]0;t\x07 $(touch hit) '\u202e"
+    evil = "\x1b[2J\x1b]52;c;eA==\x07\x9b1m\ra\x85b\n\tc\u202e"
+    monkeypatch.setattr(trains, "said", lambda *_: evil)
+    words = ["--train.steps", "2", f"--train.prompt={prompt}", "--train.out", out]
+    assert call("train", *FAST, *words) == 0
+    said = capsys.readouterr().out
+    assert not CONTROLS.search(said), ascii(said)
+    shown = f"  {escape_controls(prompt + evil)}".replace("\n", "\n  ")
+    assert f"A sample of text:\n\n{shown}\n" in said
+    known = json.loads((folder / out / "run.json").read_text())
+    assert known["sample"]["text"] == evil, "what is kept is exact"
+    lines = said.partition("Try next:\n")[2].splitlines()[:2]
+    for line, meant in zip(
+        lines,
+        [
+            ["ranvier", "generate", out, f"--prompt={prompt.strip()} "],
+            ["ranvier", "train", out, "--train.steps", "4"],
+        ],
+        strict=True,
+    ):
+        script = f"ranvier() {{ printf '%s\\0' ranvier \"$@\"; }}; {line}"
+        got = subprocess.run(["bash", "-c", script], capture_output=True, check=True).stdout
+        assert got.decode().split("\0")[:-1] == meant, line
+    assert not (folder / "hit").exists()
+
+    monkeypatch.setattr(Speaker, "speak", lambda self, *a, **k: iter(["\x1b", "[2J", "\u202e\nx"]))
+    assert call("generate", out, "--prompt", "\x07") == 0
+    assert capsys.readouterr().out == "\\x07\\x1b[2J\\u202e\nx\n"
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def test_a_run_tells_of_its_conversations_and_answers(
     assert call("train", *words, "--data.truncate", "drop") == 0
     out = capsys.readouterr().out
     assert "24 conversations packed into" in out and "0 longer ones left out" in out, out
-    assert 'ranvier generate run --chat "YOUR QUESTION"' in out
+    assert "ranvier generate run --chat 'YOUR QUESTION'" in out
     assert call("generate", "run", "--chat", "q1", "--tokens", "3", "--temperature", "0") == 0
     assert call("generate", "run", "--chat", "q1", "--prompt", "x") == 64
     # it goes on, but not with other targets

@@ -33,6 +33,7 @@ from ranvier.comm.kept import Sparse
 from ranvier.errors import INTERNAL, ElsewhereError, RanvierError, WriteError
 from ranvier.grid import Grid
 from ranvier.sharding import State
+from ranvier.terminal import print
 
 T = TypeVar("T")
 ROUND = 0.5

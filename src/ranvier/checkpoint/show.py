@@ -14,6 +14,7 @@ from ranvier.checkpoint import load
 from ranvier.checkpoint import manifest as manifests
 from ranvier.checkpoint.manifest import NAME, Entry, Manifest
 from ranvier.errors import CheckpointError, RanvierError
+from ranvier.terminal import draw, escape_controls, print
 
 HEAD = ("checkpoint", "step", "size", "grid", "samples", "held-out loss", "state")
 SHOWN = 20
@@ -135,11 +136,11 @@ def _problems(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
         share = 100 * done // max(manifest.bytes, 1)
         if tty and share > shown:
             shown = share
-            print(f"\r{checkpoint.name}: {share} %", end="", file=sys.stderr, flush=True)
+            draw(f"\r{escape_controls(checkpoint.name)}: {share} %", sys.stderr)
         if problem:
             yield problem
     if tty:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        draw("\r\x1b[K", sys.stderr)
 
 
 def compared(one: Path, other: Path) -> int:

@@ -2,32 +2,43 @@
 
 `sandbox` starts it with the path of a job (JSON); it imports the standard library only. It gives up
 what it can before the first command starts: root, the network, other processes, all files but its
-own directory and those of the system, memory, time. What the kernel does not grant is told in the
-report, never passed over. Linux only.
+own directory and those of the system, most system calls that a program has no use for, memory,
+time. Where bubblewrap is installed it starts itself once more inside of that, and makes namespaces
+of its own elsewhere. What the kernel does not grant is told in the report, never passed over. Linux
+only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import resource
 import select
 import signal
+import struct
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 NEWNS, NEWUSER, NEWPID, NEWNET, NEWIPC = 0x20000, 0x10000000, 0x20000000, 0x40000000, 0x08000000
-PDEATHSIG, DUMPABLE, NO_NEW_PRIVS, SUBREAPER = 1, 4, 38, 36
+PDEATHSIG, DUMPABLE, NO_NEW_PRIVS, SUBREAPER, SECCOMP, AMBIENT = 1, 4, 38, 36, 22, 47
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 NOBODY = 65534
 READ, WRITE = 0b1101, 0b111_1111_1111_0010
 """Rights of Landlock on files: to execute, read and list; to write, remove, make, move and cut."""
-SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "opt", "nix", "dev")
+SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "opt", "nix")
 """Directories of the system, which may be read."""
+DEVICES = {"null": True, "zero": True, "full": True, "random": False, "urandom": False}
+"""Devices that may be read, and whether they may be written: no terminals, no shared memory."""
+ENTERED = b"entered\n"
+"""What the cell inside of bubblewrap says first."""
+WATCH = 0.05
+"""Seconds between two looks at the memory of all processes."""
+PAGE = resource.getpagesize()
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -40,22 +51,34 @@ def check(result: int) -> int:
 
 
 class Cell:
-    """A job and what was not granted."""
+    """A job, what keeps it in, and what was not granted."""
 
-    def __init__(self, job: dict[str, Any], report: int) -> None:
-        self.job, self.report, self.lacks = job, report, list[str]()
+    def __init__(self, job: dict[str, Any], report: int, *, inside: bool = False) -> None:
+        self.job, self.report = job, report
+        self.inside = inside
+        """Whether bubblewrap is around this process."""
+        self.lacks: list[str] = job.get("lacks", [])
+        self.source = ""
+        """This program, for the cell inside of bubblewrap."""
+        self.guards = list[str]()
+        """Mechanisms that are in force."""
         self.alone = False
         """Whether other processes than those of the job are out of reach."""
+        self.filtered = False
+        """Whether the filter of system calls works here."""
+        self.counted = False
+        """Whether /proc shows the processes of the job and no others."""
         self.others = 0
         """Processes of the same user that count as if they were the job's."""
 
-    def tried(self, lack: str, step: Callable[[], Any]) -> bool:
-        """Give something up; `lack` says what it means if that is not granted."""
+    def tried(self, lack: str, step: Callable[[], Any], guard: str = "") -> bool:
+        """Put a guard in force; `lack` says what it means if that is not granted."""
         try:
             step()
         except (OSError, ValueError) as error:
             self.lacks.append(f"{lack} ({error.strerror if isinstance(error, OSError) else error})")
             return False
+        self.guards += [guard] if guard else []
         return True
 
     def tell(self, **facts: Any) -> None:
@@ -66,37 +89,125 @@ class Cell:
         """Enter the cell, then do the commands in its first process."""
         os.set_inheritable(self.report, False)
         check(libc.prctl(PDEATHSIG, signal.SIGKILL))
+        if self.inside:
+            if os.getpid() != 1:  # then it must not end all processes that it can see
+                sys.exit("it gave the cell no process namespace")
+            os.write(2, ENTERED)
+            os.dup2(1, 2)
+            self.alone = True
+            self.guards += ["bubblewrap", "namespaces"]
+            self.settle()
+            return
         check(libc.prctl(SUBREAPER, 1))
+        with open(__file__, encoding="utf-8") as file:  # nobody may not be able to read it
+            self.source = file.read()
         if os.getuid() == 0:
             self.tried("programs run as root", self.drop_root)
-        own = self.tried("processes and network are shared", self.unshare)
-        self.alone = own
-        first = os.fork() if own else 0
-        if first:
-            os.waitpid(first, 0)
+        if self.job["bubblewrap"] and self.tried(
+            "bubblewrap is installed and cannot be used, so that the files of this machine are "
+            "kept from programs by Landlock alone",
+            self.enter_bubblewrap,
+        ):
             return
-        check(libc.prctl(PDEATHSIG, signal.SIGKILL))
-        if own:
-            self.tried("other processes can be seen", lambda: self.mount("proc", "/proc", "proc"))
-            size = f"size={self.job['disk_bytes']},nr_inodes=4096,mode=700"
-            self.tried(
-                "the disk is not bounded", lambda: self.mount("tmpfs", self.work, "tmpfs", size)
-            )
+        self.alone = self.tried(
+            "there are no namespaces: processes and network are shared with this machine, and "
+            "the files that a program writes are bounded one by one, not together",
+            lambda: self.probe(self.unshare),
+            "namespaces",
+        )
+        if self.alone:
+            self.unshare()
+            first = os.fork()
+            if first:
+                os.waitpid(first, 0)
+                return
+            check(libc.prctl(PDEATHSIG, signal.SIGKILL))
+        self.settle()
+        if self.alone:
+            os._exit(0)
+
+    def settle(self) -> None:
+        """Lay out the directory of the job, give up the rest, do the commands."""
+        if self.alone:
+            self.mount_own()
         os.chdir(self.work)
         for name, text in self.job["files"].items():
             with open(name, "w", encoding="utf-8") as file:
                 file.write(text)
         check(libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0))
         check(libc.prctl(DUMPABLE, 0))  # no command can look into this process
-        self.tried("files can be written and read elsewhere", self.probe)
-        self.others = 0 if own else self.mine()
-        self.tell(lacks=self.lacks)
+        self.tried(
+            "the kernel has no Landlock: files are kept from programs by bubblewrap alone"
+            if self.inside
+            else "the kernel has no Landlock: files can be written and read elsewhere",
+            lambda: self.probe(self.confine),
+            "Landlock",
+        )
+        self.filtered = self.tried(
+            "there is no filter of system calls: programs can use sockets that are files, shared "
+            "memory beyond their limit, io_uring and user namespaces",
+            lambda: self.probe(self.filter_calls),
+            "seccomp",
+        )
+        self.others = 0 if self.alone else self.mine()
+        self.tell(lacks=self.lacks, guards=self.guards)
         for stage, command in self.job["commands"]:
             if not self.do(stage, command):
                 break
         self.sweep()
-        if own:
-            os._exit(0)
+
+    def mount_own(self) -> None:
+        """File systems of the job's own, then no more power to mount any."""
+        if not self.inside:
+            self.counted = self.tried(
+                "other processes can be seen", lambda: self.mount("proc", "/proc", "proc")
+            )
+            self.tried("programs can make user namespaces", self.forbid_namespaces)
+        self.counted |= self.inside
+        size = f"size={self.job['disk_bytes']},nr_inodes=4096,mode=700"
+        self.tried(
+            "the disk is not bounded: files are bounded one by one, not together",
+            lambda: self.mount("tmpfs", self.work, "tmpfs", size),
+        )
+        if self.inside:
+            check(libc.prctl(AMBIENT, 4, 0, 0, 0))  # PR_CAP_AMBIENT_CLEAR_ALL
+            header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+            check(libc.capset(header, none))  # neither this process nor commands have any
+
+    def forbid_namespaces(self) -> None:
+        """No user namespace can be made in that of the cell."""
+        with open("/proc/sys/user/max_user_namespaces", "w") as file:
+            file.write("0")
+
+    def enter_bubblewrap(self) -> None:
+        """Do the job inside of bubblewrap; an error says why that could not be."""
+        told, errors = os.pipe()
+        job = os.memfd_create("job")
+        os.write(job, json.dumps({**self.job, "lacks": self.lacks}).encode())
+        os.lseek(job, 0, os.SEEK_SET)
+        words = ["-I", "-S", "-c", self.source, str(job), str(self.report), "inside"]
+        inner = [self.job["python"], *words]
+        command = bubblewrap_command(self.job["bubblewrap"], self.work, self.job["readable"], inner)
+        child = os.fork()
+        if child == 0:
+            for handle in (job, self.report):
+                os.set_inheritable(handle, True)
+            os.dup2(errors, 2)
+            try:
+                os.execve(command[0], command, {})
+            except OSError as error:
+                os.write(2, str(error).encode())
+            os._exit(127)
+        for handle in (job, errors):
+            os.close(handle)
+        said = b""
+        while piece := os.read(told, 1 << 12):
+            said = (said + piece)[: 1 << 12]
+        os.close(told)
+        os.waitpid(child, 0)
+        if ENTERED not in said:
+            reason = said.decode(errors="replace").strip().replace("\n", "; ")
+            raise ValueError(reason or "it ended without a word")
 
     @property
     def work(self) -> str:
@@ -109,13 +220,16 @@ class Cell:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, 0)
-        program = self.job["commands"][0][1][0]
-        there = next((p for p in (program, *self.job["same"]) if os.access(p, os.X_OK)), None)
-        if there is None:
-            os.setresuid(0, 0, 0)
-            raise ValueError(f"nobody else can reach {program}")
+        python = self.job["python"]
+        there = next((p for p in (python, *self.job["same"]) if os.access(p, os.X_OK)), python)
         for _, command in self.job["commands"]:
-            command[0] = there if command[0] == program else command[0]
+            command[0] = there if command[0] == python else command[0]
+        self.job["python"] = there
+        tools = {command[0] for _, command in self.job["commands"]}
+        for path in sorted({there, *tools} - {f"{self.work}/main"}):  # main is yet to be built
+            if not os.access(path, os.X_OK):
+                os.setresuid(0, 0, 0)
+                raise ValueError(f"nobody else can reach {path}")
         os.setresuid(NOBODY, NOBODY, NOBODY)
         check(libc.prctl(DUMPABLE, 1))
         check(libc.prctl(PDEATHSIG, signal.SIGKILL))  # a change of user clears it
@@ -140,18 +254,18 @@ class Cell:
         words = (source.encode(), target.encode(), kind.encode())
         check(libc.mount(*words, flags, options.encode() or None))
 
-    def probe(self) -> None:
-        """See whether commands can be confined: they are, this process is not."""
+    def probe(self, step: Callable[[], None]) -> None:
+        """See whether a step is granted, in a process that ends right after it."""
         child = os.fork()
         if child == 0:
             try:
-                self.confine()
+                step()
             except OSError as error:
                 os._exit(error.errno or 1)
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code:
-            raise OSError(code, os.strerror(code))
+            raise OSError(code, os.strerror(code) if code > 0 else f"signal {-code}")
 
     def confine(self) -> None:
         """Landlock: write in the directory of the job only, read there and from the system."""
@@ -163,10 +277,21 @@ class Cell:
         for path in [*(f"/{name}" for name in SYSTEM), *self.job["readable"]]:
             self.allow(rules, path, READ)
         self.allow(rules, self.work, READ | write)
-        for name in ("null", "zero", "full"):
-            self.allow(rules, f"/dev/{name}", (READ & 0b101) | (write & (0b10 | 1 << 14)))
+        for name, writable in DEVICES.items():
+            rights = (READ & 0b101) | (write & (0b10 | 1 << 14)) * writable
+            self.allow(rules, f"/dev/{name}", rights)
         check(libc.syscall(RESTRICT_SELF, rules, 0))
         os.close(rules)
+
+    def filter_calls(self) -> None:
+        """The filter of system calls that the job brings (see `seccomp`), from here on."""
+        lines = bytes.fromhex(self.job["filter"])
+        if not lines:
+            raise OSError(errno.ENOSYS, "no filter is known for this kind of processor")
+        text = ctypes.create_string_buffer(lines, len(lines))
+        # struct sock_fprog: the number of instructions, then a pointer to them
+        program = struct.pack("@HP", len(lines) // 8, ctypes.addressof(text))
+        check(libc.prctl(SECCOMP, 2, ctypes.c_char_p(program), 0, 0))
 
     def allow(self, rules: int, path: str, rights: int) -> None:
         """Let a path be used."""
@@ -190,17 +315,37 @@ class Cell:
         handle = os.pidfd_open(child)
         poll = select.poll()
         poll.register(handle, select.POLLIN)
-        late = not poll.poll(1000 * self.job["seconds"])
+        late, large, looks = False, False, 0
+        while not poll.poll(1000 * WATCH):
+            late = time.perf_counter() - start > self.job["seconds"]
+            over = self.counted and self.memory() > self.job["total_memory"]
+            looks = looks + 1 if over else 0
+            large = looks > 1  # one look may see pages twice, where processes come and go
+            if late or large:
+                os.kill(child, signal.SIGKILL)
+                break
         seconds = time.perf_counter() - start
-        if late:
-            os.kill(child, signal.SIGKILL)
         _, status, used = os.wait4(child, 0)
         os.close(handle)
         self.sweep()
         code = os.waitstatus_to_exitcode(status)
         memory = used.ru_maxrss * 1024
-        self.tell(stage=stage, code=code, seconds=seconds, late=late, memory=memory)
-        return code == 0 and not late
+        self.tell(stage=stage, code=code, seconds=seconds, late=late, large=large, memory=memory)
+        return code == 0 and not late and not large
+
+    def memory(self) -> int:
+        """Bytes that all processes of the job have in memory; what they share counts once."""
+        processes = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
+        resident = sum(numbers(f"/proc/{name}/statm", 1) for name in processes) * PAGE
+        if resident <= self.job["total_memory"]:
+            return resident
+        # dearer to find out, and seldom needed: a share of each page for all that have it; a
+        # process can forbid to look, and then counts in full
+        return sum(
+            numbers(f"/proc/{name}/smaps_rollup", "Pss:") * 1024
+            or numbers(f"/proc/{name}/statm", 1) * PAGE
+            for name in processes
+        )
 
     def become(self, command: list[str]) -> None:
         """Turn into a command: limits, a session of its own, no environment."""
@@ -216,6 +361,8 @@ class Cell:
                 limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
                 resource.setrlimit(kind, (limit, limit))
             names = {"PATH": "/usr/bin:/bin", "HOME": self.work, "TMPDIR": self.work}
+            if self.filtered:
+                self.filter_calls()
             os.execve(command[0], command, names)
         except BaseException as error:
             os.write(2, f"{command[0]} cannot be run: {error}\n".encode())
@@ -262,6 +409,40 @@ def children(process: int) -> list[int]:
     return found
 
 
+def numbers(path: str, place: int | str) -> int:
+    """A number of a file of /proc: by its place, or by the word before it; 0 if it is gone."""
+    try:
+        with open(path) as file:
+            words = file.read().split()
+        return int(words[words.index(place) + 1 if isinstance(place, str) else place])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def bubblewrap_command(
+    bubblewrap: str, work: str, readable: list[str], command: list[str]
+) -> list[str]:
+    """The command line that runs a command inside of bubblewrap.
+
+    It sees a new root with the directories of the system, read only, and an empty directory `work`;
+    the one power that it is left is to mount a bounded file system there. `--dev` is of no use: it
+    takes that power away.
+    """
+    words = [bubblewrap, "--die-with-parent", "--as-pid-1", "--unshare-user", "--unshare-pid"]
+    words += ["--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    words += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
+    for path in [*(f"/{name}" for name in SYSTEM), *readable]:
+        if os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK):
+            words += ["--ro-bind", path, path]
+    for name in DEVICES:
+        words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
+    words += ["--proc", "/proc", "--dir", work]
+    words += ["--remount-ro", "/"]  # it lies in memory that nothing bounds
+    return [*words, "--chdir", "/", "--", *command]
+
+
 if __name__ == "__main__":
-    with open(sys.argv[1], encoding="utf-8") as text:
-        Cell(json.load(text), int(sys.argv[2])).run()
+    where, handle, *words = sys.argv[1:]
+    with open(int(where) if words else where, encoding="utf-8") as text:
+        given = json.load(text)
+    Cell(given, int(handle), inside=bool(words)).run()

@@ -1,9 +1,10 @@
 """Sandbox: build and run a program that nobody has looked at, on this machine.
 
 A program is one file of Python or C: a candidate, then its tests. It has passed if the tests came
-to their end: a program that exits before has not. What keeps it in is the kernel (see `cell`): no
-network, no other processes, no files but its own and those of the system, bounded memory, time,
-processes, disk and output, no environment, no input.
+to their end: a program that exits before has not. What keeps it in is the kernel (see `cell` and
+`seccomp`), with bubblewrap's help where that is installed: no network, no sockets, no other
+processes, no files but its own and those of the system, bounded memory, time, processes, disk and
+output, no environment, no input.
 
 It is meant for mistakes and mischief of programs that a model has written. It is no guard against
 an attacker who brings a hole in the kernel, nor one between programs and clock: times are those of
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import secrets
 import select
 import shutil
@@ -28,13 +30,18 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ranvier.errors import DataError, PlanError
+from ranvier.eval.seccomp import filter_program
 
 Language = Literal["python", "c"]
 GRACE = 5.0
 """Seconds that a cell has for itself."""
 LAST = 5.0
 """Seconds that processes have to end once they are told to."""
+BUBBLEWRAP = "bwrap"
+"""The program that is used where it is installed."""
 CELL = Path(__file__).with_name("cell.py")
+PYTHON = os.path.realpath(sys.executable)
+"""Python itself: links to it, as environments have them, may lead through places kept from it."""
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 CHECK = "import sys; compile(open(sys.argv[1], encoding='utf-8').read(), sys.argv[1], 'exec')"
 ENDS = """\
@@ -59,6 +66,8 @@ class Limits:
     """Time of the processor, of each process."""
     memory: int = 1 << 30
     """Bytes of addresses of each process."""
+    total_memory: int = 2 << 30
+    """Bytes of memory of all processes."""
     file_bytes: int = 16 << 20
     """Bytes of a file."""
     disk_bytes: int = 64 << 20
@@ -81,7 +90,9 @@ class Result:
     """What it failed for; empty: it passed."""
     output: str
     lacks: tuple[str, ...]
-    """Protection that this kernel did not grant."""
+    """Protection that this machine did not grant, and what that means."""
+    guards: tuple[str, ...] = ()
+    """Mechanisms that kept it in."""
 
 
 def run(language: str, program: str, limits: Limits | None = None) -> Result:
@@ -103,10 +114,14 @@ def run(language: str, program: str, limits: Limits | None = None) -> Result:
             "work": str(work),
             "files": files,
             "commands": commands,
+            "python": PYTHON,
+            "bubblewrap": shutil.which(BUBBLEWRAP) or "",
+            "filter": (filter_program(platform.machine()) or b"").hex(),
             "readable": sorted({sys.prefix, sys.base_prefix}),
             "same": [f"{place}/python{VERSION}" for place in ("/usr/local/bin", "/usr/bin")],
             "seconds": limits.seconds,
             "disk_bytes": limits.disk_bytes,
+            "total_memory": limits.total_memory,
             "limits": {
                 "CPU": limits.cpu_seconds,
                 "AS": limits.memory,
@@ -114,6 +129,8 @@ def run(language: str, program: str, limits: Limits | None = None) -> Result:
                 "NPROC": limits.processes,
                 "NOFILE": 64,
                 "CORE": 0,
+                "MSGQUEUE": 0,
+                "RTPRIO": 0,
             },
         }
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
@@ -132,9 +149,8 @@ def _commands(
             f"Programs cannot be run on {sys.platform}. They are kept in by Linux. Run them there."
         )
     if language == "python":
-        python, name = sys.executable, str(work / "main.py")
-        source = f"{program}\nprint({word!r})\n"
-        build, start = [python, "-I", "-S", "-c", CHECK, name], [python, "-I", "-S", name]
+        name, source = str(work / "main.py"), f"{program}\nprint({word!r})\n"
+        build, start = [PYTHON, "-I", "-S", "-c", CHECK, name], [PYTHON, "-I", "-S", name]
         return {"main.py": source}, [("build", build), ("run", start)]
     if language != "c":
         raise DataError(
@@ -221,24 +237,29 @@ def _judged(
     """What output and report say."""
     text = output[: limits.output].decode(errors="replace")
     lacks = tuple(lack for line in lines for lack in line.get("lacks", ()))
+    guards = tuple(guard for line in lines for guard in line.get("guards", ()))
     stages = [line for line in lines if "stage" in line]
     if not any("lacks" in line for line in lines):
         return Result(
-            False, False, 0.0, f"the cell could not be entered: {text[-500:]}", text, lacks
+            False, False, 0.0, f"the cell could not be entered: {text[-500:]}", text, lacks, guards
         )
     builds = [line for line in stages if line["stage"] == "build"]
     runs = [line for line in stages if line["stage"] == "run"]
-    failed = [_ending(line, limits) for line in builds if line["code"] != 0 or line["late"]]
+    failed = [
+        _ending(line, limits)
+        for line in builds
+        if line["code"] != 0 or line["late"] or line["large"]
+    ]
     built = not failed and bool(runs or cut)
     if not built:
-        return Result(False, False, 0.0, f"not built: {(failed or [cut])[0]}", text, lacks)
+        return Result(False, False, 0.0, f"not built: {(failed or [cut])[0]}", text, lacks, guards)
     if not runs:
-        return Result(True, False, 0.0, cut or "ended with its cell", text, lacks)
+        return Result(True, False, 0.0, cut or "ended with its cell", text, lacks, guards)
     why, seconds = cut or _ending(runs[0], limits), float(runs[0]["seconds"])
     if not why and word not in text:
         why = "ended before its tests did"
     text = text.replace(f"{word}\n", "")
-    return Result(True, not why, seconds, why, text, lacks)
+    return Result(True, not why, seconds, why, text, lacks, guards)
 
 
 def _ending(line: dict[str, Any], limits: Limits) -> str:
@@ -246,6 +267,8 @@ def _ending(line: dict[str, Any], limits: Limits) -> str:
     code = int(line["code"])
     if line["late"]:
         return f"ran longer than {limits.seconds:g} s"
+    if line["large"]:
+        return f"used more than {limits.total_memory} bytes of memory in all its processes"
     if code == -signal.SIGXCPU or (
         code == -signal.SIGKILL and line["seconds"] >= limits.cpu_seconds
     ):

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ranvier.checkpoint.folder import step_of
 from ranvier.comm.agree import together
 from ranvier.data.corpus import Corpus
 from ranvier.errors import DataError, PlanError
-from ranvier.eval import code, harness, metrics, perplexity
+from ranvier.eval import code, harness, metrics, perplexity, sandbox
 from ranvier.eval.served import Served, Wish
 from ranvier.eval.words import Words
 from ranvier.grid import Grid
@@ -28,6 +28,7 @@ from ranvier.launch import Ranks, joined
 from ranvier.pipeline.cut import Cut
 from ranvier.plan import Plan
 from ranvier.run import Run
+from ranvier.terminal import escape_controls, print
 from ranvier.train import corpora
 from ranvier.train.built import DTYPES
 from ranvier.train.folder import write
@@ -224,12 +225,33 @@ def _found(
         seed=wanted.seed,
     )
     tasks, count = code.read(Path(wanted.code)), wanted.samples_per_task
+    told = _tell_protection()  # before the first program of the model runs
     tried, lacks = code.tried(served, tasks, count=count, wish=wish, length=length)
     rows = [{**asdict(one.sample), "said": one.said, "why": one.why} for one in tried]
     write(folder / f"samples-{step}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    for lack in lacks:
-        print(f"Warning: programs were not fully kept in: {lack}.", file=sys.stderr)
+    _warn(lack for lack in lacks if lack not in told)
     return {"code": metrics.table([one.sample for one in tried], wanted.ks)}
+
+
+def _tell_protection() -> tuple[str, ...]:
+    """Say what keeps programs in on this machine, and what is missing; the latter."""
+    found = sandbox.run("python", "")
+    if found.guards:
+        print(f"Programs are kept in by {', '.join(found.guards)} and limits.", flush=True)
+    if not any("bubblewrap" in word for word in (*found.guards, *found.lacks)):
+        print(
+            "bubblewrap (bwrap) is not installed: with it programs would not even see the other "
+            "files of this machine.",
+            flush=True,
+        )
+    _warn(found.lacks)
+    return found.lacks
+
+
+def _warn(lacks: Iterable[str]) -> None:
+    """Say which protection is missing."""
+    for lack in lacks:
+        print(f"Warning: programs are not fully kept in: {lack}.", file=sys.stderr, flush=True)
 
 
 def _corpora(served: Served, run: Run, folder: Path, wanted: Wanted) -> dict[str, Any]:
@@ -302,10 +324,11 @@ def _print_table(name: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
     if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
         from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
 
         table = Table(*heads)
         for line in cells:
-            table.add_row(*line)
+            table.add_row(*(Text(escape_controls(word)) for word in line))  # no markup in names
         Console().print(table)
         return
     widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
@@ -330,13 +353,16 @@ class _Shown:
         if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
             from rich import progress
 
-            self._bar = progress.Progress(transient=True)
+            _, *others = progress.Progress.get_default_columns()
+            plain = progress.TextColumn("{task.description}", markup=False)
+            self._bar = progress.Progress(plain, *others, transient=True)
             self._task = self._bar.add_task("", total=None)
             self._bar.start()
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if self._bar is not None:
-            self._bar.update(self._task, description=what, completed=done, total=total)
+            said = escape_controls(what)
+            self._bar.update(self._task, description=said, completed=done, total=total)
             return
         half = 2 * done // max(total, 1)
         if (what, half) != (self._what, self._half):

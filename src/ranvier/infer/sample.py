@@ -26,6 +26,7 @@ from ranvier.data.tokenizer import Tokenizer, tokenizer_of
 from ranvier.errors import DataError, PlanError
 from ranvier.models import Decoder, build
 from ranvier.run import Run
+from ranvier.terminal import print
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from ranvier.errors import (
 )
 from ranvier.launch.environment import Ranks
 from ranvier.launch.output import lasting_output
+from ranvier.terminal import print
 
 WRITING = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),

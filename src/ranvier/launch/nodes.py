@@ -33,6 +33,7 @@ from ranvier.launch.store import (
     open_tcp_store,
     with_prefix,
 )
+from ranvier.terminal import print
 
 BEAT_SECONDS = 1.0
 GONE_SECONDS = 10.0

@@ -34,6 +34,7 @@ from ranvier.launch.pulse import DONE, START, Beat, Pulse
 from ranvier.launch.restarts import End, History, Outcome, Policy, judged
 from ranvier.launch.shared_file import SharedFile
 from ranvier.launch.store import derive_prefix, new_key, open_listener, user_key
+from ranvier.terminal import draw, print
 
 GRACE_SECONDS = 4.0
 """How long the other ranks may take to end by themselves after one has failed."""
@@ -299,7 +300,7 @@ class Local:
             for file in shared:
                 file.close()
         if end.code and sys.stdout.isatty():
-            print("\x1b[?25h")  # a progress display that was killed has hidden the cursor
+            draw("\x1b[?25h\n")  # a progress display that was killed has hidden the cursor
         return end
 
 

@@ -15,6 +15,7 @@ from ranvier.planner.goal import Goal, Reached
 from ranvier.planner.nearest import possible
 from ranvier.planner.search import Result, Wish, alike
 from ranvier.settings import ModelConfig
+from ranvier.terminal import print
 
 NEAREST = 2
 """Numbers of nodes whose best layouts are carried over to others."""

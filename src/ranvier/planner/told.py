@@ -15,6 +15,7 @@ from ranvier.planner import command, explain
 from ranvier.planner.command import Planned
 from ranvier.planner.rivals import Found, family, rivals
 from ranvier.planner.search import Result, Wish
+from ranvier.terminal import print
 
 
 def heading(wish: Wish) -> str:

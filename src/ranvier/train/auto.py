@@ -26,6 +26,7 @@ from ranvier.planner.predict import Job, Layout, Prediction, predict
 from ranvier.planner.roofline import SCALES
 from ranvier.planner.search import Result, States, Wish, search
 from ranvier.run import Run
+from ranvier.terminal import print
 from ranvier.train import measure, train
 from ranvier.train.exact import compiles_exactly
 from ranvier.train.foretold import Foretold

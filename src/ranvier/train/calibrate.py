@@ -31,6 +31,7 @@ from ranvier.planner import cluster, here
 from ranvier.planner.cluster import Cluster, Collective, Link
 from ranvier.planner.predict import Prediction
 from ranvier.run import Run
+from ranvier.terminal import print
 from ranvier.train.auto import foreseen, machine_of
 from ranvier.train.foretold import WARM
 from ranvier.train.measure import scaled

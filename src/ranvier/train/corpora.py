@@ -23,6 +23,7 @@ from ranvier.data.template import template_of
 from ranvier.data.tokenizer import Tokenizer, tokenizer_of, trained
 from ranvier.errors import PlanError
 from ranvier.run import Run
+from ranvier.terminal import command_line, escape_controls, print
 from ranvier.train.progress import shown
 
 
@@ -66,7 +67,7 @@ def prepare(
     if tokens:
         raise PlanError(
             f"{tokens[0]} holds tokens already. prepare makes them of texts. Train on it as it is: "
-            f"ranvier train --data.corpus {tokens[0]}."
+            f"{command_line('ranvier', 'train', '--data.corpus', Path(tokens[0]))}"
         )
     folder = Path(out or Path("data") / Path(inputs[0]).resolve().name.partition(".")[0])
     preparing.refuse_other(folder)
@@ -78,7 +79,7 @@ def prepare(
             inputs, folder, words, chat=chat, learn=learn, field=field, progress=progress
         )
     show(folder)
-    print(f"Train on it with:\n  ranvier train --data.corpus {folder}")
+    print(f"Train on it with:\n  {command_line('ranvier', 'train', '--data.corpus', folder)}")
     return 0
 
 
@@ -115,7 +116,8 @@ def show(folder: Path) -> int:
     if corpus.template:
         print(f"  fingerprint of the chat template: {corpus.template}, learn {corpus.learn}")
         print("  the first conversation, with what is learnt in «»:\n")
-        print("\n".join(f"    {line}" for line in marked(Corpus.open(folder)).splitlines()))
+        lines = escape_controls(marked(Corpus.open(folder))).splitlines()
+        print("\n".join(f"    {line}" for line in lines))
     return 0
 
 

@@ -36,6 +36,7 @@ from ranvier.plan import AXES
 from ranvier.planner import table
 from ranvier.planner.table import Table
 from ranvier.run import Run
+from ranvier.terminal import print
 from ranvier.train.account import tensors_of
 from ranvier.train.built import DTYPES, built
 from ranvier.train.fit import OnHost, blank, gradients

@@ -35,6 +35,7 @@ from ranvier.models.family import FREE, TOKENS, Family, UnknownError
 from ranvier.plan import AXES
 from ranvier.run import Run
 from ranvier.settings import IMPORTED, DataConfig, ModelConfig
+from ranvier.terminal import print
 from ranvier.train.progress import shown
 from ranvier.train.saves import tables
 

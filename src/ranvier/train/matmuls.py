@@ -16,6 +16,7 @@ from ranvier.models import SIZES, Decoder, DecoderConfig
 from ranvier.nn.fastest import Fastest, Measured
 from ranvier.nn.matmul import WAYS, label, pick
 from ranvier.settings import ModelConfig
+from ranvier.terminal import print
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = tuple(dict.fromkeys(name for ways in WAYS.values() for name in ways))

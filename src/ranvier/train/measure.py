@@ -27,6 +27,7 @@ from ranvier.plan import divisors
 from ranvier.planner import cluster, here, rates
 from ranvier.planner.cluster import Cluster, Collective, Device, Fused, Host, Link, Product, Rate
 from ranvier.planner.gauge import Gauge, Row, Shapes, crowd
+from ranvier.terminal import print
 from ranvier.train import hosted
 
 R = TypeVar("R", bound=Row)

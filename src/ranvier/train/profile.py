@@ -32,6 +32,7 @@ from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.launch import Ranks, keep_compiled
 from ranvier.run import Run
+from ranvier.terminal import print
 from ranvier.train import built, corpora, train
 from ranvier.train import folder as folders
 from ranvier.train.graph import WARM

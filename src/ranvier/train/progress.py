@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ranvier.terminal import escape_controls, print
+
 Show = Callable[[int, int, str], None]
 """Called with how much is done, how much there is, and words on it."""
 
@@ -22,12 +24,15 @@ def shown(what: str, *, least: int = 0) -> Iterator[Show]:
         return
     from rich import progress as rich
 
-    with rich.Progress(*rich.Progress.get_default_columns(), rich.TimeElapsedColumn()) as bar:
+    _, *others = rich.Progress.get_default_columns()
+    plain = rich.TextColumn("{task.description}", markup=False)  # a name may look like markup
+    with rich.Progress(plain, *others, rich.TimeElapsedColumn()) as bar:
         task = bar.add_task(what, total=None, visible=False)
 
         def show_bar(done: int, total: int, words: str) -> None:
             if total >= least:
                 said = f"{what}: {words}" if words else what
+                said = escape_controls(said)
                 bar.update(task, completed=done, total=total, description=said, visible=True)
 
         yield show_bar

@@ -28,6 +28,7 @@ from ranvier.errors import CheckpointError, DamageError, DataError, WriteError
 from ranvier.parallel import parallel_of
 from ranvier.run import Run
 from ranvier.sharding import Place, State
+from ranvier.terminal import print
 from ranvier.train import adapters
 from ranvier.train.pruning import Masks, fill_weights
 

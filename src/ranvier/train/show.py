@@ -17,6 +17,7 @@ from typing import Any
 from ranvier import run as runs
 from ranvier.errors import PlanError
 from ranvier.run import Run
+from ranvier.terminal import print
 
 Row = dict[str, Any]
 Sink = Callable[[Row], None]

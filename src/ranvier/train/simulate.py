@@ -29,6 +29,7 @@ from ranvier.pipeline.simulator import Times
 from ranvier.pipeline.simulator import simulate as play
 from ranvier.run import Run
 from ranvier.settings import nearest
+from ranvier.terminal import print
 from ranvier.train import timeline
 from ranvier.train.folder import write
 from ranvier.train.stages import cut_of

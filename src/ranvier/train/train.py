@@ -39,6 +39,7 @@ from ranvier.nn import fp8
 from ranvier.nn.compiled import found
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.run import Run
+from ranvier.terminal import command_line, print
 from ranvier.train import account, adapters, corpora, exchange, pruning, report, saves
 from ranvier.train import folder as folders
 from ranvier.train.built import DTYPES
@@ -394,7 +395,7 @@ def _announce(trainer: Trainer, folder: Path, origin: Path | None) -> None:
         fingerprint=data.fingerprint,
         corpora=data.lines,
         groups=groups,
-        command=" ".join(["ranvier", *sys.argv[1:]]),
+        command=command_line("ranvier", *sys.argv[1:]),
         started=before.get("started", now()),
         finished=None,
         status=folders.UNFINISHED,
@@ -472,14 +473,16 @@ def _farewell(trainer: Trainer, folder: Path) -> None:
     if stopped:
         where = f"saved in {saved[-1]}" if saved else "not saved, as checkpoint.every=-1"
         print(f"Stopped after step {trainer.step} of {run.train.steps}; {where}.")
-        print(f"Go on with:\n  ranvier train {folder}")
+        print(f"Go on with:\n  {command_line('ranvier', 'train', folder)}")
         return
     print("Try next:")
     if saved:
-        asks = '--chat "YOUR QUESTION"' if trainer.data.chat else ""
-        asks = asks or f'--prompt "{run.train.prompt.strip()} "'
-        print(f"  ranvier generate {folder} {asks}")
-        print(f"  ranvier train {folder} --train.steps {2 * run.train.steps}")
+        prompt = f"{run.train.prompt.strip()} "
+        asks = [f"--prompt={prompt}"] if prompt[0] == "-" else ["--prompt", prompt]
+        asks = ["--chat", "YOUR QUESTION"] if trainer.data.chat else asks
+        more = ("--train.steps", 2 * run.train.steps)
+        print(f"  {command_line('ranvier', 'generate', folder, *asks)}")
+        print(f"  {command_line('ranvier', 'train', folder, *more)}")
     print("  ranvier train --data.corpus YOUR.txt --plan.row 2")
     print("  ranvier train --help")
 

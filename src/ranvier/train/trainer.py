@@ -39,6 +39,7 @@ from ranvier.optim.schedule import share
 from ranvier.parallel import parallel_of
 from ranvier.run import Run
 from ranvier.sharding import State
+from ranvier.terminal import print
 from ranvier.train import adapters, kept, pruning, routed, saves
 from ranvier.train.account import Account
 from ranvier.train.built import DTYPES, built
