@@ -39,7 +39,7 @@ from ranvier.nn import fp8
 from ranvier.nn.compiled import found
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.run import Run
-from ranvier.terminal import command_line, print
+from ranvier.terminal import command_line, escape_controls, print
 from ranvier.train import account, adapters, corpora, exchange, pruning, report, saves
 from ranvier.train import folder as folders
 from ranvier.train.built import DTYPES
@@ -491,7 +491,7 @@ def _show_sample(trainer: Trainer, folder: Path) -> None:
     """Print what the newest checkpoint says, and have it in run.json and the report."""
     prompt, text = trainer.run.train.prompt, said(folder, trainer)
     print("\nA sample of text:\n")
-    print("\n".join(f"  {line}" for line in (prompt + text).splitlines()))
+    print("\n".join(f"  {line}" for line in escape_controls(prompt + text).splitlines()))
     folders.record(folder, sample={"prompt": prompt, "text": text})
     report.write(folder)
 
