@@ -214,7 +214,7 @@ def find_rank_number(process: Process) -> int | None:
         maps = Path(f"/proc/{process.pid}/maps").read_bytes()
     except OSError:
         return None
-    numbers = {int(number) for number in re.findall(rb"/rank(\d+)\.\w+$", maps, re.MULTILINE)}
+    numbers = {int(number) for number in re.findall(rb"\brank(\d+)\.pulse\b", maps)}
     return numbers.pop() if len(numbers) == 1 else None
 
 

@@ -1,7 +1,8 @@
 """Shared files: open in a launcher and in its ranks, without a name on any disk.
 
 Ranks get them from the launcher as file handles. Nobody else can open them, and nothing is left of
-them when all processes have ended, however they ended.
+them when all processes have ended, however they ended. Where the system has no files in memory
+(macOS) they are temporary files, which the launcher removes.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from typing import Any
 class SharedFile:
     """An open file in memory; `multiprocessing` hands it to a process with its arguments."""
 
-    def __init__(self, name: str, fd: int | None = None) -> None:
-        self.name = name
-        self.fd = _open(name) if fd is None else fd
+    def __init__(self, name: str, fd: int | None = None, path: str = "") -> None:
+        self.name, self.owner = name, fd is None
+        self.fd, self.path = _open(name) if fd is None else (fd, path)
 
     def __fspath__(self) -> str:
-        """A path under which this process, and no other, can open it."""
-        return f"/proc/self/fd/{self.fd}"
+        """A path under which this process can open it; no other can, if it is in memory."""
+        return self.path or f"/proc/self/fd/{self.fd}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _receive, (self.name, reduction.DupFd(self.fd))
+        return _receive, (self.name, reduction.DupFd(self.fd), self.path)
 
     def __del__(self) -> None:
         self.close()
@@ -43,14 +44,17 @@ class SharedFile:
         if fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(fd)
+            if self.owner and self.path:
+                with contextlib.suppress(OSError):
+                    os.unlink(self.path)
 
 
-def _open(name: str) -> int:
+def _open(name: str) -> tuple[int, str]:
+    """A handle, and where it has one a path."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create(name)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+        return os.memfd_create(name), ""
+    return tempfile.mkstemp(prefix=f"ranvier-{name}-")
 
 
-def _receive(name: str, handle: Any) -> SharedFile:
-    return SharedFile(name, handle.detach())
+def _receive(name: str, handle: Any, path: str) -> SharedFile:
+    return SharedFile(name, handle.detach(), path)

@@ -270,7 +270,11 @@ class Local:
         store: where all ranks are on this node; listener: else that of rank 0, if it is here.
         """
         places, first = order.places[str(node)], order.first[str(node)]
-        shared = [SharedFile(name) for _ in places for name in ("error", "pulse", "stack")]
+        shared = [
+            SharedFile(f"rank{first + i}.{name}")
+            for i in range(len(places))
+            for name in ("error", "pulse", "stack")
+        ]
         members = [
             Ranks(
                 rank=first + i,
