@@ -8,9 +8,10 @@ the rest short:
     ladder   less computed again and gathered again is never slower: what fits ends the ladder, and
              what keeps least and does not fit ends it, too
     host     states rest there only where else all must be computed again, or nothing fits
-    rough    each factorisation is tried with few micro-batches first; only the FULL best within
-             NEAR times the best of a style are searched in full
-    orders   other placements of the ranks are tried for the BEST layouts
+    rough    each factorisation is tried with few micro-batches in one chunk first; only the FULL
+             best of a style that chunks could bring within NEAR times its best are searched in full
+    orders   other placements of the ranks are tried for the BEST layouts, and more numbers of
+             chunks for the best of each style
 
 The result depends on the wish alone: not on processes, clocks or hashes.
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -29,7 +30,7 @@ from ranvier.errors import PlanError
 from ranvier.plan import RUNTIME, Plan, divisors
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.predict import Job, Layout, computed, predict, seconds, usual_order
-from ranvier.planner.rivals import STYLES, Found, styles
+from ranvier.planner.rivals import STYLES, Found
 from ranvier.planner.roofline import Scales
 from ranvier.planner.several import several
 
@@ -40,19 +41,26 @@ RECOMPUTE = ("none", "selective", "full")
 NEAR = 1.25
 """How much slower than the best of its style a factorisation may be at first and still be searched
 in full."""
-FULL = 120
-"""Factorisations that are searched in full, at most."""
+NEARLY = 1.15
+"""Memory over that of a device from which on no number of chunks makes a pipeline fit."""
+FULL = 60
+"""Factorisations of a style that are searched in full, at most."""
 ALIKE = 32
 """Layouts that are carried over from another number of devices."""
 CARRIED = 3
 """Degrees that one of them is given there."""
 BEST = 40
 """Layouts for which other orders of the axes are tried."""
+REFINED = 5
+"""Layouts of each style for which all numbers of chunks and other orders are tried."""
 MICROS = 6
 """Micro-batches that are tried for a factorisation, at most."""
 TOKENS = 2**18
 """Tokens of a micro-batch of a rank, at most, unless fewer samples cannot be."""
 CHUNKS = (1, 2, 4, 8)
+"""Chunks of a stage that are tried for each factorisation."""
+MOST_CHUNKS = 16
+"""Chunks of a stage, at most."""
 FEW = 150
 """Factorisations that are asked whether anything fits."""
 MANY = 100
@@ -396,15 +404,53 @@ def search(wish: Wish, *, workers: int = 1) -> Result:
     """All layouts that were tried; none of `found` is there if none fits or can be divided."""
     began = time.perf_counter()
     every, refused = grids(wish)
-    tasks = {"rough": partial(_rough, wish), "full": partial(_full, wish)}
+    tasks = {
+        "rough": partial(_rough, wish),
+        "full": partial(_full, wish),
+        "chunks": partial(_more_chunks, wish),
+        "orders": partial(_placed, wish),
+    }
     with several(tasks, workers if len(every) >= MANY else 1) as mapped:
         rough = mapped("rough", every)
         full = mapped("full", _near(wish, every, rough))
-    everything = [found for some in (*rough, *full) for found in some]
-    if wish.cluster.nodes > 1 and "order" not in wish.fixed:
-        fits = sorted((one for one in everything if one.prediction.fits), key=lambda one: one.key)
-        everything += [one for best in fits[:BEST] for one in _placed(wish, best)]
+        everything = [found for some in (*rough, *full) for found in some]
+        if "chunks" not in wish.fixed and "policy" not in wish.fixed and not wish.plan.stages:
+            some = mapped("chunks", _best_of_styles(wish, everything))
+            everything += [found for one in some for found in one]
+        if wish.cluster.nodes > 1 and "order" not in wish.fixed:
+            first = sorted(_fitting(everything), key=lambda one: one.key)[:BEST]
+            both = {one.layout: one for one in (*first, *_best_of_styles(wish, everything))}
+            everything += [found for one in mapped("orders", [*both.values()]) for found in one]
     return _judged(wish, everything, len(every), refused, began)
+
+
+def _fitting(everything: Iterable[Found]) -> list[Found]:
+    return [one for one in everything if one.prediction.fits]
+
+
+def _best_of_styles(wish: Wish, everything: Sequence[Found]) -> list[Found]:
+    """The best layouts of each style, of different degrees and micro-batches."""
+    found, node = dict[Layout, Found](), wish.cluster.per_node
+    fits = sorted(_fitting(everything), key=lambda one: one.key)
+    for of in STYLES.values():
+        seen = dict[tuple[object, ...], Found]()
+        for one in fits:
+            if of(one.plan, node):
+                plan = one.plan
+                seen.setdefault((*plan.degrees.values(), plan.inner, plan.micro_batch), one)
+                if len(seen) == REFINED:
+                    break
+        found |= {one.layout: one for one in seen.values()}
+    return [*found.values()]
+
+
+def _more_chunks(wish: Wish, found: Found) -> list[Found]:
+    """A layout with the numbers of chunks that `variants` leaves out."""
+    plan, made = found.plan, list[Plan]()
+    for chunks in range(2, min(wish.sizes["layers"] // plan.pipe, MOST_CHUNKS) + 1):
+        if plan.pipe > 1 and chunks not in CHUNKS:
+            made.append(ordered(wish, replace(plan, chunks=chunks)))
+    return [one for plan in made if allowed(wish, plan) for one in ladder(wish, plan)]
 
 
 def _judged(
@@ -484,17 +530,25 @@ def _about(wish: Wish, plan: Plan, count: int) -> set[int]:
 def _near(wish: Wish, every: Sequence[Plan], rough: Sequence[Sequence[Found]]) -> list[Plan]:
     """Factorisations that may still hold the best of a style."""
     node = wish.cluster.per_node
-    times = [
-        min((one.prediction.total for one in several if one.prediction.fits), default=math.inf)
-        for several in rough
-    ]
-    best = dict.fromkeys(STYLES, math.inf)
-    for plan, spent in zip(every, times, strict=True):
-        for name in styles(plan, node):
-            best[name] = min(best[name], spent)
-    near = [
-        (min(spent / best[name] for name in styles(plan, node)), i)
-        for i, (plan, spent) in enumerate(zip(every, times, strict=True))
-        if spent < math.inf
-    ]
-    return [every[i] for i in sorted(i for ratio, i in sorted(near)[:FULL] if ratio < NEAR)]
+    times = [min((_at_best(wish, one) for one in several), default=math.inf) for several in rough]
+    found = set[int]()
+    for of in STYLES.values():
+        own = [i for i, plan in enumerate(every) if of(plan, node) and times[i] < math.inf]
+        own.sort(key=lambda i: (times[i], i))
+        found.update(i for i in own[:FULL] if times[i] < NEAR * times[own[0]])
+    return [every[i] for i in sorted(found)]
+
+
+def _at_best(wish: Wish, found: Found) -> float:
+    """Seconds of a step of a rough layout if chunks shorten what its stages wait as they can.
+
+    Chunks may balance stages better, and so fit where one of them nearly does.
+    """
+    plan, it = found.plan, found.prediction
+    able = plan.pipe > 1 and plan.chunks == 1 and "chunks" not in wish.fixed
+    most = min(wish.sizes["layers"] // plan.pipe, CHUNKS[-1])
+    if not able or "policy" in wish.fixed or most < 2:
+        return it.total if it.fits else math.inf
+    if it.memory.total > NEARLY * it.limit:
+        return math.inf
+    return it.total - it.parts["bubble"] * (1 - 1 / most)
