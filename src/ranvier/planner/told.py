@@ -13,6 +13,7 @@ from ranvier.errors import PlanError, WriteError
 from ranvier.html.figures import short
 from ranvier.planner import command, explain
 from ranvier.planner.command import Planned
+from ranvier.planner.request import usual_batch
 from ranvier.planner.rivals import Found, family, rivals
 from ranvier.planner.search import Result, Wish
 
@@ -33,7 +34,7 @@ def say(result: Result, wanted: Planned, carried: Sequence[str], assumed: Sequen
     title = heading(result.wish)
     notes = []
     if assumed:
-        notes.append(f"Nobody gave {' '.join(assumed)}: assumed, as runs of this size use.")
+        notes.append(_assumed(result.wish, assumed))
     if wanted.json:
         _write(wanted.json, json.dumps(facts(result, wanted.top, told), indent=2) + "\n")
     if wanted.html:
@@ -52,6 +53,14 @@ def say(result: Result, wanted: Planned, carried: Sequence[str], assumed: Sequen
     print(*explain.why(result), "", told, sep="\n")
     for name in filter(None, (wanted.json, wanted.html)):
         print(f"written: {name}")
+
+
+def _assumed(wish: Wish, words: Sequence[str]) -> str:
+    """What nobody gave, and why it is taken."""
+    job, reason = wish.job, "as runs of this size use"
+    if any(word.startswith("--plan.batch") for word in words):
+        _, reason = usual_batch(job.model.parameters, job.seq, wish.world)
+    return f"Nobody gave {' '.join(words)}: assumed ({reason})."
 
 
 def refuse(result: Result, wanted: Planned, given: Set[str]) -> NoReturn:
