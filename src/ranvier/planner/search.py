@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -65,6 +65,8 @@ FEW = 150
 """Factorisations that are asked whether anything fits."""
 MANY = 100
 """Factorisations from which on a second process is worth its start."""
+LOOK, LONGEST_LOOK = 0.2, 0.6
+"""Seconds in which guesses are tried before a search that is watched: at most, and if none fits."""
 ORDERS: tuple[tuple[str, ...], ...] = (
     ("pipe", "depth", "row", "col"),
     ("depth", "data", "row", "col"),
@@ -134,6 +136,9 @@ class Result:
     refused: int
     """Factorisations that they do not."""
     seconds: float
+    """Of the search."""
+    cached: bool = False
+    """Whether it was made earlier (`result_cache`)."""
 
     @property
     def count(self) -> int:
@@ -400,9 +405,68 @@ def _shape(plan: Plan, order: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in replace(plan, order=order).placed if plan.degrees[axis] > 1)
 
 
-def search(wish: Wish, *, workers: int = 1) -> Result:
-    """All layouts that were tried; none of `found` is there if none fits or can be divided."""
+@dataclass
+class Progress:
+    """The best layout of a search so far, as results come in.
+
+    The order in which they do depends on processes; the result of a search does not.
+    """
+
+    report: Callable[[Found, int], None]
+    """Is told the best layout and how many were predicted, whenever results have come."""
+    best: Found | None = None
+    count: int = 0
+
+    def seen(self, several: Iterable[Sequence[Found]]) -> None:
+        """Take in the layouts of some factorisations."""
+        for found in several:
+            self.count += len(found)
+            for one in _fitting(found):
+                if self.best is None or one.key < self.best.key:
+                    self.best = one
+        if self.best is not None:
+            self.report(self.best, self.count)
+
+
+def _guesses(wish: Wish) -> Iterator[Plan]:
+    """Plans to begin with: rows inside a node, few stages, and the rest over depth or data.
+
+    They are of no matter to the result; a user sees one of them while all others are searched.
+    """
+    rows = [size for size in divisors(wish.world) if size <= wish.cluster.per_node]
+    rows = [*dict.fromkeys((rows[-1], 1, *rows))]
+    for pipe, row in itertools.product(divisors(wish.world)[:8], rows):
+        rest, odd = divmod(wish.world, pipe * row)
+        for copies in (1, rest, wish.cluster.per_node):
+            if not odd and rest % copies == 0:
+                sizes = {"pipe": pipe, "data": rest // copies, "depth": copies, "row": row}
+                yield from plans(wish, {**dict.fromkeys(RUNTIME, 1), **sizes, **wish.degrees})
+
+
+def _first_look(wish: Wish, progress: Progress) -> None:
+    """Report a layout that fits within a fraction of a second, if a guess does."""
     began = time.perf_counter()
+    for plan in _guesses(wish):
+        spent = time.perf_counter() - began
+        if spent > (LONGEST_LOOK if progress.best is None else LOOK):
+            break
+        if allowed(wish, plan):
+            progress.seen([_rough(wish, plan)])
+    progress.count = 0  # they come again
+
+
+def search(
+    wish: Wish, *, workers: int = 1, report: Callable[[Found, int], None] | None = None
+) -> Result:
+    """All layouts that were tried; none of `found` is there if none fits or can be divided.
+
+    report: is told the best layout so far, and how many were predicted, again and again.
+    """
+    began = time.perf_counter()
+    progress = None if report is None else Progress(report)
+    if progress is not None:
+        _first_look(wish, progress)
+    seen = None if progress is None else progress.seen
     every, refused = grids(wish)
     tasks = {
         "rough": partial(_rough, wish),
@@ -410,7 +474,7 @@ def search(wish: Wish, *, workers: int = 1) -> Result:
         "chunks": partial(_more_chunks, wish),
         "orders": partial(_placed, wish),
     }
-    with several(tasks, workers if len(every) >= MANY else 1) as mapped:
+    with several(tasks, workers if len(every) >= MANY else 1, seen) as mapped:
         rough = mapped("rough", every)
         full = mapped("full", _near(wish, every, rough))
         everything = [found for some in (*rough, *full) for found in some]

@@ -46,7 +46,8 @@ def say(result: Result, wanted: Planned, carried: Sequence[str], assumed: Sequen
     print(title)
     print(*notes, sep="\n", end="\n" if notes else "")
     print(
-        f"{result.count:,} layouts of {result.grids:,} grids in {result.seconds:.1f} s; "
+        f"{result.count:,} layouts of {result.grids:,} grids in {result.seconds:.1f} s"
+        f"{' (searched earlier; --cache false searches again)' if result.cached else ''}; "
         f"{len(result.found):,} fit; {result.refused:,} grids do not divide\n"
     )
     print(*explain.table(result, wanted.top), "", *explain.compared(result), "", sep="\n")
@@ -112,6 +113,7 @@ def facts(result: Result, top: int, told: str) -> dict[str, Any]:
         "layouts": result.count,
         "fit": len(result.found),
         "seconds": round(result.seconds, 3),
+        "cached": result.cached,
         "why": explain.why(result),
         "command": told,
         "best": _facts(result.best, wish),
