@@ -430,10 +430,10 @@ class _Step:
             back = sum(part.count * t.backward for part, t, _ in laps.values() if part.is_block)
             data = self.reduction(spoken.data + spoken.after, ASIDE * back / plan.pipe)
             return {"data": data, **self.update(talk.numbers(model, plan), forward)}
-        found = []
+        found, backward = [], {name: times.backward for name, (_, times, _) in laps.items()}
         for one in spoken.stages:
-            back = self.in_stage(one.stage, {name: t.backward for name, (_, t, _) in laps.items()})
-            spent = self.update(talk.numbers_of(model, one.stage, plan), forward)
+            numbers = talk.numbers_of(model, one.stage, plan.row * plan.col, plan.expert)
+            spent, back = self.update(numbers, forward), self.in_stage(one.stage, backward)
             spent["data"] = self.reduction(one.data + one.after, ASIDE * back)
             spent["expert"], spent["other"] = one.shared, one.other
             found.append(spent)
@@ -441,12 +441,10 @@ class _Step:
 
     def in_stage(self, stage: Stage, spent: Mapping[str, float]) -> float:
         """Seconds of a stage in a micro-batch. spent: of each part, by its name."""
-        spread = self.layout.plan.spread and stage.seat.count > 1
-        shares = {
-            part.name: 1.0 if part.is_block or not spread else 1 / stage.seat.count
-            for part, _ in stage.here
-        }
-        return sum(count * shares[part.name] * spent[part.name] for part, count in stage.here)
+        if not self.layout.plan.spread:
+            return sum([count * spent[part.name] for part, count in stage.here])
+        share = 1 / stage.seat.count  # of the vocabulary
+        return sum(n * spent[p.name] * (1 if p.is_block else share) for p, n in stage.here)
 
     def stages(self, laps: Laps) -> tuple[float, float]:
         """Seconds of a micro-batch on the slowest stage and on a mean one."""

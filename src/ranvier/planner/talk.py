@@ -90,24 +90,49 @@ def ours(model: Model, plan: Plan, setup: Setup, cluster: Cluster, places: Place
     """What our runtime communicates: by part of the model, and for the weights of each stage."""
     size = roofline.BYTES[setup.dtype]
     flow = Flow(setup.samples, setup.seq, itemsize=size, statistics=max(size, 4))
-    spot, found = Spot.of(plan), Spoken()
-    again = plan.recompute != "none"
+    spot, again, keep = Spot.of(plan), plan.recompute != "none", plan.gathered == "keep"
     near = tuple(places[axes] for axes in (*GROUPS, *(WORDS if plan.spread else ())))
-    for part in model.parts:
-        own = found.parts[part.name] = PartComm()
-        sums = _passes(model, part, spot.inside, flow, again, cluster, near)
-        for axis, (plain, under) in zip(INSIDE, sums, strict=True):
-            own.plain[axis], own.under[axis] = plain, under
-    keep = plan.gathered == "keep"
+    stages = moves.kinds_of_stages(model, plan, setup.seq)
+    types = moves.types_of(flow)
+    depth, comms = _stage_comms(model, stages, spot, types, keep, cluster, places.order)
     each = 1.0 / plan.micro_batches if keep else 1.0
-    types, stages = moves.types_of(flow), list[StageComm]()
-    for stage in moves.kinds_of_stages(model, plan, setup.seq):
-        weights = _weights(model, stage, spot, types, keep, cluster, places.order)
-        for name, (gathers, scatters) in weights.depth.items():
-            found.parts[name].depth = gathers * each + scatters
-        stages.append(StageComm(stage, weights.data, weights.after, weights.shared, weights.other))
-    found.stages = tuple(stages)
+    found = Spoken(stages=comms)
+    for name, plain, under in _part_comms(model, spot.inside, flow, again, cluster, near):
+        gathers, scatters = depth[name]
+        found.parts[name] = PartComm(plain, under, gathers * each + scatters)
     return found
+
+
+@lru_cache(maxsize=100_000)
+def _part_comms(
+    model: Model, inside: Spot, flow: Flow, again: bool, cluster: Cluster, near: tuple[Group, ...]
+) -> tuple[tuple[str, dict[str, float], dict[str, float]], ...]:
+    """Name, and seconds over each axis as of `PartComm`, of all parts in a micro-batch."""
+    found = []
+    for part in model.parts:
+        sums = _passes(model, part, inside, flow, again, cluster, near)
+        plain, under = (dict(zip(INSIDE, one, strict=True)) for one in zip(*sums, strict=True))
+        found.append((part.name, plain, under))
+    return tuple(found)
+
+
+@lru_cache(maxsize=100_000)
+def _stage_comms(
+    model: Model,
+    stages: tuple[Stage, ...],
+    spot: Spot,
+    types: Types,
+    keep: bool,
+    cluster: Cluster,
+    order: tuple[str, ...],
+) -> tuple[dict[str, tuple[float, float]], tuple[StageComm, ...]]:
+    """Gathers and reductions over depth of each part, and the rest of each stage."""
+    depth, found = dict.fromkeys((part.name for part in model.parts), (0.0, 0.0)), []
+    for stage in stages:
+        own = _weights(model, stage, spot, types, keep, cluster, order)
+        depth |= own.depth
+        found.append(StageComm(stage, own.data, own.after, own.shared, own.other))
+    return depth, tuple(found)
 
 
 GROUPS = (("row",), ("col",), ("row", "col"), ("expert",), ("expert", "row"))
@@ -267,18 +292,18 @@ def numbers(model: Model, plan: Plan) -> float:
     return _count(model, plan.pipe, plan.row * plan.col, plan.expert)
 
 
-def numbers_of(model: Model, stage: Stage, plan: Plan) -> float:
-    """Weights of a rank of a stage, gathered over depth."""
-    lost = 1 - 1 / plan.expert  # of its experts a rank has a part
-    spread = plan.spread and plan.pipe > 1
-    names, found = {part.name for part, _ in stage.here}, 0.0
+@lru_cache(maxsize=50_000)
+def numbers_of(model: Model, stage: Stage, split: int, expert: int) -> float:
+    """Weights of a rank of a stage, gathered over depth. split: ranks of row and col."""
+    lost = 1 - 1 / expert  # of its experts a rank has a part
+    names, found, seat = {part.name for part, _ in stage.here}, 0.0, stage.seat
     for part, count in stage.here:
         whole = part.parameters - lost * part.expert_parameters
-        found += count * whole / (plan.pipe if spread and not part.is_block else 1)
+        found += count * whole / (seat.count if seat.spread and not part.is_block else 1)
     entry, leaving = model.parts[0], model.parts[-1]
     if model.tied and leaving.name in names and entry.name not in names:  # a copy of the words
         found += entry.parameters
-    return found / (plan.row * plan.col)
+    return found / split
 
 
 def ring(part: Part, cluster: Cluster, setup: Setup, ranks: Group, recompute: str) -> float:
