@@ -41,9 +41,9 @@ RECOMPUTE = ("none", "selective", "full")
 NEAR = 1.25
 """How much slower than the best of its style a factorisation may be at first and still be searched
 in full."""
-NEARLY = 1.15
+NEARLY = 1.06
 """Memory over that of a device from which on no number of chunks makes a pipeline fit."""
-FULL = 60
+FULL = 40
 """Factorisations of a style that are searched in full, at most."""
 ALIKE = 32
 """Layouts that are carried over from another number of devices."""
@@ -65,6 +65,8 @@ FEW = 150
 """Factorisations that are asked whether anything fits."""
 MANY = 100
 """Factorisations from which on a second process is worth its start."""
+LAPS = ("compute", "attention", "again", "row", "col", "expert", "context", "depth", "pipe")
+"""Parts of a step that each micro-batch has."""
 LOOK, LONGEST_LOOK = 0.2, 0.6
 """Seconds in which guesses are tried before a search that is watched: at most, and if none fits."""
 ORDERS: tuple[tuple[str, ...], ...] = (
@@ -382,10 +384,18 @@ def _rough(wish: Wish, plan: Plan) -> list[Found]:
 
 
 def _full(wish: Wish, plan: Plan) -> list[Found]:
-    """What `_rough` left out."""
+    """What `_rough` left out; where nothing fits, larger micro-batches do not either."""
     some = variants(wish, plan)
     few = sum(one.chunks == some[0].chunks for one in some[:2])
-    return [found for one in some[few:] for found in ladder(wish, one)]
+    found, large = list[Found](), dict[int, int]()
+    for one in some[few:]:
+        if one.micro_batches > 1 and one.micro_batch >= large.get(one.chunks, one.batch):
+            continue  # one micro-batch alone adds up no gradients
+        tried = [*ladder(wish, one)]
+        found += tried
+        if not any(each.prediction.fits for each in tried):
+            large[one.chunks] = min(one.micro_batch, large.get(one.chunks, one.batch))
+    return found
 
 
 def _placed(wish: Wish, found: Found) -> list[Found]:
@@ -615,4 +625,6 @@ def _at_best(wish: Wish, found: Found) -> float:
         return it.total if it.fits else math.inf
     if it.memory.total > NEARLY * it.limit:
         return math.inf
-    return it.total - it.parts["bubble"] * (1 - 1 / most)
+    once = sum(it.parts[name] for name in LAPS) / plan.micro_batches
+    fill = min((plan.pipe - 1) * once, it.parts["bubble"])  # the rest is for uneven stages
+    return it.total - fill * (1 - 1 / most)
