@@ -274,7 +274,7 @@ def test_outputs_are_checked_as_a_user_without_rights_and_left_alone(
         (8e9, 4096, 24, 384, "about"),
         (1e9, 4096, 4096, 4096, "one sequence for each of 4,096"),
         (405e9, 4096, 1024, 2048, "about 10.6M tokens"),
-        (8e9, 131072, 8192, 512, "the most that published runs use"),
+        (8e9, 131072, 8192, 512, "the most that is assumed"),
         (8e9, 4096, 131072, 32768, "at least 1024 tokens for each of 131,072"),
     ],
 )

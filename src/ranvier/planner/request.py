@@ -6,8 +6,8 @@ A run that names neither a batch nor a length is given those of published runs o
     batch   a power of two of sequences, times the odd part of the number of devices: near
             2^19 · sqrt(parameters / 10^9) tokens (8B: 1.5M, 70B: 4.4M, 405B: 10.5M), and at least
 
-                one sequence a device, up to 2^26 tokens (DeepSeek-V3: 63M, Kimi K2: 67M)
-                2^10 tokens a device (Llama 3 405B: 16.8M on 16,384, MegaScale: 12.6M on 12,288)
+                one sequence a device, up to 2^26 tokens (Kimi K2, arXiv 2507.20534: 67M)
+                2^10 tokens a device (Llama 3 405B, arXiv 2407.21783: 16M on 16,384)
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def usual_batch(parameters: int, seq: int, devices: int) -> tuple[int, str]:
         why = f"at least one sequence for each of {devices:,} devices"
         if each < devices * seq:
             why = (
-                f"{short(LARGEST_BATCH)} tokens are the most that published runs use"
+                f"{short(LARGEST_BATCH)} tokens, as Kimi K2 used, are the most that is assumed"
                 if least == each
                 else f"at least {LEAST_TOKENS} tokens for each of {devices:,} devices"
             )

@@ -32,7 +32,7 @@ of 8."""
 EVEN, ODD, ODD_RESULT = 0.39, 0.22, 0.15
 """Rate of a 16-bit product over that of the same shape with dims that are multiples of 8: with a
 dim that is a multiple of 2 or 4 only, with an odd one, and forward with odd columns of the result.
-Means of 180 products on an H200 (vocabularies of 32,000 to 151,648, docs/planner.md)."""
+Means of 138 products on an H200 (vocabularies of 32,000 to 151,648, docs/planner.md)."""
 BATCHED = 0.6
 """Rate of the small products of attention with scores, over that of large ones."""
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
