@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
@@ -14,8 +15,19 @@ import pytest
 
 from commands import call
 from ranvier.cli import parse
+from ranvier.errors import PlanError, WriteError
 from ranvier.html import scatter
-from ranvier.planner import cluster, explain, leaves, page, search
+from ranvier.planner import (
+    cluster,
+    command,
+    explain,
+    leaves,
+    outputs,
+    page,
+    progress,
+    request,
+    search,
+)
 from ranvier.planner.predict import Job
 from ranvier.planner.rivals import rivals
 from ranvier.planner.search import Result, Wish
@@ -188,6 +200,154 @@ def test_without_a_cluster_it_says_how_to_measure(
     monkeypatch.setenv("RANVIER_CACHE", str(tmp_path))
     assert call("plan", *EIGHT[4:]) == 64
     assert "ranvier measure" in capsys.readouterr().err
+
+
+# ---- before and while it searches -------------------------------------------------------
+
+
+def _nothing(*_: object, **__: object) -> None:
+    raise AssertionError("it searched")
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("missing/plan.out", "there is no directory"),
+        ("file/plan.out", "Not a directory"),
+        ("folder", "it is a directory"),
+        ("loop", "Too many levels of symbolic links"),
+        ("dangling", "there is no directory"),
+        ("/proc/plan.out", "cannot be written"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+@pytest.mark.parametrize("more", [(), ("--goal", "8B, 1T tokens, 30 days")], ids=["plan", "goal"])
+def test_an_output_that_cannot_be_written_is_refused_first(
+    option: str,
+    name: str,
+    reason: str,
+    more: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(command, "search", _nothing)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "dangling").symlink_to("nowhere/plan.out")
+    before = sorted(tmp_path.iterdir())
+    words = EIGHT if not more else EIGHT[:2]
+    assert call("plan", *words, *more, option, str(tmp_path / name)) == 73
+    said = capsys.readouterr().err
+    assert reason in said and "Give another path." in said and "Traceback" not in said
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_outputs_are_checked_as_a_user_without_rights_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tmp_path / "old.json"
+    old.write_text("kept")
+    outputs.check(str(old), "-", "")
+    assert old.read_text() == "kept" and [*tmp_path.iterdir()] == [old]
+    for same in (("-", "-"), (str(old), str(tmp_path / "." / "old.json"))):
+        with pytest.raises(PlanError, match="the same output"):
+            outputs.check(*same)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(outputs.tempfile, "TemporaryFile", full)
+    with pytest.raises(WriteError, match="No space left on device"):
+        outputs.check(str(tmp_path / "new.json"))
+    monkeypatch.setattr(Path, "open", lambda *_: full())
+    with pytest.raises(WriteError, match="No space left"):
+        outputs.check(str(old))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "seq", "devices", "batch", "reason"),
+    [
+        (8.03e9, 4096, 8, 512, "about 1.49M tokens"),
+        (8e9, 4096, 8192, 8192, "one sequence for each of 8,192"),
+        (8e9, 4096, 24, 384, "about"),
+        (1e9, 4096, 4096, 4096, "one sequence for each of 4,096"),
+        (405e9, 4096, 1024, 2048, "about 10.6M tokens"),
+        (8e9, 131072, 8192, 512, "the most that is assumed"),
+        (8e9, 4096, 131072, 32768, "at least 1024 tokens for each of 131,072"),
+    ],
+)
+def test_a_batch_that_nobody_gave_grows_with_the_devices(
+    parameters: float, seq: int, devices: int, batch: int, reason: str
+) -> None:
+    found, why = request.usual_batch(int(parameters), seq, devices)
+    assert found == batch and reason in why
+    sizes = [request.usual_batch(int(parameters), seq, 2**n)[0] for n in range(18)]
+    assert sizes == sorted(sizes)
+
+
+def test_the_batch_and_its_reason_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    fixed = ("--plan.data", "1024", "--plan.depth", "8", "--plan.recompute", "none")
+    words = ("--cluster", "dgx-h100", "--nodes", "1024", "--model.size", "llama3-8b", *fixed)
+    assert call("plan", *words) == 0
+    out = capsys.readouterr().out
+    assert "8192 sequences of 4096 tokens" in out
+    assert "--plan.batch 8192: assumed (at least one sequence for each of 8,192 devices)" in out
+    assert call("plan", *words, "--plan.batch", "16384", "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["job"]["batch"] == 16384
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_best_so_far_is_told(
+    terminal: bool, result: Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(progress, "BLINK", 0.0)
+    clock = iter(range(1000))
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: 0.4 * next(clock))
+    slow, fast = result.found[-1], result.best
+    with progress.Lines() as lines:
+        for count, found in enumerate((slow, slow, fast, fast, fast), 1):
+            lines.report(found, count)
+    said = stream.getvalue()
+    assert said.count("\n") == (0 if terminal else 2)
+    assert explain.layout(slow) in said and explain.layout(fast) in said and "per step" in said
+    assert said.endswith("\r" if terminal else "\n")
+
+
+def test_a_first_layout_comes_before_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 16,384 devices the grids alone take a while to count."""
+    job = Job(leaves.of_size("llama3-405b"), 4096, 16384)
+    asked = Wish(job, cluster.cluster("dgx-h100").of(nodes=2048))
+
+    class EnoughError(Exception):
+        pass
+
+    seen = list[str]()
+    monkeypatch.setattr(search, "LONGEST_LOOK", 60.0)
+    monkeypatch.setattr(search, "grids", lambda _: (_ for _ in ()).throw(EnoughError))
+    with pytest.raises(EnoughError):
+        search.search(asked, report=lambda one, _: seen.append(explain.layout(one)))
+    assert seen
+
+
+def test_progress_ends_with_the_best_and_changes_nothing() -> None:
+    asked = Wish(
+        Job(leaves.of_size("llama3-1b"), 4096, 64), cluster.cluster("dgx-h100").of(devices=2)
+    )
+    seen = list[tuple[str, int]]()
+    told = search.search(asked, report=lambda one, n: seen.append((explain.layout(one), n)))
+    assert [one.layout for one in told.found] == [one.layout for one in search.search(asked).found]
+    assert seen[-1] == (explain.layout(told.best), told.count)
 
 
 def test_all_who_are_told_are_ranked(result: Result) -> None:

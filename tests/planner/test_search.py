@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -178,6 +179,77 @@ def test_rivals_are_of_their_style() -> None:
     for name in ("Megatron", "FSDP", "AxoNN"):
         own = [one for one in result.found if STYLES[name](one.plan, 8)]
         assert best[name] is own[0]
+
+
+def megatron(asked: Wish) -> Found:
+    """The best layout of a pipeline and rows inside a node, nothing left out."""
+    found, node = list[Found](), asked.cluster.per_node
+    for plan in grids(asked)[0]:
+        if not STYLES["Megatron"](plan, node):
+            continue
+        share, most = plan.batch // plan.replicas, asked.sizes["layers"] // plan.pipe
+        micros = [n for n in range(1, share + 1) if share % n == 0 and n * asked.job.seq <= 2**18]
+        for micro, chunks in itertools.product(micros, range(1, max(min(most, 16), 1) + 1)):
+            one = search.ordered(asked, replace(plan, micro_batch=micro, chunks=chunks))
+            if plan.pipe * chunks > max(asked.sizes["layers"], plan.pipe):
+                continue
+            if (plan.pipe > 1 or chunks == 1) and search.allowed(asked, one):
+                found += [x for x in search.ladder(asked, one) if x.prediction.fits]
+    return min(found, key=lambda one: one.prediction.total)
+
+
+@pytest.mark.parametrize(
+    ("layers", "nodes", "batch", "fixed"),
+    [
+        (14, 2, 16, {"depth", "col", "row"}),
+        pytest.param(14, 2, 16, set(), marks=pytest.mark.full),
+        pytest.param(26, 4, 32, set(), marks=pytest.mark.full),
+        pytest.param(24, 8, 64, set(), marks=pytest.mark.full),
+    ],
+)
+def test_the_baseline_is_what_its_users_run(
+    layers: int, nodes: int, batch: int, fixed: set[str]
+) -> None:
+    """Few micro-batches for many stages: chunks decide, and any number of them."""
+    job = small(batch=batch, layers=layers, embed=8192, heads=64, kv_heads=8, mlp=28672)
+    asked = wish(nodes=nodes, job=job, fixed=frozenset(fixed))
+    shown = rivals(search.search(asked).found, 8)["Megatron"]
+    best = megatron(asked)
+    assert shown.prediction.total <= best.prediction.total * 1.005, (shown.plan, best.plan)
+
+
+def test_the_baseline_of_405b_on_2048_nodes_has_chunks() -> None:
+    """It showed one that is slower than pipe 16 data 128 row 8 in four chunks."""
+    job = Job(leaves.of_size("llama3-405b"), 8192, 2048)
+    fixed = frozenset({"depth", "col", "row", "recompute", "micro_batch"})
+    asked = wish(nodes=2048, job=job, plan=Plan(batch=2048, micro_batch=1, row=8), fixed=fixed)
+    result = search.search(asked)
+    shown = rivals(result.found, 8)["Megatron"]
+    usual = Plan(pipe=16, data=128, row=8, chunks=4, micro_batch=1, batch=2048, compile="on")
+    usual = replace(usual, policy="interleaved")
+    known = predict(job, Layout(usual, order=usual.placed), asked.cluster)
+    assert known.fits and shown.prediction.total <= known.total and shown.plan.chunks > 1
+    assert not any(plan.pipe > 126 for plan in (f.plan for f in result.found[:5]))
+
+
+def test_words_agree_with_numbers() -> None:
+    """Who waits for the slowest stage does not wait for micro-batches, and bytes take time."""
+    plan = Plan(pipe=2, row=4, stages=(2,), batch=32, recompute="none")
+    names = {"pipe", "row", "data", "depth", "col", "recompute", "chunks"}
+    uneven = search.search(wish(plan=plan, fixed=frozenset(names)))
+    said = explain.binding(uneven)
+    assert said.startswith("The slowest stage binds: stage 1 of 2 (7 blocks and the head)"), said
+    even = replace(plan, stages=(), batch=2)
+    few = search.search(wish(job=small(2), plan=even, fixed=frozenset(names)))
+    assert explain.binding(few).startswith("The batch binds"), explain.binding(few)
+    many = search.search(
+        wish(nodes=5, job=small(64), plan=Plan(pipe=10), fixed=frozenset({"pipe"}))
+    )
+    assert many.best.plan.pipe == 10
+    for one in [f for f in many.found if f.plan.col > 1 and f.plan.row > 1][:3]:
+        carried = explain._carried(one, many.wish)
+        assert not re.search(r"\b0 GB over", carried), carried
+        assert min(one.prediction.parts[axis] for axis in ("row", "col")) > 0.0
 
 
 def test_families_have_names() -> None:

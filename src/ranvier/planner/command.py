@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ranvier.errors import PlanError
 from ranvier.planner import cluster as clusters
-from ranvier.planner import request
+from ranvier.planner import outputs, request
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.request import Precision
 from ranvier.planner.search import Result, Wish, search
@@ -45,6 +45,9 @@ class Planned(Run):
     """File to write the result to as JSON; -: print it instead of the table."""
     html: str = ""
     """File of a page with charts of all layouts, which needs nothing else; -: print it."""
+    cache: bool = True
+    """Whether the answer to a question that was asked before is taken from the user's cache; false:
+    search again."""
     calibrate: str = ""
     """In place of a plan: fold what a RUN has measured into the file of the cluster."""
 
@@ -61,12 +64,13 @@ def plan(wanted: Planned, given: Set[str], carried: Sequence[str]) -> int:
     wrong += wanted.problems()
     if wrong:
         raise PlanError(wrong)
+    outputs.check(wanted.json, wanted.html)
     if wanted.goal or "goal" in given:
         from ranvier.planner import reach
 
         return reach.reach(wanted, given, carried)
     wish, assumed = asked(wanted, given)
-    result = searched(wish)
+    result = searched(wish, cache=wanted.cache)
     from ranvier.planner import told
 
     if not result.found:
@@ -82,9 +86,22 @@ def asked(wanted: Planned, given: Set[str]) -> tuple[Wish, list[str]]:
     return request.wish_of(run, machine, given, precision=wanted.precision), assumed
 
 
-def searched(wish: Wish) -> Result:
-    """All layouts, on as many processes as there are for it."""
-    return search(wish, workers=min(WORKERS, len(os.sched_getaffinity(0))))
+def searched(wish: Wish, *, cache: bool = True) -> Result:
+    """All layouts, as an earlier search has found them, or on as many processes as there are.
+
+    Who waits for it sees the best so far.
+    """
+    from ranvier.planner import result_cache  # a process that searches nothing starts sooner
+    from ranvier.planner.progress import Lines
+
+    known = result_cache.load(wish) if cache else None
+    if known is not None:
+        return known
+    with Lines() as lines:
+        workers = min(WORKERS, len(os.sched_getaffinity(0)))
+        result = search(wish, workers=workers, report=lines.report)
+    result_cache.store(result)
+    return result
 
 
 def machine_of(wanted: Planned) -> Cluster:

@@ -48,6 +48,13 @@ def step(
     model: Model, plan: Plan, setup: Setup, cluster: Cluster, runtime: Runtime, *, packed: bool
 ) -> dict[str, float]:
     """Seconds of a step by part."""
+    return _together(stages(model, plan, setup, cluster, runtime, packed=packed), plan, cluster)
+
+
+def stages(
+    model: Model, plan: Plan, setup: Setup, cluster: Cluster, runtime: Runtime, *, packed: bool
+) -> list[dict[str, float]]:
+    """Seconds of a step on each stage by part, waiting left out."""
     flow = Flow(plan.micro_batch, setup.seq, BYTES[setup.dtype], statistics=4)
     firsts, found = cut(model, plan, setup.seq), []
     for index in range(plan.pipe):
@@ -58,7 +65,7 @@ def step(
             parts[name] = parts.get(name, 0.0) + seconds
         parts["update"] = parts.get("update", 0.0) + _updated(here, plan, setup, cluster)
         found.append(parts)
-    return _together(found, plan, cluster)
+    return found
 
 
 def _together(stages: list[dict[str, float]], plan: Plan, cluster: Cluster) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 from ranvier.html.figures import percent, short
 from ranvier.layers import Flow
 from ranvier.plan import Plan
-from ranvier.planner import links, predict
+from ranvier.planner import links, moves, predict
 from ranvier.planner.predict import Prediction
 from ranvier.planner.rivals import OURS, Found, family, gains, rivals
 from ranvier.planner.roofline import SCALES
@@ -189,11 +189,34 @@ def binding(result: Result) -> str:
         return "Compute binds: no layout has less to do."
     name, share = waits[0]
     if name == "bubble":
-        return (
+        return _uneven(result) or (
             f"The batch binds: stages wait {percent(share)} of the time, since {best.plan.batch} "
             f"sequences are only {best.plan.micro_batches} micro-batches."
         )
     return f"{WORDS[name].capitalize()} binds: {percent(share)} of a step that nothing hides."
+
+
+def _uneven(result: Result) -> str:
+    """That the slowest stage binds, if the others wait for it more than for the first and last
+    micro-batch."""
+    best, wish = result.best, result.wish
+    plan, bubble = best.plan, best.prediction.parts["bubble"]
+    times = predict.stage_seconds(wish.job, best.layout, wish.cluster)
+    slowest, mean = max(times), sum(times) / len(times)
+    if 2 * plan.micro_batches * (slowest - mean) < bubble:
+        return ""
+    at = times.index(slowest)
+    here = moves.stages(wish.job.model, plan, wish.job.seq)[at]
+    blocks = sum(count for part, count in here.here if part.is_block)
+    held = [f"{blocks} block{'s' * (blocks != 1)}"] * (blocks > 0)
+    names = {part.name for part, _ in here.here}
+    parts = wish.job.model.parts
+    held += ["the embedding"] * (parts[0].name in names) + ["the head"] * (parts[-1].name in names)
+    return (
+        f"The slowest stage binds: stage {at} of {plan.pipe} ({_and(held)}) takes "
+        f"{seconds(slowest)} for a micro-batch, the mean stage {seconds(mean)}; stages wait "
+        f"{percent(bubble / best.prediction.total)} of the time."
+    )
 
 
 def _styles(result: Result) -> Iterator[str]:
@@ -243,9 +266,8 @@ def _two_dims(result: Result) -> Iterator[str]:
 
 
 def _carried(found: Found, wish: Wish) -> str:
-    """What a layout moves over row and col in a step, how fast, and what of it nothing hides."""
-    from ranvier.planner.moves import moves  # a twentieth of a second, rarely needed
-
+    """What the busiest stage of a layout moves over row and col in a step, how fast, and what of it
+    nothing hides."""
     plan, job = found.plan, wish.job
     size = {"fp32": 4, "fp64": 8}.get(job.dtype, 2)
     flow = Flow(plan.micro_batch, job.seq, size, max(size, 4))
@@ -254,13 +276,19 @@ def _carried(found: Found, wish: Wish) -> str:
         ranks = links.group((axis,), plan.degrees, found.layout.order, wish.cluster.per_node)
         if ranks.size == 1:
             continue
-        moved = moves(job.model, plan, flow, orders=0).rows
-        total = sum(one.bytes * one.count for one in moved if one.axis == (axis,))
+        total = max(_moved(job, plan, flow, axis))
         pace = GIB / links.seconds(wish.cluster, "all_gather", GIB, ranks)
         place = "inside nodes" if ranks.nodes == 1 else "between nodes"
         words.append(f"{total / 1e9:,.0f} GB over {axis} {place} at {pace / 1e9:.0f} GB/s")
     waits = sum(found.prediction.parts.get(axis, 0.0) for axis in ("row", "col", "depth"))
     return f"({layout(found)}) moves {_and(words)} and waits {seconds(waits)} in all"
+
+
+def _moved(job: predict.Job, plan: Plan, flow: Flow, axis: str) -> Iterator[int]:
+    """Bytes that a rank of each kind of stage moves over an axis in a step."""
+    for stage in moves.kinds_of_stages(job.model, plan, job.seq):
+        rows = moves.moves(job.model, plan, flow, stage=stage.seat.index, orders=0).rows
+        yield sum(one.bytes * one.count for one in rows if one.axis == (axis,))
 
 
 # ---- how to run it ------------------------------------------------------------------------

@@ -174,6 +174,30 @@ def stage_of(
     return Stage(seat, tuple(order), tuple(Counter(order).items()))
 
 
+def stages(model: Model, plan: Plan, seq: int) -> list[Stage]:
+    """All stages of a plan."""
+    firsts = cut(model, plan, seq)
+    shape = plan.pipe, plan.chunks, firsts, plan.spread
+    return [stage_of(model, i, *shape) for i in range(plan.pipe)]
+
+
+def kinds_of_stages(model: Model, plan: Plan, seq: int) -> tuple[Stage, ...]:
+    """Of the stages of a plan one of each kind, the first with its parts."""
+    firsts = cut(model, plan, seq)
+    return _kinds_of_stages(model, plan.pipe, plan.chunks, firsts, plan.spread)
+
+
+@lru_cache(KEPT)
+def _kinds_of_stages(
+    model: Model, count: int, chunks: int, firsts: tuple[int, ...], spread: bool
+) -> tuple[Stage, ...]:
+    found = dict[frozenset[tuple[Part, int]], Stage]()
+    for i in range(count):
+        stage = stage_of(model, i, count, chunks, firsts, spread)
+        found.setdefault(frozenset(stage.here), stage)
+    return tuple(found.values())
+
+
 @lru_cache(KEPT)
 def _words(part: Part) -> Part:
     """What of an entry or exit a stage has that shares the vocabulary only."""

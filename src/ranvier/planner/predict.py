@@ -19,10 +19,21 @@ from typing import Any, Literal, cast
 
 from ranvier.layers import Flow
 from ranvier.plan import AXES, Plan
-from ranvier.planner import communicators, cost, crowd, elsewhere, links, roofline, space, talk
+from ranvier.planner import (
+    communicators,
+    cost,
+    crowd,
+    elsewhere,
+    links,
+    moves,
+    roofline,
+    space,
+    talk,
+)
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.leaves import Model, Part
 from ranvier.planner.links import Group
+from ranvier.planner.moves import Stage
 from ranvier.planner.roofline import Scales, Setup, Times
 from ranvier.planner.runtime import OURS, Runtime
 from ranvier.planner.table import Table
@@ -150,6 +161,21 @@ def seconds(
     return dict.fromkeys(NAMES, 0.0) | shared
 
 
+def stage_seconds(job: Job, layout: Layout, cluster: Cluster) -> list[float]:
+    """Seconds of a micro-batch on each stage of a layout of ours."""
+    plan, setup = layout.plan, _setup(job, layout, cluster, OURS)
+    if cluster.cores:
+        busy = crowd.stages(job.model, plan, setup, cluster, OURS, packed=job.packed)
+        return [
+            sum(spent for name, spent in parts.items() if name != "update") / plan.micro_batches
+            for parts in busy
+        ]
+    step = _Step.of(job, layout, cluster, OURS, setup)
+    spent = {name: _whole(times, waits) for name, (_, times, waits) in step.laps_of_all().items()}
+    every = moves.stages(job.model, plan, job.seq)
+    return [step.in_stage(stage, spent) for stage in every]
+
+
 def computed(job: Job, layout: Layout, cluster: Cluster) -> float:
     """Seconds of a step in which blocks compute, whatever else it waits for."""
     plan, setup = layout.plan, _setup(job, layout, cluster, OURS)
@@ -263,6 +289,10 @@ def _cut(pipe: int, chunks: int, blocks: int, cut: str, entry: float, head: floa
     return max(each, each - 1 + max(entry, head))
 
 
+Laps = Mapping[str, tuple[Part, Times, dict[str, float]]]
+"""Times of every part in a micro-batch, and what it waits for, by its name."""
+
+
 @dataclass(frozen=True)
 class _Step:
     """A step on its way to seconds."""
@@ -303,12 +333,12 @@ class _Step:
 
     def laps(self) -> list[tuple[Part, Times, dict[str, float]]]:
         """Times of each kind of block in a micro-batch, and what it waits for by part."""
-        plan, runtime, spoken, overlaps = self.layout.plan, self.runtime, self.spoken, self.overlaps
+        plan, runtime, overlaps = self.layout.plan, self.runtime, self.overlaps
         found = []
         for part in self.job.model.parts:
             if not part.is_block:
                 continue
-            times = self.times(part)
+            times, spoken = self.times(part), self.spoken.of(part)
             again = _again(times, plan.recompute, runtime)
             waits = {"again": again}
             under = sum(spoken.under.values())
@@ -341,36 +371,48 @@ class _Step:
         more = roofline.traffic(device, size, self.setup.ranks, runtime.stream)
         return Times(**{**vars(times), "between_back": times.between_back + more})
 
+    def ends(self) -> tuple[Times, Times]:
+        """What embedding and head compute in a micro-batch, forward and backward."""
+        model, device = self.job.model, self.cluster.device
+        entry = roofline.entry(model.parts[0], device, self.setup)
+        head = roofline.head(model.parts[-1], device, self.setup, self.runtime)
+        return _outside(*entry), _outside(*head)
+
+    def waits_of_ends(self) -> tuple[dict[str, float], dict[str, float]]:
+        """What embedding and head wait for in a micro-batch, by part: nothing hides it."""
+        plan, parts = self.layout.plan, self.job.model.parts
+        found = []
+        for part in (parts[0], parts[-1]):
+            own = self.spoken.of(part)
+            waits = {axis: own.plain[axis] + own.under[axis] for axis in talk.INSIDE}
+            waits["depth"] = own.depth
+            # stages that share the vocabulary compute a part of it each, but all communicate
+            often = plan.pipe if plan.spread else 1
+            found.append({name: spent * often for name, spent in waits.items()})
+        return found[0], found[1]
+
+    def laps_of_all(self) -> dict[str, tuple[Part, Times, dict[str, float]]]:
+        """Times of every part in a micro-batch, and what it waits for, by its name."""
+        parts = self.job.model.parts
+        ends = zip((parts[0], parts[-1]), self.ends(), self.waits_of_ends(), strict=True)
+        return {part.name: (part, times, waits) for part, times, waits in (*self.laps(), *ends)}
+
     def parts(self) -> dict[str, float]:
         """Seconds of a step by part."""
-        plan, device, model = self.layout.plan, self.cluster.device, self.job.model
-        micro, laps, spoken = plan.micro_batches, self.laps(), self.spoken
-        head = sum(roofline.head(model.parts[-1], device, self.setup, self.runtime))
-        entry = sum(roofline.entry(model.parts[0], device, self.setup))
-        ends = sum(spoken.ends.values()) + spoken.depth_ends
-        lap = sum(
-            part.count * (times.forward + times.backward + sum(waits.values()))
-            for part, times, waits in laps
-        )
-        slowest, mean = self.stages(lap / model.layers, entry, head + ends)
+        plan, laps = self.layout.plan, self.laps_of_all()
+        micro = plan.micro_batches
+        slowest, mean = self.stages(laps)
         found, share = dict.fromkeys(NAMES, 0.0), micro / plan.pipe
-        for part, times, waits in laps:
+        for part, times, waits in laps.values():
             core, n = times.attention + times.attention_back, share * part.count
             found["attention"] += n * core
             found["compute"] += n * (times.forward + times.backward - core)
             for name, spent in waits.items():
                 found[name] += n * spent
-        found["compute"] += share * (head + entry)
-        found["depth"] += share * spoken.depth_ends
-        for axis in talk.INSIDE:
-            found[axis] += share * spoken.ends[axis]
         pipe = self.messages()
         found["pipe"] += micro * pipe
-        back = sum(part.count * times.backward for part, times, _ in laps) / plan.pipe
-        found["data"] = self.reduction(ASIDE * back)
-        self.update(slowest / 3, found)
-        found["expert"] += spoken.shared
-        found["other"] = spoken.other
+        for name, spent in self.last(laps, slowest / 3).items():
+            found[name] += spent
         bubble = (plan.pipe - 1) / plan.chunks * (mean + pipe / plan.chunks)
         found["bubble"] = bubble + micro * (slowest - mean)
         nodes = plan.world / self.cluster.per_node
@@ -378,14 +420,49 @@ class _Step:
         found["other"] += lost * sum(found.values())
         return found
 
-    def stages(self, lap: float, entry: float, head: float) -> tuple[float, float]:
+    def last(self, laps: Laps, forward: float) -> dict[str, float]:
+        """What follows the last backward pass, by part: of the stage on which it takes longest.
+
+        forward: seconds of a forward pass, behind which states on the host are updated.
+        """
+        plan, model, spoken = self.layout.plan, self.job.model, self.spoken
+        if not spoken.stages:
+            back = sum(part.count * t.backward for part, t, _ in laps.values() if part.is_block)
+            data = self.reduction(spoken.data + spoken.after, ASIDE * back / plan.pipe)
+            return {"data": data, **self.update(talk.numbers(model, plan), forward)}
+        found, backward = [], {name: times.backward for name, (_, times, _) in laps.items()}
+        for one in spoken.stages:
+            numbers = talk.numbers_of(model, one.stage, plan.row * plan.col, plan.expert)
+            spent, back = self.update(numbers, forward), self.in_stage(one.stage, backward)
+            spent["data"] = self.reduction(one.data + one.after, ASIDE * back)
+            spent["expert"], spent["other"] = one.shared, one.other
+            found.append(spent)
+        return max(found, key=lambda spent: sum(spent.values()))
+
+    def in_stage(self, stage: Stage, spent: Mapping[str, float]) -> float:
+        """Seconds of a stage in a micro-batch. spent: of each part, by its name."""
+        if not self.layout.plan.spread:
+            return sum([count * spent[part.name] for part, count in stage.here])
+        share = 1 / stage.seat.count  # of the vocabulary
+        return sum(n * spent[p.name] * (1 if p.is_block else share) for p, n in stage.here)
+
+    def stages(self, laps: Laps) -> tuple[float, float]:
         """Seconds of a micro-batch on the slowest stage and on a mean one."""
-        plan, blocks = self.layout.plan, self.job.model.layers
-        mean = (blocks * lap + entry + head) / plan.pipe
-        if plan.pipe == 1 or plan.spread:
+        plan, model = self.layout.plan, self.job.model
+        spent = {name: _whole(times, waits) for name, (_, times, waits) in laps.items()}
+        mean = sum(part.count * spent[part.name] for part in model.parts) / plan.pipe
+        if plan.pipe == 1:
             return mean, mean
-        cut = _cut(plan.pipe, plan.chunks, blocks, self.runtime.cut, entry / lap, head / lap)
-        return max(cut * lap, mean), mean
+        if self.spoken.stages:
+            slowest = max(self.in_stage(one.stage, spent) for one in self.spoken.stages)
+            return max(slowest, mean), mean
+        entry, head = spent[model.parts[0].name], spent[model.parts[-1].name]
+        lap = (mean * plan.pipe - entry - head) / model.layers
+        if plan.spread:
+            return mean, mean
+        blocks, cut = model.layers, self.runtime.cut
+        most = _cut(plan.pipe, plan.chunks, blocks, cut, entry / lap, head / lap)
+        return max(most * lap, mean), mean
 
     def messages(self) -> float:
         """What of the messages of a micro-batch between stages nothing hides."""
@@ -401,28 +478,39 @@ class _Step:
         one = links.seconds(self.cluster, "send", size, pair)
         return 2 * plan.chunks * one * (1 - runtime.hidden_pipe)
 
-    def reduction(self, behind: float) -> float:
-        """What of the reduction over data nothing hides. behind: what may hide it."""
-        spoken = self.spoken
+    def reduction(self, spent: float, behind: float) -> float:
+        """What of a reduction over data nothing hides. behind: what may hide it."""
         if not self.runtime.hidden_data or "dw" not in self.overlaps:
-            return spoken.data + spoken.after
-        return self.hidden(spoken.data + spoken.after, behind)
+            return spent
+        return self.hidden(spent, behind)
 
-    def update(self, forward: float, found: dict[str, float]) -> None:
-        """Seconds of the update: 2 · states + gradient + weight are read and written."""
+    def update(self, numbers: float, forward: float) -> dict[str, float]:
+        """Seconds of the update: 2 · states + gradient + weight are read and written.
+
+        numbers: weights of a rank, gathered over depth.
+        """
         plan, runtime, cluster = self.layout.plan, self.runtime, self.cluster
         shards = plan.depth * (plan.data * plan.context if runtime.sharded else 1)
-        own, ranks = talk.numbers(self.job.model, plan) / shards, self.setup.ranks
+        own, ranks = numbers / shards, self.setup.ranks
         if self.layout.states == "host":
             away = cost.Moved(0, 0, round(own * runtime.states), round(own), 0, 0, 0)
             whole = cost.streamed(away, _host(cluster), cpu=False)
             blocks = max(self.job.model.layers // plan.pipe, 1)
-            found["host"] = max(whole / blocks, whole - forward + forward / blocks)
-            return
+            return {"host": max(whole / blocks, whole - forward + forward / blocks)}
         size = own * (2 * runtime.states + runtime.gradient + 2)
         rate = cluster.device.rate("update", ranks=ranks)
         spent = roofline.traffic(cluster.device, size, ranks, runtime.stream)
-        found["update"] = own / rate if rate else spent
+        return {"update": own / rate if rate else spent}
+
+
+def _whole(times: Times, waits: Mapping[str, float]) -> float:
+    """Seconds of a part in a micro-batch."""
+    return times.forward + times.backward + sum(waits.values())
+
+
+def _outside(forward: float, backward: float) -> Times:
+    """The times of an entry or exit."""
+    return Times(forward, 0.0, 0.0, backward, 0.0, 0.0, 0.0, 0.0)
 
 
 def _host(cluster: Cluster) -> Any:

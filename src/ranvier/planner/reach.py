@@ -55,7 +55,7 @@ class Clusters:
     def whole(self, nodes: int) -> Result | None:
         """All layouts, and those of a look: one that was carried over may be the best."""
         if nodes not in self.known:
-            result = command.searched(self.wish(nodes))
+            result = command.searched(self.wish(nodes), cache=self.wanted.cache)
             looked = self.looks[nodes].found if nodes in self.looks else ()
             every = {one.layout: one for one in (*looked, *result.found)}
             if not every:
@@ -76,7 +76,8 @@ def reach(wanted: Planned, given: Set[str], carried: Sequence[str]) -> int:
     first = goal.guess(aim, run.model.parameters, peak * machine.per_node)
     reached = goal.fewest(aim, searches, first=first, most=most, told=_progress)
     if reached is None:
-        told.refuse(command.searched(searches.wish(most)), searches.on(most), given)
+        whole = command.searched(searches.wish(most), cache=wanted.cache)
+        told.refuse(whole, searches.on(most), given)
     spent = time.perf_counter() - began
     _, assumed = command.asked(searches.on(reached.nodes), given)
     told.say(reached.result, wanted, [*carried, *words], assumed)

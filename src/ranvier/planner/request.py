@@ -3,8 +3,11 @@
 A run that names neither a batch nor a length is given those of published runs of its size:
 
     seq     what the model reads, 4096 at most
-    batch   a power of two of sequences near 2^19 · sqrt(parameters / 10^9) tokens (8B: 1.5M,
-            70B: 4.4M, 405B: 10.5M), times the odd part of the number of devices
+    batch   a power of two of sequences, times the odd part of the number of devices: near
+            2^19 · sqrt(parameters / 10^9) tokens (8B: 1.5M, 70B: 4.4M, 405B: 10.5M), and at least
+
+                one sequence a device, up to 2^26 tokens (Kimi K2, arXiv 2507.20534: 67M)
+                2^10 tokens a device (Llama 3 405B, arXiv 2407.21783: 16M on 16,384)
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from dataclasses import replace
 from typing import Literal
 
 from ranvier.errors import PlanError
+from ranvier.html.figures import short
 from ranvier.plan import AXES, Plan
 from ranvier.planner import leaves
 from ranvier.planner.cluster import Cluster
@@ -26,6 +30,10 @@ from ranvier.run import Run
 from ranvier.settings import IMPORTED, ModelConfig
 
 SEQ = 4096
+LARGEST_BATCH = 2**26
+"""Tokens of a step up to which each device is given a sequence."""
+LEAST_TOKENS = 2**10
+"""Tokens of a step for each device, at least."""
 SMALL = 10**8
 """Parameters below which the settings of a run are taken as they are."""
 SETTLED = ("inner", "micro_batch", "policy", "chunks", "gathered", "recompute", "order")
@@ -54,14 +62,32 @@ def assumed(run: Run, cluster: Cluster, given: Set[str]) -> tuple[Run, list[str]
         run = replace(run, data=replace(run.data, seq=min(run.model.max_seq, SEQ)))
         words.append(f"--data.seq {run.data.seq}")
     if "plan.batch" not in given:
-        tokens = 2**19 * math.sqrt(parameters / 1e9)
-        odd = cluster.devices
-        while odd % 2 == 0:
-            odd //= 2
-        batch = odd * 2 ** max(round(math.log2(tokens / run.data.seq / odd)), 0)
+        batch, _ = usual_batch(parameters, run.data.seq, cluster.devices)
         run = replace(run, plan=replace(run.plan, batch=batch))
         words.append(f"--plan.batch {batch}")
     return run, words
+
+
+def usual_batch(parameters: int, seq: int, devices: int) -> tuple[int, str]:
+    """Sequences of a step as published runs have them, and why so many, in words."""
+    odd = devices
+    while odd % 2 == 0:
+        odd //= 2
+    usual = 2**19 * math.sqrt(parameters / 1e9)
+    each = min(devices * seq, LARGEST_BATCH)
+    least = max(each, LEAST_TOKENS * devices)
+    batch = odd * 2 ** max(round(math.log2(usual / seq / odd)), 0)
+    why = f"runs of {short(parameters)} parameters use about {short(usual)} tokens a step"
+    if batch * seq < least:
+        batch = odd * 2 ** max(math.ceil(math.log2(least / seq / odd) - 1e-9), 0)
+        why = f"at least one sequence for each of {devices:,} devices"
+        if each < devices * seq:
+            why = (
+                f"{short(LARGEST_BATCH)} tokens, as Kimi K2 used, are the most that is assumed"
+                if least == each
+                else f"at least {LEAST_TOKENS} tokens for each of {devices:,} devices"
+            )
+    return batch, why
 
 
 def job_of(run: Run, cluster: Cluster, *, precision: Precision = "") -> Job:

@@ -8,9 +8,10 @@ the rest short:
     ladder   less computed again and gathered again is never slower: what fits ends the ladder, and
              what keeps least and does not fit ends it, too
     host     states rest there only where else all must be computed again, or nothing fits
-    rough    each factorisation is tried with few micro-batches first; only the FULL best within
-             NEAR times the best of a style are searched in full
-    orders   other placements of the ranks are tried for the BEST layouts
+    rough    each factorisation is tried with few micro-batches in one chunk first; only the FULL
+             best of a style that chunks could bring within NEAR times its best are searched in full
+    orders   other placements of the ranks are tried for the BEST layouts, and more numbers of
+             chunks for the best of each style
 
 The result depends on the wish alone: not on processes, clocks or hashes.
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -29,7 +30,7 @@ from ranvier.errors import PlanError
 from ranvier.plan import RUNTIME, Plan, divisors
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.predict import Job, Layout, computed, predict, seconds, usual_order
-from ranvier.planner.rivals import STYLES, Found, styles
+from ranvier.planner.rivals import STYLES, Found
 from ranvier.planner.roofline import Scales
 from ranvier.planner.several import several
 
@@ -40,23 +41,34 @@ RECOMPUTE = ("none", "selective", "full")
 NEAR = 1.25
 """How much slower than the best of its style a factorisation may be at first and still be searched
 in full."""
-FULL = 120
-"""Factorisations that are searched in full, at most."""
+NEARLY = 1.06
+"""Memory over that of a device from which on no number of chunks makes a pipeline fit."""
+FULL = 40
+"""Factorisations of a style that are searched in full, at most."""
 ALIKE = 32
 """Layouts that are carried over from another number of devices."""
 CARRIED = 3
 """Degrees that one of them is given there."""
 BEST = 40
 """Layouts for which other orders of the axes are tried."""
+REFINED = 5
+"""Layouts of each style for which all numbers of chunks and other orders are tried."""
 MICROS = 6
 """Micro-batches that are tried for a factorisation, at most."""
 TOKENS = 2**18
 """Tokens of a micro-batch of a rank, at most, unless fewer samples cannot be."""
 CHUNKS = (1, 2, 4, 8)
+"""Chunks of a stage that are tried for each factorisation."""
+MOST_CHUNKS = 16
+"""Chunks of a stage, at most."""
 FEW = 150
 """Factorisations that are asked whether anything fits."""
 MANY = 100
 """Factorisations from which on a second process is worth its start."""
+LAPS = ("compute", "attention", "again", "row", "col", "expert", "context", "depth", "pipe")
+"""Parts of a step that each micro-batch has."""
+LOOK, LONGEST_LOOK = 0.2, 0.6
+"""Seconds in which guesses are tried before a search that is watched: at most, and if none fits."""
 ORDERS: tuple[tuple[str, ...], ...] = (
     ("pipe", "depth", "row", "col"),
     ("depth", "data", "row", "col"),
@@ -126,6 +138,9 @@ class Result:
     refused: int
     """Factorisations that they do not."""
     seconds: float
+    """Of the search."""
+    cached: bool = False
+    """Whether it was made earlier (`result_cache`)."""
 
     @property
     def count(self) -> int:
@@ -369,10 +384,18 @@ def _rough(wish: Wish, plan: Plan) -> list[Found]:
 
 
 def _full(wish: Wish, plan: Plan) -> list[Found]:
-    """What `_rough` left out."""
+    """What `_rough` left out; where nothing fits, larger micro-batches do not either."""
     some = variants(wish, plan)
     few = sum(one.chunks == some[0].chunks for one in some[:2])
-    return [found for one in some[few:] for found in ladder(wish, one)]
+    found, large = list[Found](), dict[int, int]()
+    for one in some[few:]:
+        if one.micro_batches > 1 and one.micro_batch >= large.get(one.chunks, one.batch):
+            continue  # one micro-batch alone adds up no gradients
+        tried = [*ladder(wish, one)]
+        found += tried
+        if not any(each.prediction.fits for each in tried):
+            large[one.chunks] = min(one.micro_batch, large.get(one.chunks, one.batch))
+    return found
 
 
 def _placed(wish: Wish, found: Found) -> list[Found]:
@@ -392,19 +415,116 @@ def _shape(plan: Plan, order: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in replace(plan, order=order).placed if plan.degrees[axis] > 1)
 
 
-def search(wish: Wish, *, workers: int = 1) -> Result:
-    """All layouts that were tried; none of `found` is there if none fits or can be divided."""
+@dataclass
+class Progress:
+    """The best layout of a search so far, as results come in.
+
+    The order in which they do depends on processes; the result of a search does not.
+    """
+
+    report: Callable[[Found, int], None]
+    """Is told the best layout and how many were predicted, whenever results have come."""
+    best: Found | None = None
+    count: int = 0
+
+    def seen(self, several: Iterable[Sequence[Found]]) -> None:
+        """Take in the layouts of some factorisations."""
+        for found in several:
+            self.count += len(found)
+            for one in _fitting(found):
+                if self.best is None or one.key < self.best.key:
+                    self.best = one
+        if self.best is not None:
+            self.report(self.best, self.count)
+
+
+def _guesses(wish: Wish) -> Iterator[Plan]:
+    """Plans to begin with: rows inside a node, few stages, and the rest over depth or data.
+
+    They are of no matter to the result; a user sees one of them while all others are searched.
+    """
+    rows = [size for size in divisors(wish.world) if size <= wish.cluster.per_node]
+    rows = [*dict.fromkeys((rows[-1], 1, *rows))]
+    for pipe, row in itertools.product(divisors(wish.world)[:8], rows):
+        rest, odd = divmod(wish.world, pipe * row)
+        for copies in (1, rest, wish.cluster.per_node):
+            if not odd and rest % copies == 0:
+                sizes = {"pipe": pipe, "data": rest // copies, "depth": copies, "row": row}
+                yield from plans(wish, {**dict.fromkeys(RUNTIME, 1), **sizes, **wish.degrees})
+
+
+def _first_look(wish: Wish, progress: Progress) -> None:
+    """Report a layout that fits within a fraction of a second, if a guess does."""
     began = time.perf_counter()
+    for plan in _guesses(wish):
+        spent = time.perf_counter() - began
+        if spent > (LONGEST_LOOK if progress.best is None else LOOK):
+            break
+        if allowed(wish, plan):
+            progress.seen([_rough(wish, plan)])
+    progress.count = 0  # they come again
+
+
+def search(
+    wish: Wish, *, workers: int = 1, report: Callable[[Found, int], None] | None = None
+) -> Result:
+    """All layouts that were tried; none of `found` is there if none fits or can be divided.
+
+    report: is told the best layout so far, and how many were predicted, again and again.
+    """
+    began = time.perf_counter()
+    progress = None if report is None else Progress(report)
+    if progress is not None:
+        _first_look(wish, progress)
+    seen = None if progress is None else progress.seen
     every, refused = grids(wish)
-    tasks = {"rough": partial(_rough, wish), "full": partial(_full, wish)}
-    with several(tasks, workers if len(every) >= MANY else 1) as mapped:
+    tasks = {
+        "rough": partial(_rough, wish),
+        "full": partial(_full, wish),
+        "chunks": partial(_more_chunks, wish),
+        "orders": partial(_placed, wish),
+    }
+    with several(tasks, workers if len(every) >= MANY else 1, seen) as mapped:
         rough = mapped("rough", every)
         full = mapped("full", _near(wish, every, rough))
-    everything = [found for some in (*rough, *full) for found in some]
-    if wish.cluster.nodes > 1 and "order" not in wish.fixed:
-        fits = sorted((one for one in everything if one.prediction.fits), key=lambda one: one.key)
-        everything += [one for best in fits[:BEST] for one in _placed(wish, best)]
+        everything = [found for some in (*rough, *full) for found in some]
+        if "chunks" not in wish.fixed and "policy" not in wish.fixed and not wish.plan.stages:
+            some = mapped("chunks", _best_of_styles(wish, everything))
+            everything += [found for one in some for found in one]
+        if wish.cluster.nodes > 1 and "order" not in wish.fixed:
+            first = sorted(_fitting(everything), key=lambda one: one.key)[:BEST]
+            both = {one.layout: one for one in (*first, *_best_of_styles(wish, everything))}
+            everything += [found for one in mapped("orders", [*both.values()]) for found in one]
     return _judged(wish, everything, len(every), refused, began)
+
+
+def _fitting(everything: Iterable[Found]) -> list[Found]:
+    return [one for one in everything if one.prediction.fits]
+
+
+def _best_of_styles(wish: Wish, everything: Sequence[Found]) -> list[Found]:
+    """The best layouts of each style, of different degrees and micro-batches."""
+    found, node = dict[Layout, Found](), wish.cluster.per_node
+    fits = sorted(_fitting(everything), key=lambda one: one.key)
+    for of in STYLES.values():
+        seen = dict[tuple[object, ...], Found]()
+        for one in fits:
+            if of(one.plan, node):
+                plan = one.plan
+                seen.setdefault((*plan.degrees.values(), plan.inner, plan.micro_batch), one)
+                if len(seen) == REFINED:
+                    break
+        found |= {one.layout: one for one in seen.values()}
+    return [*found.values()]
+
+
+def _more_chunks(wish: Wish, found: Found) -> list[Found]:
+    """A layout with the numbers of chunks that `variants` leaves out."""
+    plan, made = found.plan, list[Plan]()
+    for chunks in range(2, min(wish.sizes["layers"] // plan.pipe, MOST_CHUNKS) + 1):
+        if plan.pipe > 1 and chunks not in CHUNKS:
+            made.append(ordered(wish, replace(plan, chunks=chunks)))
+    return [one for plan in made if allowed(wish, plan) for one in ladder(wish, plan)]
 
 
 def _judged(
@@ -484,17 +604,27 @@ def _about(wish: Wish, plan: Plan, count: int) -> set[int]:
 def _near(wish: Wish, every: Sequence[Plan], rough: Sequence[Sequence[Found]]) -> list[Plan]:
     """Factorisations that may still hold the best of a style."""
     node = wish.cluster.per_node
-    times = [
-        min((one.prediction.total for one in several if one.prediction.fits), default=math.inf)
-        for several in rough
-    ]
-    best = dict.fromkeys(STYLES, math.inf)
-    for plan, spent in zip(every, times, strict=True):
-        for name in styles(plan, node):
-            best[name] = min(best[name], spent)
-    near = [
-        (min(spent / best[name] for name in styles(plan, node)), i)
-        for i, (plan, spent) in enumerate(zip(every, times, strict=True))
-        if spent < math.inf
-    ]
-    return [every[i] for i in sorted(i for ratio, i in sorted(near)[:FULL] if ratio < NEAR)]
+    times = [min((_at_best(wish, one) for one in several), default=math.inf) for several in rough]
+    found = set[int]()
+    for of in STYLES.values():
+        own = [i for i, plan in enumerate(every) if of(plan, node) and times[i] < math.inf]
+        own.sort(key=lambda i: (times[i], i))
+        found.update(i for i in own[:FULL] if times[i] < NEAR * times[own[0]])
+    return [every[i] for i in sorted(found)]
+
+
+def _at_best(wish: Wish, found: Found) -> float:
+    """Seconds of a step of a rough layout if chunks shorten what its stages wait as they can.
+
+    Chunks may balance stages better, and so fit where one of them nearly does.
+    """
+    plan, it = found.plan, found.prediction
+    able = plan.pipe > 1 and plan.chunks == 1 and "chunks" not in wish.fixed
+    most = min(wish.sizes["layers"] // plan.pipe, CHUNKS[-1])
+    if not able or "policy" in wish.fixed or most < 2:
+        return it.total if it.fits else math.inf
+    if it.memory.total > NEARLY * it.limit:
+        return math.inf
+    once = sum(it.parts[name] for name in LAPS) / plan.micro_batches
+    fill = min((plan.pipe - 1) * once, it.parts["bubble"])  # the rest is for uneven stages
+    return it.total - fill * (1 - 1 / most)

@@ -19,21 +19,26 @@ if TYPE_CHECKING:
 
 Function = Callable[[Any], Any]
 Mapped = Callable[[str, Sequence[Any]], list[Any]]
+Seen = Callable[[Sequence[Any]], None]
 PIECES = 16
 """Pieces of a list for each process: neighbours share much, and none should wait for the last."""
 
 
 @contextmanager
-def several(functions: Mapping[str, Function], workers: int) -> Iterator[Mapped]:
+def several(
+    functions: Mapping[str, Function], workers: int, seen: Seen | None = None
+) -> Iterator[Mapped]:
     """Calls a function, by its name, for each item of a list; results are in order.
 
-    With one worker, or where processes cannot be forked, none is started.
+    With one worker, or where processes cannot be forked, none is started. seen: is told of results
+    as they come, some at a time, in any order.
     """
+    told = seen or _nobody
     if workers > 1:
         import multiprocessing  # a plan that needs none starts sooner
 
     if workers < 2 or "fork" not in multiprocessing.get_all_start_methods():
-        yield lambda name, items: [functions[name](item) for item in items]
+        yield lambda name, items: [_told(functions[name](item), told) for item in items]
         return
     fork = multiprocessing.get_context("fork")
     crew = dict["Connection", "ForkProcess"]()
@@ -47,13 +52,22 @@ def several(functions: Mapping[str, Function], workers: int) -> Iterator[Mapped]
             crew[mine] = other
             other.start()
             theirs.close()
-        yield lambda name, items: _Shared(crew, name, items).results()
+        yield lambda name, items: _Shared(crew, name, items, told).results()
     finally:
         for mine, other in crew.items():
             mine.close()
             if other.pid is not None:
                 other.terminate()
                 other.join()
+
+
+def _nobody(results: Sequence[Any]) -> None:
+    """Nobody watches."""
+
+
+def _told(result: Any, seen: Seen) -> Any:
+    seen([result])
+    return result
 
 
 @dataclass
@@ -63,6 +77,7 @@ class _Shared:
     crew: Mapping[Connection, ForkProcess]
     name: str
     items: Sequence[Any]
+    seen: Seen = _nobody
     busy: dict[Connection, int] = field(default_factory=dict)
     """Where the piece of each begins."""
 
@@ -80,8 +95,10 @@ class _Shared:
         while self.busy:
             ready = wait([*self.busy])
             for pipe in [one for one in self.busy if one in ready]:
-                found[self.busy.pop(pipe)] = self.taken(pipe)
+                start, results = self.busy.pop(pipe), self.taken(pipe)
                 self.give(pipe)
+                found[start] = results
+                self.seen(results)
         return [result for start in sorted(found) for result in found[start]]
 
     def give(self, pipe: Connection) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from ranvier.layers import Flow
 from ranvier.lots import Types
@@ -26,27 +27,50 @@ INSIDE = ("row", "col", "expert", "pipe")
 
 
 @dataclass
-class Spoken:
-    """Seconds of one block in one micro-batch, and of a whole step."""
+class PartComm:
+    """Seconds of one part of the model in one micro-batch."""
 
     plain: dict[str, float] = field(default_factory=lambda: dict.fromkeys(INSIDE, 0.0))
-    """Over row, col and expert, in a block, that nothing can hide."""
+    """Over row, col and expert, that nothing can hide."""
     under: dict[str, float] = field(default_factory=lambda: dict.fromkeys(INSIDE, 0.0))
     """The same that may run beside the product of a weight's gradient."""
-    ends: dict[str, float] = field(default_factory=lambda: dict.fromkeys(INSIDE, 0.0))
-    """Of embedding and head, in a micro-batch."""
     depth: float = 0.0
-    """Gathers of weights and reductions of gradients over depth, in a block."""
-    depth_ends: float = 0.0
-    """The same of embedding and head."""
+    """Gathers of weights and reductions of gradients over depth."""
+
+
+@dataclass(frozen=True)
+class StageComm:
+    """Seconds that a rank of a stage communicates in a step for its weights."""
+
+    stage: Stage
+    data: float
+    """Reductions of gradients over data."""
+    after: float
+    """Gathers of updated weights."""
+    shared: float
+    """Reductions over expert of the gradients of weights that its ranks share."""
+    other: float
+    """Norm, votes, counts of tokens."""
+
+
+@dataclass
+class Spoken(PartComm):
+    """Seconds of one block in one micro-batch, and of a whole step."""
+
     data: float = 0.0
     """Reductions of gradients over data, in a step."""
     after: float = 0.0
     """Gathers of updated weights, in a step."""
-    shared: float = 0.0
-    """Reductions over expert of the gradients of weights that its ranks share, in a step."""
-    other: float = 0.0
-    """Norm, votes, counts of tokens, in a step."""
+    parts: dict[str, PartComm] = field(default_factory=dict)
+    """By name of a part, where they are known; else all blocks are alike."""
+    stages: tuple[StageComm, ...] = ()
+    """Of each kind of stage, where they are known."""
+
+    def of(self, part: Part) -> PartComm:
+        """What one part communicates."""
+        if part.name in self.parts:
+            return self.parts[part.name]
+        return self if part.is_block else PartComm()
 
 
 class Places:
@@ -63,31 +87,52 @@ class Places:
 
 
 def ours(model: Model, plan: Plan, setup: Setup, cluster: Cluster, places: Places) -> Spoken:
-    """What our runtime communicates, on the first stage."""
+    """What our runtime communicates: by part of the model, and for the weights of each stage."""
     size = roofline.BYTES[setup.dtype]
     flow = Flow(setup.samples, setup.seq, itemsize=size, statistics=max(size, 4))
-    spot, found = Spot.of(plan), Spoken()
-    firsts = moves.cut(model, plan, setup.seq)
-    stage = moves.stage_of(model, 0, plan.pipe, plan.chunks, firsts, plan.spread)
-    again = plan.recompute != "none"
+    spot, again, keep = Spot.of(plan), plan.recompute != "none", plan.gathered == "keep"
     near = tuple(places[axes] for axes in (*GROUPS, *(WORDS if plan.spread else ())))
-    blocks = sum(count for part, count in stage.here if part.is_block)
-    for part, count in stage.here:
-        sums = _passes(model, part, spot.inside, flow, again, cluster, near)
-        for axis, (plain, under) in zip(INSIDE, sums, strict=True):
-            if part.is_block:
-                found.plain[axis] += plain * count / blocks
-                found.under[axis] += under * count / blocks
-            else:
-                found.ends[axis] += plain + under
-    keep = plan.gathered == "keep"
-    gathers, scatters, ends, found.data, found.after, found.shared, found.other = _weights(
-        model, stage, spot, moves.types_of(flow), keep, cluster, places.order
-    )
+    stages = moves.kinds_of_stages(model, plan, setup.seq)
+    types = moves.types_of(flow)
+    depth, comms = _stage_comms(model, stages, spot, types, keep, cluster, places.order)
     each = 1.0 / plan.micro_batches if keep else 1.0
-    found.depth = (gathers * each + scatters) / max(blocks, 1)
-    found.depth_ends = ends[0] * each + ends[1]
+    found = Spoken(stages=comms)
+    for name, plain, under in _part_comms(model, spot.inside, flow, again, cluster, near):
+        gathers, scatters = depth[name]
+        found.parts[name] = PartComm(plain, under, gathers * each + scatters)
     return found
+
+
+@lru_cache(maxsize=100_000)
+def _part_comms(
+    model: Model, inside: Spot, flow: Flow, again: bool, cluster: Cluster, near: tuple[Group, ...]
+) -> tuple[tuple[str, dict[str, float], dict[str, float]], ...]:
+    """Name, and seconds over each axis as of `PartComm`, of all parts in a micro-batch."""
+    found = []
+    for part in model.parts:
+        sums = _passes(model, part, inside, flow, again, cluster, near)
+        plain, under = (dict(zip(INSIDE, one, strict=True)) for one in zip(*sums, strict=True))
+        found.append((part.name, plain, under))
+    return tuple(found)
+
+
+@lru_cache(maxsize=100_000)
+def _stage_comms(
+    model: Model,
+    stages: tuple[Stage, ...],
+    spot: Spot,
+    types: Types,
+    keep: bool,
+    cluster: Cluster,
+    order: tuple[str, ...],
+) -> tuple[dict[str, tuple[float, float]], tuple[StageComm, ...]]:
+    """Gathers and reductions over depth of each part, and the rest of each stage."""
+    depth, found = dict.fromkeys((part.name for part in model.parts), (0.0, 0.0)), []
+    for stage in stages:
+        own = _weights(model, stage, spot, types, keep, cluster, order)
+        depth |= own.depth
+        found.append(StageComm(stage, own.data, own.after, own.shared, own.other))
+    return depth, tuple(found)
 
 
 GROUPS = (("row",), ("col",), ("row", "col"), ("expert",), ("expert", "row"))
@@ -120,6 +165,20 @@ def _passes(
     return tuple((plain, under) for plain, under in found.values())
 
 
+class _Weights(NamedTuple):
+    """Seconds that the weights of a stage communicate."""
+
+    depth: dict[str, tuple[float, float]]
+    """Gathers and reductions over depth of one part in a micro-batch, by its name."""
+    data: float
+    """Reductions over data, in a step."""
+    after: float
+    """Gathers over data, in a step."""
+    shared: float
+    """Reductions over expert, in a step."""
+    other: float
+
+
 @lru_cache(maxsize=100_000)
 def _weights(
     model: Model,
@@ -129,20 +188,18 @@ def _weights(
     keep: bool,
     cluster: Cluster,
     order: tuple[str, ...],
-) -> tuple[float, float, tuple[float, float], float, float, float, float]:
-    """Seconds of a stage's weights: gathers and reductions over depth in a pass of its blocks, and
-    of its ends; reductions over data, gathers over data, reductions over expert, the rest, in a
-    step."""
+) -> _Weights:
+    """Seconds that the weights of a stage communicate."""
     degrees = dict(zip(AXES, spot.degrees, strict=True))
-    blocks = {part.name for part, _ in stage.here if part.is_block}
-    times = moves.gathers(model, stage, keep)
-    inside, ends, data, after, shared, other = [0.0, 0.0], [0.0, 0.0], 0.0, 0.0, 0.0, 0.0
+    times, count_of = moves.gathers(model, stage, keep), {p.name: n for p, n in stage.here}
+    depth = {name: [0.0, 0.0] for name in count_of}
+    data, after, shared, other = 0.0, 0.0, 0.0, 0.0
     for part, phase, event, count in moves.lot_events(model, stage, spot, types):
         near = links.group(event.axis, degrees, order, cluster.per_node)
         one = links.seconds(cluster, event.op, event.bytes, near)
         if phase in ("gather", "scatter"):
             often = times.get((part, event.where), 0) if phase == "gather" else count
-            (inside if part in blocks else ends)[phase == "scatter"] += often * one
+            depth[part][phase == "scatter"] += often * one / count_of[part]
         elif "data" not in event.axis:
             shared += count * one if "expert" in event.axis else 0.0
             other += count * one if "expert" not in event.axis else 0.0
@@ -152,7 +209,8 @@ def _weights(
             data += count * one
     whole = links.group(AXES, degrees, order, cluster.per_node)
     other += SMALL * links.seconds(cluster, "all_reduce", 8, whole)
-    return inside[0], inside[1], (ends[0], ends[1]), data, after, shared, other
+    sums = {name: (gathers, scatters) for name, (gathers, scatters) in depth.items()}
+    return _Weights(sums, data, after, shared, other)
 
 
 SMALL = 3
@@ -232,6 +290,20 @@ def _count(model: Model, pipe: int, split: int, expert: int) -> float:
 def numbers(model: Model, plan: Plan) -> float:
     """Weights of a rank, gathered over depth: a stage's blocks and its end."""
     return _count(model, plan.pipe, plan.row * plan.col, plan.expert)
+
+
+@lru_cache(maxsize=50_000)
+def numbers_of(model: Model, stage: Stage, split: int, expert: int) -> float:
+    """Weights of a rank of a stage, gathered over depth. split: ranks of row and col."""
+    lost = 1 - 1 / expert  # of its experts a rank has a part
+    names, found, seat = {part.name for part, _ in stage.here}, 0.0, stage.seat
+    for part, count in stage.here:
+        whole = part.parameters - lost * part.expert_parameters
+        found += count * whole / (seat.count if seat.spread and not part.is_block else 1)
+    entry, leaving = model.parts[0], model.parts[-1]
+    if model.tied and leaving.name in names and entry.name not in names:  # a copy of the words
+        found += entry.parameters
+    return found / split
 
 
 def ring(part: Part, cluster: Cluster, setup: Setup, ranks: Group, recompute: str) -> float:

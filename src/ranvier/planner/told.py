@@ -13,6 +13,7 @@ from ranvier.errors import PlanError, WriteError
 from ranvier.html.figures import short
 from ranvier.planner import command, explain
 from ranvier.planner.command import Planned
+from ranvier.planner.request import usual_batch
 from ranvier.planner.rivals import Found, family, rivals
 from ranvier.planner.search import Result, Wish
 from ranvier.terminal import print
@@ -34,7 +35,7 @@ def say(result: Result, wanted: Planned, carried: Sequence[str], assumed: Sequen
     title = heading(result.wish)
     notes = []
     if assumed:
-        notes.append(f"Nobody gave {' '.join(assumed)}: assumed, as runs of this size use.")
+        notes.append(_assumed(result.wish, assumed))
     if wanted.json:
         _write(wanted.json, json.dumps(facts(result, wanted.top, told), indent=2) + "\n")
     if wanted.html:
@@ -46,13 +47,22 @@ def say(result: Result, wanted: Planned, carried: Sequence[str], assumed: Sequen
     print(title)
     print(*notes, sep="\n", end="\n" if notes else "")
     print(
-        f"{result.count:,} layouts of {result.grids:,} grids in {result.seconds:.1f} s; "
+        f"{result.count:,} layouts of {result.grids:,} grids in {result.seconds:.1f} s"
+        f"{' (searched earlier; --cache false searches again)' if result.cached else ''}; "
         f"{len(result.found):,} fit; {result.refused:,} grids do not divide\n"
     )
     print(*explain.table(result, wanted.top), "", *explain.compared(result), "", sep="\n")
     print(*explain.why(result), "", told, sep="\n")
     for name in filter(None, (wanted.json, wanted.html)):
         print(f"written: {name}")
+
+
+def _assumed(wish: Wish, words: Sequence[str]) -> str:
+    """What nobody gave, and why it is taken."""
+    job, reason = wish.job, "as runs of this size use"
+    if any(word.startswith("--plan.batch") for word in words):
+        _, reason = usual_batch(job.model.parameters, job.seq, wish.world)
+    return f"Nobody gave {' '.join(words)}: assumed ({reason})."
 
 
 def refuse(result: Result, wanted: Planned, given: Set[str]) -> NoReturn:
@@ -104,6 +114,7 @@ def facts(result: Result, top: int, told: str) -> dict[str, Any]:
         "layouts": result.count,
         "fit": len(result.found),
         "seconds": round(result.seconds, 3),
+        "cached": result.cached,
         "why": explain.why(result),
         "command": told,
         "best": _facts(result.best, wish),
