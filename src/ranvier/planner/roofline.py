@@ -228,9 +228,14 @@ def _unlike(seq: int, head_dim: int, ranks: int, setup: Setup, leaf: Leaf) -> fl
 
 
 def local(dim: str, size: int, setup: Setup) -> int:
-    """What a rank has of a dim in a product; a vocabulary is padded to a multiple of row · col."""
+    """What a rank has of a dim in a product.
+
+    A vocabulary is padded to a multiple of row · col; where col is 1 the head pads its columns to a
+    multiple of 8 as well (`nn.head`), as other frameworks do.
+    """
     if dim == "vocab":
-        return -(-size // (setup.row * setup.col)) * setup.col
+        columns = -(-size // (setup.row * setup.col)) * setup.col
+        return columns if setup.col > 1 else -(-columns // 8) * 8
     return -(-size // (setup.row if dim in INNER else setup.col if dim == "embed" else 1))
 
 
