@@ -77,22 +77,24 @@ def check_inputs(
         for one in expected
     ]
     mine = torch.tensor(rows, dtype=torch.int64, device=device).flatten()
-    every = verbs.all_gather(mine, everyone(grid), 0).wait().cpu().numpy()
-    # (pipe, data, ..., col, inputs, 2): the axis over all ranks has them in the grid's order
-    places = every.reshape(*grid.ranks.shape, len(expected), 2)
+    axis = everyone(grid)
+    every = verbs.all_gather(mine, axis, 0).wait().cpu().numpy()
+    by_rank = np.empty((grid.world, len(expected), 2), dtype=np.int64)
+    by_rank[list(axis.ranks)] = every.reshape(by_rank.shape)
+    places = by_rank[grid.ranks]  # (pipe, data, ..., col, inputs, 2)
     digests, constant = places[..., 0], places[..., 1] == CONSTANT
     for number, one in enumerate(expected):
-        for axis in one.equal:
-            _refuse_different(one.name, digests[..., number], axis, grid, remedy)
-    for axis in AXES:
+        for name in one.equal:
+            _refuse_different(one.name, digests[..., number], name, grid, remedy)
+    for name in AXES:
         numbers = [
             number
             for number, one in enumerate(expected)
-            if axis in one.distinct and not constant[..., number].any()
+            if name in one.distinct and not constant[..., number].any()
         ]
         if numbers:
             names = ", ".join(repr(expected[number].name) for number in numbers)
-            _refuse_same(names, digests[..., numbers], axis, grid, remedy)
+            _refuse_same(names, digests[..., numbers], name, grid, remedy)
 
 
 def _refuse_different(name: str, values: Digests, axis: str, grid: Grid, remedy: str) -> None:
