@@ -42,8 +42,8 @@ usage: ranvier VERB ...
   checkpoint verify PATH     read every byte of checkpoints and compare checksums
   checkpoint diff A B        settings, facts and tensors in which two checkpoints differ
   checkpoint convert A OUT   write a checkpoint anew, or its weights as plain safetensors
-  verify [run.toml]          compare the configured grid with one process, shrunk, in float64: steps,
-                             then a run that is saved, reloaded and continued
+  verify [run.toml]          compare the configured grid with one process, shrunk, in float64: steps
+                             and a run that is saved, reloaded and continued
   measure [--to FILE]        how fast this machine computes and communicates, for the planner
   doctor [run.toml | RUN]    what this machine has, what is missing and how to get it; of a plan its
                              communicators; --matmuls: the layouts of the matrices of a model, timed
