@@ -209,8 +209,8 @@ def results() -> Iterator[str]:
     yield from table(("code", "meaning"), [(str(k), v) for k, v in CODES.items()])
     yield from (
         "",
-        "`ranvier verify` exits with 1 if anything differs, `ranvier doctor` if something "
-        "essential is missing.",
+        "`ranvier verify` exits with 1 if anything differs or a rank crashes, `ranvier doctor` if "
+        "something essential is missing.",
         "A rank that is killed by a signal makes it 71, and the signal is named.",
     )
 

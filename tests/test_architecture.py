@@ -27,7 +27,8 @@ LEVELS = (
     "parallel | optim | memory | data | checkpoint",
     "settings run",
     "planner",
-    "train infer graph eval verify doctor pretrained loop strategy accelerator",
+    "train infer graph eval verify verify_run doctor pretrained loop full_batch strategy "
+    "accelerator",
     "cli options words __main__",
 )
 """From the lowest up. Neighbours may import each other without cycles, but not across a bar."""

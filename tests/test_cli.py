@@ -30,6 +30,14 @@ def reduce_scatter(x, axis, dim=0):
     return Pending(x.chunk(axis.size, dim)[axis.index].clone())
 """
 TRAINER = "ranvier.train.trainer"
+CRASHES = """
+def save(self):
+    import os
+    os.kill(os.getpid(), 11 if self.grid.rank == 1 else 0)
+
+Trainer.save = save
+"""
+"""A rank that crashes at the end of a run, when it saves."""
 FIELDS = {
     *("step", "tokens", "loss", "lr", "grad_norm", "seconds", "tokens_per_second", "mfu"),
     *("mfu_full", "memory", "exposed_communication_seconds"),
@@ -101,19 +109,27 @@ def test_a_rank_that_is_killed_ends_all(folder: Path) -> None:
 def test_verify_passes_on_grids_and_fails_on_a_broken_collective(folder: Path) -> None:
     text = '[model]\nsize = "llama3-8b"\nkv_heads = 1\nvocab = 128259\nbias = true\n'
     begun = []
-    for name, patch in (("good", ("", "")), ("bad", ("ranvier.comm.verbs", BROKEN))):
+    patches = {
+        "good": ("", ""),
+        "bad": ("ranvier.comm.verbs", BROKEN),
+        "crash": (TRAINER, CRASHES),
+    }
+    for name, patch in patches.items():
         (folder / name).mkdir()
         (folder / name / "run.toml").write_text(text + "[plan]\nrow = 2\nbatch = 8\n")
         begun.append(started(folder / name, "verify", "run.toml", patch=patch))
-    good, bad = begun
+    good, bad, crash = begun
     code, out, errors = ended(good)
     assert code == 0, out + errors
-    assert "verified: the grid equals one process" in out
+    assert "verified: the grid equals one process" in out and "step 3 (reloaded)" in out
     assert "32 heads, 1 kv heads" in out and "all as predicted" in out
     assert "vocab 25," in out  # 128259 and 25 are odd
     code, out, _ = ended(bad)
     assert code == 1
     assert "DIFFERS" in out and "FAILED" in out
+    code, out, errors = ended(crash)
+    assert code == 1 and "FAILED: a rank crashed, hung or was lost (exit code 71)" in out
+    assert "DIFFERS" not in out and "Rank 1 was killed by signal 11 (SIGSEGV)" in errors
 
 
 BAD_FILES = {

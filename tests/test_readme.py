@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import doctest
+import json
 import math
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import ranvier.parallel
-from commands import SMALL, call
+from commands import SMALL, call, started
+from ranvier import run as runs
 from ranvier.cli import parse
+from ranvier.run import Run
+from ranvier.train import folder as folders
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
@@ -46,39 +51,103 @@ def test_examples_in_docstrings_run() -> None:
     assert result.attempted and not result.failed
 
 
-def commands() -> list[list[str]]:
-    """The words after `ranvier` of each command in the tour."""
-    (tour,) = blocks("console")
-    lines = [line.partition(" # ")[0] for line in tour.splitlines() if line.startswith("$ ")]
-    return [shlex.split(line.partition("ranvier ")[2]) for line in lines]
+def commands(*languages: str) -> list[list[str]]:
+    """The words after `ranvier` of each command in blocks of these languages, in order."""
+    texts = re.findall(rf"```(?:{'|'.join(languages)})\n(.*?)```", README, re.DOTALL)
+    lines = [line.removeprefix("$ ").partition(" # ")[0] for t in texts for line in t.splitlines()]
+    starts = ("ranvier ", "srun ranvier ", "pip install -e . && ranvier ")
+    found = [line for line in lines if line.startswith(starts)]
+    return [shlex.split(line.partition("ranvier ")[2]) for line in found]
+
+
+def write_inputs(folder: Path) -> None:
+    """What the commands of the README read: texts, chats, TOML files."""
+    (folder / "my.jsonl").write_text('{"text": "some words of mine"}\n' * 500)
+    talk = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A gap. " * 9}]
+    (folder / "chats.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 200)
+    (folder / "run.toml").write_text("[plan]\nrow = 2\n")
+    (folder / "recipes").symlink_to(Path(__file__).parent.parent / "recipes")
+
+
+def write_model(folder: Path) -> None:
+    """A published model."""
+    from published_models import BASE, save, theirs
+    from ranvier.data.tokenizer import Bytes
+
+    shape = BASE | {"vocab_size": 257, "max_position_embeddings": 512}
+    model = save(theirs("llama", shape), folder / "path" / "to" / "model")
+    Bytes().save(model / "tokenizer.json")
+
+
+def check_only(words: list[str]) -> None:
+    """Check a command for the ranks it needs, without running it."""
+    arguments = parse(words[0], words[1:])
+    degrees = arguments.plan.degrees.values()
+    world = 512 if "recipes" in words[-1] else math.prod(map(abs, degrees))
+    assert arguments.check(world).plan.world == world
 
 
 def test_the_tour_runs_from_its_first_command_to_its_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As it is written, on a smaller model; what needs several ranks is checked for them."""
-    root = Path(__file__).parent.parent
+    """As it is written, on a smaller model; what needs several ranks is checked for them.
+
+    A run that goes on on another grid is on that grid for the commands after it.
+    """
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.jsonl").write_text('{"text": "some words of mine"}\n' * 50)
-    (tmp_path / "recipes").symlink_to(root / "recipes")
+    write_inputs(tmp_path)
     tokenizer = SMALL.index("--data.tokenizer")
     small = [*SMALL[:tokenizer], *SMALL[tokenizer + 2 :], "--model.vocab", "4096"]
     small += ["--nproc", "1", "--train.steps"]
     done = []
-    for words in commands():
+    for words in commands("console"):
         if words[0] == "train" and any("runs/" in word for word in words):
             grown = str(4 + len(done))  # each goes on after the one before
             assert call(*words[:2], "--train.steps", grown, "--nproc", "1") == 0
+            if any("plan." in word for word in words):
+                moved = parse("train", [*words[1:], "--plan.micro-batch", "-1"]).check(4)
+                settings = {part.name: getattr(moved, part.name) for part in fields(Run)}
+                folders.write(Path(words[1]) / "config.toml", runs.to_toml(Run(**settings)))
+        elif words[0] == "profile":
+            assert call(*words, "--steps", "1", "--warm", "1") == 0
         elif words[0] == "verify" or any("plan." in word or "recipes" in word for word in words):
-            arguments = parse(words[0], words[1:])
-            plan = arguments.plan
-            world = 512 if "recipes" in words[-1] else math.prod(map(abs, plan.degrees.values()))
-            assert arguments.check(world).plan.world == world
+            check_only(words)
         elif words[0] == "train":
             assert call(*words, *small, "2") == 0
         else:
             assert call(*words) == 0, words
         done.append(words[0])
     assert done.count("train") == 6
-    assert {"generate", "data", "verify", "plan", "doctor", "checkpoint"} <= {*done}
+    assert {"generate", "data", "verify", "plan", "doctor", "checkpoint", "profile"} <= {*done}
     assert "Ready to run" in capsys.readouterr().out
+
+
+SMALLER = """
+import dataclasses
+
+for _name, _more in (("tiny", {}), ("moe-tiny", {"expert_mlp": 32})):
+    SIZES[_name] = dataclasses.replace(
+        SIZES[_name], layers=2, embed=32, head_dim=8, mlp=64, **_more
+    )
+"""
+"""What every process does to the sizes of models: the commands stay as they are written."""
+
+
+@pytest.mark.full
+def test_every_command_runs_in_its_order_in_one_directory(tmp_path: Path) -> None:
+    """All blocks of the README with their ranks and steps, on smaller models."""
+    write_inputs(tmp_path)
+    write_model(tmp_path)
+    failed = []
+    for words in commands("bash", "console"):
+        if words[-1].startswith("recipes/"):
+            continue  # of 512 ranks; checked above
+        if "hellaswag" in words:
+            continue  # its data would be downloaded; tests/eval has tasks of its own
+        process = started(tmp_path, *words, patch=("ranvier.models.config", SMALLER))
+        out, errors = process.communicate(timeout=500)
+        if process.returncode != 0:
+            failed.append(
+                f"{shlex.join(words)}: {process.returncode}\n{out[-500:]}{errors[-1500:]}"
+            )
+    assert not failed, "\n".join(failed)

@@ -17,7 +17,8 @@ from test_loops import fabric_of
 
 HERE = Path(__file__).parent.parent / "examples"
 FULL = pytest.mark.full
-NAMES = ("from_pretrained", "huggingface", "fabric", "accelerate_loop")
+NAMES = ("from_pretrained", "huggingface", "own_module", "fabric", "accelerate_loop")
+QUICK = ("huggingface", "own_module")
 
 
 def ran(grid: Grid, name: str, folder: str) -> list[float]:
@@ -27,7 +28,7 @@ def ran(grid: Grid, name: str, folder: str) -> list[float]:
     example: Any = importlib.import_module(name)
     if name == "from_pretrained":
         losses = example.main(f"{folder}/model", Path(folder), grid=grid)
-    elif name == "huggingface":
+    elif name in QUICK:
         losses = example.main(grid)
     elif name == "fabric":
         losses = example.main(fabric_of(grid))
@@ -38,7 +39,7 @@ def ran(grid: Grid, name: str, folder: str) -> list[float]:
 
 @pytest.mark.parametrize(
     "name",
-    [n if n == "huggingface" else pytest.param(n, marks=FULL) for n in NAMES],
+    [n if n in QUICK else pytest.param(n, marks=FULL) for n in NAMES],
 )
 def test_an_example_learns_the_same_on_a_grid(pool: Pool, name: str, tmp_path: Path) -> None:
     for folder in (tmp_path / "one", tmp_path / "four"):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ranvier.accelerator import Accelerator
+    from ranvier.full_batch import call_on_full_batch
     from ranvier.grid import Grid
     from ranvier.parallel import parallelize
     from ranvier.plan import Plan
@@ -14,12 +15,21 @@ if TYPE_CHECKING:
     from ranvier.strategy import RanvierStrategy
 
 __version__ = "0.1.0"
-__all__ = ["Accelerator", "Grid", "Plan", "RanvierStrategy", "from_pretrained", "parallelize"]
+__all__ = [
+    "Accelerator",
+    "Grid",
+    "Plan",
+    "RanvierStrategy",
+    "call_on_full_batch",
+    "from_pretrained",
+    "parallelize",
+]
 
 _HOMES = {
     "Plan": "plan",
     "Grid": "grid",
     "parallelize": "parallel",
+    "call_on_full_batch": "full_batch",
     "from_pretrained": "pretrained",
     "RanvierStrategy": "strategy",
     "Accelerator": "accelerator",

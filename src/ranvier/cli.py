@@ -44,7 +44,8 @@ usage: ranvier VERB ...
   checkpoint verify PATH     read every byte of checkpoints and compare checksums
   checkpoint diff A B        settings, facts and tensors in which two checkpoints differ
   checkpoint convert A OUT   write a checkpoint anew, or its weights as plain safetensors
-  verify [run.toml]          compare the configured grid with one process, shrunk, in float64
+  verify [run.toml]          compare the configured grid with one process, shrunk, in float64: steps
+                             and a run that is saved, reloaded and continued
   measure [--to FILE]        how fast this machine computes and communicates, for the planner
   doctor [run.toml | RUN]    what this machine has, what is missing and how to get it; of a plan its
                              communicators; --matmuls: the layouts of the matrices of a model, timed
@@ -234,10 +235,19 @@ def _verify(words: Sequence[str]) -> int:
             "machine. Use smaller degrees; an axis behaves alike at 2 and at 200."
         )
     task = functools.partial(_verify_rank, run)
-    if me is None and world > 1:
-        return launch.start(world, task, preload=[verify.__name__])
-    with launch.reported(me or Ranks()):
-        return task(me or Ranks())
+    if me is not None or world == 1:
+        with launch.reported(me or Ranks()):
+            return task(me or Ranks())
+    # A rank that crashes or hangs is what is looked for: it is reported, not waited for.
+    policy = launch.Policy(watchdog=run.launch.watchdog, grids=(("", world),))
+    code = launch.start(world, task, preload=[verify.__name__], policy=policy)
+    if code not in verify.OWN_CODES:
+        print(
+            f"FAILED: a rank crashed, hung or was lost (exit code {code}) in what the last line "
+            "above names. The messages say which rank, and where."
+        )
+        return 1
+    return code
 
 
 def _verify_rank(run: Run, me: Ranks) -> int:

@@ -103,9 +103,12 @@ class Grid:
     whose transfers are kernels that spin until both sides are posted."""
     communicators: list[Communicator] = field(default_factory=list)
     """Groups that this grid has made."""
+    debug: bool = False
+    """Compare every collective and every input of a model between ranks before it runs (slow)."""
 
     def __post_init__(self) -> None:
         _refuse_unknown(self.degrees)
+        self.trace.check |= self.debug
         bad = [f"{axis}={size}" for axis, size in self.degrees.items() if size < 1]
         if bad:
             raise PlanError(

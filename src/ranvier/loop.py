@@ -136,7 +136,7 @@ def lent(
         raise PlanError(
             f"{type(model).__name__} is no language model of transformers, nor one with `dims` and "
             "`sizes` of ours. Which of its results are split over ranks is not known. Use "
-            "ranvier.parallelize and ranvier.train.step for it."
+            "ranvier.parallelize and ranvier.call_on_full_batch for it."
         )
     how: Axes = grid.degrees
     inner = "features" if theirs else checked(how, grid.world, sizes, inner=inner).inner

@@ -8,9 +8,10 @@ dim. Everything a run needs afterwards (buckets, gradients, predictions, state) 
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -23,15 +24,18 @@ from ranvier.comm.agree import everyone
 from ranvier.comm.bucket import Weight
 from ranvier.comm.deferred import Deferred
 from ranvier.comm.fill import fill
+from ranvier.comm.input_check import Expected, check_inputs
+from ranvier.comm.input_layout import Layout, dims_of_input
 from ranvier.comm.results import Collectives, Keeping
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis, Grid
 from ranvier.layers import Flow, Line
 from ranvier.lots import VECTORS, Group, Types
 from ranvier.models import adapter, decoder, experts, mlp
+from ranvier.nn import balance as balances
 from ranvier.nn import huggingface
 from ranvier.nn.attention import Core
-from ranvier.nn.balance import AXES, Balance
+from ranvier.nn.balance import Balance
 from ranvier.nn.blocks import run_block
 from ranvier.nn.compiled import Compiled
 from ranvier.nn.dropout import Dropout
@@ -49,7 +53,7 @@ from ranvier.pipeline.cut import Absent, Cut
 from ranvier.pipeline.pipeline import Pipeline
 from ranvier.pipeline.runtime import Runtime
 from ranvier.pipeline.stage import meet, staged
-from ranvier.plan import Dispatch, Inner, Recompute
+from ranvier.plan import AXES, Dispatch, Inner, Recompute
 from ranvier.sharding import Dim, State, Table
 from ranvier.trace import Event
 
@@ -71,6 +75,16 @@ LEAVES: dict[type[nn.Module], Callable[..., Leaf]] = {
 """Serial layers and their leaves: a new leaf is one file and one line here."""
 
 Model = TypeVar("Model", bound=nn.Module)
+PARTS = (
+    "Give each rank its part, or give ranvier.call_on_full_batch(model, ...) the full batch on "
+    "every rank."
+)
+"""What to do about inputs that are not those of a rank."""
+SEEDED = (
+    "Call torch.manual_seed with the same number on every rank before the model is built, or load "
+    "the same values."
+)
+"""What to do about models whose values differ from rank to rank."""
 Names = dict[str, tuple[Dim, ...]]
 Leaves = Mapping[type[nn.Module], Callable[..., Leaf]]
 
@@ -97,6 +111,10 @@ class Parallel:
     """Of its mixtures of experts; None: it has none."""
     kinds: dict[str, Recompute] = field(default_factory=dict)
     """How the activations of each block, in order, are computed again; read at each call."""
+    samples_seen: int = 0
+    """Samples of training that full batches have had so far: dropout depends on their numbers."""
+    parts_checked: bool = False
+    """The inputs of the call that runs are compared already, or need not be."""
 
     def __post_init__(self) -> None:
         """Have the groups made that steps use besides those of layers."""
@@ -248,6 +266,8 @@ def parallelize(
     _refuse_use(model, recompute, compiled)
     meet(grid, how or Cut())
     dtype, where = _one_type(model, dtype), _exactly(device, model)
+    if grid.trace.check:
+        _check_values(model, grid, where)
     if huggingface.recognised(model):
         names, leaves = huggingface.adapt(
             model, grid, inner=inner, names=names, leaves=leaves, device=device
@@ -267,9 +287,50 @@ def parallelize(
     found = dict(_swap(model, site, {**LEAVES, **(leaves or {})}, names or dict(named(model))))
     made = _assembled(model, site, found, recompute, how or Cut(), where)
     model.parallel = made  # type: ignore[assignment]
+    if grid.trace.check and grid.degrees["pipe"] == 1:  # stages never call the whole model
+        model.register_forward_pre_hook(_check_parts, with_kwargs=True)
     if materialize:
         fill_values(made.queue, made.leaves, seed=seed, dtype=dtype, device=device, room=room)
     return model
+
+
+def _check_values(model: nn.Module, grid: Grid, device: torch.device) -> None:
+    """Refuse ranks that have built models of different values, in debug mode.
+
+    Communicates: two numbers for each parameter over all axes.
+    """
+    values = {name: param for name, param in model.named_parameters() if not param.is_meta}
+    same = [Expected(name, equal=AXES) for name in values]
+    check_inputs(values, same, grid, device, remedy=SEEDED)
+
+
+def _check_parts(model: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    """Compare what the ranks were given, in debug mode, before the model is called."""
+    parallel = parallel_of(model)
+    if not parallel.parts_checked:
+        bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
+        check_parts(parallel, bound, getattr(model, "input_dims", {}))
+
+
+def check_parts(
+    parallel: Parallel, inputs: Mapping[str, object], named: Mapping[str, Sequence[str]]
+) -> None:
+    """Refuse inputs that are not the part of the batch that each rank should have.
+
+    All ranks of an axis that splits none of the dims of an input must have the same values; where
+    gradients are computed, ranks of the others must have parts of their own.
+    Communicates: two numbers for each input over all axes.
+    """
+    tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+    expected = []
+    for name, x in tensors.items():
+        layout = Layout.make(tuple(named.get(name, dims_of_input(x))), parallel.table)
+        splits = {axis for axes in layout.axes for axis in axes}
+        own = tuple(axis for axis in AXES if axis in splits)
+        same = tuple(axis for axis in AXES if axis not in splits)
+        expected.append(Expected(name, same, own if torch.is_grad_enabled() else ()))
+    device = parallel.pipeline.runtime.device
+    check_inputs(tensors, expected, parallel.grid, device, remedy=PARTS)
 
 
 def _refuse_use(model: nn.Module, recompute: Recompute, compiled: str) -> None:
@@ -368,7 +429,7 @@ def _balance(site: Site, found: Mapping[str, Leaf]) -> Balance | None:
     if not leaves:
         return None
     (count,) = {leaf.rule.experts for leaf in leaves.values()}
-    return Balance(list(leaves), leaves, count, site.grid.axis(*AXES))
+    return Balance(list(leaves), leaves, count, site.grid.axis(*balances.AXES))
 
 
 def _kept(balance: Balance, here: Mapping[str, Leaf], queue: Deferred) -> Balance:

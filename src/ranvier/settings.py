@@ -272,7 +272,7 @@ class TrainConfig:
     trace: bool = False
     """Record the communication of the last step: a table, and trace-rank*.json for Perfetto."""
     debug: bool = False
-    """Compare every collective between its ranks before it runs (slow)."""
+    """Compare every collective and every input of the model between ranks before it runs (slow)."""
     timeout: float = 600.0
     """Seconds after which a collective that waits for a lost rank is an error."""
     deterministic: bool = False

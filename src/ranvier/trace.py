@@ -62,7 +62,7 @@ class Trace:
 
     on: bool = False
     check: bool = False
-    """Debug mode: every collective is compared between its ranks before it runs."""
+    """Debug mode: every collective, and every input of a model, is compared between ranks first."""
     meter: bool = False
     """Time every wait, also when off; whoever turns it on empties `awaited`."""
     awaited: list[Event] = field(default_factory=list)

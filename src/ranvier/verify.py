@@ -2,9 +2,10 @@
 
 On one process it is plain PyTorch. Every rank runs the plain model as well and compares its own
 part of it, in float64: losses, every gradient, gradient norms, weights after a few steps, and the
-communication it recorded with what its leaves predicted. What decides about parallel correctness is
-kept: heads : kv heads : ranks that split them, the remainder of the vocabulary modulo
-row·col·depth, tying, biases, norms, positions, packing, what col splits inside.
+communication it recorded with what its leaves predicted. Then it trains, saves, reloads and trains
+on as a run does (`verify_run`), with the run's pruning and its memory on the host. What decides
+about parallel correctness is kept: heads : kv heads : ranks that split them, the remainder of the
+vocabulary modulo row·col·depth, tying, biases, norms, positions, packing, what col splits inside.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.comm import verbs
+from ranvier.comm.agree import largest
 from ranvier.data.batch import Batch
+from ranvier.errors import STOPPED, PlanError, RefusedError, WriteError
 from ranvier.grid import Grid
 from ranvier.launch import Ranks
 from ranvier.layers import Flow
@@ -35,15 +38,16 @@ from ranvier.trace import Event, communication, difference
 from ranvier.train import train
 from ranvier.train.stages import cut_of
 from ranvier.train.step import forward_backward
+from ranvier.verify_run import NOISE, SAVED, train_shortly
 
 ONE_PASS, AFTER_STEPS = 1e-12, 1e-9
 """Largest difference, relative to the largest magnitude of a tensor."""
-NOISE = 1e-10
-"""A gradient this much smaller than the model's largest is rounding noise of a true zero."""
 NOT_MINE = -1.0
 """Difference of what lies on another stage; if no rank has it, something is wrong."""
 STEPS = 3
 MOST_RANKS = 64
+OWN_CODES = (0, 1, STOPPED, *(kind.exit_code for kind in (PlanError, WriteError, RefusedError)))
+"""Exit codes of a verification that came to its end, or of a mistake of the user's."""
 
 
 def world_of(plan: Plan) -> int:
@@ -63,19 +67,23 @@ def shrink(run: Run) -> Run:
     seq = plan.row * max(-(-8 // plan.row), 2)
     micro = 2 * plan.col if plan.inner == "samples" else 2
     micro_batches = min(plan.micro_batches, 2 * plan.pipe)
+    # of a pruning pattern N:M rows on a rank are whole groups
+    group = run.prune.groups[1] if run.prune.groups else 1
+    narrow, wide = plan.col * group, inside * group
+    head_dim = math.lcm(4, group)
     small = replace(
         model,
         layers=min(model.layers, max(2, plan.pipe * plan.chunks)),
-        embed=plan.col * -(-16 // plan.col),
+        embed=narrow * -(-16 // narrow),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=4,
-        mlp=inside * -(-24 // inside),
+        head_dim=head_dim,
+        mlp=wide * -(-24 // wide),
         vocab=vocab,
         max_seq=max(seq, 1),
         dropout=0.0,
-        **_few(model, plan),
-        **_shrunk(model, min(model.layers, max(2, plan.pipe * plan.chunks)), seq),
+        **_few(model, plan, group),
+        **_shrunk(model, min(model.layers, max(2, plan.pipe * plan.chunks)), seq, head_dim),
     )
     batch = plan.replicas * micro * micro_batches
     return replace(
@@ -89,27 +97,27 @@ def shrink(run: Run) -> Run:
     )
 
 
-def _shrunk(model: DecoderConfig, layers: int, seq: int) -> dict[str, Any]:
-    """Windows and rotary positions that a text of `seq` tokens meets, of heads of 4 elements."""
+def _shrunk(model: DecoderConfig, layers: int, seq: int, head_dim: int) -> dict[str, Any]:
+    """Windows and rotary positions that a text of `seq` tokens meets, of small heads."""
     window = min(model.window, max(seq // 3, 1))
     slide = tuple(i for i in range(layers) if model.window_of(i * model.layers // layers))
-    turned = max(int(4 * model.rope_share) // 2 * 2, 2)
+    turned = max(int(head_dim * model.rope_share) // 2 * 2, 2)
     return {
         "window": window if slide else 0,
         "window_layers": () if len(slide) == layers else slide,
         "rope_original": min(model.rope_original, max(seq // 2, 2)),
-        "rope_share": turned / 4,
+        "rope_share": turned / head_dim,
         "rope_short": model.rope_short[: turned // 2],
         "rope_long": model.rope_long[: turned // 2],
     }
 
 
-def _few(model: DecoderConfig, plan: Plan) -> dict[str, Any]:
+def _few(model: DecoderConfig, plan: Plan, group: int) -> dict[str, Any]:
     """Few experts, at least one for each rank; rows of layers as they were."""
     if model.experts == 0:
         return {}
     experts = plan.expert * -(-min(model.experts, 8) // plan.expert)
-    ranks, layers = plan.row * plan.col, min(model.layers, max(2, plan.pipe * plan.chunks))
+    ranks, layers = plan.row * plan.col * group, min(model.layers, max(2, plan.pipe * plan.chunks))
     return {
         "experts": experts,
         "experts_top": min(model.experts_top, experts),
@@ -228,7 +236,42 @@ def verify(run: Run, me: Ranks) -> int:
     wrong = [f.what for f in (*worst, *findings) if not f.good] + lines
     if wrong and me.rank > 0:
         print(f"rank {me.rank}: {wrong[0]}", file=sys.stderr)
-    return int(bool(wrong) or others > 0)
+    trained = _train(run, me, grid, device)
+    if me.rank == 0:
+        good = not wrong and not others and not trained
+        print(
+            "verified: the grid equals one process"
+            if good
+            else "FAILED: the grid differs from one process"
+        )
+    return int(bool(wrong) or others > 0 or trained)
+
+
+def _train(run: Run, me: Ranks, grid: Grid, device: torch.device) -> bool:
+    """Train, save, reload and train on; whether something was wrong, on all ranks."""
+    if me.rank == 0:  # the last line that is seen if a rank crashes
+        print(f"a run of {SAVED} steps, saved, reloaded, and a step more:{_kinds(run)}", flush=True)
+    report = train_shortly(run, me, grid, device)
+    findings = [
+        Finding(what, off, ONE_PASS if once else AFTER_STEPS)
+        for what, (off, once) in report.differences.items()
+    ]
+    if me.rank == 0:
+        _print_findings(findings)
+        for line in report.complaints:
+            print(f"  {line}: WRONG")
+    bad = any(not finding.good for finding in findings) or bool(report.complaints)
+    return largest(int(bad), grid, device) > 0
+
+
+def _kinds(run: Run) -> str:
+    """What the run does besides, in words."""
+    memory, pruned = run.memory, run.prune
+    words = [f"pruned to {pruned.pattern or f'{pruned.sparsity:.0%} zeros'}"] if pruned.on else []
+    words += [f"states in {memory.states} memory"] if memory.states != "device" else []
+    words += ["weights in host memory"] if memory.weights == "host" else []
+    words += [f"{memory.activations:.0%} of activations on the host"] if memory.activations else []
+    return f" {', '.join(words)}" if words else ""
 
 
 def device_of(run: Run, me: Ranks) -> torch.device:
@@ -385,9 +428,7 @@ def _print(
         f"packed {run.data.packed}, tied {model.tied}"
     )
     print(f"{'largest relative difference to one process':<58}{'is':>11}{'allowed':>10}")
-    for finding in findings:
-        mark = "" if finding.good else "  DIFFERS"
-        print(f"{finding.what:<58}{finding.difference:>11.2e}{finding.limit:>10.0e}{mark}")
+    _print_findings(findings)
     total = sum(event.bytes for event in communication(events))
     number = len(communication(events))
     print(f"communication of a step on rank 0: {total} bytes in {number} events, ", end="")
@@ -396,9 +437,9 @@ def _print(
         print(f"  {line}")
     if others and not lines:
         print("on another rank there was communication NOT as predicted")
-    good = not others and not lines and all(finding.good for finding in findings)
-    print(
-        "verified: the grid equals one process"
-        if good
-        else "FAILED: the grid differs from one process"
-    )
+
+
+def _print_findings(findings: list[Finding]) -> None:
+    for finding in findings:
+        mark = "" if finding.good else "  DIFFERS"
+        print(f"{finding.what:<58}{finding.difference:>11.2e}{finding.limit:>10.0e}{mark}")

@@ -16,7 +16,7 @@ from ranvier.errors import PlanError
 from ranvier.models import Decoder
 from ranvier.nn.loss import IGNORE
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import Parallel, parallel_of
+from ranvier.parallel import Parallel, check_parts, parallel_of
 from ranvier.pipeline.runtime import Micro
 
 
@@ -35,6 +35,9 @@ def forward_backward(
             f"{type(model).__name__} has forward hooks, but stages never call the whole model. "
             "They would be left out. Hook into its layers, or use pipe=1."
         )
+    if trace.check and parallel.grid.degrees["pipe"] > 1:  # the model itself is never called
+        for batch in batches:
+            check_parts(parallel, batch.inputs(), {})
     queue.begin(f"train {len(batches)}")
     samples = [take(batch.targets, _batch_axis(parallel), 0) for batch in batches]
     with trace.at("step.tokens"):

@@ -1,0 +1,137 @@
+"""Input check: whether ranks were given the inputs that their places on the grid call for.
+
+A rank that is given the wrong part of a batch computes losses that look right: four ranks with the
+same samples have the same mean loss, but the sum of their gradients is four times too large. In
+debug mode a digest of every input is compared over the axes of the grid: over some axes all ranks
+must have been given the same values (`equal`), over others each rank must have values of its own
+(`distinct`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ranvier.comm import verbs
+from ranvier.comm.agree import everyone
+from ranvier.errors import DataError
+from ranvier.grid import Grid
+from ranvier.plan import AXES
+
+Digests = npt.NDArray[np.int64]
+CONSTANT = 1
+"""Mark of an input whose elements are all equal: its parts cannot be told apart."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What must hold of one input, by the axes of the grid.
+
+    Over an axis on which several inputs are to be distinct one of them has to be.
+    """
+
+    name: str
+    equal: tuple[str, ...]
+    """Axes over which all ranks are given the same values."""
+    distinct: tuple[str, ...] = ()
+    """Axes over which every rank is given values of its own."""
+
+
+def digest(x: Tensor) -> int:
+    """A number of 62 bits that depends on shape, type and every element of a tensor."""
+    held = x.detach().cpu().contiguous()
+    text = f"{tuple(held.shape)} {held.dtype}".encode()
+    data = held.view(-1).view(torch.uint8).numpy().tobytes() if held.numel() else b""
+    return int.from_bytes(hashlib.sha256(text + data).digest()[:8], "big") >> 2
+
+
+def is_constant(x: Tensor) -> bool:
+    """Whether all elements are equal: two parts of such a tensor cannot be told apart."""
+    flat = x.detach().flatten()
+    return flat.numel() == 0 or bool((flat == flat[0]).all())
+
+
+def check_inputs(
+    inputs: Mapping[str, Tensor],
+    expected: Sequence[Expected],
+    grid: Grid,
+    device: torch.device | str,
+    *,
+    remedy: str,
+) -> None:
+    """Raise on all ranks if an input is equal or different over the wrong axis.
+
+    remedy: the last sentences of the error. Communicates: all-gather of two numbers per input over
+    all axes.
+    """
+    if grid.world == 1 or not grid.connected or not expected:
+        return
+    rows = [
+        [digest(inputs[one.name]), CONSTANT if is_constant(inputs[one.name]) else 0]
+        for one in expected
+    ]
+    mine = torch.tensor(rows, dtype=torch.int64, device=device).flatten()
+    axis = everyone(grid)
+    every = verbs.all_gather(mine, axis, 0).wait().cpu().numpy()
+    by_rank = np.empty((grid.world, len(expected), 2), dtype=np.int64)
+    by_rank[list(axis.ranks)] = every.reshape(by_rank.shape)
+    places = by_rank[grid.ranks]  # (pipe, data, ..., col, inputs, 2)
+    digests, constant = places[..., 0], places[..., 1] == CONSTANT
+    for number, one in enumerate(expected):
+        for name in one.equal:
+            _refuse_different(one.name, digests[..., number], name, grid, remedy)
+    for name in AXES:
+        numbers = [
+            number
+            for number, one in enumerate(expected)
+            if name in one.distinct and not constant[..., number].any()
+        ]
+        if numbers:
+            names = ", ".join(repr(expected[number].name) for number in numbers)
+            _refuse_same(names, digests[..., numbers], name, grid, remedy)
+
+
+def _refuse_different(name: str, values: Digests, axis: str, grid: Grid, remedy: str) -> None:
+    """All ranks of an axis must have the same digest."""
+    first = np.take(values, [0], AXES.index(axis))
+    odd = np.argwhere(values != first)
+    if len(odd) == 0:
+        return
+    one, other = _pair(odd[0], axis)
+    raise DataError(
+        f"Rank {grid.ranks[other]} was given another {name!r} than rank {grid.ranks[one]}; they "
+        f"differ only in their place on the axis {axis} (size {grid.degrees[axis]}). All ranks of "
+        f"{axis} must be given the same values of it. {remedy}"
+    )
+
+
+def _refuse_same(names: str, values: Digests, axis: str, grid: Grid, remedy: str) -> None:
+    """No rank of an axis may have all digests of the first one; positions alone may be equal."""
+    along, size = AXES.index(axis), grid.degrees[axis]
+    if size == 1:
+        return
+    same = (values == np.take(values, [0], along)).all(-1)
+    np.moveaxis(same, along, 0)[0] = False
+    odd = np.argwhere(same)
+    if len(odd) == 0:
+        return
+    one, other = _pair(odd[0], axis)
+    raise DataError(
+        f"Ranks {grid.ranks[one]} and {grid.ranks[other]} were given the same {names}; they differ "
+        f"only in their place on the axis {axis} (size {size}). Each rank of {axis} must be given "
+        f"its own part: gradients are summed over {axis}, so equal parts count {size} times. "
+        f"{remedy}"
+    )
+
+
+def _pair(place: Digests, axis: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Coordinates of the first rank of an axis, and of the one at `place`."""
+    other = tuple(int(i) for i in place)
+    along = AXES.index(axis)
+    return (*other[:along], 0, *other[along + 1 :]), other

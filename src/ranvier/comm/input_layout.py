@@ -1,0 +1,89 @@
+"""Input layout: which part of a whole input or output of a model a rank has.
+
+The dims of an activation are named as those of weights are: `("batch", "seq", "embed")`. The table
+of the grid says over which axes each is split, by the region of the features:
+
+    integers          ("batch", "seq")            tokens: whole sequences on ranks of row and col
+    residual stream   ("batch", "seq", "embed")   [b/(data·expert·depth), s/(context·row), d/col]
+    inside a block    ("batch", "seq", "mlp")     [b/(...·col), s/context, n/row], or features
+    rows              ("batch", "embed")          only where nothing splits the sequence
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ranvier.comm.pairs import join, split
+from ranvier.errors import ShardingError
+from ranvier.grid import Grid
+from ranvier.sharding import OUTER, WEIGHTS, Table
+
+TOKENS: Mapping[str, tuple[str, ...]] = {"batch": OUTER["batch"], "seq": ("context",)}
+"""How integers lie: embeddings, losses and positions read whole sequences."""
+FEATURES = (*(name for name in WEIGHTS if name not in ("expert", "kv_heads")),)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names of the dims of an activation, and the axes that split each of them."""
+
+    dims: tuple[str, ...]
+    axes: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def make(cls, dims: tuple[str, ...], table: Table) -> Layout:
+        """The layout of an activation with these dims."""
+        features = [dim for dim in dims if dim in FEATURES]
+        known = all(dim in ("batch", "seq", "", *FEATURES) for dim in dims)
+        if not known or len(features) > 1 or len({*dims} - {""}) < len([d for d in dims if d]):
+            raise ShardingError(
+                f"The dims {dims} of an input or output. They are 'batch', 'seq', '' for a dim "
+                f"that nothing splits, and at most one of {', '.join(FEATURES)}, each once. Change "
+                "input_dims or output_dims of the model."
+            )
+        region = {**TOKENS} if not features else {**table.region(features[0])}
+        return cls(dims, tuple(region.get(dim, ()) for dim in dims))
+
+    def split(self, x: Tensor, grid: Grid) -> Tensor:
+        """My part of a tensor that all ranks have.
+
+        Communicates: backward: all-gather over each axis that splits it.
+        """
+        for dim, axes in enumerate(self.axes):
+            x = split(x, grid.axis(*axes), dim)
+        return x
+
+    def join(self, x: Tensor, grid: Grid) -> Tensor:
+        """The whole of which all ranks have parts. Communicates: all-gather over each axis."""
+        for dim, axes in enumerate(self.axes):
+            x = join(x, grid.axis(*axes), dim)
+        return x
+
+    def sizes(self, grid: Grid) -> tuple[int, ...]:
+        """Into how many parts each dim is cut."""
+        return tuple(grid.line(*axes).size for axes in self.axes)
+
+    def missing(self, grid: Grid, table: Table) -> list[str]:
+        """Axes with several ranks that split tokens there, but none of the dims."""
+        features = [dim for dim in self.dims if dim in FEATURES]
+        region = TOKENS if not features else table.region(features[0])
+        held = {axis for axes in self.axes for axis in axes}
+        needed = (axis for name in ("batch", "seq") for axis in region[name])
+        return [axis for axis in needed if axis not in held and grid.degrees[axis] > 1]
+
+
+def dims_of_input(x: Tensor) -> tuple[str, ...]:
+    """The dims of an input that a model does not name: tokens, or features of the residual stream.
+
+    x: integers `[b]`, `[b, s]`, `[b, s, ...]`; others `[b, d]`, `[b, s, d]`, `[b, s, ..., d]`.
+    """
+    if x.dim() < 2:
+        return ("batch",)[: x.dim()]
+    if not x.is_floating_point():
+        return ("batch", "seq", *("" for _ in range(x.dim() - 2)))
+    if x.dim() == 2:
+        return ("batch", "embed")
+    return ("batch", "seq", *("" for _ in range(x.dim() - 3)), "embed")

@@ -1,0 +1,368 @@
+"""Full batch: call a parallel model as if there were one process.
+
+Every rank is given the same full inputs and gets back the same full outputs, so a loop written for
+one process computes its loss as before:
+
+    y = call_on_full_batch(model, x)        # x, y: the same on every rank
+    loss = F.mse_loss(y, target)            # the same on every rank
+    loss.backward()                         # gradients are left in the buckets of the model
+    norm = optimizer.step()                 # of the package's optimizer
+
+Losses, gradients and the gradient norm are those of one process on any grid of data, expert, depth,
+row and col. What it costs: each rank holds the full inputs and outputs, and outputs are gathered.
+A loop that loads only the samples of its rank calls the model itself.
+
+How inputs and outputs lie is read from their types and shapes. Where that does not tell, the model
+names it, beside its `dims`:
+
+    input_dims = {"x": ("batch", "seq", "mlp")}     # by the argument of forward; default: embed
+    output_dims = ("batch", "seq", "mlp")           # default: from the shape
+    output_dims = "mean"                            # or "sum": forward returns a loss, one number
+
+Not handled: stages (pipe), which take turns.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ranvier.comm.input_check import Expected, check_inputs
+from ranvier.comm.input_layout import Layout, dims_of_input
+from ranvier.comm.pairs import total
+from ranvier.errors import DataError, PlanError, ShardingError
+from ranvier.nn.head import Head
+from ranvier.nn.leaf import Leaf
+from ranvier.nn.linear import Linear
+from ranvier.nn.loss import CrossEntropy
+from ranvier.parallel import Parallel, parallel_of
+from ranvier.plan import AXES
+
+SCALARS = ("sum", "mean")
+TOGETHER = "Give call_on_full_batch the same full batch on every rank: seed what draws it alike."
+
+
+def call_on_full_batch(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """The full output of a parallel model for full inputs, the same on every rank.
+
+    Tensors among the arguments have the batch as their first dim: integers `[b, s]` (tokens,
+    targets), features `[b, s, d]`, or rows `[b, d]`. A batch that the grid does not divide is
+    filled up with copies of its last sample, which are removed from the output.
+    Communicates: as the model; all-gather of outputs, and backward of inputs that need gradients;
+    in debug mode a digest of each input over all axes.
+    """
+    parallel = parallel_of(model)
+    _refuse_stages(parallel)
+    bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
+    named = dict(list(bound.arguments.items())[1:])
+    inputs = {name: x for name, x in named.items() if isinstance(x, Tensor)}
+    device = parallel.pipeline.runtime.device
+    if parallel.grid.trace.check:
+        same = [Expected(name, equal=AXES) for name in inputs]
+        check_inputs(inputs, same, parallel.grid, device, remedy=TOGETHER)
+    feed = Feed.of(model, inputs)
+    parts = {name: feed.part(name, x.to(device)) for name, x in inputs.items()}
+    parallel.moment.samples = feed.sample_numbers(model)
+    bound.arguments.update(parts)
+    with _observed(parallel, feed, parts) as seen:
+        output = model(*bound.args[1:], **bound.kwargs)
+    return _full(output, getattr(model, "output_dims", None), feed, seen)
+
+
+def _refuse_stages(parallel: Parallel) -> None:
+    stages = parallel.grid.degrees["pipe"]
+    if stages > 1:
+        raise PlanError(
+            f"pipe={stages} in a call on a full batch. Stages take turns, so no rank has the "
+            "output when it is called. Use pipe=1, or ranvier.train.step.forward_backward."
+        )
+
+
+@dataclass
+class Feed:
+    """How the inputs of one call are divided among the ranks."""
+
+    parallel: Parallel
+    layouts: dict[str, Layout]
+    batch: int
+    """Samples that were given."""
+    filled: int
+    """Samples after filling up."""
+    fold: tuple[int, int] | None
+    """Rows `[b, d]` become `[samples, tokens, d]`: their numbers; None: they stay rows."""
+    seq: int | None
+    """Tokens of a sample, if any input has them."""
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: Mapping[str, Tensor]) -> Feed:
+        """How these inputs are divided."""
+        parallel = parallel_of(model)
+        named: Mapping[str, Sequence[str]] = getattr(model, "input_dims", {})
+        dims = {name: _dims(name, x, named, parallel) for name, x in inputs.items()}
+        counts = {x.shape[0] for name, x in inputs.items() if "batch" in dims[name][:1]}
+        lengths = {x.shape[1] for name, x in inputs.items() if "seq" in dims[name][1:2]}
+        if len(counts) != 1 or len(lengths) > 1:
+            raise DataError(
+                f"{type(model).__name__} was given inputs of the shapes "
+                f"{', '.join(f'{name} {list(x.shape)}' for name, x in inputs.items())}. All have "
+                "the same number of samples (dim 0) and of tokens (dim 1). Give what has no "
+                "samples as a buffer of the model."
+            )
+        degrees, table = parallel.grid.degrees, parallel.table
+        (batch,) = counts
+        replicas = math.prod(degrees[axis] for axis in table.region("mlp")["batch"])
+        tokens = degrees["row"] * degrees["context"]
+        folds = not lengths and tokens * degrees["col"] > 1
+        multiple = replicas * tokens if folds else replicas
+        filled = -(-batch // multiple) * multiple
+        fold = (replicas, filled // replicas) if folds else None
+        seq = next(iter(lengths), None) if fold is None else fold[1]
+        if fold is not None:
+            dims = {name: ("batch", "seq", *of[1:]) for name, of in dims.items()}
+        _refuse_uneven(parallel, seq, tokens, batch, filled)
+        layouts = {name: Layout.make(of, table) for name, of in dims.items()}
+        return cls(parallel, layouts, batch, filled, fold, seq)
+
+    def part(self, name: str, x: Tensor) -> Tensor:
+        """My part of an input, filled up."""
+        layout = self.layouts[name]
+        if layout.dims[:1] == ("batch",) and self.filled > self.batch:
+            more = self.filled - self.batch
+            x = torch.cat([x, x[-1:].expand(more, *x.shape[1:])])
+        if self.fold is not None:
+            x = x.unflatten(0, self.fold)
+        for dim, parts in enumerate(layout.sizes(self.parallel.grid)):
+            if x.shape[dim] % parts:
+                raise ShardingError(
+                    f"Dim {dim} ({layout.dims[dim]}) of {name} has {x.shape[dim]} elements, which "
+                    f"{'·'.join(layout.axes[dim])}={parts} does not divide. A split dimension must "
+                    "be a multiple of its axes. Use other sizes or degrees."
+                )
+        return layout.split(x, self.parallel.grid)
+
+    def sample_numbers(self, model: nn.Module) -> Tensor | None:
+        """The numbers of my samples in the run, on which dropout depends, if it is training.
+
+        Rows have none: how they become samples depends on the grid.
+        """
+        if not model.training or self.fold is not None:
+            return None
+        first = self.parallel.samples_seen
+        self.parallel.samples_seen += self.batch
+        numbers = torch.arange(first, first + self.filled)
+        mine = Layout.make(("batch",), self.parallel.table)
+        return mine.split(numbers, self.parallel.grid)
+
+    @property
+    def samples(self) -> int:
+        """Samples as the model sees them, of all ranks."""
+        return self.filled if self.fold is None else self.fold[0]
+
+
+def _dims(
+    name: str, x: Tensor, named: Mapping[str, Sequence[str]], parallel: Parallel
+) -> tuple[str, ...]:
+    """The dims of an input: as the model names them, else by its type and shape."""
+    dims = tuple(named.get(name, dims_of_input(x)))
+    if len(dims) != x.dim():
+        raise ShardingError(
+            f"input_dims names {len(dims)} dims of {name}, which has the shape {list(x.shape)}. "
+            f"Every dim has a name. Name {x.dim()}, '' for one that nothing splits."
+        )
+    width = parallel.sizes.get("embed")
+    wrong = name not in named and "embed" in dims and width not in (None, x.shape[-1])
+    if wrong and parallel.grid.world > 1:
+        raise ShardingError(
+            f"{name} has {x.shape[-1]} features, but embed={width}. Features of an input are those "
+            "of 'embed' unless the model says otherwise. Name them: input_dims = "
+            f"{{{name!r}: {(*dims[:-1], 'mlp')}}} beside dims."
+        )
+    return dims
+
+
+def _refuse_uneven(
+    parallel: Parallel, seq: int | None, tokens: int, batch: int, filled: int
+) -> None:
+    if seq is not None and seq % tokens:
+        raise DataError(
+            f"A sample has {seq} tokens, which row·context={tokens} does not divide. Each rank "
+            f"gets an equal part of the sequence. Fill it up to {-(-seq // tokens) * tokens} "
+            "tokens, in a way that your model ignores, or use a smaller row."
+        )
+    if filled > batch and parallel.balance is not None:
+        raise DataError(
+            f"A batch of {batch} samples, of which the grid needs a multiple ({filled}). Copies of "
+            "samples would count in the balance of experts. Use another batch size."
+        )
+
+
+# ---- while the model runs -----------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """The layer that ran last, and what it gave."""
+
+    leaf: Leaf | None = None
+    output: Any = field(default=None, repr=False)
+    scored: bool = False
+    """Whether a layer gave the loss of a vocabulary: the sum over the tokens of this rank."""
+
+
+@contextmanager
+def _observed(parallel: Parallel, feed: Feed, parts: Mapping[str, Tensor]) -> Iterator[Seen]:
+    """Watch which layer reads an input, and which runs last; compiled blocks are left alone."""
+    seen, names = Seen(), {id(x): name for name, x in parts.items()}
+
+    def before(leaf: nn.Module, args: tuple[Any, ...]) -> None:
+        name = names.get(id(args[0])) if args else None
+        if name is not None and isinstance(leaf, Linear):
+            _refuse_other_region(leaf, name, feed)
+
+    def after(leaf: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        assert isinstance(leaf, Leaf), type(leaf)
+        seen.leaf = leaf
+        seen.output = output
+        seen.scored |= isinstance(leaf, (Head, CrossEntropy)) and output.dim() == 0
+
+    handles = []
+    for leaf in parallel.leaves.values():
+        if parallel.compiled is None or not leaf.site.block:
+            handles += [leaf.register_forward_pre_hook(before), leaf.register_forward_hook(after)]
+    checked, parallel.parts_checked = parallel.parts_checked, True  # filled up: parts may be equal
+    try:
+        yield seen
+    finally:
+        parallel.parts_checked = checked
+        for handle in handles:
+            handle.remove()
+
+
+def _refuse_other_region(leaf: Linear, name: str, feed: Feed) -> None:
+    """Refuse an input that lies otherwise than the layer that reads it expects."""
+    have, parallel = feed.layouts[name], feed.parallel
+    want = Layout.make((*have.dims[:-1], leaf.into), parallel.table)
+    if have.sizes(parallel.grid) != want.sizes(parallel.grid):
+        raise ShardingError(
+            f"{leaf.site.name} reads {name} as {leaf.into!r}, but it was divided as "
+            f"{have.dims[-1]!r}. Features of an input are those of 'embed' unless the model says "
+            f"otherwise. Name them: input_dims = {{{name!r}: {want.dims}}} beside dims."
+        )
+
+
+# ---- what comes out -----------------------------------------------------------------------------
+
+
+def _full(output: Any, dims: Any, feed: Feed, seen: Seen) -> Any:
+    """The full output; dims: a tuple names one tensor, a list or a dict several."""
+    if isinstance(output, Tensor):
+        return _full_tensor(output, dims, feed, seen)
+    if isinstance(output, Mapping):
+        by_name = dims if isinstance(dims, Mapping) else {}
+        return {key: _full(x, by_name.get(key), feed, seen) for key, x in output.items()}
+    if isinstance(output, (tuple, list)):
+        each = dims if isinstance(dims, list) else [None] * len(output)
+        found = [_full(x, of, feed, seen) for x, of in zip(output, each, strict=True)]
+        return found if isinstance(output, list) else tuple(found)
+    return output
+
+
+def _full_tensor(y: Tensor, dims: Any, feed: Feed, seen: Seen) -> Tensor:
+    """The full tensor of which each rank has a part. Communicates: all-gather over its axes."""
+    if y.dim() == 0:
+        return _full_number(y, dims, feed, seen)
+    layout = _layout(y, feed, seen) if dims is None else _named(y, dims, feed)
+    vocab = feed.parallel.sizes["vocab"] if layout.dims[-1] == "vocab" else None
+    y = y if vocab is None else _padded(y, layout, feed.parallel)
+    y = layout.join(y, feed.parallel.grid)
+    y = y if vocab is None else y[..., :vocab]
+    if feed.fold is not None and layout.dims[:2] == ("batch", "seq"):
+        y = y.flatten(0, 1)
+    return y[: feed.batch] if layout.dims[0] == "batch" else y
+
+
+def _full_number(y: Tensor, dims: Any, feed: Feed, seen: Seen) -> Tensor:
+    """The sum over the ranks of their losses, or their mean. Communicates: all-reduce."""
+    parallel = feed.parallel
+    grid = parallel.grid
+    if grid.world == 1:
+        return y
+    word = "sum" if dims is None and seen.scored and y is seen.output else dims
+    if word not in SCALARS:
+        raise ShardingError(
+            "The model returned one number. Each rank has computed it from its own part of the "
+            "batch, as a sum or as a mean. Say which: output_dims = 'sum' or output_dims = 'mean' "
+            "beside dims; or return the outputs and compute the loss from the full ones."
+        )
+    if feed.filled > feed.batch:
+        raise DataError(
+            f"A batch of {feed.batch} samples, of which the grid needs a multiple "
+            f"({feed.filled}). Copies of samples would count in the loss. Use another batch size, "
+            "or return the outputs and compute the loss from the full ones."
+        )
+    # The loss of a vocabulary is the same on all ranks that divide it; others are of each rank.
+    axis = parallel.token_axis if seen.scored else grid.axis(*AXES)
+    return total(y if word == "sum" else y / axis.size, axis)
+
+
+def _named(y: Tensor, dims: Sequence[str], feed: Feed) -> Layout:
+    """The layout of an output whose dims the model names."""
+    parallel, names = feed.parallel, tuple(dims)
+    if feed.fold is not None and names[:1] == ("batch",) and "seq" not in names:
+        names = ("batch", "seq", *names[1:])
+    if len(names) != y.dim():
+        raise ShardingError(
+            f"output_dims is {names}, but the output has the shape {list(y.shape)} on rank "
+            f"{parallel.grid.rank}. Every dim has a name. Name {y.dim()}, '' for one that nothing "
+            "splits."
+        )
+    layout = Layout.make(names, parallel.table)
+    missing = layout.missing(parallel.grid, parallel.table)
+    if missing:
+        raise ShardingError(
+            f"output_dims is {names}, but {'·'.join(missing)} splits tokens there. A rank would "
+            "have reduced its own tokens only. Return the output of each token and reduce it after "
+            "the call."
+        )
+    return layout
+
+
+def _layout(y: Tensor, feed: Feed, seen: Seen) -> Layout:
+    """The layout that the shape of an output tells: residual stream, or inside of a block."""
+    parallel = feed.parallel
+    last = seen.leaf.out if isinstance(seen.leaf, Linear) else "embed"
+    expected = []
+    for name in dict.fromkeys((last, "embed", "mlp")):
+        before = ("batch",) if feed.seq is None else ("batch", "seq")
+        names = (*before, *("" for _ in range(y.dim() - len(before) - 1)), name)
+        layout = Layout.make(names, parallel.table)
+        parts = layout.sizes(parallel.grid)
+        whole = (feed.samples,) if feed.seq is None else (feed.samples, feed.seq)
+        want = [n // k for n, k in zip(whole, parts, strict=False)]
+        if y.dim() == len(names) and [*y.shape[: len(want)]] == want:
+            return layout
+        expected.append(f"[{', '.join(map(str, want))}, ...]")
+    raise ShardingError(
+        f"The output has the shape {list(y.shape)} on rank {parallel.grid.rank}, for "
+        f"{feed.samples} samples{'' if feed.seq is None else f' of {feed.seq} tokens'} on all "
+        f"ranks. Of those it should be {' or '.join(dict.fromkeys(expected))}, so how it is "
+        "divided is not known. Return what the model has for each token, and reduce over tokens "
+        "and features after the call; or name the dims: output_dims = ('batch', 'seq', 'embed') "
+        "beside dims."
+    )
+
+
+def _padded(y: Tensor, layout: Layout, parallel: Parallel) -> Tensor:
+    """My part of a vocabulary with its padding, which a layer leaves out without gradients."""
+    degrees, parts = parallel.grid.degrees, layout.sizes(parallel.grid)[-1]
+    multiple = degrees["row"] * degrees["col"]
+    each = -(-parallel.sizes["vocab"] // multiple) * multiple // parts
+    return F.pad(y, (0, each - y.shape[-1]))

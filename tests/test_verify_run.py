@@ -1,0 +1,118 @@
+"""`ranvier verify` trains, saves, reloads and trains on; it sees faults in each of these."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from commands import call
+from ranvier.grid import Grid
+from ranvier.launch import Ranks
+from ranvier.optim import prune
+from ranvier.parallel import parallel_of
+from ranvier.run import Run
+from ranvier.train import folder as folders
+from ranvier.train import pruning, saves
+from ranvier.train.pruning import Masks
+from ranvier.verify import AFTER_STEPS, ONE_PASS, shrink
+from ranvier.verify_run import Report, train_shortly
+
+CPU = torch.device("cpu")
+WEIGHTS_OF_MASKS = Masks.weights
+
+
+def report_of(**changes: Any) -> Report:
+    """What is found of a run on one rank; changes: `section__setting=value`."""
+    run = Run()
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        part = dataclasses.replace(getattr(run, section), **{key: value})
+        run = dataclasses.replace(run, **{section: part})
+    return train_shortly(shrink(run.check(1)), Ranks(), Grid({}), CPU)
+
+
+def wrong(report: Report) -> list[str]:
+    """What differs, in short."""
+    limits = {True: ONE_PASS, False: AFTER_STEPS}
+    found = [
+        what.partition(" (largest")[0]
+        for what, (off, once) in report.differences.items()
+        if not off <= limits[once]
+    ]
+    return found + report.complaints
+
+
+def without_masks(masks: Masks) -> Any:
+    """Where weights rest, with nothing pruned: masks follow what they are filled with."""
+    state = WEIGHTS_OF_MASKS(masks)
+    for bucket in parallel_of(masks.trainer.model).queue.buckets:
+        bucket.prune(None)
+    return state
+
+
+def with_masks_of_initial_values(masks: Masks) -> Any:
+    """The fault: what is read later is pruned inside of the masks of the initial values."""
+    state = without_masks(masks)
+    parallel = parallel_of(masks.trainer.model)
+    prune.prune(parallel.queue, pruning.chosen(masks.trainer.run, parallel, 0))
+    return state
+
+
+PRUNED: list[dict[str, Any]] = [
+    {"prune__sparsity": 0.5, "memory__states": "host", "memory__weights": "host"},
+    {"prune__pattern": "2:4", "memory__states": "host"},
+    {"prune__sparsity": 0.7, "prune__every": 5, "prune__until": 50},
+    {"prune__pattern": "1:8"},
+]
+
+
+@pytest.mark.parametrize(
+    "changes", [PRUNED[0], *(pytest.param(x, marks=pytest.mark.full) for x in PRUNED[1:])]
+)
+def test_a_pruned_run_on_the_host_is_verified(changes: dict[str, Any]) -> None:
+    with mock.patch.object(Masks, "weights", without_masks):
+        report = report_of(**changes)
+    assert wrong(report) == [] and len(report.differences) == 8
+
+
+def test_masks_of_other_weights_are_seen() -> None:
+    with mock.patch.object(Masks, "weights", with_masks_of_initial_values):
+        found = wrong(report_of(prune__sparsity=0.5))
+    assert "masks of pruned matrices: share that differs" in found
+    assert "loss of step 1" in found and "weights in the checkpoint" in found
+
+
+def test_a_wrong_reload_and_a_wrong_end_are_seen() -> None:
+    take, record = saves._take, folders.record
+
+    def from_the_first_sample(trainer: Any, manifest: Any) -> None:
+        take(trainer, manifest)
+        trainer.samples = 0
+
+    def unfinished(folder: Path, **facts: Any) -> None:
+        record(folder, **{**facts, "status": "running"} if "status" in facts else facts)
+
+    with (
+        mock.patch.object(saves, "_take", from_the_first_sample),
+        mock.patch.object(folders, "record", unfinished),
+    ):
+        found = wrong(report_of())
+    assert found[:2] == ["loss of step 3 (reloaded)", "norm of step 3 (reloaded)"]
+    assert found[2:] == [
+        "weights in the checkpoint",
+        "run.json says 'running' of a run that has finished",
+    ]
+
+
+@pytest.mark.full
+def test_what_was_verified_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--memory.states", "host", "--memory.weights", "host")
+    assert call("verify", "--nproc", "1", *words) == 0
+    said = capsys.readouterr().out
+    assert "and a step more: states in host memory, weights in host memory" in said
+    assert "loss of step 3 (reloaded)" in said and "verified" in said.splitlines()[-1]
