@@ -153,14 +153,14 @@ def cpu_adamw(
     grad = grad.to(weight.dtype)
     if now.factor is not None and float(now.factor) != 1.0:
         grad = grad * now.factor.to(weight.dtype)
-    even = weight.numel() - weight.numel() % LANES
+    rest = weight.numel() % LANES
     states = [weight, grad, moments.mean, moments.square]
-    parts = [[x[:even] for x in states]] if even else []
-    if even < weight.numel():
-        ends = [x[even:] for x in states]
+    parts = [[x[:-rest] for x in states] if rest else states]
+    if rest:
+        ends = [x[-rest:] for x in states]
         parts.append([torch.zeros(LANES, dtype=x.dtype) for x in ends])
         for full, end in zip(parts[-1], ends, strict=True):
-            full[: len(end)] = end
+            full[:rest] = end
     for master, slope, mean, square in parts:
         torch._fused_adamw_(
             [master],
@@ -177,9 +177,9 @@ def cpu_adamw(
             amsgrad=False,
             maximize=False,
         )
-    if even < weight.numel():
+    if rest:
         for full, end in zip(parts[-1], ends, strict=True):
-            end.copy_(full[: len(end)])
+            end.copy_(full[:rest])
     if out is not None:
         out.copy_(weight)
 
