@@ -13,8 +13,8 @@ class Arguments(Run):
     """What train and verify are given: a run, and how many local ranks to start."""
 
     nproc: int = 0
-    """Local ranks to start; 0: as many as the plan needs, else one for each GPU, or two on a CPU
-    (train), or one (verify)."""
+    """Local ranks to start; 0: as many as the plan needs, else one for each GPU, or one on a CPU
+    with all its cores (train); one (verify)."""
 
 
 @dataclass(frozen=True, kw_only=True)

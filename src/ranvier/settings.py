@@ -239,7 +239,7 @@ class PruneConfig:
 class TrainConfig:
     """How long, where and with which numbers."""
 
-    steps: int = 100
+    steps: int = 250
     """Optimizer steps."""
     seed: int = 0
     """Of initial weights, data order and dropout."""

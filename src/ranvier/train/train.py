@@ -159,7 +159,7 @@ def ranks_of(run: Run) -> int:
     """Local ranks where nobody has said how many: what the plan needs, in all devices there are."""
     known = math.prod(size for size in run.plan.degrees.values() if size > 0)
     cuda = run.train.device != "cpu" and torch.cuda.is_available()
-    there = torch.cuda.device_count() if cuda else min(2, os.cpu_count() or 1)
+    there = torch.cuda.device_count() if cuda else 1  # one process with all cores is the fastest
     inferred = any(size == -1 for size in run.plan.degrees.values())
     return known * max(there // known, 1) if inferred else known
 
