@@ -190,12 +190,11 @@ def _depth(plan: Plan, cluster: Cluster, runtime: Runtime, weights: int, places:
         return 0.0
     keep = plan.gathered == "keep" or runtime.gathers == "keep"
     gathers = 1.0 / plan.micro_batches if keep else 2.0
-    if plan.recompute == "full" and runtime.rails == "one":
-        gathers = 3.0  # its gathers are part of what is computed again
+    if plan.recompute == "full" and runtime.regathers and not keep:
+        gathers = 3.0
     reductions = 1.0 / plan.micro_batches if keep else 1.0
-    gather = links.seconds(cluster, OPS[0], 2 * weights, shards, rails=runtime.rails)
-    size = runtime.gradient * weights
-    scatter = links.seconds(cluster, OPS[1], size, shards, rails=runtime.rails)
+    gather = links.seconds(cluster, OPS[0], 2 * weights, shards)
+    scatter = links.seconds(cluster, OPS[1], runtime.gradient * weights, shards)
     return gathers * gather + reductions * scatter
 
 
@@ -209,11 +208,19 @@ def _data(
         return 0.0, 0.0
     held = numbers(model, plan) / plan.depth
     op = "reduce_scatter" if runtime.reduce == "scatter" else "all_reduce"
-    data = links.seconds(cluster, op, held * runtime.gradient, copies)
+    size = held * runtime.gradient
+    data = _in_turn(cluster, op, size, copies, size / runtime.bucket if runtime.bucket else 1.0)
     after = 0.0
     if runtime.reduce != "all_reduce":
-        after = links.seconds(cluster, "all_gather", 2 * held, copies)
+        tensors = runtime.apart * model.layers / plan.pipe
+        after = _in_turn(cluster, "all_gather", 2 * held, copies, tensors)
     return data, after
+
+
+def _in_turn(cluster: Cluster, op: str, size: float, ranks: Group, count: float) -> float:
+    """Seconds of a collective that is made in `count` parts, each with the latency of its ring."""
+    times = max(count, 1.0)
+    return times * links.seconds(cluster, op, size / times, ranks)
 
 
 @lru_cache(maxsize=50_000)
