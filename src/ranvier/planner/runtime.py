@@ -31,11 +31,11 @@ EAGER = 2.0
 of kernels fused by hand. Fitted, the same for all eager frameworks."""
 PARTLY = (1 + EAGER) / 2
 """The same where norms and rotations are fused, and activations and residuals are not."""
-HIDDEN = 0.55
+HIDDEN = 0.52
 """Share of communication over row, and of messages, that runs beside compute where a framework
 overlaps them. Fitted, the same for all that do."""
 BUCKET = 25e6
-"""Bytes of a bucket of torch's DistributedDataParallel."""
+"""Bytes of a bucket of torch's DistributedDataParallel, in the type of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +88,9 @@ class Runtime:
     """Whether what is computed again gathers weights over depth once more."""
     bucket: float = 0.0
     """Bytes of gradients that are reduced over data at a time; 0: all, or by blocks."""
-    apart: int = 0
-    """Tensors of a block that are gathered one by one after the update; 0: all at once."""
+    copied: int = 0
+    """Tensors of a block whose parts are copied rank by rank around a reduce-scatter and a gather
+    over data, a kernel for each; 0: no copies."""
     interleaves: bool = True
     """Whether its pipelines know chunks."""
     scatter: bool = True
@@ -228,16 +229,16 @@ NANOTRON = Runtime(
     attention="flash2",
     passes=PARTLY,
     kernels=70,
-    hidden_data=False,
-    bucket=BUCKET,
-    apart=6,
+    bucket=2 * BUCKET,
+    copied=6,
     cut="balanced",
     interleaves=False,
     kept=2.0,
     reserve=0.1,
-    source="huggingface/nanotron: eager but for Triton's RMSNorm and flash-attn's rotation, fp32 "
-    "gradient accumulation (half gradients are freed), buckets of torch's DDP, ZeRO-1 gathers one "
-    "tensor after the other, stages cut by the compute cost of blocks",
+    source="huggingface/nanotron (models/llama.py, optim/gradient_accumulator.py, distributed.py): "
+    "eager but for Triton's RMSNorm and flash-attn's rotation; fp32 gradient accumulation, half "
+    "gradients are freed; a hook reduces DDP's buckets during backward; ZeRO-1 flattens and copies "
+    "each rank's part of each tensor; stages cut by the compute cost of blocks",
 )
 FOUNDRY = Runtime(
     name="llm-foundry",

@@ -209,18 +209,16 @@ def _data(
     held = numbers(model, plan) / plan.depth
     op = "reduce_scatter" if runtime.reduce == "scatter" else "all_reduce"
     size = held * runtime.gradient
-    data = _in_turn(cluster, op, size, copies, size / runtime.bucket if runtime.bucket else 1.0)
+    buckets = max(size / runtime.bucket, 1.0) if runtime.bucket else 1.0
+    data = buckets * links.seconds(cluster, op, size / buckets, copies)
     after = 0.0
     if runtime.reduce != "all_reduce":
-        tensors = runtime.apart * model.layers / plan.pipe
-        after = _in_turn(cluster, "all_gather", 2 * held, copies, tensors)
+        after = links.seconds(cluster, "all_gather", 2 * held, copies)
+    if runtime.copied and runtime.reduce == "scatter":  # a kernel for each rank's part
+        launch = cluster.device.launch * copies.size
+        data += 2 * launch * buckets  # by the framework, and by NCCL's lists
+        after += launch * runtime.copied * model.layers / plan.pipe
     return data, after
-
-
-def _in_turn(cluster: Cluster, op: str, size: float, ranks: Group, count: float) -> float:
-    """Seconds of a collective that is made in `count` parts, each with the latency of its ring."""
-    times = max(count, 1.0)
-    return times * links.seconds(cluster, op, size / times, ranks)
 
 
 @lru_cache(maxsize=50_000)
