@@ -6,6 +6,7 @@ The names of GPUs in the runs differ from those of data sheets: `cluster.device`
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,21 +24,92 @@ BASE = {70: "summit", 80: "dgx-a100", 90: "dgx-h100", 100: "dgx-b200"}
 """The machine whose links a device has, where the run's own is not built in."""
 OWN = {"BLOOM": "jean-zay"}
 """Machines that are built in."""
-FRAMEWORKS = (
-    ("Megatron-LM 2020", runtime.MEGATRON20),
-    ("Megatron-LM 2021", runtime.MEGATRON21),
-    ("Megatron-LM 2022", runtime.MEGATRON22),
-    ("Megatron-DeepSpeed", runtime.MEGATRON_DEEPSPEED),
-    ("DeepSpeed + Megatron", runtime.MEGATRON_DEEPSPEED),
-    ("DeepSpeed ZeRO-3", runtime.DEEPSPEED3),
-    ("torchtitan", runtime.TORCHTITAN),
-    ("nanotron", runtime.NANOTRON),
-    ("llm-foundry", runtime.FOUNDRY),
-    ("AxoNN", runtime.AXONN),
-    ("Megatron", runtime.MEGATRON_CORE),
-    ("NeMo", runtime.MEGATRON_CORE),
-)
-"""By the beginning of the name; the first that matches. Others: the newest Megatron."""
+FRAMEWORKS = {
+    "Megatron-DeepSpeed": runtime.MEGATRON_DEEPSPEED,
+    "DeepSpeed + Megatron": runtime.MEGATRON_DEEPSPEED,
+    "DeepSpeed + Megatron-LM": runtime.MEGATRON_DEEPSPEED,
+    "Megatron-LM + DeepSpeed": runtime.MEGATRON_DEEPSPEED,
+    "DeepSpeed ZeRO-3": runtime.DEEPSPEED3,
+    "torchtitan": runtime.TORCHTITAN,
+    "nanotron": runtime.NANOTRON,
+    "llm-foundry": runtime.FOUNDRY,
+    "llm-foundry/Composer FSDP": runtime.FOUNDRY,
+    "AxoNN": runtime.AXONN,
+    "Megatron-LM": runtime.MEGATRON_CORE,
+    "Megatron-Core": runtime.MEGATRON_CORE,
+    "Megatron-Bridge": runtime.MEGATRON_CORE,
+    "NeMo": runtime.MEGATRON_CORE,
+    "NeMo Framework": runtime.MEGATRON_CORE,
+    "NeMo Megatron": runtime.MEGATRON_CORE,
+}
+"""By the whole name without a version; other names are not known."""
+YEARS = {2019: 20, 2020: 20, 2021: 21, 2022: 22}
+"""Years in which Megatron-LM had an older row."""
+OLDER = {20: runtime.MEGATRON20, 21: runtime.MEGATRON21, 22: runtime.MEGATRON22}
+VERSION = r"v?\d+(\.[\dx]+)*([.-]?(rc|a|b|post|dev)\d*)?"
+"""A version or a year behind a name, as `24.07`, `v0.5` or `2021`."""
+WHOLE = {"none", "ddp", "no_shard", "fsdp no_shard", "zero0", "zero 0"}
+"""Words for: each data-parallel rank has all states."""
+STATES = {"zero1", "zero 1", "distributed optimizer", "dist opt"}
+"""States are split over data."""
+ALL = {"zero3", "zero 3", "fsdp", "fsdp1", "fsdp2", "full_shard", "fsdp full_shard"}
+"""Weights are split over data. `fsdp2` is the name of an interface, `fsdp8` eight ranks."""
+KEPT = {"fsdp shard_grad_op", "shard_grad_op", "zero2", "zero 2"}
+"""Weights stay gathered for a step; gradients and states are split."""
+NODES = {"hsdp", "fsdp hybrid_shard", "hybrid_shard"}
+"""Weights are split inside a node."""
+CHUNKS = 12
+"""Chunks of a stage at most, where a run does not say."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """What data-parallel ranks share."""
+
+    depth: int
+    """Ranks over which weights are split."""
+    states: bool | None
+    """Whether states are split over all; None: as the framework does."""
+    keep: bool = False
+    """Whether weights stay gathered for a step."""
+
+
+def known_framework(name: str) -> Runtime | None:
+    """The row of a framework; None: there is none, and it is not read as another."""
+    plain = " + ".join(part.strip() for part in re.sub(r"\(.*?\)", "", name).split("+"))
+    found = re.fullmatch(rf"(?P<name>.*?)(?:[ -](?P<version>{VERSION}))?", plain)
+    assert found is not None
+    rows = {key.lower(): row for key, row in FRAMEWORKS.items()}
+    row = rows.get(plain.lower()) or rows.get(found["name"].strip().lower())
+    year = found["version"] or ""
+    if found["name"].strip().lower() == "megatron-lm" and year.isdigit() and int(year) in YEARS:
+        return OLDER[YEARS[int(year)]]
+    return row
+
+
+def known_split(row: Row) -> Split | None:
+    """What the sharding word of a run means; None: it is not known, and not read as another."""
+    dp = row.number("dp")
+    plain = re.sub(r"\(.*?\)", "", row.facts["sharding"]).lower().replace("-", " ")
+    word = " ".join(plain.split())
+    if word == "":
+        return Split(1, None)
+    if word in WHOLE:
+        return Split(1, False)
+    if word in STATES:
+        return Split(1, True)
+    if word in ALL:
+        return Split(dp, True)
+    if word in KEPT:
+        return Split(dp, True, keep=True)
+    inside = max(row.number("gpus_per_node", 8) // (row.number("tp") * row.number("cp")), 1)
+    several = re.fullmatch(r"fsdp ?(\d+)", word)
+    within = int(several[1]) if several else inside if word in NODES else 0
+    if not within:
+        return None
+    if within >= dp:
+        return Split(dp, True)
+    return Split(within, True) if dp % within == 0 else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +169,22 @@ class Row:
         plain = self.facts["set"] == "core" and self.facts["arch"] != "moe"
         return plain and wide and layout and self.device is not None
 
+    @property
+    def unknown(self) -> list[str]:
+        """Words of the run that nothing here models: it is reported, and left out of the score."""
+        facts, found = self.facts, []
+        if known_framework(facts["framework"]) is None:
+            found.append(f"framework {facts['framework']!r}")
+        if known_split(self) is None:
+            found.append(f"sharding {facts['sharding']!r}")
+        if (facts["recompute"].split(" ")[0] or "none") not in ("none", "selective", "full"):
+            found.append(f"recompute {facts['recompute']!r}")
+        if not re.search(r"fp8|bf16|fp16", facts["precision"].lower()):
+            found.append(f"precision {facts['precision']!r}")
+        if facts["arch"] not in ("gpt", "llama"):
+            found.append(f"arch {facts['arch']!r}")
+        return found
+
 
 def rows(path: Path = DATA / "published_runs.csv") -> list[Row]:
     """All runs of a file."""
@@ -130,32 +218,55 @@ def job(row: Row) -> Job:
     return Job(model(row), row.number("seq"), row.number("global_batch"))
 
 
+@dataclass(frozen=True)
+class Ways:
+    """Numbers of a layout that a run may have had, where it does not say."""
+
+    chunks: int
+    micro_batch: int
+
+
 @cache
-def layout(row: Row, recompute: str = "") -> Layout:
-    """How it is laid out; recompute: where the run does not say."""
-    dp, sharding = row.number("dp"), row.facts["sharding"]
-    depth = 1
-    if "fsdp" in sharding or sharding == "zero3":
-        digits = "".join(c for c in sharding.split()[0] if c.isdigit())
-        within = int(digits) if len(digits) > 1 or digits == "8" else dp
-        depth = min(within, dp)
+def ways(row: Row) -> tuple[Ways, ...]:
+    """All that are plausible: chunks that divide a stage, micro-batches of powers of two."""
+    pipe, dp, batch = row.number("pp"), row.number("dp"), row.number("global_batch")
+    own, runs = max(batch // dp, 1), framework(row)
+    micros = [min(row.number("micro_batch"), own)]
+    if not row.facts["micro_batch"]:
+        micros = [n for n in (1, 2, 4, 8) if own % n == 0 and own // n >= pipe] or [1]
+        if runs.name == runtime.TORCHTITAN.name and pipe > 1:  # as many as stages, says its source
+            micros = [max(own // pipe, 1)]
+    chunks = [row.number("vp")]
+    each = row.number("layers") / pipe
+    if not row.facts["vp"] and pipe > 1 and runs.interleaves and each % 1 == 0:
+        chunks = [n for n in range(1, CHUNKS + 1) if each % n == 0]
+    found = [
+        Ways(n, m)
+        for m in micros
+        for n in chunks
+        if n == 1 or row.facts["vp"] or own // m % pipe == 0
+    ]
+    return tuple(found or [Ways(1, micros[0])])
+
+
+@cache
+def layout(row: Row, recompute: str = "", way: Ways | None = None) -> Layout:
+    """How it is laid out; recompute, way: where the run does not say."""
+    split, dp = known_split(row) or Split(1, None), row.number("dp")
     pipe, batch = row.number("pp"), row.number("global_batch")
-    usual = 1  # torchtitan's pipelines: as many micro-batches as stages
-    if row.facts["framework"].startswith("torchtitan") and pipe > 1:
-        usual = max(batch // dp // pipe, 1)
     word = row.facts["recompute"].split(" ")[0] or recompute or "none"
-    keep = sharding == "fsdp shard_grad_op" or (depth > 1 and pipe > 1)
+    way = way or ways(row)[0]
     plan = Plan(
         pipe=pipe,
-        data=dp // depth,
+        data=dp // split.depth,
         context=row.number("cp"),
-        depth=depth,
+        depth=split.depth,
         row=row.number("tp"),
         batch=batch,
-        micro_batch=min(row.number("micro_batch", usual), max(batch // dp, 1)),
-        chunks=row.number("vp"),
+        micro_batch=way.micro_batch,
+        chunks=way.chunks,
         recompute=word,  # type: ignore[arg-type]
-        gathered="keep" if keep else "again",
+        gathered="keep" if split.keep or (split.depth > 1 and pipe > 1) else "again",
         compile="on" if _compiled(row) else "off",
     )
     scales = "row" if "rowwise" in row.facts["precision"] else "tensor"
@@ -185,7 +296,10 @@ def machine(row: Row) -> Cluster:
 def _machine(own: str, name: str, per_node: int, network: float, gpus: int) -> Cluster:
     device = cluster.device(name)
     known = [cluster.cluster(one) for one in cluster.names()]
-    same = [one for one in known if one.device.name == name]
+    alike = [one for one in known if one.per_node == per_node]
+    same = [one for one in alike if one.device.name == name] or [
+        one for one in alike if one.device.name.split("-")[0] == name.split("-")[0]
+    ]
     base = same[0] if same else cluster.cluster(BASE[device.generation])
     if own:
         base = cluster.cluster(own)
@@ -207,22 +321,27 @@ def _machine(own: str, name: str, per_node: int, network: float, gpus: int) -> C
 
 @cache
 def framework(row: Row) -> Runtime:
-    """The runtime of a run, with what its notes say."""
-    name, note = row.facts["framework"], row.facts["notes"].lower()
-    found = next((r for start, r in FRAMEWORKS if name.startswith(start)), runtime.MEGATRON_CORE)
-    precision = row.facts["precision"]
+    """The runtime of a run, with what its own columns and notes say; `COMMON` if it has no row."""
+    return stated(row, known_framework(row.facts["framework"]) or runtime.COMMON)
+
+
+def stated(row: Row, found: Runtime) -> Runtime:
+    """A runtime with what a run says of itself, whichever framework it is."""
+    note, precision = row.facts["notes"].lower(), row.facts["precision"]
     found = replace(found, sequence=row.facts["seq_parallel"] == "1")
+    split = known_split(row)
+    if split is not None and split.states is not None:
+        found = replace(found, sharded=split.states)
+        if not split.states:
+            found = replace(found, reduce="all_reduce")
+        elif found.reduce == "all_reduce":
+            found = replace(found, reduce="scatter")
     if row.source == "BLOOM":  # its launch script sets CUDA_LAUNCH_BLOCKING=1 against hangs
         found = replace(found, blocking=True)
-    if found.name == "nanotron":
-        found = replace(found, sharded=row.facts["sharding"] == "zero1")
     if "asynctp" in note or "async tp" in note:
-        found = replace(found, hidden_row=0.7)
+        found = replace(found, hidden_row=runtime.HIDDEN)
     if "fp32 grad" in precision:
-        held = (
-            found.held_gradient + 4.5 if found.name == "Megatron-DeepSpeed" else found.held_gradient
-        )
-        found = replace(found, gradient=4, held_gradient=held)
+        found = replace(found, gradient=4, held_gradient=found.wide_gradient)
     if precision.endswith("PURE"):
         found = replace(found, gradient=2)
     return found

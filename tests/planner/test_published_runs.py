@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import statistics
 import sys
 from collections import defaultdict
@@ -16,23 +17,20 @@ import published  # noqa: E402
 import published_rows  # noqa: E402
 from published_rows import Row  # noqa: E402
 
-from ranvier.planner.cluster import Reach  # noqa: E402
+from ranvier.planner import predict, runtime  # noqa: E402
 
 
-def timed() -> list[Row]:
-    return [row for row in published_rows.rows() if row.scored and row.seconds and not row.oom]
-
-
-def shipped(row: Row) -> Reach:
-    assert row.device is not None
-    return row.device.reach
+def row(start: str, **facts: str) -> Row:
+    """A given run with other facts."""
+    found = next(one for one in published_rows.rows() if one.name == start)
+    return Row({**found.facts, **facts})
 
 
 def test_shipped_constants_predict_published_runs() -> None:
     errors = defaultdict(list)
-    for row in timed():
-        if shipped(row) != Reach():
-            errors[row.source, row.narrow].append(published.guess(row, shipped(row)).error)
+    for one in published.given():
+        if one.facts["framework"] != "DeepSpeed ZeRO-3":  # a known miss (docs/planner.md)
+            errors[one.source, one.narrow].append(published.guess(one).error)
     for narrow, limit in ((False, 10), (True, 15)):
         means = [published.mape(some) for (_, kind), some in errors.items() if kind is narrow]
         assert len(means) >= 3
@@ -40,7 +38,7 @@ def test_shipped_constants_predict_published_runs() -> None:
 
 
 def test_the_sweep_is_ranked_as_it_was_measured() -> None:
-    sweep = [published.guess(row, shipped(row)) for row in timed() if published.is_sweep(row)]
+    sweep = [published.guess(one) for one in published.given() if published.is_sweep(one)]
     each = [one.row.number("global_batch") for one in sweep]
     measured = [one.row.seconds / n for one, n in zip(sweep, each, strict=True)]
     guessed = [one.prediction.total / n for one, n in zip(sweep, each, strict=True)]
@@ -50,10 +48,119 @@ def test_the_sweep_is_ranked_as_it_was_measured() -> None:
 
 
 def test_runs_out_of_memory_are_called_so() -> None:
-    guesses = [published.guess(row, None) for row in published_rows.rows() if row.scored]
+    guesses = [published.guess(one) for one in published_rows.rows() if one.scored]
     assert all(not one.fits for one in guesses if one.row.oom)
     ran = [one.fits for one in guesses if one.row.seconds]
-    assert sum(ran) > 0.95 * len(ran)
+    assert sum(ran) > 0.96 * len(ran)
+
+
+def test_memory_is_not_understated_for_a_run_that_set_no_reserve() -> None:
+    guesses = [published.guess(one) for one in published.measured(published_rows.rows())]
+    assert len(guesses) > 40
+    assert published.mape(map(published.overstated, guesses)) < 12
+    assert min(map(published.overstated, guesses)) > -0.02
+    assert min(published.overstated(published.without_it(one, guesses)) for one in guesses) > -0.05
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Megatron-Kwai", "MegatronX", "NeMo-Aligner", "torchtitan-next", "Megatron-LM + X", "Own", ""],
+)
+def test_an_unknown_framework_is_not_read_as_another(name: str) -> None:
+    one = row("MEG21-003", framework=name)
+    assert published_rows.known_framework(name) is None
+    assert one.scored
+    assert one.unknown == [f"framework {name!r}"]
+    assert published.timed([one]) == []
+    assert published_rows.framework(one).name == runtime.COMMON.name
+    assert published.guess(one).prediction.factors == predict.UNKNOWN_FRAMEWORK
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("Megatron-LM 2021", runtime.MEGATRON21),
+        ("Megatron-LM 2024 (README)", runtime.MEGATRON_CORE),
+        ("Megatron-Bridge 26.04.01", runtime.MEGATRON_CORE),
+        ("DeepSpeed+Megatron", runtime.MEGATRON_DEEPSPEED),
+        ("nanotron v0.6", runtime.NANOTRON),
+    ],
+)
+def test_versions_of_a_framework_are_the_framework(name: str, found: runtime.Runtime) -> None:
+    assert published_rows.known_framework(name) is found
+
+
+@pytest.mark.parametrize("word", ["zero1+offload", "mics", "fsdp24", "tensor", "fsdp offload"])
+def test_an_unknown_sharding_word_is_not_read_as_another(word: str) -> None:
+    one = row("MPT-003", sharding=word, dp="128")
+    if word == "fsdp24":
+        assert published_rows.known_split(row("MPT-003", sharding="fsdp32", dp="128")) is not None
+    assert one.unknown == [f"sharding {word!r}"]
+    assert published.timed([one]) == []
+
+
+def test_other_words_that_nothing_models_are_reported() -> None:
+    assert row("MEG21-003", recompute="block 4").unknown == ["recompute 'block 4'"]
+    assert row("MEG21-003", precision="tf32").unknown == ["precision 'tf32'"]
+    assert row("MEG21-003", arch="mamba").unknown == ["arch 'mamba'"]
+
+
+def test_the_sharding_word_decides_what_is_split() -> None:
+    splits = {
+        word: published_rows.known_split(row("MPT-003", sharding=word))
+        for word in ("none", "zero1", "fsdp2", "fsdp8", "fsdp4", "fsdp hybrid_shard", "zero2")
+    }
+    depths = {word: split.depth for word, split in splits.items() if split is not None}
+    assert depths == {
+        "none": 1, "zero1": 1, "fsdp2": 128, "fsdp8": 8, "fsdp4": 4, "fsdp hybrid_shard": 8,
+        "zero2": 128,
+    }  # fmt: skip
+    whole = published_rows.framework(row("NEMO2407-001", sharding="none"))
+    assert not whole.sharded
+    assert whole.reduce == "all_reduce"
+
+
+def test_the_report_names_what_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    several = [row("MEG21-003"), row("MEG21-004", framework="Own"), row("MPT-003", sharding="mics")]
+    path = tmp_path / "runs.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(several[0].facts))
+        writer.writeheader()
+        writer.writerows(one.facts for one in several)
+    monkeypatch.setattr(published, "fitted", lambda group, name: published.fits.Terms())
+    monkeypatch.setattr(sys, "argv", ["published.py", "--data", str(path)])
+    published.main()
+    printed = capsys.readouterr().out
+    assert "left out of the score: 2 runs" in printed
+    assert "MEG21-004: unknown framework 'Own'; with the common row" in printed
+    assert "MPT-003: unknown sharding 'mics'" in printed
+
+
+def test_an_unknown_number_of_chunks_is_a_range() -> None:
+    facts = {"global_batch": "240", "dp": "4"}  # short pipelines: the bubble counts
+    several = {n: published.guess(row("PTD2-009", vp=str(n), **facts)) for n in (1, 2, 4, 8)}
+    known = [one.prediction.total for one in several.values()]
+    open_ = published.guess(row("PTD2-009", vp="", **facts)).prediction
+    low, high = open_.interval
+    assert max(known) > 1.1 * min(known)
+    assert min(known) < open_.total < max(known)
+    assert low < min(known) < max(known) < high
+    assert open_.spread == pytest.approx(max(known) / min(known))
+    certain = several[2].prediction.interval
+    assert high / low > certain[1] / certain[0]
+    assert high / low < 1.6
+
+
+def test_a_framework_without_chunks_has_one() -> None:
+    assert {way.chunks for way in published_rows.ways(row("BLOOM-054", vp=""))} == {1}
+    assert {way.chunks for way in published_rows.ways(row("PTD2-009", vp=""))} == {1, 2, 4, 8}
+
+
+def test_an_unknown_micro_batch_is_a_range() -> None:
+    open_ = published_rows.ways(row("MEG21-005", micro_batch="", vp="1"))
+    assert {way.micro_batch for way in open_} == {1, 2, 4, 8}
 
 
 def test_tau_ignores_pairs_within_the_noise() -> None:
@@ -63,8 +170,18 @@ def test_tau_ignores_pairs_within_the_noise() -> None:
 
 @pytest.mark.full
 def test_each_source_without_its_own_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    guesses, null = published.left_out(timed()), published.null_errors(timed())
-    published.times(guesses, null)
+    rows = list(published.given())
+    published.times(published.left_out(rows), published.null_errors(rows))
     printed = capsys.readouterr().out
     assert "FAIL" not in printed
-    assert printed.count("pass") == 3
+    assert printed.count("pass") == 5
+
+
+@pytest.mark.full
+def test_the_interval_holds_runs_whose_framework_is_left_out() -> None:
+    guesses = [one for one, _ in published.left_out(published.given(), "framework")]
+    for several in (guesses, [one for one in guesses if not one.row.narrow]):
+        assert 0.75 <= statistics.fmean(one.inside for one in several) <= 0.85
+    assert max(map(published.width, guesses)) <= 1.6
+    low, high = published.calibrated([one for one in guesses if not one.row.narrow])
+    assert pytest.approx((low, high), abs=0.01) == predict.INTERVAL

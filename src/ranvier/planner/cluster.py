@@ -187,7 +187,7 @@ class Cluster:
     host: Host = Host()
     collectives: tuple[Collective, ...] = ()
     """Measured here; used in place of `link` and `network` for groups of the same shape."""
-    straggle: float = 0.012
+    straggle: float = 0.01
     """Slow-down of a step for each doubling of the nodes (noise, dragonfly networks)."""
     cores: int = 0
     """Processors that ranks share, on a CPU; 0: each rank has a device of its own."""

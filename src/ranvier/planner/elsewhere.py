@@ -5,7 +5,8 @@
                                   times the micro-batches in flight on the first stage
     logits                        of a micro-batch, on the last stage
 
-plus gathered blocks, fixed buffers and the allocator's reserve. The worst stage counts.
+plus gathered blocks, fixed buffers, and a share of all for what the allocator reserves and does not
+use. The worst stage counts.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ def _stage(job: Job, layout: Layout, runtime: Runtime, setup: Setup, where: str)
         gathered = runtime.copies * 2 * max(p.parameters for p in blocks) / split
     states = 0 if layout.states == "host" else runtime.states * numbers / shards
     grads = held_gradient * numbers / depth
-    work = flying * share * held + max(busy - held, logits)
+    sent = runtime.messages * flying * setup.tokens * 2 * model.units["embed"]
+    work = flying * share * held + max(busy - held, logits) + (sent if plan.pipe > 1 else 0.0)
     used = {
         "weights": 2 * numbers / depth,
         "gradients": grads,
@@ -136,7 +138,7 @@ def _stage(job: Job, layout: Layout, runtime: Runtime, setup: Setup, where: str)
         "logits": logits if logits > busy - held else 0.0,
         "communication": runtime.buffers,
     }
-    used["fragmentation"] = runtime.reserve * (work + gathered)
+    used["fragmentation"] = runtime.reserve * sum(used.values())
     host = (
         {} if layout.states == "device" else {"moments": round(runtime.states * numbers / shards)}
     )

@@ -54,7 +54,7 @@ def group(
 
 
 @lru_cache(maxsize=100_000)
-def seconds(cluster: Cluster, op: str, size: float, ranks: Group, *, rails: str = "all") -> float:
+def seconds(cluster: Cluster, op: str, size: float, ranks: Group) -> float:
     """Seconds of one collective whose whole tensor has `size` bytes."""
     if ranks.size <= 1 or size <= 0:
         return 0.0
@@ -67,10 +67,21 @@ def seconds(cluster: Cluster, op: str, size: float, ranks: Group, *, rails: str 
     if row is not None:
         return row.latency + wire / row.bandwidth
     rounds = 2 if op == "all_reduce" else 1
-    hops = (1, 1) if op == "send" else (ranks.inside - 1, ranks.nodes - 1)
-    if op == "all_reduce":  # trees
-        hops = (hops[0], math.ceil(math.log2(ranks.nodes)))
-    return wire / _bandwidth(cluster, op, ranks, rails) + rounds * _latency(cluster, *hops, ranks)
+    return wire / _bandwidth(cluster, op, ranks) + rounds * _latency(
+        cluster, *_hops(op, ranks), ranks
+    )
+
+
+def _hops(op: str, ranks: Group) -> tuple[int, int]:
+    """Links inside nodes and between them that a part passes one after the other."""
+    match op:
+        case "send":
+            return 1, 1
+        case "all_reduce":  # a chain in each node, a tree of nodes
+            return ranks.inside - 1, math.ceil(math.log2(ranks.nodes))
+        case "all_to_all":
+            return ranks.inside - 1, ranks.nodes - 1
+    return ranks.size - ranks.nodes, ranks.nodes - 1  # a ring goes through every rank of every node
 
 
 def _latency(cluster: Cluster, near: int, far: int, ranks: Group) -> float:
@@ -79,7 +90,7 @@ def _latency(cluster: Cluster, near: int, far: int, ranks: Group) -> float:
     return near * cluster.link.latency + far * cluster.network.latency
 
 
-def _bandwidth(cluster: Cluster, op: str, ranks: Group, rails: str) -> float:
+def _bandwidth(cluster: Cluster, op: str, ranks: Group) -> float:
     """Bytes a second of the slowest link of a ring, as these ranks share it."""
     link, network, reach = cluster.link, cluster.network, cluster.device.reach
     inside = link.bandwidth
@@ -88,7 +99,7 @@ def _bandwidth(cluster: Cluster, op: str, ranks: Group, rails: str) -> float:
     inside *= reach.link
     if ranks.nodes == 1:
         return inside
-    cards = 1 if rails == "one" or op in ("send", "all_to_all") else ranks.inside
+    cards = 1 if op in ("send", "all_to_all") else ranks.inside
     share = network.bandwidth * cards / cluster.per_node * NETWORK
     if op != "send":
         share *= network.collective

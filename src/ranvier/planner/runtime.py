@@ -1,8 +1,10 @@
 """Runtime: how a framework runs a step: what it keeps, what it overlaps, which kernels it has.
 
 One row a framework. Entries are facts about code, not numbers fitted to its runs; `source` says
-where each comes from. Runs of the same framework may differ in sequence parallelism, compilation or
-asynchronous tensor parallelism: `replace` the field then.
+where each comes from. What no code says is one number for all that do a thing the same way
+(`EAGER`, `HIDDEN`), and a reserve of memory a framework (benchmarks/published.py). Runs of the same
+framework may differ in sequence parallelism, compilation or asynchronous tensor parallelism:
+`replace` the field then. A framework without a row has `COMMON`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,17 @@ FLASH: Mapping[str, Mapping[int, tuple[float, float]]] = {
 by generation of the device. FlashAttention (arXiv 2205.14135): 110 to 140 TFLOP/s on an A100;
 FlashAttention-2 (arXiv 2307.08691): 190 and 165 on an A100, 335 on an H100; FlashAttention-3 (arXiv
 2407.08608) and cuDNN: 600 and 480 on an H100."""
+
+EAGER = 2.0
+"""Reads and writes of what is between matrix products where one kernel follows another, over those
+of kernels fused by hand. Fitted, the same for all eager frameworks."""
+PARTLY = (1 + EAGER) / 2
+"""The same where norms and rotations are fused, and activations and residuals are not."""
+HIDDEN = 0.52
+"""Share of communication over row, and of messages, that runs beside compute where a framework
+overlaps them. Fitted, the same for all that do."""
+BUCKET = 25e6
+"""Bytes of a bucket of torch's DistributedDataParallel, in the type of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +84,15 @@ class Runtime:
     """Whether states are split over data."""
     gathers: Literal["again", "keep"] = "again"
     """Weights gathered over depth for each micro-batch, or once a step."""
-    rails: Literal["all", "one"] = "all"
-    """Network cards of a node that a gather over depth uses."""
+    regathers: bool = False
+    """Whether what is computed again gathers weights over depth once more."""
+    bucket: float = 0.0
+    """Bytes of gradients that are reduced over data at a time; 0: all, or by blocks."""
+    copied: int = 0
+    """Tensors of a block whose parts are copied rank by rank around a reduce-scatter and a gather
+    over data, a kernel for each; 0: no copies."""
+    interleaves: bool = True
+    """Whether its pipelines know chunks."""
     scatter: bool = True
     """Whether ranks of a row send parts of a message to the next stage, not all the whole."""
     cut: Literal["equal", "balanced"] = "equal"
@@ -83,6 +103,8 @@ class Runtime:
     between them; all between them."""
     held_gradient: float = 0.0
     """Bytes of a parameter's gradient in memory, with copies and buckets; 0: `gradient`."""
+    wide_gradient: float = 4.0
+    """The same where gradients are added up in fp32."""
     fsdp: bool = False
     """Whether weights are split over context as well, also where depth is 1."""
     kept: float = 1.0
@@ -93,8 +115,12 @@ class Runtime:
     """The same where row splits the words, and no kernel is fused; 0: `logits`."""
     buffers: float = 0.0
     """Bytes of fixed buffers: flat copies, buckets."""
+    messages: int = 0
+    """Messages of a micro-batch in flight that a stage keeps besides what its blocks keep."""
     reserve: float = 0.05
-    """Share of activations and gathered weights that the allocator loses besides."""
+    """What the allocator holds and no tensor has, over all that tensors have."""
+    returned: float = 0.5
+    """Share of that which it gives back before a run is out of memory."""
     context: float = 1.5e9
     """Bytes of the device that no tensor has: context, libraries, and NCCL, but for ours, whose
     communicators are counted (`communicators`)."""
@@ -114,6 +140,8 @@ MEGATRON20 = Runtime(
     states=12,
     sharded=False,
     scatter=False,
+    bucket=BUCKET,
+    interleaves=False,
     source="arXiv 1909.08053 and its repository: torch DDP overlaps the all-reduce of fp16 "
     "gradients; fused scale-mask-softmax; all-reduces over row",
 )
@@ -147,10 +175,12 @@ MEGATRON_DEEPSPEED = Runtime(
     hidden_data=False,
     reduce="both",
     gradient=2,
-    held_gradient=3.0,
-    reserve=0.52,
+    wide_gradient=6.0,
+    messages=1,
+    reserve=0.22,
     context=3.0e9,
-    buffers=2.5e9,
+    buffers=4.5e9,
+    interleaves=False,
     source="DeepSpeed's pipeline engine: gradients are all-reduced in buckets after the last "
     "micro-batch, ZeRO-1 then gathers weights; messages are partitioned over row",
 )
@@ -159,17 +189,18 @@ DEEPSPEED3 = Runtime(
     attention="scores",
     sequence=False,
     gradient=2,
-    rails="one",
-    source="arXiv 2104.04473, section 5.2: ZeRO-3 without tensor parallelism; its gathers reach "
-    "21 to 23 GB/s there, one network card of a node's eight",
+    regathers=True,
+    interleaves=False,
+    source="arXiv 1910.02054: weights are gathered for forward, for what is computed again and for "
+    "backward",
 )
 MEGATRON_CORE = Runtime(
     name="Megatron-Core",
     attention="flash3",
     casts="fused",
     hidden_dx=True,
-    hidden_row=0.7,
-    hidden_pipe=0.7,
+    hidden_row=HIDDEN,
+    hidden_pipe=HIDDEN,
     fused_gradient=True,
     gradient=2,
     kernels=25,
@@ -180,7 +211,7 @@ MEGATRON_CORE = Runtime(
 TORCHTITAN = Runtime(
     name="torchtitan",
     attention="flash2",
-    passes=3.0,
+    passes=EAGER,
     kernels=60,
     gradient=2,
     selective="half",
@@ -188,7 +219,7 @@ TORCHTITAN = Runtime(
     held_gradient=4.5,
     logits=14,
     split_logits=16,
-    reserve=0.2,
+    reserve=0.18,
     context=1.0e9,
     source="arXiv 2410.06511: FSDP2, torch's SDPA; selective recomputation keeps every other "
     "matrix product; pipelines without a given number take as many micro-batches as stages",
@@ -196,19 +227,23 @@ TORCHTITAN = Runtime(
 NANOTRON = Runtime(
     name="nanotron",
     attention="flash2",
-    passes=2.0,
+    passes=PARTLY,
     kernels=70,
-    hidden_data=False,
+    bucket=2 * BUCKET,
+    copied=6,
     cut="balanced",
-    held_gradient=6.0,
+    interleaves=False,
     kept=2.0,
-    source="huggingface/nanotron: eager, flash-attn 2, fp32 gradient accumulation, stages cut by "
-    "the compute cost of blocks",
+    reserve=0.1,
+    source="huggingface/nanotron (models/llama.py, optim/gradient_accumulator.py, distributed.py): "
+    "eager but for Triton's RMSNorm and flash-attn's rotation; fp32 gradient accumulation, half "
+    "gradients are freed; a hook reduces DDP's buckets during backward; ZeRO-1 flattens and copies "
+    "each rank's part of each tensor; stages cut by the compute cost of blocks",
 )
 FOUNDRY = Runtime(
     name="llm-foundry",
     attention="flash1",
-    passes=2.0,
+    passes=EAGER,
     kernels=60,
     sequence=False,
     fsdp=True,
@@ -220,12 +255,20 @@ FOUNDRY = Runtime(
 AXONN = Runtime(
     name="AxoNN",
     attention="flash2",
-    passes=2.0,
+    passes=EAGER,
     kernels=60,
     sequence=False,
     gradient=2,
-    hidden_row=0.3,
+    hidden_row=HIDDEN,
     source="arXiv 2502.08145: overlapped all-reduces, reduce-scatters and gathers over Z",
+)
+COMMON = Runtime(
+    name="common",
+    passes=EAGER,
+    casts="fused",
+    kernels=60,
+    source="a framework that has no row: eager kernels, FlashAttention-2, nothing hidden over row, "
+    "gradients reduced beside backward in fp32, states split over data",
 )
 OURS = Runtime(
     name="ranvier",
@@ -242,6 +285,7 @@ OURS = Runtime(
     context=0.63e9,
     margin=0.04,
     reserve=0.03,
+    returned=0.0,
     source="this package: three overlaps, sequence split over row, gradients in fp32 once they are "
     "added up or reduced, stages cut by work; kernels as profiled (docs/benchmarks.md): cuDNN's "
     "attention, 0.9 of the bandwidth, three passes over logits",
@@ -259,6 +303,7 @@ ROWS: Mapping[str, Runtime] = {
         NANOTRON,
         FOUNDRY,
         AXONN,
+        COMMON,
         OURS,
     )
 }

@@ -248,12 +248,11 @@ def _depth(plan: Plan, cluster: Cluster, runtime: Runtime, weights: int, places:
         return 0.0
     keep = plan.gathered == "keep" or runtime.gathers == "keep"
     gathers = 1.0 / plan.micro_batches if keep else 2.0
-    if plan.recompute == "full" and runtime.rails == "one":
-        gathers = 3.0  # its gathers are part of what is computed again
+    if plan.recompute == "full" and runtime.regathers and not keep:
+        gathers = 3.0
     reductions = 1.0 / plan.micro_batches if keep else 1.0
-    gather = links.seconds(cluster, OPS[0], 2 * weights, shards, rails=runtime.rails)
-    size = runtime.gradient * weights
-    scatter = links.seconds(cluster, OPS[1], size, shards, rails=runtime.rails)
+    gather = links.seconds(cluster, OPS[0], 2 * weights, shards)
+    scatter = links.seconds(cluster, OPS[1], runtime.gradient * weights, shards)
     return gathers * gather + reductions * scatter
 
 
@@ -267,10 +266,16 @@ def _data(
         return 0.0, 0.0
     held = numbers(model, plan) / plan.depth
     op = "reduce_scatter" if runtime.reduce == "scatter" else "all_reduce"
-    data = links.seconds(cluster, op, held * runtime.gradient, copies)
+    size = held * runtime.gradient
+    buckets = max(size / runtime.bucket, 1.0) if runtime.bucket else 1.0
+    data = buckets * links.seconds(cluster, op, size / buckets, copies)
     after = 0.0
     if runtime.reduce != "all_reduce":
         after = links.seconds(cluster, "all_gather", 2 * held, copies)
+    if runtime.copied and runtime.reduce == "scatter":  # a kernel for each rank's part
+        launch = cluster.device.launch * copies.size
+        data += 2 * launch * buckets  # by the framework, and by NCCL's lists
+        after += launch * runtime.copied * model.layers / plan.pipe
     return data, after
 
 
