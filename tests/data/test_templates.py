@@ -51,7 +51,8 @@ def test_no_process_grows_by_gigabytes() -> None:
                 Rendering(text, "mine", worker)({})
     after = [resource.getrusage(who).ru_maxrss for who in (0, -1)]
     assert after[0] - before[0] < 64 << 10, "this process"
-    assert after[1] <= max(before[1], sandbox.MEMORY >> 10), "the worker and its children"
+    # a process that is about to be replaced counts as large as the one that it was forked from
+    assert after[1] <= max(before[1], after[0], sandbox.MEMORY >> 10), "the worker and its children"
 
 
 def test_what_templates_need_is_there() -> None:

@@ -302,9 +302,10 @@ class Saver:
         number, left = divmod(left, 4)
         if failed:
             error, self._error, self._phase = self._error, None, ""
-            if self.grid.rank == 0:
-                here = folder.writing(self.folder, self.step, self.nonce)
-                shutil.rmtree(here, ignore_errors=True)
+            if self._thread is not None:  # it may be about to make the folder that another removed
+                self._thread.join(ROUND)
+            here = folder.writing(self.folder, self.step, self.nonce)
+            shutil.rmtree(here, ignore_errors=True)
             if error is not None:
                 raise error
             raise ElsewhereError(failed)
