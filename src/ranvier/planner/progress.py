@@ -14,6 +14,7 @@ from typing import Self
 from ranvier.planner import explain
 from ranvier.planner.predict import Layout
 from ranvier.planner.rivals import Found
+from ranvier.terminal import draw
 
 PAUSE = 1.0
 """Seconds between lines that are not of a terminal."""
@@ -62,7 +63,6 @@ class Lines:
 
     def _write(self, text: str) -> None:
         try:
-            sys.stderr.write(text)
-            sys.stderr.flush()
+            draw(text, sys.stderr)
         except (OSError, ValueError):  # nobody reads it any more: search on
             self.last = float("inf")
