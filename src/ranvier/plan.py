@@ -169,9 +169,11 @@ class Plan:
 
     def _usual(self, share: int) -> int:
         """The micro-batch of a rank's share: all of it, or a part that keeps all stages busy."""
+        if self.pipe == 1:
+            return share
         multiple = self.col if self.inner == "samples" else 1
         fits = [n for n in divisors(share) if n % multiple == 0 and share // n <= 4 * self.pipe]
-        return fits[0] if self.pipe > 1 and fits else share
+        return fits[0] if fits else share
 
     def check(self, sizes: Mapping[str, int], world: int, *, fitted: bool = False) -> Plan:
         """The resolved plan, or a PlanError with every problem.

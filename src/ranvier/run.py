@@ -68,6 +68,7 @@ class Run:
         """The run with all that is derived resolved for `world` ranks, or every problem at once."""
         problems = list(self.problems())
         sizes = (*self.model.sizes.values(), self.data.seq, *self.plan.degrees.values())
+        sizes += (self.plan.batch, self.plan.micro_batch)
         if problems and (min(self.model.sizes.values()) < 1 or max(sizes) > 2**31):
             raise PlanError(problems)
         try:
