@@ -132,7 +132,7 @@ def test_types_are_settled_by_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_ranks_follow_from_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 64)
-    assert ranks_of(Run()) == 2
+    assert ranks_of(Run()) == 1
     assert ranks_of(run_of("", {"row": 4, "data": 1}, 1)) == 4
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
