@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from multiprocessing import reduction
 from typing import Any
 
 
@@ -26,6 +25,8 @@ class SharedFile:
         return self.path or f"/proc/self/fd/{self.fd}"
 
     def __reduce__(self) -> tuple[Any, ...]:
+        from multiprocessing import reduction  # commands that start no rank begin without it
+
         return _receive, (self.name, reduction.DupFd(self.fd), self.path)
 
     def __del__(self) -> None:
