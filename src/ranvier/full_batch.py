@@ -45,6 +45,7 @@ from ranvier.nn.linear import Linear
 from ranvier.nn.loss import CrossEntropy
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.plan import AXES
+from ranvier.sharding import Sharding
 
 SCALARS = ("sum", "mean")
 TOGETHER = "Give call_on_full_batch the same full batch on every rank: seed what draws it alike."
@@ -72,7 +73,7 @@ def call_on_full_batch(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     parts = {name: feed.part(name, x.to(device)) for name, x in inputs.items()}
     parallel.moment.samples = feed.sample_numbers(model)
     bound.arguments.update(parts)
-    with _observed(parallel, feed, parts) as seen:
+    with _observe(parallel, feed, parts) as seen:
         output = model(*bound.args[1:], **bound.kwargs)
     return _full(output, getattr(model, "output_dims", None), feed, seen)
 
@@ -218,7 +219,7 @@ class Seen:
 
 
 @contextmanager
-def _observed(parallel: Parallel, feed: Feed, parts: Mapping[str, Tensor]) -> Iterator[Seen]:
+def _observe(parallel: Parallel, feed: Feed, parts: Mapping[str, Tensor]) -> Iterator[Seen]:
     """Watch which layer reads an input, and which runs last; compiled blocks are left alone."""
     seen, names = Seen(), {id(x): name for name, x in parts.items()}
 
@@ -279,9 +280,9 @@ def _full_tensor(y: Tensor, dims: Any, feed: Feed, seen: Seen) -> Tensor:
     """The full tensor of which each rank has a part. Communicates: all-gather over its axes."""
     if y.dim() == 0:
         return _full_number(y, dims, feed, seen)
-    layout = _layout(y, feed, seen) if dims is None else _named(y, dims, feed)
+    layout = _layout(y, feed, seen) if dims is None else _layout_from_dims(y, dims, feed)
     vocab = feed.parallel.sizes["vocab"] if layout.dims[-1] == "vocab" else None
-    y = y if vocab is None else _padded(y, layout, feed.parallel)
+    y = y if vocab is None else _pad_vocabulary(y, feed.parallel)
     y = layout.join(y, feed.parallel.grid)
     y = y if vocab is None else y[..., :vocab]
     if feed.fold is not None and layout.dims[:2] == ("batch", "seq"):
@@ -313,7 +314,7 @@ def _full_number(y: Tensor, dims: Any, feed: Feed, seen: Seen) -> Tensor:
     return total(y if word == "sum" else y / axis.size, axis)
 
 
-def _named(y: Tensor, dims: Sequence[str], feed: Feed) -> Layout:
+def _layout_from_dims(y: Tensor, dims: Sequence[str], feed: Feed) -> Layout:
     """The layout of an output whose dims the model names."""
     parallel, names = feed.parallel, tuple(dims)
     if feed.fold is not None and names[:1] == ("batch",) and "seq" not in names:
@@ -360,9 +361,8 @@ def _layout(y: Tensor, feed: Feed, seen: Seen) -> Layout:
     )
 
 
-def _padded(y: Tensor, layout: Layout, parallel: Parallel) -> Tensor:
+def _pad_vocabulary(y: Tensor, parallel: Parallel) -> Tensor:
     """My part of a vocabulary with its padding, which a layer leaves out without gradients."""
-    degrees, parts = parallel.grid.degrees, layout.sizes(parallel.grid)[-1]
-    multiple = degrees["row"] * degrees["col"]
-    each = -(-parallel.sizes["vocab"] // multiple) * multiple // parts
-    return F.pad(y, (0, each - y.shape[-1]))
+    degrees, region = parallel.grid.degrees, parallel.table.region("vocab")
+    sharding = Sharding.make([parallel.sizes["vocab"]], ["vocab"], region, degrees)
+    return F.pad(y, (0, sharding.local[0] - y.shape[-1]))

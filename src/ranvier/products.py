@@ -19,6 +19,9 @@ CHUNK = 1 << 32
 """Bytes of the logits of a chunk at most."""
 SMALL = 1 << 30
 """Bytes of logits that may be whole."""
+ALIGNMENT = 16
+"""Bytes. On a GPU, products with a matrix whose rows do not begin at multiples of it take 3 to 8
+times as long."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,6 +275,13 @@ class Scores(Product):
         factor = self.factors[0]
         ranks = self.scatters.size if factor.move.scatter.dim == -1 else 1
         return tokens * factor.output.local[0] * ranks
+
+
+def align_columns(columns: int, itemsize: int) -> int:
+    """The smallest number of columns, at least `columns`, whose rows fill whole multiples of
+    ALIGNMENT."""
+    multiple = max(ALIGNMENT // itemsize, 1)
+    return -(-columns // multiple) * multiple
 
 
 def chunks(tokens: int, row_bytes: int) -> list[slice]:

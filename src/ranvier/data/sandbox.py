@@ -75,17 +75,17 @@ class TemplateWorker:
         with self._lock:
             for _ in range(2):
                 try:
-                    return self._asked(text, values, marks)
+                    return self._ask(text, values, marks)
                 except WorkerEndedError as error:
-                    code = self._ended() if error.code is None else error.code
+                    code = self._wait_for_exit() if error.code is None else error.code
                     if -code in TIMERS:
                         return {"refused": f"{self.seconds:g} s of the processor were not enough"}
                     if -code not in OUTSIDE:
                         break
             return {"refused": f"the process that rendered it ended with the code {code}"}
 
-    def _asked(self, text: str, values: Mapping[str, Any] | None, marks: bool) -> dict[str, Any]:
-        channel, key = self._started(), digest_of(text)
+    def _ask(self, text: str, values: Mapping[str, Any] | None, marks: bool) -> dict[str, Any]:
+        channel, key = self._open_channel(), digest_of(text)
         self._asks += 1
         request = {
             "key": key,
@@ -127,13 +127,13 @@ class TemplateWorker:
 
         Before it the number of what it is the reply to; 0: a child has ended, or what came is none.
         """
-        size = int.from_bytes(self._received(channel, 8))
-        number = int.from_bytes(self._received(channel, 8))
+        size = int.from_bytes(self._receive(channel, 8))
+        number = int.from_bytes(self._receive(channel, 8))
         if size > 4 * LARGEST:
             self.stop()
             return 0, {"refused": f"a reply of {size:,} bytes"}
         try:
-            reply = json.loads(self._received(channel, size).decode("utf-8", "surrogatepass"))
+            reply = json.loads(self._receive(channel, size).decode("utf-8", "surrogatepass"))
         except (ValueError, RecursionError):
             reply = None
         if isinstance(reply, dict):
@@ -141,7 +141,7 @@ class TemplateWorker:
         self.stop()
         return 0, {"refused": "a reply that is none"}
 
-    def _received(self, channel: socket.socket, size: int) -> bytearray:
+    def _receive(self, channel: socket.socket, size: int) -> bytearray:
         """So many bytes. Seconds in which this process was stopped itself do not count."""
         whole, waited = bytearray(), 0
         while len(whole) < size:
@@ -157,7 +157,7 @@ class TemplateWorker:
             whole += piece
         return whole
 
-    def _started(self) -> socket.socket:
+    def _open_channel(self) -> socket.socket:
         """The way to the worker of this process; a process that was forked has its own."""
         if self._owner != os.getpid():
             self._forget()
@@ -190,7 +190,7 @@ class TemplateWorker:
             theirs.close()
         self._channel = ours
 
-    def _ended(self) -> int:
+    def _wait_for_exit(self) -> int:
         """The code of a worker that has ended or is ending."""
         assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -252,7 +252,7 @@ class Rendering:
                 "written in Jinja. Mend it, or name another one with data.template."
             )
         if "generates" not in reply:
-            raise self._refused(reply)
+            raise self._refusal(reply)
         self.generates = bool(reply["generates"])
         """Whether it has generation blocks."""
 
@@ -263,14 +263,14 @@ class Rendering:
         if isinstance(text, str) and len(text) <= LARGEST:
             return text
         if "failed" not in reply:
-            raise self._refused(reply)
+            raise self._refusal(reply)
         raise DataError(
             f"{at + ': ' if at else ''}the chat template {self.origin} does not take this "
             f"conversation: {reply['failed']!s:.300}. It decides which roles and turns there may "
             "be. Mend the record, or use another data.template."
         )
 
-    def _refused(self, reply: Mapping[str, Any]) -> RefusedError:
+    def _refusal(self, reply: Mapping[str, Any]) -> RefusedError:
         reason = reply.get("refused", reply.get("failed", "an answer that is none"))
         return RefusedError(
             f"The chat template {self.origin} was stopped: {reason!s:.200}. A template says how a "

@@ -62,7 +62,7 @@ def only_split(folder: Path, names: Sequence[str]) -> str | None:
     return str(splits[0])
 
 
-def described(names: Sequence[str]) -> set[str]:
+def metadata_files(names: Sequence[str]) -> set[str]:
     """Files of a folder that describe arrow files beside them and hold no rows."""
     arrow = any(name.endswith(ARROW) for name in names)
     return {STATE, INFO, SPLITS} if arrow or SPLITS in names else set()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from ranvier.data.files import digest_of, size_of, stamp_of
-from ranvier.data.saved_dataset import ARROW, described, only_split, saved_files
+from ranvier.data.saved_dataset import ARROW, metadata_files, only_split, saved_files
 from ranvier.errors import DataError
 
 TEXT = (".txt", ".md", ".py", ".rst", ".txt.gz")
@@ -182,7 +182,7 @@ def _files(path: Path) -> list[Path]:
             if saved is not None:
                 below.clear()
                 names = [file.name for file in saved]
-            aside = described(names)
+            aside = metadata_files(names)
             visible = [Path(folder, x) for x in names if not x.startswith(".") and x not in aside]
             found += [file for file in visible if suffix_of(file) is not None]
     except OSError as error:

@@ -215,12 +215,12 @@ def set_timer(seconds: float) -> None:
 
 def receive(channel: socket.socket) -> tuple[int, bytes] | None:
     """The number and the body of the next request; None: there are no more."""
-    head = _received(channel, 16)
-    body = None if head is None else _received(channel, int.from_bytes(head[:8]))
+    head = _receive(channel, 16)
+    body = None if head is None else _receive(channel, int.from_bytes(head[:8]))
     return None if head is None or body is None else (int.from_bytes(head[8:]), body)
 
 
-def _received(channel: socket.socket, size: int) -> bytes | None:
+def _receive(channel: socket.socket, size: int) -> bytes | None:
     whole = bytearray()
     while len(whole) < size:
         piece = channel.recv(min(size - len(whole), 1 << 20))

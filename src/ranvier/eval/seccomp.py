@@ -198,13 +198,13 @@ def _verdict(refusal: Refusal) -> list[tuple[int, int, int, int]]:
     """What is done with a call, once its number is found."""
     refused = ERRNO | refusal.error
     if refusal.unless:
-        return [*_tested(refusal.unless, ALLOW), (RETURN, 0, 0, refused)]
+        return [*_compile_tests(refusal.unless, ALLOW), (RETURN, 0, 0, refused)]
     if refusal.only:
-        return [*_tested(refusal.only, refused), (RETURN, 0, 0, ALLOW)]
+        return [*_compile_tests(refusal.only, refused), (RETURN, 0, 0, ALLOW)]
     return [(RETURN, 0, 0, refused)]
 
 
-def _tested(ways: Sequence[Sequence[Test]], verdict: int) -> list[tuple[int, int, int, int]]:
+def _compile_tests(ways: Sequence[Sequence[Test]], verdict: int) -> list[tuple[int, int, int, int]]:
     """A verdict for a call that passes all tests of one of several ways."""
     lines = list[tuple[int, int, int, int]]()
     for tests in ways:

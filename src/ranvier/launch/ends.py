@@ -184,13 +184,13 @@ def reported(me: Ranks, *, quiet: bool = False, trains: bool = True) -> Iterator
     """
     with (
         lasting_output() if trains else contextlib.nullcontext(),
-        _reported(me, quiet=quiet, trains=trains),
+        _report_errors(me, quiet=quiet, trains=trains),
     ):
         yield
 
 
 @contextlib.contextmanager
-def _reported(me: Ranks, *, quiet: bool, trains: bool) -> Iterator[None]:
+def _report_errors(me: Ranks, *, quiet: bool, trains: bool) -> Iterator[None]:
     before, left = handled(_stopped if trains else _interrupted), threading.Event()
 
     def heard(_: int) -> None:

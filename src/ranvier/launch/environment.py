@@ -254,11 +254,15 @@ def interface_towards(address: str) -> str:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(where)  # no packet is sent
                 own = probe.getsockname()[0]
-            return "lo" if ipaddress.ip_address(own.partition("%")[0]).is_loopback else _named(own)
+            return (
+                "lo"
+                if ipaddress.ip_address(own.partition("%")[0]).is_loopback
+                else _interface_of(own)
+            )
     return ""
 
 
-def _named(address: str) -> str:
+def _interface_of(address: str) -> str:
     """The interface that has an address of version 4; empty if none has."""
     get_address = 0x8915  # SIOCGIFADDR
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -39,6 +39,8 @@ def remove_after_end(folder: str, pid: int) -> None:
     """
     reader, _writer = os.pipe()  # the writer stays open until the kernel closes it
     quiet = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_WRONLY, 0) for fd in (1, 2)]
+    # Without a shell, or where a spawned process gets no session of its own (macOS), the folder
+    # stays until the system clears its temporary files: no reason to end a run.
     with contextlib.suppress(OSError, NotImplementedError):
         os.posix_spawn(
             "/bin/sh",

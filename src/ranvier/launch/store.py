@@ -60,14 +60,14 @@ def user_key() -> str:
     """
     given = environment("RANVIER_KEY", "RANVIER_KEY_FILE")
     if "RANVIER_KEY" in given:
-        return _checked(given["RANVIER_KEY"], "RANVIER_KEY")
+        return _check_key(given["RANVIER_KEY"], "RANVIER_KEY")
     if "RANVIER_KEY_FILE" in given:
         path = Path(given["RANVIER_KEY_FILE"]).expanduser()
-        return _checked(_read(path), f"RANVIER_KEY_FILE={path}")
+        return _check_key(_read(path), f"RANVIER_KEY_FILE={path}")
     path = _home() / "key"
     with contextlib.suppress(FileExistsError):
         _create(path)
-    return _checked(_read(path), str(path))
+    return _check_key(_read(path), str(path))
 
 
 def _home() -> Path:
@@ -118,7 +118,7 @@ def _read(path: Path) -> str:
         os.close(fd)
 
 
-def _checked(text: str, source: str) -> str:
+def _check_key(text: str, source: str) -> str:
     """A key without the spaces around it, if it is long enough."""
     key = text.strip()
     if not SHORTEST_KEY <= len(key) <= LONGEST_KEY:

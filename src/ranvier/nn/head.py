@@ -25,14 +25,11 @@ from ranvier.nn.linear import Linear
 from ranvier.nn.loss import IGNORE, Columns, reference, score, score_each
 from ranvier.nn.matmul import Layouts
 from ranvier.nn.outputs import buffer_dim, pack, pack_adjoint, repack, unpack
-from ranvier.products import Scores, chunks
+from ranvier.products import Scores, align_columns, chunks
 from ranvier.sharding import Dim
 
-ALIGNMENT = 16
-"""Bytes. On a GPU, products with a matrix whose rows do not begin at multiples of it take 3 to 8
-times as long."""
 ALIGNED_DEVICES = ("cuda", "meta")
-"""Where that matters; meta stands for a GPU."""
+"""Where the alignment of rows matters (`products.ALIGNMENT`); meta stands for a GPU."""
 
 
 class Head(Linear):
@@ -102,7 +99,7 @@ class Head(Linear):
         whole = verbs.all_gather(x, from_axis, from_dim).wait()  # (b, s, d/col)
         matrix, found = self.matrix(self.handles["weight"].whole()), list[Tensor]()
         cuts = chunks(whole.shape[1], whole.shape[0] * matrix.shape[0] * x.element_size())
-        matrix = self.padded(matrix)
+        matrix = self.align(matrix)
         for cut in cuts:
             part = whole[:, cut]
             y = self.products.forward(part.flatten(0, 1), matrix).unflatten(0, part.shape[:2])
@@ -113,14 +110,14 @@ class Head(Linear):
             found.append(some.unflatten(1, shape))  # (2, b/col, c)
         return torch.cat(found, 2)
 
-    def padded(self, matrix: Tensor) -> Tensor:
+    def align(self, matrix: Tensor) -> Tensor:
         """The matrix `[V/row, d/col]` with rows of zeros, so that rows of logits are aligned.
 
         The loss leaves their columns out, as it does where row does not divide the vocabulary.
         """
         if not self.flat or self.bias is not None or matrix.device.type not in ALIGNED_DEVICES:
             return matrix
-        missing = -matrix.shape[0] % max(ALIGNMENT // matrix.element_size(), 1)
+        missing = align_columns(matrix.shape[0], matrix.element_size()) - matrix.shape[0]
         return F.pad(matrix, (0, 0, 0, missing)) if missing else matrix
 
     @property
@@ -158,7 +155,7 @@ class _Loss(torch.autograd.Function):
         samples, tokens, _ = whole.shape
         dx = None if dx is None else dx.view(whole.shape)
         cuts = chunks(tokens, samples * matrix.shape[0] * x.element_size())
-        matrix = leaf.padded(matrix)
+        matrix = leaf.align(matrix)
         for cut in cuts:
             part = whole[:, cut].flatten(0, 1)  # (b · c, d/col)
             y = _scattered(leaf.products.forward(part, matrix).unflatten(0, (samples, -1)), leaf)

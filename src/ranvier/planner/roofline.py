@@ -21,6 +21,7 @@ from typing import Literal
 from ranvier.planner.cluster import Device, Product
 from ranvier.planner.leaves import Leaf, Part
 from ranvier.planner.runtime import FLASH, OURS, Runtime
+from ranvier.products import align_columns
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
 """Tiles of a product, and how much more memory traffic costs with the smaller ones."""
@@ -230,12 +231,12 @@ def _unlike(seq: int, head_dim: int, ranks: int, setup: Setup, leaf: Leaf) -> fl
 def local(dim: str, size: int, setup: Setup) -> int:
     """What a rank has of a dim in a product.
 
-    A vocabulary is padded to a multiple of row · col; where col is 1 the head pads its columns to a
-    multiple of 8 as well (`nn.head`), as other frameworks do.
+    A vocabulary is padded to a multiple of row · col; where col is 1 the head aligns its columns as
+    well (`nn.head`), as other frameworks do.
     """
     if dim == "vocab":
         columns = -(-size // (setup.row * setup.col)) * setup.col
-        return columns if setup.col > 1 else -(-columns // 8) * 8
+        return columns if setup.col > 1 else align_columns(columns, BYTES[setup.dtype])
     return -(-size // (setup.row if dim in INNER else setup.col if dim == "embed" else 1))
 
 
