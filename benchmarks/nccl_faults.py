@@ -4,8 +4,8 @@ Usage: python benchmarks/nccl_faults.py [--trials 12] [--seed 0] [--backend gloo
            [--grid pipe=2,row=2] [--kind stop] [--steps 24] [--budget-seconds 600]
 
 For each grid an uninterrupted `ranvier train` gives the losses of all steps and the duration of a
-run. Every trial then starts the same run and injects one fault at a random moment of it: between
-the first step and the end, or while the ranks start. The kinds of faults take turns:
+run. Every trial then starts the same run and injects one fault at a random moment of it: after a
+random step (the last one included), or while the ranks start. The kinds of faults take turns:
 
     kill       SIGKILL to a rank: the launcher restarts all ranks, and the run finishes
     launcher   SIGKILL to the launcher: all ranks end with it
@@ -503,12 +503,12 @@ class Trial:
     at_start: bool
     """Whether it comes before the first step."""
     share: float
-    """Where the fault is between the beginning and the end of its range of time."""
+    """Where the fault is: of all steps, or of the time in which ranks start."""
     reference: Reference = field(init=False)
-    range_seconds: float = field(init=False)
-    """How long the range of time is."""
-    range_began: float = math.inf
-    """When the range of time began in this run, once it has."""
+    start_seconds: float = field(init=False)
+    """How long ranks start."""
+    start_began: float = math.inf
+    """When all ranks of this run were there."""
     moment: str = "never"
     rows: int = 0
     """Steps written before the fault."""
@@ -526,9 +526,7 @@ class Trial:
     def play(self, reference: Reference) -> None:
         """Start the run, inject the fault, continue the run, and check everything."""
         self.reference = reference
-        self.range_seconds = reference.end_seconds - reference.first_seconds
-        if self.at_start:
-            self.range_seconds = reference.first_seconds - reference.ranks_seconds
+        self.start_seconds = reference.first_seconds - reference.ranks_seconds
         for attempt in range(ATTEMPTS):
             folder = self.setup.root / f"trial-{self.number}-{attempt}"
             folder.mkdir()
@@ -595,25 +593,29 @@ class Trial:
     def _wait_for_moment(self, command: TrainCommand, out: Path) -> bool:
         """Wait until the fault is due; whether the run was still under way then."""
         world = math.prod(self.grid.values())
+        steps = 1 + int(self.share * self.setup.steps)
 
         def is_ready() -> bool:
             if command.has_exited():
                 return True
             if self.at_start:
                 return len(command.find_ranks()) == world
-            return len(command.rank_of) == world and count_rows(out) > 0
+            return len(command.rank_of) == world and count_rows(out) >= steps
 
         if not command.wait_until(is_ready, self.reference.patience_seconds):
-            self.problems.append("the run did not get to its first step")
+            self.problems.append(
+                "the run did not get to " + ("a rank" if self.at_start else "a step")
+            )
             return False
-        self.range_began = time.monotonic()
-        command.wait_until(command.has_exited, self.share * self.range_seconds)
+        self.start_began = time.monotonic()
+        if self.at_start:
+            command.wait_until(command.has_exited, self.share * self.start_seconds)
         return not command.has_exited()
 
     def _note_early_end(self, command: TrainCommand) -> bool:
         """Check that a run that came to its end before the fault has finished; False."""
         # The reference was slower, perhaps as the machine did other things, too.
-        self.range_seconds = min(self.range_seconds, time.monotonic() - self.range_began)
+        self.start_seconds = min(self.start_seconds, time.monotonic() - self.start_began)
         command.wait_until(command.has_exited, self.reference.patience_seconds)
         self.moment = "never"
         self.errors = command.read_errors()

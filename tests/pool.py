@@ -50,6 +50,7 @@ class Pool:
         self.size, self.backend, self.mps = size, backend, mps
         self.workers: list[tuple[BaseProcess, Connection]] = []
         self.known: list[tuple[tuple[int, ...], str]] = []
+        self.grids: set[tuple[tuple[str, int], ...]] = set()
 
     def start(self) -> None:
         """Start the workers."""
@@ -74,11 +75,16 @@ class Pool:
 
     def stop(self) -> None:
         """End the workers."""
-        for worker, connection in self.workers:
+        for _, connection in self.workers:
             connection.close()
+        # One that waits for a function ends by itself; killed it might harm others on its GPU.
+        deadline = time.monotonic() + 1.0
+        for worker, _ in self.workers:
+            worker.join(max(deadline - time.monotonic(), 0.0))
+        for worker, _ in self.workers:
             worker.kill()
             worker.join()
-        self.workers, self.known = [], []
+        self.workers, self.known, self.grids = [], [], set()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(
@@ -87,8 +93,7 @@ class Pool:
         """Results of the ranks, in order."""
         if not self.workers:
             self.start()
-        for _, connection in self.workers[:ranks]:
-            connection.send((function, arguments))
+        self._send(function, ranks, arguments)
         results: dict[int, Any] = {}
         deadline = time.monotonic() + timeout
         open_ones = {connection: rank for rank, (_, connection) in enumerate(self.workers[:ranks])}
@@ -110,6 +115,15 @@ class Pool:
             self._fail(failures, sorted(open_ones.values()))
         return [results[rank] for rank in range(ranks)]
 
+    def _send(self, function: Callable[..., Any], ranks: int, arguments: tuple[Any, ...]) -> None:
+        """Ask the first workers to call a function."""
+        for rank, (worker, connection) in enumerate(self.workers[:ranks]):
+            try:
+                connection.send((function, arguments))
+            except BrokenPipeError:
+                worker.join(1.0)
+                self._fail({rank: f"died before this call, exit code {worker.exitcode}"}, [])
+
     def on_grid(
         self,
         degrees: Mapping[str, int],
@@ -124,6 +138,9 @@ class Pool:
         how: dict[str, Any] = {"rendezvous": rendezvous, "order": order}
         if self.backend == "nccl":
             assert world == self.size, (degrees, self.size)
+            if len(self.grids) >= GRIDS_AT_MOST and tuple(degrees.items()) not in self.grids:
+                self.stop()
+            self.grids.add(tuple(degrees.items()))
             return self.run(
                 _with_own_groups, world, dict(degrees), how, function, arguments, **options
             )
@@ -161,6 +178,10 @@ GROUPS: dict[tuple[tuple[int, ...], str], Any] = {}
 """Process groups of a worker, shared by all its grids: making them takes longer than most tests."""
 GROUPS_OF_GRID: dict[tuple[tuple[str, int], ...], dict[tuple[tuple[int, ...], str], Any]] = {}
 """The same over NCCL, where each grid makes its own."""
+GRIDS_AT_MOST = 8
+"""Grids after which workers over NCCL are started anew. Communicators of a grid occupy up to 1 GiB
+of a worker's host memory; c10d gives a group the name of one that was destroyed, under which the
+store still has the old one's keys."""
 CHANNELS = ("", "gather", "scatter")
 PIPE = ("forward", "backward")
 """Channels of the pipe axis alone."""
