@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import secrets
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,8 @@ from ranvier.launch import grow_segments
 settings.register_profile("ranvier", deadline=None, derandomize=True)
 settings.load_profile("ranvier")
 grow_segments()
+# A shell starts its background jobs with SIGINT ignored, which their processes inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
