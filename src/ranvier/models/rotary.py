@@ -102,12 +102,12 @@ class Rotate(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, angles: Tensor) -> Tensor:
         ctx.save_for_backward(angles)
         (left, right), (cos, sin) = x.chunk(2, -1), angles.chunk(2, -1)
-        return x * cos + torch.cat([-right, left], -1) * sin
+        return (x * cos).addcmul_(torch.cat([-right, left], -1), sin)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (left, right), (cos, sin) = dy.chunk(2, -1), ctx.saved_tensors[0].chunk(2, -1)
-        return dy * cos + torch.cat([right, -left], -1) * sin, None
+        return (dy * cos).addcmul_(torch.cat([right, -left], -1), sin), None
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:

@@ -358,7 +358,7 @@ def _deliver(
 
 
 def _sum(terms: list[Tensor]) -> Tensor:
-    total = terms[0]
+    """The sum of products, in the first of them."""
     for term in terms[1:]:
-        total = total + term
-    return total
+        terms[0].add_(term)
+    return terms[0]

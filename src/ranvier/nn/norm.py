@@ -8,15 +8,19 @@ counted once. Statistics are taken in fp32 at least.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from ranvier.comm import verbs
 from ranvier.comm.pairs import share, total
 from ranvier.errors import ShardingError
+from ranvier.grid import Axis
 from ranvier.layers import Statistics
 from ranvier.nn.example import Example
-from ranvier.nn.leaf import Leaf, Site
+from ranvier.nn.leaf import Leaf, Site, applied
 from ranvier.sharding import Dim
 
 
@@ -93,12 +97,53 @@ class RMSNorm(Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise."""
+        weight = _wide(self.weight)
+        weight = weight if self.shift == 0.0 else self.shift + weight
         with self.here():
             wide = _wide(x)
             eps = torch.finfo(wide.dtype).eps if self.eps is None else self.eps  # as in torch
+            eager = x.device.type == "cpu" and not torch.compiler.is_compiling()
+            if eager and x.dtype == weight.dtype:
+                found: Tensor = applied(_RootMeanSquare, x, weight, eps, self)
+                return found
             y = wide * torch.rsqrt(self.mean(wide * wide) + eps)
-        weight = _wide(self.weight)
-        return (y * (weight if self.shift == 0.0 else self.shift + weight)).to(x.dtype)
+        return (y * weight).to(x.dtype)
+
+
+class _RootMeanSquare(torch.autograd.Function):
+    """y = w · x · r with r = 1 / sqrt(mean(x²) + eps), in few passes over memory.
+
+    dx = r · w · dy - x · r³ · mean(x · w · dy); dw = Σ r · x · dy over tokens. On a CPU what
+    autograd derives takes twice the time; on a GPU blocks are compiled into one kernel.
+    Communicates: all-reduce of one number a token over the axes of the dim, each way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, norm: Norm) -> Tensor:
+        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
+        mean = verbs.all_reduce(square, norm.axis).wait() / (norm.size * norm.copies)
+        root = torch.rsqrt(mean + eps)  # (..., 1)
+        ctx.save_for_backward(x, weight, root)
+        ctx.norm = norm
+        return (x * root).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        x, weight, root = ctx.saved_tensors
+        norm = ctx.norm
+        product = (x * dy).flatten(0, -2)  # (tokens, d/col)
+        with norm.here():
+            here = (product @ weight).view(root.shape)
+            mean = sum_gradients(here, norm.axis) / (norm.size * norm.copies)
+        dx = (dy * weight).mul_(root).addcmul_(x, mean.mul_(root).mul_(root).mul_(root), value=-1.0)
+        dw = root.flatten() @ product if ctx.needs_input_grad[1] else None
+        return dx, dw, None, None
+
+
+def sum_gradients(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of all ranks' gradients. Communicates: all-reduce over axis."""
+    return verbs.all_reduce(x, axis).wait()
 
 
 class LayerNorm(Norm):

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ranvier import launch
@@ -40,6 +42,8 @@ EVEN = 16
 NARROW = (torch.bfloat16, torch.float16)
 LANES = 64
 """Elements: a multiple of those of a vector register of any CPU."""
+NORM_ROW = 1024
+"""Elements of a norm on a CPU."""
 
 
 def _kernel(*still: str) -> Callable[[Any], Any]:
@@ -89,12 +93,17 @@ def adamw(
     """
     if weight.is_meta:  # it stands for a device with the kernel, which needs no space
         return
-    rest: Any = {"share": share, "eps": eps, "decay": decay, "out": out}
+    rest: Any = {"share": share, "eps": eps, "decay": decay}
     if available_on_cpu(weight, moments):
-        cpu_adamw(weight, grad, moments, now=now, **rest)
+        if now.good:
+            grad = grad.to(weight.dtype)
+            grad = grad if now.factor is None else grad * now.factor.to(weight.dtype)
+            cpu_adamw([CpuUpdate(weight, grad, moments)], now=now, **rest)
+            if out is not None:
+                out.copy_(weight)
         return
     if not available(weight, grad, moments, out, key):
-        rules.adamw(weight, grad, moments, now=now, key=key, **rest)
+        rules.adamw(weight, grad, moments, now=now, key=key, out=out, **rest)
         return
     assert all(x.shape == weight.shape for x in (grad, moments.mean, moments.square)), weight.shape
     assert key is not None or moments.mean.dtype == torch.float32, "narrow moments need a key"
@@ -131,57 +140,59 @@ def available_on_cpu(weight: Tensor, moments: Moments) -> bool:
     )
 
 
-def cpu_adamw(
-    weight: Tensor,
-    grad: Tensor,
-    moments: Moments,
-    *,
-    now: Scalars,
-    share: float,
-    eps: float,
-    decay: float,
-    out: Tensor | None,
-) -> None:
-    """`rules.adamw` in one pass of torch's kernel for CPUs; 20 times as fast as the plain rule.
+@dataclass(frozen=True)
+class CpuUpdate:
+    """Tensors `[n]` that torch's kernel for CPUs updates; their gradient has the factor in it."""
 
-    That kernel rounds the last elements, which do not fill a vector register, otherwise than the
-    others. They are updated in a buffer that does, so that bits do not depend on how states are cut
-    into tiles and ranges.
+    weight: Tensor
+    grad: Tensor
+    moments: Moments
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What the kernel reads."""
+        return [self.weight, self.grad, self.moments.mean, self.moments.square]
+
+
+def cpu_adamw(
+    updates: Sequence[CpuUpdate], *, now: Scalars, share: float, eps: float, decay: float
+) -> None:
+    """`rules.adamw` of many tensors in one call of torch's kernel for CPUs.
+
+    It takes a twentieth of the time of the plain rule. That kernel rounds the last elements, which
+    do not fill a vector register, otherwise than the others. They are updated in buffers that do,
+    so that bits do not depend on how states are cut into tiles and ranges.
     """
-    if not bool(now.good):
-        return
-    grad = grad.to(weight.dtype)
-    if now.factor is not None and float(now.factor) != 1.0:
-        grad = grad * now.factor.to(weight.dtype)
-    rest = weight.numel() % LANES
-    states = [weight, grad, moments.mean, moments.square]
-    parts = [[x[:-rest] for x in states] if rest else states]
-    if rest:
-        ends = [x[-rest:] for x in states]
-        parts.append([torch.zeros(LANES, dtype=x.dtype) for x in ends])
-        for full, end in zip(parts[-1], ends, strict=True):
-            full[:rest] = end
-    for master, slope, mean, square in parts:
-        torch._fused_adamw_(
-            [master],
-            [slope],
-            [mean],
-            [square],
-            [],
-            [now.step.float()],
-            lr=float(now.lr) * share,
-            beta1=now.betas[0],
-            beta2=now.betas[1],
-            weight_decay=decay,
-            eps=eps,
-            amsgrad=False,
-            maximize=False,
-        )
-    if rest:
-        for full, end in zip(parts[-1], ends, strict=True):
-            end.copy_(full[:rest])
-    if out is not None:
-        out.copy_(weight)
+    states: list[list[Tensor]] = []
+    ends: list[tuple[Tensor, Tensor]] = []
+    for update in updates:
+        rest = update.weight.numel() % LANES
+        if not rest:
+            states.append(update.tensors)
+            continue
+        states.append([x[:-rest] for x in update.tensors])
+        states.append([F.pad(x[-rest:], (0, LANES - rest)) for x in update.tensors])
+        ends += [
+            (x[-rest:], full[:rest]) for x, full in zip(update.tensors, states[-1], strict=True)
+        ]
+    weights, grads, means, squares = (list(tensors) for tensors in zip(*states, strict=True))
+    torch._fused_adamw_(
+        weights,
+        grads,
+        means,
+        squares,
+        [],
+        [now.step.float()] * len(weights),
+        lr=float(now.lr) * share,
+        beta1=now.betas[0],
+        beta2=now.betas[1],
+        weight_decay=decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    for end, updated in ends:
+        end.copy_(updated)
 
 
 def _where(key: Key | None, start: int) -> list[int]:
@@ -210,13 +221,26 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     wide = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
     if tensors[0].is_meta:  # it stands for a device with the kernel
         return torch.zeros((), dtype=wide, device=tensors[0].device)
-    if not tensors[0].is_cuda:  # the norms of the CPU add up fp32 numbers one by one
-        return torch.stack([x.to(wide).square().sum() for x in tensors]).sum()
+    if not tensors[0].is_cuda:
+        return torch.cat([_row_norms(x.to(wide)) for x in tensors]).square().sum()
     some = [x for x in tensors if x.numel() > 0]
     if not some or not all(summable(x) for x in some):
         parts = [x.to(wide).square().sum() for x in some]
         return torch.stack(parts).sum() if parts else tensors[0].new_zeros((), dtype=wide)
     return squares(some).sum()
+
+
+def _row_norms(x: Tensor) -> Tensor:
+    """Norms of rows of NORM_ROW elements, the last of what is left.
+
+    One norm of all would add up its squares one by one, which rounds off more with every element.
+    """
+    rest = x.numel() % NORM_ROW
+    flat = x.reshape(-1)
+    rows: Tensor = torch.linalg.vector_norm(flat[: x.numel() - rest].view(-1, NORM_ROW), dim=-1)
+    if not rest:
+        return rows
+    return torch.cat([rows, torch.linalg.vector_norm(flat[x.numel() - rest :], keepdim=True)])
 
 
 def summable(x: Tensor) -> bool:

@@ -197,9 +197,12 @@ class Optimizer:
     def _update(self, grads: Sequence[tuple[Bucket, Pieces]], now: Scalars) -> None:
         """Update all buckets: first those whose states are here, then those that come."""
         rule, known = partial(self._apply, now), Known.of(now) if self._hosted else None
+        together: dict[Group, list[fused.CpuUpdate]] = {}
+        collect = partial(self._collect, together, rule)
         for bucket, pieces in grads:
             for tile in () if self.store.streamed(bucket) else self.store.tiles[bucket]:
-                self.store.apply(tile, pieces, rule)
+                self.store.apply(tile, pieces, collect)
+        self._apply_together(together, now)
         host = partial(self._on_host, known)
         streamed = [one for one in grads if self.store.streamed(one[0])]
         self.store.update(streamed, Rules(rule, host))
@@ -208,6 +211,43 @@ class Optimizer:
         """How the host updates, once it knows the norm."""
         assert known is not None
         return partial(self._apply, known.wait())
+
+    def _collect(
+        self,
+        together: dict[Group, list[fused.CpuUpdate]],
+        rule: Rule,
+        tile: Tile,
+        held: Held,
+        grad: Tensor,
+        out: Tensor | None,
+    ) -> None:
+        """Note an update that a CPU makes together with others; make any other one."""
+        bucket = tile.bucket
+        if out is None and bucket.kept is None and "master" not in held:
+            master = bucket.mine(bucket.data)[tile.range]
+            moments = Moments(held["mean"], held["square"], held.get("scales"))
+            if fused.available_on_cpu(master, moments) and grad.dtype == master.dtype:
+                update = fused.CpuUpdate(master, grad, moments)
+                together.setdefault(bucket.weights[0].group, []).append(update)
+                return
+        rule(tile, held, grad, out)
+
+    def _apply_together(
+        self, together: Mapping[Group, Sequence[fused.CpuUpdate]], now: Scalars
+    ) -> None:
+        """Make the updates that were noted. Their gradients are clipped where they lie."""
+        if not together or not now.good:
+            return
+        for group, updates in together.items():
+            if now.factor is not None and now.factor != 1.0:
+                torch._foreach_mul_([update.grad for update in updates], now.factor)
+            fused.cpu_adamw(
+                updates,
+                now=now,
+                share=self.factors.get(group, 1.0),
+                eps=self.eps,
+                decay=self.decays.get(group, 0.0),
+            )
 
     def _apply(
         self, now: Scalars, tile: Tile, held: Held, grad: Tensor, out: Tensor | None
