@@ -52,6 +52,25 @@ def test_groups_are_those_of_the_named_dims(pool: Pool, degrees: dict[str, int])
     assert max(pool.on_grid(degrees, grouped)) < 1e-10
 
 
+def clipped(grid: Grid) -> list[float]:
+    """Largest change of each gradient in a step that clips them."""
+    model, batch = Case("llama").on(grid), batch_of("llama", samples=8, packed=False)
+    queue = model.parallel.queue  # type: ignore[union-attr]
+    optimizer = Optimizer(queue, lr=1e-2, clip=1e-3)  # type: ignore[arg-type]
+    forward_backward(model, batch.micro_batches(grid, 8))
+    grads = [part for b in queue.buckets if b.grad is not None for part in b.grad.parts.values()]  # type: ignore[union-attr]
+    before = [grad.clone() for grad in grads]
+    assert optimizer.step() > 1e-3
+    return [float((x - y).abs().max()) for x, y in zip(grads, before, strict=True)]
+
+
+def test_gradients_are_clipped_in_copies(pool: Pool) -> None:
+    """Two weights may have got the same tensor, which would be clipped twice."""
+    (changes,) = pool.on_grid({}, clipped)
+    assert len(changes) > 20
+    assert max(changes) == 0.0
+
+
 def masked(grid: Grid, kind: str) -> list[str]:
     """What changes in a step whose gradient is no number on one rank, and in the one after it."""
     case, batch = Case("llama"), batch_of("llama", samples=8, packed=False)

@@ -9,6 +9,7 @@ one number.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -235,12 +236,14 @@ class Optimizer:
     def _apply_together(
         self, together: Mapping[Group, Sequence[fused.CpuUpdate]], now: Scalars
     ) -> None:
-        """Make the updates that were noted. Their gradients are clipped where they lie."""
+        """Make the updates that were noted."""
         if not together or not now.good:
             return
         for group, updates in together.items():
             if now.factor is not None and now.factor != 1.0:
-                torch._foreach_mul_([update.grad for update in updates], now.factor)
+                # never in place: a gradient that came once is not ours
+                grads = torch._foreach_mul([update.grad for update in updates], now.factor)
+                updates = [replace(one, grad=x) for one, x in zip(updates, grads, strict=True)]
             fused.cpu_adamw(
                 updates,
                 now=now,
