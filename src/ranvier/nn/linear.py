@@ -358,7 +358,7 @@ def _deliver(
 
 
 def _sum(terms: list[Tensor]) -> Tensor:
-    """The sum of products, in the first of them."""
+    total = terms[0]
     for term in terms[1:]:
-        terms[0].add_(term)
-    return terms[0]
+        total = total + term
+    return total
