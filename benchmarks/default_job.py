@@ -1,24 +1,29 @@
 """The default job against plain PyTorch: the same model, batches and documents on the same cores.
 
-Usage: python benchmarks/default_job.py [--turns 5] [--steps 30] [-- OPTIONS OF ranvier train]
+Usage: python benchmarks/default_job.py [--steps 150] [--turn 1.5] [-- OPTIONS OF ranvier train]
 
-Each turn runs `ranvier train` with its defaults for some steps, then a plain PyTorch loop in one
-process with as many threads as there are cores: a model of torch.nn's modules with the same
-sizes, scaled-dot-product attention with a mask for packed documents, cross_entropy, and AdamW in
-its default form (and once more with `fused=True`). Both read the same batches. The first steps are
-left out; printed are the medians of all steps of all turns, and their ratio.
+Runs `ranvier train` with its defaults, and a plain PyTorch loop in one process with as many threads
+as there are cores: a model of torch.nn's modules with the same sizes, scaled-dot-product attention
+with a mask for packed documents, cross_entropy, and AdamW in its default form (and once more with
+`fused=True`). All read the same batches. They take turns of a second or two, in which the others
+are stopped: the speed of a shared machine changes by half within a minute. The first steps, and
+those in which a process was stopped, are left out; printed are medians of steps, and their ratio.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -102,8 +107,8 @@ class Plain(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
 
 
-def train_plain(steps: int, threads: int, *, fused: bool) -> None:
-    """Print the seconds of each step and the last loss, as JSON."""
+def train_plain(steps: int, threads: int, out: Path, *, fused: bool) -> None:
+    """Write the seconds of each step into a file, a row of JSON each, as `ranvier train` does."""
     torch.set_num_threads(threads)
     run = Run()
     folders = stored_all(
@@ -122,36 +127,66 @@ def train_plain(steps: int, threads: int, *, fused: bool) -> None:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=fused or None
     )
-    seconds, loss = [], torch.zeros(())
-    for batch in batches:
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        loss = model(batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        loss.item()
-        seconds.append(time.perf_counter() - start)
-    print(json.dumps({"seconds": seconds, "loss": loss.item()}))
+    with out.open("w") as file:
+        for batch in batches:
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            loss = model(batch)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            row = {"loss": loss.item(), "seconds": time.perf_counter() - start}
+            print(json.dumps(row), file=file, flush=True)
 
 
-def seconds_of_plain(steps: int, threads: int, *, fused: bool) -> list[float]:
-    """Seconds of the steps of a plain loop in a process of its own."""
-    command = [sys.executable, __file__, "--plain", str(threads), "--steps", str(steps)]
-    command += ["--fused"] if fused else []
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found: list[float] = json.loads(done.stdout.splitlines()[-1])["seconds"]
-    return found[WARMUP:]
+@dataclass(frozen=True)
+class Contestant:
+    """A process that trains, and the file in which it writes the seconds of its steps."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    metrics: Path
+
+    @classmethod
+    def start(cls, name: str, words: list[str], metrics: Path) -> Contestant:
+        """Start a command of Python in a session of its own."""
+        command = [sys.executable, *words]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+        return cls(name, process, metrics)
+
+    def seconds(self) -> list[float]:
+        """Seconds of the steps so far."""
+        if not self.metrics.exists():
+            return []
+        rows = self.metrics.read_text().split("\n")[:-1]
+        return [float(json.loads(row)["seconds"]) for row in rows]
+
+    def running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self.process.poll() is None
+
+    def send(self, number: int) -> None:
+        """Send it a signal, if it is there."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
 
-def seconds_of_ours(steps: int, options: list[str]) -> list[float]:
-    """Seconds of the steps of `ranvier train`."""
-    with tempfile.TemporaryDirectory(prefix="default-job-") as folder:
-        command = [sys.executable, "-m", "ranvier", "train", "--train.steps", str(steps)]
-        command += ["--train.out", f"{folder}/run", "--train.prompt", "", *options]
-        subprocess.run(command, check=True, capture_output=True)
-        rows = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(row)["seconds"] for row in rows][WARMUP:]
+def take_turns(contestants: Sequence[Contestant], turn: float) -> None:
+    """Let them run to their ends, one at a time."""
+    while any(one.running() for one in contestants):
+        for one in contestants:
+            if one.running():
+                one.send(signal.SIGCONT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    # what comes before the first steps is not compared
+                    one.process.wait(turn if len(one.seconds()) >= WARMUP else 4 * turn)
+                one.send(signal.SIGSTOP)
+        done = ", ".join(f"{one.name} {len(one.seconds())}" for one in contestants)
+        print(f"steps: {done}", end="\r", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    for one in contestants:
+        if one.process.returncode:
+            raise SystemExit(f"{one.name} ended with exit code {one.process.returncode}.")
 
 
 def main() -> None:
@@ -159,33 +194,49 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=30, help="of a turn (30)")
-    parser.add_argument("--plain", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=150, help="of each (150)")
+    parser.add_argument("--turn", type=float, default=1.5, help="seconds of a turn (1.5)")
+    parser.add_argument("--plain", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--fused", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("options", nargs="*", help="of ranvier train")
     asked = parser.parse_args()
-    if asked.plain:
-        train_plain(asked.steps, asked.plain, fused=asked.fused)
-        return
     run, cores = Run(), len(os.sched_getaffinity(0))
-    ways = {
-        "ranvier": lambda: seconds_of_ours(asked.steps, asked.options),
-        "plain PyTorch": lambda: seconds_of_plain(asked.steps, cores, fused=False),
-        "plain PyTorch, fused AdamW": lambda: seconds_of_plain(asked.steps, cores, fused=True),
-    }
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(asked.turns):
-        for name, way in ways.items():
-            found[name] += way()
-            print(f"turn {turn + 1}: {name} {statistics.median(found[name]) * 1e3:.1f} ms a step")
+    if asked.plain:
+        train_plain(asked.steps, cores, asked.plain, fused=asked.fused)
+        return
+    with tempfile.TemporaryDirectory(prefix="default-job-") as name:
+        folder, steps = Path(name), ["--steps", str(asked.steps)]
+        ours = ["-m", "ranvier", "train", "--train.steps", str(asked.steps), "--train.prompt", ""]
+        ours += ["--train.out", str(folder / "run"), *asked.options]
+        theirs = [__file__, *steps, "--plain"]
+        fused = [*theirs, str(folder / "fused"), "--fused"]
+        contestants: list[Contestant] = []
+        try:
+            for title, words, metrics in (
+                ("ranvier", ours, folder / "run" / "metrics.jsonl"),
+                ("plain PyTorch", [*theirs, str(folder / "plain")], folder / "plain"),
+                ("plain PyTorch, fused AdamW", fused, folder / "fused"),
+            ):
+                contestants.append(Contestant.start(title, words, metrics))
+            take_turns(contestants, asked.turn)
+            found = {
+                one.name: [x for x in one.seconds()[WARMUP:] if x < asked.turn]
+                for one in contestants
+            }
+        finally:
+            for one in contestants:
+                one.send(signal.SIGKILL)
+                one.process.wait()
     tokens = run.plan.batch * run.data.seq
-    ours = statistics.median(found["ranvier"])
-    print(f"\n{tokens} tokens a step, {cores} cores, medians of {len(found['ranvier'])} steps")
+    mine = statistics.median(found["ranvier"])
+    print(f"{tokens} tokens a step, {cores} cores")
     for name, seconds in found.items():
         median = statistics.median(seconds)
-        ratio = f"ranvier is {median / ours:.2f} x as fast" if name != "ranvier" else ""
-        print(f"{name:<28} {tokens / median:>8,.0f} tokens/s  {ratio}")
+        ratio = f"ranvier is {median / mine:.2f} x as fast" if name != "ranvier" else ""
+        print(
+            f"{name:<28} {len(seconds):>4} steps, median {median * 1e3:.1f} ms, "
+            f"{tokens / median:,.0f} tokens/s  {ratio}"
+        )
 
 
 if __name__ == "__main__":
