@@ -331,3 +331,27 @@ def test_triton_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not launch.triton()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not launch.triton()
+
+
+@pytest.mark.parametrize(
+    ("environment", "calls"),
+    [
+        ({}, [(-3, 32 << 20), (-1, 1 << 30)]),
+        ({"MALLOC_ARENA_MAX": "2"}, []),
+        ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, []),
+    ],
+)
+def test_freed_memory_is_kept_unless_the_user_says_otherwise(
+    environment: dict[str, str], calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, int]] = []
+
+    class Library:
+        def mallopt(self, parameter: int, value: int) -> None:
+            made.append((parameter, value))
+
+    monkeypatch.setattr("ctypes.CDLL", lambda name: Library())
+    monkeypatch.setattr(os, "environ", {**environment})
+    launch.keep_freed_memory()
+    assert made == calls
+    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"

@@ -7,6 +7,7 @@ handled.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import ipaddress
 import itertools
@@ -21,6 +22,10 @@ from pathlib import Path
 
 from ranvier.errors import PlanError
 from ranvier.launch.shared_file import SharedFile
+
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+"""Parameters of glibc's mallopt."""
 
 
 @dataclass(frozen=True)
@@ -235,6 +240,21 @@ def grow_segments() -> None:
     """Have torch's allocator let its pieces of device memory grow: next to nothing of it stays
     empty between tensors; it looks when CUDA is used first."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
+def keep_freed_memory() -> None:
+    """Have the allocator of a CPU keep what a step frees for the next step, in huge pages.
+
+    By itself glibc returns large blocks to the system at once, and each step pays for new pages.
+    What the user's environment says of it is respected.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch looks when it allocates first
+    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc takes
+        mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 
 def prepare_sockets(me: Ranks) -> None:

@@ -32,6 +32,7 @@ from ranvier.launch import (
     environment,
     grow_segments,
     keep_compiled,
+    keep_freed_memory,
     triton,
     watched,
 )
@@ -219,6 +220,8 @@ def train(
     if device.type == "cuda":
         grow_segments()
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     run = settled(run, device, backend_of(run, me, device))
     torch.manual_seed(run.train.seed)  # a layer may draw from torch: it begins alike each time
     if run.plan.compile == "on":
