@@ -1,0 +1,326 @@
+"""Golden records: what a commit computes, bit by bit, to compare a refactoring with.
+
+Usage: python scripts/golden.py record [REV] [--only NAME ...]
+       python scripts/golden.py compare BEFORE [AFTER]
+
+`record` checks a commit out into a worktree of its own and runs a fixed set of configurations
+there: 20 steps each, with one thread per rank. It keeps losses and gradient norms as hexadecimal
+floats, the SHA-256 of every checkpoint tensor, the communication events of the last step of every
+rank, and the JSON of several plans. `compare` prints one line per configuration and exits with 1 if
+any differs. A commit that has no record is recorded first.
+
+Records are written to `.cache/golden/` and are not committed. Settings are written below under
+their current names. RENAMED translates them for commits from before a renaming.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / ".cache" / "golden"
+
+RENAMED: dict[str, str] = {}
+"""Current name of a setting -> its name before, `section.field` each."""
+RENAMED_VALUES: dict[tuple[str, str], str] = {}
+"""(current setting, current value) -> the value before."""
+RENAMED_KEYS: dict[str, str] = {}
+"""Key in metrics.jsonl or in the JSON of a plan before -> its current name."""
+UNCOMPARED_PLAN_KEYS = {"seconds_searched", "command", "why"}
+"""Keys in the JSON of a plan that hold times of the search, or sentences, which may be reworded."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run of 20 steps."""
+
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """What differs from SMALL."""
+    ranks: int = 1
+
+
+SMALL = {
+    "train.steps": "20",
+    "train.dtype": "fp32",
+    "train.device": "cpu",
+    "train.prompt": "",
+    "train.trace": "True",
+    "train.evaluate": "10",
+    "train.evaluate_samples": "8",
+    "model.layers": "4",
+    "model.embed": "32",
+    "model.heads": "4",
+    "model.kv_heads": "4",
+    "model.head_dim": "8",
+    "model.mlp": "64",
+    "data.seq": "32",
+    "plan.batch": "8",
+    "plan.micro_batch": "2",
+}
+
+PIPELINE = {"plan.pipe": "2", "plan.micro_batch": "1"}
+CUBE = {"plan.depth": "2", "plan.row": "2", "plan.col": "2"}
+
+TRAININGS = {
+    "dense": Training(),
+    "grouped-kv-heads": Training({"model.kv_heads": "2", "plan.row": "2"}, 2),
+    "mixture": Training(
+        {"model.experts": "4", "model.expert_mlp": "32", "plan.expert": "2", "plan.row": "2"}, 4
+    ),
+    "lora": Training({"lora.rank": "4", "plan.row": "2"}, 2),
+    "dora": Training({"lora.rank": "4", "lora.dora": "True", "plan.depth": "2"}, 2),
+    "tied": Training({"model.tied": "True", "plan.pipe": "2", "plan.micro_batch": "2"}, 2),
+    "pipeline-message": Training({**PIPELINE, "plan.policy": "message"}, 2),
+    "pipeline-1f1b": Training({**PIPELINE, "plan.policy": "1f1b", "plan.data": "2"}, 4),
+    "pipeline-interleaved": Training(
+        {**PIPELINE, "plan.policy": "interleaved", "plan.chunks": "2"}, 2
+    ),
+    "pipeline-zero-bubble": Training({**PIPELINE, "plan.policy": "zero-bubble"}, 2),
+    "cube-samples": Training({**CUBE, "plan.inner": "samples", "plan.recompute": "selective"}, 8),
+    "cube-features": Training({**CUBE, "plan.inner": "features", "plan.recompute": "full"}, 8),
+    "pruned": Training({"prune.sparsity": "0.5", "plan.data": "2"}, 2),
+    "host-states": Training({"memory.states": "host", "memory.weights": "host"}, 1),
+    "bf16": Training({"train.dtype": "bf16", "plan.data": "2", "plan.depth": "2"}, 4),
+}
+
+PLANS = {
+    "plan-8b": ["--model.size", "llama3-8b", "--cluster", "dgx-h100", "--nodes", "4"],
+    "plan-70b": ["--model.size", "llama3-70b", "--cluster", "dgx-h100", "--nodes", "16"],
+    "plan-mixtral": ["--model.size", "mixtral-8x7b", "--cluster", "frontier", "--nodes", "16"],
+    "plan-gpt2": ["--model.size", "gpt2", "--cluster", "perlmutter", "--nodes", "1"],
+}
+
+
+@dataclass(frozen=True)
+class Revision:
+    """A commit whose source is checked out somewhere."""
+
+    commit: str
+    tree: Path
+
+    def run(self, arguments: Sequence[str]) -> None:
+        """Run its command line with one thread per rank."""
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(self.tree / "src"),
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", "ranvier", *arguments]
+        done = subprocess.run(
+            command, cwd=self.tree, env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+
+    def knows(self, setting: str) -> bool:
+        """Whether one of its dataclasses has a field of this name."""
+        name = setting.rpartition(".")[2]
+        pattern = re.compile(rf"^    {name}: ", re.MULTILINE)
+        files = (self.tree / "src" / "ranvier").rglob("*.py")
+        return any(pattern.search(path.read_text()) for path in files)
+
+    def options(self, settings: Mapping[str, str]) -> list[str]:
+        """The settings as options of its command line."""
+        options: list[str] = []
+        for setting, value in settings.items():
+            old = RENAMED.get(setting)
+            if old is not None and not self.knows(setting):
+                value = RENAMED_VALUES.get((setting, value), value)
+                setting = old
+            options += [f"--{setting}", value]
+        return options
+
+
+@contextlib.contextmanager
+def checked_out(rev: str) -> Iterator[Revision]:
+    """A worktree of a commit, removed afterwards."""
+    commit = _git("rev-parse", f"{rev}^{{commit}}")
+    with tempfile.TemporaryDirectory(prefix="golden-") as folder:
+        tree = Path(folder) / "tree"
+        _git("worktree", "add", "--detach", str(tree), commit)
+        try:
+            yield Revision(commit, tree)
+        finally:
+            _git("worktree", "remove", "--force", str(tree))
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(f"git {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def record_training(revision: Revision, training: Training) -> dict[str, Any]:
+    """Losses, gradient norms, checkpoint tensors and events of a run."""
+    with tempfile.TemporaryDirectory(prefix="golden-run-") as folder:
+        output = Path(folder) / "run"
+        settings = {**SMALL, **training.settings, "train.out": str(output)}
+        arguments = ["train", "--nproc", str(training.ranks), *revision.options(settings)]
+        revision.run(arguments)
+        rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        rows = [_rename_keys(row) for row in rows]
+        return {
+            "loss": [float(row["loss"]).hex() for row in rows],
+            "grad_norm": [float(row["grad_norm"]).hex() for row in rows],
+            "held_out_loss": [_hex(row["held_out_loss"]) for row in rows],
+            "tensors": _checkpoint_tensors(output / "checkpoints"),
+            "events": {
+                path.stem: _events(path) for path in sorted(output.glob("trace-rank*.json"))
+            },
+        }
+
+
+def _hex(value: float | None) -> str | None:
+    return None if value is None else float(value).hex()
+
+
+def _checkpoint_tensors(checkpoints: Path) -> dict[str, str]:
+    """SHA-256 of each tensor of the newest checkpoint, by file and name."""
+    newest = max(path for path in checkpoints.iterdir() if path.name.startswith("step-"))
+    digests = {}
+    for path in sorted(newest.glob("*.safetensors")):
+        content = path.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        for name, entry in sorted(header.items()):
+            if name == "__metadata__":
+                continue
+            begin, end = entry["data_offsets"]
+            digest = hashlib.sha256(f"{entry['dtype']} {entry['shape']}".encode())
+            digest.update(content[8 + length + begin : 8 + length + end])
+            digests[f"{path.name} {name}"] = digest.hexdigest()
+    return digests
+
+
+def _events(path: Path) -> list[str]:
+    """Operation, axis and bytes of each communication event, sorted: issue times may vary."""
+    events = json.loads(path.read_text())["traceEvents"]
+    threads = {
+        event["tid"]: event["args"]["name"]
+        for event in events
+        if event.get("tid") is not None and event["ph"] == "M"
+    }
+    return sorted(
+        f"{event['name']} over {threads[event['tid']]}: {event['args']['bytes']} bytes"
+        for event in events
+        if event["ph"] == "X" and event["cat"] != "compute"
+    )
+
+
+def record_plan(revision: Revision, words: Sequence[str]) -> Any:
+    """The JSON of a plan, without times of the search and without sentences."""
+    with tempfile.TemporaryDirectory(prefix="golden-plan-") as folder:
+        path = Path(folder) / "plan.json"
+        revision.run(["plan", *words, "--json", str(path), "--cache", "False"])
+        return _rename_keys(json.loads(path.read_text()))
+
+
+def _rename_keys(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            RENAMED_KEYS.get(key, key): _rename_keys(item)
+            for key, item in value.items()
+            if key not in UNCOMPARED_PLAN_KEYS
+        }
+    if isinstance(value, list):
+        return [_rename_keys(item) for item in value]
+    return value
+
+
+def record(rev: str, only: Sequence[str] = ()) -> Path:
+    """Run all configurations on a commit; the file of its record, written after each of them."""
+    with checked_out(rev) as revision:
+        path = RECORDS / f"{revision.commit}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        for name in only or (*TRAININGS, *PLANS):
+            print(f"{revision.commit[:9]} {name}", file=sys.stderr, flush=True)
+            if name in TRAININGS:
+                found[name] = record_training(revision, TRAININGS[name])
+            else:
+                found[name] = record_plan(revision, PLANS[name])
+            path.write_text(json.dumps(found, indent=1))
+    return path
+
+
+def find_record(rev: str, only: Sequence[str] = ()) -> dict[str, Any]:
+    """The record of a commit, which is made if there is none."""
+    commit = _git("rev-parse", f"{rev}^{{commit}}")
+    path = RECORDS / f"{commit}.json"
+    wanted = list(only) or [*TRAININGS, *PLANS]
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        found = json.loads(record(rev, missing).read_text())
+    return {name: found[name] for name in wanted}
+
+
+def find_difference(before: Any, after: Any, where: str = "") -> str | None:
+    """Where two records differ first; None if they are identical."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        if before.keys() != after.keys():
+            return f"{where}: only one has {sorted(before.keys() ^ after.keys())[:4]}"
+        pairs = [(f"{where}.{key}", before[key], after[key]) for key in before]
+    elif isinstance(before, list) and isinstance(after, list):
+        if len(before) != len(after):
+            return f"{where}: {len(before)} entries, then {len(after)}"
+        pairs = [
+            (f"{where}[{index}]", old, new)
+            for index, (old, new) in enumerate(zip(before, after, strict=True))
+        ]
+    else:
+        return None if before == after else f"{where}: {before}, then {after}"
+    differences = (find_difference(old, new, place) for place, old, new in pairs)
+    return next((difference for difference in differences if difference is not None), None)
+
+
+def compare(before: str, after: str, only: Sequence[str] = ()) -> int:
+    """Print one line per configuration; 1 if any differs."""
+    first = find_record(before, only)
+    second = find_record(after, only)
+    failed = False
+    for name in first:
+        difference = find_difference(_rename_keys(first[name]), _rename_keys(second[name]))
+        failed = failed or difference is not None
+        print(f"{name:<24} {'identical' if difference is None else 'DIFFERS ' + difference}")
+    return int(failed)
+
+
+def main() -> int:
+    """Record or compare."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    actions = parser.add_subparsers(dest="action", required=True)
+    recording = actions.add_parser("record", help="run all configurations on a commit")
+    recording.add_argument("rev", nargs="?", default="HEAD")
+    comparing = actions.add_parser("compare", help="compare the records of two commits")
+    comparing.add_argument("before")
+    comparing.add_argument("after", nargs="?", default="HEAD")
+    for action in (recording, comparing):
+        action.add_argument("--only", nargs="+", default=[], choices=[*TRAININGS, *PLANS])
+    asked = parser.parse_args()
+    if asked.action == "record":
+        print(record(asked.rev, asked.only))
+        return 0
+    return compare(asked.before, asked.after, asked.only)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
