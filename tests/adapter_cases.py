@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ranvier.checkpoint.peft import read_adapter
-from ranvier.checkpoint.state import assemble
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models import AdapterConfig, DecoderConfig, build
@@ -22,6 +21,7 @@ from ranvier.models.families import family_of
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import parallelize
 from ranvier.train.step import forward_backward
+from states import assemble
 
 VOCAB, STEPS, LR = 32, 10, 3e-3
 SHAPE = {

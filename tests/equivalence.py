@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from hf_models import HF_MODELS
 from pool import device_of
-from ranvier.checkpoint.state import assemble
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.layers import Flow
@@ -30,6 +29,7 @@ from ranvier.sharding import Place, State
 from ranvier.trace import difference
 from ranvier.train.step import forward_backward
 from ranvier.verify import predict
+from states import assemble
 
 ONE_PASS, STEPS = 1e-12, 1e-9
 """Relative to the tensor's largest magnitude; never relaxed."""

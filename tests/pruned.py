@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from equivalence import ONE_PASS, STEPS, Case, batch_of, copied, decays, flow_of, gradients, worst
 from equivalence import micros_of as micros
-from ranvier.checkpoint.state import assemble
 from ranvier.comm import verbs
 from ranvier.comm.agree import everyone
 from ranvier.grid import Grid
@@ -25,6 +24,7 @@ from ranvier.sharding import State
 from ranvier.trace import difference
 from ranvier.train.step import forward_backward
 from ranvier.verify import predict
+from states import assemble
 
 Masks = dict[str, Tensor]
 

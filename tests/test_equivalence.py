@@ -20,8 +20,8 @@ from equivalence import Case, Serial, batch_of, compare, reload, run_case, switc
 from grids import grids, label, pairwise, product
 from hf_models import HF_MODELS
 from pool import Pool
-from ranvier.checkpoint.state import assemble
 from ranvier.models import EXAMPLES
+from states import assemble
 
 pytestmark = pytest.mark.nccl
 LR, CLIP = 1e-2, 0.5

@@ -15,13 +15,13 @@ from equivalence import gradients, worst
 from grids import label
 from pool import Pool
 from ranvier import Grid, call_on_full_batch, parallelize
-from ranvier.checkpoint.state import assemble
 from ranvier.data.batch import Batch
 from ranvier.errors import DataError, PlanError, ShardingError
 from ranvier.models import EXAMPLES
 from ranvier.models.decoder import CrossEntropy
 from ranvier.optim.optimizer import Optimizer
 from ranvier.train.step import forward_backward
+from states import assemble
 
 ONE_PASS, AFTER_STEPS = 1e-12, 1e-9
 LR, CLIP, STEPS = 1e-2, 0.5, 3

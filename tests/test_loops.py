@@ -14,10 +14,10 @@ from lightning_fabric.plugins.environments import LightningEnvironment
 from loops import BATCH, accelerate_loop, adamw_of, fabric_loop, loader_of, model_of
 from pool import Pool
 from ranvier import Accelerator, RanvierStrategy
-from ranvier.checkpoint.state import assemble
 from ranvier.errors import DataError, NumericError, PlanError
 from ranvier.grid import Grid
 from ranvier.loop import AdamW, Lent, lent, members_of, share
+from states import assemble
 
 GRIDS = [{"row": 2, "col": 2}, {"data": 2, "depth": 2}]
 LIMIT = {"gpt2": 1e-9, "decoder": 1e-9, "llama": 1e-4}

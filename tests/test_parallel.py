@@ -166,7 +166,7 @@ def padding_after_steps(grid: Grid) -> float:
 
 
 def test_initial_values_do_not_depend_on_the_grid(pool: Pool) -> None:
-    from ranvier.checkpoint.state import assemble
+    from states import assemble
 
     (one,) = pool.on_grid({}, initial)
     want = assemble([one])

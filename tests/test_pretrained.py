@@ -11,12 +11,12 @@ from torch import Tensor
 
 from pool import Pool
 from ranvier import from_pretrained
-from ranvier.checkpoint.state import assemble
 from ranvier.errors import DataError, PlanError
 from ranvier.grid import Grid
 from ranvier.infer.called import documents_of
 from ranvier.infer.scores import scores
 from ranvier.pretrained import Pretrained, prompts_of
+from states import assemble
 from use_models import END, VOCAB, gpt2, llama, loss_of, stored, tokens
 
 GRIDS: list[dict[str, int]] = [{"row": 2, "col": 2, "depth": 2}, {"pipe": 2}, {"data": 2, "col": 2}]

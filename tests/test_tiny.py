@@ -7,10 +7,10 @@ import torch
 
 from equivalence import Case, Serial, batch_of, compare, run_case
 from grids import grids, label
-from ranvier.checkpoint.state import assemble
 from ranvier.grid import Grid
 from ranvier.models import EXAMPLES
 from ranvier.parallel import parallelize
+from states import assemble
 
 
 @pytest.mark.parametrize("model", EXAMPLES)

@@ -14,9 +14,9 @@ from pool import Pool
 from ranvier.checkpoint import load
 from ranvier.checkpoint import manifest as manifests
 from ranvier.checkpoint.folder import found
-from ranvier.checkpoint.state import assemble
 from ranvier.grid import Grid
 from ranvier.sharding import State
+from states import assemble
 from training import run_of, stored, trainer_of
 
 GRIDS: list[dict[str, int]] = [

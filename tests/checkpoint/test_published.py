@@ -27,12 +27,12 @@ from published_models import (
     tokens,
 )
 from ranvier.checkpoint.published import Published, entries_of
-from ranvier.checkpoint.state import assemble
 from ranvier.errors import RanvierError
 from ranvier.models import SIZES, Decoder, DecoderConfig
 from ranvier.models.families import FAMILIES, fitting
 from ranvier.models.family import UnknownError
 from ranvier.train.exchange import exported, imported
+from states import assemble
 
 CUBE = {"depth": 2, "row": 2, "col": 2}
 MANY = {"expert": 2, "row": 2, "col": 2}

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from equivalence import batch_of, copied, gradients, micros_of
 from pool import Pool
-from ranvier.checkpoint.state import assemble
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
 from ranvier.parallel import parallelize
 from ranvier.sharding import Place, Sharding, Table
 from ranvier.train.step import forward_backward
+from states import assemble
 
 SHAPE = (8, 8, 16)
 DIMS = ("batch", "seq", "embed")

@@ -19,8 +19,8 @@ from equivalence import Case, Serial, batch_of, compare, reload, run_case
 from grids import label, pairwise, product
 from pool import Pool
 from ranvier import init
-from ranvier.checkpoint.state import assemble
 from ranvier.models.experts import Experts
+from states import assemble
 
 LR, CLIP = 1e-2, 1.0
 AXES = ("pipe", "data", "expert", "depth", "row", "col")

@@ -13,7 +13,6 @@ from torch import Tensor
 from equivalence import ONE_PASS, batch_of, copied, gradients, micros_of, worst
 from nn.test_compiled import fresh
 from pool import Pool
-from ranvier.checkpoint.state import assemble
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
@@ -24,6 +23,7 @@ from ranvier.nn.siblings import Siblings
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.sharding import State
 from ranvier.train.step import forward_backward
+from states import assemble
 from training import losses_of, run_of, stored, trainer_of
 
 TYPES = (fp8.E4M3, fp8.E5M2)

@@ -7,7 +7,6 @@ import torch
 
 from equivalence import gradients
 from pool import Pool
-from ranvier.checkpoint.state import assemble
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
@@ -15,6 +14,7 @@ from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import parallelize
 from ranvier.sharding import State
 from ranvier.train.step import forward_backward
+from states import assemble
 
 CONFIG = DecoderConfig(layers=1, embed=8, heads=4, kv_heads=2, head_dim=4, mlp=8, vocab=5)
 

@@ -16,7 +16,6 @@ from pool import Pool
 from ranvier import init
 from ranvier.checkpoint.folder import found
 from ranvier.checkpoint.load import wholes
-from ranvier.checkpoint.state import assemble
 from ranvier.grid import Grid
 from ranvier.models import EXAMPLES
 from ranvier.optim import fused, rules
@@ -25,6 +24,7 @@ from ranvier.optim.optimizer import Optimizer
 from ranvier.optim.rules import Scalars
 from ranvier.parallel import parallelize
 from ranvier.sharding import WEIGHTS, Place, Sharding, State
+from states import assemble
 from training import losses_of, run_of, stored, trainer_of
 
 YES, NO = torch.tensor(True), torch.tensor(False)

@@ -25,12 +25,12 @@ from pruned import (
     way_of,
     weighed,
 )
-from ranvier.checkpoint.state import assemble
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.optim import prune
 from ranvier.optim.tiles import Home
 from ranvier.parallel import parallelize
+from states import assemble
 
 full = pytest.mark.full
 CASES = [

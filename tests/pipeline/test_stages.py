@@ -16,7 +16,7 @@ import pytest
 from equivalence import DEEP, Case, Serial, batch_of, compare, reload, run_case
 from grids import label, pairwise, product
 from pool import Pool
-from ranvier.checkpoint.state import assemble
+from states import assemble
 
 LR, CLIP = 1e-2, 0.5
 OPTIONS: dict[str, list[Any]] = {

@@ -1,4 +1,4 @@
-"""State: tensors with their places, and whole tensors put together from the parts of all ranks."""
+"""States: whole tensors put together from the parts of all ranks."""
 
 from __future__ import annotations
 
