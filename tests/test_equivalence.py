@@ -30,7 +30,7 @@ OPTIONS: dict[str, list[Any]] = {
     "model": [*EXAMPLES, *HF_MODELS],
     "inner": ["samples", "features"],
     "overlap": [True, False],
-    "recompute": ["none", "selective", "full", "reentrant"],
+    "recompute": ["none", "selective", "full"],
     "collectives": ["again", "keep"],
     "micro_batches": [1, 2],
     "packed": [False, True],

@@ -30,7 +30,7 @@ Dispatch = Literal["same", "bf16", "fp8"]
 Compile = Literal["auto", "on", "off"]
 Gathered = Literal["again", "keep"]
 Policy = Literal["message", "gpipe", "1f1b", "interleaved", "zero-bubble"]
-Recompute = Literal["none", "selective", "full", "reentrant", "budget"]
+Recompute = Literal["none", "selective", "full", "budget"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +92,8 @@ class Plan:
     """Weights gathered over depth: again for each micro-batch, or keep them for all of a step."""
     recompute: Recompute = "none"
     """Activations computed again in backward: none; selective (blocks keep the results of matrix
-    products and attention); full (blocks keep their input); reentrant (full, in torch's older way);
-    budget (each block keeps what fits into memory.limit, as little as possible is computed
-    again)."""
+    products and attention); full (blocks keep their input); budget (each block keeps what fits
+    into memory.limit, as little as possible is computed again)."""
     compile: Compile = "auto"
     """Compile each block, without a break and one graph for all equal blocks: on, off, or auto: on
     CUDA with Triton where depth, row and col are 1 (a graph does not overlap their communication).

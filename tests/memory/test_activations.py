@@ -50,7 +50,7 @@ def stored(model: nn.Module, share: float) -> Activations:
     return store
 
 
-ALONE = ["none again", "selective again", "full again", "reentrant again"]
+ALONE = ["none again", "selective again", "full again"]
 ON_GRID = ["none again", "selective keep", "full keep"]
 
 
@@ -89,7 +89,7 @@ FULL = [
 @pytest.mark.parametrize(
     ("degrees", "case", "ways"),
     [
-        ({}, Case("four", packed=True), ALONE[:3]),
+        ({}, Case("four", packed=True), ALONE),
         ({"pipe": 2, "row": 2}, Case("four", micro_batches=2), ON_GRID[1:]),
         *(pytest.param(*one, marks=pytest.mark.full) for one in FULL),
     ],

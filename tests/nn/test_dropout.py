@@ -69,7 +69,7 @@ def trained(
     return loss, copied(gradients(model.parallel))
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full", "reentrant"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_training_with_dropout_is_the_same_on_a_grid(pool: Pool, recompute: str) -> None:
     ((loss, grads),) = pool.on_grid({}, trained, "none", "samples")
     want = assemble([grads])

@@ -88,7 +88,7 @@ def test_kinds_are_those_of_each_block() -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        *("selective", "reentrant"),
+        "selective",
         pytest.param("none", marks=pytest.mark.full),
         pytest.param("full", marks=pytest.mark.full),
     ],
@@ -139,7 +139,6 @@ WAYS: list[tuple[Recompute, str]] = [
     ("full", "again"),
     ("full", "keep"),
     ("selective", "keep"),
-    ("reentrant", "keep"),
 ]
 
 
@@ -197,7 +196,7 @@ def test_kept_collectives_are_not_repeated(pool: Pool, degrees: dict[str, int], 
         assert lines == []
         assert counts["full again"] > counts["none again"]
         kept = [count for way, count in counts.items() if way.endswith("keep")]
-        assert kept == [counts["none again"]] * 3
+        assert kept == [counts["none again"]] * 2
         if (degrees, case) == GRIDS[0]:  # as docs/memory.md says
             assert (counts["none again"], counts["full again"]) == (48, 68)
 

@@ -163,7 +163,7 @@ def large(draw: random.Random) -> tuple[Run, int, int] | None:
         inner=draw.choice(("samples", "features")),
         micro_batch=micro,
         batch=replicas * micro * draw.choice((1, 2, 3, 8)),
-        recompute=draw.choice(("none", "selective", "full", "reentrant")),
+        recompute=draw.choice(("none", "selective", "full", "full")),
         gathered=draw.choice(("again", "again", "keep")),
         chunks=chunks,
         spread=pipe > 1 and draw.random() < 0.15,

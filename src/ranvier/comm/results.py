@@ -100,10 +100,10 @@ class Keeping:
         """Whether those of all leaves are: of a graph nobody knows what is whose."""
         return self.collectives != "again" and self.chosen is None
 
-    def results(self, *, selective: bool, stops: bool) -> Results | None:
+    def results(self, *, selective: bool) -> Results | None:
         """A queue for a call of a block; None if it would stay empty."""
         some = self.collectives != "again" and self.chosen != frozenset()
-        return Results(self, selective, stops) if selective or some else None
+        return Results(self, selective) if selective or some else None
 
 
 @dataclass
@@ -113,8 +113,6 @@ class Results:
     keeping: Keeping
     selective: bool
     """Whether products are kept, too: those inside of a kept result are not, then."""
-    stops: bool
-    """Whether the second run ends where backward has all it needs."""
     again: bool = False
     """Whether the block runs for the second time."""
     where: str = ""
@@ -153,7 +151,7 @@ class Results:
 
     def put(self, label: str, value: Any) -> None:
         """Keep tensors; of those that nobody needs their shape."""
-        if self.stops and label in self.keeping.spare:
+        if label in self.keeping.spare:
             self.entries.append((label, tree_map_only(Tensor, _outline, value)))
         else:
             self.entries.append((label, tree_map_only(Tensor, self._packed, value)))

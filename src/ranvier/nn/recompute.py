@@ -3,7 +3,6 @@
 none        every activation stays until backward has used it
 selective   results of matrix products and of attention stay; what is cheap is computed again
 full        only the input of the block stays; all of it is computed again
-reentrant   as full, in the older way of torch
 
 What runs again communicates again, or takes what its first run has kept (`comm.results`): then the
 collectives of a step are those of a block that keeps all.
@@ -84,12 +83,9 @@ def again(
         return forward(*args, **kwargs)
     keeping, samples, selective = moment.keeping, moment.samples, kind == "selective"
     compiling = torch.compiler.is_compiling()
-    # A graph knows one way only; the older way loses gradients if no input has one.
-    tracked = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-    older = kind == "reentrant" and not compiling and tracked
-    results = None if compiling else keeping.results(selective=selective, stops=not older)
+    results = None if compiling else keeping.results(selective=selective)
 
-    def run(*inputs: Any) -> Any:  # keywords are bound, as reentrant checkpoints take none
+    def run(*inputs: Any) -> Any:
         if compiling:  # the graph reads the samples of its own pass, and may change nothing
             return forward(*inputs, **kwargs)
         before, moment.samples = moment.samples, samples
@@ -106,7 +102,7 @@ def again(
         return checkpoint(
             run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )
-    return checkpoint(run, *args, use_reentrant=older, preserve_rng_state=False)
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 class _Products(TorchDispatchMode):

@@ -89,7 +89,7 @@ def _computed(
         times = count * plan.micro_batches
         found["compute"] += times * own[0]
         found["attention"] += times * own[1]
-        if part.is_block and plan.recompute in ("selective", "full", "reentrant"):
+        if part.is_block and plan.recompute in ("selective", "full"):
             found["again"] += times * own[2 if plan.recompute == "selective" else 3]
     return found
 

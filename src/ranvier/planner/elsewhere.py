@@ -52,7 +52,7 @@ def kept(part: Part, setup: Setup, runtime: Runtime, recompute: str) -> tuple[fl
         heads = sum(roofline.heads(part, leaf, setup) for leaf in part.find("attention"))
         scores = 5 * heads * setup.samples * setup.seq**2 / setup.context
     whole += scores
-    if recompute in ("full", "reentrant"):
+    if recompute == "full":
         if outer > 1:  # the sequence is gathered again for two groups of products
             whole += setup.tokens * 4 * width
         return setup.tokens * roofline.BYTES[setup.dtype] * width / outer, whole

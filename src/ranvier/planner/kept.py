@@ -37,9 +37,9 @@ class Kept:
     """Kept from forward to backward if nothing is computed again."""
     selective: int
     full: int
-    held: tuple[int, int, int]
-    """More, if what is communicated is kept for the second run: of a selective block, of a full,
-    of a reentrant one, which runs to its end."""
+    held: tuple[int, int]
+    """More, if what is communicated is kept for the second run: of a selective block, of a full
+    one."""
     moments: tuple[tuple[int, int], ...]
     """Most while it runs backward, above `none`, and elements of gradients of weights by then."""
     second: tuple[int, int]
@@ -84,7 +84,7 @@ class Kept:
             return self.none
         if kind == "selective":
             return self.selective + (self.held[0] if keeps else 0)
-        return self.full + (self.held[2 if kind == "reentrant" else 1] if keeps else 0)
+        return self.full + (self.held[1] if keeps else 0)
 
 
 @lru_cache(KEPT)
@@ -129,7 +129,7 @@ def kept(
         none,
         stream + made + attended + mine.made - (result if compiled else 0),
         stream,
-        (some, every, sum(layer.held(flow) for _, layer in pairs)),
+        (some, every),
         tuple(moments),
         mine.second,
         _picked(pairs, flow),

@@ -298,7 +298,7 @@ def model_flops(model: Model, seq: int) -> float:
 
 def _again(times: Times, recompute: str, runtime: Runtime) -> float:
     """What a block computes again."""
-    if recompute in ("full", "reentrant"):
+    if recompute == "full":
         return times.forward - times.unneeded
     if recompute != "selective":
         return 0.0

@@ -42,7 +42,7 @@ class Found:
             plan.inner != "samples",
             bool(plan.order),
             plan.gathered != "again",
-            ("none", "selective", "full", "reentrant", "budget").index(plan.recompute),
+            ("none", "selective", "full", "budget").index(plan.recompute),
         )
         rounded = float(f"{self.prediction.total:.3g}")
         tie = (*(-size for size in degrees.values()), plan.micro_batch, plan.order)

@@ -224,7 +224,7 @@ def theirs(
     found, row = Spoken(), places["row",]
     block = next(part for part in model.parts if part.is_block)
     size = 2 * setup.tokens * model.units["embed"]
-    again = 2 if plan.recompute in ("full", "reentrant") else 1
+    again = 2 if plan.recompute == "full" else 1
     if row.size > 1 and runtime.sequence:
         gather, scatter = (links.seconds(cluster, op, size, row) for op in OPS)
         found.plain["row"] = 2 * (again * (gather + scatter) + gather)

@@ -348,11 +348,9 @@ class Probes:
 
 
 def _kind(parallel: Parallel) -> Kind:
-    """The kind of all blocks, for those who measure; torch's older way keeps the same."""
+    """The kind of all blocks, for those who measure."""
     word = next(iter(parallel.kinds.values()))
-    return (
-        "full" if word in ("full", "reentrant") else "selective" if word == "selective" else "none"
-    )
+    return "none" if word == "budget" else word
 
 
 def flow_of(run: Run, parallel: Parallel, micro: int) -> Flow:
