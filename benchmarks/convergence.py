@@ -26,7 +26,7 @@ from ranvier.grid import Grid
 from ranvier.train.train import settled
 from ranvier.train.trainer import Trainer
 
-EAGER = {"plan.compile": "off", "plan.tune": "false"}
+EAGER = {"plan.compile": "off"}
 VARIANTS: dict[str, dict[str, str]] = {
     "eager": EAGER,
     "other seed": {**EAGER, "train.seed": "1"},

@@ -53,11 +53,11 @@ from ranvier.errors import PlanError, RanvierError
 from ranvier.grid import Grid
 from ranvier.layers import Flow
 from ranvier.parallel import parallel_of
+from ranvier.train.arithmetic import choose_arithmetic
 from ranvier.train.built import built
 from ranvier.train.metrics import Mark, peak_flops
 from ranvier.train.step import forward_backward
 from ranvier.train.train import settled
-from ranvier.train.tune import tune
 
 KINDS = {"titan": ("titan", "titan-block"), "hf": ("hf",)}
 FASTER = {"titan": 1.10, "hf": 1.5}
@@ -154,7 +154,7 @@ def ours(task: Task, settings: Sequence[str] = ()) -> Contestant:
     grid = Grid({})
     model = built(run, grid, task.device, local_ranks=1)
     flow = Flow(task.batch, task.shape.max_seq, 2, statistics=4)
-    for note in tune(run, model, grid, task.device, flow):
+    for note in choose_arithmetic(run, model, grid, task.device, flow):
         print(f"    {note}")
     parallel = parallel_of(model)
     queue = parallel.queue

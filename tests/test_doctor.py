@@ -297,7 +297,6 @@ def test_the_time_to_make_them_is_predicted(
     ("words", "says"),
     [
         (["--plan.row", "3"], "row=3 does not divide heads=8"),
-        (["--matmuls", "--plan.row", "2"], "Leave the others out"),
         (["none.toml"], "none.toml cannot be read"),
     ],
 )

@@ -289,7 +289,6 @@ def test_divisors(number: int) -> None:
         (Plan(pipe=2, policy="1f1b", chunks=2), "policy='1f1b' with chunks=2.", "or chunks=1."),
         (Plan(pipe=2, policy="interleaved"), "policy='interleaved' with chunks=1", "'1f1b'."),
         (Plan(pipe=2, recompute="budget"), "recompute='budget' with a pipeline.", "holds."),
-        (Plan(pipe=2, tune=True), "tune=True with a pipeline.", "Use tune=False."),
         (Plan(pipe=2, policy="fifo"), "policy='fifo' is not known.", "Use '1f1b'."),  # type: ignore[arg-type]
         (Plan(pipe=2, credits=-1), "chunks=1, credits=-1 or jitter=0.1 is out", "0 and 0.1."),
     ],

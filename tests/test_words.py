@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from ranvier import words
-from ranvier.options import Doctor, Eval, Export
+from ranvier.options import Eval, Export
 from ranvier.planner.command import Planned
 
 PLAIN = (
@@ -87,7 +87,7 @@ def test_booleans_stand_alone_or_have_a_value(line: str, value: bool) -> None:
 
 
 def test_every_verb_reads_booleans_alike() -> None:
-    for kind, name in ((Export, "adapter"), (Eval, "held_out"), (Doctor, "matmuls")):
+    for kind, name in ((Export, "adapter"), (Eval, "held_out")):
         for spelt in (name, name.replace("_", "-")):
             for line in ([f"--{spelt}"], [f"--{spelt}", "true"], [f"--{spelt}=True"]):
                 assert getattr(words.asked(kind, kind(), "verb", line), name) is True

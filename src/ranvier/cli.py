@@ -48,7 +48,7 @@ usage: ranvier VERB ...
                              and a run that is saved, reloaded and continued
   measure [--to FILE]        how fast this machine computes and communicates, for the planner
   doctor [run.toml | RUN]    what this machine has, what is missing and how to get it; of a plan its
-                             communicators; --matmuls: the layouts of the matrices of a model, timed
+                             communicators
 
 `ranvier VERB --help` lists all settings. Examples:
   ranvier train
@@ -479,17 +479,6 @@ def _doctor(words: Sequence[str]) -> int:
     settings = filled(Doctor, "doctor [run.toml | RUN]", words)
     names, _ = split(words)
     run = _run(settings)
-    if settings.matmuls:
-        if names or run != Run():
-            raise PlanError(
-                "--matmuls with a run, or settings of one. It times the products of --size in "
-                "--dtype. Leave the others out."
-            )
-        from ranvier.train import matmuls
-
-        return matmuls.show(size=settings.size, tokens=settings.tokens, dtype=settings.dtype)
-    if settings.size or settings.tokens or settings.dtype:
-        raise PlanError("size, tokens and dtype are those of --matmuls. Add --matmuls.")
     from ranvier import doctor
 
     asks = bool(names) or run != Run()

@@ -251,15 +251,6 @@ class Doctor(Run):
     on GPUs, and what these take of a device.
     """
 
-    matmuls: bool = False
-    """Instead: time the matrix products of a model in several layouts and keep the fastest."""
-    size: str = ""
-    """Model whose layers are timed; empty: llama3-1b, or tiny on a CPU."""
-    tokens: int = 0
-    """Tokens of a micro-batch; 0: 16384, or 512 on a CPU."""
-    dtype: str = ""
-    """bf16, fp16 or fp32; empty: bf16 where the device has it, or fp32."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:

@@ -102,9 +102,6 @@ class Plan:
     graph: bool = False
     """Replay the whole step as one CUDA graph, for models so small that launching kernels is what
     takes the time; one rank, samples without documents inside (data.packed=False)."""
-    tune: bool = False
-    """On CUDA: time the layouts of each matmul at the start and take the fastest (see ranvier
-    doctor --matmuls; on an H200 none gains); what was timed once on a device is kept."""
     overlap: tuple[Overlap, ...] = ("dx", "dw", "gather", "tokens")
     """Communication hidden behind compute: of dX, of dW (depth and data), of gathered weights, of
     tokens on their way to experts and back (behind the shared expert)."""
@@ -242,11 +239,6 @@ class Plan:
                 f"pipe={self.pipe} with chunks={self.chunks} makes {virtual} virtual stages, but "
                 f"{sizes['layers']} layers, embedding and head are {parts} parts. Each stage needs "
                 f"one. Use pipe·chunks of at most {parts}."
-            )
-        if self.tune:
-            yield (
-                "tune=True with a pipeline. Stages have other matmuls than the rank that times "
-                "them. Use tune=False."
             )
         if self.recompute == "budget":
             yield (

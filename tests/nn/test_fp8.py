@@ -159,7 +159,7 @@ def endless(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def eighths(
     grid: Grid, kind: fp8.Kind, inner: Literal["samples", "features"], how: str
 ) -> tuple[float, State]:
-    """Loss and gradients of a decoder whose blocks multiply in fp8, as `train.tune` sets them."""
+    """Loss and gradients of a decoder whose blocks multiply in fp8 as those of a run do."""
     torch.manual_seed(1)
     config = DecoderConfig(layers=1, embed=32, heads=4, kv_heads=2, head_dim=16, mlp=64, vocab=29)
     compiled = "aot_eager" if how == "compiled" else ""

@@ -17,7 +17,7 @@ from ranvier import products
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
 from ranvier.nn import head
-from ranvier.nn.matmul import Layouts
+from ranvier.nn.matmul import Plain
 from ranvier.parallel import parallelize
 from ranvier.sharding import State
 from ranvier.trace import communication, difference
@@ -94,7 +94,7 @@ def test_many_tokens_are_never_whole() -> None:
     assert sizes == [[100], [32, 32, 32, 4], [1024, 1024, 1024], [1] * 5]
 
 
-class Forward(Layouts):
+class Forward(Plain):
     """The products of a layer that is not trained."""
 
     def grad_x(self, dy: Tensor, w: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def test_rows_of_logits_are_aligned(cap: float, monkeypatch: pytest.MonkeyPatch)
     """29 columns become 30 where 16 bytes are two numbers; loss and gradients stay."""
     one, widths = torch.ones((), dtype=torch.float64), list[int]()
 
-    class Watched(Layouts):
+    class Watched(Plain):
         """Products that tell how wide the logits are."""
 
         def grad_x(self, dy: Tensor, w: Tensor) -> Tensor:

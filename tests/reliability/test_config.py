@@ -159,7 +159,7 @@ def test_other_threads_are_told(
 
 def test_a_deterministic_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """G9: settings that depend on measurements are refused, and flags of torch come back."""
-    changes = {"train__deterministic": True, "plan__tune": True, "plan__recompute": "budget"}
+    changes = {"train__deterministic": True, "memory__fit": "auto", "plan__recompute": "budget"}
     with pytest.raises(PlanError) as caught:
         check_exact(run_of("", {}, 1, **changes))
     assert len(caught.value.problems) == 2

@@ -23,7 +23,7 @@ from ranvier.nn.example import Example
 from ranvier.nn.leaf import Site, applied, check_range
 from ranvier.nn.linear import Linear
 from ranvier.nn.loss import IGNORE, Columns, reference, score, score_each
-from ranvier.nn.matmul import Layouts
+from ranvier.nn.matmul import Plain
 from ranvier.nn.outputs import buffer_dim, pack, pack_adjoint, repack, unpack
 from ranvier.products import Scores, align_columns, chunks
 from ranvier.sharding import Dim
@@ -220,7 +220,7 @@ def _added(sum_: Tensor | None, dy: Tensor, x: Tensor, leaf: Head) -> Tensor:
     """dYᵀ·X of a chunk added to those before it, in a wide type; dy: `[t, n]`, x: `[t, d]`."""
     wide = leaf.site.queue.dtype
     host = x.device.type not in ("cuda", "meta")  # meta stands for a real device
-    if x.dtype == wide or host or leaf.products != Layouts():
+    if x.dtype == wide or host or leaf.products != Plain():
         new = leaf.products.grad_w(dy, x).to(wide)
         return new if sum_ is None else sum_.add_(new)
     if sum_ is None:

@@ -45,7 +45,7 @@ from ranvier.comm.results import STOPPED
 from ranvier.grid import Axis
 from ranvier.nn.example import SIZES, Example
 from ranvier.nn.leaf import Leaf, Site, applied
-from ranvier.nn.matmul import Layouts, Products, forward, grad_x, multiply
+from ranvier.nn.matmul import Plain, Products, forward, grad_x, multiply
 from ranvier.nn.outputs import buffer_dim, pack, pack_adjoint, repack, unpack
 from ranvier.products import Factor, Product
 from ranvier.sharding import Dim
@@ -89,7 +89,7 @@ class Linear(Leaf):
         """Ranks that have the same input and use it differently."""
         self.total_axis = site.axis(*filter(None, [self.move.total]))
         """Ranks that get the same sum as their output."""
-        self.products: Products = Layouts()
+        self.products: Products = Plain()
         """How it multiplies."""
         self.place("weight", weight, dims, std=0.02)
         self.split = self.handles["weight"].split

@@ -117,7 +117,7 @@ def checked(run: Run, *, world: int, rank: int, load: float = 1.0) -> Run:
     if problems:
         raise PlanError(problems)
     dtype = "bf16" if run.train.dtype == "auto" else run.train.dtype
-    plan = replace(run.plan.unmeasured, compile="off", graph=False, tune=False)
+    plan = replace(run.plan.unmeasured, compile="off", graph=False)
     packed = replace(run.data, packed=False)
     return replace(run, plan=plan, data=packed, train=replace(run.train, dtype=dtype))
 

@@ -27,11 +27,6 @@ def check_exact(run: Run) -> None:
     if not run.train.deterministic:
         return
     problems = []
-    if run.plan.tune:
-        problems.append(
-            "train.deterministic=True with plan.tune=True. Layouts that are measured may be others "
-            "next time, and round otherwise. Use plan.tune=False."
-        )
     if run.plan.recompute == "budget":
         problems.append(
             "train.deterministic=True with plan.recompute='budget'. The micro-batch follows from "

@@ -21,10 +21,10 @@ from ranvier.grid import Grid
 from ranvier.layers import Flow
 from ranvier.parallel import parallel_of
 from ranvier.planner.cluster import Rate
+from ranvier.train.arithmetic import choose_arithmetic
 from ranvier.train.built import built
 from ranvier.train.step import forward_backward
 from ranvier.train.train import settled
-from ranvier.train.tune import tune
 
 FEW, MORE = 2, 8
 """Blocks."""
@@ -55,7 +55,7 @@ def _passes(device: torch.device, blocks: int, fp8: str) -> float:
     run = settled(runs.from_tables(tables).check(1), device)
     grid = Grid({})
     model = built(run, grid, device, local_ranks=1)
-    tune(run, model, grid, device, Flow(1, SEQ, itemsize=2, statistics=4))
+    choose_arithmetic(run, model, grid, device, Flow(1, SEQ, itemsize=2, statistics=4))
     ids = torch.zeros(1, SEQ, dtype=torch.int64, device=device)
     batches = Batch(ids, ids).micro_batches(grid, 1)
     taken = []

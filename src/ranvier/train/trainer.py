@@ -42,6 +42,7 @@ from ranvier.sharding import State
 from ranvier.terminal import print
 from ranvier.train import adapters, kept, pruning, routed, saves
 from ranvier.train.account import Account
+from ranvier.train.arithmetic import choose_arithmetic
 from ranvier.train.built import DTYPES, built
 from ranvier.train.diagnose import first_bad
 from ranvier.train.directory import OpenDirectory
@@ -64,7 +65,6 @@ from ranvier.train.replicas import compare
 from ranvier.train.settle import settle
 from ranvier.train.stages import TIMELINE, timeline
 from ranvier.train.step import Taken, evaluate, train_step
-from ranvier.train.tune import tune
 
 PATIENCE = 5.0
 """Seconds that a run waits for the checkpoint before when the next is due, then does without."""
@@ -140,7 +140,7 @@ class Trainer:
         pruning.begin(run, parallel_of(model))
         micro, local_ranks = candidates(run.plan, run.data.seq)[0], local_ranks or grid.world
         flow = Flow(micro, run.data.seq, dtype.itemsize, statistics=4)
-        notes = tune(run, model, grid, device, flow)
+        notes = choose_arithmetic(run, model, grid, device, flow)
         found = settle(run, model, device, local_ranks=local_ranks)
         run, optimizer = found.run, found.optimizer
         notes += kept.settle(run, model, optimizer, device, local_ranks)

@@ -1,15 +1,15 @@
-"""Tune: how the layers of a run compute, where there are several ways to the same.
+"""Arithmetic: how the layers of a run compute, where there are several ways to the same.
 
 Attention takes the fastest kernel of the device, linear layers multiply in fp8 where the run asks
-for it, or in the fastest layout (AxoNN's matmul tuning, `plan.tune`, off by default). What is
-measured is measured by rank 0, which tells the others, so that all ranks compute alike.
+for it, siblings that multiply alike as one matrix. What is measured is measured by rank 0, which
+tells the others, so that all ranks compute alike.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -21,9 +21,7 @@ from ranvier.layers import Flow
 from ranvier.nn import attend, fp8
 from ranvier.nn.attention import Core
 from ranvier.nn.fastest import Fastest
-from ranvier.nn.head import Head
 from ranvier.nn.linear import Linear
-from ranvier.nn.matmul import Layouts
 from ranvier.nn.siblings import Siblings
 from ranvier.parallel import Parallel, parallel_of
 from ranvier.run import Run
@@ -35,19 +33,18 @@ PACKED = 4096
 """Output features up to which siblings are packed in fp8."""
 
 
-def tune(run: Run, model: nn.Module, grid: Grid, device: torch.device, flow: Flow) -> list[str]:
+def choose_arithmetic(
+    run: Run, model: nn.Module, grid: Grid, device: torch.device, flow: Flow
+) -> list[str]:
     """Settle how attention and linear layers compute; lines that say what was chosen.
 
     Communicates: what rank 0 has measured, as texts over all axes.
     """
-    parallel, fastest = parallel_of(model), Fastest.of(device)
-    dtype = next(iter(model.parameters())).dtype
-    notes = _attention(run, parallel, fastest, grid, device, dtype, flow)
+    parallel, dtype = parallel_of(model), next(iter(model.parameters())).dtype
+    notes = _attention(run, parallel, grid, device, dtype, flow)
     if run.train.fp8 != "off":
         least = replace(flow, samples=candidates(run.plan, flow.seq)[-1])
         notes += _eighths(run, parallel, least)
-    if run.plan.tune and device.type == "cuda":
-        notes += _layouts(parallel, fastest, grid, device, dtype, flow)
     _pack(parallel)
     return notes
 
@@ -65,7 +62,6 @@ def _pack(parallel: Parallel) -> None:
 def _attention(
     run: Run,
     parallel: Parallel,
-    fastest: Fastest,
     grid: Grid,
     device: torch.device,
     dtype: torch.dtype,
@@ -78,7 +74,7 @@ def _attention(
     samples = max(some.site.ground.tokens(flow, "heads") // flow.seq, 1)
     heads, groups = model.heads // ranks, max(model.kv_heads // ranks, 1)
     shape = (samples, flow.seq, heads, groups, model.head_dim)
-    mine = attend.tuned(*shape, dtype, device, fastest) if grid.rank == 0 else ""
+    mine = attend.tuned(*shape, dtype, device, Fastest.of(device)) if grid.rank == 0 else ""
     name = told(mine, grid, device)
     for leaf in (leaf for leaf in parallel.leaves.values() if isinstance(leaf, Core)):
         leaf.serial.attend = attend.way(name)  # type: ignore[assignment]
@@ -129,28 +125,6 @@ def _words(layers: Iterable[str]) -> list[str]:
 
 def _even(layer: Linear, flow: Flow) -> bool:
     return fp8.takes(_tokens(layer, flow), *_matrix(layer))
-
-
-def _layouts(
-    parallel: Parallel,
-    fastest: Fastest,
-    grid: Grid,
-    device: torch.device,
-    dtype: torch.dtype,
-    flow: Flow,
-) -> list[str]:
-    """Give each linear layer its fastest layouts, but the head, which multiplies in chunks."""
-    changed = set[str]()
-    for name, layer in _linear(parallel).items():
-        plain = isinstance(layer.products, Layouts) and not layer.transposed
-        if not plain or isinstance(layer, Head):
-            continue
-        shape = (_tokens(layer, flow), *_matrix(layer))
-        mine = Layouts.tuned(shape, dtype, device, fastest) if grid.rank == 0 else Layouts()
-        layer.products = Layouts(*told(" ".join(astuple(mine)), grid, device).split())
-        if layer.products != Layouts():
-            changed.add(f"{name.rpartition('.')[2]} ({layer.products})")
-    return [f"matmul layouts other than plain: {', '.join(sorted(changed)) or 'none'}"]
 
 
 def _linear(parallel: Parallel) -> dict[str, Linear]:

@@ -1,4 +1,4 @@
-"""How layers compute: packed weights, layouts and ways of attention change no result."""
+"""How layers compute: packed weights and ways of attention change no result."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from ranvier.models.documents import causal
 from ranvier.nn import attend, fp8
 from ranvier.nn.fastest import Fastest
 from ranvier.nn.linear import Linear
-from ranvier.nn.matmul import Layouts
 from ranvier.nn.siblings import Siblings
 from ranvier.parallel import parallel_of, parallelize
 from ranvier.sharding import State
+from ranvier.train.arithmetic import choose_arithmetic
 from ranvier.train.step import forward_backward
-from ranvier.train.tune import tune
 from training import run_of, stored, trainer_of
 
 SHAPE = {"layers": 2, "embed": 16, "heads": 8, "kv_heads": 2, "head_dim": 4, "mlp": 24, "vocab": 29}
@@ -95,22 +94,20 @@ def compared(have: State, want: State) -> list[str]:
     return lines
 
 
-WAYS = [(True, "turned"), *((False, kind) for kind in ("apart", "packed", "all", "all turned"))]
-"""Fast or as reference, which alone uses packed weights outside of graphs; packing and layouts."""
+PACKINGS = ("apart", "packed", "all")
+"""Of none, of narrow siblings, of all."""
 
 
-def ways(grid: Grid, inner: str) -> dict[str, list[str]]:
-    """What packing and layouts change in gradients."""
+def packings(grid: Grid, inner: str) -> dict[str, list[str]]:
+    """What packing changes in gradients of the reference, which alone packs outside of graphs."""
     micros, found = micros_of(BATCH, grid, 2 if grid.world == 1 else 1), dict[str, list[str]]()
     want = taken(decoder(grid, inner=inner), micros)
-    for fast, kind in WAYS:
-        model = decoder(grid, inner=inner, fast=fast)
+    for kind in PACKINGS:
+        model = decoder(grid, inner=inner, fast=False)
         for leaf in model.parallel.leaves.values():
             if isinstance(leaf, Siblings) and kind != "packed":
-                leaf.pack(1 << 20 if "all" in kind else 0, all_alike=True)
-            if isinstance(leaf, Linear) and "turned" in kind:
-                leaf.products = Layouts("transposed", "copied", "copied_x")
-        found[f"{kind}, {fast}"] = compared(taken(model, micros), want)
+                leaf.pack(1 << 20 if kind == "all" else 0, all_alike=True)
+        found[kind] = compared(taken(model, micros), want)
     return found
 
 
@@ -123,11 +120,9 @@ def ways(grid: Grid, inner: str) -> dict[str, list[str]]:
     ],
     ids=["one", "features", "depth"],
 )
-def test_packing_and_layouts_change_no_gradient(
-    pool: Pool, degrees: dict[str, int], inner: str
-) -> None:
-    for lines_of in pool.on_grid(degrees, ways, inner):
-        assert len(lines_of) == len(WAYS)
+def test_packing_changes_no_gradient(pool: Pool, degrees: dict[str, int], inner: str) -> None:
+    for lines_of in pool.on_grid(degrees, packings, inner):
+        assert len(lines_of) == len(PACKINGS)
         assert {name: lines for name, lines in lines_of.items() if lines} == {}
 
 
@@ -179,8 +174,8 @@ def test_in_fp8_all_siblings_are_packed_and_checkpoints_are_the_same(
 
 def test_a_cpu_has_nothing_to_choose() -> None:
     model = decoder(Grid({}))
-    run = run_of("", {}, 1, plan__tune=True)
-    assert tune(run, model, Grid({}), torch.device("cpu"), Flow(8, 8, 8, 8)) == []
+    run = run_of("", {}, 1)
+    assert choose_arithmetic(run, model, Grid({}), torch.device("cpu"), Flow(8, 8, 8, 8)) == []
 
 
 # ---- attention --------------------------------------------------------------------------
