@@ -25,11 +25,11 @@ LEVELS = (
     "nn | models",
     "pipeline",
     "parallel | optim | memory | data | checkpoint",
-    "settings run",
+    "settings run options",
     "planner",
     "train infer graph eval verify verify_run doctor pretrained loop full_batch strategy "
     "accelerator",
-    "cli options words __main__",
+    "cli words __main__",
 )
 """From the lowest up. Neighbours may import each other without cycles, but not across a bar."""
 

@@ -381,14 +381,12 @@ def _eval(words: Sequence[str]) -> int:
     if names:
         run_of(Path(names[0]))
     settings = filled(Eval, "eval RUN", words, verb.afresh)
-    own = {f.name: getattr(settings, f.name) for f in dataclasses.fields(verb.Wanted)}
-    wanted = verb.Wanted(**own)
-    wanted.check(names[0] if names else None)
-    if wanted.samples:
-        return verb.counted(wanted)
+    verb.check(settings, names[0] if names else None)
+    if settings.samples:
+        return verb.counted(settings)
     me, world = _world(settings, verify.world_of(settings.plan))
-    run = verb.planned(_run(settings), world, wanted)
-    task = functools.partial(verb.ranked, run, Path(names[0]), wanted)
+    run = verb.planned(_run(settings), world, settings)
+    task = functools.partial(verb.ranked, run, Path(names[0]), settings)
     if me is None and world > 1:
         return launch.start(world, task, preload=[verb.__name__])
     with launch.reported(me or Ranks()):
@@ -441,9 +439,7 @@ def _simulate(words: Sequence[str]) -> int:
     settings = filled(Simulate, "simulate [run.toml | RUN]", words)
     from ranvier.train import simulate
 
-    names = [field.name for field in dataclasses.fields(simulate.Wanted)]
-    wanted = simulate.Wanted(**{name: getattr(settings, name) for name in names})
-    return simulate.simulate(_run(settings), wanted)
+    return simulate.simulate(_run(settings), settings)
 
 
 def _measure(words: Sequence[str]) -> int:

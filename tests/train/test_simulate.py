@@ -12,13 +12,14 @@ import pytest
 from commands import call
 from ranvier import run as runs
 from ranvier.errors import PlanError
+from ranvier.options import Simulate
 from ranvier.pipeline import draw
 from ranvier.pipeline.choice import policy_for
 from ranvier.pipeline.policy import Shape
 from ranvier.pipeline.simulator import Times, simulate
 from ranvier.run import Run
 from ranvier.train import report, timeline
-from ranvier.train.simulate import Wanted, by_work, from_run, from_toml
+from ranvier.train.simulate import by_work, from_run, from_toml
 from ranvier.train.simulate import simulate as command
 
 FILES = ("timeline.svg", "timeline.html", "timeline-trace.json")
@@ -135,7 +136,7 @@ def test_times_come_from_a_table(here: Path, capsys: pytest.CaptureFixture[str])
     times = from_toml(here / "times.toml", SHAPE)
     ones = (1.0,) * 4
     assert times == Times(ones, ones, ones, link=(0.5,) * 3, stragglers={3: 2.0})
-    wanted = Wanted(times="times.toml", policies=("1f1b",), straggler=("3=1",), link=0.0)
+    wanted = Simulate(times="times.toml", policies=("1f1b",), straggler=("3=1",), link=0.0)
     assert command(four(policy="1f1b"), wanted) == 0
     # 1F1B of even stages: (micro-batches + stages - 1)(f + b)
     assert "1f1b: 33 s, bubble 27.3%" in capsys.readouterr().out
@@ -194,14 +195,14 @@ def test_times_by_work_are_those_of_the_cut() -> None:
 
 
 def test_one_stage_has_no_bubble(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(Run(), Wanted(policies=("1f1b",))) == 0
+    assert command(Run(), Simulate(policies=("1f1b",))) == 0
     assert "bubble 0.0%" in capsys.readouterr().out
 
 
 def test_jitter_depends_on_the_seed_only(capsys: pytest.CaptureFixture[str]) -> None:
     outputs = []
     for seed in (1, 1, 2):
-        command(four(policy="1f1b"), Wanted(jitter=0.3, seed=seed, policies=("1f1b",)))
+        command(four(policy="1f1b"), Simulate(jitter=0.3, seed=seed, policies=("1f1b",)))
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] != outputs[2]
 

@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ranvier.grid import Grid
 from ranvier.infer.loaded import load, saved_dtype, spoken_dtype
 from ranvier.infer.sample import checkpoint_of
 from ranvier.launch import Ranks, joined
+from ranvier.options import Eval
 from ranvier.pipeline.cut import Cut
 from ranvier.plan import Plan
 from ranvier.run import Run
@@ -35,98 +36,72 @@ from ranvier.train.folder import write
 from ranvier.train.train import backend_of, device_of
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What is to be found out; see `options.Eval`."""
+def best_of(wanted: Eval) -> tuple[int, ...]:
+    """Numbers of programs of which the best counts."""
+    try:
+        found = tuple(int(word) for word in wanted.k.split(",")) if wanted.k else (1,)
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise PlanError(f"k={wanted.k!r} are no counts. They are whole numbers above 0. Use 1,10.")
+    return found
 
-    tasks: str = ""
-    include: str = ""
-    limit: int = 0
-    fewshot: int = -1
-    corpus: tuple[str, ...] = ()
-    stride: int = 0
-    held_out: bool = False
-    code: str = ""
-    samples_per_task: int = 1
-    tokens: int = 256
-    temperature: float = 0.8
-    top_p: float = 0.95
-    seed: int = 0
-    samples: str = ""
-    k: str = ""
-    batch: int = 8
-    length: int = 0
-    step: int = -1
-    out: str = ""
 
-    @property
-    def ks(self) -> tuple[int, ...]:
-        """The numbers of samples that are drawn."""
-        try:
-            found = tuple(int(word) for word in self.k.split(",")) if self.k else (1,)
-        except ValueError:
-            found = ()
-        if not found or min(found) < 1:
-            raise PlanError(
-                f"k={self.k!r} are no counts. They are whole numbers above 0. Use 1,10."
-            )
-        return found
+def question(wanted: Eval) -> harness.Ask:
+    """What the harness is asked for."""
+    return harness.Ask(
+        tasks=tuple(filter(None, (name.strip() for name in wanted.tasks.split(",")))),
+        include=wanted.include,
+        limit=wanted.limit,
+        fewshot=wanted.fewshot,
+        seed=wanted.seed,
+    )
 
-    @property
-    def ask(self) -> harness.Ask:
-        """What the harness is asked for."""
-        return harness.Ask(
-            tasks=tuple(filter(None, (name.strip() for name in self.tasks.split(",")))),
-            include=self.include,
-            limit=self.limit,
-            fewshot=self.fewshot,
-            seed=self.seed,
+
+def check(wanted: Eval, folder: str | None) -> None:
+    """Refuse what cannot be asked, all problems at once."""
+    asked = [n for n in ("tasks", "corpus", "code", "samples") if getattr(wanted, n)]
+    problems = []
+    if len(asked) != 1:
+        problems.append(
+            f"eval was given {' and '.join(f'--{n}' for n in asked) or 'nothing to do'}. It "
+            "does one thing at a time. Use --tasks, --corpus, --code or --samples."
         )
-
-    def check(self, folder: str | None) -> None:
-        """Refuse what cannot be asked, all problems at once."""
-        asked = [n for n in ("tasks", "corpus", "code", "samples") if getattr(self, n)]
-        problems = []
-        if len(asked) != 1:
-            problems.append(
-                f"eval was given {' and '.join(f'--{n}' for n in asked) or 'nothing to do'}. It "
-                "does one thing at a time. Use --tasks, --corpus, --code or --samples."
-            )
-        if (folder is None) != (asked == ["samples"]) and len(asked) == 1:
-            problems.append(
-                "--samples are of no RUN. Leave it out."
-                if folder is not None
-                else f"--{asked[0]} asks a model. Name its RUN: ranvier eval RUN --{asked[0]} ..."
-            )
-        least = {"limit": 0, "fewshot": -1, "stride": 0, "samples_per_task": 1, "tokens": 1}
-        for name, low in {**least, "batch": 1, "length": 0, "step": -1, "seed": 0}.items():
-            value = getattr(self, name)
-            if not low <= value < 2**31:
-                problems.append(f"{name}={value} is too small or too large. Use {low} or more.")
-        if not (0.0 <= self.temperature <= 1e3 and 0.0 < self.top_p <= 1.0):
-            problems.append(
-                f"temperature={self.temperature}, top_p={self.top_p}: out of range. They are in "
-                "[0, 1000] and (0, 1]. Use 0.8 and 0.95."
-            )
-        if self.include and not Path(self.include).is_dir():
-            problems.append(
-                f"include={self.include!r} is no directory. Tasks of one's own are YAML files in "
-                "one. Check the path."
-            )
-        if problems:
-            raise PlanError(problems)
-        if self.code and max(self.ks) > self.samples_per_task:
-            raise PlanError(
-                f"k={max(self.ks)} with samples_per_task={self.samples_per_task}. k programs are "
-                f"drawn from those. Use --samples-per-task {max(self.ks)} or more."
-            )
-        if self.tasks:
-            harness.check()
-        if self.code:
-            code.read(Path(self.code))
+    if (folder is None) != (asked == ["samples"]) and len(asked) == 1:
+        problems.append(
+            "--samples are of no RUN. Leave it out."
+            if folder is not None
+            else f"--{asked[0]} asks a model. Name its RUN: ranvier eval RUN --{asked[0]} ..."
+        )
+    least = {"limit": 0, "fewshot": -1, "stride": 0, "samples_per_task": 1, "tokens": 1}
+    for name, low in {**least, "batch": 1, "length": 0, "step": -1, "seed": 0}.items():
+        value = getattr(wanted, name)
+        if not low <= value < 2**31:
+            problems.append(f"{name}={value} is too small or too large. Use {low} or more.")
+    if not (0.0 <= wanted.temperature <= 1e3 and 0.0 < wanted.top_p <= 1.0):
+        problems.append(
+            f"temperature={wanted.temperature}, top_p={wanted.top_p}: out of range. They are in "
+            "[0, 1000] and (0, 1]. Use 0.8 and 0.95."
+        )
+    if wanted.include and not Path(wanted.include).is_dir():
+        problems.append(
+            f"include={wanted.include!r} is no directory. Tasks of one's own are YAML files in "
+            "one. Check the path."
+        )
+    if problems:
+        raise PlanError(problems)
+    if wanted.code and (most := max(best_of(wanted))) > wanted.samples_per_task:
+        raise PlanError(
+            f"k={most} with samples_per_task={wanted.samples_per_task}. k programs are "
+            f"drawn from those. Use --samples-per-task {most} or more."
+        )
+    if wanted.tasks:
+        harness.check()
+    if wanted.code:
+        code.read(Path(wanted.code))
 
 
-def planned(run: Run, world: int, wanted: Wanted) -> Run:
+def planned(run: Run, world: int, wanted: Eval) -> Run:
     """The run on the grid of this evaluation: its batch is not that of training."""
     model = run.model
     if model.positions == "learned" and wanted.length > model.max_seq:
@@ -152,14 +127,14 @@ def afresh(run: Run) -> Run:
     return replace(run, plan=Plan(data=-1, inner=run.plan.inner), train=here)
 
 
-def ranked(run: Run, folder: Path, wanted: Wanted, me: Ranks) -> int:
+def ranked(run: Run, folder: Path, wanted: Eval, me: Ranks) -> int:
     """Join the other ranks, then `evaluate`."""
     backend = backend_of(run, me, device_of(run, me))
     with joined(me, backend, run.train.timeout, share_gpu=run.launch.share_gpu):
         return evaluate(run, folder, wanted, me)
 
 
-def evaluate(run: Run, folder: Path, wanted: Wanted, me: Ranks) -> int:
+def evaluate(run: Run, folder: Path, wanted: Eval, me: Ranks) -> int:
     """Ask the model of a run as a rank of the grid; the exit code."""
     device = device_of(run, me)
     grid = Grid.of(
@@ -182,7 +157,9 @@ def evaluate(run: Run, folder: Path, wanted: Wanted, me: Ranks) -> int:
     first = grid.rank == 0
     # names are looked up before weights are read: both take their time
     manager = together(
-        lambda: harness.manager_of(wanted.ask) if first and wanted.tasks else None, grid, device
+        lambda: harness.manager_of(question(wanted)) if first and wanted.tasks else None,
+        grid,
+        device,
     )
     start = time.perf_counter()
     model = load(folder, grid, device, step=step, inner=run.plan.inner, how=how, dtype=dtype)
@@ -210,12 +187,12 @@ def evaluate(run: Run, folder: Path, wanted: Wanted, me: Ranks) -> int:
 
 
 def _found(
-    served: Served, run: Run, folder: Path, step: int, wanted: Wanted, manager: Any
+    served: Served, run: Run, folder: Path, step: int, wanted: Eval, manager: Any
 ) -> dict[str, dict[str, Any]]:
     """What was to be found out, by kind and name."""
     length = wanted.length or run.model.max_seq
     if wanted.tasks:
-        return {"tasks": harness.evaluated(served, wanted.ask, length, manager=manager)}
+        return {"tasks": harness.evaluated(served, question(wanted), length, manager=manager)}
     if wanted.corpus:
         return {"corpora": _corpora(served, run, folder, wanted)}
     wish = Wish(
@@ -230,7 +207,7 @@ def _found(
     rows = [{**asdict(one.sample), "said": one.said, "why": one.why} for one in tried]
     write(folder / f"samples-{step}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     _warn(lack for lack in lacks if lack not in told)
-    return {"code": metrics.table([one.sample for one in tried], wanted.ks)}
+    return {"code": metrics.table([one.sample for one in tried], best_of(wanted))}
 
 
 def _tell_protection() -> tuple[str, ...]:
@@ -254,7 +231,7 @@ def _warn(lacks: Iterable[str]) -> None:
         print(f"Warning: programs are not fully kept in: {lack}.", file=sys.stderr, flush=True)
 
 
-def _corpora(served: Served, run: Run, folder: Path, wanted: Wanted) -> dict[str, Any]:
+def _corpora(served: Served, run: Run, folder: Path, wanted: Eval) -> dict[str, Any]:
     """What each corpus is worth."""
     data = replace(run.data, corpus=wanted.corpus, tokenizer=str(folder / "tokenizer.json"))
     found: dict[str, Any] = {}
@@ -286,9 +263,9 @@ def _corpora(served: Served, run: Run, folder: Path, wanted: Wanted) -> dict[str
     return found
 
 
-def counted(wanted: Wanted) -> int:
+def counted(wanted: Eval) -> int:
     """Print the metrics of programs that were run elsewhere; the exit code."""
-    found = metrics.table(metrics.read(Path(wanted.samples)), wanted.ks)
+    found = metrics.table(metrics.read(Path(wanted.samples)), best_of(wanted))
     _print_table("code", found)
     if wanted.out:
         keep(Path(wanted.out), {"code": found})

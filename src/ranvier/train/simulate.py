@@ -21,6 +21,7 @@ from ranvier.grid import Grid
 from ranvier.html import page
 from ranvier.html.plot import standalone
 from ranvier.models import build
+from ranvier.options import Simulate
 from ranvier.parallel import Parallel, parallelize
 from ranvier.pipeline import choice, draw
 from ranvier.pipeline.draw import Picture
@@ -51,20 +52,7 @@ class Source:
     """The step of a run that they were measured in."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """What is changed in the times, and what is played."""
-
-    times: str = ""
-    jitter: float | None = None
-    link: float | None = None
-    straggler: tuple[str, ...] = ()
-    seed: int = 0
-    policies: tuple[str, ...] = ()
-    out: str = ""
-
-
-def simulate(run: Run, wanted: Wanted) -> int:
+def simulate(run: Run, wanted: Simulate) -> int:
     """Play the step of a run with each policy; print tables, write drawings."""
     known = math.prod(max(size, 1) for size in run.plan.degrees.values())
     run = run.check(known)
@@ -226,7 +214,7 @@ def _stragglers(words: Sequence[str], shape: Shape) -> dict[int, float]:
     return factors
 
 
-def changed(times: Times, wanted: Wanted, shape: Shape) -> Times:
+def changed(times: Times, wanted: Simulate, shape: Shape) -> Times:
     """Times with the jitter, link and stragglers of the options."""
     times = replace(
         times,
