@@ -18,6 +18,7 @@ from ranvier.eval.served import Served, Wish
 from ranvier.eval.words import Words
 from ranvier.grid import Grid
 from ranvier.infer.loaded import load
+from ranvier.options import Eval
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "code_tasks.jsonl"
 
@@ -142,8 +143,8 @@ def test_the_verb_says_keeps_and_refuses(
 def test_lengths_and_names_are_refused_before_weights_are_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def unknown(ask: harness.Ask) -> None:
-        raise PlanError(f"{ask.tasks} are not known.")
+    def unknown(wanted: Eval) -> None:
+        raise PlanError(f"{harness.names_of(wanted)} are not known.")
 
     monkeypatch.setattr(harness, "manager_of", unknown)
     monkeypatch.setattr(verb, "load", lambda *_, **__: pytest.fail("weights were read"))

@@ -14,12 +14,12 @@ from evaluation import serial, trained
 from pool import Pool
 from ranvier.errors import DataError, ElsewhereError, PlanError
 from ranvier.eval import harness
-from ranvier.eval.harness import Ask
 from ranvier.eval.served import Served
 from ranvier.eval.words import Words
 from ranvier.grid import Grid
 from ranvier.infer.loaded import load
 from ranvier.models import Decoder
+from ranvier.options import Eval
 
 GRIDS = [{"row": 1}, {"row": 2, "depth": 2}, {"col": 2, "data": 2}, {"pipe": 2, "row": 2}]
 LENGTH = 24
@@ -215,12 +215,12 @@ def by_transformers(_: int, folder: str, tasks: str) -> dict[str, Any]:
     model = HFLM(
         pretrained=twin(Path(folder)), tokenizer=tokenizer, batch_size=4, max_length=LENGTH
     )
-    ask = Ask(tasks=tuple(TASKS), include=tasks)
+    ask = Eval(tasks=",".join(TASKS), include=tasks)
     with pytest.MonkeyPatch.context() as here:
         here.setenv("DISABLE_MULTIPROC", "1")  # a worker of the tests may start no process
         found = evaluator.simple_evaluate(
             model=model,
-            tasks=list(ask.tasks),
+            tasks=list(TASKS),
             task_manager=harness.manager_of(ask),
             bootstrap_iters=DRAWS,
         )
@@ -239,7 +239,7 @@ def by_ranvier(grid: Grid, folder: str, tasks: str) -> dict[str, Any] | None:
     def work(served: Served) -> dict[str, Any]:
         with pytest.MonkeyPatch.context() as here:
             here.setattr(harness, "DRAWS", DRAWS)
-            found = harness.evaluated(served, Ask(tasks=tuple(TASKS), include=tasks), LENGTH)
+            found = harness.evaluated(served, Eval(tasks=",".join(TASKS), include=tasks), LENGTH)
         results = {
             f"{n} {key}": value for n, table in found.items() for key, value in table.items()
         }
@@ -280,8 +280,8 @@ def mistaken(grid: Grid, folder: str, tasks: str) -> list[str]:
     offline(tasks)
     served, found = Served(load(Path(folder), grid, "cpu"), Words.of(Path(folder))), []
     for ask, length in (
-        (Ask(tasks=("say",), include=tasks), 4),
-        (Ask(tasks=("lost",), include=tasks), 9),
+        (Eval(tasks="say", include=tasks), 4),
+        (Eval(tasks="lost", include=tasks), 9),
     ):
         try:
             served.attend(lambda served, a=ask, n=length: harness.evaluated(served, a, n))

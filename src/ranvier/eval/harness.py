@@ -11,11 +11,11 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from ranvier.errors import DataError, PlanError
 from ranvier.eval.served import Served, Wish
+from ranvier.options import Eval
 from ranvier.settings import nearest
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -26,22 +26,8 @@ DRAWS = 1000
 """Resamples of the examples from which the spread of a metric without a formula is estimated."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ask:
-    """What the harness is asked for."""
-
-    tasks: tuple[str, ...]
-    include: str = ""
-    """Directory with tasks of one's own."""
-    limit: int = 0
-    """Examples of each task; 0: all."""
-    fewshot: int = -1
-    """Solved examples before each; -1: as the task says."""
-    seed: int = 0
-
-
 def evaluated(
-    served: Served, ask: Ask, length: int, *, manager: Any | None = None
+    served: Served, wanted: Eval, length: int, *, manager: Any | None = None
 ) -> dict[str, Any]:
     """The results of tasks by task and metric; length: most tokens that the model looks at.
 
@@ -54,22 +40,22 @@ def evaluated(
         with _in_one_process():
             found = evaluator.simple_evaluate(
                 model=model_of(served, length),
-                tasks=list(ask.tasks),
-                task_manager=manager_of(ask) if manager is None else manager,
-                limit=ask.limit or None,
-                num_fewshot=None if ask.fewshot < 0 else ask.fewshot,
+                tasks=list(names_of(wanted)),
+                task_manager=manager_of(wanted) if manager is None else manager,
+                limit=wanted.limit or None,
+                num_fewshot=None if wanted.fewshot < 0 else wanted.fewshot,
                 bootstrap_iters=DRAWS,
                 log_samples=False,
-                random_seed=ask.seed,
-                numpy_random_seed=ask.seed,
-                torch_random_seed=ask.seed,
-                fewshot_random_seed=1234 + ask.seed,
+                random_seed=wanted.seed,
+                numpy_random_seed=wanted.seed,
+                torch_random_seed=wanted.seed,
+                fewshot_random_seed=1234 + wanted.seed,
             )
     except OSError as error:
-        raise _unreachable(ask, error) from error
+        raise _unreachable(wanted, error) from error
     except Exception as error:
         if type(error).__module__.partition(".")[0] in ("datasets", "huggingface_hub", "httpx"):
-            raise _unreachable(ask, error) from error
+            raise _unreachable(wanted, error) from error
         raise
     return {
         name: {
@@ -118,20 +104,25 @@ def check() -> None:
         )
 
 
-def manager_of(ask: Ask) -> Any:
+def names_of(wanted: Eval) -> tuple[str, ...]:
+    """The tasks that are asked for."""
+    return tuple(filter(None, (name.strip() for name in wanted.tasks.split(","))))
+
+
+def manager_of(wanted: Eval) -> Any:
     """What knows the tasks; the many of the package are looked at only if they are needed."""
     check()
     from lm_eval.tasks import TaskManager
 
-    if ask.include:
-        own = TaskManager(include_path=ask.include, include_defaults=False)
-        if all(own.match_tasks([name]) for name in ask.tasks):
+    if wanted.include:
+        own = TaskManager(include_path=wanted.include, include_defaults=False)
+        if all(own.match_tasks([name]) for name in names_of(wanted)):
             return own
-    manager = TaskManager(include_path=ask.include or None)
-    unknown = [name for name in ask.tasks if not manager.match_tasks([name])]
+    manager = TaskManager(include_path=wanted.include or None)
+    unknown = [name for name in names_of(wanted) if not manager.match_tasks([name])]
     if unknown:
         known = manager.all_tasks
-        where = f" or {ask.include}" if ask.include else ""
+        where = f" or {wanted.include}" if wanted.include else ""
         raise PlanError(
             [
                 f"tasks: {name!r} is not known.{nearest(name, known)} A task is one of the "
@@ -143,11 +134,11 @@ def manager_of(ask: Ask) -> Any:
     return manager
 
 
-def _unreachable(ask: Ask, error: Exception) -> DataError:
+def _unreachable(wanted: Eval, error: Exception) -> DataError:
     said = (str(error).strip().splitlines() or [""])[0][:300]
     return DataError(
-        f"The data of {', '.join(ask.tasks)} cannot be had: {type(error).__name__}: {said}. Most "
-        "tasks fetch it when they are first used. Run once where there is a network, or give "
+        f"The data of {', '.join(names_of(wanted))} cannot be had: {type(error).__name__}: {said}. "
+        "Most tasks fetch it when they are first used. Run once where there is a network, or give "
         "--include DIR with tasks on local files."
     )
 

@@ -47,17 +47,6 @@ def best_of(wanted: Eval) -> tuple[int, ...]:
     return found
 
 
-def question(wanted: Eval) -> harness.Ask:
-    """What the harness is asked for."""
-    return harness.Ask(
-        tasks=tuple(filter(None, (name.strip() for name in wanted.tasks.split(",")))),
-        include=wanted.include,
-        limit=wanted.limit,
-        fewshot=wanted.fewshot,
-        seed=wanted.seed,
-    )
-
-
 def check(wanted: Eval, folder: str | None) -> None:
     """Refuse what cannot be asked, all problems at once."""
     asked = [n for n in ("tasks", "corpus", "code", "samples") if getattr(wanted, n)]
@@ -157,9 +146,7 @@ def evaluate(run: Run, folder: Path, wanted: Eval, me: Ranks) -> int:
     first = grid.rank == 0
     # names are looked up before weights are read: both take their time
     manager = together(
-        lambda: harness.manager_of(question(wanted)) if first and wanted.tasks else None,
-        grid,
-        device,
+        lambda: harness.manager_of(wanted) if first and wanted.tasks else None, grid, device
     )
     start = time.perf_counter()
     model = load(folder, grid, device, step=step, inner=run.plan.inner, how=how, dtype=dtype)
@@ -192,7 +179,7 @@ def _found(
     """What was to be found out, by kind and name."""
     length = wanted.length or run.model.max_seq
     if wanted.tasks:
-        return {"tasks": harness.evaluated(served, question(wanted), length, manager=manager)}
+        return {"tasks": harness.evaluated(served, wanted, length, manager=manager)}
     if wanted.corpus:
         return {"corpora": _corpora(served, run, folder, wanted)}
     wish = Wish(
