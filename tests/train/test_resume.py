@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from commands import SMALL, call, ended, losses, metrics, started
 from ranvier.checkpoint import load
 from ranvier.checkpoint import manifest as manifests
 from ranvier.checkpoint.folder import found
-from ranvier.sharding import Place
 
 FAST = [*SMALL, "--nproc", "1", "--model.layers", "1"]
 SAVING = ["--checkpoint.every", "2", "--checkpoint.keep", "0"]
@@ -270,40 +268,22 @@ def test_mistakes_in_the_verbs_have_a_message(
     assert not (folder / "x").exists()
 
 
-def first_format(path: Path, out: Path) -> None:
-    """The same checkpoint as the format before wrote it: without manifest and checksums."""
-    manifest = manifests.read(path)
-    tensors, places = {}, {}
-    for name, tensor in load_file(path / FILE).items():
-        if not name.startswith(("random.", "run.")):
-            shape = tuple(tensor.shape)
-            entry = manifest.tensors[name].parts[0].place
-            tensors[name] = tensor.reshape(-1)
-            places[name] = asdict(
-                Place(entry.whole, entry.start, entry.valid, entry.local, (0, tensor.numel()))
-            )
-            assert entry.whole == entry.local and shape
-    out.mkdir()
-    save_file(tensors, out / FILE, metadata={"places": json.dumps(places)})
-    facts = {"samples": 48, "updates": 6.0, "scale": None, "fingerprint": ""}
-    facts |= {"fingerprint": manifest.facts["fingerprint"]}
-    table = {**facts, "format": 1, "step": 6, "degrees": dict(manifest.degrees), "ranks": 1}
-    (out / "state.json").write_text(json.dumps(table))
-
-
-def test_the_format_before_is_converted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """I1: refused with the command that helps."""
+def test_a_directory_without_manifest_is_no_checkpoint(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """I1: other files are not read, whatever they are called."""
     path = found(folder / "run" / "checkpoints")[-1]
-    first_format(path, folder / "step-00000006")
+    for name in ("step-00000006", "other"):
+        shutil.copytree(path, folder / name)
+        (folder / name / "manifest.json").rename(folder / name / "state.json")
     words = ["train", "run", "--nproc", "1", "--train.steps", "8", "--train.out", "new"]
-    assert call(*words, "--checkpoint.resume", "step-00000006") == 76
-    said = capsys.readouterr().err
-    assert "ranvier checkpoint convert step-00000006 OUT" in said
-    assert call("checkpoint", "convert", "step-00000006", "new-format") == 0
-    assert call(*words, "--checkpoint.resume", "new-format") == 0
-    again = ["train", "run", "--nproc", "1", "--train.steps", "8", "--train.out", "same"]
-    assert call(*again, "--checkpoint.resume", str(path)) == 0
-    assert losses(folder / "new")[-2:] == losses(folder / "same")[-2:]
+    assert call(*words, "--checkpoint.resume", "step-00000006") == 66
+    assert "step-00000006 has no manifest.json. A checkpoint is" in capsys.readouterr().err
+    assert call(*words, "--checkpoint.resume", "other") == 66
+    assert "checkpoint.resume='other' has no checkpoint. It must be" in capsys.readouterr().err
+    assert call("checkpoint", "convert", "step-00000006", "x") == 66
+    assert call("checkpoint", "convert", "other", "x") == 66
+    assert not (folder / "x").exists()
 
 
 HOSTILE: dict[str, Callable[[Path], object]] = {

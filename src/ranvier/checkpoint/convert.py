@@ -16,7 +16,7 @@ from torch import Tensor
 from ranvier.checkpoint import blocks, folder, load, part
 from ranvier.checkpoint import manifest as manifests
 from ranvier.checkpoint.part import Host, Layout
-from ranvier.errors import CheckpointError, DamageError, PlanError, WriteError
+from ranvier.errors import CheckpointError, PlanError, WriteError
 from ranvier.plan import AXES
 from ranvier.sharding import Place, State
 
@@ -41,9 +41,7 @@ class Source:
 
 
 def opened(checkpoint: Path) -> Source:
-    """A checkpoint of this or the first format."""
-    if not (checkpoint / manifests.NAME).exists() and (checkpoint / "state.json").exists():
-        return _first(checkpoint)
+    """The tensors of a checkpoint."""
     manifest = manifests.read(checkpoint)
 
     def read(names: Sequence[str]) -> Mapping[str, Tensor]:
@@ -53,54 +51,6 @@ def opened(checkpoint: Path) -> Source:
 
     kinds = {name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}
     return Source(manifest.step, manifest.facts, kinds, read)
-
-
-def _first(checkpoint: Path) -> Source:
-    """A checkpoint of format 1: a file a rank with places in its header, without checksums."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with os.fdopen(blocks.opened(checkpoint / "state.json"), "rb") as told:
-            table = json.loads(told.read(manifests.MOST))
-        ranks = min(table["ranks"], 1 + len([*checkpoint.glob("rank-*.safetensors")]))
-        names = [f"rank-{rank:05d}.safetensors" for rank in range(ranks)]
-        for name in names:
-            os.close(blocks.opened(checkpoint / name))  # plain files that lie here
-        files: list[Any] = [safe_open(checkpoint / name, framework="pt") for name in names]
-        places = [json.loads(file.metadata()["places"]) for file in files]
-        kinds = {
-            name: (file.get_tensor(name).dtype, tuple(place["whole"]))
-            for file, of_file in zip(files, places, strict=True)
-            for name, place in of_file.items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise DamageError(f"{checkpoint} of format 1 cannot be read: {error}.") from None
-
-    def read(wanted: Sequence[str]) -> Mapping[str, Tensor]:
-        whole = {name: torch.zeros(kinds[name][1], dtype=kinds[name][0]) for name in wanted}
-        for file, of_file in zip(files, places, strict=True):
-            for name in wanted:
-                if name in of_file:
-                    words = of_file[name].items()
-                    place: Any = {k: x if x is None else tuple(x) for k, x in words}
-                    Place(**place).put(whole[name], file.get_tensor(name))
-        return whole
-
-    dropped = ("format", "step", "degrees", "ranks", "updates", "scale")
-    facts = {key: value for key, value in table.items() if key not in dropped}
-    scale = dict(zip(("run.scale", "run.good"), table.get("scale") or (), strict=False))
-    extra = {"run.updates": torch.tensor(table["updates"], dtype=torch.float64)}
-    extra |= {name: torch.tensor(value, dtype=torch.float32) for name, value in scale.items()}
-    kinds |= {name: (x.dtype, ()) for name, x in extra.items()}
-    return Source(
-        int(table["step"]),
-        facts,
-        kinds,
-        lambda names: {
-            **read([name for name in names if name not in extra]),
-            **{name: extra[name] for name in names if name in extra},
-        },
-    )
 
 
 def convert(checkpoint: Path, out: Path, *, form: str, dtype: str) -> list[str]:

@@ -154,12 +154,10 @@ def read(checkpoint: Path) -> Manifest:
     """The manifest of a checkpoint, every number of it checked."""
     path = checkpoint / NAME
     if not path.is_symlink() and not path.exists():
-        if (checkpoint / "state.json").exists():
-            raise VersionError(
-                f"{checkpoint} is of format 1. This version reads format {FORMAT}. Convert it: "
-                f"ranvier checkpoint convert {checkpoint} OUT."
-            )
-        raise DamageError(f"{checkpoint} has no {NAME}: it was not finished.")
+        raise DamageError(
+            f"{checkpoint} has no {NAME}. A checkpoint is finished by one: this was cut off, or is "
+            "none. Use another."
+        )
     body = unsealed(path)
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         found = body.get("format") if isinstance(body, dict) else body

@@ -23,7 +23,7 @@ SHOWN = 20
 
 def checkpoints(path: Path) -> list[Path]:
     """The checkpoints of a run or a directory of them, or the one that a path is."""
-    if (path / NAME).exists() or (path / "state.json").exists() or _named(path):
+    if (path / NAME).exists() or _named(path):
         return [path]
     inside = path / "checkpoints"
     found = folders.found(inside if inside.is_dir() else path)

@@ -205,7 +205,7 @@ def _repeated(run: Run, other: str) -> PlanError:
 
 def _named(path: Path) -> tuple[list[Path], list[str]]:
     """The checkpoint that a path is, or those of the run that it is."""
-    if (path / NAME).exists() or STEP.fullmatch(path.name) or (path / "state.json").exists():
+    if (path / NAME).exists() or STEP.fullmatch(path.name):
         candidates, lines = ([path] if path.is_dir() else []), list[str]()
     else:
         candidates, lines = newest(
