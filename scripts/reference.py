@@ -26,13 +26,14 @@ from ranvier.train.metrics import Meter
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 
-HEAD = """\
+SECTIONS = dataclasses.fields(Run)
+HEAD = f"""\
 <!-- Written by scripts/reference.py from the config classes; change those, not this page. -->
 
 # Configuration
 
-A run is one tree of settings in eight sections. It is read from a TOML file and changed by options
-of the same names:
+A run is one tree of settings in {len(SECTIONS)} sections. It is read from a TOML file and changed
+by options of the same names:
 
 ```toml
 [model]
@@ -100,7 +101,7 @@ FILES = {
     "its processes were killed), launches and why ranks were started again, goodput.",
     "metrics.jsonl": "One object a step, see below.",
     "checkpoints/step-NNNNNNNN/": "What the run goes on from, after that many steps: "
-    "`rank-NNNNN.safetensors` for each rank, and `state.json`.",
+    "`rank-NNNNN.safetensors` for each rank, and `manifest.json`.",
     "tokenizer.json": "The tokenizer of the corpora, if it is known.",
     "report.html": "Plots and facts in one file that needs no network.",
     "tensorboard/, wandb/": "Logs that `train.log` asked for.",
@@ -219,7 +220,7 @@ def page() -> str:
     """The whole page."""
     run = Run()
     lines = HEAD.splitlines()
-    for field in dataclasses.fields(run):
+    for field in SECTIONS:
         lines += section(field.name, getattr(run, field.name))
         lines += sizes() if field.name == "model" else ()
     return "\n".join([*lines, *results(), ""])
