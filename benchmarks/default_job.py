@@ -31,12 +31,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ranvier import launch
+from ranvier.config.run import Run
+from ranvier.config.sections import ModelConfig
 from ranvier.data.batch import Batch
 from ranvier.data.dataset import open_data, stored_all
 from ranvier.data.loader import micro_batches
 from ranvier.grid import Grid
-from ranvier.run import Run
-from ranvier.settings import ModelConfig
 
 WARMUP = 5
 """Steps that are left out."""

@@ -23,14 +23,14 @@ from typing import Literal
 import torch
 
 from ranvier import launch
+from ranvier.config.plan import Plan
+from ranvier.config.run import Run
+from ranvier.config.sections import DataConfig, MemoryConfig, ModelConfig, TrainConfig
 from ranvier.grid import Grid
-from ranvier.nn.experts import Experts
-from ranvier.parallel import parallel_of
-from ranvier.plan import Plan
-from ranvier.run import Run
-from ranvier.settings import DataConfig, MemoryConfig, ModelConfig, TrainConfig
-from ranvier.train.built import built
-from ranvier.train.fit import blank
+from ranvier.nn.moe.layer import Experts
+from ranvier.parallel.parallelize import parallel_of
+from ranvier.train.build_model import built
+from ranvier.train.memory.probe import blank
 from ranvier.train.step import forward_backward
 
 META = torch.device("meta")

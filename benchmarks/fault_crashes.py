@@ -9,7 +9,7 @@ from functools import partial
 
 from fault_runs import RUN, SAVED, STEPS, TRAINER, Stage, case, check, same
 
-from ranvier.checkpoint import folder as folders
+from ranvier.checkpoint import directory as folders
 
 ONCE = "--launch.retries=1"
 NEVER = "--launch.retries=0"
@@ -55,7 +55,7 @@ def restarted(stage: Stage, faults: dict[str, str], *words: str, ranks: int = 2)
 @case("A1", "SIGKILL rank 1 before it meets the others", "71 within 15 s, no orphans")
 def _before_meeting(stage: Stage) -> str:
     code = "before(sys.modules[__name__], 'connect', lambda me, **_: me.rank == 1 and kill())"
-    faults = {"ranvier.launch.processes": code}
+    faults = {"ranvier.launch.process_group": code}
     ended = stage.run(*RUN, NEVER, "--train.timeout=15", faults=faults)
     ended.expect(71, "Rank 1 was killed by signal 9 (SIGKILL) before its first step", within=15.0)
     return f"71 after {ended.seconds:.1f} s"
@@ -107,7 +107,7 @@ PHASES = {
     "forward": HOOKED.format(action="first() and kill()"),
     "backward": HOOKED.format(action="output.register_hook(lambda _: first() and kill() or None)"),
     "reduce": """
-from ranvier.comm.deferred import Deferred
+from ranvier.buckets.scheduler import Deferred
 before(Deferred, "_reduce", lambda self, _: NOW[0] == 5 and rank() == 1 and first() and kill())
 """
     + NOW,
@@ -154,7 +154,7 @@ def written(path):
         __exit__ = lambda self, *error: made.__exit__(*error)
     return Both()
 """
-    return restarted(stage, {"ranvier.train.show": code})
+    return restarted(stage, {"ranvier.train.loggers": code})
 
 
 @case("A5 evaluation", "SIGKILL rank 1 in an evaluation", "restart, bit-equal")
@@ -172,7 +172,7 @@ def _evaluation(stage: Stage) -> str:
 @case("A6", "SIGKILL between messages of 2 stages, 4 micro-batches", "restart, bit-equal")
 def _messages(stage: Stage) -> str:
     code = """
-from ranvier.pipeline.runtime import Step
+from ranvier.pipeline.executor import Step
 _sent = []
 def _third(*_, **__):
     _sent.append(0)

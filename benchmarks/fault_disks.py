@@ -15,8 +15,8 @@ from pathlib import Path
 from fault_crashes import NOW
 from fault_runs import RUN, SAVED, TRAINER, Ended, Stage, UnableError, case, check, same
 
-from ranvier.checkpoint import folder as folders
-from ranvier.checkpoint import show
+from ranvier.checkpoint import directory as folders
+from ranvier.cli import checkpoint
 
 WIDE = ["--model.embed=128", "--model.mlp=256"]
 """A model whose checkpoints have about 3 MB."""
@@ -44,7 +44,7 @@ def again(stage: Stage, run: Path, *words: str) -> str:
     kept = folders.found(run / "checkpoints")
     for path in kept:
         with Path(os.devnull).open("w") as null, redirect_stdout(null):
-            check(show.verified(path) == 0, f"{path} is damaged")
+            check(checkpoint.verified(path) == 0, f"{path} is damaged")
     name = str(run.relative_to(stage.folder))
     stage.run(*RUN, *SAVED, *words, f"--train.out={name}").expect(0)
     return f"{len(kept)} checkpoint(s) as they were, then {same(run, stage.whole(*words))}"

@@ -26,9 +26,9 @@ from fault_runs import (
     same,
 )
 
-from ranvier.checkpoint import folder as folders
+from ranvier.checkpoint import directory as folders
 from ranvier.checkpoint import manifest as manifests
-from ranvier.checkpoint.saver import save
+from ranvier.checkpoint.async_saver import save
 from ranvier.errors import CheckpointError
 from ranvier.grid import Grid
 from ranvier.sharding import Place

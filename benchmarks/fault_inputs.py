@@ -9,7 +9,7 @@ from pathlib import Path
 from fault_files import base
 from fault_runs import RUN, SAVED, TRAINER, Stage, case, check, close, rows, same
 
-from ranvier.checkpoint import folder as folders
+from ranvier.checkpoint import directory as folders
 
 
 def corpus(stage: Stage, times: int = 200) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ranvier.checkpoint import folder as folders
+from ranvier.checkpoint import directory as folders
 from ranvier.checkpoint import load
 from ranvier.checkpoint import manifest as manifests
 

@@ -30,7 +30,7 @@ from fault_runs import (
     soon,
 )
 
-from ranvier.checkpoint import folder as folders
+from ranvier.checkpoint import directory as folders
 
 SLOW = "before(Trainer, 'issue', lambda self, *_, **__: time.sleep(0.1))\n"
 """Steps that are long enough for a signal to come between."""
@@ -125,7 +125,7 @@ before(Trainer, "issue", lambda self, *_, **__: self.step == 4 and time.sleep(0.
 
 WAITS = {
     "meeting": (
-        "ranvier.launch.processes",
+        "ranvier.launch.process_group",
         "before(sys.modules[__name__], 'connect', "
         "lambda me, **_: me.rank == 1 and (mark(), time.sleep(60)))",
         False,

@@ -20,8 +20,9 @@ from pathlib import Path
 import torch
 from kills import Kind, saved
 
-from ranvier.checkpoint import load, show
+from ranvier.checkpoint import load
 from ranvier.checkpoint import manifest as manifests
+from ranvier.cli import checkpoint as show
 from ranvier.errors import CheckpointError, RanvierError
 
 

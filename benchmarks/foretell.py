@@ -28,15 +28,15 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from memory import RATE, Bench, Config, config, shape_of
+from ranvier.config.run import Run
 from ranvier.errors import RanvierError
 from ranvier.launch import Ranks, keep_compiled
 from ranvier.planner.cluster import Cluster
-from ranvier.planner.table import GIB
-from ranvier.run import Run
-from ranvier.train.kernels import read
-from ranvier.train.measure import Measurement, described
+from ranvier.planner.memory.breakdown import GIB
+from ranvier.tools.benchmark_cluster import Measurement, described
+from ranvier.tools.profiler.chrome_trace import read
+from ranvier.tools.profiler.report import Peaks, _mark, _recorded, summary
 from ranvier.train.metrics import Mark
-from ranvier.train.profile import Peaks, _mark, _recorded, summary
 
 TIME, MEMORY = 0.08, 0.05
 """Largest errors."""
@@ -70,9 +70,9 @@ def settings() -> argparse.Namespace:
 
 def foretold(run: Run, made: Cluster) -> dict[str, Any]:
     """What the planner says of a run on one device of a cluster."""
-    from ranvier.planner.leaves import of_run
+    from ranvier.planner.model_spec import of_run
     from ranvier.planner.predict import Job, Layout, predict
-    from ranvier.planner.roofline import SCALES
+    from ranvier.planner.time.compute import SCALES
 
     job = Job(of_run(run), run.data.seq, run.plan.batch, dtype=run.train.dtype)
     layout = Layout(run.plan, fp8=SCALES[run.train.fp8])

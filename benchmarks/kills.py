@@ -29,9 +29,10 @@ from unittest import mock
 
 import torch
 
-from ranvier.checkpoint import folder as folders
-from ranvier.checkpoint import load, saver, show
-from ranvier.checkpoint.folder import Keep
+from ranvier.checkpoint import async_saver, load
+from ranvier.checkpoint import directory as folders
+from ranvier.checkpoint.directory import Keep
+from ranvier.cli import checkpoint
 from ranvier.errors import CheckpointError
 from ranvier.grid import Grid
 from ranvier.sharding import Place, State
@@ -77,11 +78,11 @@ def state(rank: int, ranks: int, value: float) -> State:
 def saved(folder: Path, step: int, value: float, kind: Kind, nonce: str) -> None:
     """Save as all ranks of a kind do, in one process."""
     with (
-        mock.patch.object(saver, "told", lambda *_: nonce),
-        mock.patch.object(saver, "together", lambda work, *_: work()),
+        mock.patch.object(async_saver, "told", lambda *_: nonce),
+        mock.patch.object(async_saver, "together", lambda work, *_: work()),
     ):
         grids = [Grid({"row": kind.ranks}, rank=rank) for rank in range(kind.ranks)]
-        savers = [saver.Saver(folder, grid, torch.device("cpu"), kind.keep) for grid in grids]
+        savers = [async_saver.Saver(folder, grid, torch.device("cpu"), kind.keep) for grid in grids]
     facts = {"held_out_loss": float(step), "value": value}
     for rank, one in enumerate(savers):
         one.save(step, state(rank, kind.ranks, value), facts)
@@ -158,7 +159,7 @@ def check(folder: Path, kind: Kind) -> int:
         value = int(values.pop())
         assert kind.same or folders.step_of(path) == value, (path, value)
         with open(os.devnull, "w") as null, redirect_stdout(null):
-            assert show.verified(path) == 0, path
+            assert checkpoint.verified(path) == 0, path
         return value
     raise AssertionError(f"{kind.name}: nothing loads of {sorted(os.listdir(folder))}")
 

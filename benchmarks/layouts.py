@@ -31,9 +31,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from ranvier.config.plan import Plan
+from ranvier.config.run import Run
 from ranvier.launch import Ranks, connect, die_with_parent, local_ranks
-from ranvier.plan import Plan
-from ranvier.run import Run
 
 TAU, ERROR, SPREAD = 0.7, 0.25, 2.0
 """Least rank correlation, largest median error, least spread."""
@@ -241,7 +241,7 @@ def kendall(rows: Sequence[Row]) -> tuple[float, int]:
 def foretell(rows: Sequence[Row], path: str) -> None:
     """Fill in predictions."""
     from ranvier.planner import cluster
-    from ranvier.train.auto import foreseen
+    from ranvier.tools.auto_plan import foreseen
 
     made = cluster.read(Path(path))
     for row in rows:
@@ -298,7 +298,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = asked.cluster
         if not path:
-            from ranvier import cli
+            from ranvier.cli import main as cli
 
             path = str(Path(folder) / "cluster.toml")
             try:

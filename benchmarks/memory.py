@@ -34,12 +34,12 @@ from ranvier.data.batch import Batch
 from ranvier.errors import RanvierError
 from ranvier.grid import Grid
 from ranvier.launch import grow_segments
-from ranvier.parallel import parallel_of
-from ranvier.planner import table
-from ranvier.planner.table import GIB, Table
-from ranvier.train import fit
-from ranvier.train.account import Account
-from ranvier.train.settle import foreseen
+from ranvier.parallel.parallelize import parallel_of
+from ranvier.planner.memory import breakdown
+from ranvier.planner.memory.breakdown import GIB, Table
+from ranvier.train.memory import probe
+from ranvier.train.memory.breakdown import Account
+from ranvier.train.memory.resolve import foreseen
 from ranvier.train.step import forward_backward
 from ranvier.train.train import settled
 from ranvier.train.trainer import Trainer
@@ -147,7 +147,7 @@ class Bench:
         """On the CPU: storages made in the passes of a step, and what is there all the time."""
         trainer, queue = self.trainer, parallel_of(self.trainer.model).queue
         before = [[b.data for b in queue.buckets], [b.inputs() for b in self.batches]]
-        with fit._OnHost(before, partial(fit.gradients, queue)) as watch:
+        with probe._OnHost(before, partial(probe.gradients, queue)) as watch:
             passes = partial(forward_backward, trainer.model, self.batches)
             trainer.account.watch(trainer.model, passes)
         known = trainer.account.measured(trainer.optimizer, self.device)
@@ -186,7 +186,7 @@ def tables(asked: argparse.Namespace, device: torch.device) -> list[dict[str, An
                 row |= {"predicted": predicted.facts(), "measured": measured.facts()}
                 row["ratio"] = measured.allocated / predicted.allocated
                 print(f"\n{one.name} ({time.perf_counter() - start:.1f} s)")
-                print(*(f"  {line}" for line in table.lines(predicted, measured)), sep="\n")
+                print(*(f"  {line}" for line in breakdown.lines(predicted, measured)), sep="\n")
             except (RanvierError, RuntimeError, AssertionError) as error:
                 row["failed"] = str(error).splitlines()[0][:200]
                 print(f"\n{one.name} failed: {row['failed']}")
@@ -235,7 +235,7 @@ def fits(asked: argparse.Namespace, device: torch.device) -> list[dict[str, Any]
             row["ratio"] = measured.total / (limit * GIB)
             print(f"\n{name} ({time.perf_counter() - start:.1f} s), {row['tries']} tries")
             print(*(f"  {line}" for line in notes), sep="\n")
-            print(*(f"  {line}" for line in table.lines(predicted, measured)), sep="\n")
+            print(*(f"  {line}" for line in breakdown.lines(predicted, measured)), sep="\n")
             if total:  # on the CPU host and device are one
                 print(f"  held {measured.total / GIB:.3g} of {limit:g} GiB")
         except (RanvierError, RuntimeError, AssertionError) as error:

@@ -48,14 +48,14 @@ from peers import (
 )
 from torch import Tensor, nn
 
+from ranvier.cost.layers import Flow
 from ranvier.data.batch import Batch
 from ranvier.errors import PlanError, RanvierError
 from ranvier.grid import Grid
-from ranvier.layers import Flow
-from ranvier.parallel import parallel_of
-from ranvier.train.arithmetic import choose_arithmetic
-from ranvier.train.built import built
+from ranvier.parallel.parallelize import parallel_of
+from ranvier.train.build_model import built
 from ranvier.train.metrics import Mark, peak_flops
+from ranvier.train.model_converters import choose_arithmetic
 from ranvier.train.step import forward_backward
 from ranvier.train.train import settled
 

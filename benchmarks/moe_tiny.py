@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 
-from ranvier import run as runs
+from ranvier.config import run as runs
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models.config import SIZES, DecoderConfig, ExpertConfig
-from ranvier.parallel import parallel_of
-from ranvier.train.corpora import stored
+from ranvier.parallel.parallelize import parallel_of
+from ranvier.train.prepare_data import stored
 from ranvier.train.train import opened, settled
 from ranvier.train.trainer import Trainer
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ranvier.checkpoint.folder import found
+from ranvier.checkpoint.directory import found
 from ranvier.checkpoint.load import wholes
 
 POLICIES = ("message", "1f1b", "gpipe", "zero-bubble", "interleaved")

@@ -31,16 +31,16 @@ from one_gpu import SIZES, TOY
 from peers import Contestant, Ours, Peer, Shape, Task, run_of
 from torch import Tensor, distributed, nn
 
-from ranvier.comm.arena import Arena
+from ranvier.config.run import Run
 from ranvier.errors import RanvierError
 from ranvier.grid import Grid
 from ranvier.launch import grow_segments
+from ranvier.memory.host import Arena
 from ranvier.models.decoder import Decoder
-from ranvier.planner import fit
-from ranvier.planner.fit import Case
-from ranvier.planner.table import lines
-from ranvier.run import Run
-from ranvier.train.settle import case_of, opened
+from ranvier.planner import offload_search
+from ranvier.planner.memory.breakdown import lines
+from ranvier.planner.offload_search import Case
+from ranvier.train.memory.resolve import case_of, opened
 from ranvier.train.train import settled
 from ranvier.train.trainer import Trainer
 
@@ -335,7 +335,7 @@ def foretold(shape: Shape, where: Mapping[str, str], arguments: argparse.Namespa
         del made
     cleared()
     if arguments.smoke:
-        limit = 10 * fit.least(cases[1])
+        limit = 10 * offload_search.least(cases[1])
         cases = [replace(case, limit=limit, host=limit) for case in cases]
     elif arguments.limit:
         cases = [replace(case, limit=int(arguments.limit * GIB)) for case in cases]
@@ -365,8 +365,8 @@ def fitting(cases: Sequence[Case], blocks: int) -> bool:
     given = replace(three.given, kinds=three.given.kinds[:1] * blocks)
     case = replace(three, sizes=replace(two.sizes, **sizes), needs=needs, given=given)
     if not case.open:
-        return fit.table(case, given).total <= case.limit
-    return fit.best(fit.fits(case)) is not None
+        return offload_search.table(case, given).total <= case.limit
+    return offload_search.best(offload_search.fits(case)) is not None
 
 
 def confirmed(shape: Shape, where: Mapping[str, str], blocks: int) -> dict[str, Any]:

@@ -35,8 +35,8 @@ import torch
 from peers import PACKAGES, PEERS, Contestant, Ours, Shape, Task, first_line, missing, run_of
 from torch import Tensor
 
+from ranvier.config.sections import nearest
 from ranvier.errors import PlanError, RanvierError
-from ranvier.settings import nearest
 from ranvier.train.metrics import Mark, peak_flops
 
 SIZES: dict[str, tuple[Shape, tuple[int, ...]]] = {

@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 
 from ranvier import launch
+from ranvier.config.plan import Plan
+from ranvier.config.run import Run
+from ranvier.config.sections import DataConfig, ModelConfig, TrainConfig
 from ranvier.data.dataset import open_data, stored_all
 from ranvier.grid import Grid
 from ranvier.launch import Ranks
-from ranvier.plan import Plan
-from ranvier.run import Run
-from ranvier.settings import DataConfig, ModelConfig, TrainConfig
-from ranvier.train.show import sinks
+from ranvier.train.loggers import sinks
 from ranvier.train.step import train_step
 from ranvier.train.train import device_of, settled
 from ranvier.train.trainer import Trainer

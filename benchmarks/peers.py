@@ -26,12 +26,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 
-from ranvier import run as runs
+from ranvier.config import run as runs
+from ranvier.config.run import Run
 from ranvier.data.batch import Batch
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models import DecoderConfig
-from ranvier.run import Run
 from ranvier.train.train import settled
 from ranvier.train.trainer import Trainer
 

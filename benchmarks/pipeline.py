@@ -65,17 +65,17 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from ranvier.config.plan import Plan
 from ranvier.grid import Grid
 from ranvier.launch import Ranks, connect, die_with_parent, local_ranks
-from ranvier.nn.leaf import Moment
-from ranvier.pipeline.choice import policy_for
-from ranvier.pipeline.cut import Cut, Stage
-from ranvier.pipeline.orders import peaks
+from ranvier.nn.layer import Moment
+from ranvier.pipeline.executor import Micro, Runtime
+from ranvier.pipeline.partition import Cut, Stage
 from ranvier.pipeline.policy import Job, Order, Policy, Shape
-from ranvier.pipeline.runtime import Micro, Runtime
+from ranvier.pipeline.policy_search import policy_for
+from ranvier.pipeline.schedules import peaks
 from ranvier.pipeline.simulator import Play, Times, lengths, links, replay
 from ranvier.pipeline.stage import meet
-from ranvier.plan import Plan
 
 SIGMA, SLOW = 0.5, 1.5
 CASES = ("balanced", "jitter", "slow")

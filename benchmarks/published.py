@@ -26,8 +26,8 @@ import published_rows as published
 from published_fit import Terms, chip
 from published_rows import Row
 
+from ranvier.planner.frameworks import COMMON, Runtime
 from ranvier.planner.predict import Prediction
-from ranvier.planner.runtime import COMMON, Runtime
 
 LIMITS = {"16-bit": 11.0, "8-bit": 15.0}
 SWEEP = ("2022-02-25", 72, 14336, (2016, 2048))

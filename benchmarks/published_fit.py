@@ -18,10 +18,10 @@ from functools import cache
 import published_rows as published
 from published_rows import Row, Ways
 
-from ranvier.planner import runtime
+from ranvier.planner import frameworks
 from ranvier.planner.cluster import Cluster, Reach
+from ranvier.planner.frameworks import Runtime
 from ranvier.planner.predict import Prediction, merged, predict
-from ranvier.planner.runtime import Runtime
 
 CHIPS = {"H200": "H100", "GH200": "H100", "GB200": "B200"}
 """Devices with the chip of another one."""
@@ -88,7 +88,7 @@ def shipped(row: Row) -> Terms:
     """The constants of the package, for a run."""
     assert row.device is not None
     own = ((chip(row), row.device.reach),)
-    return Terms(runtime.EAGER, runtime.HIDDEN, published.machine(row).straggle, own)
+    return Terms(frameworks.EAGER, frameworks.HIDDEN, published.machine(row).straggle, own)
 
 
 # ---- predictions ------------------------------------------------------------------------
@@ -96,10 +96,10 @@ def shipped(row: Row) -> Terms:
 
 def with_terms(runs: Runtime, terms: Terms) -> Runtime:
     """A runtime with fitted numbers in place of the shipped ones."""
-    eager = {runtime.EAGER: terms.eager, runtime.PARTLY: (1 + terms.eager) / 2}
+    eager = {frameworks.EAGER: terms.eager, frameworks.PARTLY: (1 + terms.eager) / 2}
     passes = eager.get(runs.passes, runs.passes)
-    row = terms.hidden if runs.hidden_row == runtime.HIDDEN else runs.hidden_row
-    pipe = terms.hidden if runs.hidden_pipe == runtime.HIDDEN else runs.hidden_pipe
+    row = terms.hidden if runs.hidden_row == frameworks.HIDDEN else runs.hidden_row
+    pipe = terms.hidden if runs.hidden_pipe == frameworks.HIDDEN else runs.hidden_pipe
     return replace(runs, passes=passes, hidden_row=row, hidden_pipe=pipe)
 
 
@@ -148,8 +148,8 @@ def _error(
 
 def _own_error(row: Row, terms: Terms) -> float:
     runs = published.framework(row)
-    eager = terms.eager if runs.passes in (runtime.EAGER, runtime.PARTLY) else None
-    hidden = terms.hidden if runtime.HIDDEN in (runs.hidden_row, runs.hidden_pipe) else None
+    eager = terms.eager if runs.passes in (frameworks.EAGER, frameworks.PARTLY) else None
+    hidden = terms.hidden if frameworks.HIDDEN in (runs.hidden_row, runs.hidden_pipe) else None
     return _error(row, terms.of(chip(row)), eager, hidden, terms.straggle)
 
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from ranvier.config.plan import Plan
 from ranvier.errors import PlanError
-from ranvier.plan import Plan
-from ranvier.planner import cluster, runtime
+from ranvier.planner import cluster, frameworks
 from ranvier.planner.cluster import Cluster, Device, Link
-from ranvier.planner.leaves import Model, dense
+from ranvier.planner.frameworks import Runtime
+from ranvier.planner.model_spec import Model, dense
 from ranvier.planner.predict import Job, Layout
-from ranvier.planner.runtime import Runtime
 
 DATA = Path(__file__).parent / "data"
 BASE = {70: "summit", 80: "dgx-a100", 90: "dgx-h100", 100: "dgx-b200"}
@@ -25,27 +25,27 @@ BASE = {70: "summit", 80: "dgx-a100", 90: "dgx-h100", 100: "dgx-b200"}
 OWN = {"BLOOM": "jean-zay"}
 """Machines that are built in."""
 FRAMEWORKS = {
-    "Megatron-DeepSpeed": runtime.MEGATRON_DEEPSPEED,
-    "DeepSpeed + Megatron": runtime.MEGATRON_DEEPSPEED,
-    "DeepSpeed + Megatron-LM": runtime.MEGATRON_DEEPSPEED,
-    "Megatron-LM + DeepSpeed": runtime.MEGATRON_DEEPSPEED,
-    "DeepSpeed ZeRO-3": runtime.DEEPSPEED3,
-    "torchtitan": runtime.TORCHTITAN,
-    "nanotron": runtime.NANOTRON,
-    "llm-foundry": runtime.FOUNDRY,
-    "llm-foundry/Composer FSDP": runtime.FOUNDRY,
-    "AxoNN": runtime.AXONN,
-    "Megatron-LM": runtime.MEGATRON_CORE,
-    "Megatron-Core": runtime.MEGATRON_CORE,
-    "Megatron-Bridge": runtime.MEGATRON_CORE,
-    "NeMo": runtime.MEGATRON_CORE,
-    "NeMo Framework": runtime.MEGATRON_CORE,
-    "NeMo Megatron": runtime.MEGATRON_CORE,
+    "Megatron-DeepSpeed": frameworks.MEGATRON_DEEPSPEED,
+    "DeepSpeed + Megatron": frameworks.MEGATRON_DEEPSPEED,
+    "DeepSpeed + Megatron-LM": frameworks.MEGATRON_DEEPSPEED,
+    "Megatron-LM + DeepSpeed": frameworks.MEGATRON_DEEPSPEED,
+    "DeepSpeed ZeRO-3": frameworks.DEEPSPEED3,
+    "torchtitan": frameworks.TORCHTITAN,
+    "nanotron": frameworks.NANOTRON,
+    "llm-foundry": frameworks.FOUNDRY,
+    "llm-foundry/Composer FSDP": frameworks.FOUNDRY,
+    "AxoNN": frameworks.AXONN,
+    "Megatron-LM": frameworks.MEGATRON_CORE,
+    "Megatron-Core": frameworks.MEGATRON_CORE,
+    "Megatron-Bridge": frameworks.MEGATRON_CORE,
+    "NeMo": frameworks.MEGATRON_CORE,
+    "NeMo Framework": frameworks.MEGATRON_CORE,
+    "NeMo Megatron": frameworks.MEGATRON_CORE,
 }
 """By the whole name without a version; other names are not known."""
 YEARS = {2019: 20, 2020: 20, 2021: 21, 2022: 22}
 """Years in which Megatron-LM had an older row."""
-OLDER = {20: runtime.MEGATRON20, 21: runtime.MEGATRON21, 22: runtime.MEGATRON22}
+OLDER = {20: frameworks.MEGATRON20, 21: frameworks.MEGATRON21, 22: frameworks.MEGATRON22}
 VERSION = r"v?\d+(\.[\dx]+)*([.-]?(rc|a|b|post|dev)\d*)?"
 """A version or a year behind a name, as `24.07`, `v0.5` or `2021`."""
 WHOLE = {"none", "ddp", "no_shard", "fsdp no_shard", "zero0", "zero 0"}
@@ -234,7 +234,9 @@ def ways(row: Row) -> tuple[Ways, ...]:
     micros = [min(row.number("micro_batch"), own)]
     if not row.facts["micro_batch"]:
         micros = [n for n in (1, 2, 4, 8) if own % n == 0 and own // n >= pipe] or [1]
-        if runs.name == runtime.TORCHTITAN.name and pipe > 1:  # as many as stages, says its source
+        if (
+            runs.name == frameworks.TORCHTITAN.name and pipe > 1
+        ):  # as many as stages, says its source
             micros = [max(own // pipe, 1)]
     chunks = [row.number("vp")]
     each = row.number("layers") / pipe
@@ -322,7 +324,7 @@ def _machine(own: str, name: str, per_node: int, network: float, gpus: int) -> C
 @cache
 def framework(row: Row) -> Runtime:
     """The runtime of a run, with what its own columns and notes say; `COMMON` if it has no row."""
-    return stated(row, known_framework(row.facts["framework"]) or runtime.COMMON)
+    return stated(row, known_framework(row.facts["framework"]) or frameworks.COMMON)
 
 
 def stated(row: Row, found: Runtime) -> Runtime:
@@ -339,7 +341,7 @@ def stated(row: Row, found: Runtime) -> Runtime:
     if row.source == "BLOOM":  # its launch script sets CUDA_LAUNCH_BLOCKING=1 against hangs
         found = replace(found, blocking=True)
     if "asynctp" in note or "async tp" in note:
-        found = replace(found, hidden_row=runtime.HIDDEN)
+        found = replace(found, hidden_row=frameworks.HIDDEN)
     if "fp32 grad" in precision:
         found = replace(found, gradient=4, held_gradient=found.wide_gradient)
     if precision.endswith("PURE"):

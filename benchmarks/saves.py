@@ -24,13 +24,13 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from ranvier import launch
+from ranvier.config.plan import Plan
+from ranvier.config.run import Run
+from ranvier.config.sections import CheckpointConfig, DataConfig, ModelConfig, TrainConfig
 from ranvier.data.dataset import open_data, stored_all
 from ranvier.grid import Grid
 from ranvier.launch import Ranks
-from ranvier.plan import Plan
-from ranvier.run import Run
-from ranvier.settings import CheckpointConfig, DataConfig, ModelConfig, TrainConfig
-from ranvier.train import saves
+from ranvier.train.resume import checkpointing
 from ranvier.train.train import device_of, settled
 from ranvier.train.trainer import Trainer
 
@@ -111,7 +111,7 @@ def main() -> int:
     asked = settings()
     with tempfile.TemporaryDirectory(dir=asked.folder) as out:
         trainer = trainer_for(asked, out)
-        state, _ = saves.tensors(trainer)
+        state, _ = checkpointing.tensors(trainer)
         size = sum(x.numel() * x.element_size() for x, _ in state.values())
         rows = iter(trainer.steps())
         window(rows, trainer, 12, save=False)

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from ranvier.planner import cluster, leaves, search
+from ranvier.planner import cluster, model_spec, search
 from ranvier.planner.predict import Job
 from ranvier.planner.search import Wish
 
@@ -37,7 +37,7 @@ def main() -> None:
     print(f"{'job':32} {'grids':>6} {'layouts':>8} {'1 process':>10} {'2':>8} {'a second':>9}")
     for size, machine, nodes, batch in JOBS:
         wish = Wish(
-            Job(leaves.of_size(size), 4096, batch), cluster.cluster(machine).of(nodes=nodes)
+            Job(model_spec.of_size(size), 4096, batch), cluster.cluster(machine).of(nodes=nodes)
         )
         spent = []
         for workers in (2, 1):  # in this order: what is cached here is forked

@@ -30,10 +30,10 @@ from typing import Any
 
 import torch
 
-from ranvier.checkpoint import published, shards
+from ranvier.checkpoint.hf import model, safetensors
 from ranvier.launch import free_port
 from ranvier.models import DecoderConfig
-from ranvier.models.families import family_of
+from ranvier.models.hf.registry import family_of
 
 MIB = 1 << 20
 FACTOR, ROOM = 1.3, 64 * MIB
@@ -60,7 +60,7 @@ def config_of(num_bytes: int, dtype: torch.dtype, experts: int = 0) -> DecoderCo
             vocab=8 * width,
             experts=experts,
         )
-        elements = sum(torch.Size(one).numel() for one in published.shapes_of(config).values())
+        elements = sum(torch.Size(one).numel() for one in model.shapes_of(config).values())
         if elements * dtype.itemsize >= num_bytes:
             return config
         layers += 1
@@ -70,12 +70,14 @@ def write(folder: Path, num_bytes: int, dtype: torch.dtype, experts: int = 0) ->
     """Write a model with random weights, one tensor at a time; its bytes."""
     config = config_of(num_bytes, dtype, experts)
     family = family_of("mixtral" if experts else "llama")
-    sizes = published.shapes_of(config)
+    sizes = model.shapes_of(config)
     folder.mkdir(parents=True)
     theirs = family.write(config) | {"dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(theirs))
-    listed = shards.listed(published.entries_of(family, config), sizes, dict.fromkeys(sizes, dtype))
-    shards.write(folder, listed, lambda name: torch.randn(sizes[name]) * 0.02, most=1 << 40)
+    listed = safetensors.listed(
+        model.entries_of(family, config), sizes, dict.fromkeys(sizes, dtype)
+    )
+    safetensors.write(folder, listed, lambda name: torch.randn(sizes[name]) * 0.02, most=1 << 40)
     return sum(one.bytes for one in listed)
 
 
@@ -124,9 +126,9 @@ def watched(work: Callable[[], int]) -> Read:
 def load(folder: Path, axes: dict[str, int]) -> Read:
     """Read a model on the grid of all ranks that were started."""
     from ranvier import from_pretrained
-    from ranvier.comm.agree import everyone
-    from ranvier.comm.verbs import all_gather
-    from ranvier.launch.laid import laid_out
+    from ranvier.comm.collectives import all_gather
+    from ranvier.comm.consensus import everyone
+    from ranvier.launch.external_launch import laid_out
 
     torch.set_num_threads(1)
     grid, device = laid_out(axes, device="cpu")
@@ -143,12 +145,12 @@ def load(folder: Path, axes: dict[str, int]) -> Read:
 
 def imported(folder: Path, out: Path) -> Read:
     """Make it a run."""
-    from ranvier.train import exchange
+    from ranvier.train import import_export
 
     torch.set_num_threads(1)
 
     def work() -> int:
-        exchange.imported(str(folder), out)
+        import_export.imported(str(folder), out)
         return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
     return watched(work)

@@ -14,9 +14,9 @@ import torch
 from ranvier import parallelize
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
-from ranvier.launch.laid import laid_out
+from ranvier.launch.external_launch import laid_out
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import parallel_of
+from ranvier.parallel.parallelize import parallel_of
 from ranvier.train.step import forward_backward
 
 

@@ -14,9 +14,9 @@ from torch.nn.functional import gelu, mse_loss
 
 from ranvier import call_on_full_batch, parallelize
 from ranvier.grid import Grid
-from ranvier.launch.laid import laid_out
+from ranvier.launch.external_launch import laid_out
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import parallel_of
+from ranvier.parallel.parallelize import parallel_of
 
 
 class MLP(nn.Module):

@@ -20,8 +20,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ranvier.cli import main as ranvier
-from ranvier.infer.sample import Speaker
+from ranvier.cli.main import main as ranvier
+from ranvier.infer.generate import Speaker
 
 CAPITALS = {
     "France": "Paris",

@@ -38,8 +38,8 @@ RENAMED_VALUES: dict[tuple[str, str], str] = {}
 """(current setting, current value) -> the value before."""
 RENAMED_KEYS: dict[str, str] = {}
 """Key in metrics.jsonl or in the JSON of a plan before -> its current name."""
-UNCOMPARED_PLAN_KEYS = {"seconds_searched", "command", "why"}
-"""Keys in the JSON of a plan that hold times of the search, or sentences, which may be reworded."""
+UNCOMPARED_PLAN_KEYS = {"command", "why"}
+"""Keys in the JSON of a plan that hold sentences and commands, which may be reworded."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,9 @@ def record_plan(revision: Revision, words: Sequence[str]) -> Any:
     with tempfile.TemporaryDirectory(prefix="golden-plan-") as folder:
         path = Path(folder) / "plan.json"
         revision.run(["plan", *words, "--json", str(path), "--cache", "False"])
-        return _rename_keys(json.loads(path.read_text()))
+        plan: dict[str, Any] = _rename_keys(json.loads(path.read_text()))
+        plan.pop("seconds")  # of the search
+        return plan
 
 
 def _rename_keys(value: Any) -> Any:

@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 
 from ranvier.models import SIZES, AdapterConfig
-from ranvier.planner.leaves import FOLDER
-from ranvier.planner.listed import listed
+from ranvier.planner.model_spec import FOLDER
+from ranvier.planner.model_spec_torch import listed
 
 
 def made(size: str) -> str:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ranvier import errors
+from ranvier.config.run import Run
 from ranvier.models import SIZES
-from ranvier.run import Run
 from ranvier.train.metrics import Meter
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranvier.checkpoint.peft import read_adapter
+from ranvier.checkpoint.hf.peft_read import read_adapter
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models import AdapterConfig, DecoderConfig, build
-from ranvier.models.adapter import adapters_of
-from ranvier.models.families import family_of
+from ranvier.models.hf.registry import family_of
+from ranvier.models.lora import adapters_of
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import parallelize
+from ranvier.parallel.parallelize import parallelize
 from ranvier.train.step import forward_backward
 from states import assemble
 

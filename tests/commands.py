@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ranvier.cli import main
+from ranvier.cli.main import main
 
 SMALL = [
     *("--data.max-bytes", "60000", "--data.seq", "32", "--data.tokenizer", "bytes"),

@@ -17,18 +17,18 @@ from torch import Tensor, nn
 
 from hf_models import HF_MODELS
 from pool import device_of
+from ranvier.cost.layers import Flow
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
-from ranvier.layers import Flow
 from ranvier.models import EXAMPLES, AdapterConfig, Decoder, DecoderConfig
 from ranvier.models import build as build_decoder
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import Parallel, parallelize
-from ranvier.pipeline.cut import Cut
+from ranvier.parallel.parallelize import Parallel, parallelize
+from ranvier.pipeline.partition import Cut
 from ranvier.sharding import Place, State
+from ranvier.tools.verify import predict
 from ranvier.trace import difference
 from ranvier.train.step import forward_backward
-from ranvier.verify import predict
 from states import assemble
 
 ONE_PASS, STEPS = 1e-12, 1e-9

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from pool import Pool
-from ranvier import run as runs
 from ranvier.checkpoint.load import wholes
+from ranvier.config import run as runs
 from ranvier.data.tokenizer import Bytes
 from ranvier.grid import Grid
-from ranvier.infer import sample
+from ranvier.infer import generate
 from ranvier.models import Decoder
 from training import losses_of, run_of, stored
 
@@ -35,8 +35,8 @@ def _train(grid: Grid, corpus: str, out: str, steps: int, changes: dict[str, Any
 
 def serial(folder: Path) -> Decoder:
     """The model of a run as plain PyTorch."""
-    checkpoint = sample.checkpoint_of(folder)
+    checkpoint = generate.checkpoint_of(folder)
     with torch.device("meta"):
-        model = Decoder(sample.run_of(folder).model)
-    sample.fill(model, wholes(checkpoint), checkpoint, "cpu")
+        model = Decoder(generate.run_of(folder).model)
+    generate.fill(model, wholes(checkpoint), checkpoint, "cpu")
     return model.eval()

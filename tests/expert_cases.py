@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from equivalence import Case, batch_of, flow_of, micros_of
 from ranvier.grid import Grid
-from ranvier.models.experts import Router, Routes
+from ranvier.models.moe import Router, Routes
 from ranvier.optim.optimizer import Optimizer
+from ranvier.tools.verify import predict
 from ranvier.trace import communication, difference
 from ranvier.train.step import forward_backward
-from ranvier.verify import predict
 
 
 class Even(Router):

@@ -14,9 +14,9 @@ from equivalence import Case, Serial
 from hf_models import HF_MODELS
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
-from ranvier.nn import huggingface
-from ranvier.nn.loss import CrossEntropy
-from ranvier.parallel import Parallel, parallelize
+from ranvier.nn.cross_entropy import CrossEntropy
+from ranvier.parallel import huggingface
+from ranvier.parallel.parallelize import Parallel, parallelize
 from ranvier.sharding import Table
 from ranvier.train.step import forward_backward
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from equivalence import ONE_PASS, gradients, worst
 from pool import device_of
-from ranvier.comm import verbs
+from ranvier.comm import collectives
+from ranvier.cost.layers import Flow
 from ranvier.grid import Grid
-from ranvier.layers import Flow
 from ranvier.nn.example import Example
-from ranvier.parallel import LEAVES, parallelize
+from ranvier.parallel.parallelize import LEAVES, parallelize
 from ranvier.sharding import OUTER, WEIGHTS, Place, Rule, Sharding, Table
 from ranvier.trace import difference
 
@@ -92,7 +92,7 @@ def check(grid: Grid, inner: str, example: Example, twin: type[nn.Module], fast:
     for y, want, dims in zip(mine, outputs, example.outputs, strict=True):
         y = y.detach()
         if not dims:
-            y = verbs.all_reduce(y, parallel.token_axis).wait()
+            y = collectives.all_reduce(y, parallel.token_axis).wait()
         else:
             want = place_of(want.shape, dims, example, table, grid).take(want)
         lines += worst("output", y, want.detach(), ONE_PASS)
@@ -187,4 +187,4 @@ def summed_copies(
 ) -> Tensor:
     """The gradient of an input: ranks that hold the same part each have a share of it."""
     copies = copies_of(shape, dims, example, table, grid)
-    return verbs.all_reduce(grad, grid.axis(share=copies)).wait()
+    return collectives.all_reduce(grad, grid.axis(share=copies)).wait()

@@ -10,7 +10,7 @@ import torch
 
 from ranvier.launch import Ranks
 from ranvier.planner.cluster import Cluster, Collective, Fused, Product, Rate
-from ranvier.train import measure
+from ranvier.tools import benchmark_cluster
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "send")
 
@@ -28,5 +28,5 @@ def machine(cores: int = 2, latency: float = 1e-3) -> Cluster:
         rows += [Rate(kind, value / slow, ranks) for kind, value in rates.items()]
         rows += [Rate(kind, 1e-5 * slow, ranks) for kind in ("launch", "pair")]
     links = [Collective(op, n, latency, 1e9, 8 // n) for n in (2, 4, 8) for op in OPS]
-    made = measure.described_as(torch.device("cpu"), Ranks(local_world=8), rows, links)
+    made = benchmark_cluster.described_as(torch.device("cpu"), Ranks(local_world=8), rows, links)
     return replace(made, cores=cores)

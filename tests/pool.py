@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranvier.plan import AXES
+from ranvier.config.plan import AXES
 
 if TYPE_CHECKING:
     from ranvier.launch import Ranks
@@ -324,7 +324,7 @@ def _serve(me: Ranks, connection: Connection, stacks: Path, backend: str, mps: b
     import torch
 
     from ranvier.launch import connect, die_with_parent
-    from ranvier.launch.ends import end_with_others
+    from ranvier.launch.signals import end_with_others
 
     die_with_parent()
     torch.set_num_threads(1)

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from equivalence import ONE_PASS, STEPS, Case, batch_of, copied, decays, flow_of, gradients, worst
 from equivalence import micros_of as micros
-from ranvier.comm import verbs
-from ranvier.comm.agree import everyone
+from ranvier.comm import collectives
+from ranvier.comm.consensus import everyone
 from ranvier.grid import Grid
 from ranvier.models import Decoder, DecoderConfig
-from ranvier.optim import prune
+from ranvier.optim import pruning
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import Parallel, parallel_of, parallelize
+from ranvier.parallel.parallelize import Parallel, parallel_of, parallelize
 from ranvier.sharding import State
+from ranvier.tools.verify import predict
 from ranvier.trace import difference
 from ranvier.train.step import forward_backward
-from ranvier.verify import predict
 from states import assemble
 
 Masks = dict[str, Tensor]
@@ -129,7 +129,7 @@ def long(grid: Grid, steps: int, sparsity: float) -> dict[str, Any]:
     """The losses of many steps of a pruned pair on a grid, and its weights."""
     model = parallelize(Pair(), grid)
     queue = parallel_of(model).queue
-    prune.prune(queue, prune.by_magnitude(queue, sparsity))
+    pruning.prune(queue, pruning.by_magnitude(queue, sparsity))
     optimizer = Optimizer(queue, lr=1e-2, clip=0.5)
     x, y = examples(grid)
     losses = []
@@ -139,7 +139,7 @@ def long(grid: Grid, steps: int, sparsity: float) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    total = verbs.all_reduce(torch.stack(losses), everyone(grid)).wait()
+    total = collectives.all_reduce(torch.stack(losses), everyone(grid)).wait()
     return {"losses": total.tolist(), "after": copied(parallel_of(model).state())}
 
 
@@ -154,10 +154,10 @@ def way_of(how: float | str) -> Callable[[Tensor], Tensor]:
     return lambda x: of_each(x, stay, of)
 
 
-def choice_of(parallel: Parallel, how: float | str) -> prune.Choice:
+def choice_of(parallel: Parallel, how: float | str) -> pruning.Choice:
     if isinstance(how, float):
-        return prune.by_magnitude(parallel.queue, how)
-    return prune.by_pattern(parallel.queue, *map(int, how.split(":")))
+        return pruning.by_magnitude(parallel.queue, how)
+    return pruning.by_pattern(parallel.queue, *map(int, how.split(":")))
 
 
 def pruned(grid: Grid, case: Case, how: float | str) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def pruned(grid: Grid, case: Case, how: float | str) -> dict[str, Any]:
     batch = batch_of(case.model, samples=16, packed=case.packed)
     model = case.on(grid)
     parallel = parallel_of(model)
-    prune.prune(parallel.queue, choice_of(parallel, how))
+    pruning.prune(parallel.queue, choice_of(parallel, how))
     optimizer = Optimizer(parallel.queue, lr=1e-2, clip=0.5)
     losses, norms, lines, grads = [], [], [], {}
     for step in range(case.steps):
@@ -243,7 +243,7 @@ def weighed(grid: Grid, shape: Mapping[str, int], sparsity: float, dtype: str) -
     model = parallelize(model, grid, dtype=getattr(torch, dtype))
     parallel = parallel_of(model)
     queue, axis = parallel.queue, parallel.queue.data_axis
-    prune.prune(queue, prune.by_magnitude(queue, sparsity))
+    pruning.prune(queue, pruning.by_magnitude(queue, sparsity))
     optimizer = Optimizer(queue, lr=1e-2)
     batch = batch_of("llama", samples=16, packed=False)
     with grid.trace.recording() as events:
@@ -257,7 +257,7 @@ def weighed(grid: Grid, shape: Mapping[str, int], sparsity: float, dtype: str) -
         optimizer.step()
     found = []
     for bucket in queue.buckets:
-        if not any(map(prune.prunable, bucket.weights)):
+        if not any(map(pruning.prunable, bucket.weights)):
             continue
         states = [optimizer.master[bucket], *optimizer.store.held[bucket].values()]
         held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in states}
@@ -281,7 +281,7 @@ def growing(grid: Grid, options: Mapping[str, Any]) -> tuple[list[float], State]
     optimizer = Optimizer(parallel.queue, lr=1e-2, clip=0.5, **options)
     numbers = []
     for sparsity in (0.0, 0.5, 0.5, 0.8):
-        optimizer.prune(prune.by_magnitude(parallel.queue, sparsity))
+        optimizer.prune(pruning.by_magnitude(parallel.queue, sparsity))
         for _ in range(2):
             loss = forward_backward(model, micros(batch, grid, 1))
             numbers += [loss.item(), optimizer.step().item()]

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from equivalence import gradients
-from ranvier.checkpoint.published import Published
-from ranvier.comm import verbs
+from ranvier.checkpoint.hf.model import Published
+from ranvier.comm import collectives
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
-from ranvier.infer.loaded import empty
-from ranvier.infer.staged import evened
+from ranvier.infer.generate_distributed import evened
+from ranvier.infer.load import empty
 from ranvier.models import Decoder
-from ranvier.parallel import Parallel
-from ranvier.pipeline.cut import Cut
-from ranvier.pipeline.runtime import Micro
+from ranvier.parallel.parallelize import Parallel
+from ranvier.pipeline.executor import Micro
+from ranvier.pipeline.partition import Cut
 from ranvier.sharding import State
 from ranvier.train.step import forward_backward
 
@@ -229,10 +229,12 @@ def whole_logits(parallel: Parallel) -> Tensor:
     parallel.queue.begin("logits")
     found = parallel.pipeline.runtime.forward([Micro({"tokens": tokens()})])
     if found:
-        y = verbs.all_gather(evened(found[0], parallel), grid.axis(*region["vocab"]), -1).wait()
+        y = collectives.all_gather(
+            evened(found[0], parallel), grid.axis(*region["vocab"]), -1
+        ).wait()
         col = grid.axis(*(axis for axis in region["batch"] if axis == "col"))
-        y = verbs.all_gather(y, col, 0).wait()[..., :VOCAB].contiguous()
+        y = collectives.all_gather(y, col, 0).wait()[..., :VOCAB].contiguous()
     else:
         y = torch.zeros(SAMPLES, SEQ, VOCAB)
     pipe = grid.axis("pipe")
-    return verbs.broadcast(y, pipe, index=pipe.size - 1).wait()
+    return collectives.broadcast(y, pipe, index=pipe.size - 1).wait()

@@ -14,12 +14,12 @@ from torch import nn
 
 from equivalence import Case, Serial, batch_of, compare, copied, gradients, micros_of, run_case
 from pool import Pool
-from ranvier.comm import verbs
+from ranvier.comm import collectives
+from ranvier.cost.layers import Flow
 from ranvier.grid import Grid
-from ranvier.layers import Flow
 from ranvier.models import EXAMPLES
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import parallelize
+from ranvier.parallel.parallelize import parallelize
 from ranvier.train.step import evaluate, forward_backward
 
 CUBE = {"depth": 2, "row": 2, "col": 2}
@@ -182,7 +182,9 @@ def unfinished(grid: Grid) -> bool:
     """
     axis, good = grid.axis("depth"), True
     for i in range(20):
-        pending = [verbs.reduce_scatter(torch.full((4096,), float(i + j)), axis) for j in range(4)]
+        pending = [
+            collectives.reduce_scatter(torch.full((4096,), float(i + j)), axis) for j in range(4)
+        ]
         good &= all((p.wait() == 2.0 * (i + j)).all().item() for j, p in enumerate(pending))
     return good
 

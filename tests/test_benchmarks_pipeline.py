@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from ranvier.pipeline.choice import policy_for
 from ranvier.pipeline.policy import Shape
+from ranvier.pipeline.policy_search import policy_for
 from ranvier.pipeline.simulator import Times, simulate
 
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ranvier import init
-from ranvier.plan import AXES
+from ranvier import counter_rng
+from ranvier.config.plan import AXES
 from ranvier.sharding import WEIGHTS, Dim, Place, Sharding
 
 ONE = dict.fromkeys(AXES, 1)
@@ -29,7 +29,7 @@ def places(sharding: Sharding, degrees: dict[str, int]) -> Iterator[Place]:
 
 
 def draw(place: Place, **options: Any) -> Tensor:
-    return init.value(place, **{"seed": 3, "name": "w", "std": 0.5, **options})
+    return counter_rng.value(place, **{"seed": 3, "name": "w", "std": 0.5, **options})
 
 
 def whole(*shape: int, **options: Any) -> Tensor:
@@ -102,7 +102,7 @@ def test_dtype_rounds_the_same_numbers() -> None:
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = whole(37, 5)
-    monkeypatch.setattr(init, "CHUNK", 8)
+    monkeypatch.setattr(counter_rng, "CHUNK", 8)
     assert torch.equal(whole(37, 5), expected)
 
 
@@ -112,15 +112,15 @@ def test_names_seeds_and_indices_differ() -> None:
     for one, other in combinations(streams, 2):
         assert (one == other).sum() < 3
         assert abs((one * other).mean().item()) < 0.25 * 5 / math.sqrt(500)
-    assert init.key(1, "2") != init.key(12) != init.key(1, 2, "")
-    assert init.key(0, "ab", "c") != init.key(0, "a", "bc")
-    assert 0 <= init.key(5, "x") < 2**63
+    assert counter_rng.key(1, "2") != counter_rng.key(12) != counter_rng.key(1, 2, "")
+    assert counter_rng.key(0, "ab", "c") != counter_rng.key(0, "a", "bc")
+    assert 0 <= counter_rng.key(5, "x") < 2**63
 
 
 def test_known_values() -> None:
     """Checkpoints of the past were drawn from these: they must never change."""
-    assert init.key(0, "w") == KNOWN_KEY
-    assert init.normal(torch.arange(4), init.key(0, "w")).tolist() == KNOWN_NORMAL
+    assert counter_rng.key(0, "w") == KNOWN_KEY
+    assert counter_rng.normal(torch.arange(4), counter_rng.key(0, "w")).tolist() == KNOWN_NORMAL
 
 
 def test_scramble_is_a_bijection_of_splitmix() -> None:
@@ -132,7 +132,7 @@ def test_scramble_is_a_bijection_of_splitmix() -> None:
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
         z ^= z >> 31
         signed = torch.tensor(x - 2**64 if x >= 2**63 else x)
-        assert init.scramble(signed).item() & mask == z
+        assert counter_rng.scramble(signed).item() & mask == z
 
 
 def test_a_range_of_a_box_is_refused() -> None:
@@ -145,8 +145,8 @@ def mask(samples: range, tokens: range, features: range, p: float = 0.25) -> Ten
     """Which elements of a part of a batch are kept."""
     counters = [torch.tensor(samples).view(-1, 1, 1), torch.tensor(tokens).view(-1, 1)]
     shape = (len(samples), len(tokens), len(features))
-    return init.keep(
-        shape, [*counters, torch.tensor(features)], torch.tensor(init.key(1, "dropout")), p
+    return counter_rng.keep(
+        shape, [*counters, torch.tensor(features)], torch.tensor(counter_rng.key(1, "dropout")), p
     )
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import reference
-from ranvier import launch, run
-from ranvier.run import Run
+from ranvier import launch
+from ranvier.config import run
+from ranvier.config.run import Run
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))

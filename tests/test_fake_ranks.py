@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from ranvier import launch
-from ranvier.comm import verbs
+from ranvier.comm import collectives
+from ranvier.cost.layers import Flow
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
-from ranvier.layers import Flow
 from ranvier.models.decoder import Decoder, DecoderConfig
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import parallelize
+from ranvier.parallel.parallelize import parallelize
+from ranvier.tools.verify import predict
 from ranvier.train.step import forward_backward
-from ranvier.verify import predict
 
 GRIDS = [
     (64, {"data": 2, "depth": 4, "row": 4, "col": 2}),
@@ -46,12 +46,16 @@ def counted() -> Iterator[Counter[str]]:
         return count
 
     with (
-        mock.patch.object(verbs, "_gather_into", wrapped("all_gather", verbs._gather_into, 0)),
         mock.patch.object(
-            verbs, "_scatter_into", wrapped("reduce_scatter", verbs._scatter_into, 1)
+            collectives, "_gather_into", wrapped("all_gather", collectives._gather_into, 0)
         ),
         mock.patch.object(
-            verbs.distributed, "all_reduce", wrapped("all_reduce", verbs.distributed.all_reduce, 0)
+            collectives, "_scatter_into", wrapped("reduce_scatter", collectives._scatter_into, 1)
+        ),
+        mock.patch.object(
+            collectives.distributed,
+            "all_reduce",
+            wrapped("all_reduce", collectives.distributed.all_reduce, 0),
         ),
     ):
         yield total

@@ -16,22 +16,22 @@ from torch import Tensor
 from commands import SMALL, call
 from commands import losses as losses_of
 from pool import Pool
-from ranvier.checkpoint import folder as folders
+from ranvier.checkpoint import directory as folders
 from ranvier.checkpoint.load import wholes
-from ranvier.comm import pairs, verbs
+from ranvier.comm import autograd, collectives
 from ranvier.data.loader import Loader
 from ranvier.grid import Axis, Grid
 from ranvier.models import EXAMPLES, DecoderConfig, decoder
-from ranvier.models.documents import Documents, inside, kernel_takes, packed
-from ranvier.nn import attend, fp8, loss
-from ranvier.optim import fused, rules
-from ranvier.optim.early import Early
-from ranvier.optim.moments import BLOCK, Key, Kind, Moments, Which, pack, unpack
-from ranvier.parallel import parallelize
-from ranvier.planner import rates
+from ranvier.models.document_attention import Documents, inside, kernel_takes, packed
+from ranvier.nn import attention_backends, cross_entropy, float8
+from ranvier.optim import adamw, fused_adamw
+from ranvier.optim.grad_norm import Early
+from ranvier.optim.low_precision_states import BLOCK, Key, Kind, Moments, Which, pack, unpack
+from ranvier.parallel.parallelize import parallelize
+from ranvier.planner import device_rates
 from ranvier.sharding import Place
 from ranvier.trace import COMPUTE
-from ranvier.train import settle
+from ranvier.train.memory import resolve
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
 
@@ -188,25 +188,25 @@ def on_nccl(_: int) -> list[str]:
     torch.cuda.set_device(0)
     axis, x = nccl_axis(), torch.arange(24.0, device="cuda").view(4, 6)
     bad = []
-    with_counts = verbs.all_to_all(x, axis, [4], [4]), verbs.all_to_all(x, axis)
+    with_counts = collectives.all_to_all(x, axis, [4], [4]), collectives.all_to_all(x, axis)
     pending = {
-        "all_gather": verbs.all_gather(x, axis, 1),
-        "reduce_scatter": verbs.reduce_scatter(x, axis, 0),
-        "all_reduce": verbs.all_reduce(x, axis),
-        "maximum": verbs.all_reduce(x, axis, "max"),
+        "all_gather": collectives.all_gather(x, axis, 1),
+        "reduce_scatter": collectives.reduce_scatter(x, axis, 0),
+        "all_reduce": collectives.all_reduce(x, axis),
+        "maximum": collectives.all_reduce(x, axis, "max"),
         "ragged all_to_all": with_counts[0],
         "all_to_all": with_counts[1],
-        "broadcast": verbs.broadcast(x, axis),
+        "broadcast": collectives.broadcast(x, axis),
     }
     bad += [name for name, one in pending.items() if not torch.equal(one.wait(), x)]
     functions: dict[str, Any] = {
-        "gather": lambda t: pairs.gather(t, axis, 1),
-        "sum_scatter": lambda t: pairs.sum_scatter(t, axis, 0),
-        "share": lambda t: pairs.share(t, axis),
-        "total": lambda t: pairs.total(t, axis),
-        "split": lambda t: pairs.split(t, axis, 0),
-        "join": lambda t: pairs.join(t, axis, 0),
-        "swap": lambda t: pairs.swap(t, axis),
+        "gather": lambda t: autograd.gather(t, axis, 1),
+        "sum_scatter": lambda t: autograd.sum_scatter(t, axis, 0),
+        "share": lambda t: autograd.share(t, axis),
+        "total": lambda t: autograd.total(t, axis),
+        "split": lambda t: autograd.split(t, axis, 0),
+        "join": lambda t: autograd.join(t, axis, 0),
+        "swap": lambda t: autograd.swap(t, axis),
     }
     for name, function in functions.items():
         leaf: Tensor = x.clone().requires_grad_()
@@ -238,12 +238,14 @@ def updated(
 ) -> list[Tensor]:
     """Copies of weight, moments and working weights after an update by the kernel or its twin."""
     step = torch.full((), 3.0, dtype=torch.float64, device="cuda")
-    now = fused.Scalars.of(step, step > (0 if good else 9), step.float() / 8, (0.9, 0.95), 1e-3)
+    now = fused_adamw.Scalars.of(
+        step, step > (0 if good else 9), step.float() / 8, (0.9, 0.95), 1e-3
+    )
     weight, grad, moments = state
     weight, grad, *held = (again(x) for x in (weight, grad, *moments.tensors))
     moments, out = Moments(*held), None if out is None else out.clone()
-    assert fused.available(weight, grad, moments, out, key)
-    update = fused.adamw if kernel else rules.adamw
+    assert fused_adamw.available(weight, grad, moments, out, key)
+    update = fused_adamw.adamw if kernel else adamw.adamw
     update(weight, grad, moments, now=now, decay=0.1, share=0.5, out=out, key=key)
     return [weight, *moments.tensors, *([] if out is None else [out])]
 
@@ -339,7 +341,7 @@ def test_a_fused_update_that_is_not_good_changes_no_bit(kind: Kind) -> None:
 def test_sizes_make_no_other_kernel() -> None:
     """Places are numbers that a kernel is told, and not compiled for."""
     updated(True, drawn(4096, torch.bfloat16, "bf16"), None, key=Key(1, (64, 64), (0, 3), (64, 99)))
-    built = fused._adamw.device_caches[torch.cuda.current_device()][0]
+    built = fused_adamw._adamw.device_caches[torch.cuda.current_device()][0]
     before = len(built)
     for columns in (1, 16, 17, 4096):
         key = Key(columns, (1 << 13, columns), (1, columns), (1 << 14, 3 << 20), columns - 1)
@@ -369,12 +371,12 @@ def test_squares_are_summed_in_fp32() -> None:
     draw = torch.Generator("cuda").manual_seed(1)
     x = torch.randn(5_000_003, device="cuda", generator=draw)
     tensors = [x[3:], x[:0], x.bfloat16()[1:], x.half()[:7]]
-    found = fused.square_sum(tensors)
+    found = fused_adamw.square_sum(tensors)
     want = sum(part.double().square().sum() for part in tensors)
     assert found.dtype == torch.float32 and found.item() == pytest.approx(float(want), rel=1e-5)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    fused.square_sum([x.bfloat16()])
+    fused_adamw.square_sum([x.bfloat16()])
     assert torch.cuda.max_memory_allocated() - before < 1.5 * 2 * x.numel(), "no wider copy"
 
 
@@ -405,24 +407,27 @@ def test_the_kernel_of_the_loss_equals_its_twin(
     axis = Grid({}).axis("row")
     logits = torch.randn(37, 5000, device="cuda", dtype=dtype)
     targets = torch.randint(0, 9000, (37,), device="cuda")
-    targets[3] = loss.IGNORE
+    targets[3] = cross_entropy.IGNORE
     factor = torch.tensor(0.25, device="cuda")
-    for mine in (loss.Columns(axis, axis, 0, 5000), loss.Columns(axis, axis, 2000, 4321)):
+    for mine in (
+        cross_entropy.Columns(axis, axis, 0, 5000),
+        cross_entropy.Columns(axis, axis, 2000, 4321),
+    ):
         found = []
         for kernel in (True, False):
-            monkeypatch.setattr(loss, "TRITON", kernel)
-            assert loss.kernel_takes(logits) == kernel
-            peak, total, hit = loss.statistics(logits, targets, mine)
+            monkeypatch.setattr(cross_entropy, "TRITON", kernel)
+            assert cross_entropy.kernel_takes(logits) == kernel
+            peak, total, hit = cross_entropy.statistics(logits, targets, mine)
             grad = logits.clone()
-            loss.gradient_(grad, targets, peak + total.log(), mine, factor)
+            cross_entropy.gradient_(grad, targets, peak + total.log(), mine, factor)
             found.append([peak, total.log(), hit, grad.float()])
         assert found[0][3][:, mine.valid :].abs().max().item() == 0.0 if mine.valid < 5000 else True
         for ours, twin in zip(*found, strict=True):
             torch.testing.assert_close(ours, twin, rtol=1e-5, atol=1e-3)
-        monkeypatch.setattr(loss, "TRITON", True)
+        monkeypatch.setattr(cross_entropy, "TRITON", True)
         if mine.valid == 5000:  # both in one pass
             at_once = logits.clone()
-            loss.statistics(at_once, targets, mine, gradient=factor)
+            cross_entropy.statistics(at_once, targets, mine, gradient=factor)
             torch.testing.assert_close(at_once.float(), found[1][3], rtol=1e-2, atol=1e-3)
 
 
@@ -430,16 +435,16 @@ def test_the_kernel_of_the_loss_equals_its_twin(
 def test_the_cast_to_fp8_equals_its_twin(shape: tuple[int, int]) -> None:
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 100
     scale = torch.tensor(8.0, device="cuda")
-    for dtype in (fp8.E4M3, fp8.E5M2):
-        want = fp8._narrow(x, scale, dtype).float()
-        plain, turned = fp8.cast(x, scale, dtype, True, True)
+    for dtype in (float8.E4M3, float8.E5M2):
+        want = float8._narrow(x, scale, dtype).float()
+        plain, turned = float8.cast(x, scale, dtype, True, True)
         assert torch.equal(plain.float(), want) and torch.equal(turned.float(), want.t())
-        assert fp8.cast(x, scale, dtype, True, False)[1].numel() == 0
+        assert float8.cast(x, scale, dtype, True, False)[1].numel() == 0
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (37, 50), (3000, 1024)], ids=str)
 def test_the_kernel_of_scales_equals_its_twin(shape: tuple[int, int]) -> None:
-    from ranvier.nn import kernels  # which needs Triton
+    from ranvier.nn import triton_kernels  # which needs Triton
 
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(shape, device="cuda", dtype=dtype)
@@ -447,8 +452,8 @@ def test_the_kernel_of_scales_equals_its_twin(shape: tuple[int, int]) -> None:
             y = x.clone()
             y[-1, -1] = factor
             for most in (448.0, 57344.0):
-                scale, inverse = kernels.scales(y, most, fp8.LEAST)
-                want = fp8.power(y.abs().amax().float(), most)
+                scale, inverse = triton_kernels.scales(y, most, float8.LEAST)
+                want = float8.power(y.abs().amax().float(), most)
                 torch.testing.assert_close(scale, want, rtol=0, atol=0, equal_nan=True)
                 torch.testing.assert_close(inverse, 1.0 / want, rtol=0, atol=0, equal_nan=True)
 
@@ -457,21 +462,23 @@ def test_the_kernel_of_scales_equals_its_twin(shape: tuple[int, int]) -> None:
 def test_attention_in_32_bits_needs_no_scores(groups: int) -> None:
     sizes = [(2, 256, 4, 64), (2, 256, groups, 64), (2, 256, groups, 64)]
     q, k, v = (torch.randn(n, device="cuda", requires_grad=True) for n in sizes)
-    assert attend.takes("efficient", q, k, v) and not attend.takes("flash", q, k, v)
+    assert attention_backends.takes("efficient", q, k, v) and not attention_backends.takes(
+        "flash", q, k, v
+    )
     dy, found = torch.randn(sizes[0], device="cuda"), []
     for name in ("auto", "efficient"):
-        y = attend.WAYS[name](q, k, v)
+        y = attention_backends.WAYS[name](q, k, v)
         found.append([y, *torch.autograd.grad(y, (q, k, v), dy)])
     for twin, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, twin, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
-def test_products_in_fp8_are_those_of_the_cpu(kind: fp8.Kind) -> None:
-    if not fp8.supported(torch.device("cuda")):
+def test_products_in_fp8_are_those_of_the_cpu(kind: float8.Kind) -> None:
+    if not float8.supported(torch.device("cuda")):
         pytest.skip("the device has no fp8")
     x, w, dy = (torch.randn(n, 64, dtype=torch.bfloat16) for n in (96, 64, 96))
-    scaled = fp8.Scaled(kind)
+    scaled = float8.Scaled(kind)
     for name, a, b in (("forward", x, w), ("grad_x", dy, w), ("grad_w", dy, x)):
         want = getattr(scaled, name)(a, b).float()
         have = getattr(scaled, name)(a.cuda(), b.cuda()).float().cpu()
@@ -567,7 +574,7 @@ def test_predicted_memory_is_what_torch_counts(
     changes = {"plan__recompute": kind, "plan__compile": compiled, "plan__micro_batch": micro}
     trainer = trainer_of(Grid({}), corpus, run_of("", {}, 3, **MIDDLE, **changes), device="cuda")
     optimizer, device = trainer.optimizer, trainer.device
-    account = settle.foreseen(trainer.run, trainer.model, optimizer, device, 1)
+    account = resolve.foreseen(trainer.run, trainer.model, optimizer, device, 1)
     steps = trainer.steps()
     next(steps)
     torch.cuda.reset_peak_memory_stats()
@@ -599,5 +606,5 @@ def test_a_fit_stays_below_its_limit(corpus: str, limit: float, left: int) -> No
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert len(rows) == 3 and all(row["memory"] <= limit * 2**30 for row in rows)
-    found = rates.measured(trainer.device, torch.bfloat16)
+    found = device_rates.measured(trainer.device, torch.bfloat16)
     assert found.flops > 1e13 and found.memory > 1e11 and found.to_device > 1e9 < found.to_host

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from pool import Pool as Workers
-from ranvier.comm.arena import Arena
 from ranvier.data.batch import Batch
 from ranvier.data.loader import Loader
 from ranvier.grid import Grid
-from ranvier.memory.activations import Activations
-from ranvier.memory.pool import Pool
+from ranvier.memory.activation_offload import Activations
+from ranvier.memory.host import Arena
+from ranvier.memory.host_pool import Pool
 from ranvier.models import Decoder, DecoderConfig
-from ranvier.parallel import parallel_of, parallelize
-from ranvier.train import homes
+from ranvier.parallel.parallelize import parallel_of, parallelize
+from ranvier.train.memory import placement
 from training import run_of, stored, trainer_of
 
 pytestmark = [
@@ -43,7 +43,7 @@ def options(**changes: Any) -> dict[str, Any]:
 
 def trained(grid: Grid, corpus: str, changes: dict[str, Any]) -> tuple[list[float], list[Tensor]]:
     """Losses of a run, and the weights it leaves; small tensors go, too."""
-    before, homes.Activations = homes.Activations, partial(Activations, small=1)  # type: ignore[misc]
+    before, placement.Activations = placement.Activations, partial(Activations, small=1)  # type: ignore[misc]
     try:
         run = run_of("", dict(grid.degrees), STEPS, **options(**changes))
         trainer = trainer_of(grid, corpus, run, "cuda")
@@ -54,7 +54,7 @@ def trained(grid: Grid, corpus: str, changes: dict[str, Any]) -> tuple[list[floa
         weights = parallel_of(trainer.model).state().values()
         return losses, [x.detach().cpu().clone() for x, _ in weights]
     finally:
-        homes.Activations = before  # type: ignore[misc]
+        placement.Activations = before  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("compiled", ["on", "off"])

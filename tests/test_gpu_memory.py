@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ranvier.checkpoint.folder import found
-from ranvier.comm.arena import Arena
+from ranvier.checkpoint.directory import found
 from ranvier.grid import Grid
+from ranvier.memory.host import Arena
 from training import run_of, stored, trainer_of
 
 pytestmark = [

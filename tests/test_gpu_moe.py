@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ranvier.nn import grouped as products
-from ranvier.nn import permute as permutations
-from ranvier.nn.grouped import grouped
-from ranvier.nn.mixture import CURVES, mixture
-from ranvier.nn.permute import Order, arrange, permute, unpermute
+from ranvier.nn.moe import grouped_gemm as products
+from ranvier.nn.moe import permutation as permutations
+from ranvier.nn.moe.grouped_gemm import grouped
+from ranvier.nn.moe.local import CURVES, mixture
+from ranvier.nn.moe.permutation import Order, arrange, permute, unpermute
 
 pytestmark = [
     pytest.mark.gpu,

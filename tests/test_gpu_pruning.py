@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ranvier.checkpoint.folder import found
+from ranvier.checkpoint.directory import found
 from ranvier.grid import Grid
-from ranvier.optim import prune
-from ranvier.parallel import parallel_of
+from ranvier.optim import pruning
+from ranvier.parallel.parallelize import parallel_of
 from ranvier.train.step import forward_backward
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
@@ -118,9 +118,9 @@ def test_a_step_waits_for_nothing_and_takes_the_bytes_of_the_formula(
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for bucket in parallel_of(trainer.model).queue.buckets:
-        if not any(map(prune.prunable, bucket.weights)):
+        if not any(map(pruning.prunable, bucket.weights)):
             continue
         assert bucket.kept is not None
         held = bucket.data.nbytes + bucket.kept.bytes
         held += sum(x.nbytes for x in trainer.optimizer.store.held[bucket].values())
-        assert held == prune.bytes_of(bucket.size, bucket.kept.rows, gradient=0)
+        assert held == pruning.bytes_of(bucket.size, bucket.kept.rows, gradient=0)

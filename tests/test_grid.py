@@ -13,10 +13,10 @@ import torch
 
 from pool import Pool
 from ranvier import launch
-from ranvier.comm import verbs
+from ranvier.comm import collectives
+from ranvier.config.plan import AXES, Plan
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.plan import AXES, Plan
 
 DEGREES = {"data": 2, "depth": 2, "row": 3, "col": 2}
 
@@ -179,16 +179,18 @@ def in_axis_order(grid: Grid, order: list[int]) -> list[str]:
 
         everything = torch.cat([mine(axis.index, to) for to in range(n)])
         results = {
-            "all_gather": verbs.all_gather(mine(axis.index, 0), axis, 0),
-            "all_gather of dim 1": verbs.all_gather(mine(axis.index, 0), axis, 1),
-            "reduce_scatter": verbs.reduce_scatter(everything, axis, 0),
-            "all_to_all": verbs.all_to_all(everything, axis),
-            "broadcast": verbs.broadcast(mine(axis.index, 0), axis, index=n - 1),
+            "all_gather": collectives.all_gather(mine(axis.index, 0), axis, 0),
+            "all_gather of dim 1": collectives.all_gather(mine(axis.index, 0), axis, 1),
+            "reduce_scatter": collectives.reduce_scatter(everything, axis, 0),
+            "all_to_all": collectives.all_to_all(everything, axis),
+            "broadcast": collectives.broadcast(mine(axis.index, 0), axis, index=n - 1),
         }
         counts = [[(of + 2 * to) % 3 for to in range(n)] for of in range(n)]
         ragged = [mine(axis.index, to).expand(counts[axis.index][to], 1) for to in range(n)]
         received = [counts[of][axis.index] for of in range(n)]
-        results["ragged"] = verbs.all_to_all(torch.cat(ragged), axis, counts[axis.index], received)
+        results["ragged"] = collectives.all_to_all(
+            torch.cat(ragged), axis, counts[axis.index], received
+        )
         gathered = torch.cat([mine(of, 0) for of in range(n)])
         expected = {
             "all_gather": gathered,
@@ -215,7 +217,10 @@ def two_grids(grid: Grid) -> tuple[float, float]:
     """Sums over axes of two grids of the same ranks, interleaved."""
     other = Grid({"col": 2, "data": 2}, rank=grid.rank, connected=True)
     x = torch.tensor(float(2**grid.rank))
-    first, second = verbs.all_reduce(x, grid.axis("row")), verbs.all_reduce(x, other.axis("col"))
+    first, second = (
+        collectives.all_reduce(x, grid.axis("row")),
+        collectives.all_reduce(x, other.axis("col")),
+    )
     return second.wait().item(), first.wait().item()
 
 

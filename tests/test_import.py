@@ -56,7 +56,7 @@ for name in {BLOCKED}:
     print(name, "was not blocked")
 import torch
 import ranvier
-import ranvier.parallel
+import ranvier.parallel.parallelize
 from ranvier.models.decoder import Decoder, DecoderConfig
 model = ranvier.parallelize(Decoder(DecoderConfig(layers=1)), ranvier.Grid({{}}))
 model.parallel.queue.begin("")

@@ -20,7 +20,7 @@ from ranvier.errors import DataError, PlanError, ShardingError
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import parallelize
+from ranvier.parallel.parallelize import parallelize
 from ranvier.train.step import forward_backward
 
 SMALL = DecoderConfig(layers=2, embed=16, heads=8, kv_heads=2, head_dim=4, mlp=24, vocab=29)

@@ -9,12 +9,12 @@ import pytest
 
 from equivalence import Case, Serial, batch_of, compare, run_case
 from pool import Pool
-from ranvier.comm import pairs, verbs
-from ranvier.comm.deferred import Deferred
-from ranvier.comm.verbs import Pending
+from ranvier.buckets.scheduler import Deferred
+from ranvier.comm import autograd, collectives
+from ranvier.comm.collectives import Pending
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
-from ranvier.nn import loss, norm
+from ranvier.nn import cross_entropy, norm
 from ranvier.sharding import Sharding
 
 pytestmark = pytest.mark.nccl
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.nccl
 
 def _half_reduced(x: Any, axis: Any, dim: int = 0) -> Pending:
     """A reduce-scatter that forgets to add."""
-    return Pending(pairs.take(x, axis, dim).clone())
+    return Pending(autograd.take(x, axis, dim).clone())
 
 
 def _no_depth(self: Sharding, degrees: Any) -> dict[str, int]:
@@ -36,9 +36,9 @@ BREAKS = {
     "lost sum in a norm": lambda: mock.patch.multiple(
         norm, share=lambda x, axis: x, sum_gradients=lambda x, axis: x
     ),
-    "sum of a scatter": lambda: mock.patch.object(verbs, "reduce_scatter", _half_reduced),
+    "sum of a scatter": lambda: mock.patch.object(collectives, "reduce_scatter", _half_reduced),
     "maximum over the vocabulary": lambda: mock.patch.object(
-        loss.verbs, "all_reduce", lambda x, axis, op="sum": Pending(x)
+        cross_entropy.verbs, "all_reduce", lambda x, axis, op="sum": Pending(x)
     ),
     "missing axis in the gradient sum": lambda: mock.patch.object(Sharding, "over", _no_depth),
     "lost bucket": lambda: mock.patch.object(Deferred, "_sum_copies", lambda self, bucket: None),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pool import Pool, RankError, lines
-from ranvier.comm import verbs
+from ranvier.comm import collectives
 from ranvier.grid import Grid
 
 
@@ -48,11 +48,11 @@ def die(rank: int) -> None:
 def miss(grid: Grid) -> None:
     """Rank 0 waits for a sum that rank 1 never joins."""
     if grid.rank == 0:
-        verbs.all_reduce(torch.ones(1), grid.axis("row")).wait()
+        collectives.all_reduce(torch.ones(1), grid.axis("row")).wait()
 
 
 def sum_of_ranks(grid: Grid) -> float:
-    return verbs.all_reduce(torch.tensor(float(grid.rank)), grid.axis("row")).wait().item()
+    return collectives.all_reduce(torch.tensor(float(grid.rank)), grid.axis("row")).wait().item()
 
 
 def test_results_are_in_rank_order(pool: Pool) -> None:

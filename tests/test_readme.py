@@ -14,10 +14,10 @@ import pytest
 
 import ranvier.parallel
 from commands import SMALL, call, started
-from ranvier import run as runs
-from ranvier.cli import parse
-from ranvier.run import Run
-from ranvier.train import folder as folders
+from ranvier.cli.main import parse
+from ranvier.config import run as runs
+from ranvier.config.run import Run
+from ranvier.train.resume import run_directory as folders
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ranvier.config.plan import AXES, Inner
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
-from ranvier.plan import AXES, Inner
 from ranvier.sharding import INNER, OUTER, WEIGHTS, Dim, Move, Place, Sharding, Step, Table
 
 RULES = {"weights": WEIGHTS, "outer": OUTER, **{f"inner {k}": v for k, v in INNER.items()}}

@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read(grid: Grid, folder: str, twice: bool) -> streaming.Read:
     """What reading costs a rank; twice: as if it were read whole before."""
     from ranvier import from_pretrained
-    from ranvier.checkpoint.published import Published
+    from ranvier.checkpoint.hf.model import Published
 
     held: list[Any] = []
 
@@ -74,9 +74,9 @@ def test_reading_imports_no_compiler() -> None:
 
     code = """
 import sys
-from ranvier.checkpoint.published import entries_of, shapes_of
+from ranvier.checkpoint.hf.model import entries_of, shapes_of
 from ranvier.models import DecoderConfig
-from ranvier.models.families import family_of
+from ranvier.models.hf.registry import family_of
 entries_of(family_of("llama"), DecoderConfig())
 shapes_of(DecoderConfig())
 sys.exit("torch._dynamo" in sys.modules)

@@ -9,7 +9,7 @@ from equivalence import Case, Serial, batch_of, compare, run_case
 from grids import grids, label
 from ranvier.grid import Grid
 from ranvier.models import EXAMPLES
-from ranvier.parallel import parallelize
+from ranvier.parallel.parallelize import parallelize
 from states import assemble
 
 

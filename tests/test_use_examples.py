@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_loops import fabric_of
 
 from pool import Pool
 from ranvier import Accelerator
 from ranvier.grid import Grid
-from test_loops import fabric_of
 
 HERE = Path(__file__).parent.parent / "examples"
 FULL = pytest.mark.full

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from ranvier import words
-from ranvier.options import Eval, Export
-from ranvier.planner.command import Planned
+from ranvier.cli import parsing
+from ranvier.cli.plan import Planned
+from ranvier.config.arguments import Eval, Export
 
 PLAIN = (
     "",
@@ -57,15 +57,15 @@ ODD = (
 
 @pytest.mark.parametrize("line", PLAIN)
 def test_the_parser_reads_the_same(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = words._plain(Planned(), line.split())
-    monkeypatch.setattr(words, "_plain", lambda *_: None)
-    assert found == words.asked(Planned, Planned(), "plan", line.split())
+    found = parsing._plain(Planned(), line.split())
+    monkeypatch.setattr(parsing, "_plain", lambda *_: None)
+    assert found == parsing.asked(Planned, Planned(), "plan", line.split())
     assert (found == Planned()) == (line in ("", "--data.verify=true"))
 
 
 @pytest.mark.parametrize("line", ODD, ids=lambda line: line[:20])
 def test_other_words_are_for_the_parser(line: str) -> None:
-    assert words._plain(Planned(), line.split()) is None
+    assert parsing._plain(Planned(), line.split()) is None
 
 
 FLAGS = [
@@ -82,7 +82,7 @@ FLAGS = [
 
 @pytest.mark.parametrize(("line", "value"), FLAGS)
 def test_booleans_stand_alone_or_have_a_value(line: str, value: bool) -> None:
-    found = words.asked(Planned, Planned(), "plan", line.split())
+    found = parsing.asked(Planned, Planned(), "plan", line.split())
     assert found.train.trace is value and found.nodes == (4 if "4" in line else Planned().nodes)
 
 
@@ -90,20 +90,20 @@ def test_every_verb_reads_booleans_alike() -> None:
     for kind, name in ((Export, "adapter"), (Eval, "held_out")):
         for spelt in (name, name.replace("_", "-")):
             for line in ([f"--{spelt}"], [f"--{spelt}", "true"], [f"--{spelt}=True"]):
-                assert getattr(words.asked(kind, kind(), "verb", line), name) is True
+                assert getattr(parsing.asked(kind, kind(), "verb", line), name) is True
             for line in ([f"--{spelt}", "false"], [f"--{spelt}=False"]):
-                assert getattr(words.asked(kind, kind(), "verb", line), name) is False
+                assert getattr(parsing.asked(kind, kind(), "verb", line), name) is False
 
 
 def test_a_boolean_is_true_or_false(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        words.asked(Export, Export(), "export RUN", ["--adapter", "yes"])
+        parsing.asked(Export, Export(), "export RUN", ["--adapter", "yes"])
     assert end.value.code == 64 and "adapter" in capsys.readouterr().err
 
 
 def test_plain_words_need_no_parser() -> None:
     code = (
-        "import sys\nfrom ranvier.cli import parse\n"
+        "import sys\nfrom ranvier.cli.main import parse\n"
         "run = parse('train', sys.argv[1:])\nassert run.plan.row == 2 and run.nproc == 3\n"
         "assert not {'tyro', 'typeguard', 'torch', 'multiprocessing', 'asyncio'} & {*sys.modules}"
     )

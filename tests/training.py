@@ -9,14 +9,20 @@ from typing import Any
 import torch
 
 from pool import device_of
+from ranvier.config.plan import Plan
+from ranvier.config.run import Run
+from ranvier.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from ranvier.data.dataset import open_data
 from ranvier.data.prepare import prepare
 from ranvier.data.tokenizer import Bytes
 from ranvier.grid import Grid
 from ranvier.models import DecoderConfig
-from ranvier.plan import Plan
-from ranvier.run import Run
-from ranvier.settings import CheckpointConfig, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from ranvier.train.trainer import Trainer
 
 SHAPE = {"layers": 2, "embed": 16, "heads": 4, "kv_heads": 2, "head_dim": 4, "mlp": 24}

@@ -6,13 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ranvier.accelerator import Accelerator
-    from ranvier.full_batch import call_on_full_batch
+    from ranvier.config.plan import Plan
     from ranvier.grid import Grid
-    from ranvier.parallel import parallelize
-    from ranvier.plan import Plan
-    from ranvier.pretrained import from_pretrained
-    from ranvier.strategy import RanvierStrategy
+    from ranvier.integrations.accelerate import Accelerator
+    from ranvier.integrations.fabric import RanvierStrategy
+    from ranvier.integrations.pretrained import from_pretrained
+    from ranvier.parallel.full_batch import call_on_full_batch
+    from ranvier.parallel.parallelize import parallelize
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,13 +26,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Plan": "plan",
+    "Plan": "config.plan",
     "Grid": "grid",
-    "parallelize": "parallel",
-    "call_on_full_batch": "full_batch",
-    "from_pretrained": "pretrained",
-    "RanvierStrategy": "strategy",
-    "Accelerator": "accelerator",
+    "parallelize": "parallel.parallelize",
+    "call_on_full_batch": "parallel.full_batch",
+    "from_pretrained": "integrations.pretrained",
+    "RanvierStrategy": "integrations.fabric",
+    "Accelerator": "integrations.accelerate",
 }
 
 

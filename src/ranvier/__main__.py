@@ -14,7 +14,7 @@ from typing import TextIO
 from ranvier import launch
 from ranvier.errors import PlanError
 
-WORKERS = {"train": "ranvier.train.train", "verify": "ranvier.verify"}
+WORKERS = {"train": "ranvier.train.train", "verify": "ranvier.tools.verify"}
 """What the local ranks of a verb import."""
 
 
@@ -32,9 +32,9 @@ def main() -> None:
         with suppress(PlanError, OSError):  # told later
             if launch.ranks() is None:
                 launch.warm([WORKERS[words[0]]])
-    from ranvier import cli
+    from ranvier.cli import main as command_line
 
-    cli.main()
+    command_line.main()
 
 
 def _null(number: int) -> TextIO:

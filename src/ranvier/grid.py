@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ranvier import file_handles
+from ranvier.config.plan import AXES, Plan
 from ranvier.errors import CommunicationError, PlanError
-from ranvier.plan import AXES, Plan
+from ranvier.system import file_handles
 from ranvier.trace import Trace
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ranvier.config.plan import AXES, Inner
 from ranvier.errors import ShardingError
-from ranvier.plan import AXES, Inner
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ranvier.comm import kept as module
-from ranvier.comm.kept import Kept, packed, unpacked
+from ranvier.buckets import sparsity as module
+from ranvier.buckets.sparsity import Kept, packed, unpacked
 
 
 def masks(rows: int, size: int, share: float, seed: int = 0) -> Tensor:

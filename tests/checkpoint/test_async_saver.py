@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from pool import Pool
-from ranvier.checkpoint import blocks, folder, load, part
+from ranvier.checkpoint import checksummed_file, directory, load, rank_file
 from ranvier.checkpoint import manifest as manifests
-from ranvier.checkpoint.folder import Keep, found, newest, point, pointed, set_aside
-from ranvier.checkpoint.saver import Saver, save
-from ranvier.comm import verbs
-from ranvier.comm.agree import everyone
+from ranvier.checkpoint.async_saver import Saver, save
+from ranvier.checkpoint.directory import Keep, found, newest, point, pointed, set_aside
+from ranvier.comm import collectives
+from ranvier.comm.consensus import everyone
 from ranvier.errors import ElsewhereError, NumericError, RefusedError, WriteError
 from ranvier.grid import Grid
 from ranvier.sharding import Place, State
@@ -66,13 +66,13 @@ def test_the_run_goes_on_while_it_is_saved_and_only_changes_wait(tmp_path: Path)
 def test_what_rests_on_the_host_is_not_copied_and_waits_until_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(part, "resting", lambda flat, _: flat.numel() > 10)
+    monkeypatch.setattr(rank_file, "resting", lambda flat, _: flat.numel() > 10)
     saver, mine = Saver(tmp_path, ALONE, CPU), state(1.0)
     mine["b"] = torch.arange(3.0), Place((3,), (0,), (3,), (3,))
     saver.save(1, mine, {})
     assert sum(chunk.numel() for chunk in saver._host.chunks) == 12  # of b alone
     saver.changing()
-    assert (folder.writing(tmp_path, 1, saver.nonce) / part.names(0)[1]).exists()
+    assert (directory.writing(tmp_path, 1, saver.nonce) / rank_file.names(0)[1]).exists()
     mine["a.master"][0].fill_(2.0)
     path = saver.finish()
     assert path is not None
@@ -113,7 +113,7 @@ def test_a_save_without_host_memory_is_an_error_not_a_wait(
     def none(*_: Any) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(part.Host, "ready", none)
+    monkeypatch.setattr(rank_file.Host, "ready", none)
     saver.save(1, state(1.0), {})
     saver.changing()
     with pytest.raises(MemoryError, match="no room"):
@@ -121,7 +121,7 @@ def test_a_save_without_host_memory_is_an_error_not_a_wait(
 
 
 def test_host_memory_grows_with_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part, "CHUNK", 100_000)
+    monkeypatch.setattr(rank_file, "CHUNK", 100_000)
     saver = Saver(tmp_path, ALONE, CPU)
     for step, size in ((1, 10_000), (2, 60_000), (3, 5_000), (4, 200_000)):
         saver.save(step, state(float(step), size), {})
@@ -136,7 +136,7 @@ def test_old_checkpoints_that_cannot_be_removed_end_no_run(
     def busy(*_: Any) -> None:
         raise OSError(errno.EBUSY, "busy")
 
-    monkeypatch.setattr(folder, "prune", busy)
+    monkeypatch.setattr(directory, "prune", busy)
     assert kept(tmp_path, 1).name == "step-00000001"
     assert "old checkpoints were not removed" in capsys.readouterr().err
 
@@ -159,12 +159,12 @@ def failing(grid: Grid, where: str, rank: int, phase: str) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if grid.rank == rank:
-            patch.setattr(*((part, "write") if phase == "part" else (folder, "seal")), full)
+            patch.setattr(*((rank_file, "write") if phase == "part" else (directory, "seal")), full)
         saver.save(2, state(float(grid.rank)), {})
         try:
             for _ in range(1000):  # as steps do
                 mine = torch.tensor(saver.report())
-                both = verbs.all_reduce(mine, everyone(grid), "max").wait().tolist()
+                both = collectives.all_reduce(mine, everyone(grid), "max").wait().tolist()
                 saver.hear(*both)
                 time.sleep(0.002)
         except (WriteError, ElsewhereError) as error:
@@ -371,7 +371,7 @@ def test_a_reader_of_a_checkpoint_that_is_pruned_finishes_or_says_so(tmp_path: P
     """D18."""
     path = kept(tmp_path, 1)
     manifest = manifests.read(path)
-    with blocks.Blocks(
+    with checksummed_file.Blocks(
         path / "rank-00000.safetensors", manifest.files["rank-00000.safetensors"]
     ) as file:
         shutil.rmtree(path)

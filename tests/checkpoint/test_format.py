@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from ranvier.checkpoint import blocks, load, part, saver, show
+from ranvier.checkpoint import async_saver, checksummed_file, load, rank_file
 from ranvier.checkpoint import manifest as manifests
+from ranvier.cli import checkpoint
 from ranvier.errors import CheckpointError, DamageError, RanvierError, RefusedError, VersionError
 from ranvier.grid import Grid
 from ranvier.sharding import Place, State
@@ -43,7 +44,9 @@ def state() -> State:
 
 
 def made(folder: Path, tensors: State | None = None) -> Path:
-    path = saver.save(folder, 7, state() if tensors is None else tensors, {"samples": 3}, ALONE)
+    path = async_saver.save(
+        folder, 7, state() if tensors is None else tensors, {"samples": 3}, ALONE
+    )
     assert path is not None
     return path
 
@@ -108,18 +111,18 @@ def test_many_tensors_load_in_linear_time(tmp_path: Path) -> None:
     many = {f"{n}.master": whole(torch.full((600,), float(n))) for n in range(2_000)}
     path = made(tmp_path, many)
     reads: list[int] = []
-    read = blocks.Blocks.read
+    read = checksummed_file.Blocks.read
 
-    def counted(self: blocks.Blocks, start: int, stop: int) -> memoryview:
-        reads.append(-(-stop // blocks.BLOCK) - start // blocks.BLOCK)
+    def counted(self: checksummed_file.Blocks, start: int, stop: int) -> memoryview:
+        reads.append(-(-stop // checksummed_file.BLOCK) - start // checksummed_file.BLOCK)
         return read(self, start, stop)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks.Blocks, "read", counted)
+        patch.setattr(checksummed_file.Blocks, "read", counted)
         mine = {name: whole(torch.zeros(600)) for name in many}
         assert load.load(path, mine) == []
     size = (path / FILE).stat().st_size
-    assert sum(reads) <= 2 * -(-size // blocks.BLOCK) + 1
+    assert sum(reads) <= 2 * -(-size // checksummed_file.BLOCK) + 1
     assert all(torch.equal(mine[name][0], many[name][0]) for name in many)
 
 
@@ -138,7 +141,7 @@ def test_a_rank_reads_only_the_blocks_it_needs(
     mine, shape = torch.zeros(100, 1000), (100, 1000)
     load.load(path, {"a.master": (mine, Place((4000, 1000), (3000, 0), shape, shape))})
     assert torch.equal(mine, torch.arange(3e6, 3.1e6).reshape(shape))
-    assert sum(read) <= 3 * blocks.BLOCK
+    assert sum(read) <= 3 * checksummed_file.BLOCK
 
 
 def edited(change: Callable[[Any], Any]) -> Callable[[Path], None]:
@@ -235,11 +238,11 @@ def test_damage_is_named_by_load_and_by_verify(
     with pytest.raises(kind, match=words):
         load.load(path, {name: (torch.zeros_like(x), p) for name, (x, p) in state().items()})
     if issubclass(kind, CheckpointError):
-        assert show.verified(path) == 66
+        assert checkpoint.verified(path) == 66
         assert "damaged" in capsys.readouterr().out
     else:
         with pytest.raises(kind):
-            show.verified(path)
+            checkpoint.verified(path)
 
 
 def test_a_disk_that_cannot_be_read_is_damage(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,12 +259,12 @@ def test_a_header_larger_than_its_file_is_refused(tmp_path: Path, good: Path) ->
     data = bytearray((path / FILE).read_bytes())
     data[:8] = (1 << 60).to_bytes(8, "little")
     (path / FILE).unlink()
-    sums = blocks.write(path / FILE, [memoryview(data)])
+    sums = checksummed_file.write(path / FILE, [memoryview(data)])
     edited(lambda body: body["files"].update({FILE: [sums.size, sums.text()]}))(path)
     with pytest.raises(RefusedError, match="its header has 1152921504606846976"):
         load.wholes(path)
     with pytest.raises(RefusedError):
-        show.verified(path)
+        checkpoint.verified(path)
 
 
 def test_swapped_files_are_noticed_and_foreign_ones_ignored(tmp_path: Path) -> None:
@@ -271,7 +274,7 @@ def test_swapped_files_are_noticed_and_foreign_ones_ignored(tmp_path: Path) -> N
     )
     (one / "notes.txt").write_text("mine")
     (one / "rank-00099.safetensors").write_bytes(b"x")
-    assert load.wholes(one)["a"][0] == 1.0 and show.verified(one) == 0
+    assert load.wholes(one)["a"][0] == 1.0 and checkpoint.verified(one) == 0
     shutil.copyfile(two / FILE, one / FILE)
     with pytest.raises(DamageError, match="is damaged in bytes"):
         load.wholes(one)
@@ -325,7 +328,7 @@ def test_a_pickle_is_never_executed(tmp_path: Path, good: Path, name: str) -> No
 
 
 def test_nothing_that_executes_is_read_anywhere() -> None:
-    root = Path(saver.__file__).parents[1]
+    root = Path(async_saver.__file__).parents[1]
     bad = ("import pickle", "torch.load(", "allow_pickle=True", "marshal", " exec(", " eval(")
     lines = [
         f"{path.relative_to(root)}: {line.strip()}"
@@ -366,16 +369,16 @@ def test_bad_numbers_are_seen_in_every_type() -> None:
             x = torch.zeros(1000, dtype=dtype)
             x[517] = bad
             tensors = {"ok": whole(torch.zeros(3)), "x": whole(x), "n": whole(torch.arange(3))}
-            assert not bool(part.largest(x for x, _ in tensors.values()).isfinite())
-    assert bool(part.largest([torch.arange(3), torch.ones(2)]).isfinite())
+            assert not bool(rank_file.largest(x for x, _ in tensors.values()).isfinite())
+    assert bool(rank_file.largest([torch.arange(3), torch.ones(2)]).isfinite())
 
 
 def test_neighbours_in_memory_are_copied_together() -> None:
     base = torch.arange(100.0)
     tensors = {"a": whole(base[:10]), "b": whole(base[10:30].view(4, 5)), "c": whole(base[40:50])}
     tensors |= {"d": whole(base[50:60].bfloat16()), "e": whole(torch.zeros(0))}
-    layout = part.Layout.of(tensors)
-    found = part.runs(tensors, layout)
+    layout = rank_file.Layout.of(tensors)
+    found = rank_file.runs(tensors, layout)
     assert [len(flat) for _, flat in found] == [30, 10, 10]
     assert [begin for begin, _ in found] == [0, 120, 160]
     assert torch.equal(found[0][1], base[:30]) and torch.equal(found[1][1], base[40:50])
@@ -385,8 +388,8 @@ def test_the_state_of_a_trainer_is_few_copies() -> None:
     """As many as a device's queue takes without the host waiting, however many weights."""
     from ranvier.models import SIZES, Decoder
     from ranvier.optim.optimizer import Optimizer
-    from ranvier.parallel import parallelize
+    from ranvier.parallel.parallelize import parallelize
 
     model = parallelize(Decoder(SIZES["tiny"]), ALONE)
     state = Optimizer(model.parallel.queue).state()  # type: ignore[arg-type,union-attr]
-    assert len(part.runs(state, part.Layout.of(state))) <= len(state) // 2
+    assert len(rank_file.runs(state, rank_file.Layout.of(state))) <= len(state) // 2

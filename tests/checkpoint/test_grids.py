@@ -13,7 +13,7 @@ import torch
 from pool import Pool
 from ranvier.checkpoint import load
 from ranvier.checkpoint import manifest as manifests
-from ranvier.checkpoint.folder import found
+from ranvier.checkpoint.directory import found
 from ranvier.grid import Grid
 from ranvier.sharding import State
 from states import assemble

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from ranvier.checkpoint.part import Stretched
-from ranvier.comm.kept import Sparse, packed
+from ranvier.buckets.sparsity import Sparse, packed
+from ranvier.checkpoint.rank_file import Stretched
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

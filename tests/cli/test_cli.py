@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from commands import SMALL, call, ended, losses, metrics, started
-from ranvier.cli import main, parse
+from ranvier.cli.main import main, parse
+from ranvier.config.run import Run, load
+from ranvier.config.sections import ModelConfig, TrainConfig
 from ranvier.errors import PlanError
 from ranvier.launch import free_port, ranks
-from ranvier.run import Run, load
-from ranvier.settings import ModelConfig, TrainConfig
-from ranvier.train.folder import claim
+from ranvier.train.resume.run_directory import claim
 
 FAULT = """
 import os
@@ -111,7 +111,7 @@ def test_verify_passes_on_grids_and_fails_on_a_broken_collective(folder: Path) -
     begun = []
     patches = {
         "good": ("", ""),
-        "bad": ("ranvier.comm.verbs", BROKEN),
+        "bad": ("ranvier.comm.collectives", BROKEN),
         "crash": (TRAINER, CRASHES),
     }
     for name, patch in patches.items():

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from ranvier import doctor, launch
-from ranvier.cli import main
-from ranvier.doctor import Finding
+from ranvier import launch
+from ranvier.cli import doctor
+from ranvier.cli.doctor import Finding
+from ranvier.cli.main import main
 from ranvier.errors import CommunicationError
-from ranvier.train.communicators import CommunicatorCost
+from ranvier.tools.benchmark_communicators import CommunicatorCost
 from test_import import BLOCK
 
 TOPOLOGY = (
@@ -230,7 +231,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose ranks have measured."""
     monkeypatch.setattr(doctor, "gpus", lambda: 2)
     monkeypatch.setattr(launch, "backends", lambda: ["gloo", "nccl"])
-    monkeypatch.setattr("ranvier.train.communicators.measure", lambda gpus: COST)
+    monkeypatch.setattr("ranvier.tools.benchmark_communicators.measure", lambda gpus: COST)
 
 
 @pytest.mark.usefixtures("two_gpus")
@@ -243,7 +244,7 @@ def test_communicators_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(gpus: int) -> CommunicatorCost:
         raise CommunicationError("They could not: no memory. They need some. End others.")
 
-    monkeypatch.setattr("ranvier.train.communicators.measure", lost)
+    monkeypatch.setattr("ranvier.tools.benchmark_communicators.measure", lost)
     (note,) = doctor.communicators()
     assert note.mark == "note" and note.value == "They could not: no memory"
     assert note.remedy == "They need some. End others."

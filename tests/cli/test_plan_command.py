@@ -14,29 +14,29 @@ from pathlib import Path
 import pytest
 
 from commands import call
-from ranvier.cli import parse
+from ranvier.cli import plan as command
+from ranvier.cli.main import parse
+from ranvier.cli.parsing import without
 from ranvier.errors import PlanError, WriteError
 from ranvier.html import scatter
 from ranvier.planner import (
     cluster,
-    command,
     explain,
-    leaves,
-    outputs,
-    page,
-    progress,
+    html_report,
+    model_spec,
+    output_files,
     request,
     search,
+    search_progress,
 )
+from ranvier.planner.baselines import rivals
 from ranvier.planner.predict import Job
-from ranvier.planner.rivals import rivals
 from ranvier.planner.search import Result, Wish
-from ranvier.words import without
 
 EIGHT = ("--cluster", "dgx-h100", "--nodes", "1", "--model.size", "llama3-8b")
 WITHOUT = """
 import sys
-from ranvier.cli import main
+from ranvier.cli.main import main
 try:
     main(sys.argv[1:])
 except SystemExit as end:
@@ -48,7 +48,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 @pytest.fixture(scope="module")
 def result() -> Result:
-    job = Job(leaves.of_size("llama3-8b"), 4096, 64)
+    job = Job(model_spec.of_size("llama3-8b"), 4096, 64)
     return search.search(Wish(job, cluster.cluster("dgx-h100").of(nodes=2)))
 
 
@@ -250,21 +250,21 @@ def test_outputs_are_checked_as_a_user_without_rights_and_left_alone(
 ) -> None:
     old = tmp_path / "old.json"
     old.write_text("kept")
-    outputs.check(str(old), "-", "")
+    output_files.check(str(old), "-", "")
     assert old.read_text() == "kept" and [*tmp_path.iterdir()] == [old]
     for same in (("-", "-"), (str(old), str(tmp_path / "." / "old.json"))):
         with pytest.raises(PlanError, match="the same output"):
-            outputs.check(*same)
+            output_files.check(*same)
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(outputs.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(output_files.tempfile, "TemporaryFile", full)
     with pytest.raises(WriteError, match="No space left on device"):
-        outputs.check(str(tmp_path / "new.json"))
+        output_files.check(str(tmp_path / "new.json"))
     monkeypatch.setattr(Path, "open", lambda *_: full())
     with pytest.raises(WriteError, match="No space left"):
-        outputs.check(str(old))
+        output_files.check(str(old))
 
 
 @pytest.mark.parametrize(
@@ -311,11 +311,11 @@ def test_the_best_so_far_is_told(
     stream = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(progress, "BLINK", 0.0)
+    monkeypatch.setattr(search_progress, "BLINK", 0.0)
     clock = iter(range(1000))
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: 0.4 * next(clock))
+    monkeypatch.setattr(search_progress.time, "perf_counter", lambda: 0.4 * next(clock))
     slow, fast = result.found[-1], result.best
-    with progress.Lines() as lines:
+    with search_progress.Lines() as lines:
         for count, found in enumerate((slow, slow, fast, fast, fast), 1):
             lines.report(found, count)
     said = stream.getvalue()
@@ -326,7 +326,7 @@ def test_the_best_so_far_is_told(
 
 def test_a_first_layout_comes_before_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """On 16,384 devices the grids alone take a while to count."""
-    job = Job(leaves.of_size("llama3-405b"), 4096, 16384)
+    job = Job(model_spec.of_size("llama3-405b"), 4096, 16384)
     asked = Wish(job, cluster.cluster("dgx-h100").of(nodes=2048))
 
     class EnoughError(Exception):
@@ -342,7 +342,7 @@ def test_a_first_layout_comes_before_the_search(monkeypatch: pytest.MonkeyPatch)
 
 def test_progress_ends_with_the_best_and_changes_nothing() -> None:
     asked = Wish(
-        Job(leaves.of_size("llama3-1b"), 4096, 64), cluster.cluster("dgx-h100").of(devices=2)
+        Job(model_spec.of_size("llama3-1b"), 4096, 64), cluster.cluster("dgx-h100").of(devices=2)
     )
     seen = list[tuple[str, int]]()
     told = search.search(asked, report=lambda one, n: seen.append((explain.layout(one), n)))
@@ -377,7 +377,7 @@ def test_a_browser_draws_it_and_points(
 ) -> None:
     monkeypatch.setattr(scatter, "HOVER", scatter.HOVER + POINT)
     file = tmp_path / "plan.html"
-    text = page.page(result, title="a <b> & c", top=5, command="ranvier train")
+    text = html_report.page(result, title="a <b> & c", top=5, command="ranvier train")
     file.write_text(text, encoding="utf-8")
     words = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     words += ["--virtual-time-budget=2000", f"--user-data-dir={tmp_path / 'profile'}"]
@@ -386,7 +386,7 @@ def test_a_browser_draws_it_and_points(
     ).stdout
     assert 'data-points="' in seen, seen[:500]
     count = int(seen.partition('data-points="')[2].partition('"')[0])
-    shown = [one for one in (*result.found, *result.tight) if page.is_shown(one, result)]
+    shown = [one for one in (*result.found, *result.tight) if html_report.is_shown(one, result)]
     assert count == len(shown) > 100
     told = seen.partition('class="told muted">')[2].partition("</p>")[0]
     assert "micro-batch" in told and "tok/s" in told
@@ -394,7 +394,7 @@ def test_a_browser_draws_it_and_points(
 
 
 def test_the_page_needs_nothing_else(result: Result) -> None:
-    text = page.page(result, title="a <b> & c", top=5, command="ranvier train --x '<y>'")
+    text = html_report.page(result, title="a <b> & c", top=5, command="ranvier train --x '<y>'")
     assert "a &lt;b&gt; &amp; c" in text and "&lt;y&gt;" in text
     assert "http" not in text.replace("http-equiv", "") and "default-src 'none'" in text
     for name in ("All layouts", "Where the time goes", "Rivals", "Memory of the best"):

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from equivalence import batch_of
-from ranvier.comm.sums import Sum, flat
+from ranvier.comm.accumulator import Sum, flat
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
-from ranvier.parallel import parallel_of, parallelize
+from ranvier.parallel.parallelize import parallel_of, parallelize
 from ranvier.train.step import forward_backward
 
 WIDE, CPU = torch.float32, torch.device("cpu")

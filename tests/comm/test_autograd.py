@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pool import Pool
-from ranvier.comm import pairs
+from ranvier.comm import autograd
 from ranvier.grid import Axis, Grid
 
 LIMIT = 1e-14
@@ -27,7 +27,7 @@ Twin = Callable[[list[Tensor], int], list[Tensor]]
 
 
 def ragged(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return pairs.swap(x, axis, COUNTS[axis.index], [row[axis.index] for row in COUNTS])
+    return autograd.swap(x, axis, COUNTS[axis.index], [row[axis.index] for row in COUNTS])
 
 
 def ragged_twin(xs: list[Tensor], dim: int) -> list[Tensor]:
@@ -36,13 +36,13 @@ def ragged_twin(xs: list[Tensor], dim: int) -> list[Tensor]:
 
 
 PAIRS: dict[str, Pair] = {
-    "gather": lambda x, axis, dim: pairs.gather(x, axis, dim),
-    "sum_scatter": lambda x, axis, dim: pairs.sum_scatter(x, axis, dim),
-    "share": lambda x, axis, dim: pairs.share(x, axis),
-    "total": lambda x, axis, dim: pairs.total(x, axis),
-    "split": lambda x, axis, dim: pairs.split(x, axis, dim),
-    "join": lambda x, axis, dim: pairs.join(x, axis, dim),
-    "swap": lambda x, axis, dim: pairs.swap(x, axis),
+    "gather": lambda x, axis, dim: autograd.gather(x, axis, dim),
+    "sum_scatter": lambda x, axis, dim: autograd.sum_scatter(x, axis, dim),
+    "share": lambda x, axis, dim: autograd.share(x, axis),
+    "total": lambda x, axis, dim: autograd.total(x, axis),
+    "split": lambda x, axis, dim: autograd.split(x, axis, dim),
+    "join": lambda x, axis, dim: autograd.join(x, axis, dim),
+    "swap": lambda x, axis, dim: autograd.swap(x, axis),
     "ragged swap": ragged,
 }
 TWINS: dict[str, Twin] = {
@@ -57,14 +57,22 @@ TWINS: dict[str, Twin] = {
 }
 ONE_INPUT, ONE_OUTPUT = {"share", "split"}, {"total", "join"}
 BREAKS = {
-    "gather": ("_Gather", pairs._gathered, pairs._taken),
-    "sum_scatter": ("_SumScatter", pairs._scattered, lambda x, axis, dim: torch.cat([x] * N, dim)),
-    "share": ("_Share", pairs._same, pairs._same),
-    "total": ("_Total", pairs._reduced, pairs._reduced),
-    "split": ("_Split", pairs._taken, lambda x, axis, dim: torch.cat([x] * N, dim)),
-    "join": ("_Join", pairs._gathered, pairs._scattered),
-    "swap": ("_Swap", pairs._sent, lambda x, axis, counts: x),
-    "ragged swap": ("_Swap", pairs._sent, lambda x, axis, counts: torch.zeros(sum(counts[0]), 3)),
+    "gather": ("_Gather", autograd._gathered, autograd._taken),
+    "sum_scatter": (
+        "_SumScatter",
+        autograd._scattered,
+        lambda x, axis, dim: torch.cat([x] * N, dim),
+    ),
+    "share": ("_Share", autograd._same, autograd._same),
+    "total": ("_Total", autograd._reduced, autograd._reduced),
+    "split": ("_Split", autograd._taken, lambda x, axis, dim: torch.cat([x] * N, dim)),
+    "join": ("_Join", autograd._gathered, autograd._scattered),
+    "swap": ("_Swap", autograd._sent, lambda x, axis, counts: x),
+    "ragged swap": (
+        "_Swap",
+        autograd._sent,
+        lambda x, axis, counts: torch.zeros(sum(counts[0]), 3),
+    ),
 }
 """For each pair a backward that is not its dual."""
 
@@ -114,12 +122,12 @@ def broken(grid: Grid) -> dict[str, list[str]]:
     """What the comparison says of each pair with a wrong dual."""
     found = {}
     for name, (attribute, forward, backward) in BREAKS.items():
-        right = getattr(pairs, attribute)
-        setattr(pairs, attribute, pairs._pair("Broken", forward, backward))
+        right = getattr(autograd, attribute)
+        setattr(autograd, attribute, autograd._pair("Broken", forward, backward))
         try:
             found[name] = compare(grid.axis("row"), name, 0)
         finally:
-            setattr(pairs, attribute, right)
+            setattr(autograd, attribute, right)
     return found
 
 
@@ -136,18 +144,18 @@ def composed(grid: Grid) -> list[float]:
     axis = grid.axis("row")
     x, up, down = random(1, (2, 8, 6)), random(2, (6, 8)), random(3, (8, 6))
     part = [
-        pairs.take(x, axis, 1).clone().requires_grad_(),
-        pairs.take(up, axis, 1).clone().requires_grad_(),
-        pairs.take(down, axis, 0).clone().requires_grad_(),
+        autograd.take(x, axis, 1).clone().requires_grad_(),
+        autograd.take(up, axis, 1).clone().requires_grad_(),
+        autograd.take(down, axis, 0).clone().requires_grad_(),
     ]
 
     def mean(y: Tensor) -> Tensor:
-        return pairs.share(pairs.total(y.sum(), axis), axis) / 8
+        return autograd.share(autograd.total(y.sum(), axis), axis) / 8
 
     def model(x: Tensor, up: Tensor, down: Tensor, on_ranks: bool) -> Tensor:
-        h = (pairs.gather(x, axis, 1) if on_ranks else x) @ up
+        h = (autograd.gather(x, axis, 1) if on_ranks else x) @ up
         y = h.tanh() @ down
-        y = pairs.sum_scatter(y, axis, 1) if on_ranks else y
+        y = autograd.sum_scatter(y, axis, 1) if on_ranks else y
         return (y.sin() * (mean(y) if on_ranks else y.sum() / 8)).sum()
 
     model(*part, on_ranks=True).backward()  # type: ignore[call-arg]
@@ -156,7 +164,7 @@ def composed(grid: Grid) -> list[float]:
     errors = []
     for mine, serial, dim in zip(part, whole, (1, 1, 0), strict=True):
         assert mine.grad is not None and serial.grad is not None
-        want = pairs.take(serial.grad, axis, dim)
+        want = autograd.take(serial.grad, axis, dim)
         errors.append(((mine.grad - want).abs().max() / want.abs().max()).item())
     return errors
 
@@ -208,10 +216,10 @@ def test_one_rank_does_nothing() -> None:
     for name, pair in PAIRS.items():
         if name != "ragged swap":
             assert pair(x, axis, 0) is x
-    assert pairs.take(x, axis, 1) is not None
+    assert autograd.take(x, axis, 1) is not None
 
 
 def test_parts_must_be_equal() -> None:
     """A rest would be dropped without a word."""
     with pytest.raises(AssertionError):
-        pairs.take(torch.ones(5), Grid({"row": 2}).axis("row"), 0)
+        autograd.take(torch.ones(5), Grid({"row": 2}).axis("row"), 0)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pool import Pool, RankError
-from ranvier.comm import verbs
-from ranvier.comm.verbs import Pending
+from ranvier.comm import collectives
+from ranvier.comm.collectives import Pending
 from ranvier.errors import CommunicationError
 from ranvier.grid import Axis, Grid
 
@@ -37,25 +37,36 @@ def results(grid: Grid) -> list[str]:
     mine, total = every[i].clone(), sum(every, torch.zeros(SHAPE, dtype=torch.float64))
     for dim in (0, 1, -1, 2):
         part = SHAPE[dim] // n
-        gathered = verbs.all_gather(mine, axis, dim).wait()
+        gathered = collectives.all_gather(mine, axis, dim).wait()
         expect(lines, f"all_gather {dim}", gathered, torch.cat(every, dim))
-        scattered = verbs.reduce_scatter(mine, axis, dim).wait()
+        scattered = collectives.reduce_scatter(mine, axis, dim).wait()
         expect(lines, f"reduce_scatter {dim}", scattered, total.narrow(dim, i * part, part))
     strided = mine.transpose(0, 2)
     expect(
         lines,
         "strided",
-        verbs.all_gather(strided, axis).wait(),
+        collectives.all_gather(strided, axis).wait(),
         torch.cat([x.transpose(0, 2) for x in every]),
     )
-    expect(lines, "strided sum", verbs.all_reduce(strided, axis).wait(), total.transpose(0, 2))
-    expect(lines, "sum", verbs.all_reduce(mine, axis).wait(), total)
-    expect(lines, "max", verbs.all_reduce(mine, axis, "max").wait(), torch.stack(every).amax(0))
-    expect(lines, "min", verbs.all_reduce(mine, axis, "min").wait(), torch.stack(every).amin(0))
+    expect(
+        lines, "strided sum", collectives.all_reduce(strided, axis).wait(), total.transpose(0, 2)
+    )
+    expect(lines, "sum", collectives.all_reduce(mine, axis).wait(), total)
+    expect(
+        lines, "max", collectives.all_reduce(mine, axis, "max").wait(), torch.stack(every).amax(0)
+    )
+    expect(
+        lines, "min", collectives.all_reduce(mine, axis, "min").wait(), torch.stack(every).amin(0)
+    )
     chunks = [x.chunk(n)[i] for x in every]
-    expect(lines, "all_to_all", verbs.all_to_all(mine, axis).wait(), torch.cat(chunks))
+    expect(lines, "all_to_all", collectives.all_to_all(mine, axis).wait(), torch.cat(chunks))
     for source in range(n):
-        expect(lines, "broadcast", verbs.broadcast(mine, axis, index=source).wait(), every[source])
+        expect(
+            lines,
+            "broadcast",
+            collectives.broadcast(mine, axis, index=source).wait(),
+            every[source],
+        )
     expect(lines, "input", mine, every[i])
     return lines + ragged(axis) + point_to_point(axis)
 
@@ -67,7 +78,7 @@ def ragged(axis: Axis) -> list[str]:
     every = [tensor_of(of, (sum(counts[of]), 5)) for of in range(n)]
     want = torch.cat([every[of].split(counts[of])[i] for of in range(n)])
     received = [counts[of][i] for of in range(n)]
-    have = verbs.all_to_all(every[i], axis, counts[i], received).wait()
+    have = collectives.all_to_all(every[i], axis, counts[i], received).wait()
     expect(lines, "ragged all_to_all", have, want)
     return lines
 
@@ -75,8 +86,8 @@ def ragged(axis: Axis) -> list[str]:
 def point_to_point(axis: Axis) -> list[str]:
     """Round the ring, received before it is sent for."""
     n, i, lines = axis.size, axis.index, list[str]()
-    pending = verbs.receive(torch.empty(SHAPE, dtype=torch.float64), axis, (i - 1) % n)
-    sent = verbs.send(tensor_of(i), axis, (i + 1) % n)
+    pending = collectives.receive(torch.empty(SHAPE, dtype=torch.float64), axis, (i - 1) % n)
+    sent = collectives.send(tensor_of(i), axis, (i + 1) % n)
     expect(lines, "receive", pending.wait(), tensor_of((i - 1) % n))
     sent.wait()
     return lines
@@ -86,7 +97,7 @@ def handles(grid: Grid) -> list[str]:
     """Two under way, awaited in reverse and twice; an axis of one rank."""
     axis, one, lines = grid.axis("row"), grid.axis("col"), list[str]()
     a, b = (tensor_of(grid.rank, seed=seed) for seed in (1, 2))
-    first, second = verbs.all_reduce(a, axis), verbs.all_gather(b, axis)
+    first, second = collectives.all_reduce(a, axis), collectives.all_gather(b, axis)
     for seed, pending in ((2, second), (1, first)):
         every = [tensor_of(rank, seed=seed) for rank in axis.ranks]
         want = torch.cat(every) if seed == 2 else sum(every, torch.zeros_like(a))
@@ -95,11 +106,11 @@ def handles(grid: Grid) -> list[str]:
         if pending.wait() is not value:
             lines.append("a second wait gave another tensor")
     alone: list[Callable[[], Pending]] = [
-        lambda: verbs.all_gather(a, one, 1),
-        lambda: verbs.reduce_scatter(a, one, 1),
-        lambda: verbs.all_reduce(a, one),
-        lambda: verbs.all_to_all(a, one),
-        lambda: verbs.broadcast(a, one),
+        lambda: collectives.all_gather(a, one, 1),
+        lambda: collectives.reduce_scatter(a, one, 1),
+        lambda: collectives.all_reduce(a, one),
+        lambda: collectives.all_to_all(a, one),
+        lambda: collectives.broadcast(a, one),
     ]
     grid.trace.last.clear()
     with grid.trace.recording() as events:
@@ -113,11 +124,11 @@ def events_of(grid: Grid) -> list[tuple[str, tuple[str, ...], int, str, bool, bo
     x = torch.ones(4, 3)
     with grid.trace.recording() as events, grid.trace.at("here"):
         pending = [
-            verbs.all_gather(x, axis),
-            verbs.reduce_scatter(x, axis),
-            verbs.all_reduce(x, axis),
-            verbs.all_to_all(x, axis),
-            verbs.broadcast(x, axis),
+            collectives.all_gather(x, axis),
+            collectives.reduce_scatter(x, axis),
+            collectives.all_reduce(x, axis),
+            collectives.all_to_all(x, axis),
+            collectives.broadcast(x, axis),
         ]
         for one in pending:
             one.wait()
@@ -173,7 +184,7 @@ def swapped(grid: Grid, check: bool) -> tuple[str, float, float]:
         for place in places:
             with grid.trace.at(place):
                 value = torch.tensor(1.0 if place == "a" else 10.0)
-                sums[place] = verbs.all_reduce(value, axis).wait().item()
+                sums[place] = collectives.all_reduce(value, axis).wait().item()
     except CommunicationError as error:
         return str(error), 0.0, 0.0
     return "", sums["a"], sums["b"]
@@ -189,9 +200,9 @@ def one_message(axis: Axis) -> list[str]:
     """Only two of the ranks take part."""
     lines: list[str] = []
     if axis.index == 0:
-        verbs.send(tensor_of(0), axis, 1).wait()
+        collectives.send(tensor_of(0), axis, 1).wait()
     elif axis.index == 1:
-        received = verbs.receive(torch.empty(SHAPE, dtype=torch.float64), axis, 0).wait()
+        received = collectives.receive(torch.empty(SHAPE, dtype=torch.float64), axis, 0).wait()
         expect(lines, "message", received, tensor_of(0))
     return lines
 
@@ -203,14 +214,14 @@ def unlike(grid: Grid, kind: str) -> str:
     x = torch.ones(4, 2)
     try:
         if kind == "op":
-            (verbs.all_gather if odd else verbs.reduce_scatter)(x, axis).wait()
+            (collectives.all_gather if odd else collectives.reduce_scatter)(x, axis).wait()
         elif kind == "shape":
-            verbs.all_reduce(x.T if odd else x, axis).wait()
+            collectives.all_reduce(x.T if odd else x, axis).wait()
         elif kind == "dtype":
-            verbs.all_reduce(x.double() if odd else x, axis).wait()
+            collectives.all_reduce(x.double() if odd else x, axis).wait()
         elif kind == "long":
             with grid.trace.at("·" * 200 + str(grid.rank)):
-                verbs.all_reduce(x.double() if odd else x, axis).wait()
+                collectives.all_reduce(x.double() if odd else x, axis).wait()
     except CommunicationError as error:
         return str(error)
     return ""
@@ -247,11 +258,11 @@ def lose(grid: Grid, when: str) -> None:
     """Rank 1 vanishes; rank 0 has to say so."""
     axis = grid.axis("row")
     with grid.trace.at("before"):
-        verbs.all_reduce(torch.ones(3), axis).wait()
+        collectives.all_reduce(torch.ones(3), axis).wait()
     if grid.rank == 1 and when == "at once":
         os._exit(3)
     with grid.trace.at("block 7"):
-        pending = verbs.all_gather(torch.ones(1000), axis)
+        pending = collectives.all_gather(torch.ones(1000), axis)
         if grid.rank == 1:
             os._exit(3)
         pending.wait()
@@ -280,7 +291,7 @@ def lonely(grid: Grid) -> str:
     if grid.rank == 1:
         return ""
     try:
-        verbs.all_reduce(torch.ones(3), axis).wait()
+        collectives.all_reduce(torch.ones(3), axis).wait()
     except CommunicationError as error:
         return str(error)
     return "no error"
@@ -299,6 +310,6 @@ def test_a_missing_peer_is_a_communication_error_after_the_limit() -> None:
 def test_a_grid_without_processes_says_so() -> None:
     axis = Grid({"row": 2}).axis("row")
     with pytest.raises(AssertionError, match="all_reduce over row: this grid has no processes"):
-        verbs.all_reduce(torch.ones(2), axis)
+        collectives.all_reduce(torch.ones(2), axis)
     with pytest.raises(AssertionError, match="counts are given both ways"):
-        verbs.all_to_all(torch.ones(2), axis, [1, 1])
+        collectives.all_to_all(torch.ones(2), axis, [1, 1])

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from equivalence import gradients
 from pool import Pool
-from ranvier.comm import pairs, verbs
+from ranvier.comm import autograd, collectives
 from ranvier.grid import Axis, Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
-from ranvier.parallel import parallelize
+from ranvier.parallel.parallelize import parallelize
 from ranvier.trace import communication, difference
 
 SEND = [[1, 2], [3, 0]]
@@ -42,19 +42,19 @@ def strict() -> None:
 
 def all_pairs(x: Tensor, w: Tensor, axis: Axis) -> Tensor:
     """Every pair once, with arithmetic between them; x: `[3, n, 6]`."""
-    h = pairs.gather(x, axis, 1) @ w  # (3, 2n, 6)
-    y = pairs.sum_scatter(h.tanh(), axis, 1)  # (3, n, 6)
-    mean = pairs.share(pairs.total(y.mean(), axis), axis)
-    y = pairs.join(pairs.split(y, axis, -1).sin(), axis, -1)
-    z = pairs.swap(y, axis, SEND[axis.index], [row[axis.index] for row in SEND])
-    z = pairs.swap(pairs.gather(z.sum(0, keepdim=True), axis, 0), axis) * mean
+    h = autograd.gather(x, axis, 1) @ w  # (3, 2n, 6)
+    y = autograd.sum_scatter(h.tanh(), axis, 1)  # (3, n, 6)
+    mean = autograd.share(autograd.total(y.mean(), axis), axis)
+    y = autograd.join(autograd.split(y, axis, -1).sin(), axis, -1)
+    z = autograd.swap(y, axis, SEND[axis.index], [row[axis.index] for row in SEND])
+    z = autograd.swap(autograd.gather(z.sum(0, keepdim=True), axis, 0), axis) * mean
     return z.square().sum()
 
 
 def bare_verbs(x: Tensor, w: Tensor, axis: Axis) -> Tensor:
     """What leaves use outside autograd."""
-    peak = verbs.all_reduce(x.detach(), axis, "max").wait()
-    first, last = (verbs.broadcast(w.detach(), axis, index=index).wait() for index in (0, 1))
+    peak = collectives.all_reduce(x.detach(), axis, "max").wait()
+    first, last = (collectives.broadcast(w.detach(), axis, index=index).wait() for index in (0, 1))
     return ((x - peak) @ (w + 2 * first + 3 * last)).sum()
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from pool import Pool
-from ranvier.comm import agree
+from ranvier.comm import consensus
 from ranvier.grid import Grid
 
 ORDERS = [None, [0, 2, 1, 3], [3, 1, 0, 2]]
@@ -16,14 +16,14 @@ ORDERS = [None, [0, 2, 1, 3], [3, 1, 0, 2]]
 def words_of_each(grid: Grid) -> list[str]:
     """What each rank in turn says of itself."""
     ranks = range(grid.world)
-    return [agree.told(f"I am {grid.rank}", grid, "cpu", rank=rank) for rank in ranks]
+    return [consensus.told(f"I am {grid.rank}", grid, "cpu", rank=rank) for rank in ranks]
 
 
 def facts_differ(grid: Grid) -> tuple[list[str], str]:
     """Two ranks have other facts, and complain."""
     odd = grid.rank in (1, 2)
-    lines = agree.differences({"seed": "2" if odd else "1"}, grid, "cpu")
-    return lines, agree.complaint(f"rank {grid.rank} complains" if odd else "", grid, "cpu")
+    lines = consensus.differences({"seed": "2" if odd else "1"}, grid, "cpu")
+    return lines, consensus.complaint(f"rank {grid.rank} complains" if odd else "", grid, "cpu")
 
 
 @pytest.mark.parametrize("order", ORDERS)

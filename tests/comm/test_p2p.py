@@ -31,8 +31,8 @@ from ranvier.comm.p2p import (
     encode_form,
 )
 from ranvier.grid import Grid
-from ranvier.pipeline.messages import WAYS, Seat, link, links, messages, orders
-from ranvier.pipeline.runtime import Step
+from ranvier.pipeline.executor import Step
+from ranvier.pipeline.traffic import WAYS, Seat, link, links, messages, orders
 
 LR, CLIP = 1e-2, 0.5
 PATIENCE_SECONDS = 5.0

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ranvier.config.plan import AXES, RUNTIME, Plan, divisors, nearest_multiple
 from ranvier.errors import PlanError, ShardingError
 from ranvier.grid import Grid
-from ranvier.plan import AXES, RUNTIME, Plan, divisors, nearest_multiple
 from ranvier.sharding import INNER, OUTER, WEIGHTS, Sharding
 
 SIZES = {"embed": 24, "heads": 8, "kv_heads": 4, "mlp": 24, "vocab": 10, "seq": 12}

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from ranvier import run as runs
+from ranvier.config import run as runs
+from ranvier.config.plan import Plan
+from ranvier.config.run import Run
+from ranvier.config.sections import ModelConfig
 from ranvier.errors import PlanError
-from ranvier.plan import Plan
-from ranvier.run import Run
-from ranvier.settings import ModelConfig
+from ranvier.tools.verify import shrink
 from ranvier.train.train import settled
-from ranvier.verify import shrink
 
 
 def test_a_saved_run_is_the_run() -> None:

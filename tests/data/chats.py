@@ -9,8 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from ranvier.data.chat import Chat
-from ranvier.data.template import template_of
+from ranvier.data.chat.template import template_of
+from ranvier.data.chat.tokenize import Chat
 from ranvier.data.tokenizer import tokenizer_of
 
 SPECIALS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|bot|>", "<|eot|>"]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ranvier.data.cache import index_pairs
 from ranvier.data.corpus import Corpus
-from ranvier.data.pairs import PairWriter
-from ranvier.data.stored import index_pairs
+from ranvier.data.indexed_dataset import PairWriter
 
 
 def write_pair(prefix: Path, documents: Sequence[Sequence[int]], dtype: str = "<u2") -> Path:

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from corpora import write_pair
 
-from ranvier.data import stored as module
+from ranvier.data import cache as module
+from ranvier.data.cache import index_pairs, pair_prefixes, stored
 from ranvier.data.corpus import Corpus
 from ranvier.data.manifest import Manifest, manifest_digest
 from ranvier.data.prepare import prepare
-from ranvier.data.stored import index_pairs, pair_prefixes, stored
 from ranvier.data.tokenizer import Bytes
 from ranvier.errors import DataError, RefusedError
 

@@ -18,9 +18,9 @@ from data.chats import (
     folder_of,
     tokenizer_json,
 )
-from ranvier.data.chat import Chat
-from ranvier.data.conversation import Conversation, conversation_of, is_conversation
-from ranvier.data.template import DEFAULT, template_of
+from ranvier.data.chat.conversation import Conversation, conversation_of, is_conversation
+from ranvier.data.chat.template import DEFAULT, template_of
+from ranvier.data.chat.tokenize import Chat
 from ranvier.data.tokenizer import Bytes, tokenizer_of
 from ranvier.errors import DataError, RanvierError
 

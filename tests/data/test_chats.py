@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranvier.data.chat import Chat
+from ranvier.data.chat.template import template_of
+from ranvier.data.chat.tokenize import Chat
 from ranvier.data.corpus import Corpus
 from ranvier.data.dataset import Data, open_data, stored_all
 from ranvier.data.manifest import Manifest
 from ranvier.data.packing import Chats, filled
 from ranvier.data.prepare import prepare
-from ranvier.data.template import template_of
 from ranvier.data.tokenizer import Bytes
 from ranvier.errors import DataError
-from ranvier.nn.loss import IGNORE
+from ranvier.nn.cross_entropy import IGNORE
 
 ANSWERS = ["ab", "a long answer of many words", "c", "", "of some words", "yes and no"] * 4
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ranvier.data.corpus import Corpus, Stream, Window
 from ranvier.data.prepare import document_hash
 from ranvier.errors import DataError
-from ranvier.nn.loss import IGNORE
+from ranvier.nn.cross_entropy import IGNORE
 
 Documents = list[list[int]]
 documents = st.lists(st.lists(st.integers(0, 99), max_size=9), max_size=12)

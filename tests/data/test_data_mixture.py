@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ranvier.data.corpus import Stream
-from ranvier.data.order import PERIOD, Mixture, permuted, quotas
+from ranvier.data.mixture import PERIOD, Mixture, permuted, quotas
 from ranvier.errors import PlanError
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from corpora import write_pair
 
-from ranvier.data import pairs
-from ranvier.data.files import stamp_of
-from ranvier.data.pairs import Pair
+from ranvier.data import indexed_dataset
+from ranvier.data.checksums import stamp_of
+from ranvier.data.indexed_dataset import Pair
 from ranvier.errors import DataError
 
 CODES = {1: "<B", 2: "<b", 3: "<h", 4: "<i", 5: "<q", 8: "<H"}
@@ -46,7 +46,7 @@ def test_a_pair_written_by_hand_is_read(tmp_path: Path, code: int) -> None:
         assert found == [[10, 11], [12, 13, 14], [15]]
 
 
-@pytest.mark.parametrize("dtype", pairs.TYPES.values())
+@pytest.mark.parametrize("dtype", indexed_dataset.TYPES.values())
 def test_what_is_written_is_read(tmp_path: Path, dtype: str) -> None:
     prefix = write_pair(tmp_path / "x.1.y", DOCUMENTS, dtype)
     pair = Pair.open(prefix)
@@ -57,7 +57,7 @@ def test_what_is_written_is_read(tmp_path: Path, dtype: str) -> None:
 def test_the_writer_writes_what_the_hand_writes(tmp_path: Path) -> None:
     by_hand(tmp_path / "hand", code=8)
     index = (tmp_path / "hand.idx").read_bytes()
-    writer = pairs.PairWriter(tmp_path / "ours", "<u2")
+    writer = indexed_dataset.PairWriter(tmp_path / "ours", "<u2")
     for document in ([10, 11], [12, 13, 14], [15]):
         writer.add(np.array(document))
     stamps = writer.close()
@@ -72,7 +72,7 @@ def test_the_writer_writes_what_the_hand_writes(tmp_path: Path) -> None:
 def test_a_long_document_has_several_sequences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pairs, "LONGEST", 2)
+    monkeypatch.setattr(indexed_dataset, "LONGEST", 2)
     write_pair(tmp_path / "x", DOCUMENTS)
     pair = Pair.open(tmp_path / "x")
     assert [pair.document(i).tolist() for i in range(pair.documents)] == DOCUMENTS

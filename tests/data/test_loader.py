@@ -13,9 +13,9 @@ from corpora import corpus_of
 from ranvier.data.batch import Batch
 from ranvier.data.corpus import Stream
 from ranvier.data.loader import Loader, held_out_batches, micro_batches, rows
-from ranvier.data.order import Mixture
+from ranvier.data.mixture import Mixture
 from ranvier.grid import Grid
-from ranvier.nn.loss import IGNORE
+from ranvier.nn.cross_entropy import IGNORE
 
 
 def test_things_come_in_order_and_not_too_early() -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from ranvier.data import prepare as module
+from ranvier.data.checksums import Sink
 from ranvier.data.corpus import Corpus
-from ranvier.data.files import Sink
+from ranvier.data.indexed_dataset import Pair
 from ranvier.data.manifest import Manifest
-from ranvier.data.pairs import Pair
 from ranvier.data.prepare import document_hash, prepare
 from ranvier.data.tokenizer import Bytes, Tokenizer, tokenizer_of
 from ranvier.errors import DataError, PlanError

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from ranvier.data import sandbox
-from ranvier.data.sandbox import Rendering, TemplateWorker
+from ranvier.data.chat import sandbox
+from ranvier.data.chat.sandbox import Rendering, TemplateWorker
 from ranvier.errors import DataError, RefusedError
 
 LARGE = [
@@ -132,7 +132,7 @@ def test_a_forked_process_has_a_worker_of_its_own(worker: TemplateWorker) -> Non
 
 PARENT = """
 import os, sys, time
-from ranvier.data.sandbox import Rendering, TemplateWorker
+from ranvier.data.chat.sandbox import Rendering, TemplateWorker
 worker = TemplateWorker(seconds=60.0)
 Rendering("{{ 1 }}", "mine", worker)
 assert "torch" not in sys.modules and "transformers" not in sys.modules

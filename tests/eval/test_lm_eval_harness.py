@@ -12,14 +12,14 @@ import torch
 
 from evaluation import serial, trained
 from pool import Pool
+from ranvier.config.arguments import Eval
 from ranvier.errors import DataError, ElsewhereError, PlanError
-from ranvier.eval import harness
-from ranvier.eval.served import Served
-from ranvier.eval.words import Words
+from ranvier.eval import lm_eval_harness
+from ranvier.eval.model_server import Served
+from ranvier.eval.tokenization import Words
 from ranvier.grid import Grid
-from ranvier.infer.loaded import load
+from ranvier.infer.load import load
 from ranvier.models import Decoder
-from ranvier.options import Eval
 
 GRIDS = [{"row": 1}, {"row": 2, "depth": 2}, {"col": 2, "data": 2}, {"pipe": 2, "row": 2}]
 LENGTH = 24
@@ -221,7 +221,7 @@ def by_transformers(_: int, folder: str, tasks: str) -> dict[str, Any]:
         found = evaluator.simple_evaluate(
             model=model,
             tasks=list(TASKS),
-            task_manager=harness.manager_of(ask),
+            task_manager=lm_eval_harness.manager_of(ask),
             bootstrap_iters=DRAWS,
         )
     results = {
@@ -238,12 +238,14 @@ def by_ranvier(grid: Grid, folder: str, tasks: str) -> dict[str, Any] | None:
 
     def work(served: Served) -> dict[str, Any]:
         with pytest.MonkeyPatch.context() as here:
-            here.setattr(harness, "DRAWS", DRAWS)
-            found = harness.evaluated(served, Eval(tasks=",".join(TASKS), include=tasks), LENGTH)
+            here.setattr(lm_eval_harness, "DRAWS", DRAWS)
+            found = lm_eval_harness.evaluated(
+                served, Eval(tasks=",".join(TASKS), include=tasks), LENGTH
+            )
         results = {
             f"{n} {key}": value for n, table in found.items() for key, value in table.items()
         }
-        return {"results": results, **asked(harness.model_of(served, LENGTH))}
+        return {"results": results, **asked(lm_eval_harness.model_of(served, LENGTH))}
 
     return served.attend(work)
 
@@ -284,7 +286,7 @@ def mistaken(grid: Grid, folder: str, tasks: str) -> list[str]:
         (Eval(tasks="lost", include=tasks), 9),
     ):
         try:
-            served.attend(lambda served, a=ask, n=length: harness.evaluated(served, a, n))
+            served.attend(lambda served, a=ask, n=length: lm_eval_harness.evaluated(served, a, n))
         except (PlanError, DataError, ElsewhereError) as error:
             found.append(f"{type(error).__name__} {error}")
     return found
@@ -300,7 +302,7 @@ def test_an_error_of_the_first_rank_ends_all(pool: Pool, folder: Path, tasks: Pa
 
 
 def test_wishes_of_tasks_are_read_or_refused(folder: Path) -> None:
-    model = harness.Asked(Served(torch.nn.Module(), Words.of(folder)), 99)
+    model = lm_eval_harness.Asked(Served(torch.nn.Module(), Words.of(folder)), 99)
     wish = model.wish({"until": "a", "max_new_tokens": 7, "temperature": 0.5})
     assert (wish.stops, wish.count, wish.temperature) == (("a", "<|end|>"), 7, 0.0)
     assert model.wish({"do_sample": True, "temperature": 0.5, "top_p": 0.9}).temperature == 0.5
@@ -309,6 +311,6 @@ def test_wishes_of_tasks_are_read_or_refused(folder: Path) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(lm_eval_harness.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PlanError, match="extra eval"):
-        harness.check()
+        lm_eval_harness.check()

@@ -16,11 +16,11 @@ from evaluation import serial, trained
 from pool import Pool
 from ranvier.data.corpus import Corpus
 from ranvier.errors import DataError
+from ranvier.eval.model_server import Served
 from ranvier.eval.perplexity import Worth, windows, worth
-from ranvier.eval.served import Served
-from ranvier.eval.words import Words
+from ranvier.eval.tokenization import Words
 from ranvier.grid import Grid
-from ranvier.infer.loaded import load
+from ranvier.infer.load import load
 
 SEQ = 16
 
@@ -92,9 +92,9 @@ def test_a_corpus_of_single_tokens_is_refused(folder: Path, tmp_path: Path) -> N
 
 def test_of_conversations_answers_count(pool: Pool, folder: Path, tmp_path: Path) -> None:
     """The same as the masked loss of one process."""
-    from ranvier.data.chat import Chat
+    from ranvier.data.chat.template import template_of
+    from ranvier.data.chat.tokenize import Chat
     from ranvier.data.prepare import prepare
-    from ranvier.data.template import template_of
     from ranvier.data.tokenizer import Bytes
 
     lines = [{"prompt": "2+2?", "completion": "4."}, {"prompt": "b", "completion": "long enough"}]

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from hostile.cases import change, rows, tells_secret, within
-from ranvier.checkpoint.published import entries_of, shapes_of
+from ranvier.checkpoint.hf.model import entries_of, shapes_of
 from ranvier.data.tokenizer import Bytes
 from ranvier.errors import RanvierError, RefusedError
-from ranvier.models.families import FAMILIES
-from ranvier.train.exchange import exported, imported
+from ranvier.models.hf.registry import FAMILIES
+from ranvier.train.import_export import exported, imported
 
 MODELS = rows("models.txt")
 CONFIG = {

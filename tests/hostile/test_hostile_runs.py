@@ -12,26 +12,27 @@ import pytest
 from hostile.cases import SECRET, change, rows, tells_secret, within
 from hostile.test_hostile_models import published
 from ranvier.errors import RanvierError
-from ranvier.infer.sample import run_of
-from ranvier.train import exchange, report, timeline
-from ranvier.train import folder as folders
+from ranvier.infer.generate import run_of
+from ranvier.train import import_export
+from ranvier.train.report import pipeline, report
+from ranvier.train.resume import run_directory as folders
 
 RUNS = rows("runs.txt")
 
 
 def carry(run: Path, out: Path) -> None:
     out.mkdir()
-    exchange.carried(str(run), out)
+    import_export.carried(str(run), out)
 
 
 COMMANDS: dict[str, Callable[[Path, Path], object]] = {
     "report": lambda run, out: report.write(run),
-    "export": exchange.exported,
+    "export": import_export.exported,
     "settings": lambda run, out: run_of(run),
     "record": lambda run, out: folders.record(run, status="finished"),
     "continue": lambda run, out: folders.begin(run, run_of(run), 1),
     "lock": lambda run, out: folders.lock(run).close(),
-    "timeline": lambda run, out: timeline.read(run),
+    "timeline": lambda run, out: pipeline.read(run),
     "carry": carry,
 }
 
@@ -40,7 +41,7 @@ COMMANDS: dict[str, Callable[[Path, Path], object]] = {
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of an imported model that has taken a step."""
     folder = tmp_path_factory.mktemp("good")
-    exchange.imported(str(published(folder / "model")), folder / "run")
+    import_export.imported(str(published(folder / "model")), folder / "run")
     row = {"step": 0, "loss": 1.0, "seconds": 0.1, "tokens": 8}
     (folder / "run" / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     (folder / "run" / "run.json").write_text('{"status": "running"}')

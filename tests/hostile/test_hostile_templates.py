@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from hostile.cases import rows, within
-from ranvier.data.sandbox import Rendering, TemplateWorker
+from ranvier.data.chat.sandbox import Rendering, TemplateWorker
 from ranvier.errors import DataError, RefusedError
 
 TEMPLATES = rows("templates.txt")

@@ -23,8 +23,8 @@ from typing import Any
 
 import pytest
 
-from ranvier.eval import sandbox
-from ranvier.eval.sandbox import Limits, Result, run
+from ranvier.eval.code import sandbox
+from ranvier.eval.code.sandbox import Limits, Result, run
 
 TABLE = Path(__file__).with_name("programs.toml")
 LIMITS = Limits(seconds=20.0, cpu_seconds=2, memory=256 << 20, total_memory=160 << 20, processes=16)

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ranvier.html.figures import short
+from ranvier.html.number_format import short
 from ranvier.html.plot import Series, labels, line_plot, log_ticks, stacked_bar, standalone
 from ranvier.html.plot import ticks as round_ticks
 

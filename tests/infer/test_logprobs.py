@@ -13,13 +13,13 @@ from evaluation import serial, trained
 from pool import Pool
 from ranvier.errors import CheckpointError, ElsewhereError
 from ranvier.grid import Grid
-from ranvier.infer.loaded import load
-from ranvier.infer.sample import checkpoint_of
-from ranvier.infer.scores import scores
-from ranvier.infer.staged import Choose, drawn, generated
+from ranvier.infer.generate import checkpoint_of
+from ranvier.infer.generate_distributed import Choose, drawn, generated
+from ranvier.infer.load import load
+from ranvier.infer.logprobs import scores
 from ranvier.models import Decoder
-from ranvier.nn.loss import Columns, score_each
-from ranvier.pipeline.cut import Cut
+from ranvier.nn.cross_entropy import Columns, score_each
+from ranvier.pipeline.partition import Cut
 
 GRIDS: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"row": 2, "depth": 2}, {}),

@@ -16,8 +16,8 @@ from pool import Pool
 from published_models import CASES, VOCAB, quiet, save, theirs
 from ranvier import from_pretrained
 from ranvier.grid import Grid
-from ranvier.infer.scores import scores
-from ranvier.infer.staged import drawn, generated
+from ranvier.infer.generate_distributed import drawn, generated
+from ranvier.infer.logprobs import scores
 from ranvier.models import Decoder, DecoderConfig
 
 ORIGINAL = 9

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from pool import Pool
-from ranvier import run as runs
-from ranvier.checkpoint.saver import save
+from ranvier.checkpoint.async_saver import save
+from ranvier.config import run as runs
+from ranvier.config.plan import Plan
+from ranvier.config.run import Run
+from ranvier.config.sections import ModelConfig
 from ranvier.grid import Grid
-from ranvier.infer.loaded import MASTER, empty, load
+from ranvier.infer.load import MASTER, empty, load
 from ranvier.models import DecoderConfig
-from ranvier.parallel import parallel_of
-from ranvier.plan import Plan
-from ranvier.run import Run
-from ranvier.settings import ModelConfig
+from ranvier.parallel.parallelize import parallel_of
 from training import SHAPE
 
 WIDE = {**SHAPE, "layers": 4, "embed": 1024, "heads": 8, "head_dim": 128, "mlp": 4096}

@@ -13,9 +13,9 @@ from pool import Pool
 from ranvier import from_pretrained
 from ranvier.errors import DataError, PlanError
 from ranvier.grid import Grid
-from ranvier.infer.called import documents_of
-from ranvier.infer.scores import scores
-from ranvier.pretrained import Pretrained, prompts_of
+from ranvier.infer.logprobs import scores
+from ranvier.integrations.hf_forward import documents_of
+from ranvier.integrations.pretrained import Pretrained, prompts_of
 from states import assemble
 from use_models import END, VOCAB, gpt2, llama, loss_of, stored, tokens
 

@@ -16,7 +16,7 @@ from pool import Pool
 from ranvier import Accelerator, RanvierStrategy
 from ranvier.errors import DataError, NumericError, PlanError
 from ranvier.grid import Grid
-from ranvier.loop import AdamW, Lent, lent, members_of, share
+from ranvier.integrations.training_loop import AdamW, Lent, lent, members_of, share
 from states import assemble
 
 GRIDS = [{"row": 2, "col": 2}, {"data": 2, "depth": 2}]

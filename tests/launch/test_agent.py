@@ -18,7 +18,7 @@ import pytest
 from ranvier import launch
 from ranvier.errors import CommunicationError, DataError
 from ranvier.launch import Policy, Pulse, Ranks, Stop
-from ranvier.launch.ends import STOPS
+from ranvier.launch.signals import STOPS
 
 PAIR = (("data=2", 2),)
 FAST = ("torch",)

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from commands import SMALL, call
-from ranvier import cli
+from ranvier.cli import main
+from ranvier.config.arguments import Arguments
 from ranvier.errors import PlanError
 from ranvier.launch import Failure, Nodes, free_port, ranks
-from ranvier.launch.nodes import Order, laid, worst
-from ranvier.launch.restarts import End, History, Policy
-from ranvier.options import Arguments
+from ranvier.launch.rendezvous import Order, laid, worst
+from ranvier.launch.restart_policy import End, History, Policy
 
 AGENT = """
 import os, sys, time
@@ -181,8 +181,8 @@ def test_one_task_a_node_of_srun_is_a_launcher() -> None:
     slurm |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "node[07-08]"}
     me = ranks(slurm)
     assert me is not None
-    nodes = cli._nodes(Arguments(nproc=8), me)
+    nodes = main._nodes(Arguments(nproc=8), me)
     assert nodes == Nodes(2, 1, f"node07:{me.port}")
-    assert cli._nodes(Arguments(), me) is None, "each task is a rank"
+    assert main._nodes(Arguments(), me) is None, "each task is a rank"
     two = ranks({**slurm, "SLURM_STEP_TASKS_PER_NODE": "2"})
-    assert cli._nodes(Arguments(nproc=2), two) is None
+    assert main._nodes(Arguments(nproc=2), two) is None

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from ranvier import run as runs
+from ranvier.config import run as runs
+from ranvier.config.run import Run
 from ranvier.errors import PlanError
-from ranvier.launch.pulse import DONE, STEP, Beat, Pulse
-from ranvier.launch.restarts import End, History, Kind, Outcome, Policy, judged, largest
-from ranvier.launch.watch import behind, limit, slow
-from ranvier.run import Run
-from ranvier.train import elastic
+from ranvier.launch.heartbeat import DONE, STEP, Beat, Pulse
+from ranvier.launch.restart_policy import End, History, Kind, Outcome, Policy, judged, largest
+from ranvier.launch.watchdog import behind, limit, slow
+from ranvier.train.resume import elastic
 
 GRIDS = (("data=4", 4), ("data=2", 2), ("row=3", 3), ("data=1", 1))
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ranvier.config.run import Run
+from ranvier.config.sections import LaunchConfig, TrainConfig
 from ranvier.errors import PlanError
 from ranvier.launch import Ranks
 from ranvier.launch.environment import prepare_nccl
-from ranvier.run import Run
-from ranvier.settings import LaunchConfig, TrainConfig
 from ranvier.train.train import backend_of
 
 CUDA = torch.device("cuda", 0)

@@ -16,7 +16,7 @@ import pytest
 
 from ranvier import launch
 from ranvier.errors import CommunicationError, PlanError, RefusedError
-from ranvier.launch import Nodes, Policy, Pulse, Ranks, nodes, store
+from ranvier.launch import Nodes, Policy, Pulse, Ranks, rendezvous, store
 from ranvier.launch.environment import interface_towards
 
 KEY = "0123456789abcdef" * 4
@@ -136,10 +136,10 @@ def test_torchruns_own_store_is_used_under_a_prefix(
 
 
 def test_launchers_of_nodes_believe_only_what_is_signed(port: int) -> None:
-    boards: list[nodes.Board] = []
+    boards: list[rendezvous.Board] = []
 
     def join(node: int) -> None:
-        boards.append(nodes.Board(Nodes(2, node, f"localhost:{port}"), KEY, 10.0))
+        boards.append(rendezvous.Board(Nodes(2, node, f"localhost:{port}"), KEY, 10.0))
 
     second = threading.Thread(target=join, args=(1,))
     second.start()
@@ -221,6 +221,6 @@ def test_a_key_of_the_user_is_made_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_name_of_this_node_alone_is_told(capfd: pytest.CaptureFixture[str], port: int) -> None:
-    assert nodes.is_hidden("node01", "127.0.1.1")
-    assert not nodes.is_hidden("localhost", "127.0.0.1")
-    assert not nodes.is_hidden("node01", "192.0.2.5")
+    assert rendezvous.is_hidden("node01", "127.0.1.1")
+    assert not rendezvous.is_hidden("localhost", "127.0.0.1")
+    assert not rendezvous.is_hidden("node01", "192.0.2.5")

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from nn.test_compiled import fresh
 from torch import Tensor, nn
 
 from equivalence import Case, batch_of, gradients, micros_of
 from grids import label
-from nn.test_compiled import fresh
 from pool import Pool as Workers
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.memory.activations import Activations
-from ranvier.memory.pool import Pool
-from ranvier.parallel import parallel_of
-from ranvier.train import fit
+from ranvier.memory.activation_offload import Activations
+from ranvier.memory.host_pool import Pool
+from ranvier.parallel.parallelize import parallel_of
+from ranvier.train.memory import probe
 from ranvier.train.step import forward_backward
 
 CPU = torch.device("cpu")
@@ -274,7 +274,7 @@ def test_the_peak_falls() -> None:
         store = stored(model, share)
         for _ in range(2):
             parallel_of(model).queue.begin("")
-            watch = fit.OnHost([bucket.data for bucket in parallel_of(model).queue.buckets])
+            watch = probe.OnHost([bucket.data for bucket in parallel_of(model).queue.buckets])
             with watch:
                 loss = model(batch.tokens, batch.targets)
                 kept.append((watch.held(), store.held()))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranvier.memory.budget import (
+from ranvier.memory.recompute_budget import (
     COST,
     USEFUL_TOKENS,
     Block,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranvier.comm.rates import USUAL, Rate
-from ranvier.memory.collectives import Result, seconds, worth
+from ranvier.comm.bandwidth import USUAL, Rate
+from ranvier.memory.recompute_collectives import Result, seconds, worth
 from ranvier.trace import Event
 
 SLOW = Result("slow", 100, 1e-3)

@@ -14,8 +14,8 @@ from ranvier.data.loader import micro_batches
 from ranvier.grid import Grid
 from ranvier.models import Decoder, DecoderConfig
 from ranvier.models.decoder import Core, rotate
-from ranvier.models.documents import Documents, inside, packed, packed_backward
-from ranvier.nn.loss import IGNORE
+from ranvier.models.document_attention import Documents, inside, packed, packed_backward
+from ranvier.nn.cross_entropy import IGNORE
 
 
 def masked(core: Core, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:

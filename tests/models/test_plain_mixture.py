@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ranvier.models.config import DecoderConfig
-from ranvier.models.experts import Experts
+from ranvier.models.moe import Experts
 
 B, S, D, E, K, WIDTH = 2, 6, 8, 5, 2, 4
 KINDS: dict[str, dict[str, Any]] = {

@@ -11,16 +11,16 @@ import torch
 
 from equivalence import Case, Serial, batch_of, compare, run_case
 from pool import NcclPools, Pool, RankError
-from ranvier.comm import verbs
+from ranvier.comm import collectives
 from ranvier.grid import Axis, Grid
-from ranvier.launch.ends import abort_communicators
+from ranvier.launch.signals import abort_communicators
 
 pytestmark = pytest.mark.nccl
 
 
 def drop_waits(grid: Grid, case: Case, batch: Any) -> dict[str, Any]:
     """A step in which nothing waits for what a communication brings."""
-    with mock.patch.object(verbs._Handle, "wait", lambda self: self.finish(self.output)):
+    with mock.patch.object(collectives._Handle, "wait", lambda self: self.finish(self.output)):
         return run_case(grid, case, batch, 1e-2, 0.5)
 
 
@@ -40,7 +40,7 @@ def swap_pair(grid: Grid, swapped: bool) -> tuple[float, float]:
     """Two sums over the same axis, which rank 1 may issue in the other order."""
     axis, values = grid.axis("row"), [torch.full((4,), 1.0 + i, device="cuda") for i in range(2)]
     order = [1, 0] if swapped and grid.rank == 1 else [0, 1]
-    sums = {i: verbs.all_reduce(values[i], axis) for i in order}
+    sums = {i: collectives.all_reduce(values[i], axis) for i in order}
     first, second = (sums[i].wait()[0].item() for i in (0, 1))
     return first, second
 
@@ -56,9 +56,9 @@ def swap_checked(grid: Grid) -> str:
     axis: Axis = grid.axis("row")
     try:
         if grid.rank == 0:
-            verbs.all_reduce(torch.ones(4, device="cuda"), axis).wait()
+            collectives.all_reduce(torch.ones(4, device="cuda"), axis).wait()
         else:
-            verbs.all_gather(torch.ones(4, device="cuda"), axis).wait()
+            collectives.all_gather(torch.ones(4, device="cuda"), axis).wait()
     except Exception as error:
         return str(error)
     return ""
@@ -72,13 +72,13 @@ def test_debug_mode_names_what_differs(pool: NcclPools) -> None:
 def fail_alone(grid: Grid, aborts: bool) -> None:
     """Rank 1 fails, and aborts its communicators or not; rank 0 waits for it on the device."""
     axis = grid.axis("row")
-    verbs.all_reduce(torch.ones(4, device="cuda"), axis).wait()
+    collectives.all_reduce(torch.ones(4, device="cuda"), axis).wait()
     torch.cuda.synchronize()
     if grid.rank == 1:
         if aborts:
             abort_communicators()
         time.sleep(60.0)
-    verbs.all_reduce(torch.ones(4, device="cuda"), axis).wait()
+    collectives.all_reduce(torch.ones(4, device="cuda"), axis).wait()
     torch.cuda.synchronize()
 
 

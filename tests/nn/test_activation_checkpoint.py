@@ -20,15 +20,15 @@ from equivalence import Case, batch_of, flow_of, gradients, micros_of
 from grids import label
 from pool import Pool
 from ranvier import launch
+from ranvier.config.plan import Recompute
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
-from ranvier.nn.leaf import Moment
-from ranvier.nn.recompute import again, kept
-from ranvier.parallel import Parallel, parallel_of, parallelize
-from ranvier.plan import Recompute
+from ranvier.nn.activation_checkpoint import again, kept
+from ranvier.nn.layer import Moment
+from ranvier.parallel.parallelize import Parallel, parallel_of, parallelize
 from ranvier.trace import Event, communication, difference
-from ranvier.train import fit
+from ranvier.train.memory import probe
 from ranvier.train.step import forward_backward
 
 KINDS: list[Recompute] = ["none", "selective", "full"]
@@ -206,7 +206,7 @@ def bytes_kept(run: Callable[[], Tensor], x: Tensor, parallel: Parallel) -> int:
     kept = 0
     for _ in range(2):
         parallel.queue.begin("")
-        with fit.OnHost([[bucket.data for bucket in parallel.queue.buckets], x]) as watch:
+        with probe.OnHost([[bucket.data for bucket in parallel.queue.buckets], x]) as watch:
             y = run()
             kept = watch.held()
             y.backward(torch.zeros_like(y))

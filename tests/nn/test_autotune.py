@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ranvier import launch
-from ranvier.nn import attend, fastest
-from ranvier.nn.fastest import Fastest
+from ranvier.nn import attention_backends, autotune
+from ranvier.nn.autotune import Fastest
 
 
 def counted(calls: list[str], name: str, seconds: float = 0.0) -> Callable[[], object]:
@@ -149,25 +149,27 @@ def test_each_device_and_torch_has_a_file_of_its_own(monkeypatch: pytest.MonkeyP
     assert path.name.startswith("fastest-cpu-") and "torch" in path.name
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200 (A/B)")
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
-    name = fastest.filename(torch.device("cuda"))
+    name = autotune.filename(torch.device("cuda"))
     assert name == "fastest-nvidia-h200-a-b-torch2.11.0-cu130.json"
 
 
 def test_noise_leaves_the_generators_alone() -> None:
     before = torch.get_rng_state()
-    first, second = fastest.noise([(2, 3), (4,)], torch.float32, "cpu")
+    first, second = autotune.noise([(2, 3), (4,)], torch.float32, "cpu")
     assert (first.shape, second.shape) == ((2, 3), (4,))
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_attention_on_a_cpu_is_what_torch_takes() -> None:
     chooser = Fastest("cpu")
-    assert attend.tuned(2, 8, 4, 2, 16, torch.bfloat16, "cpu", chooser) == "auto"
+    assert attention_backends.tuned(2, 8, 4, 2, 16, torch.bfloat16, "cpu", chooser) == "auto"
     assert chooser.table == {}
     q, k = torch.zeros(2, 8, 4, 16), torch.zeros(2, 8, 2, 16)
-    assert [name for name in attend.WAYS if attend.takes(name, q, k, k)] == ["auto"]
+    assert [
+        name for name in attention_backends.WAYS if attention_backends.takes(name, q, k, k)
+    ] == ["auto"]
     q, k, v = (torch.randn(2, 8, h, 16, dtype=torch.float64) for h in (4, 2, 2))
     scores = torch.einsum("bshk,bthk->bhst", q, k.repeat_interleave(2, 2)) / 4.0
     scores = scores.masked_fill(torch.ones(8, 8).triu(1).bool(), float("-inf"))
     y = torch.einsum("bhst,bthk->bshk", scores.softmax(-1), v.repeat_interleave(2, 2))
-    torch.testing.assert_close(attend.auto(q, k, v), y, rtol=0, atol=1e-12)
+    torch.testing.assert_close(attention_backends.auto(q, k, v), y, rtol=0, atol=1e-12)

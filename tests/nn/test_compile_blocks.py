@@ -28,7 +28,7 @@ from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models import AdapterConfig, DecoderConfig, build
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import Parallel, parallelize
+from ranvier.parallel.parallelize import Parallel, parallelize
 from ranvier.sharding import State
 from ranvier.trace import communication, difference
 from ranvier.train.step import forward_backward

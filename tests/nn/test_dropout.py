@@ -11,7 +11,7 @@ from pool import Pool
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
-from ranvier.parallel import parallelize
+from ranvier.parallel.parallelize import parallelize
 from ranvier.sharding import Place, Sharding, Table
 from ranvier.train.step import forward_backward
 from states import assemble

@@ -8,26 +8,26 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from nn.test_compiled import fresh
 from torch import Tensor
 
 from equivalence import ONE_PASS, batch_of, copied, gradients, micros_of, worst
-from nn.test_compiled import fresh
 from pool import Pool
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
-from ranvier.nn import fp8
-from ranvier.nn.head import Head
+from ranvier.nn import float8
+from ranvier.nn.fused_linear import Siblings
 from ranvier.nn.linear import Linear
-from ranvier.nn.siblings import Siblings
-from ranvier.parallel import parallel_of, parallelize
+from ranvier.nn.lm_head import Head
+from ranvier.parallel.parallelize import parallel_of, parallelize
 from ranvier.sharding import State
 from ranvier.train.step import forward_backward
 from states import assemble
 from training import losses_of, run_of, stored, trainer_of
 
-TYPES = (fp8.E4M3, fp8.E5M2)
-KINDS: tuple[fp8.Kind, ...] = ("tensorwise", "rowwise")
+TYPES = (float8.E4M3, float8.E5M2)
+KINDS: tuple[float8.Kind, ...] = ("tensorwise", "rowwise")
 UNDERFLOW = 1e-5
 """On a grid scales are those of parts: numbers are rounded alike but for those that are too small
 for the type, below 2^-15 of the largest of a tensor (e4m3), which are rounded to 2^-18 of it. Few
@@ -49,14 +49,14 @@ def test_scales_are_powers_of_two_that_lift_nothing_too_high(dtype: torch.dtype)
     (x,) = drawn((1, 1000))
     largest = torch.cat([x.abs()[0] * 10.0**power for power in (-20, -3, 0, 5, 20)]).float()
     largest = torch.cat([largest, torch.tensor([most, most / 2, 1.0, 448.0, 2.0**-60])])
-    scale = fp8.power(largest, most)
+    scale = float8.power(largest, most)
     mantissa, _ = torch.frexp(scale)
     assert bool((mantissa == 0.5).all()), "powers of two"
     lifted = largest.double() * scale.double()
     assert bool((lifted <= most).all()) and bool((lifted > most / 2).all())
-    assert bool(fp8.power(torch.zeros(()), most).isfinite()), "also of a tensor of zeros"
+    assert bool(float8.power(torch.zeros(()), most).isfinite()), "also of a tensor of zeros"
     above = torch.nextafter(largest.new_tensor(most / 256), largest.new_tensor(most))
-    assert fp8._narrow(above, fp8.power(above, most), dtype).item() in (most, most / 2)
+    assert float8._narrow(above, float8.power(above, most), dtype).item() in (most, most / 2)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -64,14 +64,14 @@ def test_rounding_does_not_depend_on_the_scale(dtype: torch.dtype) -> None:
     """Of all that is no smaller than the smallest normal number."""
     (x,) = drawn((50, 60))
     largest = x.abs().max().float()
-    scale = fp8.power(largest, torch.finfo(dtype).max)
-    wide = [fp8._narrow(x, s, dtype).double() / s for s in (scale, scale / 4, scale / 32)]
+    scale = float8.power(largest, torch.finfo(dtype).max)
+    wide = [float8._narrow(x, s, dtype).double() / s for s in (scale, scale / 4, scale / 32)]
     normal = x.abs() * scale / 32 >= torch.finfo(dtype).tiny
     assert normal.double().mean().item() > 0.9
     for other in wide[1:]:
         assert torch.equal(wide[0][normal], other[normal])
     small = (x * scale / 2**18).abs() < torch.finfo(dtype).tiny
-    tiny = fp8._narrow(x, scale / 2**18, dtype).double() / scale * 2**18
+    tiny = float8._narrow(x, scale / 2**18, dtype).double() / scale * 2**18
     assert not torch.equal(tiny[small], wide[0][small]), "the smallest do"
 
 
@@ -87,11 +87,11 @@ def off(have: Tensor, want: Tensor) -> float:
 
 @pytest.mark.parametrize("size", [1.0, 1e-6, 1e5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_close_to_the_exact_ones(kind: fp8.Kind, size: float) -> None:
+def test_products_are_close_to_the_exact_ones(kind: float8.Kind, size: float) -> None:
     """Whatever the size of the numbers; with a wrong scale little is left of some."""
     x, w, dy = drawn((T, I), (O, I), (T, O))
     x, w, dy = x * size, w / 5000, dy * size / 1000
-    scaled = fp8.Scaled(kind)
+    scaled = float8.Scaled(kind)
 
     def errors() -> list[float]:
         found = scaled.forward(x, w), scaled.grad_x(dy, w), scaled.grad_w(dy, x)
@@ -101,9 +101,9 @@ def test_products_are_close_to_the_exact_ones(kind: fp8.Kind, size: float) -> No
     good = errors()
     # Numbers are rounded to 4 bits (e4m3) by 2.7 % on average, to 3 bits (e5m2) by 5.3 %; both
     # operands of a product are, so that it is off by 3.8 %, and by 5.9 % where dy is in e5m2.
-    backward = 0.059 if scaled.wide == fp8.E5M2 else 0.038
+    backward = 0.059 if scaled.wide == float8.E5M2 else 0.038
     assert good == pytest.approx([0.038, backward, backward], rel=0.06)
-    with patch.object(fp8, "power", lambda largest, most: torch.ones_like(largest)):
+    with patch.object(float8, "power", lambda largest, most: torch.ones_like(largest)):
         bad = errors()
     assert max(bad) > 3 * max(good), bad
 
@@ -112,15 +112,15 @@ def test_rows_of_other_sizes_need_scales_of_their_own() -> None:
     x, w = drawn((T, I), (O, I))
     x = x * torch.logspace(-9, 0, T, dtype=torch.float64).unsqueeze(1)
     small = slice(0, T // 4)
-    errors = {kind: off(fp8.Scaled(kind).forward(x, w)[small], x[small] @ w.T) for kind in KINDS}
+    errors = {kind: off(float8.Scaled(kind).forward(x, w)[small], x[small] @ w.T) for kind in KINDS}
     assert errors["rowwise"] < 0.05 < 0.5 < errors["tensorwise"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_autograd_uses_the_same_products(kind: fp8.Kind, dtype: torch.dtype) -> None:
+def test_autograd_uses_the_same_products(kind: float8.Kind, dtype: torch.dtype) -> None:
     x, w, dy = (one.to(dtype) for one in drawn((T, I), (O, I), (T, O)))
-    scaled, a, b = fp8.Scaled(kind), x.clone().requires_grad_(), w.clone().requires_grad_()
+    scaled, a, b = float8.Scaled(kind), x.clone().requires_grad_(), w.clone().requires_grad_()
     y = scaled.linear(a, b)
     y.backward(dy)
     assert y.dtype == dtype and a.grad is not None and b.grad is not None
@@ -140,9 +140,9 @@ def test_what_is_kept_for_backward_is_half_as_wide() -> None:
 
     a, b = x.requires_grad_(), w.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        fp8.Scaled().linear(a, b).backward(dy)
+        float8.Scaled().linear(a, b).backward(dy)
     assert [(one.dtype, tuple(one.shape)) for one in kept if one is not b and one.dim()] == [
-        (fp8.E4M3, (I, T))
+        (float8.E4M3, (I, T))
     ]
 
 
@@ -152,12 +152,12 @@ def test_what_is_kept_for_backward_is_half_as_wide() -> None:
 def endless(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Rounding as in fp8, but to a type in which no number is too small."""
     mantissa, exponent = torch.frexp(x * scale)
-    steps = 16 if dtype == fp8.E4M3 else 8
+    steps = 16 if dtype == float8.E4M3 else 8
     return torch.ldexp((mantissa * steps).round() / steps, exponent)
 
 
 def eighths(
-    grid: Grid, kind: fp8.Kind, inner: Literal["samples", "features"], how: str
+    grid: Grid, kind: float8.Kind, inner: Literal["samples", "features"], how: str
 ) -> tuple[float, State]:
     """Loss and gradients of a decoder whose blocks multiply in fp8 as those of a run do."""
     torch.manual_seed(1)
@@ -169,12 +169,12 @@ def eighths(
         if isinstance(leaf, Siblings):
             leaf.pack(4096, all_alike=True)
         if isinstance(leaf, Linear) and not isinstance(leaf, Head):
-            leaf.products = fp8.Scaled(kind)
+            leaf.products = float8.Scaled(kind)
     batch = batch_of("llama", samples=16, packed=False)
     if compiled:
         fresh()
-    narrow = endless if how == "endless" else fp8._narrow
-    with patch.object(fp8, "_narrow", narrow):
+    narrow = endless if how == "endless" else float8._narrow
+    with patch.object(float8, "_narrow", narrow):
         loss = forward_backward(model, micros_of(batch, grid, 1)).item()
         return loss, copied(gradients(parallel))
 
@@ -197,7 +197,7 @@ def spread(pool: Pool, degrees: dict[str, int], *arguments: Any) -> tuple[float,
     ],
 )
 def test_a_grid_equals_one_process(
-    pool: Pool, kind: fp8.Kind, inner: str, how: str, limit: float
+    pool: Pool, kind: float8.Kind, inner: str, how: str, limit: float
 ) -> None:
     """But for underflow; without it nothing differs but the last bits."""
     degrees = {"col": 2} if how == "compiled" else {"row": 2, "col": 2, "data": 2}
@@ -239,7 +239,7 @@ def test_layers_of_other_sizes_stay_wide(tmp_path: Path, corpus: str) -> None:
     narrow = [
         name
         for name, leaf in leaves.items()
-        if isinstance(leaf, Linear) and leaf.products == fp8.Scaled("rowwise")
+        if isinstance(leaf, Linear) and leaf.products == float8.Scaled("rowwise")
     ]
     assert narrow == [f"blocks.{i}.attention.{name}" for i in (0, 1) for name in ("qkv.q", "o")]
     assert trainer.notes == [

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from equivalence import ONE_PASS, batch_of, copied, flow_of, gradients, micros_of, worst
 from pool import Pool
-from ranvier import products
+from ranvier.cost import linear
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
-from ranvier.nn import head
+from ranvier.nn import lm_head
 from ranvier.nn.matmul import Plain
-from ranvier.parallel import parallelize
+from ranvier.parallel.parallelize import parallelize
 from ranvier.sharding import State
 from ranvier.trace import communication, difference
 from ranvier.train.step import evaluate, forward_backward
@@ -53,7 +53,7 @@ def chunked(grid: Grid, inner: str) -> tuple[list[str], list[int], float]:
         model = decoder(grid, inner=inner)
         row = 8 * model.head.handles["weight"].sharding.gathered[0]
         size = row * tokens * (1 if model.head.flat else 4)
-        with patch.object(products, "CHUNK", size or products.CHUNK):
+        with patch.object(linear, "CHUNK", size or linear.CHUNK):
             flow = flow_of(BATCH, grid, 1)
             with grid.trace.recording() as events:
                 loss = forward_backward(model, micros_of(BATCH, grid, 1))
@@ -88,7 +88,7 @@ def test_chunks_change_nothing(pool: Pool, degrees: dict[str, int], inner: str, 
 def test_many_tokens_are_never_whole() -> None:
     """From some size on there are two chunks at least, each a power of two but the last."""
     sizes = [
-        [cut.stop - cut.start for cut in products.chunks(tokens, row)]
+        [cut.stop - cut.start for cut in linear.chunks(tokens, row)]
         for tokens, row in ((100, 1 << 10), (100, 1 << 25), (3 << 10, 1 << 20), (5, 1 << 33))
     ]
     assert sizes == [[100], [32, 32, 32, 4], [1024, 1024, 1024], [1] * 5]
@@ -158,7 +158,7 @@ def test_rows_of_logits_are_aligned(cap: float, monkeypatch: pytest.MonkeyPatch)
 
     found = []
     for devices in ((), ("cpu",)):
-        monkeypatch.setattr(head, "ALIGNED_DEVICES", devices)
+        monkeypatch.setattr(lm_head, "ALIGNED_DEVICES", devices)
         model = decoder(Grid({}))
         model.head.products, model.head.cap = Watched(), cap
         scores = evaluate(model, [BATCH])

@@ -11,7 +11,7 @@ from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import parallelize
+from ranvier.parallel.parallelize import parallelize
 from ranvier.sharding import State
 from ranvier.train.step import forward_backward
 from states import assemble

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ranvier.grid import Grid
-from ranvier.optim import fused, rules
-from ranvier.optim.moments import (
+from ranvier.optim import adamw, fused_adamw
+from ranvier.optim.adamw import Scalars
+from ranvier.optim.low_precision_states import (
     BLOCK,
     POWER,
     TINY,
@@ -25,7 +26,6 @@ from ranvier.optim.moments import (
     pack,
     unpack,
 )
-from ranvier.optim.rules import Scalars
 from ranvier.sharding import Place
 from training import run_of, stored, trainer_of
 
@@ -163,7 +163,7 @@ def test_second_moments_follow_a_change_of_scale() -> None:
     nearest = unpack(codes, scales, "square")
     exact = begin = nearest[1].item()
     for step in range(1, steps + 1):
-        rules.adamw(weight, grad, moments, now=update(step, (0.9, 0.999), 0.0), key=key())
+        adamw.adamw(weight, grad, moments, now=update(step, (0.9, 0.999), 0.0), key=key())
         nearest = unpack(*pack(nearest * 0.999 + grad.square() * 0.001, "square"), "square")
         exact = exact * 0.999 + 0.25 * 0.001
     square = moments.values(torch.float64)[1][~first]
@@ -181,8 +181,8 @@ def test_one_update_is_that_of_the_unpacked_moments() -> None:
     moments = Moments(means[0], squares[0], torch.stack([means[1], squares[1]]))
     plain = Moments(*moments.values(torch.float64))
     ours, theirs = weight.clone(), weight.double()
-    fused.adamw(ours, grad, moments, now=update(3), decay=0.1, key=key())
-    fused.adamw(theirs, grad.double(), plain, now=update(3), decay=0.1)
+    fused_adamw.adamw(ours, grad, moments, now=update(3), decay=0.1, key=key())
+    fused_adamw.adamw(theirs, grad.double(), plain, now=update(3), decay=0.1)
     assert torch.allclose(ours.double(), theirs, rtol=1e-5, atol=1e-6)
     for which, found, x in zip(BOTH, moments.values(torch.float64), plain.tensors, strict=True):
         scales = moments.scales[BOTH.index(which)]  # type: ignore[index]
@@ -197,7 +197,7 @@ def test_parts_of_a_weight_round_like_the_whole(cut: tuple[int, int]) -> None:
     draw = torch.Generator().manual_seed(2)
     weight, grad = torch.randn(2, rows * columns, generator=draw)
     whole = Moments.zeros(rows * columns, "int8", torch.float32)
-    rules.adamw(
+    adamw.adamw(
         weight.clone(), grad, whole, now=update(1), key=Key(5, (64, 128), (0, 0), (64, 128))
     )
     means = []
@@ -206,7 +206,7 @@ def test_parts_of_a_weight_round_like_the_whole(cut: tuple[int, int]) -> None:
         piece = slice(row * columns, (row + size) * columns)
         part = Moments.zeros(size * columns, "int8", torch.float32)
         where = Key(5, (size, columns), (row, 0), (rows, columns))
-        rules.adamw(weight[piece].clone(), grad[piece], part, now=update(1), key=where)
+        adamw.adamw(weight[piece].clone(), grad[piece], part, now=update(1), key=where)
         means.append(part)
     same = torch.equal(torch.cat([part.mean for part in means]), whole.mean)
     assert same == (rows * columns % (cut[0] * columns) == 0)
@@ -264,7 +264,7 @@ def test_a_run_stays_close_to_one_with_exact_moments(
     either sign at random, hence a deviation of the root of the sum of their squares.
     """
     shadows: dict[tuple[int, int], Shadow] = {}
-    real: Callable[..., None] = fused.adamw
+    real: Callable[..., None] = fused_adamw.adamw
 
     def followed(weight: Tensor, grad: Tensor, moments: Moments, **options: Any) -> None:
         before = Moments(*(x.clone() for x in moments.tensors))
@@ -274,7 +274,7 @@ def test_a_run_stays_close_to_one_with_exact_moments(
             shadow = shadows.setdefault((where.stream, where.first), Shadow.of(grad.numel()))
             shadow.follow(before, moments, grad, options["now"])
 
-    monkeypatch.setattr(fused, "adamw", followed)
+    monkeypatch.setattr(fused_adamw, "adamw", followed)
     corpus, curves = stored(tmp_path), []
     for kind in ("master", "int8"):
         run = run_of("", {}, 30, optim__moments=kind)

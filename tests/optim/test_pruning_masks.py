@@ -27,9 +27,9 @@ from pruned import (
 )
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.optim import prune
-from ranvier.optim.tiles import Home
-from ranvier.parallel import parallelize
+from ranvier.optim import pruning
+from ranvier.optim.state_tiles import Home
+from ranvier.parallel.parallelize import parallelize
 from states import assemble
 
 full = pytest.mark.full
@@ -135,7 +135,7 @@ def test_bytes_are_those_of_the_formula(
                     want = size * (numbers["working"] + numbers["gradient"])
                     assert held + grad == want + (master + 8) * size // data
                     continue
-                assert held + grad == prune.bytes_of(size, rows, **numbers)
+                assert held + grad == pruning.bytes_of(size, rows, **numbers)
                 assert sum(rows) / len(rows) / size == pytest.approx(1.0 - sparsity, abs=0.04)
                 share = max(rows) / size
                 assert not narrow or depth > 2 or held + grad <= (2 + 24 * share) * size
@@ -147,9 +147,9 @@ def test_bytes_are_those_of_the_formula(
 def test_the_formula_keeps_what_was_promised(sparsity: float, bound: float) -> None:
     """2 + 24 (1 - p) bytes a parameter at most, with gradients of 2 or 4 bytes."""
     size = 10_000
-    stay = prune.stays(size, sparsity)
+    stay = pruning.stays(size, sparsity)
     for gradient in (2, 4):
-        assert prune.bytes_of(size, [stay], gradient=gradient) <= 2 * size + 24 * stay
+        assert pruning.bytes_of(size, [stay], gradient=gradient) <= 2 * size + 24 * stay
 
 
 def test_groups_that_a_rank_has_a_part_of_are_refused() -> None:
@@ -157,7 +157,7 @@ def test_groups_that_a_rank_has_a_part_of_are_refused() -> None:
     with pytest.raises(
         PlanError, match=r"pattern=2:4, but blocks.0.up.weight has rows of 6 .* another M"
     ):
-        prune.by_pattern(model.parallel.queue, 2, 4)  # type: ignore[union-attr]
+        pruning.by_pattern(model.parallel.queue, 2, 4)  # type: ignore[union-attr]
 
 
 def test_equal_magnitudes_go_by_their_place() -> None:
@@ -167,7 +167,7 @@ def test_equal_magnitudes_go_by_their_place() -> None:
         up.fill_(-0.5)
         down.copy_(torch.arange(60).view(6, 10) % 2)
     queue = parallelize(model, Grid({})).parallel.queue  # type: ignore[union-attr]
-    prune.prune(queue, prune.by_magnitude(queue, 0.75))
+    pruning.prune(queue, pruning.by_magnitude(queue, 0.75))
     up, down = model.parameters()
     assert (up.view(-1) != 0).tolist() == [True] * 15 + [False] * 45
     want = [n % 2 == 1 and n < 30 for n in range(60)]
@@ -175,9 +175,9 @@ def test_equal_magnitudes_go_by_their_place() -> None:
 
 
 def test_sparsity_grows_and_stays() -> None:
-    found = [prune.sparsity_at(step, 0.8, 100) for step in (0, 50, 100, 200)]
+    found = [pruning.sparsity_at(step, 0.8, 100) for step in (0, 50, 100, 200)]
     assert found == pytest.approx([0.0, 0.7, 0.8, 0.8])
-    assert prune.sparsity_at(0, 0.8, 0) == 0.8
+    assert pruning.sparsity_at(0, 0.8, 0) == 0.8
 
 
 TILE = 96

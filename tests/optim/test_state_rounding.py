@@ -13,16 +13,16 @@ from torch import Tensor
 
 from equivalence import copied
 from pool import Pool
-from ranvier import init
-from ranvier.checkpoint.folder import found
+from ranvier import counter_rng
+from ranvier.checkpoint.directory import found
 from ranvier.checkpoint.load import wholes
 from ranvier.grid import Grid
 from ranvier.models import EXAMPLES
-from ranvier.optim import fused, rules
-from ranvier.optim.moments import BLOCK, Key, Kind, Moments, narrow, pack
+from ranvier.optim import adamw, fused_adamw
+from ranvier.optim.adamw import Scalars
+from ranvier.optim.low_precision_states import BLOCK, Key, Kind, Moments, narrow, pack
 from ranvier.optim.optimizer import Optimizer
-from ranvier.optim.rules import Scalars
-from ranvier.parallel import parallelize
+from ranvier.parallel.parallelize import parallelize
 from ranvier.sharding import WEIGHTS, Place, Sharding, State
 from states import assemble
 from training import losses_of, run_of, stored, trainer_of
@@ -68,8 +68,8 @@ def test_the_rule_equals_that_of_torch(grads: torch.dtype) -> None:
         theirs.grad = grad.float() * (0.25 / step)
         optimizer.step()
         factor = torch.tensor(0.25 / step)
-        now = fused.Scalars.of(number(step), YES, factor, (0.9, 0.95), 1e-2)
-        fused.adamw(weight, grad, moments, now=now, decay=0.1, out=out)
+        now = fused_adamw.Scalars.of(number(step), YES, factor, (0.9, 0.95), 1e-2)
+        fused_adamw.adamw(weight, grad, moments, now=now, decay=0.1, out=out)
     assert torch.allclose(weight, theirs, rtol=1e-6, atol=1e-7)
     assert torch.equal(out, weight.bfloat16())
 
@@ -82,7 +82,7 @@ def test_an_update_that_is_not_good_changes_no_bit(kind: Kind) -> None:
     tensors = [weight, *moments.tensors, out]
     held = [x.clone() for x in tensors]
     now = Scalars.of(number(2), NO, torch.tensor(torch.nan), (0.9, 0.95), 1e-2)
-    for update_of in (rules.adamw, fused.adamw):
+    for update_of in (adamw.adamw, fused_adamw.adamw):
         update_of(weight, grad, moments, now=now, decay=0.1, out=out, key=KEY)
         for before, after in zip(held, tensors, strict=True):
             assert torch.equal(before.view(torch.uint8), after.view(torch.uint8))
@@ -102,12 +102,12 @@ def test_the_kernel_of_a_cpu_does_not_depend_on_cuts(dtype: torch.dtype) -> None
             rule(weight[start:stop], grad[start:stop], part, now=now, decay=0.1)
         return [weight, moments.mean, moments.square]
 
-    whole = updated(fused.adamw)
+    whole = updated(fused_adamw.adamw)
     for cuts in ([7], [16, 99, 100], [1, 2, 3, 997]):
         assert all(
-            torch.equal(x, y) for x, y in zip(updated(fused.adamw, *cuts), whole, strict=True)
+            torch.equal(x, y) for x, y in zip(updated(fused_adamw.adamw, *cuts), whole, strict=True)
         )
-    for x, y in zip(whole, updated(rules.adamw), strict=True):
+    for x, y in zip(whole, updated(adamw.adamw), strict=True):
         torch.testing.assert_close(x, y, rtol=4 * torch.finfo(dtype).eps, atol=1e-12)
 
 
@@ -119,7 +119,7 @@ def test_random_rounding_keeps_what_nearest_rounding_loses() -> None:
     moments.square.fill_(1.0)
     nearest, exact = torch.ones((), dtype=torch.bfloat16), 1.0
     for step in range(1, steps + 1):
-        rules.adamw(weight, grad, moments, now=update(step, lr=0.0, beta2=0.999), key=KEY)
+        adamw.adamw(weight, grad, moments, now=update(step, lr=0.0, beta2=0.999), key=KEY)
         nearest = (nearest.float() * 0.999 + 0.25 * 0.001).bfloat16()
         exact = exact * 0.999 + 0.25 * 0.001
     square = moments.square.double()
@@ -160,15 +160,15 @@ def test_pieces_round_like_the_whole(kind: Kind) -> None:
     key = KEY.at((1 << 32) - 500)  # a piece crosses the largest 32-bit index
     weight, grad, moments = drawn(1000, kind, torch.bfloat16)
     whole = [weight, *moments.tensors]
-    rules.adamw(weight, grad, moments, now=update(3), key=key)
+    adamw.adamw(weight, grad, moments, now=update(3), key=key)
     weight, grad, moments = drawn(1000, kind, torch.bfloat16)
     for start, stop in ((0, BLOCK), (BLOCK, 3 * BLOCK), (3 * BLOCK, 1000)):
         part = moments.part(start, stop)
-        rules.adamw(weight[start:stop], grad[start:stop], part, now=update(3), key=key.at(start))
+        adamw.adamw(weight[start:stop], grad[start:stop], part, now=update(3), key=key.at(start))
     pieces = [weight, *moments.tensors]
     assert all(torch.equal(a, b) for a, b in zip(whole, pieces, strict=True))
     weight, grad, moments = drawn(1000, kind, torch.bfloat16)
-    rules.adamw(weight, grad, moments, now=update(3), key=KEY)
+    adamw.adamw(weight, grad, moments, now=update(3), key=KEY)
     assert not torch.equal(moments.mean, whole[1]), "the control: the index counts"
 
 
@@ -263,7 +263,7 @@ def fed(grid: Grid, steps: int) -> State:
         queue.begin("train")
         for bucket in queue.buckets:
             for weight in bucket.weights:
-                grad = init.value(weight.place, seed=step, name=weight.name, std=1.0).float()
+                grad = counter_rng.value(weight.place, seed=step, name=weight.name, std=1.0).float()
                 mine = bucket.owned(weight) and queue.data_axis.index == 0
                 queue.arrive(bucket, weight.offset, grad if mine else torch.zeros_like(grad))
         optimizer.step()

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from equivalence import Case, batch_of, micros_of
 from pool import Pool
-from ranvier.comm import arena
-from ranvier.comm.arena import Arena, refuse_disk, refuse_memory
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.optim import fused
+from ranvier.memory import host
+from ranvier.memory.host import Arena, refuse_disk, refuse_memory
+from ranvier.optim import fused_adamw
 from ranvier.optim.optimizer import Optimizer
-from ranvier.optim.tiles import Home
+from ranvier.optim.state_tiles import Home
 from ranvier.train.step import forward_backward
 
 TILE = 768
@@ -133,7 +133,7 @@ def close(grid: Grid, options: Options) -> list[float]:
     Of what is added up: of a sum that is near zero the last place says nothing.
     """
     _, before = trained(grid, options, steps=0)
-    with patch.object(fused, "available_on_cpu", return_value=False):
+    with patch.object(fused_adamw, "available_on_cpu", return_value=False):
         _, plain = trained(grid, options, steps=1)
     _, hosted = trained(grid, {**options, "home": Home("host", update="cpu", tile=TILE)}, steps=1)
     worst = []
@@ -258,7 +258,7 @@ def test_a_container_is_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "/sys/fs/cgroup/here/memory.current": ["2500000"],
         "/sys/fs/cgroup/here/memory.stat": ["anon 1", "inactive_file 1000", "active_file 10"],
     }
-    monkeypatch.setattr(arena, "_lines", lambda path: texts.get(str(path), []))
-    assert arena.free_memory() == 501010
+    monkeypatch.setattr(host, "_lines", lambda path: texts.get(str(path), []))
+    assert host.free_memory() == 501010
     texts["/sys/fs/cgroup/here/memory.max"] = ["max"]
-    assert arena.free_memory() == 9_000_000 * 1024
+    assert host.free_memory() == 9_000_000 * 1024

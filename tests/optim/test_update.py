@@ -10,11 +10,11 @@ import torch
 from equivalence import Case, batch_of
 from pool import Pool
 from ranvier.grid import Grid
-from ranvier.nn.loss import IGNORE
+from ranvier.nn.cross_entropy import IGNORE
+from ranvier.optim.grad_scaler import LEAST, PATIENCE, START, Scale
+from ranvier.optim.lr_schedule import share
 from ranvier.optim.optimizer import Optimizer
-from ranvier.optim.scale import LEAST, PATIENCE, START, Scale
-from ranvier.optim.schedule import share
-from ranvier.parallel import parallelize
+from ranvier.parallel.parallelize import parallelize
 from ranvier.train.step import Watch, forward_backward, train_step
 
 FACTORS = {"matrix": 1.0, "embedding": 0.3, "vector": 5.0}

@@ -17,7 +17,7 @@ from ranvier.errors import ShardingError
 from ranvier.grid import Grid
 from ranvier.models import EXAMPLES, SIZES, Decoder
 from ranvier.models.decoder import CrossEntropy, DecoderConfig
-from ranvier.parallel import parallelize
+from ranvier.parallel.parallelize import parallelize
 
 
 class Mixer(nn.Module):

@@ -18,12 +18,12 @@ from pool import Pool, RankError, device_of
 from ranvier.comm.p2p import EagerTransport, Key
 from ranvier.errors import CommunicationError, PlanError, RanvierError
 from ranvier.grid import Grid
-from ranvier.infer.staged import continued
+from ranvier.infer.generate_distributed import continued
 from ranvier.models.decoder import Decoder, DecoderConfig, Head
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import parallel_of, parallelize
+from ranvier.parallel.parallelize import parallel_of, parallelize
 from ranvier.pipeline.balance import balanced
-from ranvier.pipeline.cut import Cut, cut
+from ranvier.pipeline.partition import Cut, cut
 from ranvier.pipeline.policy import Job, Kind
 from ranvier.pipeline.simulator import replay
 from ranvier.train.step import evaluate, forward_backward

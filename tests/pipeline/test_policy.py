@@ -10,9 +10,9 @@ from statistics import fmean
 import pytest
 
 from ranvier.errors import PlanError
-from ranvier.pipeline import orders
-from ranvier.pipeline.choice import NAMES, credits_for, policy_for
+from ranvier.pipeline import schedules
 from ranvier.pipeline.policy import Job, Message, Order, Policy, Priority, Progress, Shape
+from ranvier.pipeline.policy_search import NAMES, credits_for, policy_for
 from ranvier.pipeline.simulator import Times, even, simulate
 
 SHAPES = [Shape(*size) for size in product(range(1, 7), range(1, 10), range(1, 4))]
@@ -28,11 +28,11 @@ def drawn(shape: Shape, chance: random.Random, jitter: float = 0.0) -> Times:
 
 def fixed(shape: Shape) -> Iterator[Order]:
     """The orders that there are for a shape."""
-    yield orders.gpipe(shape)
-    yield orders.interleaved(shape)
-    yield orders.zero_bubble(shape)
+    yield schedules.gpipe(shape)
+    yield schedules.interleaved(shape)
+    yield schedules.zero_bubble(shape)
     if shape.chunks == 1:
-        yield orders.one_f_one_b(shape)
+        yield schedules.one_f_one_b(shape)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
@@ -54,7 +54,7 @@ def test_no_order_waits_for_ever(chunks: int) -> None:
     for shape in (shape for shape in SHAPES if shape.chunks == chunks):
         for order in fixed(shape):
             line = simulate(shape, order, drawn(shape, chance, 0.3), chance.randrange(99))
-            assert line.peak == orders.peaks(order)
+            assert line.peak == schedules.peaks(order)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -73,14 +73,14 @@ def test_messages_never_wait_for_ever_nor_exceed_credits(chunks: int, split: boo
 
 def test_1f1b_keeps_what_the_textbook_says() -> None:
     for shape in (shape for shape in SHAPES if shape.chunks == 1):
-        line = simulate(shape, orders.one_f_one_b(shape), even(shape, 1, 2))
+        line = simulate(shape, schedules.one_f_one_b(shape), even(shape, 1, 2))
         assert line.peak == line.classic
-        assert max(orders.peaks(orders.zero_bubble(shape))) == line.peak[0]
+        assert max(schedules.peaks(schedules.zero_bubble(shape))) == line.peak[0]
 
 
 def test_1f1b_has_one_chunk() -> None:
     with pytest.raises(PlanError, match=r"chunks=2\. .* Use interleaved"):
-        orders.one_f_one_b(Shape(2, 4, 2))
+        schedules.one_f_one_b(Shape(2, 4, 2))
 
 
 def test_what_goes_first() -> None:
@@ -108,7 +108,7 @@ def test_of_one_kind_the_nearest_to_its_end_goes_first() -> None:
 def test_credits_hide_links_that_as_many_as_stages_do_not(stages: int) -> None:
     shape = Shape(stages, 8 * stages)
     times = even(shape, 1.0, 2.0, link=0.75)
-    usual = simulate(shape, orders.one_f_one_b(shape), times).seconds
+    usual = simulate(shape, schedules.one_f_one_b(shape), times).seconds
     few = simulate(shape, Message("first", (stages,) * stages), times).seconds
     enough = credits_for(shape, times)
     assert enough == stages + -(-2 * (stages - 1) // 4)
@@ -130,7 +130,7 @@ def test_message_is_never_slower_than_1f1b() -> None:
         split = chance.random() < 0.25
         shape = Shape(chance.randint(2, 8), chance.randint(1, 20), split=split)
         times = drawn(shape, chance)
-        usual = simulate(shape, orders.one_f_one_b(shape), times).seconds
+        usual = simulate(shape, schedules.one_f_one_b(shape), times).seconds
         policy = policy_for("message", shape, times)
         assert simulate(shape, policy, times).seconds <= usual * (1 + 1e-9), (shape, times)
 
@@ -140,7 +140,7 @@ def test_message_is_never_slower_than_interleaved() -> None:
     for _ in range(30):
         shape = Shape(chance.randint(2, 5), chance.randint(1, 10), chance.randint(2, 3))
         times = drawn(shape, chance)
-        usual = simulate(shape, orders.interleaved(shape), times).seconds
+        usual = simulate(shape, schedules.interleaved(shape), times).seconds
         policy = policy_for("message", shape, times)
         assert simulate(shape, policy, times).seconds <= usual * (1 + 1e-9), (shape, times)
 
@@ -151,7 +151,7 @@ def test_message_is_hardly_slower_than_1f1b_under_jitter(case: int) -> None:
     shape = Shape(chance.randint(2, 6), chance.randint(2, 12))
     times = drawn(shape, chance, 0.1 * (case + 1))
     policy = policy_for("message", shape, times)
-    usual = orders.one_f_one_b(shape)
+    usual = schedules.one_f_one_b(shape)
     assert played(shape, policy, times, 200) <= 1.01 * played(shape, usual, times, 200)
 
 

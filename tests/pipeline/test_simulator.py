@@ -10,7 +10,7 @@ from itertools import pairwise, product
 import pytest
 
 from ranvier.errors import PlanError
-from ranvier.pipeline import orders
+from ranvier.pipeline import schedules
 from ranvier.pipeline.policy import Job, Message, Order, Policy, Shape
 from ranvier.pipeline.simulator import Span, Timeline, Times, even, lengths, simulate
 
@@ -23,7 +23,7 @@ EXACT = [(1.0, 2.0), (0.75, 1.25), (3.0, 0.5)]
 def test_bubbles_of_gpipe_and_1f1b(stages: int, forward: float, backward: float) -> None:
     for micros in (1, 2, 3, 4, 7, 16):
         shape = Shape(stages, micros)
-        for order in (orders.gpipe(shape), orders.one_f_one_b(shape)):
+        for order in (schedules.gpipe(shape), schedules.one_f_one_b(shape)):
             line = simulate(shape, order, even(shape, forward, backward))
             assert line.busy == (micros * (forward + backward),) * stages
             assert line.seconds - line.busy[0] == (stages - 1) * (forward + backward)
@@ -36,7 +36,7 @@ def test_bubbles_of_interleaved(chunks: int, forward: float, backward: float) ->
     for stages, groups in product((1, 2, 3, 4, 8), (1, 2, 3)):
         shape = Shape(stages, stages * groups, chunks)
         line = simulate(
-            shape, orders.interleaved(shape), even(shape, chunks * forward, chunks * backward)
+            shape, schedules.interleaved(shape), even(shape, chunks * forward, chunks * backward)
         )
         # Of a stage: f = chunks · forward.
         assert line.seconds - line.busy[0] == (stages - 1) * (forward + backward)
@@ -47,16 +47,16 @@ def test_bubbles_of_zero_bubble(forward: float, backward: float, weight: float) 
     for stages, more in product((1, 2, 3, 4, 8), (0, 1, 5, 16)):
         shape = Shape(stages, stages + more)
         times = even(shape, forward, backward, weight)
-        line = simulate(shape, orders.zero_bubble(shape), times)
+        line = simulate(shape, schedules.zero_bubble(shape), times)
         assert line.seconds - line.busy[0] == (stages - 1) * (forward + backward - weight)
-        whole = simulate(shape, orders.one_f_one_b(shape), times)
+        whole = simulate(shape, schedules.one_f_one_b(shape), times)
         assert whole.seconds - whole.busy[0] == (stages - 1) * (forward + backward + weight)
 
 
 def test_links_and_stragglers() -> None:
     shape = Shape(3, 1)
     times = replace(even(shape, 1.0, 2.0), link=(0.5, 0.25), stragglers={1: 2.0})
-    line = simulate(shape, orders.one_f_one_b(shape), times)
+    line = simulate(shape, schedules.one_f_one_b(shape), times)
     assert line.seconds == 4 * 3 + 2 * 0.75
     assert line.busy == (3.0, 6.0, 3.0)
     assert line.waits[0] == {"gradient": 10.5}
@@ -65,7 +65,7 @@ def test_links_and_stragglers() -> None:
 
 def test_chunks_of_one_stage_need_no_link() -> None:
     shape = Shape(1, 2, 3)
-    line = simulate(shape, orders.interleaved(shape), even(shape, 3.0, 3.0, link=5.0))
+    line = simulate(shape, schedules.interleaved(shape), even(shape, 3.0, 3.0, link=5.0))
     assert (line.seconds, line.bubble) == (12.0, 0.0)
 
 
@@ -80,9 +80,9 @@ def cases() -> list[tuple[Shape, Policy, Times]]:
         shaken = Times(*times, link=link, jitter=0.4, stragglers={0: 1.5})
         room = (chance.randint(1, 9),) * shape.stages
         for policy in (
-            orders.gpipe(shape),
-            orders.interleaved(shape),
-            orders.zero_bubble(shape),
+            schedules.gpipe(shape),
+            schedules.interleaved(shape),
+            schedules.zero_bubble(shape),
             Message("first", room),
             Message("backward", room, split=True),
         ):
@@ -134,7 +134,7 @@ def test_luck_is_the_same_for_all_policies() -> None:
     shape = Shape(3, 5, 2)
     times = replace(even(shape, 2.0, 2.0, 2.0), jitter=0.5)
     room = (8, 8, 8)
-    policies = [orders.gpipe(shape), orders.interleaved(shape), Message("first", room)]
+    policies = [schedules.gpipe(shape), schedules.interleaved(shape), Message("first", room)]
     taken = []
     for policy in policies:
         line = simulate(shape, policy, times, seed=4)
@@ -175,9 +175,9 @@ def test_a_deadlock_names_the_stage_and_what_it_waits_for() -> None:
 
 def test_times_must_fit_the_shape() -> None:
     with pytest.raises(PlanError, match=r"forward has 2 times.* needs 4\. Give 4"):
-        simulate(Shape(2, 1, 2), orders.gpipe(Shape(2, 1, 2)), even(Shape(2, 1), 1.0, 1.0))
+        simulate(Shape(2, 1, 2), schedules.gpipe(Shape(2, 1, 2)), even(Shape(2, 1), 1.0, 1.0))
     with pytest.raises(PlanError, match=r"link has 3 times.* needs 1\. Give 1"):
         shape = Shape(2, 1)
-        simulate(shape, orders.gpipe(shape), replace(even(shape, 1, 1), link=(0.0,) * 3))
+        simulate(shape, schedules.gpipe(shape), replace(even(shape, 1, 1), link=(0.0,) * 3))
     with pytest.raises(PlanError, match="negative or infinite"):
-        simulate(Shape(1, 1), orders.gpipe(Shape(1, 1)), Times((-1.0,), (1.0,)))
+        simulate(Shape(1, 1), schedules.gpipe(Shape(1, 1)), Times((-1.0,), (1.0,)))

@@ -8,13 +8,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ranvier.memory.budget import Block, Kind, Need, Pass, share
-from ranvier.planner import fit, table
-from ranvier.planner.cost import BESIDE, Moved, Work, seconds, streamed
-from ranvier.planner.fit import OPEN, Case, Choice, best, cheapest, fits, least, options, said
-from ranvier.planner.rates import Rates, measured
-from ranvier.planner.sizes import Sizes
-from ranvier.planner.table import GIB, Table
+from ranvier.memory.recompute_budget import Block, Kind, Need, Pass, share
+from ranvier.planner import offload_search
+from ranvier.planner.device_rates import Rates, measured
+from ranvier.planner.memory import breakdown
+from ranvier.planner.memory.breakdown import GIB, Table
+from ranvier.planner.memory.measured_states import Sizes
+from ranvier.planner.offload_search import (
+    OPEN,
+    Case,
+    Choice,
+    best,
+    cheapest,
+    fits,
+    least,
+    options,
+    said,
+)
+from ranvier.planner.time.offload import BESIDE, Moved, Work, seconds, streamed
 
 MIB = 2**20
 LAYERS = 6
@@ -106,7 +117,7 @@ def test_what_is_chosen_fits_as_its_table_says(gib: float, host: int) -> None:
     found = best(fits(case))
     if found is None:
         return
-    shown = fit.table(case, found.choice)
+    shown = offload_search.table(case, found.choice)
     assert shown.total == pytest.approx(found.device, abs=16)
     assert found.device <= case.limit and found.host <= case.host
     assert sum(shown.host.values()) == found.host
@@ -157,7 +168,7 @@ def test_the_cheapest_changes_that_fit() -> None:
     assert len({options(now, one.choice) for one in found}) == 3
     for one in found:
         assert 1 <= len(options(now, one.choice)) <= 2 and one.device <= case.limit
-        assert one.seconds.total >= fit.seconds(case, now).total
+        assert one.seconds.total >= offload_search.seconds(case, now).total
     full = replace(now, kinds=("full",) * LAYERS, micro_batch=2)
     assert options(now, full) == ("--plan.micro-batch 2", "--plan.recompute full")
     assert not cheapest(at(3), now)
@@ -206,16 +217,16 @@ def test_rates_are_measured_on_this_machine() -> None:
 
 
 def test_a_table_is_told_and_read_again() -> None:
-    shown = fit.table(CASE, replace(CASE.given, states="host", update="device"))
+    shown = offload_search.table(CASE, replace(CASE.given, states="host", update="device"))
     assert Table.read(shown.facts()) == shown and Table.read({}) is None and Table.read(3) is None
     assert Table.read({"device": {"weights": 1, "odd": 2, "logits": "x"}}) == Table({"weights": 1})
     assert shown.allocated == shown.total - shown.device["fragmentation"]
     assert shown.device["logits"] == 512 * MIB and "in the loss" in shown.where
-    over = fit.table(replace(CASE, communicators=390 * MIB), CASE.given)
-    plain = fit.table(CASE, CASE.given)
+    over = offload_search.table(replace(CASE, communicators=390 * MIB), CASE.given)
+    plain = offload_search.table(CASE, CASE.given)
     assert over.total - plain.total == 390 * MIB and over.allocated == plain.allocated
     known = Table({"weights": shown.device["weights"], "activations": 2 * GIB}, {"master": GIB})
-    lines = table.lines(shown, known)
+    lines = breakdown.lines(shown, known)
     assert lines[0].split() == ["GiB", "device", "measured", "host", "measured"]
     (weights,) = [line for line in lines if line.startswith("weights")]
     assert weights.split()[1:] == ["2.999", "2.999", "-", "-"]
@@ -223,5 +234,5 @@ def test_a_table_is_told_and_read_again() -> None:
     assert logits.split()[1:] == ["0.500", "·", "-", "-"], "only a prediction tells it apart"
     assert any(line.startswith("measured / predicted on the device: 0.") for line in lines)
     assert not any(line.startswith("gathered") for line in lines)
-    assert table.lines(shown)[0].split() == ["GiB", "device", "host"]
+    assert breakdown.lines(shown)[0].split() == ["GiB", "device", "host"]
     assert share(CASE.given.kinds) == 0.0

@@ -14,12 +14,14 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 
 from ranvier import launch
+from ranvier.config.plan import RUNTIME, Plan
+from ranvier.config.run import Run
+from ranvier.config.sections import DataConfig, LoraConfig, ModelConfig
 from ranvier.errors import PlanError
 from ranvier.grid import CONTROL, HOST, ON_HOST, Communicator, Grid
-from ranvier.launch.counted import CALLS
-from ranvier.parallel import parallel_of
-from ranvier.pipeline.messages import BACKWARD, FORWARD, links
-from ranvier.plan import RUNTIME, Plan
+from ranvier.launch.fake_backend import CALLS
+from ranvier.parallel.parallelize import parallel_of
+from ranvier.pipeline.traffic import BACKWARD, FORWARD, links
 from ranvier.planner import cluster
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.communicators import (
@@ -35,15 +37,13 @@ from ranvier.planner.communicators import (
     worst_stage,
     worst_stage_bytes,
 )
-from ranvier.planner.leaves import of_run, of_size
+from ranvier.planner.frameworks import OURS, TORCHTITAN, Runtime
+from ranvier.planner.model_spec import of_run, of_size
 from ranvier.planner.predict import Job, Layout, Prediction, predict
-from ranvier.planner.runtime import OURS, TORCHTITAN, Runtime
-from ranvier.run import Run
-from ranvier.settings import DataConfig, LoraConfig, ModelConfig
-from ranvier.train.built import built
-from ranvier.train.dryrun import META, _axis, _prepare, checked
-from ranvier.train.fit import blank
-from ranvier.train.settle import count_peers, optimizer_of
+from ranvier.tools.dry_run import META, _axis, _prepare, checked
+from ranvier.train.build_model import built
+from ranvier.train.memory.probe import blank
+from ranvier.train.memory.resolve import count_peers, optimizer_of
 from ranvier.train.step import Watch, train_step
 
 SMALL: dict[str, Any] = {"layers": 6, "embed": 48, "heads": 24, "kv_heads": 2, "head_dim": 4}

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from ranvier.cli.plan import Planned
+from ranvier.cli.plan_goal import Clusters
+from ranvier.config.plan import Plan
+from ranvier.config.sections import ModelConfig
 from ranvier.errors import PlanError
-from ranvier.plan import Plan
 from ranvier.planner import goal
-from ranvier.planner.command import Planned
 from ranvier.planner.goal import DAY, Goal
-from ranvier.planner.reach import Clusters
-from ranvier.settings import ModelConfig
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 
 from commands import call
-from ranvier.layers import Flow
-from ranvier.plan import Plan
-from ranvier.planner import cluster, links
-from ranvier.planner.leaves import of_run, of_size
-from ranvier.planner.links import Group
-from ranvier.planner.moves import moves
+from ranvier.config.plan import Plan
+from ranvier.config.run import Run
+from ranvier.config.sections import DataConfig, MemoryConfig, ModelConfig
+from ranvier.cost.layers import Flow
+from ranvier.planner import cluster
+from ranvier.planner.comm_volume import moves
+from ranvier.planner.memory.total import space
+from ranvier.planner.model_spec import of_run, of_size
 from ranvier.planner.predict import Job, Layout, predict
 from ranvier.planner.search import Wish, search
-from ranvier.planner.space import space
-from ranvier.run import Run
-from ranvier.settings import DataConfig, MemoryConfig, ModelConfig
-from ranvier.train.dryrun import checked, dry
+from ranvier.planner.time import links
+from ranvier.planner.time.links import Group
+from ranvier.tools.dry_run import checked, dry
 
 AXES = ("pipe", "data", "expert", "depth", "row", "col")
 SMALL: dict[str, Any] = {"layers": 4, "embed": 48, "heads": 24, "kv_heads": 6, "head_dim": 4}

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from lists import made
+from ranvier.config.plan import Plan
+from ranvier.config.run import Run
+from ranvier.config.sections import LoraConfig, ModelConfig
+from ranvier.cost.layers import Flow
 from ranvier.errors import PlanError
-from ranvier.layers import Flow
 from ranvier.models import SIZES
-from ranvier.plan import Plan
-from ranvier.planner import leaves, listed
-from ranvier.planner.leaves import FOLDER, Model, dense, of_run, of_size
-from ranvier.planner.moves import moves
-from ranvier.planner.space import space
-from ranvier.run import Run
-from ranvier.settings import LoraConfig, ModelConfig
+from ranvier.planner import model_spec, model_spec_torch
+from ranvier.planner.comm_volume import moves
+from ranvier.planner.memory.total import space
+from ranvier.planner.model_spec import FOLDER, Model, dense, of_run, of_size
 
 SMALL = ("tiny", "qwen3-0.6b")
 
@@ -65,7 +65,7 @@ def test_a_list_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     kinds = [(part.count, part.numbers) for part in first.parts if part.is_block]
     assert kinds == [(2, (0, 2)), (1, (1,)), (1, (3,))]
     assert 0 < first.trained < first.parameters
-    monkeypatch.setattr(listed, "listed", None)
+    monkeypatch.setattr(model_spec_torch, "listed", None)
     again = of_run(run)
     assert again.facts() == first.facts() == Model.read(first.facts()).facts()
     for path in (tmp_path / "leaves").glob("*.json"):
@@ -76,7 +76,7 @@ def test_a_list_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_unknown_sizes_are_told() -> None:
     with pytest.raises(PlanError, match=r"size 'llama4'. Lists ship for .*gpt2, llama3-1b"):
-        leaves.of_size("llama4")
+        model_spec.of_size("llama4")
 
 
 def test_layouts_move_what_their_algebra_says() -> None:

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from ranvier.layers import Flow
-from ranvier.plan import Plan
-from ranvier.planner import elsewhere, roofline, runtime
+from ranvier.config.plan import Plan
+from ranvier.cost.layers import Flow
+from ranvier.planner import frameworks
 from ranvier.planner.cluster import Cluster, Link, Product, cluster
-from ranvier.planner.kept import kept
-from ranvier.planner.leaves import Model, dense, of_size
-from ranvier.planner.moves import Spot, moves
+from ranvier.planner.comm_volume import Spot, moves
+from ranvier.planner.frameworks import MEGATRON21, MEGATRON22
+from ranvier.planner.memory import other_frameworks
+from ranvier.planner.memory.activations import kept
+from ranvier.planner.model_spec import Model, dense, of_size
 from ranvier.planner.predict import (
     Job,
     Layout,
@@ -24,8 +26,8 @@ from ranvier.planner.predict import (
     predict,
     stage_seconds,
 )
-from ranvier.planner.roofline import Setup
-from ranvier.planner.runtime import MEGATRON21, MEGATRON22
+from ranvier.planner.time import compute
+from ranvier.planner.time.compute import Setup
 
 
 def gpt(layers: int = 24, embed: int = 4096, heads: int = 32, vocab: int = 51200) -> Model:
@@ -82,20 +84,20 @@ def test_a_block_keeps_what_the_paper_counts() -> None:
         for split in several:
             used = replace(MEGATRON22, sequence=split)
             setup = Setup(samples=samples, seq=seq, row=row)
-            none, _ = elsewhere.kept(block, setup, used, "none")
+            none, _ = other_frameworks.kept(block, setup, used, "none")
             outer = 10 / (row if split else 1)
             assert none == pytest.approx(tokens * (outer + (24 + scores) / row))
-            selective, _ = elsewhere.kept(block, setup, used, "selective")
+            selective, _ = other_frameworks.kept(block, setup, used, "selective")
             assert selective == pytest.approx(tokens * (outer + 24 / row))
-            full, _ = elsewhere.kept(block, setup, used, "full")
+            full, _ = other_frameworks.kept(block, setup, used, "full")
             assert full == pytest.approx(2 * tokens / (row if split else 1))
 
 
 def test_first_stages_hold_what_interleaving_asks() -> None:
-    assert elsewhere.flights(1, 1, 8) == 1
-    assert elsewhere.flights(8, 1, 64) == 8
-    assert elsewhere.flights(8, 1, 4) == 4
-    assert elsewhere.flights(8, 2, 64) == 8 * (1 + 7 / 16)
+    assert other_frameworks.flights(1, 1, 8) == 1
+    assert other_frameworks.flights(8, 1, 64) == 8
+    assert other_frameworks.flights(8, 1, 4) == 4
+    assert other_frameworks.flights(8, 2, 64) == 8 * (1 + 7 / 16)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def test_tensor_layouts_move_the_bytes_of_axonns_table(ways: int, alone: int, be
 
 def test_products_fill_waves_and_matrix_units() -> None:
     device = cluster("dgx-a100").device
-    time = roofline.product
+    time = compute.product
     full = time(device, 8192, 8192, 8192, "bf16")
     rate = 2 * 8192**3 / full
     assert 0.85 * device.best("bf16") < rate <= 1.1 * device.best("bf16")
@@ -138,10 +140,10 @@ def test_products_fill_waves_and_matrix_units() -> None:
 def test_measured_products_are_used_instead() -> None:
     rows = (Product(512, 512, 512, "bf16", 1e12), Product(4096, 4096, 4096, "bf16", 4e12))
     device = replace(cluster("dgx-a100").device, products=rows, name="measured")
-    assert 2 * 4096**3 / roofline.product(device, 4096, 4096, 4096, "bf16") == pytest.approx(
+    assert 2 * 4096**3 / compute.product(device, 4096, 4096, 4096, "bf16") == pytest.approx(
         4e12, rel=0.02
     )
-    between = 2 * 1448**3 / roofline.product(device, 1448, 1448, 1448, "bf16")
+    between = 2 * 1448**3 / compute.product(device, 1448, 1448, 1448, "bf16")
     assert 1.5e12 < between < 2.7e12
 
 
@@ -151,7 +153,7 @@ def test_scores_cost_what_their_heads_do() -> None:
     for heads in (64, 128):
         model = gpt(78, 13824, heads, 250880)
         laid = plan(pipe=12, data=8, row=4, batch=2048, micro_batch=4, recompute="full")
-        used = runtime.MEGATRON_DEEPSPEED
+        used = frameworks.MEGATRON_DEEPSPEED
         times[heads] = predict(Job(model, 2048, 2048), Layout(laid), machine, used).total
     assert 1.25 < times[128] / times[64] < 1.75
 
@@ -181,13 +183,13 @@ def test_products_of_odd_dims_take_as_long_as_measured(
         (words, width, tokens, "dw"),
     )
     for (m, n, k, kind), measured in zip(shapes, milliseconds, strict=True):
-        found = 1e3 * roofline.product(device, m, n, k, "bf16", kind)
+        found = 1e3 * compute.product(device, m, n, k, "bf16", kind)
         assert found == pytest.approx(measured, rel=0.4), kind
     fast = (Product(4096, 4096, 4096, "bf16", 6e14),)
     there = replace(device, products=fast, name="measured")
     for m, n, k, kind in shapes:
-        odd = roofline.product(there, m, n, k, "bf16", kind) * 6e14 / (2.0 * m * n * k)
-        assert 1 / odd == pytest.approx(roofline.aligned(m, n, k, kind)), "measured elsewhere, too"
+        odd = compute.product(there, m, n, k, "bf16", kind) * 6e14 / (2.0 * m * n * k)
+        assert 1 / odd == pytest.approx(compute.aligned(m, n, k, kind)), "measured elsewhere, too"
 
 
 @pytest.mark.parametrize(("col", "least", "most"), [(1, 0.99, 1.01), (2, 1.01, 1.6)])
@@ -198,8 +200,8 @@ def test_gpt2_with_its_own_vocabulary(col: int, least: float, most: float) -> No
         model = gpt(48, 1600, 25, words)
         times[words] = guess(model, machine, seq=1024, data=8 // col, col=col).total
     assert least < times[50257] / times[50304] < most
-    padded = roofline.Setup(samples=1, seq=1024, row=2, col=4)
-    assert roofline.local("vocab", 50257, padded) == 25132  # 50264 words on two ranks
+    padded = compute.Setup(samples=1, seq=1024, row=2, col=4)
+    assert compute.local("vocab", 50257, padded) == 25132  # 50264 words on two ranks
 
 
 # ---- stages -----------------------------------------------------------------------------
@@ -311,10 +313,12 @@ def test_a_graph_leaves_out_what_nobody_reads() -> None:
     model, flow, tokens = of_size("llama3-8b"), Flow(2, 512, itemsize=2, statistics=4), 2 * 512
     part, device = model.parts[1], cluster("dgx-h100").device
     setup = Setup(samples=2, seq=512, compiled=True)
-    times = roofline.block(part, device, setup, runtime.OURS)
-    down = roofline.product(device, tokens, 4096, 14336, "bf16", "y")
+    times = compute.block(part, device, setup, frameworks.OURS)
+    down = compute.product(device, tokens, 4096, 14336, "bf16", "y")
     assert times.unneeded == pytest.approx(down)
-    assert roofline.block(part, device, replace(setup, compiled=False), runtime.OURS).unneeded == 0
+    assert (
+        compute.block(part, device, replace(setup, compiled=False), frameworks.OURS).unneeded == 0
+    )
     one, plan = Job(model, 512, 2), Plan(data=1, batch=2, micro_batch=2, compile="on")
     full = Layout(replace(plan, recompute="full"))
     again = predict(one, full, cluster("dgx-h100").of(devices=1)).parts["again"]

@@ -17,7 +17,7 @@ import published  # noqa: E402
 import published_rows  # noqa: E402
 from published_rows import Row  # noqa: E402
 
-from ranvier.planner import predict, runtime  # noqa: E402
+from ranvier.planner import frameworks, predict  # noqa: E402
 
 
 def row(start: str, **facts: str) -> Row:
@@ -72,21 +72,21 @@ def test_an_unknown_framework_is_not_read_as_another(name: str) -> None:
     assert one.scored
     assert one.unknown == [f"framework {name!r}"]
     assert published.timed([one]) == []
-    assert published_rows.framework(one).name == runtime.COMMON.name
+    assert published_rows.framework(one).name == frameworks.COMMON.name
     assert published.guess(one).prediction.factors == predict.UNKNOWN_FRAMEWORK
 
 
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("Megatron-LM 2021", runtime.MEGATRON21),
-        ("Megatron-LM 2024 (README)", runtime.MEGATRON_CORE),
-        ("Megatron-Bridge 26.04.01", runtime.MEGATRON_CORE),
-        ("DeepSpeed+Megatron", runtime.MEGATRON_DEEPSPEED),
-        ("nanotron v0.6", runtime.NANOTRON),
+        ("Megatron-LM 2021", frameworks.MEGATRON21),
+        ("Megatron-LM 2024 (README)", frameworks.MEGATRON_CORE),
+        ("Megatron-Bridge 26.04.01", frameworks.MEGATRON_CORE),
+        ("DeepSpeed+Megatron", frameworks.MEGATRON_DEEPSPEED),
+        ("nanotron v0.6", frameworks.NANOTRON),
     ],
 )
-def test_versions_of_a_framework_are_the_framework(name: str, found: runtime.Runtime) -> None:
+def test_versions_of_a_framework_are_the_framework(name: str, found: frameworks.Runtime) -> None:
     assert published_rows.known_framework(name) is found
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from commands import call
-from ranvier.plan import Plan
-from ranvier.planner import cluster, command, leaves, result_cache
+from ranvier.cli import plan
+from ranvier.config.plan import Plan
+from ranvier.planner import cluster, model_spec, result_cache
 from ranvier.planner.cluster import Product
 from ranvier.planner.predict import Job
 from ranvier.planner.search import Result, Wish, search
@@ -35,7 +36,7 @@ WORDS = (
 
 def wish(**changes: Any) -> Wish:
     machine = cluster.cluster("dgx-h100").of(devices=4)
-    return replace(Wish(Job(leaves.dense(**SHAPE), 512, 8), machine), **changes)
+    return replace(Wish(Job(model_spec.dense(**SHAPE), 512, 8), machine), **changes)
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ CHANGES: list[Callable[[Wish], Wish]] = [
     lambda one: replace(one, job=replace(one.job, batch=16)),
     lambda one: replace(one, job=replace(one.job, seq=256)),
     lambda one: replace(one, job=replace(one.job, moments="bf16")),
-    lambda one: replace(one, job=replace(one.job, model=leaves.dense(**SHAPE, tied=True))),
+    lambda one: replace(one, job=replace(one.job, model=model_spec.dense(**SHAPE, tied=True))),
     lambda one: replace(one, cluster=one.cluster.of(devices=2)),
     lambda one: replace(one, cluster=replace(one.cluster, straggle=0.5)),
     lambda one: other_device(one, memory=1e9),
@@ -134,7 +135,7 @@ def test_the_second_time_nothing_is_searched(
 ) -> None:
     answers, counts = [], list[int]()
     monkeypatch.setattr(
-        command, "search", lambda wish, **more: (counts.append(1), search(wish, **more))[1]
+        plan, "search", lambda wish, **more: (counts.append(1), search(wish, **more))[1]
     )
     for more in ((), (), ("--cache", "false")):
         assert call("plan", *WORDS, *more, "--json", "-") == 0

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from ranvier.layers import Flow
-from ranvier.plan import RUNTIME, Plan
-from ranvier.planner import cluster, explain, leaves, runtime, search
+from ranvier.config.plan import RUNTIME, Plan
+from ranvier.cost.layers import Flow
+from ranvier.planner import cluster, explain, frameworks, model_spec, search
+from ranvier.planner.baselines import OURS, STYLES, Found, family, gains, rivals
+from ranvier.planner.memory.total import space
 from ranvier.planner.predict import Job, Layout, predict
-from ranvier.planner.rivals import OURS, STYLES, Found, family, gains, rivals
 from ranvier.planner.search import RECOMPUTE, Wish, factorisations, grids
-from ranvier.planner.space import space
 
 
 def small(batch: int = 32, **changes: Any) -> Job:
     shape: dict[str, Any] = {"layers": 8, "embed": 1024, "heads": 16, "kv_heads": 4}
     shape |= {"head_dim": 64, "mlp": 4096, "gated": True, "vocab": 32000}
-    return Job(leaves.dense(**{**shape, **changes}), 2048, batch)
+    return Job(model_spec.dense(**{**shape, **changes}), 2048, batch)
 
 
 def wish(nodes: int = 1, devices: int = 0, job: Job | None = None, **changes: Any) -> Wish:
@@ -103,7 +103,7 @@ def test_pruning_loses_nothing(slow: list[Found], gigabytes: float) -> None:
 
 
 def test_states_rest_on_the_host_only_where_that_is_needed() -> None:
-    job = Job(leaves.of_size("llama3-8b"), 2048, 8)
+    job = Job(model_spec.of_size("llama3-8b"), 2048, 8)
     one = search.search(wish(devices=1, job=job))
     assert one.best.layout.states == "host"  # 16 bytes a parameter are more than 80 GB
     assert {f.layout.states for f in search.search(wish(devices=8, job=job)).found} == {"device"}
@@ -220,7 +220,7 @@ def test_the_baseline_is_what_its_users_run(
 
 def test_the_baseline_of_405b_on_2048_nodes_has_chunks() -> None:
     """It showed one that is slower than pipe 16 data 128 row 8 in four chunks."""
-    job = Job(leaves.of_size("llama3-405b"), 8192, 2048)
+    job = Job(model_spec.of_size("llama3-405b"), 8192, 2048)
     fixed = frozenset({"depth", "col", "row", "recompute", "micro_batch"})
     asked = wish(nodes=2048, job=job, plan=Plan(batch=2048, micro_batch=1, row=8), fixed=fixed)
     result = search.search(asked)
@@ -402,7 +402,7 @@ def test_who_asks_for_messages_is_told_what_they_hold() -> None:
     assert best.prediction.memory.allocated == held(best, asked.job)
     assert best.prediction.memory.total > 1.1 * usual.prediction.memory.total
     middle = (best.prediction.memory.total + usual.prediction.memory.total) / 2
-    between = (middle + runtime.OURS.context) / 1e9
+    between = (middle + frameworks.OURS.context) / 1e9
     tight = with_memory(asked, between / 0.96)
     free = replace(tight, fixed=tight.fixed - {"recompute"})
     assert search.search(free).best.plan.recompute != "none", "more is computed again instead"

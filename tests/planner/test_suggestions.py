@@ -7,20 +7,22 @@ from dataclasses import replace
 
 import pytest
 
-from ranvier.plan import Plan
-from ranvier.planner import cluster, leaves, nearest, search
+from ranvier.config.plan import Plan
+from ranvier.planner import cluster, model_spec, search, suggestions
 from ranvier.planner.predict import Job
 from ranvier.planner.search import Wish
 
 
 def wish(size: str, seq: int, batch: int, nodes: int = 1) -> Wish:
-    return Wish(Job(leaves.of_size(size), seq, batch), cluster.cluster("dgx-h100").of(nodes=nodes))
+    return Wish(
+        Job(model_spec.of_size(size), seq, batch), cluster.cluster("dgx-h100").of(nodes=nodes)
+    )
 
 
 def said(asked: Wish) -> str:
     result = search.search(asked)
     assert not result.found
-    (problem,) = nearest.problems(result)
+    (problem,) = suggestions.problems(result)
     return problem
 
 
@@ -58,8 +60,8 @@ def test_more_ranks_than_samples_and_tokens() -> None:
     text = said(asked)
     assert text.startswith("512 devices cannot share this job")
     batch = replace(asked, job=replace(asked.job, batch=number(text, "plan.batch")))
-    assert nearest.possible(batch) and nearest.possible(on(asked, number(text, "nodes")))
-    assert not nearest.possible(on(asked, number(text, "nodes") + 1))
+    assert suggestions.possible(batch) and suggestions.possible(on(asked, number(text, "nodes")))
+    assert not suggestions.possible(on(asked, number(text, "nodes") + 1))
 
 
 def test_a_batch_that_is_not_divisible() -> None:
@@ -72,7 +74,7 @@ def test_a_batch_that_is_not_divisible() -> None:
 def test_degrees_that_are_no_divisors_are_told_as_the_plan_tells_them() -> None:
     asked = replace(wish("llama3-8b", 4096, 8), plan=Plan(row=3), fixed=frozenset({"row"}))
     result = search.search(asked)
-    problems = nearest.problems(result)
+    problems = suggestions.problems(result)
     assert problems[0].startswith("row=3 on 8 devices. Degrees multiply to")
     assert any("row=3 does not divide heads=32" in text for text in problems)
     assert problems[-1].endswith("Use plan.row=4.") and "Use" not in "".join(problems[:-1])

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from ranvier.errors import RanvierError
-from ranvier.planner.several import several
+from ranvier.planner.worker_pool import several
 
 
 class Kept:
@@ -72,7 +72,7 @@ def test_a_process_that_dies_is_no_endless_wait() -> None:
 def test_no_process_outlives_its_parent() -> None:
     """Killed, it says nothing; they see that their pipe is closed."""
     code = (
-        "import os, signal; from ranvier.planner.several import several\n"
+        "import os, signal; from ranvier.planner.worker_pool import several\n"
         "with several({'one': lambda _: os.getpid()}, 2) as mapped:\n"
         "    print(*{*mapped('one', [*range(64)])}, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -1,8 +1,8 @@
 """Settings that cannot be, that ranks do not share, or that change (cases F of the list; C10, I4).
 
-Already tested elsewhere: F1 tests/test_plan.py (what does not divide), F2 tests/test_run.py and
-tests/test_cli.py (unknown keys), F5 tests/test_cli.py (options win over the file), F8
-tests/train/test_fit.py (too small a budget).
+Already tested elsewhere: F1 tests/config/test_plan.py (what does not divide), F2
+tests/config/test_run.py and tests/cli/test_cli.py (unknown keys), F5 tests/cli/test_cli.py (options
+win over the file), F8 tests/train/memory/test_probe.py (too small a budget).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 
 from commands import SMALL, call, metrics
 from pool import Pool
-from ranvier.checkpoint import folder as folders
+from ranvier.checkpoint import directory as folders
+from ranvier.config.run import Run
+from ranvier.config.sections import TrainConfig
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.run import Run
-from ranvier.settings import TrainConfig
 from ranvier.train import train
-from ranvier.train.exact import check_exact, exact
-from ranvier.train.folder import check_out
+from ranvier.train.health.determinism import check_exact, exact
+from ranvier.train.resume.run_directory import check_out
 from training import losses_of, run_of, stored, trainer_of
 
 FAST = [*SMALL, "--nproc", "1"]

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from commands import SMALL, call, ended, losses, metrics, started
-from ranvier.checkpoint import blocks, load, part
-from ranvier.checkpoint.folder import Keep, found
-from ranvier.checkpoint.saver import Saver
+from ranvier.checkpoint import checksummed_file, load, rank_file
+from ranvier.checkpoint.async_saver import Saver
+from ranvier.checkpoint.directory import Keep, found
 from ranvier.errors import CheckpointError, RanvierError, WriteError
 from ranvier.grid import Grid
 from ranvier.sharding import Place, State
-from ranvier.train import folder as folders
+from ranvier.train.resume import run_directory as folders
 
 STEPS = 9
 WORDS = ["train", *SMALL, "--train.steps", str(STEPS), "--train.out", "run"]
@@ -33,7 +33,7 @@ EVERY = ["--checkpoint.every", "2", "--checkpoint.background", "False"]
 KILLS = """
 import os
 from ranvier.checkpoint import load as _load
-from ranvier.comm.deferred import Deferred
+from ranvier.buckets.scheduler import Deferred
 from ranvier.optim import optimizer as _optimizer
 NOW = [None]
 
@@ -104,7 +104,7 @@ def test_a_kill_in_any_phase_of_a_step_changes_no_loss(tmp_path: Path, whole: Pa
 
 SENT = """
 import os
-from ranvier.pipeline.runtime import Step
+from ranvier.pipeline.executor import Step
 _send, _count = Step._send, []
 def _sent(self, *arguments):
     _count.append(0)
@@ -154,7 +154,7 @@ def test_a_signal_while_a_save_runs_saves_each_step_once(
 ) -> None:
     """A18: that save is finished, then the last step is saved."""
     monkeypatch.chdir(tmp_path)
-    write = part.write
+    write = rank_file.write
 
     def slow(folder: Path, *arguments: Any) -> None:
         if ".step-00000004" in folder.name:
@@ -162,7 +162,7 @@ def test_a_signal_while_a_save_runs_saves_each_step_once(
             time.sleep(0.5)
         write(folder, *arguments)
 
-    monkeypatch.setattr(part, "write", slow)
+    monkeypatch.setattr(rank_file, "write", slow)
     assert call(*WORDS, "--nproc", "1", "--checkpoint.every", "2", "--checkpoint.keep", "0") == 75
     names = [path.name for path in found(tmp_path / "run" / "checkpoints")]
     done = len(metrics(tmp_path / "run"))
@@ -210,7 +210,7 @@ def test_a_writing_thread_that_ends_is_an_error_of_the_next_step(
         def fails(*_: Any) -> None:
             raise error
 
-        patch.setattr(blocks, "write", fails)
+        patch.setattr(checksummed_file, "write", fails)
         saver.save(2, state(2.0), {})
         saver.changing()
         with pytest.raises(kind):

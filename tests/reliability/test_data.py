@@ -1,8 +1,9 @@
 """Data that breaks, ends, changes or comes late (cases E of the reliability list).
 
 Already tested elsewhere: E3 tests/train/test_trainer.py (fingerprint), E4 tests/data/test_corpus.py
-(tokens beyond the vocabulary), E5 tests/data/test_megatron.py and test_stored.py (every defect),
-E10 tests/data/test_sources.py (bad files), E11 tests/data/test_order.py (senseless weights).
+(tokens beyond the vocabulary), E5 tests/data/test_indexed_dataset.py and test_cache.py (every
+defect), E10 tests/data/test_sources.py (bad files), E11 tests/data/test_data_mixture.py (senseless
+weights).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ranvier.data.prepare import prepare
 from ranvier.data.tokenizer import Bytes
 from ranvier.errors import DataError, HangError, PlanError
 from ranvier.grid import Grid
-from ranvier.nn.loss import IGNORE
+from ranvier.nn.cross_entropy import IGNORE
 from ranvier.train.step import Watch, train_step
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from commands import SMALL, call, metrics
 from pool import Pool
-from ranvier.checkpoint import folder as folders
+from ranvier.checkpoint import directory as folders
 from ranvier.checkpoint.load import wholes
+from ranvier.config.sections import GuardConfig
 from ranvier.data.batch import Batch
 from ranvier.data.loader import Loader
 from ranvier.errors import NumericError
 from ranvier.grid import Grid
 from ranvier.models import Decoder, DecoderConfig
+from ranvier.optim.grad_scaler import LEAST, Scale
 from ranvier.optim.optimizer import Optimizer
-from ranvier.optim.scale import LEAST, Scale
-from ranvier.parallel import parallel_of, parallelize
-from ranvier.settings import GuardConfig
+from ranvier.parallel.parallelize import parallel_of, parallelize
 from ranvier.train import step as steps
-from ranvier.train.guard import ENOUGH, Guard
-from ranvier.train.replicas import fingerprint
+from ranvier.train.health.loss_guard import ENOUGH, Guard
+from ranvier.train.health.replica_check import fingerprint
 from ranvier.train.step import Watch, train_step
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of

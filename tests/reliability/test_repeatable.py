@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from pool import Pool
-from ranvier.checkpoint import folder as folders
+from ranvier.checkpoint import directory as folders
 from ranvier.checkpoint.load import wholes
 from ranvier.checkpoint.manifest import read
 from ranvier.grid import Grid
-from ranvier.parallel import parallel_of
+from ranvier.parallel.parallelize import parallel_of
 from training import losses_of, run_of, stored, trainer_of
 
 Curve = list[tuple[float, float]]

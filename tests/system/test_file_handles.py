@@ -8,11 +8,12 @@ import resource
 
 import pytest
 
-from ranvier import file_handles, launch
+from ranvier import launch
 from ranvier.errors import DataError, PlanError
 from ranvier.grid import Grid
 from ranvier.launch import Policy, Ranks
-from ranvier.launch.ends import _told
+from ranvier.launch.signals import _told
+from ranvier.system import file_handles
 
 HANDLES = resource.RLIMIT_NOFILE
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commands import call
-from ranvier.terminal import CONTROLS, command_line, draw, escape_controls, print, quote_word
+from ranvier.system.terminal import CONTROLS, command_line, draw, escape_controls, print, quote_word
 
 TITLE, CLEAR, CLIPBOARD = "\x1b]0;owned\x07", "\x1b[2J\x1b[H", "\x1b]52;c;cm0gLXJm\x07"
 HOSTILE = [TITLE, CLEAR, CLIPBOARD, "\x9b31m", "a\rb", "\x08\x08", "\x7f", "\u202egpj.exe", "\x00"]

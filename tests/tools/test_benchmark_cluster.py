@@ -12,19 +12,20 @@ import torch
 
 from machines import machine
 from pool import Pool
-from ranvier.comm import rates
+from ranvier.comm import bandwidth as rates
+from ranvier.config.plan import Plan
+from ranvier.config.run import Run
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.plan import Plan
-from ranvier.planner import cluster, crowd, here
+from ranvier.planner import cluster, local_cluster
 from ranvier.planner.cluster import Cluster, Product, Rate
-from ranvier.planner.gauge import Gauge, Shapes
-from ranvier.planner.leaves import of_size
+from ranvier.planner.frameworks import OURS, TORCHTITAN
+from ranvier.planner.microbenchmarks import Gauge, Shapes
+from ranvier.planner.model_spec import of_size
 from ranvier.planner.predict import Job, Layout, predict
-from ranvier.planner.roofline import Scales, Setup, block
-from ranvier.planner.runtime import OURS, TORCHTITAN
-from ranvier.run import Run
-from ranvier.train import calibrate, hosted, measure
+from ranvier.planner.time import shared_cores
+from ranvier.planner.time.compute import Scales, Setup, block
+from ranvier.tools import benchmark_cluster, benchmark_host_update, calibrate
 
 CPU = torch.device("cpu")
 TINY = Shapes(((8, 6, 4),), ((1, 8, 2, 1, 4),), stream=4096, adam=64, seconds=1e-4)
@@ -46,7 +47,9 @@ def test_a_gauge_fills_all_rows_of_a_device() -> None:
     assert products == {("y", 8, 6, 4), ("dx", 8, 4, 6), ("dw", 6, 4, 8)}
     kinds = {row.kind for row in rows if isinstance(row, Rate)}
     assert kinds == {"launch", "pair", "memory", "between", "update", "norm"}
-    numbers = [getattr(row, name) for row in rows for name in measure.MEANS if hasattr(row, name)]
+    numbers = [
+        getattr(row, name) for row in rows for name in benchmark_cluster.MEANS if hasattr(row, name)
+    ]
     assert len(numbers) == 3 + 2 + 6 and min(numbers) > 0.0
 
 
@@ -54,11 +57,11 @@ def test_a_cluster_of_rows_is_written_and_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANVIER_CACHE", str(tmp_path))
-    assert here.measured() is None
+    assert local_cluster.measured() is None
     made = machine()
-    cluster.write(made, here.path("cpu"))
-    read = here.measured("cpu")
-    assert read is not None and here.measured("another") is None
+    cluster.write(made, local_cluster.path("cpu"))
+    read = local_cluster.measured("cpu")
+    assert read is not None and local_cluster.measured("another") is None
     assert read.device.products == made.device.products
     assert [round(row.value, 9) for row in read.device.rates] == [
         round(row.value, 9) for row in made.device.rates
@@ -104,13 +107,13 @@ def test_each_call_of_a_layout_has_its_latency() -> None:
 def test_ranks_without_a_core_are_waited_for() -> None:
     """row=4, 52 calls, on two cores: each a slice, twice the shortest; on four cores none."""
     talk = {cores: seconds(machine(cores=cores), row=4)["row"] for cores in (2, 4)}
-    assert talk[2] - talk[4] == pytest.approx(52 * 2 * crowd.SLICE, rel=0.05)
+    assert talk[2] - talk[4] == pytest.approx(52 * 2 * shared_cores.SLICE, rel=0.05)
 
 
 def test_several_rounds_are_one_measurement() -> None:
     rows = [Rate("memory", 2.0, 4), Rate("memory", 8.0, 4)]
-    assert measure._middle(rows) == Rate("memory", pytest.approx(4.0), 4)  # type: ignore[arg-type]
-    assert measure._middle(rows[:1]) is rows[0]
+    assert benchmark_cluster._middle(rows) == Rate("memory", pytest.approx(4.0), 4)  # type: ignore[arg-type]
+    assert benchmark_cluster._middle(rows[:1]) is rows[0]
 
 
 def test_a_bubble_costs_only_idle_cores() -> None:
@@ -125,18 +128,18 @@ def test_what_is_computed_again_costs() -> None:
 
 
 def test_a_moment_is_enough_to_guess_a_host() -> None:
-    made = measure.quick(4)
+    made = benchmark_cluster.quick(4)
     assert made.per_node == 4 and made.cores >= 1 and "guess" in made.source
     assert {row.size for row in made.collectives} == {2, 4}
     assert sum(seconds(made, data=4).values()) > 0.0
-    assert crowd.PYTHON > 1.0
+    assert shared_cores.PYTHON > 1.0
 
 
 # ---- a run folded back ------------------------------------------------------------------
 
 
 def _run_folder(folder: Path, run: Run, step: float, exposed: float) -> Path:
-    from ranvier.run import to_toml
+    from ranvier.config.run import to_toml
 
     folder.mkdir()
     (folder / "config.toml").write_text(to_toml(run))
@@ -187,10 +190,12 @@ def test_the_trace_of_a_run_says_how_long_calls_took(tmp_path: Path) -> None:
 
 
 def test_the_host_of_a_block_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0.0 < hosted._passes(CPU, 1, "off") < 60.0
+    assert 0.0 < benchmark_host_update._passes(CPU, 1, "off") < 60.0
     ends, each = 7.0, {"off": 0.3, "tensorwise": 0.6}
-    monkeypatch.setattr(hosted, "_passes", lambda device, n, fp8: ends + n * each[fp8])
-    found = {row.kind: row.value for row in hosted.rates(CPU, fp8=True)}
+    monkeypatch.setattr(
+        benchmark_host_update, "_passes", lambda device, n, fp8: ends + n * each[fp8]
+    )
+    found = {row.kind: row.value for row in benchmark_host_update.rates(CPU, fp8=True)}
     assert found == {"block": pytest.approx(0.1), "block8": pytest.approx(0.2)}
 
 

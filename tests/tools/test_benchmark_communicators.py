@@ -11,12 +11,12 @@ from ranvier.errors import CommunicationError
 from ranvier.grid import Communicator, Grid
 from ranvier.models import SIZES, Decoder
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import parallelize
-from ranvier.planner import table
+from ranvier.parallel.parallelize import parallelize
 from ranvier.planner.communicators import communicator_bytes
-from ranvier.planner.table import Table
-from ranvier.train.account import Account
-from ranvier.train.communicators import FURTHER, Sample, measure, summarize
+from ranvier.planner.memory import breakdown
+from ranvier.planner.memory.breakdown import Table
+from ranvier.tools.benchmark_communicators import FURTHER, Sample, measure, summarize
+from ranvier.train.memory.breakdown import Account
 
 MIB = 2**20
 
@@ -62,11 +62,11 @@ def test_the_table_of_a_run_counts_those_over_nccl() -> None:
     optimizer = Optimizer(parallelize(Decoder(SIZES["tiny"]), grid).parallel.queue)
     measured = Account().measured(optimizer, torch.device("cpu"))
     assert measured.device["communicators"] == 0
-    assert "communicators" not in " ".join(table.lines(None, measured))
+    assert "communicators" not in " ".join(breakdown.lines(None, measured))
     for backend in ("nccl", "nccl", "gloo"):
         grid.communicators.append(Communicator(("pipe",), backend, 2, backend, 0.1))
     counted = Account(peers=2).measured(optimizer, torch.device("cpu"))
     assert counted.device["communicators"] == communicator_bytes(2, 2)
     assert counted.allocated == measured.allocated, "no tensor has them"
     assert Table.read(counted.facts()) == counted
-    assert any(line.startswith("communicators ") for line in table.lines(None, counted))
+    assert any(line.startswith("communicators ") for line in breakdown.lines(None, counted))

@@ -14,14 +14,9 @@ from pathlib import Path
 import pytest
 
 from commands import call
-from ranvier.errors import PlanError
-from ranvier.layers import Flow
-from ranvier.plan import Plan
-from ranvier.planner.leaves import of_run
-from ranvier.planner.moves import moves
-from ranvier.planner.space import space
-from ranvier.run import Run
-from ranvier.settings import (
+from ranvier.config.plan import Plan
+from ranvier.config.run import Run
+from ranvier.config.sections import (
     DataConfig,
     LoraConfig,
     MemoryConfig,
@@ -29,7 +24,12 @@ from ranvier.settings import (
     OptimConfig,
     TrainConfig,
 )
-from ranvier.train.dryrun import checked, dry
+from ranvier.cost.layers import Flow
+from ranvier.errors import PlanError
+from ranvier.planner.comm_volume import moves
+from ranvier.planner.memory.total import space
+from ranvier.planner.model_spec import of_run
+from ranvier.tools.dry_run import checked, dry
 
 SHAPE = {"layers": 4, "embed": 48, "heads": 24, "kv_heads": 6, "head_dim": 4, "mlp": 96}
 MODELS = [

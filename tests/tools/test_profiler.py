@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from commands import SMALL, call, metrics
-from ranvier.train.kernels import Kernel, Op, flops, group_of, moved, read, short
-from ranvier.train.profile import (
+from ranvier.tools.profiler.chrome_trace import Kernel, Op, flops, group_of, moved, read, short
+from ranvier.tools.profiler.report import (
     Pace,
     Peaks,
     _recorded,

@@ -10,17 +10,17 @@ from xml.etree import ElementTree
 import pytest
 
 from commands import call
-from ranvier import run as runs
+from ranvier.config import run as runs
+from ranvier.config.arguments import Simulate
+from ranvier.config.run import Run
 from ranvier.errors import PlanError
-from ranvier.options import Simulate
-from ranvier.pipeline import draw
-from ranvier.pipeline.choice import policy_for
+from ranvier.pipeline import timeline_svg
 from ranvier.pipeline.policy import Shape
+from ranvier.pipeline.policy_search import policy_for
 from ranvier.pipeline.simulator import Times, simulate
-from ranvier.run import Run
-from ranvier.train import report, timeline
-from ranvier.train.simulate import by_work, from_run, from_toml
-from ranvier.train.simulate import simulate as command
+from ranvier.tools.simulate import by_work, from_run, from_toml
+from ranvier.tools.simulate import simulate as command
+from ranvier.train.report import pipeline, report
 
 FILES = ("timeline.svg", "timeline.html", "timeline-trace.json")
 FOUR = {"plan": {"pipe": 4, "batch": 8, "micro_batch": 1}}
@@ -212,8 +212,8 @@ def test_a_report_has_the_pipeline(here: Path) -> None:
     page = report.write(folder).read_text()
     assert "<h2>Pipeline</h2>" in page and "run, step 99, 1f1b: " in page
     assert "simulated, 1f1b: " in page and "waits: gradient" in page
-    picture = draw.recorded("run", timeline.read(folder))
-    assert f"{draw.amount(picture.seconds)}, bubble {picture.bubble:.1%}" in page
+    picture = timeline_svg.recorded("run", pipeline.read(folder))
+    assert f"{timeline_svg.amount(picture.seconds)}, bubble {picture.bubble:.1%}" in page
     (folder / "timeline.json").unlink()
     assert "<h2>Pipeline</h2>" not in report.write(folder).read_text()
 
@@ -228,6 +228,6 @@ def test_a_report_survives_a_broken_timeline(text: str, here: Path) -> None:
 
 def test_a_report_escapes_the_names_of_a_run(here: Path) -> None:
     folder = run_folder(here / "run", SHAPE, UNEVEN, policy="<script>alert(1)</script>")
-    page = timeline.section(folder)
+    page = pipeline.section(folder)
     assert "<script>" not in page and "is unknown" in page
     assert "run, step 99" in page

@@ -13,10 +13,10 @@ from commands import call
 from published_models import BASE, save, theirs, tokens
 from ranvier.checkpoint.convert import opened
 from ranvier.errors import PlanError
-from ranvier.infer.sample import checkpoint_of, run_of
+from ranvier.infer.generate import checkpoint_of, run_of
 from ranvier.models import Decoder, DecoderConfig
-from ranvier.train.exchange import exported, imported
-from ranvier.train.upcycle import mixed, upcycled
+from ranvier.tools.upcycle import mixed, upcycled
+from ranvier.train.import_export import exported, imported
 
 
 def logits(run: Path) -> Tensor:

@@ -11,16 +11,17 @@ import pytest
 import torch
 
 from commands import call
+from ranvier.config.run import Run
 from ranvier.grid import Grid
 from ranvier.launch import Ranks
-from ranvier.optim import prune
-from ranvier.parallel import parallel_of
-from ranvier.run import Run
-from ranvier.train import folder as folders
-from ranvier.train import pruning, saves
+from ranvier.optim import pruning as prune
+from ranvier.parallel.parallelize import parallel_of
+from ranvier.tools.verify import AFTER_STEPS, ONE_PASS, shrink
+from ranvier.tools.verify_run import Report, train_shortly
+from ranvier.train import pruning
 from ranvier.train.pruning import Masks
-from ranvier.verify import AFTER_STEPS, ONE_PASS, shrink
-from ranvier.verify_run import Report, train_shortly
+from ranvier.train.resume import checkpointing
+from ranvier.train.resume import run_directory as folders
 
 CPU = torch.device("cpu")
 WEIGHTS_OF_MASKS = Masks.weights
@@ -88,7 +89,7 @@ def test_masks_of_other_weights_are_seen() -> None:
 
 
 def test_a_wrong_reload_and_a_wrong_end_are_seen() -> None:
-    take, record = saves._take, folders.record
+    take, record = checkpointing._take, folders.record
 
     def from_the_first_sample(trainer: Any, manifest: Any) -> None:
         take(trainer, manifest)
@@ -98,7 +99,7 @@ def test_a_wrong_reload_and_a_wrong_end_are_seen() -> None:
         record(folder, **{**facts, "status": "running"} if "status" in facts else facts)
 
     with (
-        mock.patch.object(saves, "_take", from_the_first_sample),
+        mock.patch.object(checkpointing, "_take", from_the_first_sample),
         mock.patch.object(folders, "record", unfinished),
     ):
         found = wrong(report_of())

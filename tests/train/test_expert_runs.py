@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from pool import Pool
-from ranvier.checkpoint.folder import found
+from ranvier.checkpoint.directory import found
 from ranvier.checkpoint.load import wholes
 from ranvier.grid import Grid
 from ranvier.models import Decoder
-from ranvier.train import routed
-from ranvier.verify import compare, shrink
+from ranvier.tools.verify import compare, shrink
+from ranvier.train.report import moe
 from training import losses_of, run_of, stored, trainer_of
 
 CHANGES: dict[str, Any] = {
@@ -96,6 +96,6 @@ def test_metrics_tell_what_routers_did(pool: Pool, tmp_path: Path) -> None:
         assert 1.0 <= row["expert_load"] <= 4.0
         assert 0.0 < row["expert_drops"] < 1.0
         assert row["expert_loss"] >= 0.02 * 0.9
-    page = routed.section(json.loads(json.dumps(rows)))
+    page = moe.section(json.loads(json.dumps(rows)))
     assert "Load of the busiest expert" in page and "share of dropped choices" in page
-    assert routed.section([{"step": 0, "loss": 1.0}]) == ""
+    assert moe.section([{"step": 0, "loss": 1.0}]) == ""

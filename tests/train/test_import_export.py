@@ -12,9 +12,9 @@ from commands import call
 from published_models import BASE, CASES, GPT2, save, theirs
 from ranvier.data.tokenizer import Bytes
 from ranvier.grid import Grid
-from ranvier.infer import sample
-from ranvier.infer.loaded import load, saved_dtype
-from ranvier.infer.sample import checkpoint_of, run_of
+from ranvier.infer import generate
+from ranvier.infer.generate import checkpoint_of, run_of
+from ranvier.infer.load import load, saved_dtype
 
 FEW = ["--data.seq", "16", "--plan.batch", "4", "--train.steps", "2", "--nproc", "1"]
 FEW += ["--train.evaluate", "0", "--train.prompt", "", "--data.max-bytes", "20000"]
@@ -76,7 +76,7 @@ def test_a_whole_prompt_is_read(
         seen.append(logits)
         return 97
 
-    monkeypatch.setattr(sample, "chosen", likeliest)
+    monkeypatch.setattr(generate, "chosen", likeliest)
     text = "".join(chr(97 + n * n % 26) for n in range(601))
     ask = ["generate", str(run), "--temperature", "0", "--tokens"]
     capsys.readouterr()

@@ -12,25 +12,25 @@ import torch
 import training
 from pool import Pool
 from ranvier.checkpoint import manifest as manifests
-from ranvier.checkpoint import peft_out
-from ranvier.checkpoint.folder import found
+from ranvier.checkpoint.directory import found
+from ranvier.checkpoint.hf import peft_write
+from ranvier.checkpoint.hf.peft_read import read_adapter
 from ranvier.checkpoint.load import wholes
-from ranvier.checkpoint.peft import read_adapter
+from ranvier.config.run import Run, to_toml
+from ranvier.config.sections import LoraConfig
+from ranvier.cost.layers import Flow
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.infer.loaded import load
-from ranvier.infer.sample import fill
+from ranvier.infer.generate import fill
+from ranvier.infer.load import load
 from ranvier.launch import Ranks
-from ranvier.layers import Flow
 from ranvier.models import build
-from ranvier.models.adapter import adapters_of
-from ranvier.models.families import FAMILIES
-from ranvier.parallel import parallel_of
-from ranvier.run import Run, to_toml
-from ranvier.settings import LoraConfig
-from ranvier.train import folder as folders
-from ranvier.train import saves
+from ranvier.models.hf.registry import FAMILIES
+from ranvier.models.lora import adapters_of
+from ranvier.parallel.parallelize import parallel_of
 from ranvier.train.metrics import step_flops
+from ranvier.train.resume import checkpointing
+from ranvier.train.resume import run_directory as folders
 from ranvier.train.train import check_memory, trained_of
 
 TOKENS = torch.arange(32).view(2, 16) * 5
@@ -58,7 +58,7 @@ def losses(
     run = training.run_of(out, dict(grid.degrees), steps, **changes)
     trainer = training.trainer_of(grid, corpus, run)
     if start:
-        saves.start(trainer, Path(start))
+        checkpointing.start(trainer, Path(start))
     else:
         trainer.resume(Path(resume))
     found = [row["loss"] for row in trainer.steps()]
@@ -91,14 +91,14 @@ def adapted(grid: Grid, corpus: str, out: str, base: str, changes: Any) -> Any:
     """What a run begins with: its first loss without adapters and with, and DoRA's lengths."""
     run = training.run_of(out, dict(grid.degrees), 2, **changes)
     trainer = training.trainer_of(grid, corpus, run)
-    saves.start(trainer, Path(base))
+    checkpointing.start(trainer, Path(base))
     adapter = next(iter(adapters_of(trainer.model)))[1]
     return trainer.measure(), adapter.m["q"].weight.detach().clone(), trainer.step
 
 
 def test_at_the_start_nothing_is_added(pool: Pool, corpus: str, base: Path, tmp_path: Path) -> None:
     plain = training.trainer_of(Grid({}), corpus, training.run_of(str(tmp_path / "a"), {}, 9))
-    saves.start(plain, base)
+    checkpointing.start(plain, base)
     want = plain.measure()
     weight = wholes(base)["blocks.0.attention.qkv.q.weight"]
     for loss, lengths, step in pool.on_grid(
@@ -114,16 +114,16 @@ def test_a_run_starts_from_a_written_adapter_with_its_settings(
 ) -> None:
     run = training.run_of(str(tmp_path / "a"), {}, 2, **{**LORA, "lora__on": ("q", "mlp")})
     trainer = training.trainer_of(Grid({}), corpus, run)
-    saves.start(trainer, base)
+    checkpointing.start(trainer, base)
     list(trainer.steps())
     saved = trainer.save()
     assert saved is not None
     out = tmp_path / "adapter"
-    peft_out.write_adapter(saved, run.model, run.lora, FAMILIES["llama"], out, "a-base")
+    peft_write.write_adapter(saved, run.model, run.lora, FAMILIES["llama"], out, "a-base")
     assert read_adapter(out, run.model).lora.on == ("q", "gate", "up", "down")
     more = training.run_of(str(tmp_path / "b"), {}, 2, lora__start=str(out))
     again = training.trainer_of(Grid({}), corpus, more)
-    saves.start(again, base)
+    checkpointing.start(again, base)
     assert again.run.lora.rank == 3 and again.run.lora.dora and again.run.lora.dropout == 0.25
     assert again.measure() == pytest.approx(trainer.measure(), rel=1e-12)
     mine, theirs = again.optimizer.state(), trainer.optimizer.state()

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from equivalence import ONE_PASS, batch_of, copied, gradients, micros_of, worst
 from pool import Pool
-from ranvier.checkpoint.folder import found
+from ranvier.checkpoint.directory import found
+from ranvier.cost.layers import Flow
 from ranvier.grid import Grid
-from ranvier.layers import Flow
 from ranvier.models import Decoder, DecoderConfig
-from ranvier.models.documents import causal
-from ranvier.nn import attend, fp8
-from ranvier.nn.fastest import Fastest
+from ranvier.models.document_attention import causal
+from ranvier.nn import attention_backends, float8
+from ranvier.nn.autotune import Fastest
+from ranvier.nn.fused_linear import Siblings
 from ranvier.nn.linear import Linear
-from ranvier.nn.siblings import Siblings
-from ranvier.parallel import parallel_of, parallelize
+from ranvier.parallel.parallelize import parallel_of, parallelize
 from ranvier.sharding import State
-from ranvier.train.arithmetic import choose_arithmetic
+from ranvier.train.model_converters import choose_arithmetic
 from ranvier.train.step import forward_backward
 from training import run_of, stored, trainer_of
 
@@ -161,7 +161,7 @@ def test_in_fp8_all_siblings_are_packed_and_checkpoints_are_the_same(
         assert packs(trainer.model, QKV) == ([(0, 3)] if whole else [(1, 3)])
         assert packs(trainer.model, ENTER) == ([(0, 2)] if whole else [])
         layers = [x for x in parallel_of(trainer.model).leaves.values() if isinstance(x, Linear)]
-        assert sum(isinstance(x.products, fp8.Scaled) for x in layers) == (14 if whole else 0)
+        assert sum(isinstance(x.products, float8.Scaled) for x in layers) == (14 if whole else 0)
         assert trainer.notes == (
             ["fp8 (tensorwise): 14 layers, 21,504 parameters on a rank"] if whole else []
         )
@@ -181,7 +181,7 @@ def test_a_cpu_has_nothing_to_choose() -> None:
 # ---- attention --------------------------------------------------------------------------
 
 
-def attended(function: attend.Attend) -> Tensor:
+def attended(function: attention_backends.Attend) -> Tensor:
     """Attention with shared keys."""
     generator = torch.Generator().manual_seed(3)
     shapes = [(2, 5, heads, 8) for heads in (4, 2, 2)]
@@ -190,23 +190,25 @@ def attended(function: attend.Attend) -> Tensor:
 
 def test_ways_of_attention_take_what_they_can() -> None:
     """Others go the way of torch."""
-    assert attend.way("auto") is attend.auto
+    assert attention_backends.way("auto") is attention_backends.auto
     want = attended(causal)
-    for name in attend.WAYS:
-        assert torch.equal(attended(attend.way(name)), want)
+    for name in attention_backends.WAYS:
+        assert torch.equal(attended(attention_backends.way(name)), want)
     x = torch.zeros(2, 5, 4, 8)
-    assert [name for name in attend.WAYS if attend.takes(name, x, x, x)] == ["auto"]
+    assert [
+        name for name in attention_backends.WAYS if attention_backends.takes(name, x, x, x)
+    ] == ["auto"]
     fastest = Fastest("cpu")
-    assert attend.tuned(2, 5, 4, 2, 8, torch.float32, "cpu", fastest) == "auto"
+    assert attention_backends.tuned(2, 5, 4, 2, 8, torch.float32, "cpu", fastest) == "auto"
     assert not fastest.table, "nothing is measured where there is no choice"
 
 
 def test_neighbours_that_multiply_otherwise_are_not_packed() -> None:
     model = decoder(Grid({}))
     leaf = model.blocks[0].attention.qkv
-    leaf.layers[1].products = fp8.Scaled()
+    leaf.layers[1].products = float8.Scaled()
     leaf.pack()
     assert leaf.runs == []
-    leaf.layers[2].products = fp8.Scaled()
+    leaf.layers[2].products = float8.Scaled()
     leaf.pack()
     assert [(run.start, run.stop) for run in leaf.runs] == [(1, 3)]

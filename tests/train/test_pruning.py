@@ -13,11 +13,11 @@ from commands import SMALL, call
 from equivalence import worst
 from pool import Pool
 from pruned import way_of
-from ranvier.checkpoint.folder import found
+from ranvier.checkpoint.directory import found
 from ranvier.checkpoint.load import wholes
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.train import saves
+from ranvier.train.resume import checkpointing
 from training import losses_of, run_of, stored, trainer_of
 
 Changes = dict[str, Any]
@@ -86,7 +86,7 @@ def begun(grid: Grid, corpus: str, source: str, out: str, way: str, changes: Cha
     """Save a pruned run that begins with the weights of another, before its first step."""
     trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), 2, **changes))
     if way == "train.start":
-        saves.start(trainer, Path(source))
+        checkpointing.start(trainer, Path(source))
     else:  # the weights and all else of a run that is not pruned
         trainer.resume(Path(source))
     trainer.save()

@@ -21,15 +21,15 @@ import torch
 from commands import SMALL, call, ended, losses, metrics, started
 from data.corpora import write_pair
 from pool import Pool
-from ranvier.checkpoint.folder import found
+from ranvier.checkpoint.directory import found
 from ranvier.errors import RanvierError
 from ranvier.grid import Grid
-from ranvier.infer.loaded import load
-from ranvier.infer.sample import Speaker
-from ranvier.terminal import CONTROLS, escape_controls
-from ranvier.train import folder as folders
+from ranvier.infer.generate import Speaker
+from ranvier.infer.load import load
+from ranvier.system.terminal import CONTROLS, escape_controls
 from ranvier.train import train as trains
-from ranvier.train.directory import held_open
+from ranvier.train.resume import run_directory as folders
+from ranvier.train.resume.open_directory import held_open
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
 
@@ -185,7 +185,7 @@ def test_a_run_does_not_outlive_its_directory(
         last.append(at)
 
     if at == 2:
-        monkeypatch.setattr("ranvier.train.directory.LOOK_SECONDS", 0.0)
+        monkeypatch.setattr("ranvier.train.resume.open_directory.LOOK_SECONDS", 0.0)
     interrupted(monkeypatch, at, harmed)
     interrupted(monkeypatch, 4, lambda: last.append(4))
     assert call("train", *FAST, "--train.steps", "5", "--train.out", "run") == 73
@@ -209,7 +209,7 @@ def lost_directory(grid: Grid, corpus: str, out: str) -> tuple[int, int]:
         held_open(*paths if grid.rank == 0 else ()) as directory,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr("ranvier.train.directory.LOOK_SECONDS", 0.0)
+        patch.setattr("ranvier.train.resume.open_directory.LOOK_SECONDS", 0.0)
         trainer.watch_directory(directory)
         try:
             for row in trainer.steps():
@@ -246,7 +246,7 @@ class Failing:
 def test_a_log_that_fails_never_costs_a_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], when: str
 ) -> None:
-    monkeypatch.setattr("ranvier.train.show.LOGS", {"tensorboard": lambda *_: Failing(when)})
+    monkeypatch.setattr("ranvier.train.loggers.LOGS", {"tensorboard": lambda *_: Failing(when)})
     words = ("--train.steps", "3", "--train.log", "tensorboard", "--train.out", "run")
     assert call("train", *FAST, *words) == 0
     assert capsys.readouterr().err.count("tensorboard has failed: RuntimeError") == 1

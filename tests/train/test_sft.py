@@ -16,9 +16,9 @@ from commands import SMALL, call, losses
 from data.chats import CHATML, folder_of
 from data.test_chats import corpus_of, talks
 from pool import Pool
-from ranvier.checkpoint.folder import found
+from ranvier.checkpoint.directory import found
 from ranvier.checkpoint.load import wholes
-from ranvier.infer.sample import Speaker
+from ranvier.infer.generate import Speaker
 from training import losses_of
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "sft.py"

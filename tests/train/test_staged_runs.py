@@ -12,15 +12,15 @@ import torch
 
 from equivalence import Case, batch_of, gradients, micros_of, worst
 from pool import Pool
-from ranvier.checkpoint.folder import found as checkpoints
+from ranvier.checkpoint.directory import found as checkpoints
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models import Decoder
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import parallel_of
-from ranvier.train.stages import measured
+from ranvier.parallel.parallelize import parallel_of
+from ranvier.tools.verify import compare, shrink
+from ranvier.train.build_stage import measured
 from ranvier.train.step import forward_backward
-from ranvier.verify import compare, shrink
 from training import losses_of, run_of, stored, trainer_of
 
 STEPS = 3

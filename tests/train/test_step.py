@@ -13,7 +13,7 @@ from ranvier.data.batch import Batch
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
 from ranvier.models import Decoder, DecoderConfig
-from ranvier.parallel import parallel_of, parallelize
+from ranvier.parallel.parallelize import parallel_of, parallelize
 from ranvier.train.step import forward_backward
 
 pytestmark = [  # of the compiler
@@ -95,7 +95,7 @@ def test_documents_as_numbers_are_compiled_too() -> None:
 
 @pytest.mark.full
 def test_many_shapes_run_without_a_graph_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ranvier.nn.compiled.SHAPES", 3)
+    monkeypatch.setattr("ranvier.nn.compile.SHAPES", 3)
     model = parallelize(Decoder(CONFIG), Grid({}), compiled="aot_eager")
     compiled = parallel_of(model).compiled
     assert compiled is not None

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from pool import Pool
-from ranvier.checkpoint.folder import found
+from ranvier.checkpoint.directory import found
+from ranvier.config.run import Run
+from ranvier.config.sections import TrainConfig
+from ranvier.cost.layers import Flow
 from ranvier.errors import DataError, PlanError
 from ranvier.grid import Grid
-from ranvier.layers import Flow
 from ranvier.models import SIZES, Decoder
-from ranvier.parallel import parallel_of, parallelize
-from ranvier.run import Run
-from ranvier.settings import TrainConfig
+from ranvier.parallel.parallelize import parallel_of, parallelize
 from ranvier.train.metrics import known, peak_flops, step_flops
 from ranvier.train.train import ranks_of, settled
 from ranvier.train.trainer import frozen

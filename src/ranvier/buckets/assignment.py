@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ranvier import lots
-from ranvier.comm.bucket import Bucket, Segment, Weight
-from ranvier.comm.deferred import Deferred
-from ranvier.lots import Piece
+from ranvier.buckets import spec
+from ranvier.buckets.bucket import Bucket, Segment, Weight
+from ranvier.buckets.scheduler import Deferred
+from ranvier.buckets.spec import Piece
 
 
 def fill(queue: Deferred, weights: Iterable[Weight], blocks: Mapping[str, str]) -> None:
@@ -17,7 +17,7 @@ def fill(queue: Deferred, weights: Iterable[Weight], blocks: Mapping[str, str]) 
     """
     known = {weight.name: weight for weight in weights}
     pieces = [_piece(weight, blocks[name]) for name, weight in known.items()]
-    for lot in lots.sort(pieces, queue.grid.degrees):
+    for lot in spec.sort(pieces, queue.grid.degrees):
         members, start = [known[piece.name] for piece in lot.pieces], 0
         for weight in members:
             weight.offset, start = start, start + weight.elements
@@ -45,4 +45,4 @@ def _piece(weight: Weight, block: str) -> Piece:
 
 def copies(weight: Weight, queue: Deferred) -> dict[str, int]:
     """Ranks of each axis but data and pipe that hold the same part."""
-    return lots.copies(weight.sharding, queue.grid.degrees)
+    return spec.copies(weight.sharding, queue.grid.degrees)

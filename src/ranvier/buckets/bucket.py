@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ranvier.comm import pairs, verbs
-from ranvier.comm.kept import Kept, packed
-from ranvier.comm.lane import Mark, Updating
-from ranvier.comm.sums import Pieces, Sum, flat
-from ranvier.comm.verbs import Pending
+from ranvier.buckets.sparsity import Kept, packed
+from ranvier.buckets.spec import Bulk, Group
+from ranvier.comm import autograd, collectives
+from ranvier.comm.accumulator import Pieces, Sum, flat
+from ranvier.comm.collectives import Pending
+from ranvier.comm.streams import Mark, Updating
 from ranvier.grid import Axis
-from ranvier.lots import Bulk, Group
 from ranvier.sharding import Dim, Place, Sharding
 
 if TYPE_CHECKING:
-    from ranvier.comm.deferred import Deferred
+    from ranvier.buckets.scheduler import Deferred
 
 
 @dataclass(eq=False)
@@ -103,7 +103,7 @@ class Weight:
         if not self.split:
             return self.param
         dim = self.sharding.depth_dim
-        whole = pairs.gather(self.param, self.bucket.queue.gather_axis, dim)
+        whole = autograd.gather(self.param, self.bucket.queue.gather_axis, dim)
         return whole.narrow(dim, 0, self.sharding.gathered[dim])
 
     def deliver(self, grad: Tensor) -> None:
@@ -308,7 +308,7 @@ class Bucket:
         axis, rows = self.queue.gather_axis, packed(mask)[None]
         if self.split:
             with self.queue.grid.trace.at(self.name):
-                rows = verbs.all_gather(rows, axis).wait()
+                rows = collectives.all_gather(rows, axis).wait()
         edges = [edge for w in self.weights for edge in (w.offset, w.offset + w.elements)]
         mine, ranks = axis.index if self.split else 0, self.queue.data_axis.size
         self.kept = Kept(rows, self.size, edges, mine=mine, ranks=ranks)

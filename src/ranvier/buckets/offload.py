@@ -14,10 +14,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ranvier.comm.arena import Arena, aligned, refuse_memory
-from ranvier.comm.bucket import Bucket
-from ranvier.comm.lane import Lane, Mark, Updating, await_mark, here
-from ranvier.comm.verbs import Pending
+from ranvier.buckets.bucket import Bucket
+from ranvier.comm.collectives import Pending
+from ranvier.comm.streams import Lane, Mark, Updating, await_mark, here
+from ranvier.memory.host import Arena, aligned, refuse_memory
 
 
 class Fetched(Pending):

@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ranvier.comm import verbs
-from ranvier.comm.bucket import Bucket, Weight
-from ranvier.comm.home import Homes
-from ranvier.comm.lane import await_mark
-from ranvier.comm.sums import Pieces, Sum, flat
-from ranvier.comm.verbs import Pending
+from ranvier.buckets.bucket import Bucket, Weight
+from ranvier.buckets.offload import Homes
+from ranvier.comm import collectives
+from ranvier.comm.accumulator import Pieces, Sum, flat
+from ranvier.comm.collectives import Pending
+from ranvier.comm.streams import await_mark
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
 
@@ -97,7 +97,7 @@ class Deferred:
         Communicates: all-gather over depth, often issued before.
         """
         if block != self._resident:
-            with verbs.hidden(), self.grid.trace.beside():
+            with collectives.hidden(), self.grid.trace.beside():
                 self._enter(block)
 
     def enter(self, block: str) -> None:
@@ -181,7 +181,7 @@ class Deferred:
                 part = self.homes.fetch(bucket)
             if bucket.split:
                 with self.grid.trace.at(block):
-                    part = verbs.all_gather(part.wait(), self.gather_axis)
+                    part = collectives.all_gather(part.wait(), self.gather_axis)
             pending.append(part)
         if "gather" not in self.overlap:
             for one in pending:
@@ -224,13 +224,13 @@ class Deferred:
         if not weight.split:
             self.arrive(weight.bucket, weight.offset, grad)
             return
-        with verbs.hidden():
+        with collectives.hidden():
             self._fill(weight.bucket)
             weight.bucket.add(weight, grad)
 
     def arrive(self, bucket: Bucket, start: int, grad: Tensor) -> None:
         """Take a gradient of my shards that lie one after the other from `start` on."""
-        with verbs.hidden():
+        with collectives.hidden():
             self._fill(bucket)
             self._accumulate(bucket, grad, start)
 
@@ -273,7 +273,7 @@ class Deferred:
     def _scatter(self, bucket: Bucket) -> None:
         assert bucket.full is not None
         with self.grid.trace.at(bucket.name):
-            pending = verbs.reduce_scatter(bucket.full.view(-1), self.scatter_axis)
+            pending = collectives.reduce_scatter(bucket.full.view(-1), self.scatter_axis)
         bucket.full = None
         self._reducing.append((bucket, pending, self._last))
         while len(self._reducing) > (1 if "dw" in self.overlap else 0):
@@ -316,7 +316,7 @@ class Deferred:
     def _reduce(self, bucket: Bucket, whole: Tensor) -> None:
         """Start the reduction of a gradient over data."""
         with self.grid.trace.at(bucket.name):
-            pending = verbs.reduce_scatter(whole, self.data_axis)
+            pending = collectives.reduce_scatter(whole, self.data_axis)
         bucket.reduced.append(pending)
         if "dw" not in self.overlap:
             pending.wait()
@@ -390,7 +390,7 @@ class Deferred:
         whole = _united(bucket, *self._summed(bucket))
         if bucket.tied is not None:
             with self.grid.trace.at(bucket.name):
-                whole = verbs.all_reduce(whole, bucket.tied).wait()
+                whole = collectives.all_reduce(whole, bucket.tied).wait()
         bucket.grad = Sum(bucket.count, self.dtype)
         bucket.grad.parts = {(0, bucket.count): whole}
 
@@ -399,7 +399,7 @@ class Deferred:
         whole = self._taken(bucket).clone()
         with self.grid.trace.at(bucket.name):
             parts = [(whole[one.start : one.stop], one.over) for one in bucket.copied]
-            return whole, [verbs.all_reduce(part, over) for part, over in parts]
+            return whole, [collectives.all_reduce(part, over) for part, over in parts]
 
 
 def _united(bucket: Bucket, whole: Tensor, pending: list[Pending]) -> Tensor:

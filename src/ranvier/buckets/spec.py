@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from ranvier.layers import Line
-from ranvier.plan import AXES
+from ranvier.config.plan import AXES
+from ranvier.cost.layers import Line
 from ranvier.sharding import Sharding
 from ranvier.trace import Event
 

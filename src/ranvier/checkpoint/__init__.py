@@ -1,1 +1,4 @@
-"""Checkpoints: state by name and place."""
+"""Checkpoints: state by name and global slice, so that any grid can load what another saved.
+
+Imports buckets, sharding and what is below.
+"""

@@ -24,16 +24,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ranvier.checkpoint import blocks, folder, part
-from ranvier.checkpoint.blocks import Bytes
-from ranvier.checkpoint.folder import Keep
-from ranvier.checkpoint.part import Host, Layout, Stretched
-from ranvier.comm.agree import largest, together, told
-from ranvier.comm.kept import Sparse
+from ranvier.buckets.sparsity import Sparse
+from ranvier.checkpoint import checksummed_file, directory, rank_file
+from ranvier.checkpoint.checksummed_file import Bytes
+from ranvier.checkpoint.directory import Keep
+from ranvier.checkpoint.rank_file import Host, Layout, Stretched
+from ranvier.comm.consensus import largest, together, told
 from ranvier.errors import INTERNAL, ElsewhereError, RanvierError, WriteError
 from ranvier.grid import Grid
 from ranvier.sharding import State
-from ranvier.terminal import print
+from ranvier.system.terminal import print
 
 T = TypeVar("T")
 ROUND = 0.5
@@ -110,11 +110,11 @@ class Saver:
             stretched = {
                 layout.begins[n]: (x, mine[n][0].dtype) for n, x in some.items() if n in mine
             }
-            finite, data = self._started(part.runs(mine, layout, some), stretched)
+            finite, data = self._started(rank_file.runs(mine, layout, some), stretched)
 
             def work() -> None:
                 if not finite():
-                    raise part.bad(mine, some, step)
+                    raise rank_file.bad(mine, some, step)
                 self._write(mine, layout, data)
 
             self._begin(work)
@@ -136,7 +136,7 @@ class Saver:
         And the bytes of the file: copies, or what rests on the host, which must then not change
         until it is written. sparse: by their first byte in the file.
         """
-        direct = [part.resting(flat, self.device) for _, flat in flats]
+        direct = [rank_file.resting(flat, self.device) for _, flat in flats]
         sizes = [
             0 if rests else flat.nbytes for rests, (_, flat) in zip(direct, flats, strict=True)
         ]
@@ -163,7 +163,7 @@ class Saver:
         def copied() -> bool:
             for begin, flat in flats:
                 self._host.copy(begin, flat)
-            peak = part.largest([flat for _, flat in flats] + [*rest])
+            peak = rank_file.largest([flat for _, flat in flats] + [*rest])
             if not rest:
                 self._copied.set()
             return bool(peak.isfinite())
@@ -182,7 +182,7 @@ class Saver:
         with torch.cuda.stream(self._stream):
             for begin, flat in flats:
                 self._host.copy(begin, flat)
-            peak = part.largest(flat for _, flat in flats)
+            peak = rank_file.largest(flat for _, flat in flats)
             good.copy_(peak.isfinite(), non_blocking=True)
             arrived = self._arrived = torch.cuda.Event()
             arrived.record()
@@ -190,7 +190,7 @@ class Saver:
         def came() -> bool:
             arrived.synchronize()
             flats.clear()  # until now nobody else may have their memory
-            return bool(good) and bool(part.largest(rest).isfinite())
+            return bool(good) and bool(rank_file.largest(rest).isfinite())
 
         return came
 
@@ -222,18 +222,18 @@ class Saver:
 
     def _write(self, state: State, layout: Layout, data: Sequence[Bytes]) -> None:
         """Write my part."""
-        here = folder.writing(self.folder, self.step, self.nonce)
+        here = directory.writing(self.folder, self.step, self.nonce)
         self._needed = (len(layout.header) + layout.size) * self.grid.world
 
         def once() -> None:
             if self.grid.rank == 0:
                 self.check()
-                folder.sweep(self.folder, self.nonce)
+                directory.sweep(self.folder, self.nonce)
                 self._warn()
             here.mkdir(exist_ok=True)
-            for name in part.names(self.grid.rank):
+            for name in rank_file.names(self.grid.rank):
                 (here / name).unlink(missing_ok=True)
-            part.write(here, self.grid.rank, state, layout, data)
+            rank_file.write(here, self.grid.rank, state, layout, data)
 
         self._tried(once)
 
@@ -269,16 +269,16 @@ class Saver:
         where, step = self.folder, self.step
         for path in self._also:
             with suppress(OSError):  # a run can go on without them
-                blocks.flush(path)
-        here = folder.writing(where, step, self.nonce)
+                checksummed_file.flush(path)
+        here = directory.writing(where, step, self.nonce)
         self.check()
-        self._tried(lambda: folder.seal(here, step, self.grid.degrees, self._facts))
-        final = self._tried(lambda: folder.publish(where, here, step))
-        self._tried(lambda: blocks.flush(where))
-        self._tried(lambda: folder.point(where, final.name))
+        self._tried(lambda: directory.seal(here, step, self.grid.degrees, self._facts))
+        final = self._tried(lambda: directory.publish(where, here, step))
+        self._tried(lambda: checksummed_file.flush(where))
+        self._tried(lambda: directory.point(where, final.name))
         self.saved = final
         try:
-            folder.prune(where, self.keep)
+            directory.prune(where, self.keep)
         except (OSError, RanvierError) as error:  # what is saved is saved; more is kept than asked
             print(f"Warning: old checkpoints were not removed: {error}", file=sys.stderr)
 
@@ -304,7 +304,7 @@ class Saver:
             error, self._error, self._phase = self._error, None, ""
             if self._thread is not None:  # it may be about to make the folder that another removed
                 self._thread.join(ROUND)
-            here = folder.writing(self.folder, self.step, self.nonce)
+            here = directory.writing(self.folder, self.step, self.nonce)
             shutil.rmtree(here, ignore_errors=True)
             if error is not None:
                 raise error

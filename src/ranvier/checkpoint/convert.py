@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranvier.checkpoint import blocks, folder, load, part
+from ranvier.checkpoint import checksummed_file, directory, load, rank_file
 from ranvier.checkpoint import manifest as manifests
-from ranvier.checkpoint.part import Host, Layout
+from ranvier.checkpoint.rank_file import Host, Layout
+from ranvier.config.plan import AXES
 from ranvier.errors import CheckpointError, PlanError, WriteError
-from ranvier.plan import AXES
 from ranvier.sharding import Place, State
 
 ROOM = 1 << 30
@@ -72,8 +72,8 @@ def convert(checkpoint: Path, out: Path, *, form: str, dtype: str) -> list[str]:
             names = _as_checkpoint(source, hidden)
         else:
             names = _as_weights(source, hidden, TYPES.get(dtype))
-        folder.rename(hidden, out)
-        blocks.flush(out.absolute().parent)
+        directory.rename(hidden, out)
+        checksummed_file.flush(out.absolute().parent)
     except OSError as error:
         shutil.rmtree(hidden, ignore_errors=True)
         size = sum(torch.Size(s).numel() * d.itemsize for d, s in source.kinds.values())
@@ -113,11 +113,11 @@ def _as_checkpoint(source: Source, here: Path) -> list[str]:
         }
         layout = Layout.of(state)
         host.ready(layout.size)
-        for begin, flat in part.runs(state, layout):
+        for begin, flat in rank_file.runs(state, layout):
             host.copy(begin, flat)
-        part.write(here, number, state, layout, host.bytes(0, layout.size))
-    folder.seal(here, source.step, dict.fromkeys(AXES, 1), source.facts, files=len(groups))
-    return [part.names(number)[0] for number in range(len(groups))]
+        rank_file.write(here, number, state, layout, host.bytes(0, layout.size))
+    directory.seal(here, source.step, dict.fromkeys(AXES, 1), source.facts, files=len(groups))
+    return [rank_file.names(number)[0] for number in range(len(groups))]
 
 
 def _as_weights(source: Source, here: Path, dtype: torch.dtype | None) -> list[str]:
@@ -133,12 +133,12 @@ def _as_weights(source: Source, here: Path, dtype: torch.dtype | None) -> list[s
         tensors = {n.removesuffix(".master"): x.to(dtype) for n, x in source.read(group).items()}
         save_file(tensors, here / file, metadata={"format": "pt"})
         (here / file).chmod(0o666 & ~_umask())
-        blocks.flush(here / file)
+        checksummed_file.flush(here / file)
         where |= dict.fromkeys(tensors, file)
         size += sum(x.numel() * x.dtype.itemsize for x in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": where}
     text = json.dumps(index, indent=1) + "\n"
-    blocks.write(here / "model.safetensors.index.json", [memoryview(text.encode())])
+    checksummed_file.write(here / "model.safetensors.index.json", [memoryview(text.encode())])
     return sorted(set(where.values()))
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ranvier.checkpoint import blocks, part
+from ranvier.checkpoint import checksummed_file, rank_file
 from ranvier.checkpoint import manifest as manifests
 from ranvier.checkpoint.manifest import DTYPES, Entry, Manifest, Part
 from ranvier.errors import RanvierError, RefusedError, WriteError
@@ -86,7 +86,7 @@ def pointed(folder: Path) -> tuple[str, str]:
     path = folder / POINTER
     if not path.is_symlink() and not path.exists():
         return "", "is missing"
-    with os.fdopen(blocks.opened(path), "rb") as file:
+    with os.fdopen(checksummed_file.opened(path), "rb") as file:
         text = file.read(4096).decode(errors="replace").removesuffix("\n")
     if "/" in text or "\\" in text or text.startswith(".."):
         raise RefusedError(
@@ -133,7 +133,7 @@ def seal(
     count = math.prod(degrees.values()) if files is None else files
     text = manifests.dumped(_merged(here, step, count, degrees, facts))
     (here / manifests.NAME).unlink(missing_ok=True)
-    blocks.write(here / manifests.NAME, [memoryview(text)])
+    checksummed_file.write(here / manifests.NAME, [memoryview(text)])
 
 
 def publish(folder: Path, here: Path, step: int) -> Path:
@@ -147,7 +147,7 @@ def rename(here: Path, final: Path) -> None:
     """Give a sealed directory its name, at once."""
     for told in here.glob("rank-*.json"):
         told.unlink()
-    blocks.flush(here)
+    checksummed_file.flush(here)
     os.replace(here, final)
 
 
@@ -165,9 +165,9 @@ def point(folder: Path, name: str) -> None:
     """Have `latest` name a checkpoint, at once."""
     hidden = folder / f".{POINTER}.writing"
     hidden.unlink(missing_ok=True)
-    blocks.write(hidden, [memoryview(f"{name}\n".encode())])
+    checksummed_file.write(hidden, [memoryview(f"{name}\n".encode())])
     os.replace(hidden, folder / POINTER)
-    blocks.flush(folder)
+    checksummed_file.flush(folder)
 
 
 def _merged(
@@ -176,8 +176,8 @@ def _merged(
     """The manifest of what all ranks have written."""
     files, parts, kinds = {}, dict[str, list[Part]](), dict[str, tuple[Any, tuple[int, ...]]]()
     for rank in range(ranks):
-        name = part.names(rank)[0]
-        files[name], tensors = part.told(here, rank)
+        name = rank_file.names(rank)[0]
+        files[name], tensors = rank_file.told(here, rank)
         if not (here / name).is_file():
             raise WriteError(f"{here / name} has vanished. It must stay until it is committed.")
         for tensor, (word, shape, (_, begin, start, valid, local, flat)) in tensors.items():

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ranvier.checkpoint import manifest as manifests
-from ranvier.checkpoint.blocks import BLOCK, Blocks
+from ranvier.checkpoint.checksummed_file import BLOCK, Blocks
 from ranvier.checkpoint.manifest import Entry, Manifest, Part
 from ranvier.errors import CheckpointError, DamageError, RefusedError
 from ranvier.sharding import Box, Place, State

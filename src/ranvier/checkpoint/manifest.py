@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ranvier.checkpoint.blocks import Sums, opened
+from ranvier.checkpoint.checksummed_file import Sums, opened
 from ranvier.errors import DamageError, RefusedError, VersionError
 from ranvier.sharding import Place
 

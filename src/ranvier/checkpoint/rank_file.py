@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranvier.checkpoint import blocks
-from ranvier.checkpoint.blocks import Bytes, Sums
+from ranvier.buckets.sparsity import Sparse, unpacked
+from ranvier.checkpoint import checksummed_file
+from ranvier.checkpoint.checksummed_file import Bytes, Sums
 from ranvier.checkpoint.manifest import WORDS, Part, sealed, unsealed, written
-from ranvier.comm.kept import Sparse, unpacked
 from ranvier.errors import NumericError, WriteError
 from ranvier.sharding import State
 
@@ -128,7 +128,9 @@ class Stretched:
             {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[self.width]
         )
         if self.sparse.values.numel() and stop > start:
-            data = bytearray(blocks.joined(self.values, start * self.width, stop * self.width))
+            data = bytearray(
+                checksummed_file.joined(self.values, start * self.width, stop * self.width)
+            )
             whole.masked_scatter_(mask, torch.frombuffer(data, dtype=whole.dtype))
         found = memoryview(whole.view(torch.uint8).numpy().data)
         return found[low - first * self.width : high - first * self.width]
@@ -195,7 +197,7 @@ def names(rank: int) -> tuple[str, str]:
 def write(folder: Path, rank: int, state: State, layout: Layout, data: Sequence[Bytes]) -> None:
     """Write the tensors of a rank, and what the manifest will say of them."""
     file, told = (folder / name for name in names(rank))
-    sums = blocks.write(file, [memoryview(layout.header), *data])
+    sums = checksummed_file.write(file, [memoryview(layout.header), *data])
     start = len(layout.header)
     tensors = {
         name: [
@@ -206,7 +208,9 @@ def write(folder: Path, rank: int, state: State, layout: Layout, data: Sequence[
         for name, (tensor, place) in state.items()
     }
     body = {"size": sums.size, "sums": sums.text(), "tensors": tensors}
-    blocks.write(told, [memoryview(sealed(json.dumps(body, separators=(",", ":")).encode()))])
+    checksummed_file.write(
+        told, [memoryview(sealed(json.dumps(body, separators=(",", ":")).encode()))]
+    )
 
 
 def told(folder: Path, rank: int) -> tuple[Sums, dict[str, Any]]:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ranvier.checkpoint import folder as folders
+from ranvier.checkpoint import directory as folders
 from ranvier.checkpoint import load
 from ranvier.checkpoint import manifest as manifests
 from ranvier.checkpoint.manifest import NAME, Entry, Manifest
 from ranvier.errors import CheckpointError, RanvierError
-from ranvier.terminal import draw, escape_controls, print
+from ranvier.system.terminal import draw, escape_controls, print
 
 HEAD = ("checkpoint", "step", "size", "grid", "samples", "held-out loss", "state")
 SHOWN = 20

@@ -33,11 +33,11 @@ from urllib.parse import unquote
 
 from ranvier import launch
 from ranvier.errors import CommunicationError, PlanError
-from ranvier.terminal import print
+from ranvier.system.terminal import print
 
 if TYPE_CHECKING:
-    from ranvier.run import Run
-    from ranvier.train.communicators import CommunicatorCost
+    from ranvier.config.run import Run
+    from ranvier.tools.benchmark_communicators import CommunicatorCost
 
 SYSTEM = Path("/sys")
 """Where the kernel describes devices."""
@@ -244,7 +244,7 @@ def measure_communicators() -> tuple[list[Finding], CommunicatorCost | None]:
     if launch.ranks() is not None:
         remedy = "Start ranvier doctor by itself."
         return [Finding(section, "cost", "not measured under a launcher", "note", remedy)], None
-    from ranvier.train.communicators import measure
+    from ranvier.tools.benchmark_communicators import measure
 
     try:
         cost = measure(gpus())
@@ -271,7 +271,7 @@ def list_communicators(run: Run, cost: CommunicatorCost | None) -> list[Finding]
     """The communicators that a rank of a run makes on GPUs, with memory and, if known, time."""
     from ranvier.planner.communicators import communicators as planned
     from ranvier.planner.communicators import total_bytes, worst_stage
-    from ranvier.planner.leaves import of_run
+    from ranvier.planner.model_spec import of_run
 
     section, plan = "communicators", run.plan
     grid = " · ".join(f"{axis} {size}" for axis, size in plan.degrees.items() if size > 1)

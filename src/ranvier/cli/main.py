@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ranvier import launch
+from ranvier.cli.parsing import USAGE_ERROR, asked, filled, given, one, split, two, without
+from ranvier.config.run import Run
+from ranvier.config.sections import nearest
 from ranvier.errors import PlanError
 from ranvier.launch import Ranks
-from ranvier.run import Run
-from ranvier.settings import nearest
-from ranvier.terminal import print, quote_word
-from ranvier.words import USAGE_ERROR, asked, filled, given, one, split, two, without
+from ranvier.system.terminal import print, quote_word
 
 if TYPE_CHECKING:
-    from ranvier.options import Arguments
-    from ranvier.train.foretold import Foretold
+    from ranvier.config.arguments import Arguments
+    from ranvier.train.prediction import Foretold
 
 USAGE = """\
 usage: ranvier VERB ...
@@ -80,7 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse(verb: str, words: Sequence[str]) -> Arguments:
     """Settings from defaults, then the file or the run, then options."""
-    from ranvier.options import Arguments  # options of all verbs take a fiftieth of a second
+    from ranvier.config.arguments import (
+        Arguments,  # options of all verbs take a fiftieth of a second
+    )
 
     return filled(Arguments, f"{verb} [run.toml]", words)
 
@@ -135,7 +137,8 @@ def _goes_on(words: Sequence[str]) -> bool:
 def _train(words: Sequence[str]) -> int:
     """Check, tokenize, then train here or start local ranks that do."""
     arguments = parse("train", words)
-    from ranvier.train import corpora, elastic, folder, show, train
+    from ranvier.train import loggers, prepare_data, train
+    from ranvier.train.resume import elastic, run_directory
 
     run = _run(arguments)
     nodes = _nodes(arguments, launch.ranks())
@@ -146,8 +149,8 @@ def _train(words: Sequence[str]) -> int:
     run, said = _planned(words, run, world, me, nodes)
     run = elastic.fitted(run, world) if _goes_on(words) else run.check(world)
     choices = [run, *elastic.smaller(run)]
-    show.check_log(run)
-    folder.check_out(run)
+    loggers.check_log(run)
+    run_directory.check_out(run)
     for choice in choices:
         who = me or Ranks(local_world=min(arguments.nproc or world, choice.plan.world))
         device = train.device_of(choice, who)
@@ -158,14 +161,14 @@ def _train(words: Sequence[str]) -> int:
             return _train_rank([run], None, said, me)
     first = nodes is None or nodes.node == 0
     if first:
-        folder.check_free(run)
-    stored = corpora.stored(run)
+        run_directory.check_free(run)
+    stored = prepare_data.stored(run)
     train.opened(run, stored)  # what is wrong with the data is said before any rank starts
     if world == 1:
         return _train_rank([run], stored, said, Ranks())
     if first and not run.train.out:  # a restarted run comes back to the same one
-        out = folder.new(run.model.size)
-        choices = [folder.placed(one, out) for one in choices]
+        out = run_directory.new(run.model.size)
+        choices = [run_directory.placed(one, out) for one in choices]
     task = functools.partial(_train_rank, choices, stored, said)
     policy = launch.Policy(
         retries=run.launch.retries,
@@ -181,7 +184,7 @@ def _train(words: Sequence[str]) -> int:
         policy=policy,
         nodes=nodes,
         timeout_seconds=run.train.timeout,
-        ended=lambda code, message: folder.close_lost(where, began, code, message),
+        ended=lambda code, message: run_directory.close_lost(where, began, code, message),
     )
 
 
@@ -192,38 +195,41 @@ def _planned(
 
     A run that is continued keeps its layout, or has what was asked for now.
     """
-    from ranvier.train import auto
+    from ranvier.tools import auto_plan
 
     files, _ = split(words)
     count = nodes.count if nodes else me.world // me.local_world if me else 1
-    if (files and os.path.isdir(files[0])) or not auto.is_open(run, world):
-        return auto.kept(run), None
-    return auto.planned(run, world, nodes=count)
+    if (files and os.path.isdir(files[0])) or not auto_plan.is_open(run, world):
+        return auto_plan.kept(run), None
+    return auto_plan.planned(run, world, nodes=count)
 
 
 def _train_rank(
     choices: Sequence[Run], stored: list[str] | None, said: Foretold | None, me: Ranks
 ) -> int:
     """Train as a rank of the grid that the launcher has chosen."""
-    from ranvier.train import auto, exact, folder, train
+    from ranvier.tools import auto_plan
+    from ranvier.train import train
+    from ranvier.train.health import determinism
+    from ranvier.train.resume import run_directory
 
     run = choices[me.grid]
     if me.attempt:
-        run = folder.again(run, me.began)
+        run = run_directory.again(run, me.began)
     device = train.device_of(run, me)
     backend, share_gpu = train.backend_of(run, me, device), run.launch.share_gpu
     with (
-        exact.exact(run.train.deterministic and device.type == "cuda"),
+        determinism.exact(run.train.deterministic and device.type == "cuda"),
         launch.joined(me, backend, run.train.timeout, share_gpu=share_gpu),
     ):
         if said is not None and me.grid == 0:
-            run, said = auto.agreed(run, said, me)
+            run, said = auto_plan.agreed(run, said, me)
         return train.train(run, me, stored, said if me.grid == 0 else None)
 
 
 def _verify(words: Sequence[str]) -> int:
     """Shrink, then compare on as many local ranks as the plan needs."""
-    from ranvier import verify
+    from ranvier.tools import verify
 
     arguments = parse("verify", words)
     run = _run(arguments)
@@ -251,7 +257,7 @@ def _verify(words: Sequence[str]) -> int:
 
 
 def _verify_rank(run: Run, me: Ranks) -> int:
-    from ranvier import verify
+    from ranvier.tools import verify
     from ranvier.train import train
 
     backend = "gloo"
@@ -280,85 +286,87 @@ def _below(name: str, verbs: dict[str, Verb], words: Sequence[str]) -> int:
 
 def _checkpoint(words: Sequence[str]) -> int:
     """ls, verify, diff or convert."""
-    from ranvier.checkpoint import show
+    from ranvier.cli import checkpoint
 
     def ls(words: Sequence[str]) -> int:
-        return show.listed(Path(one("checkpoint ls", "a run", words)))
+        return checkpoint.listed(Path(one("checkpoint ls", "a run", words)))
 
     def verify(words: Sequence[str]) -> int:
-        return show.verified(Path(one("checkpoint verify", "a run or a checkpoint", words)))
+        return checkpoint.verified(Path(one("checkpoint verify", "a run or a checkpoint", words)))
 
     def diff(words: Sequence[str]) -> int:
-        return show.compared(*two("checkpoint diff A B", words))
+        return checkpoint.compared(*two("checkpoint diff A B", words))
 
     verbs: dict[str, Verb] = {"ls": ls, "verify": verify, "diff": diff, "convert": _convert}
     return _below("checkpoint", verbs, words)
 
 
 def _convert(words: Sequence[str]) -> int:
-    from ranvier.checkpoint import convert, show
-    from ranvier.options import Convert
+    from ranvier.checkpoint import convert
+    from ranvier.cli import checkpoint
+    from ranvier.config.arguments import Convert
 
     paths, options = split(words)
     settings = asked(Convert, Convert(), "checkpoint convert A OUT", options)
     source, out = two("checkpoint convert A OUT", paths)
-    origin = show.checkpoints(source)[-1]
+    origin = checkpoint.checkpoints(source)[-1]
     for name in convert.convert(origin, out, form=settings.form, dtype=settings.dtype):
         print(out / name)
     return 0
 
 
 def _prepare(words: Sequence[str]) -> int:
-    from ranvier.options import Prepare
-    from ranvier.train import corpora
+    from ranvier.config.arguments import Prepare
+    from ranvier.train import prepare_data
 
     inputs, options = split(words)
     settings = asked(Prepare, Prepare(), "data prepare FILE ...", options)
-    return corpora.prepare(inputs, **dataclasses.asdict(settings))
+    return prepare_data.prepare(inputs, **dataclasses.asdict(settings))
 
 
 def _data_show(words: Sequence[str]) -> int:
-    from ranvier.train import corpora
+    from ranvier.train import prepare_data
 
-    return corpora.show(Path(one("data show", "a prepared corpus", words)))
+    return prepare_data.show(Path(one("data show", "a prepared corpus", words)))
 
 
 def _generate(words: Sequence[str]) -> int:
-    from ranvier.infer import sample
-    from ranvier.options import Generate
+    from ranvier.config.arguments import Generate
+    from ranvier.infer import generate
 
     folders, options = split(words)
     settings = asked(Generate, Generate(), "generate RUN", options)
     folder = Path(one("generate", "a run", folders))
-    return sample.say(folder, **dataclasses.asdict(settings))
+    return generate.say(folder, **dataclasses.asdict(settings))
 
 
 def _import(words: Sequence[str]) -> int:
-    from ranvier.options import Import
-    from ranvier.train import exchange
+    from ranvier.config.arguments import Import
+    from ranvier.train import import_export
 
     names, options = split(words)
     settings = asked(Import, Import(), "import SRC --to RUN", options)
     source = one("import", "a published model", names)
     out = Path(settings.to or Path("runs") / Path(source).absolute().name)
-    return exchange.say(exchange.imported(source, out))
+    return import_export.say(import_export.imported(source, out))
 
 
 def _upcycle(words: Sequence[str]) -> int:
-    from ranvier.options import Upcycle
-    from ranvier.train import exchange, upcycle
+    from ranvier.config.arguments import Upcycle
+    from ranvier.tools import upcycle
+    from ranvier.train import import_export
 
     names, options = split(words)
     settings = asked(Upcycle, Upcycle(), "convert SRC --upcycle 8", options)
     source = one("convert", "a dense run or a published model", names)
     out = Path(settings.to or Path("runs") / f"{Path(source).absolute().name}-moe")
     given = {k: v for k, v in dataclasses.asdict(settings).items() if k != "to"}
-    return exchange.say(upcycle.upcycled(source, out, **given))
+    return import_export.say(upcycle.upcycled(source, out, **given))
 
 
 def _export(words: Sequence[str]) -> int:
-    from ranvier.options import Export
-    from ranvier.train import exchange
+    from ranvier.config.arguments import Export
+    from ranvier.train import import_export
 
     names, options = split(words)
     wanted = asked(Export, Export(), "export RUN --to DIR", options)
@@ -367,15 +375,15 @@ def _export(words: Sequence[str]) -> int:
     out = Path(settings.pop("to") or f"{origin}-export")
     if settings.pop("adapter"):
         own = {name: settings[name] for name in ("step", "dtype")}
-        return exchange.say(exchange.adapter_exported(origin, out, **own))
-    return exchange.say(exchange.exported(origin, out, **settings))
+        return import_export.say(import_export.adapter_exported(origin, out, **own))
+    return import_export.say(import_export.exported(origin, out, **settings))
 
 
 def _eval(words: Sequence[str]) -> int:
-    from ranvier import verify
-    from ranvier.eval import verb
-    from ranvier.infer.sample import run_of
-    from ranvier.options import Eval
+    from ranvier.config.arguments import Eval
+    from ranvier.eval import run as verb
+    from ranvier.infer.generate import run_of
+    from ranvier.tools import verify
 
     names, _ = split(words)
     if names:
@@ -394,8 +402,8 @@ def _eval(words: Sequence[str]) -> int:
 
 
 def _report(words: Sequence[str]) -> int:
-    from ranvier.infer.sample import run_of
-    from ranvier.train import report
+    from ranvier.infer.generate import run_of
+    from ranvier.train.report import report
 
     folder = Path(one("report", "a run", words))
     run_of(folder)
@@ -404,15 +412,15 @@ def _report(words: Sequence[str]) -> int:
 
 
 def _profile(words: Sequence[str]) -> int:
-    from ranvier.infer.sample import run_of
-    from ranvier.options import Profile
+    from ranvier.config.arguments import Profile
+    from ranvier.infer.generate import run_of
 
     names, _ = split(words)
     if names and os.path.isdir(names[0]):
         run_of(Path(names[0]))
     settings = filled(Profile, "profile RUN", words)
     origin = Path(one("profile", "a run or a TOML file", names))
-    from ranvier.train import profile
+    from ranvier.tools.profiler import report as profile
 
     own = {name: getattr(settings, name) for name in ("steps", "warm", "top", "out")}
     return profile.profile(_run(settings), origin, **own)
@@ -420,62 +428,63 @@ def _profile(words: Sequence[str]) -> int:
 
 def _plan(words: Sequence[str]) -> int:
     """Search layouts; torch is imported only for models without a name."""
-    from ranvier.planner import command, request
+    from ranvier.cli import plan
+    from ranvier.planner import request
 
-    settings = filled(command.Planned, "plan [run.toml]", words)
+    settings = filled(plan.Planned, "plan [run.toml]", words)
     if settings.calibrate:
-        from ranvier.train.calibrate import calibrate
+        from ranvier.tools.calibrate import calibrate
 
         return calibrate(Path(settings.calibrate), settings.cluster)
     own = {field.name for field in dataclasses.fields(settings)}
     chosen = {*request.CHOSEN, "memory.states"}
     carried = [quote_word(word) for word in without(words, own | chosen)]
-    return command.plan(settings, given(words), carried)
+    return plan.plan(settings, given(words), carried)
 
 
 def _simulate(words: Sequence[str]) -> int:
-    from ranvier.options import Simulate
+    from ranvier.config.arguments import Simulate
 
     settings = filled(Simulate, "simulate [run.toml | RUN]", words)
-    from ranvier.train import simulate
+    from ranvier.tools import simulate
 
     return simulate.simulate(_run(settings), settings)
 
 
 def _measure(words: Sequence[str]) -> int:
-    from ranvier.options import Measure
+    from ranvier.config.arguments import Measure
 
     settings = asked(Measure, Measure(), "measure", words)
-    from ranvier.train import measure
+    from ranvier.tools import benchmark_cluster
 
     me = launch.ranks()
-    task = functools.partial(measure.rank, settings.to)
-    count = measure.ranks_here(settings.nproc) if me is None else me.world
+    task = functools.partial(benchmark_cluster.rank, settings.to)
+    count = benchmark_cluster.ranks_here(settings.nproc) if me is None else me.world
     if me is None and count > 1:
-        return launch.start(count, task, preload=[measure.__name__])
+        return launch.start(count, task, preload=[benchmark_cluster.__name__])
     with launch.reported(me or Ranks()):
         return task(me or Ranks())
 
 
 def _dryrun(words: Sequence[str]) -> int:
-    from ranvier.options import DryRun
+    from ranvier.config.arguments import DryRun
 
     settings = filled(DryRun, "dryrun [run.toml | RUN]", words)
-    from ranvier.train import dryrun
-    from ranvier.verify import world_of
+    from ranvier.tools import dry_run
+    from ranvier.tools.verify import world_of
 
     world = settings.world or world_of(settings.plan)
     run, rank, load = _run(settings), settings.rank, settings.load
-    return dryrun.show(run, world=world, rank=rank, load=load, out=settings.json)
+    return dry_run.show(run, world=world, rank=rank, load=load, out=settings.json)
 
 
 def _doctor(words: Sequence[str]) -> int:
-    from ranvier.options import Doctor
+    from ranvier.config.arguments import Doctor
 
     settings = filled(Doctor, "doctor [run.toml | RUN]", words)
     names, _ = split(words)
     run = _run(settings)
-    from ranvier import doctor
+    from ranvier.cli import doctor
 
     asks = bool(names) or run != Run()
     return doctor.show(doctor.examine(doctor.resolve_run(run) if asks else None))

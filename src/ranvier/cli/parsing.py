@@ -15,12 +15,12 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from ranvier import run as runs
+from ranvier.config import run as runs
+from ranvier.config.plan import AXES
+from ranvier.config.run import Run
+from ranvier.config.sections import ModelConfig
 from ranvier.errors import PlanError
-from ranvier.plan import AXES
-from ranvier.run import Run
-from ranvier.settings import ModelConfig
-from ranvier.terminal import escape_controls, print
+from ranvier.system.terminal import escape_controls, print
 
 USAGE_ERROR = PlanError.exit_code
 Config = TypeVar("Config")
@@ -193,9 +193,9 @@ def filled(
         run = Run() if size is None else Run(model=ModelConfig.of(size))
     start = option(options, "--train.start") or run.train.start
     if start and not (files and os.path.isdir(files[0])):
-        from ranvier.train import exchange
+        from ranvier.train import import_export
 
-        run = exchange.begun(replace(run, train=replace(run.train, start=start)))
+        run = import_export.begun(replace(run, train=replace(run.train, start=start)))
     run = change(run)
     default = kind(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)})
     return asked(kind, default, usage, options)

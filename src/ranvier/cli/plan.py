@@ -9,13 +9,13 @@ import os
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from ranvier.config.run import Run
 from ranvier.errors import PlanError
 from ranvier.planner import cluster as clusters
-from ranvier.planner import outputs, request
+from ranvier.planner import output_files, request
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.request import Precision
 from ranvier.planner.search import Result, Wish, search
-from ranvier.run import Run
 
 WORKERS = 2
 
@@ -64,18 +64,18 @@ def plan(wanted: Planned, given: Set[str], carried: Sequence[str]) -> int:
     wrong += wanted.problems()
     if wrong:
         raise PlanError(wrong)
-    outputs.check(wanted.json, wanted.html)
+    output_files.check(wanted.json, wanted.html)
     if wanted.goal or "goal" in given:
-        from ranvier.planner import reach
+        from ranvier.cli import plan_goal
 
-        return reach.reach(wanted, given, carried)
+        return plan_goal.reach(wanted, given, carried)
     wish, assumed = asked(wanted, given)
     result = searched(wish, cache=wanted.cache)
-    from ranvier.planner import told
+    from ranvier.cli import plan_text
 
     if not result.found:
-        told.refuse(result, wanted, given)
-    told.say(result, wanted, carried, assumed)
+        plan_text.refuse(result, wanted, given)
+    plan_text.say(result, wanted, carried, assumed)
     return 0
 
 
@@ -92,7 +92,7 @@ def searched(wish: Wish, *, cache: bool = True) -> Result:
     Who waits for it sees the best so far.
     """
     from ranvier.planner import result_cache  # a process that searches nothing starts sooner
-    from ranvier.planner.progress import Lines
+    from ranvier.planner.search_progress import Lines
 
     known = result_cache.load(wish) if cache else None
     if known is not None:
@@ -107,9 +107,9 @@ def searched(wish: Wish, *, cache: bool = True) -> Result:
 def machine_of(wanted: Planned) -> Cluster:
     """The cluster that is meant: a name, a file, or this machine as it was measured."""
     if not wanted.cluster:
-        from ranvier.planner import here
+        from ranvier.planner import local_cluster
 
-        found = here.measured()
+        found = local_cluster.measured()
         if found is None:
             raise PlanError(
                 "No cluster is given and this machine was never measured. A plan needs to know "

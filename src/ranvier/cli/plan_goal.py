@@ -8,14 +8,15 @@ import time
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from ranvier.html.figures import percent, short
-from ranvier.planner import command, goal, told
-from ranvier.planner.command import Planned
+from ranvier.cli import plan, plan_text
+from ranvier.cli.plan import Planned
+from ranvier.config.sections import ModelConfig
+from ranvier.html.number_format import percent, short
+from ranvier.planner import goal
 from ranvier.planner.goal import Goal, Reached
-from ranvier.planner.nearest import possible
 from ranvier.planner.search import Result, Wish, alike
-from ranvier.settings import ModelConfig
-from ranvier.terminal import print
+from ranvier.planner.suggestions import possible
+from ranvier.system.terminal import print
 
 NEAREST = 2
 """Numbers of nodes whose best layouts are carried over to others."""
@@ -26,7 +27,7 @@ class Clusters:
 
     def __init__(self, wanted: Planned, given: Set[str]) -> None:
         self.wanted, self.given = wanted, given
-        self.node = command.machine_of(replace(wanted, nodes=1, devices=None)).per_node
+        self.node = plan.machine_of(replace(wanted, nodes=1, devices=None)).per_node
         self.known: dict[int, Result] = {}
         """Of all layouts, where some fit."""
         self.looks: dict[int, Result] = {}
@@ -38,7 +39,7 @@ class Clusters:
 
     def wish(self, nodes: int) -> Wish:
         """What is searched there."""
-        return command.asked(self.on(nodes), self.given)[0]
+        return plan.asked(self.on(nodes), self.given)[0]
 
     def able(self, nodes: int) -> bool:
         """Whether so many nodes can share the job evenly."""
@@ -55,7 +56,7 @@ class Clusters:
     def whole(self, nodes: int) -> Result | None:
         """All layouts, and those of a look: one that was carried over may be the best."""
         if nodes not in self.known:
-            result = command.searched(self.wish(nodes), cache=self.wanted.cache)
+            result = plan.searched(self.wish(nodes), cache=self.wanted.cache)
             looked = self.looks[nodes].found if nodes in self.looks else ()
             every = {one.layout: one for one in (*looked, *result.found)}
             if not every:
@@ -70,17 +71,17 @@ def reach(wanted: Planned, given: Set[str], carried: Sequence[str]) -> int:
     began = time.perf_counter()
     aim = goal.parse(wanted.goal)
     run, words = _meant(wanted, aim)
-    machine, searches = command.machine_of(wanted), Clusters(run, given)
+    machine, searches = plan.machine_of(wanted), Clusters(run, given)
     most = machine.nodes if wanted.nodes or wanted.devices else goal.MOST
     peak = machine.device.peak.get("bf16") or max(machine.device.peak.values())
     first = goal.guess(aim, run.model.parameters, peak * machine.per_node)
     reached = goal.fewest(aim, searches, first=first, most=most, told=_progress)
     if reached is None:
-        whole = command.searched(searches.wish(most), cache=wanted.cache)
-        told.refuse(whole, searches.on(most), given)
+        whole = plan.searched(searches.wish(most), cache=wanted.cache)
+        plan_text.refuse(whole, searches.on(most), given)
     spent = time.perf_counter() - began
-    _, assumed = command.asked(searches.on(reached.nodes), given)
-    told.say(reached.result, wanted, [*carried, *words], assumed)
+    _, assumed = plan.asked(searches.on(reached.nodes), given)
+    plan_text.say(reached.result, wanted, [*carried, *words], assumed)
     if "-" not in (wanted.json, wanted.html):
         print("", *_told(aim, reached, limited=most < goal.MOST), f"({spent:.1f} s)", sep="\n")
     return 0

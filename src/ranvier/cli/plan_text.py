@@ -8,15 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ranvier import run as runs
+from ranvier.cli import plan
+from ranvier.cli.plan import Planned
+from ranvier.config import run as runs
 from ranvier.errors import PlanError, WriteError
-from ranvier.html.figures import short
-from ranvier.planner import command, explain
-from ranvier.planner.command import Planned
+from ranvier.html.number_format import short
+from ranvier.planner import explain
+from ranvier.planner.baselines import Found, family, rivals
 from ranvier.planner.request import usual_batch
-from ranvier.planner.rivals import Found, family, rivals
 from ranvier.planner.search import Result, Wish
-from ranvier.terminal import print
+from ranvier.system.terminal import print
 
 
 def heading(wish: Wish) -> str:
@@ -39,7 +40,7 @@ def say(result: Result, wanted: Planned, carried: Sequence[str], assumed: Sequen
     if wanted.json:
         _write(wanted.json, json.dumps(facts(result, wanted.top, told), indent=2) + "\n")
     if wanted.html:
-        from ranvier.planner.page import page  # a hundredth of a second of every start
+        from ranvier.planner.html_report import page  # a hundredth of a second of every start
 
         _write(wanted.html, page(result, title=title, top=wanted.top, command=told, notes=notes))
     if wanted.json == "-" or wanted.html == "-":
@@ -67,15 +68,15 @@ def _assumed(wish: Wish, words: Sequence[str]) -> str:
 
 def refuse(result: Result, wanted: Planned, given: Set[str]) -> NoReturn:
     """Say why nothing can run, and what could."""
-    from ranvier.planner import nearest  # only for this
+    from ranvier.planner import suggestions  # only for this
 
     def again(name: str, value: int) -> Wish:
         section, _, key = name.rpartition(".")
         other = wanted if section else replace(wanted, nodes=None, devices=None)
         change = {section: {key: value}} if section else {key: value}
-        return command.asked(runs.changed(other, change), {*given, name})[0]
+        return plan.asked(runs.changed(other, change), {*given, name})[0]
 
-    problems = nearest.problems(result, again)
+    problems = suggestions.problems(result, again)
     if wanted.json:
         _write(wanted.json, json.dumps({"problems": problems}, indent=2) + "\n")
     raise PlanError(problems)

@@ -1,1 +1,4 @@
-"""Communication: verbs, differentiable pairs on top of them, and work deferred behind compute."""
+"""Communication: collectives, their autograd forms, point-to-point messages and CUDA streams.
+
+Only comm, grid and launch use torch.distributed. Imports launch, cost and what is below.
+"""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranvier.comm import verbs
+from ranvier.comm import collectives
 from ranvier.grid import Axis
 
 Counts = tuple[Sequence[int] | None, Sequence[int] | None]
@@ -33,15 +33,15 @@ def take(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def _gathered(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return verbs.all_gather(x, axis, dim).wait()
+    return collectives.all_gather(x, axis, dim).wait()
 
 
 def _scattered(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return verbs.reduce_scatter(x, axis, dim).wait()
+    return collectives.reduce_scatter(x, axis, dim).wait()
 
 
 def _reduced(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return verbs.all_reduce(x, axis).wait()
+    return collectives.all_reduce(x, axis).wait()
 
 
 def _same(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -53,11 +53,11 @@ def _taken(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def _sent(x: Tensor, axis: Axis, counts: Counts) -> Tensor:
-    return verbs.all_to_all(x, axis, *counts).wait()
+    return collectives.all_to_all(x, axis, *counts).wait()
 
 
 def _returned(x: Tensor, axis: Axis, counts: Counts) -> Tensor:
-    return verbs.all_to_all(x, axis, *counts[::-1]).wait()
+    return collectives.all_to_all(x, axis, *counts[::-1]).wait()
 
 
 def _pair(name: str, forward_op: Any, backward_op: Any) -> Any:

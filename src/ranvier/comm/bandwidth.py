@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ranvier.comm import verbs
-from ranvier.comm.agree import told
+from ranvier.comm import collectives
+from ranvier.comm.consensus import told
 from ranvier.grid import Axis, Grid
 
 LARGE = 2**22
@@ -61,7 +61,7 @@ def _time(axis: Axis, size: int, device: torch.device) -> float:
     for _ in range(REPEATS):
         _wait(device)
         start = time.perf_counter()
-        verbs.all_gather(part, axis).wait()
+        collectives.all_gather(part, axis).wait()
         _wait(device)
         best = min(best, time.perf_counter() - start)
     return best
@@ -102,11 +102,11 @@ def _call(op: str, axis: Axis, size: int, device: torch.device) -> Callable[[], 
     parts = max(size // (4 * axis.size), 1)
     part, whole = (torch.zeros(n, device=device) for n in (parts, parts * axis.size))
     if op == "all_gather":
-        return lambda: verbs.all_gather(part, axis).wait()
+        return lambda: collectives.all_gather(part, axis).wait()
     if op == "reduce_scatter":
-        return lambda: verbs.reduce_scatter(whole, axis).wait()
+        return lambda: collectives.reduce_scatter(whole, axis).wait()
     if op == "all_reduce":
-        return lambda: verbs.all_reduce(whole, axis).wait()
+        return lambda: collectives.all_reduce(whole, axis).wait()
     return lambda: _passed(whole, axis)
 
 
@@ -116,11 +116,11 @@ def _passed(x: Tensor, axis: Axis) -> None:
     if other >= axis.size:
         return
     if axis.index < other:
-        verbs.send(x, axis, other).wait()
-        verbs.receive(x, axis, other).wait()
+        collectives.send(x, axis, other).wait()
+        collectives.receive(x, axis, other).wait()
     else:
-        verbs.receive(x, axis, other).wait()
-        verbs.send(x, axis, other).wait()
+        collectives.receive(x, axis, other).wait()
+        collectives.send(x, axis, other).wait()
 
 
 def _mean(work: Callable[[], object], device: torch.device, calls: int, crowd: float) -> float:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from ranvier.comm import verbs
+from ranvier.comm import collectives
 from ranvier.errors import INTERNAL, ElsewhereError, RanvierError
 from ranvier.grid import Axis, Grid
 
@@ -24,13 +24,13 @@ def everyone(grid: Grid, channel: str = "") -> Axis:
 def largest(value: int, grid: Grid, device: torch.device | str, *, channel: str = "") -> int:
     """The largest number any rank has. Communicates: all-reduce of one number over all axes."""
     here = torch.tensor([value], dtype=torch.int64, device=device)
-    return int(verbs.all_reduce(here, everyone(grid, channel), "max").wait().item())
+    return int(collectives.all_reduce(here, everyone(grid, channel), "max").wait().item())
 
 
 def most_of(values: Sequence[int], grid: Grid, device: torch.device | str) -> list[int]:
     """The largest number of any rank in each place. Communicates: all-reduce over all axes."""
     here = torch.tensor(values, dtype=torch.int64, device=device)
-    found: list[int] = verbs.all_reduce(here, everyone(grid), "max").wait().tolist()
+    found: list[int] = collectives.all_reduce(here, everyone(grid), "max").wait().tolist()
     return found
 
 
@@ -49,7 +49,7 @@ def told(
     if not len(buffer):
         return ""
     axis = everyone(grid, channel)
-    found = verbs.broadcast(buffer, axis, index=axis.ranks.index(rank)).wait()
+    found = collectives.broadcast(buffer, axis, index=axis.ranks.index(rank)).wait()
     return bytes(found.tolist()).decode()
 
 
@@ -72,7 +72,7 @@ def differences(
     ]
     flag = torch.tensor([len(odd)], device=device)
     axis = everyone(grid)
-    counts = verbs.all_gather(flag, axis).wait().tolist()
+    counts = collectives.all_gather(flag, axis).wait().tolist()
     whose = [rank for rank, count in zip(axis.ranks, counts, strict=True) if count]
     words = (told(json.dumps(odd), grid, device, rank=rank) for rank in whose[:most])
     return [line for word in words for line in json.loads(word)]

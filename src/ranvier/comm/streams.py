@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ranvier.comm.sums import Pieces
+from ranvier.comm.accumulator import Pieces
 
 Mark = torch.cuda.Event | None
 """A point in the order of a stream; None where everything is done at once."""

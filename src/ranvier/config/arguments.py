@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ranvier.run import Run
+from ranvier.config.run import Run
 
 
 @dataclass(frozen=True, kw_only=True)

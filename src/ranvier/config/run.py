@@ -18,11 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from ranvier import safe_files
-from ranvier.errors import PlanError
-from ranvier.models.config import GATES
-from ranvier.plan import Plan
-from ranvier.settings import (
+from ranvier.config.plan import Plan
+from ranvier.config.sections import (
     ADAPTED,
     FREE,
     IMPORTED,
@@ -42,6 +39,9 @@ from ranvier.settings import (
     TrainConfig,
     nearest,
 )
+from ranvier.errors import PlanError
+from ranvier.models.config import GATES
+from ranvier.system import safe_files
 
 Config = TypeVar("Config")
 TUNED = 2e-5
@@ -98,7 +98,7 @@ class Run:
         """Weights of the matrices and embeddings that are trained."""
         if self.lora.rank == 0:
             return self.model.parameters
-        from ranvier.models.adapter import adapted_weights  # needs torch, which takes a second
+        from ranvier.models.lora import adapted_weights  # needs torch, which takes a second
 
         found = adapted_weights(self.model, self.lora).values()
         sizes = {own.b: own.shape[0] for own in found} | {own.a: own.shape[1] for own in found}

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from ranvier.config.plan import AXES
 from ranvier.errors import PlanError
 from ranvier.models.config import GATES, SIZES, AdapterConfig, DecoderConfig
-from ranvier.plan import AXES
 
 IMPORTED = "imported"
 """The size of a model that was published by others: all its fields are given."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ranvier.plan import AXES, Dispatch
+from ranvier.config.plan import AXES, Dispatch
 from ranvier.sharding import WEIGHTS, Sharding, Table
 from ranvier.trace import Event
 

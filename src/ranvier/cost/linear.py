@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from ranvier.cost.layers import Flow, Ground, Layer, Line
 from ranvier.errors import ShardingError
-from ranvier.layers import Flow, Ground, Layer, Line
 from ranvier.sharding import WEIGHTS, Cut, Dim, Move, Sharding
 from ranvier.trace import Event
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ranvier.grid import Grid
-from ranvier.models.documents import Documents
+from ranvier.models.document_attention import Documents
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from typing import Literal
 
 import numpy as np
 
-from ranvier.data.chat import Chat, Learn
-from ranvier.data.conversation import is_conversation
-from ranvier.data.files import Sink, Stamp, digest_of, stamp_of
+from ranvier.data.chat.conversation import is_conversation
+from ranvier.data.chat.template import template_of
+from ranvier.data.chat.tokenize import Chat, Learn
+from ranvier.data.checksums import Sink, Stamp, digest_of, stamp_of
+from ranvier.data.indexed_dataset import Pair, part, prefix_of
 from ranvier.data.manifest import FIRST_FORMAT, NAME, Manifest, Shard
-from ranvier.data.pairs import Pair, part, prefix_of
 from ranvier.data.prepare import Progress, Tally, assembled, prepare, publish
 from ranvier.data.sources import EMBEDDED, Reader, suffix_of
-from ranvier.data.template import template_of
 from ranvier.data.tokenizer import NAMES, Tokenizer, tokenizer_of
 from ranvier.errors import DataError
 

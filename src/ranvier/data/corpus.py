@@ -17,18 +17,18 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ranvier import safe_files
-from ranvier.data.beside import CONFIG
-from ranvier.data.chat import Chat, Learn
-from ranvier.data.files import size_of
+from ranvier.data.chat.template import template_of
+from ranvier.data.chat.tokenize import Chat, Learn
+from ranvier.data.checksums import size_of
+from ranvier.data.indexed_dataset import Pair, part
 from ranvier.data.manifest import MASK, NAME, Manifest
 from ranvier.data.packing import Chats, Truncate
-from ranvier.data.pairs import Pair, part
-from ranvier.data.template import template_of
 from ranvier.data.tokenizer import Tokenizer, fingerprint_of, parsed
+from ranvier.data.tokenizer_config import CONFIG
 from ranvier.data.window import Ints, Window
 from ranvier.errors import DataError
-from ranvier.nn.loss import IGNORE
+from ranvier.nn.cross_entropy import IGNORE
+from ranvier.system import safe_files
 
 Part = Literal["train", "held_out"]
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from ranvier.data.chat import Chat, Learn
+from ranvier.data.cache import Form, stored
+from ranvier.data.chat.tokenize import Chat, Learn
+from ranvier.data.checksums import digest_of
 from ranvier.data.corpus import Corpus, Stream
-from ranvier.data.files import digest_of
-from ranvier.data.order import PERIOD, Mixture, check_weights
+from ranvier.data.mixture import PERIOD, Mixture, check_weights
 from ranvier.data.packing import Chats, Truncate
 from ranvier.data.prepare import Progress
-from ranvier.data.stored import Form, stored
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import DataError, PlanError
 

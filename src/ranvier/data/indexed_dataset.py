@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ranvier.data.files import Sink, Stamp, size_of
+from ranvier.data.checksums import Sink, Stamp, size_of
 from ranvier.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ranvier.data.files import Stamp, digest_of, size_of, stamp_of
-from ranvier.data.pairs import part
+from ranvier.data.checksums import Stamp, digest_of, size_of, stamp_of
+from ranvier.data.indexed_dataset import part
 from ranvier.errors import DataError
 
 NAME = "corpus.json"

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ranvier.counter_rng import key
 from ranvier.data.corpus import Stream
 from ranvier.data.packing import Chats
 from ranvier.data.window import Window
 from ranvier.errors import PlanError
-from ranvier.init import key
 
 PERIOD = 10_000
 """Samples in which every stream has its share."""

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranvier.data.window import Ints, Window
-from ranvier.nn.loss import IGNORE
+from ranvier.nn.cross_entropy import IGNORE
 
 if TYPE_CHECKING:
     from ranvier.data.corpus import Corpus

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ranvier.data.chat import Chat, Learn
-from ranvier.data.conversation import conversation_of
-from ranvier.data.files import DIGEST_BYTES, Sink
+from ranvier.data.chat.conversation import conversation_of
+from ranvier.data.chat.tokenize import Chat, Learn
+from ranvier.data.checksums import DIGEST_BYTES, Sink
+from ranvier.data.indexed_dataset import PairWriter, part
 from ranvier.data.manifest import MASK, NAME, Manifest, Shard
-from ranvier.data.pairs import PairWriter, part
 from ranvier.data.sources import Reader
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import DataError, PlanError

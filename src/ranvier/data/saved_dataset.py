@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ranvier import safe_files
 from ranvier.errors import DataError
+from ranvier.system import safe_files
 
 STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 ARROW = ".arrow"

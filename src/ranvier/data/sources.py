@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from ranvier.data.files import digest_of, size_of, stamp_of
+from ranvier.data.checksums import digest_of, size_of, stamp_of
 from ranvier.data.saved_dataset import ARROW, metadata_files, only_split, saved_files
 from ranvier.errors import DataError
 

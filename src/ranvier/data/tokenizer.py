@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from ranvier import safe_files
-from ranvier.data.beside import config_of, save_config, tokens_of
-from ranvier.data.files import digest_of
+from ranvier.data.checksums import digest_of
 from ranvier.data.sources import documents, imported
+from ranvier.data.tokenizer_config import config_of, save_config, tokens_of
 from ranvier.errors import DataError, PlanError
+from ranvier.system import safe_files
 
 STANDARD_VOCAB = 4096
 """Ids of the standard tokenizer."""

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ranvier import safe_files
 from ranvier.errors import DataError
+from ranvier.system import safe_files
 
 CONFIG = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"

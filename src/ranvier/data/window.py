@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ranvier.nn.loss import IGNORE
+from ranvier.nn.cross_entropy import IGNORE
 
 Ints = NDArray[np.int64]
 

@@ -1,1 +1,4 @@
-"""Evaluation: tasks, perplexity, programs that are run."""
+"""Evaluation: lm-eval tasks, perplexity, and programs that a model writes.
+
+Imports train, infer and what is below.
+"""

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from ranvier.config.arguments import Eval
+from ranvier.config.sections import nearest
 from ranvier.errors import DataError, PlanError
-from ranvier.eval.served import Served, Wish
-from ranvier.options import Eval
-from ranvier.settings import nearest
+from ranvier.eval.model_server import Served, Wish
 
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the largest number of tokens to say, in the order in which they count."""

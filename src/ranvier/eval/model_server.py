@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ranvier.comm.agree import told
+from ranvier.comm.consensus import told
 from ranvier.errors import INTERNAL, CommunicationError, ElsewhereError, RanvierError
-from ranvier.eval.words import Words
+from ranvier.eval.tokenization import Words
 from ranvier.grid import ORDERS
-from ranvier.infer.scores import Scored, scores, together_of
-from ranvier.infer.staged import drawn, generated
-from ranvier.parallel import parallel_of
+from ranvier.infer.generate_distributed import drawn, generated
+from ranvier.infer.logprobs import Scored, scores, together_of
+from ranvier.parallel.parallelize import parallel_of
 
 T = TypeVar("T")
 Progress = Callable[[str, int, int], None]

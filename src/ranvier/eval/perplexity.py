@@ -19,9 +19,9 @@ import numpy as np
 
 from ranvier.data.corpus import Corpus, Part
 from ranvier.errors import DataError
-from ranvier.eval.served import Served
-from ranvier.infer.scores import together_of
-from ranvier.parallel import parallel_of
+from ranvier.eval.model_server import Served
+from ranvier.infer.logprobs import together_of
+from ranvier.parallel.parallelize import parallel_of
 
 ROUNDS = 64
 """Windows that are known at once, in as many as all ranks take at once."""

@@ -14,25 +14,26 @@ from typing import Any
 
 import torch
 
-from ranvier.checkpoint.folder import step_of
-from ranvier.comm.agree import together
+from ranvier.checkpoint.directory import step_of
+from ranvier.comm.consensus import together
+from ranvier.config.arguments import Eval
+from ranvier.config.plan import Plan
+from ranvier.config.run import Run
 from ranvier.data.corpus import Corpus
 from ranvier.errors import DataError, PlanError
-from ranvier.eval import code, harness, metrics, perplexity, sandbox
-from ranvier.eval.served import Served, Wish
-from ranvier.eval.words import Words
+from ranvier.eval import lm_eval_harness, perplexity
+from ranvier.eval.code import generate, metrics, sandbox
+from ranvier.eval.model_server import Served, Wish
+from ranvier.eval.tokenization import Words
 from ranvier.grid import Grid
-from ranvier.infer.loaded import load, saved_dtype, spoken_dtype
-from ranvier.infer.sample import checkpoint_of
+from ranvier.infer.generate import checkpoint_of
+from ranvier.infer.load import load, saved_dtype, spoken_dtype
 from ranvier.launch import Ranks, joined
-from ranvier.options import Eval
-from ranvier.pipeline.cut import Cut
-from ranvier.plan import Plan
-from ranvier.run import Run
-from ranvier.terminal import escape_controls, print
-from ranvier.train import corpora
-from ranvier.train.built import DTYPES
-from ranvier.train.folder import write
+from ranvier.pipeline.partition import Cut
+from ranvier.system.terminal import escape_controls, print
+from ranvier.train import prepare_data
+from ranvier.train.build_model import DTYPES
+from ranvier.train.resume.run_directory import write
 from ranvier.train.train import backend_of, device_of
 
 
@@ -85,9 +86,9 @@ def check(wanted: Eval, folder: str | None) -> None:
             f"drawn from those. Use --samples-per-task {most} or more."
         )
     if wanted.tasks:
-        harness.check()
+        lm_eval_harness.check()
     if wanted.code:
-        code.read(Path(wanted.code))
+        generate.read(Path(wanted.code))
 
 
 def planned(run: Run, world: int, wanted: Eval) -> Run:
@@ -146,7 +147,7 @@ def evaluate(run: Run, folder: Path, wanted: Eval, me: Ranks) -> int:
     first = grid.rank == 0
     # names are looked up before weights are read: both take their time
     manager = together(
-        lambda: harness.manager_of(wanted) if first and wanted.tasks else None, grid, device
+        lambda: lm_eval_harness.manager_of(wanted) if first and wanted.tasks else None, grid, device
     )
     start = time.perf_counter()
     model = load(folder, grid, device, step=step, inner=run.plan.inner, how=how, dtype=dtype)
@@ -179,7 +180,7 @@ def _found(
     """What was to be found out, by kind and name."""
     length = wanted.length or run.model.max_seq
     if wanted.tasks:
-        return {"tasks": harness.evaluated(served, wanted, length, manager=manager)}
+        return {"tasks": lm_eval_harness.evaluated(served, wanted, length, manager=manager)}
     if wanted.corpus:
         return {"corpora": _corpora(served, run, folder, wanted)}
     wish = Wish(
@@ -188,9 +189,9 @@ def _found(
         top_p=wanted.top_p,
         seed=wanted.seed,
     )
-    tasks, count = code.read(Path(wanted.code)), wanted.samples_per_task
+    tasks, count = generate.read(Path(wanted.code)), wanted.samples_per_task
     told = _tell_protection()  # before the first program of the model runs
-    tried, lacks = code.tried(served, tasks, count=count, wish=wish, length=length)
+    tried, lacks = generate.tried(served, tasks, count=count, wish=wish, length=length)
     rows = [{**asdict(one.sample), "said": one.said, "why": one.why} for one in tried]
     write(folder / f"samples-{step}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     _warn(lack for lack in lacks if lack not in told)
@@ -222,7 +223,9 @@ def _corpora(served: Served, run: Run, folder: Path, wanted: Eval) -> dict[str, 
     """What each corpus is worth."""
     data = replace(run.data, corpus=wanted.corpus, tokenizer=str(folder / "tokenizer.json"))
     found: dict[str, Any] = {}
-    for name, stored in zip(wanted.corpus, corpora.stored(replace(run, data=data)), strict=True):
+    for name, stored in zip(
+        wanted.corpus, prepare_data.stored(replace(run, data=data)), strict=True
+    ):
         corpus = Corpus.open(stored)
         mine = served.words.tokenizer.fingerprint
         if corpus.manifest.tokenizer not in (None, "", mine):

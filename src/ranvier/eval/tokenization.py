@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ranvier.data.beside import tokens_of
 from ranvier.data.sources import imported
 from ranvier.data.tokenizer import Tokenizer, tokenizer_of
+from ranvier.data.tokenizer_config import tokens_of
 from ranvier.errors import DataError
 
 

@@ -1,1 +1,4 @@
-"""Pages and plots that need nothing else."""
+"""HTML: pages, plots and number formats of reports, without a script or a download.
+
+Imports the standard library only.
+"""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Literal
 
-from ranvier.html.figures import percent, short
+from ranvier.html.number_format import percent, short
 
 Point = tuple[float, float]
 

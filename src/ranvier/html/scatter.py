@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ranvier.html.figures import percent, short
+from ranvier.html.number_format import percent, short
 from ranvier.html.plot import (
     BOTTOM,
     COLOURS,

@@ -1,1 +1,4 @@
-"""Inference: text from a trained model."""
+"""Inference: text and log-probabilities from a trained model.
+
+Imports parallel, pipeline, data and what is below.
+"""

@@ -17,16 +17,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ranvier import run as runs
-from ranvier.checkpoint.folder import found, step_of
+from ranvier.checkpoint.directory import found, step_of
 from ranvier.checkpoint.load import wholes
-from ranvier.data.chat import Chat
-from ranvier.data.template import BUILT_IN, template_of
+from ranvier.config import run as runs
+from ranvier.config.run import Run
+from ranvier.data.chat.template import BUILT_IN, template_of
+from ranvier.data.chat.tokenize import Chat
 from ranvier.data.tokenizer import Tokenizer, tokenizer_of
 from ranvier.errors import DataError, PlanError
 from ranvier.models import Decoder, build
-from ranvier.run import Run
-from ranvier.terminal import print
+from ranvier.system.terminal import print
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ranvier import init
-from ranvier.comm import verbs
-from ranvier.comm.agree import largest
-from ranvier.comm.pairs import take
+from ranvier import counter_rng
+from ranvier.comm import collectives
+from ranvier.comm.autograd import take
+from ranvier.comm.consensus import largest
 from ranvier.data.loader import rows
-from ranvier.infer.scores import REPLICAS, check_length, own_positions, whole_batch
-from ranvier.parallel import Parallel, parallel_of
-from ranvier.pipeline.runtime import Micro
+from ranvier.infer.logprobs import REPLICAS, check_length, own_positions, whole_batch
+from ranvier.parallel.parallelize import Parallel, parallel_of
+from ranvier.pipeline.executor import Micro
 
 Choose = Callable[[Tensor, Sequence[int], int], Tensor]
 """Tokens `[b]` from logits `[b, v]`, the numbers of their prompts, and how many were said before;
@@ -114,7 +114,7 @@ def _said(
     known = torch.full((batch, count + 1), -1, dtype=torch.int64)
     for row, words in enumerate(said if not idle else []):
         known[row, : len(words)] = torch.tensor(words, dtype=torch.int64)
-    whole = verbs.all_gather(known.to(device), replicas, 0).wait().tolist()
+    whole = collectives.all_gather(known.to(device), replicas, 0).wait().tolist()
     return [words[: words.index(-1)] for words in whole[: len(asked)]]
 
 
@@ -135,7 +135,7 @@ def drawn(*, temperature: float, top_k: int = 0, top_p: float = 1.0, seed: int =
         if top_k > 0:
             kept[:, top_k:] = False
         sums = (shares * kept).cumsum(-1)
-        keys = [init.key(seed, "draw", number, place) / 2.0**63 for number in numbers]
+        keys = [counter_rng.key(seed, "draw", number, place) / 2.0**63 for number in numbers]
         mark = torch.tensor(keys, dtype=torch.float64, device=logits.device).unsqueeze(1)
         column = torch.searchsorted(sums, mark * sums[:, -1:], right=True)
         found: Tensor = tokens.gather(1, column.clamp(max=logits.shape[-1] - 1)).squeeze(1)
@@ -172,12 +172,12 @@ def last_logits(parallel: Parallel, tokens: Tensor, lengths: Tensor | None = Non
     else:
         last = take(own, batch, 0) - 1  # (b/col,)
         y = found[0][torch.arange(len(last), device=tokens.device), last]
-        y = verbs.all_gather(evened(y, parallel), vocab, -1).wait()
-        y = verbs.all_gather(y, batch, 0).wait()[:samples, : parallel.sizes["vocab"]]
+        y = collectives.all_gather(evened(y, parallel), vocab, -1).wait()
+        y = collectives.all_gather(y, batch, 0).wait()[:samples, : parallel.sizes["vocab"]]
     axis = grid.axis("pipe")
     if stage.vocabulary:
         return y.contiguous()
-    return verbs.broadcast(y.contiguous(), axis, index=axis.size - 1).wait()
+    return collectives.broadcast(y.contiguous(), axis, index=axis.size - 1).wait()
 
 
 def evened(y: Tensor, parallel: Parallel) -> Tensor:

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import torch
 
-from ranvier import init
+from ranvier import counter_rng
 from ranvier.checkpoint import manifest as manifests
 from ranvier.checkpoint.load import load as read
-from ranvier.comm.agree import together
+from ranvier.comm.consensus import together
+from ranvier.config.plan import Inner
 from ranvier.grid import Grid
-from ranvier.infer.sample import checkpoint_of, run_of
+from ranvier.infer.generate import checkpoint_of, run_of
 from ranvier.models import AdapterConfig, Decoder, DecoderConfig, build
-from ranvier.nn.values import fill_values
-from ranvier.parallel import parallel_of, parallelize
-from ranvier.pipeline.cut import Cut
-from ranvier.plan import Inner
+from ranvier.nn.materialize import fill_values
+from ranvier.parallel.parallelize import parallel_of, parallelize
+from ranvier.pipeline.partition import Cut
 
 MASTER = ".master"
 """How the names of weights end in a checkpoint."""
@@ -85,7 +85,7 @@ def empty(
 
     Communicates: the making of groups.
     """
-    with init.blank():
+    with counter_rng.blank():
         model = build(config, lora or AdapterConfig())
     parallelize(model, grid, inner=inner, dtype=dtype, device=device, how=how, materialize=False)
     parallel = parallel_of(model)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ranvier.comm import verbs
+from ranvier.comm import collectives
 from ranvier.data.loader import rows
 from ranvier.errors import DataError
-from ranvier.nn.loss import IGNORE
-from ranvier.parallel import Parallel, parallel_of
-from ranvier.pipeline.runtime import Micro
+from ranvier.nn.cross_entropy import IGNORE
+from ranvier.parallel.parallelize import Parallel, parallel_of
+from ranvier.pipeline.executor import Micro
 
 REPLICAS = ("data", "expert", "depth")
 """Axes along which ranks read different samples."""
@@ -116,14 +116,16 @@ def _round(parallel: Parallel, sequences: Sequence[Sequence[int]], batch: int) -
     region = parallel.table.region("vocab")
     if found:
         y = torch.stack(found)  # (m, 2, b/col, s)
-        y = verbs.all_gather(y, grid.axis(*(a for a in region["batch"] if a == "col")), 2).wait()
-        y = verbs.all_gather(y, grid.axis(*region["seq"]), 3).wait()
+        y = collectives.all_gather(
+            y, grid.axis(*(a for a in region["batch"] if a == "col")), 2
+        ).wait()
+        y = collectives.all_gather(y, grid.axis(*region["seq"]), 3).wait()
     else:  # another stage has them
         shape = (micros, 2, batch, length)
         y = torch.zeros(shape, dtype=parallel.queue.dtype, device=runtime.device)
     pipe = grid.axis("pipe")
-    y = verbs.broadcast(y.contiguous(), pipe, index=pipe.size - 1).wait()
-    y = verbs.all_gather(y.transpose(1, 2).contiguous(), replicas, 1).wait()  # (m, R·b, 2, s)
+    y = collectives.broadcast(y.contiguous(), pipe, index=pipe.size - 1).wait()
+    y = collectives.all_gather(y.transpose(1, 2).contiguous(), replicas, 1).wait()  # (m, R·b, 2, s)
     for one, (log, greedy) in zip(sequences, y.flatten(0, 1).cpu(), strict=False):
         count = len(one) - 1
         yield Scored(log[:count].double(), greedy[:count] > 0.0)

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ranvier import loop
-from ranvier.comm import verbs
-from ranvier.comm.agree import largest
+from ranvier.comm import collectives
+from ranvier.comm.consensus import largest
+from ranvier.config.plan import Inner, Plan
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.infer.scores import REPLICAS
-from ranvier.launch.laid import Axes, laid_out
-from ranvier.loop import AdamW, Lent
-from ranvier.plan import Inner, Plan
+from ranvier.infer.logprobs import REPLICAS
+from ranvier.integrations import training_loop
+from ranvier.integrations.training_loop import AdamW, Lent
+from ranvier.launch.external_launch import Axes, laid_out
 
 
 class Accelerator:
@@ -111,8 +111,10 @@ class Accelerator:
             )
         twins: dict[int, Any] = {}
         if models:
-            members = loop.members_of(models[0], adamws[0]) if adamws else {}
-            self._lent = loop.lent(models[0], self.grid, inner=self.inner, device=self.device)
+            members = training_loop.members_of(models[0], adamws[0]) if adamws else {}
+            self._lent = training_loop.lent(
+                models[0], self.grid, inner=self.inner, device=self.device
+            )
             twins[id(models[0])] = self._lent
             if adamws:
                 self._adamw = AdamW.of(adamws[0], members, self._lent)
@@ -125,7 +127,7 @@ class Accelerator:
             return twins[id(x)]
         if hasattr(x, "optimizer") and hasattr(x, "step"):
             return _Held(self, x)
-        return _Moved(loop.shared(x, self.grid, self.device), self)
+        return _Moved(training_loop.shared(x, self.grid, self.device), self)
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
@@ -167,14 +169,14 @@ class Accelerator:
         """
         whole = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
         axis = self.grid.axis(*REPLICAS)
-        return verbs.all_gather(whole.detach(), axis).wait()
+        return collectives.all_gather(whole.detach(), axis).wait()
 
     gather_for_metrics = gather
 
     def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
         """Sum or mean over the coordinates. Communicates: all-reduce over the axes of samples."""
         axis = self.grid.axis(*REPLICAS)
-        found = verbs.all_reduce(tensor.detach(), axis).wait()
+        found = collectives.all_reduce(tensor.detach(), axis).wait()
         return found / axis.size if reduction == "mean" else found
 
     # ---- saving ---------------------------------------------------------------------------------
@@ -185,11 +187,13 @@ class Accelerator:
 
     def save_state(self, path: str | Path) -> None:
         """Save model and optimizer as a directory that any grid reads."""
-        loop.save(Path(path), self._ours(), self._adamw, {"batches": self._batches})
+        training_loop.save(Path(path), self._ours(), self._adamw, {"batches": self._batches})
 
     def load_state(self, path: str | Path) -> None:
         """Go on from what was saved, on this grid or another."""
-        self._batches = int(loop.load(Path(path), self._ours(), self._adamw).get("batches", 0))
+        self._batches = int(
+            training_loop.load(Path(path), self._ours(), self._adamw).get("batches", 0)
+        )
 
     def _ours(self) -> Lent:
         if self._lent is None:

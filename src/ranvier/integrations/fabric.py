@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ranvier import loop
-from ranvier.comm import verbs
-from ranvier.comm.agree import everyone, largest, told
+from ranvier.comm import collectives
+from ranvier.comm.consensus import everyone, largest, told
+from ranvier.config.plan import Inner
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.launch.laid import checked
-from ranvier.loop import AdamW, Lent
-from ranvier.plan import Inner
+from ranvier.integrations import training_loop
+from ranvier.integrations.training_loop import AdamW, Lent
+from ranvier.launch.external_launch import checked
 
 PRECISIONS = ("32-true", "64-true", "bf16-true")
 """Those in which weights have one type; master weights of bf16 ones are in fp32 in any case."""
@@ -118,20 +118,22 @@ class RanvierStrategy(_theirs()):  # type: ignore[misc]  # whichever of the two 
         """Model and AdamW on the grid."""
         if len(optimizers) != 1:
             raise PlanError(f"{len(optimizers)} optimizers of one model. A grid has one. Use one.")
-        members = loop.members_of(module, optimizers[0])
+        members = training_loop.members_of(module, optimizers[0])
         lent = self.setup_module(module)
         return lent, [AdamW.of(optimizers[0], members, lent)], scheduler
 
     def setup_module(self, module: nn.Module) -> Lent:
         """The model on the grid. Communicates: as `loop.lent`."""
-        self._lent = loop.lent(module, self.grid, inner=self.inner, device=self.root_device)
+        self._lent = training_loop.lent(
+            module, self.grid, inner=self.inner, device=self.root_device
+        )
         return self._lent
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> AdamW:
         """AdamW of the model that was set up last, whose parameters it was made of."""
         if self._lent is None:
             raise PlanError("An optimizer without its model. Use fabric.setup(model, optimizer).")
-        members = loop.members_of(self._lent.model, optimizer)
+        members = training_loop.members_of(self._lent.model, optimizer)
         return AdamW.of(optimizer, members, self._lent)
 
     def module_to_device(self, module: nn.Module) -> None:
@@ -144,7 +146,7 @@ class RanvierStrategy(_theirs()):  # type: ignore[misc]  # whichever of the two 
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """The loader of my coordinate."""
-        return loop.shared(dataloader, self.grid, self.root_device)
+        return training_loop.shared(dataloader, self.grid, self.root_device)
 
     def clip_gradients_norm(
         self,
@@ -168,13 +170,13 @@ class RanvierStrategy(_theirs()):  # type: ignore[misc]  # whichever of the two 
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Tensors of all ranks, in the order of their numbers, in a new dim."""
-        return verbs.all_gather(tensor.unsqueeze(0), everyone(self.grid)).wait()
+        return collectives.all_gather(tensor.unsqueeze(0), everyone(self.grid)).wait()
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean or sum over all ranks, which those of a coordinate enter alike."""
         if not isinstance(tensor, Tensor):
             return tensor
-        found = verbs.all_reduce(tensor, everyone(self.grid)).wait()
+        found = collectives.all_reduce(tensor, everyone(self.grid)).wait()
         mean = str(reduce_op).lower().removeprefix("redoptype.") in ("mean", "avg")
         return found / self.grid.world if mean else found
 
@@ -204,14 +206,14 @@ class RanvierStrategy(_theirs()):  # type: ignore[misc]  # whichever of the two 
             raise PlanError("filter= of fabric.save. A checkpoint is whole. Leave it out.")
         lent, adamw, rest = self._found(state)
         facts = {k: x.state_dict() if hasattr(x, "state_dict") else x for k, x in rest.items()}
-        loop.save(Path(path), lent, adamw, facts)
+        training_loop.save(Path(path), lent, adamw, facts)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load what was saved, on this grid or another, into model, optimizer and facts."""
         lent, adamw, rest = self._found(state if isinstance(state, dict) else {"": state})
-        facts = loop.load(Path(path), lent, adamw)
+        facts = training_loop.load(Path(path), lent, adamw)
         for key, held in rest.items():
             if key not in facts and strict:
                 raise PlanError(f"{path} has no {key!r}, but {', '.join(facts) or 'no facts'}.")

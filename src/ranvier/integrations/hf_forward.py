@@ -21,15 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ranvier.comm import verbs
-from ranvier.comm.pairs import join, take, total
+from ranvier.comm import collectives
+from ranvier.comm.autograd import join, take, total
 from ranvier.errors import DataError, PlanError
 from ranvier.grid import Axis
-from ranvier.infer.scores import REPLICAS, check_length, own_positions, whole_batch
-from ranvier.infer.staged import evened
-from ranvier.nn.loss import IGNORE
-from ranvier.parallel import Parallel, parallel_of
-from ranvier.pipeline.runtime import Micro
+from ranvier.infer.generate_distributed import evened
+from ranvier.infer.logprobs import REPLICAS, check_length, own_positions, whole_batch
+from ranvier.nn.cross_entropy import IGNORE
+from ranvier.parallel.parallelize import Parallel, parallel_of
+from ranvier.pipeline.executor import Micro
 
 ADDED = -1
 """The document of tokens that the grid needs beyond those that came."""
@@ -96,7 +96,7 @@ def loss_of(model: nn.Module, inputs: Mapping[str, Tensor], samples: Tensor | No
     """
     parallel = parallel_of(model)
     mine = take(inputs["targets"], batch_axis(parallel), 0)
-    count = verbs.all_reduce((mine != IGNORE).sum(), parallel.token_axis).wait()
+    count = collectives.all_reduce((mine != IGNORE).sum(), parallel.token_axis).wait()
     parallel.moment.samples = samples
     loss: Tensor = model(**inputs)
     return total(loss, parallel.token_axis) / count.clamp(min=1).to(loss.dtype)
@@ -126,7 +126,7 @@ def logits_of(
         axis = grid.axis("pipe")
         if runtime.stage.vocabulary:
             return y.contiguous()
-        return verbs.broadcast(y.contiguous(), axis, index=axis.size - 1).wait()
+        return collectives.broadcast(y.contiguous(), axis, index=axis.size - 1).wait()
 
 
 def _joined(y: Tensor, parallel: Parallel) -> Tensor:
@@ -146,7 +146,7 @@ def mean_of(logits: Tensor, targets: Tensor, parallel: Parallel) -> Tensor:
     flat = targets.flatten().to(logits.device)
     loss = F.cross_entropy(wide.flatten(0, 1), flat, reduction="sum", ignore_index=IGNORE)
     both = torch.stack([loss, (flat != IGNORE).sum().to(loss.dtype)])
-    sums = verbs.all_reduce(both, parallel.grid.axis(*REPLICAS)).wait()
+    sums = collectives.all_reduce(both, parallel.grid.axis(*REPLICAS)).wait()
     return sums[0] / sums[1].clamp(min=1.0)
 
 

@@ -20,28 +20,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ranvier import safe_files
-from ranvier.checkpoint import folder, published, shards
-from ranvier.checkpoint.published import Published
-from ranvier.comm import verbs
-from ranvier.comm.agree import everyone, largest, together
+from ranvier.checkpoint import directory
+from ranvier.checkpoint.hf import model as published
+from ranvier.checkpoint.hf import safetensors
+from ranvier.checkpoint.hf.model import Published
+from ranvier.comm import collectives
+from ranvier.comm.consensus import everyone, largest, together
+from ranvier.config.plan import Inner
 from ranvier.data.loader import rows
 from ranvier.data.tokenizer import Tokenizer, tokenizer_of
 from ranvier.errors import DamageError, DataError, PlanError
 from ranvier.grid import Grid
-from ranvier.infer import loaded
-from ranvier.infer.called import Output, called
-from ranvier.infer.sample import run_of
-from ranvier.infer.scores import REPLICAS
-from ranvier.infer.staged import drawn, generated
-from ranvier.launch.laid import Axes, checked, laid_out
+from ranvier.infer import load
+from ranvier.infer.generate import run_of
+from ranvier.infer.generate_distributed import drawn, generated
+from ranvier.infer.logprobs import REPLICAS
+from ranvier.integrations.hf_forward import Output, called
+from ranvier.launch.external_launch import Axes, checked, laid_out
 from ranvier.models import Decoder, DecoderConfig
-from ranvier.models.families import family_of, fitting
-from ranvier.models.family import Family, UnknownError
+from ranvier.models.hf.family import Family, UnknownError
+from ranvier.models.hf.registry import family_of, fitting
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import Parallel, parallel_of
-from ranvier.plan import Inner
-from ranvier.train import exchange
+from ranvier.parallel.parallelize import Parallel, parallel_of
+from ranvier.system import safe_files
+from ranvier.train import import_export
 
 
 def from_pretrained(
@@ -59,8 +61,8 @@ def from_pretrained(
     one that is there. dtype: of the weights; None: as they are stored. inner: what col splits.
     Communicates: with all ranks that the launcher has started, unless a grid is given.
     """
-    path = exchange.found(str(source))
-    origin = path.parent.parent if folder.STEP.fullmatch(path.name) else path
+    path = import_export.found(str(source))
+    origin = path.parent.parent if directory.STEP.fullmatch(path.name) else path
     run = run_of(origin) if (origin / "config.toml").exists() else None
     there = None if run is not None else Published.open(path)
     config: DecoderConfig = run.model if run is not None else _config(there)
@@ -71,11 +73,11 @@ def from_pretrained(
         here = torch.device(device or "cpu")
     inner = checked(plan or grid.degrees, grid.world, sizes, inner=inner).inner
     if there is None:
-        step = folder.step_of(path) if path != origin else None
-        model = loaded.load(origin, grid, here, step=step, inner=inner, dtype=dtype)
+        step = directory.step_of(path) if path != origin else None
+        model = load.load(origin, grid, here, step=step, inner=inner, dtype=dtype)
         return Pretrained(model, origin)
     with there:
-        model = loaded.empty(config, grid, here, inner=inner, dtype=dtype or there.dtype)
+        model = load.empty(config, grid, here, inner=inner, dtype=dtype or there.dtype)
         parallel = parallel_of(model)
         together(lambda: there.fill(parallel.state()), grid, here)
     parallel.queue.loads += 1
@@ -194,7 +196,7 @@ class Pretrained(nn.Module):
 
     def _known(self, key: str) -> list[int]:
         """Tokens that the settings beside the weights name, if any do."""
-        homes = (self.origin / exchange.KEPT, self.origin)
+        homes = (self.origin / import_export.KEPT, self.origin)
         for path in (h / n for h in homes for n in ("generation_config.json", "config.json")):
             there = safe_files.exists(path)
             found = published.table(path, root=self.origin).get(key) if there else None
@@ -217,20 +219,20 @@ class Pretrained(nn.Module):
 
     # ---- out ----------------------------------------------------------------------------
 
-    def save_pretrained(self, out: str | Path, *, shard: int = exchange.SHARD) -> None:
+    def save_pretrained(self, out: str | Path, *, shard: int = import_export.SHARD) -> None:
         """Write it as others read it; no rank holds more than one whole tensor beside its part.
 
         Communicates: one tensor after the other over all axes.
         """
         kind, config = self._family()
         dtype = self.parallel.queue.buckets[0].data.dtype
-        ids = exchange.token_ids(self.origin, config)
+        ids = import_export.token_ids(self.origin, config)
         config = {**config, **ids, "dtype": str(dtype).removeprefix("torch.")}
         config.pop("torch_dtype", None)
         entries = published.entries_of(kind, self.config)
         shapes = published.shapes_of(self.config)
         names = [name for entry in entries for name in entry.ours]
-        listed = shards.listed(entries, shapes, dict.fromkeys(names, dtype))
+        listed = safetensors.listed(entries, shapes, dict.fromkeys(names, dtype))
 
         def write() -> None:
             if self.grid.rank != 0:
@@ -238,13 +240,13 @@ class Pretrained(nn.Module):
                     self._whole(names[number], shapes)
                 return
             try:
-                with exchange.appearing(Path(out)) as here:
+                with import_export.appearing(Path(out)) as here:
                     text = json.dumps(config, indent=2) + "\n"
                     (here / "config.json").write_text(text, encoding="utf-8")
-                    exchange.beside(self.origin, here, config)
+                    import_export.beside(self.origin, here, config)
                     read = self._asked(names, shapes)
-                    with exchange.moving("saving") as progress:
-                        shards.write(here, listed, read, most=shard, progress=progress)
+                    with import_export.moving("saving") as progress:
+                        safetensors.write(here, listed, read, most=shard, progress=progress)
             finally:
                 largest(len(names), self.grid, self.device)  # no more will be asked for
 
@@ -253,7 +255,7 @@ class Pretrained(nn.Module):
     def _family(self) -> tuple[Family, dict[str, Any]]:
         """What others call such a model, and its config.json."""
         if (self.origin / "config.toml").exists():
-            return exchange.told(self.origin, run_of(self.origin))
+            return import_export.told(self.origin, run_of(self.origin))
         theirs = published.table(self.origin / "config.json")
         try:
             return family_of(theirs), theirs
@@ -279,7 +281,7 @@ class Pretrained(nn.Module):
         if weight is not None and first and weight.bucket.owned(weight):
             weight.place.put(whole, weight.rest)
         # bits are added, not numbers: -0.0 stays what it is
-        bits = verbs.all_reduce(whole.view(-1).view(torch.uint8), everyone(self.grid)).wait()
+        bits = collectives.all_reduce(whole.view(-1).view(torch.uint8), everyone(self.grid)).wait()
         return bits.view(dtype).view(shapes[name]).cpu()
 
 

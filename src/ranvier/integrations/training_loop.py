@@ -23,25 +23,32 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ranvier.checkpoint import folder, saver
+from ranvier.buckets.scheduler import Deferred
+from ranvier.buckets.spec import Group
+from ranvier.checkpoint import async_saver, directory
 from ranvier.checkpoint import manifest as manifests
 from ranvier.checkpoint.load import load as load_parts
-from ranvier.comm import verbs
-from ranvier.comm.agree import differences, everyone, together
-from ranvier.comm.deferred import Deferred
-from ranvier.comm.pairs import total
+from ranvier.comm import collectives
+from ranvier.comm.autograd import total
+from ranvier.comm.consensus import differences, everyone, together
+from ranvier.config.plan import Inner
 from ranvier.data.loader import rows
 from ranvier.errors import CheckpointError, DataError, NumericError, PlanError
 from ranvier.grid import Grid
-from ranvier.infer.called import averaged, batch_axis, called, filled, filled_inputs, logits_of
-from ranvier.infer.loaded import MASTER
-from ranvier.infer.scores import REPLICAS
-from ranvier.launch.laid import Axes, checked
-from ranvier.lots import Group
-from ranvier.nn import huggingface
+from ranvier.infer.load import MASTER
+from ranvier.infer.logprobs import REPLICAS
+from ranvier.integrations.hf_forward import (
+    averaged,
+    batch_axis,
+    called,
+    filled,
+    filled_inputs,
+    logits_of,
+)
+from ranvier.launch.external_launch import Axes, checked
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import Parallel, parallel_of, parallelize
-from ranvier.plan import Inner
+from ranvier.parallel import huggingface
+from ranvier.parallel.parallelize import Parallel, parallel_of, parallelize
 from ranvier.sharding import Place, State
 
 KIND = "loop"
@@ -144,7 +151,7 @@ def lent(
         for param in model.parameters():
             if not param.is_meta and grid.world > 1:
                 # one whole weight at a time; ranks may have drawn different ones
-                param.copy_(verbs.broadcast(param.detach(), everyone(grid)).wait())
+                param.copy_(collectives.broadcast(param.detach(), everyone(grid)).wait())
     return Lent(parallelize(model, grid, inner=inner, device=device))
 
 
@@ -277,7 +284,7 @@ class Shares:
         Communicates: the state of random numbers over all axes, and whether ranks agree.
         """
         state = torch.get_rng_state().to(self.device)
-        torch.set_rng_state(verbs.broadcast(state, everyone(self.grid)).wait().cpu())
+        torch.set_rng_state(collectives.broadcast(state, everyone(self.grid)).wait().cpu())
         first = True
         for batch in self.whole:
             if first:
@@ -385,7 +392,7 @@ def save(where: Path, lent: Lent, optimizer: AdamW | None, facts: Mapping[str, A
             "tensors and plain facts, no pickles. Give numbers, texts, lists and tables."
         ) from None
     grid, queue = lent.parallel.grid, lent.parallel.queue
-    saver.save(where, 0, tensors(lent, optimizer)[1], {"loop": told}, grid, queue.device)
+    async_saver.save(where, 0, tensors(lent, optimizer)[1], {"loop": told}, grid, queue.device)
 
 
 def load(where: Path, lent: Lent, optimizer: AdamW | None) -> dict[str, Any]:
@@ -393,7 +400,7 @@ def load(where: Path, lent: Lent, optimizer: AdamW | None) -> dict[str, Any]:
 
     Communicates: one number over all axes; all-gather of weights over data.
     """
-    paths = folder.found(where)
+    paths = directory.found(where)
     if not paths:
         raise CheckpointError(
             f"{where} has no checkpoint. One is a directory that a loop on a grid has saved. Give "

@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ranvier.launch.counted import Call, counted
-from ranvier.launch.ends import Stop, end_at_once, reported
 from ranvier.launch.environment import (
     Failure,
     Ranks,
@@ -23,11 +21,14 @@ from ranvier.launch.environment import (
     repeat_products,
     start_environment,
 )
+from ranvier.launch.fake_backend import Call, counted
+from ranvier.launch.signals import Stop, end_at_once, reported
 
 if TYPE_CHECKING:
-    from ranvier.launch.nodes import Nodes
-    from ranvier.launch.places import cache, keep_compiled, triton, writable
-    from ranvier.launch.processes import (
+    from ranvier.launch.agent import start
+    from ranvier.launch.cache_directories import cache, keep_compiled, triton, writable
+    from ranvier.launch.heartbeat import Pulse
+    from ranvier.launch.process_group import (
         backends,
         connect,
         die_with_parent,
@@ -37,10 +38,9 @@ if TYPE_CHECKING:
         local_ranks,
         warm,
     )
-    from ranvier.launch.pulse import Pulse
-    from ranvier.launch.restarts import Policy
-    from ranvier.launch.supervisor import start
-    from ranvier.launch.watch import watched
+    from ranvier.launch.rendezvous import Nodes
+    from ranvier.launch.restart_policy import Policy
+    from ranvier.launch.watchdog import watched
 
 __all__ = [
     "Call",
@@ -79,9 +79,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "nodes": ("Nodes",),
-    "places": ("cache", "keep_compiled", "triton", "writable"),
-    "processes": (
+    "rendezvous": ("Nodes",),
+    "cache_directories": ("cache", "keep_compiled", "triton", "writable"),
+    "process_group": (
         "backends",
         "connect",
         "die_with_parent",
@@ -91,10 +91,10 @@ _HOMES = {
         "local_ranks",
         "warm",
     ),
-    "pulse": ("Pulse",),
-    "restarts": ("Policy",),
-    "supervisor": ("start",),
-    "watch": ("watched",),
+    "heartbeat": ("Pulse",),
+    "restart_policy": ("Policy",),
+    "agent": ("start",),
+    "watchdog": ("watched",),
 }
 
 

@@ -23,18 +23,18 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from ranvier import file_handles
 from ranvier.errors import STOPPED, CommunicationError, HangError
-from ranvier.launch import watch
-from ranvier.launch.ends import BEFORE, Stop
+from ranvier.launch import watchdog as watch
 from ranvier.launch.environment import Ranks
-from ranvier.launch.nodes import BOARD_SECONDS, Board, Captain, Nodes, Order, own_host, say
-from ranvier.launch.processes import live, warm
-from ranvier.launch.pulse import DONE, START, Beat, Pulse
-from ranvier.launch.restarts import End, History, Outcome, Policy, judged
+from ranvier.launch.heartbeat import DONE, START, Beat, Pulse
+from ranvier.launch.process_group import live, warm
+from ranvier.launch.rendezvous import BOARD_SECONDS, Board, Captain, Nodes, Order, own_host, say
+from ranvier.launch.restart_policy import End, History, Outcome, Policy, judged
 from ranvier.launch.shared_file import SharedFile
+from ranvier.launch.signals import BEFORE, Stop
 from ranvier.launch.store import derive_prefix, new_key, open_listener, user_key
-from ranvier.terminal import draw, print
+from ranvier.system import file_handles
+from ranvier.system.terminal import draw, print
 
 GRACE_SECONDS = 4.0
 """How long the other ranks may take to end by themselves after one has failed."""

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from ranvier.config.plan import AXES, Inner, Plan
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.launch.environment import Ranks, ranks
-from ranvier.launch.processes import connect
-from ranvier.plan import AXES, Inner, Plan
+from ranvier.launch.process_group import connect
 
 Axes = Plan | Mapping[str, int]
 """A plan, or the ranks on each axis; data is inferred where it is left out."""

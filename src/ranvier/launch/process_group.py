@@ -15,15 +15,15 @@ from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.util import get_temp_dir
 
-from ranvier import file_handles
 from ranvier.errors import CommunicationError, PlanError
-from ranvier.launch.ends import end_with_others, reported
 from ranvier.launch.environment import Ranks, prepare_nccl, prepare_sockets
+from ranvier.launch.heartbeat import DONE, START, Pulse
 from ranvier.launch.lifetime import end_with, remove_after_end
-from ranvier.launch.pulse import DONE, START, Pulse
 from ranvier.launch.shared_file import SharedFile
+from ranvier.launch.signals import end_with_others, reported
 from ranvier.launch.store import new_key, open_store
-from ranvier.launch.watch import listen
+from ranvier.launch.watchdog import listen
+from ranvier.system import file_handles
 
 
 def backends() -> list[str]:
@@ -134,7 +134,7 @@ def warm(preload: Sequence[str]) -> None:
     """
     file_handles.raise_limit()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ranvier.launch.deaf", *preload])
+    context.set_forkserver_preload(["ranvier.launch.ignore_signals", *preload])
     # The server would import modules of the user's directory before Python's own.
     os.environ["PYTHONSAFEPATH"] = "1"
     os.environ["RANVIER_LAUNCHER"] = str(os.getpid())  # with which the server ends

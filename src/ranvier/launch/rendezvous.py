@@ -21,9 +21,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ranvier.errors import CommunicationError, PlanError
-from ranvier.launch.ends import Stop
 from ranvier.launch.environment import Failure
-from ranvier.launch.restarts import End, History, Next, Policy
+from ranvier.launch.restart_policy import End, History, Next, Policy
+from ranvier.launch.signals import Stop
 from ranvier.launch.store import (
     derive_prefix,
     greet,
@@ -33,7 +33,7 @@ from ranvier.launch.store import (
     open_tcp_store,
     with_prefix,
 )
-from ranvier.terminal import print
+from ranvier.system.terminal import print
 
 BEAT_SECONDS = 1.0
 GONE_SECONDS = 10.0

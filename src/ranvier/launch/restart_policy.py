@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ranvier.errors import INTERNAL, NO_PROGRESS, STOPPED, CommunicationError
-from ranvier.launch.ends import BEFORE, STOPS
 from ranvier.launch.environment import Failure
-from ranvier.launch.pulse import DONE, Beat
+from ranvier.launch.heartbeat import DONE, Beat
+from ranvier.launch.signals import BEFORE, STOPS
 
 FAULTS = (
     *(signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGBUS, signal.SIGILL),

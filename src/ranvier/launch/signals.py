@@ -15,7 +15,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
-from ranvier import file_handles
 from ranvier.errors import (
     INTERNAL,
     STOPPED,
@@ -27,7 +26,8 @@ from ranvier.errors import (
 )
 from ranvier.launch.environment import Ranks
 from ranvier.launch.output import lasting_output
-from ranvier.terminal import print
+from ranvier.system import file_handles
+from ranvier.system.terminal import print
 
 WRITING = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),

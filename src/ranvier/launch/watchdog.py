@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ranvier.errors import HangError
-from ranvier.launch.pulse import DONE, START, STEP, Beat, Pulse
+from ranvier.launch.heartbeat import DONE, START, STEP, Beat, Pulse
 from ranvier.launch.shared_file import SharedFile
-from ranvier.terminal import print
+from ranvier.system.terminal import print
 
 START_SECONDS = 600.0
 """How long may pass before the first steps, in an evaluation, or after the last step."""

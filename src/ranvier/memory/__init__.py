@@ -1,1 +1,4 @@
-"""Memory: what a model needs, and which activations are worth keeping."""
+"""Memory: pinned host memory, activation offload, and what recomputation saves.
+
+Imports comm and what is below.
+"""

@@ -30,11 +30,11 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ranvier.comm.lane import Lane, Mark, await_mark, here
-from ranvier.comm.results import unchanged
-from ranvier.comm.verbs import hidden
+from ranvier.comm.collectives import hidden
+from ranvier.comm.streams import Lane, Mark, await_mark, here
 from ranvier.errors import PlanError
-from ranvier.memory.pool import Pool
+from ranvier.memory.host_pool import Pool
+from ranvier.memory.saved_results import unchanged
 
 SMALL = 2**20
 """Bytes below which a copy takes longer to start than to do."""

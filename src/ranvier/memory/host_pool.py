@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ranvier.comm.arena import ALIGN, GIB, aligned
-from ranvier.comm.lane import Mark
+from ranvier.comm.streams import Mark
 from ranvier.errors import PlanError
+from ranvier.memory.host import ALIGN, GIB, aligned
 
 
 class Pool:

@@ -21,7 +21,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from itertools import groupby
 from typing import Literal, NamedTuple, TypeAlias
 
-from ranvier.plan import divisors
+from ranvier.config.plan import divisors
 
 Kind: TypeAlias = Literal["none", "selective", "full"]
 Where: TypeAlias = Literal["head", "block", "leave", "forward", "update"]

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ranvier.comm.rates import USUAL, Rate
+from ranvier.comm.bandwidth import USUAL, Rate
 from ranvier.trace import Event
 
 TWICE = "all_reduce"

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only
 
-from ranvier.comm.verbs import hidden
+from ranvier.comm.collectives import hidden
 from ranvier.grid import Grid
 from ranvier.trace import Trace
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from ranvier.models.config import SIZES, AdapterConfig, DecoderConfig
 
 if TYPE_CHECKING:
-    from ranvier.models.adapter import build
     from ranvier.models.decoder import Decoder
     from ranvier.models.examples import EXAMPLES
+    from ranvier.models.lora import build
 
 __all__ = ["EXAMPLES", "SIZES", "AdapterConfig", "Decoder", "DecoderConfig", "build"]
 
-_HOMES = {"Decoder": "decoder", "build": "adapter", "EXAMPLES": "examples"}
+_HOMES = {"Decoder": "decoder", "build": "lora", "EXAMPLES": "examples"}
 
 
 def __getattr__(name: str) -> Any:

@@ -19,10 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ranvier.models.config import DecoderConfig
-from ranvier.models.documents import Documents, causal, inside, kernel_takes, several, spans
-from ranvier.models.experts import Experts
-from ranvier.models.mlp import GATED, Gated, Siblings, Ungated, adapted
-from ranvier.models.rotary import Rotary, rotate
+from ranvier.models.document_attention import (
+    Documents,
+    causal,
+    inside,
+    kernel_takes,
+    several,
+    spans,
+)
+from ranvier.models.feed_forward import GATED, Gated, Siblings, Ungated, adapted
+from ranvier.models.moe import Experts
+from ranvier.models.rope import Rotary, rotate
 
 
 class Head(nn.Linear):

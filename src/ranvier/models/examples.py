@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from torch import nn
 
-from ranvier.models.adapter import adapters_of, attach
 from ranvier.models.config import GEMMA2, GPT2, AdapterConfig, DecoderConfig
 from ranvier.models.decoder import Decoder
+from ranvier.models.lora import adapters_of, attach
 
 
 def _small(**changes: object) -> Callable[[], nn.Module]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ranvier.models.config import AdapterConfig, DecoderConfig
 from ranvier.models.decoder import Decoder
-from ranvier.models.mlp import Siblings
+from ranvier.models.feed_forward import Siblings
 
 SHARED = "shared"
 """Name of an A that several layers have in common."""

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ranvier.models.config import GATES, DecoderConfig
-from ranvier.models.mlp import GATED, UNGATED, Gated, Ungated
+from ranvier.models.feed_forward import GATED, UNGATED, Gated, Ungated
 
 
 @dataclass(frozen=True)

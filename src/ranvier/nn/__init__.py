@@ -1,1 +1,4 @@
-"""Leaves: layers that know their part of the work on the grid, one file each."""
+"""Parallel layers: each knows its part of the work on the grid, and bears its serial twin's name.
+
+Imports buckets, memory, comm, cost and what is below; never a model.
+"""

@@ -23,10 +23,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ranvier.comm.results import Results
+from ranvier.config.plan import Recompute
 from ranvier.errors import PlanError
-from ranvier.nn.leaf import Moment
-from ranvier.plan import Recompute
+from ranvier.memory.saved_results import Results
+from ranvier.nn.layer import Moment
 
 KEPT = frozenset(
     {

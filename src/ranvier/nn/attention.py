@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranvier.comm.pairs import take
-from ranvier.layers import Attention
+from ranvier.comm.autograd import take
+from ranvier.cost.layers import Attention
 from ranvier.nn.example import Example
-from ranvier.nn.leaf import Leaf, Site
+from ranvier.nn.layer import Leaf, Site
 from ranvier.sharding import Dim
 
 

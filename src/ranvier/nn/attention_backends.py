@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ranvier.nn.fastest import Fastest, Way, noise
+from ranvier.nn.autotune import Fastest, Way, noise
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 HALVES = (torch.bfloat16, torch.float16)

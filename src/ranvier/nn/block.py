@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ranvier.comm.deferred import Deferred
-from ranvier.nn.compiled import Compiled
-from ranvier.nn.leaf import Site
-from ranvier.nn.recompute import again
-from ranvier.plan import Recompute
+from ranvier.buckets.scheduler import Deferred
+from ranvier.config.plan import Recompute
+from ranvier.nn.activation_checkpoint import again
+from ranvier.nn.compile import Compiled
+from ranvier.nn.layer import Site
 
 
 def run_block(

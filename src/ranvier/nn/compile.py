@@ -19,9 +19,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ranvier.nn.leaf import Moment
-from ranvier.nn.recompute import again
-from ranvier.plan import Recompute
+from ranvier.config.plan import Recompute
+from ranvier.nn.activation_checkpoint import again
+from ranvier.nn.layer import Moment
 from ranvier.trace import Event, Trace
 
 GRAPHS = 64

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ranvier import launch
-from ranvier.comm import verbs
-from ranvier.comm.pairs import take, total
+from ranvier.comm import collectives
+from ranvier.comm.autograd import take, total
+from ranvier.cost.layers import Entropy
 from ranvier.grid import Axis
-from ranvier.layers import Entropy
 from ranvier.nn.example import Example
-from ranvier.nn.leaf import Leaf, Site, applied, check_range
+from ranvier.nn.layer import Leaf, Site, applied, check_range
 from ranvier.sharding import Dim, Sharding
 
 IGNORE = -100
@@ -101,7 +101,7 @@ class CrossEntropy(Leaf):
 def reference(logits: Tensor, targets: Tensor, mine: Columns) -> Tensor:
     """The loss in differentiable pairs."""
     x = _wide(logits)[:, : mine.valid]
-    peak = verbs.all_reduce(_peak(x.detach()), mine.axis, "max").wait()
+    peak = collectives.all_reduce(_peak(x.detach()), mine.axis, "max").wait()
     column, here = _local(targets, mine)
     hit = x.gather(1, column.unsqueeze(1)).squeeze(1) * here if mine.valid else x.sum(1)
     sums = total(torch.stack([(x - peak.unsqueeze(1)).exp().sum(1), hit]), mine.axis)
@@ -143,9 +143,9 @@ def _combined(
     peak: Tensor, sums: Tensor, hit: Tensor, mine: Columns
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Largest logit, logarithm of the sum of exponentials, target's logit: of all columns `[t]`."""
-    highest = verbs.all_reduce(peak, mine.axis, "max").wait()
+    highest = collectives.all_reduce(peak, mine.axis, "max").wait()
     scaled = sums * (peak - highest).exp()
-    both = verbs.all_reduce(torch.stack([scaled, hit]), mine.axis).wait()
+    both = collectives.all_reduce(torch.stack([scaled, hit]), mine.axis).wait()
     return highest, both[0].log() + highest, both[1]
 
 
@@ -159,7 +159,9 @@ def score_each(logits: Tensor, targets: Tensor, mine: Columns) -> Tensor:
     highest, log_sum, hit = _combined(peak, sums, hit, mine)
     none = torch.full_like(targets, torch.iinfo(torch.int64).max)
     best = logits[:, : mine.valid].argmax(1) + mine.first if mine.valid else none
-    first = verbs.all_reduce(torch.where(peak == highest, best, none), mine.axis, "min").wait()
+    first = collectives.all_reduce(
+        torch.where(peak == highest, best, none), mine.axis, "min"
+    ).wait()
     return torch.stack([hit - log_sum, (first == targets).to(hit.dtype)])
 
 
@@ -181,9 +183,9 @@ def statistics(
     gradient: the kernel, which has all columns, leaves theirs times it in the place of the logits.
     """
     if kernel_takes(logits):
-        from ranvier.nn import kernels
+        from ranvier.nn import triton_kernels
 
-        return kernels.cross_entropy(
+        return triton_kernels.cross_entropy(
             logits, targets, first=mine.first, valid=mine.valid, gradient=gradient
         )
     column, here = _local(targets, mine)
@@ -203,9 +205,9 @@ def gradient_(
 ) -> None:
     """factor · (softmax - one-hot) in the place of the logits; 0 where nothing counts."""
     if kernel_takes(logits):
-        from ranvier.nn import kernels
+        from ranvier.nn import triton_kernels
 
-        kernels.cross_entropy(
+        triton_kernels.cross_entropy(
             logits, targets, first=mine.first, valid=mine.valid, log_sums=log_sum, gradient=factor
         )
         return

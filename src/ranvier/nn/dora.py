@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ranvier.comm.pairs import total
-from ranvier.layers import Lengths
-from ranvier.nn.leaf import Leaf, Site
+from ranvier.comm.autograd import total
+from ranvier.cost.layers import Lengths
+from ranvier.nn.layer import Leaf, Site
 from ranvier.nn.linear import Linear
 from ranvier.sharding import WEIGHTS, Dim
 

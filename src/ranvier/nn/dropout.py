@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ranvier import init
-from ranvier.comm.pairs import take
+from ranvier import counter_rng
+from ranvier.comm.autograd import take
 from ranvier.errors import ShardingError
-from ranvier.nn.leaf import Leaf, Site
+from ranvier.nn.layer import Leaf, Site
 from ranvier.sharding import Dim
 
 
@@ -28,7 +28,7 @@ class Dropout(Leaf):
         (dim,) = dims
         assert isinstance(dim, str), dims
         self.dim, self.p = dim, serial.p
-        self.stream = torch.tensor(init.key(site.moment.seed, "dropout", site.name))
+        self.stream = torch.tensor(counter_rng.key(site.moment.seed, "dropout", site.name))
         """Of random bits; a tensor, as a graph for all blocks cannot hold it."""
         region = site.table.region(dim)
         self.batch_axis = site.axis(*(axis for axis in region["batch"] if axis == "col"))
@@ -55,7 +55,7 @@ class Dropout(Leaf):
         samples = self._samples(x)
         tokens = torch.arange(x.shape[1], device=x.device) + self.seq_axis.index * x.shape[1]
         features = torch.arange(x.shape[2], device=x.device) + self.features_axis.index * x.shape[2]
-        mask = init.keep(
+        mask = counter_rng.keep(
             x.shape, [samples.view(-1, 1, 1), tokens.view(-1, 1), features], self.stream, self.p
         )
         return torch.where(mask, x / (1.0 - self.p), 0.0)

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ranvier.comm import pairs, verbs
+from ranvier.comm import autograd, collectives
+from ranvier.cost.layers import LookUp
 from ranvier.errors import ShardingError
-from ranvier.layers import LookUp
 from ranvier.nn.example import Example
-from ranvier.nn.leaf import Leaf, Site, applied, check_range
+from ranvier.nn.layer import Leaf, Site, applied, check_range
 from ranvier.sharding import WEIGHTS, Dim
 
 
@@ -78,10 +78,10 @@ class Embedding(Leaf):
         weight = self.handles["weight"]
         check_range(ids, weight.sharding.shape[0], self.site.name, dim=self.rows)
         if self.axis.size == 1:
-            ids = pairs.take(ids, self.seq_axis, 1)
+            ids = autograd.take(ids, self.seq_axis, 1)
         with self.here():
             if torch.compiler.is_compiling() or not self.site.fast:
-                y = pairs.sum_scatter(self._rows(weight.gathered(), ids), self.axis, 1)
+                y = autograd.sum_scatter(self._rows(weight.gathered(), ids), self.axis, 1)
             else:
                 y = applied(_LookUp, ids, self, self.weight)
         # Above a frozen table something may be trained: all that follows has the same backward.
@@ -118,7 +118,7 @@ class _LookUp(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, leaf: Embedding, weight: Tensor) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.leaf = leaf
-        return verbs.reduce_scatter(
+        return collectives.reduce_scatter(
             leaf._rows(leaf.handles["weight"].whole(), ids), leaf.axis, 1
         ).wait()
 
@@ -128,7 +128,7 @@ class _LookUp(torch.autograd.Function):
         (ids,), leaf = ctx.saved_tensors, ctx.leaf
         weight = leaf.handles["weight"]
         with leaf.site.grid.trace.at(leaf.site.name):
-            dy = verbs.all_gather(dy, leaf.axis, 1).wait()  # (b, s, d/col)
+            dy = collectives.all_gather(dy, leaf.axis, 1).wait()  # (b, s, d/col)
             if weight.trainable:
                 rows = weight.sharding.gathered[0]
                 local, mine = leaf._mine(ids, rows)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ranvier import launch
-from ranvier.nn.leaf import applied
+from ranvier.nn.layer import applied
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 EVEN = 16
@@ -99,9 +99,9 @@ class Scaled:
         """
         most = torch.finfo(dtype).max
         if self.kind == "tensorwise" and _direct(x):
-            from ranvier.nn import kernels
+            from ranvier.nn import triton_kernels
 
-            return kernels.scales(x.contiguous(), most, LEAST)
+            return triton_kernels.scales(x.contiguous(), most, LEAST)
         largest = x.abs().amax(dim, keepdim=True)
         if self.kind == "tensorwise":
             largest = largest.amax()
@@ -184,9 +184,9 @@ def _cast(
 ) -> tuple[Tensor, Tensor]:
     """As `cast`, past the dispatcher where nothing is compiled."""
     if _direct(x):
-        from ranvier.nn import kernels
+        from ranvier.nn import triton_kernels
 
-        return kernels.cast(x.contiguous(), scale, dtype, plain=plain, turned=turned)
+        return triton_kernels.cast(x.contiguous(), scale, dtype, plain=plain, turned=turned)
     both: tuple[Tensor, Tensor] = cast(x, scale, dtype, plain, turned)
     return both
 
@@ -197,9 +197,9 @@ def cast(
 ) -> tuple[Tensor, Tensor]:
     """x `[r, c]` times scale `[]` in fp8, as it lies and transposed; empty if not asked for."""
     if x.device.type == "cuda" and TRITON:
-        from ranvier.nn import kernels
+        from ranvier.nn import triton_kernels
 
-        return kernels.cast(x.contiguous(), scale, dtype, plain=plain, turned=turned)
+        return triton_kernels.cast(x.contiguous(), scale, dtype, plain=plain, turned=turned)
     y = _narrow(x, scale, dtype)
     return y if plain else y.new_empty(0), y.t().contiguous() if turned else y.new_empty(0)
 

@@ -16,12 +16,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ranvier.comm.bucket import Bucket
-from ranvier.layers import Flow
+from ranvier.buckets.bucket import Bucket
+from ranvier.cost.layers import Flow
+from ranvier.cost.linear import Product
 from ranvier.nn.example import SIZES, Example
-from ranvier.nn.leaf import Leaf, Site
+from ranvier.nn.layer import Leaf, Site
 from ranvier.nn.linear import Linear, Run, product
-from ranvier.products import Product
 from ranvier.sharding import Dim
 
 NARROW = 1024

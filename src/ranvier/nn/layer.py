@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranvier.comm.bucket import Weight
-from ranvier.comm.deferred import Deferred
-from ranvier.comm.results import Keeping
+from ranvier.buckets.bucket import Weight
+from ranvier.buckets.scheduler import Deferred
+from ranvier.config.plan import Dispatch
+from ranvier.cost.layers import Flow, Ground, Layer
 from ranvier.errors import DataError
 from ranvier.grid import Axis, Grid
-from ranvier.layers import Flow, Ground, Layer
+from ranvier.memory.saved_results import Keeping
 from ranvier.nn.example import Example
-from ranvier.plan import Dispatch
 from ranvier.sharding import Dim, Rule, Sharding, Table
 from ranvier.trace import Event
 

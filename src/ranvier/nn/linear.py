@@ -39,15 +39,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ranvier.comm import verbs
-from ranvier.comm.pairs import gather, share, sum_scatter, total
-from ranvier.comm.results import STOPPED
+from ranvier.comm import collectives
+from ranvier.comm.autograd import gather, share, sum_scatter, total
+from ranvier.cost.linear import Factor, Product
 from ranvier.grid import Axis
+from ranvier.memory.saved_results import STOPPED
 from ranvier.nn.example import SIZES, Example
-from ranvier.nn.leaf import Leaf, Site, applied
+from ranvier.nn.layer import Leaf, Site, applied
+from ranvier.nn.linear_outputs import buffer_dim, pack, pack_adjoint, repack, unpack
 from ranvier.nn.matmul import Plain, Products, forward, grad_x, multiply
-from ranvier.nn.outputs import buffer_dim, pack, pack_adjoint, repack, unpack
-from ranvier.products import Factor, Product
 from ranvier.sharding import Dim
 
 
@@ -288,7 +288,7 @@ class _Product(torch.autograd.Function):
             again = None
             if _trained(layers):  # X once more, behind the dX matmul
                 x = ctx.saved_tensors[0].detach()  # what waits for dW shall not hold the graph
-                again = verbs.all_gather(x, from_axis, from_dim)
+                again = collectives.all_gather(x, from_axis, from_dim)
             if again is not None and not hide:
                 again.wait()
             dys = list(grads)
@@ -302,7 +302,7 @@ class _Product(torch.autograd.Function):
                 ]
                 dx = torch.cat(terms, -1) if ctx.apart else _sum(terms)
                 # in flight while dW is computed
-                pending = verbs.reduce_scatter(dx, from_axis, from_dim)
+                pending = collectives.reduce_scatter(dx, from_axis, from_dim)
                 if not hide:
                     pending.wait()
             if again is not None:
@@ -311,13 +311,13 @@ class _Product(torch.autograd.Function):
             none = [None] * (3 + len(layers))
             if pending is None:
                 return None, *none
-            return verbs.all_reduce(pending.wait(), layers[0].share_axis).wait(), *none
+            return collectives.all_reduce(pending.wait(), layers[0].share_axis).wait(), *none
 
 
 def _multiplied(x: Tensor, layers: Sequence[Linear], apart: bool) -> tuple[Tensor, ...]:
     """The forward pass of a product."""
     (from_axis, from_dim), (to_axis, to_dim) = layers[0].steps
-    xs = _read(verbs.all_gather(x, from_axis, from_dim).wait(), layers, apart)
+    xs = _read(collectives.all_gather(x, from_axis, from_dim).wait(), layers, apart)
     ys = [
         forward(part, layer.matrix(layer.handles["weight"].whole()), layer.products)
         for part, layer in zip(xs, layers, strict=True)
@@ -326,8 +326,8 @@ def _multiplied(x: Tensor, layers: Sequence[Linear], apart: bool) -> tuple[Tenso
         return tuple(ys)
     packed = pack(ys, layers, to_axis, to_dim)
     del ys  # what is scattered is a copy
-    y = verbs.reduce_scatter(packed, to_axis, buffer_dim(to_dim)).wait()
-    return tuple(unpack(verbs.all_reduce(y, layers[0].total_axis).wait(), layers, to_dim))
+    y = collectives.reduce_scatter(packed, to_axis, buffer_dim(to_dim)).wait()
+    return tuple(unpack(collectives.all_reduce(y, layers[0].total_axis).wait(), layers, to_dim))
 
 
 def _gathered(
@@ -337,7 +337,7 @@ def _gathered(
 
     Communicates: all-gather over axis.
     """
-    whole = verbs.all_gather(repack(grads, layers, dim), axis, buffer_dim(dim)).wait()
+    whole = collectives.all_gather(repack(grads, layers, dim), axis, buffer_dim(dim)).wait()
     return pack_adjoint(whole, layers, axis, dim)
 
 

@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ranvier.comm import verbs
-from ranvier.comm.pairs import take
+from ranvier.comm import collectives
+from ranvier.comm.autograd import take
+from ranvier.cost.linear import Scores, align_columns, chunks
+from ranvier.nn.cross_entropy import IGNORE, Columns, reference, score, score_each
 from ranvier.nn.example import Example
-from ranvier.nn.leaf import Site, applied, check_range
+from ranvier.nn.layer import Site, applied, check_range
 from ranvier.nn.linear import Linear
-from ranvier.nn.loss import IGNORE, Columns, reference, score, score_each
+from ranvier.nn.linear_outputs import buffer_dim, pack, pack_adjoint, repack, unpack
 from ranvier.nn.matmul import Plain
-from ranvier.nn.outputs import buffer_dim, pack, pack_adjoint, repack, unpack
-from ranvier.products import Scores, align_columns, chunks
 from ranvier.sharding import Dim
 
 ALIGNED_DEVICES = ("cuda", "meta")
@@ -96,7 +96,7 @@ class Head(Linear):
     def _each(self, x: Tensor, targets: Tensor) -> Tensor:
         """What each target `[b/col, s]` is worth, a chunk of tokens at a time."""
         (from_axis, from_dim), _ = self.steps
-        whole = verbs.all_gather(x, from_axis, from_dim).wait()  # (b, s, d/col)
+        whole = collectives.all_gather(x, from_axis, from_dim).wait()  # (b, s, d/col)
         matrix, found = self.matrix(self.handles["weight"].whole()), list[Tensor]()
         cuts = chunks(whole.shape[1], whole.shape[0] * matrix.shape[0] * x.element_size())
         matrix = self.align(matrix)
@@ -142,7 +142,7 @@ class _Loss(torch.autograd.Function):
         weight: Tensor,
     ) -> Tensor:
         (from_axis, from_dim), _ = leaf.steps
-        whole = verbs.all_gather(x, from_axis, from_dim).wait()  # (b, s, d/col)
+        whole = collectives.all_gather(x, from_axis, from_dim).wait()  # (b, s, d/col)
         handle = leaf.handles["weight"]
         matrix = leaf.matrix(handle.whole())  # (V/row, d/col)
         needed, factor = one is not None, one if known is None else known
@@ -175,7 +175,7 @@ class _Loss(torch.autograd.Function):
                 del dy
             del y  # before the next chunk takes as much
         if dx is not None:
-            dx = verbs.reduce_scatter(dx.view(shape), from_axis, from_dim).wait()
+            dx = collectives.reduce_scatter(dx.view(shape), from_axis, from_dim).wait()
         ctx.leaf, ctx.dx, ctx.dw, ctx.taken = leaf, dx, dw, False
         ctx.scaled = known is not None
         return loss
@@ -203,7 +203,7 @@ def _scattered(y: Tensor, leaf: Head) -> Tensor:
     _, (axis, dim) = leaf.steps
     if axis.size == 1:  # picking features would copy the logits
         return y
-    sums = verbs.reduce_scatter(pack([y], [leaf], axis, dim), axis, buffer_dim(dim)).wait()
+    sums = collectives.reduce_scatter(pack([y], [leaf], axis, dim), axis, buffer_dim(dim)).wait()
     return unpack(sums, [leaf], dim)[0]
 
 
@@ -212,7 +212,7 @@ def _gathered(dy: Tensor, leaf: Head) -> Tensor:
     _, (axis, dim) = leaf.steps
     if axis.size == 1:
         return dy
-    whole = verbs.all_gather(repack([dy], [leaf], dim), axis, buffer_dim(dim)).wait()
+    whole = collectives.all_gather(repack([dy], [leaf], dim), axis, buffer_dim(dim)).wait()
     return pack_adjoint(whole, [leaf], axis, dim)[0]
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ranvier import init
-from ranvier.comm.bucket import Weight
-from ranvier.comm.deferred import Deferred
-from ranvier.comm.home import Homes, resting
+from ranvier import counter_rng
+from ranvier.buckets.bucket import Weight
+from ranvier.buckets.offload import Homes, resting
+from ranvier.buckets.scheduler import Deferred
 from ranvier.nn.dropout import Dropout
-from ranvier.nn.experts import Experts
-from ranvier.nn.leaf import Leaf
-from ranvier.nn.siblings import Siblings
+from ranvier.nn.fused_linear import Siblings
+from ranvier.nn.layer import Leaf
+from ranvier.nn.moe.layer import Experts
 
 
 def fill_values(
@@ -75,7 +75,7 @@ def _initial(
 ) -> Tensor:
     if weight.original is not None:
         return weight.place.take(weight.original)
-    return init.value(
+    return counter_rng.value(
         weight.place,
         seed=seed,
         name=weight.name,

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ranvier.comm import verbs
-from ranvier.comm.pairs import share, total
+from ranvier.comm import collectives
+from ranvier.comm.autograd import share, total
+from ranvier.cost.layers import Statistics
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis
-from ranvier.layers import Statistics
 from ranvier.nn.example import Example
-from ranvier.nn.leaf import Leaf, Site, applied
+from ranvier.nn.layer import Leaf, Site, applied
 from ranvier.sharding import Dim
 
 
@@ -121,7 +121,7 @@ class _RootMeanSquare(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, norm: Norm) -> Tensor:
         square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
-        mean = verbs.all_reduce(square, norm.axis).wait() / (norm.size * norm.copies)
+        mean = collectives.all_reduce(square, norm.axis).wait() / (norm.size * norm.copies)
         root = torch.rsqrt(mean + eps)  # (..., 1)
         ctx.save_for_backward(x, weight, root)
         ctx.norm = norm
@@ -143,7 +143,7 @@ class _RootMeanSquare(torch.autograd.Function):
 
 def sum_gradients(x: Tensor, axis: Axis) -> Tensor:
     """The sum of all ranks' gradients. Communicates: all-reduce over axis."""
-    return verbs.all_reduce(x, axis).wait()
+    return collectives.all_reduce(x, axis).wait()
 
 
 class LayerNorm(Norm):

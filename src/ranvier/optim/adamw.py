@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ranvier.optim.moments import Key, Moments
+from ranvier.optim.low_precision_states import Key, Moments
 
 
 @dataclass(frozen=True)

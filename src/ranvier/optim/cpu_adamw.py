@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from ranvier.comm.lane import Mark, here
-from ranvier.optim.rules import Scalars
+from ranvier.comm.streams import Mark, here
+from ranvier.optim.adamw import Scalars
 
 
 @dataclass(frozen=True)

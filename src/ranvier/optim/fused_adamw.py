@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ranvier import launch
-from ranvier.optim import rules
-from ranvier.optim.moments import BLOCK, TINY, Key, Moments
-from ranvier.optim.rules import Scalars as Scalars
+from ranvier.optim import adamw as reference
+from ranvier.optim.adamw import Scalars as Scalars
+from ranvier.optim.low_precision_states import BLOCK, TINY, Key, Moments
 
 FOUND = launch.triton()
 triton: Any = importlib.import_module("triton") if FOUND else None
@@ -103,7 +103,7 @@ def adamw(
                 out.copy_(weight)
         return
     if not available(weight, grad, moments, out, key):
-        rules.adamw(weight, grad, moments, now=now, key=key, out=out, **rest)
+        reference.adamw(weight, grad, moments, now=now, key=key, out=out, **rest)
         return
     assert all(x.shape == weight.shape for x in (grad, moments.mean, moments.square)), weight.shape
     assert key is not None or moments.mean.dtype == torch.float32, "narrow moments need a key"

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ranvier.comm.bucket import Bucket
-from ranvier.optim import fused
+from ranvier.buckets.bucket import Bucket
+from ranvier.optim import fused_adamw
 
 
 class Early:
@@ -27,7 +27,7 @@ class Early:
     def __call__(self, bucket: Bucket) -> None:
         """Begin to sum the squares of a gradient that is complete."""
         assert bucket.grad is not None, bucket.name
-        grads = [grad for grad in bucket.grad.parts.values() if fused.summable(grad)]
+        grads = [grad for grad in bucket.grad.parts.values() if fused_adamw.summable(grad)]
         if not grads:
             return
         device = grads[0].device
@@ -35,7 +35,7 @@ class Early:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):  # the sums are of its memory, used again in order
-            bucket.squares += zip(grads, fused.squares(grads), strict=True)
+            bucket.squares += zip(grads, fused_adamw.squares(grads), strict=True)
         bucket.summed = self._stream.record_event()
 
     def total(self, buckets: Sequence[Bucket], grads: Sequence[Tensor]) -> Tensor:
@@ -48,7 +48,7 @@ class Early:
         left = [x for x in grads if _key(x) not in begun]
         if rows and not left:
             left = [rows[0][:0]]  # gradients may have been taken to the host
-        rest = fused.square_sum(left)
+        rest = fused_adamw.square_sum(left)
         if not rows:
             return rest
         assert self._stream is not None

@@ -31,7 +31,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ranvier import init
+from ranvier import counter_rng
 from ranvier.sharding import Place
 
 Kind = Literal["master", "bf16", "int8"]
@@ -75,7 +75,7 @@ class Key:
     def of(cls, name: str, place: Place, *, seed: int = 0) -> Key:
         """The elements of a part of a weight. Padding gets bits of some other elements."""
         first = 0 if place.flat is None else place.flat[0]
-        stream = init.key(seed, "moments", name)
+        stream = counter_rng.key(seed, "moments", name)
         return cls(stream, place.local, place.start, place.whole, first)
 
     def at(self, offset: int) -> Key:

@@ -15,23 +15,23 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ranvier.comm import verbs
-from ranvier.comm.bucket import Bucket, Weight
-from ranvier.comm.deferred import Deferred
-from ranvier.comm.kept import Sparse, packed
-from ranvier.comm.lane import await_mark
-from ranvier.comm.sums import Pieces
+from ranvier.buckets.bucket import Bucket, Weight
+from ranvier.buckets.scheduler import Deferred
+from ranvier.buckets.sparsity import Sparse, packed
+from ranvier.buckets.spec import Group
+from ranvier.comm import collectives
+from ranvier.comm.accumulator import Pieces
+from ranvier.comm.streams import await_mark
 from ranvier.grid import Grid
-from ranvier.lots import Group
-from ranvier.optim import fused, prune
-from ranvier.optim.early import Early
-from ranvier.optim.hosted import Known
-from ranvier.optim.moments import Key, Kind, Moments, dtype, pack
-from ranvier.optim.prune import Choice
-from ranvier.optim.rules import Scalars
-from ranvier.optim.scale import Scale
-from ranvier.optim.store import Held, Rule, Rules, Store
-from ranvier.optim.tiles import Home, Tile
+from ranvier.optim import fused_adamw, pruning
+from ranvier.optim.adamw import Scalars
+from ranvier.optim.cpu_adamw import Known
+from ranvier.optim.grad_norm import Early
+from ranvier.optim.grad_scaler import Scale
+from ranvier.optim.low_precision_states import Key, Kind, Moments, dtype, pack
+from ranvier.optim.pruning import Choice
+from ranvier.optim.state_store import Held, Rule, Rules, Store
+from ranvier.optim.state_tiles import Home, Tile
 from ranvier.sharding import State
 
 MASK = "mask"
@@ -55,7 +55,7 @@ def gradient_norm(
     square = early.total([bucket for bucket, _ in grads], mine or [none])
     with grid.trace.at("norm"):
         numbers = [square[None], *([] if votes is None else [votes.to(square.dtype)])]
-        total = verbs.all_reduce(torch.cat(numbers), grid.axis(*grid.degrees)).wait()
+        total = collectives.all_reduce(torch.cat(numbers), grid.axis(*grid.degrees)).wait()
     return total[0].sqrt(), total[1:] > 0.0
 
 
@@ -198,7 +198,7 @@ class Optimizer:
     def _update(self, grads: Sequence[tuple[Bucket, Pieces]], now: Scalars) -> None:
         """Update all buckets: first those whose states are here, then those that come."""
         rule, known = partial(self._apply, now), Known.of(now) if self._hosted else None
-        together: dict[Group, list[fused.CpuUpdate]] = {}
+        together: dict[Group, list[fused_adamw.CpuUpdate]] = {}
         collect = partial(self._collect, together, rule)
         for bucket, pieces in grads:
             for tile in () if self.store.streamed(bucket) else self.store.tiles[bucket]:
@@ -215,7 +215,7 @@ class Optimizer:
 
     def _collect(
         self,
-        together: dict[Group, list[fused.CpuUpdate]],
+        together: dict[Group, list[fused_adamw.CpuUpdate]],
         rule: Rule,
         tile: Tile,
         held: Held,
@@ -227,14 +227,14 @@ class Optimizer:
         if out is None and bucket.kept is None and "master" not in held:
             master = bucket.mine(bucket.data)[tile.range]
             moments = Moments(held["mean"], held["square"], held.get("scales"))
-            if fused.available_on_cpu(master, moments) and grad.dtype == master.dtype:
-                update = fused.CpuUpdate(master, grad, moments)
+            if fused_adamw.available_on_cpu(master, moments) and grad.dtype == master.dtype:
+                update = fused_adamw.CpuUpdate(master, grad, moments)
                 together.setdefault(bucket.weights[0].group, []).append(update)
                 return
         rule(tile, held, grad, out)
 
     def _apply_together(
-        self, together: Mapping[Group, Sequence[fused.CpuUpdate]], now: Scalars
+        self, together: Mapping[Group, Sequence[fused_adamw.CpuUpdate]], now: Scalars
     ) -> None:
         """Make the updates that were noted."""
         if not together or not now.good:
@@ -244,7 +244,7 @@ class Optimizer:
                 # never in place: a gradient that came once is not ours
                 grads = torch._foreach_mul([update.grad for update in updates], now.factor)
                 updates = [replace(one, grad=x) for one, x in zip(updates, grads, strict=True)]
-            fused.cpu_adamw(
+            fused_adamw.cpu_adamw(
                 updates,
                 now=now,
                 share=self.factors.get(group, 1.0),
@@ -263,7 +263,7 @@ class Optimizer:
         master = held.get("master", working)
         assert master is not None, bucket.name
         moments = Moments(held["mean"], held["square"], held.get("scales"))
-        rule: Callable[..., None] = partial(fused.adamw, key=self._key(tile))
+        rule: Callable[..., None] = partial(fused_adamw.adamw, key=self._key(tile))
         if out is None and working is not master:
             rule = partial(rule, out=working)
         rule(
@@ -305,7 +305,7 @@ class Optimizer:
             with self.grid.trace.at(bucket.name):
                 bucket.settle()
                 part = bucket.mine(bucket.rest).to(self.queue.device)
-                pending.append((bucket, verbs.all_gather(part, self.queue.data_axis)))
+                pending.append((bucket, collectives.all_gather(part, self.queue.data_axis)))
         for bucket, values in pending:
             bucket.write(0, values.wait())
 
@@ -456,7 +456,7 @@ class Optimizer:
         self._given, self._keys = {}, {}
         if not keep:
             del self.store
-        for bucket, mask in prune.masks_of(self.queue, choice):
+        for bucket, mask in pruning.masks_of(self.queue, choice):
             if keep and (mask is not None or bucket.kept is not None):
                 self._follow(bucket, mask)
             elif not keep:
@@ -471,7 +471,7 @@ class Optimizer:
         wholes, device = Held(), self.queue.device
         for kind, part in self._numbers(bucket).items():
             with self.grid.trace.at(bucket.name):
-                whole = verbs.all_gather(part.to(device), self.queue.data_axis).wait()
+                whole = collectives.all_gather(part.to(device), self.queue.data_axis).wait()
             wholes[kind] = whole
             if bucket.kept is not None:
                 wholes[kind] = whole.new_zeros(bucket.size)

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ranvier.comm import verbs
-from ranvier.comm.bucket import Bucket, Weight
-from ranvier.comm.deferred import Deferred
-from ranvier.comm.kept import CHUNK
+from ranvier.buckets.bucket import Bucket, Weight
+from ranvier.buckets.scheduler import Deferred
+from ranvier.buckets.sparsity import CHUNK
+from ranvier.comm import collectives
 from ranvier.errors import PlanError
 from ranvier.grid import Axis
 
@@ -155,7 +155,7 @@ def masks_of(queue: Deferred, choice: Choice) -> Iterator[tuple[Bucket, Tensor |
                 here if chosen is None else chosen
             )
         with queue.grid.trace.at(bucket.name):
-            anywhere = verbs.all_reduce(gone, axis, "max").wait()
+            anywhere = collectives.all_reduce(gone, axis, "max").wait()
         yield bucket, mask if int(anywhere) else None
 
 
@@ -264,7 +264,7 @@ def _limits(
         known = zip(weights, low.split(sizes), strict=True)
         counts = torch.cat([_histogram(w, keys, prefix, shift) for w, prefix in known])
         with queue.grid.trace.at(NAME):
-            counts = verbs.all_reduce(counts, axis).wait()  # (matrices, digits)
+            counts = collectives.all_reduce(counts, axis).wait()  # (matrices, digits)
         least = counts.flip(1).cumsum(1).flip(1)  # with this digit or a larger one
         left = torch.minimum(left, least[:, 0])
         digit = (least >= left[:, None]).sum(1, keepdim=True) - 1

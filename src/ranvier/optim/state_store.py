@@ -26,11 +26,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ranvier.comm.arena import Arena, aligned, refuse_disk, refuse_memory
-from ranvier.comm.bucket import Bucket
-from ranvier.comm.lane import Lane, Mark, Updating, here
-from ranvier.comm.sums import Pieces
-from ranvier.optim.tiles import Home, Tile, meet, rests_of, tiles_of
+from ranvier.buckets.bucket import Bucket
+from ranvier.comm.accumulator import Pieces
+from ranvier.comm.streams import Lane, Mark, Updating, here
+from ranvier.memory.host import Arena, aligned, refuse_disk, refuse_memory
+from ranvier.optim.state_tiles import Home, Tile, meet, rests_of, tiles_of
 
 SLOTS = 4
 """Tiles under way at once: one comes, one is updated, one goes, and one more for what is uneven."""

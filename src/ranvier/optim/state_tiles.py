@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ranvier.comm.bucket import Bucket, Weight
-from ranvier.comm.sums import Pieces
-from ranvier.optim.moments import BLOCK
+from ranvier.buckets.bucket import Bucket, Weight
+from ranvier.comm.accumulator import Pieces
+from ranvier.optim.low_precision_states import BLOCK
 
 Rest = Literal["device", "host", "file"]
 

@@ -35,16 +35,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ranvier.comm.input_check import Expected, check_inputs
-from ranvier.comm.input_layout import Layout, dims_of_input
-from ranvier.comm.pairs import total
+from ranvier.comm.autograd import total
+from ranvier.config.plan import AXES
 from ranvier.errors import DataError, PlanError, ShardingError
-from ranvier.nn.head import Head
-from ranvier.nn.leaf import Leaf
+from ranvier.nn.cross_entropy import CrossEntropy
+from ranvier.nn.layer import Leaf
 from ranvier.nn.linear import Linear
-from ranvier.nn.loss import CrossEntropy
-from ranvier.parallel import Parallel, parallel_of
-from ranvier.plan import AXES
+from ranvier.nn.lm_head import Head
+from ranvier.parallel.input_check import Expected, check_inputs
+from ranvier.parallel.input_layout import Layout, dims_of_input
+from ranvier.parallel.parallelize import Parallel, parallel_of
 from ranvier.sharding import Sharding
 
 SCALARS = ("sum", "mean")

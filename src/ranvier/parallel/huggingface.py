@@ -24,15 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranvier.comm.pairs import gather
+from ranvier.comm.autograd import gather
+from ranvier.config.plan import Inner
+from ranvier.cost.layers import Opening
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
-from ranvier.layers import Opening
-from ranvier.nn.leaf import Leaf, Site
+from ranvier.nn.cross_entropy import CrossEntropy
+from ranvier.nn.layer import Leaf, Site
 from ranvier.nn.linear import Conv1D
-from ranvier.nn.loss import CrossEntropy
 from ranvier.nn.norm import RMSNorm
-from ranvier.plan import Inner
 from ranvier.sharding import Dim, Sharding, Table
 
 Names = dict[str, tuple[Dim, ...]]

@@ -18,11 +18,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ranvier.comm import verbs
-from ranvier.comm.agree import everyone
+from ranvier.comm import collectives
+from ranvier.comm.consensus import everyone
+from ranvier.config.plan import AXES
 from ranvier.errors import DataError
 from ranvier.grid import Grid
-from ranvier.plan import AXES
 
 Digests = npt.NDArray[np.int64]
 CONSTANT = 1
@@ -78,7 +78,7 @@ def check_inputs(
     ]
     mine = torch.tensor(rows, dtype=torch.int64, device=device).flatten()
     axis = everyone(grid)
-    every = verbs.all_gather(mine, axis, 0).wait().cpu().numpy()
+    every = collectives.all_gather(mine, axis, 0).wait().cpu().numpy()
     by_rank = np.empty((grid.world, len(expected), 2), dtype=np.int64)
     by_rank[list(axis.ranks)] = every.reshape(by_rank.shape)
     places = by_rank[grid.ranks]  # (pipe, data, ..., col, inputs, 2)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ranvier.comm.pairs import join, split
+from ranvier.comm.autograd import join, split
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
 from ranvier.sharding import OUTER, WEIGHTS, Table

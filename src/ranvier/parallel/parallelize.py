@@ -19,41 +19,42 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ranvier import lots, sharding
-from ranvier.comm.agree import everyone
-from ranvier.comm.bucket import Weight
-from ranvier.comm.deferred import Deferred
-from ranvier.comm.fill import fill
-from ranvier.comm.input_check import Expected, check_inputs
-from ranvier.comm.input_layout import Layout, dims_of_input
-from ranvier.comm.results import Collectives, Keeping
+from ranvier import sharding
+from ranvier.buckets import spec
+from ranvier.buckets.assignment import fill
+from ranvier.buckets.bucket import Weight
+from ranvier.buckets.scheduler import Deferred
+from ranvier.buckets.spec import VECTORS, Group, Types
+from ranvier.comm.consensus import everyone
+from ranvier.config.plan import AXES, Dispatch, Inner, Recompute
+from ranvier.cost.layers import Flow, Line
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis, Grid
-from ranvier.layers import Flow, Line
-from ranvier.lots import VECTORS, Group, Types
-from ranvier.models import adapter, decoder, experts, mlp
-from ranvier.nn import balance as balances
-from ranvier.nn import huggingface
+from ranvier.memory.saved_results import Collectives, Keeping
+from ranvier.models import decoder, feed_forward, lora, moe
 from ranvier.nn.attention import Core
-from ranvier.nn.balance import Balance
-from ranvier.nn.blocks import run_block
-from ranvier.nn.compiled import Compiled
+from ranvier.nn.block import run_block
+from ranvier.nn.compile import Compiled
+from ranvier.nn.cross_entropy import CrossEntropy
+from ranvier.nn.dora import Magnitude
 from ranvier.nn.dropout import Dropout
 from ranvier.nn.embedding import Embedding
-from ranvier.nn.experts import NOTES, Experts
-from ranvier.nn.head import Head
-from ranvier.nn.leaf import Leaf, Moment, Site, place
+from ranvier.nn.fused_linear import Apart, Siblings
+from ranvier.nn.layer import Leaf, Moment, Site, place
 from ranvier.nn.linear import Linear
-from ranvier.nn.loss import CrossEntropy
-from ranvier.nn.magnitude import Magnitude
+from ranvier.nn.lm_head import Head
+from ranvier.nn.materialize import fill_values
+from ranvier.nn.moe import load_balancing as balances
+from ranvier.nn.moe.layer import NOTES, Experts
+from ranvier.nn.moe.load_balancing import Balance
 from ranvier.nn.norm import LayerNorm, Norm, RMSNorm
-from ranvier.nn.siblings import Apart, Siblings
-from ranvier.nn.values import fill_values
-from ranvier.pipeline.cut import Absent, Cut
+from ranvier.parallel import huggingface
+from ranvier.parallel.input_check import Expected, check_inputs
+from ranvier.parallel.input_layout import Layout, dims_of_input
+from ranvier.pipeline.executor import Runtime
+from ranvier.pipeline.partition import Absent, Cut
 from ranvier.pipeline.pipeline import Pipeline
-from ranvier.pipeline.runtime import Runtime
 from ranvier.pipeline.stage import meet, staged
-from ranvier.plan import AXES, Dispatch, Inner, Recompute
 from ranvier.sharding import Dim, State, Table
 from ranvier.trace import Event
 
@@ -64,10 +65,10 @@ LEAVES: dict[type[nn.Module], Callable[..., Leaf]] = {
     nn.LayerNorm: LayerNorm,
     nn.Dropout: Dropout,
     decoder.ShiftedNorm: RMSNorm,
-    mlp.Siblings: Siblings,
-    adapter.Apart: Apart,
-    adapter.Magnitude: Magnitude,
-    experts.Experts: Experts,
+    feed_forward.Siblings: Siblings,
+    lora.Apart: Apart,
+    lora.Magnitude: Magnitude,
+    moe.Experts: Experts,
     decoder.Core: Core,
     decoder.Head: Head,
     decoder.CrossEntropy: CrossEntropy,
@@ -194,13 +195,13 @@ class Parallel:
         backward = self._uses(lambda leaf: not isinstance(leaf, once))[::-1]
         split = [bucket.bulk for bucket in queue.buckets if bucket.split]
         gathers = [
-            lots.gather(bulk, line, self._types)
-            for block in lots.used(forward, backward, alone=alone, keep=queue.keep)
+            spec.gather(bulk, line, self._types)
+            for block in spec.used(forward, backward, alone=alone, keep=queue.keep)
             for bulk in split
             if bulk.block == block
         ]
         reduced = [bulk for bulk in split if bulk.trainable and not bulk.late]
-        return gathers, [lots.scatter(bulk, line, self._types) for bulk in reduced]
+        return gathers, [spec.scatter(bulk, line, self._types) for bulk in reduced]
 
     @property
     def _types(self) -> Types:
@@ -220,12 +221,12 @@ class Parallel:
         found = [
             event
             for bucket in queue.buckets
-            for event in lots.update(bucket.bulk, depth, data, self._types)
+            for event in spec.update(bucket.bulk, depth, data, self._types)
         ]
         if self.balance is not None and self.balance.axis.size > 1:
             numbers = len(self.balance.names) * (self.balance.experts + len(NOTES))
             found.append(Event("all_reduce", self.balance.axis.names, numbers * 8, "experts"))
-        return found + lots.norm(self.grid.degrees, self._types, votes=votes)
+        return found + spec.norm(self.grid.degrees, self._types, votes=votes)
 
 
 def parallelize(
@@ -459,7 +460,7 @@ def _swap(model: nn.Module, site: Site, table: Leaves, names: Names) -> Iterator
     Parameters that are named themselves are placed as they are.
     """
     modules = dict(model.named_modules())
-    groups = (mlp.Siblings, adapter.Apart)
+    groups = (feed_forward.Siblings, lora.Apart)
     implied: Names = {path: () for path, m in modules.items() if type(m) in groups}
     if huggingface.recognised(model):  # theirs are of embeddings and of the residual stream
         implied |= {path: ("embed",) for path, m in modules.items() if type(m) is nn.Dropout}

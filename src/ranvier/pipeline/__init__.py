@@ -1,1 +1,4 @@
-"""Pipeline: stages along the pipe axis that work on what has arrived."""
+"""Pipeline: stages along the pipe axis, their schedules, the executor and a simulator.
+
+Imports nn, buckets, comm and what is below.
+"""

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranvier.comm import verbs
-from ranvier.comm.deferred import Deferred
+from ranvier.buckets.scheduler import Deferred
+from ranvier.comm import collectives
 from ranvier.comm.p2p import (
     HEADER,
     Delay,
@@ -37,10 +37,11 @@ from ranvier.comm.p2p import (
 )
 from ranvier.errors import CommunicationError, ShardingError
 from ranvier.grid import HOST, Axis, Grid
-from ranvier.nn.leaf import Moment
-from ranvier.pipeline.cut import Stage
-from ranvier.pipeline.lost import WORDS, lost_words, unsent_words, waiting_words
-from ranvier.pipeline.messages import (
+from ranvier.nn.layer import Moment
+from ranvier.pipeline.p2p_errors import WORDS, lost_words, unsent_words, waiting_words
+from ranvier.pipeline.partition import Stage
+from ranvier.pipeline.policy import Job, Kind, Policy, Progress, Shape
+from ranvier.pipeline.traffic import (
     BACKWARD,
     FINAL,
     FORWARD,
@@ -50,8 +51,7 @@ from ranvier.pipeline.messages import (
     link,
     links,
 )
-from ranvier.pipeline.policy import Job, Kind, Policy, Progress, Shape
-from ranvier.pipeline.vocabulary import Vocabulary
+from ranvier.pipeline.vocab_parallel import Vocabulary
 
 AHEAD = 3
 """Messages that evaluation may have under way to a stage, and waiting there."""
@@ -371,7 +371,7 @@ class Step:
         """What the leader of the stage has chosen. Communicates: broadcast inside the stage."""
         order = torch.tensor(self._encode(chosen))
         with self.at.grid.trace.at("pipeline.order"):
-            told = verbs.broadcast(order, self.at.inside).wait()
+            told = collectives.broadcast(order, self.at.inside).wait()
         return chosen if self.at.leads else self._decode(told.tolist())
 
     def _encode(self, chosen: Job | Transfer | None) -> list[int]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
-from ranvier.pipeline import orders
+from ranvier.pipeline import schedules
 from ranvier.pipeline.policy import Job, Kind, Message, Order, Policy, Progress, Shape
 
 SEVERAL = 2
@@ -148,7 +148,7 @@ def usual(
 
 @lru_cache(1 << 14)
 def _usual(shape: Shape, stage: int, groups: tuple[int, ...], moves: bool) -> Kinds:
-    jobs = orders.interleaved(shape).jobs[stage]
+    jobs = schedules.interleaved(shape).jobs[stage]
     return _most(_turns(jobs, shape, stage, groups, moves))
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ranvier.comm.p2p import Key
-from ranvier.pipeline.messages import BACKWARD, FINAL, FORWARD, PART, RETURN, ROWS
+from ranvier.pipeline.traffic import BACKWARD, FINAL, FORWARD, PART, RETURN, ROWS
 
 if TYPE_CHECKING:
-    from ranvier.pipeline.runtime import Runtime
+    from ranvier.pipeline.executor import Runtime
 
 WORDS = {
     FORWARD: "activation",

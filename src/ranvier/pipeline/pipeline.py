@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ranvier.layers import Flow, Ground
-from ranvier.pipeline import messages
-from ranvier.pipeline.choice import expected, policy_for
-from ranvier.pipeline.cut import Cut
-from ranvier.pipeline.messages import Seat
+from ranvier.cost.layers import Flow, Ground
+from ranvier.pipeline import traffic
+from ranvier.pipeline.executor import Runtime
+from ranvier.pipeline.partition import Cut
 from ranvier.pipeline.policy import Job, Order, Policy, Shape
-from ranvier.pipeline.runtime import Runtime
+from ranvier.pipeline.policy_search import expected, policy_for
 from ranvier.pipeline.simulator import Times
+from ranvier.pipeline.traffic import Seat
 from ranvier.sharding import Table
 from ranvier.trace import Event
 
@@ -62,19 +62,19 @@ class Pipeline:
     def events(self, flow: Flow) -> list[Event]:
         """Messages of a micro-batch in the outer layout `[b, s/row, d/col]`."""
         ground = Ground(self.runtime.grid.degrees, Table(), {"embed": self.embed})
-        return messages.messages(self.seat, messages.message_bytes(ground, flow))
+        return traffic.messages(self.seat, traffic.message_bytes(ground, flow))
 
     def step_events(self, micro_batches: int, itemsize: int) -> list[Event]:
         """Orders inside the stage and the loss of a step."""
         policy, seat = self.policy(micro_batches), self.seat
-        count = messages.orders(
+        count = traffic.orders(
             seat,
             micro_batches,
             dynamic=policy.dynamic,
             split=policy.split,
             rendezvous=bool(self.runtime.grid.rendezvous),
         )
-        return messages.step(seat, self.runtime.inside.names, itemsize, orders=count)
+        return traffic.step(seat, self.runtime.inside.names, itemsize, orders=count)
 
 
 def accumulating(micro_batches: int) -> Order:

@@ -18,15 +18,15 @@ from itertools import count
 from statistics import fmean, stdev
 
 from ranvier.errors import PlanError
-from ranvier.pipeline import orders
+from ranvier.pipeline import schedules
 from ranvier.pipeline.policy import Message, Order, Policy, Priority, Shape
 from ranvier.pipeline.simulator import Lengths, Play, Times, lengths, links, simulate
 
 ORDERS: dict[str, Callable[[Shape], Order]] = {
-    "gpipe": orders.gpipe,
-    "1f1b": orders.one_f_one_b,
-    "interleaved": orders.interleaved,
-    "zero-bubble": orders.zero_bubble,
+    "gpipe": schedules.gpipe,
+    "1f1b": schedules.one_f_one_b,
+    "interleaved": schedules.interleaved,
+    "zero-bubble": schedules.zero_bubble,
 }
 NAMES = ("message", *ORDERS)
 BUDGET = 150_000
@@ -81,7 +81,7 @@ def policy_for(
     if name == "message":
         return _fastest(shape, times, room, seeds)
     order = ORDERS[name](shape)
-    held = orders.peaks(order)
+    held = schedules.peaks(order)
     if max(held) > room:
         raise PlanError(
             f"{name} keeps {max(held)} activations on stage {held.index(max(held))}, but "
@@ -127,10 +127,10 @@ def candidates(shape: Shape, times: Times, room: int) -> list[Policy]:
             f"limit={room} is less than chunks={V}. A micro-batch leaves an activation in each "
             f"chunk of a stage. Use a limit of {V} or more, or fewer chunks."
         )
-    fixed = [orders.one_f_one_b(shape) if V == 1 else orders.interleaved(shape)]
+    fixed = [schedules.one_f_one_b(shape) if V == 1 else schedules.interleaved(shape)]
     if shape.split:
-        fixed.append(orders.zero_bubble(shape))
-    found: list[Policy] = [order for order in fixed if max(orders.peaks(order)) <= room]
+        fixed.append(schedules.zero_bubble(shape))
+    found: list[Policy] = [order for order in fixed if max(schedules.peaks(order)) <= room]
     enough = credits_for(shape, times)
     levels = [enough + S // 2, enough, S * V, 2 * enough, M * V]
     large = S * V * M > BUDGET // 16

@@ -11,15 +11,15 @@ from dataclasses import replace
 
 from torch import nn
 
-from ranvier.comm.agree import everyone
-from ranvier.comm.fill import copies
+from ranvier.buckets.assignment import copies
+from ranvier.comm.consensus import everyone
 from ranvier.comm.p2p import connect_pairs
+from ranvier.cost.layers import Flow
 from ranvier.errors import PlanError
 from ranvier.grid import CONTROL, Grid
-from ranvier.layers import Flow
-from ranvier.nn.leaf import Leaf, Site
-from ranvier.pipeline.cut import Absent, Cut, Stage, cut, parts_of, segment_of
-from ranvier.pipeline.messages import BACKWARD, FORWARD, links
+from ranvier.nn.layer import Leaf, Site
+from ranvier.pipeline.partition import Absent, Cut, Stage, cut, parts_of, segment_of
+from ranvier.pipeline.traffic import BACKWARD, FORWARD, links
 
 VOCABULARY = ("embed", "head")
 """Layers that all stages have, if the vocabulary is spread."""

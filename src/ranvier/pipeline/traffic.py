@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ranvier.layers import Flow, Ground
+from ranvier.cost.layers import Flow, Ground
 from ranvier.trace import Event
 
 FORWARD, BACKWARD = "forward", "backward"

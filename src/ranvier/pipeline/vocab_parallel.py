@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ranvier.comm.p2p import RendezvousTransport
-from ranvier.pipeline.messages import FINAL, PART, RETURN, ROWS
+from ranvier.pipeline.traffic import FINAL, PART, RETURN, ROWS
 
 if TYPE_CHECKING:
-    from ranvier.pipeline.runtime import Step
+    from ranvier.pipeline.executor import Step
 
 
 class Vocabulary:

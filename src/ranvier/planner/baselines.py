@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from ranvier.plan import Plan
+from ranvier.config.plan import Plan
 from ranvier.planner.predict import Layout, Prediction
 
 OURS = "Ranvier"

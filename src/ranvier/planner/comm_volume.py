@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from ranvier import lots
-from ranvier.layers import Flow, Ground, Layer
-from ranvier.lots import VECTORS, Lot, Piece, Types
-from ranvier.pipeline import messages
+from ranvier.buckets import spec
+from ranvier.buckets.spec import VECTORS, Lot, Piece, Types
+from ranvier.config.plan import AXES, Dispatch, Inner, Plan
+from ranvier.cost.layers import Flow, Ground, Layer
+from ranvier.pipeline import traffic
 from ranvier.pipeline.balance import balanced, ranges
-from ranvier.pipeline.messages import Seat
 from ranvier.pipeline.policy import Policy, Shape
-from ranvier.plan import AXES, Dispatch, Inner, Plan
-from ranvier.planner.leaves import EXIT, Leaf, Model, Part
+from ranvier.pipeline.traffic import Seat
+from ranvier.planner.model_spec import EXIT, Leaf, Model, Part
 from ranvier.sharding import Table
 from ranvier.trace import Event
 
@@ -244,8 +244,8 @@ def lots_of(model: Model, stage: Stage, spot: Spot) -> tuple[tuple[str, Lot, int
             pieces = tuple(_shared(pieces, model, stage, part.name == EXIT))
         vectors += [replace(one, times=count) for one in pieces if one.block == VECTORS]
         matrices = [one for one in pieces if one.block != VECTORS]
-        found += [(part.name, lot, count) for lot in lots.sort(matrices, degrees)]
-    return *found, *((VECTORS, lot, 1) for lot in lots.sort(vectors, degrees))
+        found += [(part.name, lot, count) for lot in spec.sort(matrices, degrees)]
+    return *found, *((VECTORS, lot, 1) for lot in spec.sort(vectors, degrees))
 
 
 def _shared(pieces: Iterable[Piece], model: Model, stage: Stage, leaving: bool) -> Iterable[Piece]:
@@ -277,7 +277,7 @@ def gathers(model: Model, stage: Stage, keep: bool) -> dict[tuple[str, str], int
                 forward.append(block)
                 backward += [block] if leaf.kind not in once else []
     found: Counter[tuple[str, str]] = Counter()
-    for block in lots.used(forward, backward[::-1], alone=alone, keep=keep):
+    for block in spec.used(forward, backward[::-1], alone=alone, keep=keep):
         found[names[block]] += 1
     return dict(found)
 
@@ -310,17 +310,17 @@ def moves(
     rows = _activations(model, here, spot, flow, micros, plan.recompute != "none" and not kept)
     rows += _weights(model, here, spot, flow, micros, plan.gathered == "keep")
     ground, types = spot.ground(model), types_of(flow)
-    size = messages.message_bytes(ground, flow)
-    rows += _rows("", "pipe", messages.messages(here.seat, size), micros)
+    size = traffic.message_bytes(ground, flow)
+    rows += _rows("", "pipe", traffic.messages(here.seat, size), micros)
     region = ground.table.region("vocab")
     tokens = ground.line(*region["batch"], *region["seq"])
     numbers = [Event("all_reduce", tokens.names, n, "step") for n in (TOKENS, types.wide)]
     rows += _rows("", "step", numbers if tokens.size > 1 else [], 1)
     rows += _rows("", "update", _loads(model, ground), 1)
-    inside = ground.line(*messages.INSIDE).names
+    inside = ground.line(*traffic.INSIDE).names
     if orders is None:
         orders = _orders(model, plan, flow.seq, here.seat) if plan.pipe > 1 and inside else 0
-    last = messages.step(here.seat, inside, types.wide, orders=orders)
+    last = traffic.step(here.seat, inside, types.wide, orders=orders)
     return Moves((*rows, *_rows("", "step", last, 1)))
 
 
@@ -385,7 +385,7 @@ def _weights(
             times = count * (micros if phase == "scatter" else 1)
         if times:
             rows.append(Move(part, phase, event.op, event.axis, event.bytes, times, event.where))
-    return rows + _rows("", "update", lots.norm(degrees, types, votes=VOTES), 1)
+    return rows + _rows("", "update", spec.norm(degrees, types, votes=VOTES), 1)
 
 
 @lru_cache(KEPT)
@@ -398,10 +398,10 @@ def lot_events(
     for part, lot, count in lots_of(model, stage, spot):
         bulk = lot.bulk
         if bulk.split:
-            found.append((part, "gather", lots.gather(bulk, depth, types), count))
+            found.append((part, "gather", spec.gather(bulk, depth, types), count))
             if bulk.trainable and not bulk.late:
-                found.append((part, "scatter", lots.scatter(bulk, depth, types), count))
-        for event in lots.update(bulk, depth, data, types):
+                found.append((part, "scatter", spec.scatter(bulk, depth, types), count))
+        for event in spec.update(bulk, depth, data, types):
             found.append((part, "update", event, count))
     return tuple(found)
 
@@ -409,7 +409,7 @@ def lot_events(
 def _orders(model: Model, plan: Plan, seq: int, seat: Seat) -> int:
     """How often a stage's leader says what is next under the policy of a plan."""
     policy = policy_of(model, plan, seq)
-    return messages.orders(
+    return traffic.orders(
         seat,
         plan.micro_batches,
         dynamic=policy.dynamic,
@@ -432,6 +432,9 @@ def policy_of(model: Model, plan: Plan, seq: int) -> Policy:
 def _policy(
     name: str, shape: Shape, costs: tuple[float, ...], jitter: float, limit: int, splits: bool
 ) -> Policy:
-    from ranvier.pipeline.choice import expected, policy_for  # the simulator: only for pipelines
+    from ranvier.pipeline.policy_search import (  # the simulator: only for pipelines
+        expected,
+        policy_for,
+    )
 
     return policy_for(name, shape, expected(costs, jitter), limit=limit, splits=splits)

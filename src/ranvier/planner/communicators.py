@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from ranvier import lots
-from ranvier.layers import Flow
-from ranvier.pipeline.messages import INSIDE, links
-from ranvier.plan import AXES, Plan
-from ranvier.planner.leaves import Model
-from ranvier.planner.moves import KEPT, Spot, pass_rows, pieces_of
+from ranvier.buckets import spec
+from ranvier.config.plan import AXES, Plan
+from ranvier.cost.layers import Flow
+from ranvier.pipeline.traffic import INSIDE, links
+from ranvier.planner.comm_volume import KEPT, Spot, pass_rows, pieces_of
+from ranvier.planner.model_spec import Model
 
 MIB = 2**20
 FIRST_BYTES = 190 * MIB
@@ -179,5 +179,5 @@ def _copies(model: Model, shards: Spot) -> tuple[tuple[tuple[str, int], ...], ..
     """Ranks of each axis that hold the same part of a weight, for all kinds of weights."""
     degrees = dict(zip(AXES, shards.degrees, strict=True))
     pieces = (piece for part in model.parts for piece in pieces_of(model, part, shards))
-    same = (tuple(lots.copies(piece.sharding, degrees).items()) for piece in pieces)
+    same = (tuple(spec.copies(piece.sharding, degrees).items()) for piece in pieces)
     return tuple(dict.fromkeys(same))

@@ -6,15 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ranvier.html.figures import percent, short
-from ranvier.layers import Flow
-from ranvier.plan import Plan
-from ranvier.planner import links, moves, predict
+from ranvier.config.plan import Plan
+from ranvier.cost.layers import Flow
+from ranvier.html.number_format import percent, short
+from ranvier.planner import comm_volume, predict
+from ranvier.planner.baselines import OURS, Found, family, gains, rivals
+from ranvier.planner.memory.breakdown import GIB
 from ranvier.planner.predict import Prediction
-from ranvier.planner.rivals import OURS, Found, family, gains, rivals
-from ranvier.planner.roofline import SCALES
 from ranvier.planner.search import Result, Wish
-from ranvier.planner.table import GIB
+from ranvier.planner.time import links
+from ranvier.planner.time.compute import SCALES
 
 SAME = 1.01
 """Times of a step that differ by less are the same to a prediction."""
@@ -206,7 +207,7 @@ def _uneven(result: Result) -> str:
     if 2 * plan.micro_batches * (slowest - mean) < bubble:
         return ""
     at = times.index(slowest)
-    here = moves.stages(wish.job.model, plan, wish.job.seq)[at]
+    here = comm_volume.stages(wish.job.model, plan, wish.job.seq)[at]
     blocks = sum(count for part, count in here.here if part.is_block)
     held = [f"{blocks} block{'s' * (blocks != 1)}"] * (blocks > 0)
     names = {part.name for part, _ in here.here}
@@ -286,8 +287,8 @@ def _carried(found: Found, wish: Wish) -> str:
 
 def _moved(job: predict.Job, plan: Plan, flow: Flow, axis: str) -> Iterator[int]:
     """Bytes that a rank of each kind of stage moves over an axis in a step."""
-    for stage in moves.kinds_of_stages(job.model, plan, job.seq):
-        rows = moves.moves(job.model, plan, flow, stage=stage.seat.index, orders=0).rows
+    for stage in comm_volume.kinds_of_stages(job.model, plan, job.seq):
+        rows = comm_volume.moves(job.model, plan, flow, stage=stage.seat.index, orders=0).rows
         yield sum(one.bytes * one.count for one in rows if one.axis == (axis,))
 
 

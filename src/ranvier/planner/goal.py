@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Protocol
 
+from ranvier.config.plan import divisors
 from ranvier.errors import PlanError
 from ranvier.models.config import SIZES, DecoderConfig
-from ranvier.plan import divisors
 from ranvier.planner.search import Result
 
 DAY = 86400.0
@@ -117,7 +117,7 @@ def _number(digits: str, scale: str, word: str) -> float:
 
 def named(parameters: float) -> str:
     """The named size with about so many parameters; empty if there is none."""
-    from ranvier.settings import ModelConfig
+    from ranvier.config.sections import ModelConfig
 
     counts = {name: ModelConfig.of(name).parameters for name in SIZES}
     near = min(counts, key=lambda name: abs(counts[name] - parameters))

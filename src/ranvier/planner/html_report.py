@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ranvier.html import scatter as charts
-from ranvier.html.figures import percent, short
+from ranvier.html.number_format import percent, short
 from ranvier.html.page import document, section, table, text_block
 from ranvier.html.plot import escaped
 from ranvier.html.scatter import Group, bars, scatter
 from ranvier.planner import explain
+from ranvier.planner.baselines import FAMILIES, Found, family, rivals
+from ranvier.planner.memory.breakdown import GIB
 from ranvier.planner.predict import Prediction
-from ranvier.planner.rivals import FAMILIES, Found, family, rivals
 from ranvier.planner.search import Result
-from ranvier.planner.table import GIB
 
 SLOWEST = 5.0
 """Layouts that take so many times as long as the best are left out of the chart."""

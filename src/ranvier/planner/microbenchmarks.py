@@ -27,12 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ranvier.nn import fp8
-from ranvier.nn.attend import WAYS, Attend, takes
-from ranvier.nn.fastest import noise
-from ranvier.optim import fused
-from ranvier.optim.moments import Moments
-from ranvier.optim.rules import Scalars
+from ranvier.nn import float8
+from ranvier.nn.attention_backends import WAYS, Attend, takes
+from ranvier.nn.autotune import noise
+from ranvier.optim import fused_adamw
+from ranvier.optim.adamw import Scalars
+from ranvier.optim.low_precision_states import Moments
 from ranvier.planner.cluster import Fused, Product, Rate
 
 Row = Product | Fused | Rate
@@ -128,7 +128,7 @@ class Gauge:
             return cls(device, **rest)
         has = torch.cuda.is_bf16_supported(including_emulation=False)
         kinds: tuple[str, ...] = ("bf16" if has else "fp16", "fp32")
-        kinds += ("fp8", "fp8row") if has and fp8.supported(device) else ()
+        kinds += ("fp8", "fp8row") if has and float8.supported(device) else ()
         return cls(device, shapes=ON_CUDA, kinds=kinds, **rest)
 
     def all(self) -> list[Row]:
@@ -215,22 +215,22 @@ class Gauge:
             yield "dx", into, self.seconds(lambda: dy @ w)
             yield "dw", weight, self.seconds(lambda: dy.t() @ x)
             return
-        one = fp8.Scaled("rowwise" if kind == "fp8row" else "tensorwise")
-        eighths = [one.both(a, t) for a, t in ((x, fp8.E4M3), (w, fp8.E4M3), (dy, one.wide))]
+        one = float8.Scaled("rowwise" if kind == "fp8row" else "tensorwise")
+        eighths = [one.both(a, t) for a, t in ((x, float8.E4M3), (w, float8.E4M3), (dy, one.wide))]
         (x8, x8t), (w8, w8t), (dy8, dy8t) = eighths
-        yield "y", forward, self.seconds(lambda: fp8.times(x8, w8, x.dtype, fast=True))
-        yield "dx", into, self.seconds(lambda: fp8.times(dy8, w8t, x.dtype))
-        yield "dw", weight, self.seconds(lambda: fp8.times(dy8t, x8t, x.dtype))
+        yield "y", forward, self.seconds(lambda: float8.times(x8, w8, x.dtype, fast=True))
+        yield "dx", into, self.seconds(lambda: float8.times(dy8, w8t, x.dtype))
+        yield "dw", weight, self.seconds(lambda: float8.times(dy8t, x8t, x.dtype))
 
     def casts(self) -> Iterator[Row]:
         """The largest magnitude of a tensor, then its numbers in 8 bits, as it lies and turned."""
         if "fp8" not in self.kinds:
             return
-        one = fp8.Scaled("tensorwise")
+        one = float8.Scaled("tensorwise")
         (x,) = noise([(16384, 4096)], torch.bfloat16, self.device)
-        yield self.rate("scale", x.nbytes / self.seconds(lambda: one.scales(x, fp8.E4M3, 1)))
-        yield self.rate("cast", x.nbytes / self.seconds(lambda: one.plain(x, fp8.E4M3)))
-        yield self.rate("both", x.nbytes / self.seconds(lambda: one.both(x, fp8.E4M3)))
+        yield self.rate("scale", x.nbytes / self.seconds(lambda: one.scales(x, float8.E4M3, 1)))
+        yield self.rate("cast", x.nbytes / self.seconds(lambda: one.plain(x, float8.E4M3)))
+        yield self.rate("both", x.nbytes / self.seconds(lambda: one.both(x, float8.E4M3)))
 
     def streams(self) -> Iterator[Row]:
         """Copies inside the memory of the device."""
@@ -284,9 +284,11 @@ class Gauge:
         )
         now = Scalars.of(one, good, None, (0.9, 0.95), 1e-4)
         moments = Moments(mean, square)
-        work = partial(fused.adamw, weight, grad, moments, now=now, decay=0.1, out=out)
+        work = partial(fused_adamw.adamw, weight, grad, moments, now=now, decay=0.1, out=out)
         yield self.rate("update", weight.numel() / self.seconds(work))
-        yield self.rate("norm", weight.numel() / self.seconds(lambda: fused.square_sum([grad])))
+        yield self.rate(
+            "norm", weight.numel() / self.seconds(lambda: fused_adamw.square_sum([grad]))
+        )
 
     def launches(self) -> Iterator[Row]:
         """Small operations: what Python and torch take for one, whatever its size."""

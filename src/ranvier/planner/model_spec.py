@@ -17,14 +17,15 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ranvier import layers, products
+from ranvier.buckets.spec import VECTORS, Group, Piece
+from ranvier.cost import layers
+from ranvier.cost import linear as products
+from ranvier.cost.layers import Ground, Layer
 from ranvier.errors import PlanError
-from ranvier.layers import Ground, Layer
-from ranvier.lots import VECTORS, Group, Piece
 from ranvier.sharding import Dim, Sharding
 
 if TYPE_CHECKING:
-    from ranvier.run import Run
+    from ranvier.config.run import Run
 
 Kind = Literal[
     "linear",
@@ -391,7 +392,7 @@ def of_run(run: Run) -> Model:
         return Model.read(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError):
         pass  # not there yet, or written by another version
-    from ranvier.planner.listed import listed
+    from ranvier.planner.model_spec_torch import listed
 
     model = replace(listed(run.model, run.lora), name=size)
     with suppress(OSError):  # without room for it the next run builds its model again
@@ -411,7 +412,7 @@ def _write(path: Path, text: str) -> None:
 
 def _as_shipped(run: Run) -> bool:
     """Whether a run has a built-in size in all that its list depends on."""
-    from ranvier.settings import ModelConfig
+    from ranvier.config.sections import ModelConfig
 
     size = run.model.size
     return (FOLDER / f"{size}.json").is_file() and run.model == ModelConfig.of(size)

@@ -9,22 +9,22 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ranvier import init
+from ranvier import counter_rng
 from ranvier.grid import Grid
 from ranvier.models import AdapterConfig, DecoderConfig, build
 from ranvier.nn.attention import Core
+from ranvier.nn.cross_entropy import CrossEntropy
+from ranvier.nn.dora import Magnitude
 from ranvier.nn.embedding import Embedding
-from ranvier.nn.experts import Experts
-from ranvier.nn.head import Head
-from ranvier.nn.huggingface import Entrance
-from ranvier.nn.leaf import Leaf as Real
+from ranvier.nn.fused_linear import Apart, Siblings
+from ranvier.nn.layer import Leaf as Real
 from ranvier.nn.linear import Linear
-from ranvier.nn.loss import CrossEntropy
-from ranvier.nn.magnitude import Magnitude
+from ranvier.nn.lm_head import Head
+from ranvier.nn.moe.layer import Experts
 from ranvier.nn.norm import Norm
-from ranvier.nn.siblings import Apart, Siblings
-from ranvier.parallel import parallel_of, parallelize
-from ranvier.planner.leaves import ENTRY, EXIT, Kind, Leaf, Model, Part
+from ranvier.parallel.huggingface import Entrance
+from ranvier.parallel.parallelize import parallel_of, parallelize
+from ranvier.planner.model_spec import ENTRY, EXIT, Kind, Leaf, Model, Part
 
 TRAITS = ("activation", "positions", "dropout", "embed_scale", "norms", "qk_norm", "qk_whole")
 """Settings of a decoder that decide what its blocks keep."""
@@ -32,7 +32,7 @@ TRAITS = ("activation", "positions", "dropout", "embed_scale", "norms", "qk_norm
 
 def listed(config: DecoderConfig, lora: AdapterConfig) -> Model:
     """The list of a decoder."""
-    with torch.device("meta"), init.blank():
+    with torch.device("meta"), counter_rng.blank():
         model = build(config, lora)
     found = listed_of(model)
     return replace(found, traits={name: getattr(config, name) for name in TRAITS})

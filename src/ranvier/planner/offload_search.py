@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from ranvier.memory import budget
-from ranvier.memory.budget import Kind, Need, Peak, Where
-from ranvier.planner import cost
-from ranvier.planner.cost import Moved, Seconds, Work
-from ranvier.planner.rates import Rates
-from ranvier.planner.sizes import Sizes
-from ranvier.planner.table import GIB, Table
+from ranvier.memory import recompute_budget
+from ranvier.memory.recompute_budget import Kind, Need, Peak, Where
+from ranvier.planner.device_rates import Rates
+from ranvier.planner.memory.breakdown import GIB, Table
+from ranvier.planner.memory.measured_states import Sizes
+from ranvier.planner.time import offload
+from ranvier.planner.time.offload import Moved, Seconds, Work
 
 States: TypeAlias = Literal["device", "host", "file", "split"]
 Update: TypeAlias = Literal["auto", "device", "cpu"]
@@ -96,7 +96,7 @@ class Fit:
         """What is better: less time; of equal times what leaves more where it is."""
         chosen = self.choice
         elsewhere = (chosen.weights == "host", chosen.activations, chosen.states != "device")
-        again = budget.share(chosen.kinds)
+        again = recompute_budget.share(chosen.kinds)
         return float(f"{self.seconds.total:.3g}"), *elsewhere, again, -chosen.micro_batch
 
 
@@ -232,12 +232,12 @@ def seconds(case: Case, choice: Choice) -> Seconds:
         gradients=need.count * need.passes[-1].gradient if hosted else 0,
         activations=_sent(need, choice),
     )
-    return cost.seconds(
+    return offload.seconds(
         case.work,
         moved,
         case.rates,
         micro=choice.micro_batch,
-        share=budget.share(choice.kinds),
+        share=recompute_budget.share(choice.kinds),
         blocks=need.count,
         cpu=choice.update == "cpu",
     )
@@ -265,7 +265,7 @@ def _ways(case: Case, micro: int) -> list[tuple[Kind, ...]]:
     """Kinds of the blocks, those that compute least again first."""
     if "recompute" not in case.open:
         return [case.given.kinds]
-    return sorted(budget.ways(case.needs[micro]), key=budget.share)
+    return sorted(recompute_budget.ways(case.needs[micro]), key=recompute_budget.share)
 
 
 def _kinds(case: Case, choice: Choice, ways: Sequence[tuple[Kind, ...]]) -> Iterator[Fit]:
@@ -273,7 +273,7 @@ def _kinds(case: Case, choice: Choice, ways: Sequence[tuple[Kind, ...]]) -> Iter
     least = seconds(case, replace(choice, kinds=ways[0])).compute
     shortest = math.inf
     for kinds in ways:
-        if least * (1.0 + budget.share(kinds) * case.work.blocks) > shortest:
+        if least * (1.0 + recompute_budget.share(kinds) * case.work.blocks) > shortest:
             return
         for found in _placed(case, replace(choice, kinds=kinds)):
             shortest = min(shortest, found.seconds.total)

@@ -17,28 +17,21 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, Literal, cast
 
-from ranvier.layers import Flow
-from ranvier.plan import AXES, Plan
-from ranvier.planner import (
-    communicators,
-    cost,
-    crowd,
-    elsewhere,
-    links,
-    moves,
-    roofline,
-    space,
-    talk,
-)
+from ranvier.config.plan import AXES, Plan
+from ranvier.cost.layers import Flow
+from ranvier.planner import comm_volume, communicators
 from ranvier.planner.cluster import Cluster, Reach
-from ranvier.planner.leaves import Model, Part
-from ranvier.planner.links import Group
-from ranvier.planner.moves import Stage
-from ranvier.planner.roofline import Scales, Setup, Times
-from ranvier.planner.runtime import COMMON, OURS, Runtime
-from ranvier.planner.table import Table
-from ranvier.planner.talk import Places, Spoken
-from ranvier.planner.weights import Moments
+from ranvier.planner.comm_volume import Stage
+from ranvier.planner.frameworks import COMMON, OURS, Runtime
+from ranvier.planner.memory import other_frameworks
+from ranvier.planner.memory import total as space
+from ranvier.planner.memory.breakdown import Table
+from ranvier.planner.memory.model_states import Moments
+from ranvier.planner.model_spec import Model, Part
+from ranvier.planner.time import communication, compute, links, offload, shared_cores
+from ranvier.planner.time.communication import Places, Spoken
+from ranvier.planner.time.compute import Scales, Setup, Times
+from ranvier.planner.time.links import Group
 
 SLOW = 0.15
 """Share of the time of hidden communication that compute loses to it (Galvatron: 1.1 to 1.3)."""
@@ -192,7 +185,7 @@ def seconds(
     setup = _setup(job, layout, cluster, runtime)
     if not cluster.cores:
         return _Step.of(job, layout, cluster, runtime, setup).parts()
-    shared = crowd.step(job.model, layout.plan, setup, cluster, runtime, packed=job.packed)
+    shared = shared_cores.step(job.model, layout.plan, setup, cluster, runtime, packed=job.packed)
     return dict.fromkeys(NAMES, 0.0) | shared
 
 
@@ -200,14 +193,14 @@ def stage_seconds(job: Job, layout: Layout, cluster: Cluster) -> list[float]:
     """Seconds of a micro-batch on each stage of a layout of ours."""
     plan, setup = layout.plan, _setup(job, layout, cluster, OURS)
     if cluster.cores:
-        busy = crowd.stages(job.model, plan, setup, cluster, OURS, packed=job.packed)
+        busy = shared_cores.stages(job.model, plan, setup, cluster, OURS, packed=job.packed)
         return [
             sum(spent for name, spent in parts.items() if name != "update") / plan.micro_batches
             for parts in busy
         ]
     step = _Step.of(job, layout, cluster, OURS, setup)
     spent = {name: _whole(times, waits) for name, (_, times, waits) in step.laps_of_all().items()}
-    every = moves.stages(job.model, plan, job.seq)
+    every = comm_volume.stages(job.model, plan, job.seq)
     return [step.in_stage(stage, spent) for stage in every]
 
 
@@ -215,7 +208,7 @@ def computed(job: Job, layout: Layout, cluster: Cluster) -> float:
     """Seconds of a step in which blocks compute, whatever else it waits for."""
     plan, setup = layout.plan, _setup(job, layout, cluster, OURS)
     blocks = [part for part in job.model.parts if part.is_block]
-    times = (roofline.block(part, cluster.device, setup, OURS) for part in blocks)
+    times = (compute.block(part, cluster.device, setup, OURS) for part in blocks)
     each = (one.forward + one.backward for one in times)
     whole = sum(part.count * spent for part, spent in zip(blocks, each, strict=True))
     return plan.micro_batches / plan.pipe * whole
@@ -241,8 +234,8 @@ def memory(
     of a second or so; else what the usual order keeps.
     """
     if runtime.name != OURS.name:
-        return elsewhere.memory(job, layout, runtime)
-    plan, size = layout.plan, roofline.BYTES[job.dtype]
+        return other_frameworks.memory(job, layout, runtime)
+    plan, size = layout.plan, compute.BYTES[job.dtype]
     other = plan.policy != usual_order(plan.chunks) and (played or plan.policy != "message")
     found = space.space(
         job.model,
@@ -288,9 +281,9 @@ def model_flops(model: Model, seq: int) -> float:
     setup = Setup(samples=1, seq=seq)
     total = 0.0
     for part in model.parts:
-        total += part.count * sum(6.0 * out * into for out, into in roofline.linears(part, setup))
+        total += part.count * sum(6.0 * out * into for out, into in compute.linears(part, setup))
         for leaf in part.find("attention"):
-            heads = roofline.heads(part, leaf, setup)
+            heads = compute.heads(part, leaf, setup)
             seen = min(leaf.window or seq, seq)
             total += part.count * 12.0 * heads * leaf.head_dim * seen * (1 - seen / seq / 2)
     return total
@@ -348,9 +341,9 @@ class _Step:
         plan = layout.plan
         places = Places(plan, layout.order, cluster.per_node)
         if runtime.name == OURS.name:
-            spoken = talk.ours(job.model, plan, setup, cluster, places)
+            spoken = communication.ours(job.model, plan, setup, cluster, places)
         else:
-            spoken = talk.theirs(job.model, plan, setup, cluster, runtime, places)
+            spoken = communication.theirs(job.model, plan, setup, cluster, runtime, places)
         return cls(job, layout, cluster, runtime, setup, places, spoken)
 
     @property
@@ -380,17 +373,17 @@ class _Step:
             left = 1.0
             if under and "dx" in overlaps and runtime.hidden_dx:
                 left = self.hidden(under, times.dw) / under
-            for axis in talk.INSIDE:
+            for axis in communication.INSIDE:
                 spent = spoken.plain[axis] + left * spoken.under[axis]
                 waits[axis] = spent * (1 - runtime.hidden_row)
             if "tokens" in overlaps:
-                beside = roofline.shared(part, self.cluster.device, self.setup)
+                beside = compute.shared(part, self.cluster.device, self.setup)
                 waits["expert"] = self.hidden(waits["expert"], beside)
             behind = times.forward + times.backward + again
             able = behind if "gather" in overlaps else 0.0
             waits["depth"] = self.hidden(spoken.depth, able)
             near = self.places["context",]
-            ring = talk.ring(part, self.cluster, self.setup, near, plan.recompute)
+            ring = communication.ring(part, self.cluster, self.setup, near, plan.recompute)
             waits["context"] = self.hidden(ring, times.attention + times.attention_back)
             found.append((part, times, waits))
         return found
@@ -398,19 +391,19 @@ class _Step:
     def times(self, part: Part) -> Times:
         """Times of a block, with adding up its gradient where there are several micro-batches."""
         device, runtime = self.cluster.device, self.runtime
-        times = roofline.block(part, device, self.setup, runtime)
+        times = compute.block(part, device, self.setup, runtime)
         if self.layout.plan.micro_batches == 1:
             return times
-        weights = sum(out * into for out, into in roofline.linears(part, self.setup))
+        weights = sum(out * into for out, into in compute.linears(part, self.setup))
         size = weights * (2 * runtime.gradient + (0 if runtime.fused_gradient else 2))
-        more = roofline.traffic(device, size, self.setup.ranks, runtime.stream)
+        more = compute.traffic(device, size, self.setup.ranks, runtime.stream)
         return Times(**{**vars(times), "between_back": times.between_back + more})
 
     def ends(self) -> tuple[Times, Times]:
         """What embedding and head compute in a micro-batch, forward and backward."""
         model, device = self.job.model, self.cluster.device
-        entry = roofline.entry(model.parts[0], device, self.setup)
-        head = roofline.head(model.parts[-1], device, self.setup, self.runtime)
+        entry = compute.entry(model.parts[0], device, self.setup)
+        head = compute.head(model.parts[-1], device, self.setup, self.runtime)
         return _outside(*entry), _outside(*head)
 
     def waits_of_ends(self) -> tuple[dict[str, float], dict[str, float]]:
@@ -419,7 +412,7 @@ class _Step:
         found = []
         for part in (parts[0], parts[-1]):
             own = self.spoken.of(part)
-            waits = {axis: own.plain[axis] + own.under[axis] for axis in talk.INSIDE}
+            waits = {axis: own.plain[axis] + own.under[axis] for axis in communication.INSIDE}
             waits["depth"] = own.depth
             # stages that share the vocabulary compute a part of it each, but all communicate
             often = plan.pipe if plan.spread else 1
@@ -464,10 +457,10 @@ class _Step:
         if not spoken.stages:
             back = sum(part.count * t.backward for part, t, _ in laps.values() if part.is_block)
             data = self.reduction(spoken.data + spoken.after, ASIDE * back / plan.pipe)
-            return {"data": data, **self.update(talk.numbers(model, plan), forward)}
+            return {"data": data, **self.update(communication.numbers(model, plan), forward)}
         found, backward = [], {name: times.backward for name, (_, times, _) in laps.items()}
         for one in spoken.stages:
-            numbers = talk.numbers_of(model, one.stage, plan.row * plan.col, plan.expert)
+            numbers = communication.numbers_of(model, one.stage, plan.row * plan.col, plan.expert)
             spent, back = self.update(numbers, forward), self.in_stage(one.stage, backward)
             spent["data"] = self.reduction(one.data + one.after, ASIDE * back)
             spent["expert"], spent["other"] = one.shared, one.other
@@ -505,7 +498,7 @@ class _Step:
         if plan.pipe == 1:
             return 0.0
         width = self.job.model.units["embed"] / plan.col
-        size = self.setup.tokens * width * roofline.BYTES[self.job.dtype]
+        size = self.setup.tokens * width * compute.BYTES[self.job.dtype]
         if runtime.scatter or runtime.sequence:
             size /= plan.row
         # a stage's neighbour is in another node unless all stages fit into one
@@ -528,13 +521,13 @@ class _Step:
         shards = plan.depth * (plan.data * plan.context if runtime.sharded else 1)
         own, ranks = numbers / shards, self.setup.ranks
         if self.layout.states == "host":
-            away = cost.Moved(0, 0, round(own * runtime.states), round(own), 0, 0, 0)
-            whole = cost.streamed(away, _host(cluster), cpu=False)
+            away = offload.Moved(0, 0, round(own * runtime.states), round(own), 0, 0, 0)
+            whole = offload.streamed(away, _host(cluster), cpu=False)
             blocks = max(self.job.model.layers // plan.pipe, 1)
             return {"host": max(whole / blocks, whole - forward + forward / blocks)}
         size = own * (2 * runtime.states + runtime.gradient + 2)
         rate = cluster.device.rate("update", ranks=ranks)
-        spent = roofline.traffic(cluster.device, size, ranks, runtime.stream)
+        spent = compute.traffic(cluster.device, size, ranks, runtime.stream)
         return {"update": own / rate if rate else spent}
 
 

@@ -17,17 +17,17 @@ from collections.abc import Set
 from dataclasses import replace
 from typing import Literal
 
+from ranvier.config.plan import AXES, Plan
+from ranvier.config.run import Run
+from ranvier.config.sections import IMPORTED, ModelConfig
 from ranvier.errors import PlanError
-from ranvier.html.figures import short
-from ranvier.plan import AXES, Plan
-from ranvier.planner import leaves
+from ranvier.html.number_format import short
+from ranvier.planner import model_spec
 from ranvier.planner.cluster import Cluster
-from ranvier.planner.leaves import Model
+from ranvier.planner.model_spec import Model
 from ranvier.planner.predict import Job
-from ranvier.planner.roofline import SCALES
 from ranvier.planner.search import Wish
-from ranvier.run import Run
-from ranvier.settings import IMPORTED, ModelConfig
+from ranvier.planner.time.compute import SCALES
 
 SEQ = 4096
 LARGEST_BATCH = 2**26
@@ -49,7 +49,7 @@ def model_of(run: Run) -> Model:
     """The leaves of the model of a run; those of a named size need no torch."""
     named = run.model.size != IMPORTED and run.model == ModelConfig.of(run.model.size)
     plain = named and run.lora.rank == 0 and not run.lora.start and not run.prune.on
-    return leaves.of_size(run.model.size) if plain else leaves.of_run(run)
+    return model_spec.of_size(run.model.size) if plain else model_spec.of_run(run)
 
 
 def assumed(run: Run, cluster: Cluster, given: Set[str]) -> tuple[Run, list[str]]:

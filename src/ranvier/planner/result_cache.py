@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from ranvier import launch
-from ranvier.plan import Plan
+from ranvier.config.plan import Plan
+from ranvier.planner.baselines import Found
+from ranvier.planner.memory.breakdown import Table
 from ranvier.planner.predict import Layout, Prediction
-from ranvier.planner.rivals import Found
 from ranvier.planner.search import Result, Wish
-from ranvier.planner.table import Table
 
 FORMAT = 1
 MOST = 40

@@ -26,13 +26,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
+from ranvier.config.plan import RUNTIME, Plan, divisors
 from ranvier.errors import PlanError
-from ranvier.plan import RUNTIME, Plan, divisors
+from ranvier.planner.baselines import STYLES, Found
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.predict import Job, Layout, computed, predict, seconds, usual_order
-from ranvier.planner.rivals import STYLES, Found
-from ranvier.planner.roofline import Scales
-from ranvier.planner.several import several
+from ranvier.planner.time.compute import Scales
+from ranvier.planner.worker_pool import several
 
 States = Literal["device", "host"]
 
@@ -151,9 +151,9 @@ class Result:
     def best(self) -> Found:
         """The first that fits, or a PlanError with the nearest change that makes one fit."""
         if not self.found:
-            from ranvier.planner import nearest  # which searches, too
+            from ranvier.planner import suggestions  # which searches, too
 
-            raise PlanError(nearest.problems(self))
+            raise PlanError(suggestions.problems(self))
         return self.found[0]
 
 

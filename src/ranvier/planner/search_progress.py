@@ -12,9 +12,9 @@ import time
 from typing import Self
 
 from ranvier.planner import explain
+from ranvier.planner.baselines import Found
 from ranvier.planner.predict import Layout
-from ranvier.planner.rivals import Found
-from ranvier.terminal import draw
+from ranvier.system.terminal import draw
 
 PAUSE = 1.0
 """Seconds between lines that are not of a terminal."""

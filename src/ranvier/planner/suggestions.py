@@ -11,7 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ranvier.plan import AXES, divisors, nearest_multiple
+from ranvier.config.plan import AXES, divisors, nearest_multiple
+from ranvier.planner.memory.breakdown import GIB
 from ranvier.planner.search import (
     Result,
     Wish,
@@ -22,7 +23,6 @@ from ranvier.planner.search import (
     plans,
     search,
 )
-from ranvier.planner.table import GIB
 
 MOST = 4096
 """Nodes up to which more are tried."""

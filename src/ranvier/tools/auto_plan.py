@@ -14,22 +14,23 @@ from dataclasses import asdict, fields, replace
 import torch
 
 from ranvier import launch
-from ranvier.comm.agree import told
+from ranvier.comm.consensus import told
+from ranvier.config.plan import AXES, Plan
+from ranvier.config.run import Run
 from ranvier.errors import PlanError
 from ranvier.grid import HOST, Grid
 from ranvier.launch import Ranks
-from ranvier.plan import AXES, Plan
-from ranvier.planner import cluster, explain, here
+from ranvier.planner import cluster, explain, local_cluster
 from ranvier.planner.cluster import Cluster
-from ranvier.planner.leaves import of_run
+from ranvier.planner.model_spec import of_run
 from ranvier.planner.predict import Job, Layout, Prediction, predict
-from ranvier.planner.roofline import SCALES
 from ranvier.planner.search import Result, States, Wish, search
-from ranvier.run import Run
-from ranvier.terminal import print
-from ranvier.train import measure, train
-from ranvier.train.exact import compiles_exactly
-from ranvier.train.foretold import Foretold
+from ranvier.planner.time.compute import SCALES
+from ranvier.system.terminal import print
+from ranvier.tools import benchmark_cluster
+from ranvier.train import train
+from ranvier.train.health.determinism import compiles_exactly
+from ranvier.train.prediction import Foretold
 
 ALIKE = 1.05
 """Predicted times up to so many times the best count as equal."""
@@ -159,11 +160,11 @@ def job_of(run: Run) -> Job:
 def machine_of(device: torch.device, ranks: int) -> Cluster:
     """What is known of this machine."""
     name = train.device_name(device) if device.type == "cuda" else "cpu"
-    found = here.measured(name)
+    found = local_cluster.measured(name)
     if found is not None:
         return found
     if device.type == "cpu":
-        return measure.quick(ranks)
+        return benchmark_cluster.quick(ranks)
     wanted = cluster.device(name).name
     built_in = (cluster.cluster(one) for one in cluster.names())
     return next(one for one in built_in if one.device.name == wanted)

@@ -18,17 +18,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from ranvier.comm import rates as wires
-from ranvier.comm import verbs
+from ranvier.comm import bandwidth as wires
+from ranvier.comm import collectives
+from ranvier.config.plan import divisors
 from ranvier.errors import PlanError
 from ranvier.grid import Axis, Grid
 from ranvier.launch import Ranks, joined
-from ranvier.plan import divisors
-from ranvier.planner import cluster, here, rates
+from ranvier.planner import cluster, device_rates, local_cluster
 from ranvier.planner.cluster import Cluster, Collective, Device, Fused, Host, Link, Product, Rate
-from ranvier.planner.gauge import Gauge, Row, Shapes, crowd
-from ranvier.terminal import print
-from ranvier.train import hosted
+from ranvier.planner.microbenchmarks import Gauge, Row, Shapes, crowd
+from ranvier.system.terminal import print
+from ranvier.tools import benchmark_host_update
 
 R = TypeVar("R", bound=Row)
 M = TypeVar("M", Product, Fused, Rate, Collective)
@@ -61,7 +61,7 @@ def rank(to: str, me: Ranks) -> int:
     with joined(me, "nccl" if cuda else "gloo", 600.0):
         made = Measurement(me, device).all()
         if me.rank == 0:
-            path = Path(to) if to else here.path(made.device.name)
+            path = Path(to) if to else local_cluster.path(made.device.name)
             cluster.write(made, path)
             print(*described(made), sep="\n")
             print(f"Measured in {time.perf_counter() - began:.0f} s: {path}")
@@ -116,7 +116,7 @@ class Measurement:
         rows = gauge.all()
         if self.device.type == "cuda":  # on processors starts and work take turns: see crowd
             gauge.said("blocks that are not compiled")
-            rows += hosted.rates(self.device, fp8="fp8" in gauge.kinds)
+            rows += benchmark_host_update.rates(self.device, fp8="fp8" in gauge.kinds)
         torch.set_num_threads(before)
         return [_mean(row, axis) for row in rows]
 
@@ -139,7 +139,7 @@ class Measurement:
 
     def meet(self, axis: Axis) -> None:
         """Wait for the others of an axis. Communicates: one number."""
-        verbs.all_reduce(torch.zeros(1, device=self.device), axis).wait()
+        collectives.all_reduce(torch.zeros(1, device=self.device), axis).wait()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -168,7 +168,7 @@ def _mean(row: Row, axis: Axis) -> Row:
     names = [name for name in MEANS if hasattr(row, name)]
     mine = torch.tensor([getattr(row, name) for name in names], dtype=torch.float64)
     device = "cuda" if axis.size > 1 and torch.cuda.is_available() else "cpu"
-    total = verbs.all_reduce(mine.to(device), axis).wait() / axis.size
+    total = collectives.all_reduce(mine.to(device), axis).wait() / axis.size
     return replace(row, **dict(zip(names, total.tolist(), strict=True)))
 
 
@@ -223,7 +223,7 @@ def described_as(
     own = device_of(device, rows)
     like = next((one for one in _built_in() if one.device.name == own.name), None)
     narrow = torch.bfloat16 if device.type == "cuda" else torch.float32
-    side = rates.measured(device, narrow)
+    side = device_rates.measured(device, narrow)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     inside = _link([one for one in links if one.nodes == 1])
     between = _link([one for one in links if one.nodes > 1])

@@ -18,7 +18,7 @@ from statistics import fmean
 
 import torch
 
-from ranvier.comm import verbs
+from ranvier.comm import collectives
 from ranvier.errors import CommunicationError
 from ranvier.grid import HOST, Axis, Grid
 from ranvier.launch import Ranks, die_with_parent, environment, joined, local_ranks, warm
@@ -144,7 +144,7 @@ def take_sample(grid: Grid, device: torch.device) -> Sample:
     for number in range(1 + FURTHER):
         begun = time.perf_counter()
         axis = grid.axis("data", channel=f"{number}" if number else "")
-        verbs.all_reduce(value, axis).wait()
+        collectives.all_reduce(value, axis).wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begun)
@@ -154,7 +154,7 @@ def take_sample(grid: Grid, device: torch.device) -> Sample:
 
 def _free_bytes(device: torch.device, host: Axis) -> int:
     """Free bytes of a device while no rank makes anything. Communicates: one number, twice."""
-    verbs.all_reduce(torch.ones(1), host).wait()
+    collectives.all_reduce(torch.ones(1), host).wait()
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    verbs.all_reduce(torch.ones(1), host).wait()
+    collectives.all_reduce(torch.ones(1), host).wait()
     return free

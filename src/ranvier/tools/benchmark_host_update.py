@@ -15,14 +15,14 @@ import time
 
 import torch
 
-from ranvier import run as runs
+from ranvier.config import run as runs
+from ranvier.cost.layers import Flow
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
-from ranvier.layers import Flow
-from ranvier.parallel import parallel_of
+from ranvier.parallel.parallelize import parallel_of
 from ranvier.planner.cluster import Rate
-from ranvier.train.arithmetic import choose_arithmetic
-from ranvier.train.built import built
+from ranvier.train.build_model import built
+from ranvier.train.model_converters import choose_arithmetic
 from ranvier.train.step import forward_backward
 from ranvier.train.train import settled
 

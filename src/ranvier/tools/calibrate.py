@@ -22,19 +22,19 @@ from typing import Any
 
 import torch
 
-from ranvier import run as runs
-from ranvier import safe_files
-from ranvier.comm.rates import wire
+from ranvier.comm.bandwidth import wire
+from ranvier.config import run as runs
+from ranvier.config.plan import AXES
+from ranvier.config.run import Run
 from ranvier.errors import PlanError
-from ranvier.plan import AXES
-from ranvier.planner import cluster, here
+from ranvier.planner import cluster, local_cluster
 from ranvier.planner.cluster import Cluster, Collective, Link
 from ranvier.planner.predict import Prediction
-from ranvier.run import Run
-from ranvier.terminal import print
-from ranvier.train.auto import foreseen, machine_of
-from ranvier.train.foretold import WARM
-from ranvier.train.measure import scaled
+from ranvier.system import safe_files
+from ranvier.system.terminal import print
+from ranvier.tools.auto_plan import foreseen, machine_of
+from ranvier.tools.benchmark_cluster import scaled
+from ranvier.train.prediction import WARM
 
 LINKS = ("row", "col", "depth", "data", "pipe")
 """Parts of a prediction that are communication."""
@@ -68,7 +68,7 @@ def calibrate(folder: Path, name: str = "") -> int:
     device = torch.device(run.train.device if run.train.device != "auto" else "cpu")
     before = cluster.cluster(name) if name else machine_of(device, run.plan.world)
     after = folded(run, seen, before)
-    path = Path(name) if name.endswith(".toml") else here.path(before.device.name)
+    path = Path(name) if name.endswith(".toml") else local_cluster.path(before.device.name)
     print(f"{folder}: a step took {seen.seconds * 1e3:.4g} ms, {seen.exposed * 1e3:.4g} exposed")
     for word, made in (("before", before), ("after", after)):
         said = foreseen(run, made).total

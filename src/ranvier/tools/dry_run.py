@@ -23,24 +23,24 @@ from typing import Any
 import torch
 
 from ranvier import launch
-from ranvier.comm.deferred import Deferred
+from ranvier.buckets.scheduler import Deferred
+from ranvier.config.plan import AXES
+from ranvier.config.run import Run
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models import Decoder
-from ranvier.nn.attend import flash
 from ranvier.nn.attention import Core
-from ranvier.nn.experts import Experts
-from ranvier.parallel import parallel_of
-from ranvier.pipeline.turns import late
-from ranvier.plan import AXES
-from ranvier.planner import table
-from ranvier.planner.table import Table
-from ranvier.run import Run
-from ranvier.terminal import print
-from ranvier.train.account import tensors_of
-from ranvier.train.built import DTYPES, built
-from ranvier.train.fit import OnHost, blank, gradients
-from ranvier.train.settle import optimizer_of
+from ranvier.nn.attention_backends import flash
+from ranvier.nn.moe.layer import Experts
+from ranvier.parallel.parallelize import parallel_of
+from ranvier.pipeline.memory_replay import late
+from ranvier.planner.memory import breakdown
+from ranvier.planner.memory.breakdown import Table
+from ranvier.system.terminal import print
+from ranvier.train.build_model import DTYPES, built
+from ranvier.train.memory.breakdown import tensors_of
+from ranvier.train.memory.probe import OnHost, blank, gradients
+from ranvier.train.memory.resolve import optimizer_of
 from ranvier.train.step import Watch, train_step
 
 META = torch.device("meta")
@@ -270,7 +270,7 @@ def lines(found: Dry) -> list[str]:
         name = "·".join(row.axis)
         out.append(f"{name:<24}{row.op:<16}{row.calls:>8}{row.bytes / 1e6:>14.3f}")
     nobody = [] if found.rows else ["none: one rank talks to nobody"]
-    return [*out, *nobody, "", *table.lines(found.table)]
+    return [*out, *nobody, "", *breakdown.lines(found.table)]
 
 
 def assumed(load: float) -> str:

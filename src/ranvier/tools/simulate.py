@@ -15,25 +15,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ranvier import init
+from ranvier import counter_rng
+from ranvier.config.arguments import Simulate
+from ranvier.config.run import Run
+from ranvier.config.sections import nearest
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.html import page
 from ranvier.html.plot import standalone
 from ranvier.models import build
-from ranvier.options import Simulate
-from ranvier.parallel import Parallel, parallelize
-from ranvier.pipeline import choice, draw
-from ranvier.pipeline.draw import Picture
+from ranvier.parallel.parallelize import Parallel, parallelize
+from ranvier.pipeline import policy_search, timeline_svg
 from ranvier.pipeline.policy import Shape
 from ranvier.pipeline.simulator import Times
 from ranvier.pipeline.simulator import simulate as play
-from ranvier.run import Run
-from ranvier.settings import nearest
-from ranvier.terminal import print
-from ranvier.train import timeline
-from ranvier.train.folder import write
-from ranvier.train.stages import cut_of
+from ranvier.pipeline.timeline_svg import Picture
+from ranvier.system.terminal import print
+from ranvier.train.build_stage import cut_of
+from ranvier.train.report import pipeline
+from ranvier.train.resume.run_directory import write
 
 KEYS = ("forward", "backward", "weight", "link", "jitter", "stragglers")
 """What a table of times may hold."""
@@ -71,18 +71,20 @@ def simulate(run: Run, wanted: Simulate) -> int:
     for name in names:
         try:
             splits = not plan.spread
-            policy = choice.policy_for(name, shape, expected, limit=plan.credits, splits=splits)
+            policy = policy_search.policy_for(
+                name, shape, expected, limit=plan.credits, splits=splits
+            )
             step = play(shape, policy, times, wanted.seed)
         except PlanError as error:
             if name == plan.policy:
                 raise
             refused[name] = str(error)
         else:
-            pictures[name] = draw.simulated(f"simulated, {name}", step, unit=source.unit)
+            pictures[name] = timeline_svg.simulated(f"simulated, {name}", step, unit=source.unit)
     tables = [source.real] if source.real else []
     tables.append(pictures[plan.policy])
     for picture in tables:
-        print(f"\n{draw.table(picture)}")
+        print(f"\n{timeline_svg.table(picture)}")
     print(f"\n{compared(pictures, refused)}\n")
     drawn = [*tables, *(one for one in pictures.values() if one not in tables)]
     _save(folder, drawn, tables)
@@ -92,12 +94,12 @@ def simulate(run: Run, wanted: Simulate) -> int:
 def _names(own: str, given: Sequence[str]) -> list[str]:
     """Policies to play, that of the plan first."""
     for name in given:
-        if name not in choice.NAMES:
+        if name not in policy_search.NAMES:
             raise PlanError(
-                f"policy {name!r} is not known.{nearest(name, choice.NAMES)} Policies are "
-                f"{', '.join(choice.NAMES)}. Use one of them."
+                f"policy {name!r} is not known.{nearest(name, policy_search.NAMES)} Policies are "
+                f"{', '.join(policy_search.NAMES)}. Use one of them."
             )
-    return list(dict.fromkeys([own, *(given or choice.NAMES)]))
+    return list(dict.fromkeys([own, *(given or policy_search.NAMES)]))
 
 
 # ---- times ----------------------------------------------------------------------------------
@@ -108,21 +110,21 @@ def source_of(run: Run, shape: Shape, path: str) -> Source:
     if path and not Path(path).is_dir():
         return Source(from_toml(Path(path), shape), [f"times: {path}"])
     folder, note = Path(path or run.train.out or "."), list[str]()
-    if path or (run.train.out and (folder / timeline.FILE).exists()):
+    if path or (run.train.out and (folder / pipeline.FILE).exists()):
         source = from_run(folder)
         size = len(source.times.forward)
         if path or size == shape.stages * shape.chunks:
             return source
-        note = [f"{folder / timeline.FILE} is of {size} virtual stages and is left out"]
+        note = [f"{folder / pipeline.FILE} is of {size} virtual stages and is left out"]
     source = by_work(run, shape)
     return replace(source, words=[*note, *source.words])
 
 
 def from_run(folder: Path) -> Source:
     """The mean times of a run's timeline."""
-    picture = timeline.real(timeline.read(folder))
-    times = timeline.mean_times(picture, halves=True)
-    return Source(times, [f"times: measured in {folder / timeline.FILE}"], real=picture)
+    picture = pipeline.real(pipeline.read(folder))
+    times = pipeline.mean_times(picture, halves=True)
+    return Source(times, [f"times: measured in {folder / pipeline.FILE}"], real=picture)
 
 
 def by_work(run: Run, shape: Shape) -> Source:
@@ -130,7 +132,7 @@ def by_work(run: Run, shape: Shape) -> Source:
     if shape.stages == 1:
         ones = (1.0,) * shape.chunks
         return Source(Times(ones, ones, ones), ["times: one stage has all the work"], RELATIVE)
-    with init.blank():
+    with counter_rng.blank():
         model = build(run.model, run.lora)
     grid = Grid.of(run.plan)
     model = parallelize(model, grid, inner=run.plan.inner, materialize=False, how=cut_of(run))
@@ -240,7 +242,10 @@ def compared(pictures: Mapping[str, Picture], refused: Mapping[str, str]) -> str
     best = min((one.seconds for one in pictures.values()), default=0.0)
     lines = [f"{'policy':<12} {'step':>24} {'bubble':>8} {'keeps':>6} {'to best':>8}"]
     for name, one in pictures.items():
-        step, ratio = draw.amount(one.seconds, one.unit), one.seconds / best if best else 1.0
+        step, ratio = (
+            timeline_svg.amount(one.seconds, one.unit),
+            one.seconds / best if best else 1.0,
+        )
         keeps = max(lane.peak for lane in one.lanes)
         lines.append(f"{name:<12} {step:>24} {one.bubble:>8.1%} {keeps:>6} {ratio:>8.3f}")
     lines += [f"{name:<12} does not fit: {why}" for name, why in refused.items()]
@@ -263,14 +268,14 @@ def _folder(run: Run, out: str) -> Path:
 
 def _save(folder: Path, pictures: Sequence[Picture], tables: Sequence[Picture]) -> None:
     """Write the drawing as SVG and HTML, and the trace."""
-    drawing = draw.svg(pictures, title="A step of the pipeline")
+    drawing = timeline_svg.svg(pictures, title="A step of the pipeline")
     body = [f"<h1>A step of the pipeline</h1><figure>{drawing}</figure>"]
     for one in tables:
-        body.append(page.section(one.words, page.table(*draw.cells(one))))
+        body.append(page.section(one.words, page.table(*timeline_svg.cells(one))))
     texts = {
         "timeline.svg": standalone(drawing),
         "timeline.html": page.document("A step of the pipeline", "\n".join(body)),
-        "timeline-trace.json": json.dumps(draw.chrome(pictures), separators=(",", ":")),
+        "timeline-trace.json": json.dumps(timeline_svg.chrome(pictures), separators=(",", ":")),
     }
     for name, text in texts.items():
         write(folder / name, text)

@@ -23,15 +23,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ranvier import init, safe_files
+from ranvier import counter_rng
 from ranvier.checkpoint.convert import opened
-from ranvier.checkpoint.published import Part, Published, shapes_of
+from ranvier.checkpoint.hf.model import Part, Published, shapes_of
+from ranvier.config.run import Run
 from ranvier.errors import PlanError
-from ranvier.infer.sample import checkpoint_of, run_of
+from ranvier.infer.generate import checkpoint_of, run_of
 from ranvier.models.config import DecoderConfig
-from ranvier.run import Run
 from ranvier.sharding import Place
-from ranvier.train import exchange
+from ranvier.system import safe_files
+from ranvier.train import import_export
 
 BALANCE = 0.01
 """Factor of the balancing loss that the new run begins with."""
@@ -78,7 +79,7 @@ class Mixture:
         if not origin:
             place = Place(shape, (0,) * len(shape), shape, shape)
             std, dtype = self.config.init_std, self.type(name)
-            yield 0, init.value(place, seed=self.seed, name=name, std=std, dtype=dtype)
+            yield 0, counter_rng.value(place, seed=self.seed, name=name, std=std, dtype=dtype)
             return
         whole = self.dense.read(origin)
         if (len(shape) == 2 and ".mlp." not in name) or len(shape) == 1:
@@ -163,16 +164,18 @@ def upcycled(
     step: int = -1,
 ) -> list[str]:
     """Make a run of a mixture from a dense run or published model; lines on it."""
-    path = exchange.found(source)
+    path = import_export.found(source)
     if (path / "config.toml").exists():
         run = run_of(path)
         there = opened(checkpoint_of(path, None if step < 0 else step))
-        read = exchange.weights_of(there, run)
+        read = import_export.weights_of(there, run)
         dense = Dense(run.model, read, lambda name: there.kinds[f"{name}.master"][0])
         config = mixed(run.model, upcycle, top=top, shared=shared, every=every)
         return _made(path, out, dense, run, config, seed)
     with Published.open(path) as model:
-        run = exchange.run_for(model, out, tokenizer=(model.folder / "tokenizer.json").exists())
+        run = import_export.run_for(
+            model, out, tokenizer=(model.folder / "tokenizer.json").exists()
+        )
         dense = Dense(model.config, model.tensor, model.type)
         config = mixed(model.config, upcycle, top=top, shared=shared, every=every)
         return _made(model.folder, out, dense, run, config, seed)
@@ -182,13 +185,13 @@ def _made(
     origin: Path, out: Path, dense: Dense, run: Run, config: DecoderConfig, seed: int
 ) -> list[str]:
     mixture = Mixture(config, dense, seed)
-    run = Run(model=exchange.as_model(config), data=run.data)
-    with exchange.appearing(out) as here:
+    run = Run(model=import_export.as_model(config), data=run.data)
+    with import_export.appearing(out) as here:
         for name in BESIDE:
             if safe_files.exists(origin / name):
                 safe_files.copy(origin / name, here / name)
-        exchange.carried(str(origin), here)
-        exchange.begin(here, run, mixture, str(origin))
+        import_export.carried(str(origin), here)
+        import_export.begin(here, run, mixture, str(origin))
     return [
         f"{config.experts} experts, {config.experts_top} for each token: "
         f"{run.model.parameters:,} weights, of which a token meets {run.model.active:,}, in {out}"

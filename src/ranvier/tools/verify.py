@@ -19,26 +19,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ranvier.comm import verbs
-from ranvier.comm.agree import largest
+from ranvier.comm import collectives
+from ranvier.comm.consensus import largest
+from ranvier.config.plan import Plan
+from ranvier.config.run import Run
+from ranvier.cost.layers import Flow
 from ranvier.data.batch import Batch
 from ranvier.errors import STOPPED, PlanError, RefusedError, WriteError
 from ranvier.grid import Grid
 from ranvier.launch import Ranks
-from ranvier.layers import Flow
 from ranvier.models import DecoderConfig, build
-from ranvier.nn.loss import IGNORE
+from ranvier.nn.cross_entropy import IGNORE
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import Parallel, parallel_of, parallelize
-from ranvier.plan import Plan
-from ranvier.run import Run
+from ranvier.parallel.parallelize import Parallel, parallel_of, parallelize
 from ranvier.sharding import Place
-from ranvier.terminal import print
+from ranvier.system.terminal import print
+from ranvier.tools.verify_run import NOISE, SAVED, train_shortly
 from ranvier.trace import Event, communication, difference
 from ranvier.train import train
-from ranvier.train.stages import cut_of
+from ranvier.train.build_stage import cut_of
 from ranvier.train.step import forward_backward
-from ranvier.verify_run import NOISE, SAVED, train_shortly
 
 ONE_PASS, AFTER_STEPS = 1e-12, 1e-9
 """Largest difference, relative to the largest magnitude of a tensor."""
@@ -229,7 +229,7 @@ def verify(run: Run, me: Ranks) -> int:
     serial = build(run.model, run.lora).double()
     findings, lines, events = compare(run, grid, serial, device)
     unlike = torch.tensor([float(len(lines))], dtype=torch.float64, device=device)
-    others = int(verbs.all_reduce(unlike, grid.axis(*grid.degrees), "max").wait().item())
+    others = int(collectives.all_reduce(unlike, grid.axis(*grid.degrees), "max").wait().item())
     worst = _worst(findings, grid, device)
     if me.rank == 0:
         _print(run, worst, lines, events, others)
@@ -405,7 +405,7 @@ def _worst(findings: list[Finding], grid: Grid, device: torch.device) -> list[Fi
     """
     here = torch.tensor([f.difference for f in findings], dtype=torch.float64, device=device)
     here = here.nan_to_num(nan=math.inf)
-    most = verbs.all_reduce(here, grid.axis(*grid.degrees), "max").wait()
+    most = collectives.all_reduce(here, grid.axis(*grid.degrees), "max").wait()
     found = [max(m, h) for m, h in zip(most.tolist(), here.tolist(), strict=True)]
     return [
         replace(f, difference=math.inf if worst == NOT_MINE else worst)

@@ -27,25 +27,25 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ranvier import init
-from ranvier.checkpoint import folder as checkpoints
-from ranvier.checkpoint import saver
+from ranvier import counter_rng
+from ranvier.checkpoint import async_saver
+from ranvier.checkpoint import directory as checkpoints
 from ranvier.checkpoint.load import wholes
-from ranvier.comm.agree import told
+from ranvier.comm.consensus import told
+from ranvier.config.run import Run
 from ranvier.data.batch import Batch
+from ranvier.data.cache import index_pairs
+from ranvier.data.indexed_dataset import PairWriter
 from ranvier.data.loader import micro_batches
-from ranvier.data.pairs import PairWriter
-from ranvier.data.stored import index_pairs
 from ranvier.grid import Grid
 from ranvier.launch import Ranks
 from ranvier.models import build
-from ranvier.nn.loss import IGNORE
-from ranvier.optim import prune
-from ranvier.optim.schedule import share
-from ranvier.parallel import Parallel, parallel_of, parallelize
-from ranvier.run import Run
-from ranvier.train import folder as folders
+from ranvier.nn.cross_entropy import IGNORE
+from ranvier.optim import pruning
+from ranvier.optim.lr_schedule import share
+from ranvier.parallel.parallelize import Parallel, parallel_of, parallelize
 from ranvier.train import train
+from ranvier.train.resume import run_directory as folders
 
 SAVED, ALL = 2, 3
 """Steps of the first run, and of both together."""
@@ -163,7 +163,7 @@ def _stored(folder: Path) -> str:
 
 def _alone(run: Run, seed: int) -> Parallel:
     """The model on one rank, with its initial values."""
-    with init.blank():
+    with counter_rng.blank():
         model = build(run.model, run.lora)
     return parallel_of(parallelize(model, Grid({}), seed=seed, dtype=torch.float64, device="cpu"))
 
@@ -173,7 +173,7 @@ def _write_start(folder: Path, run: Run) -> None:
     state = _alone(run, run.train.seed + 1).state()
     named = {f"{name}.master": x for name, x in state.items()}
     facts = {"samples": 0, "fingerprint": "", "weights": True}
-    saver.save(folder / "start", 0, named, facts, Grid({}))
+    async_saver.save(folder / "start", 0, named, facts, Grid({}))
 
 
 # ---- plain PyTorch ------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class Reference:
         pruned = {
             name: named[name] if weight.dims[0] == "expert" else named[name].unsqueeze(0)
             for name, weight in parallel.weights.items()
-            if prune.prunable(weight)
+            if pruning.prunable(weight)
         }
         found.prune(run, pruned, step=0)
         optimizer = _adamw(run, parallel, named)
@@ -236,8 +236,8 @@ class Reference:
                 rows = size.reshape(-1, of)
             else:
                 rows = size.flatten(1)
-                sparsity = prune.sparsity_at(step, config.sparsity, config.until)
-                stay = prune.stays(rows.shape[1], sparsity)
+                sparsity = pruning.sparsity_at(step, config.sparsity, config.until)
+                stay = pruning.stays(rows.shape[1], sparsity)
             order = rows.sort(dim=1, descending=True, stable=True).indices[:, :stay]
             mask = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, order, True)
             self.masks[name] = mask.view(weight.shape)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ranvier import init
+from ranvier import counter_rng
+from ranvier.config.run import Run
 from ranvier.grid import Grid
 from ranvier.models import Decoder, build
-from ranvier.parallel import parallelize
-from ranvier.run import Run
-from ranvier.train import homes
-from ranvier.train.stages import cut_of
+from ranvier.parallel.parallelize import parallelize
+from ranvier.train.build_stage import cut_of
+from ranvier.train.memory import placement
 
 DTYPES = {
     "fp64": torch.float64,
@@ -22,7 +22,7 @@ DTYPES = {
 
 def built(run: Run, grid: Grid, device: torch.device, *, local_ranks: int) -> Decoder:
     """The model of a run on its grid. Communicates: the making of groups."""
-    with init.blank():
+    with counter_rng.blank():
         model = build(run.model, run.lora)
     return parallelize(
         model,
@@ -38,5 +38,5 @@ def built(run: Run, grid: Grid, device: torch.device, *, local_ranks: int) -> De
         device=device,
         how=cut_of(run),
         keep=run.plan.gathered == "keep",
-        room=homes.weights_room(run, local_ranks),
+        room=placement.weights_room(run, local_ranks),
     )

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from ranvier import safe_files
-from ranvier.comm.agree import told
+from ranvier.comm.consensus import told
+from ranvier.config.run import Run
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.parallel import Parallel
-from ranvier.pipeline.choice import written
-from ranvier.pipeline.cut import Cut
-from ranvier.pipeline.runtime import Runtime
-from ranvier.run import Run
+from ranvier.parallel.parallelize import Parallel
+from ranvier.pipeline.executor import Runtime
+from ranvier.pipeline.partition import Cut
+from ranvier.pipeline.policy_search import written
+from ranvier.system import safe_files
 
 TIMELINE = "timeline.json"
 

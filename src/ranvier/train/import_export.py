@@ -20,24 +20,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranvier import run as runs
-from ranvier import safe_files
-from ranvier.checkpoint import blocks, folder, published, shards
+from ranvier.checkpoint import checksummed_file, directory
 from ranvier.checkpoint.convert import TYPES, Source, opened
-from ranvier.checkpoint.peft_out import merged, write_adapter
-from ranvier.checkpoint.published import Published
+from ranvier.checkpoint.hf import model as published
+from ranvier.checkpoint.hf import safetensors
+from ranvier.checkpoint.hf.model import Published
+from ranvier.checkpoint.hf.peft_write import merged, write_adapter
+from ranvier.config import run as runs
+from ranvier.config.plan import AXES
+from ranvier.config.run import Run
+from ranvier.config.sections import IMPORTED, DataConfig, ModelConfig
 from ranvier.errors import CheckpointError, PlanError, WriteError
-from ranvier.infer.sample import checkpoint_of, run_of
-from ranvier.models.adapter import adapted_weights
+from ranvier.infer.generate import checkpoint_of, run_of
 from ranvier.models.config import DecoderConfig
-from ranvier.models.families import FAMILIES, family_of, fitting
-from ranvier.models.family import FREE, TOKENS, Family, UnknownError
-from ranvier.plan import AXES
-from ranvier.run import Run
-from ranvier.settings import IMPORTED, DataConfig, ModelConfig
-from ranvier.terminal import print
+from ranvier.models.hf.family import FREE, TOKENS, Family, UnknownError
+from ranvier.models.hf.registry import FAMILIES, family_of, fitting
+from ranvier.models.lora import adapted_weights
+from ranvier.system import safe_files
+from ranvier.system.terminal import print
 from ranvier.train.progress import shown
-from ranvier.train.saves import tables
+from ranvier.train.resume.checkpointing import tables
 
 KEPT = "published"
 """Directory of a run with the files that came with its model."""
@@ -84,10 +86,10 @@ def begin(here: Path, run: Run, weights: published.Weights, source: str) -> None
     }
     with moving("importing") as progress:
         count = published.store(weights, inside, progress)
-    folder.seal(inside, 0, dict.fromkeys(AXES, 1), facts, files=count)
+    directory.seal(inside, 0, dict.fromkeys(AXES, 1), facts, files=count)
     for told in inside.glob("rank-*.json"):
         told.unlink()
-    folder.point(here / "checkpoints", inside.name)
+    directory.point(here / "checkpoints", inside.name)
 
 
 def found(source: str) -> Path:
@@ -190,11 +192,11 @@ def appearing(out: Path) -> Iterator[Path]:
         hidden.mkdir(parents=True)
         yield hidden
         for path in sorted(hidden.rglob("*")):
-            blocks.flush(path)
+            checksummed_file.flush(path)
         if out.is_dir():
             out.rmdir()
         os.replace(hidden, out)
-        blocks.flush(out.absolute().parent)
+        checksummed_file.flush(out.absolute().parent)
     except OSError as error:
         raise WriteError(
             f"{error.filename or out}: {error.strerror}. A model is written there as a whole. Free "
@@ -207,7 +209,7 @@ def appearing(out: Path) -> Iterator[Path]:
 def carried(start: str, into: Path) -> None:
     """Keep what came with the model that a new run takes its weights from, for its export."""
     source = Path(start)
-    origin = source.parent.parent if folder.STEP.fullmatch(source.name) else source
+    origin = source.parent.parent if directory.STEP.fullmatch(source.name) else source
     if safe_files.exists(origin / KEPT) and not (into / KEPT).exists():
         (into / KEPT).mkdir()
         for name in (ORIGIN, *FILES):
@@ -219,7 +221,7 @@ def carried(start: str, into: Path) -> None:
 def begun(run: Run) -> Run:
     """A new run with the model of what it takes its weights from, and the words it knows."""
     source = found(run.train.start)
-    origin = source.parent.parent if folder.STEP.fullmatch(source.name) else source
+    origin = source.parent.parent if directory.STEP.fullmatch(source.name) else source
     if (origin / "config.toml").exists():
         model, words = run_of(origin).model, origin / "tokenizer.json"
     else:
@@ -275,10 +277,10 @@ def exported(
         _json(here / "config.json", config)
         beside(origin, here, config)
         shapes = {name: sizes[name][1] for name in stored}
-        tensors = shards.listed(entries, shapes, types)
+        tensors = safetensors.listed(entries, shapes, types)
         read = weights_of(source, run)
         with moving("exporting") as progress:
-            names = shards.write(here, tensors, read, most=shard, progress=progress)
+            names = safetensors.write(here, tensors, read, most=shard, progress=progress)
     size = sum(one.bytes for one in tensors)
     return [f"{kind.kind}: {len(tensors)} tensors, {size:,} bytes in {len(names)} file(s), {out}"]
 

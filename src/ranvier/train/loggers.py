@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ranvier import run as runs
+from ranvier.config import run as runs
+from ranvier.config.run import Run
 from ranvier.errors import PlanError
-from ranvier.run import Run
-from ranvier.terminal import print
+from ranvier.system.terminal import print
 
 Row = dict[str, Any]
 Sink = Callable[[Row], None]

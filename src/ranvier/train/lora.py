@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ranvier.checkpoint import folder
+from ranvier.checkpoint import directory
+from ranvier.checkpoint.hf.peft_read import read_adapter
 from ranvier.checkpoint.manifest import Manifest
-from ranvier.checkpoint.peft import read_adapter
+from ranvier.config.run import Run
 from ranvier.errors import CheckpointError, PlanError
-from ranvier.models.adapter import adapters_of
-from ranvier.parallel import parallel_of
-from ranvier.run import Run
+from ranvier.models.lora import adapters_of
+from ranvier.parallel.parallelize import parallel_of
 
 if TYPE_CHECKING:
     from ranvier.train.trainer import Trainer
@@ -59,7 +59,7 @@ def check_start(manifest: Manifest, run: Run) -> None:
     want = ", ".join(f"lora.{key}={theirs[key]!r}" for key in other) or "its settings of lora"
     path = Path(start)
     origin = shlex.quote(start)
-    if folder.STEP.fullmatch(path.name):
+    if directory.STEP.fullmatch(path.name):
         origin = f"{shlex.quote(str(path.parent.parent))} --step {manifest.step}"
     raise CheckpointError(
         f"train.start={start!r} is a run with adapters of rank {theirs.get('rank', '?')}, but this "

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ranvier import trace
-from ranvier.comm import verbs
+from ranvier.comm import collectives
+from ranvier.cost.layers import Flow
 from ranvier.launch import Pulse
-from ranvier.layers import Flow
 from ranvier.nn.attention import Core
 from ranvier.nn.linear import Linear
-from ranvier.parallel import Parallel
-from ranvier.train import routed
+from ranvier.parallel.parallelize import Parallel
+from ranvier.train.report import moe
 
 PEAK_TFLOPS = {
     "H200": 989.0,
@@ -84,7 +84,7 @@ def step_flops(parallel: Parallel, flow: Flow, micro_batches: int) -> tuple[int,
         full += flops * (2 if isinstance(leaf, Core) else 1)
     axis = parallel.grid.axis("pipe")  # stages differ: of all their mean
     here = torch.tensor([causal, full], dtype=torch.float64, device=_device(parallel))
-    causal, full = map(int, (verbs.all_reduce(here, axis).wait() / axis.size).tolist())
+    causal, full = map(int, (collectives.all_reduce(here, axis).wait() / axis.size).tolist())
     return causal * micro_batches, full * micro_batches
 
 
@@ -224,5 +224,5 @@ class Meter:
             "skipped": under.skipped,
             "spike": bool(spike),
             "skips": under.skips,
-            **routed.metrics(experts),
+            **moe.metrics(experts),
         }

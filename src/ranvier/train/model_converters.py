@@ -14,19 +14,19 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ranvier.comm.agree import told
+from ranvier.comm.consensus import told
+from ranvier.config.run import Run
+from ranvier.config.sections import TrainConfig
+from ranvier.cost.layers import Flow
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.layers import Flow
-from ranvier.nn import attend, fp8
+from ranvier.nn import attention_backends, float8
 from ranvier.nn.attention import Core
-from ranvier.nn.fastest import Fastest
+from ranvier.nn.autotune import Fastest
+from ranvier.nn.fused_linear import Siblings
 from ranvier.nn.linear import Linear
-from ranvier.nn.siblings import Siblings
-from ranvier.parallel import Parallel, parallel_of
-from ranvier.run import Run
-from ranvier.settings import TrainConfig
-from ranvier.train.fit import candidates
+from ranvier.parallel.parallelize import Parallel, parallel_of
+from ranvier.train.memory.probe import candidates
 
 DEFAULT = TrainConfig().fp8_layers
 PACKED = 4096
@@ -53,7 +53,7 @@ def _pack(parallel: Parallel) -> None:
     """Pack siblings that multiply alike; in fp8 wider ones, too: there are fewer casts."""
     for leaf in parallel.leaves.values():
         if isinstance(leaf, Siblings):
-            if all(isinstance(layer.products, fp8.Scaled) for layer in leaf.layers):
+            if all(isinstance(layer.products, float8.Scaled) for layer in leaf.layers):
                 leaf.pack(PACKED, all_alike=True)
             else:
                 leaf.pack()
@@ -74,16 +74,20 @@ def _attention(
     samples = max(some.site.ground.tokens(flow, "heads") // flow.seq, 1)
     heads, groups = model.heads // ranks, max(model.kv_heads // ranks, 1)
     shape = (samples, flow.seq, heads, groups, model.head_dim)
-    mine = attend.tuned(*shape, dtype, device, Fastest.of(device)) if grid.rank == 0 else ""
+    mine = (
+        attention_backends.tuned(*shape, dtype, device, Fastest.of(device))
+        if grid.rank == 0
+        else ""
+    )
     name = told(mine, grid, device)
     for leaf in (leaf for leaf in parallel.leaves.values() if isinstance(leaf, Core)):
-        leaf.serial.attend = attend.way(name)  # type: ignore[assignment]
+        leaf.serial.attend = attention_backends.way(name)  # type: ignore[assignment]
     return [f"attention of whole samples: {name}"]
 
 
 def _eighths(run: Run, parallel: Parallel, flow: Flow) -> list[str]:
     """Have the named layers multiply in fp8 where their sizes allow it."""
-    products, layers = fp8.Scaled(run.train.fp8), _linear(parallel)  # type: ignore[arg-type]
+    products, layers = float8.Scaled(run.train.fp8), _linear(parallel)  # type: ignore[arg-type]
     named = [
         name
         for name in layers
@@ -99,7 +103,7 @@ def _eighths(run: Run, parallel: Parallel, flow: Flow) -> list[str]:
     if named and not chosen:
         raise PlanError(
             f"train.fp8={run.train.fp8!r}, but no layer can be multiplied so: tokens of a "
-            f"micro-batch, inputs and outputs must be multiples of {fp8.EVEN}, not "
+            f"micro-batch, inputs and outputs must be multiples of {float8.EVEN}, not "
             f"{_tokens(layers[left[0]], flow)}, {_matrix(layers[left[0]])[1]} and "
             f"{_matrix(layers[left[0]])[0]}. Change data.seq or the model, or use train.fp8='off'."
         )
@@ -112,7 +116,7 @@ def _eighths(run: Run, parallel: Parallel, flow: Flow) -> list[str]:
         lines.append(f"train.fp8_layers has words of no layer: {', '.join(nowhere)}")
     if left:
         lines.append(
-            f"not in fp8, as their sizes are no multiples of {fp8.EVEN}: {', '.join(left[:4])}"
+            f"not in fp8, as their sizes are no multiples of {float8.EVEN}: {', '.join(left[:4])}"
             f"{' ...' if len(left) > 4 else ''}"
         )
     return lines
@@ -124,7 +128,7 @@ def _words(layers: Iterable[str]) -> list[str]:
 
 
 def _even(layer: Linear, flow: Flow) -> bool:
-    return fp8.takes(_tokens(layer, flow), *_matrix(layer))
+    return float8.takes(_tokens(layer, flow), *_matrix(layer))
 
 
 def _linear(parallel: Parallel) -> dict[str, Linear]:

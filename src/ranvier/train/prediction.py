@@ -9,8 +9,8 @@ from typing import Any
 
 from ranvier.html import page
 from ranvier.html.plot import escaped
-from ranvier.planner.table import GIB
-from ranvier.terminal import print
+from ranvier.planner.memory.breakdown import GIB
+from ranvier.system.terminal import print
 
 STEPS = 8
 """Steps after which a run is held against its prediction; the first two warm up."""

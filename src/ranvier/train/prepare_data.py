@@ -10,20 +10,20 @@ from pathlib import Path
 import numpy as np
 
 from ranvier import launch
+from ranvier.config.run import Run
 from ranvier.data import prepare as preparing
-from ranvier.data.chat import Chat, Learn
-from ranvier.data.conversation import conversation_of
+from ranvier.data.cache import Form, holds_chats, pair_prefixes
+from ranvier.data.chat.conversation import conversation_of
+from ranvier.data.chat.template import template_of
+from ranvier.data.chat.tokenize import Chat, Learn
 from ranvier.data.corpus import Corpus
 from ranvier.data.dataset import stored_all
 from ranvier.data.manifest import Manifest
 from ranvier.data.prepare import Progress
 from ranvier.data.sources import Reader
-from ranvier.data.stored import Form, holds_chats, pair_prefixes
-from ranvier.data.template import template_of
 from ranvier.data.tokenizer import Tokenizer, tokenizer_of, trained
 from ranvier.errors import PlanError
-from ranvier.run import Run
-from ranvier.terminal import command_line, escape_controls, print
+from ranvier.system.terminal import command_line, escape_controls, print
 from ranvier.train.progress import shown
 
 

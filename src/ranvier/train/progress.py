@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ranvier.terminal import escape_controls, print
+from ranvier.system.terminal import escape_controls, print
 
 Show = Callable[[int, int, str], None]
 """Called with how much is done, how much there is, and words on it."""

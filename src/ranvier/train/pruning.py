@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ranvier.checkpoint import folder, load
+from ranvier.buckets.bucket import Weight
+from ranvier.buckets.sparsity import packed, unpacked
+from ranvier.checkpoint import directory, load
 from ranvier.checkpoint import manifest as manifests
+from ranvier.checkpoint.hf.model import copy
 from ranvier.checkpoint.manifest import Manifest
-from ranvier.checkpoint.published import copy
-from ranvier.comm import verbs
-from ranvier.comm.agree import everyone, together
-from ranvier.comm.bucket import Weight
-from ranvier.comm.kept import packed, unpacked
+from ranvier.comm import collectives
+from ranvier.comm.consensus import everyone, together
+from ranvier.config.run import Run
 from ranvier.errors import PlanError
-from ranvier.optim import prune
+from ranvier.optim import pruning
 from ranvier.optim.optimizer import MASK
-from ranvier.optim.prune import Choice
-from ranvier.parallel import Parallel, parallel_of
-from ranvier.run import Run
+from ranvier.optim.pruning import Choice
+from ranvier.parallel.parallelize import Parallel, parallel_of
 from ranvier.sharding import State
-from ranvier.train import adapters
+from ranvier.train import lora
 
 if TYPE_CHECKING:
     from ranvier.train.trainer import Trainer
@@ -48,8 +48,8 @@ def chosen(run: Run, parallel: Parallel, step: int) -> Choice:
             lambda: from_file(Path(config.masks), parallel), parallel.grid, queue.device
         )
     if config.groups is not None:
-        return prune.by_pattern(queue, *config.groups)
-    return prune.by_magnitude(queue, prune.sparsity_at(step, config.sparsity, config.until))
+        return pruning.by_pattern(queue, *config.groups)
+    return pruning.by_magnitude(queue, pruning.sparsity_at(step, config.sparsity, config.until))
 
 
 def begin(run: Run, parallel: Parallel) -> None:
@@ -60,11 +60,11 @@ def begin(run: Run, parallel: Parallel) -> None:
     config = run.prune
     if not config.on:
         return
-    own = folder.found(Path(run.train.out) / "checkpoints") if run.train.out else []
+    own = directory.found(Path(run.train.out) / "checkpoints") if run.train.out else []
     goes_on = bool(own) or run.checkpoint.resume not in ("auto", "never")
     if config.masks and goes_on and not Path(config.masks).exists():
         return
-    prune.prune(parallel.queue, chosen(run, parallel, 0))
+    pruning.prune(parallel.queue, chosen(run, parallel, 0))
 
 
 # ---- schedule ---------------------------------------------------------------------------
@@ -93,12 +93,12 @@ def told(trainer: Trainer) -> list[str]:
     counts = torch.zeros(2, dtype=torch.int64, device=trainer.device)
     for weight in parallel.weights.values():
         bucket = weight.bucket
-        if prune.prunable(weight) and bucket.owned(weight) and trainer.grid.index["data"] == 0:
+        if pruning.prunable(weight) and bucket.owned(weight) and trainer.grid.index["data"] == 0:
             every = torch.Size(weight.place.valid).numel()
             kept, end = bucket.kept, weight.offset + weight.elements
             stay = every if kept is None else kept.at(end) - kept.at(weight.offset)
             counts += torch.tensor([stay, every], device=trainer.device)
-    stay, every = verbs.all_reduce(counts, everyone(trainer.grid)).wait().tolist()
+    stay, every = collectives.all_reduce(counts, everyone(trainer.grid)).wait().tolist()
     experts = any(weight.dims[:1] == ("expert",) for weight in parallel.weights.values())
     line = f"pruned: {1.0 - stay / max(every, 1):.2%} of {every:,} numbers in matrices"
     line += ", each expert's of their own" if experts else ""
@@ -151,8 +151,8 @@ class Masks:
 def fill_weights(run: Run, checkpoint: Path, manifest: Manifest, state: State) -> None:
     """Fill the weights among these tensors from a checkpoint."""
     weights = {name: x for name, x in state.items() if name.endswith(".master")}
-    if adapters.is_base(manifest, run):
-        weights = {name: x for name, x in weights.items() if adapters.INSIDE not in name}
+    if lora.is_base(manifest, run):
+        weights = {name: x for name, x in weights.items() if lora.INSIDE not in name}
     load.load(checkpoint, weights, partial=run.checkpoint.partial, cast=True)
 
 
@@ -211,7 +211,7 @@ def _refuse_odd(path: Path, shapes: Mapping[str, tuple[int, ...]], parallel: Par
         weight, known = parallel.weights.get(name), parallel.shapes.get(name)
         if known is None:
             odd.append(f"{name}, which the model has not")
-        elif known[:2] != ("matrix", True) or (weight is not None and not prune.prunable(weight)):
+        elif known[:2] != ("matrix", True) or (weight is not None and not pruning.prunable(weight)):
             odd.append(f"{name}, which is not pruned")
         elif weight is not None and shape != _whole(weight):
             odd.append(f"{name} of the shape {list(shape)}, not {list(_whole(weight))}")

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ranvier.comm import verbs
-from ranvier.comm.pairs import take
+from ranvier.comm import collectives
+from ranvier.comm.autograd import take
 from ranvier.data.batch import Batch
 from ranvier.errors import PlanError
 from ranvier.models import Decoder
-from ranvier.nn.loss import IGNORE
+from ranvier.nn.cross_entropy import IGNORE
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import Parallel, check_parts, parallel_of
-from ranvier.pipeline.runtime import Micro
+from ranvier.parallel.parallelize import Parallel, check_parts, parallel_of
+from ranvier.pipeline.executor import Micro
 
 
 def forward_backward(
@@ -41,7 +41,7 @@ def forward_backward(
     queue.begin(f"train {len(batches)}")
     samples = [take(batch.targets, _batch_axis(parallel), 0) for batch in batches]
     with trace.at("step.tokens"):
-        count = verbs.all_reduce(sum_of([(x != IGNORE).sum() for x in samples]), axis).wait()
+        count = collectives.all_reduce(sum_of([(x != IGNORE).sum() for x in samples]), axis).wait()
     share, losses = 1.0 / count.clamp(min=1).to(queue.dtype), list[Tensor]()
     parallel.pipeline.runtime.train(
         _micros(batches),
@@ -51,7 +51,7 @@ def forward_backward(
         plain=_returns_the_loss_of_its_head(model),
     )
     with trace.at("step.loss"):
-        loss = verbs.all_reduce(sum_of(losses or [torch.zeros_like(share)]), axis).wait()
+        loss = collectives.all_reduce(sum_of(losses or [torch.zeros_like(share)]), axis).wait()
     return _told(loss, parallel)
 
 
@@ -63,7 +63,7 @@ def _told(loss: Tensor, parallel: Parallel) -> Tensor:
     """What the last stage knows, on all. Communicates: broadcast of one number over pipe."""
     with parallel.grid.trace.at("pipeline.loss"):
         axis = parallel.grid.axis("pipe")
-        return verbs.broadcast(loss, axis, index=axis.size - 1).wait()
+        return collectives.broadcast(loss, axis, index=axis.size - 1).wait()
 
 
 @torch.no_grad()
@@ -80,7 +80,7 @@ def evaluate(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
     loss = sum_of(losses or [torch.zeros((), dtype=parallel.queue.dtype, device=_device(parallel))])
     samples = [take(batch.targets, _batch_axis(parallel), 0) for batch in batches]
     count = sum_of([(x != IGNORE).sum() for x in samples])
-    both = verbs.all_reduce(torch.stack([loss, count.to(loss.dtype)]), axis).wait()
+    both = collectives.all_reduce(torch.stack([loss, count.to(loss.dtype)]), axis).wait()
     parallel.queue.begin("")
     return _told(both[0] / both[1], parallel)
 

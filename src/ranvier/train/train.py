@@ -18,12 +18,13 @@ from typing import IO, Any
 
 import torch
 
-from ranvier.checkpoint.folder import found as checkpoints_in
-from ranvier.comm.agree import differences, largest, together, told
+from ranvier.checkpoint.directory import found as checkpoints_in
+from ranvier.comm.consensus import differences, largest, together, told
+from ranvier.config.run import Run
 from ranvier.data.dataset import Data, open_data
 from ranvier.errors import STOPPED, DataError, PlanError, RanvierError, WriteError
 from ranvier.grid import Grid
-from ranvier.infer.sample import Speaker
+from ranvier.infer.generate import Speaker
 from ranvier.launch import (
     Pulse,
     Ranks,
@@ -36,19 +37,21 @@ from ranvier.launch import (
     triton,
     watched,
 )
-from ranvier.nn import fp8
-from ranvier.nn.compiled import found
-from ranvier.parallel import Parallel, parallel_of
-from ranvier.run import Run
-from ranvier.terminal import command_line, escape_controls, print
-from ranvier.train import account, adapters, corpora, exchange, pruning, report, saves
-from ranvier.train import folder as folders
-from ranvier.train.built import DTYPES
-from ranvier.train.directory import held_open
-from ranvier.train.exact import check_exact, compiles_exactly
-from ranvier.train.foretold import Comparison, Foretold
-from ranvier.train.settle import foreseen
-from ranvier.train.show import sinks
+from ranvier.nn import float8
+from ranvier.nn.compile import found
+from ranvier.parallel.parallelize import Parallel, parallel_of
+from ranvier.system.terminal import command_line, escape_controls, print
+from ranvier.train import import_export, lora, prepare_data, pruning
+from ranvier.train.build_model import DTYPES
+from ranvier.train.health.determinism import check_exact, compiles_exactly
+from ranvier.train.loggers import sinks
+from ranvier.train.memory import breakdown
+from ranvier.train.memory.resolve import foreseen
+from ranvier.train.prediction import Comparison, Foretold
+from ranvier.train.report import report
+from ranvier.train.resume import checkpointing
+from ranvier.train.resume import run_directory as folders
+from ranvier.train.resume.open_directory import held_open
 from ranvier.train.trainer import Trainer
 
 SAMPLED = 300_000_000
@@ -104,7 +107,7 @@ def settled(run: Run, device: torch.device, backend: str = "auto") -> Run:
             f"train.fp8={run.train.fp8!r} with train.dtype={dtype!r}. On cuda products in 8 bits "
             "give bf16. Use train.dtype='bf16' or train.fp8='off'."
         )
-    if run.train.fp8 != "off" and not fp8.supported(device):
+    if run.train.fp8 != "off" and not float8.supported(device):
         raise PlanError(
             f"train.fp8={run.train.fp8!r}, but {torch.cuda.get_device_name(device)} does not "
             "multiply in 8 bits. That needs compute capability 8.9 or more. Use train.fp8='off'."
@@ -126,7 +129,7 @@ def settled(run: Run, device: torch.device, backend: str = "auto") -> Run:
         check_exact(run)
     words: dict[str, Any] = {"dtype": dtype, "device": device.type, "backend": backend}
     plan = replace(run.plan, compile=compiled)
-    return adapters.settled(replace(run, plan=plan, train=replace(run.train, **words)))
+    return lora.settled(replace(run, plan=plan, train=replace(run.train, **words)))
 
 
 def _builds() -> bool:
@@ -232,7 +235,9 @@ def train(
     grid.trace.check = run.train.debug
     agree(run, grid, device)
     if stored is None:
-        here = together(lambda: corpora.stored(run) if me.local_rank == 0 else [], grid, device)
+        here = together(
+            lambda: prepare_data.stored(run) if me.local_rank == 0 else [], grid, device
+        )
         stored = json.loads(told(json.dumps(here), grid, device))
     assert stored is not None
     data = opened(run, stored)
@@ -254,10 +259,10 @@ def train(
         if run.checkpoint.every >= 0:
             held += [trainer.saver.folder]  # where it cannot write it need not begin
         if run.train.start and not candidates:
-            saves.start(trainer, Path(run.train.start))
+            checkpointing.start(trainer, Path(run.train.start))
             trainer.notes += [f"it begins with the weights of {run.train.start}"]
             if me.rank == 0:
-                exchange.carried(run.train.start, folder)
+                import_export.carried(run.train.start, folder)
         elif run.lora.rank and not candidates:
             line = "adapters are trained beside random weights: give train.start, or import a model"
             trainer.notes += [line]
@@ -351,7 +356,7 @@ def _started(trainer: Trainer, folder: Path) -> None:
         words = f" (blocks {compiled})" if compiled else ""
         print(f"  two steps were done {seconds:.1f} s after launch{words}", flush=True)
     if trainer.account.predicted is not None:
-        print(*(f"  {line}" for line in account.lines(_memory(trainer))), sep="\n", flush=True)
+        print(*(f"  {line}" for line in breakdown.lines(_memory(trainer))), sep="\n", flush=True)
     with suppress(OSError, WriteError):  # no reason to end a run
         trainer.directory.check()
         folders.record(folder, seconds_to_step_2=seconds, compiled=compiled)

@@ -23,33 +23,35 @@ import torch
 from torch import Tensor
 
 from ranvier import trace
-from ranvier.checkpoint.folder import found
-from ranvier.checkpoint.saver import Saver
-from ranvier.comm import verbs
-from ranvier.comm.agree import everyone, told
+from ranvier.checkpoint.async_saver import Saver
+from ranvier.checkpoint.directory import found
+from ranvier.comm import collectives
+from ranvier.comm.consensus import everyone, told
+from ranvier.config.run import Run
+from ranvier.cost.layers import Flow
 from ranvier.data.batch import Batch
 from ranvier.data.dataset import Data
 from ranvier.data.loader import Loader, held_out_batches, micro_batches
 from ranvier.errors import ElsewhereError, NumericError
 from ranvier.grid import Grid
-from ranvier.layers import Flow
 from ranvier.models import Decoder
+from ranvier.optim.lr_schedule import share
 from ranvier.optim.optimizer import Optimizer
-from ranvier.optim.schedule import share
-from ranvier.parallel import parallel_of
-from ranvier.run import Run
+from ranvier.parallel.parallelize import parallel_of
 from ranvier.sharding import State
-from ranvier.terminal import print
-from ranvier.train import adapters, kept, pruning, routed, saves
-from ranvier.train.account import Account
-from ranvier.train.arithmetic import choose_arithmetic
-from ranvier.train.built import DTYPES, built
-from ranvier.train.diagnose import first_bad
-from ranvier.train.directory import OpenDirectory
-from ranvier.train.fit import bounded, candidates
-from ranvier.train.foretold import Comparison
-from ranvier.train.graph import Graph
-from ranvier.train.guard import Guard
+from ranvier.system.terminal import print
+from ranvier.train import lora, pruning
+from ranvier.train.build_model import DTYPES, built
+from ranvier.train.build_stage import TIMELINE, timeline
+from ranvier.train.cuda_graph import Graph
+from ranvier.train.health.loss_guard import Guard
+from ranvier.train.health.nan_diagnosis import first_bad
+from ranvier.train.health.replay import Replay
+from ranvier.train.health.replica_check import compare
+from ranvier.train.memory import saved_collectives
+from ranvier.train.memory.breakdown import Account
+from ranvier.train.memory.probe import bounded, candidates
+from ranvier.train.memory.resolve import settle
 from ranvier.train.metrics import (
     Later,
     Mark,
@@ -60,10 +62,11 @@ from ranvier.train.metrics import (
     peak_flops,
     step_flops,
 )
-from ranvier.train.replay import Replay
-from ranvier.train.replicas import compare
-from ranvier.train.settle import settle
-from ranvier.train.stages import TIMELINE, timeline
+from ranvier.train.model_converters import choose_arithmetic
+from ranvier.train.prediction import Comparison
+from ranvier.train.report import moe
+from ranvier.train.resume import checkpointing
+from ranvier.train.resume.open_directory import OpenDirectory
 from ranvier.train.step import Taken, evaluate, train_step
 
 PATIENCE = 5.0
@@ -134,7 +137,7 @@ class Trainer:
 
         local_ranks: those that share the memory of this machine; 0: all.
         """
-        run = adapters.settled(run)
+        run = lora.settled(run)
         dtype = DTYPES[run.train.dtype]
         model = built(run, grid, device, local_ranks=local_ranks or grid.world)
         pruning.begin(run, parallel_of(model))
@@ -143,7 +146,7 @@ class Trainer:
         notes = choose_arithmetic(run, model, grid, device, flow)
         found = settle(run, model, device, local_ranks=local_ranks)
         run, optimizer = found.run, found.optimizer
-        notes += kept.settle(run, model, optimizer, device, local_ranks)
+        notes += saved_collectives.settle(run, model, optimizer, device, local_ranks)
         notes += bounded(run, model, device, local_ranks)
         plan, grid.trace.meter = run.plan, True
         flow = replace(flow, samples=plan.micro_batch)
@@ -153,7 +156,7 @@ class Trainer:
         notes += found.notes
         trainer = cls(run, grid, device, model, optimizer, data, meter, guard, notes=notes)
         trainer.account = found.account
-        adapters.begin(trainer)
+        lora.begin(trainer)
         if plan.graph:
             trainer.take = Graph(model, optimizer).step
         return trainer
@@ -274,7 +277,7 @@ class Trainer:
             [signal, memory(self.device), *self._reported()], dtype=torch.float64, pin_memory=pinned
         ).to(self.device, non_blocking=True)
         with self.grid.trace.at("step.status"):
-            largest = verbs.all_reduce(status, everyone(self.grid), "max")
+            largest = collectives.all_reduce(status, everyone(self.grid), "max")
         on_device = [batch.to(self.device) for batch in batches]
         if run.plan.graph and self._saver is not None:  # a recorded step asks nobody
             self._saver.changing()
@@ -285,7 +288,7 @@ class Trainer:
         if self.device.type == "cpu":  # here nothing is gained by reading it later
             self.stopping = int(signals)
         fate = [taken.loss, taken.norm, taken.bad, taken.spike]
-        experts = routed.numbers(parallel_of(self.model).balance)
+        experts = moe.numbers(parallel_of(self.model).balance)
         numbers = Later([*fate, signals, held, factor, *experts, *heard], self.device)
         self.step, self.samples = self.step + 1, self.samples + run.plan.batch
         awaited, self.grid.trace.awaited = self.grid.trace.awaited, []
@@ -408,12 +411,12 @@ class Trainer:
     def saver(self) -> Saver:
         """What saves this run. Communicates: a word over all axes, when first asked for."""
         if self._saver is None:
-            self._saver = saves.saver(self)
+            self._saver = checkpointing.saver(self)
         return self._saver
 
     def state(self) -> State:
         """All tensors that the run goes on from."""
-        return saves.tensors(self)
+        return checkpointing.tensors(self)
 
     def watch_directory(self, directory: OpenDirectory) -> None:
         """End the run, and save nothing, once these directories are gone (on rank 0)."""
@@ -435,9 +438,9 @@ class Trainer:
             if not saver.settle(math.inf if wait else PATIENCE):
                 self._skip_save(saver.step)
             elif saver.step != self.step:
-                mine, sparse = saves.written(self)
+                mine, sparse = checkpointing.written(self)
                 also = [Path(self.run.train.out) / "metrics.jsonl"]
-                saver.save(self.step, mine, saves.facts(self), also=also, sparse=sparse)
+                saver.save(self.step, mine, checkpointing.facts(self), also=also, sparse=sparse)
                 if self._read == self.step:
                     saver.note(guard=self.guard.facts())
             return saver.finish() if wait else saver.saved
@@ -472,7 +475,7 @@ class Trainer:
 
     def resume(self, *candidates: Path) -> list[str]:
         """Go on from the first of these checkpoints that is good. Communicates: see `saves`."""
-        lines = saves.resume(self, candidates)
+        lines = checkpointing.resume(self, candidates)
         self._read = self.step
         return lines
 

@@ -26,12 +26,12 @@ from published_models import (
     theirs,
     tokens,
 )
-from ranvier.checkpoint.published import Published, entries_of
+from ranvier.checkpoint.hf.model import Published, entries_of
 from ranvier.errors import RanvierError
 from ranvier.models import SIZES, Decoder, DecoderConfig
-from ranvier.models.families import FAMILIES, fitting
-from ranvier.models.family import UnknownError
-from ranvier.train.exchange import exported, imported
+from ranvier.models.hf.family import UnknownError
+from ranvier.models.hf.registry import FAMILIES, fitting
+from ranvier.train.import_export import exported, imported
 from states import assemble
 
 CUBE = {"depth": 2, "row": 2, "col": 2}
@@ -155,12 +155,12 @@ def test_models_of_ours_load_in_transformers(tmp_path: Path) -> None:
     """A config that was never theirs, through the family that has such models."""
     from transformers import AutoModelForCausalLM
 
-    from ranvier import run as runs
-    from ranvier.checkpoint import folder, part
-    from ranvier.checkpoint.part import Layout
-    from ranvier.plan import AXES
+    from ranvier.checkpoint import directory, rank_file
+    from ranvier.checkpoint.rank_file import Layout
+    from ranvier.config import run as runs
+    from ranvier.config.plan import AXES
     from ranvier.sharding import Place
-    from ranvier.train.exchange import as_model
+    from ranvier.train.import_export import as_model
 
     shape: dict[str, Any] = {"layers": 2, "embed": 32, "mlp": 48, "vocab": VOCAB, "head_dim": 8}
     for i, (kind, more) in enumerate(
@@ -188,8 +188,10 @@ def test_models_of_ours_load_in_transformers(tmp_path: Path) -> None:
         }
         layout = Layout.of(state)
         data = [memoryview(state[n][0].numpy().tobytes()) for n in layout.begins]
-        part.write(inside, 0, state, layout, data)
-        folder.seal(inside, 3, dict.fromkeys(AXES, 1), {"samples": 0, "fingerprint": ""}, files=1)
+        rank_file.write(inside, 0, state, layout, data)
+        directory.seal(
+            inside, 3, dict.fromkeys(AXES, 1), {"samples": 0, "fingerprint": ""}, files=1
+        )
         exported(here, tmp_path / f"out{i}", shard=10_000)
         table = json.loads((tmp_path / f"out{i}/config.json").read_text())
         assert table["model_type"] == kind

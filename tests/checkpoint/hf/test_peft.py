@@ -15,12 +15,12 @@ from torch import Tensor
 
 import adapter_cases as cases
 from pool import Pool
-from ranvier.checkpoint import peft_out
-from ranvier.checkpoint.peft import CONFIG, WEIGHTS, read_adapter
+from ranvier.checkpoint.hf import peft_write
+from ranvier.checkpoint.hf.peft_read import CONFIG, WEIGHTS, read_adapter
 from ranvier.errors import CheckpointError, RefusedError
 from ranvier.models import AdapterConfig, DecoderConfig
-from ranvier.models.adapter import adapted_weights
-from ranvier.models.families import family_of
+from ranvier.models.hf.registry import family_of
+from ranvier.models.lora import adapted_weights
 
 CUBE = {"depth": 2, "row": 2, "col": 2}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -65,7 +65,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return functools.cache(lambda name: Made(name, folder / name.replace(" ", "-")))
 
 
-def saved(weights: Mapping[str, Tensor]) -> peft_out.Read:
+def saved(weights: Mapping[str, Tensor]) -> peft_write.Read:
     """Weights as a checkpoint would give them."""
     return lambda names: {name: weights[name] for name in names}
 
@@ -73,8 +73,8 @@ def saved(weights: Mapping[str, Tensor]) -> peft_out.Read:
 def written(
     monkeypatch: pytest.MonkeyPatch, one: Any, lora: AdapterConfig, weights: Any, out: Path
 ) -> None:
-    monkeypatch.setattr(peft_out, "weights_of", lambda _: saved(weights))
-    peft_out.write_adapter(Path("unused"), one.config, lora, one.family, out)
+    monkeypatch.setattr(peft_write, "weights_of", lambda _: saved(weights))
+    peft_write.write_adapter(Path("unused"), one.config, lora, one.family, out)
 
 
 SLOW = ("gemma2", "llama", "llama dora", "phi3", "qwen2")
@@ -103,7 +103,7 @@ def test_training_equals_pefts_and_files_go_both_ways(
     assert back.lora == one.lora
     torch.testing.assert_close(loaded(one, name, tmp_path / "ours"), one.logits, rtol=0, atol=2e-4)
     merged = {
-        n: peft_out.merged(n, saved(weights), one.lora, adapted_weights(one.config, one.lora))
+        n: peft_write.merged(n, saved(weights), one.lora, adapted_weights(one.config, one.lora))
         for n in one.base
     }
     assert any(not torch.equal(merged[n], one.base[n]) for n in merged)

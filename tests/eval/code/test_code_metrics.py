@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ranvier.errors import DataError, PlanError
-from ranvier.eval.metrics import Sample, best_at, pass_at, read, table
+from ranvier.eval.code.metrics import Sample, best_at, pass_at, read, table
 
 VALUES = st.lists(st.floats(0.0, 1e6), min_size=1, max_size=8)
 

@@ -10,17 +10,19 @@ import pytest
 from commands import call
 from evaluation import trained
 from pool import Pool
+from ranvier.config.arguments import Eval
 from ranvier.errors import DataError, PlanError
-from ranvier.eval import code, harness, verb
-from ranvier.eval.code import read, tried
-from ranvier.eval.sandbox import Result, run
-from ranvier.eval.served import Served, Wish
-from ranvier.eval.words import Words
+from ranvier.eval import lm_eval_harness
+from ranvier.eval import run as verb
+from ranvier.eval.code import generate
+from ranvier.eval.code.generate import read, tried
+from ranvier.eval.code.sandbox import Result, run
+from ranvier.eval.model_server import Served, Wish
+from ranvier.eval.tokenization import Words
 from ranvier.grid import Grid
-from ranvier.infer.loaded import load
-from ranvier.options import Eval
+from ranvier.infer.load import load
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "code_tasks.jsonl"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "code_tasks.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +97,11 @@ def test_bad_tasks_are_named_by_their_line(tmp_path: Path) -> None:
 
 
 def test_a_baseline_that_fails_is_refused(tmp_path: Path) -> None:
-    task = code.Task(
+    task = generate.Task(
         task="a", language="python", prompt="x = 1", tests="assert x == 2", baseline="0"
     )
     with pytest.raises(DataError, match="baseline of task 'a' fails: exit code 1"):
-        code._baseline(task, None, run)
+        generate._baseline(task, None, run)
 
 
 def test_the_verb_says_keeps_and_refuses(
@@ -144,9 +146,9 @@ def test_lengths_and_names_are_refused_before_weights_are_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def unknown(wanted: Eval) -> None:
-        raise PlanError(f"{harness.names_of(wanted)} are not known.")
+        raise PlanError(f"{lm_eval_harness.names_of(wanted)} are not known.")
 
-    monkeypatch.setattr(harness, "manager_of", unknown)
+    monkeypatch.setattr(lm_eval_harness, "manager_of", unknown)
     monkeypatch.setattr(verb, "load", lambda *_, **__: pytest.fail("weights were read"))
     learned = ["--model.positions", "learned", "--model.max-seq", "32", "--data.seq", "32"]
     for words, said in (

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from ranvier.errors import DataError
-from ranvier.eval import sandbox
-from ranvier.eval.cell import bubblewrap_command
-from ranvier.eval.sandbox import Limits, Result, run
-from ranvier.eval.seccomp import filter_program
+from ranvier.eval.code import sandbox
+from ranvier.eval.code.sandbox import Limits, Result, run
+from ranvier.eval.code.sandbox_worker import bubblewrap_command
+from ranvier.eval.code.seccomp import filter_program
 
 BOUNDS = Limits(seconds=20.0, memory=256 << 20, processes=16, output=4096)
 WITHOUT = "        raise OSError(1, 'refused for a test')\n"

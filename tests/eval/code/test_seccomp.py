@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ranvier.eval.seccomp import (
+from ranvier.eval.code.seccomp import (
     ALLOW,
     AND,
     ARCHITECTURES,

@@ -18,8 +18,8 @@ from torch import Tensor
 from equivalence import Case, Serial, batch_of, compare, reload, run_case
 from grids import label, pairwise, product
 from pool import Pool
-from ranvier import init
-from ranvier.models.experts import Experts
+from ranvier import counter_rng
+from ranvier.models.moe import Experts
 from states import assemble
 
 LR, CLIP = 1e-2, 1.0
@@ -172,11 +172,11 @@ def keyed() -> Serial:
     layers = itertools.cycle(f"blocks.{i}.mlp" for i in range(2))
 
     def noise(_: Experts, logits: Tensor) -> Tensor:
-        bits = torch.tensor(init.key(0, "jitter", next(layers)))
+        bits = torch.tensor(counter_rng.key(0, "jitter", next(layers)))
         samples, tokens = torch.arange(16).view(-1, 1, 1), torch.arange(8).view(-1, 1)
         for counter in (samples, tokens, torch.arange(8)):
-            bits = init.scramble(bits ^ counter)
-        return (init.uniform(bits).double() / 2**31 - 1.0).view_as(logits)
+            bits = counter_rng.scramble(bits ^ counter)
+        return (counter_rng.uniform(bits).double() / 2**31 - 1.0).view_as(logits)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Experts, "noise", noise)

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from ranvier.nn import mixture as mixtures
-from ranvier.nn.grouped import grouped, kernel_takes, product_weight
-from ranvier.nn.mixture import CURVES, mixture
-from ranvier.nn.permute import arrange, permute, unpermute
+from ranvier.nn.moe import local as mixtures
+from ranvier.nn.moe.grouped_gemm import grouped, kernel_takes, product_weight
+from ranvier.nn.moe.local import CURVES, mixture
+from ranvier.nn.moe.permutation import arrange, permute, unpermute
 
 T, K, E, D, FF = 7, 2, 4, 8, 16
 COUNTS = {"some": [3, 0, 5, 2], "first": [10, 0, 0, 0], "last": [0, 0, 0, 10], "none": [0] * 4}

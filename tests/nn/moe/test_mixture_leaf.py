@@ -12,8 +12,8 @@ from torch import Tensor
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models import Decoder, DecoderConfig
-from ranvier.nn import experts
-from ranvier.parallel import parallel_of, parallelize
+from ranvier.nn.moe import layer
+from ranvier.parallel.parallelize import parallel_of, parallelize
 from ranvier.train.step import forward_backward
 
 SMALL = DecoderConfig(
@@ -76,7 +76,7 @@ def test_one_operation_is_the_reference(
     capacity: float, recompute: str, compiled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(experts, "delivered", _noted(experts.delivered, calls))
+    monkeypatch.setattr(layer, "delivered", _noted(layer.delivered, calls))
     same(learned(Grid({}), capacity, recompute=recompute, compiled=compiled), capacity)
     assert bool(calls) is not bool(compiled)
 

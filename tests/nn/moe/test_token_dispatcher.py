@@ -11,13 +11,13 @@ from torch import Tensor
 from equivalence import Case, batch_of, flow_of, gradients, micros_of, worst
 from expert_cases import even
 from pool import Pool
+from ranvier.config.plan import Plan
 from ranvier.grid import Grid
-from ranvier.nn.payload import packed, unpacked
+from ranvier.nn.moe.dispatch_payload import packed, unpacked
 from ranvier.optim.optimizer import Optimizer
-from ranvier.plan import Plan
+from ranvier.tools.verify import predict
 from ranvier.trace import Event, difference
 from ranvier.train.step import forward_backward
-from ranvier.verify import predict
 
 MODEL = "moe 2 of 8 shared"
 GRID = {"expert": 2, "row": 2}

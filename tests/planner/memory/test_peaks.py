@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from ranvier.layers import Flow
-from ranvier.pipeline import turns
-from ranvier.plan import Plan
-from ranvier.planner.leaves import of_size
-from ranvier.planner.moves import cut
-from ranvier.planner.space import fullest, space
+from ranvier.config.plan import Plan
+from ranvier.cost.layers import Flow
+from ranvier.pipeline import memory_replay
+from ranvier.planner.comm_volume import cut
+from ranvier.planner.memory.total import fullest, space
+from ranvier.planner.model_spec import of_size
 
 FLOW = Flow(1, 512, itemsize=2, statistics=4)
 
@@ -40,14 +40,14 @@ def test_the_fullest_turns_are_enough(
         return [space(model, plan, FLOW, stage=i, **kept).total for i in range(plan.pipe)]
 
     found, counts = totals(), list[tuple[int, int]]()
-    fewer = turns._most
-    monkeypatch.setattr(turns, "_most", lambda every: _all(fewer, counts, every))
-    for kept in (turns._usual, turns.turns):
+    fewer = memory_replay._most
+    monkeypatch.setattr(memory_replay, "_most", lambda every: _all(fewer, counts, every))
+    for kept in (memory_replay._usual, memory_replay.turns):
         kept.cache_clear()
     try:
         assert totals() == found
     finally:
-        for kept in (turns._usual, turns.turns):
+        for kept in (memory_replay._usual, memory_replay.turns):
             kept.cache_clear()
     assert all(less <= more for less, more in counts)
     assert any(less < more for less, more in counts) == (plan.pipe > 1)

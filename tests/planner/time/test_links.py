@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from ranvier.plan import AXES
-from ranvier.planner import links
+from ranvier.config.plan import AXES
 from ranvier.planner.cluster import Cluster, Collective, Link, Reach, cluster
-from ranvier.planner.links import Group, group, seconds
+from ranvier.planner.time import links
+from ranvier.planner.time.links import Group, group, seconds
 
 SIZE = 8 * 10**9
 

@@ -10,9 +10,9 @@ import torch
 
 from commands import SMALL, call
 from pool import Pool
-from ranvier.checkpoint.folder import found
+from ranvier.checkpoint.directory import found
 from ranvier.checkpoint.load import wholes
-from ranvier.comm import verbs
+from ranvier.comm import collectives
 from ranvier.errors import PlanError
 from ranvier.grid import Axis, Grid
 from training import losses_of, run_of, stored
@@ -48,9 +48,9 @@ def losses_read_late(
     grid: Grid, corpus: str, steps: int, changes: dict[str, Any]
 ) -> tuple[list[float], int]:
     """Losses of a run, and gathers whose input lost its memory before they were awaited."""
-    gather, lost = verbs.all_gather, 0
+    gather, lost = collectives.all_gather, 0
 
-    def watched(x: torch.Tensor, axis: Axis, dim: int = 0) -> verbs.Pending:
+    def watched(x: torch.Tensor, axis: Axis, dim: int = 0) -> collectives.Pending:
         pending = gather(x.clone(), axis, dim)  # a copy: memory that is gone would end the process
         wait = pending.wait
 
@@ -63,7 +63,7 @@ def losses_read_late(
         return pending
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verbs, "all_gather", watched)
+        patch.setattr(collectives, "all_gather", watched)
         return losses_of(
             grid, corpus, "", steps, changes={**changes, "checkpoint__every": -1}
         ), lost

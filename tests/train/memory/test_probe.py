@@ -14,19 +14,19 @@ import torch
 
 from commands import SMALL, call
 from pool import Pool
+from ranvier.config.plan import Plan
+from ranvier.config.run import Run
 from ranvier.errors import INTERNAL, DeviceMemoryError, PlanError
 from ranvier.grid import Grid
-from ranvier.memory import budget
-from ranvier.memory.budget import Kind, Need
+from ranvier.memory import recompute_budget
+from ranvier.memory.recompute_budget import Kind, Need
 from ranvier.models import Decoder
-from ranvier.optim.store import SLOTS
-from ranvier.parallel import parallel_of
-from ranvier.plan import Plan
-from ranvier.planner.sizes import sizes_of
-from ranvier.run import Run
-from ranvier.train import account, fit, settle
-from ranvier.train.account import tensors_of
-from ranvier.train.fit import GIB, blank, candidates, gradients, measured, room
+from ranvier.optim.state_store import SLOTS
+from ranvier.parallel.parallelize import parallel_of
+from ranvier.planner.memory.measured_states import sizes_of
+from ranvier.train.memory import breakdown, probe, resolve
+from ranvier.train.memory.breakdown import tensors_of
+from ranvier.train.memory.probe import GIB, blank, candidates, gradients, measured, room
 from ranvier.train.step import forward_backward
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
@@ -50,8 +50,8 @@ def made(corpus: str, grid: Grid | None = None, **changes: Any) -> Trainer:
 
 def need_of(trainer: Trainer, micro: int, *kinds: Kind) -> Need:
     run = trainer.run
-    count = min(run.plan.batch // (run.plan.replicas * micro), settle.PASSES)
-    kinds = kinds or tuple(budget.COST)
+    count = min(run.plan.batch // (run.plan.replicas * micro), resolve.PASSES)
+    kinds = kinds or tuple(recompute_budget.COST)
     found = measured(run, trainer.model, trainer.device, micro, passes=count, kinds=kinds)
     assert found is not None
     sizes = sizes_of(parallel_of(trainer.model))
@@ -60,7 +60,7 @@ def need_of(trainer: Trainer, micro: int, *kinds: Kind) -> Need:
 
 def with_gaps(need: Need, kinds: tuple[Kind, ...]) -> int:
     """What a device must have for it."""
-    return round((need.of(kinds) - need.fixed) * (1.0 + settle.fit.GAPS)) + need.fixed
+    return round((need.of(kinds) - need.fixed) * (1.0 + resolve.fit.GAPS)) + need.fixed
 
 
 def losses(trainer: Trainer) -> list[float]:
@@ -76,7 +76,7 @@ def test_blocks_are_recomputed_as_the_memory_asks_and_losses_stay(corpus: str) -
         limit = (available + 1.0) / GIB
         trainer = made(corpus, recompute="budget", memory__limit=limit, micro_batch=8)
         kinds = tuple(parallel_of(trainer.model).kinds.values())
-        found.append(budget.share(kinds))  # type: ignore[arg-type]
+        found.append(recompute_budget.share(kinds))  # type: ignore[arg-type]
         assert "micro-batch 8, recomputation of blocks: " in trainer.notes[0]
         if available == (low + high) // 2:
             assert len(set(kinds)) > 1, kinds
@@ -115,7 +115,7 @@ def predicted(
     before = [[bucket.data for bucket in queue.buckets], [batch.inputs() for batch in batches]]
     forward_backward(trainer.model, batches)
     queue.begin("")
-    with fit.OnHost(before, partial(gradients, queue)) as watch:
+    with probe.OnHost(before, partial(gradients, queue)) as watch:
         forward_backward(trainer.model, batches)
     return watch.peak(), need.of((kind,) * count) - need.fixed
 
@@ -147,7 +147,7 @@ def test_selective_keeps_less_than_all_and_more_than_nothing(corpus: str) -> Non
     weights = parallel_of(trainer.model).weights.items()
     inside = [w.elements for name, w in weights if "blocks.1." in name and w.group == "matrix"]
     assert double.gradient == four.gradient == 8 * sum(inside)
-    middle = budget.between(four, double, 0.5)
+    middle = recompute_budget.between(four, double, 0.5)
     assert middle.blocks["full"].kept == kept[2] * 3 // 2
 
 
@@ -157,7 +157,7 @@ def test_measuring_and_trials_leave_no_trace(corpus: str) -> None:
     before = {name: part.clone() for name, (part, _) in trainer.state().items()}
     drawn = torch.random.get_rng_state()
     need_of(trainer, 8, "none", "full")
-    settle.trial(trainer.run, trainer.model, trainer.optimizer, trainer.device)
+    resolve.trial(trainer.run, trainer.model, trainer.optimizer, trainer.device)
     assert isinstance(trainer.model, Decoder) and len(trainer.model.blocks) == LAYERS
     assert set(parallel.kinds.values()) == {"none"}
     assert all(bucket.grad is None for bucket in parallel.queue.buckets)
@@ -167,13 +167,13 @@ def test_measuring_and_trials_leave_no_trace(corpus: str) -> None:
 
 
 def test_the_micro_batch_is_found(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "USEFUL_TOKENS", 32)
-    monkeypatch.setattr(budget, "EMPTY_TOKENS", 2)
+    monkeypatch.setattr(recompute_budget, "USEFUL_TOKENS", 32)
+    monkeypatch.setattr(recompute_budget, "EMPTY_TOKENS", 2)
     plain = made(corpus, batch=4, micro_batch=2)
     rich = made(corpus, batch=4, recompute="budget")
     assert rich.run.plan.micro_batch == 2, "32 tokens are enough"
     assert set(parallel_of(rich.model).kinds.values()) == {"none"}
-    tight = budget.least(need_of(plain, 2)) - 1
+    tight = recompute_budget.least(need_of(plain, 2)) - 1
     poor = made(corpus, batch=4, recompute="budget", memory__limit=tight / GIB)
     assert poor.run.plan.micro_batch == 1
     assert losses(poor) == pytest.approx(losses(plain), rel=1e-12)
@@ -227,7 +227,7 @@ def test_what_is_left_open() -> None:
     ],
 )
 def test_what_is_given_is_kept(changes: dict[str, Any], want: set[str]) -> None:
-    assert settle.opened(run_of("unused", {}, 1, **changes)) == want
+    assert resolve.opened(run_of("unused", {}, 1, **changes)) == want
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_a_fit_that_does_not_fit_is_tried_again(
 ) -> None:
     """The trial step fails twice: the limit falls by what was missing, by 5 % at least."""
     want, tries, limits = losses(made(corpus, micro_batch=8)), list[int](), list[int]()
-    search = settle.fit.fits
+    search = resolve.fit.fits
 
     def trial(*_: Any) -> None:
         tries.append(1)
@@ -269,8 +269,8 @@ def test_a_fit_that_does_not_fit_is_tried_again(
         limits.append(case.limit)
         return search(case)
 
-    monkeypatch.setattr(settle, "trial", trial)
-    monkeypatch.setattr(settle.fit, "fits", fits)
+    monkeypatch.setattr(resolve, "trial", trial)
+    monkeypatch.setattr(resolve.fit, "fits", fits)
     limit = 2_500_000
     trainer = made(corpus, memory__fit="auto", memory__limit=limit / GIB, micro_batch=8)
     assert limits[:3] == [limit, limit - limit // 20, limit - limit // 20 - 200 * 1024]
@@ -278,7 +278,7 @@ def test_a_fit_that_does_not_fit_is_tried_again(
     assert losses(trainer) == pytest.approx(want, rel=1e-12)
     predicted = trainer.account.predicted
     assert predicted is not None and predicted.total <= limits[2]
-    monkeypatch.setattr(settle, "trial", lambda *_: (_ for _ in ()).throw(short("1.00 GiB")))
+    monkeypatch.setattr(resolve, "trial", lambda *_: (_ for _ in ()).throw(short("1.00 GiB")))
     with pytest.raises((DeviceMemoryError, PlanError)):
         made(corpus, memory__fit="auto", memory__limit=limit / GIB, micro_batch=8)
 
@@ -287,14 +287,14 @@ def test_weights_go_before_two_blocks_are_measured_if_they_must(
     corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device that holds no two blocks beside all weights; steps stay as they are."""
-    probed = settle.Probes.passes
+    probed = resolve.Probes.passes
 
-    def passes(self: settle.Probes, micro: int, count: int) -> Any:
+    def passes(self: resolve.Probes, micro: int, count: int) -> Any:
         home = parallel_of(self.model).queue.homes is not None
         return probed(self, micro, count) if home else None
 
     whole = [row["loss"] for row in made(corpus, batch=4).steps()]
-    monkeypatch.setattr(settle.Probes, "passes", passes)
+    monkeypatch.setattr(resolve.Probes, "passes", passes)
     trainer = made(corpus, batch=4, memory__fit="auto", memory__limit=0.01)
     assert trainer.run.memory.weights == "host"
     assert [row["loss"] for row in trainer.steps()] == pytest.approx(whole, rel=1e-9)
@@ -302,9 +302,9 @@ def test_weights_go_before_two_blocks_are_measured_if_they_must(
 
 def test_what_torch_says_is_missing() -> None:
     words = "Tried to allocate 3.00 GiB. GPU 0 has a total capacity of 4 GiB of which 1.00 GiB is"
-    assert settle.asked(f"{words} free.") == 2 * GIB
-    assert settle.asked("Tried to allocate 20.00 MiB") == 20 * 2**20
-    assert settle.asked("no words") == 0
+    assert resolve.asked(f"{words} free.") == 2 * GIB
+    assert resolve.asked("Tried to allocate 20.00 MiB") == 20 * 2**20
+    assert resolve.asked("no words") == 0
 
 
 def on_grid(
@@ -346,13 +346,13 @@ def test_a_run_that_is_short_says_what_would_fit(corpus: str) -> None:
     plain = pytest.raises(DeviceMemoryError, match=r"Weights, .* Use --memory.fit auto")
     with plain, trainer.account.explained(device):
         raise short("20 MiB")
-    known = settle.foreseen(run, model, trainer.optimizer, device, 1)
+    known = resolve.foreseen(run, model, trainer.optimizer, device, 1)
     need, predicted = need_of(trainer, 8), known.predicted
     assert predicted is not None and known.case is not None
     assert predicted.allocated == need.of(("none",) * LAYERS)
     for kind, micro, rel in (("none", 4, 0.1), ("full", 8, 0.2), ("full", 1, 0.2)):
         choice = replace(known.case.given, kinds=(kind,) * LAYERS, micro_batch=micro)  # type: ignore[arg-type]
-        found = settle.fit.table(known.case, choice).allocated - need.fixed
+        found = resolve.fit.table(known.case, choice).allocated - need.fixed
         want = need_of(trainer, micro, kind).of(choice.kinds) - need.fixed  # type: ignore[arg-type]
         assert found == pytest.approx(want, rel=rel)
     with pytest.raises(DeviceMemoryError) as caught, known.explained(device):
@@ -395,4 +395,4 @@ def test_the_command_tells_it_without_a_traceback(
     assert measured["weights"] == measured["gradients"] == measured["moments"] / 2
     page = (out / "report.html").read_text()
     assert "<h2>Memory</h2>" in page and "device, predicted" in page
-    assert not account.section(None) and not account.lines({"predicted": 3})
+    assert not breakdown.section(None) and not breakdown.lines({"predicted": 3})

@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from pool import Pool
+from ranvier.config.plan import Plan
+from ranvier.config.run import Run
+from ranvier.config.sections import MemoryConfig
+from ranvier.cost.layers import Flow
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.layers import Flow
-from ranvier.memory.activations import Activations
-from ranvier.parallel import parallel_of
-from ranvier.plan import Plan
-from ranvier.run import Run
-from ranvier.settings import MemoryConfig
+from ranvier.memory.activation_offload import Activations
+from ranvier.parallel.parallelize import parallel_of
 from ranvier.trace import communication, difference
-from ranvier.train import homes, kept
-from ranvier.train.account import Account
-from ranvier.train.settle import foreseen
+from ranvier.train.memory import placement, saved_collectives
+from ranvier.train.memory.breakdown import Account
+from ranvier.train.memory.resolve import foreseen
 from ranvier.train.step import forward_backward
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
@@ -42,7 +42,7 @@ def chosen(grid: Grid, corpus: str) -> dict[str, Any]:
     plain = made(corpus, grid)
     parallel, plan, run = parallel_of(plain.model), plain.run.plan, plain.run
     flow = Flow(plan.micro_batch, run.data.seq, itemsize=8, statistics=8)
-    results = kept.results_of(parallel, list(parallel.kinds), flow, plain.device)
+    results = saved_collectives.results_of(parallel, list(parallel.kinds), flow, plain.device)
     most = sum(result.bytes for result in results)
 
     def half(*given: Any) -> Account:
@@ -52,7 +52,7 @@ def chosen(grid: Grid, corpus: str) -> dict[str, Any]:
         limit = account.predicted.total + most // 2
         return replace(account, case=replace(account.case, limit=limit))
 
-    with mock.patch.object(kept, "foreseen", half):
+    with mock.patch.object(saved_collectives, "foreseen", half):
         some = made(corpus, grid, memory__collectives="auto", memory__limit=1.0)
     names = parallel_of(some.model).moment.keeping.chosen
     assert names is not None
@@ -94,7 +94,7 @@ def test_auto_without_a_limit_keeps_all(corpus: str) -> None:
 def test_a_run_with_activations_on_the_host_is_the_same(
     corpus: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(homes, "Activations", partial(Activations, small=1))
+    monkeypatch.setattr(placement, "Activations", partial(Activations, small=1))
     losses = []
     for share in (0.0, 1.0):
         run = run_of("", {}, 2, plan__recompute=kind, guard__replay=1, memory__activations=share)

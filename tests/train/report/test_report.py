@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from ranvier.errors import DataError
-from ranvier.train import report
+from ranvier.train.report import report
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 ALWAYS = ("Loss", "Throughput", "Learning rate", "Gradient norm", "Memory", "Time per step")

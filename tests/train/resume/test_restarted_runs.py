@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from commands import SMALL, call, ended, losses, metrics, started
-from ranvier.checkpoint.folder import found
-from ranvier.train import folder as folders
+from ranvier.checkpoint.directory import found
+from ranvier.train.resume import run_directory as folders
 
 PAIR = ["train", *SMALL, "--model.layers", "1", "--nproc", "2", "--train.steps", "8"]
 ONCE = """

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from commands import SMALL, call, ended, losses, metrics, started
 from ranvier.checkpoint import load
 from ranvier.checkpoint import manifest as manifests
-from ranvier.checkpoint.folder import found
+from ranvier.checkpoint.directory import found
 
 FAST = [*SMALL, "--nproc", "1", "--model.layers", "1"]
 SAVING = ["--checkpoint.every", "2", "--checkpoint.keep", "0"]

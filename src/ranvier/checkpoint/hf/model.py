@@ -19,14 +19,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ranvier import init, safe_files
-from ranvier.checkpoint import part
-from ranvier.checkpoint.part import Layout
+from ranvier import counter_rng
+from ranvier.checkpoint import rank_file
+from ranvier.checkpoint.rank_file import Layout
 from ranvier.errors import CheckpointError, DamageError, PlanError, RefusedError
 from ranvier.models.config import DecoderConfig
-from ranvier.models.families import family_of
-from ranvier.models.family import Entry, Family, UnknownError, shapes
+from ranvier.models.hf.family import Entry, Family, UnknownError, shapes
+from ranvier.models.hf.registry import family_of
 from ranvier.sharding import Place, State
+from ranvier.system import safe_files
 
 ROOM = 1 << 30
 """Bytes of a file of the checkpoint that an import makes, unless one tensor has more."""
@@ -320,13 +321,13 @@ class Published:
 
 def entries_of(family: Family, config: DecoderConfig, *, fused: bool = False) -> list[Entry]:
     """The tensors that a family stores of a model. fused: all experts of a layer are in one."""
-    with init.blank():
+    with counter_rng.blank():
         return family.tensors(config, fused=fused)
 
 
 def shapes_of(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of a model; nothing is drawn, which would import a compiler."""
-    with init.blank():
+    with counter_rng.blank():
         return shapes(config)
 
 
@@ -412,6 +413,6 @@ def store(source: Weights, here: Path, progress: Progress) -> int:
         layout = Layout.of(state)
         names = [name.removesuffix(".master") for name in layout.begins]
         pieces = [Rows(rows) for name in names for _, rows in source.parts(name)]
-        part.write(here, number, state, layout, pieces)
+        rank_file.write(here, number, state, layout, pieces)
     progress(total, total)
     return len(groups)

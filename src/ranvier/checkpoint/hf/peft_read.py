@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from ranvier import safe_files
-from ranvier.checkpoint.published import open_weights
+from ranvier.checkpoint.hf.model import open_weights
 from ranvier.errors import CheckpointError, RefusedError
 from ranvier.models import AdapterConfig, DecoderConfig
-from ranvier.models.adapter import Adapted, adapted_weights
-from ranvier.models.families import FAMILIES
-from ranvier.models.family import Entry, Family, UnknownError
+from ranvier.models.hf.family import Entry, Family, UnknownError
+from ranvier.models.hf.registry import FAMILIES
+from ranvier.models.lora import Adapted, adapted_weights
 from ranvier.sharding import State
+from ranvier.system import safe_files
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 LARGEST = 1 << 20

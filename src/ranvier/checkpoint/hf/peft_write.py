@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ranvier.checkpoint.convert import opened
-from ranvier.checkpoint.peft import BEFORE, CONFIG, ENDS, WEIGHTS
+from ranvier.checkpoint.hf.peft_read import BEFORE, CONFIG, ENDS, WEIGHTS
 from ranvier.errors import CheckpointError
 from ranvier.models import AdapterConfig, DecoderConfig
-from ranvier.models.adapter import Adapted, adapted_weights
-from ranvier.models.family import Entry, Family
+from ranvier.models.hf.family import Entry, Family
+from ranvier.models.lora import Adapted, adapted_weights
 
 Read = Callable[[Sequence[str]], Mapping[str, Tensor]]
 """Whole tensors by name."""

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranvier.checkpoint import blocks
+from ranvier.checkpoint import checksummed_file
+from ranvier.checkpoint.hf.model import INDEX, Progress
 from ranvier.checkpoint.manifest import WORDS
-from ranvier.checkpoint.published import INDEX, Progress
 from ranvier.errors import PlanError
-from ranvier.models.family import Entry
+from ranvier.models.hf.family import Entry
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def write(
     if len(groups) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": where}
         text = json.dumps(index, indent=2) + "\n"
-        blocks.write(here / INDEX, [memoryview(text.encode())])
+        checksummed_file.write(here / INDEX, [memoryview(text.encode())])
     return list(dict.fromkeys(where.values()))
 
 

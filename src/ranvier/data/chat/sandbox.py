@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ranvier.data.files import digest_of
+from ranvier.data.checksums import digest_of
 from ranvier.errors import DataError, RefusedError
 from ranvier.launch import start_environment
 

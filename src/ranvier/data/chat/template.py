@@ -15,10 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ranvier.data.beside import CONFIG, config_of, read, save_config, tokens_of
-from ranvier.data.files import digest_of
-from ranvier.data.sandbox import Rendering
+from ranvier.data.chat.sandbox import Rendering
+from ranvier.data.checksums import digest_of
 from ranvier.data.tokenizer import NAMES, Tokenizer
+from ranvier.data.tokenizer_config import CONFIG, config_of, read, save_config, tokens_of
 from ranvier.errors import DataError
 
 FILE = "chat_template.jinja"

@@ -23,9 +23,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ranvier.data.conversation import Conversation
-from ranvier.data.sandbox import BEGIN, CLOSE
-from ranvier.data.template import Template
+from ranvier.data.chat.conversation import Conversation
+from ranvier.data.chat.sandbox import BEGIN, CLOSE
+from ranvier.data.chat.template import Template
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import DataError, RefusedError
 

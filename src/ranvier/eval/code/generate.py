@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import get_args
 
 from ranvier.errors import DataError
-from ranvier.eval import sandbox
-from ranvier.eval.lines import objects
-from ranvier.eval.metrics import Sample
-from ranvier.eval.sandbox import Language, Limits, Result
-from ranvier.eval.served import Served, Wish
+from ranvier.eval.code import sandbox
+from ranvier.eval.code.metrics import Sample
+from ranvier.eval.code.sandbox import Language, Limits, Result
+from ranvier.eval.jsonl import objects
+from ranvier.eval.model_server import Served, Wish
 
 STOPS: dict[str, tuple[str, ...]] = {
     "python": ("\nclass ", "\ndef ", "\n#", "\n@", "\nif ", "\nprint", "\nimport ", "\nfrom "),

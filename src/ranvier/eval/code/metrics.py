@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ranvier.errors import DataError, PlanError
-from ranvier.eval.lines import objects
+from ranvier.eval.jsonl import objects
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ranvier.errors import DataError, PlanError
-from ranvier.eval.seccomp import filter_program
+from ranvier.eval.code.seccomp import filter_program
 
 Language = Literal["python", "c"]
 GRACE = 5.0
@@ -39,7 +39,7 @@ LAST = 5.0
 """Seconds that processes have to end once they are told to."""
 BUBBLEWRAP = "bwrap"
 """The program that is used where it is installed."""
-CELL = Path(__file__).with_name("cell.py")
+CELL = Path(__file__).with_name("sandbox_worker.py")
 PYTHON = os.path.realpath(sys.executable)
 """Python itself: links to it, as environments have them, may lead through places kept from it."""
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -17,9 +17,9 @@ import torch
 
 from ranvier.models.config import LIMITS, DecoderConfig
 from ranvier.models.decoder import Decoder
-from ranvier.models.mixture import WIDTHS, mixed_layers, same_widths, written_layers
-from ranvier.models.mlp import GATED, UNGATED
-from ranvier.models.reach import Config, odd, rope, window, written_rope, written_window
+from ranvier.models.feed_forward import GATED, UNGATED
+from ranvier.models.hf.family_moe import WIDTHS, mixed_layers, same_widths, written_layers
+from ranvier.models.hf.family_rope import Config, odd, rope, window, written_rope, written_window
 
 
 class UnknownError(ValueError):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ranvier.models.config import DecoderConfig
-from ranvier.models.reach import Config, odd
+from ranvier.models.hf.family_rope import Config, odd
 
 WIDTHS = ("mlp", "expert_mlp", "moe_first", "moe_every")
 """Settings that say the same in several ways."""

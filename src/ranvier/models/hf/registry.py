@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ranvier.models.config import DecoderConfig
-from ranvier.models.family import Family, UnknownError
-from ranvier.models.reach import Config, odd
+from ranvier.models.hf.family import Family, UnknownError
+from ranvier.models.hf.family_rope import Config, odd
 
 _BODY = "model.layers.{i}."
 _ATTENTION = {

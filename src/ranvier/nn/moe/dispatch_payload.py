@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ranvier.layers import SCALE
-from ranvier.nn.fp8 import E4M3, Scaled
-from ranvier.plan import Dispatch
+from ranvier.config.plan import Dispatch
+from ranvier.cost.layers import SCALE
+from ranvier.nn.float8 import E4M3, Scaled
 
 
 def packed(x: Tensor, dispatch: Dispatch) -> Tensor:

@@ -115,9 +115,9 @@ def _ranges(ends: Tensor) -> list[tuple[int, int]]:
 def _cleared(dw: Tensor, ends: Tensor) -> Tensor:
     """dw with zeros for empty groups, of which torch promises nothing."""
     if dw.is_cuda and TRITON:
-        from ranvier.nn import expert_kernels
+        from ranvier.nn.moe import triton_kernels
 
-        expert_kernels.clear_empty(dw, ends)
+        triton_kernels.clear_empty(dw, ends)
         return dw
     empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
     return dw.masked_fill_(empty[:, None, None], 0.0)

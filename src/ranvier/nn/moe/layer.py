@@ -35,18 +35,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ranvier import init
-from ranvier.comm import verbs
-from ranvier.comm.bucket import Weight
-from ranvier.comm.pairs import gather, share, sum_scatter, swap, total
+from ranvier import counter_rng
+from ranvier.buckets.bucket import Weight
+from ranvier.comm import collectives
+from ranvier.comm.autograd import gather, share, sum_scatter, swap, total
+from ranvier.config.plan import Dispatch
+from ranvier.cost.layers import Mixture
 from ranvier.errors import DataError
-from ranvier.layers import Mixture
-from ranvier.nn.grouped import grouped, product, product_weight
-from ranvier.nn.journey import Journey, depart
-from ranvier.nn.leaf import Leaf, Moment, Site, applied, place
-from ranvier.nn.mixture import delivered, mixture
-from ranvier.nn.permute import Order, arrange, permute, unpermute
-from ranvier.plan import Dispatch
+from ranvier.nn.layer import Leaf, Moment, Site, applied, place
+from ranvier.nn.moe.grouped_gemm import grouped, product, product_weight
+from ranvier.nn.moe.local import delivered, mixture
+from ranvier.nn.moe.permutation import Order, arrange, permute, unpermute
+from ranvier.nn.moe.token_dispatcher import Journey, depart
 from ranvier.sharding import Dim
 
 NOTES = ("drops", "entropy", "extra", "tokens")
@@ -112,7 +112,7 @@ class Experts(Leaf):
         self.register_buffer("bias", None if bias is None else bias.to(site.queue.dtype))
         self.tally = torch.zeros(self.rule.experts + len(NOTES), dtype=torch.float64)
         """Loads and NOTES of my tokens since the last step."""
-        self.stream = torch.tensor(init.key(site.moment.seed, "jitter", site.name))
+        self.stream = torch.tensor(counter_rng.key(site.moment.seed, "jitter", site.name))
 
     @property
     def travels(self) -> bool:
@@ -129,7 +129,7 @@ class Experts(Leaf):
         with self.here():
             logits, routes = self._routed(x)
             counts = self.rule.counts(routes, len(x))
-            pending = verbs.all_gather(counts.int().unsqueeze(0), self.peers)
+            pending = collectives.all_gather(counts.int().unsqueeze(0), self.peers)
             table = pending.wait().unflatten(0, (self.expert.size, -1))  # (expert, row, b, E)
             host = self._fetched(table)
             kept = self._kept(routes, table, x)
@@ -206,8 +206,8 @@ class Experts(Leaf):
         experts = torch.arange(self.rule.experts, device=x.device)
         bits = self.stream.to(x.device)
         for counter in (samples.to(x.device).view(-1, 1, 1), tokens.view(-1, 1), experts):
-            bits = init.scramble(bits ^ counter)
-        return (init.uniform(bits).double() / 2**31 - 1.0).flatten(0, 1)
+            bits = counter_rng.scramble(bits ^ counter)
+        return (counter_rng.uniform(bits).double() / 2**31 - 1.0).flatten(0, 1)
 
     def _kept(self, routes: Any, table: Tensor, x: Tensor) -> Tensor | None:
         """Which choices find a slot, `[t, k]`; None: all."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ranvier.comm import verbs
+from ranvier.comm import collectives
 from ranvier.grid import Axis
-from ranvier.nn.experts import NOTES, Experts
+from ranvier.nn.moe.layer import NOTES, Experts
 from ranvier.sharding import Place, State
 
 AXES = ("pipe", "data", "expert", "context", "depth", "row")
@@ -48,7 +48,7 @@ class Balance:
             rows[self.names.index(name)] = leaf.tally.to(device)
             leaf.tally.zero_()  # in place: a recorded step goes on adding to it
         with self.axis.trace.at("experts"):
-            self.last = verbs.all_reduce(rows, self.axis).wait()
+            self.last = collectives.all_reduce(rows, self.axis).wait()
         for name, leaf in self.here.items():
             if leaf.bias is not None:
                 loads = self.last[self.names.index(name), : self.experts]

@@ -26,10 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ranvier.comm.bucket import Weight
-from ranvier.nn.grouped import product, product_weight
-from ranvier.nn.leaf import Moment, applied
-from ranvier.nn.permute import Order, collect, live, runs_here, spread, wide
+from ranvier.buckets.bucket import Weight
+from ranvier.nn.layer import Moment, applied
+from ranvier.nn.moe.grouped_gemm import product, product_weight
+from ranvier.nn.moe.permutation import Order, collect, live, runs_here, spread, wide
 
 _aten = torch.ops.aten
 
@@ -277,9 +277,9 @@ def activate(
 ) -> Tensor:
     """h = w · f(g) · u, or w · f(u) without a gate; g, u, h: `[a, f]`, weights: `[t, k]`."""
     if activation == "swiglu" and runs_here(u):
-        from ranvier.nn import expert_kernels
+        from ranvier.nn.moe import triton_kernels
 
-        return expert_kernels.swiglu(g, u, weights.contiguous(), choices)
+        return triton_kernels.swiglu(g, u, weights.contiguous(), choices)
     w, curve, kind = weights.flatten()[choices].unsqueeze(1), CURVES[activation], wide(u.dtype)
     h = curve.value(u.to(kind)) if g.numel() == 0 else curve.value(g.to(kind)) * u.to(kind)
     h = (w * h).to(u.dtype)
@@ -298,9 +298,9 @@ def activate_back(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """h once more, and the gradients of g, u and weights."""
     if activation == "swiglu" and runs_here(u):
-        from ranvier.nn import expert_kernels
+        from ranvier.nn.moe import triton_kernels
 
-        h, dg, du, found = expert_kernels.swiglu_back(
+        h, dg, du, found = triton_kernels.swiglu_back(
             dh, g, u, weights.contiguous(), choices, ends, whole=whole
         )
         return h, dg, du, found.to(weights.dtype)
@@ -327,9 +327,9 @@ def _summed(
 ) -> Tensor:
     """Σ_j of all rows of each token."""
     if runs_here(rows[0]):
-        from ranvier.nn import expert_kernels
+        from ranvier.nn.moe import triton_kernels
 
-        return expert_kernels.collect(rows, places, ends, None, whole=whole)
+        return triton_kernels.collect(rows, places, ends, None, whole=whole)
     total = rows[0] if len(rows) == 1 else rows[0].to(wide(rows[0].dtype)) + rows[1]
     out: Tensor = collect(total, choices, places, ends, None, whole)
     return out.to(rows[0].dtype)

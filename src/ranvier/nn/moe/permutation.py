@@ -66,9 +66,9 @@ def unpermute(y: Tensor, order: Order, weights: Tensor | None = None) -> Tensor:
 def _arranged(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Choices by place, places by choice, and the ends; experts `[a]`, `count` if dropped."""
     if experts.is_cuda and TRITON:
-        from ranvier.nn import expert_kernels
+        from ranvier.nn.moe import triton_kernels
 
-        return expert_kernels.arrange(experts, count)
+        return triton_kernels.arrange(experts, count)
     ranked, choices = torch.sort(experts, stable=True)
     places = torch.empty_like(choices)
     places[choices] = torch.arange(len(choices), device=choices.device)
@@ -91,9 +91,9 @@ def spread(
 ) -> Tensor:
     """rows[places[t, j]] = w[t, j] · x[t]; zeros for what was dropped."""
     if runs_here(x):
-        from ranvier.nn import expert_kernels
+        from ranvier.nn.moe import triton_kernels
 
-        return expert_kernels.spread(x.contiguous(), places, ends, weights, whole=whole)
+        return triton_kernels.spread(x.contiguous(), places, ends, weights, whole=whole)
     rows = x[choices // places.shape[1]]
     if weights is not None:
         rows = (rows * weights.flatten()[choices].unsqueeze(1)).to(x.dtype)
@@ -106,9 +106,9 @@ def collect(
 ) -> Tensor:
     """out[t] = Σ_j w[t, j] · y[places[t, j]], without what was dropped."""
     if runs_here(y):
-        from ranvier.nn import expert_kernels
+        from ranvier.nn.moe import triton_kernels
 
-        return expert_kernels.collect([y.contiguous()], places, ends, weights, whole=whole)
+        return triton_kernels.collect([y.contiguous()], places, ends, weights, whole=whole)
     rows = _rows(y, places, ends, whole)
     if weights is not None:
         rows = rows * weights.to(rows.dtype).unsqueeze(2)
@@ -119,9 +119,9 @@ def collect(
 def weigh(g: Tensor, y: Tensor, places: Tensor, ends: Tensor, whole: bool) -> Tensor:
     """Gradients of weights: Σ_d g[t, d] · y[places[t, j], d], `[t, k]`, fp32 at least."""
     if runs_here(y):
-        from ranvier.nn import expert_kernels
+        from ranvier.nn.moe import triton_kernels
 
-        return expert_kernels.weigh(g.contiguous(), y.contiguous(), places, ends, whole=whole)
+        return triton_kernels.weigh(g.contiguous(), y.contiguous(), places, ends, whole=whole)
     rows = _rows(y, places, ends, whole)
     return (rows * g.to(rows.dtype).unsqueeze(1)).sum(2)
 

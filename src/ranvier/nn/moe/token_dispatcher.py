@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ranvier.comm import verbs
-from ranvier.comm.verbs import Pending
+from ranvier.comm import collectives
+from ranvier.comm.collectives import Pending
+from ranvier.config.plan import Dispatch
 from ranvier.grid import Axis
-from ranvier.nn.leaf import applied
-from ranvier.nn.payload import packed, unpacked
-from ranvier.plan import Dispatch
+from ranvier.nn.layer import applied
+from ranvier.nn.moe.dispatch_payload import packed, unpacked
 
 
 @dataclass(eq=False)
@@ -49,7 +49,7 @@ class _Route:
         """Let rows go. Communicates: all-to-all over axis."""
         trace = self.axis.trace
         with trace.at(self.where), trace.beside():
-            self.under = verbs.all_to_all(x, self.axis, send, receive)
+            self.under = collectives.all_to_all(x, self.axis, send, receive)
             if not self.hidden:
                 self.under.wait()
 

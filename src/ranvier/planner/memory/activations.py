@@ -11,13 +11,13 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ranvier.layers import Attention, Flow, Layer, Mixture, Statistics
-from ranvier.plan import Recompute
-from ranvier.planner.leaves import Leaf, Model, Part
-from ranvier.planner.mixed import NOTHING, Mixed, mixed
-from ranvier.planner.moves import KEPT, Spot, layers_of
-from ranvier.planner.roofline import Scales
-from ranvier.products import Product, Scores
+from ranvier.config.plan import Recompute
+from ranvier.cost.layers import Attention, Flow, Layer, Mixture, Statistics
+from ranvier.cost.linear import Product, Scores
+from ranvier.planner.comm_volume import KEPT, Spot, layers_of
+from ranvier.planner.memory.activations_moe import NOTHING, Mixed, mixed
+from ranvier.planner.model_spec import Leaf, Model, Part
+from ranvier.planner.time.compute import Scales
 
 WIDE = 4
 """Bytes of statistics of norms and of attention."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ranvier.layers import Flow, Mixture
+from ranvier.cost.layers import Flow, Mixture
 
 WIDE = 4
 """Bytes of a number of the router."""

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from ranvier.layers import Flow
+from ranvier.config.plan import Plan, Recompute
+from ranvier.cost.layers import Flow
+from ranvier.cost.linear import Scores
 from ranvier.pipeline.balance import ranges
-from ranvier.plan import Plan, Recompute
-from ranvier.planner.kept import WIDE, Kept, kept, later, stream_bytes
-from ranvier.planner.leaves import Model, Part
-from ranvier.planner.moves import KEPT, Spot, Stage, layers_of
-from ranvier.planner.roofline import Scales
-from ranvier.planner.weights import Share, Weights
-from ranvier.products import Scores
+from ranvier.planner.comm_volume import KEPT, Spot, Stage, layers_of
+from ranvier.planner.memory.activations import WIDE, Kept, kept, later, stream_bytes
+from ranvier.planner.memory.model_states import Share, Weights
+from ranvier.planner.model_spec import Model, Part
+from ranvier.planner.time.compute import Scales
 
 
 class How(NamedTuple):

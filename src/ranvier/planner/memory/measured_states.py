@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ranvier.comm.bucket import Bucket
-from ranvier.comm.home import resting
-from ranvier.layers import Flow
-from ranvier.nn.head import Head
-from ranvier.optim.moments import BLOCK
-from ranvier.optim.store import SLOTS
-from ranvier.parallel import Parallel
+from ranvier.buckets.bucket import Bucket
+from ranvier.buckets.offload import resting
+from ranvier.cost.layers import Flow
+from ranvier.nn.lm_head import Head
+from ranvier.optim.low_precision_states import BLOCK
+from ranvier.optim.state_store import SLOTS
+from ranvier.parallel.parallelize import Parallel
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from ranvier.lots import Bulk
-from ranvier.plan import AXES
-from ranvier.planner.leaves import ENTRY, EXIT, Model
-from ranvier.planner.moves import KEPT, Spot, Stage, lots_of
+from ranvier.buckets.spec import Bulk
+from ranvier.config.plan import AXES
+from ranvier.planner.comm_volume import KEPT, Spot, Stage, lots_of
+from ranvier.planner.model_spec import ENTRY, EXIT, Model
 
 Moments = Literal["master", "bf16", "int8"]
 BLOCK = 256

@@ -15,11 +15,11 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ranvier.planner import roofline
-from ranvier.planner.leaves import Model, Part
-from ranvier.planner.roofline import Setup
-from ranvier.planner.runtime import Runtime
-from ranvier.planner.table import Table
+from ranvier.planner.frameworks import Runtime
+from ranvier.planner.memory.breakdown import Table
+from ranvier.planner.model_spec import Model, Part
+from ranvier.planner.time import compute
+from ranvier.planner.time.compute import Setup
 
 if TYPE_CHECKING:
     from ranvier.planner.predict import Job, Layout
@@ -36,26 +36,26 @@ def kept(part: Part, setup: Setup, runtime: Runtime, recompute: str) -> tuple[fl
         several = leaf.inside or (leaf,)
         for one in several:
             if one.dims[0] in ("heads", "kv_heads", "mlp"):
-                inner += roofline.local(str(one.dims[0]), one.shape[0], setup)
+                inner += compute.local(str(one.dims[0]), one.shape[0], setup)
             else:  # what it reads: attention's result, or the activation's
-                inner += narrow * roofline.local(str(one.dims[1]), one.shape[1], setup)
+                inner += narrow * compute.local(str(one.dims[1]), one.shape[1], setup)
     if not setup.features:
         inner /= setup.col
     for leaf in part.find("mixture"):  # rows, their hidden layers, what down reads
-        (hidden, _), (_, read), _ = roofline.experts(leaf, setup)
+        (hidden, _), (_, read), _ = compute.experts(leaf, setup)
         inner += (hidden + read) / setup.col + narrow * leaf.top * width / outer
-    size = roofline.BYTES[setup.dtype] * runtime.kept
+    size = compute.BYTES[setup.dtype] * runtime.kept
     whole = setup.tokens * size * (stream + inner)
     scores = 0.0
     if runtime.attention == "scores":
         whole += setup.tokens * 2 * width / outer  # masks of two dropouts
-        heads = sum(roofline.heads(part, leaf, setup) for leaf in part.find("attention"))
+        heads = sum(compute.heads(part, leaf, setup) for leaf in part.find("attention"))
         scores = 5 * heads * setup.samples * setup.seq**2 / setup.context
     whole += scores
     if recompute == "full":
         if outer > 1:  # the sequence is gathered again for two groups of products
             whole += setup.tokens * 4 * width
-        return setup.tokens * roofline.BYTES[setup.dtype] * width / outer, whole
+        return setup.tokens * compute.BYTES[setup.dtype] * width / outer, whole
     if recompute == "selective":
         if runtime.selective == "attention":
             return whole - scores, whole

@@ -25,15 +25,15 @@ from functools import cached_property
 from operator import mul
 from typing import Literal, NamedTuple
 
-from ranvier.layers import Flow
+from ranvier.config.plan import Plan
+from ranvier.cost.layers import Flow
+from ranvier.pipeline.memory_replay import ALL, SEVERAL, Kinds, Turn, turns, usual
 from ranvier.pipeline.policy import Message, Order, Shape
-from ranvier.pipeline.turns import ALL, SEVERAL, Kinds, Turn, turns, usual
-from ranvier.plan import Plan
-from ranvier.planner.chunks import Chunk, How, Place, chunks_of, scores_of
-from ranvier.planner.kept import Loss, loss, stream_bytes
-from ranvier.planner.leaves import Model
-from ranvier.planner.moves import Spot, Stage, policy_of
-from ranvier.planner.weights import Weights
+from ranvier.planner.comm_volume import Spot, Stage, policy_of
+from ranvier.planner.memory.activations import Loss, loss, stream_bytes
+from ranvier.planner.memory.chunks import Chunk, How, Place, chunks_of, scores_of
+from ranvier.planner.memory.model_states import Weights
+from ranvier.planner.model_spec import Model
 
 Moving = Literal["head", "table", "places", "block", ""]
 """What is being reduced over depth."""

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections import Counter
 from functools import lru_cache
 
-from ranvier.layers import Flow
-from ranvier.plan import Plan
-from ranvier.planner.chunks import How
-from ranvier.planner.leaves import Model, Part
-from ranvier.planner.moves import KEPT, Spot, cut, stage_of
-from ranvier.planner.peaks import Peak, peaks
-from ranvier.planner.roofline import Scales
-from ranvier.planner.table import Table
-from ranvier.planner.weights import Moments, Weights, weights_of
+from ranvier.config.plan import Plan
+from ranvier.cost.layers import Flow
+from ranvier.planner.comm_volume import KEPT, Spot, cut, stage_of
+from ranvier.planner.memory.breakdown import Table
+from ranvier.planner.memory.chunks import How
+from ranvier.planner.memory.model_states import Moments, Weights, weights_of
+from ranvier.planner.memory.peaks import Peak, peaks
+from ranvier.planner.model_spec import Model, Part
+from ranvier.planner.time.compute import Scales
 
 
 def space(

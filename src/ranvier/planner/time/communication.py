@@ -12,16 +12,17 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from ranvier.layers import Flow
-from ranvier.lots import Types
-from ranvier.plan import AXES, Plan
-from ranvier.planner import links, moves, roofline
+from ranvier.buckets.spec import Types
+from ranvier.config.plan import AXES, Plan
+from ranvier.cost.layers import Flow
+from ranvier.planner import comm_volume
 from ranvier.planner.cluster import Cluster
-from ranvier.planner.leaves import Model, Part
-from ranvier.planner.links import Group
-from ranvier.planner.moves import Spot, Stage
-from ranvier.planner.roofline import Setup
-from ranvier.planner.runtime import Runtime
+from ranvier.planner.comm_volume import Spot, Stage
+from ranvier.planner.frameworks import Runtime
+from ranvier.planner.model_spec import Model, Part
+from ranvier.planner.time import compute, links
+from ranvier.planner.time.compute import Setup
+from ranvier.planner.time.links import Group
 
 INSIDE = ("row", "col", "expert", "pipe")
 
@@ -88,12 +89,12 @@ class Places:
 
 def ours(model: Model, plan: Plan, setup: Setup, cluster: Cluster, places: Places) -> Spoken:
     """What our runtime communicates: by part of the model, and for the weights of each stage."""
-    size = roofline.BYTES[setup.dtype]
+    size = compute.BYTES[setup.dtype]
     flow = Flow(setup.samples, setup.seq, itemsize=size, statistics=max(size, 4))
     spot, again, keep = Spot.of(plan), plan.recompute != "none", plan.gathered == "keep"
     near = tuple(places[axes] for axes in (*GROUPS, *(WORDS if plan.spread else ())))
-    stages = moves.kinds_of_stages(model, plan, setup.seq)
-    types = moves.types_of(flow)
+    stages = comm_volume.kinds_of_stages(model, plan, setup.seq)
+    types = comm_volume.types_of(flow)
     depth, comms = _stage_comms(model, stages, spot, types, keep, cluster, places.order)
     each = 1.0 / plan.micro_batches if keep else 1.0
     found = Spoken(stages=comms)
@@ -156,7 +157,7 @@ def _passes(
     groups = dict(zip((*GROUPS, *WORDS), near, strict=False))
     found = {axis: [0.0, 0.0] for axis in INSIDE}
     lone = {leaf.name for leaf in part.find("mixture")}  # experts wait for what they scatter
-    for row in moves.pass_rows(model, part, inside, flow):
+    for row in comm_volume.pass_rows(model, part, inside, flow):
         if row.phase == "again" and not again:
             continue
         spent = row.count * links.seconds(cluster, row.op, row.bytes, groups[row.axis])
@@ -191,10 +192,10 @@ def _weights(
 ) -> _Weights:
     """Seconds that the weights of a stage communicate."""
     degrees = dict(zip(AXES, spot.degrees, strict=True))
-    times, count_of = moves.gathers(model, stage, keep), {p.name: n for p, n in stage.here}
+    times, count_of = comm_volume.gathers(model, stage, keep), {p.name: n for p, n in stage.here}
     depth = {name: [0.0, 0.0] for name in count_of}
     data, after, shared, other = 0.0, 0.0, 0.0, 0.0
-    for part, phase, event, count in moves.lot_events(model, stage, spot, types):
+    for part, phase, event, count in comm_volume.lot_events(model, stage, spot, types):
         near = links.group(event.axis, degrees, order, cluster.per_node)
         one = links.seconds(cluster, event.op, event.bytes, near)
         if phase in ("gather", "scatter"):
@@ -232,7 +233,7 @@ def theirs(
     elif row.size > 1:
         whole = links.seconds(cluster, "all_reduce", size, row)
         found.plain["row"], found.under["row"] = 2 * again * whole, 2 * whole
-    weights = sum(out * into for out, into in roofline.linears(block, setup))
+    weights = sum(out * into for out, into in compute.linears(block, setup))
     found.depth = _depth(plan, cluster, runtime, weights, places)
     found.data, found.after = _data(model, plan, cluster, runtime, places)
     return found
@@ -318,7 +319,7 @@ def ring(part: Part, cluster: Cluster, setup: Setup, ranks: Group, recompute: st
     narrow = 0
     for leaf in part.find("siblings"):
         kept = [one for one in leaf.inside if one.dims[:1] == ("kv_heads",)]
-        narrow += sum(roofline.local("kv_heads", one.shape[0], setup) for one in kept)
+        narrow += sum(compute.local("kv_heads", one.shape[0], setup) for one in kept)
     size = 2 * setup.tokens * narrow * ranks.size
     rounds = 4 if recompute == "full" else 3
     return rounds * links.seconds(cluster, "all_gather", size, ranks)

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from ranvier.cost.linear import align_columns
 from ranvier.planner.cluster import Device, Product
-from ranvier.planner.leaves import Leaf, Part
-from ranvier.planner.runtime import FLASH, OURS, Runtime
-from ranvier.products import align_columns
+from ranvier.planner.frameworks import FLASH, OURS, Runtime
+from ranvier.planner.model_spec import Leaf, Part
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
 """Tiles of a product, and how much more memory traffic costs with the smaller ones."""

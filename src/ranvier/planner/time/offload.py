@@ -17,10 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ranvier.memory import budget
+from ranvier.memory import recompute_budget
 
 if TYPE_CHECKING:
-    from ranvier.planner.rates import Rates
+    from ranvier.planner.device_rates import Rates
 
 BESIDE = 0.5
 """Share of its rate that the host's AdamW reaches beside a step, whose copies use the same memory:
@@ -87,7 +87,7 @@ def seconds(
 
     share: what blocks compute again. cpu: states that rest on the host are updated there.
     """
-    passes, slow = work.samples // micro, budget.time(micro * work.seq)
+    passes, slow = work.samples // micro, recompute_budget.time(micro * work.seq)
     forward, backward = (
         (flops * micro / rates.flops + times * moved.kept / rates.memory) * slow
         for flops, times in zip((work.forward, work.backward), TRAFFIC, strict=True)

@@ -17,15 +17,15 @@ from collections.abc import Mapping
 from functools import lru_cache
 from math import log2, prod
 
-from ranvier.layers import Flow
-from ranvier.plan import Plan
-from ranvier.planner import links, roofline
+from ranvier.config.plan import Plan
+from ranvier.cost.layers import Flow
 from ranvier.planner.cluster import Cluster, Device
-from ranvier.planner.leaves import Model, Part
-from ranvier.planner.links import Group
-from ranvier.planner.moves import Move, Stage, cut, moves, stage_of
-from ranvier.planner.roofline import BYTES, Setup
-from ranvier.planner.runtime import Runtime
+from ranvier.planner.comm_volume import Move, Stage, cut, moves, stage_of
+from ranvier.planner.frameworks import Runtime
+from ranvier.planner.model_spec import Model, Part
+from ranvier.planner.time import compute, links
+from ranvier.planner.time.compute import BYTES, Setup
+from ranvier.planner.time.links import Group
 
 WIDTHS: Mapping[str, float] = {"embed": 86.0, "heads": 39.0, "kv_heads": 27.0, "mlp": 14.0}
 """Numbers that a block reads or writes between products for a token, forward and backward, for each
@@ -108,10 +108,10 @@ def _part(
         numbers = WORD / 2 * width + sum(LOGIT * leaf.shape[0] for leaf in part.find("head"))
         products = sum(
             sum(_products(device, tokens, out, into, setup))
-            for out, into in roofline.linears(part, setup)
+            for out, into in compute.linears(part, setup)
         )
         return products + numbers * cell / between + ENDS / 2 * start, 0.0, 0.0, 0.0
-    times = roofline.block(part, device, setup, runtime)
+    times = compute.block(part, device, setup, runtime)
     forward, back = times.products, times.dx + times.dw
     numbers = sum(WIDTHS.get(dim, 0.0) * size for dim, size in _sizes(part).items())
     inside = setup.samples / (1 if setup.features else setup.col)
@@ -128,8 +128,7 @@ def _products(
     """Seconds of a layer's three products."""
     shapes = ((tokens, out, into, "y"), (tokens, into, out, "dx"), (out, into, tokens, "dw"))
     return tuple(  # type: ignore[return-value]
-        roofline.product(device, m, n, k, setup.dtype, kind, setup.ranks)
-        for m, n, k, kind in shapes
+        compute.product(device, m, n, k, setup.dtype, kind, setup.ranks) for m, n, k, kind in shapes
     )
 
 

@@ -28,16 +28,25 @@ import torch
 from torch.profiler import ProfilerActivity, record_function, schedule
 
 from ranvier import launch
+from ranvier.config.run import Run
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.launch import Ranks, keep_compiled
-from ranvier.run import Run
-from ranvier.terminal import print
-from ranvier.train import built, corpora, train
-from ranvier.train import folder as folders
-from ranvier.train.graph import WARM
-from ranvier.train.kernels import EIGHTHS, GROUPS, HALVES, OPTIMIZER, TRITON, Kernel, read, short
+from ranvier.system.terminal import print
+from ranvier.tools.profiler.chrome_trace import (
+    EIGHTHS,
+    GROUPS,
+    HALVES,
+    OPTIMIZER,
+    TRITON,
+    Kernel,
+    read,
+    short,
+)
+from ranvier.train import build_model, prepare_data, train
+from ranvier.train.cuda_graph import WARM
 from ranvier.train.metrics import peak_bandwidth, peak_flops
+from ranvier.train.resume import run_directory as folders
 from ranvier.train.trainer import Trainer
 
 NEAR = 0.25
@@ -380,7 +389,7 @@ def profile(run: Run, origin: Path, *, steps: int, warm: int, top: int, out: str
     where = origin / "profile" if origin.is_dir() else origin.with_name(f"{origin.stem}-profile")
     folder = _folder(Path(out) if out else where)
     keep_compiled()
-    data = train.opened(run, corpora.stored(run))
+    data = train.opened(run, prepare_data.stored(run))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     grid = Grid.of(run.plan, rank=0, connected=False, timeout_seconds=run.train.timeout)
@@ -388,7 +397,7 @@ def profile(run: Run, origin: Path, *, steps: int, warm: int, top: int, out: str
     only = replace(run, train=more, checkpoint=replace(run.checkpoint, every=-1))
     trainer = Trainer.assemble(only, grid, device, data)
     pace, kernels = _taken(trainer, folder / "trace.json.gz", steps=steps, warm=warm)
-    peaks = Peaks.of(device, built.DTYPES[run.train.dtype])
+    peaks = Peaks.of(device, build_model.DTYPES[run.train.dtype])
     report = summary(kernels, steps=steps, peaks=peaks)
     page = text(report, pace, top=top)
     facts: dict[str, Any] = {"pace": asdict(pace), "peaks": asdict(peaks), "report": asdict(report)}

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import torch
 
 from ranvier import launch
+from ranvier.config.run import Run
 from ranvier.errors import PlanError
-from ranvier.run import Run
 
 
 def check_exact(run: Run) -> None:

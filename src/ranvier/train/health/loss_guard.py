@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from ranvier.config.sections import GuardConfig
 from ranvier.errors import NumericError
-from ranvier.settings import GuardConfig
 from ranvier.train.metrics import Under
 from ranvier.train.step import Watch
 

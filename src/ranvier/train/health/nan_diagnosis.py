@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ranvier.comm import verbs
-from ranvier.comm.agree import everyone, told
+from ranvier.comm import collectives
+from ranvier.comm.consensus import everyone, told
 from ranvier.data.batch import Batch
-from ranvier.parallel import parallel_of
+from ranvier.parallel.parallelize import parallel_of
 from ranvier.train.step import forward_backward
 
 NONE = 2**62
@@ -90,10 +90,10 @@ def _earliest(checks: Checks, model: nn.Module, device: torch.device) -> str:
     """The name of the first failed check on any rank."""
     grid = parallel_of(model).grid
     mine = torch.tensor([checks.first, grid.rank], device=device)
-    order = verbs.all_reduce(mine[:1], everyone(grid), "min").wait().item()
+    order = collectives.all_reduce(mine[:1], everyone(grid), "min").wait().item()
     if order == NONE:
         return ""
     whose = mine[1:] if checks.first == order else torch.full_like(mine[1:], NONE)
-    rank = int(verbs.all_reduce(whose, everyone(grid), "min").wait().item())
+    rank = int(collectives.all_reduce(whose, everyone(grid), "min").wait().item())
     name = told(checks.name, grid, device, rank=rank)
     return f"{name} on rank {rank}" if grid.world > 1 else name

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ranvier.comm.agree import complaint
+from ranvier.comm.consensus import complaint
 from ranvier.errors import NumericError
-from ranvier.parallel import parallel_of
-from ranvier.train.replicas import fingerprint
+from ranvier.parallel.parallelize import parallel_of
+from ranvier.train.health.replica_check import fingerprint
 
 
 @dataclass(frozen=True)

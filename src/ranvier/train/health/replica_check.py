@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ranvier.comm import verbs
-from ranvier.comm.agree import everyone, told
+from ranvier.comm import collectives
+from ranvier.comm.consensus import everyone, told
 from ranvier.errors import NumericError
 from ranvier.grid import Axis, Grid
 from ranvier.optim.optimizer import Optimizer
@@ -102,10 +102,10 @@ def compare(
             at = torch.tensor([i for i, one in enumerate(mine) if axis in one.axes], device=device)
             # ~h turns the order of numbers round without an overflow: both ends at once
             both = torch.stack([hashes[at], ~hashes[at]])
-            largest = verbs.all_reduce(both, axis, "max").wait()
+            largest = collectives.all_reduce(both, axis, "max").wait()
             odd[at] |= largest[0] != ~largest[1]
         first = torch.where(odd.any(), nothing + grid.rank, nothing + grid.world)
-        whose = int(verbs.all_reduce(first[None], everyone(grid), "min").wait().item())
+        whose = int(collectives.all_reduce(first[None], everyone(grid), "min").wait().item())
         if whose < grid.world:
             _refuse(mine, hashes.tolist(), odd.tolist(), grid, device, whose, kept)
 
@@ -128,7 +128,7 @@ def _refuse(
     found = [(hashes[i], one) for i, one in enumerate(mine) if one.name == name]
     # holders are those whose part is at the same place; other ranks take part with a zero
     row = [[int(h), 1 + zlib.crc32(str(one.place).encode())] for h, one in found] or [[0, 0]]
-    rows = verbs.all_gather(torch.tensor(row, device=device), everyone(grid)).wait().tolist()
+    rows = collectives.all_gather(torch.tensor(row, device=device), everyone(grid)).wait().tolist()
     ranks = everyone(grid).ranks
     here = rows[ranks.index(whose)][1]
     held = {rank: h for rank, (h, place) in zip(ranks, rows, strict=True) if place == here}

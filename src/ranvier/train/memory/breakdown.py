@@ -14,19 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranvier.comm.deferred import Deferred
+from ranvier.buckets.scheduler import Deferred
 from ranvier.errors import DeviceMemoryError
 from ranvier.html import page
 from ranvier.html.plot import escaped
 from ranvier.models import Decoder
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import parallel_of
-from ranvier.planner import fit, rates, table
+from ranvier.parallel.parallelize import parallel_of
+from ranvier.planner import device_rates, offload_search
 from ranvier.planner.communicators import communicator_bytes
-from ranvier.planner.fit import Case, Choice
-from ranvier.planner.rates import Rates
-from ranvier.planner.table import GIB, Table
-from ranvier.train.fit import gradients, marking
+from ranvier.planner.device_rates import Rates
+from ranvier.planner.memory import breakdown
+from ranvier.planner.memory.breakdown import GIB, Table
+from ranvier.planner.offload_search import Case, Choice
+from ranvier.train.memory.probe import gradients, marking
 
 MEMORY = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 """How torch says that memory is too small."""
@@ -63,7 +64,7 @@ class Account:
         """What a step needs, by category."""
         if self.case is None or self.choice is None:
             return None
-        return fit.table(self.case, self.choice)
+        return offload_search.table(self.case, self.choice)
 
     def watch(self, model: Decoder, work: Callable[[], Tensor]) -> Tensor:
         """Do the passes of a step, and look at the gradients there are when most is there.
@@ -138,8 +139,12 @@ class Account:
         """The error of a run that had too little memory: the table, and what would fit."""
         if self.case is None or self.choice is None:
             return DeviceMemoryError(f"{words}. {RULE} {REMEDY}")
-        predicted = fit.table(self.case, self.choice)
-        lines = [f"{words}. {RULE}", *table.lines(predicted), *self._proposals(predicted, device)]
+        predicted = offload_search.table(self.case, self.choice)
+        lines = [
+            f"{words}. {RULE}",
+            *breakdown.lines(predicted),
+            *self._proposals(predicted, device),
+        ]
         return DeviceMemoryError("\n".join(lines))
 
     def _proposals(self, predicted: Table, device: torch.device | None) -> list[str]:
@@ -148,11 +153,11 @@ class Account:
         held = predicted.total - self.case.communicators
         limit = min(self.case.limit, int(LESS * held))
         case = replace(self.case, limit=limit, rates=self._rates(device))
-        now = fit.seconds(case, self.choice).total
+        now = offload_search.seconds(case, self.choice).total
         lines = []
-        for found in fit.cheapest(case, self.choice):
+        for found in offload_search.cheapest(case, self.choice):
             slower = found.seconds.total / max(now, 1e-12)
-            words = " ".join(fit.options(self.choice, found.choice))
+            words = " ".join(offload_search.options(self.choice, found.choice))
             lines.append(f"  {words}: {found.device / GIB:.3g} GiB, {slower:.2f} x the time")
         if not lines:
             return [f"No such change fits into {limit / GIB:.3g} GiB. {REMEDY}"]
@@ -163,7 +168,7 @@ class Account:
         if device is not None and device.type == "cuda":
             with suppress(RuntimeError):
                 torch.cuda.empty_cache()
-                return rates.measured(device, torch.bfloat16)
+                return device_rates.measured(device, torch.bfloat16)
         return self.case.rates if self.case.open else USUAL
 
 
@@ -186,7 +191,7 @@ def tensors_of(optimizer: Optimizer) -> dict[str, list[Tensor]]:
 def lines(facts: Any) -> list[str]:
     """The tables of a run as text; nothing if there are none."""
     predicted, measured = _read(facts)
-    return table.lines(predicted, measured) if predicted or measured else []
+    return breakdown.lines(predicted, measured) if predicted or measured else []
 
 
 def section(facts: Any) -> str:
@@ -194,8 +199,10 @@ def section(facts: Any) -> str:
     predicted, measured = _read(facts)
     if predicted is None and measured is None:
         return ""
-    unit, cells = table.rows(predicted, measured)
-    notes = (f'<p class="muted">{escaped(line)}</p>' for line in table.words(predicted, measured))
+    unit, cells = breakdown.rows(predicted, measured)
+    notes = (
+        f'<p class="muted">{escaped(line)}</p>' for line in breakdown.words(predicted, measured)
+    )
     head = [unit, "device, predicted", "measured", "host, predicted", "measured"]
     return page.section("Memory", page.table(head, cells), "".join(notes))
 

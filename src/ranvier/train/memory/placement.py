@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from ranvier.comm.arena import GIB, Arena, host_room
-from ranvier.comm.home import Homes
-from ranvier.comm.results import Held
-from ranvier.memory.activations import Activations
-from ranvier.memory.pool import Pool
+from ranvier.buckets.offload import Homes
+from ranvier.config.run import Run
+from ranvier.memory.activation_offload import Activations
+from ranvier.memory.host import GIB, Arena, host_room
+from ranvier.memory.host_pool import Pool
+from ranvier.memory.saved_results import Held
 from ranvier.models import Decoder
-from ranvier.optim.tiles import Home
-from ranvier.parallel import parallel_of
-from ranvier.run import Run
+from ranvier.optim.state_tiles import Home
+from ranvier.parallel.parallelize import parallel_of
 
 
 def weights_room(run: Run, ranks: int) -> int | None:

@@ -22,20 +22,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ranvier.comm.agree import largest, most_of, told
-from ranvier.comm.deferred import Deferred
-from ranvier.comm.results import Held
+from ranvier.buckets.scheduler import Deferred
+from ranvier.comm.consensus import largest, most_of, told
+from ranvier.config.plan import Plan
+from ranvier.config.run import Run
 from ranvier.data.batch import Batch
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.memory import budget
-from ranvier.memory.budget import Block, Kind, Pass
+from ranvier.memory import recompute_budget
+from ranvier.memory.recompute_budget import Block, Kind, Pass
+from ranvier.memory.saved_results import Held
 from ranvier.models import Decoder
-from ranvier.parallel import Parallel, parallel_of
-from ranvier.pipeline.choice import read, written
-from ranvier.plan import Plan
-from ranvier.planner import sizes
-from ranvier.run import Run
+from ranvier.parallel.parallelize import Parallel, parallel_of
+from ranvier.pipeline.policy_search import read, written
+from ranvier.planner.memory import measured_states
 from ranvier.train.step import forward_backward
 
 RESERVE = 0.05
@@ -51,7 +51,7 @@ def candidates(plan: Plan, seq: int) -> list[int]:
     if plan.micro_batch > 0:
         return [plan.micro_batch]
     multiple = plan.col if plan.inner == "samples" else 1
-    return budget.useful(plan.batch // plan.replicas, seq, multiple)
+    return recompute_budget.useful(plan.batch // plan.replicas, seq, multiple)
 
 
 def room(limit: float, device: torch.device, local_ranks: int) -> int:
@@ -85,7 +85,7 @@ def bounded(run: Run, model: Decoder, device: torch.device, local_ranks: int) ->
     lines = stage.words()
     if limited > 0.0 and plan.credits == 0:
         kept = max(_kept(run, parallel, chunk, device) for chunk in range(len(stage.chunks)))
-        own = sizes.sizes_of(parallel, moments=run.optim.moments, tile=run.memory.tile)
+        own = measured_states.sizes_of(parallel, moments=run.optim.moments, tile=run.memory.tile)
         wide = sum(b.size for b in parallel.queue.buckets if b.trainable)
         fixed = own.weights + own.communication + wide * parallel.queue.dtype.itemsize
         fixed += own.states if run.memory.states == "device" else own.ring + own.small
@@ -145,7 +145,7 @@ def measured(
     micro: int,
     *,
     passes: int,
-    kinds: Sequence[Kind] = tuple(budget.COST),
+    kinds: Sequence[Kind] = tuple(recompute_budget.COST),
 ) -> tuple[Pass, ...] | None:
     """What passes of `micro` samples each need in a step of so many; None if that is too much.
 
@@ -264,7 +264,7 @@ def _passes(marks: Sequence[_Mark], kind: Kind, parallel: Parallel) -> Iterator[
         _, second, head, back, first, leave, end = marks[at : at + each + 1]
         kept, last = head.held - second.held, at // each == count - 1
         made = before + first.held - back.held + kept
-        gradient = sizes.gradient(parallel, name, passes=at // each + 1, last=last)
+        gradient = measured_states.gradient(parallel, name, passes=at // each + 1, last=last)
         if parallel.queue.homes is None:  # else it leaves, and weights come and go
             gradient = min(made, gradient)
         else:

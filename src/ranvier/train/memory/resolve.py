@@ -18,31 +18,31 @@ from typing import Literal
 
 import torch
 
-from ranvier.comm.agree import largest, most_of
-from ranvier.comm.arena import host_room
+from ranvier.comm.consensus import largest, most_of
+from ranvier.config.plan import Plan, divisors
+from ranvier.config.run import Run
+from ranvier.config.sections import MemoryConfig
+from ranvier.cost.layers import Flow
 from ranvier.errors import PlanError
-from ranvier.layers import Flow
-from ranvier.memory import budget
-from ranvier.memory.budget import Kind, Need, Pass
+from ranvier.memory import recompute_budget
+from ranvier.memory.host import host_room
+from ranvier.memory.recompute_budget import Kind, Need, Pass
 from ranvier.models import Decoder
 from ranvier.nn.linear import Linear
+from ranvier.optim.grad_scaler import Scale
 from ranvier.optim.optimizer import Optimizer
-from ranvier.optim.scale import Scale
-from ranvier.optim.store import SLOTS
-from ranvier.parallel import Parallel, parallel_of
-from ranvier.plan import Plan, divisors
-from ranvier.planner import fit, rates
+from ranvier.optim.state_store import SLOTS
+from ranvier.parallel.parallelize import Parallel, parallel_of
+from ranvier.planner import device_rates, offload_search
 from ranvier.planner.communicators import pipe_peers, worst_stage_bytes
-from ranvier.planner.cost import Moved, Work, streamed
-from ranvier.planner.fit import Case, Choice
-from ranvier.planner.leaves import of_run
-from ranvier.planner.rates import Rates
-from ranvier.planner.sizes import logits, sizes_of
-from ranvier.run import Run
-from ranvier.settings import MemoryConfig
-from ranvier.train import homes
-from ranvier.train.account import USUAL, Account, is_short, tensors_of
-from ranvier.train.fit import GIB, blank, candidates, forget, measured, room
+from ranvier.planner.device_rates import Rates
+from ranvier.planner.memory.measured_states import logits, sizes_of
+from ranvier.planner.model_spec import of_run
+from ranvier.planner.offload_search import Case, Choice
+from ranvier.planner.time.offload import Moved, Work, streamed
+from ranvier.train.memory import placement
+from ranvier.train.memory.breakdown import USUAL, Account, is_short, tensors_of
+from ranvier.train.memory.probe import GIB, blank, candidates, forget, measured, room
 from ranvier.train.step import forward_backward
 
 PASSES = 3
@@ -73,8 +73,8 @@ class Settled:
 def optimizer_of(run: Run, model: Decoder, device: torch.device, *, local_ranks: int) -> Optimizer:
     """The optimizer of a settled run; weights and activations go where they were chosen to."""
     optim, queue = run.optim, parallel_of(model).queue
-    homes.go_home(run, model, local_ranks)
-    homes.place_activations(run, model, local_ranks)
+    placement.go_home(run, model, local_ranks)
+    placement.place_activations(run, model, local_ranks)
     return Optimizer(
         queue,
         lr=run.lr,
@@ -89,7 +89,7 @@ def optimizer_of(run: Run, model: Decoder, device: torch.device, *, local_ranks:
         },
         scale=Scale(device) if run.train.dtype == "fp16" else None,
         moments=optim.moments,
-        home=homes.states_home(run, local_ranks, queue.homes),
+        home=placement.states_home(run, local_ranks, queue.homes),
     )
 
 
@@ -111,12 +111,12 @@ def settle(run: Run, model: Decoder, device: torch.device, *, local_ranks: int) 
     case = case_of(run, model, device, local_ranks, free)
     if not case.needs and "weights" in free:  # beside all weights not even two blocks fit
         run, free = replace(run, memory=replace(run.memory, weights="host")), free - {"weights"}
-        homes.go_home(run, model, local_ranks)
+        placement.go_home(run, model, local_ranks)
         case = case_of(run, model, device, local_ranks, free)
     parallel, notes = parallel_of(model), list[str]()
     for tries in range(TRIES):
-        every = [*fit.fits(case)]
-        found = fit.best(every)
+        every = [*offload_search.fits(case)]
+        found = offload_search.best(every)
         if found is None:
             raise PlanError(_refusal(run, case))
         chosen = applied(run, found.choice)
@@ -124,7 +124,7 @@ def settle(run: Run, model: Decoder, device: torch.device, *, local_ranks: int) 
         account = Account(case, found.choice, peers=count_peers(run, parallel))
         tried, missing = _tried(chosen, model, device, local_ranks)
         if tried is not None:
-            notes += fit.said(case, found, every)
+            notes += offload_search.said(case, found, every)
             return Settled(chosen, tried, account, notes)
         lower = case.limit - max(missing, int(LESS * case.limit))
         notes.append(
@@ -162,7 +162,7 @@ def faster(run: Run, parallel: Parallel, device: torch.device) -> Run:
 
     Communicates: numbers over all axes.
     """
-    found = _slowest(rates.measured(device, parallel.queue.buckets[0].data.dtype), parallel)
+    found = _slowest(device_rates.measured(device, parallel.queue.buckets[0].data.dtype), parallel)
     sizes = sizes_of(parallel, moments=run.optim.moments, tile=run.memory.tile)
     moved = Moved(0, 0, sizes.states - sizes.small, sizes.trained, 0, 0, 0)
     times = {cpu: streamed(moved, found, cpu=cpu) for cpu in (False, True)}
@@ -234,7 +234,7 @@ def count_peers(run: Run, parallel: Parallel) -> int:
 
 
 def _estimated(passes: Sequence[Pass], share: float, output: int) -> tuple[Pass, ...]:
-    return tuple(budget.estimated(one, passes[0], share, output) for one in passes)
+    return tuple(recompute_budget.estimated(one, passes[0], share, output) for one in passes)
 
 
 # ---- what a choice depends on -----------------------------------------------------------
@@ -257,7 +257,7 @@ def case_of(
     limit = -largest(-room(memory.limit, device, local_ranks), grid, device)
     host = -largest(-host_room(local_ranks, memory.host), grid, device)
     kind = _kind(parallel)
-    kinds = tuple(budget.COST) if "recompute" in free else (kind,)
+    kinds = tuple(recompute_budget.COST) if "recompute" in free else (kind,)
     chunks = {micro: logits(parallel, flow_of(run, parallel, micro)) for micro in micros}
     needs = Probes(run, model, device, kinds, chunks).needs(micros)
     sizes = sizes_of(parallel, moments=run.optim.moments, tile=memory.tile)
@@ -343,7 +343,7 @@ class Probes:
         share = (micro - low) / (high - low)
         chunk = self.chunks[low] + (self.chunks[high] - self.chunks[low]) * share
         more = self.chunks[micro] - round(chunk)
-        mixed = (budget.between(a, b, share) for a, b in zip(small, large, strict=True))
+        mixed = (recompute_budget.between(a, b, share) for a, b in zip(small, large, strict=True))
         return tuple(replace(one, head=max(one.head + more, 0)) for one in mixed)
 
 
@@ -377,7 +377,7 @@ def work_of(run: Run, parallel: Parallel) -> Work:
 def _rates(parallel: Parallel, device: torch.device) -> Rates:
     """The rates of a device, or usual ones where it has no room for a measurement."""
     try:
-        return rates.measured(device, parallel.queue.buckets[0].data.dtype)
+        return device_rates.measured(device, parallel.queue.buckets[0].data.dtype)
     except torch.OutOfMemoryError:
         return USUAL
 
@@ -403,7 +403,7 @@ def others(parallel: Parallel, device: torch.device, optimizer: Optimizer | None
 
 def _refusal(run: Run, case: Case) -> str:
     word = "memory.fit='auto'" if run.memory.fit == "auto" else "plan.recompute='budget'"
-    short = fit.least(case) if case.needs else 0
+    short = offload_search.least(case) if case.needs else 0
     least = f"at least {short / GIB:.3g} GiB" if short else "more than its device has"
     remedy = "a smaller plan.micro_batch, " if run.plan.micro_batch > 1 else ""
     remedy += "a larger memory.limit, " if run.memory.limit > 0.0 else ""

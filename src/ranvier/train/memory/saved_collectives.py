@@ -11,16 +11,16 @@ from collections.abc import Sequence
 
 import torch
 
-from ranvier.comm import rates
-from ranvier.comm.agree import largest
-from ranvier.layers import Flow
-from ranvier.memory.collectives import Result, seconds, worth
+from ranvier.comm import bandwidth
+from ranvier.comm.consensus import largest
+from ranvier.config.run import Run
+from ranvier.cost.layers import Flow
+from ranvier.memory.recompute_collectives import Result, seconds, worth
 from ranvier.models import Decoder
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel import Parallel, parallel_of
-from ranvier.run import Run
-from ranvier.train.fit import GIB
-from ranvier.train.settle import foreseen
+from ranvier.parallel.parallelize import Parallel, parallel_of
+from ranvier.train.memory.probe import GIB
+from ranvier.train.memory.resolve import foreseen
 
 
 def settle(
@@ -68,7 +68,7 @@ def results_of(
         if name.startswith(f"{block}.")
     ]
     axes = [event.axis for _, _, events in found for event in events]
-    speeds = rates.measured(parallel.grid, axes, device)
+    speeds = bandwidth.measured(parallel.grid, axes, device)
     selective = {name for name, kind in parallel.kinds.items() if kind == "selective"}
     return [
         Result(

@@ -19,7 +19,7 @@ from torch import Tensor
 from ranvier.html.page import section as page_section
 from ranvier.html.page import table
 from ranvier.html.plot import Series, line_plot
-from ranvier.nn.balance import Balance, told
+from ranvier.nn.moe.load_balancing import Balance, told
 
 LOADS = "expert_loads"
 

@@ -13,16 +13,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ranvier import safe_files
 from ranvier.errors import PlanError
 from ranvier.html import page
 from ranvier.html.plot import escaped
-from ranvier.pipeline import draw
-from ranvier.pipeline.choice import policy_for
-from ranvier.pipeline.choice import read as read_policy
-from ranvier.pipeline.draw import Picture
+from ranvier.pipeline import timeline_svg
 from ranvier.pipeline.policy import Shape
+from ranvier.pipeline.policy_search import policy_for
+from ranvier.pipeline.policy_search import read as read_policy
 from ranvier.pipeline.simulator import Times, simulate
+from ranvier.pipeline.timeline_svg import Picture
+from ranvier.system import safe_files
 
 FILE = "timeline.json"
 
@@ -43,7 +43,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def real(table: dict[str, Any]) -> Picture:
     """The step as it was."""
-    return draw.recorded(f"run, step {table.get('step')}, {table.get('policy')}", table)
+    return timeline_svg.recorded(f"run, step {table.get('step')}, {table.get('policy')}", table)
 
 
 def mean_times(picture: Picture, *, halves: bool = False) -> Times:
@@ -80,7 +80,7 @@ def played(table: dict[str, Any], picture: Picture) -> Picture:
         policy = read_policy(known, shape)
     else:
         policy = policy_for(name, shape, times, limit=limit if isinstance(limit, int) else 0)
-    return draw.simulated(f"simulated, {name}", simulate(shape, policy, times))
+    return timeline_svg.simulated(f"simulated, {name}", simulate(shape, policy, times))
 
 
 def section(folder: Path) -> str:
@@ -97,12 +97,14 @@ def section(folder: Path) -> str:
         notes.append(str(error))
     parts = [f'<p class="note">{escaped(note)}</p>' for note in notes]
     if pictures:
-        parts.append(f"<figure>{draw.svg(pictures, title='A step of the pipeline')}</figure>")
+        parts.append(
+            f"<figure>{timeline_svg.svg(pictures, title='A step of the pipeline')}</figure>"
+        )
     if len(pictures) > 1:
         parts.append(
             '<p class="muted">Above the run, below the simulator with the mean time of each job, '
             "without links and jitter.</p>"
         )
     for picture in pictures:
-        parts.append(f"<p>{escaped(picture.words)}</p>{page.table(*draw.cells(picture))}")
+        parts.append(f"<p>{escaped(picture.words)}</p>{page.table(*timeline_svg.cells(picture))}")
     return page.section("Pipeline", *parts)

@@ -18,13 +18,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from ranvier import safe_files
 from ranvier.errors import DataError
-from ranvier.html.figures import percent, short
+from ranvier.html.number_format import percent, short
 from ranvier.html.page import LISTED, document, folded, listing, section, table, text_block
 from ranvier.html.plot import Series, escaped, line_plot, stacked_bar
-from ranvier.train import account, foretold, routed, timeline
-from ranvier.train import folder as folders
+from ranvier.system import safe_files
+from ranvier.train import prediction
+from ranvier.train.memory import breakdown
+from ranvier.train.report import moe, pipeline
+from ranvier.train.resume import run_directory as folders
 
 COLUMNS = ("tokens", "loss", "held_out_loss", "lr", "grad_norm", "tokens_per_second")
 MFU = {"causal": "mfu", "full": "mfu_full"}
@@ -453,10 +455,10 @@ def body(record: Record, facts: Mapping[str, Any]) -> str:
             header(record, facts),
             section("Curves", f'<div class="plots">{"".join(plots(latest))}</div>'),
             section("Where the time went", spent(facts["phases"], len(record.rows))),
-            timeline.section(record.folder),
-            foretold.section(known.get("foretold")),
-            routed.section(record.rows),
-            account.section(known.get("memory")),
+            pipeline.section(record.folder),
+            prediction.section(known.get("foretold")),
+            moe.section(record.rows),
+            breakdown.section(known.get("memory")),
             section("Steps in numbers", sampled(latest)),
             section(
                 "Sample of text",

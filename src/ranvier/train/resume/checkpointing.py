@@ -15,21 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ranvier.checkpoint import folder as folders
-from ranvier.checkpoint import load, part
+from ranvier.buckets.sparsity import Sparse
+from ranvier.checkpoint import directory as folders
+from ranvier.checkpoint import load, rank_file
 from ranvier.checkpoint import manifest as manifests
-from ranvier.checkpoint.folder import Keep
+from ranvier.checkpoint.async_saver import Saver
+from ranvier.checkpoint.directory import Keep
+from ranvier.checkpoint.hf.model import Published
 from ranvier.checkpoint.manifest import Manifest
-from ranvier.checkpoint.published import Published
-from ranvier.checkpoint.saver import Saver
-from ranvier.comm.agree import complaint, together
-from ranvier.comm.kept import Sparse
+from ranvier.comm.consensus import complaint, together
+from ranvier.config.run import Run
 from ranvier.errors import CheckpointError, DamageError, DataError, WriteError
-from ranvier.parallel import parallel_of
-from ranvier.run import Run
+from ranvier.parallel.parallelize import parallel_of
 from ranvier.sharding import Place, State
-from ranvier.terminal import print
-from ranvier.train import adapters
+from ranvier.system.terminal import print
+from ranvier.train import lora
 from ranvier.train.pruning import Masks, fill_weights
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ RANDOM = "random."
 """How the names of the states of random numbers begin."""
 FIXED = (
     *("model", "data.seq", "data.packed", "data.held_out", "train.seed", "train.dtype"),
-    *(f"lora.{key}" for key in adapters.FIXED),
+    *(f"lora.{key}" for key in lora.FIXED),
     *("optim.moments", "data.learn", "data.truncate", "prune"),
 )
 """Settings that a run keeps for its whole life; the corpora are compared by fingerprint. Rotary
@@ -151,7 +151,7 @@ def resume(trainer: Trainer, candidates: Sequence[Path]) -> list[str]:
             + " A run goes on from one that is as it was written. Restore one, or begin anew with "
             "checkpoint.resume=never."
         )
-    base = adapters.is_base(manifests.read(checkpoint), trainer.run)
+    base = lora.is_base(manifests.read(checkpoint), trainer.run)
     own = _same(checkpoint.parent, trainer.checkpoints)
     if trainer.run.checkpoint.every >= 0 and own and not base:
         trainer.saver.step = trainer.step  # it is saved
@@ -204,8 +204,8 @@ def _tried(trainer: Trainer, checkpoint: Path) -> str:
         masks.adopt()
     if tried(lambda: _load(trainer, checkpoint)):
         trainer.optimizer.restored()
-        if adapters.is_base(manifests.read(checkpoint), trainer.run):
-            adapters.begin(trainer)
+        if lora.is_base(manifests.read(checkpoint), trainer.run):
+            lora.begin(trainer)
     return why
 
 
@@ -226,7 +226,7 @@ def _load(trainer: Trainer, checkpoint: Path) -> None:
                 del state[name]  # of another number of ranks
         left += load.load(checkpoint, state, partial=config.partial, cast=config.other_config)
         random |= {name: x for name, x in state.items() if name.startswith(RANDOM)}
-        if not bool(part.largest(x for x, _ in state.values()).isfinite()):
+        if not bool(rank_file.largest(x for x, _ in state.values()).isfinite()):
             print(f"Warning: {checkpoint} holds numbers that are not finite.", file=sys.stderr)
     if left and trainer.grid.rank == 0:
         print(f"Not in {checkpoint}, so left as they are: {', '.join(left)}", file=sys.stderr)
@@ -279,10 +279,10 @@ def start(trainer: Trainer, source: Path) -> None:
         checkpoint = found[0] if found else source
         manifest = manifests.read(checkpoint)
         if not trainer.run.checkpoint.partial:
-            adapters.check_start(manifest, trainer.run)
+            lora.check_start(manifest, trainer.run)
         _check_names(trainer, manifest, checkpoint)
         fill_weights(trainer.run, checkpoint, manifest, state)
-        bare = adapters.is_base(manifest, trainer.run)
+        bare = lora.is_base(manifest, trainer.run)
 
     def work() -> None:
         for state in parts(trainer):
@@ -295,7 +295,7 @@ def start(trainer: Trainer, source: Path) -> None:
     together(work, trainer.grid, trainer.device)
     trainer.optimizer.restored()
     if bare:
-        adapters.begin(trainer)
+        lora.begin(trainer)
 
 
 def _take(trainer: Trainer, manifest: Manifest) -> None:

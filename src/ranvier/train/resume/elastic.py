@@ -11,10 +11,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ranvier.config.plan import AXES
+from ranvier.config.run import Run
+from ranvier.config.sections import nearest
 from ranvier.errors import PlanError
-from ranvier.plan import AXES
-from ranvier.run import Run
-from ranvier.settings import nearest
 
 
 def named(degrees: Mapping[str, int]) -> str:

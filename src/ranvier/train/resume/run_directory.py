@@ -24,16 +24,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from ranvier import run as runs
-from ranvier import safe_files
-from ranvier.checkpoint.folder import STEP, found, newest
+from ranvier.checkpoint.directory import STEP, found, newest
 from ranvier.checkpoint.manifest import NAME, Manifest, read
+from ranvier.config import run as runs
+from ranvier.config.run import Run
+from ranvier.config.sections import LARGEST
 from ranvier.errors import CheckpointError, DamageError, PlanError, RefusedError, WriteError
 from ranvier.launch import Ranks, age, writable
-from ranvier.run import Run
-from ranvier.settings import LARGEST
-from ranvier.train import saves
-from ranvier.train.adapters import is_base
+from ranvier.system import safe_files
+from ranvier.train.lora import is_base
+from ranvier.train.resume import checkpointing
 
 UNFINISHED = "unfinished"
 """Status of a run until it ends: true while it trains, and for good if it is killed with all of its
@@ -154,11 +154,13 @@ def claim(run: Run, *, restarted: bool = False) -> tuple[Path, list[Path], list[
     manifest = _readable(candidates)
     if manifest is not None:
         _refuse_base(manifest, run)
-        saves.check_config(manifest, candidates[0], run)
+        checkpointing.check_config(manifest, candidates[0], run)
         if not restarted:
             _refuse_ended(manifest, run)
         if own is None or not (own / "config.toml").exists():  # else `begin` tells them
-            changed = saves.differences(manifest.facts.get("config", {}), saves.tables(run))
+            changed = checkpointing.differences(
+                manifest.facts.get("config", {}), checkpointing.tables(run)
+            )
             lines += [f"changed: {name} from {old!r} to {new!r}" for name, old, new in changed]
     if own is None:
         return new(run.model.size), candidates, lines
@@ -258,7 +260,9 @@ def begin(folder: Path, run: Run, step: int, origin: Path | None = None) -> list
     if config.exists() and step == 0 and not found(folder / "checkpoints"):
         lines = ["no committed checkpoint in the directory of the run: it begins again"]
     elif config.exists():
-        changed = saves.differences(saves.tables(runs.load(config, in_run=True)), saves.tables(run))
+        changed = checkpointing.differences(
+            checkpointing.tables(runs.load(config, in_run=True)), checkpointing.tables(run)
+        )
         lines = [f"changed: {name} from {old!r} to {new!r}" for name, old, new in changed]
     write(config, runs.to_toml(run))
     rows = _rows_before((origin or folder) / "metrics.jsonl", step)

@@ -1,0 +1,4 @@
+"""Hugging Face format: published models and PEFT adapters, read and written.
+
+Imports the rest of checkpoint and models.hf.
+"""

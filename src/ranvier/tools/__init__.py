@@ -1,0 +1,5 @@
+"""Tools: commands beside training that run or measure something.
+
+Verify, dry run, simulate, profile, upcycle, benchmarks of a cluster. Imports train and what is
+below.
+"""
