@@ -147,7 +147,7 @@ class Bench:
         """On the CPU: storages made in the passes of a step, and what is there all the time."""
         trainer, queue = self.trainer, parallel_of(self.trainer.model).queue
         before = [[b.data for b in queue.buckets], [b.inputs() for b in self.batches]]
-        with probe._OnHost(before, partial(probe.gradients, queue)) as watch:
+        with probe.OnHost(before, partial(probe.gradients, queue)) as watch:
             passes = partial(forward_backward, trainer.model, self.batches)
             trainer.account.watch(trainer.model, passes)
         known = trainer.account.measured(trainer.optimizer, self.device)

@@ -38,7 +38,7 @@ BREAKS = {
     ),
     "sum of a scatter": lambda: mock.patch.object(collectives, "reduce_scatter", _half_reduced),
     "maximum over the vocabulary": lambda: mock.patch.object(
-        cross_entropy.verbs, "all_reduce", lambda x, axis, op="sum": Pending(x)
+        cross_entropy.collectives, "all_reduce", lambda x, axis, op="sum": Pending(x)
     ),
     "missing axis in the gradient sum": lambda: mock.patch.object(Sharding, "over", _no_depth),
     "lost bucket": lambda: mock.patch.object(Deferred, "_sum_copies", lambda self, bucket: None),

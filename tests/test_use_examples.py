@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_loops import fabric_of
+from integrations.test_training_loop import fabric_of
 
 from pool import Pool
 from ranvier import Accelerator

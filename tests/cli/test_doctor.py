@@ -58,7 +58,7 @@ def hidden(name):
         raise metadata.PackageNotFoundError(name)
     return version(name)
 metadata.version = hidden
-from ranvier import doctor
+from ranvier.cli import doctor
 sys.exit(doctor.show(doctor.examine()))
 """
     end = subprocess.run(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from nn.test_compiled import fresh
+from nn.test_compile_blocks import fresh
 from torch import Tensor, nn
 
 from equivalence import Case, batch_of, gradients, micros_of

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from nn.test_compiled import fresh
+from nn.test_compile_blocks import fresh
 from torch import Tensor
 
 from equivalence import ONE_PASS, batch_of, copied, gradients, micros_of, worst

@@ -60,7 +60,7 @@ def need_of(trainer: Trainer, micro: int, *kinds: Kind) -> Need:
 
 def with_gaps(need: Need, kinds: tuple[Kind, ...]) -> int:
     """What a device must have for it."""
-    return round((need.of(kinds) - need.fixed) * (1.0 + resolve.fit.GAPS)) + need.fixed
+    return round((need.of(kinds) - need.fixed) * (1.0 + resolve.offload_search.GAPS)) + need.fixed
 
 
 def losses(trainer: Trainer) -> list[float]:
@@ -258,7 +258,7 @@ def test_a_fit_that_does_not_fit_is_tried_again(
 ) -> None:
     """The trial step fails twice: the limit falls by what was missing, by 5 % at least."""
     want, tries, limits = losses(made(corpus, micro_batch=8)), list[int](), list[int]()
-    search = resolve.fit.fits
+    search = resolve.offload_search.fits
 
     def trial(*_: Any) -> None:
         tries.append(1)
@@ -270,7 +270,7 @@ def test_a_fit_that_does_not_fit_is_tried_again(
         return search(case)
 
     monkeypatch.setattr(resolve, "trial", trial)
-    monkeypatch.setattr(resolve.fit, "fits", fits)
+    monkeypatch.setattr(resolve.offload_search, "fits", fits)
     limit = 2_500_000
     trainer = made(corpus, memory__fit="auto", memory__limit=limit / GIB, micro_batch=8)
     assert limits[:3] == [limit, limit - limit // 20, limit - limit // 20 - 200 * 1024]
@@ -352,7 +352,7 @@ def test_a_run_that_is_short_says_what_would_fit(corpus: str) -> None:
     assert predicted.allocated == need.of(("none",) * LAYERS)
     for kind, micro, rel in (("none", 4, 0.1), ("full", 8, 0.2), ("full", 1, 0.2)):
         choice = replace(known.case.given, kinds=(kind,) * LAYERS, micro_batch=micro)  # type: ignore[arg-type]
-        found = resolve.fit.table(known.case, choice).allocated - need.fixed
+        found = resolve.offload_search.table(known.case, choice).allocated - need.fixed
         want = need_of(trainer, micro, kind).of(choice.kinds) - need.fixed  # type: ignore[arg-type]
         assert found == pytest.approx(want, rel=rel)
     with pytest.raises(DeviceMemoryError) as caught, known.explained(device):
