@@ -266,7 +266,8 @@ def _random(stage: Stage) -> str:
 def _locked(stage: Stage) -> str:
     (stage.folder / "run").mkdir(parents=True)
     code = (
-        "import sys, time; from pathlib import Path; from ranvier.train.resume import run_directory as folder; "
+        "import sys, time; from pathlib import Path; "
+        "from ranvier.train.resume import run_directory as folder; "
         "handle = folder.lock(Path('run')); print('locked', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen(

@@ -47,7 +47,7 @@ def read(grid: Grid, folder: str, twice: bool) -> streaming.Read:
 
 def _warmed(work: Callable[[], int], grid: Grid) -> Callable[[], int]:
     """Work whose imports and groups are there: they are not of the model."""
-    import ranvier.pretrained  # noqa: F401
+    import ranvier.integrations.pretrained  # noqa: F401
 
     grid.axis("row"), grid.axis("col"), grid.axis(*grid.degrees)
     return work

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integrations.test_training_loop import fabric_of
 
+from integrations.test_training_loop import fabric_of
 from pool import Pool
 from ranvier import Accelerator
 from ranvier.grid import Grid

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from nn.test_compile_blocks import fresh
 from torch import Tensor, nn
 
 from equivalence import Case, batch_of, gradients, micros_of
 from grids import label
+from nn.test_compile_blocks import fresh
 from pool import Pool as Workers
 from ranvier.errors import PlanError
 from ranvier.grid import Grid

@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from nn.test_compile_blocks import fresh
 from torch import Tensor
 
 from equivalence import ONE_PASS, batch_of, copied, gradients, micros_of, worst
+from nn.test_compile_blocks import fresh
 from pool import Pool
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
