@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-import ranvier.parallel
 from commands import SMALL, call, started
 from ranvier.cli.main import parse
 from ranvier.config import run as runs
 from ranvier.config.run import Run
+from ranvier.parallel import parallelize
 from ranvier.train.resume import run_directory as folders
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -47,7 +47,7 @@ def test_its_links_exist() -> None:
 
 
 def test_examples_in_docstrings_run() -> None:
-    result = doctest.testmod(ranvier.parallel)
+    result = doctest.testmod(parallelize)
     assert result.attempted and not result.failed
 
 
