@@ -1,7 +1,8 @@
-"""Words of a command line: plain ones are read without a parser, and mean the same to both."""
+"""Words of a command line: what they mean, and what they need."""
 
 from __future__ import annotations
 
+import operator
 import subprocess
 import sys
 
@@ -11,61 +12,25 @@ from ranvier.cli import parsing
 from ranvier.cli.plan import Planned
 from ranvier.config.arguments import Eval, Export
 
-PLAIN = (
-    "",
-    "--data.verify=true",
-    "--nodes 4 --cluster dgx-h100",
-    "--nodes=4 --cluster=dgx-h100 --json -",
-    "--plan.micro-batch 2",
-    "--plan.micro_batch 2 --plan.data -1",
-    "--optim.lr 3e-4 --optim.beta1 1 --data.held-out 0.5",
-    "--data.packed false --plan.graph=True --data.verify=true",
-    "--plan.recompute full --precision fp8",
-    "--html= --model.rope-theta 1e6",
-    "--goal=-x",
-)
-ODD = (
-    "--nodes",
-    "--nodes 4 --nodes 5",
-    "--nodes 4.5",
-    "--nodes four",
-    "--nodes " + 5000 * "9",
-    "--optim.lr nan",
-    "--optim.lr none",
-    "--optim.lr None",
-    "--optim.beta1 1e999",
-    "--precision fp9",
-    "--data.packed yes",
-    "--data.packed --nodes 4",
-    "--goal -x",
-    "--html --nodes",
-    "--node 4",
-    "--plan.rowe 4",
-    "--plan 4",
-    "--plan.row.x 4",
-    "--data.corpus a b",
-    "--plan.order row col",
-    "nodes 4",
-    "-nodes 4",
-    "4",
-    "--help",
-    "--",
-    "--=3",
-    "--.row 3",
-)
+READ: list[tuple[str, dict[str, object]]] = [
+    ("--nodes 4 --cluster dgx-h100", {"nodes": 4, "cluster": "dgx-h100"}),
+    ("--nodes=4 --cluster=dgx-h100 --json -", {"nodes": 4, "json": "-"}),
+    ("--nodes 4 --nodes 5", {"nodes": 5}),
+    ("--plan.micro-batch 2", {"plan.micro_batch": 2}),
+    ("--plan.micro_batch 2 --plan.data -1", {"plan.micro_batch": 2, "plan.data": -1}),
+    ("--optim.lr 3e-4 --optim.beta1 1", {"optim.lr": 3e-4, "optim.beta1": 1.0}),
+    ("--plan.recompute full --precision fp8", {"plan.recompute": "full", "precision": "fp8"}),
+    ("--html= --model.rope-theta 1e6", {"html": "", "model.rope_theta": 1e6}),
+    ("--goal=-x", {"goal": "-x"}),
+    ("--data.corpus a b", {"data.corpus": ("a", "b")}),
+    ("--plan.overlap", {"plan.overlap": ()}),
+]
 
 
-@pytest.mark.parametrize("line", PLAIN)
-def test_the_parser_reads_the_same(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = parsing._plain(Planned(), line.split())
-    monkeypatch.setattr(parsing, "_plain", lambda *_: None)
-    assert found == parsing.asked(Planned, Planned(), "plan", line.split())
-    assert (found == Planned()) == (line in ("", "--data.verify=true"))
-
-
-@pytest.mark.parametrize("line", ODD, ids=lambda line: line[:20])
-def test_other_words_are_for_the_parser(line: str) -> None:
-    assert parsing._plain(Planned(), line.split()) is None
+@pytest.mark.parametrize(("line", "values"), READ, ids=lambda word: str(word)[:40])
+def test_options_are_read(line: str, values: dict[str, object]) -> None:
+    found = parsing.asked(Planned, Planned(), "plan", line.split())
+    assert {name: operator.attrgetter(name)(found) for name in values} == values
 
 
 FLAGS = [
@@ -101,11 +66,13 @@ def test_a_boolean_is_true_or_false(capsys: pytest.CaptureFixture[str]) -> None:
     assert end.value.code == 64 and "adapter" in capsys.readouterr().err
 
 
-def test_plain_words_need_no_parser() -> None:
+def test_no_words_need_no_parser_and_others_no_torch() -> None:
     code = (
         "import sys\nfrom ranvier.cli.main import parse\n"
+        "from ranvier.config.arguments import Arguments\n"
+        "assert parse('train', []) == Arguments() and 'tyro' not in sys.modules\n"
         "run = parse('train', sys.argv[1:])\nassert run.plan.row == 2 and run.nproc == 3\n"
-        "assert not {'tyro', 'typeguard', 'torch', 'multiprocessing', 'asyncio'} & {*sys.modules}"
+        "assert not {'torch', 'numpy', 'multiprocessing'} & {*sys.modules}"
     )
     line = ["--plan.row", "2", "--nproc=3", "--data.packed", "false"]
     subprocess.run([sys.executable, "-c", code, *line], check=True, timeout=60)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import math
 import os
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 from ranvier.config import run as runs
 from ranvier.config.plan import AXES
@@ -37,12 +35,11 @@ def asked(kind: type[Config], default: Config, verb: str, words: Sequence[str]) 
 
     A boolean may be written as an option alone, or with true or false behind it, as in all verbs.
     """
-    words = with_values(words, default)
-    plain = _plain(default, words)
-    if plain is not None:
-        return plain
+    if not words:
+        return default
     import tyro
 
+    words = with_values(words, default)
     # its messages quote words, and bring colours of their own: only odd words are looked after
     odd = any(escape_controls(word) != word for word in words)
     try:
@@ -73,48 +70,6 @@ def _escaped_output() -> Iterator[None]:
     finally:
         for name, text in texts.items():
             print(text.getvalue(), end="", file=getattr(sys, name), flush=True)
-
-
-def _plain(default: Config, words: Sequence[str]) -> Config | None:
-    """The settings, where each word is the whole name of one or its one value; else None.
-
-    Most command lines are of this kind, and are read as a file is: a parser of all settings takes
-    a fifth of a second to make. It is asked where anything is not plain, and explains what is
-    wrong.
-    """
-    tables: dict[str, Any] = {}
-    rest = iter(words)
-    for word in rest:
-        name, sign, text = word.partition("=")
-        text = text if sign else next(rest, "--")
-        *sections, key = name.removeprefix("--").replace("-", "_").split(".")
-        config, table = cast(Any, default), tables
-        for section in sections:
-            config, table = getattr(config, section, None), table.setdefault(section, {})
-        kind = get_type_hints(type(config)).get(key) if dataclasses.is_dataclass(config) else None
-        value = _value(text, kind)
-        odd = not sign and text[:1] == "-" and isinstance(value, str) and text != "-"
-        if name[:2] != "--" or value is None or odd or key in table:
-            return None
-        table[key] = value
-    try:
-        return runs.changed(default, tables)
-    except PlanError:
-        return None
-
-
-def _value(text: str, kind: Any) -> str | float | None:
-    """What a word says where a value of this type is wanted; None if that is not plain."""
-    kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    if kinds[0] is bool:
-        return {"True": True, "true": True, "False": False, "false": False}.get(text)
-    if kinds[0] is str or get_origin(kinds[0]) is Literal:
-        return None if len(kinds) > 1 else text
-    try:
-        value = kinds[0](text) if kinds[0] in (int, float) else None
-        return value if value is not None and math.isfinite(value) else None
-    except (ValueError, OverflowError):
-        return None
 
 
 def with_values(words: Sequence[str], default: object) -> list[str]:
