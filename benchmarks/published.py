@@ -24,9 +24,10 @@ from pathlib import Path
 import published_fit as fits
 import published_rows as published
 from published_fit import Terms, chip
+from published_frameworks import COMMON
 from published_rows import Row
 
-from ranvier.planner.frameworks import COMMON, Runtime
+from ranvier.planner.frameworks import Runtime
 from ranvier.planner.predict import Prediction
 
 LIMITS = {"16-bit": 11.0, "8-bit": 15.0}

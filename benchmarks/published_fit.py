@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 
+import published_frameworks as frameworks
 import published_rows as published
 from published_rows import Row, Ways
 
-from ranvier.planner import frameworks
 from ranvier.planner.cluster import Cluster, Reach
 from ranvier.planner.frameworks import Runtime
 from ranvier.planner.predict import Prediction, merged, predict
@@ -33,6 +33,8 @@ PULL = 0.03
 """Weight of the distance to what a number is without data, on squared logarithms."""
 TUNED = 1.3
 """Where a run does not say how it was laid out, it is no slower than so many times the best."""
+UNKNOWN_FRAMEWORK = (0.9, 1.35)
+"""Measured over predicted, as `predict.INTERVAL`, where the framework has no row (--common)."""
 BOUNDS = ((1.0, 4.0), (0.05, 0.95), (0.001, 0.04))
 REACH_BOUNDS = ((0.6, 1.04), (0.6, 1.04), (0.35, 0.95), (0.5, 0.95))
 
@@ -42,9 +44,9 @@ class Terms:
     """What is fitted; the usual values are those without any data."""
 
     eager: float = 2.0
-    """`runtime.EAGER`."""
+    """`frameworks.EAGER`."""
     hidden: float = 0.5
-    """`runtime.HIDDEN`."""
+    """`frameworks.HIDDEN`."""
     straggle: float = 0.01
     """`Cluster.straggle`."""
     reach: tuple[tuple[str, Reach], ...] = field(default=())
@@ -129,7 +131,10 @@ def prediction(row: Row, terms: Terms, runs: Runtime) -> Prediction:
         found.append(predict(published.job(row), layout, cluster, used))
     found = [one for one in found if one.fits] or found
     fastest = min(one.total for one in found)
-    return merged([one for one in found if one.total <= TUNED * fastest])
+    one = merged([one for one in found if one.total <= TUNED * fastest])
+    if runs.name == frameworks.COMMON.name:
+        one = replace(one, factors=UNKNOWN_FRAMEWORK)
+    return one
 
 
 # ---- fit --------------------------------------------------------------------------------

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+import published_frameworks as frameworks
+
 from ranvier.config.plan import Plan
 from ranvier.errors import PlanError
-from ranvier.planner import cluster, frameworks
+from ranvier.planner import cluster
 from ranvier.planner.cluster import Cluster, Device, Link
 from ranvier.planner.frameworks import Runtime
 from ranvier.planner.model_spec import Model, dense
@@ -234,9 +236,7 @@ def ways(row: Row) -> tuple[Ways, ...]:
     micros = [min(row.number("micro_batch"), own)]
     if not row.facts["micro_batch"]:
         micros = [n for n in (1, 2, 4, 8) if own % n == 0 and own // n >= pipe] or [1]
-        if (
-            runs.name == frameworks.TORCHTITAN.name and pipe > 1
-        ):  # as many as stages, says its source
+        if pipe > 1 and runs.name == frameworks.TORCHTITAN.name:  # as many as stages, it says
             micros = [max(own // pipe, 1)]
     chunks = [row.number("vp")]
     each = row.number("layers") / pipe

@@ -37,7 +37,7 @@ from ranvier.planner.communicators import (
     worst_stage,
     worst_stage_bytes,
 )
-from ranvier.planner.frameworks import OURS, TORCHTITAN, Runtime
+from ranvier.planner.frameworks import OURS
 from ranvier.planner.model_spec import of_run, of_size
 from ranvier.planner.predict import Job, Layout, Prediction, predict
 from ranvier.tools.dry_run import META, _axis, _prepare, checked
@@ -220,14 +220,13 @@ def test_the_planner_counts_them_on_gpus() -> None:
     gpus = cluster.cluster("dgx-h100")
     job = Job(of_size("llama3-1b"), 2048, 64)
 
-    def held(ranks: int, machine: Cluster = gpus, runtime: Runtime = OURS) -> Prediction:
+    def held(ranks: int, machine: Cluster = gpus) -> Prediction:
         plan = Plan(data=ranks, batch=64, micro_batch=1)
-        return predict(job, Layout(plan), machine, runtime)
+        return predict(job, Layout(plan), machine)
 
     alone, pair = held(1).memory, held(2).memory
     assert alone.device["communicators"] == 0 < pair.device["communicators"]
     assert pair.total - pair.allocated > pair.device["communicators"], "no tensor has them"
     assert "communicators" not in held(2, replace(gpus, cores=8)).memory.device
-    assert "communicators" not in held(2, runtime=TORCHTITAN).memory.device
     # one communicator takes what was once part of the context
     assert OURS.context + communicator_bytes(1) <= 1.0e9

@@ -5,16 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ranvier.config.plan import Plan
 from ranvier.cost.layers import Flow
-from ranvier.planner import frameworks
 from ranvier.planner.cluster import Cluster, Link, Product, cluster
 from ranvier.planner.comm_volume import Spot, moves
-from ranvier.planner.frameworks import MEGATRON21, MEGATRON22
+from ranvier.planner.frameworks import OURS
 from ranvier.planner.memory import other_frameworks
 from ranvier.planner.memory.activations import kept
 from ranvier.planner.model_spec import Model, dense, of_size
@@ -28,6 +28,10 @@ from ranvier.planner.predict import (
 )
 from ranvier.planner.time import compute
 from ranvier.planner.time.compute import Setup
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from published_frameworks import MEGATRON21, MEGATRON22, MEGATRON_DEEPSPEED
 
 
 def gpt(layers: int = 24, embed: int = 4096, heads: int = 32, vocab: int = 51200) -> Model:
@@ -153,7 +157,7 @@ def test_scores_cost_what_their_heads_do() -> None:
     for heads in (64, 128):
         model = gpt(78, 13824, heads, 250880)
         laid = plan(pipe=12, data=8, row=4, batch=2048, micro_batch=4, recompute="full")
-        used = frameworks.MEGATRON_DEEPSPEED
+        used = MEGATRON_DEEPSPEED
         times[heads] = predict(Job(model, 2048, 2048), Layout(laid), machine, used).total
     assert 1.25 < times[128] / times[64] < 1.75
 
@@ -313,12 +317,10 @@ def test_a_graph_leaves_out_what_nobody_reads() -> None:
     model, flow, tokens = of_size("llama3-8b"), Flow(2, 512, itemsize=2, statistics=4), 2 * 512
     part, device = model.parts[1], cluster("dgx-h100").device
     setup = Setup(samples=2, seq=512, compiled=True)
-    times = compute.block(part, device, setup, frameworks.OURS)
+    times = compute.block(part, device, setup, OURS)
     down = compute.product(device, tokens, 4096, 14336, "bf16", "y")
     assert times.unneeded == pytest.approx(down)
-    assert (
-        compute.block(part, device, replace(setup, compiled=False), frameworks.OURS).unneeded == 0
-    )
+    assert compute.block(part, device, replace(setup, compiled=False), OURS).unneeded == 0
     one, plan = Job(model, 512, 2), Plan(data=1, batch=2, micro_batch=2, compile="on")
     full = Layout(replace(plan, recompute="full"))
     again = predict(one, full, cluster("dgx-h100").of(devices=1)).parts["again"]

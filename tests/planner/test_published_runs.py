@@ -14,10 +14,12 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import published  # noqa: E402
+import published_frameworks as frameworks  # noqa: E402
 import published_rows  # noqa: E402
 from published_rows import Row  # noqa: E402
 
-from ranvier.planner import frameworks, predict  # noqa: E402
+from ranvier.planner import predict  # noqa: E402
+from ranvier.planner.frameworks import Runtime  # noqa: E402
 
 
 def row(start: str, **facts: str) -> Row:
@@ -52,6 +54,7 @@ def test_runs_out_of_memory_are_called_so() -> None:
     assert all(not one.fits for one in guesses if one.row.oom)
     ran = [one.fits for one in guesses if one.row.seconds]
     assert sum(ran) > 0.96 * len(ran)
+    assert all("communicators" not in one.prediction.memory.device for one in guesses)
 
 
 def test_memory_is_not_understated_for_a_run_that_set_no_reserve() -> None:
@@ -73,7 +76,7 @@ def test_an_unknown_framework_is_not_read_as_another(name: str) -> None:
     assert one.unknown == [f"framework {name!r}"]
     assert published.timed([one]) == []
     assert published_rows.framework(one).name == frameworks.COMMON.name
-    assert published.guess(one).prediction.factors == predict.UNKNOWN_FRAMEWORK
+    assert published.guess(one).prediction.factors == published.fits.UNKNOWN_FRAMEWORK
 
 
 @pytest.mark.parametrize(
@@ -86,7 +89,7 @@ def test_an_unknown_framework_is_not_read_as_another(name: str) -> None:
         ("nanotron v0.6", frameworks.NANOTRON),
     ],
 )
-def test_versions_of_a_framework_are_the_framework(name: str, found: frameworks.Runtime) -> None:
+def test_versions_of_a_framework_are_the_framework(name: str, found: Runtime) -> None:
     assert published_rows.known_framework(name) is found
 
 

@@ -22,7 +22,7 @@ from ranvier.cost.layers import Flow
 from ranvier.planner import comm_volume, communicators
 from ranvier.planner.cluster import Cluster, Reach
 from ranvier.planner.comm_volume import Stage
-from ranvier.planner.frameworks import COMMON, OURS, Runtime
+from ranvier.planner.frameworks import OURS, Runtime
 from ranvier.planner.memory import other_frameworks
 from ranvier.planner.memory import total as space
 from ranvier.planner.memory.breakdown import Table
@@ -42,8 +42,6 @@ INTERVAL = (0.93, 1.22)
 out of the fit (benchmarks/published.py --leave framework)."""
 UNKNOWN_CHIP = (0.9, 1.28)
 """The same with the chip left out: no run on it was fitted, nothing was measured (--leave chip)."""
-UNKNOWN_FRAMEWORK = (0.9, 1.35)
-"""The same where the framework has no row either (--common)."""
 NAMES = (
     "compute",
     "attention",
@@ -165,15 +163,13 @@ def predict(
         devices=plan.world,
         peak=device.peak.get(name) or device.best(name),
         limit=device.memory * (1 - runtime.margin) - runtime.context + spare,
-        factors=_factors(cluster, runtime),
+        factors=_factors(cluster),
     )
 
 
-def _factors(cluster: Cluster, runtime: Runtime) -> tuple[float, float]:
+def _factors(cluster: Cluster) -> tuple[float, float]:
     """How far from their prediction such steps are."""
     device = cluster.device
-    if runtime.name == COMMON.name:
-        return UNKNOWN_FRAMEWORK
     return UNKNOWN_CHIP if device.reach == Reach() and not device.products else INTERVAL
 
 

@@ -1,0 +1,163 @@
+"""Frameworks: those whose published runs are scored, one row each, and the one of all others.
+
+Entries are facts about code, not numbers fitted to its runs; `source` says where each comes from.
+What no code says is one number for all that do a thing the same way (`EAGER`, `HIDDEN`), and a
+reserve of memory a framework (benchmarks/published.py). Runs of the same framework may differ in
+sequence parallelism, compilation or asynchronous tensor parallelism: `replace` the field then. A
+framework without a row has `COMMON`.
+"""
+
+from __future__ import annotations
+
+from ranvier.planner.frameworks import Runtime
+
+EAGER = 2.0
+"""Reads and writes of what is between matrix products where one kernel follows another, over those
+of kernels fused by hand. Fitted, the same for all eager frameworks."""
+PARTLY = (1 + EAGER) / 2
+"""The same where norms and rotations are fused, and activations and residuals are not."""
+HIDDEN = 0.52
+"""Share of communication over row, and of messages, that runs beside compute where a framework
+overlaps them. Fitted, the same for all that do."""
+BUCKET = 25e6
+"""Bytes of a bucket of torch's DistributedDataParallel, in the type of the weights."""
+
+MEGATRON20 = Runtime(
+    name="Megatron-LM 2020",
+    attention="scores",
+    sequence=False,
+    reduce="all_reduce",
+    gradient=2,
+    states=12,
+    sharded=False,
+    scatter=False,
+    bucket=BUCKET,
+    interleaves=False,
+    source="arXiv 1909.08053 and its repository: torch DDP overlaps the all-reduce of fp16 "
+    "gradients; fused scale-mask-softmax; all-reduces over row",
+)
+MEGATRON21 = Runtime(
+    name="Megatron-LM 2021",
+    attention="scores",
+    sequence=False,
+    hidden_data=False,
+    reduce="all_reduce",
+    gradient=2,
+    sharded=False,
+    source="arXiv 2104.04473: own DDP reduces at the end of a step; messages are scattered over "
+    "row and gathered (section 4.1); interleaved 1F1B",
+)
+MEGATRON22 = Runtime(
+    name="Megatron-LM 2022",
+    attention="scores",
+    hidden_dx=True,
+    hidden_data=False,
+    reduce="all_reduce",
+    gradient=2,
+    held_gradient=4.0,
+    sharded=False,
+    source="arXiv 2205.05198: sequence parallelism, selective recomputation of attention; what is "
+    "reduced over row in backward overlaps with the gradient of the weight",
+)
+MEGATRON_DEEPSPEED = Runtime(
+    name="Megatron-DeepSpeed",
+    attention="scores",
+    sequence=False,
+    hidden_data=False,
+    reduce="both",
+    gradient=2,
+    wide_gradient=6.0,
+    messages=1,
+    reserve=0.22,
+    context=3.0e9,
+    buffers=4.5e9,
+    interleaves=False,
+    source="DeepSpeed's pipeline engine: gradients are all-reduced in buckets after the last "
+    "micro-batch, ZeRO-1 then gathers weights; messages are partitioned over row",
+)
+DEEPSPEED3 = Runtime(
+    name="DeepSpeed ZeRO-3",
+    attention="scores",
+    sequence=False,
+    gradient=2,
+    regathers=True,
+    interleaves=False,
+    source="arXiv 1910.02054: weights are gathered for forward, for what is computed again and for "
+    "backward",
+)
+MEGATRON_CORE = Runtime(
+    name="Megatron-Core",
+    attention="flash3",
+    casts="fused",
+    hidden_dx=True,
+    hidden_row=HIDDEN,
+    hidden_pipe=HIDDEN,
+    fused_gradient=True,
+    gradient=2,
+    kernels=25,
+    source="NeMo and Megatron-Core performance guides and recipes: cuDNN attention, Transformer "
+    "Engine's fused casts, user buffers overlap the communication over row, p2p and gradients "
+    "overlap, gradients in bf16 (grad-reduce-in-bf16)",
+)
+TORCHTITAN = Runtime(
+    name="torchtitan",
+    attention="flash2",
+    passes=EAGER,
+    kernels=60,
+    gradient=2,
+    selective="half",
+    fsdp=True,
+    held_gradient=4.5,
+    logits=14,
+    split_logits=16,
+    reserve=0.18,
+    context=1.0e9,
+    source="arXiv 2410.06511: FSDP2, torch's SDPA; selective recomputation keeps every other "
+    "matrix product; pipelines without a given number take as many micro-batches as stages",
+)
+NANOTRON = Runtime(
+    name="nanotron",
+    attention="flash2",
+    passes=PARTLY,
+    kernels=70,
+    bucket=2 * BUCKET,
+    copied=6,
+    cut="balanced",
+    interleaves=False,
+    kept=2.0,
+    reserve=0.1,
+    source="huggingface/nanotron (models/llama.py, optim/gradient_accumulator.py, distributed.py): "
+    "eager but for Triton's RMSNorm and flash-attn's rotation; fp32 gradient accumulation, half "
+    "gradients are freed; a hook reduces DDP's buckets during backward; ZeRO-1 flattens and copies "
+    "each rank's part of each tensor; stages cut by the compute cost of blocks",
+)
+FOUNDRY = Runtime(
+    name="llm-foundry",
+    attention="flash1",
+    passes=EAGER,
+    kernels=60,
+    sequence=False,
+    fsdp=True,
+    kept=0.8,
+    logits=6,
+    source="mosaicml/llm-foundry: FSDP, eager, Triton FlashAttention; mixed precision DEFAULT "
+    "reduces in fp32, PURE in bf16",
+)
+AXONN = Runtime(
+    name="AxoNN",
+    attention="flash2",
+    passes=EAGER,
+    kernels=60,
+    sequence=False,
+    gradient=2,
+    hidden_row=HIDDEN,
+    source="arXiv 2502.08145: overlapped all-reduces, reduce-scatters and gathers over Z",
+)
+COMMON = Runtime(
+    name="common",
+    passes=EAGER,
+    casts="fused",
+    kernels=60,
+    source="a framework that has no row: eager kernels, FlashAttention-2, nothing hidden over row, "
+    "gradients reduced beside backward in fp32, states split over data",
+)
