@@ -24,10 +24,9 @@ from pathlib import Path
 import published_fit as fits
 import published_rows as published
 from published_fit import Terms, chip
-from published_frameworks import COMMON
+from published_frameworks import COMMON, Framework
 from published_rows import Row
 
-from ranvier.planner.frameworks import Runtime
 from ranvier.planner.predict import Prediction
 
 LIMITS = {"16-bit": 11.0, "8-bit": 15.0}
@@ -61,7 +60,7 @@ class Guess:
         return low <= self.row.seconds <= high
 
 
-def guess(row: Row, terms: Terms | None = None, runs: Runtime | None = None) -> Guess:
+def guess(row: Row, terms: Terms | None = None, runs: Framework | None = None) -> Guess:
     """The prediction for a run; terms: None for the shipped ones; runs: None for its own row."""
     runs = runs or published.framework(row)
     found = fits.prediction(row, terms or fits.shipped(row), runs)

@@ -17,10 +17,10 @@ from functools import cache
 
 import published_frameworks as frameworks
 import published_rows as published
+from published_frameworks import Framework
 from published_rows import Row, Ways
 
 from ranvier.planner.cluster import Cluster, Reach
-from ranvier.planner.frameworks import Runtime
 from ranvier.planner.predict import Prediction, merged, predict
 
 CHIPS = {"H200": "H100", "GH200": "H100", "GB200": "B200"}
@@ -96,7 +96,7 @@ def shipped(row: Row) -> Terms:
 # ---- predictions ------------------------------------------------------------------------
 
 
-def with_terms(runs: Runtime, terms: Terms) -> Runtime:
+def with_terms(runs: Framework, terms: Terms) -> Framework:
     """A runtime with fitted numbers in place of the shipped ones."""
     eager = {frameworks.EAGER: terms.eager, frameworks.PARTLY: (1 + terms.eager) / 2}
     passes = eager.get(runs.passes, runs.passes)
@@ -113,7 +113,7 @@ def place(row: Row, terms: Terms) -> Cluster:
 
 
 @cache
-def settled(row: Row, way: Ways, runs: Runtime) -> str:
+def settled(row: Row, way: Ways, runs: Framework) -> str:
     """What is computed again where a run does not say: the least that fits."""
     for word in ("none", "selective"):
         layout = published.layout(row, word, way)
@@ -122,7 +122,7 @@ def settled(row: Row, way: Ways, runs: Runtime) -> str:
     return "full"
 
 
-def prediction(row: Row, terms: Terms, runs: Runtime) -> Prediction:
+def prediction(row: Row, terms: Terms, runs: Framework) -> Prediction:
     """The prediction for a run: over all layouts that it may have had, where it does not say."""
     cluster, used, found = place(row, terms), with_terms(runs, terms), []
     for way in published.ways(row):

@@ -9,7 +9,21 @@ framework without a row has `COMMON`.
 
 from __future__ import annotations
 
-from ranvier.planner.frameworks import Runtime
+from dataclasses import dataclass
+from typing import Literal
+
+import published_formulas as formulas
+
+from ranvier.config.plan import Plan
+from ranvier.planner.cluster import Cluster
+from ranvier.planner.frameworks import Foreign
+from ranvier.planner.memory.breakdown import Table
+from ranvier.planner.model_spec import Model
+from ranvier.planner.predict import Job, Layout
+from ranvier.planner.time.communication import Places, Spoken
+from ranvier.planner.time.compute import Setup
+
+Reduction = Literal["all_reduce", "scatter", "both"]
 
 EAGER = 2.0
 """Reads and writes of what is between matrix products where one kernel follows another, over those
@@ -22,7 +36,56 @@ overlaps them. Fitted, the same for all that do."""
 BUCKET = 25e6
 """Bytes of a bucket of torch's DistributedDataParallel, in the type of the weights."""
 
-MEGATRON20 = Runtime(
+
+@dataclass(frozen=True, kw_only=True)
+class Framework(Foreign):
+    """Another framework at work."""
+
+    reduce: Reduction = "scatter"
+    """Gradients over data: an all-reduce; a reduce-scatter, and a gather of updated weights; or an
+    all-reduce and that gather."""
+    gathers: Literal["again", "keep"] = "again"
+    """Weights gathered over depth for each micro-batch, or once a step."""
+    regathers: bool = False
+    """Whether what is computed again gathers weights over depth once more."""
+    bucket: float = 0.0
+    """Bytes of gradients that are reduced over data at a time; 0: all, or by blocks."""
+    copied: int = 0
+    """Tensors of a block whose parts are copied rank by rank around a reduce-scatter and a gather
+    over data, a kernel for each; 0: no copies."""
+    interleaves: bool = True
+    """Whether its pipelines know chunks."""
+    held_gradient: float = 0.0
+    """Bytes of a parameter's gradient in memory, with copies and buckets; 0: `gradient`."""
+    wide_gradient: float = 4.0
+    """The same where gradients are added up in fp32."""
+    fsdp: bool = False
+    """Whether weights are split over context as well, also where depth is 1."""
+    kept: float = 1.0
+    """Bytes that a block keeps over those that its products, norms and activations read."""
+    logits: int = 10
+    """Bytes of a logit, with what the loss makes of it."""
+    split_logits: int = 0
+    """The same where row splits the words, and no kernel is fused; 0: `logits`."""
+    buffers: float = 0.0
+    """Bytes of fixed buffers: flat copies, buckets."""
+    messages: int = 0
+    """Messages of a micro-batch in flight that a stage keeps besides what its blocks keep."""
+    copies: int = 2
+    """Gathered blocks that are there at once."""
+
+    def memory(self, job: Job, layout: Layout) -> Table:
+        """Bytes of its worst stage by category."""
+        return formulas.memory(job, layout, self)
+
+    def spoken(
+        self, model: Model, plan: Plan, setup: Setup, cluster: Cluster, places: Places
+    ) -> Spoken:
+        """Seconds that a rank communicates in a step."""
+        return formulas.spoken(model, plan, setup, cluster, self, places)
+
+
+MEGATRON20 = Framework(
     name="Megatron-LM 2020",
     attention="scores",
     sequence=False,
@@ -36,7 +99,7 @@ MEGATRON20 = Runtime(
     source="arXiv 1909.08053 and its repository: torch DDP overlaps the all-reduce of fp16 "
     "gradients; fused scale-mask-softmax; all-reduces over row",
 )
-MEGATRON21 = Runtime(
+MEGATRON21 = Framework(
     name="Megatron-LM 2021",
     attention="scores",
     sequence=False,
@@ -47,7 +110,7 @@ MEGATRON21 = Runtime(
     source="arXiv 2104.04473: own DDP reduces at the end of a step; messages are scattered over "
     "row and gathered (section 4.1); interleaved 1F1B",
 )
-MEGATRON22 = Runtime(
+MEGATRON22 = Framework(
     name="Megatron-LM 2022",
     attention="scores",
     hidden_dx=True,
@@ -59,7 +122,7 @@ MEGATRON22 = Runtime(
     source="arXiv 2205.05198: sequence parallelism, selective recomputation of attention; what is "
     "reduced over row in backward overlaps with the gradient of the weight",
 )
-MEGATRON_DEEPSPEED = Runtime(
+MEGATRON_DEEPSPEED = Framework(
     name="Megatron-DeepSpeed",
     attention="scores",
     sequence=False,
@@ -75,7 +138,7 @@ MEGATRON_DEEPSPEED = Runtime(
     source="DeepSpeed's pipeline engine: gradients are all-reduced in buckets after the last "
     "micro-batch, ZeRO-1 then gathers weights; messages are partitioned over row",
 )
-DEEPSPEED3 = Runtime(
+DEEPSPEED3 = Framework(
     name="DeepSpeed ZeRO-3",
     attention="scores",
     sequence=False,
@@ -85,7 +148,7 @@ DEEPSPEED3 = Runtime(
     source="arXiv 1910.02054: weights are gathered for forward, for what is computed again and for "
     "backward",
 )
-MEGATRON_CORE = Runtime(
+MEGATRON_CORE = Framework(
     name="Megatron-Core",
     attention="flash3",
     casts="fused",
@@ -99,7 +162,7 @@ MEGATRON_CORE = Runtime(
     "Engine's fused casts, user buffers overlap the communication over row, p2p and gradients "
     "overlap, gradients in bf16 (grad-reduce-in-bf16)",
 )
-TORCHTITAN = Runtime(
+TORCHTITAN = Framework(
     name="torchtitan",
     attention="flash2",
     passes=EAGER,
@@ -115,7 +178,7 @@ TORCHTITAN = Runtime(
     source="arXiv 2410.06511: FSDP2, torch's SDPA; selective recomputation keeps every other "
     "matrix product; pipelines without a given number take as many micro-batches as stages",
 )
-NANOTRON = Runtime(
+NANOTRON = Framework(
     name="nanotron",
     attention="flash2",
     passes=PARTLY,
@@ -131,7 +194,7 @@ NANOTRON = Runtime(
     "gradients are freed; a hook reduces DDP's buckets during backward; ZeRO-1 flattens and copies "
     "each rank's part of each tensor; stages cut by the compute cost of blocks",
 )
-FOUNDRY = Runtime(
+FOUNDRY = Framework(
     name="llm-foundry",
     attention="flash1",
     passes=EAGER,
@@ -143,7 +206,7 @@ FOUNDRY = Runtime(
     source="mosaicml/llm-foundry: FSDP, eager, Triton FlashAttention; mixed precision DEFAULT "
     "reduces in fp32, PURE in bf16",
 )
-AXONN = Runtime(
+AXONN = Framework(
     name="AxoNN",
     attention="flash2",
     passes=EAGER,
@@ -153,7 +216,7 @@ AXONN = Runtime(
     hidden_row=HIDDEN,
     source="arXiv 2502.08145: overlapped all-reduces, reduce-scatters and gathers over Z",
 )
-COMMON = Runtime(
+COMMON = Framework(
     name="common",
     passes=EAGER,
     casts="fused",

@@ -12,12 +12,12 @@ from functools import cache
 from pathlib import Path
 
 import published_frameworks as frameworks
+from published_frameworks import Framework
 
 from ranvier.config.plan import Plan
 from ranvier.errors import PlanError
 from ranvier.planner import cluster
 from ranvier.planner.cluster import Cluster, Device, Link
-from ranvier.planner.frameworks import Runtime
 from ranvier.planner.model_spec import Model, dense
 from ranvier.planner.predict import Job, Layout
 
@@ -76,7 +76,7 @@ class Split:
     """Whether weights stay gathered for a step."""
 
 
-def known_framework(name: str) -> Runtime | None:
+def known_framework(name: str) -> Framework | None:
     """The row of a framework; None: there is none, and it is not read as another."""
     plain = " + ".join(part.strip() for part in re.sub(r"\(.*?\)", "", name).split("+"))
     found = re.fullmatch(rf"(?P<name>.*?)(?:[ -](?P<version>{VERSION}))?", plain)
@@ -322,12 +322,12 @@ def _machine(own: str, name: str, per_node: int, network: float, gpus: int) -> C
 
 
 @cache
-def framework(row: Row) -> Runtime:
+def framework(row: Row) -> Framework:
     """The runtime of a run, with what its own columns and notes say; `COMMON` if it has no row."""
     return stated(row, known_framework(row.facts["framework"]) or frameworks.COMMON)
 
 
-def stated(row: Row, found: Runtime) -> Runtime:
+def stated(row: Row, found: Framework) -> Framework:
     """A runtime with what a run says of itself, whichever framework it is."""
     note, precision = row.facts["notes"].lower(), row.facts["precision"]
     found = replace(found, sequence=row.facts["seq_parallel"] == "1")

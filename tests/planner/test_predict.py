@@ -15,7 +15,6 @@ from ranvier.cost.layers import Flow
 from ranvier.planner.cluster import Cluster, Link, Product, cluster
 from ranvier.planner.comm_volume import Spot, moves
 from ranvier.planner.frameworks import OURS
-from ranvier.planner.memory import other_frameworks
 from ranvier.planner.memory.activations import kept
 from ranvier.planner.model_spec import Model, dense, of_size
 from ranvier.planner.predict import (
@@ -31,6 +30,7 @@ from ranvier.planner.time.compute import Setup
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
+import published_formulas
 from published_frameworks import MEGATRON21, MEGATRON22, MEGATRON_DEEPSPEED
 
 
@@ -88,20 +88,20 @@ def test_a_block_keeps_what_the_paper_counts() -> None:
         for split in several:
             used = replace(MEGATRON22, sequence=split)
             setup = Setup(samples=samples, seq=seq, row=row)
-            none, _ = other_frameworks.kept(block, setup, used, "none")
+            none, _ = published_formulas.kept(block, setup, used, "none")
             outer = 10 / (row if split else 1)
             assert none == pytest.approx(tokens * (outer + (24 + scores) / row))
-            selective, _ = other_frameworks.kept(block, setup, used, "selective")
+            selective, _ = published_formulas.kept(block, setup, used, "selective")
             assert selective == pytest.approx(tokens * (outer + 24 / row))
-            full, _ = other_frameworks.kept(block, setup, used, "full")
+            full, _ = published_formulas.kept(block, setup, used, "full")
             assert full == pytest.approx(2 * tokens / (row if split else 1))
 
 
 def test_first_stages_hold_what_interleaving_asks() -> None:
-    assert other_frameworks.flights(1, 1, 8) == 1
-    assert other_frameworks.flights(8, 1, 64) == 8
-    assert other_frameworks.flights(8, 1, 4) == 4
-    assert other_frameworks.flights(8, 2, 64) == 8 * (1 + 7 / 16)
+    assert published_formulas.flights(1, 1, 8) == 1
+    assert published_formulas.flights(8, 1, 64) == 8
+    assert published_formulas.flights(8, 1, 4) == 4
+    assert published_formulas.flights(8, 2, 64) == 8 * (1 + 7 / 16)
 
 
 @pytest.mark.parametrize(

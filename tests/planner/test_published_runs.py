@@ -19,7 +19,6 @@ import published_rows  # noqa: E402
 from published_rows import Row  # noqa: E402
 
 from ranvier.planner import predict  # noqa: E402
-from ranvier.planner.frameworks import Runtime  # noqa: E402
 
 
 def row(start: str, **facts: str) -> Row:
@@ -89,7 +88,7 @@ def test_an_unknown_framework_is_not_read_as_another(name: str) -> None:
         ("nanotron v0.6", frameworks.NANOTRON),
     ],
 )
-def test_versions_of_a_framework_are_the_framework(name: str, found: Runtime) -> None:
+def test_versions_of_a_framework_are_the_framework(name: str, found: frameworks.Framework) -> None:
     assert published_rows.known_framework(name) is found
 
 

@@ -7,12 +7,21 @@ fitted to its runs; `source` says where each comes from.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from ranvier.config.plan import Plan
+    from ranvier.planner.cluster import Cluster
+    from ranvier.planner.memory.breakdown import Table
+    from ranvier.planner.model_spec import Model
+    from ranvier.planner.predict import Job, Layout
+    from ranvier.planner.time.communication import Places, Spoken
+    from ranvier.planner.time.compute import Setup
 
 Attention = Literal["scores", "flash1", "flash2", "flash3"]
-Reduction = Literal["all_reduce", "scatter", "both"]
 
 FLASH: Mapping[str, Mapping[int, tuple[float, float]]] = {
     "flash1": {70: (0.40, 0.30), 80: (0.50, 0.45), 90: (0.37, 0.31), 100: (0.30, 0.25)},
@@ -58,9 +67,6 @@ class Runtime:
     """Whether gradients are reduced while the backward pass still runs."""
     hidden_pipe: float = 0.0
     """Share of the messages between stages that runs beside compute."""
-    reduce: Reduction = "scatter"
-    """Gradients over data: an all-reduce; a reduce-scatter, and a gather of updated weights; or an
-    all-reduce and that gather."""
     gradient: int = 4
     """Bytes of a gradient, kept and reduced."""
     fused_gradient: bool = False
@@ -69,17 +75,6 @@ class Runtime:
     """Bytes of master weight and moments of a parameter."""
     sharded: bool = True
     """Whether states are split over data."""
-    gathers: Literal["again", "keep"] = "again"
-    """Weights gathered over depth for each micro-batch, or once a step."""
-    regathers: bool = False
-    """Whether what is computed again gathers weights over depth once more."""
-    bucket: float = 0.0
-    """Bytes of gradients that are reduced over data at a time; 0: all, or by blocks."""
-    copied: int = 0
-    """Tensors of a block whose parts are copied rank by rank around a reduce-scatter and a gather
-    over data, a kernel for each; 0: no copies."""
-    interleaves: bool = True
-    """Whether its pipelines know chunks."""
     scatter: bool = True
     """Whether ranks of a row send parts of a message to the next stage, not all the whole."""
     cut: Literal["equal", "balanced"] = "equal"
@@ -88,22 +83,6 @@ class Runtime:
     selective: Literal["attention", "half", "small"] = "attention"
     """What selective recomputation computes again: attention; every other matrix product and all
     between them; all between them."""
-    held_gradient: float = 0.0
-    """Bytes of a parameter's gradient in memory, with copies and buckets; 0: `gradient`."""
-    wide_gradient: float = 4.0
-    """The same where gradients are added up in fp32."""
-    fsdp: bool = False
-    """Whether weights are split over context as well, also where depth is 1."""
-    kept: float = 1.0
-    """Bytes that a block keeps over those that its products, norms and activations read."""
-    logits: int = 10
-    """Bytes of a logit, with what the loss makes of it."""
-    split_logits: int = 0
-    """The same where row splits the words, and no kernel is fused; 0: `logits`."""
-    buffers: float = 0.0
-    """Bytes of fixed buffers: flat copies, buckets."""
-    messages: int = 0
-    """Messages of a micro-batch in flight that a stage keeps besides what its blocks keep."""
     reserve: float = 0.05
     """What the allocator holds and no tensor has, over all that tensors have."""
     returned: float = 0.5
@@ -113,9 +92,21 @@ class Runtime:
     communicators are counted (`communicators`)."""
     margin: float = 0.0
     """Share of the device's memory that must stay free."""
-    copies: int = 2
-    """Gathered blocks that are there at once."""
     source: str = ""
+
+
+class Foreign(Runtime, ABC):
+    """A runtime that is not ours: what ours counts follows from formulas of its own."""
+
+    @abstractmethod
+    def memory(self, job: Job, layout: Layout) -> Table:
+        """Bytes of its worst stage by category."""
+
+    @abstractmethod
+    def spoken(
+        self, model: Model, plan: Plan, setup: Setup, cluster: Cluster, places: Places
+    ) -> Spoken:
+        """Seconds that a rank communicates in a step."""
 
 
 OURS = Runtime(

@@ -22,8 +22,7 @@ from ranvier.cost.layers import Flow
 from ranvier.planner import comm_volume, communicators
 from ranvier.planner.cluster import Cluster, Reach
 from ranvier.planner.comm_volume import Stage
-from ranvier.planner.frameworks import OURS, Runtime
-from ranvier.planner.memory import other_frameworks
+from ranvier.planner.frameworks import OURS, Foreign, Runtime
 from ranvier.planner.memory import total as space
 from ranvier.planner.memory.breakdown import Table
 from ranvier.planner.memory.model_states import Moments
@@ -229,8 +228,8 @@ def memory(
     played: under the policy `message` stages hold what its choice permits, which takes a simulation
     of a second or so; else what the usual order keeps.
     """
-    if runtime.name != OURS.name:
-        return other_frameworks.memory(job, layout, runtime)
+    if isinstance(runtime, Foreign):
+        return runtime.memory(job, layout)
     plan, size = layout.plan, compute.BYTES[job.dtype]
     other = plan.policy != usual_order(plan.chunks) and (played or plan.policy != "message")
     found = space.space(
@@ -336,10 +335,10 @@ class _Step:
         """The step of a layout, with what it communicates."""
         plan = layout.plan
         places = Places(plan, layout.order, cluster.per_node)
-        if runtime.name == OURS.name:
-            spoken = communication.ours(job.model, plan, setup, cluster, places)
+        if isinstance(runtime, Foreign):
+            spoken = runtime.spoken(job.model, plan, setup, cluster, places)
         else:
-            spoken = communication.theirs(job.model, plan, setup, cluster, runtime, places)
+            spoken = communication.ours(job.model, plan, setup, cluster, places)
         return cls(job, layout, cluster, runtime, setup, places, spoken)
 
     @property

@@ -1,9 +1,6 @@
 """Talk: seconds that a rank communicates in a step, before anything hides them.
 
-Ours come from `moves`: every collective that the runtime issues, with its bytes and how often.
-Those of other frameworks follow from what a block of theirs does: with T tokens a rank and d
-features two gathers and two scatters of T·d over row, backward the same and both gathers again
-(sequence parallelism), or two all-reduces forward and backward without it.
+They come from `moves`: every collective that the runtime issues, with its bytes and how often.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ from ranvier.cost.layers import Flow
 from ranvier.planner import comm_volume
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.comm_volume import Spot, Stage
-from ranvier.planner.frameworks import Runtime
 from ranvier.planner.model_spec import Model, Part
 from ranvier.planner.time import compute, links
 from ranvier.planner.time.compute import Setup
@@ -216,68 +212,6 @@ def _weights(
 
 SMALL = 3
 """All-reduces of a number in a step: norm, votes, tokens."""
-
-
-def theirs(
-    model: Model, plan: Plan, setup: Setup, cluster: Cluster, runtime: Runtime, places: Places
-) -> Spoken:
-    """What another framework communicates."""
-    found, row = Spoken(), places["row",]
-    block = next(part for part in model.parts if part.is_block)
-    size = 2 * setup.tokens * model.units["embed"]
-    again = 2 if plan.recompute == "full" else 1
-    if row.size > 1 and runtime.sequence:
-        gather, scatter = (links.seconds(cluster, op, size, row) for op in OPS)
-        found.plain["row"] = 2 * (again * (gather + scatter) + gather)
-        found.under["row"] = 2 * (scatter + gather)
-    elif row.size > 1:
-        whole = links.seconds(cluster, "all_reduce", size, row)
-        found.plain["row"], found.under["row"] = 2 * again * whole, 2 * whole
-    weights = sum(out * into for out, into in compute.linears(block, setup))
-    found.depth = _depth(plan, cluster, runtime, weights, places)
-    found.data, found.after = _data(model, plan, cluster, runtime, places)
-    return found
-
-
-OPS = ("all_gather", "reduce_scatter")
-
-
-def _depth(plan: Plan, cluster: Cluster, runtime: Runtime, weights: int, places: Places) -> float:
-    """Gathers and reductions over depth of a block in a micro-batch."""
-    shards = places["context", "depth"]
-    if shards.size == 1 or (plan.depth == 1 and not runtime.fsdp):
-        return 0.0
-    keep = plan.gathered == "keep" or runtime.gathers == "keep"
-    gathers = 1.0 / plan.micro_batches if keep else 2.0
-    if plan.recompute == "full" and runtime.regathers and not keep:
-        gathers = 3.0
-    reductions = 1.0 / plan.micro_batches if keep else 1.0
-    gather = links.seconds(cluster, OPS[0], 2 * weights, shards)
-    scatter = links.seconds(cluster, OPS[1], runtime.gradient * weights, shards)
-    return gathers * gather + reductions * scatter
-
-
-def _data(
-    model: Model, plan: Plan, cluster: Cluster, runtime: Runtime, places: Places
-) -> tuple[float, float]:
-    """Reductions over data, and gathers of updated weights."""
-    whole = plan.depth == 1 and not runtime.fsdp
-    copies = places["data", "expert", "context"] if whole else places["data",]
-    if copies.size == 1:
-        return 0.0, 0.0
-    held = numbers(model, plan) / plan.depth
-    op = "reduce_scatter" if runtime.reduce == "scatter" else "all_reduce"
-    size = held * runtime.gradient
-    buckets = max(size / runtime.bucket, 1.0) if runtime.bucket else 1.0
-    data = buckets * links.seconds(cluster, op, size / buckets, copies)
-    after = 0.0
-    if runtime.reduce != "all_reduce":
-        after = links.seconds(cluster, "all_gather", 2 * held, copies)
-    if runtime.copied and runtime.reduce == "scatter":  # a kernel for each rank's part
-        launch = cluster.device.launch * copies.size
-        data += 2 * launch * buckets  # by the framework, and by NCCL's lists
-        after += launch * runtime.copied * model.layers / plan.pipe
-    return data, after
 
 
 @lru_cache(maxsize=50_000)

@@ -1,4 +1,4 @@
-"""Elsewhere: bytes of a rank under other frameworks, by formulas of their papers.
+"""Formulas: bytes and seconds of a rank under other frameworks, as their papers count them.
 
     weights, gradients, states    bytes a parameter, split as the framework splits them
     activations                   a block keeps what its products and norms read (arXiv 2205.05198),
@@ -7,6 +7,10 @@
 
 plus gathered blocks, fixed buffers, and a share of all for what the allocator reserves and does not
 use. The worst stage counts.
+
+What is communicated follows from what a block does: with T tokens a rank and d features two gathers
+and two scatters of T·d over row, backward the same and both gathers again (sequence parallelism),
+or two all-reduces forward and backward without it.
 """
 
 from __future__ import annotations
@@ -15,18 +19,21 @@ import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ranvier.planner.frameworks import Runtime
+from ranvier.config.plan import Plan
+from ranvier.planner.cluster import Cluster
 from ranvier.planner.memory.breakdown import Table
 from ranvier.planner.model_spec import Model, Part
-from ranvier.planner.time import compute
+from ranvier.planner.predict import Job, Layout
+from ranvier.planner.time import communication, compute, links
+from ranvier.planner.time.communication import Places, Spoken
 from ranvier.planner.time.compute import Setup
 
 if TYPE_CHECKING:
-    from ranvier.planner.predict import Job, Layout
+    from published_frameworks import Framework
 
 
 @lru_cache(maxsize=50_000)
-def kept(part: Part, setup: Setup, runtime: Runtime, recompute: str) -> tuple[float, float]:
+def kept(part: Part, setup: Setup, runtime: Framework, recompute: str) -> tuple[float, float]:
     """Bytes that a block keeps of a micro-batch, and that it has while it runs backward."""
     width = next((leaf.shape[0] for leaf in part.find("rms", "layer")), 0) / setup.col
     outer = setup.row if runtime.sequence else 1
@@ -71,7 +78,7 @@ def flights(pipe: int, chunks: int, micro: int) -> float:
     return min(pipe * (1 + (pipe - 1) / (pipe * chunks) if chunks > 1 else 1.0), float(micro))
 
 
-def memory(job: Job, layout: Layout, runtime: Runtime) -> Table:
+def memory(job: Job, layout: Layout, runtime: Framework) -> Table:
     """Bytes of the worst stage by category."""
     plan, model = layout.plan, job.model
     setup = Setup(
@@ -90,7 +97,7 @@ def memory(job: Job, layout: Layout, runtime: Runtime) -> Table:
     return first if first.total >= last.total else last
 
 
-def _stage(job: Job, layout: Layout, runtime: Runtime, setup: Setup, where: str) -> Table:
+def _stage(job: Job, layout: Layout, runtime: Framework, setup: Setup, where: str) -> Table:
     """Bytes of the first or the last stage."""
     plan, model = layout.plan, job.model
     split = plan.row * plan.col
@@ -150,3 +157,68 @@ def _share(model: Model, pipe: int, chunks: int) -> float:
     if pipe == 1 or model.layers % (pipe * chunks) == 0:
         return model.layers / pipe
     return math.ceil((model.layers + 2) / pipe) - (1 if (model.layers + 2) % pipe == 0 else 0)
+
+
+# ---- communication ----------------------------------------------------------------------
+
+
+def spoken(
+    model: Model, plan: Plan, setup: Setup, cluster: Cluster, runtime: Framework, places: Places
+) -> Spoken:
+    """Seconds that another framework communicates in a step."""
+    found, row = Spoken(), places["row",]
+    block = next(part for part in model.parts if part.is_block)
+    size = 2 * setup.tokens * model.units["embed"]
+    again = 2 if plan.recompute == "full" else 1
+    if row.size > 1 and runtime.sequence:
+        gather, scatter = (links.seconds(cluster, op, size, row) for op in OPS)
+        found.plain["row"] = 2 * (again * (gather + scatter) + gather)
+        found.under["row"] = 2 * (scatter + gather)
+    elif row.size > 1:
+        whole = links.seconds(cluster, "all_reduce", size, row)
+        found.plain["row"], found.under["row"] = 2 * again * whole, 2 * whole
+    weights = sum(out * into for out, into in compute.linears(block, setup))
+    found.depth = _depth(plan, cluster, runtime, weights, places)
+    found.data, found.after = _data(model, plan, cluster, runtime, places)
+    return found
+
+
+OPS = ("all_gather", "reduce_scatter")
+
+
+def _depth(plan: Plan, cluster: Cluster, runtime: Framework, weights: int, places: Places) -> float:
+    """Gathers and reductions over depth of a block in a micro-batch."""
+    shards = places["context", "depth"]
+    if shards.size == 1 or (plan.depth == 1 and not runtime.fsdp):
+        return 0.0
+    keep = plan.gathered == "keep" or runtime.gathers == "keep"
+    gathers = 1.0 / plan.micro_batches if keep else 2.0
+    if plan.recompute == "full" and runtime.regathers and not keep:
+        gathers = 3.0
+    reductions = 1.0 / plan.micro_batches if keep else 1.0
+    gather = links.seconds(cluster, OPS[0], 2 * weights, shards)
+    scatter = links.seconds(cluster, OPS[1], runtime.gradient * weights, shards)
+    return gathers * gather + reductions * scatter
+
+
+def _data(
+    model: Model, plan: Plan, cluster: Cluster, runtime: Framework, places: Places
+) -> tuple[float, float]:
+    """Reductions over data, and gathers of updated weights."""
+    whole = plan.depth == 1 and not runtime.fsdp
+    copies = places["data", "expert", "context"] if whole else places["data",]
+    if copies.size == 1:
+        return 0.0, 0.0
+    held = communication.numbers(model, plan) / plan.depth
+    op = "reduce_scatter" if runtime.reduce == "scatter" else "all_reduce"
+    size = held * runtime.gradient
+    buckets = max(size / runtime.bucket, 1.0) if runtime.bucket else 1.0
+    data = buckets * links.seconds(cluster, op, size / buckets, copies)
+    after = 0.0
+    if runtime.reduce != "all_reduce":
+        after = links.seconds(cluster, "all_gather", 2 * held, copies)
+    if runtime.copied and runtime.reduce == "scatter":  # a kernel for each rank's part
+        launch = cluster.device.launch * copies.size
+        data += 2 * launch * buckets  # by the framework, and by NCCL's lists
+        after += launch * runtime.copied * model.layers / plan.pipe
+    return data, after
