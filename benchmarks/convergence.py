@@ -23,7 +23,7 @@ from peers import Shape, run_of
 
 from ranvier.data.dataset import open_data
 from ranvier.grid import Grid
-from ranvier.train.train import settled
+from ranvier.train.train import resolve_device_and_dtype
 from ranvier.train.trainer import Trainer
 
 EAGER = {"plan.compile": "off"}
@@ -54,10 +54,10 @@ def losses(asked: argparse.Namespace, shape: Shape, changes: dict[str, str]) -> 
         "data.packed": "true",
         **changes,
     }
-    run = settled(run_of(shape, asked.batch, options, device.type), device)
+    run = resolve_device_and_dtype(run_of(shape, asked.batch, options, device.type), device)
     data = open_data([asked.corpus], seq=shape.max_seq, seed=0, held_out=0.0)  # one order for all
-    trainer = Trainer.assemble(run, Grid({}), device, data)
-    found = [float(row["loss"]) for row in trainer.steps()]
+    trainer = Trainer.from_run(run, Grid({}), device, data)
+    found = [float(row["loss"]) for row in trainer.run_steps()]
     del trainer
     torch._dynamo.reset()
     gc.collect()

@@ -31,11 +31,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ranvier import launch
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.config.sections import ModelConfig
 from ranvier.data.batch import Batch
-from ranvier.data.dataset import open_data, stored_all
-from ranvier.data.loader import micro_batches
+from ranvier.data.dataset import cache_corpora, open_data
+from ranvier.data.loader import load_micro_batches
 from ranvier.grid import Grid
 
 WARMUP = 5
@@ -110,17 +110,18 @@ class Plain(nn.Module):
 def train_plain(steps: int, threads: int, out: Path, *, fused: bool) -> None:
     """Write the seconds of each step into a file, a row of JSON each, as `ranvier train` does."""
     torch.set_num_threads(threads)
-    run = Run()
-    folders = stored_all(
+    run = RunConfig()
+    folders = cache_corpora(
         list(run.data.corpus),
-        cache=launch.cache(),
+        cache=launch.cache_dir(),
         tokenizer=run.data.tokenizer,
         max_bytes=run.data.max_bytes,
     )
     data = open_data(folders, seq=run.data.seq, seed=run.train.seed, held_out=run.data.held_out)
     size = run.plan.batch
     batches = [
-        micro_batches(data.train, step * size, size, Grid({}), size)[0] for step in range(steps)
+        load_micro_batches(data.train, step * size, size, Grid({}), size)[0]
+        for step in range(steps)
     ]
     torch.manual_seed(0)
     model = Plain(run.model)
@@ -200,7 +201,7 @@ def main() -> None:
     parser.add_argument("--fused", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("options", nargs="*", help="of ranvier train")
     asked = parser.parse_args()
-    run, cores = Run(), len(os.sched_getaffinity(0))
+    run, cores = RunConfig(), len(os.sched_getaffinity(0))
     if asked.plain:
         train_plain(asked.steps, cores, asked.plain, fused=asked.fused)
         return

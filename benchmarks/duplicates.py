@@ -24,13 +24,13 @@ import torch
 
 from ranvier import launch
 from ranvier.config.plan import Plan
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.config.sections import DataConfig, MemoryConfig, ModelConfig, TrainConfig
 from ranvier.grid import Grid
-from ranvier.nn.moe.layer import Experts
-from ranvier.parallel.parallelize import parallel_of
-from ranvier.train.build_model import built
-from ranvier.train.memory.probe import blank
+from ranvier.nn.moe.layer import MoELayer
+from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.train.build_model import build_model
+from ranvier.train.memory.probe import blank_batch
 from ranvier.train.step import forward_backward
 
 META = torch.device("meta")
@@ -50,7 +50,9 @@ class Row:
     duplicated: int
 
 
-def run_of(size: str, *, expert: int, row: int, col: int, seq: int, keep: bool, full: bool) -> Run:
+def run_of(
+    size: str, *, expert: int, row: int, col: int, seq: int, keep: bool, full: bool
+) -> RunConfig:
     """Two layers of a size, of which one is a mixture at least."""
     plan = Plan(
         data=1,
@@ -62,29 +64,29 @@ def run_of(size: str, *, expert: int, row: int, col: int, seq: int, keep: bool, 
         recompute="full" if full else "none",
     )
     kept: Literal["keep", "again"] = "keep" if keep else "again"
-    return Run(
-        model=replace(ModelConfig.of(size), layers=2),
+    return RunConfig(
+        model=replace(ModelConfig.from_size(size), layers=2),
         plan=plan,
         data=DataConfig(seq=seq, packed=False),
         train=TrainConfig(dtype="bf16"),
         memory=MemoryConfig(collectives=kept),
-    ).check(plan.world)
+    ).check_and_resolve(plan.world_size)
 
 
-def called(run: Run, *, duplicated: bool = False) -> list[launch.Call]:
+def called(run: RunConfig, *, duplicated: bool = False) -> list[launch.CommCall]:
     """Calls of a pass forward and backward of the first rank."""
-    with launch.fake(run.plan.world, 0):
-        grid = Grid.of(run.plan, rank=0, connected=True)
-        model = built(run, grid, META, local_ranks=1)
-        for leaf in parallel_of(model).leaves.values():
-            if isinstance(leaf, Experts):
-                leaf.duplicated = duplicated
-        with launch.counted() as calls:
-            forward_backward(model, [blank(run, MICRO, META)])
+    with launch.fake_process_group(run.plan.world_size, 0):
+        grid = Grid.from_plan(run.plan, rank=0, connected=True)
+        model = build_model(run, grid, META, local_ranks=1)
+        for leaf in get_parallel_model(model).layers.values():
+            if isinstance(leaf, MoELayer):
+                leaf.duplicate_tokens = duplicated
+        with launch.count_comm_calls() as calls:
+            forward_backward(model, [blank_batch(run, MICRO, META)])
     return calls
 
 
-def swapped(calls: list[launch.Call]) -> int:
+def swapped(calls: list[launch.CommCall]) -> int:
     """Bytes of all-to-alls."""
     return sum(call.bytes for call in calls if call.op == "all_to_all")
 

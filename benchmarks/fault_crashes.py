@@ -15,7 +15,7 @@ ONCE = "--launch.retries=1"
 NEVER = "--launch.retries=0"
 KILL = "before(Trainer, {name!r}, at({step}, {who}, kill))"
 HOOKED = """
-_assemble = Trainer.assemble
+_assemble = Trainer.from_run
 def _hooked(*arguments, **options):
     made = _assemble(*arguments, **options)
     def hook(module, inputs, output):
@@ -23,11 +23,11 @@ def _hooked(*arguments, **options):
             {action}
     next(iter(made.model.blocks)).register_forward_hook(hook)
     return made
-Trainer.assemble = _hooked
+Trainer.from_run = _hooked
 """
 NOW = """
 NOW = [0]
-before(Trainer, "issue", lambda self, *_, **__: NOW.__setitem__(0, self.step))
+before(Trainer, "issue_step", lambda self, *_, **__: NOW.__setitem__(0, self.step))
 """
 
 
@@ -63,7 +63,7 @@ def _before_meeting(stage: Stage) -> str:
 
 @case("A2", "SIGKILL rank 1 before the model is built", "71 within 5 s of it")
 def _before_building(stage: Stage) -> str:
-    code = "before(Trainer, 'assemble', lambda *_, **__: rank() == 1 and (mark(), kill()))"
+    code = "before(Trainer, 'from_run', lambda *_, **__: rank() == 1 and (mark(), kill()))"
     process = stage.start(*RUN, NEVER, faults={TRAINER: code})
     process.when()
     process.began = time.monotonic()
@@ -90,7 +90,7 @@ before(Decoder, "__init__", _no)
 
 @case("A4 end", "SIGKILL rank 0, host of the store, no restarts", "71 within 5 s")
 def _store(stage: Stage) -> str:
-    code = "before(Trainer, 'issue', at(5, 0, lambda: (mark(), kill())))"
+    code = "before(Trainer, 'issue_step', at(5, 0, lambda: (mark(), kill())))"
     process = stage.start(*RUN, NEVER, faults={TRAINER: code})
     process.when()
     process.began = time.monotonic()
@@ -100,15 +100,18 @@ def _store(stage: Stage) -> str:
 
 @case("A4 again", "SIGKILL rank 0, host of the store, in a step", "restart, bit-equal")
 def _store_again(stage: Stage) -> str:
-    return restarted(stage, at_step("issue", who=0), ONCE)
+    return restarted(stage, at_step("issue_step", who=0), ONCE)
 
 
 PHASES = {
     "forward": HOOKED.format(action="first() and kill()"),
     "backward": HOOKED.format(action="output.register_hook(lambda _: first() and kill() or None)"),
     "reduce": """
-from ranvier.buckets.scheduler import Deferred
-before(Deferred, "_reduce", lambda self, _: NOW[0] == 5 and rank() == 1 and first() and kill())
+from ranvier.buckets.scheduler import BucketScheduler
+def _reduce(self, _):
+    if NOW[0] == 5 and rank() == 1 and first():
+        kill()
+before(BucketScheduler, "_reduce_over_data", _reduce)
 """
     + NOW,
     "optimizer": """
@@ -119,7 +122,7 @@ def _half(*_, **__):
         _count.append(0)
         if len(_count) == 2 and first():
             kill()
-before(_optimizer.fused, "adamw", _half)
+before(_optimizer.fused_adamw, "fused_adamw", _half)
 """
     + NOW,
     "scheduler": KILL.format(name="lr", step=5, who=1),
@@ -138,8 +141,8 @@ for _name in PHASES:
 @case("A5 metrics", "SIGKILL rank 0 when it writes a row of metrics", "restart, bit-equal")
 def _metrics(stage: Stage) -> str:
     code = """
-_written = written
-def written(path):
+_written = metrics_file
+def metrics_file(path):
     made = _written(path)
     enter = made.__enter__
     def entered(*_):
@@ -160,7 +163,7 @@ def written(path):
 @case("A5 evaluation", "SIGKILL rank 1 in an evaluation", "restart, bit-equal")
 def _evaluation(stage: Stage) -> str:
     words = ["--train.evaluate=3", "--data.held-out=0.3"]
-    done = restarted(stage, at_step("measure", 6), *words)
+    done = restarted(stage, at_step("compute_val_loss", 6), *words)
     ours, theirs = (
         [json.loads(line)["held_out_loss"] for line in (run / "metrics.jsonl").open()]
         for run in (stage.folder / "run", stage.whole(*words))
@@ -172,13 +175,13 @@ def _evaluation(stage: Stage) -> str:
 @case("A6", "SIGKILL between messages of 2 stages, 4 micro-batches", "restart, bit-equal")
 def _messages(stage: Stage) -> str:
     code = """
-from ranvier.pipeline.executor import Step
+from ranvier.pipeline.executor import PipelineStep
 _sent = []
 def _third(*_, **__):
     _sent.append(0)
     if len(_sent) == 5 * 4 + 3 and rank() == 1 and first():
         kill()
-before(Step, "_send", _third)
+before(PipelineStep, "_send_result", _third)
 """
     words = ["--plan.pipe=2", "--plan.batch=8", "--plan.micro-batch=2"]
     return restarted(stage, {TRAINER: code}, *words)
@@ -194,8 +197,8 @@ _steps = {steps}
 def _begin(self, step, *_, **__):
     if self.grid.rank == {who} and step in _steps and first(f"save-{{step}}"):
         _left[0] = _steps[step]
-from ranvier.checkpoint import saver as _saver
-before(_saver.Saver, "save", _begin)
+from ranvier.checkpoint import async_saver as _saver
+before(_saver.AsyncSaver, "save", _begin)
 def _count(name, *_, **__):
     import threading
     if threading.current_thread().name == "checkpoint" and _left[0] >= 0:
@@ -230,7 +233,7 @@ def kills(stage: Stage, steps: dict[int, int], who: int, total: int) -> str:
 
 @case("A7", "SIGKILL rank 1 in the first save", "begins again and says so, bit-equal")
 def _first_save(stage: Stage) -> str:
-    faults = at_step("save", 2)
+    faults = at_step("save_checkpoint", 2)
     ended = stage.run(*RUN, *SAVED, faults=faults).expect(0, "no committed checkpoint")
     check("66" not in ended.errors, ended.errors)
     return f"'no committed checkpoint', {same(stage.folder / 'run', stage.whole())}"
@@ -253,12 +256,12 @@ def _committing(stage: Stage) -> str:
 @case("A10", "SIGKILL rank 0 while it removes an old checkpoint", "what is left is whole")
 def _removing(stage: Stage) -> str:
     code = """
-from ranvier.checkpoint import folder as _folders
+from ranvier.checkpoint import directory as _folders
 def _half(path):
     if path.name.endswith(".removing") and path.is_dir() and first():
         (path / "rank-00000.safetensors").unlink()
         kill()
-before(_folders, "_remove", _half)
+before(_folders, "_remove_path", _half)
 """
     words = ["--checkpoint.every=2", "--checkpoint.keep=1"]
     stage.run(*RUN, *words, faults={TRAINER: code}).expect(0, "Going on after step 4")
@@ -281,31 +284,31 @@ def _thread_end(stage: Stage) -> str:
 @case("A11 lost", "the writing thread of rank 1 vanishes without a word", "73, not a hang")
 def _thread_lost(stage: Stage) -> str:
     code = """
-from ranvier.checkpoint import saver as _saver
-_begin = _saver.Saver._begin
+from ranvier.checkpoint import async_saver as _saver
+_begin = _saver.AsyncSaver._start_thread
 def _none(self, work):
     if self.grid.rank == 1 and self.step == 4:
         work = lambda: None
     _begin(self, work)
-_saver.Saver._begin = _none
+_saver.AsyncSaver._start_thread = _none
 """
     stage.run(*RUN, *SAVED, faults={TRAINER: code}).expect(73, "rank-00001.json is not there")
-    names = [path.name for path in folders.found(stage.folder / "run" / "checkpoints")]
+    names = [path.name for path in folders.find_checkpoints(stage.folder / "run" / "checkpoints")]
     check(names == ["step-00000002"], str(names))
     return "73, nothing half is committed"
 
 
 def _writer(stage: Stage, action: str, code: int, words: str) -> str:
     text = f"""
-from ranvier.checkpoint import part as _part
+from ranvier.checkpoint import rank_file as _part
 def _fails(folder, who, *_):
     if who == 1 and ".step-00000004" in str(folder):
         {action}
-before(_part, "write", _fails)
+before(_part, "write_rank_file", _fails)
 """
     ended = stage.run(*RUN, *SAVED, faults={TRAINER: text}).expect(code, words)
     run = stage.folder / "run"
-    names = [path.name for path in folders.found(run / "checkpoints")]
+    names = [path.name for path in folders.find_checkpoints(run / "checkpoints")]
     check(names == ["step-00000002"], str(names))
     steps = len((run / "metrics.jsonl").read_text().splitlines())
     check(steps <= 6, f"{steps} steps were taken")
@@ -316,12 +319,12 @@ before(_part, "write", _fails)
 @case("A12", "SIGKILL rank 1 while it loads", "the next start loads the same, bit-equal")
 def _loading(stage: Stage) -> str:
     code = """
-before(Trainer, "issue", at(5, 1, kill, "step"))
+before(Trainer, "issue_step", at(5, 1, kill, "step"))
 from ranvier.checkpoint import load as _load
 def _half(copy, *_):
     if rank() == 1 and first("load"):
         kill()
-before(_load.Copy, "run", _half)
+before(_load.ElementCopy, "copy_from", _half)
 """
     ended = stage.run(*RUN, *SAVED, faults={TRAINER: code}).expect(0)
     check(ended.errors.count("Starting all ranks again") == 2, ended.errors)
@@ -333,14 +336,14 @@ before(_load.Copy, "run", _half)
 
 @case("A13", "os._exit(0) of rank 1 in a step", "71, never 0")
 def _quiet(stage: Stage) -> str:
-    code = "before(Trainer, 'issue', at(5, 1, lambda: os._exit(0)))"
+    code = "before(Trainer, 'issue_step', at(5, 1, lambda: os._exit(0)))"
     ended = stage.run(*RUN, faults={TRAINER: code})
     ended.expect(71, "Rank 1 ended with exit code 0 at step 4, before the run was over")
     return "71"
 
 
 def _fault(number: int, stage: Stage) -> str:
-    code = f"before(Trainer, 'issue', at(5, 1, lambda: kill({number})))"
+    code = f"before(Trainer, 'issue_step', at(5, 1, lambda: kill({number})))"
     name = signal.Signals(number).name
     ended = stage.run(*RUN, *SAVED, faults={TRAINER: code})
     ended.expect(71, f"Rank 1 was killed by signal {number} ({name}) at step 4")

@@ -41,10 +41,10 @@ def _mounted(*words: str) -> int:
 
 def again(stage: Stage, run: Path, *words: str) -> str:
     """What was committed is whole, and the run goes on from it to the bit."""
-    kept = folders.found(run / "checkpoints")
+    kept = folders.find_checkpoints(run / "checkpoints")
     for path in kept:
         with Path(os.devnull).open("w") as null, redirect_stdout(null):
-            check(checkpoint.verified(path) == 0, f"{path} is damaged")
+            check(checkpoint.verify_checkpoints(path) == 0, f"{path} is damaged")
     name = str(run.relative_to(stage.folder))
     stage.run(*RUN, *SAVED, *words, f"--train.out={name}").expect(0)
     return f"{len(kept)} checkpoint(s) as they were, then {same(run, stage.whole(*words))}"
@@ -75,7 +75,7 @@ case("C1 waiting", "disk full while parts are written, the run waits", "73, good
 )
 
 FAIL = """
-from ranvier.checkpoint import blocks as _blocks, folder as _folders
+from ranvier.checkpoint import checksummed_file as _blocks, directory as _folders
 _count = []
 def _fails(*arguments, **_):
     path = str(arguments[0]) if arguments else ""
@@ -96,9 +96,9 @@ def failing(
 
 
 PLACES = {
-    "manifest": ("_blocks", "write", "'manifest.json' in path"),
-    "latest": ("_blocks", "write", "'.latest' in path"),
-    "rename": ("_folders", "rename", "True"),
+    "manifest": ("_blocks", "write_checksummed", "'manifest.json' in path"),
+    "latest": ("_blocks", "write_checksummed", "'.latest' in path"),
+    "rename": ("_folders", "rename_finished", "True"),
 }
 
 
@@ -152,7 +152,7 @@ import subprocess
 def _remount(self, *_, **__):
     if self.grid.rank == 0 and self.step == 6 and first():
         subprocess.run(["mount", "-o", "remount,ro", {str(where)!r}], check=True)
-before(Trainer, "save", _remount)
+before(Trainer, "save_checkpoint", _remount)
 """
         faults = {TRAINER: code}
         words = ["--checkpoint.background=False"]
@@ -166,7 +166,7 @@ before(Trainer, "save", _remount)
 def _removed(stage: Stage) -> str:
     code = """
 import shutil
-before(Trainer, "issue", at(3, 0, lambda: shutil.rmtree("run/checkpoints")))
+before(Trainer, "issue_step", at(3, 0, lambda: shutil.rmtree("run/checkpoints")))
 """
     words = [*SAVED, "--checkpoint.background=False"]
     ended = stage.run(*RUN, *words, faults={TRAINER: code}).expect(73, "No such file or directory")
@@ -214,7 +214,7 @@ def _stumbles(stage: Stage) -> str:
 @case("C6", "fsync says EIO", "73, that save is not committed")
 def _not_synced(stage: Stage) -> str:
     ended = stage.run(*RUN, *SAVED, faults=failing("os", "fsync", "EIO")).expect(73, "error")
-    names = [path.name for path in folders.found(stage.folder / "run" / "checkpoints")]
+    names = [path.name for path in folders.find_checkpoints(stage.folder / "run" / "checkpoints")]
     check(names == ["step-00000002"], str(names))
     clean(ended)
     return f"73, {again(stage, stage.folder / 'run')}"
@@ -223,13 +223,13 @@ def _not_synced(stage: Stage) -> str:
 @case("C7", "a disk slower than the interval of saves", "saves left out with a warning")
 def _slow(stage: Stage) -> str:
     code = """
-PATIENCE = 0.3
+SAVE_WAIT_SECONDS = 0.3
 _fsync = os.fsync
 def fsync(handle):
     time.sleep(1.0)
     _fsync(handle)
 os.fsync = fsync
-before(Trainer, "issue", lambda *_, **__: time.sleep(0.05))
+before(Trainer, "issue_step", lambda *_, **__: time.sleep(0.05))
 """
     ended = stage.run(*RUN, *SAVED, faults={TRAINER: code})
     ended.expect(0, "is still being written")
@@ -251,7 +251,7 @@ def _clock(stage: Stage) -> str:
     stage.folder.mkdir()
     stage.run(*RUN, *SAVED).expect(0)
     run = stage.folder / "run"
-    *_, old, last = folders.found(run / "checkpoints")
+    *_, old, last = folders.find_checkpoints(run / "checkpoints")
     shutil.rmtree(last)
     (run / "checkpoints" / "latest").unlink()
     for path in (old, *old.iterdir()):
@@ -271,7 +271,7 @@ def _fill():
                 file.write(bytes(512))
         except OSError:
             pass
-before(Trainer, "issue", at(3, 0, _fill))
+before(Trainer, "issue_step", at(3, 0, _fill))
 """
         words = ["--checkpoint.every=-1", "--train.steps=20", *ON_DISK]  # rows of several pages
         ended = stage.run(*RUN, *words, faults={TRAINER: code})
@@ -297,7 +297,7 @@ def _fill(self, *_, **__):
         while shutil.disk_usage("disk").free > 1.05 * size:
             with open("disk/filler", "ab") as file:
                 file.write(bytes(4096))
-before(Trainer, "issue", _fill)
+before(Trainer, "issue_step", _fill)
 """
         words = [*WIDE, "--checkpoint.background=False"]
         ended = stage.run(*RUN, *SAVED, *words, *ON_DISK, faults={TRAINER: code})
@@ -305,6 +305,6 @@ before(Trainer, "issue", _fill)
         check("bytes free; the checkpoint of step" in ended.errors, ended.errors)
         early, _, later = ended.errors.partition("bytes free; the checkpoint of step 4")
         check("No space" not in early and "step 6" in later, ended.errors)
-        names = [path.name for path in folders.found(where / "run" / "checkpoints")]
+        names = [path.name for path in folders.find_checkpoints(where / "run" / "checkpoints")]
         check(names == ["step-00000002", "step-00000004"], str(names))
         return "warned before step 4, which was saved, and before step 6, which was not: 73"

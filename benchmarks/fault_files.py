@@ -28,10 +28,10 @@ from fault_runs import (
 
 from ranvier.checkpoint import directory as folders
 from ranvier.checkpoint import manifest as manifests
-from ranvier.checkpoint.async_saver import save
+from ranvier.checkpoint.async_saver import save_and_wait
 from ranvier.errors import CheckpointError
 from ranvier.grid import Grid
-from ranvier.sharding import Place
+from ranvier.sharding import Shard
 
 NEWEST, BEFORE = "step-00000006", "step-00000004"
 FIRST, SECOND = "rank-00000.safetensors", "rank-00001.safetensors"
@@ -55,17 +55,19 @@ def flipped(path: Path, at: int) -> None:
 
 def within(checkpoint: Path, end: str) -> tuple[Path, int]:
     """The file and a byte of the first tensor whose name ends so."""
-    manifest = manifests.read(checkpoint)
+    manifest = manifests.read_manifest(checkpoint)
     name = next(name for name in manifest.tensors if name.endswith(end))
-    part = manifest.tensors[name].parts[0]
-    return checkpoint / list(manifest.files)[part.file], part.begin + 5
+    part = manifest.tensors[name].shards[0]
+    return checkpoint / list(manifest.files)[part.file], part.offset + 5
 
 
 def flip_tensor(end: str) -> Callable[[Path], None]:
     return lambda checkpoint: flipped(*within(checkpoint, end))
 
 
-def edited(change: Callable[[bytes], bytes], name: str = manifests.NAME) -> Callable[[Path], None]:
+def edited(
+    change: Callable[[bytes], bytes], name: str = manifests.MANIFEST_NAME
+) -> Callable[[Path], None]:
     """Change the bytes of a file of a checkpoint."""
 
     def edit(checkpoint: Path) -> None:
@@ -95,7 +97,10 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
     "D3 byte": ("the last byte of a part cut off", edited(lambda x: x[:-1], FIRST)),
     "D4 missing": ("a part removed", lambda checkpoint: (checkpoint / SECOND).unlink()),
     "D4 swapped": ("two parts swapped", _swap),
-    "D5 missing": ("no manifest", lambda checkpoint: (checkpoint / manifests.NAME).unlink()),
+    "D5 missing": (
+        "no manifest",
+        lambda checkpoint: (checkpoint / manifests.MANIFEST_NAME).unlink(),
+    ),
     "D5 cut": ("the manifest cut to half", edited(lambda x: x[: len(x) // 2])),
     "D5 empty": ("an empty manifest", edited(lambda x: b"")),
     "D5 text": ("a manifest that is no JSON", edited(lambda x: b"hello\n")),
@@ -109,9 +114,9 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], None]]] = {
 def damaged(stage: Stage, name: str) -> str:
     """Damage the newest checkpoint; the one before is taken."""
     run = base(stage)
-    before = (run / "checkpoints" / NEWEST / manifests.NAME).read_bytes()
+    before = (run / "checkpoints" / NEWEST / manifests.MANIFEST_NAME).read_bytes()
     DAMAGE[name][1](run / "checkpoints" / NEWEST)
-    path = run / "checkpoints" / NEWEST / manifests.NAME
+    path = run / "checkpoints" / NEWEST / manifests.MANIFEST_NAME
     if name in ("D1 data", "D5 digest"):
         check(path.read_bytes() != before, "nothing was changed")
     ended = stage.run("train", "run").expect(0, "damaged, not used", NEWEST)
@@ -135,11 +140,11 @@ def _foreign(stage: Stage) -> str:
 @case("D5 version", "a manifest of a later version", "refused (76), never begun anew")
 def _version(stage: Stage) -> str:
     run = base(stage)
-    path = run / "checkpoints" / NEWEST / manifests.NAME
+    path = run / "checkpoints" / NEWEST / manifests.MANIFEST_NAME
     body = json.loads(path.read_bytes())["body"]
     body["format"] = 99
     text = json.dumps(body, separators=(",", ":")).encode()
-    path.write_bytes(manifests.sealed(text))
+    path.write_bytes(manifests.add_digest(text))
     stage.run("train", "run").expect(76)
     return "76"
 
@@ -176,12 +181,12 @@ for _name, (_, _code) in POINTERS.items():
 @case("D7", "all checkpoints damaged", "66, each named with its damage")
 def _all(stage: Stage) -> str:
     run = base(stage)
-    found = folders.found(run / "checkpoints")
+    found = folders.find_checkpoints(run / "checkpoints")
     for path in found:
         flipped(*within(path, ".master"))
     ended = stage.run("train", "run").expect(66, *(path.name for path in found))
     check("resume=never" in ended.errors, ended.errors)
-    check([*folders.found(run / "checkpoints")] == found, "they were moved")
+    check([*folders.find_checkpoints(run / "checkpoints")] == found, "they were moved")
     return "66, three named, none touched"
 
 
@@ -256,10 +261,10 @@ def _back(stage: Stage) -> str:
 def _again(self, *_, **__):
     if self.step == 6:
         self.saver.step = -1
-        self.save()
+        self.save_checkpoint()
         os.kill(os.getpid(), signal.SIGTERM)
         os._exit(0)
-before(Trainer, "steps", _again)
+before(Trainer, "run_steps", _again)
 """
     grid = ["--plan.data=1", "--plan.row=2"]
     stage.run("train", "run", *grid, faults={TRAINER: code})
@@ -292,12 +297,12 @@ def _drift(self, **_):
     if self.step == 4 and self.grid.rank == 1:
         weight = dict(self.model.named_parameters())["blocks.0.norm1.weight"]
         weight.data.view(-1)[0] += 1e-3
-before(Trainer, "save", _drift)
+before(Trainer, "save_checkpoint", _drift)
 """
     words = ["--plan.row=2"]
     ended = stage.run(*RUN, *SAVED, *words, faults={TRAINER: code}).expect(74, "norm1.weight")
     check("rank 1" in ended.errors or "rank 0" in ended.errors, ended.errors)
-    names = [path.name for path in folders.found(stage.folder / "run" / "checkpoints")]
+    names = [path.name for path in folders.find_checkpoints(stage.folder / "run" / "checkpoints")]
     check(names == ["step-00000002"], str(names))
     return f"74: {ended.errors.splitlines()[0][:90]}"
 
@@ -305,21 +310,23 @@ before(Trainer, "save", _drift)
 @case("D15", "weights that are no numbers", "not saved (74); such a checkpoint is warned of")
 def _bad(stage: Stage) -> str:
     poison = """
-_tensors = saves.tensors
+_tensors = checkpointing.tensors_to_write
 def tensors(trainer):
     found = _tensors(trainer)
-    if trainer.step == {step} and not trainer.stopping:
+    if trainer.step == {step} and not trainer.stop_signal:
         name = next(n for n in found[1] if n.endswith(".master"))
         found[1][name][0].view(-1)[0] = float("nan")
     return found
-saves.tensors = tensors
+checkpointing.tensors_to_write = tensors
 """
     faults = {TRAINER: poison.format(step=4)}
     stage.run(*RUN, *SAVED, "--guard.replicas=0", faults=faults).expect(74, "not finite")
-    names = [path.name for path in folders.found(stage.folder / "run" / "checkpoints")]
+    names = [path.name for path in folders.find_checkpoints(stage.folder / "run" / "checkpoints")]
     check(names == ["step-00000002"], str(names))
     other = Stage(stage.folder / "other", stage.root)
-    through = "from ranvier.checkpoint import part as _part\n_part.refuse_bad = lambda *_: None\n"
+    through = (
+        "from ranvier.checkpoint import rank_file as _part\n_part.refuse_bad = lambda *_: None\n"
+    )
     text = through + poison.format(step=8)
     other.run(*RUN, "--guard.replicas=0", faults={TRAINER: text}).expect(0)
     ended = other.run("train", "run", "--train.steps=9")
@@ -329,16 +336,16 @@ saves.tensors = tensors
 
 @case("D16", "20,000 tensors, empty ones, scalars, strides", "round trip equal")
 def _many(stage: Stage) -> str:
-    def whole(tensor: torch.Tensor) -> tuple[torch.Tensor, Place]:
+    def whole(tensor: torch.Tensor) -> tuple[torch.Tensor, Shard]:
         shape = tuple(tensor.shape)
-        return tensor, Place(shape, (0,) * len(shape), shape, shape)
+        return tensor, Shard(shape, (0,) * len(shape), shape, shape)
 
     state = {f"t{n}": whole(torch.full((2,), float(n))) for n in range(20_000)}
     shared = torch.arange(12.0)
     state |= {"empty": whole(torch.empty(0, 3)), "scalar": whole(torch.tensor(3.0))}
     state |= {"part": whole(shared[:6].view(2, 3)), "rest": whole(shared[6:])}
     began = time.monotonic()
-    save(stage.folder / "checkpoints", 1, state, {}, Grid({}))
+    save_and_wait(stage.folder / "checkpoints", 1, state, {}, Grid({}))
     found = read(stage.folder / "checkpoints" / "step-00000001")
     bad = differing(found, {name: tensor for name, (tensor, _) in state.items()})
     check(not bad, f"differ: {bad[:3]}")
@@ -370,7 +377,7 @@ def _reader(stage: Stage) -> str:
     process, good, gone = stage.start(*RUN, *words), 0, 0
     where = stage.folder / "run" / "checkpoints"
     while process.child.poll() is None:
-        found = folders.found(where)
+        found = folders.find_checkpoints(where)
         for path in found[-1:]:
             try:
                 check(len(read(path)) > 20, "tensors are missing")

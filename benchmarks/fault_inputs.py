@@ -31,7 +31,7 @@ def _micro(stage: Stage) -> str:
 @case("E3", "the text was changed; then other_data", "65 with fingerprints; then goes on")
 def _changed(stage: Stage) -> str:
     words = corpus(stage)
-    code = "before(Trainer, 'issue', at(5, 0, lambda: kill(signal.SIGTERM)))"
+    code = "before(Trainer, 'issue_step', at(5, 0, lambda: kill(signal.SIGTERM)))"
     stage.run(*RUN, *words, faults={TRAINER: code}).expect(75)
     corpus(stage, 201)
     stage.run("train", "run").expect(65, "fingerprint")
@@ -68,7 +68,7 @@ def _short(stage: Stage) -> str:
 def loading(stage: Stage, action: str, code: int) -> str:
     """The thread that reads data on rank 1 fails."""
     text = f"""
-_loaded = Trainer._loaded
+_loaded = Trainer._batch_maker
 def _bad(self):
     make = _loaded(self)
     def made(step):
@@ -76,7 +76,7 @@ def _bad(self):
             {action}
         return make(step)
     return made
-Trainer._loaded = _bad
+Trainer._batch_maker = _bad
 """
     words = ["--train.timeout=6", "--launch.watchdog=60"]
     ended = stage.run(*RUN, *SAVED, *words, faults={TRAINER: text}).expect(code, "rank 1")
@@ -114,9 +114,9 @@ for _name, _words, _says in (
 
 @case("F4", "ranks with different settings (as of another launcher)", "64, keys and ranks named")
 def _unequal(stage: Stage) -> str:
-    from ranvier.launch import free_port
+    from ranvier.launch import find_free_port
 
-    port = str(free_port())
+    port = str(find_free_port())
     ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     other = Stage(Path(f"{stage.folder}-1"), stage.root)
     begun = [
@@ -146,7 +146,7 @@ def _longer(stage: Stage) -> str:
 # ---- numbers ----------------------------------------------------------------------------
 
 BAD = """
-_assemble = Trainer.assemble
+_assemble = Trainer.from_run
 def _poisoned(*arguments, **options):
     import torch
     made = _assemble(*arguments, **options)
@@ -155,7 +155,7 @@ def _poisoned(*arguments, **options):
             return output.index_fill(0, torch.tensor([0]), torch.nan)
     next(iter(made.model.blocks)).register_forward_hook(poison)
     return made
-Trainer.assemble = _poisoned
+Trainer.from_run = _poisoned
 """
 
 
@@ -173,7 +173,7 @@ def _many_bad(stage: Stage) -> str:
     faults = {TRAINER: BAD.format(steps=(4, 5, 6))}
     ended = stage.run(*RUN, *SAVED, "--guard.skips=1", faults=faults)
     ended.expect(74, "go on from run/checkpoints/step-0000000")
-    check(folders.found(stage.folder / "run" / "checkpoints"), "no checkpoint")
+    check(folders.find_checkpoints(stage.folder / "run" / "checkpoints"), "no checkpoint")
     return "74, checkpoint named"
 
 
@@ -185,7 +185,7 @@ def _flip(self, *_, **__):
         import torch
         weight = next(p for p in self.model.parameters() if p.dim() > 1)
         weight.data.view(torch.int32).view(-1)[0] ^= 1
-before(Trainer, "compare", _flip)
+before(Trainer, "compare_replicas", _flip)
 """
     ended = stage.run(*RUN, "--guard.replicas=4", faults={TRAINER: code}).expect(
         74, "different bits"
@@ -195,7 +195,7 @@ before(Trainer, "compare", _flip)
 
 def resumed(stage: Stage, grid: str) -> str:
     """A run that is stopped and goes on, on one grid."""
-    code = "before(Trainer, 'issue', at(3, 1, lambda: kill(signal.SIGTERM)))"
+    code = "before(Trainer, 'issue_step', at(3, 1, lambda: kill(signal.SIGTERM)))"
     stage.run(*RUN, f"--plan.{grid}", faults={TRAINER: code}).expect(75)
     stage.run("train", "run").expect(0, "Going on after step")
     return same(stage.folder / "run", stage.whole(f"--plan.{grid}"))

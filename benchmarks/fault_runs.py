@@ -269,16 +269,16 @@ def losses(run: Path) -> list[float]:
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
     """All tensors of the newest checkpoint of a run."""
-    found = folders.found(run / "checkpoints")
+    found = folders.find_checkpoints(run / "checkpoints")
     check(found, f"{run} has no checkpoint")
     return read(found[-1])
 
 
 def read(checkpoint: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, moments and random states included."""
-    manifest = manifests.read(checkpoint)
-    state = {name: load.blank(entry) for name, entry in manifest.tensors.items()}
-    load.fill(checkpoint, manifest, state)
+    manifest = manifests.read_manifest(checkpoint)
+    state = {name: load.empty_shard(entry) for name, entry in manifest.tensors.items()}
+    load.fill_tensors(checkpoint, manifest, state)
     return {name: tensor for name, (tensor, _) in state.items()}
 
 

@@ -32,9 +32,9 @@ from fault_runs import (
 
 from ranvier.checkpoint import directory as folders
 
-SLOW = "before(Trainer, 'issue', lambda self, *_, **__: time.sleep(0.1))\n"
+SLOW = "before(Trainer, 'issue_step', lambda self, *_, **__: time.sleep(0.1))\n"
 """Steps that are long enough for a signal to come between."""
-THERE = SLOW + "before(Trainer, 'issue', at(3, 1, mark))\n"
+THERE = SLOW + "before(Trainer, 'issue_step', at(3, 1, mark))\n"
 
 
 def stopped(stage: Stage, ended: Ended) -> str:
@@ -42,7 +42,7 @@ def stopped(stage: Stage, ended: Ended) -> str:
     ended.expect(75, "saved in")
     run = stage.folder / "run"
     done = len(rows(run))
-    names = [path.name for path in folders.found(run / "checkpoints")]
+    names = [path.name for path in folders.find_checkpoints(run / "checkpoints")]
     check(3 < done < 8 and names[-1] == f"step-{done:08}", f"{done} steps, {names}")
     stage.run("train", "run").expect(0, f"Going on after step {done}")
     return f"75 after step {done}, then {same(run, stage.whole())}"
@@ -78,7 +78,7 @@ for _id, _number, _worker in (
 
 def twice(stage: Stage, number: int, code: int) -> str:
     """Two signals in a long step."""
-    faults = {TRAINER: "before(Trainer, 'issue', at(3, 0, lambda: (mark(), time.sleep(30))))"}
+    faults = {TRAINER: "before(Trainer, 'issue_step', at(3, 0, lambda: (mark(), time.sleep(30))))"}
     process = stage.start(*RUN, *SAVED, faults=faults)
     process.when()
     process.tell(number)
@@ -101,19 +101,19 @@ case("A20", "Ctrl-C, Ctrl-C", "130 within 2 s")(partial(twice, number=signal.SIG
 @case("A18", "SIGTERM while a save runs", "that save is finished once, 75")
 def _in_save(stage: Stage) -> str:
     code = """
-from ranvier.checkpoint import blocks as _blocks
+from ranvier.checkpoint import checksummed_file as _blocks
 def _slow(path, *_):
     if ".step-00000004" in str(path) and path.name == "rank-00001.safetensors":
         mark()
         time.sleep(1.5)
-before(_blocks, "write", _slow)
-before(Trainer, "issue", lambda self, *_, **__: self.step == 4 and time.sleep(0.5))
+before(_blocks, "write_checksummed", _slow)
+before(Trainer, "issue_step", lambda self, *_, **__: self.step == 4 and time.sleep(0.5))
 """
     process = stage.start(*RUN, *SAVED, faults={TRAINER: code})
     process.when()
     process.tell(signal.SIGTERM)
     ended = process.end().expect(75, "saved in")
-    names = [path.name for path in folders.found(stage.folder / "run" / "checkpoints")]
+    names = [path.name for path in folders.find_checkpoints(stage.folder / "run" / "checkpoints")]
     check(
         names[:2] == ["step-00000002", "step-00000004"] and len(names) == len({*names}), f"{names}"
     )
@@ -132,8 +132,8 @@ WAITS = {
     ),
     "data": (
         TRAINER,
-        "before(Trainer, '_loaded', lambda self: None)\n"
-        "_loaded = Trainer._loaded\n"
+        "before(Trainer, '_batch_maker', lambda self: None)\n"
+        "_loaded = Trainer._batch_maker\n"
         "def _late(self):\n"
         "    make = _loaded(self)\n"
         "    def slow(step):\n"
@@ -141,12 +141,12 @@ WAITS = {
         "            mark(); time.sleep(2)\n"
         "        return make(step)\n"
         "    return slow\n"
-        "Trainer._loaded = _late\n",
+        "Trainer._batch_maker = _late\n",
         True,
     ),
     "evaluation": (
         TRAINER,
-        "before(Trainer, 'measure', at(4, 1, lambda: (mark(), time.sleep(1))))",
+        "before(Trainer, 'compute_val_loss', at(4, 1, lambda: (mark(), time.sleep(1))))",
         True,
     ),
 }
@@ -172,7 +172,7 @@ for _name in WAITS:
 @case("A19 compile", "SIGTERM while blocks are compiled", "75 once the step is done")
 def _compiling(stage: Stage) -> str:
     check(shutil.which("g++"), "no compiler")
-    code = "before(Trainer, 'issue', at(0, 1, mark))"
+    code = "before(Trainer, 'issue_step', at(0, 1, mark))"
     fresh = {"TORCHINDUCTOR_CACHE_DIR": str(stage.folder / "compiled")}
     fresh["RANVIER_CACHE"] = str(stage.folder / "cache")
     words = ["--plan.compile=on", "--model.layers=1"]
@@ -186,7 +186,7 @@ def _compiling(stage: Stage) -> str:
 
 @case("A21", "SIGKILL the launcher", "ranks end within 5 s")
 def _launcher(stage: Stage) -> str:
-    faults = {TRAINER: SLOW + "before(Trainer, 'issue', at(3, 1, mark))"}
+    faults = {TRAINER: SLOW + "before(Trainer, 'issue_step', at(3, 1, mark))"}
     process = stage.start(*RUN, "--train.steps=500", faults=faults)
     process.when()
     began = process.tell(signal.SIGKILL)
@@ -201,7 +201,7 @@ def _launcher(stage: Stage) -> str:
 
 @case("A22", "SIGSTOP rank 1 for 6 s, watchdog 16 s", "a warning names rank 1, bit-equal")
 def _stopped(stage: Stage) -> str:
-    code = "before(Trainer, 'issue', at(3, 1, lambda: (mark(), kill(signal.SIGSTOP))))"
+    code = "before(Trainer, 'issue_step', at(3, 1, lambda: (mark(), kill(signal.SIGSTOP))))"
     process = stage.start(*RUN, "--launch.watchdog=16", faults={TRAINER: code})
     pid = process.when()
     time.sleep(6.0)
@@ -212,7 +212,7 @@ def _stopped(stage: Stage) -> str:
 
 def hung(stage: Stage, action: str) -> str:
     """A rank that does not come back."""
-    code = f"before(Trainer, 'issue', at(3, 1, lambda: (mark(), {action})))"
+    code = f"before(Trainer, 'issue_step', at(3, 1, lambda: (mark(), {action})))"
     process = stage.start(*RUN, *SAVED, "--launch.watchdog=8", faults={TRAINER: code})
     process.when()
     began = time.monotonic()
@@ -234,7 +234,7 @@ case("A24", "rank 1 holds its interpreter (C sleep), watchdog 8 s", "72 by the l
 
 @case("A25", "rank 1 dies at the same step each time", "93 after 3 restarts")
 def _loop(stage: Stage) -> str:
-    code = "before(Trainer, 'issue', at(5, 1, kill, ''))"
+    code = "before(Trainer, 'issue_step', at(5, 1, kill, ''))"
     ended = stage.run(*RUN, *SAVED, faults={TRAINER: code}).expect(93, "3 restarts in a row")
     check(ended.errors.count("Starting all ranks again") == 3, ended.errors)
     return "93 after 3 restarts"
@@ -245,7 +245,7 @@ def _random(stage: Stage) -> str:
     draw = stage.draw()
     steps = sorted(draw.sample(range(3, 58), 6))
     code = "\n".join(
-        f"before(Trainer, 'issue', at({step}, {draw.randrange(2)}, kill, 'k{step}'))"
+        f"before(Trainer, 'issue_step', at({step}, {draw.randrange(2)}, kill, 'k{step}'))"
         for step in steps
     )
     words = ["--train.steps=60"]
@@ -268,7 +268,7 @@ def _locked(stage: Stage) -> str:
     code = (
         "import sys, time; from pathlib import Path; "
         "from ranvier.train.resume import run_directory as folder; "
-        "handle = folder.lock(Path('run')); print('locked', flush=True); time.sleep(60)"
+        "handle = folder.lock_dir(Path('run')); print('locked', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen(
         [sys.executable, "-c", code], cwd=stage.folder, stdout=subprocess.PIPE, text=True
@@ -307,7 +307,7 @@ def _waits(self, *_, **__):
     while self.step == 3 and not os.path.exists(os.path.join(HERE, "go")):
         mark()
         time.sleep(0.1)
-before(Trainer, "issue", _waits)
+before(Trainer, "issue_step", _waits)
 """
     first: Process = stage.start(*RUN, faults={TRAINER: slow})
     first.when()
@@ -324,7 +324,7 @@ before(Trainer, "issue", _waits)
 
 @case("X1", "SIGKILL rank 2 of 4", "others end within 5 s, restart, bit-equal")
 def _four(stage: Stage) -> str:
-    faults = at_step("issue", who=2)
+    faults = at_step("issue_step", who=2)
     words = ["--plan.data=2", "--plan.row=2"]
     done = restarted(stage, faults, *words, ranks=4)
     again = Stage(stage.folder.with_name("X1-end"), stage.root)
@@ -332,7 +332,7 @@ def _four(stage: Stage) -> str:
         *RUN,
         *words,
         NEVER,
-        faults={TRAINER: "before(Trainer, 'issue', at(5, 2, lambda: (mark(), kill())))"},
+        faults={TRAINER: "before(Trainer, 'issue_step', at(5, 2, lambda: (mark(), kill())))"},
         ranks=4,
     )
     process.when()
@@ -347,7 +347,7 @@ def _smaller(stage: Stage) -> str:
 def _dies(self, *_, **__):
     if self.step == 5 and self.grid.rank == 1:
         kill()
-before(Trainer, "issue", _dies)
+before(Trainer, "issue_step", _dies)
 """
     words = ["--launch.grids", "data=1", "--launch.retries=1", "--checkpoint.every=2"]
     ended = stage.run(*RUN, *words, faults={TRAINER: code})

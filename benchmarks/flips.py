@@ -30,12 +30,14 @@ def noticed(checkpoint: Path) -> tuple[bool, bool]:
     """Whether `verify` finds damage, and whether a load of all tensors does."""
     with open(os.devnull, "w") as null, redirect_stdout(null):
         try:
-            seen = show.verified(checkpoint) == CheckpointError.exit_code
+            seen = show.verify_checkpoints(checkpoint) == CheckpointError.exit_code
         except RanvierError:  # refused
             seen = True
     try:
-        manifest = manifests.read(checkpoint)
-        load.fill(checkpoint, manifest, {n: load.blank(e) for n, e in manifest.tensors.items()})
+        manifest = manifests.read_manifest(checkpoint)
+        load.fill_tensors(
+            checkpoint, manifest, {n: load.empty_shard(e) for n, e in manifest.tensors.items()}
+        )
     except RanvierError:
         return seen, True
     return seen, False

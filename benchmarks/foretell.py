@@ -28,15 +28,20 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from memory import RATE, Bench, Config, config, shape_of
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.errors import RanvierError
-from ranvier.launch import Ranks, keep_compiled
+from ranvier.launch import ProcessInfo, cache_compiled_kernels
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.memory.breakdown import GIB
-from ranvier.tools.benchmark_cluster import Measurement, described
-from ranvier.tools.profiler.chrome_trace import read
-from ranvier.tools.profiler.report import Peaks, _mark, _recorded, summary
-from ranvier.train.metrics import Mark
+from ranvier.tools.benchmark_cluster import ClusterBenchmark, describe_cluster
+from ranvier.tools.profiler.chrome_trace import read_kernels
+from ranvier.tools.profiler.report import (
+    DevicePeaks,
+    _annotate_optimizer,
+    _record_triton,
+    summarize_kernels,
+)
+from ranvier.train.metrics import DeviceEvent
 
 TIME, MEMORY = 0.08, 0.05
 """Largest errors."""
@@ -68,20 +73,20 @@ def settings() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def foretold(run: Run, made: Cluster) -> dict[str, Any]:
+def foretold(run: RunConfig, made: Cluster) -> dict[str, Any]:
     """What the planner says of a run on one device of a cluster."""
-    from ranvier.planner.model_spec import of_run
-    from ranvier.planner.predict import Job, Layout, predict
-    from ranvier.planner.time.compute import SCALES
+    from ranvier.planner.model_spec import resolve_model_spec
+    from ranvier.planner.predict import Candidate, Workload, predict_step
+    from ranvier.planner.time.compute import FP8_SCALING
 
-    job = Job(of_run(run), run.data.seq, run.plan.batch, dtype=run.train.dtype)
-    layout = Layout(run.plan, fp8=SCALES[run.train.fp8])
-    found = predict(job, layout, made.of(devices=1))
+    job = Workload(resolve_model_spec(run), run.data.seq, run.plan.batch, dtype=run.train.dtype)
+    layout = Candidate(run.plan, fp8=FP8_SCALING[run.train.fp8])
+    found = predict_step(job, layout, made.with_size(devices=1))
     return {
-        "seconds": found.total,
-        "parts": dict(found.parts),
-        "memory": found.memory.allocated,
-        "table": found.memory.facts(),
+        "seconds": found.step_seconds,
+        "parts": dict(found.seconds_by_part),
+        "memory": found.memory.allocated_bytes,
+        "table": found.memory.to_dict(),
     }
 
 
@@ -98,8 +103,8 @@ class Taken:
     def step(self) -> None:
         """One optimizer step."""
         trainer = self.bench.trainer
-        trainer.take(self.bench.batches, RATE, trainer.guard.watch)
-        trainer.grid.trace.awaited = []
+        trainer.take_step(self.bench.batches, RATE, trainer.guard.step_limits)
+        trainer.grid.trace.waited_events = []
 
     def facts(self) -> dict[str, Any]:
         """Seconds and bytes of steps, and where the seconds go."""
@@ -111,28 +116,30 @@ class Taken:
             torch.cuda.reset_peak_memory_stats(self.device)
         windows = []
         for _ in range(self.asked.windows):
-            begin = Mark(self.device)
+            begin = DeviceEvent(self.device)
             for _ in range(self.asked.steps):
                 self.step()
-            end = Mark(self.device)
-            end.wait()
-            windows.append(end.since(begin) / self.asked.steps)
+            end = DeviceEvent(self.device)
+            end.synchronize()
+            windows.append(end.seconds_since(begin) / self.asked.steps)
         memory = torch.cuda.max_memory_allocated(self.device) if cuda else 0
         found = {"windows": windows, "seconds": statistics.median(windows), "memory": memory}
         return found | {"kernels": self.kernels() if cuda else {}}
 
     def kernels(self) -> dict[str, Any]:
         """Milliseconds of a step by group, and the longest kernels."""
-        _mark(self.bench.trainer)
+        _annotate_optimizer(self.bench.trainer)
         both = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-        with tempfile.TemporaryDirectory() as folder, _recorded():
+        with tempfile.TemporaryDirectory() as folder, _record_triton():
             path = Path(folder) / "trace.json.gz"
             with torch.profiler.profile(activities=both, record_shapes=True) as record:
                 self.step()
                 torch.cuda.synchronize(self.device)
             record.export_chrome_trace(str(path))
             with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
-                report = summary(read(json.load(file)), steps=1, peaks=Peaks())
+                report = summarize_kernels(
+                    read_kernels(json.load(file)), steps=1, peaks=DevicePeaks()
+                )
         rows = [
             {"name": row.name[:80], "op": row.op, "group": row.group, "calls": row.calls}
             | {"ms": row.ms, "flops": row.flops, "bytes": row.bytes}
@@ -201,10 +208,10 @@ def main() -> int:
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
         torch.zeros(1, device=device)
-        keep_compiled()
+        cache_compiled_kernels()
     begun = time.perf_counter()
-    made = Measurement(Ranks(), device).all()
-    print(*described(made), sep="\n")
+    made = ClusterBenchmark(ProcessInfo(), device).measure_cluster()
+    print(*describe_cluster(made), sep="\n")
     print(f"measured in {time.perf_counter() - begun:.0f} s\n", flush=True)
     facts: dict[str, Any] = {"cluster": asdict(made), "rows": []}
     for one in TINY if asked.tiny else CONFIGS:

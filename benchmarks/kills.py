@@ -31,11 +31,11 @@ import torch
 
 from ranvier.checkpoint import async_saver, load
 from ranvier.checkpoint import directory as folders
-from ranvier.checkpoint.directory import Keep
+from ranvier.checkpoint.directory import RetentionPolicy
 from ranvier.cli import checkpoint
 from ranvier.errors import CheckpointError
 from ranvier.grid import Grid
-from ranvier.sharding import Place, State
+from ranvier.sharding import Shard, ShardedStateDict
 
 CALLS = ("open", "pwrite", "write", "fsync", "replace", "rename", "mkdir", "unlink", "rmdir")
 """Functions of `os` that change what a disk holds."""
@@ -47,7 +47,7 @@ class Kind:
 
     name: str
     ranks: int = 1
-    keep: Keep | None = None
+    keep: RetentionPolicy | None = None
     same: bool = False
     """Save the same step again."""
     left: bool = False
@@ -56,19 +56,19 @@ class Kind:
 
 KINDS = (
     Kind("first of two ranks", ranks=2),
-    Kind("prune to one", keep=Keep(last=1)),
-    Kind("two ranks, prune to one", ranks=2, keep=Keep(last=1)),
-    Kind("four ranks, keep the best", ranks=4, keep=Keep(last=1, best=True)),
-    Kind("the same step again", same=True, keep=Keep(last=1)),
+    Kind("prune to one", keep=RetentionPolicy(keep_latest=1)),
+    Kind("two ranks, prune to one", ranks=2, keep=RetentionPolicy(keep_latest=1)),
+    Kind("four ranks, keep the best", ranks=4, keep=RetentionPolicy(keep_latest=1, keep_best=True)),
+    Kind("the same step again", same=True, keep=RetentionPolicy(keep_latest=1)),
     Kind("after a killed save", left=True, ranks=2),
 )
 
 
-def state(rank: int, ranks: int, value: float) -> State:
+def state(rank: int, ranks: int, value: float) -> ShardedStateDict:
     """A part of two tensors, one of which is large enough for several blocks."""
     rows, width = 4, 70_000
-    large = Place((rows * ranks, width), (rows * rank, 0), (rows, width), (rows, width))
-    small = Place((ranks, 3), (rank, 0), (1, 3), (1, 3))
+    large = Shard((rows * ranks, width), (rows * rank, 0), (rows, width), (rows, width))
+    small = Shard((ranks, 3), (rank, 0), (1, 3), (1, 3))
     return {
         "a.master": (torch.full((rows, width), value), large),
         "b.master": (torch.full((1, 3), value, dtype=torch.float64), small),
@@ -78,11 +78,13 @@ def state(rank: int, ranks: int, value: float) -> State:
 def saved(folder: Path, step: int, value: float, kind: Kind, nonce: str) -> None:
     """Save as all ranks of a kind do, in one process."""
     with (
-        mock.patch.object(async_saver, "told", lambda *_: nonce),
-        mock.patch.object(async_saver, "together", lambda work, *_: work()),
+        mock.patch.object(async_saver, "broadcast_text", lambda *_: nonce),
+        mock.patch.object(async_saver, "run_and_raise_together", lambda work, *_: work()),
     ):
         grids = [Grid({"row": kind.ranks}, rank=rank) for rank in range(kind.ranks)]
-        savers = [async_saver.Saver(folder, grid, torch.device("cpu"), kind.keep) for grid in grids]
+        savers = [
+            async_saver.AsyncSaver(folder, grid, torch.device("cpu"), kind.keep) for grid in grids
+        ]
     facts = {"held_out_loss": float(step), "value": value}
     for rank, one in enumerate(savers):
         one.save(step, state(rank, kind.ranks, value), facts)
@@ -93,9 +95,11 @@ def saved(folder: Path, step: int, value: float, kind: Kind, nonce: str) -> None
         for error in (one._error for one in savers):
             if error is not None:  # the cause, not that another rank has one
                 raise error
-        left, failed = (max(numbers) for numbers in zip(*(o.report() for o in savers), strict=True))
+        left, failed = (
+            max(numbers) for numbers in zip(*(o.report_progress() for o in savers), strict=True)
+        )
         for one in savers:
-            one.hear(left, failed)
+            one.handle_reports(left, failed)
 
 
 def killed_at(number: int, half: bool) -> Callable[[str, Any], Any]:
@@ -123,7 +127,7 @@ def trial(folder: Path, kind: Kind, number: int, half: bool) -> str:
     before = Kind(kind.name, kind.ranks)
     saved(folder, 1, 1.0, before, "aaaa")
     if kind.left:
-        hidden = folders.writing(folder, 2, "dead")
+        hidden = folders.temporary_path(folder, 2, "dead")
         hidden.mkdir()
         (hidden / "rank-00000.safetensors").write_bytes(b"half")
     reader, writer = os.pipe()
@@ -148,10 +152,10 @@ def trial(folder: Path, kind: Kind, number: int, half: bool) -> str:
 
 def check(folder: Path, kind: Kind) -> int:
     """The value of what is left; an AssertionError if it is no whole checkpoint of k or k + 1."""
-    paths, _ = folders.newest(folder)
+    paths, _ = folders.newest_checkpoints(folder)
     for path in paths:
         try:
-            whole = load.wholes(path)
+            whole = load.load_full_tensors(path)
         except CheckpointError:
             continue
         values = {float(x) for tensor in whole.values() for x in tensor.unique()}
@@ -159,7 +163,7 @@ def check(folder: Path, kind: Kind) -> int:
         value = int(values.pop())
         assert kind.same or folders.step_of(path) == value, (path, value)
         with open(os.devnull, "w") as null, redirect_stdout(null):
-            assert checkpoint.verified(path) == 0, path
+            assert checkpoint.verify_checkpoints(path) == 0, path
         return value
     raise AssertionError(f"{kind.name}: nothing loads of {sorted(os.listdir(folder))}")
 
@@ -206,7 +210,7 @@ def main() -> int:
     torch.set_num_threads(1)  # a child has no other
     kinds = KINDS
     if options.control:
-        kinds, folders._free = tuple(kind for kind in KINDS if kind.same), removed
+        kinds, folders._unused_path = tuple(kind for kind in KINDS if kind.same), removed
     calls: collections.Counter[str] = collections.Counter()
     values: collections.Counter[int] = collections.Counter()
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:

@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from ranvier.config.plan import Plan
-from ranvier.config.run import Run
-from ranvier.launch import Ranks, connect, die_with_parent, local_ranks
+from ranvier.config.run import RunConfig
+from ranvier.launch import ProcessInfo, die_with_parent, init_process_group, local_process_infos
 
 TAU, ERROR, SPREAD = 0.7, 0.25, 2.0
 """Least rank correlation, largest median error, least spread."""
@@ -72,13 +72,13 @@ def named(degrees: Mapping[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in degrees.items())
 
 
-def run_of(degrees: Mapping[str, Any]) -> Run:
+def run_of(degrees: Mapping[str, Any]) -> RunConfig:
     """The default job in a layout."""
     plan = Plan(**{"data": 1, **degrees})
-    run = Run(plan=plan)
+    run = RunConfig(plan=plan)
     quiet = replace(run.train, device="cpu", dtype="fp32", backend="gloo")
     compiled = replace(plan, compile="off")
-    return replace(run, plan=compiled, train=quiet).check(plan.world)
+    return replace(run, plan=compiled, train=quiet).check_and_resolve(plan.world_size)
 
 
 # ---- ranks that wait for work -----------------------------------------------------------
@@ -94,7 +94,7 @@ class Crew:
     def start(self) -> None:
         """Start them."""
         context = multiprocessing.get_context("spawn")
-        for me in local_ranks(self.size):
+        for me in local_process_infos(self.size):
             here, there = context.Pipe()
             one = context.Process(target=_serve, args=(me, there), daemon=True)
             one.start()
@@ -128,14 +128,14 @@ class Worker:
     seats: dict[str, Any] = field(default_factory=dict)
 
 
-def _serve(me: Ranks, pipe: Connection) -> None:
+def _serve(me: ProcessInfo, pipe: Connection) -> None:
     """The life of a rank."""
     import torch
 
     die_with_parent()
-    torch.set_num_threads(max((os.cpu_count() or 1) // me.world, 1))
-    connect(me, backend="gloo", timeout_seconds=120.0)
-    worker = Worker(me.rank, me.world)
+    torch.set_num_threads(max((os.cpu_count() or 1) // me.world_size, 1))
+    init_process_group(me, backend="gloo", timeout_seconds=120.0)
+    worker = Worker(me.rank, me.world_size)
     while True:
         try:
             function, arguments = pipe.recv()
@@ -155,15 +155,15 @@ def build(worker: Worker, degrees: Mapping[str, Any]) -> None:
     from ranvier.train.trainer import Trainer
 
     run, device = run_of(degrees), torch.device("cpu")
-    grid = Grid.of(run.plan, rank=worker.rank, connected=True)
+    grid = Grid.from_plan(run.plan, rank=worker.rank, connected=True)
     nothing: Any = None  # steps are given their batches
-    trainer = Trainer.assemble(run, grid, device, nothing, local_ranks=worker.world)
+    trainer = Trainer.from_run(run, grid, device, nothing, local_ranks=worker.world)
     batches = _batch(run).micro_batches(trainer.grid, trainer.run.plan.micro_batch)
     worker.seats[named(degrees)] = (trainer, batches)
     turn(worker, degrees, 2)
 
 
-def _batch(run: Run) -> Any:
+def _batch(run: RunConfig) -> Any:
     """Random tokens, in two documents a sample, of which the length differs."""
     import torch
 
@@ -241,17 +241,20 @@ def kendall(rows: Sequence[Row]) -> tuple[float, int]:
 def foretell(rows: Sequence[Row], path: str) -> None:
     """Fill in predictions."""
     from ranvier.planner import cluster
-    from ranvier.tools.auto_plan import foreseen
+    from ranvier.tools.auto_plan import predict_run
 
-    made = cluster.read(Path(path))
+    made = cluster.read_cluster(Path(path))
     for row in rows:
-        found = foreseen(run_of(row.degrees), made)
-        row.predicted, row.parts = found.total, {k: v for k, v in found.parts.items() if v}
+        found = predict_run(run_of(row.degrees), made)
+        row.predicted, row.parts = (
+            found.step_seconds,
+            {k: v for k, v in found.seconds_by_part.items() if v},
+        )
 
 
 def measured(rows: Sequence[Row], rounds: int, steps: int) -> None:
     """Let all layouts take their turns."""
-    worlds = {named(row.degrees): run_of(row.degrees).plan.world for row in rows}
+    worlds = {named(row.degrees): run_of(row.degrees).plan.world_size for row in rows}
     crews = {size: Crew(size) for size in sorted({*worlds.values()})}
     try:
         for crew in crews.values():

@@ -33,15 +33,15 @@ from peers import Shape, run_of
 from ranvier.data.batch import Batch
 from ranvier.errors import RanvierError
 from ranvier.grid import Grid
-from ranvier.launch import grow_segments
-from ranvier.parallel.parallelize import parallel_of
+from ranvier.launch import use_expandable_segments
+from ranvier.parallel.parallelize import get_parallel_model
 from ranvier.planner.memory import breakdown
-from ranvier.planner.memory.breakdown import GIB, Table
+from ranvier.planner.memory.breakdown import GIB, MemoryBreakdown
 from ranvier.train.memory import probe
-from ranvier.train.memory.breakdown import Account
-from ranvier.train.memory.resolve import foreseen
+from ranvier.train.memory.breakdown import MemoryTracker
+from ranvier.train.memory.resolve import predict_memory
 from ranvier.train.step import forward_backward
-from ranvier.train.train import settled
+from ranvier.train.train import resolve_device_and_dtype
 from ranvier.train.trainer import Trainer
 
 GOOD = (0.95, 1.05)
@@ -111,49 +111,53 @@ class Bench:
     """A trainer on random tokens."""
 
     def __init__(self, shape: Shape, config: Config, device: torch.device) -> None:
-        run = settled(run_of(shape, config.batch, config.settings, device.type), device)
+        run = resolve_device_and_dtype(
+            run_of(shape, config.batch, config.settings, device.type), device
+        )
         nothing: Any = None  # steps are given their batches
         self.device = device
-        self.trainer = Trainer.assemble(run, Grid({}), device, nothing)
+        self.trainer = Trainer.from_run(run, Grid({}), device, nothing)
         source = torch.Generator(device).manual_seed(0)
         size = (config.batch, shape.max_seq + 1)
         ids = torch.randint(0, shape.vocab, size, device=device, generator=source)
         batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
-        self.batches = batch.micro_batches(self.trainer.grid, self.trainer.run.plan.micro_batch)
+        self.batches = batch.split_micro_batches(
+            self.trainer.grid, self.trainer.run.plan.micro_batch
+        )
 
-    def predicted(self) -> Account:
+    def predicted(self) -> MemoryTracker:
         """The account of the trainer."""
         trainer = self.trainer
-        if trainer.account.case is None:
-            trainer.account = foreseen(
+        if trainer.memory_tracker.fit_problem is None:
+            trainer.memory_tracker = predict_memory(
                 trainer.run, trainer.model, trainer.optimizer, self.device, 1
             )
-        return trainer.account
+        return trainer.memory_tracker
 
-    def measured(self, steps: int) -> Table:
+    def measured(self, steps: int) -> MemoryBreakdown:
         """Take steps; what all but the first have held."""
-        trainer, account = self.trainer, self.trainer.account
+        trainer, account = self.trainer, self.trainer.memory_tracker
         if self.device.type == "cpu":
             return self._counted()
         for i in range(steps):
             if i == 1:
                 torch.cuda.reset_peak_memory_stats(self.device)
-            passes = (partial(account.watch, trainer.model),) if i == 1 else ()
-            trainer.take(self.batches, RATE, trainer.guard.watch, *passes)
+            passes = (partial(account.track_gradients, trainer.model),) if i == 1 else ()
+            trainer.take_step(self.batches, RATE, trainer.guard.step_limits, *passes)
             torch.cuda.synchronize(self.device)
-        return account.measured(trainer.optimizer, self.device)
+        return account.measure_usage(trainer.optimizer, self.device)
 
-    def _counted(self) -> Table:
+    def _counted(self) -> MemoryBreakdown:
         """On the CPU: storages made in the passes of a step, and what is there all the time."""
-        trainer, queue = self.trainer, parallel_of(self.trainer.model).queue
-        before = [[b.data for b in queue.buckets], [b.inputs() for b in self.batches]]
-        with probe.OnHost(before, partial(probe.gradients, queue)) as watch:
+        trainer, queue = self.trainer, get_parallel_model(self.trainer.model).bucket_scheduler
+        before = [[b.data for b in queue.buckets], [b.model_inputs() for b in self.batches]]
+        with probe.HostMemoryCounter(before, partial(probe.live_gradients, queue)) as watch:
             passes = partial(forward_backward, trainer.model, self.batches)
-            trainer.account.watch(trainer.model, passes)
-        known = trainer.account.measured(trainer.optimizer, self.device)
-        rest = watch.peak() - known.device["gradients"]
-        queue.begin("")
-        return Table({**known.device, "activations": rest}, known.host)
+            trainer.memory_tracker.track_gradients(trainer.model, passes)
+        known = trainer.memory_tracker.measure_usage(trainer.optimizer, self.device)
+        rest = watch.peak_bytes() - known.device["gradients"]
+        queue.begin_step("")
+        return MemoryBreakdown({**known.device, "activations": rest}, known.host)
 
     def close(self) -> None:
         """Let go of all memory."""
@@ -180,13 +184,16 @@ def tables(asked: argparse.Namespace, device: torch.device) -> list[dict[str, An
             row: dict[str, Any] = {"name": one.name}
             try:
                 bench = Bench(shape_of(one.size), one, device)
-                predicted = bench.predicted().predicted
+                predicted = bench.predicted().predicted_usage
                 assert predicted is not None, "the prediction itself did not fit"
                 measured = bench.measured(asked.steps)
-                row |= {"predicted": predicted.facts(), "measured": measured.facts()}
-                row["ratio"] = measured.allocated / predicted.allocated
+                row |= {"predicted": predicted.to_dict(), "measured": measured.to_dict()}
+                row["ratio"] = measured.allocated_bytes / predicted.allocated_bytes
                 print(f"\n{one.name} ({time.perf_counter() - start:.1f} s)")
-                print(*(f"  {line}" for line in breakdown.lines(predicted, measured)), sep="\n")
+                print(
+                    *(f"  {line}" for line in breakdown.format_breakdown(predicted, measured)),
+                    sep="\n",
+                )
             except (RanvierError, RuntimeError, AssertionError) as error:
                 row["failed"] = str(error).splitlines()[0][:200]
                 print(f"\n{one.name} failed: {row['failed']}")
@@ -228,16 +235,22 @@ def fits(asked: argparse.Namespace, device: torch.device) -> list[dict[str, Any]
             bench = Bench(shape_of(size), one, device)
             notes = bench.trainer.notes
             row["tries"] = 1 + sum("chosen again" in note for note in notes)
-            predicted = bench.predicted().predicted
+            predicted = bench.predicted().predicted_usage
             assert predicted is not None
             measured = bench.measured(asked.steps)
-            row |= {"predicted": predicted.facts(), "measured": measured.facts(), "notes": notes}
-            row["ratio"] = measured.total / (limit * GIB)
+            row |= {
+                "predicted": predicted.to_dict(),
+                "measured": measured.to_dict(),
+                "notes": notes,
+            }
+            row["ratio"] = measured.total_bytes / (limit * GIB)
             print(f"\n{name} ({time.perf_counter() - start:.1f} s), {row['tries']} tries")
             print(*(f"  {line}" for line in notes), sep="\n")
-            print(*(f"  {line}" for line in breakdown.lines(predicted, measured)), sep="\n")
+            print(
+                *(f"  {line}" for line in breakdown.format_breakdown(predicted, measured)), sep="\n"
+            )
             if total:  # on the CPU host and device are one
-                print(f"  held {measured.total / GIB:.3g} of {limit:g} GiB")
+                print(f"  held {measured.total_bytes / GIB:.3g} of {limit:g} GiB")
         except (RanvierError, RuntimeError, AssertionError) as error:
             row["failed"] = str(error)
             print(f"\n{name} failed: {error}")
@@ -252,7 +265,7 @@ def fits(asked: argparse.Namespace, device: torch.device) -> list[dict[str, Any]
 
 def main() -> int:
     """Run what was asked for; 0 if all is good."""
-    grow_segments()
+    use_expandable_segments()
     asked = settings()
     device = torch.device("cpu" if asked.tiny else "cuda")
     if not asked.table and not asked.fit:

@@ -48,16 +48,16 @@ from peers import (
 )
 from torch import Tensor, nn
 
-from ranvier.cost.layers import Flow
+from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import Batch
 from ranvier.errors import PlanError, RanvierError
 from ranvier.grid import Grid
-from ranvier.parallel.parallelize import parallel_of
-from ranvier.train.build_model import built
-from ranvier.train.metrics import Mark, peak_flops
+from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.train.build_model import build_model
+from ranvier.train.metrics import DeviceEvent, peak_flops
 from ranvier.train.model_converters import choose_arithmetic
 from ranvier.train.step import forward_backward
-from ranvier.train.train import settled
+from ranvier.train.train import resolve_device_and_dtype
 
 KINDS = {"titan": ("titan", "titan-block"), "hf": ("hf",)}
 FASTER = {"titan": 1.10, "hf": 1.5}
@@ -150,34 +150,38 @@ def ours(task: Task, settings: Sequence[str] = ()) -> Contestant:
     assert isinstance(task.shape, Mixed), task.shape
     chosen_ = dict(text.partition("=")[::2] for text in settings)
     known = {"train.dtype": "bf16", "plan.recompute": "none", **chosen_}
-    run = settled(run_of(task.shape, task.batch, known, task.device.type), task.device)
+    run = resolve_device_and_dtype(
+        run_of(task.shape, task.batch, known, task.device.type), task.device
+    )
     grid = Grid({})
-    model = built(run, grid, task.device, local_ranks=1)
-    flow = Flow(task.batch, task.shape.max_seq, 2, statistics=4)
+    model = build_model(run, grid, task.device, local_ranks=1)
+    flow = ActivationShape(task.batch, task.shape.max_seq, 2, statistics_itemsize=4)
     for note in choose_arithmetic(run, model, grid, task.device, flow):
         print(f"    {note}")
-    parallel = parallel_of(model)
-    queue = parallel.queue
+    parallel = get_parallel_model(model)
+    queue = parallel.bucket_scheduler
 
     def passes(tokens: Tensor, targets: Tensor) -> Tensor:
-        micros = Batch(tokens, targets).micro_batches(grid, task.batch)
+        micros = Batch(tokens, targets).split_micro_batches(grid, task.batch)
         loss = forward_backward(model, micros)
-        grid.trace.awaited = []  # as the trainer does
+        grid.trace.waited_events = []  # as the trainer does
         return loss
 
     passes(*task.pairs[0])  # shows in which pieces gradients come
-    pieces = [(bucket, at, len(grad)) for bucket, found in queue.finish() for at, grad in found]
+    pieces = [
+        (bucket, at, len(grad)) for bucket, found in queue.finish_gradients() for at, grad in found
+    ]
     weights = [nn.Parameter(bucket.data[at : at + size]) for bucket, at, size in pieces]
-    queue.begin("")
+    queue.begin_step("")
 
     def learn(tokens: Tensor, targets: Tensor) -> Tensor:
         loss = passes(tokens, targets)
-        grads = [grad for _, found in queue.finish() for _, grad in found]
+        grads = [grad for _, found in queue.finish_gradients() for _, grad in found]
         for weight, grad in zip(weights, grads, strict=True):
             weight.grad = grad.to(weight.dtype).view_as(weight)
         return loss
 
-    return Contestant(weights, learn, task.shape, forget=partial(queue.begin, ""))
+    return Contestant(weights, learn, task.shape, forget=partial(queue.begin_step, ""))
 
 
 def _plain(model: nn.Module, loss_of: Callable[..., Tensor], shape: Mixed, **rest: Any) -> Any:
@@ -332,12 +336,12 @@ def _timed(one: Contestant, task: Task, asked: Any) -> dict[str, Any]:
         raise ValueError(f"it has {count:,} weights, not {shape.parameters:,}")
     loss = torch.zeros(())
     for _ in range(asked.windows):
-        begin = Mark(task.device)
+        begin = DeviceEvent(task.device)
         for i in range(asked.steps):
             loss = one.step(*task.pairs[i % len(task.pairs)])
-        end = Mark(task.device)
-        end.wait()
-        times.append(end.since(begin) / asked.steps)
+        end = DeviceEvent(task.device)
+        end.synchronize()
+        times.append(end.seconds_since(begin) / asked.steps)
     seconds, tokens = statistics.median(times), task.batch * shape.max_seq
     peak = peak_flops(task.device, torch.bfloat16)
     return {

@@ -31,10 +31,10 @@ import torch
 from ranvier.config import run as runs
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.models.config import SIZES, DecoderConfig, ExpertConfig
-from ranvier.parallel.parallelize import parallel_of
-from ranvier.train.prepare_data import stored
-from ranvier.train.train import opened, settled
+from ranvier.models.config import MODEL_SIZES, DecoderConfig, ExpertConfig
+from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.train.prepare_data import tokenize_corpora
+from ranvier.train.train import open_dataset, resolve_device_and_dtype
 from ranvier.train.trainer import Trainer
 
 LIMIT = 1.5
@@ -115,19 +115,19 @@ def trained(asked: argparse.Namespace, model: str, seed: int) -> Curve:
         | {"evaluate": asked.steps, "evaluate_samples": asked.samples},
         "checkpoint": {"every": -1},
     }
-    run = settled(runs.from_tables(tables).check(1), device)
-    trainer = Trainer.assemble(run, Grid({}), device, opened(run, stored(run)))
-    balance = parallel_of(trainer.model).balance
+    run = resolve_device_and_dtype(runs.run_from_tables(tables).check_and_resolve(1), device)
+    trainer = Trainer.from_run(run, Grid({}), device, open_dataset(run, tokenize_corpora(run)))
+    balance = get_parallel_model(trainer.model).load_balancer
     losses, loads, began = list[float](), list[list[float]](), time.perf_counter()
-    for row in trainer.steps():
+    for row in trainer.run_steps():
         losses.append(float(row["loss"]))
-        if balance is not None and balance.last is not None:
-            rows = balance.last[:, : balance.experts]
+        if balance is not None and balance.last_stats is not None:
+            rows = balance.last_stats[:, : balance.num_experts]
             loads.append((rows.amax(1) / rows.mean(1)).tolist())
-    assert trainer.held_out is not None, "no document is held out"
+    assert trainer.val_loss is not None, "no document is held out"
     after = loads[run.optim.warmup if run.optim.warmup < asked.steps else -1 :]
     seconds = time.perf_counter() - began
-    return Curve(model, seed, losses, trainer.held_out, after, seconds)
+    return Curve(model, seed, losses, trainer.val_loss, after, seconds)
 
 
 def told(curves: Sequence[Curve], model: str) -> tuple[float, float, list[float]]:
@@ -161,7 +161,7 @@ def judged(curves: Sequence[Curve], asked: argparse.Namespace) -> bool:
 def main(words: Sequence[str] | None = None) -> int:
     """Train all, print a table."""
     asked = settings(words)
-    check(SIZES[asked.dense], SIZES[asked.mixture])
+    check(MODEL_SIZES[asked.dense], MODEL_SIZES[asked.mixture])
     tokens = asked.steps * asked.batch * asked.seq
     print(f"{asked.steps} steps, {tokens:,} tokens, {asked.held_out:.0%} of the documents held out")
     curves = list[Curve]()

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ranvier.checkpoint.directory import found
-from ranvier.checkpoint.load import wholes
+from ranvier.checkpoint.directory import find_checkpoints
+from ranvier.checkpoint.load import load_full_tensors
 
 POLICIES = ("message", "1f1b", "gpipe", "zero-bubble", "interleaved")
 STEPS = {"fp64": 10, "fp32": 20, "bf16": 100}
@@ -89,7 +89,9 @@ def largest_difference(have: Sequence[float], want: Sequence[float]) -> float:
 
 def compare_weights(have: Path, want: Path) -> float:
     """The largest difference of two runs' last weights, relative to the largest of each tensor."""
-    mine, whole = (wholes(found(folder / "checkpoints")[-1]) for folder in (have, want))
+    mine, whole = (
+        load_full_tensors(find_checkpoints(folder / "checkpoints")[-1]) for folder in (have, want)
+    )
     return max(
         float((mine[name].double() - x.double()).abs().max() / x.double().abs().max().clamp(1e-300))
         for name, x in whole.items()

@@ -31,17 +31,17 @@ from one_gpu import SIZES, TOY
 from peers import Contestant, Ours, Peer, Shape, Task, run_of
 from torch import Tensor, distributed, nn
 
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.errors import RanvierError
 from ranvier.grid import Grid
-from ranvier.launch import grow_segments
+from ranvier.launch import use_expandable_segments
 from ranvier.memory.host import Arena
 from ranvier.models.decoder import Decoder
 from ranvier.planner import offload_search
-from ranvier.planner.memory.breakdown import lines
-from ranvier.planner.offload_search import Case
-from ranvier.train.memory.resolve import case_of, opened
-from ranvier.train.train import settled
+from ranvier.planner.memory.breakdown import format_breakdown
+from ranvier.planner.offload_search import FitProblem
+from ranvier.train.memory.resolve import build_fit_problem, open_settings
+from ranvier.train.train import resolve_device_and_dtype
 from ranvier.train.trainer import Trainer
 
 GIB = 2**30
@@ -79,7 +79,7 @@ def bandwidth(size: int = GIB) -> float:
         return 1e10
     host = Arena(2 * size, device())
     here = torch.empty(2, size, dtype=torch.uint8, device=device())
-    there, lanes = host.bytes.view(2, size), [torch.cuda.Stream() for _ in range(2)]
+    there, lanes = host.buffer.view(2, size), [torch.cuda.Stream() for _ in range(2)]
     best = 0.0
     for _ in range(3):
         synchronize()
@@ -326,19 +326,19 @@ def foretold(shape: Shape, where: Mapping[str, str], arguments: argparse.Namespa
     cases = []
     for blocks in (2, 3):
         run = run_of(replace(shape, layers=blocks), 1, where, device().type)
-        run = settled(run, device())
+        run = resolve_device_and_dtype(run, device())
         nothing: Any = None
         cleared()
-        made = Trainer.assemble(replace_fit(run), Grid({}), device(), nothing)
-        free = opened(run) if run.memory.fit == "auto" else frozenset[str]()
-        cases.append(case_of(run, made.model, device(), 1, free, made.optimizer))
+        made = Trainer.from_run(replace_fit(run), Grid({}), device(), nothing)
+        free = open_settings(run) if run.memory.fit == "auto" else frozenset[str]()
+        cases.append(build_fit_problem(run, made.model, device(), 1, free, made.optimizer))
         del made
     cleared()
     if arguments.smoke:
-        limit = 10 * offload_search.least(cases[1])
-        cases = [replace(case, limit=limit, host=limit) for case in cases]
+        limit = 10 * offload_search.min_device_bytes(cases[1])
+        cases = [replace(case, device_limit=limit, host_limit=limit) for case in cases]
     elif arguments.limit:
-        cases = [replace(case, limit=int(arguments.limit * GIB)) for case in cases]
+        cases = [replace(case, device_limit=int(arguments.limit * GIB)) for case in cases]
     low, high = 1, 2
     while fitting(cases, high):
         low, high = high, 2 * high
@@ -348,12 +348,12 @@ def foretold(shape: Shape, where: Mapping[str, str], arguments: argparse.Namespa
     return low
 
 
-def replace_fit(run: Run) -> Run:
+def replace_fit(run: RunConfig) -> RunConfig:
     """The run with everything on the device: small as it is, nothing has to be chosen."""
     return replace(run, memory=replace(run.memory, fit="off", limit=0.0))
 
 
-def fitting(cases: Sequence[Case], blocks: int) -> bool:
+def fitting(cases: Sequence[FitProblem], blocks: int) -> bool:
     """Whether so many blocks fit: sizes grow evenly."""
     two, three = cases
     sizes = {
@@ -361,12 +361,14 @@ def fitting(cases: Sequence[Case], blocks: int) -> bool:
         + (blocks - 2) * (getattr(three.sizes, one.name) - getattr(two.sizes, one.name))
         for one in fields(two.sizes)
     }
-    needs = {micro: replace(need, count=blocks) for micro, need in three.needs.items()}
-    given = replace(three.given, kinds=three.given.kinds[:1] * blocks)
-    case = replace(three, sizes=replace(two.sizes, **sizes), needs=needs, given=given)
-    if not case.open:
-        return offload_search.table(case, given).total <= case.limit
-    return offload_search.best(offload_search.fits(case)) is not None
+    needs = {micro: replace(need, num_blocks=blocks) for micro, need in three.needs.items()}
+    given = replace(
+        three.given_placement, recompute_modes=three.given_placement.recompute_modes[:1] * blocks
+    )
+    case = replace(three, sizes=replace(two.sizes, **sizes), needs=needs, given_placement=given)
+    if not case.open_settings:
+        return offload_search.predict_breakdown(case, given).total_bytes <= case.device_limit
+    return offload_search.fastest_fit(offload_search.enumerate_fits(case)) is not None
 
 
 def confirmed(shape: Shape, where: Mapping[str, str], blocks: int) -> dict[str, Any]:
@@ -379,9 +381,11 @@ def confirmed(shape: Shape, where: Mapping[str, str], blocks: int) -> dict[str, 
             one.step(0)
             found = {"blocks": blocks, "seconds": timed(one, 1), "peak": float(peak())}
             trainer = one.trainer
-            kept = trainer.optimizer.store.bytes()
-            account = trainer.account
-            table = [] if account.predicted is None else lines(account.predicted)
+            kept = trainer.optimizer.state_store.bytes_by_kind()
+            account = trainer.memory_tracker
+            table = (
+                [] if account.predicted_usage is None else format_breakdown(account.predicted_usage)
+            )
             found |= {
                 "parameters": float(one.parameters),
                 "host": float(sum(away for _, away in kept.values())),
@@ -434,7 +438,7 @@ def settings() -> argparse.Namespace:
 
 def main() -> None:
     """Run what was asked for."""
-    grow_segments()
+    use_expandable_segments()
     arguments, found = settings(), {}
     if arguments.smoke:
         arguments.tokens, arguments.batch, arguments.windows = [64, 256], 2, 1

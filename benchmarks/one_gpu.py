@@ -35,9 +35,9 @@ import torch
 from peers import PACKAGES, PEERS, Contestant, Ours, Shape, Task, first_line, missing, run_of
 from torch import Tensor
 
-from ranvier.config.sections import nearest
+from ranvier.config.sections import suggest_nearest
 from ranvier.errors import PlanError, RanvierError
-from ranvier.train.metrics import Mark, peak_flops
+from ranvier.train.metrics import DeviceEvent, peak_flops
 
 SIZES: dict[str, tuple[Shape, tuple[int, ...]]] = {
     "0.5b": (Shape.of(24, 1024, 16, 4096, tied=True), (16,)),
@@ -215,15 +215,15 @@ class Arena:
         self.wait()
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        begin = Mark(device)
+        begin = DeviceEvent(device)
         for i in range(self.asked.steps):
             seat.live.step(i)
-        end = Mark(device)
-        end.wait()
+        end = DeviceEvent(device)
+        end.synchronize()
         peak = torch.cuda.max_memory_allocated() - beside if cuda else 0
         seat.held = self.allocated() - beside
         loss = float(seat.live.loss) if seat.live.loss is not None else None
-        ms = end.since(begin) / self.asked.steps * 1e3
+        ms = end.seconds_since(begin) / self.asked.steps * 1e3
         seat.windows.append({"against": peer, "ms": ms, "memory": peak, "loss": loss})
         rate = self.task.batch * self.task.shape.max_seq / ms * 1e3
         print(
@@ -277,12 +277,12 @@ def _seconds(a: Tensor, b: Tensor, device: torch.device) -> float:
         torch.mm(a, b, out=out)
     times = []
     for _ in range(3):
-        begin = Mark(device)
+        begin = DeviceEvent(device)
         for _ in range(5):
             torch.mm(a, b, out=out)
-        end = Mark(device)
-        end.wait()
-        times.append(end.since(begin) / 5)
+        end = DeviceEvent(device)
+        end.synchronize()
+        times.append(end.seconds_since(begin) / 5)
     return statistics.median(times)
 
 
@@ -383,7 +383,7 @@ def chosen(text: str | None, known: Sequence[str], what: str) -> list[str]:
     names = list(known) if text is None else [name for name in text.split(",") if name]
     for name in names:
         if name not in known:
-            near = nearest(name, known)
+            near = suggest_nearest(name, known)
             raise PlanError(f"{name!r} is no {what}.{near} There are {', '.join(known)}.")
     return names
 

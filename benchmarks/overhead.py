@@ -21,14 +21,14 @@ import torch
 
 from ranvier import launch
 from ranvier.config.plan import Plan
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.config.sections import DataConfig, ModelConfig, TrainConfig
-from ranvier.data.dataset import open_data, stored_all
+from ranvier.data.dataset import cache_corpora, open_data
 from ranvier.grid import Grid
-from ranvier.launch import Ranks
-from ranvier.train.loggers import sinks
+from ranvier.launch import ProcessInfo
+from ranvier.train.loggers import open_loggers
 from ranvier.train.step import train_step
-from ranvier.train.train import device_of, settled
+from ranvier.train.train import resolve_device, resolve_device_and_dtype
 from ranvier.train.trainer import Trainer
 
 
@@ -43,17 +43,19 @@ def settings() -> argparse.Namespace:
 
 
 def trainer_for(asked: argparse.Namespace, out: str) -> Trainer:
-    run = Run(
-        model=ModelConfig.of(asked.size),
+    run = RunConfig(
+        model=ModelConfig.from_size(asked.size),
         data=DataConfig(seq=asked.seq, tokenizer="bytes"),
         plan=Plan(batch=asked.batch),
         train=TrainConfig(steps=10**6, out=out, evaluate=0),
-    ).check(1)
-    device = device_of(run, Ranks())
-    run = settled(run, device)
-    folders = stored_all(["stdlib"], cache=launch.cache(), tokenizer="bytes", max_bytes=4_000_000)
+    ).check_and_resolve(1)
+    device = resolve_device(run, ProcessInfo())
+    run = resolve_device_and_dtype(run, device)
+    folders = cache_corpora(
+        ["stdlib"], cache=launch.cache_dir(), tokenizer="bytes", max_bytes=4_000_000
+    )
     data = open_data(folders, seq=asked.seq, seed=0, held_out=0.02)
-    return Trainer.assemble(run, Grid({}), device, data)
+    return Trainer.from_run(run, Grid({}), device, data)
 
 
 def wait(trainer: Trainer) -> float:
@@ -64,12 +66,12 @@ def wait(trainer: Trainer) -> float:
 
 def bare(trainer: Trainer, steps: int) -> float:
     """Seconds of a step of the bare loop."""
-    load = trainer._loaded()
+    load = trainer._batch_maker()
     first = trainer.step  # the steps that the trainer takes next
     ready = [[batch.to(trainer.device) for batch in load(first + i)] for i in range(steps)]
     start = wait(trainer)
     for batches in ready:
-        train_step(trainer.model, trainer.optimizer, batches, 1e-5, trainer.guard.watch)
+        train_step(trainer.model, trainer.optimizer, batches, 1e-5, trainer.guard.step_limits)
     return (wait(trainer) - start) / steps
 
 
@@ -86,8 +88,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as out:
         trainer = trainer_for(asked, out)
         trainer.run = replace(trainer.run, optim=replace(trainer.run.optim, lr=1e-5, warmup=0))
-        rows = trainer.steps()
-        with sinks(trainer.run, Path(out)) as sink:
+        rows = trainer.run_steps()
+        with open_loggers(trainer.run, Path(out)) as sink:
             bare(trainer, 10)
             full(rows, sink, trainer, 10)
             times = []

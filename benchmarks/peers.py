@@ -27,12 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 
 from ranvier.config import run as runs
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.data.batch import Batch
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models import DecoderConfig
-from ranvier.train.train import settled
+from ranvier.train.train import resolve_device_and_dtype
 from ranvier.train.trainer import Trainer
 
 FOLDER = Path(__file__).resolve().parents[1] / "peers"
@@ -129,7 +129,7 @@ class Contestant(Protocol):
         """Let go of all memory."""
 
 
-def run_of(shape: Shape, batch: int, settings: Mapping[str, str], kind: str) -> Run:
+def run_of(shape: Shape, batch: int, settings: Mapping[str, str], kind: str) -> RunConfig:
     """The run of a shape on one device; settings are dotted, as `plan.recompute` and `full`."""
     tables: dict[str, dict[str, Any]] = {
         "model": asdict(shape),
@@ -142,7 +142,7 @@ def run_of(shape: Shape, batch: int, settings: Mapping[str, str], kind: str) -> 
         if not dot:
             raise PlanError(f"{name!r} is no setting. One has a section. Write plan.{name}.")
         tables.setdefault(section, {})[key] = _value(text)
-    return runs.from_tables(tables).check(1)
+    return runs.run_from_tables(tables).check_and_resolve(1)
 
 
 def _value(text: str) -> Any:
@@ -160,11 +160,11 @@ class Ours:
     def __init__(self, task: Task, settings: Mapping[str, str]) -> None:
         run = run_of(task.shape, task.batch, settings, task.device.type)
         nothing: Any = None  # steps are given their batches
-        run = settled(run, task.device)
-        self.trainer = Trainer.assemble(run, Grid({}), task.device, nothing)
+        run = resolve_device_and_dtype(run, task.device)
+        self.trainer = Trainer.from_run(run, Grid({}), task.device, nothing)
         micro = self.trainer.run.plan.micro_batch  # a fit may have chosen it
         self.batches = [
-            Batch(tokens, targets).micro_batches(self.trainer.grid, micro)
+            Batch(tokens, targets).split_micro_batches(self.trainer.grid, micro)
             for tokens, targets in task.pairs
         ]
         self.parameters = sum(param.numel() for param in self.trainer.model.parameters())
@@ -174,8 +174,8 @@ class Ours:
         """One optimizer step on batch number i."""
         trainer = self.trainer
         micros = self.batches[i % len(self.batches)]
-        self.loss = trainer.take(micros, RATE, trainer.guard.watch).loss
-        trainer.grid.trace.awaited = []  # as the trainer does
+        self.loss = trainer.take_step(micros, RATE, trainer.guard.step_limits).loss
+        trainer.grid.trace.waited_events = []  # as the trainer does
 
     def close(self) -> None:
         """Let go of all memory."""

@@ -67,15 +67,21 @@ from torch.distributed.pipelining.schedules import (
 
 from ranvier.config.plan import Plan
 from ranvier.grid import Grid
-from ranvier.launch import Ranks, connect, die_with_parent, local_ranks
-from ranvier.nn.layer import Moment
-from ranvier.pipeline.executor import Micro, Runtime
-from ranvier.pipeline.partition import Cut, Stage
-from ranvier.pipeline.policy import Job, Order, Policy, Shape
-from ranvier.pipeline.policy_search import policy_for
-from ranvier.pipeline.schedules import peaks
-from ranvier.pipeline.simulator import Play, Times, lengths, links, replay
-from ranvier.pipeline.stage import meet
+from ranvier.launch import ProcessInfo, die_with_parent, init_process_group, local_process_infos
+from ranvier.nn.layer import StepContext
+from ranvier.pipeline.executor import MicroBatch, PipelineExecutor
+from ranvier.pipeline.partition import ModelStage, PipelineConfig
+from ranvier.pipeline.policy import FixedSchedule, Job, PipelineShape, SchedulingPolicy
+from ranvier.pipeline.policy_search import choose_policy
+from ranvier.pipeline.schedules import peak_activations
+from ranvier.pipeline.simulator import (
+    JobTimes,
+    Simulation,
+    draw_job_seconds,
+    link_seconds,
+    replay_choices,
+)
+from ranvier.pipeline.stage import create_stage_groups
 
 SIGMA, SLOW = 0.5, 1.5
 CASES = ("balanced", "jitter", "slow")
@@ -205,7 +211,7 @@ class Nap(torch.autograd.Function):
         """Sleep for dx, and now or later for the weights."""
         block: Block = ctx.block
         time.sleep(block.seconds(ctx.micro, "B"))
-        block.moment.do(partial(time.sleep, block.seconds(ctx.micro, "W")))
+        block.moment.run_or_defer(partial(time.sleep, block.seconds(ctx.micro, "W")))
         return dys[0].clone(), None, None, None
 
 
@@ -213,7 +219,7 @@ class Product(torch.autograd.Function):
     """y = x Wᵀ, whose dW can wait."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, moment: Moment) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, moment: StepContext) -> Tensor:
         """Multiply."""
         ctx.save_for_backward(x)
         ctx.weight, ctx.moment = weight, moment
@@ -236,7 +242,7 @@ class Product(torch.autograd.Function):
 class Block(nn.Module):
     """A virtual stage."""
 
-    def __init__(self, effort: Effort, moment: Moment, rank: int, virtual: int) -> None:
+    def __init__(self, effort: Effort, moment: StepContext, rank: int, virtual: int) -> None:
         super().__init__()
         self.effort, self.moment, self.rank, self.virtual = effort, moment, rank, virtual
         self.calls = 0
@@ -290,9 +296,9 @@ class Contestant:
     """By virtual stage."""
     take: Callable[[], list[Tensor]]
     """A step; losses, where the last virtual stage is."""
-    policy: Policy | None = None
+    policy: SchedulingPolicy | None = None
     """Of ours."""
-    runtime: Runtime | None = None
+    runtime: PipelineExecutor | None = None
     log: list[int] = field(default_factory=list)
     """Activations that torch's stages began to keep (1) and freed (-1)."""
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -310,7 +316,7 @@ class Contestant:
         losses = self.take()
         stop = time.perf_counter()
         jobs = [] if self.runtime is None else jobs_of(self.runtime)
-        last = "W" if self.policy is not None and self.policy.split else "B"
+        last = "W" if self.policy is not None and self.policy.split_backward else "B"
         ours = [(job["kind"] == "F") - (job["kind"] == last) for job in jobs]
         self.steps.append(
             {
@@ -324,10 +330,10 @@ class Contestant:
         )
 
 
-def jobs_of(runtime: Runtime) -> list[dict[str, Any]]:
+def jobs_of(runtime: PipelineExecutor) -> list[dict[str, Any]]:
     """Jobs of the last step; choosing a job is part of it, waiting for it is not."""
     jobs, before = [], None
-    for one in runtime.done:
+    for one in runtime.job_records:
         if one.kind in KINDS:
             jobs.append({**asdict(one), "start": one.start if before is None else before})
         before = one.stop
@@ -359,9 +365,9 @@ class Field:
         self.inputs = torch.randn(shape, generator=made).to(self.device)
         self.targets = torch.randn(shape, generator=made).to(self.device)
 
-    def ours(self, chunks: int) -> Callable[[str, Policy], Contestant]:
+    def ours(self, chunks: int) -> Callable[[str, SchedulingPolicy], Contestant]:
         """Makes those of ours with so many chunks, who share a runtime."""
-        setting, moment, effort = self.setting, Moment(), Effort(self.setting, chunks)
+        setting, moment, effort = self.setting, StepContext(), Effort(self.setting, chunks)
         mine = [c * setting.ranks + self.rank for c in range(chunks)]
         blocks = {v: Block(effort, moment, self.rank, v).to(self.device) for v in mine}
         final = chunks * setting.ranks - 1
@@ -370,21 +376,21 @@ class Field:
             y: Tensor = blocks[parts.start](tokens if x is None else x)
             return loss_of(y, targets) if parts.start == final else y
 
-        stage = Stage(self.rank, setting.ranks, tuple(slice(v, v + 1) for v in mine), run)
+        stage = ModelStage(self.rank, setting.ranks, tuple(slice(v, v + 1) for v in mine), run)
         queue: Any = NoQueue()
-        runtime = Runtime(self.grid, stage, queue, moment, self.device, timing=True)
+        runtime = PipelineExecutor(self.grid, stage, queue, moment, self.device, record_times=True)
         micros = [
-            Micro({"tokens": x, "targets": y})
+            MicroBatch({"tokens": x, "targets": y})
             for x, y in zip(
                 self.inputs.split(setting.rows), self.targets.split(setting.rows), strict=True
             )
         ]
 
-        def contestant(name: str, policy: Policy) -> Contestant:
+        def contestant(name: str, policy: SchedulingPolicy) -> Contestant:
             def take() -> list[Tensor]:
                 losses: list[Tensor] = []
                 one = torch.ones((), device=self.device)
-                runtime.train(micros, policy, scored=losses.append, factor=one)
+                runtime.forward_backward(micros, policy, scored=losses.append, factor=one)
                 return losses
 
             return Contestant(name, chunks, effort, blocks, take, policy, runtime)
@@ -398,10 +404,10 @@ class Field:
         mine = [c * setting.ranks + self.rank for c in range(chunks)]
         if kind is ScheduleZBVZeroBubble:
             mine = [self.rank, count - 1 - self.rank]
-        moment, effort, log = Moment(), Effort(setting, chunks), list[int]()
+        moment, effort, log = StepContext(), Effort(setting, chunks), list[int]()
         blocks = {v: Block(effort, moment, self.rank, v) for v in mine}
         if kind is ScheduleZBVZeroBubble:
-            moment.later = []
+            moment.deferred_weight_grads = []
         example = torch.empty(setting.rows, setting.width, requires_grad=True)
         stages = [
             Counted(
@@ -411,7 +417,9 @@ class Field:
                 torch.device("cpu"),
                 input_args=example if v else example.detach(),
                 output_args=example,
-                dw_builder=partial(waiting, moment) if moment.later is not None else None,
+                dw_builder=partial(waiting, moment)
+                if moment.deferred_weight_grads is not None
+                else None,
             )
             for v, block in blocks.items()
         ]
@@ -438,9 +446,9 @@ class Field:
         return Contestant(name, chunks, effort, blocks, take, log=log)
 
 
-def waiting(moment: Moment) -> Callable[[], None]:
+def waiting(moment: StepContext) -> Callable[[], None]:
     """Work on weights that the last backward left, for torch to do when it likes."""
-    works, moment.later = moment.later or [], []
+    works, moment.deferred_weight_grads = moment.deferred_weight_grads or [], []
 
     @torch.no_grad()
     def run() -> None:
@@ -494,7 +502,7 @@ def measured(setting: Setting, grid: Grid, rank: int) -> dict[str, Any]:
     """All steps of all contestants on all ranks."""
     field = Field(setting, grid, rank, torch.device("cpu"))
     found: list[Contestant] = []
-    known: dict[int, Times] = {}
+    known: dict[int, JobTimes] = {}
     for chunks, names in OURS.items():
         more, known[chunks] = ours(field, chunks, names)
         found += more
@@ -526,14 +534,14 @@ def measured(setting: Setting, grid: Grid, rank: int) -> dict[str, Any]:
     }
 
 
-def ours(field: Field, chunks: int, names: Sequence[str]) -> tuple[list[Contestant], Times]:
+def ours(field: Field, chunks: int, names: Sequence[str]) -> tuple[list[Contestant], JobTimes]:
     """Ours with so many chunks, and times that are measured first, by which policies are chosen."""
     setting = field.setting
     make = field.ours(chunks)
-    shape = Shape(setting.ranks, setting.micros, chunks)
+    shape = PipelineShape(setting.ranks, setting.micros, chunks)
     usual = "1f1b" if chunks == 1 else "interleaved"
-    zero = Times((1.0,) * setting.ranks * chunks, (1.0,) * setting.ranks * chunks)
-    tried = [make(name, policy_for(name, shape, zero)) for name in (usual, "zero-bubble")]
+    zero = JobTimes((1.0,) * setting.ranks * chunks, (1.0,) * setting.ranks * chunks)
+    tried = [make(name, choose_policy(name, shape, zero)) for name in (usual, "zero-bubble")]
     for one in tried:
         for _ in range(WARM + 5):
             one.step(-1)
@@ -546,18 +554,20 @@ def ours(field: Field, chunks: int, names: Sequence[str]) -> tuple[list[Contesta
     # as a run does that is not told otherwise
     expected = replace(times, jitter=max(times.jitter, Plan().jitter))
     order = tried[0].policy
-    assert isinstance(order, Order)
-    policies: dict[str, Policy] = {}
+    assert isinstance(order, FixedSchedule)
+    policies: dict[str, SchedulingPolicy] = {}
     if field.rank == 0:
         for name in names:
             base, _, extra = name.partition(" ")
-            most = max(peaks(order)) if "=mem" in extra else 0
-            policies[name] = policy_for(base, shape, expected, limit=most, splits=True)
+            most = max(peak_activations(order)) if "=mem" in extra else 0
+            policies[name] = choose_policy(base, shape, expected, limit=most, splits=True)
     policies = told(policies)
     return [make(name, policy) for name, policy in policies.items()], times
 
 
-def times_of(effort: Effort, runs: Sequence[tuple[Policy | None, Sequence[Any]]]) -> Times:
+def times_of(
+    effort: Effort, runs: Sequence[tuple[SchedulingPolicy | None, Sequence[Any]]]
+) -> JobTimes:
     """Median time of each kind of job on each virtual stage, per unit of work, and of a message.
 
     runs: a policy, and of each rank its steps.
@@ -565,7 +575,7 @@ def times_of(effort: Effort, runs: Sequence[tuple[Policy | None, Sequence[Any]]]
     setting, seen = effort.setting, defaultdict[tuple[str, int], list[float]](list)
     delays: list[float] = []
     for policy, ranks in runs:
-        split = policy is not None and policy.split
+        split = policy is not None and policy.split_backward
         for rank, steps in enumerate(ranks):
             for step in steps:
                 at = replace(effort, seed=step["seed"])
@@ -581,7 +591,7 @@ def times_of(effort: Effort, runs: Sequence[tuple[Policy | None, Sequence[Any]]]
     size = setting.ranks * effort.chunks
     row = {kind: tuple(median(seen[kind, v]) for v in range(size)) for kind in KINDS}
     link = max(0.0, median(delays)) if delays else 0.0
-    return Times(row["F"], row["B"], row["W"], link=link)
+    return JobTimes(row["F"], row["B"], row["W"], link=link)
 
 
 def slow(setting: Setting, rank: int) -> float:
@@ -644,10 +654,10 @@ class Row:
         return median(self.seconds)
 
 
-def rows_of(result: dict[str, Any]) -> tuple[list[Row], dict[int, Times]]:
+def rows_of(result: dict[str, Any]) -> tuple[list[Row], dict[int, JobTimes]]:
     """Contestants of a setting, and the times of jobs by number of chunks."""
     setting = Setting(**result["setting"])
-    contestants, times, rows = result["contestants"], dict[int, Times](), list[Row]()
+    contestants, times, rows = result["contestants"], dict[int, JobTimes](), list[Row]()
     for chunks in OURS:
         runs = [(c["policy"], c["steps"]) for c in contestants if c["chunks"] == chunks]
         runs = [(policy, steps) for policy, steps in runs if policy is not None]
@@ -676,27 +686,29 @@ def rows_of(result: dict[str, Any]) -> tuple[list[Row], dict[int, Times]]:
     return rows, times
 
 
-def prediction(setting: Setting, chunks: int, policy: Policy, times: Times, seed: int) -> float:
+def prediction(
+    setting: Setting, chunks: int, policy: SchedulingPolicy, times: JobTimes, seed: int
+) -> float:
     """Seconds of a repetition, as the simulator sees it."""
     effort = Effort(setting, chunks, seed)
-    shape = Shape(setting.ranks, setting.micros, chunks, policy.split)
-    table = lengths(replace(shape, split=True), times)
+    shape = PipelineShape(setting.ranks, setting.micros, chunks, policy.split_backward)
+    table = draw_job_seconds(replace(shape, split_backward=True), times)
     for rank, places in enumerate(table):
         for place, row in enumerate(places):
             kind, virtual = KINDS[place // chunks], place % chunks * setting.ranks + rank
             for micro in range(setting.micros):
                 row[micro] *= effort.factor(rank, virtual, micro, kind) / slow(setting, rank)
-        if not policy.split:
+        if not policy.split_backward:
             for place in range(chunks, 2 * chunks):
                 weights = places[place + chunks]
                 places[place] = [b + w for b, w in zip(places[place], weights, strict=True)]
             del places[2 * chunks :]
-    play = Play(shape, policy, table, links(shape, times))
+    play = Simulation(shape, policy, table, link_seconds(shape, times))
     play.run()
     return play.seconds
 
 
-def bound(setting: Setting, chunks: int, times: Times) -> float:
+def bound(setting: Setting, chunks: int, times: JobTimes) -> float:
     """Least seconds of a step: for each stage its work, what must come before, what must follow.
 
     `max over k of M·(work of a micro-batch on stage k) + forward and backward of those before k`
@@ -736,7 +748,7 @@ class Verdict:
         )
 
 
-def verdicts(setting: Setting, rows: Sequence[Row], times: dict[int, Times]) -> list[Verdict]:
+def verdicts(setting: Setting, rows: Sequence[Row], times: dict[int, JobTimes]) -> list[Verdict]:
     """On the requirements that a setting is for."""
     found, by = [], {(row.name, row.chunks): row for row in rows}
     if least := LEAST.get((setting.case, setting.ranks)):
@@ -813,7 +825,7 @@ def equal_memory(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def words(times: Times) -> str:
+def words(times: JobTimes) -> str:
     """Means over virtual stages."""
     rows = zip(KINDS, (times.forward, times.backward, times.weight), strict=True)
     jobs = " ".join(f"{kind} {statistics.fmean(row) * 1e3:.2f}" for kind, row in rows)
@@ -822,7 +834,7 @@ def words(times: Times) -> str:
 
 
 def show(
-    setting: Setting, rows: Sequence[Row], times: dict[int, Times], known: dict[int, Times]
+    setting: Setting, rows: Sequence[Row], times: dict[int, JobTimes], known: dict[int, JobTimes]
 ) -> None:
     """The table of a setting."""
     print(f"\n{setting}, {setting.repeat} repetitions")
@@ -841,13 +853,13 @@ def show(
         )
 
 
-def serve(me: Ranks, settings: Sequence[Setting], pipe: Any) -> None:
+def serve(me: ProcessInfo, settings: Sequence[Setting], pipe: Any) -> None:
     """The life of a rank."""
     die_with_parent()
     torch.set_num_threads(1)
-    connect(me, backend="gloo", timeout_seconds=300.0)
-    grid = Grid({"pipe": me.world}, connected=True, timeout_seconds=300.0)
-    meet(grid, Cut(chunks=max(OURS)))
+    init_process_group(me, backend="gloo", timeout_seconds=300.0)
+    grid = Grid({"pipe": me.world_size}, connected=True, timeout_seconds=300.0)
+    create_stage_groups(grid, PipelineConfig(chunks=max(OURS)))
     for setting in settings:
         result = measured(setting, grid, me.rank)
         if me.rank == 0:
@@ -861,7 +873,7 @@ def results(ranks: int, settings: Sequence[Setting]) -> Iterator[dict[str, Any]]
     here, there = context.Pipe()
     workers = [
         context.Process(target=serve, args=(me, settings, there if me.rank == 0 else None))
-        for me in local_ranks(ranks)
+        for me in local_process_infos(ranks)
     ]
     for worker in workers:
         worker.start()
@@ -890,27 +902,33 @@ class OrderRow:
 
 
 def compare_orders(
-    name: str, policy: Policy, runtime: Runtime, shape: Shape, differences: list[str]
+    name: str,
+    policy: SchedulingPolicy,
+    runtime: PipelineExecutor,
+    shape: PipelineShape,
+    differences: list[str],
 ) -> OrderRow:
     """The last step of a runtime against the simulator."""
     stage, kinds = runtime.stage.index, {"forward": "F", "backward": "B"}
-    arrivals = [Job(kinds[way], number, chunk) for (way, chunk), number, _ in runtime.log]  # type: ignore[arg-type]
-    for way, chunk in {key for key, _, _ in runtime.log}:
-        numbers = [number for key, number, _ in runtime.log if key == (way, chunk)]
+    arrivals = [Job(kinds[way], number, chunk) for (way, chunk), number, _ in runtime.arrival_log]  # type: ignore[arg-type]
+    for way, chunk in {key for key, _, _ in runtime.arrival_log}:
+        numbers = [number for key, number, _ in runtime.arrival_log if key == (way, chunk)]
         if numbers != list(range(shape.micro_batches)):
             differences.append(f"messages {way} of chunk {chunk} came as {numbers}")
-    taken = [job for job, _ in runtime.choices]
-    chosen = replay(shape, policy, stage, arrivals, [seen for _, seen in runtime.choices])
+    taken = [job for job, _ in runtime.policy_choices]
+    chosen = replay_choices(
+        shape, policy, stage, arrivals, [seen for _, seen in runtime.policy_choices]
+    )
     for number, (real, simulated) in enumerate(zip(taken, chosen, strict=False)):
         if real != simulated:
             differences.append(f"choice {number}: {real}, in the simulator {simulated}")
-    done = [Job(one.kind, one.micro, one.chunk) for one in runtime.done if one.kind in KINDS]  # type: ignore[arg-type]
+    done = [Job(one.kind, one.micro, one.chunk) for one in runtime.job_records if one.kind in KINDS]  # type: ignore[arg-type]
     if done != taken or len(chosen) != len(taken):
         differences.append(f"{len(done)} jobs were done, {len(taken)} chosen, {len(chosen)} played")
     return OrderRow(name, shape.chunks, stage, len(taken), len(arrivals), tuple(differences))
 
 
-def serve_orders(me: Ranks, setting: Setting, backend: str, pipe: Any) -> None:
+def serve_orders(me: ProcessInfo, setting: Setting, backend: str, pipe: Any) -> None:
     """The life of a rank that takes steps of all policies."""
     die_with_parent()
     torch.set_num_threads(1)
@@ -918,17 +936,19 @@ def serve_orders(me: Ranks, setting: Setting, backend: str, pipe: Any) -> None:
     if backend == "nccl":
         device = torch.device("cuda", 0)
         torch.cuda.set_device(device)
-    connect(me, backend=backend, timeout_seconds=120.0, share_gpu=True)
+    init_process_group(me, backend=backend, timeout_seconds=120.0, share_gpu=True)
     grid = Grid({"pipe": setting.ranks}, connected=True, timeout_seconds=120.0, rendezvous=True)
-    meet(grid, Cut(chunks=max(OURS)))
+    create_stage_groups(grid, PipelineConfig(chunks=max(OURS)))
     field = Field(setting, grid, me.rank, device)
     for chunks, names in OURS.items():
-        make, shape = field.ours(chunks), Shape(setting.ranks, setting.micros, chunks)
-        even = Times((1.0,) * setting.ranks * chunks, (2.0,) * setting.ranks * chunks, jitter=0.1)
+        make, shape = field.ours(chunks), PipelineShape(setting.ranks, setting.micros, chunks)
+        even = JobTimes(
+            (1.0,) * setting.ranks * chunks, (2.0,) * setting.ranks * chunks, jitter=0.1
+        )
         for name in names:
             base, _, extra = name.partition(" ")
             limit = setting.ranks if "=mem" in extra else 0
-            policy = policy_for(base, shape, even, limit=limit, splits=True)
+            policy = choose_policy(base, shape, even, limit=limit, splits=True)
             one = make(name, policy)
             assert one.runtime is not None
             for seed in range(setting.repeat):
@@ -952,7 +972,7 @@ def check_orders(asked: argparse.Namespace) -> int:
         pipes = [context.Pipe() for _ in range(ranks)]
         workers = [
             context.Process(target=serve_orders, args=(me, setting, backend, there))
-            for me, (_, there) in zip(local_ranks(ranks), pipes, strict=True)
+            for me, (_, there) in zip(local_process_infos(ranks), pipes, strict=True)
         ]
         for worker in workers:
             worker.start()

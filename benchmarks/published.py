@@ -46,12 +46,12 @@ class Guess:
     @property
     def error(self) -> float:
         """Predicted over measured seconds, less 1."""
-        return self.prediction.total / self.row.seconds - 1
+        return self.prediction.step_seconds / self.row.seconds - 1
 
     @property
     def fits(self) -> bool:
         """Whether it is called to fit."""
-        return self.prediction.fits
+        return self.prediction.fits_memory
 
     @property
     def inside(self) -> bool:
@@ -64,9 +64,9 @@ def guess(row: Row, terms: Terms | None = None, runs: Framework | None = None) -
     """The prediction for a run; terms: None for the shipped ones; runs: None for its own row."""
     runs = runs or published.framework(row)
     found = fits.prediction(row, terms or fits.shipped(row), runs)
-    size = found.memory.total
+    size = found.memory.total_bytes
     if "nvidia-smi" in row.facts["mem_basis"]:
-        size += runs.context
+        size += runs.context_bytes
     return Guess(row, found, size)
 
 
@@ -122,8 +122,8 @@ def work(row: Row) -> float:
     """FLOPs of a device with what is computed again, and the bubble."""
     plan = published.layout(row, "none").plan
     again = 4 / 3 if plan.recompute == "full" else 1.0
-    flops = guess(row).prediction.flops * again / plan.world
-    return flops * (1 + (plan.pipe - 1) / (plan.chunks * plan.micro_batches))
+    flops = guess(row).prediction.flops * again / plan.world_size
+    return flops * (1 + (plan.pipe - 1) / (plan.chunks * plan.num_micro_batches))
 
 
 def null_errors(rows: Sequence[Row]) -> dict[str, float]:
@@ -220,7 +220,7 @@ def ranking(guesses: Sequence[Guess], null: dict[str, float]) -> None:
         return
     each = [one.row.number("global_batch") for one in sweep]
     measured = [one.row.seconds / n for one, n in zip(sweep, each, strict=True)]
-    guessed = [one.prediction.total / n for one, n in zip(sweep, each, strict=True)]
+    guessed = [one.prediction.step_seconds / n for one, n in zip(sweep, each, strict=True)]
     zero = [m * (1 + null[one.row.name]) for m, one in zip(measured, sweep, strict=True)]
     print(f"\nlayout sweep of {len(sweep)} runs")
     verdict("tau", tau(measured, guessed), 0.7, least=True)
@@ -265,8 +265,8 @@ def without_it(one: Guess, several: Sequence[Guess]) -> Guess:
     """The guess for a run with the reserve that the other runs of its framework need."""
     runs = published.framework(one.row)
     others = [other.row for other in several if other.row.name != one.row.name]
-    reserve = fits.reserves(others).get(runs.name, runs.reserve)
-    return guess(one.row, None, replace(runs, reserve=reserve))
+    reserve = fits.reserves(others).get(runs.name, runs.allocator_reserve)
+    return guess(one.row, None, replace(runs, allocator_reserve=reserve))
 
 
 def overstated(one: Guess) -> float:
@@ -328,9 +328,9 @@ def main() -> None:
     null = null_errors(timed(rows))
     for one, _ in guesses:
         if one.row.source == args.show:
-            parts = {name: round(x, 2) for name, x in one.prediction.parts.items() if x}
+            parts = {name: round(x, 2) for name, x in one.prediction.seconds_by_part.items() if x}
             print(
-                f"{one.row.name} {one.row.seconds:8.2f} {one.prediction.total:8.2f} "
+                f"{one.row.name} {one.row.seconds:8.2f} {one.prediction.step_seconds:8.2f} "
                 f"{100 * one.error:+6.1f} % {parts}"
             )
     times(guesses, null)
@@ -342,7 +342,7 @@ def main() -> None:
         print(f"\nmeasured over predicted, 16 bits: 80 % between {low:.2f} and {high:.2f}")
     if args.json:
         facts = {
-            one.row.name: [one.row.seconds, one.prediction.total, *one.prediction.interval]
+            one.row.name: [one.row.seconds, one.prediction.step_seconds, *one.prediction.interval]
             for one, _ in guesses
         }
         args.json.write_text(json.dumps(facts, indent=1))

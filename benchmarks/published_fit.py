@@ -20,8 +20,8 @@ import published_rows as published
 from published_frameworks import Framework
 from published_rows import Row, Ways
 
-from ranvier.planner.cluster import Cluster, Reach
-from ranvier.planner.predict import Prediction, merged, predict
+from ranvier.planner.cluster import Cluster, Efficiency
+from ranvier.planner.predict import Prediction, merge_predictions, predict_step
 
 CHIPS = {"H200": "H100", "GH200": "H100", "GB200": "B200"}
 """Devices with the chip of another one."""
@@ -49,12 +49,12 @@ class Terms:
     """`frameworks.HIDDEN`."""
     straggle: float = 0.01
     """`Cluster.straggle`."""
-    reach: tuple[tuple[str, Reach], ...] = field(default=())
+    reach: tuple[tuple[str, Efficiency], ...] = field(default=())
     """Of each chip that there are runs of; others have the usual one."""
 
-    def of(self, name: str) -> Reach:
+    def of(self, name: str) -> Efficiency:
         """The numbers of a chip."""
-        return dict(self.reach).get(name, Reach())
+        return dict(self.reach).get(name, Efficiency())
 
 
 def chip(row: Row) -> str:
@@ -99,10 +99,10 @@ def shipped(row: Row) -> Terms:
 def with_terms(runs: Framework, terms: Terms) -> Framework:
     """A runtime with fitted numbers in place of the shipped ones."""
     eager = {frameworks.EAGER: terms.eager, frameworks.PARTLY: (1 + terms.eager) / 2}
-    passes = eager.get(runs.passes, runs.passes)
-    row = terms.hidden if runs.hidden_row == frameworks.HIDDEN else runs.hidden_row
-    pipe = terms.hidden if runs.hidden_pipe == frameworks.HIDDEN else runs.hidden_pipe
-    return replace(runs, passes=passes, hidden_row=row, hidden_pipe=pipe)
+    passes = eager.get(runs.elementwise_passes, runs.elementwise_passes)
+    row = terms.hidden if runs.row_overlap == frameworks.HIDDEN else runs.row_overlap
+    pipe = terms.hidden if runs.pipe_overlap == frameworks.HIDDEN else runs.pipe_overlap
+    return replace(runs, elementwise_passes=passes, row_overlap=row, pipe_overlap=pipe)
 
 
 def place(row: Row, terms: Terms) -> Cluster:
@@ -117,7 +117,7 @@ def settled(row: Row, way: Ways, runs: Framework) -> str:
     """What is computed again where a run does not say: the least that fits."""
     for word in ("none", "selective"):
         layout = published.layout(row, word, way)
-        if predict(published.job(row), layout, published.machine(row), runs).fits:
+        if predict_step(published.job(row), layout, published.machine(row), runs).fits_memory:
             return word
     return "full"
 
@@ -128,12 +128,12 @@ def prediction(row: Row, terms: Terms, runs: Framework) -> Prediction:
     for way in published.ways(row):
         again = "" if row.facts["recompute"] else settled(row, way, runs)
         layout = published.layout(row, again, way)
-        found.append(predict(published.job(row), layout, cluster, used))
-    found = [one for one in found if one.fits] or found
-    fastest = min(one.total for one in found)
-    one = merged([one for one in found if one.total <= TUNED * fastest])
+        found.append(predict_step(published.job(row), layout, cluster, used))
+    found = [one for one in found if one.fits_memory] or found
+    fastest = min(one.step_seconds for one in found)
+    one = merge_predictions([one for one in found if one.step_seconds <= TUNED * fastest])
     if runs.name == frameworks.COMMON.name:
-        one = replace(one, factors=UNKNOWN_FRAMEWORK)
+        one = replace(one, error_factors=UNKNOWN_FRAMEWORK)
     return one
 
 
@@ -142,19 +142,21 @@ def prediction(row: Row, terms: Terms, runs: Framework) -> Prediction:
 
 @cache
 def _error(
-    row: Row, reach: Reach, eager: float | None, hidden: float | None, straggle: float
+    row: Row, reach: Efficiency, eager: float | None, hidden: float | None, straggle: float
 ) -> float:
     """|log(predicted / measured)|, at most `MOST`; None: a number that the run does not need."""
     usual = Terms()
     terms = Terms(eager or usual.eager, hidden or usual.hidden, straggle, ((chip(row), reach),))
-    spent = prediction(row, terms, published.framework(row)).total
+    spent = prediction(row, terms, published.framework(row)).step_seconds
     return min(abs(math.log(spent / row.seconds)), MOST)
 
 
 def _own_error(row: Row, terms: Terms) -> float:
     runs = published.framework(row)
-    eager = terms.eager if runs.passes in (frameworks.EAGER, frameworks.PARTLY) else None
-    hidden = terms.hidden if frameworks.HIDDEN in (runs.hidden_row, runs.hidden_pipe) else None
+    eager = (
+        terms.eager if runs.elementwise_passes in (frameworks.EAGER, frameworks.PARTLY) else None
+    )
+    hidden = terms.hidden if frameworks.HIDDEN in (runs.row_overlap, runs.pipe_overlap) else None
     return _error(row, terms.of(chip(row)), eager, hidden, terms.straggle)
 
 
@@ -166,7 +168,7 @@ def loss(rows: Iterable[Row], terms: Terms) -> float:
     usual, found = Terms(), statistics.fmean(map(statistics.fmean, by.values()))
     pairs = list(zip(astuple(terms)[:3], astuple(usual)[:3], strict=True))
     for _, reach in terms.reach:
-        pairs += zip(astuple(reach), astuple(Reach()), strict=True)
+        pairs += zip(astuple(reach), astuple(Efficiency()), strict=True)
     return found + PULL * sum(math.log(a / b) ** 2 for a, b in pairs)
 
 
@@ -193,14 +195,14 @@ def _neighbours(terms: Terms, step: float) -> Iterator[Terms]:
                 numbers = list(astuple(reach))
                 numbers[k] = round(min(max(numbers[k] * way, low), high), 4)
                 some = list(terms.reach)
-                some[i] = (name, Reach(*numbers))
+                some[i] = (name, Efficiency(*numbers))
                 yield replace(terms, reach=tuple(some))
 
 
 def fit(rows: Sequence[Row]) -> Terms:
     """The numbers that fit best, by steps along each in turn that get shorter."""
     used = _spread(rows)
-    best = Terms(reach=tuple((name, Reach()) for name in sorted({chip(row) for row in used})))
+    best = Terms(reach=tuple((name, Efficiency()) for name in sorted({chip(row) for row in used})))
     least, step = loss(used, best), 0.16
     while step > 0.015:
         better = False
@@ -232,9 +234,9 @@ UNDER = 0.02
 def reserve_needed(row: Row) -> float:
     """The reserve with which a run's memory is under by `UNDER`: tensors · (1 + reserve)."""
     runs = published.framework(row)
-    table = prediction(row, shipped(row), replace(runs, reserve=0.0)).memory
-    fixed = runs.context if "nvidia-smi" in row.facts["mem_basis"] else 0.0
-    return ((1 - UNDER) * row.gib * 2**30 - fixed) / table.total - 1
+    table = prediction(row, shipped(row), replace(runs, allocator_reserve=0.0)).memory
+    fixed = runs.context_bytes if "nvidia-smi" in row.facts["mem_basis"] else 0.0
+    return ((1 - UNDER) * row.gib * 2**30 - fixed) / table.total_bytes - 1
 
 
 def reserves(rows: Iterable[Row]) -> dict[str, float]:

@@ -21,52 +21,56 @@ from typing import TYPE_CHECKING
 
 from ranvier.config.plan import Plan
 from ranvier.planner.cluster import Cluster
-from ranvier.planner.memory.breakdown import Table
-from ranvier.planner.model_spec import Model, Part
-from ranvier.planner.predict import Job, Layout
+from ranvier.planner.memory.breakdown import MemoryBreakdown
+from ranvier.planner.model_spec import BlockSpec, ModelSpec
+from ranvier.planner.predict import Candidate, Workload
 from ranvier.planner.time import communication, compute, links
-from ranvier.planner.time.communication import Places, Spoken
-from ranvier.planner.time.compute import Setup
+from ranvier.planner.time.communication import CommTime, RankGroups
+from ranvier.planner.time.compute import ComputeContext
 
 if TYPE_CHECKING:
     from published_frameworks import Framework
 
 
 @lru_cache(maxsize=50_000)
-def kept(part: Part, setup: Setup, runtime: Framework, recompute: str) -> tuple[float, float]:
+def kept(
+    part: BlockSpec, setup: ComputeContext, runtime: Framework, recompute: str
+) -> tuple[float, float]:
     """Bytes that a block keeps of a micro-batch, and that it has while it runs backward."""
-    width = next((leaf.shape[0] for leaf in part.find("rms", "layer")), 0) / setup.col
-    outer = setup.row if runtime.sequence else 1
-    narrow = 0.5 if setup.fp8 and runtime.casts == "fused" else 1.0  # what products read
+    width = next((leaf.shape[0] for leaf in part.layers_of_kind("rms", "layer")), 0) / setup.col
+    outer = setup.row if runtime.sequence_parallel else 1
+    narrow = 0.5 if setup.fp8 and runtime.fp8_casts == "fused" else 1.0  # what products read
     stream, inner = (2 + 2 * narrow) * width / outer, 0.0  # two norms and two products
-    for leaf in part.find("linear", "siblings", "apart"):
+    for leaf in part.layers_of_kind("linear", "siblings", "apart"):
         several = leaf.inside or (leaf,)
         for one in several:
             if one.dims[0] in ("heads", "kv_heads", "mlp"):
-                inner += compute.local(str(one.dims[0]), one.shape[0], setup)
+                inner += compute.local_size(str(one.dims[0]), one.shape[0], setup)
             else:  # what it reads: attention's result, or the activation's
-                inner += narrow * compute.local(str(one.dims[1]), one.shape[1], setup)
-    if not setup.features:
+                inner += narrow * compute.local_size(str(one.dims[1]), one.shape[1], setup)
+    if not setup.col_splits_features:
         inner /= setup.col
-    for leaf in part.find("mixture"):  # rows, their hidden layers, what down reads
-        (hidden, _), (_, read), _ = compute.experts(leaf, setup)
+    for leaf in part.layers_of_kind("mixture"):  # rows, their hidden layers, what down reads
+        (hidden, _), (_, read), _ = compute.expert_matmul_shapes(leaf, setup)
         inner += (hidden + read) / setup.col + narrow * leaf.top * width / outer
-    size = compute.BYTES[setup.dtype] * runtime.kept
+    size = compute.DTYPE_BYTES[setup.dtype] * runtime.kept
     whole = setup.tokens * size * (stream + inner)
     scores = 0.0
     if runtime.attention == "scores":
         whole += setup.tokens * 2 * width / outer  # masks of two dropouts
-        heads = sum(compute.heads(part, leaf, setup) for leaf in part.find("attention"))
+        heads = sum(
+            compute.local_heads(part, leaf, setup) for leaf in part.layers_of_kind("attention")
+        )
         scores = 5 * heads * setup.samples * setup.seq**2 / setup.context
     whole += scores
     if recompute == "full":
         if outer > 1:  # the sequence is gathered again for two groups of products
             whole += setup.tokens * 4 * width
-        return setup.tokens * compute.BYTES[setup.dtype] * width / outer, whole
+        return setup.tokens * compute.DTYPE_BYTES[setup.dtype] * width / outer, whole
     if recompute == "selective":
-        if runtime.selective == "attention":
+        if runtime.selective_recompute == "attention":
             return whole - scores, whole
-        share = 0.45 if runtime.selective == "half" else 0.7
+        share = 0.45 if runtime.selective_recompute == "half" else 0.7
         return share * whole, whole
     return whole, whole
 
@@ -78,44 +82,46 @@ def flights(pipe: int, chunks: int, micro: int) -> float:
     return min(pipe * (1 + (pipe - 1) / (pipe * chunks) if chunks > 1 else 1.0), float(micro))
 
 
-def memory(job: Job, layout: Layout, runtime: Framework) -> Table:
+def memory(job: Workload, layout: Candidate, runtime: Framework) -> MemoryBreakdown:
     """Bytes of the worst stage by category."""
     plan, model = layout.plan, job.model
-    setup = Setup(
+    setup = ComputeContext(
         samples=plan.micro_batch,
         seq=job.seq,
         row=plan.row,
         col=plan.col,
         context=plan.context,
-        features=plan.inner == "features",
+        col_splits_features=plan.inner == "features",
         dtype=job.dtype,
         fp8=layout.fp8,
     )
     first, last = (_stage(job, layout, runtime, setup, where) for where in ("first", "last"))
-    if model.layers == 0 or plan.pipe == 1:
+    if model.num_layers == 0 or plan.pipe == 1:
         last = first
-    return first if first.total >= last.total else last
+    return first if first.total_bytes >= last.total_bytes else last
 
 
-def _stage(job: Job, layout: Layout, runtime: Framework, setup: Setup, where: str) -> Table:
+def _stage(
+    job: Workload, layout: Candidate, runtime: Framework, setup: ComputeContext, where: str
+) -> MemoryBreakdown:
     """Bytes of the first or the last stage."""
     plan, model = layout.plan, job.model
     split = plan.row * plan.col
     blocks = [part for part in model.parts if part.is_block]
     share = _share(model, plan.pipe, plan.chunks)
     lost = 1 - 1 / plan.expert  # of its experts a rank has a part
-    middle = sum(p.count * (p.parameters - lost * p.expert_parameters) for p in blocks)
-    middle *= share / model.layers / split
-    entry, exits = model.parts[0].parameters / split, model.parts[-1].parameters / split
-    if model.tied and where == "last" and plan.pipe > 1:
+    middle = sum(p.count * (p.num_parameters - lost * p.num_expert_parameters) for p in blocks)
+    middle *= share / model.num_layers / split
+    entry, exits = model.parts[0].num_parameters / split, model.parts[-1].num_parameters / split
+    if model.has_tied_embeddings and where == "last" and plan.pipe > 1:
         exits = max(exits, entry)
     ends = entry + exits if plan.pipe == 1 else entry if where == "first" else exits
     numbers = middle + ends
     inside = runtime.fsdp or plan.depth > 1
     depth = plan.depth * (plan.context if inside else 1)
-    shards = depth * (plan.data * (1 if inside else plan.context) if runtime.sharded else 1)
+    shards = depth * (plan.data * (1 if inside else plan.context) if runtime.shards_states else 1)
     kinds = [kept(part, setup, runtime, plan.recompute) for part in blocks]
-    flying = flights(plan.pipe, plan.chunks, plan.micro_batches) if where == "first" else 1.0
+    flying = flights(plan.pipe, plan.chunks, plan.num_micro_batches) if where == "first" else 1.0
     held = max(one for one, _ in kinds)
     busy = max(most for _, most in kinds)
     logits = 0.0
@@ -123,15 +129,17 @@ def _stage(job: Job, layout: Layout, runtime: Framework, setup: Setup, where: st
         logits = setup.tokens * math.ceil(model.units["vocab"] / plan.row) / plan.col
         wide = runtime.split_logits if plan.row > 1 else 0
         logits *= wide or runtime.logits
-        if runtime.sequence and plan.row > 1:  # the head's input is gathered, and its gradient
+        if (
+            runtime.sequence_parallel and plan.row > 1
+        ):  # the head's input is gathered, and its gradient
             logits += 4 * setup.tokens * model.units["embed"]
-    held_gradient = runtime.held_gradient or runtime.gradient
+    held_gradient = runtime.held_gradient or runtime.grad_bytes
     gathered = 0.0
     if plan.depth > 1 and plan.gathered == "keep":  # with gradients that are not reduced yet
-        gathered = (2 + (held_gradient if plan.micro_batches > 1 else 0)) * numbers
+        gathered = (2 + (held_gradient if plan.num_micro_batches > 1 else 0)) * numbers
     elif plan.depth > 1:
-        gathered = runtime.copies * 2 * max(p.parameters for p in blocks) / split
-    states = 0 if layout.states == "host" else runtime.states * numbers / shards
+        gathered = runtime.copies * 2 * max(p.num_parameters for p in blocks) / split
+    states = 0 if layout.states == "host" else runtime.state_bytes * numbers / shards
     grads = held_gradient * numbers / depth
     sent = runtime.messages * flying * setup.tokens * 2 * model.units["embed"]
     work = flying * share * held + max(busy - held, logits) + (sent if plan.pipe > 1 else 0.0)
@@ -145,80 +153,96 @@ def _stage(job: Job, layout: Layout, runtime: Framework, setup: Setup, where: st
         "logits": logits if logits > busy - held else 0.0,
         "communication": runtime.buffers,
     }
-    used["fragmentation"] = runtime.reserve * sum(used.values())
+    used["fragmentation"] = runtime.allocator_reserve * sum(used.values())
     host = (
-        {} if layout.states == "device" else {"moments": round(runtime.states * numbers / shards)}
+        {}
+        if layout.states == "device"
+        else {"moments": round(runtime.state_bytes * numbers / shards)}
     )
-    return Table({name: round(size) for name, size in used.items()}, host, f"on the {where} stage")
+    return MemoryBreakdown(
+        {name: round(size) for name, size in used.items()}, host, f"on the {where} stage"
+    )
 
 
-def _share(model: Model, pipe: int, chunks: int) -> float:
+def _share(model: ModelSpec, pipe: int, chunks: int) -> float:
     """Blocks of a stage."""
-    if pipe == 1 or model.layers % (pipe * chunks) == 0:
-        return model.layers / pipe
-    return math.ceil((model.layers + 2) / pipe) - (1 if (model.layers + 2) % pipe == 0 else 0)
+    if pipe == 1 or model.num_layers % (pipe * chunks) == 0:
+        return model.num_layers / pipe
+    return math.ceil((model.num_layers + 2) / pipe) - (
+        1 if (model.num_layers + 2) % pipe == 0 else 0
+    )
 
 
 # ---- communication ----------------------------------------------------------------------
 
 
 def spoken(
-    model: Model, plan: Plan, setup: Setup, cluster: Cluster, runtime: Framework, places: Places
-) -> Spoken:
+    model: ModelSpec,
+    plan: Plan,
+    setup: ComputeContext,
+    cluster: Cluster,
+    runtime: Framework,
+    places: RankGroups,
+) -> CommTime:
     """Seconds that another framework communicates in a step."""
-    found, row = Spoken(), places["row",]
+    found, row = CommTime(), places["row",]
     block = next(part for part in model.parts if part.is_block)
     size = 2 * setup.tokens * model.units["embed"]
     again = 2 if plan.recompute == "full" else 1
-    if row.size > 1 and runtime.sequence:
-        gather, scatter = (links.seconds(cluster, op, size, row) for op in OPS)
-        found.plain["row"] = 2 * (again * (gather + scatter) + gather)
-        found.under["row"] = 2 * (scatter + gather)
+    if row.size > 1 and runtime.sequence_parallel:
+        gather, scatter = (links.collective_seconds(cluster, op, size, row) for op in OPS)
+        found.exposed_seconds["row"] = 2 * (again * (gather + scatter) + gather)
+        found.overlappable_seconds["row"] = 2 * (scatter + gather)
     elif row.size > 1:
-        whole = links.seconds(cluster, "all_reduce", size, row)
-        found.plain["row"], found.under["row"] = 2 * again * whole, 2 * whole
-    weights = sum(out * into for out, into in compute.linears(block, setup))
-    found.depth = _depth(plan, cluster, runtime, weights, places)
-    found.data, found.after = _data(model, plan, cluster, runtime, places)
+        whole = links.collective_seconds(cluster, "all_reduce", size, row)
+        found.exposed_seconds["row"], found.overlappable_seconds["row"] = (
+            2 * again * whole,
+            2 * whole,
+        )
+    weights = sum(out * into for out, into in compute.matmul_shapes(block, setup))
+    found.depth_seconds = _depth(plan, cluster, runtime, weights, places)
+    found.grad_reduction, found.weight_gather = _data(model, plan, cluster, runtime, places)
     return found
 
 
 OPS = ("all_gather", "reduce_scatter")
 
 
-def _depth(plan: Plan, cluster: Cluster, runtime: Framework, weights: int, places: Places) -> float:
+def _depth(
+    plan: Plan, cluster: Cluster, runtime: Framework, weights: int, places: RankGroups
+) -> float:
     """Gathers and reductions over depth of a block in a micro-batch."""
     shards = places["context", "depth"]
     if shards.size == 1 or (plan.depth == 1 and not runtime.fsdp):
         return 0.0
     keep = plan.gathered == "keep" or runtime.gathers == "keep"
-    gathers = 1.0 / plan.micro_batches if keep else 2.0
+    gathers = 1.0 / plan.num_micro_batches if keep else 2.0
     if plan.recompute == "full" and runtime.regathers and not keep:
         gathers = 3.0
-    reductions = 1.0 / plan.micro_batches if keep else 1.0
-    gather = links.seconds(cluster, OPS[0], 2 * weights, shards)
-    scatter = links.seconds(cluster, OPS[1], runtime.gradient * weights, shards)
+    reductions = 1.0 / plan.num_micro_batches if keep else 1.0
+    gather = links.collective_seconds(cluster, OPS[0], 2 * weights, shards)
+    scatter = links.collective_seconds(cluster, OPS[1], runtime.grad_bytes * weights, shards)
     return gathers * gather + reductions * scatter
 
 
 def _data(
-    model: Model, plan: Plan, cluster: Cluster, runtime: Framework, places: Places
+    model: ModelSpec, plan: Plan, cluster: Cluster, runtime: Framework, places: RankGroups
 ) -> tuple[float, float]:
     """Reductions over data, and gathers of updated weights."""
     whole = plan.depth == 1 and not runtime.fsdp
     copies = places["data", "expert", "context"] if whole else places["data",]
     if copies.size == 1:
         return 0.0, 0.0
-    held = communication.numbers(model, plan) / plan.depth
+    held = communication.rank_parameters(model, plan) / plan.depth
     op = "reduce_scatter" if runtime.reduce == "scatter" else "all_reduce"
-    size = held * runtime.gradient
+    size = held * runtime.grad_bytes
     buckets = max(size / runtime.bucket, 1.0) if runtime.bucket else 1.0
-    data = buckets * links.seconds(cluster, op, size / buckets, copies)
+    data = buckets * links.collective_seconds(cluster, op, size / buckets, copies)
     after = 0.0
     if runtime.reduce != "all_reduce":
-        after = links.seconds(cluster, "all_gather", 2 * held, copies)
+        after = links.collective_seconds(cluster, "all_gather", 2 * held, copies)
     if runtime.copied and runtime.reduce == "scatter":  # a kernel for each rank's part
         launch = cluster.device.launch * copies.size
         data += 2 * launch * buckets  # by the framework, and by NCCL's lists
-        after += launch * runtime.copied * model.layers / plan.pipe
+        after += launch * runtime.copied * model.num_layers / plan.pipe
     return data, after

@@ -17,11 +17,11 @@ import published_formulas as formulas
 from ranvier.config.plan import Plan
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.frameworks import Foreign
-from ranvier.planner.memory.breakdown import Table
-from ranvier.planner.model_spec import Model
-from ranvier.planner.predict import Job, Layout
-from ranvier.planner.time.communication import Places, Spoken
-from ranvier.planner.time.compute import Setup
+from ranvier.planner.memory.breakdown import MemoryBreakdown
+from ranvier.planner.model_spec import ModelSpec
+from ranvier.planner.predict import Candidate, Workload
+from ranvier.planner.time.communication import CommTime, RankGroups
+from ranvier.planner.time.compute import ComputeContext
 
 Reduction = Literal["all_reduce", "scatter", "both"]
 
@@ -74,13 +74,18 @@ class Framework(Foreign):
     copies: int = 2
     """Gathered blocks that are there at once."""
 
-    def memory(self, job: Job, layout: Layout) -> Table:
+    def memory(self, job: Workload, layout: Candidate) -> MemoryBreakdown:
         """Bytes of its worst stage by category."""
         return formulas.memory(job, layout, self)
 
     def spoken(
-        self, model: Model, plan: Plan, setup: Setup, cluster: Cluster, places: Places
-    ) -> Spoken:
+        self,
+        model: ModelSpec,
+        plan: Plan,
+        setup: ComputeContext,
+        cluster: Cluster,
+        places: RankGroups,
+    ) -> CommTime:
         """Seconds that a rank communicates in a step."""
         return formulas.spoken(model, plan, setup, cluster, self, places)
 
@@ -88,12 +93,12 @@ class Framework(Foreign):
 MEGATRON20 = Framework(
     name="Megatron-LM 2020",
     attention="scores",
-    sequence=False,
+    sequence_parallel=False,
     reduce="all_reduce",
-    gradient=2,
-    states=12,
-    sharded=False,
-    scatter=False,
+    grad_bytes=2,
+    state_bytes=12,
+    shards_states=False,
+    scatters_messages=False,
     bucket=BUCKET,
     interleaves=False,
     source="arXiv 1909.08053 and its repository: torch DDP overlaps the all-reduce of fp16 "
@@ -102,37 +107,37 @@ MEGATRON20 = Framework(
 MEGATRON21 = Framework(
     name="Megatron-LM 2021",
     attention="scores",
-    sequence=False,
-    hidden_data=False,
+    sequence_parallel=False,
+    overlaps_grad_reduction=False,
     reduce="all_reduce",
-    gradient=2,
-    sharded=False,
+    grad_bytes=2,
+    shards_states=False,
     source="arXiv 2104.04473: own DDP reduces at the end of a step; messages are scattered over "
     "row and gathered (section 4.1); interleaved 1F1B",
 )
 MEGATRON22 = Framework(
     name="Megatron-LM 2022",
     attention="scores",
-    hidden_dx=True,
-    hidden_data=False,
+    overlaps_dx=True,
+    overlaps_grad_reduction=False,
     reduce="all_reduce",
-    gradient=2,
+    grad_bytes=2,
     held_gradient=4.0,
-    sharded=False,
+    shards_states=False,
     source="arXiv 2205.05198: sequence parallelism, selective recomputation of attention; what is "
     "reduced over row in backward overlaps with the gradient of the weight",
 )
 MEGATRON_DEEPSPEED = Framework(
     name="Megatron-DeepSpeed",
     attention="scores",
-    sequence=False,
-    hidden_data=False,
+    sequence_parallel=False,
+    overlaps_grad_reduction=False,
     reduce="both",
-    gradient=2,
+    grad_bytes=2,
     wide_gradient=6.0,
     messages=1,
-    reserve=0.22,
-    context=3.0e9,
+    allocator_reserve=0.22,
+    context_bytes=3.0e9,
     buffers=4.5e9,
     interleaves=False,
     source="DeepSpeed's pipeline engine: gradients are all-reduced in buckets after the last "
@@ -141,8 +146,8 @@ MEGATRON_DEEPSPEED = Framework(
 DEEPSPEED3 = Framework(
     name="DeepSpeed ZeRO-3",
     attention="scores",
-    sequence=False,
-    gradient=2,
+    sequence_parallel=False,
+    grad_bytes=2,
     regathers=True,
     interleaves=False,
     source="arXiv 1910.02054: weights are gathered for forward, for what is computed again and for "
@@ -151,13 +156,13 @@ DEEPSPEED3 = Framework(
 MEGATRON_CORE = Framework(
     name="Megatron-Core",
     attention="flash3",
-    casts="fused",
-    hidden_dx=True,
-    hidden_row=HIDDEN,
-    hidden_pipe=HIDDEN,
-    fused_gradient=True,
-    gradient=2,
-    kernels=25,
+    fp8_casts="fused",
+    overlaps_dx=True,
+    row_overlap=HIDDEN,
+    pipe_overlap=HIDDEN,
+    fused_grad_accumulation=True,
+    grad_bytes=2,
+    kernels_per_block=25,
     source="NeMo and Megatron-Core performance guides and recipes: cuDNN attention, Transformer "
     "Engine's fused casts, user buffers overlap the communication over row, p2p and gradients "
     "overlap, gradients in bf16 (grad-reduce-in-bf16)",
@@ -165,30 +170,30 @@ MEGATRON_CORE = Framework(
 TORCHTITAN = Framework(
     name="torchtitan",
     attention="flash2",
-    passes=EAGER,
-    kernels=60,
-    gradient=2,
-    selective="half",
+    elementwise_passes=EAGER,
+    kernels_per_block=60,
+    grad_bytes=2,
+    selective_recompute="half",
     fsdp=True,
     held_gradient=4.5,
     logits=14,
     split_logits=16,
-    reserve=0.18,
-    context=1.0e9,
+    allocator_reserve=0.18,
+    context_bytes=1.0e9,
     source="arXiv 2410.06511: FSDP2, torch's SDPA; selective recomputation keeps every other "
     "matrix product; pipelines without a given number take as many micro-batches as stages",
 )
 NANOTRON = Framework(
     name="nanotron",
     attention="flash2",
-    passes=PARTLY,
-    kernels=70,
+    elementwise_passes=PARTLY,
+    kernels_per_block=70,
     bucket=2 * BUCKET,
     copied=6,
-    cut="balanced",
+    stage_partition="balanced",
     interleaves=False,
     kept=2.0,
-    reserve=0.1,
+    allocator_reserve=0.1,
     source="huggingface/nanotron (models/llama.py, optim/gradient_accumulator.py, distributed.py): "
     "eager but for Triton's RMSNorm and flash-attn's rotation; fp32 gradient accumulation, half "
     "gradients are freed; a hook reduces DDP's buckets during backward; ZeRO-1 flattens and copies "
@@ -197,9 +202,9 @@ NANOTRON = Framework(
 FOUNDRY = Framework(
     name="llm-foundry",
     attention="flash1",
-    passes=EAGER,
-    kernels=60,
-    sequence=False,
+    elementwise_passes=EAGER,
+    kernels_per_block=60,
+    sequence_parallel=False,
     fsdp=True,
     kept=0.8,
     logits=6,
@@ -209,18 +214,18 @@ FOUNDRY = Framework(
 AXONN = Framework(
     name="AxoNN",
     attention="flash2",
-    passes=EAGER,
-    kernels=60,
-    sequence=False,
-    gradient=2,
-    hidden_row=HIDDEN,
+    elementwise_passes=EAGER,
+    kernels_per_block=60,
+    sequence_parallel=False,
+    grad_bytes=2,
+    row_overlap=HIDDEN,
     source="arXiv 2502.08145: overlapped all-reduces, reduce-scatters and gathers over Z",
 )
 COMMON = Framework(
     name="common",
-    passes=EAGER,
-    casts="fused",
-    kernels=60,
+    elementwise_passes=EAGER,
+    fp8_casts="fused",
+    kernels_per_block=60,
     source="a framework that has no row: eager kernels, FlashAttention-2, nothing hidden over row, "
     "gradients reduced beside backward in fp32, states split over data",
 )

@@ -18,8 +18,8 @@ from ranvier.config.plan import Plan
 from ranvier.errors import PlanError
 from ranvier.planner import cluster
 from ranvier.planner.cluster import Cluster, Device, Link
-from ranvier.planner.model_spec import Model, dense
-from ranvier.planner.predict import Job, Layout
+from ranvier.planner.model_spec import ModelSpec, dense_decoder
+from ranvier.planner.predict import Candidate, Workload
 
 DATA = Path(__file__).parent / "data"
 BASE = {70: "summit", 80: "dgx-a100", 90: "dgx-h100", 100: "dgx-b200"}
@@ -159,7 +159,7 @@ class Row:
     def device(self) -> Device | None:
         """Its device, if that has a data sheet."""
         try:
-            return cluster.device(self.facts["gpu"])
+            return cluster.find_device(self.facts["gpu"])
         except PlanError:
             return None
 
@@ -195,11 +195,11 @@ def rows(path: Path = DATA / "published_runs.csv") -> list[Row]:
 
 
 @cache
-def model(row: Row) -> Model:
+def model(row: Row) -> ModelSpec:
     """The model of a run."""
     heads, gated = row.number("heads"), row.facts["gated_mlp"] == "1"
     hidden = row.number("hidden")
-    return dense(
+    return dense_decoder(
         layers=row.number("layers"),
         embed=hidden,
         heads=heads,
@@ -215,9 +215,9 @@ def model(row: Row) -> Model:
 
 
 @cache
-def job(row: Row) -> Job:
+def job(row: Row) -> Workload:
     """What is trained."""
-    return Job(model(row), row.number("seq"), row.number("global_batch"))
+    return Workload(model(row), row.number("seq"), row.number("global_batch"))
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def ways(row: Row) -> tuple[Ways, ...]:
 
 
 @cache
-def layout(row: Row, recompute: str = "", way: Ways | None = None) -> Layout:
+def layout(row: Row, recompute: str = "", way: Ways | None = None) -> Candidate:
     """How it is laid out; recompute, way: where the run does not say."""
     split, dp = known_split(row) or Split(1, None), row.number("dp")
     pipe, batch = row.number("pp"), row.number("global_batch")
@@ -272,7 +272,7 @@ def layout(row: Row, recompute: str = "", way: Ways | None = None) -> Layout:
         compile="on" if _compiled(row) else "off",
     )
     scales = "row" if "rowwise" in row.facts["precision"] else "tensor"
-    return Layout(plan, fp8=scales if row.narrow else "")  # type: ignore[arg-type]
+    return Candidate(plan, fp8=scales if row.narrow else "")  # type: ignore[arg-type]
 
 
 def _compiled(row: Row) -> bool:
@@ -296,15 +296,15 @@ def machine(row: Row) -> Cluster:
 
 @cache
 def _machine(own: str, name: str, per_node: int, network: float, gpus: int) -> Cluster:
-    device = cluster.device(name)
-    known = [cluster.cluster(one) for one in cluster.names()]
+    device = cluster.find_device(name)
+    known = [cluster.load_cluster(one) for one in cluster.cluster_names()]
     alike = [one for one in known if one.per_node == per_node]
     same = [one for one in alike if one.device.name == name] or [
         one for one in alike if one.device.name.split("-")[0] == name.split("-")[0]
     ]
-    base = same[0] if same else cluster.cluster(BASE[device.generation])
+    base = same[0] if same else cluster.load_cluster(BASE[device.generation])
     if own:
-        base = cluster.cluster(own)
+        base = cluster.load_cluster(own)
     link = base.link
     if per_node != base.per_node and device.generation == 70:  # DGX-2: all joined by a switch
         link = Link(bandwidth=link.bandwidth, latency=link.latency)
@@ -330,20 +330,20 @@ def framework(row: Row) -> Framework:
 def stated(row: Row, found: Framework) -> Framework:
     """A runtime with what a run says of itself, whichever framework it is."""
     note, precision = row.facts["notes"].lower(), row.facts["precision"]
-    found = replace(found, sequence=row.facts["seq_parallel"] == "1")
+    found = replace(found, sequence_parallel=row.facts["seq_parallel"] == "1")
     split = known_split(row)
     if split is not None and split.states is not None:
-        found = replace(found, sharded=split.states)
+        found = replace(found, shards_states=split.states)
         if not split.states:
             found = replace(found, reduce="all_reduce")
         elif found.reduce == "all_reduce":
             found = replace(found, reduce="scatter")
     if row.source == "BLOOM":  # its launch script sets CUDA_LAUNCH_BLOCKING=1 against hangs
-        found = replace(found, blocking=True)
+        found = replace(found, launch_blocking=True)
     if "asynctp" in note or "async tp" in note:
-        found = replace(found, hidden_row=frameworks.HIDDEN)
+        found = replace(found, row_overlap=frameworks.HIDDEN)
     if "fp32 grad" in precision:
-        found = replace(found, gradient=4, held_gradient=found.wide_gradient)
+        found = replace(found, grad_bytes=4, held_gradient=found.wide_gradient)
     if precision.endswith("PURE"):
-        found = replace(found, gradient=2)
+        found = replace(found, grad_bytes=2)
     return found

@@ -25,13 +25,13 @@ from torch.distributed import checkpoint as dcp
 
 from ranvier import launch
 from ranvier.config.plan import Plan
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.config.sections import CheckpointConfig, DataConfig, ModelConfig, TrainConfig
-from ranvier.data.dataset import open_data, stored_all
+from ranvier.data.dataset import cache_corpora, open_data
 from ranvier.grid import Grid
-from ranvier.launch import Ranks
+from ranvier.launch import ProcessInfo
 from ranvier.train.resume import checkpointing
-from ranvier.train.train import device_of, settled
+from ranvier.train.train import resolve_device, resolve_device_and_dtype
 from ranvier.train.trainer import Trainer
 
 NEVER = 10**9
@@ -52,19 +52,21 @@ def settings() -> argparse.Namespace:
 
 
 def trainer_for(asked: argparse.Namespace, out: str) -> Trainer:
-    model = ModelConfig.of(asked.size)
-    run = Run(
+    model = ModelConfig.from_size(asked.size)
+    run = RunConfig(
         model=replace(model, tied=False) if asked.untied else model,
         data=DataConfig(seq=asked.seq, tokenizer="bytes"),
         plan=Plan(batch=asked.batch),
         train=TrainConfig(steps=10**6, out=out, evaluate=0),
         checkpoint=CheckpointConfig(every=NEVER, keep=1),
-    ).check(1)
-    device = device_of(run, Ranks())
-    run = settled(run, device)
-    folders = stored_all(["stdlib"], cache=launch.cache(), tokenizer="bytes", max_bytes=4_000_000)
+    ).check_and_resolve(1)
+    device = resolve_device(run, ProcessInfo())
+    run = resolve_device_and_dtype(run, device)
+    folders = cache_corpora(
+        ["stdlib"], cache=launch.cache_dir(), tokenizer="bytes", max_bytes=4_000_000
+    )
     data = open_data(folders, seq=asked.seq, seed=0, held_out=0.02)
-    return Trainer.assemble(run, Grid({}), device, data)
+    return Trainer.from_run(run, Grid({}), device, data)
 
 
 def now(trainer: Trainer) -> float:
@@ -93,13 +95,13 @@ def _every(trainer: Trainer, steps: int) -> None:
 def written(trainer: Trainer) -> float:
     """Seconds until the save behind the run has ended."""
     start = time.perf_counter()
-    trainer.saver.finish()
+    trainer.saver.finish_saving()
     return time.perf_counter() - start
 
 
 def peer(trainer: Trainer, folder: Path) -> float:
     """Seconds of torch's distributed checkpoint of the same tensors."""
-    tensors = {name: x for name, (x, _) in trainer.state().items()}
+    tensors = {name: x for name, (x, _) in trainer.state_tensors().items()}
     start = now(trainer)
     dcp.save(tensors, checkpoint_id=str(folder), no_dist=True)
     seconds = time.perf_counter() - start
@@ -111,9 +113,9 @@ def main() -> int:
     asked = settings()
     with tempfile.TemporaryDirectory(dir=asked.folder) as out:
         trainer = trainer_for(asked, out)
-        state, _ = checkpointing.tensors(trainer)
+        state, _ = checkpointing.state_tensors(trainer)
         size = sum(x.numel() * x.element_size() for x, _ in state.values())
-        rows = iter(trainer.steps())
+        rows = iter(trainer.run_steps())
         window(rows, trainer, 12, save=False)
         first = window(rows, trainer, 10, save=True)
         rest = written(trainer)
@@ -132,13 +134,13 @@ def main() -> int:
             times.append((pair[False], pair[True]))
             print(f"turn {turn}: {pair[False]:.3f} s without, {pair[True]:.3f} s with", flush=True)
         rows.close()  # type: ignore[attr-defined]
-        shutil.rmtree(trainer.checkpoints)
+        shutil.rmtree(trainer.checkpoint_dir)
         theirs = [peer(trainer, Path(out) / "dcp") for _ in range(asked.peers)]
         good = verdict(asked, times, theirs)
-        trainer.checkpoints.mkdir()
+        trainer.checkpoint_dir.mkdir()
         trainer.saver.step = -1
         start = now(trainer)
-        trainer.save()
+        trainer.save_checkpoint()
         print(f"ours without the background: {time.perf_counter() - start:.2f} s")
     return 0 if good else 1
 

@@ -18,8 +18,8 @@ import time
 from collections.abc import Sequence
 
 from ranvier.planner import cluster, model_spec, search
-from ranvier.planner.predict import Job
-from ranvier.planner.search import Wish
+from ranvier.planner.predict import Workload
+from ranvier.planner.search import SearchRequest
 
 JOBS = (
     ("llama3-8b", "perlmutter", 32, 512),
@@ -36,18 +36,20 @@ def main() -> None:
     """Print the table."""
     print(f"{'job':32} {'grids':>6} {'layouts':>8} {'1 process':>10} {'2':>8} {'a second':>9}")
     for size, machine, nodes, batch in JOBS:
-        wish = Wish(
-            Job(model_spec.of_size(size), 4096, batch), cluster.cluster(machine).of(nodes=nodes)
+        wish = SearchRequest(
+            Workload(model_spec.load_shipped_spec(size), 4096, batch),
+            cluster.load_cluster(machine).with_size(nodes=nodes),
         )
         spent = []
         for workers in (2, 1):  # in this order: what is cached here is forked
             began = time.perf_counter()
-            result = search.search(wish, workers=workers)
+            result = search.search_layouts(wish, workers=workers)
             spent.append(time.perf_counter() - began)
         name = f"{size} on {nodes} x {machine}"
         print(
-            f"{name:32} {result.grids:6} {result.count:8,} {spent[1]:8.2f} s {spent[0]:6.2f} s "
-            f"{result.count / spent[0]:9,.0f}"
+            f"{name:32} {result.num_grids:6} {result.num_candidates:8,} {spent[1]:8.2f} s "
+            f"{spent[0]:6.2f} s "
+            f"{result.num_candidates / spent[0]:9,.0f}"
         )
     for name, words in (("named size", NAMED), ("other model", OTHER)):
         spent_all = [started(words) for _ in range(TIMES if words is NAMED else 1)]

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 
 from ranvier.checkpoint.hf import model, safetensors
-from ranvier.launch import free_port
+from ranvier.launch import find_free_port
 from ranvier.models import DecoderConfig
-from ranvier.models.hf.registry import family_of
+from ranvier.models.hf.registry import find_family
 
 MIB = 1 << 20
 FACTOR, ROOM = 1.3, 64 * MIB
@@ -69,16 +69,18 @@ def config_of(num_bytes: int, dtype: torch.dtype, experts: int = 0) -> DecoderCo
 def write(folder: Path, num_bytes: int, dtype: torch.dtype, experts: int = 0) -> int:
     """Write a model with random weights, one tensor at a time; its bytes."""
     config = config_of(num_bytes, dtype, experts)
-    family = family_of("mixtral" if experts else "llama")
+    family = find_family("mixtral" if experts else "llama")
     sizes = model.shapes_of(config)
     folder.mkdir(parents=True)
-    theirs = family.write(config) | {"dtype": str(dtype).removeprefix("torch.")}
+    theirs = family.config_to_hf(config) | {"dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(theirs))
-    listed = safetensors.listed(
+    listed = safetensors.list_hf_tensors(
         model.entries_of(family, config), sizes, dict.fromkeys(sizes, dtype)
     )
-    safetensors.write(folder, listed, lambda name: torch.randn(sizes[name]) * 0.02, most=1 << 40)
-    return sum(one.bytes for one in listed)
+    safetensors.write_safetensors(
+        folder, listed, lambda name: torch.randn(sizes[name]) * 0.02, most=1 << 40
+    )
+    return sum(one.num_bytes for one in listed)
 
 
 @dataclass(frozen=True)
@@ -127,17 +129,17 @@ def load(folder: Path, axes: dict[str, int]) -> Read:
     """Read a model on the grid of all ranks that were started."""
     from ranvier import from_pretrained
     from ranvier.comm.collectives import all_gather
-    from ranvier.comm.consensus import everyone
-    from ranvier.launch.external_launch import laid_out
+    from ranvier.comm.consensus import world_axis
+    from ranvier.launch.external_launch import build_grid
 
     torch.set_num_threads(1)
-    grid, device = laid_out(axes, device="cpu")
-    all_gather(torch.zeros(1), everyone(grid)).wait()  # what a first message costs is no reading
+    grid, device = build_grid(axes, device="cpu")
+    all_gather(torch.zeros(1), world_axis(grid)).wait()  # what a first message costs is no reading
     held: list[Any] = []
 
     def work() -> int:
         held.append(from_pretrained(folder, grid=grid, device=device))
-        queue = held[0].parallel.queue
+        queue = held[0].parallel.bucket_scheduler
         return sum(bucket.data.numel() * bucket.data.element_size() for bucket in queue.buckets)
 
     return watched(work)
@@ -150,7 +152,7 @@ def imported(folder: Path, out: Path) -> Read:
     torch.set_num_threads(1)
 
     def work() -> int:
-        import_export.imported(str(folder), out)
+        import_export.import_model(str(folder), out)
         return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
     return watched(work)
@@ -159,7 +161,7 @@ def imported(folder: Path, out: Path) -> Read:
 def ranks(folder: Path, what: str, axes: dict[str, int]) -> list[Read]:
     """What each of new processes has to tell."""
     world = torch.Size(axes.values()).numel()
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     words = [sys.executable, __file__, "--folder", str(folder), "--rank", what]
     words += ["--axes", json.dumps(axes)]
     started = [

@@ -14,9 +14,9 @@ import torch
 from ranvier import parallelize
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
-from ranvier.launch.external_launch import laid_out
+from ranvier.launch.external_launch import build_grid
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import parallel_of
+from ranvier.parallel.parallelize import get_parallel_model
 from ranvier.train.step import forward_backward
 
 
@@ -35,14 +35,14 @@ def main(grid: Grid) -> list[float]:
     model = unmodified()
     whole = sum(p.numel() for p in model.parameters())
     model = parallelize(model, grid, inner="features")
-    optimizer = Optimizer(parallel_of(model).queue, lr=3e-3)
+    optimizer = Optimizer(get_parallel_model(model).bucket_scheduler, lr=3e-3)
     mine = sum(p.numel() for p in model.parameters())
     text = torch.arange(40, 57).unsqueeze(0).repeat(8, 1)
     samples = Batch(text[:, :-1], text[:, 1:])  # of all ranks; each takes its share
     losses = []
     for _ in range(20):
         share = len(text) // grid.axis("data", "expert", "depth").size
-        loss = forward_backward(model, samples.micro_batches(grid, share))
+        loss = forward_backward(model, samples.split_micro_batches(grid, share))
         optimizer.step()
         losses.append(loss.item())
     if grid.rank == 0:
@@ -57,4 +57,4 @@ if __name__ == "__main__":
     parser.add_argument("--row", type=int, default=1)
     parser.add_argument("--col", type=int, default=1)
     asked = parser.parse_args()
-    main(laid_out({"row": asked.row, "col": asked.col}, inner="features", device="cpu")[0])
+    main(build_grid({"row": asked.row, "col": asked.col}, inner="features", device="cpu")[0])

@@ -14,9 +14,9 @@ from torch.nn.functional import gelu, mse_loss
 
 from ranvier import call_on_full_batch, parallelize
 from ranvier.grid import Grid
-from ranvier.launch.external_launch import laid_out
+from ranvier.launch.external_launch import build_grid
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import parallel_of
+from ranvier.parallel.parallelize import get_parallel_model
 
 
 class MLP(nn.Module):
@@ -38,7 +38,7 @@ def main(grid: Grid) -> list[float]:
     """What each rank does; the losses."""
     torch.manual_seed(0)  # every rank builds the same model and draws the same batches
     model = parallelize(MLP(), grid)
-    optimizer = Optimizer(parallel_of(model).queue, lr=1e-2, clip=1.0)
+    optimizer = Optimizer(get_parallel_model(model).bucket_scheduler, lr=1e-2, clip=1.0)
     losses = []
     for _ in range(20):
         x = torch.randn(8, 16, 32)  # the full batch
@@ -59,4 +59,4 @@ if __name__ == "__main__":
     parser.add_argument("--col", type=int, default=1)
     parser.add_argument("--depth", type=int, default=1)
     asked = parser.parse_args()
-    main(laid_out(vars(asked), device="cpu")[0])
+    main(build_grid(vars(asked), device="cpu")[0])

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ranvier.cli.main import main as ranvier
-from ranvier.infer.generate import Speaker
+from ranvier.infer.generate import TextGenerator
 
 CAPITALS = {
     "France": "Paris",
@@ -77,10 +77,10 @@ def run(*words: str) -> None:
 
 def share(folder: Path, known: dict[str, str]) -> float:
     """The share of questions that a run answers exactly, always with the likeliest token."""
-    speaker = Speaker.of(folder, "cpu")
+    speaker = TextGenerator.from_run(folder, "cpu")
     right = 0
     for question, answer in known.items():
-        pieces = speaker.answer(question, tokens=32, temperature=0.0, top_k=0, seed=0)
+        pieces = speaker.answer_question(question, tokens=32, temperature=0.0, top_k=0, seed=0)
         right += "".join(pieces) == answer
     return right / len(known)
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from ranvier.models import SIZES, AdapterConfig
-from ranvier.planner.model_spec import FOLDER
-from ranvier.planner.model_spec_torch import listed
+from ranvier.models import MODEL_SIZES, AdapterConfig
+from ranvier.planner.model_spec import SPEC_FOLDER
+from ranvier.planner.model_spec_torch import build_decoder_spec
 
 
 def made(size: str) -> str:
     """The list of a size, as its file holds it."""
-    model = replace(listed(SIZES[size], AdapterConfig()), name=size)
-    return json.dumps(model.facts(), indent=1) + "\n"
+    model = replace(build_decoder_spec(MODEL_SIZES[size], AdapterConfig()), name=size)
+    return json.dumps(model.to_dict(), indent=1) + "\n"
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(exist_ok=True)
-    for size in SIZES:
-        (FOLDER / f"{size}.json").write_text(made(size))
+    SPEC_FOLDER.mkdir(exist_ok=True)
+    for size in MODEL_SIZES:
+        (SPEC_FOLDER / f"{size}.json").write_text(made(size))

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from ranvier import errors
-from ranvier.config.run import Run
-from ranvier.models import SIZES
+from ranvier.config.run import RunConfig
+from ranvier.models import MODEL_SIZES
 from ranvier.train.metrics import Meter
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 
-SECTIONS = dataclasses.fields(Run)
+SECTIONS = dataclasses.fields(RunConfig)
 HEAD = f"""\
 <!-- Written by scripts/reference.py from the config classes; change those, not this page. -->
 
@@ -112,18 +112,18 @@ CODES = {
     errors.RanvierError.exit_code: "A setting, an option, a plan or a model that cannot run.",
     errors.DataError.exit_code: "Training data or a tokenizer that cannot be used.",
     errors.CheckpointError.exit_code: "No checkpoint to load: missing, damaged, of another model.",
-    errors.INTERNAL: "An error that is not yours; it comes with a traceback.",
+    errors.INTERNAL_EXIT_CODE: "An error that is not yours; it comes with a traceback.",
     errors.CommunicationError.exit_code: "Ranks that did not meet, disagree, or were lost.",
     errors.HangError.exit_code: "A rank gave no sign of life; all stacks were shown.",
     errors.WriteError.exit_code: "A file could not be written: a full disk, no permission, "
     "a directory that is gone.",
     errors.NumericError.exit_code: "Too many losses or gradients that are no numbers, or spikes.",
-    errors.STOPPED: "Told to stop (a signal); saved. Start it again and it goes on.",
+    errors.STOPPED_EXIT_CODE: "Told to stop (a signal); saved. Start it again and it goes on.",
     errors.VersionError.exit_code: "A checkpoint of another version of the format.",
-    errors.RefusedError.exit_code: "Unsafe input refused: a path out of its directory, a link, a "
-    "pipe or device, a file that is too large, a pickle, a chat template beyond its limits, or a "
+    errors.UnsafeInputError.exit_code: "Unsafe input refused: a path out of its directory, a link, "
+    "a pipe or device, a file that is too large, a pickle, a chat template beyond its limits, or a "
     "directory that another run writes.",
-    errors.NO_PROGRESS: "Ranks were lost again and again without getting further.",
+    errors.NO_PROGRESS_EXIT_CODE: "Ranks were lost again and again without getting further.",
     130: "Ctrl-C (SIGINT) twice, or a command that does not train: ended at once.",
     143: "SIGTERM twice, or a command that does not train: ended at once.",
 }
@@ -186,14 +186,17 @@ def _toml(value: Any) -> str:
 def sizes() -> Iterator[str]:
     """The named sizes of the model."""
     keys = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "vocab", "tied")
-    rows = [[f"`{name}`", *(_toml(getattr(SIZES[name], key)) for key in keys)] for name in SIZES]
+    rows = [
+        [f"`{name}`", *(_toml(getattr(MODEL_SIZES[name], key)) for key in keys)]
+        for name in MODEL_SIZES
+    ]
     yield from ("", "The defaults above are those of `tiny`. The named sizes:", "")
     yield from table(("size", *keys), rows)
 
 
 def known_metrics() -> list[str]:
     """The keys of a line of metrics.jsonl, from the source."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(Meter.row)))
+    tree = ast.parse(textwrap.dedent(inspect.getsource(Meter.step_metrics)))
     (made,) = (node.value for node in ast.walk(tree) if isinstance(node, ast.Return))
     assert isinstance(made, ast.Dict), made
     return [ast.literal_eval(key) for key in made.keys if key is not None]
@@ -218,7 +221,7 @@ def results() -> Iterator[str]:
 
 def page() -> str:
     """The whole page."""
-    run = Run()
+    run = RunConfig()
     lines = HEAD.splitlines()
     for field in SECTIONS:
         lines += section(field.name, getattr(run, field.name))

@@ -15,9 +15,9 @@ from torch import Tensor
 from ranvier.checkpoint.hf.peft_read import read_adapter
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
-from ranvier.models import AdapterConfig, DecoderConfig, build
-from ranvier.models.hf.registry import family_of
-from ranvier.models.lora import adapters_of
+from ranvier.models import AdapterConfig, DecoderConfig, build_decoder
+from ranvier.models.hf.registry import find_family
+from ranvier.models.lora import named_adapters
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallelize import parallelize
 from ranvier.train.step import forward_backward
@@ -60,20 +60,20 @@ def published(kind: str) -> Any:
 def converted(model: Any) -> tuple[DecoderConfig, dict[str, Tensor]]:
     """Our config and weights of a published model."""
     theirs = model.config.to_dict()
-    family = family_of(theirs)
-    config = family.read(theirs)
+    family = find_family(theirs)
+    config = family.config_from_hf(theirs)
     state, found = model.state_dict(), {}
-    for entry in family.tensors(config):
-        whole = state[entry.name].T if entry.transposed else state[entry.name]
-        rows = [_rows(config, name) for name in entry.ours]
+    for entry in family.tensor_mappings(config):
+        whole = state[entry.name].T if entry.is_transposed else state[entry.name]
+        rows = [_rows(config, name) for name in entry.our_names]
         parts = whole.split(rows) if len(rows) > 1 else [whole]
-        found |= {n: x.detach().clone() for n, x in zip(entry.ours, parts, strict=True)}
+        found |= {n: x.detach().clone() for n, x in zip(entry.our_names, parts, strict=True)}
     return config, found
 
 
 def _rows(config: DecoderConfig, name: str) -> int:
     with torch.device("meta"):
-        return int(build(config, AdapterConfig()).get_parameter(name).shape[0])
+        return int(build_decoder(config, AdapterConfig()).get_parameter(name).shape[0])
 
 
 def batch(samples: int = 8, seq: int = 8) -> Batch:
@@ -106,18 +106,18 @@ def model_on(
     inner: str,
 ) -> Any:
     """Our model with the weights of the base and the adapter of a directory."""
-    model = parallelize(build(config, lora), grid, inner=inner)  # type: ignore[arg-type]
+    model = parallelize(build_decoder(config, lora), grid, inner=inner)  # type: ignore[arg-type]
     parallel = model.parallel
     with torch.no_grad():
         for name, weight in parallel.weights.items():
             if name in base:
-                weight.param.copy_(weight.place.take(base[name]))
-    for _, adapter, layer in adapters_of(model):
-        adapter.measure(layer)
-    mine = {n: (w.param.data, w.place) for n, w in parallel.weights.items() if ".adapters." in n}
+                weight.param.copy_(weight.shard.slice_from(base[name]))
+    for _, adapter, layer in named_adapters(model):
+        adapter.init_magnitudes(layer)
+    mine = {n: (w.param.data, w.shard) for n, w in parallel.weights.items() if ".adapters." in n}
     if start:
-        read_adapter(Path(start), config).fill(mine)
-    parallel.queue.begin("")
+        read_adapter(Path(start), config).fill_state(mine)
+    parallel.bucket_scheduler.begin_step("")
     return model
 
 
@@ -132,19 +132,21 @@ def train(
     """Losses of our training, and my part of all weights after it."""
     model = model_on(grid, config, lora, base, start, inner)
     parallel = model.parallel
-    optimizer = Optimizer(parallel.queue, lr=LR, betas=(0.9, 0.95), eps=1e-8, decay=0.0, clip=0.0)
+    optimizer = Optimizer(
+        parallel.bucket_scheduler, lr=LR, betas=(0.9, 0.95), eps=1e-8, decay=0.0, clip=0.0
+    )
     given = batch()
     share = 8 // grid.axis("data", "expert", "depth").size
     losses = []
     for _ in range(STEPS):
-        losses.append(forward_backward(model, given.micro_batches(grid, share)).item())
+        losses.append(forward_backward(model, given.split_micro_batches(grid, share)).item())
         optimizer.step()
-    return losses, {n: (x.clone(), place) for n, (x, place) in parallel.state().items()}
+    return losses, {n: (x.clone(), place) for n, (x, place) in parallel.sharded_state().items()}
 
 
 def logits(config: DecoderConfig, lora: AdapterConfig, weights: Mapping[str, Tensor]) -> Tensor:
     """Of our plain model with whole weights."""
-    model = build(config, lora)
+    model = build_decoder(config, lora)
     names = {name for name, _ in model.named_parameters()}
     model.load_state_dict({n: x for n, x in weights.items() if n in names}, strict=False)
     with torch.no_grad():

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import settings
 
 from pool import NcclPools, Pool
-from ranvier.launch import grow_segments
+from ranvier.launch import use_expandable_segments
 
 # Equal examples on every run, and no time limit: the machine may be busy.
 settings.register_profile("ranvier", deadline=None, derandomize=True)
 settings.load_profile("ranvier")
-grow_segments()
+use_expandable_segments()
 # A shell starts its background jobs with SIGINT ignored, which their processes inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

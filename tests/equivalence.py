@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from hf_models import HF_MODELS
 from pool import device_of
-from ranvier.cost.layers import Flow
+from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models import EXAMPLES, AdapterConfig, Decoder, DecoderConfig
-from ranvier.models import build as build_decoder
+from ranvier.models import build_decoder as build_decoder
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import Parallel, parallelize
-from ranvier.pipeline.partition import Cut
-from ranvier.sharding import Place, State
-from ranvier.tools.verify import predict
-from ranvier.trace import difference
+from ranvier.parallel.parallelize import ParallelModel, parallelize
+from ranvier.pipeline.partition import PipelineConfig
+from ranvier.sharding import Shard, ShardedStateDict
+from ranvier.tools.verify import predict_events
+from ranvier.trace import diff_events
 from ranvier.train.step import forward_backward
 from states import assemble
 
@@ -82,13 +82,15 @@ class Case:
             "fast": self.fast,
         }
         options["overlap"] = ("dx", "dw", "gather", "tokens") if self.overlap else ()
-        options["how"] = Cut(chunks=self.chunks, policy=self.policy, spread=self.spread)
+        options["how"] = PipelineConfig(
+            chunks=self.chunks, policy=self.policy, vocab_over_pipe=self.spread
+        )
         options["device"] = device_of(grid)
         model = parallelize(self.build(), grid, keep=self.keep, **(options | changes))
         if self.delay >= 0:
             drawn = random.Random(self.delay * 64 + grid.rank)
             pipeline = model.parallel.pipeline  # type: ignore[union-attr]
-            pipeline.runtime.delay = lambda key, number: drawn.choice((0.0, 0.0, 0.002, 0.01))
+            pipeline.executor.delay = lambda key, number: drawn.choice((0.0, 0.0, 0.002, 0.01))
         return model
 
 
@@ -133,7 +135,7 @@ def _lopsided() -> nn.Module:
     """All tokens go to two experts of eight: the others get none."""
     model = _mixture(2, 8, "shared", "sigmoid")()
     assert isinstance(model, Decoder)
-    for mixture in model.mixtures:
+    for mixture in model.moe_layers:
         assert mixture.bias is not None
         mixture.bias[3], mixture.bias[6] = 100.0, 50.0
     return model
@@ -199,7 +201,7 @@ class Serial:
     ) -> None:
         self.model, self.batch = Case(name).build().to(device), batch
         self.values = {name: p.detach().cpu().clone() for name, p in self.lasting()}
-        inputs = batch.inputs()
+        inputs = batch.model_inputs()
         if device != "cpu":
             inputs = {key: x.to(device) for key, x in inputs.items()}
         self.grads: dict[str, Tensor] = {}
@@ -215,7 +217,7 @@ class Serial:
             count = (batch.targets != -100).sum()
             loss = self.model(**inputs) / count
             loss.backward()
-            extra = getattr(self.model, "extra", None)
+            extra = getattr(self.model, "aux_loss", None)
             self.extras.append(0.0 if extra is None else extra.item())
             self.losses.append(loss.item() - self.extras[-1] / count.item())
             if step == 0:
@@ -224,8 +226,8 @@ class Serial:
             norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip)
             self.norms.append(norm.item())
             optimizer.step()
-            for mixture in getattr(self.model, "mixtures", ()):
-                mixture.move_bias()
+            for mixture in getattr(self.model, "moe_layers", ()):
+                mixture.update_expert_bias()
         self.after = {name: p.detach().cpu().clone() for name, p in self.lasting()}
 
     def named(self) -> list[tuple[str, nn.Parameter]]:
@@ -242,49 +244,53 @@ def decays(name: str, param: nn.Parameter) -> bool:
     return param.dim() >= 2 and not any(w in name for w in ("embed", "position", "wte", "wpe"))
 
 
-def gradients(parallel: Parallel) -> State:
+def gradients(parallel: ParallelModel) -> ShardedStateDict:
     """My part of every finished gradient, without the update."""
     return {
-        weight.name: (part.clone(), bucket.place(weight))
-        for bucket, pieces in parallel.queue.finish()
-        for weight, part in bucket.by_weight(pieces)
+        weight.name: (part.clone(), bucket.state_shard(weight))
+        for bucket, pieces in parallel.bucket_scheduler.finish_gradients()
+        for weight, part in bucket.split_by_weight(pieces)
     }
 
 
-def flow_of(batch: Batch, grid: Grid, micro_batches: int) -> Flow:
+def flow_of(batch: Batch, grid: Grid, micro_batches: int) -> ActivationShape:
     samples = batch.tokens.shape[0] // grid.axis("data", "expert", "depth").size // micro_batches
-    return Flow(samples=samples, seq=batch.tokens.shape[1], itemsize=8, statistics=8)
+    return ActivationShape(
+        samples=samples, seq=batch.tokens.shape[1], itemsize=8, statistics_itemsize=8
+    )
 
 
 def micros_of(batch: Batch, grid: Grid, micro_batches: int, model: str = "") -> list[Batch]:
     """The micro-batches of a rank on its device; models of Hugging Face take documents as ids."""
     share = batch.tokens.shape[0] // grid.axis("data", "expert", "depth").size
-    micros, device = batch.micro_batches(grid, share // micro_batches), device_of(grid)
+    micros, device = batch.split_micro_batches(grid, share // micro_batches), device_of(grid)
     if device == "cpu":
         return micros
     if model in HF_MODELS:
-        return [micro._each(lambda x: x.to(device)) for micro in micros]
+        return [micro._map_tensors(lambda x: x.to(device)) for micro in micros]
     return [micro.to(device) for micro in micros]
 
 
 def run_case(grid: Grid, case: Case, batch: Batch, lr: float, clip: float) -> dict[str, Any]:
     """A few steps on the grid: the state of this rank and what it saw."""
     model = case.on(grid)
-    parallel: Parallel = model.parallel  # type: ignore[assignment]
-    grads: State = {}
-    start, losses, norms, extras, lines = copied(parallel.state()), [], [], [], list[str]()
+    parallel: ParallelModel = model.parallel  # type: ignore[assignment]
+    grads: ShardedStateDict = {}
+    start, losses, norms, extras, lines = copied(parallel.sharded_state()), [], [], [], list[str]()
     micros = micros_of(batch, grid, case.micro_batches, case.model)
-    optimizer = Optimizer(parallel.queue, lr=lr, clip=clip)
+    optimizer = Optimizer(parallel.bucket_scheduler, lr=lr, clip=clip)
     for step in range(case.steps):
-        with grid.trace.recording() as events:
+        with grid.trace.record_events() as events:
             losses.append(forward_backward(model, micros).item())
             grads = grads if step else gradients(parallel)
             norms.append(optimizer.step().item())
-        extras.append(0.0 if parallel.balance is None else float(parallel.balance.extra))
+        extras.append(
+            0.0 if parallel.load_balancer is None else float(parallel.load_balancer.aux_loss_sum)
+        )
         if case.fast:  # at step 0 the order of the gathers is not known, later it is
             flow = flow_of(batch, grid, case.micro_batches)
-            predicted = predict(parallel, flow, case.micro_batches)
-            lines += difference(predicted, events, parallel.ragged)
+            predicted = predict_events(parallel, flow, case.micro_batches)
+            lines += diff_events(predicted, events, parallel.data_dependent_layers)
     if case.both:
         lines += without_overlap(grid, case, micros, grads)
     return {
@@ -294,12 +300,14 @@ def run_case(grid: Grid, case: Case, batch: Batch, lr: float, clip: float) -> di
         "extras": extras,
         "grads": copied(grads),
         "start": start,
-        "after": copied(parallel.state()),
-        "optimizer": copied(optimizer.state()),
+        "after": copied(parallel.sharded_state()),
+        "optimizer": copied(optimizer.sharded_state()),
     }
 
 
-def without_overlap(grid: Grid, case: Case, micros: list[Batch], grads: State) -> list[str]:
+def without_overlap(
+    grid: Grid, case: Case, micros: list[Batch], grads: ShardedStateDict
+) -> list[str]:
     """Gradients that change when all overlaps are switched off."""
     model = case.on(grid, overlap=())
     forward_backward(model, micros)
@@ -316,15 +324,15 @@ def reload(
 ) -> list[str]:
     """What is not bit for bit there after loading a whole state."""
     model = case.on(grid, seed=5)
-    parallel: Parallel = model.parallel  # type: ignore[assignment]
-    loaded = Optimizer(parallel.queue)
-    parallel.load(weights)
-    loaded.load(optimizer, steps=case.steps)
+    parallel: ParallelModel = model.parallel  # type: ignore[assignment]
+    loaded = Optimizer(parallel.bucket_scheduler)
+    parallel.load_full_state(weights)
+    loaded.load_full_state(optimizer, steps=case.steps)
     whole = {**weights, **optimizer}
     return [
         f"rank {grid.rank}: {name} changed by reloading"
-        for name, (part, place) in {**parallel.state(), **loaded.state()}.items()
-        if not torch.equal(part.cpu(), place.take(whole[name]))
+        for name, (part, place) in {**parallel.sharded_state(), **loaded.sharded_state()}.items()
+        if not torch.equal(part.cpu(), place.slice_from(whole[name]))
     ]
 
 
@@ -335,14 +343,17 @@ def switched(grid: Grid, case: Case) -> list[str]:
     results = []
     for overlap in (every, (), *(tuple(o for o in every if o != one) for one in every)):
         model = case.on(grid, overlap=overlap)
-        parallel: Parallel = model.parallel  # type: ignore[assignment]
-        optimizer = Optimizer(parallel.queue, lr=1e-2)
+        parallel: ParallelModel = model.parallel  # type: ignore[assignment]
+        optimizer = Optimizer(parallel.bucket_scheduler, lr=1e-2)
         micros = micros_of(batch, grid, case.micro_batches)
         for _ in range(2):
             loss = forward_backward(model, micros)
             optimizer.step()
         results.append(
-            (overlap, {"loss": loss} | {n: t for n, (t, _) in copied(parallel.state()).items()})
+            (
+                overlap,
+                {"loss": loss} | {n: t for n, (t, _) in copied(parallel.sharded_state()).items()},
+            )
         )
     _, first = results[0]
     return [
@@ -353,7 +364,7 @@ def switched(grid: Grid, case: Case) -> list[str]:
     ]
 
 
-def copied(state: State) -> State:
+def copied(state: ShardedStateDict) -> ShardedStateDict:
     """A copy on the host."""
     return {name: (tensor.cpu().clone(), place) for name, (tensor, place) in state.items()}
 
@@ -386,14 +397,14 @@ def not_equal(values: Mapping[str, Tensor], results: list[dict[str, Any]], what:
     bad = []
     for result in results:
         for name, (part, place) in result[what].items():
-            if not torch.equal(place.take(values[name]), part):
+            if not torch.equal(place.slice_from(values[name]), part):
                 bad.append(name)
     return sorted(set(bad))
 
 
 def replicas(results: list[dict[str, Any]]) -> list[str]:
     """Ranks that hold the same part must hold the same bits."""
-    seen: dict[tuple[str, Place], Tensor] = {}
+    seen: dict[tuple[str, Shard], Tensor] = {}
     bad = []
     for result in results:
         for name, (part, place) in result["after"].items():

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from pool import Pool
-from ranvier.checkpoint.load import wholes
+from ranvier.checkpoint.load import load_full_tensors
 from ranvier.config import run as runs
-from ranvier.data.tokenizer import Bytes
+from ranvier.data.tokenizer import ByteTokenizer
 from ranvier.grid import Grid
 from ranvier.infer import generate
 from ranvier.models import Decoder
@@ -30,13 +30,13 @@ def _train(grid: Grid, corpus: str, out: str, steps: int, changes: dict[str, Any
     if grid.rank == 0:
         run = run_of(out, dict(grid.degrees), steps, **changes)
         (Path(out) / "config.toml").write_text(runs.to_toml(run))
-        Bytes().save(Path(out) / "tokenizer.json")
+        ByteTokenizer().save(Path(out) / "tokenizer.json")
 
 
 def serial(folder: Path) -> Decoder:
     """The model of a run as plain PyTorch."""
-    checkpoint = generate.checkpoint_of(folder)
+    checkpoint = generate.find_checkpoint(folder)
     with torch.device("meta"):
-        model = Decoder(generate.run_of(folder).model)
-    generate.fill(model, wholes(checkpoint), checkpoint, "cpu")
+        model = Decoder(generate.load_config_from_dir(folder).model)
+    generate.fill_weights(model, load_full_tensors(checkpoint), checkpoint, "cpu")
     return model.eval()

@@ -15,24 +15,24 @@ from equivalence import Case, batch_of, flow_of, micros_of
 from ranvier.grid import Grid
 from ranvier.models.moe import Router, Routes
 from ranvier.optim.optimizer import Optimizer
-from ranvier.tools.verify import predict
-from ranvier.trace import communication, difference
+from ranvier.tools.verify import predict_events
+from ranvier.trace import communication_events, diff_events
 from ranvier.train.step import forward_backward
 
 
 class Even(Router):
     """Choices in turn, whatever the logits are: every expert gets equally many of each rank."""
 
-    def route(self, logits: Tensor, bias: Tensor | None = None) -> Routes:
-        routes = super().route(logits, bias)
-        turn = torch.arange(logits.shape[0] * self.top, device=logits.device)
-        experts = (turn % self.experts).view(-1, self.top)
+    def route_tokens(self, logits: Tensor, bias: Tensor | None = None) -> Routes:
+        routes = super().route_tokens(logits, bias)
+        turn = torch.arange(logits.shape[0] * self.top_k, device=logits.device)
+        experts = (turn % self.num_experts).view(-1, self.top_k)
         return dataclasses.replace(routes, experts=experts)
 
 
 def even(model: nn.Module) -> None:
     """Let all layers with experts route so."""
-    for leaf in model.parallel.balance.here.values():  # type: ignore[union-attr]
+    for leaf in model.parallel.load_balancer.local_layers.values():  # type: ignore[union-attr]
         leaf.rule = Even(**dataclasses.asdict(leaf.rule))
 
 
@@ -41,20 +41,20 @@ def traced(grid: Grid, case: Case, duplicated: bool = False) -> dict[str, Any]:
     model = case.on(grid)
     even(model)
     parallel: Any = model.parallel
-    for leaf in parallel.balance.here.values():
-        leaf.duplicated = duplicated
+    for leaf in parallel.load_balancer.local_layers.values():
+        leaf.duplicate_tokens = duplicated
     batch = batch_of(case.model, samples=16, packed=False)
-    optimizer = Optimizer(parallel.queue, lr=1e-2)
-    with grid.trace.recording() as events:
+    optimizer = Optimizer(parallel.bucket_scheduler, lr=1e-2)
+    with grid.trace.record_events() as events:
         forward_backward(model, micros_of(batch, grid, case.micro_batches))
         optimizer.step()
     flow = flow_of(batch, grid, case.micro_batches)
-    found = communication(events)
+    found = communication_events(events)
     sent = [event.bytes for event in found if event.op == "all_to_all"]
     inside = [event for event in found if ".mlp" in event.where]
-    loads = parallel.balance.last[:, : parallel.balance.experts]
+    loads = parallel.load_balancer.last_stats[:, : parallel.load_balancer.num_experts]
     return {
-        "lines": difference(predict(parallel, flow, case.micro_batches), events),
+        "lines": diff_events(predict_events(parallel, flow, case.micro_batches), events),
         "all_to_all": sum(sent),
         "calls": len(inside),
         "loads": loads.tolist(),
@@ -65,7 +65,7 @@ def reduced_early(grid: Grid, case: Case) -> list[str]:
     """Blocks whose gradients set out over data in the backward pass, before the step ends."""
     model = case.on(grid)
     batch = batch_of(case.model, samples=16, packed=False)
-    with grid.trace.recording() as events:
+    with grid.trace.record_events() as events:
         forward_backward(model, micros_of(batch, grid, case.micro_batches))
-    found = communication(events)
+    found = communication_events(events)
     return [one.where for one in found if (one.op, one.axis) == ("reduce_scatter", ("data",))]

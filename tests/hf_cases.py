@@ -16,8 +16,8 @@ from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.nn.cross_entropy import CrossEntropy
 from ranvier.parallel import huggingface
-from ranvier.parallel.parallelize import Parallel, parallelize
-from ranvier.sharding import Table
+from ranvier.parallel.parallelize import ParallelModel, parallelize
+from ranvier.sharding import ShardingTable
 from ranvier.train.step import forward_backward
 
 
@@ -51,7 +51,9 @@ def logits_of(grid: Grid, case: HfCase, tokens: Tensor) -> tuple[Tensor, int]:
     model = case.on(grid)
     loss = model.loss
     assert isinstance(loss, CrossEntropy)
-    return model(tokens)[..., : loss.columns.valid].detach(), loss.columns.first
+    return model(tokens)[
+        ..., : loss.vocab_shard.valid_columns
+    ].detach(), loss.vocab_shard.first_column
 
 
 def from_meta(grid: Grid, case: HfCase, batch: Batch) -> tuple[float, list[str]]:
@@ -60,7 +62,7 @@ def from_meta(grid: Grid, case: HfCase, batch: Batch) -> tuple[float, list[str]]
         model = HF_MODELS[case.model](**dict(case.changes))  # type: ignore[call-arg]
     model = parallelize(model, grid, inner="features", dtype=torch.float64, seed=3)
     parallel = model.parallel
-    assert isinstance(parallel, Parallel)
+    assert isinstance(parallel, ParallelModel)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     loss = forward_backward(model, equivalence.micros_of(batch, grid, 1)).item()
     return loss, [name for name, _ in model.named_parameters()]
@@ -72,14 +74,16 @@ def naive(grid: Grid, case: HfCase, batch: Batch) -> float | str:
     No entrances; positions and masks by transformers.
     """
     model = case.build()
-    names = huggingface.derived(model)
-    layers = {type(m): huggingface.LAYERS.get(type(m).__name__) for m in model.modules()}
+    names = huggingface.derive_dims(model)
+    layers = {type(m): huggingface.HF_LAYERS.get(type(m).__name__) for m in model.modules()}
     leaves = {kind: leaf for kind, leaf in layers.items() if leaf is not None}
-    leaves[huggingface.Loss] = CrossEntropy
-    model.loss = huggingface.Loss()
+    leaves[huggingface.LossPlaceholder] = CrossEntropy
+    model.loss = huggingface.LossPlaceholder()
     for module in model.modules():
-        huggingface._localise(module, huggingface.units(model.config), Table("features"), grid)
-    with mock.patch.object(huggingface, "recognised", lambda model: False):
+        huggingface._set_local_heads(
+            module, huggingface.dim_units(model.config), ShardingTable("features"), grid
+        )
+    with mock.patch.object(huggingface, "is_huggingface_model", lambda model: False):
         model = parallelize(
             model, grid, inner="features", names={**names, "loss": ("vocab",)}, leaves=leaves
         )

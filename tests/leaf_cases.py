@@ -15,24 +15,24 @@ from torch import Tensor, nn
 from equivalence import ONE_PASS, gradients, worst
 from pool import device_of
 from ranvier.comm import collectives
-from ranvier.cost.layers import Flow
+from ranvier.cost.layers import ActivationShape
 from ranvier.grid import Grid
-from ranvier.nn.example import Example
-from ranvier.parallel.parallelize import LEAVES, parallelize
-from ranvier.sharding import OUTER, WEIGHTS, Place, Rule, Sharding, Table
-from ranvier.trace import difference
+from ranvier.nn.example import LayerExample
+from ranvier.parallel.parallelize import PARALLEL_LAYERS, parallelize
+from ranvier.sharding import OUTER_RULE, WEIGHT_RULE, AxisRule, Shard, Sharding, ShardingTable
+from ranvier.trace import diff_events
 
 
 class Lone(nn.Module):
     """A model of one layer."""
 
-    def __init__(self, example: Example, twin: type[nn.Module]) -> None:
+    def __init__(self, example: LayerExample, twin: type[nn.Module]) -> None:
         super().__init__()
         self.sizes = {
             k: v for k, v in example.sizes.items() if k not in ("batch", "seq", "head_dim")
         }
         torch.manual_seed(3)
-        self.leaf = example.make(twin).double()
+        self.leaf = example.make_layer(twin).double()
         self.dims = {"leaf": tuple(example.dims)} if example.dims else {}
         self.dims |= {
             f"leaf.{name}": tuple(dims) for name, dims in (example.children or {}).items()
@@ -45,8 +45,8 @@ class Lone(nn.Module):
 def check_all(grid: Grid, inner: str, ways: Sequence[bool] = (True, False)) -> list[str]:
     """Every example of every leaf, fast (True) and as reference (False)."""
     lines = []
-    for twin, leaf in LEAVES.items():
-        for number, example in enumerate(leaf.examples()):  # type: ignore[attr-defined]
+    for twin, leaf in PARALLEL_LAYERS.items():
+        for number, example in enumerate(leaf.example_layers()):  # type: ignore[attr-defined]
             for fast in ways:
                 way = "fast" if fast else "reference"
                 name = f"{leaf.__name__} {number} {way} on rank {grid.rank}: "
@@ -54,7 +54,9 @@ def check_all(grid: Grid, inner: str, ways: Sequence[bool] = (True, False)) -> l
     return lines
 
 
-def check(grid: Grid, inner: str, example: Example, twin: type[nn.Module], fast: bool) -> list[str]:
+def check(
+    grid: Grid, inner: str, example: LayerExample, twin: type[nn.Module], fast: bool
+) -> list[str]:
     """Outputs, gradients of inputs and weights, and communication of one example."""
     device = device_of(grid)
     serial = Lone(example, twin).to(device)
@@ -66,19 +68,19 @@ def check(grid: Grid, inner: str, example: Example, twin: type[nn.Module], fast:
     ]
     sum((y * seed).sum() for y, seed in zip(outputs, seeds, strict=True)).backward()
 
-    table = Table(inner)  # type: ignore[arg-type]
-    model = parallelize(Lone(example, twin), grid, inner=table.inner, fast=fast, device=device)
+    table = ShardingTable(inner)  # type: ignore[arg-type]
+    model = parallelize(Lone(example, twin), grid, inner=table.col_splits, fast=fast, device=device)
     parallel = model.parallel
     places = [
         place_of(x.shape, dims, example, table, grid)
         for x, dims in zip(inputs, example.inputs, strict=True)
     ]
     parts = [
-        place.take(x.detach()).requires_grad_(x.requires_grad)
+        place.slice_from(x.detach()).requires_grad_(x.requires_grad)
         for place, x in zip(places, inputs, strict=True)
     ]
-    parallel.queue.begin("test")
-    with grid.trace.recording() as events:
+    parallel.bucket_scheduler.begin_step("test")
+    with grid.trace.record_events() as events:
         mine = as_list(model(*parts))
         shares = [
             seed if not dims else share_of(seed, dims, example, table, grid)
@@ -94,29 +96,31 @@ def check(grid: Grid, inner: str, example: Example, twin: type[nn.Module], fast:
         if not dims:
             y = collectives.all_reduce(y, parallel.token_axis).wait()
         else:
-            want = place_of(want.shape, dims, example, table, grid).take(want)
+            want = place_of(want.shape, dims, example, table, grid).slice_from(want)
         lines += worst("output", y, want.detach(), ONE_PASS)
     for i, (x, part, place, dims) in enumerate(
         zip(inputs, parts, places, example.inputs, strict=True)
     ):
         if x.grad is not None:
             grad = summed_copies(part.grad, dims, example, table, grid, x.shape)
-            lines += worst(f"gradient of input {i}", grad, place.take(x.grad), ONE_PASS)
+            lines += worst(f"gradient of input {i}", grad, place.slice_from(x.grad), ONE_PASS)
     for name, param in serial.named_parameters():
         part, place = grads[name]
-        want = place.take(param.grad)
+        want = place.slice_from(param.grad)
         if want.numel():
             lines += worst(
                 f"gradient of {name}", part, want, ONE_PASS, param.grad.abs().max().item()
             )
     if fast:
-        lines += difference(leaf_events(parallel, example, grid), events)
+        lines += diff_events(leaf_events(parallel, example, grid), events)
     return lines
 
 
-def leaf_events(parallel: Any, example: Example, grid: Grid) -> list[Any]:
+def leaf_events(parallel: Any, example: LayerExample, grid: Grid) -> list[Any]:
     samples = example.sizes["batch"] // grid.axis("data", "expert", "depth").size
-    passes = parallel.events(Flow(samples, example.sizes["seq"], itemsize=8, statistics=8))
+    passes = parallel.events(
+        ActivationShape(samples, example.sizes["seq"], itemsize=8, statistics_itemsize=8)
+    )
     update = [e for e in parallel.update_events() if e.where != "norm" and e.op != "all_gather"]
     return passes + update
 
@@ -125,7 +129,7 @@ def as_list(outputs: Any) -> list[Tensor]:
     return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
 
 
-def shape_of(dims: Sequence[str], example: Example) -> list[int]:
+def shape_of(dims: Sequence[str], example: LayerExample) -> list[int]:
     """Elements of each dim: heads are counted as such only before head_dim."""
     sizes, out = example.sizes, []
     for i, dim in enumerate(dims):
@@ -134,7 +138,7 @@ def shape_of(dims: Sequence[str], example: Example) -> list[int]:
     return out
 
 
-def whole_input(dims: Sequence[str], example: Example, number: int, device: str) -> Tensor:
+def whole_input(dims: Sequence[str], example: LayerExample, number: int, device: str) -> Tensor:
     generator, shape = torch.Generator().manual_seed(100 + number), shape_of(dims, example)
     if len(dims) == 2:
         words = torch.randint(0, example.sizes["vocab"], shape, generator=generator)
@@ -143,45 +147,59 @@ def whole_input(dims: Sequence[str], example: Example, number: int, device: str)
 
 
 def sharding_of(
-    shape: Sequence[int], dims: Sequence[str], example: Example, table: Table, grid: Grid
+    shape: Sequence[int],
+    dims: Sequence[str],
+    example: LayerExample,
+    table: ShardingTable,
+    grid: Grid,
 ) -> Sharding:
     """Cut by the region of its features; ids come whole to row and col."""
-    feature = next((dim for dim in dims if dim in WEIGHTS), None)
-    rule: Rule = {"batch": OUTER["batch"]} if feature is None else table.region(feature)
-    return Sharding.make(shape, dims, rule, grid.degrees, units=example.sizes)
+    feature = next((dim for dim in dims if dim in WEIGHT_RULE), None)
+    rule: AxisRule = (
+        {"batch": OUTER_RULE["batch"]} if feature is None else table.activation_rule(feature)
+    )
+    return Sharding.from_dims(shape, dims, rule, grid.degrees, units=example.sizes)
 
 
 def place_of(
-    shape: Sequence[int], dims: Sequence[str], example: Example, table: Table, grid: Grid
-) -> Place:
-    return sharding_of(shape, dims, example, table, grid).place(grid.index)
+    shape: Sequence[int],
+    dims: Sequence[str],
+    example: LayerExample,
+    table: ShardingTable,
+    grid: Grid,
+) -> Shard:
+    return sharding_of(shape, dims, example, table, grid).shard_at(grid.index)
 
 
 def copies_of(
-    shape: Sequence[int], dims: Sequence[str], example: Example, table: Table, grid: Grid
+    shape: Sequence[int],
+    dims: Sequence[str],
+    example: LayerExample,
+    table: ShardingTable,
+    grid: Grid,
 ) -> dict[str, int]:
     """Consecutive ranks of each axis that hold the same part (shared kv heads)."""
     sharding = sharding_of(shape, dims, example, table, grid)
-    return {cut.axis: cut.share for cuts in sharding.cuts for cut in cuts if cut.share > 1}
+    return {cut.axis: cut.replicas for cuts in sharding.splits for cut in cuts if cut.replicas > 1}
 
 
 def share_of(
-    seed: Tensor, dims: Sequence[str], example: Example, table: Table, grid: Grid
+    seed: Tensor, dims: Sequence[str], example: LayerExample, table: ShardingTable, grid: Grid
 ) -> Tensor:
     """My part of the gradient of an output.
 
     Ranks that hold the same part each bring a share of it.
     """
     copies = copies_of(seed.shape, dims, example, table, grid)
-    part = place_of(seed.shape, dims, example, table, grid).take(seed)
+    part = place_of(seed.shape, dims, example, table, grid).slice_from(seed)
     return part / math.prod(copies.values())
 
 
 def summed_copies(
     grad: Tensor,
     dims: Sequence[str],
-    example: Example,
-    table: Table,
+    example: LayerExample,
+    table: ShardingTable,
     grid: Grid,
     shape: Sequence[int],
 ) -> Tensor:

@@ -30,7 +30,7 @@ import numpy as np
 from ranvier.config.plan import AXES
 
 if TYPE_CHECKING:
-    from ranvier.launch import Ranks
+    from ranvier.launch import ProcessInfo
 
 SIZE = 8
 
@@ -54,7 +54,7 @@ class Pool:
 
     def start(self) -> None:
         """Start the workers."""
-        from ranvier.launch import local_ranks
+        from ranvier.launch import local_process_infos
 
         self.folder = Path(tempfile.mkdtemp(prefix="ranvier-pool-"))
         context = multiprocessing.get_context("forkserver")
@@ -62,7 +62,7 @@ class Pool:
         # The server takes its path from the environment alone, and skips in silence what it lacks.
         here = str(Path(__file__).parent)
         os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
-        for me in local_ranks(self.size):
+        for me in local_process_infos(self.size):
             here, there = context.Pipe()
             worker = context.Process(
                 target=_serve,
@@ -312,18 +312,18 @@ def _use_gpu() -> None:
     """Have this worker compute on the first GPU, the same bits each time."""
     import torch
 
-    from ranvier.launch import repeat_products
+    from ranvier.launch import use_deterministic_cublas
 
-    repeat_products()
+    use_deterministic_cublas()
     torch.cuda.set_device(0)
     torch.use_deterministic_algorithms(True)
 
 
-def _serve(me: Ranks, connection: Connection, stacks: Path, backend: str, mps: bool) -> None:
+def _serve(me: ProcessInfo, connection: Connection, stacks: Path, backend: str, mps: bool) -> None:
     """The life of a worker."""
     import torch
 
-    from ranvier.launch import connect, die_with_parent
+    from ranvier.launch import die_with_parent, init_process_group
     from ranvier.launch.signals import end_with_others
 
     die_with_parent()
@@ -334,7 +334,7 @@ def _serve(me: Ranks, connection: Connection, stacks: Path, backend: str, mps: b
         _use_gpu()
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-        connect(me, backend=backend, timeout_seconds=60.0, share_gpu=True)
+        init_process_group(me, backend=backend, timeout_seconds=60.0, share_gpu=True)
         with end_with_others(me) if backend == "nccl" else contextlib.nullcontext():
             _work(me.rank, connection)
 

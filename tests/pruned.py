@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from equivalence import ONE_PASS, STEPS, Case, batch_of, copied, decays, flow_of, gradients, worst
 from equivalence import micros_of as micros
 from ranvier.comm import collectives
-from ranvier.comm.consensus import everyone
+from ranvier.comm.consensus import world_axis
 from ranvier.grid import Grid
 from ranvier.models import Decoder, DecoderConfig
 from ranvier.optim import pruning
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import Parallel, parallel_of, parallelize
-from ranvier.sharding import State
-from ranvier.tools.verify import predict
-from ranvier.trace import difference
+from ranvier.parallel.parallelize import ParallelModel, get_parallel_model, parallelize
+from ranvier.sharding import ShardedStateDict
+from ranvier.tools.verify import predict_events
+from ranvier.trace import diff_events
 from ranvier.train.step import forward_backward
 from states import assemble
 
@@ -128,19 +128,19 @@ def off(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def long(grid: Grid, steps: int, sparsity: float) -> dict[str, Any]:
     """The losses of many steps of a pruned pair on a grid, and its weights."""
     model = parallelize(Pair(), grid)
-    queue = parallel_of(model).queue
-    pruning.prune(queue, pruning.by_magnitude(queue, sparsity))
+    queue = get_parallel_model(model).bucket_scheduler
+    pruning.prune_buckets(queue, pruning.by_magnitude(queue, sparsity))
     optimizer = Optimizer(queue, lr=1e-2, clip=0.5)
     x, y = examples(grid)
     losses = []
     for _ in range(steps):
-        queue.begin("train")
+        queue.begin_step("train")
         loss = off(model, x, y)
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    total = collectives.all_reduce(torch.stack(losses), everyone(grid)).wait()
-    return {"losses": total.tolist(), "after": copied(parallel_of(model).state())}
+    total = collectives.all_reduce(torch.stack(losses), world_axis(grid)).wait()
+    return {"losses": total.tolist(), "after": copied(get_parallel_model(model).sharded_state())}
 
 
 # ---- a decoder on any grid ----------------------------------------------------------------
@@ -154,39 +154,41 @@ def way_of(how: float | str) -> Callable[[Tensor], Tensor]:
     return lambda x: of_each(x, stay, of)
 
 
-def choice_of(parallel: Parallel, how: float | str) -> pruning.Choice:
+def choice_of(parallel: ParallelModel, how: float | str) -> pruning.MaskFunction:
     if isinstance(how, float):
-        return pruning.by_magnitude(parallel.queue, how)
-    return pruning.by_pattern(parallel.queue, *map(int, how.split(":")))
+        return pruning.by_magnitude(parallel.bucket_scheduler, how)
+    return pruning.by_pattern(parallel.bucket_scheduler, *map(int, how.split(":")))
 
 
 def pruned(grid: Grid, case: Case, how: float | str) -> dict[str, Any]:
     """A few steps of a pruned model on a grid: what `compare` wants to know of them."""
     batch = batch_of(case.model, samples=16, packed=case.packed)
     model = case.on(grid)
-    parallel = parallel_of(model)
-    pruning.prune(parallel.queue, choice_of(parallel, how))
-    optimizer = Optimizer(parallel.queue, lr=1e-2, clip=0.5)
+    parallel = get_parallel_model(model)
+    pruning.prune_buckets(parallel.bucket_scheduler, choice_of(parallel, how))
+    optimizer = Optimizer(parallel.bucket_scheduler, lr=1e-2, clip=0.5)
     losses, norms, lines, grads = [], [], [], {}
     for step in range(case.steps):
-        with grid.trace.recording() as events:
+        with grid.trace.record_events() as events:
             parts = micros(batch, grid, case.micro_batches)
             losses.append(forward_backward(model, parts).item())
             grads = grads if step else gradients(parallel)
             norms.append(optimizer.step().item())
-        if parallel.balance is not None:  # plain PyTorch counts it in
-            losses[-1] += float(parallel.balance.extra) / int((batch.targets != -100).sum())
+        if parallel.load_balancer is not None:  # plain PyTorch counts it in
+            losses[-1] += float(parallel.load_balancer.aux_loss_sum) / int(
+                (batch.targets != -100).sum()
+            )
         if case.fast:
             flow = flow_of(batch, grid, case.micro_batches)
-            expected = predict(parallel, flow, case.micro_batches)
-            lines += difference(expected, events, parallel.ragged)
+            expected = predict_events(parallel, flow, case.micro_batches)
+            lines += diff_events(expected, events, parallel.data_dependent_layers)
     return {
         "lines": lines,
         "losses": losses,
         "norms": norms,
         "grads": grads,
-        "after": copied(parallel.state()),
-        "optimizer": copied(optimizer.state()),
+        "after": copied(parallel.sharded_state()),
+        "optimizer": copied(optimizer.sharded_state()),
     }
 
 
@@ -199,7 +201,7 @@ def compare(case: Case, how: float | str, results: list[dict[str, Any]]) -> list
     lines = [line for result in results for line in result["lines"]]
     grads: Mapping[str, Tensor] = {}
     for step in range(case.steps):
-        loss, norm = plain.step(lambda model: model(**batch.inputs()) / count)
+        loss, norm = plain.step(lambda model: model(**batch.model_inputs()) / count)
         limit = STEPS if step else ONE_PASS
         for rank, result in enumerate(results):
             for have, want in ((result["losses"][step], loss), (result["norms"][step], norm)):
@@ -241,30 +243,30 @@ def weighed(grid: Grid, shape: Mapping[str, int], sparsity: float, dtype: str) -
     torch.manual_seed(0)
     model = Decoder(DecoderConfig(**{"max_seq": 16, "vocab": 29, **shape}))
     model = parallelize(model, grid, dtype=getattr(torch, dtype))
-    parallel = parallel_of(model)
-    queue, axis = parallel.queue, parallel.queue.data_axis
-    pruning.prune(queue, pruning.by_magnitude(queue, sparsity))
+    parallel = get_parallel_model(model)
+    queue, axis = parallel.bucket_scheduler, parallel.bucket_scheduler.data_axis
+    pruning.prune_buckets(queue, pruning.by_magnitude(queue, sparsity))
     optimizer = Optimizer(queue, lr=1e-2)
     batch = batch_of("llama", samples=16, packed=False)
-    with grid.trace.recording() as events:
+    with grid.trace.record_events() as events:
         # several micro-batches: gradients are added, in fp32; one alone stays as it came
         forward_backward(model, micros(batch, grid, 1 if axis.size == 1 else 2))
         grads = {
-            bucket: sum(x.nbytes for _, x in bucket.grad.covering(queue.device))
+            bucket: sum(x.nbytes for _, x in bucket.grad.covering_pieces(queue.device))
             for bucket in queue.buckets
             if bucket.grad is not None
         }
         optimizer.step()
     found = []
     for bucket in queue.buckets:
-        if not any(map(pruning.prunable, bucket.weights)):
+        if not any(map(pruning.is_prunable, bucket.weights)):
             continue
-        states = [optimizer.master[bucket], *optimizer.store.held[bucket].values()]
+        states = [optimizer.master_weights[bucket], *optimizer.state_store.states[bucket].values()]
         held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in states}
         held[bucket.data.untyped_storage().data_ptr()] = bucket.data.nbytes
-        mask = 0 if bucket.kept is None else bucket.kept.bytes
+        mask = 0 if bucket.sparsity_mask is None else bucket.sparsity_mask.num_bytes
         moved = [e.bytes for e in events if e.where == bucket.name and e.op == "reduce_scatter"]
-        rows = [bucket.size] if bucket.kept is None else bucket.kept.rows
+        rows = [bucket.size] if bucket.sparsity_mask is None else bucket.sparsity_mask.row_counts
         found.append((bucket.size, rows, grads.get(bucket), sum(held.values()) + mask, moved))
     return found
 
@@ -272,20 +274,20 @@ def weighed(grid: Grid, shape: Mapping[str, int], sparsity: float, dtype: str) -
 # ---- where states rest, and masks that grow -----------------------------------------------
 
 
-def growing(grid: Grid, options: Mapping[str, Any]) -> tuple[list[float], State]:
+def growing(grid: Grid, options: Mapping[str, Any]) -> tuple[list[float], ShardedStateDict]:
     """Losses of steps between which more and more is pruned, and the state they leave."""
     options, batch = dict(options), batch_of("llama", samples=16, packed=False)
     room, dtype = options.pop("room", None), options.pop("dtype", torch.float64)
     model = Case("llama").on(grid, dtype=dtype, room=room)
-    parallel = parallel_of(model)
-    optimizer = Optimizer(parallel.queue, lr=1e-2, clip=0.5, **options)
+    parallel = get_parallel_model(model)
+    optimizer = Optimizer(parallel.bucket_scheduler, lr=1e-2, clip=0.5, **options)
     numbers = []
     for sparsity in (0.0, 0.5, 0.5, 0.8):
-        optimizer.prune(pruning.by_magnitude(parallel.queue, sparsity))
+        optimizer.prune_weights(pruning.by_magnitude(parallel.bucket_scheduler, sparsity))
         for _ in range(2):
             loss = forward_backward(model, micros(batch, grid, 1))
             numbers += [loss.item(), optimizer.step().item()]
-    return numbers, copied({**parallel.state(), **optimizer.state()})
+    return numbers, copied({**parallel.sharded_state(), **optimizer.sharded_state()})
 
 
 def differing(grid: Grid, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -304,5 +306,5 @@ def grown() -> list[float]:
         plain.masks = masks_of(model, way_of(sparsity))
         plain.cover()
         for _ in range(2):
-            numbers += plain.step(lambda model: model(**batch.inputs()) / count)
+            numbers += plain.step(lambda model: model(**batch.model_inputs()) / count)
     return numbers

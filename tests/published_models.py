@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from equivalence import gradients
-from ranvier.checkpoint.hf.model import Published
+from ranvier.checkpoint.hf.model import PublishedModel
 from ranvier.comm import collectives
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
-from ranvier.infer.generate_distributed import evened
-from ranvier.infer.load import empty
+from ranvier.infer.generate_distributed import pad_vocab_shard
+from ranvier.infer.load import build_empty_model
 from ranvier.models import Decoder
-from ranvier.parallel.parallelize import Parallel
-from ranvier.pipeline.executor import Micro
-from ranvier.pipeline.partition import Cut
-from ranvier.sharding import State
+from ranvier.parallel.parallelize import ParallelModel
+from ranvier.pipeline.executor import MicroBatch
+from ranvier.pipeline.partition import PipelineConfig
+from ranvier.sharding import ShardedStateDict
 from ranvier.train.step import forward_backward
 
 VOCAB, SEQ, SAMPLES = 61, 20, 4
@@ -193,44 +193,44 @@ def batch() -> Batch:
 
 def on_grid(
     grid: Grid, folders: Mapping[str, Path], inner: str = "samples"
-) -> dict[str, tuple[Tensor, float, State]]:
+) -> dict[str, tuple[Tensor, float, ShardedStateDict]]:
     """Logits, loss and gradients of published models on a grid, read by slices."""
     found = {}
     for name, folder in folders.items():
         model = loaded(grid, folder, inner)
-        parallel: Parallel = model.parallel  # type: ignore[assignment]
+        parallel: ParallelModel = model.parallel  # type: ignore[assignment]
         logits = whole_logits(parallel)
         share = SAMPLES // grid.axis("data", "expert", "depth").size
         least = grid.degrees["col"] if inner == "samples" else 1  # col divides samples
         micro = max(share // 2, least) if grid.degrees["pipe"] > 1 else share
         model.train()
-        loss = forward_backward(model, batch().micro_batches(grid, micro)).item()
+        loss = forward_backward(model, batch().split_micro_batches(grid, micro)).item()
         found[name] = logits, loss, gradients(parallel)
-        parallel.queue.begin("")
+        parallel.bucket_scheduler.begin_step("")
     return found
 
 
 def loaded(grid: Grid, folder: Path, inner: Any = "samples") -> Decoder:
     """A published model on a grid."""
-    how = Cut() if grid.degrees["pipe"] > 1 else None
-    with Published.open(folder) as source:
-        model = empty(source.config, grid, "cpu", inner=inner, how=how)
-        parallel: Parallel = model.parallel  # type: ignore[assignment]
-        source.fill(parallel.state())
-    parallel.queue.loads += 1
-    parallel.queue.begin("")
+    how = PipelineConfig() if grid.degrees["pipe"] > 1 else None
+    with PublishedModel.open(folder) as source:
+        model = build_empty_model(source.config, grid, "cpu", inner=inner, how=how)
+        parallel: ParallelModel = model.parallel  # type: ignore[assignment]
+        source.fill_state(parallel.sharded_state())
+    parallel.bucket_scheduler.load_count += 1
+    parallel.bucket_scheduler.begin_step("")
     return model.eval()
 
 
 @torch.no_grad()
-def whole_logits(parallel: Parallel) -> Tensor:
+def whole_logits(parallel: ParallelModel) -> Tensor:
     """Logits of all tokens `[b, s, v]`, on all ranks."""
-    grid, region = parallel.grid, parallel.table.region("vocab")
-    parallel.queue.begin("logits")
-    found = parallel.pipeline.runtime.forward([Micro({"tokens": tokens()})])
+    grid, region = parallel.grid, parallel.table.activation_rule("vocab")
+    parallel.bucket_scheduler.begin_step("logits")
+    found = parallel.pipeline.executor.run_forward([MicroBatch({"tokens": tokens()})])
     if found:
         y = collectives.all_gather(
-            evened(found[0], parallel), grid.axis(*region["vocab"]), -1
+            pad_vocab_shard(found[0], parallel), grid.axis(*region["vocab"]), -1
         ).wait()
         col = grid.axis(*(axis for axis in region["batch"] if axis == "col"))
         y = collectives.all_gather(y, col, 0).wait()[..., :VOCAB].contiguous()

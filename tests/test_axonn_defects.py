@@ -15,7 +15,7 @@ from torch import nn
 from equivalence import Case, Serial, batch_of, compare, copied, gradients, micros_of, run_case
 from pool import Pool
 from ranvier.comm import collectives
-from ranvier.cost.layers import Flow
+from ranvier.cost.layers import ActivationShape
 from ranvier.grid import Grid
 from ranvier.models import EXAMPLES
 from ranvier.optim.optimizer import Optimizer
@@ -71,9 +71,11 @@ def test_5_two_grids_with_another_depth_live_in_one_process(pool: Pool) -> None:
 def loaded(grid: Grid, values: dict[str, torch.Tensor]) -> bool:
     """Whether a load puts other values into every weight."""
     model = Case("llama").on(grid)
-    before = copied(model.parallel.state())
-    model.parallel.load(values)
-    return all(not torch.equal(p, before[n][0]) for n, (p, _) in model.parallel.state().items())
+    before = copied(model.parallel.sharded_state())
+    model.parallel.load_full_state(values)
+    return all(
+        not torch.equal(p, before[n][0]) for n, (p, _) in model.parallel.sharded_state().items()
+    )
 
 
 def test_6_what_is_loaded_is_used(pool: Pool) -> None:
@@ -87,17 +89,17 @@ def evaluated(grid: Grid) -> list[str]:
     results = []
     for look in (False, True):
         model = Case("llama").on(grid)
-        optimizer = Optimizer(model.parallel.queue, lr=1e-2)
+        optimizer = Optimizer(model.parallel.bucket_scheduler, lr=1e-2)
         micros = micros_of(batch, grid, 1)
         for _ in range(2):
             forward_backward(model, micros)
             optimizer.step()
-            before = copied(model.parallel.state())
+            before = copied(model.parallel.sharded_state())
             if look:
                 evaluate(model, micros)
-                after = model.parallel.state()
+                after = model.parallel.sharded_state()
                 found += [n for n, (p, _) in before.items() if not torch.equal(p, after[n][0])]
-        results.append(copied(model.parallel.state()))
+        results.append(copied(model.parallel.sharded_state()))
     return found + [n for n, (p, _) in results[0].items() if not torch.equal(p, results[1][n][0])]
 
 
@@ -122,8 +124,8 @@ def padded_gradient(grid: Grid) -> list[int]:
     ids = torch.arange(32).remainder(29).view(4, 8)
     model.embed(ids).sum().backward()
     grad, place = gradients(model.parallel)["embed.weight"]
-    rows = grad.view(place.local).abs().sum(1)[: place.valid[0]]
-    return [place.start[0] + i for i, row in enumerate(rows.tolist()) if row == 0.0]
+    rows = grad.view(place.local_shape).abs().sum(1)[: place.valid_shape[0]]
+    return [place.global_offset[0] + i for i, row in enumerate(rows.tolist()) if row == 0.0]
 
 
 def test_9_padding_index_is_a_row_of_the_whole_table(pool: Pool) -> None:
@@ -148,7 +150,7 @@ def decayed(grid: Grid) -> list[str]:
     return [
         n
         for n, w in weights.items()
-        if (w.group == "matrix") != (len(w.dims) == 2 and n not in embeddings)
+        if (w.param_group == "matrix") != (len(w.dims) == 2 and n not in embeddings)
     ]
 
 
@@ -162,8 +164,10 @@ def test_12_decay_follows_names_copies_stay_equal_and_ties_hold(pool: Pool) -> N
 
 def bytes_of_leaving(grid: Grid) -> dict[str, int]:
     """Predicted forward bytes of a layer that leaves, by axis."""
-    leaf = Case("llama").on(grid).parallel.leaves["blocks.0.mlp.down"]
-    events = leaf.forward_events(Flow(samples=4, seq=8, itemsize=8, statistics=8))
+    leaf = Case("llama").on(grid).parallel.layers["blocks.0.mlp.down"]
+    events = leaf.forward_events(
+        ActivationShape(samples=4, seq=8, itemsize=8, statistics_itemsize=8)
+    )
     return {event.axis[0]: event.bytes for event in events}
 
 

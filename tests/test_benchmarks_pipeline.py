@@ -10,9 +10,9 @@ from types import ModuleType
 
 import pytest
 
-from ranvier.pipeline.policy import Shape
-from ranvier.pipeline.policy_search import policy_for
-from ranvier.pipeline.simulator import Times, simulate
+from ranvier.pipeline.policy import PipelineShape
+from ranvier.pipeline.policy_search import choose_policy
+from ranvier.pipeline.simulator import JobTimes, simulate_step
 
 
 @pytest.fixture(scope="module")
@@ -57,22 +57,22 @@ def test_a_prediction_without_jitter_is_that_of_simulate(
     bench: ModuleType, chunks: int, name: str, case: str
 ) -> None:
     each = tuple(1.0 + v / 10 for v in range(4 * chunks))
-    times, shape = Times(each, each, each, link=0.1), Shape(4, 8, chunks)
-    policy = policy_for(name, shape, times)
+    times, shape = JobTimes(each, each, each, link=0.1), PipelineShape(4, 8, chunks)
+    policy = choose_policy(name, shape, times)
     said = bench.prediction(setting(bench, 4, case), chunks, policy, times, 0)
-    assert said == pytest.approx(simulate(shape, policy, times).seconds)
+    assert said == pytest.approx(simulate_step(shape, policy, times).seconds)
 
 
 def test_the_bound_is_reached_by_an_even_pipeline(bench: ModuleType) -> None:
-    times, shape = Times((1.0,) * 4, (1.0,) * 4, (1.0,) * 4), Shape(4, 8)
+    times, shape = JobTimes((1.0,) * 4, (1.0,) * 4, (1.0,) * 4), PipelineShape(4, 8)
     least = bench.bound(setting(bench, 4, "slow"), 1, times)
     assert least == 8 * 3 + 3 * 3
-    assert simulate(shape, policy_for("1f1b", shape, times), times).seconds == least
+    assert simulate_step(shape, choose_policy("1f1b", shape, times), times).seconds == least
 
 
 def test_the_bound_counts_what_comes_before_the_slow_stage(bench: ModuleType) -> None:
     uneven = (1.0, 2.0, 1.0, 1.0)
-    times = Times(uneven, uneven, uneven)
+    times = JobTimes(uneven, uneven, uneven)
     assert bench.bound(setting(bench, 4, "slow"), 1, times) == 8 * 6 + 3
 
 

@@ -16,25 +16,25 @@ from torch import Tensor
 
 from ranvier import counter_rng
 from ranvier.config.plan import AXES
-from ranvier.sharding import WEIGHTS, Dim, Place, Sharding
+from ranvier.sharding import WEIGHT_RULE, Dim, Shard, Sharding
 
 ONE = dict.fromkeys(AXES, 1)
 KNOWN_KEY = 4264820010401239080
 KNOWN_NORMAL = [-0.03887939453125, 1.4773406982421875, -0.6511383056640625, -0.0154876708984375]
 
 
-def places(sharding: Sharding, degrees: dict[str, int]) -> Iterator[Place]:
+def places(sharding: Sharding, degrees: dict[str, int]) -> Iterator[Shard]:
     for place in product(*(range(n) for n in degrees.values())):
-        yield sharding.place(dict(zip(degrees, place, strict=True)))
+        yield sharding.shard_at(dict(zip(degrees, place, strict=True)))
 
 
-def draw(place: Place, **options: Any) -> Tensor:
-    return counter_rng.value(place, **{"seed": 3, "name": "w", "std": 0.5, **options})
+def draw(place: Shard, **options: Any) -> Tensor:
+    return counter_rng.init_shard(place, **{"seed": 3, "name": "w", "std": 0.5, **options})
 
 
 def whole(*shape: int, **options: Any) -> Tensor:
     """The values of a tensor on one rank."""
-    sharding = Sharding.make(shape, ["whole"] * len(shape), WEIGHTS, ONE)
+    sharding = Sharding.from_dims(shape, ["whole"] * len(shape), WEIGHT_RULE, ONE)
     return draw(next(places(sharding, ONE)), **options)
 
 
@@ -63,14 +63,14 @@ def test_every_grid_starts_bitwise_equal(
     shape, dims = case
     degrees = ONE | {"depth": depth, "row": row, "col": col}
     expected = whole(*shape, dtype=dtype)
-    sharding = Sharding.make(shape, dims, WEIGHTS, degrees, depth=True)
+    sharding = Sharding.from_dims(shape, dims, WEIGHT_RULE, degrees, depth=True)
     for place in places(sharding, degrees):
-        assert torch.equal(draw(place, dtype=dtype), place.take(expected))
+        assert torch.equal(draw(place, dtype=dtype), place.slice_from(expected))
 
 
 def test_constants_fill_the_part_but_not_the_padding() -> None:
     degrees = ONE | {"row": 4}
-    sharding = Sharding.make([5], ["vocab"], WEIGHTS, degrees)
+    sharding = Sharding.from_dims([5], ["vocab"], WEIGHT_RULE, degrees)
     held = [draw(place, std=0.0, mean=2.0).tolist() for place in places(sharding, degrees)]
     assert held == [[2.0, 2.0], [2.0, 2.0], [2.0, 0.0], [0.0, 0.0]]
 
@@ -112,15 +112,22 @@ def test_names_seeds_and_indices_differ() -> None:
     for one, other in combinations(streams, 2):
         assert (one == other).sum() < 3
         assert abs((one * other).mean().item()) < 0.25 * 5 / math.sqrt(500)
-    assert counter_rng.key(1, "2") != counter_rng.key(12) != counter_rng.key(1, 2, "")
-    assert counter_rng.key(0, "ab", "c") != counter_rng.key(0, "a", "bc")
-    assert 0 <= counter_rng.key(5, "x") < 2**63
+    assert (
+        counter_rng.random_key(1, "2")
+        != counter_rng.random_key(12)
+        != counter_rng.random_key(1, 2, "")
+    )
+    assert counter_rng.random_key(0, "ab", "c") != counter_rng.random_key(0, "a", "bc")
+    assert 0 <= counter_rng.random_key(5, "x") < 2**63
 
 
 def test_known_values() -> None:
     """Checkpoints of the past were drawn from these: they must never change."""
-    assert counter_rng.key(0, "w") == KNOWN_KEY
-    assert counter_rng.normal(torch.arange(4), counter_rng.key(0, "w")).tolist() == KNOWN_NORMAL
+    assert counter_rng.random_key(0, "w") == KNOWN_KEY
+    assert (
+        counter_rng.normal_values(torch.arange(4), counter_rng.random_key(0, "w")).tolist()
+        == KNOWN_NORMAL
+    )
 
 
 def test_scramble_is_a_bijection_of_splitmix() -> None:
@@ -132,11 +139,13 @@ def test_scramble_is_a_bijection_of_splitmix() -> None:
         z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
         z ^= z >> 31
         signed = torch.tensor(x - 2**64 if x >= 2**63 else x)
-        assert counter_rng.scramble(signed).item() & mask == z
+        assert counter_rng.scramble_bits(signed).item() & mask == z
 
 
 def test_a_range_of_a_box_is_refused() -> None:
-    place = next(places(Sharding.make([4], ["whole"], WEIGHTS, ONE), ONE)).narrow(0, 2)
+    place = next(places(Sharding.from_dims([4], ["whole"], WEIGHT_RULE, ONE), ONE)).narrow_flat(
+        0, 2
+    )
     with pytest.raises(AssertionError):
         draw(place)
 
@@ -145,8 +154,11 @@ def mask(samples: range, tokens: range, features: range, p: float = 0.25) -> Ten
     """Which elements of a part of a batch are kept."""
     counters = [torch.tensor(samples).view(-1, 1, 1), torch.tensor(tokens).view(-1, 1)]
     shape = (len(samples), len(tokens), len(features))
-    return counter_rng.keep(
-        shape, [*counters, torch.tensor(features)], torch.tensor(counter_rng.key(1, "dropout")), p
+    return counter_rng.dropout_mask(
+        shape,
+        [*counters, torch.tensor(features)],
+        torch.tensor(counter_rng.random_key(1, "dropout")),
+        p,
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 import reference
 from ranvier import launch
 from ranvier.config import run
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -23,7 +23,7 @@ OPTION = re.compile(r"--(\w+)\.([\w-]+)")
 
 def known(section: str, key: str) -> bool:
     """Whether a setting exists."""
-    config = getattr(Run(), section, None)
+    config = getattr(RunConfig(), section, None)
     return hasattr(config, key) and key in {field.name for field in dataclasses.fields(config)}
 
 
@@ -75,8 +75,8 @@ def test_a_stale_page_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_every_field_is_described() -> None:
-    for field in dataclasses.fields(Run()):
-        kind = type(getattr(Run(), field.name))
+    for field in dataclasses.fields(RunConfig()):
+        kind = type(getattr(RunConfig(), field.name))
         texts = reference.field_texts(kind)
         assert {one.name for one in dataclasses.fields(kind)} <= set(texts), kind
         assert all(text.endswith(".") for text in texts.values()), texts
@@ -87,9 +87,12 @@ def test_a_recipe_passes_the_check(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     (ranks,) = re.findall(r"^# ranks: (\d+)$", text, re.MULTILINE)
     assert text.startswith("# ") and f"ranvier train recipes/{path.name}" in text
-    checked = run.load(path).check(int(ranks))
-    assert checked.plan.world == int(ranks)
-    assert run.from_tables(tomllib.loads(run.to_toml(checked))).check(int(ranks)) == checked
+    checked = run.load_run_config(path).check_and_resolve(int(ranks))
+    assert checked.plan.world_size == int(ranks)
+    assert (
+        run.run_from_tables(tomllib.loads(run.to_toml(checked))).check_and_resolve(int(ranks))
+        == checked
+    )
 
 
 def test_there_are_recipes() -> None:
@@ -101,7 +104,7 @@ def test_options_exist_and_links_lead_somewhere(path: Path) -> None:
     assert unknown_options(TEXTS[path]) == []
     assert broken_links(path, TEXTS[path]) == []
     for block in re.findall(r"```toml\n(.*?)```", TEXTS[path], re.DOTALL):
-        run.from_tables(tomllib.loads(block))
+        run.run_from_tables(tomllib.loads(block))
 
 
 def test_every_page_is_in_the_nav() -> None:
@@ -116,7 +119,7 @@ def test_translated_configurations_make_the_grid_beside_them() -> None:
     for options, shape in rows:
         words = re.findall(r"--plan\.(\w+) (\d+)", options)
         tables = {"model": {"size": "llama3-8b"}, "plan": {k: int(n) for k, n in words}}
-        degrees = run.from_tables(tables).check(64).plan.degrees
+        degrees = run.run_from_tables(tables).check_and_resolve(64).plan.degrees
         assert " · ".join(f"{a} {n}" for a, n in degrees.items() if n > 1) == shape.strip()
 
 

@@ -16,13 +16,13 @@ import torch
 
 from ranvier import launch
 from ranvier.comm import collectives
-from ranvier.cost.layers import Flow
+from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallelize import parallelize
-from ranvier.tools.verify import predict
+from ranvier.tools.verify import predict_events
 from ranvier.train.step import forward_backward
 
 GRIDS = [
@@ -75,16 +75,18 @@ def test_predicted_bytes_are_counted_bytes(world: int, degrees: dict[str, int], 
         bias=True,
         tied=True,
     )
-    with launch.fake(world, rank=world // 3):
+    with launch.fake_process_group(world, rank=world // 3):
         grid = Grid(degrees, rank=world // 3, connected=True)
         model = parallelize(Decoder(config), grid, inner=inner, recompute="full")
         batch = Batch(torch.zeros(4, 16, dtype=torch.long), torch.zeros(4, 16, dtype=torch.long))
         micros = [batch, batch]
-        optimizer = Optimizer(model.parallel.queue)
+        optimizer = Optimizer(model.parallel.bucket_scheduler)
         with counted() as total:
             forward_backward(model, micros)
             optimizer.step()
         predicted: Counter[str] = Counter()
-        for event in predict(model.parallel, Flow(samples=4, seq=16, itemsize=4, statistics=4), 2):
+        for event in predict_events(
+            model.parallel, ActivationShape(samples=4, seq=16, itemsize=4, statistics_itemsize=4), 2
+        ):
             predicted[event.op] += event.bytes
         assert total == predicted

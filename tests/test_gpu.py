@@ -17,19 +17,32 @@ from commands import SMALL, call
 from commands import losses as losses_of
 from pool import Pool
 from ranvier.checkpoint import directory as folders
-from ranvier.checkpoint.load import wholes
+from ranvier.checkpoint.load import load_full_tensors
 from ranvier.comm import autograd, collectives
 from ranvier.data.loader import Loader
 from ranvier.grid import Axis, Grid
 from ranvier.models import EXAMPLES, DecoderConfig, decoder
-from ranvier.models.document_attention import Documents, inside, kernel_takes, packed
+from ranvier.models.document_attention import (
+    Documents,
+    can_use_flash_kernel,
+    document_attention,
+    packed_attention,
+)
 from ranvier.nn import attention_backends, cross_entropy, float8
 from ranvier.optim import adamw, fused_adamw
-from ranvier.optim.grad_norm import Early
-from ranvier.optim.low_precision_states import BLOCK, Key, Kind, Moments, Which, pack, unpack
+from ranvier.optim.grad_norm import GradNormAccumulator
+from ranvier.optim.low_precision_states import (
+    BLOCK_SIZE,
+    MomentKind,
+    MomentName,
+    Moments,
+    RoundingKey,
+    dequantize_moment,
+    quantize_moment,
+)
 from ranvier.parallel.parallelize import parallelize
 from ranvier.planner import device_rates
-from ranvier.sharding import Place
+from ranvier.sharding import Shard
 from ranvier.trace import COMPUTE
 from ranvier.train.memory import resolve
 from ranvier.train.trainer import Trainer
@@ -53,12 +66,15 @@ def losses(
     """Losses of a few steps on the GPU, and what was communicated and hidden."""
     run = run_of("", dict(grid.degrees), STEPS, train__dtype=dtype, plan__recompute=recompute)
     trainer = trainer_of(grid, corpus, run, device="cuda")
-    with grid.trace.recording() as events:
-        rows = list(trainer.steps())
+    with grid.trace.record_events() as events:
+        rows = list(trainer.run_steps())
     words = []
     for event in events:
         if event.op != COMPUTE:
-            assert event.issued <= event.waited <= event.resumed and event.exposed >= 0.0  # type: ignore[operator]
+            assert (
+                event.issue_time <= event.wait_time <= event.resume_time
+                and event.exposed_seconds >= 0.0
+            )  # type: ignore[operator]
             words.append(f"{event.op} {event.axis}")
     assert all(row["memory"] > 0 for row in rows)
     return [row["loss"] for row in rows], words
@@ -94,13 +110,17 @@ def test_the_kernel_for_documents_equals_its_twin(dtype: torch.dtype, kv_heads: 
     shapes = [(2 * 300, heads, 64) for heads in (8, kv_heads, kv_heads)]
     inputs = [torch.randn(s, device="cuda", generator=generator).to(dtype) for s in shapes]
     ids = (torch.rand(2, 300) < 0.03).cumsum(1)
-    documents = Documents.of(ids, "cuda")
-    assert kernel_takes(inputs[0]) and not kernel_takes(inputs[0].float())
+    documents = Documents.from_ids(ids, "cuda")
+    assert can_use_flash_kernel(inputs[0]) and not can_use_flash_kernel(inputs[0].float())
     results = []
     for wide in (False, True):
         mine = [(x.float() if wide else x.clone()).requires_grad_() for x in inputs]
         q, k, v = mine[0], *torch.cat(mine[1:], 1).split(kv_heads, 1)  # packed, as k and v are
-        y = packed(q, k, v, documents.bounds) if wide else inside(q, k, v, documents)
+        y = (
+            packed_attention(q, k, v, documents.cu_seqlens)
+            if wide
+            else document_attention(q, k, v, documents)
+        )
         y.float().square().sum().backward()
         results.append([y, *(x.grad for x in mine)])
     for ours, twin in zip(*results, strict=True):
@@ -114,10 +134,10 @@ def test_the_kernel_sees_a_window_as_its_twin(window: int) -> None:
     """Whole samples and documents."""
     torch.manual_seed(0)
     shape = DecoderConfig(heads=8, kv_heads=2, head_dim=32, window=window)
-    core = decoder.Core(shape).cuda()
+    core = decoder.AttentionCore(shape).cuda()
     q = torch.randn(3, 96, 8, 32, device="cuda")
     k, v = (torch.randn(3, 96, 2, 32, device="cuda") for _ in range(2))
-    cuts = Documents.cut(((40, 56), (96,), (1, 5, 90)), "cuda")
+    cuts = Documents.from_lengths(((40, 56), (96,), (1, 5, 90)), "cuda")
     for documents in (None, cuts):
         results = []
         for dtype in (torch.float64, torch.bfloat16):
@@ -128,7 +148,7 @@ def test_the_kernel_sees_a_window_as_its_twin(window: int) -> None:
         for want, have in zip(*results, strict=True):
             error = (have.double() - want).abs().max() / want.abs().max()
             assert error < 3e-2, (window, documents is None, error)
-    assert kernel_takes(q.bfloat16()) and not kernel_takes(q.bfloat16(), 5.0)
+    assert can_use_flash_kernel(q.bfloat16()) and not can_use_flash_kernel(q.bfloat16(), 5.0)
 
 
 @pytest.mark.filterwarnings("default")
@@ -151,16 +171,16 @@ def test_the_host_does_not_wait_for_the_device(corpus: str) -> None:
     """A step is issued without one synchronization."""
     run = run_of("", {}, 6, train__dtype="bf16", model__head_dim=8)
     trainer = trainer_of(Grid({}), corpus, run, device="cuda")
-    with Loader(trainer._loaded()) as loader:
+    with Loader(trainer._batch_maker()) as loader:
         for _ in range(3):  # documents are cut in one of them: the kernel has run
-            trainer.issue(loader)
+            trainer.issue_step(loader)
         with warnings.catch_warnings(action="ignore"):  # that it is a prototype
             torch.cuda.set_sync_debug_mode("error")
         try:
-            under = trainer.issue(loader)
+            under = trainer.issue_step(loader)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert trainer.read(under, None)["loss"] > 0
+    assert trainer.read_step(under, None)["loss"] > 0
 
 
 class Some(int):
@@ -200,13 +220,13 @@ def on_nccl(_: int) -> list[str]:
     }
     bad += [name for name, one in pending.items() if not torch.equal(one.wait(), x)]
     functions: dict[str, Any] = {
-        "gather": lambda t: autograd.gather(t, axis, 1),
-        "sum_scatter": lambda t: autograd.sum_scatter(t, axis, 0),
-        "share": lambda t: autograd.share(t, axis),
-        "total": lambda t: autograd.total(t, axis),
-        "split": lambda t: autograd.split(t, axis, 0),
-        "join": lambda t: autograd.join(t, axis, 0),
-        "swap": lambda t: autograd.swap(t, axis),
+        "gather": lambda t: autograd.all_gather(t, axis, 1),
+        "sum_scatter": lambda t: autograd.reduce_scatter(t, axis, 0),
+        "share": lambda t: autograd.copy_to_axis(t, axis),
+        "total": lambda t: autograd.reduce_from_axis(t, axis),
+        "split": lambda t: autograd.scatter_to_axis(t, axis, 0),
+        "join": lambda t: autograd.gather_from_axis(t, axis, 0),
+        "swap": lambda t: autograd.all_to_all(t, axis),
     }
     for name, function in functions.items():
         leaf: Tensor = x.clone().requires_grad_()
@@ -222,30 +242,30 @@ def test_every_verb_runs_on_nccl(pool: Pool) -> None:
 
 State = tuple[Tensor, Tensor, Moments]
 """Weight, gradient, moments."""
-FLAT = Key.of("w", Place((1 << 40,), (0,), (1 << 40,), (1 << 40,)))
+FLAT = RoundingKey.for_weight("w", Shard((1 << 40,), (0,), (1 << 40,), (1 << 40,)))
 KEYS = {
     "flat": FLAT,
-    "odd": FLAT.at(7),
-    "far": FLAT.at((1 << 32) - 1000),
-    "columns": Key(1 << 40, (9000, 1111), (700, 555), (1 << 20, 1 << 14), 12345),
-    "experts": Key(5, (300, 40, 111), (3, 40, 222), (900, 1 << 15, 333), 4321),
-    "narrow": Key(5, (600_000, 2, 1), (3, 1, 4), (1 << 23, 3, 999), 17),
+    "odd": FLAT.at_offset(7),
+    "far": FLAT.at_offset((1 << 32) - 1000),
+    "columns": RoundingKey(1 << 40, (9000, 1111), (700, 555), (1 << 20, 1 << 14), 12345),
+    "experts": RoundingKey(5, (300, 40, 111), (3, 40, 222), (900, 1 << 15, 333), 4321),
+    "narrow": RoundingKey(5, (600_000, 2, 1), (3, 1, 4), (1 << 23, 3, 999), 17),
 }
 
 
 def updated(
-    kernel: bool, state: State, out: Tensor | None, *, key: Key = FLAT, good: bool = True
+    kernel: bool, state: State, out: Tensor | None, *, key: RoundingKey = FLAT, good: bool = True
 ) -> list[Tensor]:
     """Copies of weight, moments and working weights after an update by the kernel or its twin."""
     step = torch.full((), 3.0, dtype=torch.float64, device="cuda")
-    now = fused_adamw.Scalars.of(
+    now = fused_adamw.UpdateScalars.for_update(
         step, step > (0 if good else 9), step.float() / 8, (0.9, 0.95), 1e-3
     )
     weight, grad, moments = state
     weight, grad, *held = (again(x) for x in (weight, grad, *moments.tensors))
     moments, out = Moments(*held), None if out is None else out.clone()
-    assert fused_adamw.available(weight, grad, moments, out, key)
-    update = fused_adamw.adamw if kernel else adamw.adamw
+    assert fused_adamw.can_use_kernel(weight, grad, moments, out, key)
+    update = fused_adamw.fused_adamw if kernel else adamw.adamw_update
     update(weight, grad, moments, now=now, decay=0.1, share=0.5, out=out, key=key)
     return [weight, *moments.tensors, *([] if out is None else [out])]
 
@@ -256,14 +276,17 @@ def again(x: Tensor) -> Tensor:
     return base.clone().as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def drawn(count: int, grads: torch.dtype, kind: Kind, start: int = 0) -> State:
+def drawn(count: int, grads: torch.dtype, kind: MomentKind, start: int = 0) -> State:
     """Tensors that begin at an element `start` of others; scales that have more behind them."""
     draw = torch.Generator("cuda").manual_seed(1)
     weight, grad, mean, square = torch.randn(4, count, device="cuda", generator=draw)
     square = square.abs() + 0.01  # so that no small root makes a large update of the rounding
     scales = None
     if kind == "int8":
-        (mean, first), (square, second) = pack(mean, "mean"), pack(square, "square")
+        (mean, first), (square, second) = (
+            quantize_moment(mean, "mean"),
+            quantize_moment(square, "square"),
+        )
         scales = torch.nn.functional.pad(torch.stack([first, second]), (0, 3))[:, :-3]
     else:
         narrow = torch.bfloat16 if kind == "bf16" else torch.float32
@@ -291,7 +314,7 @@ def test_the_fused_update_equals_its_twin(grads: torch.dtype, count: int, start:
 @pytest.mark.parametrize("start", [0, 3])
 @pytest.mark.parametrize("name", KEYS)
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
-def test_fused_narrow_moments_round_like_the_twin(kind: Kind, name: str, start: int) -> None:
+def test_fused_narrow_moments_round_like_the_twin(kind: MomentKind, name: str, start: int) -> None:
     state = drawn(1_000_003, torch.bfloat16, kind, start)
     ours, twin = (updated(kernel, state, None, key=KEYS[name]) for kernel in (True, False))
     assert torch.allclose(ours[0], twin[0], rtol=1e-6, atol=1e-7)
@@ -303,7 +326,7 @@ def test_fused_narrow_moments_round_like_the_twin(kind: Kind, name: str, start: 
         if kind == "bf16":
             off = off[other.abs() > 1e-6]  # what cancels leaves nothing but rounding
         assert off.max() <= 1 and (off > 0).float().mean() < 1e-4
-    other = updated(True, state, None, key=KEYS[name].at(1))
+    other = updated(True, state, None, key=KEYS[name].at_offset(1))
     assert (other[1] != ours[1]).float().mean() > 0.1, "the control: the place counts"
 
 
@@ -311,25 +334,27 @@ def test_fused_codes_are_those_of_the_twin_at_the_edges() -> None:
     """Blocks of zeros, of tiny and of large numbers, and one that is not full."""
     scale = torch.logspace(-42, 15, 58, device="cuda")
     draw = torch.Generator("cuda").manual_seed(1)
-    grad = torch.randn(59, BLOCK, device="cuda", generator=draw)
+    grad = torch.randn(59, BLOCK_SIZE, device="cuda", generator=draw)
     grad[1:] *= scale[:, None]
     grad[0] = 0.0
-    grad = grad.view(-1)[: 59 * BLOCK - 77].clone()
+    grad = grad.view(-1)[: 59 * BLOCK_SIZE - 77].clone()
     moments = Moments.zeros(grad.numel(), "int8", torch.float32, "cuda")
     state = torch.zeros_like(grad), grad, moments
     ours, twin = (updated(kernel, state, None) for kernel in (True, False))
     assert torch.allclose(ours[3], twin[3], rtol=1e-6, atol=0.0)
     for mine, other in zip(ours[1:3], twin[1:3], strict=True):
         assert (mine != other).float().mean() < 1e-3
-    which: Which
+    which: MomentName
     for row, which in enumerate(("mean", "square")):
-        codes, scales = pack(unpack(ours[1 + row], ours[3][row], which), which)
+        codes, scales = quantize_moment(
+            dequantize_moment(ours[1 + row], ours[3][row], which), which
+        )
         assert torch.equal(codes, ours[1 + row]) and torch.equal(scales, ours[3][row])
     assert bool((ours[2][grad.abs() > 1e-17] > 0).all()), "no square becomes zero"
 
 
 @pytest.mark.parametrize("kind", ["master", "bf16", "int8"])
-def test_a_fused_update_that_is_not_good_changes_no_bit(kind: Kind) -> None:
+def test_a_fused_update_that_is_not_good_changes_no_bit(kind: MomentKind) -> None:
     weight, grad, moments = drawn(10_007, torch.bfloat16, kind)
     grad[::3] = torch.nan
     out = torch.full((10_007,), 3.0, dtype=torch.bfloat16, device="cuda")
@@ -340,17 +365,24 @@ def test_a_fused_update_that_is_not_good_changes_no_bit(kind: Kind) -> None:
 
 def test_sizes_make_no_other_kernel() -> None:
     """Places are numbers that a kernel is told, and not compiled for."""
-    updated(True, drawn(4096, torch.bfloat16, "bf16"), None, key=Key(1, (64, 64), (0, 3), (64, 99)))
-    built = fused_adamw._adamw.device_caches[torch.cuda.current_device()][0]
+    updated(
+        True,
+        drawn(4096, torch.bfloat16, "bf16"),
+        None,
+        key=RoundingKey(1, (64, 64), (0, 3), (64, 99)),
+    )
+    built = fused_adamw._adamw_kernel.device_caches[torch.cuda.current_device()][0]
     before = len(built)
     for columns in (1, 16, 17, 4096):
-        key = Key(columns, (1 << 13, columns), (1, columns), (1 << 14, 3 << 20), columns - 1)
+        key = RoundingKey(
+            columns, (1 << 13, columns), (1, columns), (1 << 14, 3 << 20), columns - 1
+        )
         updated(True, drawn(4096, torch.bfloat16, "bf16"), None, key=key)
     assert len(built) == before
 
 
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
-def test_the_fused_update_counts_beyond_32_bits(kind: Kind) -> None:
+def test_the_fused_update_counts_beyond_32_bits(kind: MomentKind) -> None:
     count, tail = (1 << 31) + 5003, 5003 + (1 << 16)
     if torch.cuda.mem_get_info()[0] < 60 << 30:
         pytest.skip("needs 60 GiB of free device memory")
@@ -359,7 +391,7 @@ def test_the_fused_update_counts_beyond_32_bits(kind: Kind) -> None:
     grad[-tail:] -= 0.25
     whole = weight, grad, Moments.zeros(count, kind, torch.float32, "cuda")
     end = weight[-tail:], grad[-tail:], Moments.zeros(tail, kind, torch.float32, "cuda")
-    want = updated(True, end, None, key=FLAT.at(count - tail))
+    want = updated(True, end, None, key=FLAT.at_offset(count - tail))
     found = updated(True, whole, None)
     for mine, other, old in zip(found, want, (weight, *whole[2].tensors), strict=True):
         size = other.shape[-1]
@@ -371,12 +403,12 @@ def test_squares_are_summed_in_fp32() -> None:
     draw = torch.Generator("cuda").manual_seed(1)
     x = torch.randn(5_000_003, device="cuda", generator=draw)
     tensors = [x[3:], x[:0], x.bfloat16()[1:], x.half()[:7]]
-    found = fused_adamw.square_sum(tensors)
+    found = fused_adamw.sum_of_squares(tensors)
     want = sum(part.double().square().sum() for part in tensors)
     assert found.dtype == torch.float32 and found.item() == pytest.approx(float(want), rel=1e-5)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    fused_adamw.square_sum([x.bfloat16()])
+    fused_adamw.sum_of_squares([x.bfloat16()])
     assert torch.cuda.max_memory_allocated() - before < 1.5 * 2 * x.numel(), "no wider copy"
 
 
@@ -386,15 +418,17 @@ def test_squares_summed_during_backward_are_those_summed_after_it(
     corpus: str, monkeypatch: pytest.MonkeyPatch, micro_batches: int
 ) -> None:
     made: list[int] = []
-    begun = Early.__call__
-    monkeypatch.setattr(Early, "__call__", lambda *args: made.append(1) or begun(*args))
+    begun = GradNormAccumulator.__call__
+    monkeypatch.setattr(
+        GradNormAccumulator, "__call__", lambda *args: made.append(1) or begun(*args)
+    )
     norms = []
     for overlap in (("dw",), ()):
         made.clear()
         settings = {"plan__overlap": overlap, "plan__micro_batch": 8 // micro_batches}
         run = run_of("", {}, 8, train__dtype="bf16", **settings)
         trainer = trainer_of(Grid({}), corpus, run, device="cuda")
-        norms.append([row["grad_norm"] for row in trainer.steps()])
+        norms.append([row["grad_norm"] for row in trainer.run_steps()])
         assert bool(made) == bool(overlap)
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
@@ -407,27 +441,31 @@ def test_the_kernel_of_the_loss_equals_its_twin(
     axis = Grid({}).axis("row")
     logits = torch.randn(37, 5000, device="cuda", dtype=dtype)
     targets = torch.randint(0, 9000, (37,), device="cuda")
-    targets[3] = cross_entropy.IGNORE
+    targets[3] = cross_entropy.IGNORE_INDEX
     factor = torch.tensor(0.25, device="cuda")
     for mine in (
-        cross_entropy.Columns(axis, axis, 0, 5000),
-        cross_entropy.Columns(axis, axis, 2000, 4321),
+        cross_entropy.VocabShard(axis, axis, 0, 5000),
+        cross_entropy.VocabShard(axis, axis, 2000, 4321),
     ):
         found = []
         for kernel in (True, False):
             monkeypatch.setattr(cross_entropy, "TRITON", kernel)
-            assert cross_entropy.kernel_takes(logits) == kernel
-            peak, total, hit = cross_entropy.statistics(logits, targets, mine)
+            assert cross_entropy.can_use_kernel(logits) == kernel
+            peak, total, hit = cross_entropy.logit_statistics(logits, targets, mine)
             grad = logits.clone()
-            cross_entropy.gradient_(grad, targets, peak + total.log(), mine, factor)
+            cross_entropy.logits_to_grads_(grad, targets, peak + total.log(), mine, factor)
             found.append([peak, total.log(), hit, grad.float()])
-        assert found[0][3][:, mine.valid :].abs().max().item() == 0.0 if mine.valid < 5000 else True
+        assert (
+            found[0][3][:, mine.valid_columns :].abs().max().item() == 0.0
+            if mine.valid_columns < 5000
+            else True
+        )
         for ours, twin in zip(*found, strict=True):
             torch.testing.assert_close(ours, twin, rtol=1e-5, atol=1e-3)
         monkeypatch.setattr(cross_entropy, "TRITON", True)
-        if mine.valid == 5000:  # both in one pass
+        if mine.valid_columns == 5000:  # both in one pass
             at_once = logits.clone()
-            cross_entropy.statistics(at_once, targets, mine, gradient=factor)
+            cross_entropy.logit_statistics(at_once, targets, mine, gradient=factor)
             torch.testing.assert_close(at_once.float(), found[1][3], rtol=1e-2, atol=1e-3)
 
 
@@ -436,10 +474,10 @@ def test_the_cast_to_fp8_equals_its_twin(shape: tuple[int, int]) -> None:
     x = torch.randn(shape, device="cuda", dtype=torch.bfloat16) * 100
     scale = torch.tensor(8.0, device="cuda")
     for dtype in (float8.E4M3, float8.E5M2):
-        want = float8._narrow(x, scale, dtype).float()
-        plain, turned = float8.cast(x, scale, dtype, True, True)
+        want = float8._cast_saturated(x, scale, dtype).float()
+        plain, turned = float8.cast_transpose_op(x, scale, dtype, True, True)
         assert torch.equal(plain.float(), want) and torch.equal(turned.float(), want.t())
-        assert float8.cast(x, scale, dtype, True, False)[1].numel() == 0
+        assert float8.cast_transpose_op(x, scale, dtype, True, False)[1].numel() == 0
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (37, 50), (3000, 1024)], ids=str)
@@ -452,8 +490,8 @@ def test_the_kernel_of_scales_equals_its_twin(shape: tuple[int, int]) -> None:
             y = x.clone()
             y[-1, -1] = factor
             for most in (448.0, 57344.0):
-                scale, inverse = triton_kernels.scales(y, most, float8.LEAST)
-                want = float8.power(y.abs().amax().float(), most)
+                scale, inverse = triton_kernels.tensorwise_scale(y, most, float8.MIN_AMAX)
+                want = float8.power_of_two_scale(y.abs().amax().float(), most)
                 torch.testing.assert_close(scale, want, rtol=0, atol=0, equal_nan=True)
                 torch.testing.assert_close(inverse, 1.0 / want, rtol=0, atol=0, equal_nan=True)
 
@@ -462,23 +500,23 @@ def test_the_kernel_of_scales_equals_its_twin(shape: tuple[int, int]) -> None:
 def test_attention_in_32_bits_needs_no_scores(groups: int) -> None:
     sizes = [(2, 256, 4, 64), (2, 256, groups, 64), (2, 256, groups, 64)]
     q, k, v = (torch.randn(n, device="cuda", requires_grad=True) for n in sizes)
-    assert attention_backends.takes("efficient", q, k, v) and not attention_backends.takes(
-        "flash", q, k, v
-    )
+    assert attention_backends.supports_inputs(
+        "efficient", q, k, v
+    ) and not attention_backends.supports_inputs("flash", q, k, v)
     dy, found = torch.randn(sizes[0], device="cuda"), []
     for name in ("auto", "efficient"):
-        y = attention_backends.WAYS[name](q, k, v)
+        y = attention_backends.BACKENDS[name](q, k, v)
         found.append([y, *torch.autograd.grad(y, (q, k, v), dy)])
     for twin, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours, twin, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
-def test_products_in_fp8_are_those_of_the_cpu(kind: float8.Kind) -> None:
-    if not float8.supported(torch.device("cuda")):
+def test_products_in_fp8_are_those_of_the_cpu(kind: float8.ScalingGranularity) -> None:
+    if not float8.supports_device(torch.device("cuda")):
         pytest.skip("the device has no fp8")
     x, w, dy = (torch.randn(n, 64, dtype=torch.bfloat16) for n in (96, 64, 96))
-    scaled = float8.Scaled(kind)
+    scaled = float8.Float8Linear(kind)
     for name, a, b in (("forward", x, w), ("grad_x", dy, w), ("grad_w", dy, x)):
         want = getattr(scaled, name)(a, b).float()
         have = getattr(scaled, name)(a.cuda(), b.cuda()).float().cpu()
@@ -505,7 +543,7 @@ def test_the_fast_ways_train_alike(corpus: str, change: dict[str, Any]) -> None:
         settings = {"train__dtype": "bf16", "model__head_dim": 16, "data__packed": packed, **extra}
         run = run_of("", {}, 8, **settings)
         trainer = trainer_of(Grid({}), corpus, run, device="cuda")
-        curves.append([row["loss"] for row in trainer.steps()])
+        curves.append([row["loss"] for row in trainer.run_steps()])
     limit = 0.1 if "train__fp8" in change else 0.03
     assert curves[1] == pytest.approx(curves[0], abs=limit)
 
@@ -530,7 +568,7 @@ def test_a_deterministic_run_repeats_itself_to_the_bit(
     words += ["--model.head-dim", "16", "--train.dtype", "bf16", "--train.deterministic", "True"]
     for name in ("one", "two"):
         assert call(*words, *change, "--train.out", name) == 0
-    issue = Trainer.issue
+    issue = Trainer.issue_step
 
     def breaks(self: Trainer, *arguments: Any, **options: Any) -> Any:
         if self.step == 5:
@@ -538,14 +576,14 @@ def test_a_deterministic_run_repeats_itself_to_the_bit(
         return issue(self, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "issue", breaks)
+        patch.setattr(Trainer, "issue_step", breaks)
         assert call(*words, *change, "--train.out", "three") == 70
     assert call("train", "three", "--nproc", "1") == 0
     assert not torch.are_deterministic_algorithms_enabled()
-    wanted = wholes(folders.found(tmp_path / "one" / "checkpoints")[-1])
+    wanted = load_full_tensors(folders.find_checkpoints(tmp_path / "one" / "checkpoints")[-1])
     for name in ("two", "three"):
         assert losses_of(tmp_path / name) == losses_of(tmp_path / "one"), name
-        found = wholes(folders.found(tmp_path / name / "checkpoints")[-1])
+        found = load_full_tensors(folders.find_checkpoints(tmp_path / name / "checkpoints")[-1])
         assert all(torch.equal(x, found[key]) for key, x in wanted.items()), name
 
 
@@ -574,15 +612,15 @@ def test_predicted_memory_is_what_torch_counts(
     changes = {"plan__recompute": kind, "plan__compile": compiled, "plan__micro_batch": micro}
     trainer = trainer_of(Grid({}), corpus, run_of("", {}, 3, **MIDDLE, **changes), device="cuda")
     optimizer, device = trainer.optimizer, trainer.device
-    account = resolve.foreseen(trainer.run, trainer.model, optimizer, device, 1)
-    steps = trainer.steps()
+    account = resolve.predict_memory(trainer.run, trainer.model, optimizer, device, 1)
+    steps = trainer.run_steps()
     next(steps)
     torch.cuda.reset_peak_memory_stats()
     list(steps)
-    predicted = account.predicted
+    predicted = account.predicted_usage
     assert predicted is not None
-    measured = account.measured(optimizer, device)
-    assert measured.allocated == pytest.approx(predicted.allocated, rel=0.05), measured
+    measured = account.measure_usage(optimizer, device)
+    assert measured.allocated_bytes == pytest.approx(predicted.allocated_bytes, rel=0.05), measured
 
 
 @pytest.mark.parametrize(("limit", "left"), [(0.7, 0), (0.4, 0), (0.4, 64)])
@@ -601,10 +639,10 @@ def test_a_fit_stays_below_its_limit(corpus: str, limit: float, left: int) -> No
     try:
         changes = {**MIDDLE, "memory__fit": "auto", "memory__limit": limit}
         trainer = trainer_of(Grid({}), corpus, run_of("", {}, 3, **changes), device="cuda")
-        rows = list(trainer.steps())
+        rows = list(trainer.run_steps())
         assert sum("chosen again" in note for note in trainer.notes) <= 1, trainer.notes
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert len(rows) == 3 and all(row["memory"] <= limit * 2**30 for row in rows)
-    found = device_rates.measured(trainer.device, torch.bfloat16)
+    found = device_rates.measure_rates(trainer.device, torch.bfloat16)
     assert found.flops > 1e13 and found.memory > 1e11 and found.to_device > 1e9 < found.to_host

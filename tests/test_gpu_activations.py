@@ -14,11 +14,11 @@ from pool import Pool as Workers
 from ranvier.data.batch import Batch
 from ranvier.data.loader import Loader
 from ranvier.grid import Grid
-from ranvier.memory.activation_offload import Activations
+from ranvier.memory.activation_offload import ActivationOffload
 from ranvier.memory.host import Arena
-from ranvier.memory.host_pool import Pool
+from ranvier.memory.host_pool import HostBufferPool
 from ranvier.models import Decoder, DecoderConfig
-from ranvier.parallel.parallelize import parallel_of, parallelize
+from ranvier.parallel.parallelize import get_parallel_model, parallelize
 from ranvier.train.memory import placement
 from training import run_of, stored, trainer_of
 
@@ -43,18 +43,25 @@ def options(**changes: Any) -> dict[str, Any]:
 
 def trained(grid: Grid, corpus: str, changes: dict[str, Any]) -> tuple[list[float], list[Tensor]]:
     """Losses of a run, and the weights it leaves; small tensors go, too."""
-    before, placement.Activations = placement.Activations, partial(Activations, small=1)  # type: ignore[misc]
+    before, placement.ActivationOffload = (
+        placement.ActivationOffload,
+        partial(ActivationOffload, small=1),
+    )  # type: ignore[misc]
     try:
         run = run_of("", dict(grid.degrees), STEPS, **options(**changes))
         trainer = trainer_of(grid, corpus, run, "cuda")
-        losses = [row["loss"] for row in trainer.steps()]
-        store = parallel_of(trainer.model).moment.keeping.store
+        losses = [row["loss"] for row in trainer.run_steps()]
+        store = get_parallel_model(trainer.model).step_context.save_policy.store
         if run.memory.activations > 0.0:
-            assert isinstance(store, Activations) and store.sent > 0 and store.held() == (0, 0)
-        weights = parallel_of(trainer.model).state().values()
+            assert (
+                isinstance(store, ActivationOffload)
+                and store.offloaded_bytes > 0
+                and store.saved_bytes() == (0, 0)
+            )
+        weights = get_parallel_model(trainer.model).sharded_state().values()
         return losses, [x.detach().cpu().clone() for x, _ in weights]
     finally:
-        placement.Activations = before  # type: ignore[misc]
+        placement.ActivationOffload = before  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("compiled", ["on", "off"])
@@ -87,19 +94,19 @@ def test_the_host_does_not_wait_for_the_copies(corpus: str) -> None:
     settings = {**options(memory__activations=1.0), "train__deterministic": False}
     settings |= {"model__embed": 256, "data__seq": 512}
     trainer = trainer_of(Grid({}), corpus, run_of("", {}, 6, **settings), "cuda")
-    store = parallel_of(trainer.model).moment.keeping.store
-    assert isinstance(store, Activations)
-    with Loader(trainer._loaded()) as loader:
+    store = get_parallel_model(trainer.model).step_context.save_policy.store
+    assert isinstance(store, ActivationOffload)
+    with Loader(trainer._batch_maker()) as loader:
         for _ in range(3):
-            trainer.issue(loader)
-        before = store.sent
+            trainer.issue_step(loader)
+        before = store.offloaded_bytes
         with warnings.catch_warnings(action="ignore"):  # that it is a prototype
             torch.cuda.set_sync_debug_mode("error")
         try:
-            trainer.issue(loader)
+            trainer.issue_step(loader)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert store.sent > before
+    assert store.offloaded_bytes > before
 
 
 def passed(share: float, compiled: str, kind: str) -> tuple[int, int, int]:
@@ -116,27 +123,27 @@ def passed(share: float, compiled: str, kind: str) -> tuple[int, int, int]:
         dtype=torch.bfloat16,
         device="cuda",
     )
-    parallel = parallel_of(model)
-    device, blocks = parallel.pipeline.runtime.device, list(parallel.kinds)
-    store = Activations(
+    parallel = get_parallel_model(model)
+    device, blocks = parallel.pipeline.executor.device, list(parallel.recompute_modes)
+    store = ActivationOffload(
         share,
         blocks,
         device,
-        weights=lambda: [bucket.data for bucket in parallel.queue.buckets],
-        pool=Pool(lambda size: Arena(size, device).bytes, room=2**35),
+        weights=lambda: [bucket.data for bucket in parallel.bucket_scheduler.buckets],
+        pool=HostBufferPool(lambda size: Arena(size, device).buffer, room=2**35),
         last=blocks[-1],
     )
-    parallel.moment.keeping.store = store
+    parallel.step_context.save_policy.store = store
     # many tokens and few weights: what is kept is far more than the gradients that replace it
     tokens = torch.randint(0, 512, (16, 2048), generator=torch.Generator().manual_seed(2))
     batch = Batch(tokens, tokens.roll(1, 1), samples=torch.arange(16)).to(device)
     for _ in range(3):
-        parallel.queue.begin("")
+        parallel.bucket_scheduler.begin_step("")
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         loss = model(batch.tokens, batch.targets)
-        here, there = store.held()
+        here, there = store.saved_bytes()
         loss.backward()
         most = torch.cuda.max_memory_allocated() - before
         del loss

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ranvier.checkpoint.directory import found
+from ranvier.checkpoint.directory import find_checkpoints
 from ranvier.grid import Grid
 from ranvier.memory.host import Arena
 from training import run_of, stored, trainer_of
@@ -35,10 +35,10 @@ def trained(corpus: str, out: str = "", steps: int = 6, **changes: Any) -> Numbe
     shape = {f"model__{key}": value for key, value in SHAPE.items()}
     options = {**shape, "train__dtype": "bf16", "train__deterministic": True, **changes}
     trainer = trainer_of(Grid({}), corpus, run_of(out, {}, steps, **options), "cuda")
-    losses = [row["loss"] for row in trainer.steps()]
+    losses = [row["loss"] for row in trainer.run_steps()]
     if out:
-        trainer.save()
-    state = {name: x.cpu().clone() for name, (x, _) in trainer.state().items()}
+        trainer.save_checkpoint()
+    state = {name: x.cpu().clone() for name, (x, _) in trainer.state_tensors().items()}
     return losses, {name: x for name, x in state.items() if not name.startswith("random.")}
 
 
@@ -103,23 +103,25 @@ def test_a_run_with_states_on_the_host_goes_on_to_the_bit(corpus: str, tmp_path:
     options = {**shape, "train__dtype": "bf16", "train__deterministic": True, **how}
     out = str(tmp_path / "run")
     first = trainer_of(Grid({}), corpus, run_of(out, {}, 6, checkpoint__every=3, **options), "cuda")
-    steps = first.steps()
+    steps = first.run_steps()
     for _ in range(4):
         next(steps)
-    first.saver.finish()
+    first.saver.finish_saving()
     again = trainer_of(Grid({}), corpus, run_of(out, {}, 6, **options), "cuda")
-    again.resume(found(Path(out) / "checkpoints")[0])
+    again.resume_from(find_checkpoints(Path(out) / "checkpoints")[0])
     assert again.step == 3
-    losses = [row["loss"] for row in again.steps()]
-    state = {n: x.cpu() for n, (x, _) in again.state().items() if not n.startswith("random.")}
+    losses = [row["loss"] for row in again.run_steps()]
+    state = {
+        n: x.cpu() for n, (x, _) in again.state_tensors().items() if not n.startswith("random.")
+    }
     assert differing((whole[0][3:], whole[1]), (losses, state)) == []
 
 
 def test_an_arena_is_pinned_and_exact() -> None:
     device = torch.device("cuda")
     arena = Arena(10_000_000, device)
-    part = arena.take((1000,), torch.float32)
-    assert part.is_pinned() and arena.bytes.numel() == 10_000_000
+    part = arena.allocate_tensor((1000,), torch.float32)
+    assert part.is_pinned() and arena.buffer.numel() == 10_000_000
     x = torch.arange(1000.0, device="cuda")
     part.copy_(x, non_blocking=True)
     torch.cuda.synchronize()

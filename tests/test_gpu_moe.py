@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ranvier.nn.moe import grouped_gemm as products
 from ranvier.nn.moe import permutation as permutations
-from ranvier.nn.moe.grouped_gemm import grouped
-from ranvier.nn.moe.local import CURVES, mixture
-from ranvier.nn.moe.permutation import Order, arrange, permute, unpermute
+from ranvier.nn.moe.grouped_gemm import grouped_linear
+from ranvier.nn.moe.local import ACTIVATION_FUNCTIONS, local_moe
+from ranvier.nn.moe.permutation import TokenPermutation, permute, sort_by_expert, unpermute
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,13 +42,13 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
     return torch.randn(*shape, device="cuda", generator=source).to(dtype)
 
 
-def ordered(tokens: int, k: int, experts: int, *, drop: bool) -> Order:
+def ordered(tokens: int, k: int, experts: int, *, drop: bool) -> TokenPermutation:
     """The last expert gets nothing, the first more than the others."""
     scores = noise(tokens, experts)
     scores[:, 0] += 1.0
     scores[:, -1] = -torch.inf
     kept = noise(tokens, k, seed=1) > -0.5 if drop else None
-    return arrange(scores.topk(k, 1).indices, experts, kept)
+    return sort_by_expert(scores.topk(k, 1).indices, experts, kept)
 
 
 def near(one: Tensor, other: Tensor, limit: float) -> bool:
@@ -66,7 +66,7 @@ def everything(
     up, down = noise(e, f, d, dtype=dtype, seed=2) / d**0.5, noise(e, d, f, dtype=dtype) / f**0.5
     x, weights = noise(t, d, dtype=dtype), noise(t, k).abs()
     leaves = [v.requires_grad_() for v in (x, weights, gate, up, down) if v is not None]
-    y = mixture(x, weights, order, gate, up, down, activation)
+    y = local_moe(x, weights, order, gate, up, down, activation)
     moved = unpermute(permute(x, order), order, weights)
     firsts = torch.autograd.grad(y, leaves, noise(t, d, dtype=dtype, seed=3))
     seconds = torch.autograd.grad(moved, (x, weights), noise(t, d, dtype=dtype, seed=4))
@@ -93,7 +93,7 @@ def test_kernels_equal_their_twins(
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("activation", CURVES)
+@pytest.mark.parametrize("activation", ACTIVATION_FUNCTIONS)
 def test_activations_run_on_the_device(activation: str) -> None:
     for value in everything((100, 2, 8, 32, 64), torch.bfloat16, True, activation):
         assert not value.is_floating_point() or bool(value.isfinite().all())
@@ -107,7 +107,7 @@ def test_grouped_products_in_bf16_need_no_padding(counts: list[int]) -> None:
     dy = noise(134, 136, dtype=torch.bfloat16)
     dirty = [torch.full_like(w, torch.nan) for _ in range(8)]  # memory that results may get
     del dirty
-    y = grouped(x, w, ends)
+    y = grouped_linear(x, w, ends)
     found = (y, *torch.autograd.grad(y, (x, w), dy))
     rows, grads = x.double().split(counts), dy.double().split(counts)
     pairs = list(zip(rows, grads, w.double(), strict=True))
@@ -140,7 +140,7 @@ def test_a_compiled_mixture_is_one_graph() -> None:
 
     def layer(x: Tensor, *matrices: Tensor) -> Tensor:
         weights, experts = (x[:, :e].float() * 2).softmax(1).topk(k, 1)
-        y = mixture(x.sigmoid(), weights, arrange(experts, e), *matrices, "swiglu")
+        y = local_moe(x.sigmoid(), weights, sort_by_expert(experts, e), *matrices, "swiglu")
         return x + y * 2
 
     dy = noise(t, d, dtype=torch.bfloat16, seed=3)
@@ -158,9 +158,9 @@ def test_it_keeps_little() -> None:
     down = noise(e, d, f, dtype=torch.bfloat16).requires_grad_()
     x, weights = noise(t, d, dtype=torch.bfloat16).requires_grad_(), noise(t, k).requires_grad_()
     order = ordered(t, k, e, drop=False)
-    mixture(x, weights, order, gate, up, down, "swiglu")
+    local_moe(x, weights, order, gate, up, down, "swiglu")
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    y = mixture(x, weights, order, gate, up, down, "swiglu")
+    y = local_moe(x, weights, order, gate, up, down, "swiglu")
     kept = torch.cuda.memory_allocated() - before - y.nbytes
     assert kept <= 2 * t * k * f * 2 + 2**20

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ranvier.checkpoint.directory import found
+from ranvier.checkpoint.directory import find_checkpoints
 from ranvier.grid import Grid
 from ranvier.optim import pruning
-from ranvier.parallel.parallelize import parallel_of
+from ranvier.parallel.parallelize import get_parallel_model
 from ranvier.train.step import forward_backward
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
@@ -38,14 +38,14 @@ def made(corpus: str, out: str = "", steps: int = 6, **changes: Any) -> Trainer:
 
 
 def left(trainer: Trainer) -> dict[str, Tensor]:
-    state = {name: x.cpu().clone() for name, (x, _) in trainer.state().items()}
+    state = {name: x.cpu().clone() for name, (x, _) in trainer.state_tensors().items()}
     return {name: x for name, x in state.items() if not name.startswith("random.")}
 
 
 def trained(corpus: str, **changes: Any) -> Numbers:
     """Losses of a run, and all that it leaves."""
     trainer = made(corpus, **changes)
-    return [row["loss"] for row in trainer.steps()], left(trainer)
+    return [row["loss"] for row in trainer.run_steps()], left(trainer)
 
 
 def differing(one: Numbers, other: Numbers) -> list[str]:
@@ -90,14 +90,14 @@ def test_a_run_goes_on_to_the_bit(corpus: str, tmp_path: Path) -> None:
     whole = trained(corpus, **GROWING)
     out = str(tmp_path / "run")
     first = made(corpus, out, checkpoint__every=3, **GROWING)
-    rows = first.steps()
+    rows = first.run_steps()
     for _ in range(4):
         next(rows)
-    first.saver.finish()
+    first.saver.finish_saving()
     again = made(corpus, out, **GROWING)
-    again.resume(found(Path(out) / "checkpoints")[0])
+    again.resume_from(find_checkpoints(Path(out) / "checkpoints")[0])
     assert again.step == 3
-    losses = [row["loss"] for row in again.steps()]
+    losses = [row["loss"] for row in again.run_steps()]
     assert differing((whole[0][3:], whole[1]), (losses, left(again))) == []
 
 
@@ -106,7 +106,7 @@ def test_a_step_waits_for_nothing_and_takes_the_bytes_of_the_formula(
     corpus: str, sparsity: float
 ) -> None:
     trainer = made(corpus, prune__sparsity=sparsity, data__packed=False)
-    batches = [batch.to(trainer.device) for batch in trainer._loaded()(0)]
+    batches = [batch.to(trainer.device) for batch in trainer._batch_maker()(0)]
     for _ in range(3):  # kernels are compiled, buffers made
         forward_backward(trainer.model, batches)
         trainer.optimizer.step()
@@ -117,10 +117,12 @@ def test_a_step_waits_for_nothing_and_takes_the_bytes_of_the_formula(
         trainer.optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for bucket in parallel_of(trainer.model).queue.buckets:
-        if not any(map(pruning.prunable, bucket.weights)):
+    for bucket in get_parallel_model(trainer.model).bucket_scheduler.buckets:
+        if not any(map(pruning.is_prunable, bucket.weights)):
             continue
-        assert bucket.kept is not None
-        held = bucket.data.nbytes + bucket.kept.bytes
-        held += sum(x.nbytes for x in trainer.optimizer.store.held[bucket].values())
-        assert held == pruning.bytes_of(bucket.size, bucket.kept.rows, gradient=0)
+        assert bucket.sparsity_mask is not None
+        held = bucket.data.nbytes + bucket.sparsity_mask.num_bytes
+        held += sum(x.nbytes for x in trainer.optimizer.state_store.states[bucket].values())
+        assert held == pruning.pruned_bucket_bytes(
+            bucket.size, bucket.sparsity_mask.row_counts, gradient=0
+        )

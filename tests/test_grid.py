@@ -60,11 +60,11 @@ def test_partial_axes_are_consecutive_ranks() -> None:
 
 def test_a_plan_places_ranks_in_its_order() -> None:
     plan = Plan(pipe=2, data=3, row=4, order=("row", "pipe"))
-    grid = Grid.of(plan, rank=0, ranks_per_node=8)
-    assert plan.placed[-3:] == ("col", "row", "pipe")
+    grid = Grid.from_plan(plan, rank=0, ranks_per_node=8)
+    assert plan.axis_order[-3:] == ("col", "row", "pipe")
     assert grid.axis("pipe").ranks == (0, 1) and grid.axis("row").ranks == (0, 2, 4, 6)
     assert grid.axis("data").ranks == (0, 8, 16) and grid.axis("data").crosses_nodes
-    assert Grid.of(Plan(pipe=2, data=3, row=4)).axis("row").ranks == (0, 1, 2, 3)
+    assert Grid.from_plan(Plan(pipe=2, data=3, row=4)).axis("row").ranks == (0, 1, 2, 3)
 
 
 def test_explicit_order_permutes_members() -> None:
@@ -89,8 +89,8 @@ def test_crosses_nodes() -> None:
 
 def test_grid_of_a_plan() -> None:
     plan = Plan(row=2, col=2).resolve(8)
-    grid = Grid.of(plan, rank=7)
-    assert grid.world == 8
+    grid = Grid.from_plan(plan, rank=7)
+    assert grid.world_size == 8
     assert grid.degrees == plan.degrees
     assert grid.index["data"] == 1
 
@@ -127,7 +127,7 @@ def test_groups_of_many_ranks_take_few_calls(monkeypatch: pytest.MonkeyPatch) ->
     """A rank of 16,384 makes only the groups that it is in, once each."""
     made = count_groups(monkeypatch)
     degrees = {"data": 64, "depth": 8, "row": 8, "col": 4}
-    with launch.fake(16384, rank=9999):
+    with launch.fake_process_group(16384, rank=9999):
         grid = Grid(degrees, rank=9999, connected=True)
         for _ in range(2):
             for first, second in [*((a, a) for a in degrees), *pairwise(degrees)]:
@@ -146,7 +146,7 @@ def test_groups_of_many_ranks_take_few_calls(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_grids_of_one_process_share_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     made = count_groups(monkeypatch)
-    with launch.fake(8):
+    with launch.fake_process_group(8):
         one = Grid({"row": 4, "col": 2}, connected=True)
         two = Grid({"row": 8}, connected=True, groups=one.groups)
         three = Grid({"col": 8}, connected=True)
@@ -233,10 +233,10 @@ def test_two_grids_in_one_process(fresh: Pool) -> None:
 def make_late(grid: Grid) -> tuple[list[str], int, bool]:
     """What is said of a group that is made after the grid was sealed."""
     own = Grid(dict(grid.degrees), connected=True)
-    line = own.line("data", "row")
+    line = own.axis_without_group("data", "row")
     connected = bool(own.communicators) or line.group is not None
     own.axis("row")
-    own.seal()
+    own.seal_groups()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         own.axis("row")

@@ -36,7 +36,7 @@ def test_import_does_not_load_torch() -> None:
     code = f"""
 import ranvier
 {loaded}
-ranvier.Plan(row=2).check({{"heads": 4}}, 2)
+ranvier.Plan(row=2).check_and_resolve({{"heads": 4}}, 2)
 assert not hasattr(ranvier, "plam")
 {loaded}
 ranvier.Grid({{"row": 2}}).axis("row")
@@ -59,7 +59,7 @@ import ranvier
 import ranvier.parallel.parallelize
 from ranvier.models.decoder import Decoder, DecoderConfig
 model = ranvier.parallelize(Decoder(DecoderConfig(layers=1)), ranvier.Grid({{}}))
-model.parallel.queue.begin("")
+model.parallel.bucket_scheduler.begin_step("")
 tokens = torch.zeros(1, 4, dtype=torch.long)
 print(tuple(model(tokens).shape))
 """

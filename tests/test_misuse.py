@@ -29,14 +29,14 @@ SMALL = DecoderConfig(layers=2, embed=16, heads=8, kv_heads=2, head_dim=4, mlp=2
 def own_loop(grid: Grid, begin: bool) -> list[float]:
     """Losses of a loop without any of the package's steps; gradients of two passes are added."""
     model = Case("llama").on(grid)
-    optimizer = Optimizer(model.parallel.queue, lr=1e-2)
+    optimizer = Optimizer(model.parallel.bucket_scheduler, lr=1e-2)
     (batch,) = micros_of(batch_of("llama", samples=8, packed=False), grid, 1)
     losses = []
     for _ in range(3):
         if begin:
-            model.parallel.queue.begin("own")
+            model.parallel.bucket_scheduler.begin_step("own")
         for _ in range(2):
-            loss = model(**batch.inputs())
+            loss = model(**batch.model_inputs())
             loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -53,28 +53,28 @@ def test_a_loop_of_ones_own_needs_no_begin(pool: Pool) -> None:
 def after_changes(grid: Grid) -> list[str]:
     """Forward passes that use weights from before a step or a load."""
     model = Case("llama").on(grid)
-    optimizer = Optimizer(model.parallel.queue, lr=1e-1)
+    optimizer = Optimizer(model.parallel.bucket_scheduler, lr=1e-1)
     (batch,) = micros_of(batch_of("llama", samples=8, packed=False), grid, 1)
     bad = []
 
     def look(name: str) -> None:
-        now = model(**batch.inputs()).item()
-        model.parallel.queue.begin("")
-        if now != model(**batch.inputs()).item():
+        now = model(**batch.model_inputs()).item()
+        model.parallel.bucket_scheduler.begin_step("")
+        if now != model(**batch.model_inputs()).item():
             bad.append(name)
 
-    model(**batch.inputs()).backward()
+    model(**batch.model_inputs()).backward()
     optimizer.step()
     look("step")
     whole = {n: torch.randn(w.sharding.shape).double() for n, w in model.parallel.weights.items()}
     torch.manual_seed(3)
     whole = {n: torch.randn(x.shape).double() for n, x in whole.items()}
-    model.parallel.load(whole)
+    model.parallel.load_full_state(whole)
     look("load")
-    loaded = copied(model.parallel.state())
-    model(**batch.inputs()).backward()
+    loaded = copied(model.parallel.sharded_state())
+    model(**batch.model_inputs()).backward()
     optimizer.step(lr=0.0)
-    kept = model.parallel.state()
+    kept = model.parallel.sharded_state()
     return bad + [n for n, (x, _) in loaded.items() if not torch.equal(x, kept[n][0])]
 
 
@@ -116,10 +116,10 @@ def lone() -> Any:
 
 
 def stepped(model: Any) -> None:
-    model.parallel.queue.begin("")
+    model.parallel.bucket_scheduler.begin_step("")
     tokens = torch.zeros(2, 8, dtype=torch.long)
     model(tokens, tokens).backward()
-    Optimizer(model.parallel.queue).step()
+    Optimizer(model.parallel.bucket_scheduler).step()
 
 
 def test_what_leaves_its_bucket_is_refused() -> None:
@@ -173,7 +173,7 @@ def test_dropout_without_a_name_is_refused() -> None:
 
 def test_attention_and_mlp_drop_different_elements() -> None:
     model = parallelize(Decoder(DecoderConfig(dropout=0.5)), Grid({}))
-    model.parallel.moment.samples = torch.arange(2)
+    model.parallel.step_context.samples = torch.arange(2)
     x = torch.ones(2, 8, 64)
     block = model.blocks[0]
     assert not torch.equal(block.dropout1(x), block.dropout2(x))
@@ -212,7 +212,7 @@ def norm_of_vectors(grid: Grid) -> float:
         param.requires_grad_("norm" in name)
     model = parallelize(plain, grid)
     forward_backward(model, micros_of(batch_of("llama", samples=8, packed=False), grid, 1))
-    return Optimizer(model.parallel.queue).step().item()
+    return Optimizer(model.parallel.bucket_scheduler).step().item()
 
 
 def test_ranks_without_a_part_of_the_norm_take_part_in_it(pool: Pool) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from equivalence import Case, Serial, batch_of, compare, run_case
 from pool import Pool
-from ranvier.buckets.scheduler import Deferred
+from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.comm import autograd, collectives
-from ranvier.comm.collectives import Pending
+from ranvier.comm.collectives import PendingTensor
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.nn import cross_entropy, norm
@@ -20,9 +20,9 @@ from ranvier.sharding import Sharding
 pytestmark = pytest.mark.nccl
 
 
-def _half_reduced(x: Any, axis: Any, dim: int = 0) -> Pending:
+def _half_reduced(x: Any, axis: Any, dim: int = 0) -> PendingTensor:
     """A reduce-scatter that forgets to add."""
-    return Pending(autograd.take(x, axis, dim).clone())
+    return PendingTensor(autograd.local_slice(x, axis, dim).clone())
 
 
 def _no_depth(self: Sharding, degrees: Any) -> dict[str, int]:
@@ -30,18 +30,22 @@ def _no_depth(self: Sharding, degrees: Any) -> dict[str, int]:
     return {axis: n for axis, n in OVER(self, degrees).items() if axis != "depth"}
 
 
-OVER = Sharding.over
+OVER = Sharding.replica_counts
 BREAKS = {
-    "dual of total": lambda: mock.patch.object(norm, "share", lambda x, axis: x),
+    "dual of total": lambda: mock.patch.object(norm, "copy_to_axis", lambda x, axis: x),
     "lost sum in a norm": lambda: mock.patch.multiple(
-        norm, share=lambda x, axis: x, sum_gradients=lambda x, axis: x
+        norm, copy_to_axis=lambda x, axis: x, sum_gradients=lambda x, axis: x
     ),
     "sum of a scatter": lambda: mock.patch.object(collectives, "reduce_scatter", _half_reduced),
     "maximum over the vocabulary": lambda: mock.patch.object(
-        cross_entropy.collectives, "all_reduce", lambda x, axis, op="sum": Pending(x)
+        cross_entropy.collectives, "all_reduce", lambda x, axis, op="sum": PendingTensor(x)
     ),
-    "missing axis in the gradient sum": lambda: mock.patch.object(Sharding, "over", _no_depth),
-    "lost bucket": lambda: mock.patch.object(Deferred, "_sum_copies", lambda self, bucket: None),
+    "missing axis in the gradient sum": lambda: mock.patch.object(
+        Sharding, "replica_counts", _no_depth
+    ),
+    "lost bucket": lambda: mock.patch.object(
+        BucketScheduler, "_sum_over_replicas", lambda self, bucket: None
+    ),
 }
 
 

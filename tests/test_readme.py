@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from commands import SMALL, call, started
-from ranvier.cli.main import parse
+from ranvier.cli.main import parse_run_options
 from ranvier.config import run as runs
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.parallel import parallelize
 from ranvier.train.resume import run_directory as folders
 
@@ -72,19 +72,19 @@ def write_inputs(folder: Path) -> None:
 def write_model(folder: Path) -> None:
     """A published model."""
     from published_models import BASE, save, theirs
-    from ranvier.data.tokenizer import Bytes
+    from ranvier.data.tokenizer import ByteTokenizer
 
     shape = BASE | {"vocab_size": 257, "max_position_embeddings": 512}
     model = save(theirs("llama", shape), folder / "path" / "to" / "model")
-    Bytes().save(model / "tokenizer.json")
+    ByteTokenizer().save(model / "tokenizer.json")
 
 
 def check_only(words: list[str]) -> None:
     """Check a command for the ranks it needs, without running it."""
-    arguments = parse(words[0], words[1:])
+    arguments = parse_run_options(words[0], words[1:])
     degrees = arguments.plan.degrees.values()
     world = 512 if "recipes" in words[-1] else math.prod(map(abs, degrees))
-    assert arguments.check(world).plan.world == world
+    assert arguments.check_and_resolve(world).plan.world_size == world
 
 
 def test_the_tour_runs_from_its_first_command_to_its_last(
@@ -105,9 +105,13 @@ def test_the_tour_runs_from_its_first_command_to_its_last(
             grown = str(4 + len(done))  # each goes on after the one before
             assert call(*words[:2], "--train.steps", grown, "--nproc", "1") == 0
             if any("plan." in word for word in words):
-                moved = parse("train", [*words[1:], "--plan.micro-batch", "-1"]).check(4)
-                settings = {part.name: getattr(moved, part.name) for part in fields(Run)}
-                folders.write(Path(words[1]) / "config.toml", runs.to_toml(Run(**settings)))
+                moved = parse_run_options(
+                    "train", [*words[1:], "--plan.micro-batch", "-1"]
+                ).check_and_resolve(4)
+                settings = {part.name: getattr(moved, part.name) for part in fields(RunConfig)}
+                folders.write_text_atomically(
+                    Path(words[1]) / "config.toml", runs.to_toml(RunConfig(**settings))
+                )
         elif words[0] == "profile":
             assert call(*words, "--steps", "1", "--warm", "1") == 0
         elif words[0] == "verify" or any("plan." in word or "recipes" in word for word in words):
@@ -126,8 +130,8 @@ SMALLER = """
 import dataclasses
 
 for _name, _more in (("tiny", {}), ("moe-tiny", {"expert_mlp": 32})):
-    SIZES[_name] = dataclasses.replace(
-        SIZES[_name], layers=2, embed=32, head_dim=8, mlp=64, **_more
+    MODEL_SIZES[_name] = dataclasses.replace(
+        MODEL_SIZES[_name], layers=2, embed=32, head_dim=8, mlp=64, **_more
     )
 """
 """What every process does to the sizes of models: the commands stay as they are written."""

@@ -15,12 +15,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ranvier.config.plan import AXES, Inner
+from ranvier.config.plan import AXES, InnerSplit
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
-from ranvier.sharding import INNER, OUTER, WEIGHTS, Dim, Move, Place, Sharding, Step, Table
+from ranvier.sharding import (
+    INNER_RULES,
+    OUTER_RULE,
+    WEIGHT_RULE,
+    CommStep,
+    Dim,
+    LinearComm,
+    Shard,
+    Sharding,
+    ShardingTable,
+)
 
-RULES = {"weights": WEIGHTS, "outer": OUTER, **{f"inner {k}": v for k, v in INNER.items()}}
+RULES = {
+    "weights": WEIGHT_RULE,
+    "outer": OUTER_RULE,
+    **{f"inner {k}": v for k, v in INNER_RULES.items()},
+}
 
 
 def degrees_of(**sizes: int) -> dict[str, int]:
@@ -46,7 +60,7 @@ class Drawn:
 
     @property
     def sharding(self) -> Sharding:
-        return Sharding.make(
+        return Sharding.from_dims(
             self.shape,
             self.dims,
             RULES[self.rule],
@@ -56,8 +70,8 @@ class Drawn:
         )
 
     @property
-    def places(self) -> list[Place]:
-        return [self.sharding.place(index) for index in coordinates(self.degrees)]
+    def places(self) -> list[Shard]:
+        return [self.sharding.shard_at(index) for index in coordinates(self.degrees)]
 
 
 @st.composite
@@ -75,7 +89,7 @@ def tensors(draw: st.DrawFn) -> Drawn:
     units: dict[str, int] = {}
     free = set(degrees)
     for _ in range(draw(st.integers(1, 3))):
-        split = [d for d, axes in RULES[rule].items() if set(axes) <= free and d not in OUTER]
+        split = [d for d, axes in RULES[rule].items() if set(axes) <= free and d not in OUTER_RULE]
         split += ["embed"] if set(RULES[rule].get("embed", ())) <= free else []
         name = draw(st.sampled_from([*split, "whole"]))
         axes = RULES[rule].get(name, ())
@@ -113,11 +127,11 @@ def _fits(heads: int, axes: tuple[str, ...], degrees: dict[str, int]) -> bool:
 def test_places_cover_the_whole_and_over_says_who_shares(drawn: Drawn) -> None:
     """Each element lies on exactly the ranks of one axis `over`; two such axes share no element."""
     sharding = drawn.sharding
-    over = sharding.over(drawn.degrees)
+    over = sharding.replica_counts(drawn.degrees)
     holders: dict[int, list[int]] = {}
     flat = torch.arange(math.prod(drawn.shape)).view(drawn.shape)
     for rank, place in enumerate(drawn.places):
-        for element in flat.view(place.whole)[place.box].flatten().tolist():
+        for element in flat.view(place.global_shape)[place.global_slices].flatten().tolist():
             holders.setdefault(element, []).append(rank)
     assert sorted(holders) == list(range(flat.numel()))
     for ranks in set(map(tuple, holders.values())):
@@ -130,9 +144,9 @@ def test_places_cover_the_whole_and_over_says_who_shares(drawn: Drawn) -> None:
 def test_equal_places_are_the_axis_of_over(drawn: Drawn) -> None:
     """Also seen from the ranks: who has the same (not empty) place as I have."""
     places = drawn.places
-    over = drawn.sharding.over(drawn.degrees)
+    over = drawn.sharding.replica_counts(drawn.degrees)
     for rank, place in enumerate(places):
-        if math.prod(place.valid):
+        if math.prod(place.valid_shape):
             same = [other for other, at in enumerate(places) if at == place]
             assert same == sorted(Grid(drawn.degrees, rank=rank).axis(share=over).ranks)
 
@@ -142,13 +156,13 @@ def test_take_and_put_return_the_whole_and_padding_is_zero(drawn: Drawn) -> None
     whole = torch.arange(1.0, math.prod(drawn.shape) + 1).view(drawn.shape)
     back = torch.zeros_like(whole)
     for place in drawn.places:
-        part = place.take(whole)
-        assert tuple(part.shape) == drawn.sharding.local == place.local
-        inside = torch.zeros(place.local, dtype=torch.bool)
-        inside[tuple(slice(n) for n in place.valid)] = True
+        part = place.slice_from(whole)
+        assert tuple(part.shape) == drawn.sharding.local_shape == place.local_shape
+        inside = torch.zeros(place.local_shape, dtype=torch.bool)
+        inside[tuple(slice(n) for n in place.valid_shape)] = True
         assert (part[~inside] == 0).all()
         assert (part[inside] != 0).all()
-        place.put(back, part)
+        place.write_into(back, part)
     assert torch.equal(back, whole)
 
 
@@ -158,23 +172,25 @@ def test_flat_ranges_over_data_cover_the_box(drawn: Drawn, ranks: int) -> None:
     whole = torch.arange(1.0, math.prod(drawn.shape) + 1).view(drawn.shape)
     back = torch.zeros_like(whole)
     for place in drawn.places:
-        size = math.prod(place.local)
+        size = math.prod(place.local_shape)
         step = -(-size // ranks) + 1
-        parts = [place.narrow(i * step, (i + 1) * step) for i in range(ranks)]
-        taken = [part.take(whole) for part in parts]
-        assert all(0 <= a <= b <= size for a, b in (part.flat for part in parts if part.flat))
-        assert torch.equal(torch.cat(taken), place.take(whole).flatten())
+        parts = [place.narrow_flat(i * step, (i + 1) * step) for i in range(ranks)]
+        taken = [part.slice_from(whole) for part in parts]
+        assert all(
+            0 <= a <= b <= size for a, b in (part.flat_range for part in parts if part.flat_range)
+        )
+        assert torch.equal(torch.cat(taken), place.slice_from(whole).flatten())
         for part, values in zip(parts, taken, strict=True):
-            part.put(back, values)
+            part.write_into(back, values)
     assert torch.equal(back, whole)
 
 
 def test_putting_a_range_leaves_the_rest() -> None:
-    place = Sharding.make([4, 6], ["whole", "embed"], WEIGHTS, degrees_of(col=2)).place(
+    place = Sharding.from_dims([4, 6], ["whole", "embed"], WEIGHT_RULE, degrees_of(col=2)).shard_at(
         dict.fromkeys(AXES, 0) | {"col": 1}
     )
     whole = torch.zeros(4, 6)
-    place.narrow(2, 5).put(whole, torch.ones(3))
+    place.narrow_flat(2, 5).write_into(whole, torch.ones(3))
     expected = torch.zeros(4, 6)
     expected[0, 5] = expected[1, 3] = expected[1, 4] = 1
     assert torch.equal(whole, expected)
@@ -183,7 +199,7 @@ def test_putting_a_range_leaves_the_rest() -> None:
 def parts(sharding: Sharding, degrees: dict[str, int], whole: Tensor) -> dict[tuple[int, int], Any]:
     """What the ranks hold, by (row, col)."""
     return {
-        (index["row"], index["col"]): sharding.place(index).take(whole).tolist()
+        (index["row"], index["col"]): sharding.shard_at(index).slice_from(whole).tolist()
         for index in coordinates(degrees)
     }
 
@@ -191,10 +207,10 @@ def parts(sharding: Sharding, degrees: dict[str, int], whole: Tensor) -> dict[tu
 def test_more_rows_than_kv_heads() -> None:
     """Two heads of two elements on four rows: neighbours share."""
     degrees = degrees_of(row=4)
-    sharding = Sharding.make([4], ["kv_heads"], WEIGHTS, degrees, units={"kv_heads": 2})
+    sharding = Sharding.from_dims([4], ["kv_heads"], WEIGHT_RULE, degrees, units={"kv_heads": 2})
     held = parts(sharding, degrees, torch.arange(4))
     assert list(held.values()) == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert sharding.over(degrees) == {"row": 2}
+    assert sharding.replica_counts(degrees) == {"row": 2}
 
 
 def test_kv_heads_on_row_and_col() -> None:
@@ -207,69 +223,74 @@ def test_kv_heads_on_row_and_col() -> None:
         1: ([[0]] * 8, {"row": 2, "col": 4}),
     }
     for heads, (held, over) in expected.items():
-        sharding = Sharding.make([heads], ["kv_heads"], INNER["features"], degrees)
+        sharding = Sharding.from_dims([heads], ["kv_heads"], INNER_RULES["features"], degrees)
         assert list(parts(sharding, degrees, torch.arange(heads)).values()) == held
-        assert sharding.over(degrees) == over
+        assert sharding.replica_counts(degrees) == over
 
 
 def test_vocabulary_is_padded_and_some_ranks_hold_only_padding() -> None:
     degrees = degrees_of(row=4)
-    sharding = Sharding.make([5], ["vocab"], WEIGHTS, degrees)
+    sharding = Sharding.from_dims([5], ["vocab"], WEIGHT_RULE, degrees)
     held = parts(sharding, degrees, torch.arange(1, 6))
     assert list(held.values()) == [[1, 2], [3, 4], [5, 0], [0, 0]]
-    empty = sharding.place(dict.fromkeys(AXES, 0) | {"row": 3})
-    assert (empty.start, empty.valid) == ((5,), (0,))  # no token of the model is "mine" there
+    empty = sharding.shard_at(dict.fromkeys(AXES, 0) | {"row": 3})
+    assert (empty.global_offset, empty.valid_shape) == (
+        (5,),
+        (0,),
+    )  # no token of the model is "mine" there
 
 
 def test_vocabulary_is_padded_for_col_as_well() -> None:
     """Embedding and head (row) and the logits (row·col) agree on the padded size."""
     degrees = degrees_of(row=2, col=2)
-    weight = Sharding.make([5], ["vocab"], WEIGHTS, degrees)
-    logits = Sharding.make([5], ["vocab"], INNER["features"], degrees)
-    assert weight.local == (4,)
-    assert logits.local == (2,)
-    assert Sharding.make([5], ["vocab"], WEIGHTS, degrees_of(col=2)).local == (6,)
-    assert Sharding.make([6], ["vocab"], WEIGHTS, degrees_of(col=2)).local == (6,)
+    weight = Sharding.from_dims([5], ["vocab"], WEIGHT_RULE, degrees)
+    logits = Sharding.from_dims([5], ["vocab"], INNER_RULES["features"], degrees)
+    assert weight.local_shape == (4,)
+    assert logits.local_shape == (2,)
+    assert Sharding.from_dims([5], ["vocab"], WEIGHT_RULE, degrees_of(col=2)).local_shape == (6,)
+    assert Sharding.from_dims([6], ["vocab"], WEIGHT_RULE, degrees_of(col=2)).local_shape == (6,)
 
 
 def test_depth_pads_what_row_has_left() -> None:
     degrees = degrees_of(depth=2, row=2)
-    sharding = Sharding.make([6], ["mlp"], WEIGHTS, degrees, depth=True)
-    held = [sharding.place(i).take(torch.arange(1, 7)).tolist() for i in coordinates(degrees)]
+    sharding = Sharding.from_dims([6], ["mlp"], WEIGHT_RULE, degrees, depth=True)
+    held = [
+        sharding.shard_at(i).slice_from(torch.arange(1, 7)).tolist() for i in coordinates(degrees)
+    ]
     assert held == [[1, 2], [4, 5], [3, 0], [6, 0]]  # depth is outside row on the grid
-    assert (sharding.local, sharding.gathered) == ((2,), (3,))
-    assert sharding.without("depth") == Sharding.make([6], ["mlp"], WEIGHTS, degrees)
+    assert (sharding.local_shape, sharding.unsharded_shape) == ((2,), (3,))
+    assert sharding.without_axis("depth") == Sharding.from_dims([6], ["mlp"], WEIGHT_RULE, degrees)
 
 
 def test_packed_dims_are_cut_one_by_one() -> None:
     """A fused q, k, v of two elements each: every rank gets its part of all three."""
     degrees = degrees_of(row=2)
-    sharding = Sharding.make([6, 1], [(3, "heads"), "embed"], WEIGHTS, degrees)
+    sharding = Sharding.from_dims([6, 1], [(3, "heads"), "embed"], WEIGHT_RULE, degrees)
     assert sharding.shape == (3, 2, 1)
     whole = torch.arange(6).view(6, 1)
-    held = [sharding.place(i).take(whole).flatten().tolist() for i in coordinates(degrees)]
+    held = [sharding.shard_at(i).slice_from(whole).flatten().tolist() for i in coordinates(degrees)]
     assert held == [[0, 2, 4], [1, 3, 5]]
-    across = Sharding.make([1, 6], ["embed", (3, "heads")], WEIGHTS, degrees)
-    held = [across.place(i).take(whole.T).flatten().tolist() for i in coordinates(degrees)]
+    across = Sharding.from_dims([1, 6], ["embed", (3, "heads")], WEIGHT_RULE, degrees)
+    held = [across.shard_at(i).slice_from(whole.T).flatten().tolist() for i in coordinates(degrees)]
     assert held == [[0, 2, 4], [1, 3, 5]]
 
 
 def test_whole_tensors_lie_on_all_ranks() -> None:
     degrees = degrees_of(data=2, row=2)
-    scalar = Sharding.make([], [], WEIGHTS, degrees)
-    assert scalar.over(degrees) == {"data": 2, "row": 2}
-    place = scalar.place(next(coordinates(degrees)))
-    assert place.take(torch.tensor(3.0)).item() == 3.0
+    scalar = Sharding.from_dims([], [], WEIGHT_RULE, degrees)
+    assert scalar.replica_counts(degrees) == {"data": 2, "row": 2}
+    place = scalar.shard_at(next(coordinates(degrees)))
+    assert place.slice_from(torch.tensor(3.0)).item() == 3.0
 
 
 def test_rank_counts_once_on_every_part() -> None:
     """The number of ranks is the number of parts times those that share each."""
     degrees = degrees_of(data=2, depth=2, row=4, col=2)
-    sharding = Sharding.make(
-        [4, 8], ["kv_heads", "embed"], WEIGHTS, degrees, units={"kv_heads": 2}, depth=True
+    sharding = Sharding.from_dims(
+        [4, 8], ["kv_heads", "embed"], WEIGHT_RULE, degrees, units={"kv_heads": 2}, depth=True
     )
-    count = Counter(sharding.place(index) for index in coordinates(degrees))
-    assert set(count.values()) == {math.prod(sharding.over(degrees).values())} == {4}
+    count = Counter(sharding.shard_at(index) for index in coordinates(degrees))
+    assert set(count.values()) == {math.prod(sharding.replica_counts(degrees).values())} == {4}
 
 
 @pytest.mark.parametrize(
@@ -285,25 +306,25 @@ def test_rank_counts_once_on_every_part() -> None:
 )
 def test_tensors_that_cannot_be_cut(shape: list[int], dims: list[Dim], message: str) -> None:
     with pytest.raises(ShardingError, match=message):
-        Sharding.make(shape, dims, WEIGHTS, degrees_of(row=4, col=2))
+        Sharding.from_dims(shape, dims, WEIGHT_RULE, degrees_of(row=4, col=2))
 
 
 def test_elements_that_are_no_multiple_of_the_units() -> None:
     with pytest.raises(ShardingError, match="heads has 10 elements for 4 units"):
-        Sharding.make([10], ["heads"], WEIGHTS, degrees_of(row=4), units={"heads": 4})
+        Sharding.from_dims([10], ["heads"], WEIGHT_RULE, degrees_of(row=4), units={"heads": 4})
 
 
 @pytest.mark.parametrize("name", ["heads", "kv_heads", "mlp", "vocab"])
 def test_layers_enter_and_leave(name: str) -> None:
-    samples, features = Table("samples"), Table("features")
-    assert samples.move(name, "embed").gather == features.move(name, "embed").gather
-    assert samples.move(name, "embed").gather == Step("row", 1)
-    assert samples.move(name, "embed").scatter == Step("col", 0)
-    assert features.move(name, "embed").scatter == Step("col", -1)
-    assert samples.move("embed", name).gather == Step("col", 0)
-    assert features.move("embed", name).gather == Step("col", -1)
-    assert samples.move("embed", name).scatter == Step("row", 1)
-    assert features.move("embed", name).scatter == Step("row", 1)
+    samples, features = ShardingTable("samples"), ShardingTable("features")
+    assert samples.linear_comm(name, "embed").gather == features.linear_comm(name, "embed").gather
+    assert samples.linear_comm(name, "embed").gather == CommStep("row", 1)
+    assert samples.linear_comm(name, "embed").scatter == CommStep("col", 0)
+    assert features.linear_comm(name, "embed").scatter == CommStep("col", -1)
+    assert samples.linear_comm("embed", name).gather == CommStep("col", 0)
+    assert features.linear_comm("embed", name).gather == CommStep("col", -1)
+    assert samples.linear_comm("embed", name).scatter == CommStep("row", 1)
+    assert features.linear_comm("embed", name).scatter == CommStep("row", 1)
 
 
 @pytest.mark.parametrize(
@@ -323,33 +344,33 @@ def test_layers_that_go_nowhere(dims: tuple[str, str]) -> None:
     with pytest.raises(
         ShardingError, match=r"'heads', 'kv_heads', 'mlp', 'vocab'.*Rename"
     ) as error:
-        Table().move(*dims)
+        ShardingTable().linear_comm(*dims)
     assert str(dims) in str(error.value)
 
 
 def test_regions() -> None:
-    table = Table("features")
-    assert table.axes("embed") == ("col",)
-    assert table.axes("heads") == ("row", "col")
-    assert table.axes("whole") == ()
-    assert table.tokens("embed", "seq") == ("context", "row")
-    assert table.tokens("heads", "seq") == ("context",)
-    assert Table("samples").tokens("mlp", "batch") == ("data", "expert", "depth", "col")
+    table = ShardingTable("features")
+    assert table.feature_axes("embed") == ("col",)
+    assert table.feature_axes("heads") == ("row", "col")
+    assert table.feature_axes("whole") == ()
+    assert table.token_axes("embed", "seq") == ("context", "row")
+    assert table.token_axes("heads", "seq") == ("context",)
+    assert ShardingTable("samples").token_axes("mlp", "batch") == ("data", "expert", "depth", "col")
 
 
 @pytest.mark.parametrize(
     ("inner", "dims", "move"),
     [
-        ("samples", ("rank", "embed"), Move(scatter=Step("col", 0))),
-        ("samples", ("heads", "rank"), Move(gather=Step("row", 1))),
-        ("samples", ("rank", "mlp"), Move(scatter=Step("row", 1))),
-        ("samples", ("embed", "rank"), Move(gather=Step("col", 0))),
-        ("features", ("rank", "embed"), Move(total="col")),
-        ("features", ("heads", "rank"), Move(gather=Step("row", 1), share="col")),
-        ("features", ("rank", "mlp"), Move(scatter=Step("row", 1), total="col")),
-        ("features", ("embed", "rank"), Move(share="col")),
+        ("samples", ("rank", "embed"), LinearComm(scatter=CommStep("col", 0))),
+        ("samples", ("heads", "rank"), LinearComm(gather=CommStep("row", 1))),
+        ("samples", ("rank", "mlp"), LinearComm(scatter=CommStep("row", 1))),
+        ("samples", ("embed", "rank"), LinearComm(gather=CommStep("col", 0))),
+        ("features", ("rank", "embed"), LinearComm(reduce_axis="col")),
+        ("features", ("heads", "rank"), LinearComm(gather=CommStep("row", 1), copy_axis="col")),
+        ("features", ("rank", "mlp"), LinearComm(scatter=CommStep("row", 1), reduce_axis="col")),
+        ("features", ("embed", "rank"), LinearComm(copy_axis="col")),
     ],
 )
-def test_a_rank_is_whole(inner: Inner, dims: tuple[str, str], move: Move) -> None:
+def test_a_rank_is_whole(inner: InnerSplit, dims: tuple[str, str], move: LinearComm) -> None:
     """Only its own activations are moved, to where the tokens of the other side lie."""
-    assert Table(inner).move(*dims) == move
+    assert ShardingTable(inner).linear_comm(*dims) == move

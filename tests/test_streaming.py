@@ -30,16 +30,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read(grid: Grid, folder: str, twice: bool) -> streaming.Read:
     """What reading costs a rank; twice: as if it were read whole before."""
     from ranvier import from_pretrained
-    from ranvier.checkpoint.hf.model import Published
+    from ranvier.checkpoint.hf.model import PublishedModel
 
     held: list[Any] = []
 
     def work() -> int:
         if twice:
-            with Published.open(Path(folder)) as there:
-                held.extend(there.tensor(name).clone() for name in there.shapes)
+            with PublishedModel.open(Path(folder)) as there:
+                held.extend(there.load_tensor(name).clone() for name in there.shapes)
         held.append(from_pretrained(folder, grid=grid))
-        queue = held[-1].parallel.queue
+        queue = held[-1].parallel.bucket_scheduler
         return sum(bucket.data.numel() * bucket.data.element_size() for bucket in queue.buckets)
 
     return streaming.watched(_warmed(work, grid))
@@ -76,8 +76,8 @@ def test_reading_imports_no_compiler() -> None:
 import sys
 from ranvier.checkpoint.hf.model import entries_of, shapes_of
 from ranvier.models import DecoderConfig
-from ranvier.models.hf.registry import family_of
-entries_of(family_of("llama"), DecoderConfig())
+from ranvier.models.hf.registry import find_family
+entries_of(find_family("llama"), DecoderConfig())
 shapes_of(DecoderConfig())
 sys.exit("torch._dynamo" in sys.modules)
 """

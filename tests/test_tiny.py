@@ -25,7 +25,7 @@ def test_one_rank_is_plain_pytorch(model: str, fast: bool) -> None:
 def test_parts_make_the_whole(degrees: dict[str, int]) -> None:
     whole = {n: p.detach() for n, p in Case("qwen3").build().named_parameters()}
     states = [
-        parallelize(Case("qwen3").build(), Grid(degrees, rank=rank)).parallel.state()
+        parallelize(Case("qwen3").build(), Grid(degrees, rank=rank)).parallel.sharded_state()
         for rank in range(8)
     ]
     assert all(torch.equal(value, whole[name]) for name, value in assemble(states).items())

@@ -11,119 +11,150 @@ from ranvier.trace import (
     COMPUTE,
     Event,
     Trace,
-    chrome,
-    communication,
-    difference,
-    rows,
-    table,
-    write_chrome,
+    chrome_trace,
+    communication_events,
+    diff_events,
+    format_table,
+    summarize_events,
+    write_chrome_trace,
 )
 
 EVENTS = [
-    Event("all_gather", ("row",), 100, "a", issued=1.0, waited=2.0, done=3.0, resumed=3.0),
-    Event("all_gather", ("row",), 300, "b", issued=4.0, waited=7.0, done=6.0, resumed=7.0),
-    Event("reduce_scatter", ("row", "col"), 50, "a", issued=8.0, waited=8.0, done=9.5, resumed=9.5),
-    Event(COMPUTE, (), 0, "dW a", issued=5.0, waited=6.5, done=6.5, resumed=6.5),
+    Event(
+        "all_gather",
+        ("row",),
+        100,
+        "a",
+        issue_time=1.0,
+        wait_time=2.0,
+        done_time=3.0,
+        resume_time=3.0,
+    ),
+    Event(
+        "all_gather",
+        ("row",),
+        300,
+        "b",
+        issue_time=4.0,
+        wait_time=7.0,
+        done_time=6.0,
+        resume_time=7.0,
+    ),
+    Event(
+        "reduce_scatter",
+        ("row", "col"),
+        50,
+        "a",
+        issue_time=8.0,
+        wait_time=8.0,
+        done_time=9.5,
+        resume_time=9.5,
+    ),
+    Event(COMPUTE, (), 0, "dW a", issue_time=5.0, wait_time=6.5, done_time=6.5, resume_time=6.5),
 ]
 
 
 def test_nothing_is_kept_when_off() -> None:
     trace = Trace()
-    event = trace.record("all_gather", ("row",), 8)
-    with trace.compute("block"):
+    event = trace.record_event("all_gather", ("row",), 8)
+    with trace.record_compute("block"):
         pass
     assert (event.op, event.axis, event.bytes, event.where) == ("all_gather", ("row",), 8, "")
-    assert event.issued is not None
+    assert event.issue_time is not None
     assert trace.events == []
 
 
 def test_last_operations_are_kept_when_off() -> None:
     trace = Trace()
     for size in range(20):
-        trace.record("all_reduce", ("row", "col"), size)
-    with trace.at("norm"):
-        trace.record("all_gather", ("data",), 99)
-    assert len(trace.last) == 8
-    assert trace.last[-2:] == [
+        trace.record_event("all_reduce", ("row", "col"), size)
+    with trace.named_scope("norm"):
+        trace.record_event("all_gather", ("data",), 99)
+    assert len(trace.recent_ops) == 8
+    assert trace.recent_ops[-2:] == [
         "all_reduce over row·col of 19 bytes at ?",
         "all_gather over data of 99 bytes at norm",
     ]
 
 
 def test_places_nest_and_are_restored_after_an_error() -> None:
-    trace = Trace(on=True)
-    with trace.at("block"):
-        with pytest.raises(ValueError, match="stop"), trace.at("leaf"):
-            trace.record("send", ("pipe",), 1)
+    trace = Trace(enabled=True)
+    with trace.named_scope("block"):
+        with pytest.raises(ValueError, match="stop"), trace.named_scope("leaf"):
+            trace.record_event("send", ("pipe",), 1)
             raise ValueError("stop")
-        trace.record("send", ("pipe",), 2)
-    trace.record("send", ("pipe",), 3)
+        trace.record_event("send", ("pipe",), 2)
+    trace.record_event("send", ("pipe",), 3)
     assert [event.where for event in trace.events] == ["leaf", "block", ""]
 
 
 def test_recording_restores_what_was_before() -> None:
-    trace = Trace(on=True)
-    trace.record("all_gather", ("row",), 1)
+    trace = Trace(enabled=True)
+    trace.record_event("all_gather", ("row",), 1)
     before = trace.events
-    with pytest.raises(ValueError, match="stop"), trace.recording() as outer:
-        trace.record("all_gather", ("row",), 2)
-        with trace.recording() as inner:
-            trace.record("all_gather", ("row",), 3)
-        trace.record("all_gather", ("row",), 4)
+    with pytest.raises(ValueError, match="stop"), trace.record_events() as outer:
+        trace.record_event("all_gather", ("row",), 2)
+        with trace.record_events() as inner:
+            trace.record_event("all_gather", ("row",), 3)
+        trace.record_event("all_gather", ("row",), 4)
         raise ValueError("stop")
     assert [event.bytes for event in outer] == [2, 4]
     assert [event.bytes for event in inner] == [3]
-    assert trace.on
+    assert trace.enabled
     assert trace.events is before
     assert [event.bytes for event in before] == [1]
     off = Trace()
-    with off.recording() as events:
-        off.record("all_gather", ("row",), 1)
-    off.record("all_gather", ("row",), 2)
+    with off.record_events() as events:
+        off.record_event("all_gather", ("row",), 1)
+    off.record_event("all_gather", ("row",), 2)
     assert len(events) == 1
-    assert not off.on
+    assert not off.enabled
     assert off.events == []
 
 
 def test_recording_asks_the_device_for_times() -> None:
     trace = Trace()
     asked = []
-    with trace.recording() as events:
-        event = trace.record("all_gather", ("row",), 1)
-        event.clocks = lambda: asked.append(event)
+    with trace.record_events() as events:
+        event = trace.record_event("all_gather", ("row",), 1)
+        event.read_device_times = lambda: asked.append(event)
         assert asked == []
     assert asked == events == [event]
-    assert event.clocks is None
+    assert event.read_device_times is None
 
 
 def test_compute_is_timed_and_is_no_communication() -> None:
-    trace = Trace(on=True)
-    with trace.compute("block 0"):
-        trace.record("all_gather", ("row",), 1)
+    trace = Trace(enabled=True)
+    with trace.record_compute("block 0"):
+        trace.record_event("all_gather", ("row",), 1)
     compute, gather = trace.events
     assert (compute.op, compute.where) == (COMPUTE, "block 0")
-    assert compute.issued is not None and gather.issued is not None and compute.done is not None
-    assert compute.issued <= gather.issued <= compute.done
-    assert compute.exposed == 0.0
-    assert communication(trace.events) == [gather]
+    assert (
+        compute.issue_time is not None
+        and gather.issue_time is not None
+        and compute.done_time is not None
+    )
+    assert compute.issue_time <= gather.issue_time <= compute.done_time
+    assert compute.exposed_seconds == 0.0
+    assert communication_events(trace.events) == [gather]
 
 
 def test_rows_add_up() -> None:
-    gather, scatter = rows(EVENTS)
+    gather, scatter = summarize_events(EVENTS)
     assert (gather.axis, gather.op, gather.calls, gather.bytes) == ("row", "all_gather", 2, 400)
-    assert (gather.seconds, gather.exposed, gather.hidden) == (4.0, 1.0, 0.75)
-    assert (scatter.axis, scatter.bytes, scatter.hidden) == ("row·col", 50, 0.0)
+    assert (gather.seconds, gather.exposed_seconds, gather.hidden_fraction) == (4.0, 1.0, 0.75)
+    assert (scatter.axis, scatter.bytes, scatter.hidden_fraction) == ("row·col", 50, 0.0)
 
 
 def test_events_under_way_and_predictions_take_no_time() -> None:
-    under_way = Event("send", ("pipe",), 8, issued=100.0)
-    assert (under_way.seconds, under_way.exposed) == (0.0, 0.0)
-    (row,) = rows([under_way, Event("send", ("pipe",), 8)])
-    assert (row.seconds, row.exposed, row.hidden) == (0.0, 0.0, 1.0)
+    under_way = Event("send", ("pipe",), 8, issue_time=100.0)
+    assert (under_way.seconds, under_way.exposed_seconds) == (0.0, 0.0)
+    (row,) = summarize_events([under_way, Event("send", ("pipe",), 8)])
+    assert (row.seconds, row.exposed_seconds, row.hidden_fraction) == (0.0, 0.0, 1.0)
 
 
 def test_table_is_text() -> None:
-    lines = table(EVENTS).splitlines()
+    lines = format_table(EVENTS).splitlines()
     assert lines[0].split() == ["axis", "operation", "calls", "MB", "seconds", "exposed", "hidden"]
     assert lines[1].split() == ["row", "all_gather", "2", "0.000", "4.0000", "1.0000", "75%"]
     assert lines[2].split()[:2] == ["row·col", "reduce_scatter"]
@@ -133,9 +164,9 @@ def test_table_is_text() -> None:
 
 def test_chrome_trace_can_be_opened(tmp_path: Path) -> None:
     path = tmp_path / "new" / "trace.json"
-    write_chrome(path, {0: EVENTS, 3: EVENTS[:1]})
+    write_chrome_trace(path, {0: EVENTS, 3: EVENTS[:1]})
     loaded = json.loads(path.read_text())
-    assert loaded == chrome({0: EVENTS, 3: EVENTS[:1]})
+    assert loaded == chrome_trace({0: EVENTS, 3: EVENTS[:1]})
     entries = loaded["traceEvents"]
     names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in entries if e["ph"] == "M"}
     assert names == {
@@ -162,24 +193,24 @@ def test_chrome_trace_can_be_opened(tmp_path: Path) -> None:
 
 
 def test_chrome_trace_of_an_event_under_way() -> None:
-    bar = chrome({0: [Event("send", ("pipe",), 8, issued=100.0)]})["traceEvents"][-1]
+    bar = chrome_trace({0: [Event("send", ("pipe",), 8, issue_time=100.0)]})["traceEvents"][-1]
     assert (bar["ts"], bar["dur"], bar["args"]["exposed_us"]) == (1e8, 0.0, 0.0)
 
 
 def predicted() -> list[Event]:
-    return [Event(e.op, e.axis, e.bytes, e.where) for e in communication(EVENTS)]
+    return [Event(e.op, e.axis, e.bytes, e.where) for e in communication_events(EVENTS)]
 
 
 def test_equal_events_have_no_difference_in_any_order() -> None:
-    assert difference(predicted(), EVENTS) == []
-    assert difference(predicted()[::-1], EVENTS) == []
-    assert difference([], []) == []
+    assert diff_events(predicted(), EVENTS) == []
+    assert diff_events(predicted()[::-1], EVENTS) == []
+    assert diff_events([], []) == []
 
 
 def test_difference_finds_what_is_missing_extra_or_wrong() -> None:
-    missing = difference(predicted(), EVENTS[1:])
+    missing = diff_events(predicted(), EVENTS[1:])
     assert missing == ["all_gather over row of 100 bytes at a: predicted 1, recorded 0"]
-    extra = difference(predicted(), [*EVENTS, EVENTS[0]])
+    extra = diff_events(predicted(), [*EVENTS, EVENTS[0]])
     assert extra == ["all_gather over row of 100 bytes at a: predicted 1, recorded 2"]
     changes: list[dict[str, object]] = [
         {"bytes": 101},
@@ -191,4 +222,4 @@ def test_difference_finds_what_is_missing_extra_or_wrong() -> None:
         wrong = predicted()
         for name, value in change.items():
             setattr(wrong[0], name, value)
-        assert len(difference(wrong, EVENTS)) == 2, change
+        assert len(diff_events(wrong, EVENTS)) == 2, change

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from ranvier.cli import parsing
-from ranvier.cli.plan import Planned
-from ranvier.config.arguments import Eval, Export
+from ranvier.cli.plan import PlanOptions
+from ranvier.config.arguments import EvalOptions, ExportOptions
 
 READ: list[tuple[str, dict[str, object]]] = [
     ("--nodes 4 --cluster dgx-h100", {"nodes": 4, "cluster": "dgx-h100"}),
@@ -29,7 +29,7 @@ READ: list[tuple[str, dict[str, object]]] = [
 
 @pytest.mark.parametrize(("line", "values"), READ, ids=lambda word: str(word)[:40])
 def test_options_are_read(line: str, values: dict[str, object]) -> None:
-    found = parsing.asked(Planned, Planned(), "plan", line.split())
+    found = parsing.parse_options(PlanOptions, PlanOptions(), "plan", line.split())
     assert {name: operator.attrgetter(name)(found) for name in values} == values
 
 
@@ -47,31 +47,32 @@ FLAGS = [
 
 @pytest.mark.parametrize(("line", "value"), FLAGS)
 def test_booleans_stand_alone_or_have_a_value(line: str, value: bool) -> None:
-    found = parsing.asked(Planned, Planned(), "plan", line.split())
-    assert found.train.trace is value and found.nodes == (4 if "4" in line else Planned().nodes)
+    found = parsing.parse_options(PlanOptions, PlanOptions(), "plan", line.split())
+    assert found.train.trace is value and found.nodes == (4 if "4" in line else PlanOptions().nodes)
 
 
 def test_every_verb_reads_booleans_alike() -> None:
-    for kind, name in ((Export, "adapter"), (Eval, "held_out")):
+    for kind, name in ((ExportOptions, "adapter"), (EvalOptions, "held_out")):
         for spelt in (name, name.replace("_", "-")):
             for line in ([f"--{spelt}"], [f"--{spelt}", "true"], [f"--{spelt}=True"]):
-                assert getattr(parsing.asked(kind, kind(), "verb", line), name) is True
+                assert getattr(parsing.parse_options(kind, kind(), "verb", line), name) is True
             for line in ([f"--{spelt}", "false"], [f"--{spelt}=False"]):
-                assert getattr(parsing.asked(kind, kind(), "verb", line), name) is False
+                assert getattr(parsing.parse_options(kind, kind(), "verb", line), name) is False
 
 
 def test_a_boolean_is_true_or_false(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        parsing.asked(Export, Export(), "export RUN", ["--adapter", "yes"])
+        parsing.parse_options(ExportOptions, ExportOptions(), "export RUN", ["--adapter", "yes"])
     assert end.value.code == 64 and "adapter" in capsys.readouterr().err
 
 
 def test_no_words_need_no_parser_and_others_no_torch() -> None:
     code = (
-        "import sys\nfrom ranvier.cli.main import parse\n"
-        "from ranvier.config.arguments import Arguments\n"
-        "assert parse('train', []) == Arguments() and 'tyro' not in sys.modules\n"
-        "run = parse('train', sys.argv[1:])\nassert run.plan.row == 2 and run.nproc == 3\n"
+        "import sys\nfrom ranvier.cli.main import parse_run_options\n"
+        "from ranvier.config.arguments import RunOptions\n"
+        "assert parse_run_options('train', []) == RunOptions() and 'tyro' not in sys.modules\n"
+        "run = parse_run_options('train', sys.argv[1:])\nassert run.plan.row == 2 and "
+        "run.nproc == 3\n"
         "assert not {'torch', 'numpy', 'multiprocessing'} & {*sys.modules}"
     )
     line = ["--plan.row", "2", "--nproc=3", "--data.packed", "false"]

@@ -10,7 +10,7 @@ import torch
 
 from pool import device_of
 from ranvier.config.plan import Plan
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.config.sections import (
     CheckpointConfig,
     DataConfig,
@@ -19,8 +19,8 @@ from ranvier.config.sections import (
     TrainConfig,
 )
 from ranvier.data.dataset import open_data
-from ranvier.data.prepare import prepare
-from ranvier.data.tokenizer import Bytes
+from ranvier.data.prepare import prepare_corpus
+from ranvier.data.tokenizer import ByteTokenizer
 from ranvier.grid import Grid
 from ranvier.models import DecoderConfig
 from ranvier.train.trainer import Trainer
@@ -34,14 +34,14 @@ def stored(folder: Path, *, documents: int = 40) -> str:
     for n, text in enumerate(words):
         (folder / "texts").mkdir(exist_ok=True)
         (folder / "texts" / f"{n:03}.txt").write_text(text)
-    prepare([folder / "texts"], folder / "corpus", Bytes())
+    prepare_corpus([folder / "texts"], folder / "corpus", ByteTokenizer())
     return str(folder / "corpus")
 
 
-def run_of(out: str, degrees: dict[str, int], steps: int, **changes: Any) -> Run:
+def run_of(out: str, degrees: dict[str, int], steps: int, **changes: Any) -> RunConfig:
     """A run of a small model; changes: `section__setting=value`."""
     model = ModelConfig(size="small", **dataclasses.asdict(DecoderConfig(**SHAPE, vocab=257)))
-    run = Run(
+    run = RunConfig(
         model=model,
         data=DataConfig(seq=16, held_out=0.1),
         optim=OptimConfig(lr=1e-2),
@@ -56,10 +56,10 @@ def run_of(out: str, degrees: dict[str, int], steps: int, **changes: Any) -> Run
     world = 1
     for size in degrees.values():
         world *= size
-    return run.check(world)
+    return run.check_and_resolve(world)
 
 
-def trainer_of(grid: Grid, corpus: str, run: Run, device: str = "") -> Trainer:
+def trainer_of(grid: Grid, corpus: str, run: RunConfig, device: str = "") -> Trainer:
     """A trainer on a corpus. device: empty: that of the grid's backend."""
     data = open_data(
         [corpus],
@@ -70,7 +70,7 @@ def trainer_of(grid: Grid, corpus: str, run: Run, device: str = "") -> Trainer:
         truncate=run.data.truncate,
         learn=run.data.learn,
     )
-    return Trainer.assemble(run, grid, torch.device(device or device_of(grid)), data)
+    return Trainer.from_run(run, grid, torch.device(device or device_of(grid)), data)
 
 
 def losses_of(
@@ -84,9 +84,9 @@ def losses_of(
     """Losses of a run, which saves at its end; resume: a checkpoint to go on from."""
     trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), steps, **(changes or {})))
     if resume:
-        trainer.resume(Path(resume))
-    found = [row["loss"] for row in trainer.steps()]
-    trainer.save()
+        trainer.resume_from(Path(resume))
+    found = [row["loss"] for row in trainer.run_steps()]
+    trainer.save_checkpoint()
     trainer.write_timeline()
     return found
 
@@ -106,12 +106,12 @@ def poisoned(grid: Grid, corpus: str, out: str, where: str, rank: int, at: int) 
     said, before = "", {}
     rows = 0
     try:
-        for row in trainer.steps():
+        for row in trainer.run_steps():
             rows += 1
             if row["step"] == at - 2:  # the step after it was issued and is the last good one
-                before = {name: x.clone() for name, (x, _) in trainer.state().items()}
+                before = {name: x.clone() for name, (x, _) in trainer.state_tensors().items()}
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-    after = trainer.state()
+    after = trainer.state_tensors()
     same = all(torch.equal(x, after[name][0]) for name, x in before.items())
     return {"said": said, "rows": rows, "kept": bool(before) and same}

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ranvier.sharding import Place
+from ranvier.sharding import Shard
 
-_MIX = (
+_SPLITMIX_FACTORS = (
     -0x40A7B892E31B1A47,
     -0x6B2FB644ECCEEE15,
 )  # the two odd factors of splitmix64, as signed numbers
@@ -27,7 +27,7 @@ CHUNK = 1 << 22
 """Elements initialised at once, so that the temporaries stay small."""
 
 
-class _Blank(TorchFunctionMode):
+class _SkipRandomInit(TorchFunctionMode):
     """Let `normal_` and its kin do nothing."""
 
     def __torch_function__(
@@ -40,50 +40,50 @@ class _Blank(TorchFunctionMode):
 
 
 @contextmanager
-def blank() -> Iterator[None]:
+def init_empty_weights() -> Iterator[None]:
     """Models made inside are without values: on the meta device, and nothing is drawn for them.
 
     (Drawing on the meta device imports its Python kernels, more than a second of every rank.)
     """
-    with torch.device("meta"), _Blank():
+    with torch.device("meta"), _SkipRandomInit():
         yield
 
 
-def key(seed: int, *names: str | int) -> int:
+def random_key(seed: int, *names: str | int) -> int:
     """A 63-bit number from a seed and names."""
     text = "\0".join([str(seed), *map(str, names)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def scramble(x: Tensor) -> Tensor:
+def scramble_bits(x: Tensor) -> Tensor:
     """A bijection of 64-bit integers that looks random (the finaliser of splitmix64)."""
-    x = (x ^ _shifted(x, 30)) * _MIX[0]
-    x = (x ^ _shifted(x, 27)) * _MIX[1]
-    return x ^ _shifted(x, 31)
+    x = (x ^ _shift_right(x, 30)) * _SPLITMIX_FACTORS[0]
+    x = (x ^ _shift_right(x, 27)) * _SPLITMIX_FACTORS[1]
+    return x ^ _shift_right(x, 31)
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
+def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Logical shift to the right."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def uniform(x: Tensor) -> Tensor:
+def uniform_bits(x: Tensor) -> Tensor:
     """32 random bits of scrambled integers, as integers in [0, 2³²)."""
-    return _shifted(x, 32)
+    return _shift_right(x, 32)
 
 
-def normal(index: Tensor, stream: int) -> Tensor:
+def normal_values(index: Tensor, stream: int) -> Tensor:
     """Standard normal numbers (float64) of the given indices in a stream."""
     total = torch.zeros_like(index)
     for word in range(3):
-        bits = scramble(scramble(index * 3 + word) ^ stream)
+        bits = scramble_bits(scramble_bits(index * 3 + word) ^ stream)
         for shift in (0, 16, 32, 48):
             total += (bits >> shift) & 0xFFFF
     return (total - 6 * 0xFFFF).double() / 65536.0  # twelve uniforms: variance 1
 
 
-def value(
-    place: Place,
+def init_shard(
+    place: Shard,
     *,
     seed: int,
     name: str,
@@ -93,26 +93,32 @@ def value(
     device: torch.device | str = "cpu",
 ) -> Tensor:
     """My part of a parameter with normal values (constant for std 0), padding zero."""
-    assert place.flat is None, place
-    part = torch.zeros(place.local, dtype=dtype, device=device)
+    assert place.flat_range is None, place
+    part = torch.zeros(place.local_shape, dtype=dtype, device=device)
     if std == 0.0:
-        part[tuple(slice(n) for n in place.valid)] = mean
+        part[tuple(slice(n) for n in place.valid_shape)] = mean
         return part
     index = torch.zeros((), dtype=torch.int64, device=device)
-    for size, start, valid in zip(place.whole, place.start, place.valid, strict=True):
+    for size, start, valid in zip(
+        place.global_shape, place.global_offset, place.valid_shape, strict=True
+    ):
         index = index.unsqueeze(-1) * size + torch.arange(start, start + valid, device=device)
-    stream = key(seed, name)
-    numbers = [(normal(i, stream) * std + mean).to(dtype) for i in index.reshape(-1).split(CHUNK)]
-    part[tuple(slice(n) for n in place.valid)] = torch.cat(numbers).reshape(place.valid)
+    stream = random_key(seed, name)
+    numbers = [
+        (normal_values(i, stream) * std + mean).to(dtype) for i in index.reshape(-1).split(CHUNK)
+    ]
+    part[tuple(slice(n) for n in place.valid_shape)] = torch.cat(numbers).reshape(place.valid_shape)
     return part
 
 
-def keep(shape: Sequence[int], counters: Sequence[Tensor], stream: Tensor, p: float) -> Tensor:
+def dropout_mask(
+    shape: Sequence[int], counters: Sequence[Tensor], stream: Tensor, p: float
+) -> Tensor:
     """Which elements a dropout keeps: a function of the counters, broadcast to `shape`.
 
     counters: for each dim of `shape` the global indices along it, shaped to broadcast.
     """
     bits = stream.to(counters[0].device)
     for counter in counters:
-        bits = scramble(bits ^ counter)
-    return (uniform(bits) >= int(p * 2**32)).expand(tuple(shape))
+        bits = scramble_bits(bits ^ counter)
+    return (uniform_bits(bits) >= int(p * 2**32)).expand(tuple(shape))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-INTERNAL = 70
+INTERNAL_EXIT_CODE = 70
 """Exit code of an error that is not the user's."""
-STOPPED = 75
+STOPPED_EXIT_CODE = 75
 """Exit code of a run that was told to stop and has saved: start it again and it goes on."""
-NO_PROGRESS = 93
+NO_PROGRESS_EXIT_CODE = 93
 """Exit code of a run that was started again and again without getting further."""
 
 
@@ -42,10 +42,10 @@ class CommunicationError(RanvierError):
 class DeviceMemoryError(RanvierError):
     """A step that did not fit on its device, with what it needs and what would fit."""
 
-    exit_code = INTERNAL
+    exit_code = INTERNAL_EXIT_CODE
 
 
-class ElsewhereError(CommunicationError):
+class OtherRankError(CommunicationError):
     """An error that another rank tells; this one only ends with it."""
 
     def __init__(self, code: int) -> None:
@@ -93,7 +93,7 @@ class VersionError(RanvierError):
     exit_code = 76
 
 
-class RefusedError(RanvierError):
+class UnsafeInputError(RanvierError):
     """Something that could do harm: a path that leads out of its directory, a link, a pickle."""
 
     exit_code = 77

@@ -31,18 +31,18 @@ from ranvier.trace import Trace
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-HOST = "host"
+HOST_CHANNEL = "host"
 """Channel of groups whose messages never leave the hosts: small facts, at any moment."""
-ORDERS = "orders"
+ORDERS_CHANNEL = "orders"
 """Channel on which ranks wait for what the first of them wants next, for as long as it takes."""
-CONTROL = "control"
+CONTROL_CHANNEL = "control"
 """Channel on which the hosts of stages tell each other which transfers they post."""
-ON_HOST = (HOST, ORDERS, CONTROL)
+GLOO_CHANNELS = (HOST_CHANNEL, ORDERS_CHANNEL, CONTROL_CHANNEL)
 """Channels over Gloo, whatever the backend of the others is."""
-PATIENT = ("forward", "backward", ORDERS, CONTROL)
+LONG_TIMEOUT_CHANNELS = ("forward", "backward", ORDERS_CHANNEL, CONTROL_CHANNEL)
 """Channels with receives that are posted long before their messages; who waits for one has a clock
 of its own."""
-WEEK = 7 * 24 * 3600.0
+WEEK_SECONDS = 7 * 24 * 3600.0
 GLOO_HANDLES = 6
 """Handles of a group over Gloo beside one for each rank."""
 NCCL_HANDLES = 64
@@ -107,8 +107,8 @@ class Grid:
     """Compare every collective and every input of a model between ranks before it runs (slow)."""
 
     def __post_init__(self) -> None:
-        _refuse_unknown(self.degrees)
-        self.trace.check |= self.debug
+        _check_axis_names(self.degrees)
+        self.trace.check_collectives |= self.debug
         bad = [f"{axis}={size}" for axis, size in self.degrees.items() if size < 1]
         if bad:
             raise PlanError(
@@ -123,10 +123,11 @@ class Grid:
                 f"The rank order has {len(set(ranks.tolist()))} different entries. "
                 f"It must be a permutation of the {world} ranks. Use None for 0, 1, 2, ..."
             )
-        self.rank = self._me() if self.rank == -1 else self.rank
-        if self.connected and self.rank != self._me():
+        self.rank = self._process_rank() if self.rank == -1 else self.rank
+        if self.connected and self.rank != self._process_rank():
             raise PlanError(
-                f"rank={self.rank}, but this process is rank {self._me()}. A connected grid is "
+                f"rank={self.rank}, but this process is rank {self._process_rank()}. A "
+                "connected grid is "
                 "seen from its own rank. Leave rank out."
             )
         if not 0 <= self.rank < world:
@@ -138,11 +139,11 @@ class Grid:
         place = np.argwhere(self.ranks == self.rank)[0]
         self.index = {axis: int(i) for axis, i in zip(AXES, place, strict=True)}
         self._axes: dict[tuple[Any, ...], Axis] = {}
-        self._sealed = False
+        self._is_sealed = False
         if self.rendezvous is None:
             self.rendezvous = self.backend == "nccl"
 
-    def _me(self) -> int:
+    def _process_rank(self) -> int:
         """The rank of this process, 0 without processes."""
         if not self.connected:
             return 0
@@ -151,17 +152,17 @@ class Grid:
         return distributed.get_rank()
 
     @classmethod
-    def of(cls, plan: Plan, **options: Any) -> Grid:
+    def from_plan(cls, plan: Plan, **options: Any) -> Grid:
         """The grid of a resolved plan, its ranks placed in the plan's order."""
         if plan.order and "order" not in options:
-            shape = [plan.degrees[axis] for axis in plan.placed]
-            places = [plan.placed.index(axis) for axis in AXES]
-            ranks = np.arange(plan.world).reshape(shape).transpose(places)
+            shape = [plan.degrees[axis] for axis in plan.axis_order]
+            places = [plan.axis_order.index(axis) for axis in AXES]
+            ranks = np.arange(plan.world_size).reshape(shape).transpose(places)
             options = {**options, "order": ranks.reshape(-1).tolist()}
         return cls(plan.degrees, **options)
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """Number of ranks."""
         return int(self.ranks.size)
 
@@ -172,15 +173,15 @@ class Grid:
         channel: a name of its own makes a second communicator over the same ranks.
         Communicates: with its members, the first time it is asked for on a connected grid.
         """
-        _refuse_unknown([*names, *(share or {})])
+        _check_axis_names([*names, *(share or {})])
         counts = {name: self.degrees[name] for name in AXES if name in names} | dict(share or {})
         counts = {name: counts[name] for name in AXES if counts.get(name, 1) > 1}
         key = (tuple(counts.items()), channel)
         if key not in self._axes:
-            self._axes[key] = self._make(counts, channel)
+            self._axes[key] = self._make_axis(counts, channel)
         return self._axes[key]
 
-    def everyone(self, *, channel: str = "") -> Axis:
+    def world_axis(self, *, channel: str = "") -> Axis:
         """All ranks in the order of their numbers, wherever they are placed.
 
         The index of a rank on this axis is that rank. Communicates: as `axis`.
@@ -188,16 +189,16 @@ class Grid:
         key = ("everyone", channel)
         if key not in self._axes:
             counts = {name: size for name, size in self.degrees.items() if size > 1}
-            self._axes[key] = self._joined(tuple(counts), [*range(self.world)], channel)
+            self._axes[key] = self._axis_of_ranks(tuple(counts), [*range(self.world_size)], channel)
         return self._axes[key]
 
-    def line(self, *names: str) -> Axis:
+    def axis_without_group(self, *names: str) -> Axis:
         """The axis of these names for its size and my place on it, without a communicator."""
-        _refuse_unknown(names)
+        _check_axis_names(names)
         counts = {n: self.degrees[n] for n in AXES if n in names and self.degrees[n] > 1}
-        return self._joined(tuple(counts), self._members(counts), None)
+        return self._axis_of_ranks(tuple(counts), self._member_ranks(counts), None)
 
-    def some(self, name: str, indices: Sequence[int]) -> Axis:
+    def axis_subset(self, name: str, indices: Sequence[int]) -> Axis:
         """Some of the ranks of an axis; for another rank that rank alone.
 
         All ranks must ask, also those that are none of them: each makes a group, so that all have
@@ -207,28 +208,28 @@ class Grid:
             return self.axis(name)
         key = (name, tuple(indices))
         if key not in self._axes:
-            line = self._members({name: self.degrees[name]})
+            line = self._member_ranks({name: self.degrees[name]})
             some = [line[i] for i in indices]
             mine = self.rank in some
             if not mine and self.connected and ((self.rank,), str(key)) not in self.groups:
-                self.groups[(self.rank,), str(key)] = self._group([self.rank], (name,), "")
-            self._axes[key] = self._joined((name,), some if mine else [self.rank], "")
+                self.groups[(self.rank,), str(key)] = self._make_group([self.rank], (name,), "")
+            self._axes[key] = self._axis_of_ranks((name,), some if mine else [self.rank], "")
         return self._axes[key]
 
-    def _make(self, counts: Mapping[str, int], channel: str) -> Axis:
+    def _make_axis(self, counts: Mapping[str, int], channel: str) -> Axis:
         assert all(self.degrees[name] % n == 0 for name, n in counts.items()), (
             f"{dict(counts)} do not divide {self.degrees}"
         )
-        return self._joined(tuple(counts), self._members(counts), channel)
+        return self._axis_of_ranks(tuple(counts), self._member_ranks(counts), channel)
 
-    def _joined(self, names: tuple[str, ...], ranks: list[int], channel: str | None) -> Axis:
+    def _axis_of_ranks(self, names: tuple[str, ...], ranks: list[int], channel: str | None) -> Axis:
         """An axis of these ranks, and their group; channel: None: they have none."""
         places = {rank: place for place, rank in enumerate(sorted(ranks))}
         group = None
         if self.connected and len(ranks) > 1 and channel is not None:
             key = (tuple(sorted(ranks)), channel)
             if key not in self.groups:
-                self.groups[key] = self._group(ranks, names, channel)
+                self.groups[key] = self._make_group(ranks, names, channel)
             group = self.groups[key]
         return Axis(
             names=names,
@@ -242,7 +243,7 @@ class Grid:
             trace=self.trace,
         )
 
-    def _members(self, counts: Mapping[str, int]) -> list[int]:
+    def _member_ranks(self, counts: Mapping[str, int]) -> list[int]:
         """Global ranks that differ from mine only along `counts`, in fused order."""
         window = []
         for axis in AXES:
@@ -263,29 +264,31 @@ class Grid:
 
         return str(distributed.get_backend())
 
-    def seal(self) -> None:
+    def seal_groups(self) -> None:
         """Say that all groups that the run will use have been made."""
-        self._sealed = True
+        self._is_sealed = True
 
-    def _group(self, ranks: list[int], names: tuple[str, ...], channel: str) -> ProcessGroup:
+    def _make_group(self, ranks: list[int], names: tuple[str, ...], channel: str) -> ProcessGroup:
         """A group of these ranks, connected. Communicates: with them."""
         from torch import cuda, device, distributed, zeros
 
-        if self._sealed:
+        if self._is_sealed:
             warnings.warn(
                 f"A group over {'·'.join(names)} ({channel or 'collectives'}) is made in the "
                 "middle of a run. All groups are made at its start, as making one blocks its "
                 "ranks. Ask for that axis before Grid.seal().",
                 stacklevel=4,
             )
-        patient = channel in PATIENT
-        seconds = max(self.timeout_seconds, WEEK) if patient else self.timeout_seconds
-        on_host = channel in ON_HOST
+        patient = channel in LONG_TIMEOUT_CHANNELS
+        seconds = max(self.timeout_seconds, WEEK_SECONDS) if patient else self.timeout_seconds
+        on_host = channel in GLOO_CHANNELS
         nccl = self.backend == "nccl" and not on_host and len(ranks) > 1
         here = device("cuda", cuda.current_device()) if nccl else None
         if len(ranks) > 1:
             count = NCCL_HANDLES if nccl else len(ranks) + GLOO_HANDLES
-            file_handles.require(count, f"A group of {len(ranks)} ranks over {'·'.join(names)}")
+            file_handles.require_handles(
+                count, f"A group of {len(ranks)} ranks over {'·'.join(names)}"
+            )
         begun = time.perf_counter()
         # Only members take part (O(1) calls a rank at any world size). c10d names such a group by
         # its ranks and how many groups the process has: members must have made equally many before.
@@ -318,7 +321,7 @@ class Grid:
         return group
 
 
-def _refuse_unknown(names: Iterable[str]) -> None:
+def _check_axis_names(names: Iterable[str]) -> None:
     for name in names:
         if name not in AXES:
             near = difflib.get_close_matches(name, AXES, n=1, cutoff=0.0)[0]

@@ -23,17 +23,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ranvier.config.plan import AXES, Inner
+from ranvier.config.plan import AXES, InnerSplit
 from ranvier.errors import ShardingError
 
 if TYPE_CHECKING:
     import torch
 
-Rule = Mapping[str, tuple[str, ...]]
+AxisRule = Mapping[str, tuple[str, ...]]
 Dim = str | tuple[int, str]
 """A named dim; `(3, "heads")` is three `heads` packed one after the other (a fused q, k, v)."""
 
-WEIGHTS: Rule = {
+WEIGHT_RULE: AxisRule = {
     "vocab": ("row",),
     "heads": ("row",),
     "kv_heads": ("row",),
@@ -42,29 +42,29 @@ WEIGHTS: Rule = {
     "expert": ("expert",),
     "rank": (),
 }
-OUTER: Rule = {
+OUTER_RULE: AxisRule = {
     "batch": ("data", "expert", "depth"),
     "seq": ("context", "row"),
     "embed": ("col",),
 }
-INNER: Mapping[Inner, Rule] = {
+INNER_RULES: Mapping[InnerSplit, AxisRule] = {
     "samples": {"batch": ("data", "expert", "depth", "col"), "seq": ("context",)}
     | dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("row",)),
     "features": {"batch": ("data", "expert", "depth"), "seq": ("context",)}
     | dict.fromkeys(("heads", "kv_heads", "mlp", "vocab"), ("row", "col")),
 }
-WHOLE: Mapping[Inner, Rule] = {
-    "samples": {"batch": INNER["samples"]["batch"], "seq": OUTER["seq"], "rank": ()},
-    "features": {"batch": OUTER["batch"], "seq": OUTER["seq"], "rank": ()},
+UNSPLIT_RULES: Mapping[InnerSplit, AxisRule] = {
+    "samples": {"batch": INNER_RULES["samples"]["batch"], "seq": OUTER_RULE["seq"], "rank": ()},
+    "features": {"batch": OUTER_RULE["batch"], "seq": OUTER_RULE["seq"], "rank": ()},
 }
 """Tokens lie as they do in both regions around it; where only features lie on col, its ranks have
 the same values, and the same gradients of them."""
-POSITION = {"batch": 0, "seq": 1}
+TOKEN_DIMS = {"batch": 0, "seq": 1}
 """Where these dims stand in an activation; the features are its last dim."""
 
 
 @dataclass(frozen=True)
-class Step:
+class CommStep:
     """One communication of a linear layer: over `axis`, along `dim` of the activation.
 
     Without an axis there is none.
@@ -75,50 +75,54 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Move:
+class LinearComm:
     """What a linear layer does to its input and output: gather, matmul, reduce-scatter.
 
     Where one of its dims is whole, col may have a step without a dim of an activation: an input
     that all its ranks have (`share`, backward sums), an output that all get (`total`, the sum).
     """
 
-    gather: Step = Step()
-    scatter: Step = Step()
-    share: str = ""
-    total: str = ""
+    gather: CommStep = CommStep()
+    scatter: CommStep = CommStep()
+    copy_axis: str = ""
+    reduce_axis: str = ""
 
 
 @dataclass(frozen=True)
-class Table:
+class ShardingTable:
     """The three rules of a run; `inner` is the row that says what col splits inside."""
 
-    inner: Inner = "samples"
-    spread: bool = False
+    col_splits: InnerSplit = "samples"
+    vocab_over_pipe: bool = False
     """Whether the stages of a pipeline split the vocabulary, too."""
 
     @property
-    def weights(self) -> Rule:
+    def weight_rule(self) -> AxisRule:
         """Where weights are split."""
-        return self._spread(WEIGHTS)
+        return self._with_vocab_over_pipe(WEIGHT_RULE)
 
-    def region(self, dim: str) -> Rule:
+    def activation_rule(self, dim: str) -> AxisRule:
         """The rule of the activations that carry `dim` as their features."""
         if dim == "rank":
-            return WHOLE[self.inner]
-        return OUTER if dim == "embed" else self._spread(INNER[self.inner])
+            return UNSPLIT_RULES[self.col_splits]
+        return (
+            OUTER_RULE
+            if dim == "embed"
+            else self._with_vocab_over_pipe(INNER_RULES[self.col_splits])
+        )
 
-    def _spread(self, rule: Rule) -> Rule:
-        return {**rule, "vocab": ("pipe", *rule["vocab"])} if self.spread else rule
+    def _with_vocab_over_pipe(self, rule: AxisRule) -> AxisRule:
+        return {**rule, "vocab": ("pipe", *rule["vocab"])} if self.vocab_over_pipe else rule
 
-    def axes(self, dim: str) -> tuple[str, ...]:
+    def feature_axes(self, dim: str) -> tuple[str, ...]:
         """Axes that split `dim` as the features of an activation."""
-        return self.region(dim).get(dim, ())
+        return self.activation_rule(dim).get(dim, ())
 
-    def tokens(self, dim: str, name: str) -> tuple[str, ...]:
+    def token_axes(self, dim: str, name: str) -> tuple[str, ...]:
         """Axes that split the batch or the sequence where `dim` is the features."""
-        return self.region(dim)[name]
+        return self.activation_rule(dim)[name]
 
-    def move(self, out: str, into: str) -> Move:
+    def linear_comm(self, out: str, into: str) -> LinearComm:
         """Communication of a linear layer whose weight is `(out, into)`.
 
         The out dim lies on an axis over which the input is still split: gather it. The in dim lies
@@ -126,7 +130,7 @@ class Table:
         wants it. From embed to an inner dim the layer enters, the other way it leaves; a rank lies
         between the two.
         """
-        inside = set(WEIGHTS) & set(INNER[self.inner])
+        inside = set(WEIGHT_RULE) & set(INNER_RULES[self.col_splits])
         pair = {out, into} - inside
         wrong = len({out, into}) < 2 or not pair or not pair <= {"embed", "rank"}
         if wrong or {out, into} == {"vocab", "rank"}:
@@ -135,46 +139,46 @@ class Table:
                 f"{sorted(inside)} or back, or between 'rank' and these. Rename one of its dims."
             )
         if "rank" in pair:
-            return self._whole(out, into)
-        (out_axis,), (in_axis,) = WEIGHTS[out], WEIGHTS[into]
-        return Move(
-            gather=Step(out_axis, _position(self.region(into), out_axis)),
-            scatter=Step(in_axis, _position(self.region(out), in_axis)),
+            return self._unsplit_dim_comm(out, into)
+        (out_axis,), (in_axis,) = WEIGHT_RULE[out], WEIGHT_RULE[into]
+        return LinearComm(
+            gather=CommStep(out_axis, _activation_dim(self.activation_rule(into), out_axis)),
+            scatter=CommStep(in_axis, _activation_dim(self.activation_rule(out), in_axis)),
         )
 
-    def _whole(self, out: str, into: str) -> Move:
+    def _unsplit_dim_comm(self, out: str, into: str) -> LinearComm:
         """The same for a layer from or to a dim that nothing splits.
 
         The axes of the other dim split tokens on the side of the rank, or nothing.
         """
-        rank, other = self.region("rank"), into if out == "rank" else out
-        steps = {axis: _tokens(rank, axis) for axis in self.axes(other)}
-        moved = [Step(axis, dim) for axis, dim in steps.items() if dim is not None]
+        rank, other = self.activation_rule("rank"), into if out == "rank" else out
+        steps = {axis: _token_dim(rank, axis) for axis in self.feature_axes(other)}
+        moved = [CommStep(axis, dim) for axis, dim in steps.items() if dim is not None]
         alike = "".join(axis for axis, dim in steps.items() if dim is None)
-        step = moved[0] if moved else Step()
+        step = moved[0] if moved else CommStep()
         if out == "rank":
-            return Move(scatter=step, total=alike)
-        return Move(gather=step, share=alike)
+            return LinearComm(scatter=step, reduce_axis=alike)
+        return LinearComm(gather=step, copy_axis=alike)
 
 
-def _tokens(region: Rule, axis: str) -> int | None:
+def _token_dim(region: AxisRule, axis: str) -> int | None:
     """The dim of tokens that `axis` splits in `region`, if any."""
-    return next((POSITION[dim] for dim in POSITION if axis in region[dim]), None)
+    return next((TOKEN_DIMS[dim] for dim in TOKEN_DIMS if axis in region[dim]), None)
 
 
-def _position(region: Rule, axis: str) -> int:
+def _activation_dim(region: AxisRule, axis: str) -> int:
     """The dim of an activation that `axis` splits in `region`."""
-    return next((POSITION.get(dim, -1) for dim, axes in region.items() if axis in axes), -1)
+    return next((TOKEN_DIMS.get(dim, -1) for dim, axes in region.items() if axis in axes), -1)
 
 
 @dataclass(frozen=True)
-class Cut:
+class AxisSplit:
     """One axis cuts one dim: consecutive `share` ranks hold the same block of `block` elements."""
 
     axis: str
     ranks: int
-    share: int
-    block: int
+    replicas: int
+    block_size: int
 
 
 @dataclass(frozen=True)
@@ -190,7 +194,7 @@ class Box:
     """Elements of the part from one index to the next, in each dim."""
 
     @property
-    def elements(self) -> int:
+    def num_elements(self) -> int:
         """How many it has."""
         return math.prod(self.size)
 
@@ -200,7 +204,7 @@ class Box:
         steps = zip(self.size, self.strides, strict=True)
         return sum((n - 1) * stride for n, stride in steps) + 1
 
-    def within(self, other: Box) -> Box | None:
+    def intersection(self, other: Box) -> Box | None:
         """What of this box the other one has, too, as it lies in this part; None: nothing."""
         start = tuple(map(max, self.start, other.start))
         ends = ([a + n for a, n in zip(x.start, x.size, strict=True)] for x in (self, other))
@@ -211,12 +215,14 @@ class Box:
         offset = self.offset + sum((a - b) * stride for a, b, stride in moved)
         return Box(start, size, offset, self.strides)
 
-    def cut(self, most: int) -> list[Box]:
+    def split_to_fit(self, most: int) -> list[Box]:
         """The box in pieces along its first dims, so that none spans more than `most` elements."""
         if self.span <= most or not self.size:
             return [self]
         if self.size[0] == 1:
-            inner = Box(self.start[1:], self.size[1:], self.offset, self.strides[1:]).cut(most)
+            inner = Box(self.start[1:], self.size[1:], self.offset, self.strides[1:]).split_to_fit(
+                most
+            )
             first, stride = self.start[:1], self.strides[:1]
             return [Box(first + x.start, (1, *x.size), x.offset, stride + x.strides) for x in inner]
         rows = max(most // max(self.strides[0], 1), 1)
@@ -228,70 +234,77 @@ class Box:
                 (min(rows, self.size[0] - row), *self.size[1:]),
                 self.offset + row * self.strides[0],
                 self.strides,
-            ).cut(most)
+            ).split_to_fit(most)
         ]
 
 
 @dataclass(frozen=True)
-class Place:
+class Shard:
     """A part of a whole tensor: a box, perhaps padded behind, perhaps only a flat range of it."""
 
-    whole: tuple[int, ...]
+    global_shape: tuple[int, ...]
     """Shape of the whole tensor."""
-    start: tuple[int, ...]
+    global_offset: tuple[int, ...]
     """First index of the box in each dim."""
-    valid: tuple[int, ...]
+    valid_shape: tuple[int, ...]
     """Elements of the box that exist in the whole, in each dim."""
-    local: tuple[int, ...]
+    local_shape: tuple[int, ...]
     """Shape of the box in memory, padding included."""
-    flat: tuple[int, int] | None = None
+    flat_range: tuple[int, int] | None = None
     """Range of the flattened box (ZeRO over data); None: all of it."""
 
     @property
-    def box(self) -> tuple[slice, ...]:
+    def global_slices(self) -> tuple[slice, ...]:
         """The box as an index into the whole."""
-        return tuple(slice(a, a + n) for a, n in zip(self.start, self.valid, strict=True))
+        return tuple(
+            slice(a, a + n) for a, n in zip(self.global_offset, self.valid_shape, strict=True)
+        )
 
-    def take(self, whole: torch.Tensor) -> torch.Tensor:
+    def slice_from(self, whole: torch.Tensor) -> torch.Tensor:
         """My part of a whole tensor, padding zero: `local`, or the flat range of it."""
-        part = whole.new_zeros(self.local)
-        part[tuple(slice(n) for n in self.valid)] = whole.reshape(self.whole)[self.box]
-        return part if self.flat is None else part.view(-1)[slice(*self.flat)].clone()
+        part = whole.new_zeros(self.local_shape)
+        part[tuple(slice(n) for n in self.valid_shape)] = whole.reshape(self.global_shape)[
+            self.global_slices
+        ]
+        return part if self.flat_range is None else part.view(-1)[slice(*self.flat_range)].clone()
 
-    def put(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+    def write_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         """Write my part into a whole tensor."""
-        if self.flat is not None:
-            box = replace(self, flat=None)
-            filled = box.take(whole)
-            filled.view(-1)[slice(*self.flat)] = part[: self.flat[1] - self.flat[0]]
-            return box.put(whole, filled)
-        whole.view(self.whole)[self.box] = part.reshape(self.local)[
-            tuple(slice(n) for n in self.valid)
+        if self.flat_range is not None:
+            box = replace(self, flat_range=None)
+            filled = box.slice_from(whole)
+            filled.view(-1)[slice(*self.flat_range)] = part[
+                : self.flat_range[1] - self.flat_range[0]
+            ]
+            return box.write_into(whole, filled)
+        whole.view(self.global_shape)[self.global_slices] = part.reshape(self.local_shape)[
+            tuple(slice(n) for n in self.valid_shape)
         ]
         return None
 
-    def boxes(self) -> list[Box]:
+    def to_boxes(self) -> list[Box]:
         """The part as boxes of the whole, padding left out: a flat range has a few of them."""
-        strides = tuple(math.prod(self.local[i + 1 :]) for i in range(len(self.local)))
-        first, last = self.flat or (0, math.prod(self.local))
+        strides = tuple(math.prod(self.local_shape[i + 1 :]) for i in range(len(self.local_shape)))
+        first, last = self.flat_range or (0, math.prod(self.local_shape))
         found = []
-        for corner, extent in _corners(self.local, first, last):
+        for corner, extent in _flat_range_boxes(self.local_shape, first, last):
             size = tuple(
-                min(n, have - a) for a, n, have in zip(corner, extent, self.valid, strict=True)
+                min(n, have - a)
+                for a, n, have in zip(corner, extent, self.valid_shape, strict=True)
             )
             if all(n > 0 for n in size):
                 at = sum(a * stride for a, stride in zip(corner, strides, strict=True))
-                start = tuple(a + b for a, b in zip(self.start, corner, strict=True))
+                start = tuple(a + b for a, b in zip(self.global_offset, corner, strict=True))
                 found.append(Box(start, size, at - first, strides))
         return found
 
-    def narrow(self, start: int, stop: int) -> Place:
+    def narrow_flat(self, start: int, stop: int) -> Shard:
         """The flat range `[start, stop)` of this box, cut to its end."""
-        size = math.prod(self.local)
-        return replace(self, flat=(min(start, size), min(stop, size)))
+        size = math.prod(self.local_shape)
+        return replace(self, flat_range=(min(start, size), min(stop, size)))
 
 
-def _corners(
+def _flat_range_boxes(
     shape: tuple[int, ...], first: int, last: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Corner and extent of the boxes that elements `first` to `last` of an array form.
@@ -306,15 +319,15 @@ def _corners(
     row = math.prod(shape[1:])
     begun, ended = -(-first // row), last // row
     if begun > ended:  # inside one row
-        for corner, extent in _corners(shape[1:], first - ended * row, last - ended * row):
+        for corner, extent in _flat_range_boxes(shape[1:], first - ended * row, last - ended * row):
             yield (ended, *corner), (1, *extent)
         return
-    for corner, extent in _corners(shape[1:], first - begun * row + row, row):
+    for corner, extent in _flat_range_boxes(shape[1:], first - begun * row + row, row):
         if first < begun * row:
             yield (begun - 1, *corner), (1, *extent)
     if begun < ended:
         yield (begun, *(0 for _ in shape[1:])), (ended - begun, *shape[1:])
-    for corner, extent in _corners(shape[1:], 0, last - ended * row):
+    for corner, extent in _flat_range_boxes(shape[1:], 0, last - ended * row):
         yield (ended, *corner), (1, *extent)
 
 
@@ -323,14 +336,14 @@ class Sharding:
     """How a tensor of `shape` is cut: for each dim the axes that cut it, outermost first."""
 
     shape: tuple[int, ...]
-    cuts: tuple[tuple[Cut, ...], ...]
+    splits: tuple[tuple[AxisSplit, ...], ...]
 
     @classmethod
-    def make(
+    def from_dims(
         cls,
         shape: Sequence[int],
         dims: Sequence[Dim],
-        rule: Rule,
+        rule: AxisRule,
         degrees: Mapping[str, int],
         *,
         units: Mapping[str, int] | None = None,
@@ -343,63 +356,66 @@ class Sharding:
         there may be fewer of them than ranks.
         """
         units = {name: n for name, n in (units or {}).items() if name != "mlp"}
-        shape, names = _unpacked(shape, dims)
+        shape, names = _unpack_dims(shape, dims)
         cuts = [
-            _cut(size, name, rule.get(name, ()), degrees, units.get(name, size))
+            _split_dim(size, name, rule.get(name, ()), degrees, units.get(name, size))
             for size, name in zip(shape, names, strict=True)
         ]
         if depth and degrees["depth"] > 1:
             dim = next((i for i, name in enumerate(names) if name != "expert"), 0)
-            block = cuts[dim][-1].block if cuts[dim] else shape[dim]
-            cuts[dim] += (Cut("depth", degrees["depth"], 1, -(-block // degrees["depth"])),)
-        _refuse_twice([cut.axis for of_dim in cuts for cut in of_dim], names)
+            block = cuts[dim][-1].block_size if cuts[dim] else shape[dim]
+            cuts[dim] += (AxisSplit("depth", degrees["depth"], 1, -(-block // degrees["depth"])),)
+        _check_axes_once([cut.axis for of_dim in cuts for cut in of_dim], names)
         return cls(tuple(shape), tuple(cuts))
 
     @property
-    def local(self) -> tuple[int, ...]:
+    def local_shape(self) -> tuple[int, ...]:
         """Shape on a rank, padding included."""
         return tuple(
-            cuts[-1].block if cuts else n for cuts, n in zip(self.cuts, self.shape, strict=True)
+            cuts[-1].block_size if cuts else n
+            for cuts, n in zip(self.splits, self.shape, strict=True)
         )
 
     @property
-    def gathered(self) -> tuple[int, ...]:
+    def unsharded_shape(self) -> tuple[int, ...]:
         """Shape on a rank once gathered over depth: what a layer computes with."""
-        return self.without("depth").local
+        return self.without_axis("depth").local_shape
 
-    def without(self, axis: str) -> Sharding:
+    def without_axis(self, axis: str) -> Sharding:
         """The sharding with `axis` gathered."""
-        cuts = tuple(tuple(cut for cut in of_dim if cut.axis != axis) for of_dim in self.cuts)
+        cuts = tuple(tuple(cut for cut in of_dim if cut.axis != axis) for of_dim in self.splits)
         return Sharding(self.shape, cuts)
 
     @property
     def depth_dim(self) -> int:
         """The dim that depth cuts."""
-        cut = (any(cut.axis == "depth" for cut in of_dim) for of_dim in self.cuts)
+        cut = (any(cut.axis == "depth" for cut in of_dim) for of_dim in self.splits)
         return next((dim for dim, here in enumerate(cut) if here), 0)
 
     @cached_property
-    def axes(self) -> frozenset[str]:
+    def split_axes(self) -> frozenset[str]:
         """Axes whose ranks hold different parts, at least in groups."""
-        return frozenset(cut.axis for of_dim in self.cuts for cut in of_dim)
+        return frozenset(cut.axis for of_dim in self.splits for cut in of_dim)
 
-    def over(self, degrees: Mapping[str, int]) -> dict[str, int]:
+    def replica_counts(self, degrees: Mapping[str, int]) -> dict[str, int]:
         """The ranks that hold the same part, as how many consecutive ranks of each axis.
 
         This is the gradient rule: the gradient of a parameter is summed over them.
         """
-        same = {axis: size for axis, size in degrees.items() if axis not in self.axes}
-        same |= {cut.axis: cut.share for of_dim in self.cuts for cut in of_dim}
+        same = {axis: size for axis, size in degrees.items() if axis not in self.split_axes}
+        same |= {cut.axis: cut.replicas for of_dim in self.splits for cut in of_dim}
         return {axis: same[axis] for axis in AXES if same.get(axis, 1) > 1}
 
-    def place(self, index: Mapping[str, int]) -> Place:
+    def shard_at(self, index: Mapping[str, int]) -> Shard:
         """The part on the rank with these coordinates."""
-        spans = [_span(n, cuts, index) for n, cuts in zip(self.shape, self.cuts, strict=True)]
+        spans = [
+            _local_span(n, cuts, index) for n, cuts in zip(self.shape, self.splits, strict=True)
+        ]
         starts, valid = zip(*spans, strict=True) if spans else ((), ())
-        return Place(self.shape, tuple(starts), tuple(valid), self.local)
+        return Shard(self.shape, tuple(starts), tuple(valid), self.local_shape)
 
 
-def _refuse_twice(axes: Sequence[str], names: Sequence[str]) -> None:
+def _check_axes_once(axes: Sequence[str], names: Sequence[str]) -> None:
     """An axis that cut two dims would leave only the blocks on the diagonal."""
     for axis in axes:
         if axes.count(axis) > 1:
@@ -409,7 +425,7 @@ def _refuse_twice(axes: Sequence[str], names: Sequence[str]) -> None:
             )
 
 
-def _unpacked(shape: Sequence[int], dims: Sequence[Dim]) -> tuple[list[int], list[str]]:
+def _unpack_dims(shape: Sequence[int], dims: Sequence[Dim]) -> tuple[list[int], list[str]]:
     """Shape and names with packed dims spread: `(d, 3n)`, `(embed, (3, heads))` to `(d, 3, n)`."""
     if len(shape) != len(dims):
         raise ShardingError(
@@ -430,9 +446,9 @@ def _unpacked(shape: Sequence[int], dims: Sequence[Dim]) -> tuple[list[int], lis
     return sizes, names
 
 
-def _cut(
+def _split_dim(
     size: int, name: str, axes: Sequence[str], degrees: Mapping[str, int], units: int
-) -> tuple[Cut, ...]:
+) -> tuple[AxisSplit, ...]:
     """Cut one dim over `axes`: evenly, vocabulary padded, shared kv heads held by several ranks."""
     padded = False
     if name == "vocab":
@@ -444,7 +460,7 @@ def _cut(
             f"{name} has {size} elements for {units} units. All units have the same size. "
             f"Use a multiple of {units} elements."
         )
-    cuts: list[Cut] = []
+    cuts: list[AxisSplit] = []
     for axis in axes:
         ranks = degrees[axis]
         if ranks == 1 and not padded:
@@ -456,19 +472,19 @@ def _cut(
                 f"multiple of its axis. Use a divisor of {units}."
             )
         units, size = units * share // ranks, size * share // ranks
-        cuts.append(Cut(axis, ranks, share, size))
+        cuts.append(AxisSplit(axis, ranks, share, size))
     return tuple(cuts)
 
 
-def _span(size: int, cuts: Sequence[Cut], index: Mapping[str, int]) -> tuple[int, int]:
+def _local_span(size: int, cuts: Sequence[AxisSplit], index: Mapping[str, int]) -> tuple[int, int]:
     """Start and number of valid elements of one dim: each cut takes its block of what was left."""
     start, valid = 0, size
     for cut in cuts:
-        offset = index[cut.axis] // cut.share * cut.block
+        offset = index[cut.axis] // cut.replicas * cut.block_size
         start += offset
-        valid = min(max(valid - offset, 0), cut.block)
+        valid = min(max(valid - offset, 0), cut.block_size)
     return min(start, size), valid  # only padding: it starts behind the end
 
 
-State = dict[str, "tuple[torch.Tensor, Place]"]
+ShardedStateDict = dict[str, "tuple[torch.Tensor, Shard]"]
 """Tensors by name, each with the part of the whole that it is."""

@@ -29,106 +29,114 @@ class Event:
     bytes: int
     where: str = ""
     """Leaf, block or optimizer part that issued it."""
-    issued: float | None = None
+    issue_time: float | None = None
     """Seconds on this rank's clock when it was issued; None in a prediction."""
-    waited: float | None = None
+    wait_time: float | None = None
     """When this rank first needed the result."""
-    done: float | None = None
+    done_time: float | None = None
     """When the result was there."""
-    resumed: float | None = None
+    resume_time: float | None = None
     """When this rank went on; `resumed - waited` is the time not hidden behind compute."""
-    clocks: Callable[[], None] | None = field(default=None, repr=False)
+    read_device_times: Callable[[], None] | None = field(default=None, repr=False)
     """Fills in the times once the device has passed them (CUDA events)."""
 
     @property
-    def key(self) -> tuple[str, tuple[str, ...], str, int]:
+    def match_key(self) -> tuple[str, tuple[str, ...], str, int]:
         """What a prediction must match."""
         return (self.op, self.axis, self.where, self.bytes)
 
     @property
     def seconds(self) -> float:
         """From issue to completion; 0 while it is under way."""
-        return 0.0 if self.issued is None or self.done is None else self.done - self.issued
+        return (
+            0.0
+            if self.issue_time is None or self.done_time is None
+            else self.done_time - self.issue_time
+        )
 
     @property
-    def exposed(self) -> float:
+    def exposed_seconds(self) -> float:
         """Seconds in which this rank stood still for it."""
-        return 0.0 if self.waited is None or self.resumed is None else self.resumed - self.waited
+        return (
+            0.0
+            if self.wait_time is None or self.resume_time is None
+            else self.resume_time - self.wait_time
+        )
 
 
 @dataclass
 class Trace:
     """The events of one rank. Off by default: then nothing is kept and nothing is measured."""
 
-    on: bool = False
-    check: bool = False
+    enabled: bool = False
+    check_collectives: bool = False
     """Debug mode: every collective, and every input of a model, is compared between ranks first."""
-    meter: bool = False
+    time_waits: bool = False
     """Time every wait, also when off; whoever turns it on empties `awaited`."""
-    awaited: list[Event] = field(default_factory=list)
+    waited_events: list[Event] = field(default_factory=list)
     """Communications that were waited for while the meter ran."""
     events: list[Event] = field(default_factory=list)
     where: str = ""
-    outer: list[str] = field(default_factory=list)
+    outer_scopes: list[str] = field(default_factory=list)
     """Places around the one a graph is traced at."""
-    last: list[str] = field(default_factory=list)
+    recent_ops: list[str] = field(default_factory=list)
     """The last few operations issued, kept also when off, for reports of a hang."""
-    begun: int = 0
+    num_issued: int = 0
     """Operations issued so far."""
-    heard: Callable[[int, str], None] | None = None
+    on_issue: Callable[[int, str], None] | None = None
     """Is told the number of each operation and what it is."""
-    results: Any = None
+    saved_results: Any = None
     """What the block now running keeps for its second run, or has kept (`comm.results`)."""
 
-    def record(self, op: str, axis: tuple[str, ...], num_bytes: int) -> Event:
+    def record_event(self, op: str, axis: tuple[str, ...], num_bytes: int) -> Event:
         """A new event, issued now; kept if the trace is on."""
-        event = Event(op, axis, num_bytes, self.where, issued=time.perf_counter())
-        self.last = [
-            *self.last[-7:],
+        event = Event(op, axis, num_bytes, self.where, issue_time=time.perf_counter())
+        self.recent_ops = [
+            *self.recent_ops[-7:],
             f"{op} over {'·'.join(axis)} of {num_bytes} bytes at {self.where or '?'}",
         ]
-        self.begun += 1
-        if self.heard is not None:
-            self.heard(self.begun, self.last[-1])
-        if self.on:
+        self.num_issued += 1
+        if self.on_issue is not None:
+            self.on_issue(self.num_issued, self.recent_ops[-1])
+        if self.enabled:
             self.events.append(event)
         return event
 
-    def wait_for(self, words: str) -> None:
+    def report_wait(self, words: str) -> None:
         """Say what this rank waits for, for reports of a hang."""
-        if self.heard is not None:
-            self.heard(self.begun, words)
+        if self.on_issue is not None:
+            self.on_issue(self.num_issued, words)
 
-    def note(self, op: str, axis: tuple[str, ...], num_bytes: int) -> int:
+    def record_graph_event(self, op: str, axis: tuple[str, ...], num_bytes: int) -> int:
         """Record what a graph will communicate; the compiler runs this while it traces."""
-        self.record(op, axis, num_bytes).issued = None
+        self.record_event(op, axis, num_bytes).issue_time = None
         return 0
 
-    def enter(self, where: str) -> int:
+    def enter_graph_scope(self, where: str) -> int:
         """What follows in a graph is issued by `where`; likewise: no part of the graph."""
-        self.outer.append(self.where)
+        self.outer_scopes.append(self.where)
         self.where = where
         return 0
 
-    def leave(self) -> int:
+    def leave_graph_scope(self) -> int:
         """What follows in a graph is issued by who issued it before."""
-        self.where = self.outer.pop()
+        self.where = self.outer_scopes.pop()
         return 0
 
     # What torch.compiler.assume_constant_result does, without the second that its import takes.
-    note._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    enter._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    leave._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    record_graph_event._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    enter_graph_scope._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    leave_graph_scope._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @contextmanager
-    def marked(self, where: str) -> Iterator[None]:
+    def graph_named_scope(self, where: str) -> Iterator[None]:
         """As `at`, while a graph is traced, which may change nothing outside of it."""
-        self.enter(where)
+        self.enter_graph_scope(where)
         yield
-        self.leave()
+        self.leave_graph_scope()
 
     @contextmanager
-    def at(self, where: str) -> Iterator[None]:
+    def named_scope(self, where: str) -> Iterator[None]:
         """Events inside are recorded as issued by `where`."""
         before, self.where = self.where, where
         try:
@@ -137,58 +145,58 @@ class Trace:
             self.where = before
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
+    def outside_block(self) -> Iterator[None]:
         """What happens inside is no part of the block now running."""
-        before, self.results = self.results, None
+        before, self.saved_results = self.saved_results, None
         try:
             yield
         finally:
-            self.results = before
+            self.saved_results = before
 
     @contextmanager
-    def compute(self, where: str) -> Iterator[None]:
+    def record_compute(self, where: str) -> Iterator[None]:
         """The time inside is recorded as compute (host time; on CUDA when it was enqueued)."""
-        if not self.on:
+        if not self.enabled:
             yield
             return
-        event = Event(COMPUTE, (), 0, where, issued=time.perf_counter())
+        event = Event(COMPUTE, (), 0, where, issue_time=time.perf_counter())
         self.events.append(event)
         yield
-        event.waited = event.done = event.resumed = time.perf_counter()
+        event.wait_time = event.done_time = event.resume_time = time.perf_counter()
 
     @contextmanager
-    def recording(self) -> Iterator[list[Event]]:
+    def record_events(self) -> Iterator[list[Event]]:
         """Turn the trace on inside and give the list that will hold its events."""
-        before, self.on, self.events = (self.on, self.events), True, []
+        before, self.enabled, self.events = (self.enabled, self.events), True, []
         events = self.events
         try:
             yield events
         finally:
-            self.on, self.events = before
-            finish(events)
+            self.enabled, self.events = before
+            resolve_times(events)
 
 
-def exposed(events: Iterable[Event]) -> float:
+def exposed_seconds(events: Iterable[Event]) -> float:
     """Seconds in which this rank stood still for these communications."""
     events = list(events)
-    finish(events)
-    return sum(event.exposed for event in events)
+    resolve_times(events)
+    return sum(event.exposed_seconds for event in events)
 
 
-def finish(events: Iterable[Event]) -> None:
+def resolve_times(events: Iterable[Event]) -> None:
     """Fill in the times that a device has to give."""
     for event in events:
-        if event.clocks is not None:
-            event.clocks()
-            event.clocks = None
+        if event.read_device_times is not None:
+            event.read_device_times()
+            event.read_device_times = None
 
 
-def communication(events: Iterable[Event]) -> list[Event]:
+def communication_events(events: Iterable[Event]) -> list[Event]:
     """The events that are no compute."""
     return [event for event in events if event.op != COMPUTE]
 
 
-def difference(
+def diff_events(
     predicted: Iterable[Event], recorded: Iterable[Event], ragged: Collection[str] = ()
 ) -> list[str]:
     """One line for each event that was predicted but not recorded, or the other way.
@@ -197,11 +205,11 @@ def difference(
     """
 
     def known(event: Event) -> tuple[str, tuple[str, ...], str, int]:
-        op, axis, where, num_bytes = event.key
+        op, axis, where, num_bytes = event.match_key
         return op, axis, where, 0 if where in ragged else num_bytes
 
     want = Counter(known(event) for event in predicted)
-    have = Counter(known(event) for event in communication(recorded))
+    have = Counter(known(event) for event in communication_events(recorded))
     lines = []
     for key in sorted(set(want) | set(have)):
         if want[key] != have[key]:
@@ -214,7 +222,7 @@ def difference(
 
 
 @dataclass(frozen=True)
-class Row:
+class OpTotals:
     """Totals of one operation over one axis."""
 
     axis: str
@@ -222,34 +230,34 @@ class Row:
     calls: int
     bytes: int
     seconds: float
-    exposed: float
+    exposed_seconds: float
 
     @property
-    def hidden(self) -> float:
+    def hidden_fraction(self) -> float:
         """Share of the communication time hidden behind compute."""
-        return 1.0 - min(self.exposed / self.seconds, 1.0) if self.seconds else 1.0
+        return 1.0 - min(self.exposed_seconds / self.seconds, 1.0) if self.seconds else 1.0
 
 
-def rows(events: Iterable[Event]) -> list[Row]:
+def summarize_events(events: Iterable[Event]) -> list[OpTotals]:
     """Bytes and seconds per axis and operation, largest first."""
     groups: dict[tuple[str, str], list[Event]] = {}
-    for event in communication(events):
+    for event in communication_events(events):
         groups.setdefault(("·".join(event.axis), event.op), []).append(event)
     table = [
-        Row(
+        OpTotals(
             axis=axis,
             op=op,
             calls=len(group),
             bytes=sum(event.bytes for event in group),
             seconds=sum(event.seconds for event in group),
-            exposed=sum(event.exposed for event in group),
+            exposed_seconds=sum(event.exposed_seconds for event in group),
         )
         for (axis, op), group in groups.items()
     ]
     return sorted(table, key=lambda row: -row.bytes)
 
 
-def table(events: Iterable[Event]) -> str:
+def format_table(events: Iterable[Event]) -> str:
     """The rows as text."""
     lines = [
         f"{'axis':<16}{'operation':<16}{'calls':>6}{'MB':>10}"
@@ -257,13 +265,13 @@ def table(events: Iterable[Event]) -> str:
     ]
     lines += [
         f"{row.axis:<16}{row.op:<16}{row.calls:>6}{row.bytes / 1e6:>10.3f}{row.seconds:>10.4f}"
-        f"{row.exposed:>10.4f}{row.hidden:>8.0%}"
-        for row in rows(events)
+        f"{row.exposed_seconds:>10.4f}{row.hidden_fraction:>8.0%}"
+        for row in summarize_events(events)
     ]
     return "\n".join(lines)
 
 
-def chrome(events_of_rank: dict[int, list[Event]]) -> dict[str, Any]:
+def chrome_trace(events_of_rank: dict[int, list[Event]]) -> dict[str, Any]:
     """The events in the Chrome trace format (Perfetto): a process a rank, a line an axis."""
     entries: list[dict[str, Any]] = []
     for rank, events in events_of_rank.items():
@@ -276,7 +284,7 @@ def chrome(events_of_rank: dict[int, list[Event]]) -> dict[str, Any]:
                 {"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}}
             )
         for event in events:
-            start = event.issued or 0.0
+            start = event.issue_time or 0.0
             entries.append(
                 {
                     "ph": "X",
@@ -285,14 +293,14 @@ def chrome(events_of_rank: dict[int, list[Event]]) -> dict[str, Any]:
                     "pid": rank,
                     "tid": lanes.index("·".join(event.axis) or COMPUTE),
                     "ts": start * 1e6,
-                    "dur": max((event.done or start) - start, 0.0) * 1e6,
-                    "args": {"bytes": event.bytes, "exposed_us": event.exposed * 1e6},
+                    "dur": max((event.done_time or start) - start, 0.0) * 1e6,
+                    "args": {"bytes": event.bytes, "exposed_us": event.exposed_seconds * 1e6},
                 }
             )
     return {"traceEvents": entries, "displayTimeUnit": "ms"}
 
 
-def write_chrome(path: Path, events_of_rank: dict[int, list[Event]]) -> None:
+def write_chrome_trace(path: Path, events_of_rank: dict[int, list[Event]]) -> None:
     """Write the trace where a browser's Perfetto can open it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(chrome(events_of_rank)))
+    path.write_text(json.dumps(chrome_trace(events_of_rank)))

@@ -13,9 +13,9 @@ import torch
 from pool import Pool
 from ranvier.checkpoint import load
 from ranvier.checkpoint import manifest as manifests
-from ranvier.checkpoint.directory import found
+from ranvier.checkpoint.directory import find_checkpoints
 from ranvier.grid import Grid
-from ranvier.sharding import State
+from ranvier.sharding import ShardedStateDict
 from states import assemble
 from training import run_of, stored, trainer_of
 
@@ -42,7 +42,7 @@ CHANGES: dict[str, Any] = {
 """Three layers on two or four stages, 257 tokens, 2 kv heads on 4 rows: nothing divides."""
 STEPS = 2
 """Taken after a load."""
-Found = tuple[list[float], list[float], State, list[int]]
+Found = tuple[list[float], list[float], ShardedStateDict, list[int]]
 
 
 @pytest.fixture(scope="module")
@@ -58,31 +58,35 @@ def moved(grid: Grid, corpus: str, source: str, out: str, steps: int) -> Found:
     trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), 5, **CHANGES))
     odd: list[float] = []
     if source:
-        trainer.resume(Path(source))
-        manifest = manifests.read(Path(source))
-        mine = {n: x for n, x in trainer.state().items() if not n.startswith("random.")}
-        whole = {name: load.blank(manifest.tensors[name]) for name in mine}
-        load.fill(Path(source), manifest, whole)
+        trainer.resume_from(Path(source))
+        manifest = manifests.read_manifest(Path(source))
+        mine = {n: x for n, x in trainer.state_tensors().items() if not n.startswith("random.")}
+        whole = {name: load.empty_shard(manifest.tensors[name]) for name in mine}
+        load.fill_tensors(Path(source), manifest, whole)
         for name, (part, place) in mine.items():
-            want = place.take(whole[name][0]).reshape(part.shape)
+            want = place.slice_from(whole[name][0]).reshape(part.shape)
             odd += [0.0] * (not torch.equal(part, want))
-        trainer.save()
+        trainer.save_checkpoint()
     seen: list[int] = []
-    take = trainer.take
+    take = trainer.take_step
 
     def watched(batches: Any, *rest: Any) -> Any:
         seen.extend(n for batch in batches for n in batch.samples.tolist())
         return take(batches, *rest)
 
-    trainer.take = watched
+    trainer.take_step = watched
     losses = []
-    for row in trainer.steps():
+    for row in trainer.run_steps():
         losses.append(row["loss"])
         if len(losses) == steps:
             break
     if not source:
-        trainer.save()
-    state = {n: (x.clone(), p) for n, (x, p) in trainer.optimizer.state().items() if "master" in n}
+        trainer.save_checkpoint()
+    state = {
+        n: (x.clone(), p)
+        for n, (x, p) in trainer.optimizer.sharded_state().items()
+        if "master" in n
+    }
     return odd, losses, state, seen if reads(grid) else []
 
 
@@ -100,7 +104,7 @@ def origin(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> tuple[Path,
     """A checkpoint after two steps of one process, and what that does next."""
     folder = tmp_path_factory.mktemp("origin")
     moved(Grid({}), corpus, "", str(folder / "a"), 2)
-    (path,) = found(folder / "a" / "checkpoints")
+    (path,) = find_checkpoints(folder / "a" / "checkpoints")
     return path, moved(Grid({}), corpus, str(path), str(folder / "b"), STEPS)
 
 
@@ -130,15 +134,15 @@ def test_a_state_survives_all_grids_to_the_bit(
         out = tmp_path / str(number)
         parts = pool.on_grid(degrees, moved, corpus, str(source), str(out), STEPS)
         compare(parts, alone, same=degrees == {})
-        source = found(out / "checkpoints")[0]
-    one, two = (manifests.read(path) for path in (first, source))
+        source = find_checkpoints(out / "checkpoints")[0]
+    one, two = (manifests.read_manifest(path) for path in (first, source))
     assert one.facts["samples"] == two.facts["samples"] == 24 * one.step
     for name, entry in one.tensors.items():
         if name.startswith("random."):
             continue
-        state = [{name: load.blank(entry)} for _ in range(2)]
-        load.fill(first, one, state[0])
-        load.fill(source, two, state[1])
+        state = [{name: load.empty_shard(entry)} for _ in range(2)]
+        load.fill_tensors(first, one, state[0])
+        load.fill_tensors(source, two, state[1])
         assert torch.equal(state[0][name][0], state[1][name][0]), name
 
 
@@ -154,7 +158,7 @@ def test_each_grid_loads_what_each_other_saved(
     for a, b in pairs if request.config.getoption("--full") else pairs[:2]:
         saved = tmp_path / f"{a}-{b}"
         pool.on_grid(GRIDS[a], moved, corpus, str(origin[0]), str(saved), 0)
-        (path,) = found(saved / "checkpoints")
+        (path,) = find_checkpoints(saved / "checkpoints")
         parts = pool.on_grid(GRIDS[b], moved, corpus, str(path), str(tmp_path / f"{a}-{b}+"), STEPS)
         compare(parts, origin[1], same=False)
 
@@ -163,18 +167,18 @@ def stretch(grid: Grid, corpus: str, out: str, stop: int, steps: int) -> tuple[i
     """Go on with a run to step `stop` without a last save; where it began, samples by step."""
     changes = {**CHANGES, "checkpoint__every": 2, "checkpoint__background": False}
     trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), steps, **changes))
-    paths = found(Path(out) / "checkpoints")[::-1]
+    paths = find_checkpoints(Path(out) / "checkpoints")[::-1]
     if paths:
-        trainer.resume(*paths)
+        trainer.resume_from(*paths)
     begun, seen = trainer.step, list[int]()
-    take = trainer.take
+    take = trainer.take_step
 
     def watched(batches: Any, *rest: Any) -> Any:
         seen.extend(n for batch in batches for n in batch.samples.tolist())
         return take(batches, *rest)
 
-    trainer.take = watched
-    for _ in trainer.steps():
+    trainer.take_step = watched
+    for _ in trainer.run_steps():
         if trainer.step >= stop:
             break
     return begun, seen if reads(grid) else []

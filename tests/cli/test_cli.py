@@ -9,25 +9,25 @@ from pathlib import Path
 import pytest
 
 from commands import SMALL, call, ended, losses, metrics, started
-from ranvier.cli.main import main, parse
-from ranvier.config.run import Run, load
+from ranvier.cli.main import main, parse_run_options
+from ranvier.config.run import RunConfig, load_run_config
 from ranvier.config.sections import ModelConfig, TrainConfig
 from ranvier.errors import PlanError
-from ranvier.launch import free_port, ranks
-from ranvier.train.resume.run_directory import claim
+from ranvier.launch import find_free_port, read_process_info
+from ranvier.train.resume.run_directory import acquire_dir
 
 FAULT = """
 import os
-take = Trainer.issue
+take = Trainer.issue_step
 def issue(self, *arguments, **options):
     if self.grid.rank == 1 and self.step == 1:
         {action}
     return take(self, *arguments, **options)
-Trainer.issue = issue
+Trainer.issue_step = issue
 """
 BROKEN = """
 def reduce_scatter(x, axis, dim=0):
-    return Pending(x.chunk(axis.size, dim)[axis.index].clone())
+    return PendingTensor(x.chunk(axis.size, dim)[axis.index].clone())
 """
 TRAINER = "ranvier.train.trainer"
 CRASHES = """
@@ -35,7 +35,7 @@ def save(self):
     import os
     os.kill(os.getpid(), 11 if self.grid.rank == 1 else 0)
 
-Trainer.save = save
+Trainer.save_checkpoint = save
 """
 """A rank that crashes at the end of a run, when it saves."""
 FIELDS = {
@@ -58,9 +58,13 @@ def test_every_start_and_every_grid_gives_the_same_losses(folder: Path) -> None:
     four = started(folder, *words, *many, "--train.out", "many")
     assert call(*words, "--train.out", "one", "--nproc", "1") == 0
     # One rank is told by srun's variables and the other by torchrun's: both mean the same.
-    slurm = {"SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NODELIST": "here", "SLURM_NTASKS": "2"}
+    slurm = {
+        "SLURM_JOB_ID": str(find_free_port()),
+        "SLURM_JOB_NODELIST": "here",
+        "SLURM_NTASKS": "2",
+    }
     slurm |= {"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
-    meant = ranks(slurm)
+    meant = read_process_info(slurm)
     assert meant is not None
     torchrun = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": meant.address}
     torchrun |= {"MASTER_PORT": str(meant.port)}
@@ -79,7 +83,7 @@ def test_every_start_and_every_grid_gives_the_same_losses(folder: Path) -> None:
     assert one[0] > one[-1] and set(metrics(folder / "one")[0]) >= FIELDS
     trace = json.loads((folder / "many" / "trace-rank3.json").read_text())
     assert len(trace["traceEvents"]) > 50
-    assert load(folder / "many" / "config.toml").plan.col == 2
+    assert load_run_config(folder / "many" / "config.toml").plan.col == 2
 
 
 @pytest.mark.full
@@ -275,21 +279,25 @@ def test_help_explains(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_last_size_counts_and_a_file_keeps_its_other_settings(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[model]\nsize = "gpt2"\nlayers = 3\n')
-    run = parse("train", ["--model.size", "gpt2", "--model.size", "tiny"])
-    assert run.model == ModelConfig.of("tiny")
-    run = parse("train", [str(tmp_path / "run.toml"), "--model.size", "tiny"])
-    assert (run.model.embed, run.model.layers) == (ModelConfig.of("tiny").embed, 3)
+    run = parse_run_options("train", ["--model.size", "gpt2", "--model.size", "tiny"])
+    assert run.model == ModelConfig.from_size("tiny")
+    run = parse_run_options("train", [str(tmp_path / "run.toml"), "--model.size", "tiny"])
+    assert (run.model.embed, run.model.layers) == (ModelConfig.from_size("tiny").embed, 3)
 
 
 def test_runs_claim_directories_of_their_own(folder: Path) -> None:
-    assert [str(claim(Run())[0]) for _ in range(3)] == ["runs/tiny", "runs/tiny-2", "runs/tiny-3"]
+    assert [str(acquire_dir(RunConfig())[0]) for _ in range(3)] == [
+        "runs/tiny",
+        "runs/tiny-2",
+        "runs/tiny-3",
+    ]
     (folder / "runs/tiny/metrics.jsonl").touch()
     with pytest.raises(PlanError, match="holds metrics without a config"):
-        claim(Run(train=TrainConfig(out="runs/tiny")))
+        acquire_dir(RunConfig(train=TrainConfig(out="runs/tiny")))
 
 
 @pytest.mark.parametrize("word", ["true", "True"])
 def test_booleans_are_written_as_in_toml_or_as_in_python(word: str) -> None:
     words = ["--train.trace", word, f"--checkpoint.other-data={word}", "--train.prompt", "true"]
-    run = parse("train", words)
+    run = parse_run_options("train", words)
     assert run.train.trace and run.checkpoint.other_data and run.train.prompt == "true"

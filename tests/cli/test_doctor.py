@@ -33,12 +33,12 @@ def of(findings: list[Finding], section: str) -> dict[str, Finding]:
 
 
 def test_this_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
-    findings = doctor.examine()
+    findings = doctor.examine_machine()
     assert not [f for f in findings if f.name == "examination"]
     sections = list(dict.fromkeys(finding.section for finding in findings))
     wanted = "python torch devices links communicators launcher storage packages advice"
     assert sections == wanted.split()
-    assert doctor.show(findings) == 0
+    assert doctor.print_findings(findings) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "python" and lines[-1] == "Ready to run."
     rows = [line for line in lines if line.startswith(("  ok  ", "  note", "  missing"))]
@@ -59,7 +59,7 @@ def hidden(name):
     return version(name)
 metadata.version = hidden
 from ranvier.cli import doctor
-sys.exit(doctor.show(doctor.examine()))
+sys.exit(doctor.print_findings(doctor.examine_machine()))
 """
     end = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], cwd=tmp_path, capture_output=True, text=True
@@ -80,8 +80,8 @@ def test_a_broken_section_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> list[Finding]:
         raise RuntimeError("no such bus")
 
-    monkeypatch.setattr(doctor, "links", broken)
-    findings = doctor.examine()
+    monkeypatch.setattr(doctor, "examine_links", broken)
+    findings = doctor.examine_machine()
     (note,) = [finding for finding in findings if finding.name == "examination"]
     assert note.mark == "note" and "no such bus" in note.value
     assert of(findings, "advice")
@@ -89,13 +89,15 @@ def test_a_broken_section_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_old_versions_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.python_version", lambda: "3.9.1")
-    found = of(doctor.python(), "python")["version"]
-    assert (found.mark, found.essential) == ("missing", True)
-    monkeypatch.setattr(doctor, "requirements", lambda: [("torch", ">=99", ""), ("numpy", "", "")])
-    assert of(doctor.torch(), "torch")["torch"].mark == "note"
-    assert [finding.mark for finding in doctor.packages()] == ["ok", "note", "ok"]
-    monkeypatch.setattr(doctor, "requirements", list)
-    assert doctor.packages()[0].remedy.startswith("pip install")
+    found = of(doctor.examine_python(), "python")["version"]
+    assert (found.mark, found.is_essential) == ("missing", True)
+    monkeypatch.setattr(
+        doctor, "list_requirements", lambda: [("torch", ">=99", ""), ("numpy", "", "")]
+    )
+    assert of(doctor.examine_torch(), "torch")["torch"].mark == "note"
+    assert [finding.mark for finding in doctor.examine_packages()] == ["ok", "note", "ok"]
+    monkeypatch.setattr(doctor, "list_requirements", list)
+    assert doctor.examine_packages()[0].remedy.startswith("pip install")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_old_versions_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_versions_are_compared(version: str, specifiers: str, fits: bool) -> None:
-    assert doctor.within(version, specifiers) is fits
+    assert doctor.meets_version(version, specifiers) is fits
 
 
 def test_requirements_come_from_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +130,7 @@ def test_requirements_come_from_metadata(monkeypatch: pytest.MonkeyPatch) -> Non
     ]
     monkeypatch.setattr(metadata, "requires", lambda _: lines)
     wanted = [("torch", "<2.14,>=2.11", ""), ("a.b", ">=1", ""), ("c", "==2", "hf")]
-    assert doctor.requirements() == wanted
+    assert doctor.list_requirements() == wanted
 
 
 @pytest.mark.parametrize(
@@ -148,14 +150,14 @@ def test_the_way_it_was_installed_is_the_way_to_get_more(
     monkeypatch.setattr(metadata, "distribution", lambda _: package)
     if "cd" not in command:
         monkeypatch.setattr(Path, "cwd", lambda: Path("/a b"))
-    assert doctor.installation("hf") == command
+    assert doctor.install_command("hf") == command
 
 
 def test_topology_is_counted() -> None:
-    assert doctor.topology(TOPOLOGY) == {"NV18": 2, "SYS": 1}
-    assert doctor.topology("GPU0 X\n") == {}
+    assert doctor.count_link_kinds(TOPOLOGY) == {"NV18": 2, "SYS": 1}
+    assert doctor.count_link_kinds("GPU0 X\n") == {}
     for garbage in ("", "GPU", "GPU7 X X", "\x00\x1b[4mGPU1 NV", "GPU99999999999 X"):
-        assert doctor.topology(garbage) == {}
+        assert doctor.count_link_kinds(garbage) == {}
 
 
 def test_a_tool_that_hangs_fails_or_lies_is_survived(
@@ -168,9 +170,9 @@ def test_a_tool_that_hangs_fails_or_lies_is_survived(
         tool.write_text(f"#!/bin/sh\n{script}\n")
         tool.chmod(0o755)
         start = time.monotonic()
-        assert "topology" not in of(doctor.links(), "links")
+        assert "topology" not in of(doctor.examine_links(), "links")
         assert time.monotonic() - start < 5
-    assert doctor._output([str(tmp_path / "none")]) == ""
+    assert doctor._tool_output([str(tmp_path / "none")]) == ""
 
 
 def test_links_are_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,14 +192,14 @@ def test_links_are_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.Monk
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    monkeypatch.setattr(doctor, "SYSTEM", tmp_path)
-    found = {name: finding.value for name, finding in of(doctor.links(), "links").items()}
+    monkeypatch.setattr(doctor, "SYSFS_ROOT", tmp_path)
+    found = {name: finding.value for name, finding in of(doctor.examine_links(), "links").items()}
     found.pop("topology", None)
     found.pop("peer access", None)
     wanted = {"mlx5_0/1": "ACTIVE, 400 Gb/sec (4X NDR)", "eth0": "25 Gbit/s"}
     assert found == {**wanted, "virt": "speed unknown"}
-    assert doctor.cores() == 1
-    assert of(doctor.devices(), "devices")["memory"].value == "2.0 GiB"
+    assert doctor.count_cores() == 1
+    assert of(doctor.examine_devices(), "devices")["memory"].value == "2.0 GiB"
 
 
 def test_gpus_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,14 +215,14 @@ def test_gpus_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = SimpleNamespace(
         cuda=cuda, version=SimpleNamespace(hip=None, cuda="13"), get_num_threads=lambda: 4
     )
-    monkeypatch.setattr(doctor, "_torch", lambda: fake)
-    found = of(doctor.devices(), "devices")
+    monkeypatch.setattr(doctor, "_import_torch", lambda: fake)
+    found = of(doctor.examine_devices(), "devices")
     texts = [found[f"gpu {i}"].value for i in range(3)]
     assert texts[0] == "NVIDIA H100 PCIe, 80.0 GiB, capability 9.0, bf16, 756 TFLOP/s"
     assert texts[1].endswith("bf16") and "no bf16" in texts[2]
-    peers = of(doctor.links(), "links")["peer access"]
+    peers = of(doctor.examine_links(), "links")["peer access"]
     assert (peers.value, peers.mark) == ("2 of 3 GPU pairs", "note")
-    assert "3 GPU(s)" in doctor.advice()[0].value
+    assert "3 GPU(s)" in doctor.give_advice()[0].value
 
 
 COST = CommunicatorCost(0.02, 0.8, 0.25, 350 * 2**20, 20 * 2**20)
@@ -229,14 +231,16 @@ COST = CommunicatorCost(0.02, 0.8, 0.25, 350 * 2**20, 20 * 2**20)
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose ranks have measured."""
-    monkeypatch.setattr(doctor, "gpus", lambda: 2)
-    monkeypatch.setattr(launch, "backends", lambda: ["gloo", "nccl"])
-    monkeypatch.setattr("ranvier.tools.benchmark_communicators.measure", lambda gpus: COST)
+    monkeypatch.setattr(doctor, "count_gpus", lambda: 2)
+    monkeypatch.setattr(launch, "available_backends", lambda: ["gloo", "nccl"])
+    monkeypatch.setattr(
+        "ranvier.tools.benchmark_communicators.measure_communicator_cost", lambda gpus: COST
+    )
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_communicators_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = of(doctor.communicators(), "communicators")
+    found = of(doctor.examine_communicators(), "communicators")
     assert "two GPUs" in found["measured"].value
     assert found["first"].value.startswith("0.80 s, 350 MiB on each rank")
     assert found["each further"].value == "0.25 s, 20 MiB on each rank"
@@ -244,14 +248,16 @@ def test_communicators_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(gpus: int) -> CommunicatorCost:
         raise CommunicationError("They could not: no memory. They need some. End others.")
 
-    monkeypatch.setattr("ranvier.tools.benchmark_communicators.measure", lost)
-    (note,) = doctor.communicators()
+    monkeypatch.setattr("ranvier.tools.benchmark_communicators.measure_communicator_cost", lost)
+    (note,) = doctor.examine_communicators()
     assert note.mark == "note" and note.value == "They could not: no memory"
     assert note.remedy == "They need some. End others."
-    monkeypatch.setattr(launch, "ranks", lambda: launch.Ranks(1, 4, launcher="srun"))
-    assert "under a launcher" in doctor.communicators()[0].value
-    monkeypatch.setattr(doctor, "gpus", lambda: 0)
-    (note,) = doctor.communicators()
+    monkeypatch.setattr(
+        launch, "read_process_info", lambda: launch.ProcessInfo(1, 4, launcher="srun")
+    )
+    assert "under a launcher" in doctor.examine_communicators()[0].value
+    monkeypatch.setattr(doctor, "count_gpus", lambda: 0)
+    (note,) = doctor.examine_communicators()
     assert note.mark == "note" and "no GPU" in note.value
 
 
@@ -270,7 +276,7 @@ PLAN = ("--model.size", "llama3-1b", "--plan.pipe", "4", "--plan.row", "2", "--p
 def test_communicators_of_a_plan_are_listed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "gpus", lambda: 0)
+    monkeypatch.setattr(doctor, "count_gpus", lambda: 0)
     text = listed(capsys, *PLAN)
     lines = [line.split(maxsplit=2) for line in text.splitlines()]
     rows = [(name, value) for _, name, value in lines]
@@ -310,19 +316,21 @@ def test_plans_that_cannot_run_are_told(
 
 
 def test_launchers_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "ranks", lambda: launch.Ranks(1, 4, 1, 2, "a", 5, launcher="srun"))
-    assert "srun: rank 1 of 4" in doctor.launcher()[0].value
+    monkeypatch.setattr(
+        launch, "read_process_info", lambda: launch.ProcessInfo(1, 4, 1, 2, "a", 5, launcher="srun")
+    )
+    assert "srun: rank 1 of 4" in doctor.examine_launcher()[0].value
     monkeypatch.undo()
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    (broken,) = doctor.launcher()
+    (broken,) = doctor.examine_launcher()
     assert broken.mark == "missing" and "WORLD_SIZE" in broken.remedy
-    assert doctor.show([broken]) == 1
+    assert doctor.print_findings([broken]) == 1
 
 
 def test_full_and_closed_folders_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor._folder("cache", tmp_path / "none", "Make it.").mark == "missing"
+    assert doctor._examine_dir("cache", tmp_path / "none", "Make it.").mark == "missing"
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
-    found = doctor._folder("cache", tmp_path, "Delete something.")
+    found = doctor._examine_dir("cache", tmp_path, "Delete something.")
     assert (found.mark, found.remedy) == ("note", "Delete something.")
     assert "1 MiB free" in found.value

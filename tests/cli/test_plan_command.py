@@ -15,8 +15,8 @@ import pytest
 
 from commands import call
 from ranvier.cli import plan as command
-from ranvier.cli.main import parse
-from ranvier.cli.parsing import without
+from ranvier.cli.main import parse_run_options
+from ranvier.cli.parsing import drop_options
 from ranvier.errors import PlanError, WriteError
 from ranvier.html import scatter
 from ranvier.planner import (
@@ -29,9 +29,9 @@ from ranvier.planner import (
     search,
     search_progress,
 )
-from ranvier.planner.baselines import rivals
-from ranvier.planner.predict import Job
-from ranvier.planner.search import Result, Wish
+from ranvier.planner.baselines import find_baselines
+from ranvier.planner.predict import Workload
+from ranvier.planner.search import SearchRequest, SearchResult
 
 EIGHT = ("--cluster", "dgx-h100", "--nodes", "1", "--model.size", "llama3-8b")
 WITHOUT = """
@@ -47,9 +47,11 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 @pytest.fixture(scope="module")
-def result() -> Result:
-    job = Job(model_spec.of_size("llama3-8b"), 4096, 64)
-    return search.search(Wish(job, cluster.cluster("dgx-h100").of(nodes=2)))
+def result() -> SearchResult:
+    job = Workload(model_spec.load_shipped_spec("llama3-8b"), 4096, 64)
+    return search.search_layouts(
+        SearchRequest(job, cluster.load_cluster("dgx-h100").with_size(nodes=2))
+    )
 
 
 def test_a_named_size_needs_no_torch(tmp_path: Path) -> None:
@@ -69,9 +71,9 @@ def test_the_table_the_reasons_and_the_command(capsys: pytest.CaptureFixture[str
     assert sum(line.lstrip().startswith(("1 ", "2 ", "3 ", "4 ")) for line in head) == 3
     assert "binds" in out and "best of" in out and "FSDP" in out
     told = next(line for line in head if line.startswith("ranvier train"))
-    run = parse("train", shlex.split(told)[2:])
+    run = parse_run_options("train", shlex.split(told)[2:])
     assert run.plan.batch == 64 and run.data.seq == 4096 and run.nproc == 8
-    assert run.check(8).plan.world == 8
+    assert run.check_and_resolve(8).plan.world_size == 8
 
 
 def test_what_is_given_stays_and_json_tells_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,14 +87,16 @@ def test_what_is_given_stays_and_json_tells_all(capsys: pytest.CaptureFixture[st
         assert one["memory_bytes"] <= one["limit_bytes"]
         assert one["interval"][0] < one["seconds"] < one["interval"][1]
     assert facts["job"]["batch"] == 32 and facts["cluster"]["devices"] == 8
-    run = parse("train", shlex.split(facts["command"])[2:])
+    run = parse_run_options("train", shlex.split(facts["command"])[2:])
     assert run.plan.row == 2 and run.plan.recompute == "full" and run.plan.batch == 32
 
 
 def test_what_was_given_stays_in_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--plan.pipe", "2", "--plan.credits", "3", "--plan.overlap", "dx", "--plan.compile")
     assert call("plan", *EIGHT, *given, "off", "--json", "-") == 0
-    run = parse("train", shlex.split(json.loads(capsys.readouterr().out)["command"])[2:])
+    run = parse_run_options(
+        "train", shlex.split(json.loads(capsys.readouterr().out)["command"])[2:]
+    )
     plan = run.plan
     assert (plan.pipe, plan.credits, plan.overlap, plan.compile) == (2, 3, ("dx",), "off")
 
@@ -182,7 +186,7 @@ def test_what_is_offered_works_when_it_is_typed(
     assert offered
     for name, value in offered:
         dropped = {name.replace("-", "_")} | ({"nodes", "devices"} if "." not in name else set())
-        typed = [*without(words, dropped), f"--{name}", value, "--json", "-"]
+        typed = [*drop_options(words, dropped), f"--{name}", value, "--json", "-"]
         assert call("plan", *typed) == 0, (name, value)
         assert json.loads(capsys.readouterr().out)["fit"] > 0
 
@@ -232,7 +236,7 @@ def test_an_output_that_cannot_be_written_is_refused_first(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(command, "search", _nothing)
+    monkeypatch.setattr(command, "search_layouts", _nothing)
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_text("")
     (tmp_path / "loop").symlink_to("loop")
@@ -250,21 +254,21 @@ def test_outputs_are_checked_as_a_user_without_rights_and_left_alone(
 ) -> None:
     old = tmp_path / "old.json"
     old.write_text("kept")
-    output_files.check(str(old), "-", "")
+    output_files.check_outputs(str(old), "-", "")
     assert old.read_text() == "kept" and [*tmp_path.iterdir()] == [old]
     for same in (("-", "-"), (str(old), str(tmp_path / "." / "old.json"))):
         with pytest.raises(PlanError, match="the same output"):
-            output_files.check(*same)
+            output_files.check_outputs(*same)
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(output_files.tempfile, "TemporaryFile", full)
     with pytest.raises(WriteError, match="No space left on device"):
-        output_files.check(str(tmp_path / "new.json"))
+        output_files.check_outputs(str(tmp_path / "new.json"))
     monkeypatch.setattr(Path, "open", lambda *_: full())
     with pytest.raises(WriteError, match="No space left"):
-        output_files.check(str(old))
+        output_files.check_outputs(str(old))
 
 
 @pytest.mark.parametrize(
@@ -282,9 +286,9 @@ def test_outputs_are_checked_as_a_user_without_rights_and_left_alone(
 def test_a_batch_that_nobody_gave_grows_with_the_devices(
     parameters: float, seq: int, devices: int, batch: int, reason: str
 ) -> None:
-    found, why = request.usual_batch(int(parameters), seq, devices)
+    found, why = request.default_batch(int(parameters), seq, devices)
     assert found == batch and reason in why
-    sizes = [request.usual_batch(int(parameters), seq, 2**n)[0] for n in range(18)]
+    sizes = [request.default_batch(int(parameters), seq, 2**n)[0] for n in range(18)]
     assert sizes == sorted(sizes)
 
 
@@ -306,59 +310,70 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_the_best_so_far_is_told(
-    terminal: bool, result: Result, monkeypatch: pytest.MonkeyPatch
+    terminal: bool, result: SearchResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(search_progress, "BLINK", 0.0)
+    monkeypatch.setattr(search_progress, "REDRAW_INTERVAL", 0.0)
     clock = iter(range(1000))
     monkeypatch.setattr(search_progress.time, "perf_counter", lambda: 0.4 * next(clock))
-    slow, fast = result.found[-1], result.best
-    with search_progress.Lines() as lines:
+    slow, fast = result.feasible_candidates[-1], result.best
+    with search_progress.SearchProgressPrinter() as lines:
         for count, found in enumerate((slow, slow, fast, fast, fast), 1):
-            lines.report(found, count)
+            lines.report_best(found, count)
     said = stream.getvalue()
     assert said.count("\n") == (0 if terminal else 2)
-    assert explain.layout(slow) in said and explain.layout(fast) in said and "per step" in said
+    assert (
+        explain.describe_candidate(slow) in said
+        and explain.describe_candidate(fast) in said
+        and "per step" in said
+    )
     assert said.endswith("\r" if terminal else "\n")
 
 
 def test_a_first_layout_comes_before_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """On 16,384 devices the grids alone take a while to count."""
-    job = Job(model_spec.of_size("llama3-405b"), 4096, 16384)
-    asked = Wish(job, cluster.cluster("dgx-h100").of(nodes=2048))
+    job = Workload(model_spec.load_shipped_spec("llama3-405b"), 4096, 16384)
+    asked = SearchRequest(job, cluster.load_cluster("dgx-h100").with_size(nodes=2048))
 
     class EnoughError(Exception):
         pass
 
     seen = list[str]()
-    monkeypatch.setattr(search, "LONGEST_LOOK", 60.0)
-    monkeypatch.setattr(search, "grids", lambda _: (_ for _ in ()).throw(EnoughError))
+    monkeypatch.setattr(search, "MAX_FIRST_LOOK_SECONDS", 60.0)
+    monkeypatch.setattr(search, "valid_grids", lambda _: (_ for _ in ()).throw(EnoughError))
     with pytest.raises(EnoughError):
-        search.search(asked, report=lambda one, _: seen.append(explain.layout(one)))
+        search.search_layouts(
+            asked, report=lambda one, _: seen.append(explain.describe_candidate(one))
+        )
     assert seen
 
 
 def test_progress_ends_with_the_best_and_changes_nothing() -> None:
-    asked = Wish(
-        Job(model_spec.of_size("llama3-1b"), 4096, 64), cluster.cluster("dgx-h100").of(devices=2)
+    asked = SearchRequest(
+        Workload(model_spec.load_shipped_spec("llama3-1b"), 4096, 64),
+        cluster.load_cluster("dgx-h100").with_size(devices=2),
     )
     seen = list[tuple[str, int]]()
-    told = search.search(asked, report=lambda one, n: seen.append((explain.layout(one), n)))
-    assert [one.layout for one in told.found] == [one.layout for one in search.search(asked).found]
-    assert seen[-1] == (explain.layout(told.best), told.count)
+    told = search.search_layouts(
+        asked, report=lambda one, n: seen.append((explain.describe_candidate(one), n))
+    )
+    assert [one.candidate for one in told.feasible_candidates] == [
+        one.candidate for one in search.search_layouts(asked).feasible_candidates
+    ]
+    assert seen[-1] == (explain.describe_candidate(told.best), told.num_candidates)
 
 
-def test_all_who_are_told_are_ranked(result: Result) -> None:
-    rows = explain.distinct(result.found, 5)
+def test_all_who_are_told_are_ranked(result: SearchResult) -> None:
+    rows = explain.distinct_candidates(result.feasible_candidates, 5)
     assert len({tuple(one.plan.degrees.values()) for one in rows}) == 5
     assert rows[0] is result.best
-    why = " ".join(explain.why(result))
-    for name, one in rivals(result.found, 8).items():
-        if one.prediction.total > 1.01 * result.best.prediction.total:
-            assert f"best {name} layout ({explain.layout(one)})" in why
-    assert explain.reason(result).count("\n") == 0
+    why = " ".join(explain.explain_choice(result))
+    for name, one in find_baselines(result.feasible_candidates, 8).items():
+        if one.prediction.step_seconds > 1.01 * result.best.prediction.step_seconds:
+            assert f"best {name} layout ({explain.describe_candidate(one)})" in why
+    assert explain.summarize_choice(result).count("\n") == 0
 
 
 POINT = """
@@ -373,11 +388,11 @@ plot.dispatchEvent(new PointerEvent("pointermove", {
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 def test_a_browser_draws_it_and_points(
-    result: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    result: SearchResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scatter, "HOVER", scatter.HOVER + POINT)
+    monkeypatch.setattr(scatter, "HOVER_SCRIPT", scatter.HOVER_SCRIPT + POINT)
     file = tmp_path / "plan.html"
-    text = html_report.page(result, title="a <b> & c", top=5, command="ranvier train")
+    text = html_report.render_report(result, title="a <b> & c", top=5, command="ranvier train")
     file.write_text(text, encoding="utf-8")
     words = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
     words += ["--virtual-time-budget=2000", f"--user-data-dir={tmp_path / 'profile'}"]
@@ -386,15 +401,21 @@ def test_a_browser_draws_it_and_points(
     ).stdout
     assert 'data-points="' in seen, seen[:500]
     count = int(seen.partition('data-points="')[2].partition('"')[0])
-    shown = [one for one in (*result.found, *result.tight) if html_report.is_shown(one, result)]
+    shown = [
+        one
+        for one in (*result.feasible_candidates, *result.oversized_candidates)
+        if html_report.is_shown(one, result)
+    ]
     assert count == len(shown) > 100
     told = seen.partition('class="told muted">')[2].partition("</p>")[0]
     assert "micro-batch" in told and "tok/s" in told
     assert 'class="ring"' in seen
 
 
-def test_the_page_needs_nothing_else(result: Result) -> None:
-    text = html_report.page(result, title="a <b> & c", top=5, command="ranvier train --x '<y>'")
+def test_the_page_needs_nothing_else(result: SearchResult) -> None:
+    text = html_report.render_report(
+        result, title="a <b> & c", top=5, command="ranvier train --x '<y>'"
+    )
     assert "a &lt;b&gt; &amp; c" in text and "&lt;y&gt;" in text
     assert "http" not in text.replace("http-equiv", "") and "default-src 'none'" in text
     for name in ("All layouts", "Where the time goes", "Rivals", "Memory of the best"):

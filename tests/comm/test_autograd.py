@@ -27,7 +27,7 @@ Twin = Callable[[list[Tensor], int], list[Tensor]]
 
 
 def ragged(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return autograd.swap(x, axis, COUNTS[axis.index], [row[axis.index] for row in COUNTS])
+    return autograd.all_to_all(x, axis, COUNTS[axis.index], [row[axis.index] for row in COUNTS])
 
 
 def ragged_twin(xs: list[Tensor], dim: int) -> list[Tensor]:
@@ -36,13 +36,13 @@ def ragged_twin(xs: list[Tensor], dim: int) -> list[Tensor]:
 
 
 PAIRS: dict[str, Pair] = {
-    "gather": lambda x, axis, dim: autograd.gather(x, axis, dim),
-    "sum_scatter": lambda x, axis, dim: autograd.sum_scatter(x, axis, dim),
-    "share": lambda x, axis, dim: autograd.share(x, axis),
-    "total": lambda x, axis, dim: autograd.total(x, axis),
-    "split": lambda x, axis, dim: autograd.split(x, axis, dim),
-    "join": lambda x, axis, dim: autograd.join(x, axis, dim),
-    "swap": lambda x, axis, dim: autograd.swap(x, axis),
+    "gather": lambda x, axis, dim: autograd.all_gather(x, axis, dim),
+    "sum_scatter": lambda x, axis, dim: autograd.reduce_scatter(x, axis, dim),
+    "share": lambda x, axis, dim: autograd.copy_to_axis(x, axis),
+    "total": lambda x, axis, dim: autograd.reduce_from_axis(x, axis),
+    "split": lambda x, axis, dim: autograd.scatter_to_axis(x, axis, dim),
+    "join": lambda x, axis, dim: autograd.gather_from_axis(x, axis, dim),
+    "swap": lambda x, axis, dim: autograd.all_to_all(x, axis),
     "ragged swap": ragged,
 }
 TWINS: dict[str, Twin] = {
@@ -57,20 +57,24 @@ TWINS: dict[str, Twin] = {
 }
 ONE_INPUT, ONE_OUTPUT = {"share", "split"}, {"total", "join"}
 BREAKS = {
-    "gather": ("_Gather", autograd._gathered, autograd._taken),
+    "gather": ("_AllGather", autograd._run_all_gather, autograd._clone_local_slice),
     "sum_scatter": (
-        "_SumScatter",
-        autograd._scattered,
+        "_ReduceScatter",
+        autograd._run_reduce_scatter,
         lambda x, axis, dim: torch.cat([x] * N, dim),
     ),
-    "share": ("_Share", autograd._same, autograd._same),
-    "total": ("_Total", autograd._reduced, autograd._reduced),
-    "split": ("_Split", autograd._taken, lambda x, axis, dim: torch.cat([x] * N, dim)),
-    "join": ("_Join", autograd._gathered, autograd._scattered),
-    "swap": ("_Swap", autograd._sent, lambda x, axis, counts: x),
+    "share": ("_CopyToAxis", autograd._view_identity, autograd._view_identity),
+    "total": ("_ReduceFromAxis", autograd._run_all_reduce, autograd._run_all_reduce),
+    "split": (
+        "_ScatterToAxis",
+        autograd._clone_local_slice,
+        lambda x, axis, dim: torch.cat([x] * N, dim),
+    ),
+    "join": ("_GatherFromAxis", autograd._run_all_gather, autograd._run_reduce_scatter),
+    "swap": ("_AllToAll", autograd._run_all_to_all, lambda x, axis, counts: x),
     "ragged swap": (
-        "_Swap",
-        autograd._sent,
+        "_AllToAll",
+        autograd._run_all_to_all,
         lambda x, axis, counts: torch.zeros(sum(counts[0]), 3),
     ),
 }
@@ -123,7 +127,7 @@ def broken(grid: Grid) -> dict[str, list[str]]:
     found = {}
     for name, (attribute, forward, backward) in BREAKS.items():
         right = getattr(autograd, attribute)
-        setattr(autograd, attribute, autograd._pair("Broken", forward, backward))
+        setattr(autograd, attribute, autograd._make_dual_function("Broken", forward, backward))
         try:
             found[name] = compare(grid.axis("row"), name, 0)
         finally:
@@ -144,18 +148,18 @@ def composed(grid: Grid) -> list[float]:
     axis = grid.axis("row")
     x, up, down = random(1, (2, 8, 6)), random(2, (6, 8)), random(3, (8, 6))
     part = [
-        autograd.take(x, axis, 1).clone().requires_grad_(),
-        autograd.take(up, axis, 1).clone().requires_grad_(),
-        autograd.take(down, axis, 0).clone().requires_grad_(),
+        autograd.local_slice(x, axis, 1).clone().requires_grad_(),
+        autograd.local_slice(up, axis, 1).clone().requires_grad_(),
+        autograd.local_slice(down, axis, 0).clone().requires_grad_(),
     ]
 
     def mean(y: Tensor) -> Tensor:
-        return autograd.share(autograd.total(y.sum(), axis), axis) / 8
+        return autograd.copy_to_axis(autograd.reduce_from_axis(y.sum(), axis), axis) / 8
 
     def model(x: Tensor, up: Tensor, down: Tensor, on_ranks: bool) -> Tensor:
-        h = (autograd.gather(x, axis, 1) if on_ranks else x) @ up
+        h = (autograd.all_gather(x, axis, 1) if on_ranks else x) @ up
         y = h.tanh() @ down
-        y = autograd.sum_scatter(y, axis, 1) if on_ranks else y
+        y = autograd.reduce_scatter(y, axis, 1) if on_ranks else y
         return (y.sin() * (mean(y) if on_ranks else y.sum() / 8)).sum()
 
     model(*part, on_ranks=True).backward()  # type: ignore[call-arg]
@@ -164,7 +168,7 @@ def composed(grid: Grid) -> list[float]:
     errors = []
     for mine, serial, dim in zip(part, whole, (1, 1, 0), strict=True):
         assert mine.grad is not None and serial.grad is not None
-        want = autograd.take(serial.grad, axis, dim)
+        want = autograd.local_slice(serial.grad, axis, dim)
         errors.append(((mine.grad - want).abs().max() / want.abs().max()).item())
     return errors
 
@@ -191,8 +195,8 @@ def recorded(grid: Grid) -> dict[str, Any]:
     axis, found = grid.axis("row"), {}
     for name, pair in PAIRS.items():
         x = inputs(name)[axis.index].requires_grad_()
-        with grid.trace.recording() as events:
-            with grid.trace.at(name):
+        with grid.trace.record_events() as events:
+            with grid.trace.named_scope(name):
                 y = pair(x, axis, 0)
             y.sum().backward()
         found[name] = [(event.op, event.where, event.bytes) for event in events]
@@ -216,10 +220,10 @@ def test_one_rank_does_nothing() -> None:
     for name, pair in PAIRS.items():
         if name != "ragged swap":
             assert pair(x, axis, 0) is x
-    assert autograd.take(x, axis, 1) is not None
+    assert autograd.local_slice(x, axis, 1) is not None
 
 
 def test_parts_must_be_equal() -> None:
     """A rest would be dropped without a word."""
     with pytest.raises(AssertionError):
-        autograd.take(torch.ones(5), Grid({"row": 2}).axis("row"), 0)
+        autograd.local_slice(torch.ones(5), Grid({"row": 2}).axis("row"), 0)

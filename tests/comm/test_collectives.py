@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pool import Pool, RankError
 from ranvier.comm import collectives
-from ranvier.comm.collectives import Pending
+from ranvier.comm.collectives import PendingTensor
 from ranvier.errors import CommunicationError
 from ranvier.grid import Axis, Grid
 
@@ -105,24 +105,24 @@ def handles(grid: Grid) -> list[str]:
         expect(lines, f"tensor {seed}", value, want)
         if pending.wait() is not value:
             lines.append("a second wait gave another tensor")
-    alone: list[Callable[[], Pending]] = [
+    alone: list[Callable[[], PendingTensor]] = [
         lambda: collectives.all_gather(a, one, 1),
         lambda: collectives.reduce_scatter(a, one, 1),
         lambda: collectives.all_reduce(a, one),
         lambda: collectives.all_to_all(a, one),
         lambda: collectives.broadcast(a, one),
     ]
-    grid.trace.last.clear()
-    with grid.trace.recording() as events:
+    grid.trace.recent_ops.clear()
+    with grid.trace.record_events() as events:
         lines += ["not the same tensor" for call in alone if call().wait() is not a]
-    return lines + [f"recorded {event}" for event in events] + grid.trace.last
+    return lines + [f"recorded {event}" for event in events] + grid.trace.recent_ops
 
 
 def events_of(grid: Grid) -> list[tuple[str, tuple[str, ...], int, str, bool, bool]]:
     """What is recorded: operation, axis, bytes, place, times in order, done."""
     axis = grid.axis("row")
     x = torch.ones(4, 3)
-    with grid.trace.recording() as events, grid.trace.at("here"):
+    with grid.trace.record_events() as events, grid.trace.named_scope("here"):
         pending = [
             collectives.all_gather(x, axis),
             collectives.reduce_scatter(x, axis),
@@ -139,8 +139,10 @@ def events_of(grid: Grid) -> list[tuple[str, tuple[str, ...], int, str, bool, bo
             event.axis,
             event.bytes,
             event.where,
-            (event.issued or 9e9) <= (event.waited or 0.0) <= (event.resumed or 0.0),
-            event.done is not None and event.issued is not None and event.issued <= event.done,
+            (event.issue_time or 9e9) <= (event.wait_time or 0.0) <= (event.resume_time or 0.0),
+            event.done_time is not None
+            and event.issue_time is not None
+            and event.issue_time <= event.done_time,
         )
         for event in events
     ]
@@ -178,11 +180,11 @@ def test_events(pool: Pool) -> None:
 def swapped(grid: Grid, check: bool) -> tuple[str, float, float]:
     """Two sums of equal shape, which rank 1 issues in the other order."""
     axis, sums = grid.axis("row"), {}
-    grid.trace.check = check
+    grid.trace.check_collectives = check
     places = ("a", "b") if grid.rank == 0 else ("b", "a")
     try:
         for place in places:
-            with grid.trace.at(place):
+            with grid.trace.named_scope(place):
                 value = torch.tensor(1.0 if place == "a" else 10.0)
                 sums[place] = collectives.all_reduce(value, axis).wait().item()
     except CommunicationError as error:
@@ -192,8 +194,8 @@ def swapped(grid: Grid, check: bool) -> tuple[str, float, float]:
 
 def agreeing(grid: Grid) -> list[str]:
     """Right programs stay right in debug mode: all verbs, ragged ones, messages of some ranks."""
-    grid.trace.check = True
-    return results(grid) + (one_message(grid.axis("row")) if grid.world > 2 else [])
+    grid.trace.check_collectives = True
+    return results(grid) + (one_message(grid.axis("row")) if grid.world_size > 2 else [])
 
 
 def one_message(axis: Axis) -> list[str]:
@@ -209,7 +211,7 @@ def one_message(axis: Axis) -> list[str]:
 
 def unlike(grid: Grid, kind: str) -> str:
     """What debug mode says of a collective that rank 1 issues in another way."""
-    grid.trace.check = True
+    grid.trace.check_collectives = True
     axis, odd = grid.axis("row"), grid.rank == 1
     x = torch.ones(4, 2)
     try:
@@ -220,7 +222,7 @@ def unlike(grid: Grid, kind: str) -> str:
         elif kind == "dtype":
             collectives.all_reduce(x.double() if odd else x, axis).wait()
         elif kind == "long":
-            with grid.trace.at("·" * 200 + str(grid.rank)):
+            with grid.trace.named_scope("·" * 200 + str(grid.rank)):
                 collectives.all_reduce(x.double() if odd else x, axis).wait()
     except CommunicationError as error:
         return str(error)
@@ -257,11 +259,11 @@ def test_debug_mode_accepts_right_programs(pool: Pool) -> None:
 def lose(grid: Grid, when: str) -> None:
     """Rank 1 vanishes; rank 0 has to say so."""
     axis = grid.axis("row")
-    with grid.trace.at("before"):
+    with grid.trace.named_scope("before"):
         collectives.all_reduce(torch.ones(3), axis).wait()
     if grid.rank == 1 and when == "at once":
         os._exit(3)
-    with grid.trace.at("block 7"):
+    with grid.trace.named_scope("block 7"):
         pending = collectives.all_gather(torch.ones(1000), axis)
         if grid.rank == 1:
             os._exit(3)

@@ -22,7 +22,7 @@ from ranvier.comm import autograd, collectives
 from ranvier.grid import Axis, Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
 from ranvier.parallel.parallelize import parallelize
-from ranvier.trace import communication, difference
+from ranvier.trace import communication_events, diff_events
 
 SEND = [[1, 2], [3, 0]]
 """Rows of a ragged exchange."""
@@ -42,12 +42,12 @@ def strict() -> None:
 
 def all_pairs(x: Tensor, w: Tensor, axis: Axis) -> Tensor:
     """Every pair once, with arithmetic between them; x: `[3, n, 6]`."""
-    h = autograd.gather(x, axis, 1) @ w  # (3, 2n, 6)
-    y = autograd.sum_scatter(h.tanh(), axis, 1)  # (3, n, 6)
-    mean = autograd.share(autograd.total(y.mean(), axis), axis)
-    y = autograd.join(autograd.split(y, axis, -1).sin(), axis, -1)
-    z = autograd.swap(y, axis, SEND[axis.index], [row[axis.index] for row in SEND])
-    z = autograd.swap(autograd.gather(z.sum(0, keepdim=True), axis, 0), axis) * mean
+    h = autograd.all_gather(x, axis, 1) @ w  # (3, 2n, 6)
+    y = autograd.reduce_scatter(h.tanh(), axis, 1)  # (3, n, 6)
+    mean = autograd.copy_to_axis(autograd.reduce_from_axis(y.mean(), axis), axis)
+    y = autograd.gather_from_axis(autograd.scatter_to_axis(y, axis, -1).sin(), axis, -1)
+    z = autograd.all_to_all(y, axis, SEND[axis.index], [row[axis.index] for row in SEND])
+    z = autograd.all_to_all(autograd.all_gather(z.sum(0, keepdim=True), axis, 0), axis) * mean
     return z.square().sum()
 
 
@@ -65,7 +65,7 @@ def call(
     generator = torch.Generator().manual_seed(10 * axis.index + seed)
     x = torch.randn(3, tokens, 6, dtype=torch.float64, generator=generator).requires_grad_()
     w = torch.randn(6, 6, dtype=torch.float64, generator=generator).requires_grad_()
-    with axis.trace.recording() as events:
+    with axis.trace.record_events() as events:
         loss = function(x, w, axis)
         loss.backward()
     assert x.grad is not None and w.grad is not None
@@ -88,7 +88,7 @@ def against_eager(grid: Grid, backend: str, name: str) -> list[str]:
         if not max(errors) <= 1e-12 * abs(want):
             lines.append(f"turn {turn}: {errors}")
         if turn == 0:
-            lines += difference(expected, recorded)
+            lines += diff_events(expected, recorded)
         elif turn == 1 and recorded:
             lines.append(f"traced again: {recorded}")
         lines += [f"{event} has a time" for event in recorded if event.issued is not None]
@@ -118,19 +118,19 @@ def decoder(grid: Grid) -> tuple[list[str], list[str]]:
         torch.manual_seed(0)
         model = parallelize(Decoder(config).double(), grid)
         run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-        model.parallel.queue.begin("train")  # type: ignore[union-attr]
-        with grid.trace.recording() as events:
+        model.parallel.bucket_scheduler.begin_step("train")  # type: ignore[union-attr]
+        with grid.trace.record_events() as events:
             loss = run(tokens, tokens.roll(1, 1))
             loss.backward()
         state = gradients(model.parallel)  # type: ignore[arg-type]
-        found.append((loss.item(), state, communication(events)))
+        found.append((loss.item(), state, communication_events(events)))
     (want, wanted, expected), (have, grads, recorded) = found
     lines = [] if abs(have - want) <= 1e-12 * want else [f"loss {have} instead of {want}"]
     for name, (grad, place) in wanted.items():
         error = (grads[name][0] - grad).abs().max().item()
         if not error <= 1e-12 * grad.abs().max() or grads[name][1] != place:
             lines.append(f"gradient of {name} differs by {error}")
-    return lines, difference(expected, recorded)
+    return lines, diff_events(expected, recorded)
 
 
 @pytest.mark.full

@@ -15,15 +15,17 @@ ORDERS = [None, [0, 2, 1, 3], [3, 1, 0, 2]]
 
 def words_of_each(grid: Grid) -> list[str]:
     """What each rank in turn says of itself."""
-    ranks = range(grid.world)
-    return [consensus.told(f"I am {grid.rank}", grid, "cpu", rank=rank) for rank in ranks]
+    ranks = range(grid.world_size)
+    return [consensus.broadcast_text(f"I am {grid.rank}", grid, "cpu", rank=rank) for rank in ranks]
 
 
 def facts_differ(grid: Grid) -> tuple[list[str], str]:
     """Two ranks have other facts, and complain."""
     odd = grid.rank in (1, 2)
-    lines = consensus.differences({"seed": "2" if odd else "1"}, grid, "cpu")
-    return lines, consensus.complaint(f"rank {grid.rank} complains" if odd else "", grid, "cpu")
+    lines = consensus.find_rank_differences({"seed": "2" if odd else "1"}, grid, "cpu")
+    return lines, consensus.broadcast_first_error(
+        f"rank {grid.rank} complains" if odd else "", grid, "cpu"
+    )
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -37,6 +39,6 @@ def test_a_rank_is_the_same_in_every_order(pool: Pool, order: list[int] | None) 
 
 def test_the_axis_of_all_ranks_has_each_at_its_number() -> None:
     for rank in range(4):
-        axis = Grid({"pipe": 2, "row": 2}, rank=rank, order=[3, 1, 0, 2]).everyone()
+        axis = Grid({"pipe": 2, "row": 2}, rank=rank, order=[3, 1, 0, 2]).world_axis()
         assert axis.index == rank and axis.ranks == (0, 1, 2, 3)
         assert Counter(axis.names) == Counter(["pipe", "row"])

@@ -31,8 +31,15 @@ from ranvier.comm.p2p import (
     encode_form,
 )
 from ranvier.grid import Grid
-from ranvier.pipeline.executor import Step
-from ranvier.pipeline.traffic import WAYS, Seat, link, links, messages, orders
+from ranvier.pipeline.executor import PipelineStep
+from ranvier.pipeline.traffic import (
+    MESSAGE_KINDS,
+    StageSpec,
+    channel_links,
+    count_orders,
+    link_channel,
+    micro_batch_events,
+)
 
 LR, CLIP = 1e-2, 0.5
 PATIENCE_SECONDS = 5.0
@@ -91,7 +98,7 @@ class OrderedTransfer:
 def blocking_device(device: BlockingDevice) -> Iterator[None]:
     """Have transfers run in order on a device, and each job load modules before and after."""
     queues: dict[_Link, queue.SimpleQueue[OrderedTransfer]] = {}
-    launch, do, names = _Link.launch, Step._do, itertools.count()
+    launch, do, names = _Link.launch_transfer, PipelineStep._run_job, itertools.count()
 
     def work(waiting: queue.SimpleQueue[OrderedTransfer]) -> None:
         while True:
@@ -111,12 +118,15 @@ def blocking_device(device: BlockingDevice) -> Iterator[None]:
         queues[self].put(transfer)
         return transfer
 
-    def done(self: Step, job: Any) -> None:
+    def done(self: PipelineStep, job: Any) -> None:
         device.load()
         do(self, job)
         device.load()
 
-    with mock.patch.object(_Link, "launch", launched), mock.patch.object(Step, "_do", done):
+    with (
+        mock.patch.object(_Link, "launch_transfer", launched),
+        mock.patch.object(PipelineStep, "_run_job", done),
+    ):
         yield
 
 
@@ -166,33 +176,33 @@ def exchange(grid: Grid, holds: bool) -> float:
     holds: whether they wait until it is taken, posting receives meanwhile; the job loads a module.
     """
     here, device = torch.device("cpu"), BlockingDevice()
-    channels = RendezvousLinks(grid, here, ["up", "down"], functools.partial(link, 2))
-    transport = RendezvousTransport(grid, here, WAYS, links=channels, leads=True)
+    channels = RendezvousLinks(grid, here, ["up", "down"], functools.partial(link_channel, 2))
+    transport = RendezvousTransport(grid, here, MESSAGE_KINDS, links=channels, leads=True)
     me, other = grid.index["pipe"], 1 - grid.index["pipe"]
-    mine, theirs = ((WAYS[stage], 0) for stage in (me, other))
-    transport.expect(theirs, other, 1)
-    transport.promise(mine, other, 1)
-    transport.start()
+    mine, theirs = ((MESSAGE_KINDS[stage], 0) for stage in (me, other))
+    transport.expect_messages(theirs, other, 1)
+    transport.promise_messages(mine, other, 1)
+    transport.start_listening()
     with blocking_device(device):
         transport.send(mine, 0, torch.full((2,), float(me)), other)
         transport._made_messages.clear()
-        transport.post(Transfer("send", mine, 0, other, ((2,), torch.float32)))
+        transport.post_transfer(Transfer("send", mine, 0, other, ((2,), torch.float32)))
         while holds and not transport.can_compute:
             seen = transport.version
             transfer = transport.next_transfer()
             if transfer is None:
-                transport.wait(seen, PATIENCE_SECONDS)
+                transport.wait_for_change(seen, PATIENCE_SECONDS)
             else:
-                transport.post(transfer)
+                transport.post_transfer(transfer)
         device.load()
-        while transport.arrived[theirs] == 0:
+        while transport.num_arrived[theirs] == 0:
             seen = transport.version
             transfer = transport.next_transfer()
             if transfer is not None:
-                transport.post(transfer)
-            elif transport.arrived[theirs] == 0:
-                transport.wait(seen, PATIENCE_SECONDS)
-    return transport.take(theirs)[0].item()
+                transport.post_transfer(transfer)
+            elif transport.num_arrived[theirs] == 0:
+                transport.wait_for_change(seen, PATIENCE_SECONDS)
+    return transport.take_message(theirs)[0].item()
 
 
 def test_stages_with_messages_for_each_other_go_on() -> None:
@@ -211,7 +221,7 @@ def test_stages_with_messages_for_each_other_go_on() -> None:
 @pytest.mark.parametrize("spread", [False, True])
 def test_no_communicator_has_a_circle_of_stages(stages: int, chunks: int, spread: bool) -> None:
     """All messages of one go one way, and each joins two stages that nothing else joins."""
-    found = links(stages, chunks, spread=spread)
+    found = channel_links(stages, chunks, spread=spread)
     for channel, pairs in found.items():
         assert len({sender < to for sender, to in pairs}) == 1, channel
         tree = {stage: {stage} for stage in range(stages)}
@@ -223,17 +233,21 @@ def test_no_communicator_has_a_circle_of_stages(stages: int, chunks: int, spread
     assert {"up", "down"} <= set(found)
     assert ("wrap up" in found) == (stages > 2 and chunks > 1)
     for stage in range(stages):
-        sends = [e for e in messages(Seat(stage, stages, chunks, spread), 1) if e.op == "send"]
+        sends = [
+            e
+            for e in micro_batch_events(StageSpec(stage, stages, chunks, spread), 1)
+            if e.op == "send"
+        ]
         mine = [pair for pairs in found.values() for pair in pairs if pair[0] == stage]
         assert bool(sends) == bool(mine)
 
 
 def test_orders_count_jobs_and_transfers() -> None:
     """A stage in the middle sends and receives two messages of each micro-batch."""
-    seat = Seat(1, 4, 1)
-    assert orders(seat, 8, dynamic=False, split=False, rendezvous=False) == 0
-    assert orders(seat, 8, dynamic=True, split=False, rendezvous=False) == 16
-    assert orders(seat, 8, dynamic=False, split=False, rendezvous=True) == 16 + 32 + 1
+    seat = StageSpec(1, 4, 1)
+    assert count_orders(seat, 8, dynamic=False, split=False, rendezvous=False) == 0
+    assert count_orders(seat, 8, dynamic=True, split=False, rendezvous=False) == 16
+    assert count_orders(seat, 8, dynamic=False, split=False, rendezvous=True) == 16 + 32 + 1
 
 
 def test_a_form_survives_its_numbers() -> None:

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ranvier.config.plan import AXES, RUNTIME, Plan, divisors, nearest_multiple
+from ranvier.config.plan import AXES, RUNNABLE_AXES, Plan, divisors, nearest_multiple
 from ranvier.errors import PlanError, ShardingError
 from ranvier.grid import Grid
-from ranvier.sharding import INNER, OUTER, WEIGHTS, Sharding
+from ranvier.sharding import INNER_RULES, OUTER_RULE, WEIGHT_RULE, Sharding
 
 SIZES = {"embed": 24, "heads": 8, "kv_heads": 4, "mlp": 24, "vocab": 10, "seq": 12}
 
@@ -23,7 +23,7 @@ SIZES = {"embed": 24, "heads": 8, "kv_heads": 4, "mlp": 24, "vocab": 10, "seq": 
 def problems(plan: Plan, world: int, **sizes: int) -> list[str]:
     """The problems that `check` reports."""
     with pytest.raises(PlanError) as caught:
-        plan.check({**SIZES, **sizes}, world)
+        plan.check_and_resolve({**SIZES, **sizes}, world)
     assert str(caught.value).splitlines() == caught.value.problems
     return caught.value.problems
 
@@ -34,22 +34,22 @@ def only(plan: Plan, world: int, **sizes: int) -> str:
 
 
 def test_good_plan_is_resolved() -> None:
-    plan = Plan(depth=2, row=2, batch=24).check(SIZES, 12)
-    assert (plan.data, plan.world, plan.replicas) == (3, 12, 6)
-    assert (plan.micro_batch, plan.micro_batches) == (4, 1)
-    assert plan.check(SIZES, 12) == plan
-    assert Plan(depth=2, batch=24, micro_batch=2).check(SIZES, 4).micro_batches == 3
+    plan = Plan(depth=2, row=2, batch=24).check_and_resolve(SIZES, 12)
+    assert (plan.data, plan.world_size, plan.num_replicas) == (3, 12, 6)
+    assert (plan.micro_batch, plan.num_micro_batches) == (4, 1)
+    assert plan.check_and_resolve(SIZES, 12) == plan
+    assert Plan(depth=2, batch=24, micro_batch=2).check_and_resolve(SIZES, 4).num_micro_batches == 3
 
 
 def test_any_degree_can_be_inferred() -> None:
-    for axis in RUNTIME:
+    for axis in RUNNABLE_AXES:
         degrees: dict[str, Any] = {"data": 1, axis: -1}
         assert Plan(**degrees).resolve(2).degrees[axis] == 2
 
 
 def test_check_needs_no_processes_and_changes_nothing() -> None:
     plan = Plan()
-    plan.check(SIZES, 1)
+    plan.check_and_resolve(SIZES, 1)
     assert plan == Plan()
     assert not torch.distributed.is_initialized()
     with pytest.raises(FrozenInstanceError):
@@ -78,7 +78,7 @@ def test_world_of_a_full_plan() -> None:
     )
 
 
-@pytest.mark.parametrize("axis", [axis for axis in AXES if axis not in RUNTIME])
+@pytest.mark.parametrize("axis", [axis for axis in AXES if axis not in RUNNABLE_AXES])
 def test_axis_without_runtime_is_named(axis: str) -> None:
     degrees: dict[str, Any] = {axis: 2}
     text = only(Plan(**degrees), 2)
@@ -136,8 +136,8 @@ def test_col_splits_samples_or_features() -> None:
     text = only(plan, 4)
     assert text.startswith("col=4 does not divide micro_batch=6.")
     assert text.endswith("Use micro_batch=4, or col in 1, 2, 3, 6, or inner='features'.")
-    replace(plan, micro_batch=4).check(SIZES, 4)
-    replace(plan, inner="features").check(SIZES, 4)
+    replace(plan, micro_batch=4).check_and_resolve(SIZES, 4)
+    replace(plan, inner="features").check_and_resolve(SIZES, 4)
     assert "inner='features'" not in only(plan, 4, heads=6, kv_heads=6).split("Use")[1]
 
 
@@ -145,7 +145,7 @@ def test_no_micro_batch_of_the_share_fits_col() -> None:
     plan = Plan(data=2, col=4, batch=6)
     text = only(plan, 8)
     assert "Use batch=8 and micro_batch=4, or col in 1, 3" in text
-    replace(plan, batch=8, micro_batch=4).check(SIZES, 8)
+    replace(plan, batch=8, micro_batch=4).check_and_resolve(SIZES, 8)
 
 
 def test_neither_samples_nor_features_fit_col() -> None:
@@ -174,7 +174,7 @@ def test_kv_heads_neither_split_nor_shared() -> None:
     text = only(Plan(row=6), 6, heads=12, kv_heads=4)
     assert text.startswith("row=6 neither divides nor is a multiple of kv_heads=4.")
     assert text.endswith("Use row in 2, 4, 8.")
-    Plan(row=12).check({**SIZES, "heads": 12}, 12)
+    Plan(row=12).check_and_resolve({**SIZES, "heads": 12}, 12)
 
 
 def test_all_problems_at_once() -> None:
@@ -198,12 +198,12 @@ def test_all_problems_at_once() -> None:
 def test_experts_divide() -> None:
     sizes = {**SIZES, "expert": 6, "expert_mlp": 18}
     with pytest.raises(PlanError) as caught:
-        Plan(expert=4, row=2, col=2, batch=32).check(sizes, 16)
+        Plan(expert=4, row=2, col=2, batch=32).check_and_resolve(sizes, 16)
     text = "\n".join(caught.value.problems)
     assert "expert=4 does not divide experts=6." in text
     assert "row·col=4 does not divide expert_mlp=18." in text
     assert "or experts=8." in text
-    assert Plan(expert=2, col=2, batch=8).check(sizes, 4).replicas == 2
+    assert Plan(expert=2, col=2, batch=8).check_and_resolve(sizes, 4).num_replicas == 2
 
 
 def test_problems_that_stop_inference_hide_no_others() -> None:
@@ -247,16 +247,16 @@ def test_plan_accepts_what_sharding_can_cut(
     sizes = {"heads": heads, "kv_heads": kv_heads, "embed": embed, "mlp": mlp, "vocab": 7}
     plan = Plan(row=row, col=col, inner=inner, batch=col, micro_batch=col)
     try:
-        plan.check(sizes, row * col)
+        plan.check_and_resolve(sizes, row * col)
         accepted = True
     except PlanError:
         accepted = False
     degrees = dict.fromkeys(AXES, 1) | {"row": row, "col": col}
     try:
-        for rule in (WEIGHTS, OUTER, INNER[plan.inner]):
+        for rule in (WEIGHT_RULE, OUTER_RULE, INNER_RULES[plan.inner]):
             for dim, size in sizes.items():
                 elements = size if dim == "mlp" else size * 4  # its units are elements
-                Sharding.make([elements], [dim], rule, degrees, units=sizes | {"vocab": 28})
+                Sharding.from_dims([elements], [dim], rule, degrees, units=sizes | {"vocab": 28})
         cut = True
     except ShardingError:
         cut = False
@@ -301,16 +301,16 @@ def test_pipelines_that_cannot_be(plan: Plan, start: str, end: str) -> None:
 
 def test_a_pipeline_has_several_micro_batches_unless_told_otherwise() -> None:
     sizes = {**SIZES, "layers": 6}
-    plan = Plan(pipe=2, data=2, batch=32).check(sizes, 4)
-    assert (plan.micro_batch, plan.micro_batches) == (2, 8)
-    assert Plan(pipe=2, data=2, batch=8).check(sizes, 4).micro_batches == 4
-    split = Plan(pipe=2, col=2, batch=8).check(sizes, 4)
-    assert (split.micro_batch, split.micro_batches) == (2, 4), "col splits the samples"
-    assert Plan(pipe=2, batch=8, micro_batch=8).check(sizes, 2).micro_batches == 1
-    assert Plan(batch=8).check(sizes, 1).micro_batches == 1
+    plan = Plan(pipe=2, data=2, batch=32).check_and_resolve(sizes, 4)
+    assert (plan.micro_batch, plan.num_micro_batches) == (2, 8)
+    assert Plan(pipe=2, data=2, batch=8).check_and_resolve(sizes, 4).num_micro_batches == 4
+    split = Plan(pipe=2, col=2, batch=8).check_and_resolve(sizes, 4)
+    assert (split.micro_batch, split.num_micro_batches) == (2, 4), "col splits the samples"
+    assert Plan(pipe=2, batch=8, micro_batch=8).check_and_resolve(sizes, 2).num_micro_batches == 1
+    assert Plan(batch=8).check_and_resolve(sizes, 1).num_micro_batches == 1
 
 
 def test_an_order_names_each_axis_once() -> None:
     assert "order='rwo' is not known" in only(Plan(order=("rwo",)), 1)
     assert "names an axis twice" in only(Plan(order=("row", "row")), 1)
-    assert Plan(order=("row", "pipe")).placed[-2:] == ("row", "pipe")
+    assert Plan(order=("row", "pipe")).axis_order[-2:] == ("row", "pipe")

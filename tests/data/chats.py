@@ -9,9 +9,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from ranvier.data.chat.template import template_of
-from ranvier.data.chat.tokenize import Chat
-from ranvier.data.tokenizer import tokenizer_of
+from ranvier.data.chat.template import load_chat_template
+from ranvier.data.chat.tokenize import ChatEncoder
+from ranvier.data.tokenizer import load_tokenizer
 
 SPECIALS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|bot|>", "<|eot|>"]
 TEXTS = [
@@ -114,7 +114,7 @@ def folder_of(folder: Path, template: str | list[dict[str, str]], kind: str = "l
     return folder
 
 
-def chat_of(folder: Path, template: str = "") -> Chat:
+def chat_of(folder: Path, template: str = "") -> ChatEncoder:
     """The chat of a folder."""
-    words = tokenizer_of(folder, folder)
-    return Chat(template_of(words, folder, template), words)
+    words = load_tokenizer(folder, folder)
+    return ChatEncoder(load_chat_template(words, folder, template), words)

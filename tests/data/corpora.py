@@ -9,14 +9,14 @@ import numpy as np
 
 from ranvier.data.cache import index_pairs
 from ranvier.data.corpus import Corpus
-from ranvier.data.indexed_dataset import PairWriter
+from ranvier.data.indexed_dataset import IndexedDatasetBuilder
 
 
 def write_pair(prefix: Path, documents: Sequence[Sequence[int]], dtype: str = "<u2") -> Path:
     """A pair of documents; its prefix."""
-    writer = PairWriter(prefix, dtype)
+    writer = IndexedDatasetBuilder(prefix, dtype)
     for document in documents:
-        writer.add(np.array(document, np.int64))
+        writer.add_document(np.array(document, np.int64))
     writer.close()
     return prefix
 

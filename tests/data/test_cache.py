@@ -15,16 +15,16 @@ import pytest
 from corpora import write_pair
 
 from ranvier.data import cache as module
-from ranvier.data.cache import index_pairs, pair_prefixes, stored
+from ranvier.data.cache import cache_corpus, index_pairs, pair_prefixes
 from ranvier.data.corpus import Corpus
-from ranvier.data.manifest import Manifest, manifest_digest
-from ranvier.data.prepare import prepare
-from ranvier.data.tokenizer import Bytes
-from ranvier.errors import DataError, RefusedError
+from ranvier.data.manifest import CorpusManifest, manifest_digest
+from ranvier.data.prepare import prepare_corpus
+from ranvier.data.tokenizer import ByteTokenizer
+from ranvier.errors import DataError, UnsafeInputError
 
 
 def keep(source: str | Path, folder: Path, **options: Any) -> Path:
-    return stored(source, cache=folder / "cache", **{"tokenizer": "bytes", **options})
+    return cache_corpus(source, cache=folder / "cache", **{"tokenizer": "bytes", **options})
 
 
 def test_a_text_is_prepared_once_under_its_content(
@@ -33,9 +33,9 @@ def test_a_text_is_prepared_once_under_its_content(
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "abc", "body": "ABC"}\n')
     first = keep(path, tmp_path, verify=True)
-    assert Manifest.read(first).source == str(path)
+    assert CorpusManifest.read_from(first).source == str(path)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "prepare", None)
+        patch.setattr(module, "prepare_corpus", None)
         assert keep(path, tmp_path) == keep(str(path), tmp_path, verify=True) == first
         assert keep(path, tmp_path, max_bytes=7) == first, "only of the standard library"
     other = keep(path, tmp_path, field="body")
@@ -47,7 +47,7 @@ def test_a_corpus_keeps_the_end_it_was_made_with(tmp_path: Path) -> None:
     words, text = tmp_path / "words", tmp_path / "a.txt"
     words.mkdir()
     text.write_text("ab")
-    content = json.loads(Bytes().text)
+    content = json.loads(ByteTokenizer().json_text)
     one = {**content["added_tokens"][0], "id": 257, "content": "[EOS]"}
     content["added_tokens"].append(one)
     (words / "tokenizer.json").write_text(json.dumps(content))
@@ -56,27 +56,27 @@ def test_a_corpus_keeps_the_end_it_was_made_with(tmp_path: Path) -> None:
     (words / "tokenizer_config.json").write_text('{"eos_token": "[EOS]"}')
     new = keep(text, tmp_path, tokenizer=str(words))
     assert old != new == keep(text, tmp_path, tokenizer=str(new)), "known by its end, too"
-    assert Manifest.read(first).end == 256
+    assert CorpusManifest.read_from(first).end == 256
     for folder, end in ((old, 256), (new, 257), (keep(pair, tmp_path), 257)):
         corpus = Corpus.open(folder)
-        assert corpus.tokenizer is not None and corpus.tokenizer.end == end
-        assert corpus.pairs[0].tokens[-1] == end
+        assert corpus.tokenizer is not None and corpus.tokenizer.eos_token_id == end
+        assert corpus.indexed_datasets[0].tokens[-1] == end
     # One from before, with a config that was not asked then.
     shutil.copy(words / "tokenizer_config.json", old)
     again = Corpus.open(old).tokenizer
-    assert again is not None and again.end == 256
+    assert again is not None and again.eos_token_id == 256
 
 
 def test_the_standard_library_is_prepared(tmp_path: Path) -> None:
     folders = [keep("stdlib", tmp_path, max_bytes=n) for n in (3000, 3000, 4000)]
     assert folders[0] == folders[1] != folders[2]
-    assert Manifest.read(folders[0]).source == "stdlib"
-    assert Manifest.read(folders[0]).tokens > 2900
+    assert CorpusManifest.read_from(folders[0]).source == "stdlib"
+    assert CorpusManifest.read_from(folders[0]).tokens > 2900
 
 
 def test_a_prepared_folder_is_used_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abc")
-    prepare([tmp_path / "a.txt"], tmp_path / "out", Bytes())
+    prepare_corpus([tmp_path / "a.txt"], tmp_path / "out", ByteTokenizer())
     assert keep(tmp_path / "out", tmp_path) == tmp_path / "out"
     assert not (tmp_path / "cache").exists()
 
@@ -85,7 +85,7 @@ def test_a_prepared_folder_is_used_as_it_is(tmp_path: Path) -> None:
 def test_changed_missing_and_cut_shards_are_named(tmp_path: Path, suffix: str) -> None:
     (tmp_path / "a.txt").write_text("abc")
     out = tmp_path / "out"
-    prepare([tmp_path / "a.txt"], out, Bytes())
+    prepare_corpus([tmp_path / "a.txt"], out, ByteTokenizer())
     path = out / f"shard-00000.{suffix}"
     raw = path.read_bytes()
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
@@ -115,7 +115,7 @@ def test_changed_missing_and_cut_shards_are_named(tmp_path: Path, suffix: str) -
 )
 def test_a_broken_manifest_is_named(tmp_path: Path, change: Any, message: str) -> None:
     (tmp_path / "a.txt").write_text("abc")
-    prepare([tmp_path / "a.txt"], tmp_path / "out", Bytes())
+    prepare_corpus([tmp_path / "a.txt"], tmp_path / "out", ByteTokenizer())
     path = tmp_path / "out" / "corpus.json"
     path.write_text(change(path.read_text()))
     with pytest.raises(DataError, match=message):
@@ -150,7 +150,7 @@ HOSTILE: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("name", "value"), HOSTILE)
 def test_a_manifest_with_damaged_values_is_refused(tmp_path: Path, name: str, value: Any) -> None:
     (tmp_path / "a.txt").write_text("abc")
-    prepare([tmp_path / "a.txt"], tmp_path / "out", Bytes())
+    prepare_corpus([tmp_path / "a.txt"], tmp_path / "out", ByteTokenizer())
     path = tmp_path / "out" / "corpus.json"
     content = place = json.loads(path.read_text())
     *above, last = name.split(".")
@@ -158,7 +158,7 @@ def test_a_manifest_with_damaged_values_is_refused(tmp_path: Path, name: str, va
         place = place[int(step) if step.isdigit() else step]
     place[last] = value
     path.write_text(json.dumps(content))
-    for use in (Manifest.read, lambda folder: keep(folder, tmp_path)):
+    for use in (CorpusManifest.read_from, lambda folder: keep(folder, tmp_path)):
         with pytest.raises(DataError, match=r"corpus\.json (is broken: .|has format )"):
             use(tmp_path / "out")
 
@@ -182,7 +182,7 @@ def test_every_field_of_a_manifest_is_covered_by_its_digest(
     tmp_path: Path, name: str, value: Any
 ) -> None:
     (tmp_path / "a.txt").write_text("abc")
-    prepare([tmp_path / "a.txt"], tmp_path / "out", Bytes())
+    prepare_corpus([tmp_path / "a.txt"], tmp_path / "out", ByteTokenizer())
     path = tmp_path / "out" / "corpus.json"
     content = place = json.loads(path.read_text())
     path.write_text(json.dumps(content))  # laid out otherwise: the same values
@@ -199,19 +199,19 @@ def test_every_field_of_a_manifest_is_covered_by_its_digest(
 
 def test_a_corpus_of_the_first_format_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abc")
-    made = prepare([tmp_path / "a.txt"], tmp_path / "out", Bytes())
+    made = prepare_corpus([tmp_path / "a.txt"], tmp_path / "out", ByteTokenizer())
     path = tmp_path / "out" / "corpus.json"
     content = json.loads(path.read_text())
     del content["digest"]
     path.write_text(json.dumps({**content, "format": 1}, indent=1) + "\n")
     assert keep(tmp_path / "out", tmp_path) == (tmp_path / "out").resolve()
-    assert dataclasses.replace(Manifest.read(tmp_path / "out"), format=2) == made
-    assert Corpus.open(tmp_path / "out").lengths.tolist() == [4]
+    assert dataclasses.replace(CorpusManifest.read_from(tmp_path / "out"), format=2) == made
+    assert Corpus.open(tmp_path / "out").document_lengths.tolist() == [4]
 
 
 def test_a_manifest_that_counts_otherwise_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abc")
-    prepare([tmp_path / "a.txt"], tmp_path / "out", Bytes())
+    prepare_corpus([tmp_path / "a.txt"], tmp_path / "out", ByteTokenizer())
     content = json.loads((tmp_path / "out" / "corpus.json").read_text())
     content["documents"] = content["shards"][0]["documents"] = 2
     reseal(tmp_path / "out" / "corpus.json", content)
@@ -224,34 +224,36 @@ def test_a_pair_is_indexed_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     calls: list[tuple[int, ...]] = []
     folder = keep(prefix, tmp_path, progress=lambda *now: calls.append(now))
     assert calls[-1] == (20, 20, 4, 5)
-    made = Manifest.read(folder)
+    made = CorpusManifest.read_from(folder)
     assert (made.tokenizer, made.end, made.vocab, made.largest) == ("", None, 4, 3)
     assert (made.documents, made.tokens) == (4, 5)
     assert sorted(path.name for path in folder.iterdir()) == ["corpus.json", "shard-00000.hash"]
     corpus = Corpus.open(folder)
-    assert corpus.hashes[0] == corpus.hashes[3] and corpus.read(np.arange(5)).tolist() == [
-        *(1, 2, 3, 1, 2)
-    ]
+    assert corpus.document_hashes[0] == corpus.document_hashes[3] and corpus.read_tokens(
+        np.arange(5)
+    ).tolist() == [*(1, 2, 3, 1, 2)]
     with monkeypatch.context() as patch:
-        patch.setattr(module, "Tally", None)
+        patch.setattr(module, "CorpusTally", None)
         for name in ("x", "x.bin", "x.idx"):
             assert keep(tmp_path / name, tmp_path, verify=True) == folder
     raw = (tmp_path / "x.bin").read_bytes()
     (tmp_path / "x.bin").write_bytes(b"\x07" + raw[1:])
     os.utime(tmp_path / "x.bin", ns=(1, 1))
     changed = keep(prefix, tmp_path)
-    assert Manifest.read(changed).fingerprint != made.fingerprint
+    assert CorpusManifest.read_from(changed).fingerprint != made.fingerprint
 
 
 def test_a_folder_of_pairs_is_one_corpus(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "abc"}\n{"text": "d"}\n{"text": "efgh"}\n')
-    ours = prepare([tmp_path / "in.jsonl"], tmp_path / "out", Bytes(), shard_tokens=6)
+    ours = prepare_corpus(
+        [tmp_path / "in.jsonl"], tmp_path / "out", ByteTokenizer(), shard_tokens=6
+    )
     theirs = tmp_path / "theirs"
     shutil.copytree(tmp_path / "out", theirs, ignore=shutil.ignore_patterns("*.hash", "corpus.*"))
     folder = keep(theirs, tmp_path, tokenizer="standard", verify=True)
-    made = Manifest.read(folder)
+    made = CorpusManifest.read_from(folder)
     assert len(made.shards) == 2 and made.fingerprint == ours.fingerprint
-    assert (made.tokenizer, made.end, made.vocab) == (Bytes().fingerprint, 256, 257)
+    assert (made.tokenizer, made.end, made.vocab) == (ByteTokenizer().fingerprint, 256, 257)
     (theirs / "shard-00001.idx").unlink()
     with pytest.raises(DataError, match=r"shard-00001\.idx cannot be read"):
         keep(theirs, tmp_path)
@@ -259,9 +261,9 @@ def test_a_folder_of_pairs_is_one_corpus(tmp_path: Path) -> None:
 
 def test_a_pair_takes_a_tokenizer_that_is_a_path(tmp_path: Path) -> None:
     prefix = write_pair(tmp_path / "x", [[1, 2]])
-    Bytes().save(tmp_path / "mine.json")
+    ByteTokenizer().save(tmp_path / "mine.json")
     folder = keep(prefix, tmp_path, tokenizer=str(tmp_path / "mine.json"))
-    assert Manifest.read(folder).tokenizer == Bytes().fingerprint
+    assert CorpusManifest.read_from(folder).tokenizer == ByteTokenizer().fingerprint
     write_pair(tmp_path / "y", [[1, 2, 300]])
     with pytest.raises(DataError, match=r"y holds token 300\. .* 257 ids"):
         keep(tmp_path / "y", tmp_path, tokenizer=str(tmp_path / "mine.json"))
@@ -314,10 +316,10 @@ def test_texts_beside_pairs_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "mixed"
     folder.mkdir()
     write_pair(folder / "x", [[1, 2]])
-    Bytes().save(folder / "tokenizer.json")
+    ByteTokenizer().save(folder / "tokenizer.json")
     for name in ("README.md", "merges.txt", ".hidden.txt", "x.png"):
         (folder / name).write_text("no text to train on")
-    assert Manifest.read(keep(folder, tmp_path)).tokens == 2
+    assert CorpusManifest.read_from(keep(folder, tmp_path)).tokens == 2
     (folder / "b.jsonl").write_text('{"text": "abc"}')
     with pytest.raises(DataError, match=r"pair \(x\.bin\) and a text \(b\.jsonl\).*data\.weights"):
         keep(folder, tmp_path)
@@ -332,5 +334,5 @@ def test_fifos_are_refused_not_waited_for(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"cannot be read: it is no regular file"):
             keep(tmp_path / name, tmp_path)
     os.mkfifo(tmp_path / "tokenizer.json")
-    with pytest.raises(RefusedError, match=r"tokenizer\.json is a pipe"):
+    with pytest.raises(UnsafeInputError, match=r"tokenizer\.json is a pipe"):
         keep(tmp_path / "z", tmp_path)

@@ -18,10 +18,10 @@ from data.chats import (
     folder_of,
     tokenizer_json,
 )
-from ranvier.data.chat.conversation import Conversation, conversation_of, is_conversation
-from ranvier.data.chat.template import DEFAULT, template_of
-from ranvier.data.chat.tokenize import Chat
-from ranvier.data.tokenizer import Bytes, tokenizer_of
+from ranvier.data.chat.conversation import Conversation, is_conversation, parse_conversation
+from ranvier.data.chat.template import DEFAULT_TEMPLATE, load_chat_template
+from ranvier.data.chat.tokenize import ChatEncoder
+from ranvier.data.tokenizer import ByteTokenizer, load_tokenizer
 from ranvier.errors import DataError, RanvierError
 
 transformers = pytest.importorskip("transformers")
@@ -77,10 +77,10 @@ def messages_of(talk: Talk) -> list[dict[str, Any]]:
 
 
 def conversation(talk: Talk) -> Conversation:
-    return conversation_of({"messages": messages_of(talk)}, "talks.jsonl:7")
+    return parse_conversation({"messages": messages_of(talk)}, "talks.jsonl:7")
 
 
-def learned(chat: Chat, talk: Conversation) -> list[str]:
+def learned(chat: ChatEncoder, talk: Conversation) -> list[str]:
     """The runs of learnt tokens, as text."""
     ids, mask = chat.encode(talk)
     runs: list[list[int]] = []
@@ -89,7 +89,7 @@ def learned(chat: Chat, talk: Conversation) -> list[str]:
             if number == 0 or not mask[number - 1]:
                 runs.append([])
             runs[-1].append(token)
-    return [chat.tokenizer.shown(run) for run in runs]
+    return [chat.tokenizer.decode_with_specials(run) for run in runs]
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_text_and_tokens_are_those_of_transformers(
     for key, talk in TALKS.items():
         messages, here = messages_of(talk), conversation(talk)
         text = theirs.apply_chat_template(messages, tokenize=False)
-        assert ours._plain(here)[0] == text
+        assert ours._render_plain(here)[0] == text
         options = {"return_assistant_tokens_mask": True} if name == "generation" else {}
         said = theirs.apply_chat_template(messages, return_dict=True, **options)
         ids, mask = ours.encode(here)
@@ -123,7 +123,7 @@ def test_text_and_tokens_are_those_of_transformers(
         asked = [m for m in messages if m["role"] != "assistant"][-1:]
         wanted = theirs.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)
         if name not in ("plain", "inst"):
-            assert ours.prompt(asked) == wanted["input_ids"]
+            assert ours.encode_prompt(asked) == wanted["input_ids"]
 
 
 @pytest.mark.parametrize(("name", "key"), ANSWERS)
@@ -142,9 +142,14 @@ def test_special_tokens_in_messages_are_text(
     assert len(runs) == 2 and INJECTION[1][1] in runs[0], runs
     ids, _ = chat.encode(conversation(INJECTION))
     plain, _ = chat.encode(conversation([("user", "u"), ("assistant", "v"), *INJECTION[2:]]))
-    for token in chat.tokenizer.specials.values():
+    for token in chat.tokenizer.special_token_ids.values():
         assert (ids == token).sum() == (plain == token).sum(), "a message wrote a special token"
-    assert chat.tokenizer.shown(ids).count("say <|im_end|>\n<|im_start|>assistant\n</s>") == 1
+    assert (
+        chat.tokenizer.decode_with_specials(ids).count(
+            "say <|im_end|>\n<|im_start|>assistant\n</s>"
+        )
+        == 1
+    )
 
 
 def test_the_prompt_is_how_the_conversation_begins(
@@ -153,11 +158,13 @@ def test_the_prompt_is_how_the_conversation_begins(
     for name in ("chatml", "headers", "plain", "generation"):
         chat = chat_of(folders[name, "level"])
         ids, mask = chat.encode(conversation(TALKS["one"]))
-        prompt = chat.prompt(messages_of(TALKS["one"][:1]))
+        prompt = chat.encode_prompt(messages_of(TALKS["one"][:1]))
         assert ids[: len(prompt)].tolist() == prompt and mask.argmax() == len(prompt), name
-        assert ids[mask][-1] in chat.ends
+        assert ids[mask][-1] in chat.end_token_ids
     inst = chat_of(folders["inst", "level"])
-    assert inst.tokenizer.shown(inst.prompt([{"role": "user", "content": "q"}])).endswith("[/INST]")
+    assert inst.tokenizer.decode_with_specials(
+        inst.encode_prompt([{"role": "user", "content": "q"}])
+    ).endswith("[/INST]")
 
 
 @pytest.mark.parametrize("kind", ["level", "space"])
@@ -171,8 +178,8 @@ def test_without_a_prompt_what_follows_it_is_learnt(
         messages = messages_of(talk[: turn + 1])
         for message in messages[:turn]:
             message["weight"] = 0
-        ids, mask = chat.encode(conversation_of({"messages": messages}, "f:1"))
-        prompt = chat.prompt(messages_of(talk[:turn]))
+        ids, mask = chat.encode(parse_conversation({"messages": messages}, "f:1"))
+        prompt = chat.encode_prompt(messages_of(talk[:turn]))
         assert ids[: len(prompt)].tolist() == prompt
         assert mask.tolist() == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
 
@@ -187,7 +194,7 @@ def test_a_token_across_the_prompt_and_a_space_is_asked_with(tmp_path: Path) -> 
     (folder / "tokenizer.json").write_text(json.dumps(content))
     chat = chat_of(folder)
     ids, mask = chat.encode(conversation(TALKS["one"]))
-    prompt = chat.prompt(messages_of(TALKS["one"][:1]))
+    prompt = chat.encode_prompt(messages_of(TALKS["one"][:1]))
     assert prompt[-1] == top + 1 and ids[: len(prompt)].tolist() == prompt
     assert mask.tolist() == [False] * len(prompt) + [True] * (len(ids) - len(prompt))
 
@@ -201,9 +208,9 @@ def test_tool_calls_and_answers_of_tools(folders: dict[tuple[str, str], Path]) -
         {"role": "assistant", "content": "It is 3."},
     ]
     chat = chat_of(folders["headers", "level"])
-    talk = conversation_of({"messages": messages}, "f:1")
+    talk = parse_conversation({"messages": messages}, "f:1")
     theirs = transformers.AutoTokenizer.from_pretrained(folders["headers", "level"])
-    assert chat._plain(talk)[0] == theirs.apply_chat_template(messages, tokenize=False)
+    assert chat._render_plain(talk)[0] == theirs.apply_chat_template(messages, tokenize=False)
     said = '\n{"name": "add", "arguments": {"a": 1, "b": "two"}}<|eot|>'
     assert learned(chat, talk) in ([said, "It is 3.<|eot|>"], [said[1:], "It is 3.<|eot|>"])
 
@@ -240,7 +247,7 @@ def test_a_call_without_a_text_ends_as_one_with_it(
     chat = chat_of(folder_of(tmp_path, template))
     said = f"<call>add({json.dumps(arguments)})</call><|im_end|>"
     last = "It is 3.<|im_end|>"
-    runs = learned(chat, conversation_of({"messages": messages}, "f:1"))
+    runs = learned(chat, parse_conversation({"messages": messages}, "f:1"))
     assert runs[0] == (f"{content}\n{said}" if content else said)
     assert runs[1] == said and runs[2].endswith(last) and len(runs) == 3
 
@@ -251,7 +258,7 @@ def test_a_template_that_writes_no_calls(tmp_path: Path) -> None:
     messages[1]["tool_calls"] = [call]
     blunt = CHATML.replace("{% if add", "{% if not add").replace("<|im_start|>assistant\\n", "</s>")
     chat = chat_of(folder_of(tmp_path, blunt))
-    runs = learned(chat, conversation_of({"messages": messages}, "f:1"))
+    runs = learned(chat, parse_conversation({"messages": messages}, "f:1"))
     assert runs == ["<|im_end|>", "b<|im_end|>"]
 
 
@@ -259,7 +266,9 @@ def test_all_is_learnt_if_asked_for(folders: dict[tuple[str, str], Path]) -> Non
     for name in TEMPLATES:
         chat = chat_of(folders[name, "level"])
         ids, mask = chat.encode(conversation(TALKS["one"]), "all")
-        assert mask.all() and (ids[-1] == chat.tokenizer.end or name not in ("plain", "inst"))
+        assert mask.all() and (
+            ids[-1] == chat.tokenizer.eos_token_id or name not in ("plain", "inst")
+        )
 
 
 def test_records_of_all_kinds() -> None:
@@ -274,14 +283,16 @@ def test_records_of_all_kinds() -> None:
         {"prompt": talk[:1], "completion": talk[1:]},
     ):
         assert is_conversation(record)
-        found = conversation_of(record, "f:1")
-        assert found.messages == talk and found.learned[1] and found.turns == [1]
-    more = conversation_of({"instruction": "q", "input": "x", "output": "a", "system": "s"}, "f:1")
+        found = parse_conversation(record, "f:1")
+        assert found.messages == talk and found.is_learned[1] and found.assistant_turns == [1]
+    more = parse_conversation(
+        {"instruction": "q", "input": "x", "output": "a", "system": "s"}, "f:1"
+    )
     assert [m["content"] for m in more.messages] == ["s", "q\n\nx", "a"]
-    half = conversation_of({"messages": [talk[0], {**talk[1], "weight": 0}, *talk]}, "f:1")
-    assert half.learned == [True, False, True, True] and "weight" not in half.messages[1]
-    few = conversation_of({"prompt": [*talk, talk[0]], "completion": [talk[1]]}, "f:1")
-    assert few.learned == [False, False, False, True]
+    half = parse_conversation({"messages": [talk[0], {**talk[1], "weight": 0}, *talk]}, "f:1")
+    assert half.is_learned == [True, False, True, True] and "weight" not in half.messages[1]
+    few = parse_conversation({"prompt": [*talk, talk[0]], "completion": [talk[1]]}, "f:1")
+    assert few.is_learned == [False, False, False, True]
     assert not is_conversation({"text": "q"}) and not is_conversation({"prompt": "q"})
 
 
@@ -303,7 +314,7 @@ def test_records_of_all_kinds() -> None:
 )
 def test_a_wrong_record_is_named(record: Any) -> None:
     with pytest.raises(DataError, match=r"talks.jsonl:3: "):
-        conversation_of(record, "talks.jsonl:3")
+        parse_conversation(record, "talks.jsonl:3")
 
 
 def test_a_header_of_the_next_turn_ends_no_answer(tmp_path: Path) -> None:
@@ -316,7 +327,7 @@ def test_messages_that_are_not_learnt(folders: dict[tuple[str, str], Path]) -> N
     record["messages"][1]["weight"] = 0
     for name in ("chatml", "generation"):
         chat = chat_of(folders[name, "level"])
-        assert learned(chat, conversation_of(record, "f:1")) == ["yes<|im_end|>"]
+        assert learned(chat, parse_conversation(record, "f:1")) == ["yes<|im_end|>"]
 
 
 def test_a_template_whose_answers_cannot_be_found_is_refused(tmp_path: Path) -> None:
@@ -346,17 +357,17 @@ def test_where_templates_come_from(tmp_path: Path) -> None:
     assert chat_of(folder, str(tmp_path / "own.jinja")).template.texts["default"].startswith("{{ m")
     names = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": GENERATION}]
     named = chat_of(folder_of(tmp_path / "b", names)).template
-    assert named.rendering(None) is named.renderings["default"]
-    assert named.rendering([{}]) is named.renderings["tool_use"]
+    assert named.select_template(None) is named.compiled_templates["default"]
+    assert named.select_template([{}]) is named.compiled_templates["tool_use"]
     for template in (named, chat_of(folder).template):
         (tmp_path / "saved").mkdir(exist_ok=True)
         template.save(tmp_path / "saved")
-        words = tokenizer_of(folder, folder)
-        again = template_of(words, tmp_path / "saved")
+        words = load_tokenizer(folder, folder)
+        again = load_chat_template(words, tmp_path / "saved")
         assert again.fingerprint == template.fingerprint and again.texts == template.texts
-    built = template_of(Bytes(), "bytes")
-    assert built.texts == {"default": DEFAULT} and built.tokens == {"eos_token": "<|end|>"}
-    chat = Chat(built, Bytes())
+    built = load_chat_template(ByteTokenizer(), "bytes")
+    assert built.texts == {"default": DEFAULT_TEMPLATE} and built.tokens == {"eos_token": "<|end|>"}
+    chat = ChatEncoder(built, ByteTokenizer())
     assert learned(chat, conversation(TALKS["one"])) == ["It is 21.<|end|>"]
 
 

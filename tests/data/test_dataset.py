@@ -12,9 +12,9 @@ import pytest
 from corpora import write_pair
 
 from ranvier.data import dataset
-from ranvier.data.dataset import Data, open_data, stored_all
+from ranvier.data.dataset import RunData, cache_corpora, open_data
 from ranvier.data.manifest import manifest_digest
-from ranvier.data.tokenizer import Bytes
+from ranvier.data.tokenizer import ByteTokenizer
 from ranvier.errors import DataError, PlanError
 
 
@@ -26,10 +26,10 @@ def folders(tmp_path: Path) -> list[Path]:
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     write_pair(tmp_path / "c", [[1, 2, 300], [4]])
     inputs = [str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c")]
-    return stored_all(inputs, cache=tmp_path / "cache", tokenizer="bytes", verify=True)
+    return cache_corpora(inputs, cache=tmp_path / "cache", tokenizer="bytes", verify=True)
 
 
-def opened(folders: list[Path], **options: object) -> Data:
+def opened(folders: list[Path], **options: object) -> RunData:
     return open_data(folders, **{"seq": 8, "seed": 0, **options})  # type: ignore[arg-type]
 
 
@@ -37,22 +37,28 @@ def test_corpora_are_mixed_and_described(folders: list[Path]) -> None:
     data = opened(folders, weights=[1, 1, 2], held_out=0.2)
     assert data.train.quotas == [2500, 2500, 5000]
     assert data.vocab == 301
-    assert isinstance(data.tokenizer, Bytes)
-    assert data.held_out is not None
-    aside = sum(stream.documents for stream in data.held_out.streams)
-    assert sum(stream.documents for stream in data.train.streams) + aside == 52
-    assert len(data.lines) == 3
-    assert "a.jsonl: 40 documents, " in data.lines[0] and "share 25.00%" in data.lines[0]
-    assert Bytes().fingerprint in data.lines[0] and "tokenizer unknown" in data.lines[2]
-    data.check(301)
+    assert isinstance(data.tokenizer, ByteTokenizer)
+    assert data.validation is not None
+    aside = sum(stream.num_documents for stream in data.validation.streams)
+    assert sum(stream.num_documents for stream in data.train.streams) + aside == 52
+    assert len(data.summary_lines) == 3
+    assert (
+        "a.jsonl: 40 documents, " in data.summary_lines[0]
+        and "share 25.00%" in data.summary_lines[0]
+    )
+    assert (
+        ByteTokenizer().fingerprint in data.summary_lines[0]
+        and "tokenizer unknown" in data.summary_lines[2]
+    )
+    data.check_vocab(301)
     with pytest.raises(DataError, match=r"c\.bin: document 0 has token 300 at offset 2"):
-        data.check(300)
+        data.check_vocab(300)
 
 
 def test_without_weights_tokens_count(folders: list[Path]) -> None:
     data = opened(folders)
-    tokens = [stream.tokens for stream in data.train.streams]
-    assert data.held_out is None
+    tokens = [stream.num_tokens for stream in data.train.streams]
+    assert data.validation is None
     assert [round(n / 100) for n in data.train.quotas] == [
         round(100 * n / sum(tokens)) for n in tokens
     ]
@@ -73,16 +79,16 @@ def test_the_fingerprint_follows_corpora_and_shares(folders: list[Path]) -> None
 def test_held_out_samples_do_not_depend_on_the_seed(folders: list[Path]) -> None:
     read = []
     for seed in (0, 1):
-        held_out = opened(folders, seed=seed, held_out=0.3).held_out
+        held_out = opened(folders, seed=seed, held_out=0.3).validation
         assert held_out is not None
-        read.append([held_out.sample(n).tokens.tolist() for n in range(held_out.windows)])
+        read.append([held_out.read_sample(n).tokens.tolist() for n in range(held_out.num_windows)])
     assert read[0] == read[1]
 
 
 def test_a_corpus_without_weight_is_not_read(folders: list[Path]) -> None:
     data = opened(folders, weights=[1, 0, 0], held_out=0.2)
-    assert {data.train.pick(n)[0] for n in range(200)} == {0}
-    assert data.held_out is not None and len(data.held_out.streams) == 1
+    assert {data.train.pick_stream(n)[0] for n in range(200)} == {0}
+    assert data.validation is not None and len(data.validation.streams) == 1
 
 
 def test_tokenizers_must_agree_and_need_no_library(
@@ -92,9 +98,9 @@ def test_tokenizers_must_agree_and_need_no_library(
     mine.write_text(json.dumps({"model": {"vocab": {"</s>": 400}}}))
     write_pair(tmp_path / "d", [[1, 2]])
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    other = stored_all([str(tmp_path / "d")], cache=tmp_path / "cache", tokenizer=str(mine))
+    other = cache_corpora([str(tmp_path / "d")], cache=tmp_path / "cache", tokenizer=str(mine))
     data = opened(other)
-    assert data.tokenizer is not None and data.tokenizer.end == 400 and data.vocab == 401
+    assert data.tokenizer is not None and data.tokenizer.eos_token_id == 400 and data.vocab == 401
     with pytest.raises(DataError, match=r"different tokenizers: .*a\.jsonl: .*, .*d: "):
         opened([folders[0], other[0]])
     assert opened([folders[2], other[0]]).tokenizer is not None
@@ -132,13 +138,13 @@ def test_the_tokenizer_beside_the_tokens_must_be_theirs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert opened(folders[::-1]).tokenizer == Bytes()
+    assert opened(folders[::-1]).tokenizer == ByteTokenizer()
     assert opened(folders[2:]).tokenizer is None
     path = folders[0] / "tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_text()), indent=2))
-    assert opened(folders).tokenizer == Bytes(), "layout does not count"
+    assert opened(folders).tokenizer == ByteTokenizer(), "layout does not count"
     change(path)
-    both = rf"tokenizer\.json {message}.* names the tokenizer {Bytes().fingerprint}"
+    both = rf"tokenizer\.json {message}.* names the tokenizer {ByteTokenizer().fingerprint}"
     with pytest.raises(DataError, match=both + r".* prepare the corpus again\."):
         opened(folders)
 
@@ -154,10 +160,10 @@ def test_a_manifest_must_agree_with_its_tokenizer(folders: list[Path]) -> None:
 
 def test_documents_of_one_token_teach_nothing_when_packed(tmp_path: Path) -> None:
     write_pair(tmp_path / "x", [[1], [], [2], [3]])
-    folders = stored_all([str(tmp_path / "x")], cache=tmp_path / "cache")
+    folders = cache_corpora([str(tmp_path / "x")], cache=tmp_path / "cache")
     with pytest.raises(DataError, match=r"nothing to learn: 3 documents .* each of 1 token"):
         opened(folders)
-    assert opened(folders, packed=False).train.windows == 1
+    assert opened(folders, packed=False).train.num_windows == 1
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 from corpora import write_pair
 
 from ranvier.data import indexed_dataset
-from ranvier.data.checksums import stamp_of
-from ranvier.data.indexed_dataset import Pair
+from ranvier.data.checksums import file_checksum
+from ranvier.data.indexed_dataset import IndexedDataset
 from ranvier.errors import DataError
 
 CODES = {1: "<B", 2: "<b", 3: "<h", 4: "<i", 5: "<q", 8: "<H"}
@@ -41,49 +41,49 @@ def by_hand(
 def test_a_pair_written_by_hand_is_read(tmp_path: Path, code: int) -> None:
     by_hand(tmp_path / "x", code=code)
     for name in ("x", "x.bin", "x.idx"):
-        pair = Pair.open(tmp_path / name)
-        found = [pair.document(i).tolist() for i in range(pair.documents)]
+        pair = IndexedDataset.open(tmp_path / name)
+        found = [pair.document_tokens(i).tolist() for i in range(pair.num_documents)]
         assert found == [[10, 11], [12, 13, 14], [15]]
 
 
-@pytest.mark.parametrize("dtype", indexed_dataset.TYPES.values())
+@pytest.mark.parametrize("dtype", indexed_dataset.TOKEN_TYPES.values())
 def test_what_is_written_is_read(tmp_path: Path, dtype: str) -> None:
     prefix = write_pair(tmp_path / "x.1.y", DOCUMENTS, dtype)
-    pair = Pair.open(prefix)
-    assert [pair.document(i).tolist() for i in range(pair.documents)] == DOCUMENTS
+    pair = IndexedDataset.open(prefix)
+    assert [pair.document_tokens(i).tolist() for i in range(pair.num_documents)] == DOCUMENTS
     assert pair.dtype == np.dtype(dtype)
 
 
 def test_the_writer_writes_what_the_hand_writes(tmp_path: Path) -> None:
     by_hand(tmp_path / "hand", code=8)
     index = (tmp_path / "hand.idx").read_bytes()
-    writer = indexed_dataset.PairWriter(tmp_path / "ours", "<u2")
+    writer = indexed_dataset.IndexedDatasetBuilder(tmp_path / "ours", "<u2")
     for document in ([10, 11], [12, 13, 14], [15]):
-        writer.add(np.array(document))
+        writer.add_document(np.array(document))
     stamps = writer.close()
     ours = (tmp_path / "ours.idx").read_bytes()
     assert ours[:18] == index[:18]
     assert ours[18:] == struct.pack("<QQ3i3q4q", 3, 4, 2, 3, 1, 0, 4, 10, 0, 1, 2, 3)
     assert (tmp_path / "ours.bin").read_bytes() == (tmp_path / "hand.bin").read_bytes()
     for suffix, stamp in stamps.items():
-        assert stamp == stamp_of(tmp_path / f"ours.{suffix}")
+        assert stamp == file_checksum(tmp_path / f"ours.{suffix}")
 
 
 def test_a_long_document_has_several_sequences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexed_dataset, "LONGEST", 2)
+    monkeypatch.setattr(indexed_dataset, "MAX_SEQUENCE_TOKENS", 2)
     write_pair(tmp_path / "x", DOCUMENTS)
-    pair = Pair.open(tmp_path / "x")
-    assert [pair.document(i).tolist() for i in range(pair.documents)] == DOCUMENTS
+    pair = IndexedDataset.open(tmp_path / "x")
+    assert [pair.document_tokens(i).tolist() for i in range(pair.num_documents)] == DOCUMENTS
     assert struct.unpack_from("<Q", (tmp_path / "x.idx").read_bytes(), 18) == (6,)
 
 
 def test_empty_pairs_are_read(tmp_path: Path) -> None:
     for documents in ([], [[], []]):
         prefix = write_pair(tmp_path / f"x{len(documents)}", documents)
-        pair = Pair.open(prefix)
-        assert pair.documents == len(documents) and len(pair.tokens) == 0
+        pair = IndexedDataset.open(prefix)
+        assert pair.num_documents == len(documents) and len(pair.tokens) == 0
 
 
 def patched(offset: int, form: str, value: int) -> Callable[[Path], None]:
@@ -140,4 +140,4 @@ BAD: list[tuple[Callable[[Path], None], str]] = [
 def test_every_defect_is_named(tmp_path: Path, make: Callable[[Path], None], message: str) -> None:
     make(tmp_path / "x")
     with pytest.raises(DataError, match=message):
-        Pair.open(tmp_path / "x")
+        IndexedDataset.open(tmp_path / "x")

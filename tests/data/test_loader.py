@@ -11,11 +11,11 @@ import torch
 from corpora import corpus_of
 
 from ranvier.data.batch import Batch
-from ranvier.data.corpus import Stream
-from ranvier.data.loader import Loader, held_out_batches, micro_batches, rows
-from ranvier.data.mixture import Mixture
+from ranvier.data.corpus import DocumentStream
+from ranvier.data.loader import Loader, load_micro_batches, rank_rows, validation_batches
+from ranvier.data.mixture import CorpusMixture
 from ranvier.grid import Grid
-from ranvier.nn.cross_entropy import IGNORE
+from ranvier.nn.cross_entropy import IGNORE_INDEX
 
 
 def test_things_come_in_order_and_not_too_early() -> None:
@@ -64,13 +64,13 @@ def test_waiting_is_counted_once() -> None:
 
     with Loader(make, ahead=1) as loader:
         next(loader)
-        assert 0.02 < loader.waited() < 5
-        assert loader.waited() == 0.0
+        assert 0.02 < loader.take_wait_seconds() < 5
+        assert loader.take_wait_seconds() == 0.0
 
 
 @pytest.fixture
-def stream(tmp_path: Path) -> Stream:
-    made = corpus_of(tmp_path, [[i, i + 1, i + 2] for i in range(40)]).stream(4)
+def stream(tmp_path: Path) -> DocumentStream:
+    made = corpus_of(tmp_path, [[i, i + 1, i + 2] for i in range(40)]).open_stream(4)
     assert made is not None
     return made
 
@@ -80,17 +80,17 @@ GRIDS = [{}, {"data": 2, "row": 2}, {"pipe": 2, "data": 2, "expert": 2, "context
 
 @pytest.mark.parametrize("degrees", GRIDS, ids=str)
 def test_a_rank_reads_the_rows_that_a_batch_gives_it(
-    stream: Stream, degrees: dict[str, int]
+    stream: DocumentStream, degrees: dict[str, int]
 ) -> None:
-    mixture = Mixture([stream], [1], seed=1)
-    whole = [mixture.sample(100 + i) for i in range(24)]
+    mixture = CorpusMixture([stream], [1], seed=1)
+    whole = [mixture.read_sample(100 + i) for i in range(24)]
     names = ("tokens", "targets", "positions", "documents")
     stacked = [torch.stack([torch.tensor(getattr(w, n)) for w in whole]) for n in names]
     batch = Batch(*stacked, samples=torch.arange(100, 124))
-    for rank in range(Grid(degrees).world):
+    for rank in range(Grid(degrees).world_size):
         grid = Grid(degrees, rank=rank)
-        found = micro_batches(mixture, 100, 24, grid, 2)
-        expected = batch.micro_batches(grid, 2)
+        found = load_micro_batches(mixture, 100, 24, grid, 2)
+        expected = batch.split_micro_batches(grid, 2)
         assert len(found) == len(expected)
         for mine, theirs in zip(found, expected, strict=True):
             for name in (*names, "samples"):
@@ -99,25 +99,25 @@ def test_a_rank_reads_the_rows_that_a_batch_gives_it(
 
 def test_the_thread_makes_no_group() -> None:
     grid = Grid({"data": 2, "depth": 2}, rank=3)
-    assert rows(8, grid) == range(6, 8)
+    assert rank_rows(8, grid) == range(6, 8)
     assert not grid._axes
 
 
 def test_without_packing_a_batch_has_no_documents(tmp_path: Path) -> None:
-    stream = corpus_of(tmp_path, [[1, 2, 3]]).stream(4, packed=False)
+    stream = corpus_of(tmp_path, [[1, 2, 3]]).open_stream(4, packed=False)
     assert stream is not None
-    (batch,) = micro_batches(Mixture([stream], [1], 0), 0, 1, Grid({}), 1)
+    (batch,) = load_micro_batches(CorpusMixture([stream], [1], 0), 0, 1, Grid({}), 1)
     assert batch.positions is None and batch.documents is None
     assert batch.samples is not None and batch.samples.tolist() == [0]
 
 
-def test_held_out_samples_come_once_and_are_filled_up(stream: Stream) -> None:
+def test_held_out_samples_come_once_and_are_filled_up(stream: DocumentStream) -> None:
     found: list[list[int]] = []
     blanks = 0
-    count = stream.windows  # 30 in batches of 8
+    count = stream.num_windows  # 30 in batches of 8
     for rank in range(4):
         grid = Grid({"data": 4}, rank=rank)
-        batches = list(held_out_batches(stream, count, 8, grid, 1))
+        batches = list(validation_batches(stream, count, 8, grid, 1))
         assert [len(micros) for micros in batches] == [2, 2, 2, 2]
         for micro in (micro for micros in batches for micro in micros):
             assert micro.tokens.shape == (1, 4) and micro.samples is not None
@@ -125,6 +125,6 @@ def test_held_out_samples_come_once_and_are_filled_up(stream: Stream) -> None:
                 found.append(micro.tokens[0].tolist())
             else:
                 blanks += 1
-                assert (micro.targets == IGNORE).all()
-    assert sorted(found) == sorted(stream.window(k).tokens.tolist() for k in range(count))
+                assert (micro.targets == IGNORE_INDEX).all()
+    assert sorted(found) == sorted(stream.read_window(k).tokens.tolist() for k in range(count))
     assert blanks == 2

@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.ipc
 import pytest
 
-from ranvier.data.sources import Reader, documents
+from ranvier.data.sources import DocumentReader, read_documents
 from ranvier.errors import DataError
 
 DOCUMENTS = ["one\r\ntwo", "drei – 漢字", "x" * 5000]
@@ -34,7 +34,7 @@ def test_a_text_file_is_one_document(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a{suffix}"
     raw = "\n".join(DOCUMENTS).encode()
     path.write_bytes(gzip.compress(raw) if suffix.endswith(".gz") else raw)
-    assert list(documents(path)) == ["\n".join(DOCUMENTS)]
+    assert list(read_documents(path)) == ["\n".join(DOCUMENTS)]
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".jsonl.gz"])
@@ -42,17 +42,17 @@ def test_a_line_of_json_is_a_document(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a{suffix}"
     raw = b"\xef\xbb\xbf" + LINES + b'\n  \n{"text": ""}\n'
     path.write_bytes(gzip.compress(raw) if suffix.endswith(".gz") else raw)
-    reader = Reader(path)
+    reader = DocumentReader(path)
     assert list(reader) == list(reader) == DOCUMENTS
-    assert reader.done == reader.total == path.stat().st_size
+    assert reader.done_bytes == reader.total_bytes == path.stat().st_size
 
 
 def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
     texts = [f"document {i}" for i in range(50)]
     parquet(tmp_path / "a.parquet", {"id": list(range(50)), "body": texts}, row_group_size=7)
-    reader = Reader(tmp_path / "a.parquet", field="body")
+    reader = DocumentReader(tmp_path / "a.parquet", field="body")
     assert list(reader) == texts
-    assert reader.done == reader.total > 0
+    assert reader.done_bytes == reader.total_bytes > 0
 
 
 def saved(folder: Path, shards: list[list[str]], **state: object) -> Path:
@@ -72,21 +72,23 @@ def saved(folder: Path, shards: list[list[str]], **state: object) -> Path:
 def test_a_dataset_that_was_saved_to_disk_is_read(tmp_path: Path) -> None:
     texts = [f"text {i}" for i in range(3000)]
     folder = saved(tmp_path / "one", [texts[:2500], texts[2500:]])
-    reader = Reader(folder)
-    assert list(reader) == texts and reader.done == reader.total > 0 and reader.tabular
-    assert [record["id"] for record, _ in reader.records()][2499:2501] == [2499, 0]
+    reader = DocumentReader(folder)
+    assert (
+        list(reader) == texts and reader.done_bytes == reader.total_bytes > 0 and reader.is_tabular
+    )
+    assert [record["id"] for record, _ in reader.read_records()][2499:2501] == [2499, 0]
     with pytest.raises(
         DataError, match=r"data-00000-of-00002\.arrow: the table has no field 'txt'"
     ):
-        list(documents(folder, "txt"))
+        list(read_documents(folder, "txt"))
     saved(tmp_path / "many" / "a", [["a"]])
     saved(tmp_path / "many" / "b", [["b"]])
-    assert list(documents(tmp_path / "many")) == ["a", "b"]
+    assert list(read_documents(tmp_path / "many")) == ["a", "b"]
     other = tmp_path / "file.arrow"  # the other form of such files
     table = pyarrow.table({"text": ["x", "y"]})
     with pyarrow.ipc.new_file(other, table.schema) as file:
         file.write_table(table)
-    assert list(documents(other)) == ["x", "y"]
+    assert list(read_documents(other)) == ["x", "y"]
 
 
 def test_the_splits_of_a_saved_dataset_are_named(tmp_path: Path) -> None:
@@ -95,31 +97,31 @@ def test_the_splits_of_a_saved_dataset_are_named(tmp_path: Path) -> None:
         saved(both / split, [[split]])
     (both / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(DataError, match=r"splits train, test\. One is read.* Use .*both/train"):
-        list(documents(both))
-    assert list(documents(both / "test")) == ["test"]
+        list(read_documents(both))
+    assert list(read_documents(both / "test")) == ["test"]
     (both / "dataset_dict.json").write_text('{"splits": ["test"]}')
-    assert list(documents(both)) == ["test"]
+    assert list(read_documents(both)) == ["test"]
     (both / "dataset_dict.json").write_text('{"splits": 3}')
     with pytest.raises(DataError, match=r"dataset_dict\.json lists the splits 3"):
-        list(documents(both))
+        list(read_documents(both))
 
 
 def test_a_saved_dataset_that_is_broken_is_named(tmp_path: Path) -> None:
     rows = saved(tmp_path / "rows", [["a"]], _indices_data_files=[{"filename": "indices.arrow"}])
     with pytest.raises(DataError, match=r"flatten_indices\(\)"):
-        list(documents(rows))
+        list(read_documents(rows))
     for i, listed in enumerate(([], None, 3, ["x"], [{"filename": "../x.arrow"}], [{}])):
         folder = saved(tmp_path / f"listed{i}", [["a"]], _data_files=listed)
         with pytest.raises(DataError, match=r"state\.json lists the files"):
-            list(documents(folder))
+            list(read_documents(folder))
     folder = saved(tmp_path / "cut", [["a" * 1000] * 1000])
     (file,) = folder.glob("*.arrow")
     os.truncate(file, 2000)
     with pytest.raises(DataError, match=r"\.arrow is no whole arrow file \(2000 bytes"):
-        list(documents(folder))
+        list(read_documents(folder))
     (folder / "state.json").write_text("{")
     with pytest.raises(DataError, match=r"state\.json cannot be read"):
-        list(documents(folder))
+        list(read_documents(folder))
 
 
 @pytest.mark.full
@@ -129,8 +131,12 @@ def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
     made.save_to_disk(tmp_path / "one", num_shards=2)
     made.select([2, 0]).save_to_disk(tmp_path / "some")
     datasets.DatasetDict({"train": made}).save_to_disk(tmp_path / "splits")
-    assert list(documents(tmp_path / "one")) == list(documents(tmp_path / "splits")) == [*"abc"]
-    assert list(documents(tmp_path / "some")) == ["c", "a"]
+    assert (
+        list(read_documents(tmp_path / "one"))
+        == list(read_documents(tmp_path / "splits"))
+        == [*"abc"]
+    )
+    assert list(read_documents(tmp_path / "some")) == ["c", "a"]
 
 
 def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
@@ -138,28 +144,35 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "c.jsonl").write_bytes(LINES)
-    assert list(documents(tmp_path)) == ["a.txt", "a/b/c.md", "a/z.txt", "b.txt", *DOCUMENTS]
+    assert list(read_documents(tmp_path)) == ["a.txt", "a/b/c.md", "a/z.txt", "b.txt", *DOCUMENTS]
 
 
 def test_the_standard_library_is_read_up_to_a_limit() -> None:
-    texts = list(documents("stdlib", max_bytes=20_000))
+    texts = list(read_documents("stdlib", max_bytes=20_000))
     assert 19_900 <= sum(len(text.encode()) for text in texts) <= 20_000
     assert "import" in "".join(texts)
-    reader = Reader("stdlib", max_bytes=20_000)
-    assert list(reader) == texts and reader.done == reader.total == 20_000
-    more = list(documents("stdlib", max_bytes=40_000))
+    reader = DocumentReader("stdlib", max_bytes=20_000)
+    assert list(reader) == texts and reader.done_bytes == reader.total_bytes == 20_000
+    more = list(read_documents("stdlib", max_bytes=40_000))
     assert more[: len(texts) - 1] == texts[:-1] and more[len(texts) - 1].startswith(texts[-1])
 
 
 def test_the_digest_follows_content_not_name(tmp_path: Path) -> None:
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_bytes(LINES)
-    digests = {Reader(tmp_path / name).digest() for name in ("a.jsonl", "b.jsonl")}
+    digests = {DocumentReader(tmp_path / name).content_digest() for name in ("a.jsonl", "b.jsonl")}
     (tmp_path / "b.jsonl").write_bytes(LINES.replace(b"one", b"ONE"))
-    assert len(digests) == 1 and Reader(tmp_path / "b.jsonl").digest() not in digests
-    assert Reader(tmp_path / "b.jsonl").digest() != Reader(tmp_path).digest()
-    small, large = (Reader("stdlib", max_bytes=n).digest() for n in (10_000, 10_001))
-    assert small != large == Reader("stdlib", max_bytes=10_001).digest()
+    assert (
+        len(digests) == 1 and DocumentReader(tmp_path / "b.jsonl").content_digest() not in digests
+    )
+    assert (
+        DocumentReader(tmp_path / "b.jsonl").content_digest()
+        != DocumentReader(tmp_path).content_digest()
+    )
+    small, large = (
+        DocumentReader("stdlib", max_bytes=n).content_digest() for n in (10_000, 10_001)
+    )
+    assert small != large == DocumentReader("stdlib", max_bytes=10_001).content_digest()
 
 
 BAD: dict[str, tuple[str, bytes, str]] = {
@@ -191,7 +204,7 @@ def test_bad_files_are_named_with_the_place(tmp_path: Path, case: str) -> None:
     name, content, message = BAD[case]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
-        list(documents(tmp_path / name))
+        list(read_documents(tmp_path / name))
 
 
 def test_bad_parquet_is_named(tmp_path: Path) -> None:
@@ -200,22 +213,22 @@ def test_bad_parquet_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"no field 'text'; its fields are 'txt', 'number'\..*'txt'"
     ):
-        list(documents(path))
+        list(read_documents(path))
     with pytest.raises(DataError, match=r"a\.parquet: row 1: the field 'number' is a int"):
-        list(documents(path, "number"))
+        list(read_documents(path, "number"))
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(DataError, match=r"a\.parquet is no whole parquet file"):
-        list(documents(path, "txt"))
+        list(read_documents(path, "txt"))
     parquet(path, {"text": ["a", None]})
     with pytest.raises(DataError, match=r"row 2: the field 'text' is a NoneType"):
-        list(documents(path))
+        list(read_documents(path))
 
 
 def test_parquet_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(DataError, match=r"pip install pyarrow"):
-        list(documents(tmp_path / "a.parquet"))
+        list(read_documents(tmp_path / "a.parquet"))
 
 
 def missing(folder: Path) -> Path:
@@ -270,4 +283,4 @@ def with_nul(folder: Path) -> Path:
 )
 def test_bad_paths_are_named(tmp_path: Path, make: Callable[[Path], Path], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        list(documents(make(tmp_path)))
+        list(read_documents(make(tmp_path)))

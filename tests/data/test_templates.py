@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from ranvier.data.chat import sandbox
-from ranvier.data.chat.sandbox import Rendering, TemplateWorker
-from ranvier.errors import DataError, RefusedError
+from ranvier.data.chat.sandbox import SandboxedTemplate, TemplateWorker
+from ranvier.errors import DataError, UnsafeInputError
 
 LARGE = [
     "{{ '%6000000000d' % 1 }}",
@@ -47,12 +47,14 @@ def test_no_process_grows_by_gigabytes() -> None:
     before = [resource.getrusage(who).ru_maxrss for who in (0, -1)]
     with TemplateWorker(seconds=0.3) as worker:
         for text in LARGE:
-            with pytest.raises(RefusedError, match="The chat template mine was stopped"):
-                Rendering(text, "mine", worker)({})
+            with pytest.raises(UnsafeInputError, match="The chat template mine was stopped"):
+                SandboxedTemplate(text, "mine", worker)({})
     after = [resource.getrusage(who).ru_maxrss for who in (0, -1)]
     assert after[0] - before[0] < 64 << 10, "this process"
     # a process that is about to be replaced counts as large as the one that it was forked from
-    assert after[1] <= max(before[1], after[0], sandbox.MEMORY >> 10), "the worker and its children"
+    assert after[1] <= max(before[1], after[0], sandbox.MEMORY_BYTES >> 10), (
+        "the worker and its children"
+    )
 
 
 def test_what_templates_need_is_there() -> None:
@@ -72,44 +74,44 @@ def test_what_templates_need_is_there() -> None:
         "{{ '\\u00e4\\t' | upper | urlize }}": "Ä\t",
     }
     for text, wanted in cases.items():
-        assert Rendering(text, "mine")({}) == wanted, text
-    assert len(Rendering("{{ strftime_now('%Y') }}", "mine")({})) == 4
-    marked = Rendering("x{% generation %}a{% endgeneration %}b", "mine")
-    assert marked.generates and marked({}, marks=True) == "x\udff0a\udff1b"
-    assert not Rendering("{% call dict() %}{% endcall %}", "mine").generates
+        assert SandboxedTemplate(text, "mine")({}) == wanted, text
+    assert len(SandboxedTemplate("{{ strftime_now('%Y') }}", "mine")({})) == 4
+    marked = SandboxedTemplate("x{% generation %}a{% endgeneration %}b", "mine")
+    assert marked.has_generation_blocks and marked({}, marks=True) == "x\udff0a\udff1b"
+    assert not SandboxedTemplate("{% call dict() %}{% endcall %}", "mine").has_generation_blocks
 
 
 def test_texts_arrive_as_they_are() -> None:
     """Also halves of pairs side by side, which JSON would join; and what JSON has no word for."""
-    echo = Rendering("{{ x }}", "mine")
+    echo = SandboxedTemplate("{{ x }}", "mine")
     for text in ("\ud800\udc00 \udfff", "\0\x1b[1m\r\n\u2028", "🙂" * 1000, ""):
         assert echo({"x": text}) == text
     assert echo({"x": Path("a")}) == "a" and echo({"x": float("inf")}) == "inf"
 
 
 def test_what_is_too_large_or_deep_is_named() -> None:
-    echo = Rendering("{{ x }}", "mine")
+    echo = SandboxedTemplate("{{ x }}", "mine")
     deep: list[object] = []
     for _ in range(100_000):
         deep = [deep]
-    for value in ("x" * (sandbox.LARGEST + 1), deep):
+    for value in ("x" * (sandbox.MAX_CHARACTERS + 1), deep):
         with pytest.raises(DataError, match=r"talks:3: the chat template mine does not take this"):
             echo({"x": value}, at="talks:3")
     assert echo({"x": 1}) == "1"
 
 
 def test_one_worker_renders_all(worker: TemplateWorker) -> None:
-    one, two = (Rendering(f"{{{{ x }}}}{i}", "mine", worker) for i in range(2))
+    one, two = (SandboxedTemplate(f"{{{{ x }}}}{i}", "mine", worker) for i in range(2))
     pid = pid_of(worker)
     assert [one({"x": i}) + two({"x": i}) for i in range(3)] == ["0001", "1011", "2021"]
     for text in ("{{ ''.__class__ }}", "{{ 'a' * 10**10 }}"):  # others are not told of it
-        with pytest.raises(RefusedError):
-            Rendering(text, "mine", worker)({})
+        with pytest.raises(UnsafeInputError):
+            SandboxedTemplate(text, "mine", worker)({})
     assert one({"x": 5}) == "50" and pid_of(worker) == pid
 
 
 def test_a_worker_that_was_killed_is_started_again(worker: TemplateWorker) -> None:
-    echo = Rendering("{{ x }}", "mine", worker)
+    echo = SandboxedTemplate("{{ x }}", "mine", worker)
     first = pid_of(worker)
     os.kill(first, signal.SIGKILL)
     assert worker._process is not None and worker._process.wait() == -signal.SIGKILL
@@ -120,7 +122,7 @@ def test_a_worker_that_was_killed_is_started_again(worker: TemplateWorker) -> No
 
 
 def test_a_forked_process_has_a_worker_of_its_own(worker: TemplateWorker) -> None:
-    echo = Rendering("{{ x }}", "mine", worker)
+    echo = SandboxedTemplate("{{ x }}", "mine", worker)
     process, channel = worker._process, worker._channel
     assert process is not None and channel is not None
     kept = channel.dup()  # the socket is closed in the new process only
@@ -132,13 +134,13 @@ def test_a_forked_process_has_a_worker_of_its_own(worker: TemplateWorker) -> Non
 
 PARENT = """
 import os, sys, time
-from ranvier.data.chat.sandbox import Rendering, TemplateWorker
+from ranvier.data.chat.sandbox import SandboxedTemplate, TemplateWorker
 worker = TemplateWorker(seconds=60.0)
-Rendering("{{ 1 }}", "mine", worker)
+SandboxedTemplate("{{ 1 }}", "mine", worker)
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 print(worker._process.pid, flush=True)
 endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-Rendering(endless, "mine", worker)({})
+SandboxedTemplate(endless, "mine", worker)({})
 """
 
 

@@ -12,13 +12,13 @@ import torch
 
 from evaluation import serial, trained
 from pool import Pool
-from ranvier.config.arguments import Eval
-from ranvier.errors import DataError, ElsewhereError, PlanError
+from ranvier.config.arguments import EvalOptions
+from ranvier.errors import DataError, OtherRankError, PlanError
 from ranvier.eval import lm_eval_harness
-from ranvier.eval.model_server import Served
-from ranvier.eval.tokenization import Words
+from ranvier.eval.model_server import ModelServer
+from ranvier.eval.tokenization import EvalTokenizer
 from ranvier.grid import Grid
-from ranvier.infer.load import load
+from ranvier.infer.load import load_model
 from ranvier.models import Decoder
 
 GRIDS = [{"row": 1}, {"row": 2, "depth": 2}, {"col": 2, "data": 2}, {"pipe": 2, "row": 2}]
@@ -134,13 +134,13 @@ def offline(place: str) -> None:
 
 def answers(_: int, folder: str, prompts: list[str]) -> list[str]:
     """What the model says, by its own serial code."""
-    model, words, said = serial(Path(folder)), Words.of(Path(folder)), []
+    model, words, said = serial(Path(folder)), EvalTokenizer.from_run(Path(folder)), []
     for prompt in prompts:
         ids = words.encode(prompt)
         for _ in range(6):
             with torch.no_grad():
                 ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-        said.append(words.cut(ids[len(words.encode(prompt)) :], ["1", "qq"]))
+        said.append(words.decode_until_stop(ids[len(words.encode(prompt)) :], ["1", "qq"]))
     return said
 
 
@@ -215,13 +215,13 @@ def by_transformers(_: int, folder: str, tasks: str) -> dict[str, Any]:
     model = HFLM(
         pretrained=twin(Path(folder)), tokenizer=tokenizer, batch_size=4, max_length=LENGTH
     )
-    ask = Eval(tasks=",".join(TASKS), include=tasks)
+    ask = EvalOptions(tasks=",".join(TASKS), include=tasks)
     with pytest.MonkeyPatch.context() as here:
         here.setenv("DISABLE_MULTIPROC", "1")  # a worker of the tests may start no process
         found = evaluator.simple_evaluate(
             model=model,
             tasks=list(TASKS),
-            task_manager=lm_eval_harness.manager_of(ask),
+            task_manager=lm_eval_harness.build_task_manager(ask),
             bootstrap_iters=DRAWS,
         )
     results = {
@@ -234,20 +234,22 @@ def by_transformers(_: int, folder: str, tasks: str) -> dict[str, Any]:
 
 def by_ranvier(grid: Grid, folder: str, tasks: str) -> dict[str, Any] | None:
     offline(tasks)
-    served = Served(load(Path(folder), grid, "cpu"), Words.of(Path(folder)), 3)
+    served = ModelServer(
+        load_model(Path(folder), grid, "cpu"), EvalTokenizer.from_run(Path(folder)), 3
+    )
 
-    def work(served: Served) -> dict[str, Any]:
+    def work(served: ModelServer) -> dict[str, Any]:
         with pytest.MonkeyPatch.context() as here:
-            here.setattr(lm_eval_harness, "DRAWS", DRAWS)
-            found = lm_eval_harness.evaluated(
-                served, Eval(tasks=",".join(TASKS), include=tasks), LENGTH
+            here.setattr(lm_eval_harness, "BOOTSTRAP_ITERS", DRAWS)
+            found = lm_eval_harness.evaluate_tasks(
+                served, EvalOptions(tasks=",".join(TASKS), include=tasks), LENGTH
             )
         results = {
             f"{n} {key}": value for n, table in found.items() for key, value in table.items()
         }
-        return {"results": results, **asked(lm_eval_harness.model_of(served, LENGTH))}
+        return {"results": results, **asked(lm_eval_harness.build_harness_model(served, LENGTH))}
 
-    return served.attend(work)
+    return served.run_on_first_rank(work)
 
 
 @pytest.mark.parametrize(
@@ -280,14 +282,19 @@ def test_scores_are_those_of_transformers(
 def mistaken(grid: Grid, folder: str, tasks: str) -> list[str]:
     """What errors of rank 0 are on all ranks."""
     offline(tasks)
-    served, found = Served(load(Path(folder), grid, "cpu"), Words.of(Path(folder))), []
+    served, found = (
+        ModelServer(load_model(Path(folder), grid, "cpu"), EvalTokenizer.from_run(Path(folder))),
+        [],
+    )
     for ask, length in (
-        (Eval(tasks="say", include=tasks), 4),
-        (Eval(tasks="lost", include=tasks), 9),
+        (EvalOptions(tasks="say", include=tasks), 4),
+        (EvalOptions(tasks="lost", include=tasks), 9),
     ):
         try:
-            served.attend(lambda served, a=ask, n=length: lm_eval_harness.evaluated(served, a, n))
-        except (PlanError, DataError, ElsewhereError) as error:
+            served.run_on_first_rank(
+                lambda served, a=ask, n=length: lm_eval_harness.evaluate_tasks(served, a, n)
+            )
+        except (PlanError, DataError, OtherRankError) as error:
             found.append(f"{type(error).__name__} {error}")
     return found
 
@@ -298,19 +305,26 @@ def test_an_error_of_the_first_rank_ends_all(pool: Pool, folder: Path, tasks: Pa
     )
     first, second = pool.on_grid({"row": 2}, mistaken, str(folder), str(tasks))
     assert "wants 6 tokens" in first[0] and "nowhere.jsonl" in first[1]
-    assert [one.split()[0] for one in second] == ["ElsewhereError"] * 2
+    assert [one.split()[0] for one in second] == ["OtherRankError"] * 2
 
 
 def test_wishes_of_tasks_are_read_or_refused(folder: Path) -> None:
-    model = lm_eval_harness.Asked(Served(torch.nn.Module(), Words.of(folder)), 99)
-    wish = model.wish({"until": "a", "max_new_tokens": 7, "temperature": 0.5})
-    assert (wish.stops, wish.count, wish.temperature) == (("a", "<|end|>"), 7, 0.0)
-    assert model.wish({"do_sample": True, "temperature": 0.5, "top_p": 0.9}).temperature == 0.5
+    model = lm_eval_harness.HarnessModel(
+        ModelServer(torch.nn.Module(), EvalTokenizer.from_run(folder)), 99
+    )
+    wish = model.parse_generation_kwargs({"until": "a", "max_new_tokens": 7, "temperature": 0.5})
+    assert (wish.stops, wish.max_new_tokens, wish.temperature) == (("a", "<|end|>"), 7, 0.0)
+    assert (
+        model.parse_generation_kwargs(
+            {"do_sample": True, "temperature": 0.5, "top_p": 0.9}
+        ).temperature
+        == 0.5
+    )
     with pytest.raises(PlanError, match="num_beams"):
-        model.wish({"num_beams": 4})
+        model.parse_generation_kwargs({"num_beams": 4})
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lm_eval_harness.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(PlanError, match="extra eval"):
-        lm_eval_harness.check()
+        lm_eval_harness.check_installed()

@@ -16,11 +16,11 @@ from evaluation import serial, trained
 from pool import Pool
 from ranvier.data.corpus import Corpus
 from ranvier.errors import DataError
-from ranvier.eval.model_server import Served
-from ranvier.eval.perplexity import Worth, windows, worth
-from ranvier.eval.tokenization import Words
+from ranvier.eval.model_server import ModelServer
+from ranvier.eval.perplexity import PerplexityResult, compute_perplexity, split_into_windows
+from ranvier.eval.tokenization import EvalTokenizer
 from ranvier.grid import Grid
-from ranvier.infer.load import load
+from ranvier.infer.load import load_model
 
 SEQ = 16
 
@@ -28,7 +28,7 @@ SEQ = 16
 @given(st.integers(0, 60), st.integers(1, 12), st.integers(1, 12))
 def test_each_token_but_the_first_is_predicted_once(length: int, seq: int, stride: int) -> None:
     stride, tokens = min(stride, seq), np.arange(length)
-    found = list(windows(tokens, seq, stride))
+    found = list(split_into_windows(tokens, seq, stride))
     counted = [token for _, window, first in found for token in window[first + 1 :]]
     assert counted == list(range(1, length))
     for start, window, first in found:
@@ -43,10 +43,14 @@ def folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(pool, tmp_path_factory.mktemp("run"))
 
 
-def measured(grid: Grid, folder: str, stride: int, held_out: float) -> Worth | None:
-    served = Served(load(Path(folder), grid, "cpu"), Words.of(Path(folder)), 4)
+def measured(grid: Grid, folder: str, stride: int, held_out: float) -> PerplexityResult | None:
+    served = ModelServer(
+        load_model(Path(folder), grid, "cpu"), EvalTokenizer.from_run(Path(folder)), 4
+    )
     corpus = Corpus.open(Path(folder).parent / "corpus")
-    return served.attend(lambda s: worth(s, corpus, seq=SEQ, stride=stride, held_out=held_out))
+    return served.run_on_first_rank(
+        lambda s: compute_perplexity(s, corpus, seq=SEQ, stride=stride, held_out=held_out)
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,11 +58,11 @@ def measured(grid: Grid, folder: str, stride: int, held_out: float) -> Worth | N
 )
 def test_it_is_that_of_one_process(pool: Pool, folder: Path, stride: int, held_out: float) -> None:
     model, corpus = serial(folder), Corpus.open(folder.parent / "corpus")
-    stream = corpus.stream(SEQ, held_out, "held_out" if held_out else "train")
+    stream = corpus.open_stream(SEQ, held_out, "held_out" if held_out else "train")
     assert stream is not None
     nats, tokens, size, start = 0.0, 0, 0, 0
-    for end, shift in zip(stream.ends, stream.shifts, strict=True):
-        ids = torch.tensor(corpus.read(np.arange(start, end) + shift))
+    for end, shift in zip(stream.document_ends, stream.corpus_offsets, strict=True):
+        ids = torch.tensor(corpus.read_tokens(np.arange(start, end) + shift))
         start = end
         size += sum(1 for token in ids[1:].tolist() if token < 256)
         done = 1
@@ -74,45 +78,49 @@ def test_it_is_that_of_one_process(pool: Pool, folder: Path, stride: int, held_o
     for degrees in ({"row": 2, "depth": 2}, {"pipe": 2, "col": 2}):
         found, *others = pool.on_grid(degrees, measured, str(folder), stride, held_out)
         assert others == [None] * 3
-        assert (found.tokens, found.documents, found.bytes) == (tokens, stream.documents, size)
+        assert (found.tokens, found.documents, found.bytes) == (tokens, stream.num_documents, size)
         assert found.nats == pytest.approx(nats, rel=1e-12)
         assert found.perplexity == pytest.approx(math.exp(nats / tokens), rel=1e-12)
         assert found.bits_per_byte == pytest.approx(nats / math.log(2) / size, rel=1e-12)
 
 
 def test_a_corpus_of_single_tokens_is_refused(folder: Path, tmp_path: Path) -> None:
-    from ranvier.data.prepare import prepare
-    from ranvier.data.tokenizer import Bytes
+    from ranvier.data.prepare import prepare_corpus
+    from ranvier.data.tokenizer import ByteTokenizer
 
     (tmp_path / "one.jsonl").write_text('{"text": ""}\n')
     with pytest.raises(DataError):
-        prepare([tmp_path / "one.jsonl"], tmp_path / "corpus", Bytes())
-        worth(Served(torch.nn.Module(), Words.of(folder)), Corpus.open(tmp_path / "corpus"), seq=4)
+        prepare_corpus([tmp_path / "one.jsonl"], tmp_path / "corpus", ByteTokenizer())
+        compute_perplexity(
+            ModelServer(torch.nn.Module(), EvalTokenizer.from_run(folder)),
+            Corpus.open(tmp_path / "corpus"),
+            seq=4,
+        )
 
 
 def test_of_conversations_answers_count(pool: Pool, folder: Path, tmp_path: Path) -> None:
     """The same as the masked loss of one process."""
-    from ranvier.data.chat.template import template_of
-    from ranvier.data.chat.tokenize import Chat
-    from ranvier.data.prepare import prepare
-    from ranvier.data.tokenizer import Bytes
+    from ranvier.data.chat.template import load_chat_template
+    from ranvier.data.chat.tokenize import ChatEncoder
+    from ranvier.data.prepare import prepare_corpus
+    from ranvier.data.tokenizer import ByteTokenizer
 
     lines = [{"prompt": "2+2?", "completion": "4."}, {"prompt": "b", "completion": "long enough"}]
     file = tmp_path / "talks.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = Bytes()
-    chat = Chat(template_of(words, "bytes"), words)
-    prepare([file], tmp_path / "corpus", words, chat=chat)
+    words = ByteTokenizer()
+    chat = ChatEncoder(load_chat_template(words, "bytes"), words)
+    prepare_corpus([file], tmp_path / "corpus", words, chat=chat)
     corpus, model = Corpus.open(tmp_path / "corpus"), serial(folder)
     nats = tokens = 0.0
     for number in range(2):
-        places = corpus.starts[number] + np.arange(corpus.lengths[number])
-        ids, heard = map(torch.tensor, corpus.learned(places))
+        places = corpus.document_starts[number] + np.arange(corpus.document_lengths[number])
+        ids, heard = map(torch.tensor, corpus.read_with_mask(places))
         assert 0 < heard.sum() < len(heard)
         with torch.no_grad():
             log = model(ids[None, :-1])[0].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
         nats, tokens = nats - float(log[heard[1:]].sum()), tokens + int(heard[1:].sum())
-    served = Served(load(folder, Grid({}), "cpu"), Words.of(folder), 4)
-    found = worth(served, corpus, seq=200)
+    served = ModelServer(load_model(folder, Grid({}), "cpu"), EvalTokenizer.from_run(folder), 4)
+    found = compute_perplexity(served, corpus, seq=200)
     assert (found.tokens, found.bytes) == (tokens, 0)
     assert found.nats == pytest.approx(nats, rel=1e-12)

@@ -12,7 +12,7 @@ import pytest
 from hostile.cases import SECRET, change, rows, tells_secret, within
 from hostile.test_hostile_models import published
 from ranvier.errors import RanvierError
-from ranvier.infer.generate import run_of
+from ranvier.infer.generate import load_config_from_dir
 from ranvier.train import import_export
 from ranvier.train.report import pipeline, report
 from ranvier.train.resume import run_directory as folders
@@ -22,17 +22,17 @@ RUNS = rows("runs.txt")
 
 def carry(run: Path, out: Path) -> None:
     out.mkdir()
-    import_export.carried(str(run), out)
+    import_export.copy_origin_files(str(run), out)
 
 
 COMMANDS: dict[str, Callable[[Path, Path], object]] = {
-    "report": lambda run, out: report.write(run),
-    "export": import_export.exported,
-    "settings": lambda run, out: run_of(run),
-    "record": lambda run, out: folders.record(run, status="finished"),
-    "continue": lambda run, out: folders.begin(run, run_of(run), 1),
-    "lock": lambda run, out: folders.lock(run).close(),
-    "timeline": lambda run, out: pipeline.read(run),
+    "report": lambda run, out: report.write_report(run),
+    "export": import_export.export_model,
+    "settings": lambda run, out: load_config_from_dir(run),
+    "record": lambda run, out: folders.update_run_json(run, status="finished"),
+    "continue": lambda run, out: folders.write_header(run, load_config_from_dir(run), 1),
+    "lock": lambda run, out: folders.lock_dir(run).close(),
+    "timeline": lambda run, out: pipeline.read_timeline(run),
     "carry": carry,
 }
 
@@ -41,7 +41,7 @@ COMMANDS: dict[str, Callable[[Path, Path], object]] = {
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of an imported model that has taken a step."""
     folder = tmp_path_factory.mktemp("good")
-    import_export.imported(str(published(folder / "model")), folder / "run")
+    import_export.import_model(str(published(folder / "model")), folder / "run")
     row = {"step": 0, "loss": 1.0, "seconds": 0.1, "tokens": 8}
     (folder / "run" / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     (folder / "run" / "run.json").write_text('{"status": "running"}')

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from hostile.cases import rows, within
-from ranvier.data.chat.sandbox import Rendering, TemplateWorker
-from ranvier.errors import DataError, RefusedError
+from ranvier.data.chat.sandbox import SandboxedTemplate, TemplateWorker
+from ranvier.errors import DataError, UnsafeInputError
 
 TEMPLATES = rows("templates.txt")
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -30,13 +30,13 @@ def test_a_template_ends_as_its_line_says(name: str, worker: TemplateWorker) -> 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def rendered() -> str:
-        return Rendering(text, "theirs", worker)({"messages": MESSAGES})
+        return SandboxedTemplate(text, "theirs", worker)({"messages": MESSAGES})
 
     with within(240):
         if outcome.startswith("ok "):
             assert rendered() == outcome.removeprefix("ok ")
             return
-        error = RefusedError if outcome == "refused" else DataError
+        error = UnsafeInputError if outcome == "refused" else DataError
         with pytest.raises(error) as found:
             rendered()
     said = {"refused": "theirs was stopped", "failed": "does not take this", "syntax": "theirs:1"}

@@ -24,10 +24,12 @@ from typing import Any
 import pytest
 
 from ranvier.eval.code import sandbox
-from ranvier.eval.code.sandbox import Limits, Result, run
+from ranvier.eval.code.sandbox import SandboxLimits, SandboxResult, run_program
 
 TABLE = Path(__file__).with_name("programs.toml")
-LIMITS = Limits(seconds=20.0, cpu_seconds=2, memory=256 << 20, total_memory=160 << 20, processes=16)
+LIMITS = SandboxLimits(
+    seconds=20.0, cpu_seconds=2, memory_bytes=256 << 20, total_memory_bytes=160 << 20, processes=16
+)
 PRELUDE = """\
 import ctypes, os, platform
 libc = ctypes.CDLL(None, use_errno=True)
@@ -179,11 +181,11 @@ def way(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         "without Landlock": "        abi = check(libc.syscall(CREATE_RULESET, None, 0, 1))\n",
     }
     if request.param in heads:
-        text, head = sandbox.CELL.read_text(), heads[request.param]
+        text, head = sandbox.WORKER_PATH.read_text(), heads[request.param]
         assert head in text
         path = tmp_path / "cell.py"
         path.write_text(text.replace(head, refused + head))
-        monkeypatch.setattr(sandbox, "CELL", path)
+        monkeypatch.setattr(sandbox, "WORKER_PATH", path)
     if request.param in ("without bubblewrap", "without namespaces"):
         monkeypatch.setattr(sandbox, "BUBBLEWRAP", "no-such-program")
     return str(request.param)
@@ -204,16 +206,16 @@ def test_programs_that_share_a_cell(way: str, around: dict[str, Any]) -> None:
     rows = [row for row in ROWS if not is_alone(row) and not skipped(way, row)]
     programs = [(row["name"], filled(row, around)) for row in rows]
     limits = replace(LIMITS, seconds=90.0, cpu_seconds=10)  # for all of them
-    found = run("python", f"PROGRAMS = {programs!r}\n{DRIVER}", limits)
+    found = run_program("python", f"PROGRAMS = {programs!r}\n{DRIVER}", limits)
     assert found.passed, found
-    assert bool(found.lacks) == (way in LATER), found
+    assert bool(found.missing_guards) == (way in LATER), found
     lines = [json.loads(line) for line in found.output.splitlines()]
     problems = []
     for row, line in zip(rows, lines, strict=True):
         assert row["name"] == line["name"]
         code = line["code"]
         said = line["output"] + (signal.Signals(-code).name if code < 0 else "")
-        problems.append(check_outcome(row, code == 0, said, found.lacks))
+        problems.append(check_outcome(row, code == 0, said, found.missing_guards))
     assert not any(problems), "\n".join(filter(None, problems))
     check_around(around)
 
@@ -223,14 +225,14 @@ def test_a_program_alone(way: str, row: dict[str, Any], around: dict[str, Any]) 
     if skipped(way, row):
         pytest.skip(f"{way}: not closed, and said so")
     found = one_outcome(row, around)
-    said = found.output + found.why
-    assert not check_outcome(row, found.passed, said, found.lacks), found
+    said = found.output + found.failure
+    assert not check_outcome(row, found.passed, said, found.missing_guards), found
     check_around(around)
 
 
-def one_outcome(row: dict[str, Any], around: dict[str, Any]) -> Result:
+def one_outcome(row: dict[str, Any], around: dict[str, Any]) -> SandboxResult:
     """What becomes of a program in a cell of its own."""
-    return run(row.get("language", "python"), filled(row, around), LIMITS)
+    return run_program(row.get("language", "python"), filled(row, around), LIMITS)
 
 
 @pytest.mark.full
@@ -239,7 +241,9 @@ def test_a_program_that_shares_a_cell_does_the_same_alone(
     row: dict[str, Any], around: dict[str, Any]
 ) -> None:
     found = one_outcome(row, around)
-    assert not check_outcome(row, found.passed, found.output + found.why, found.lacks), found
+    assert not check_outcome(
+        row, found.passed, found.output + found.failure, found.missing_guards
+    ), found
 
 
 def test_names_are_told_apart() -> None:

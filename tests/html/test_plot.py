@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ranvier.html.number_format import short
-from ranvier.html.plot import Series, labels, line_plot, log_ticks, stacked_bar, standalone
-from ranvier.html.plot import ticks as round_ticks
+from ranvier.html.number_format import format_number
+from ranvier.html.plot import Series, line_plot, log_ticks, stacked_bar, standalone_svg, tick_labels
+from ranvier.html.plot import linear_ticks as round_ticks
 
 SPACE = "{http://www.w3.org/2000/svg}"
 
@@ -52,10 +52,10 @@ def test_log_ticks_enclose_the_values(low: float, high: float) -> None:
 
 def test_numbers_are_short() -> None:
     values = [0, 0.5, 3e-4, 2.5e-5, 42, 1234, 12_300, 999_999, 1.5e9, -20_000]
-    assert [short(v) for v in values] == (
+    assert [format_number(v) for v in values] == (
         ["0", "0.5", "3e-4", "2.5e-5", "42", "1234", "12.3k", "1M", "1.5B", "-20k"]
     )
-    assert labels([100_000, 100_100]) == ["100k", "100.1k"]
+    assert tick_labels([100_000, 100_100]) == ["100k", "100.1k"]
 
 
 def test_missing_and_not_finite_values_are_gaps() -> None:
@@ -124,7 +124,7 @@ def test_any_values_give_a_well_formed_plot(y: list[float | None], log: bool) ->
 def test_text_is_escaped() -> None:
     name = "<script>&\"'\x00\ud800"
     svg = line_plot([Series(name, [0], [1.0])] * 2, title=name, x_label=name, y_label=name)
-    ElementTree.fromstring(standalone(svg))
+    ElementTree.fromstring(standalone_svg(svg))
     ElementTree.fromstring(stacked_bar({name: 1.0}, title=name))
     assert "<script" not in svg
     svg.encode()
@@ -156,7 +156,7 @@ def test_a_bar_shows_shares() -> None:
 
 
 def test_a_file_stands_alone() -> None:
-    root = ElementTree.fromstring(standalone(plot(Series("a", [0, 1], [1.0, 2.0]))))
+    root = ElementTree.fromstring(standalone_svg(plot(Series("a", [0, 1], [1.0, 2.0]))))
     assert root.tag == f"{SPACE}svg" and root.get("width") == "720" and root.get("height") == "280"
     style = root.findtext(f"{SPACE}style") or ""
     assert "#0072b2" in style and "var(" not in style

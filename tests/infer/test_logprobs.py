@@ -11,15 +11,15 @@ import torch
 
 from evaluation import serial, trained
 from pool import Pool
-from ranvier.errors import CheckpointError, ElsewhereError
+from ranvier.errors import CheckpointError, OtherRankError
 from ranvier.grid import Grid
-from ranvier.infer.generate import checkpoint_of
-from ranvier.infer.generate_distributed import Choose, drawn, generated
-from ranvier.infer.load import load
-from ranvier.infer.logprobs import scores
+from ranvier.infer.generate import find_checkpoint
+from ranvier.infer.generate_distributed import TokenSampler, generate_tokens, make_sampler
+from ranvier.infer.load import load_model
+from ranvier.infer.logprobs import score_sequences
 from ranvier.models import Decoder
-from ranvier.nn.cross_entropy import Columns, score_each
-from ranvier.pipeline.partition import Cut
+from ranvier.nn.cross_entropy import VocabShard, score_each_token
+from ranvier.pipeline.partition import PipelineConfig
 
 GRIDS: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"row": 2, "depth": 2}, {}),
@@ -42,29 +42,32 @@ def folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cut_of(options: dict[str, Any]) -> dict[str, Any]:
     """What `load` is given."""
     inner = {"inner": options["inner"]} if "inner" in options else {}
-    return {**inner, "how": Cut(spread=options.get("spread", False))}
+    return {**inner, "how": PipelineConfig(vocab_over_pipe=options.get("spread", False))}
 
 
 PROMPTS = [[1, 2, 3], [40, 41, 42, 43, 44, 45], [7], [250, 3, 9], [100, 101]]
 COUNT = 6
 
 
-def choose(temperature: float) -> Choose:
-    return drawn(temperature=temperature, top_k=40, top_p=0.9, seed=3)
+def choose(temperature: float) -> TokenSampler:
+    return make_sampler(temperature=temperature, top_k=40, top_p=0.9, seed=3)
 
 
 def asked(
     grid: Grid, folder: str, options: dict[str, Any], stops: dict[float, int]
 ) -> tuple[list[Any], list[Any]]:
     """Scores in micro-batches of 1 and 3, texts at temperatures up to what stops them."""
-    model = load(Path(folder), grid, "cpu", **cut_of(options))
+    model = load_model(Path(folder), grid, "cpu", **cut_of(options))
     scored = [
-        [(one.log.tolist(), one.greedy.tolist()) for one in scores(model, SEQUENCES, batch=batch)]
+        [
+            (one.logprobs.tolist(), one.is_greedy.tolist())
+            for one in score_sequences(model, SEQUENCES, batch=batch)
+        ]
         for batch in (1, 3)
     ]
-    assert not model.parallel.moment.each  # type: ignore[union-attr]
+    assert not model.parallel.step_context.per_token_loss  # type: ignore[union-attr]
     said = [
-        generated(model, PROMPTS, COUNT, choose(t), ended=lambda said: stop in said, batch=2)  # noqa: B023
+        generate_tokens(model, PROMPTS, COUNT, choose(t), ended=lambda said: stop in said, batch=2)  # noqa: B023
         for t, stop in stops.items()
     ]
     return scored, said
@@ -127,8 +130,8 @@ def tied_logits(grid: Grid) -> list[list[bool]]:
     whole[3, 4] = 1.0
     axis = grid.axis("row")
     first = 2 * axis.index
-    mine = Columns(axis, grid.axis(), first, max(min(5 - first, 2), 0))
-    found = score_each(whole[:, first : first + 2].contiguous(), targets, mine)
+    mine = VocabShard(axis, grid.axis(), first, max(min(5 - first, 2), 0))
+    found = score_each_token(whole[:, first : first + 2].contiguous(), targets, mine)
     wanted = whole[:, :5].log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
     torch.testing.assert_close(found[0], wanted, rtol=1e-12, atol=1e-12)
     return [(found[1] > 0).tolist()]
@@ -138,7 +141,7 @@ def test_draws_keep_to_what_is_likely_and_have_the_right_shares() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(4000, -1)
     shares = (logits[0].double() / 0.7).softmax(-1)
     for top_k, top_p, allowed in ((0, 1.0, 4), (2, 1.0, 2), (0, 0.5, 1), (0, 0.8, 2)):
-        found = drawn(temperature=0.7, top_k=top_k, top_p=top_p)(logits, range(4000), 0)
+        found = make_sampler(temperature=0.7, top_k=top_k, top_p=top_p)(logits, range(4000), 0)
         counts = torch.bincount(found, minlength=4) / 4000
         wanted = shares * (torch.arange(4) < allowed)
         torch.testing.assert_close(counts.double(), wanted / wanted.sum(), rtol=0, atol=0.03)
@@ -146,17 +149,17 @@ def test_draws_keep_to_what_is_likely_and_have_the_right_shares() -> None:
 
 def damaged(grid: Grid, folder: str) -> str:
     try:
-        load(Path(folder), grid, "cpu")
-    except (CheckpointError, ElsewhereError) as error:
+        load_model(Path(folder), grid, "cpu")
+    except (CheckpointError, OtherRankError) as error:
         return type(error).__name__
     return ""
 
 
 def test_a_damaged_part_is_an_error_on_all_ranks(pool: Pool, folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
-    path = sorted(checkpoint_of(copy).glob("rank-*.safetensors"))[0]
+    path = sorted(find_checkpoint(copy).glob("rank-*.safetensors"))[0]
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 1
     path.write_bytes(raw)
     told = pool.on_grid({"pipe": 4}, damaged, str(copy))
-    assert set(told) <= {"DamageError", "ElsewhereError"} and "DamageError" in told
+    assert set(told) <= {"DamageError", "OtherRankError"} and "DamageError" in told

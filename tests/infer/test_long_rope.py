@@ -16,8 +16,8 @@ from pool import Pool
 from published_models import CASES, VOCAB, quiet, save, theirs
 from ranvier import from_pretrained
 from ranvier.grid import Grid
-from ranvier.infer.generate_distributed import drawn, generated
-from ranvier.infer.logprobs import scores
+from ranvier.infer.generate_distributed import generate_tokens, make_sampler
+from ranvier.infer.logprobs import score_sequences
 from ranvier.models import Decoder, DecoderConfig
 
 ORIGINAL = 9
@@ -83,9 +83,11 @@ def asked(grid: Grid, folder: str) -> dict[str, Any]:
         kept = zip(logits, mask, strict=True)
         found["logits"].append([one[ones > 0] for one, ones in kept])
     for batch in (1, 3, 8):
-        found["scores"].append([one.log for one in scores(model.model, TEXTS, batch=batch)])
-        choose = drawn(temperature=0.0)
-        found["said"].append(generated(model.model, TEXTS, COUNT, choose, batch=batch))
+        found["scores"].append(
+            [one.logprobs for one in score_sequences(model.model, TEXTS, batch=batch)]
+        )
+        choose = make_sampler(temperature=0.0)
+        found["said"].append(generate_tokens(model.model, TEXTS, COUNT, choose, batch=batch))
     ids, mask, _ = batch_of("left")
     text = model.generate(ids, max_new_tokens=COUNT, attention_mask=mask, eos_token_id=[])
     found["said"].append(text[:, max(LENGTHS) :].tolist())

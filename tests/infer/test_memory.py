@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from pool import Pool
-from ranvier.checkpoint.async_saver import save
+from ranvier.checkpoint.async_saver import save_and_wait
 from ranvier.config import run as runs
 from ranvier.config.plan import Plan
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.config.sections import ModelConfig
 from ranvier.grid import Grid
-from ranvier.infer.load import MASTER, empty, load
+from ranvier.infer.load import MASTER_SUFFIX, build_empty_model, load_model
 from ranvier.models import DecoderConfig
-from ranvier.parallel.parallelize import parallel_of
+from ranvier.parallel.parallelize import get_parallel_model
 from training import SHAPE
 
 WIDE = {**SHAPE, "layers": 4, "embed": 1024, "heads": 8, "head_dim": 128, "mlp": 4096}
@@ -32,22 +32,24 @@ def status(name: str) -> int:
 def saved(grid: Grid, out: str) -> None:
     """A run without training: config and checkpoint."""
     shape = dataclasses.asdict(DecoderConfig(**WIDE, vocab=8192))
-    run = Run(model=ModelConfig(size="tiny", **shape), plan=Plan(**grid.degrees, batch=8))
-    model = empty(run.model, grid, "cpu")
-    state = {f"{n}{MASTER}": part for n, part in parallel_of(model).state().items()}
+    run = RunConfig(model=ModelConfig(size="tiny", **shape), plan=Plan(**grid.degrees, batch=8))
+    model = build_empty_model(run.model, grid, "cpu")
+    state = {
+        f"{n}{MASTER_SUFFIX}": part for n, part in get_parallel_model(model).sharded_state().items()
+    }
     for tensor, _ in state.values():
         tensor.fill_(0.25)
-    save(Path(out) / "checkpoints", 1, state, {}, grid)
-    (Path(out) / "config.toml").write_text(runs.to_toml(run.check(grid.world)))
+    save_and_wait(Path(out) / "checkpoints", 1, state, {}, grid)
+    (Path(out) / "config.toml").write_text(runs.to_toml(run.check_and_resolve(grid.world_size)))
 
 
 def grown(grid: Grid, out: str) -> tuple[int, int, float]:
     """Bytes of my part, the most that anonymous memory grew by, and the mean of my weights."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before, files = status("RssAnon"), status("RssFile") + status("RssShmem")
-    model = load(Path(out), grid, "cpu")
+    model = load_model(Path(out), grid, "cpu")
     peak = status("VmHWM") - files  # files that were mapped meanwhile make it larger, not smaller
-    buckets = parallel_of(model).queue.buckets
+    buckets = get_parallel_model(model).bucket_scheduler.buckets
     own = sum(bucket.data.numel() * bucket.data.element_size() for bucket in buckets)
     return own, peak - before, float(buckets[0].data[:100].mean())
 

@@ -13,9 +13,9 @@ from pool import Pool
 from ranvier import from_pretrained
 from ranvier.errors import DataError, PlanError
 from ranvier.grid import Grid
-from ranvier.infer.logprobs import scores
-from ranvier.integrations.hf_forward import documents_of
-from ranvier.integrations.pretrained import Pretrained, prompts_of
+from ranvier.infer.logprobs import score_sequences
+from ranvier.integrations.hf_forward import documents_from_mask
+from ranvier.integrations.pretrained import PretrainedModel, prompts_from_mask
 from states import assemble
 from use_models import END, VOCAB, gpt2, llama, loss_of, stored, tokens
 
@@ -108,7 +108,7 @@ def learned(grid: Grid, folder: str, out: str) -> dict[str, Any]:
     """Losses, gradients of the first step and weights of the last; each coordinate has its rows."""
     model = from_pretrained(folder, grid=grid).train()
     optimizer = model.optimizer(lr=1e-2, decay=0.0, clip=0.0)
-    queue, losses, grads = model.parallel.queue, [], {}
+    queue, losses, grads = model.parallel.bucket_scheduler, [], {}
     replicas = grid.axis("data", "depth")
     ids = tokens(4)
     labels = ids.clone()
@@ -120,15 +120,15 @@ def learned(grid: Grid, folder: str, out: str) -> dict[str, Any]:
         out_.loss.backward()
         if step == 0:
             grads = {
-                weight.name: (part.clone(), bucket.place(weight))
-                for bucket, pieces in queue.finish()
-                for weight, part in bucket.by_weight(pieces)
+                weight.name: (part.clone(), bucket.state_shard(weight))
+                for bucket, pieces in queue.finish_gradients()
+                for weight, part in bucket.split_by_weight(pieces)
             }
         optimizer.step()
         losses.append(out_.loss.item())
     if out:
         model.save_pretrained(out)
-    return {"losses": losses, "grads": grads, "weights": model.parallel.state()}
+    return {"losses": losses, "grads": grads, "weights": model.parallel.sharded_state()}
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def beyond(grid: Grid, folder: str) -> list[str]:
     tries: list[Any] = [
         lambda: model(ids),
         lambda: model.generate(ids[:, 3:], max_new_tokens=4),
-        lambda: scores(model.model, [[0] * (most + 2)]),
+        lambda: score_sequences(model.model, [[0] * (most + 2)]),
         lambda: model(ids[:, :2], position_ids=places),
     ]
     for work in tries:
@@ -243,15 +243,19 @@ def test_what_cannot_be_is_refused(folders: dict[str, Path], tmp_path: Path) -> 
     with pytest.raises(PlanError, match="not there"):
         from_pretrained(tmp_path / "nowhere")
     with pytest.raises(DataError, match="padding_side='left'"):
-        prompts_of(tokens(3), torch.tensor(RIGHT))
+        prompts_from_mask(tokens(3), torch.tensor(RIGHT))
     with pytest.raises(DataError, match="without gaps"):
-        documents_of(torch.tensor([[1, 0, 1]]))
+        documents_from_mask(torch.tensor([[1, 0, 1]]))
     with pytest.raises(DataError, match="-100"):
-        documents_of(torch.tensor([[0, 1, 1]]), torch.tensor([[5, 5, 5]]))
+        documents_from_mask(torch.tensor([[0, 1, 1]]), torch.tensor([[5, 5, 5]]))
     model = from_pretrained(path)
     with pytest.raises(PlanError, match="max_new_tokens=0"):
         model.generate(tokens(1), max_new_tokens=0)
     with pytest.raises(PlanError, match="exists"):
         model.save_pretrained(path)
-    assert isinstance(model, Pretrained) and model.tokenizer is None and model.ends == [END]
+    assert (
+        isinstance(model, PretrainedModel)
+        and model.tokenizer is None
+        and model.eos_token_ids == [END]
+    )
     assert model.config.vocab == VOCAB and model.device.type == "cpu"

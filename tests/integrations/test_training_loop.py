@@ -16,7 +16,13 @@ from pool import Pool
 from ranvier import Accelerator, RanvierStrategy
 from ranvier.errors import DataError, NumericError, PlanError
 from ranvier.grid import Grid
-from ranvier.integrations.training_loop import AdamW, Lent, lent, members_of, share
+from ranvier.integrations.training_loop import (
+    AdamW,
+    GridModel,
+    local_rows,
+    param_group_indices,
+    put_on_grid,
+)
 from states import assemble
 
 GRIDS = [{"row": 2, "col": 2}, {"data": 2, "depth": 2}]
@@ -28,7 +34,7 @@ class Joined(LightningEnvironment):
 
     def __init__(self, grid: Grid) -> None:
         super().__init__()
-        self.rank, self.world = grid.rank, grid.world
+        self.rank, self.world = grid.rank, grid.world_size
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -48,7 +54,7 @@ def fabric_of(grid: Grid, **options: Any) -> Fabric:
     """Fabric on a grid."""
     fabric = Fabric(
         strategy=RanvierStrategy(grid=grid),
-        devices=grid.world,
+        devices=grid.world_size,
         accelerator="cpu",
         plugins=[Joined(grid)],
         **options,
@@ -59,7 +65,7 @@ def fabric_of(grid: Grid, **options: Any) -> Fabric:
 
 def on_fabric(grid: Grid, kind: str, folder: str, resume: str) -> dict[str, Any]:
     found = fabric_loop(fabric_of(grid), kind, folder=folder, resume=resume)
-    return {**found, "model": found["model"].parallel.state()}
+    return {**found, "model": found["model"].parallel.sharded_state()}
 
 
 @functools.cache
@@ -128,8 +134,10 @@ def other_uses(grid: Grid) -> list[str]:
     """What ranks say of mistakes, and what the rest of Fabric's methods give."""
     fabric, said = fabric_of(grid), list[str]()
     assert fabric.broadcast({"rank": fabric.global_rank}) == {"rank": 0}
-    assert fabric.all_gather(torch.tensor(fabric.global_rank)).tolist() == list(range(grid.world))
-    assert float(fabric.all_reduce(torch.tensor(2.0), reduce_op="sum")) == 2.0 * grid.world
+    assert fabric.all_gather(torch.tensor(fabric.global_rank)).tolist() == list(
+        range(grid.world_size)
+    )
+    assert float(fabric.all_reduce(torch.tensor(2.0), reduce_op="sum")) == 2.0 * grid.world_size
     fabric.barrier()
     model = model_of("gpt2")
     model, optimizer = fabric.setup(model, adamw_of(model))
@@ -165,16 +173,19 @@ def test_mistakes_are_told_on_a_grid(pool: Pool) -> None:
 
 
 def test_a_call_that_a_grid_has_no_words_for_is_refused() -> None:
-    model = lent(model_of("gpt2"), Grid({}), device="cpu")
+    model = put_on_grid(model_of("gpt2"), Grid({}), device="cpu")
     ids = next(iter(loader_of("in order")))["input_ids"]
-    assert isinstance(model, Lent) and model(ids, use_cache=False).logits.shape == (*ids.shape, 29)
+    assert isinstance(model, GridModel) and model(ids, use_cache=False).logits.shape == (
+        *ids.shape,
+        29,
+    )
     for inputs in ({"inputs_embeds": torch.zeros(1, 2, 16)}, {"output_attentions": True}):
         with pytest.raises(PlanError, match="by name"):
             model(ids, **inputs)
     with pytest.raises(PlanError, match="pipe=2"):
-        lent(model_of("decoder"), Grid({"pipe": 2}), device="cpu")
+        put_on_grid(model_of("decoder"), Grid({"pipe": 2}), device="cpu")
     with pytest.raises(PlanError, match="Linear"):
-        lent(torch.nn.Linear(2, 2), Grid({}), device="cpu")
+        put_on_grid(torch.nn.Linear(2, 2), Grid({}), device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -193,7 +204,7 @@ def test_a_call_that_a_grid_has_no_words_for_is_refused() -> None:
 def test_other_optimizers_are_refused(make: Any, words: str) -> None:
     model = model_of("decoder")
     with pytest.raises(PlanError, match=words):
-        members_of(model, make(list(model.parameters())))
+        param_group_indices(model, make(list(model.parameters())))
 
 
 def test_groups_that_cut_a_kind_of_weights_are_refused() -> None:
@@ -202,9 +213,9 @@ def test_groups_that_cut_a_kind_of_weights_are_refused() -> None:
         weights = list(model.parameters())
         groups = [{"params": some} for some in (weights[:cut], weights[cut:rest]) if some]
         named = torch.optim.AdamW(groups)
-        members = members_of(model, named)
+        members = param_group_indices(model, named)
         with pytest.raises(PlanError, match="groups of AdamW"):
-            AdamW.of(named, members, lent(model, Grid({}), device="cpu"))
+            AdamW.from_optimizer(named, members, put_on_grid(model, Grid({}), device="cpu"))
 
 
 def test_precision_and_clipping_by_value_are_refused() -> None:
@@ -222,4 +233,4 @@ def test_precision_and_clipping_by_value_are_refused() -> None:
         optimizer.state_dict()
     with pytest.raises(PlanError, match="no JSON"):
         fabric.save("nowhere", {"model": model, "odd": object()})
-    assert share(8, Grid({"data": 2, "row": 2}, rank=3)) == range(4, 8)
+    assert local_rows(8, Grid({"data": 2, "row": 2}, rank=3)) == range(4, 8)

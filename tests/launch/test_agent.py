@@ -17,17 +17,17 @@ import pytest
 
 from ranvier import launch
 from ranvier.errors import CommunicationError, DataError
-from ranvier.launch import Policy, Pulse, Ranks, Stop
-from ranvier.launch.signals import STOPS
+from ranvier.launch import GracefulStop, Heartbeat, ProcessInfo, RestartPolicy
+from ranvier.launch.signals import STOP_SIGNALS
 
 PAIR = (("data=2", 2),)
 FAST = ("torch",)
 
 
-def _first_attempt(action: Callable[[], object], me: Ranks) -> int:
+def _first_attempt(action: Callable[[], object], me: ProcessInfo) -> int:
     """Rank 1 does something at step 4 of the first attempt; rank 0 loses it."""
-    pulse = Pulse(me.pulse)
-    pulse.beat("step", 4 + me.attempt)
+    pulse = Heartbeat(me.heartbeat_file)
+    pulse.begin_section("step", 4 + me.attempt)
     if me.attempt == 0:
         if me.rank == 1:
             action()
@@ -36,12 +36,12 @@ def _first_attempt(action: Callable[[], object], me: Ranks) -> int:
     return 0
 
 
-def _always(me: Ranks) -> int:
+def _always(me: ProcessInfo) -> int:
     """Rank 1 of two dies at the same step each time; alone, rank 0 is well."""
-    Pulse(me.pulse).beat("step", 4)
+    Heartbeat(me.heartbeat_file).begin_section("step", 4)
     if me.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    if me.world > 1:
+    if me.world_size > 1:
         raise CommunicationError("It lost a peer.")
     return 0
 
@@ -59,16 +59,16 @@ def _kill(number: int) -> None:
 
 
 def run(action: Callable[[], object], **policy: object) -> int:
-    return launch.start(
+    return launch.launch_ranks(
         2,
         partial(_first_attempt, action),
         preload=FAST,
-        policy=Policy(grids=PAIR, **policy),  # type: ignore[arg-type]
+        policy=RestartPolicy(grids=PAIR, **policy),  # type: ignore[arg-type]
     )
 
 
 def test_a_killed_rank_is_started_again_with_all_others(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(kill(signal.SIGKILL), retries=3) == 0
+    assert run(kill(signal.SIGKILL), max_restarts=3) == 0
     assert capfd.readouterr().err == (
         "Rank 1 was killed by signal 9 (SIGKILL) at step 4. Memory may have run out. Starting all "
         "ranks again from the newest checkpoint (1 of 3 without a new step).\n"
@@ -80,48 +80,48 @@ def test_a_killed_rank_is_started_again_with_all_others(capfd: pytest.CaptureFix
 def test_a_fault_of_a_rank_ends_the_run_unless_asked_otherwise(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert run(kill(signal.SIGSEGV), retries=3) == 71
+    assert run(kill(signal.SIGSEGV), max_restarts=3) == 71
     text = capfd.readouterr().err
     assert text.startswith("Rank 1 was killed by signal 11 (SIGSEGV) at step 4.")
     assert "in _kill" in text, "where it was"
-    assert run(partial(_raise, RuntimeError), retries=3) == 70
+    assert run(partial(_raise, RuntimeError), max_restarts=3) == 70
     text = capfd.readouterr().err
     assert text.startswith("rank 1: Traceback") and "words of rank 1" in text
     assert "It lost a peer" not in text
-    assert run(partial(_raise, RuntimeError), retries=3, faults=True) == 0
+    assert run(partial(_raise, RuntimeError), max_restarts=3, restart_on_error=True) == 0
 
 
 def test_mistakes_and_silent_ends_are_not_tried_again(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(partial(_raise, DataError), retries=3, faults=True) == 65
+    assert run(partial(_raise, DataError), max_restarts=3, restart_on_error=True) == 65
     assert "rank 1: DataError: words of rank 1" in capfd.readouterr().err
-    assert run(partial(os._exit, 0), retries=3) == 71
+    assert run(partial(os._exit, 0), max_restarts=3) == 71
     assert "Rank 1 ended with exit code 0 at step 4, before the run" in capfd.readouterr().err
 
 
-def _late_end(me: Ranks) -> int:
+def _late_end(me: ProcessInfo) -> int:
     """A task without steps, in which rank 0 has more to do than rank 1."""
     time.sleep(2.2 * (me.rank == 0))
     return 1
 
 
 def test_a_rank_may_end_before_the_others() -> None:
-    assert launch.start(2, _late_end, preload=FAST) == 1
+    assert launch.launch_ranks(2, _late_end, preload=FAST) == 1
 
 
 def test_a_crash_loop_ends_or_goes_on_smaller(capfd: pytest.CaptureFixture[str]) -> None:
-    policy = Policy(retries=2, grids=PAIR)
-    assert launch.start(2, _always, preload=FAST, policy=policy) == 93
+    policy = RestartPolicy(max_restarts=2, grids=PAIR)
+    assert launch.launch_ranks(2, _always, preload=FAST, policy=policy) == 93
     text = capfd.readouterr().err
     assert text.count("Starting all ranks again") == 2 and "no further than step 4" in text
-    policy = Policy(retries=1, grids=(*PAIR, ("data=1", 1)))
-    assert launch.start(2, _always, preload=FAST, policy=policy) == 0
+    policy = RestartPolicy(max_restarts=1, grids=(*PAIR, ("data=1", 1)))
+    assert launch.launch_ranks(2, _always, preload=FAST, policy=policy) == 0
     assert "Going on with the grid data=1 on 1 rank(s)" in capfd.readouterr().err
 
 
-def _waiting(folder: Path, me: Ranks) -> int:
+def _waiting(folder: Path, me: ProcessInfo) -> int:
     """At its start for a long time; rank 0 is deaf as in C++."""
     if me.rank == 0:
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     (folder / str(me.rank)).touch()
     time.sleep(60)
     return 0
@@ -135,26 +135,26 @@ def test_others_are_ended_soon_after_a_rank_is_killed_at_the_start(
     def ended(code: int, message: str) -> None:
         ends.append((code, message))
 
-    policy = Policy(grids=PAIR)
-    assert launch.start(2, _dead_at_start, preload=FAST, policy=policy, ended=ended) == 71
+    policy = RestartPolicy(grids=PAIR)
+    assert launch.launch_ranks(2, _dead_at_start, preload=FAST, policy=policy, ended=ended) == 71
     assert time.monotonic() - start < 5.0
     assert "(SIGKILL) before its first step" in capfd.readouterr().err
     assert [code for code, _ in ends] == [71] and "Rank 1 was killed" in ends[0][1]
 
 
-def _dead_at_start(me: Ranks) -> int:
+def _dead_at_start(me: ProcessInfo) -> int:
     if me.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
     return 0
 
 
-def _stepping(folder: Path, heed: bool, me: Ranks) -> int:
+def _stepping(folder: Path, heed: bool, me: ProcessInfo) -> int:
     """Takes steps until told to stop; heed: and then stops."""
-    pulse = Pulse(me.pulse)
-    with Stop(quiet=True, patient=True) as stop:
+    pulse = Heartbeat(me.heartbeat_file)
+    with GracefulStop(quiet=True, patient=True) as stop:
         for step in range(1000):
-            pulse.beat("step", step)
+            pulse.begin_section("step", step)
             (folder / str(me.rank)).touch()
             time.sleep(0.05)
             if stop.signal and heed:
@@ -162,7 +162,7 @@ def _stepping(folder: Path, heed: bool, me: Ranks) -> int:
     return 0
 
 
-def told(folder: Path, task: Callable[[Ranks], int], *numbers: int) -> tuple[int, float]:
+def told(folder: Path, task: Callable[[ProcessInfo], int], *numbers: int) -> tuple[int, float]:
     """Exit code and seconds after the last of signals to the launcher."""
     sent: list[float] = []
 
@@ -176,7 +176,9 @@ def told(folder: Path, task: Callable[[Ranks], int], *numbers: int) -> tuple[int
 
     thread = threading.Thread(target=tell)
     thread.start()
-    code = launch.start(2, task, preload=FAST, policy=Policy(retries=3, grids=PAIR))
+    code = launch.launch_ranks(
+        2, task, preload=FAST, policy=RestartPolicy(max_restarts=3, grids=PAIR)
+    )
     seconds = time.monotonic() - sent[-1]
     thread.join()
     return code, seconds
@@ -204,17 +206,17 @@ def test_a_signal_before_the_first_step_ends_all_at_once(
     assert capfd.readouterr().err == "Stopped before a step was taken. There was nothing to save.\n"
 
 
-def _silent(action: Callable[[], object], seconds: float, me: Ranks) -> int:
+def _silent(action: Callable[[], object], seconds: float, me: ProcessInfo) -> int:
     """Rank 1 is silent at step 2 for some time, then all take steps again."""
-    pulse = Pulse(me.pulse)
+    pulse = Heartbeat(me.heartbeat_file)
     for step in range(3):
-        pulse.beat("step", step)
-        pulse.began(step, "all_reduce over data of 8 bytes at here")
+        pulse.begin_section("step", step)
+        pulse.record_collective(step, "all_reduce over data of 8 bytes at here")
         time.sleep(0.02)
     if me.rank == 1:
-        pulse.began(2, "barrier")
+        pulse.record_collective(2, "barrier")
         action()
-    pulse.began(3, "all_gather over data of 16 bytes at there")
+    pulse.record_collective(3, "all_gather over data of 16 bytes at there")
     time.sleep(seconds)
     return 0
 
@@ -233,9 +235,12 @@ def _pause(seconds: float) -> None:
 
 
 def test_a_rank_that_is_stopped_for_ever_is_a_hang(capfd: pytest.CaptureFixture[str]) -> None:
-    start, policy = time.monotonic(), Policy(retries=3, watchdog=1.5, grids=PAIR)
+    start, policy = (
+        time.monotonic(),
+        RestartPolicy(max_restarts=3, watchdog_seconds=1.5, grids=PAIR),
+    )
     task = partial(_silent, kill(signal.SIGSTOP), 60.0)
-    assert launch.start(2, task, preload=FAST, policy=policy) == 72
+    assert launch.launch_ranks(2, task, preload=FAST, policy=policy) == 72
     assert time.monotonic() - start < 1.5 + 5.0
     text = capfd.readouterr().err
     assert "HangError: Rank 1 has given no sign of life" in text and "(SIGSTOP)" in text
@@ -245,23 +250,23 @@ def test_a_rank_that_is_stopped_for_ever_is_a_hang(capfd: pytest.CaptureFixture[
 
 
 def test_a_rank_that_holds_its_interpreter_is_a_hang(capfd: pytest.CaptureFixture[str]) -> None:
-    policy = Policy(watchdog=1.5, grids=PAIR)
+    policy = RestartPolicy(watchdog_seconds=1.5, grids=PAIR)
     task = partial(_silent, _hold_the_interpreter, 60.0)
-    assert launch.start(2, task, preload=FAST, policy=policy) == 72
+    assert launch.launch_ranks(2, task, preload=FAST, policy=policy) == 72
     text = capfd.readouterr().err
     assert "HangError: Rank 1" in text and "in _hold_the_interpreter" in text
 
 
 @pytest.mark.full
 def test_a_rank_that_lags_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
-    policy = Policy(watchdog=6.0, grids=PAIR)
+    policy = RestartPolicy(watchdog_seconds=6.0, grids=PAIR)
     task = partial(_silent, partial(_pause, 2.8), 0.0)
-    assert launch.start(2, partial(_late, task), preload=FAST, policy=policy) == 0
+    assert launch.launch_ranks(2, partial(_late, task), preload=FAST, policy=policy) == 0
     text = capfd.readouterr().err
     assert text.count("lags") == 1 and "Rank 1 lags: no sign of life for" in text
 
 
-def _late(task: Callable[[Ranks], int], me: Ranks) -> int:
+def _late(task: Callable[[ProcessInfo], int], me: ProcessInfo) -> int:
     code = task(me)
     time.sleep(3.2 * (me.rank == 0))  # rank 0 waits for rank 1
     return code
@@ -271,9 +276,9 @@ ALONE = """
 import time
 from ranvier import launch
 
-pulse = launch.Pulse()
-pulse.beat("step", 5)
-with launch.watched(pulse, 3, 0.5):
+pulse = launch.Heartbeat()
+pulse.begin_section("step", 5)
+with launch.watch_for_hangs(pulse, 3, 0.5):
     time.sleep(20)
 """
 
@@ -289,14 +294,15 @@ MEETING = """
 import sys
 from ranvier import launch
 
-with launch.reported(launch.Ranks(1, 2)):
+with launch.report_errors(launch.ProcessInfo(1, 2)):
     print("waiting", flush=True)
-    launch.connect(launch.Ranks(1, 2, port=int(sys.argv[1]), launcher="srun"), backend="gloo")
+    me = launch.ProcessInfo(1, 2, port=int(sys.argv[1]), launcher="srun")
+    launch.init_process_group(me, backend="gloo")
 """
 
 
 def test_a_rank_of_another_launcher_stops_while_it_waits_for_others() -> None:
-    words = [sys.executable, "-c", MEETING, str(launch.free_port())]
+    words = [sys.executable, "-c", MEETING, str(launch.find_free_port())]
     quiet = subprocess.DEVNULL
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=quiet, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "waiting\n"
@@ -309,7 +315,7 @@ DEAF = """
 import hashlib
 from ranvier import launch
 
-with launch.reported(launch.Ranks()), launch.Stop():
+with launch.report_errors(launch.ProcessInfo()), launch.GracefulStop():
     print("busy", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**27)  # a minute in C, which hears no signals
 """
@@ -330,6 +336,6 @@ def test_a_second_signal_ends_a_rank_alone_even_in_a_long_operation(number: int,
 
 def test_a_signal_to_a_command_that_has_just_begun() -> None:
     early = "import os, sys; sys.argv = ['', 'train']; import ranvier.__main__ as m; "
-    early += "m.launch.ranks = lambda: os.kill(os.getpid(), 15); m.main()"
+    early += "m.launch.read_process_info = lambda: os.kill(os.getpid(), 15); m.main()"
     end = subprocess.run([sys.executable, "-c", early], capture_output=True, text=True)
     assert end.returncode == 75 and end.stderr.startswith("Stopped before a step was taken.")

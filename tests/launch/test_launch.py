@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from ranvier import launch
 from ranvier.errors import CommunicationError, PlanError
-from ranvier.launch import Ranks, Stop, hosts, ranks
+from ranvier.launch import GracefulStop, ProcessInfo, parse_host_list, read_process_info
 
 SLURM = {
     "SLURM_PROCID": "5",
@@ -41,15 +41,15 @@ MPI = {
 TORCH = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "1234"}
 
 
-def known(environment: dict[str, str]) -> Ranks:
-    me = ranks(environment)
+def known(environment: dict[str, str]) -> ProcessInfo:
+    me = read_process_info(environment)
     assert me is not None, environment
     return me
 
 
 def test_srun_is_understood() -> None:
     me = known(SLURM)
-    assert (me.rank, me.world, me.local_rank, me.local_world) == (5, 8, 1, 4)
+    assert (me.rank, me.world_size, me.local_rank, me.local_world_size) == (5, 8, 1, 4)
     assert (me.address, me.launcher) == ("node07", "srun")
     assert 20000 <= me.port < 40000
     assert known({**SLURM, "SLURM_PROCID": "0", "SLURM_NODEID": "0"}).port == me.port
@@ -74,28 +74,36 @@ def test_srun_is_understood() -> None:
 def test_nodes_of_srun(changes: dict[str, str], local_world: int, address: str) -> None:
     environment = {name: value for name, value in {**SLURM, **changes}.items() if value}
     me = known(environment)
-    assert (me.local_world, me.address) == (local_world, address)
+    assert (me.local_world_size, me.address) == (local_world, address)
 
 
 def test_mpirun_is_understood_before_srun() -> None:
     me = known({**MPI, **SLURM})
-    assert (me.rank, me.world, me.launcher) == (1, 2, "mpirun")
+    assert (me.rank, me.world_size, me.launcher) == (1, 2, "mpirun")
     assert (me.address, me.port) == ("127.0.0.1", 29500)
     assert known({**MPI, "PMIX_NAMESPACE": "prterun-1"}).port in range(20000, 40000)
     several = {**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
     with pytest.raises(PlanError, match="MASTER_ADDR is not set"):
-        ranks(several)
+        read_process_info(several)
     assert known({**several, "MASTER_ADDR": "first"}).address == "first"
 
 
 def test_torchrun_wins_and_one_task_is_none() -> None:
-    assert known({**SLURM, **MPI, **TORCH}) == Ranks(3, 4, 3, 4, "host", 1234, launcher="torchrun")
+    assert known({**SLURM, **MPI, **TORCH}) == ProcessInfo(
+        3, 4, 3, 4, "host", 1234, launcher="torchrun"
+    )
     assert known({**SLURM, "WORLD_SIZE": "8"}).launcher == "srun"
-    assert known({**TORCH, "RANK": "0", "WORLD_SIZE": "1"}).world == 1
-    assert ranks({}) is None
-    assert ranks({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) is None
-    assert ranks({name: value for name, value in SLURM.items() if name != "SLURM_PROCID"}) is None
-    assert ranks({name: value for name, value in SLURM.items() if name != "SLURM_NTASKS"}) is None
+    assert known({**TORCH, "RANK": "0", "WORLD_SIZE": "1"}).world_size == 1
+    assert read_process_info({}) is None
+    assert read_process_info({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) is None
+    assert (
+        read_process_info({name: value for name, value in SLURM.items() if name != "SLURM_PROCID"})
+        is None
+    )
+    assert (
+        read_process_info({name: value for name, value in SLURM.items() if name != "SLURM_NTASKS"})
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +123,7 @@ def test_torchrun_wins_and_one_task_is_none() -> None:
 )
 def test_mistakes_of_launchers_are_told(environment: dict[str, str], says: str) -> None:
     with pytest.raises(PlanError) as error:
-        ranks(environment)
+        read_process_info(environment)
     assert says in str(error.value)
 
 
@@ -132,7 +140,7 @@ def test_mistakes_of_launchers_are_told(environment: dict[str, str], says: str) 
     ],
 )
 def test_lists_of_hosts(text: str, names: list[str]) -> None:
-    assert hosts(text) == names
+    assert parse_host_list(text) == names
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 9)), min_size=1, max_size=3)
@@ -147,7 +155,7 @@ def test_lists_of_hosts_hold_what_was_written(
         inside = [f"{a:03}-{a + n:03}" if n else f"{a:03}" for a, n in spans]
         texts.append(f"{prefix}[{','.join(inside)}]")
         names += [f"{prefix}{i:03}" for a, n in spans for i in range(a, a + n + 1)]
-    assert hosts(",".join(texts)) == names
+    assert parse_host_list(",".join(texts)) == names
 
 
 def test_time_out_under_slurm_names_srun(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,9 +164,9 @@ def test_time_out_under_slurm_names_srun(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("torch.distributed.init_process_group", late)
     for launcher, says in (("srun", True), ("torchrun", False)):
-        me = Ranks(1, 2, launcher=launcher)
+        me = ProcessInfo(1, 2, launcher=launcher)
         with pytest.raises(CommunicationError) as error:
-            launch.connect(me, backend="gloo")
+            launch.init_process_group(me, backend="gloo")
         assert ("start the ranks with srun" in str(error.value)) is says
 
 
@@ -166,11 +174,11 @@ def test_cache_is_where_the_user_says(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("RANVIER_CACHE", raising=False)
-    assert launch.cache() == tmp_path / "home/.cache/ranvier"
+    assert launch.cache_dir() == tmp_path / "home/.cache/ranvier"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert launch.cache() == tmp_path / "xdg/ranvier"
+    assert launch.cache_dir() == tmp_path / "xdg/ranvier"
     monkeypatch.setenv("RANVIER_CACHE", str(tmp_path / "own"))
-    assert launch.cache() == tmp_path / "own" and (tmp_path / "own").is_dir()
+    assert launch.cache_dir() == tmp_path / "own" and (tmp_path / "own").is_dir()
 
 
 def test_cache_falls_back_to_a_private_folder(
@@ -179,18 +187,18 @@ def test_cache_falls_back_to_a_private_folder(
     (tmp_path / "file").touch()
     monkeypatch.setenv("RANVIER_CACHE", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folder = launch.cache()
-    assert folder == tmp_path / f"ranvier-{os.getuid()}" == launch.cache()
+    folder = launch.cache_dir()
+    assert folder == tmp_path / f"ranvier-{os.getuid()}" == launch.cache_dir()
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.rmdir()
     folder.symlink_to("/")  # somebody else's trap
-    assert launch.cache().parent == tmp_path and launch.cache() != folder
+    assert launch.cache_dir().parent == tmp_path and launch.cache_dir() != folder
 
 
 def test_environment_and_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANVIER_TEST", "1")
-    assert launch.environment("RANVIER_TEST", "RANVIER_NONE") == {"RANVIER_TEST": "1"}
-    assert "gloo" in launch.backends()
+    assert launch.read_environment("RANVIER_TEST", "RANVIER_NONE") == {"RANVIER_TEST": "1"}
+    assert "gloo" in launch.available_backends()
 
 
 def send(*numbers: int) -> None:
@@ -206,7 +214,7 @@ def handlers() -> list[object]:
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_a_first_signal_is_noted(first: int, capfd: pytest.CaptureFixture[str]) -> None:
     before = handlers()
-    with Stop() as stop:
+    with GracefulStop() as stop:
         assert stop.signal == 0
         send(first, signal.SIGTERM, signal.SIGTERM, signal.SIGUSR2)  # one signal, echoed
         assert stop.signal == first
@@ -222,13 +230,13 @@ def test_a_first_signal_is_noted(first: int, capfd: pytest.CaptureFixture[str]) 
 def test_other_ranks_are_quiet_and_other_threads_untouched(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    with Stop(quiet=True) as stop:
+    with GracefulStop(quiet=True) as stop:
         send(signal.SIGINT)
     assert stop.signal == signal.SIGINT and capfd.readouterr().err == ""
     before, inside = handlers(), []
 
     def work() -> None:
-        with Stop():
+        with GracefulStop():
             inside.append(handlers())
 
     thread = threading.Thread(target=work)
@@ -250,7 +258,7 @@ def task(me):
     return 0
 
 if __name__ == "__main__":
-    launch.start(2, task)
+    launch.launch_ranks(2, task)
 """
 IMPORTING = """
 import os, time
@@ -299,8 +307,8 @@ def test_ranks_and_folders_end_when_their_launcher_is_killed(tmp_path: Path) -> 
 
 def test_the_server_of_ranks_ends_with_the_launcher_while_it_imports(tmp_path: Path) -> None:
     (tmp_path / "slow_import.py").write_text(IMPORTING)
-    started = 'launch.start(2, task, preload=["slow_import"])'
-    (tmp_path / "parent.py").write_text(ORPHANS.replace("launch.start(2, task)", started))
+    started = 'launch.launch_ranks(2, task, preload=["slow_import"])'
+    (tmp_path / "parent.py").write_text(ORPHANS.replace("launch.launch_ranks(2, task)", started))
     killed(tmp_path, "server")
 
 
@@ -312,25 +320,25 @@ def test_compilers_keep_their_results_in_our_cache(
     monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    launch.keep_compiled()
+    launch.cache_compiled_kernels()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled" / "inductor")
     assert os.environ["TRITON_CACHE_DIR"] == "/elsewhere"
 
 
 def test_a_process_knows_its_age() -> None:
-    first = launch.age()
+    first = launch.process_age_seconds()
     assert first > 0.0 or not Path("/proc/uptime").exists()
-    assert launch.age() >= first
+    assert launch.process_age_seconds() >= first
 
 
 def test_triton_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/cc" if name == "cc" else None)
-    assert launch.triton()
+    assert launch.has_triton()
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert not launch.triton()
+    assert not launch.has_triton()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not launch.triton()
+    assert not launch.has_triton()
 
 
 @pytest.mark.parametrize(

@@ -15,39 +15,39 @@ import pytest
 
 from commands import SMALL, call
 from ranvier.cli import main
-from ranvier.config.arguments import Arguments
+from ranvier.config.arguments import RunOptions
 from ranvier.errors import PlanError
-from ranvier.launch import Failure, Nodes, free_port, ranks
-from ranvier.launch.rendezvous import Order, laid, worst
-from ranvier.launch.restart_policy import End, History, Policy
+from ranvier.launch import Failure, NodeInfo, find_free_port, read_process_info
+from ranvier.launch.rendezvous import LaunchOrder, assign_ranks, root_cause
+from ranvier.launch.restart_policy import AttemptResult, RestartHistory, RestartPolicy
 
 AGENT = """
 import os, sys, time
 from pathlib import Path
 from ranvier import launch
 from ranvier.errors import CommunicationError
-from ranvier.launch import Nodes, Policy, Pulse, nodes, supervisor
+from ranvier.launch import Heartbeat, NodeInfo, RestartPolicy, agent, rendezvous
 
 def task(me):
-    pulse = Pulse(me.pulse)
+    pulse = Heartbeat(me.heartbeat_file)
     Path(f"rank{me.rank}.{me.attempt}").write_text(str(os.getpid()))
-    with launch.Stop(quiet=True, patient=True) as stop:
+    with launch.GracefulStop(quiet=True, patient=True) as stop:
         for step in range(1000):
-            pulse.beat("step", step)
+            pulse.begin_section("step", step)
             time.sleep(0.02)
             if stop.signal or Path("stop").exists():
                 Path("stop").touch()
                 return 75
-            if me.world == 1 and step == 10:
+            if me.world_size == 1 and step == 10:
                 return 0
     return 1
 
 if __name__ == "__main__":
-    nodes.GONE_SECONDS, supervisor.GRACE_SECONDS = 2.0, 0.3
-    where = Nodes(2, int(sys.argv[1]), sys.argv[2])
-    policy = Policy(retries=3, grids=(("data=2", 2), ("data=1", 1)))
+    rendezvous.NODE_TIMEOUT_SECONDS, agent.GRACE_SECONDS = 2.0, 0.3
+    where = NodeInfo(2, int(sys.argv[1]), sys.argv[2])
+    policy = RestartPolicy(max_restarts=3, grids=(("data=2", 2), ("data=1", 1)))
     options = {"preload": ["torch"], "policy": policy, "nodes": where}
-    sys.exit(launch.start(1, task, **options, timeout_seconds=30.0))
+    sys.exit(launch.launch_ranks(1, task, **options, timeout_seconds=30.0))
 """
 
 
@@ -73,7 +73,7 @@ Pair = tuple[Path, list["subprocess.Popen[str]"], list[int]]
 def pair(tmp_path: Path) -> Iterator[Pair]:
     """Two launchers with a rank each, which are at their steps."""
     (tmp_path / "agent.py").write_text(AGENT)
-    address = f"127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{find_free_port()}"
     agents = [
         subprocess.Popen(
             [sys.executable, "agent.py", str(node), address],
@@ -126,39 +126,47 @@ def test_without_node_0_the_others_end(pair: Pair) -> None:
 
 def test_nodes_are_filled_one_after_the_other() -> None:
     places = {0: [0, 1, 2], 1: [0, 2], 3: [0, 1]}
-    assert laid(7, places) == {0: (0, [0, 1, 2]), 1: (3, [0, 2]), 3: (5, [0, 1])}
-    assert laid(4, places) == {0: (0, [0, 1, 2]), 1: (3, [0])}
-    assert laid(2, places) == {0: (0, [0, 1])}
+    assert assign_ranks(7, places) == {0: (0, [0, 1, 2]), 1: (3, [0, 2]), 3: (5, [0, 1])}
+    assert assign_ranks(4, places) == {0: (0, [0, 1, 2]), 1: (3, [0])}
+    assert assign_ranks(2, places) == {0: (0, [0, 1])}
 
 
 def test_the_end_that_others_followed_from_counts() -> None:
-    followed = End("error", 71, "It lost a peer.", secondary=True)
-    killed, hang = End("lost", 71, "killed"), End("hang", 72, "silent")
-    stopped, done = End("stopped", 75), End("done", 0)
-    assert worst([followed, killed]) is killed and worst([done, done]) is done
-    assert worst([followed, stopped]) is stopped and worst([followed, hang, killed]) is hang
+    followed = AttemptResult("error", 71, "It lost a peer.", is_secondary=True)
+    killed, hang = AttemptResult("lost", 71, "killed"), AttemptResult("hang", 72, "silent")
+    stopped, done = AttemptResult("stopped", 75), AttemptResult("done", 0)
+    assert root_cause([followed, killed]) is killed and root_cause([done, done]) is done
+    assert (
+        root_cause([followed, stopped]) is stopped and root_cause([followed, hang, killed]) is hang
+    )
 
 
 def test_without_nodes_the_largest_grid_that_fits_is_taken() -> None:
     grids = (("data=4", 4), ("data=2", 2), ("data=3", 3))
-    gone = End("lost", 71, "A node is gone.", step=5)
-    history = History(Policy(retries=3, grids=grids))
-    assert history.without(gone, 4).again and history.grid == 0
-    assert history.without(gone, 3).again and history.grid == 2
-    assert history.without(gone, 2).again and history.grid == 1
-    then = history.without(gone, 1)
-    assert not then.again and then.code == 71 and "1 rank(s) are left" in then.message
-    assert not History(Policy(retries=0, grids=grids)).without(gone, 3).again
+    gone = AttemptResult("lost", 71, "A node is gone.", step=5)
+    history = RestartHistory(RestartPolicy(max_restarts=3, grids=grids))
+    assert history.decide_without_nodes(gone, 4).restart and history.grid_index == 0
+    assert history.decide_without_nodes(gone, 3).restart and history.grid_index == 2
+    assert history.decide_without_nodes(gone, 2).restart and history.grid_index == 1
+    then = history.decide_without_nodes(gone, 1)
+    assert not then.restart and then.exit_code == 71 and "1 rank(s) are left" in then.message
+    assert (
+        not RestartHistory(RestartPolicy(max_restarts=0, grids=grids))
+        .decide_without_nodes(gone, 3)
+        .restart
+    )
 
 
 def test_orders_are_read_as_they_were_written() -> None:
     failure = Failure(0, 3, "Rank 1 is gone.", "data=2")
-    order = Order(1, None, 0, 2, "host", 5, 1.0, {"0": 0, "1": 1}, {"0": [0], "1": [2]}, (failure,))
-    assert Order.of(order.text()) == order
+    order = LaunchOrder(
+        1, None, 0, 2, "host", 5, 1.0, {"0": 0, "1": 1}, {"0": [0], "1": [2]}, (failure,)
+    )
+    assert LaunchOrder.from_json(order.to_json()) == order
     for node, address in ((2, "a:1"), (-1, "a:1"), (0, "a"), (0, ":1"), (0, "a:x"), (0, "a:70000")):
         with pytest.raises(PlanError):
-            Nodes(2, node, address)
-    assert (Nodes(2, 1, "::1:80").host, Nodes(2, 1, "::1:80").port) == ("::1", 80)
+            NodeInfo(2, node, address)
+    assert (NodeInfo(2, 1, "::1:80").host, NodeInfo(2, 1, "::1:80").port) == ("::1", 80)
 
 
 @pytest.mark.parametrize(
@@ -179,10 +187,10 @@ def test_mistakes_about_nodes_are_told(
 def test_one_task_a_node_of_srun_is_a_launcher() -> None:
     slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "7"}
     slurm |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "node[07-08]"}
-    me = ranks(slurm)
+    me = read_process_info(slurm)
     assert me is not None
-    nodes = main._nodes(Arguments(nproc=8), me)
-    assert nodes == Nodes(2, 1, f"node07:{me.port}")
-    assert main._nodes(Arguments(), me) is None, "each task is a rank"
-    two = ranks({**slurm, "SLURM_STEP_TASKS_PER_NODE": "2"})
-    assert main._nodes(Arguments(nproc=2), two) is None
+    nodes = main._resolve_nodes(RunOptions(nproc=8), me)
+    assert nodes == NodeInfo(2, 1, f"node07:{me.port}")
+    assert main._resolve_nodes(RunOptions(), me) is None, "each task is a rank"
+    two = read_process_info({**slurm, "SLURM_STEP_TASKS_PER_NODE": "2"})
+    assert main._resolve_nodes(RunOptions(nproc=2), two) is None

@@ -8,18 +8,28 @@ from typing import Any
 import pytest
 
 from ranvier.config import run as runs
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
-from ranvier.launch.heartbeat import DONE, STEP, Beat, Pulse
-from ranvier.launch.restart_policy import End, History, Kind, Outcome, Policy, judged, largest
-from ranvier.launch.watchdog import behind, limit, slow
+from ranvier.launch.heartbeat import DONE, STEP, Heartbeat, HeartbeatState
+from ranvier.launch.restart_policy import (
+    AttemptResult,
+    RankOutcome,
+    RestartHistory,
+    RestartPolicy,
+    ResultKind,
+    judge_attempt,
+    largest_fitting_grid,
+)
+from ranvier.launch.watchdog import find_slowest_rank, silence_limit, warning_limit
 from ranvier.train.resume import elastic
 
 GRIDS = (("data=4", 4), ("data=2", 2), ("row=3", 3), ("data=1", 1))
 
 
-def outcome(rank: int, code: int, section: str = STEP, **more: Any) -> Outcome:
-    return Outcome(rank, code, Beat(section=section, step=7), noticed=10.0, **more)
+def outcome(rank: int, code: int, section: str = STEP, **more: Any) -> RankOutcome:
+    return RankOutcome(
+        rank, code, HeartbeatState(section=section, step=7), notice_time=10.0, **more
+    )
 
 
 def report(code: int, *, secondary: bool = False, time: float = 10.0) -> dict[str, Any]:
@@ -36,11 +46,17 @@ LOST = report(71, secondary=True, time=9.9)
         ([outcome(0, 0, DONE), outcome(1, 0, DONE)], False, "done", 0, ""),
         ([outcome(0, 75), outcome(1, 75)], False, "stopped", 75, ""),
         ([outcome(0, 75), outcome(1, 71, report=LOST)], False, "stopped", 75, ""),
-        ([outcome(0, -9, slain=True), outcome(1, -15)], True, "stopped", 75, ""),
+        ([outcome(0, -9, was_killed=True), outcome(1, -15)], True, "stopped", 75, ""),
         ([outcome(0, 71, report=LOST), outcome(1, -9)], False, "lost", 71, "Rank 1 was killed by"),
         ([outcome(0, 71, report=LOST), outcome(1, -1)], False, "lost", 71, "signal 1 (SIGHUP)"),
         ([outcome(0, -6), outcome(1, -9)], False, "lost", 71, "Rank 1 was killed by signal 9"),
-        ([outcome(0, -9, slain=True), outcome(1, -11)], False, "fault", 71, "11 (SIGSEGV) at step"),
+        (
+            [outcome(0, -9, was_killed=True), outcome(1, -11)],
+            False,
+            "fault",
+            71,
+            "11 (SIGSEGV) at step",
+        ),
         (
             [outcome(0, 71, report=LOST), outcome(1, 0)],
             False,
@@ -73,68 +89,81 @@ LOST = report(71, secondary=True, time=9.9)
     ],
 )
 def test_the_rank_that_ended_first_and_by_itself_counts(
-    outcomes: list[Outcome], told: bool, kind: Kind, code: int, says: str
+    outcomes: list[RankOutcome], told: bool, kind: ResultKind, code: int, says: str
 ) -> None:
-    end = judged(outcomes, told=told)
-    assert (end.kind, end.code, end.step) == (kind, code, 7) and says in end.message
+    end = judge_attempt(outcomes, told=told)
+    assert (end.kind, end.exit_code, end.step) == (kind, code, 7) and says in end.message
     assert bool(end.message) is bool(says)
 
 
-def lost(step: int, rank: int = 1, kind: Kind = "lost") -> End:
-    return End(kind, 71, f"Rank {rank} is gone.", rank, step)
+def lost(step: int, rank: int = 1, kind: ResultKind = "lost") -> AttemptResult:
+    return AttemptResult(kind, 71, f"Rank {rank} is gone.", rank, step)
 
 
 def test_tries_without_a_new_step_are_counted() -> None:
-    history = History(Policy(retries=2, grids=GRIDS[:1]))
+    history = RestartHistory(RestartPolicy(max_restarts=2, grids=GRIDS[:1]))
     for step, count in ((5, 1), (5, 2), (6, 1), (4, 2)):
-        then = history.after(lost(step))
-        assert then.again and f"({count} of 2 without a new step)" in then.message
-    then = history.after(lost(6))
-    assert (then.again, then.code) == (False, 93) and "no further than step 6" in then.message
+        then = history.decide_after(lost(step))
+        assert then.restart and f"({count} of 2 without a new step)" in then.message
+    then = history.decide_after(lost(6))
+    assert (then.restart, then.exit_code) == (
+        False,
+        93,
+    ) and "no further than step 6" in then.message
     assert [failure.step for failure in history.failures] == [5, 5, 6, 4, 6]
     assert {failure.grid for failure in history.failures} == {"data=4"}
 
 
 def test_what_is_not_tried_again() -> None:
     for kind, code in (("fault", 70), ("error", 65), ("hang", 72), ("stopped", 75), ("done", 0)):
-        policy = Policy(retries=3, grids=GRIDS)
-        then = History(policy).after(End(kind, code, "words"))  # type: ignore[arg-type]
-        assert not then.again and (then.code, then.message) == (code, "words")
-    then = History(Policy(retries=0, grids=GRIDS)).after(lost(3))
-    assert not then.again and then.code == 71
-    assert History(Policy(retries=1, faults=True, grids=GRIDS)).after(lost(3, kind="fault")).again
+        policy = RestartPolicy(max_restarts=3, grids=GRIDS)
+        then = RestartHistory(policy).decide_after(AttemptResult(kind, code, "words"))  # type: ignore[arg-type]
+        assert not then.restart and (then.exit_code, then.message) == (code, "words")
+    then = RestartHistory(RestartPolicy(max_restarts=0, grids=GRIDS)).decide_after(lost(3))
+    assert not then.restart and then.exit_code == 71
+    assert (
+        RestartHistory(RestartPolicy(max_restarts=1, restart_on_error=True, grids=GRIDS))
+        .decide_after(lost(3, kind="fault"))
+        .restart
+    )
 
 
 def test_the_largest_smaller_grid_is_taken_without_the_rank_that_failed() -> None:
-    assert [largest([4, 2, 3, 1], left) for left in (4, 3, 2, 1, 0)] == [0, 2, 1, 3, None]
-    history = History(Policy(retries=1, grids=GRIDS))
-    assert history.after(lost(5, rank=2)).again
-    then = history.after(lost(5, rank=2))
-    assert then.again and "Going on with the grid row=3 on 3 rank(s)" in then.message
-    assert (history.grid, history.spare, history.idle) == (2, 2, 0)
-    assert history.after(lost(5, rank=0)).again
-    assert "the grid data=2" in history.after(lost(5, rank=1)).message
-    assert history.spare is None, "not always the same rank"
+    assert [largest_fitting_grid([4, 2, 3, 1], left) for left in (4, 3, 2, 1, 0)] == [
+        0,
+        2,
+        1,
+        3,
+        None,
+    ]
+    history = RestartHistory(RestartPolicy(max_restarts=1, grids=GRIDS))
+    assert history.decide_after(lost(5, rank=2)).restart
+    then = history.decide_after(lost(5, rank=2))
+    assert then.restart and "Going on with the grid row=3 on 3 rank(s)" in then.message
+    assert (history.grid_index, history.excluded_rank, history.idle_restarts) == (2, 2, 0)
+    assert history.decide_after(lost(5, rank=0)).restart
+    assert "the grid data=2" in history.decide_after(lost(5, rank=1)).message
+    assert history.excluded_rank is None, "not always the same rank"
     for _ in range(2):
-        assert history.after(lost(5)).again
-    assert history.grid == 3
-    assert history.after(lost(5)).again
-    assert history.after(lost(5)).code == 93
+        assert history.decide_after(lost(5)).restart
+    assert history.grid_index == 3
+    assert history.decide_after(lost(5)).restart
+    assert history.decide_after(lost(5)).exit_code == 93
 
 
 def test_grids_are_checked_before_anything_starts() -> None:
-    def of(*grids: str) -> Run:
+    def of(*grids: str) -> RunConfig:
         tables = {"plan": {"data": 2, "row": 2}, "launch": {"grids": list(grids)}}
-        return runs.from_tables(tables).check(4)
+        return runs.run_from_tables(tables).check_and_resolve(4)
 
-    assert elastic.named(of().plan.degrees) == "data=2,row=2"
-    one, two = elastic.smaller(of("row=2", " data = 2"))
-    assert (one.plan.world, one.plan.row, one.plan.data) == (2, 2, 1)
+    assert elastic.format_grid(of().plan.degrees) == "data=2,row=2"
+    one, two = elastic.fallback_runs(of("row=2", " data = 2"))
+    assert (one.plan.world_size, one.plan.row, one.plan.data) == (2, 2, 1)
     assert (two.plan.data, two.plan.row, two.plan.batch) == (2, 1, of().plan.batch)
     assert one.plan.micro_batch == of().plan.micro_batch, "it still divides"
     grids = ("dta=2", "row=x", "row=3", "data=4", "")
     with pytest.raises(PlanError) as error:
-        elastic.smaller(of(*grids))
+        elastic.fallback_runs(of(*grids))
     for words in (
         "launch.grids='dta=2': 'dta' is no axis. Did you mean 'data'?",
         "launch.grids='row=x': row=x is not a number of ranks",
@@ -147,36 +176,57 @@ def test_grids_are_checked_before_anything_starts() -> None:
 
 def test_a_micro_batch_that_no_longer_divides_is_inferred_again() -> None:
     tables = {"plan": {"pipe": 2, "data": 2, "batch": 12, "micro_batch": 2, "chunks": 2}}
-    run = runs.from_tables(tables).check(4)
-    small = elastic.regridded(run, {**run.plan.degrees, "pipe": 1, "data": 3})
+    run = runs.run_from_tables(tables).check_and_resolve(4)
+    small = elastic.change_grid(run, {**run.plan.degrees, "pipe": 1, "data": 3})
     assert (small.plan.batch, small.plan.micro_batch, small.plan.chunks) == (12, 2, 1)
-    small = elastic.regridded(run, {**run.plan.degrees, "pipe": 1, "data": 4})
+    small = elastic.change_grid(run, {**run.plan.degrees, "pipe": 1, "data": 4})
     assert (small.plan.batch, small.plan.micro_batch) == (12, 3)
 
 
 def test_limits_are_learnt_from_the_steps() -> None:
-    step = Beat(section=STEP, slowest=10.0)
-    assert limit(step, 0.0) == 50.0 and limit(Beat(section=STEP), 0.0) == 600.0
-    assert limit(Beat(), 0.0) == limit(Beat(section="evaluation"), 0.0) == 600.0
-    assert limit(Beat(section="checkpoint"), 0.0) == 420.0
-    assert limit(step, 7.0) == 7.0 and limit(Beat(), 7.0) == 600.0 and limit(Beat(), 900.0) == 900.0
-    assert limit(step, -1.0) == limit(Beat(section=DONE), 5.0) == math.inf
-    assert slow(step, 0.0) == 16.0, "a step that takes long is not slow"
-    assert slow(Beat(section=STEP, slowest=0.1), 60.0) == 15.0
-    beats = [Beat(step=3, begun=9), Beat(step=3, begun=8), Beat(step=4, begun=7)]
-    assert behind(beats, ["S", "S", "S"]) == 1 and behind(beats, ["S", "S", "T"]) == 2
+    step = HeartbeatState(section=STEP, slowest_step_seconds=10.0)
+    assert (
+        silence_limit(step, 0.0) == 50.0
+        and silence_limit(HeartbeatState(section=STEP), 0.0) == 600.0
+    )
+    assert (
+        silence_limit(HeartbeatState(), 0.0)
+        == silence_limit(HeartbeatState(section="evaluation"), 0.0)
+        == 600.0
+    )
+    assert silence_limit(HeartbeatState(section="checkpoint"), 0.0) == 420.0
+    assert (
+        silence_limit(step, 7.0) == 7.0
+        and silence_limit(HeartbeatState(), 7.0) == 600.0
+        and silence_limit(HeartbeatState(), 900.0) == 900.0
+    )
+    assert silence_limit(step, -1.0) == silence_limit(HeartbeatState(section=DONE), 5.0) == math.inf
+    assert warning_limit(step, 0.0) == 16.0, "a step that takes long is not slow"
+    assert warning_limit(HeartbeatState(section=STEP, slowest_step_seconds=0.1), 60.0) == 15.0
+    beats = [
+        HeartbeatState(step=3, num_collectives=9),
+        HeartbeatState(step=3, num_collectives=8),
+        HeartbeatState(step=4, num_collectives=7),
+    ]
+    assert (
+        find_slowest_rank(beats, ["S", "S", "S"]) == 1
+        and find_slowest_rank(beats, ["S", "S", "T"]) == 2
+    )
 
 
 def test_a_pulse_tells_where_a_rank_is(tmp_path: Any) -> None:
-    Pulse.lay(tmp_path / "pulse")
-    mine, theirs = Pulse(str(tmp_path / "pulse")), Pulse(str(tmp_path / "pulse"))
-    assert (theirs.read().section, theirs.read().step) == ("start", -1)
-    mine.beat(STEP, 3)
-    mine.beat(STEP, 4)
-    mine.began(12, "all_reduce over data of 8 bytes at step.status" + "x" * 300)
-    beat = theirs.read()
-    assert (beat.section, beat.step, beat.begun) == (STEP, 4, 12)
-    assert beat.last.startswith("all_reduce over data") and 0.0 < beat.slowest < 1.0
-    with mine.inside("checkpoint"):
-        assert theirs.read().section == "checkpoint" and theirs.read().step == 4
-    assert theirs.read().section == STEP and Pulse().read().step == -1
+    Heartbeat.create_file(tmp_path / "pulse")
+    mine, theirs = Heartbeat(str(tmp_path / "pulse")), Heartbeat(str(tmp_path / "pulse"))
+    assert (theirs.read_state().section, theirs.read_state().step) == ("start", -1)
+    mine.begin_section(STEP, 3)
+    mine.begin_section(STEP, 4)
+    mine.record_collective(12, "all_reduce over data of 8 bytes at step.status" + "x" * 300)
+    beat = theirs.read_state()
+    assert (beat.section, beat.step, beat.num_collectives) == (STEP, 4, 12)
+    assert (
+        beat.last_collective.startswith("all_reduce over data")
+        and 0.0 < beat.slowest_step_seconds < 1.0
+    )
+    with mine.inside_section("checkpoint"):
+        assert theirs.read_state().section == "checkpoint" and theirs.read_state().step == 4
+    assert theirs.read_state().section == STEP and Heartbeat().read_state().step == -1

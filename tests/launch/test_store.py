@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from ranvier import launch
-from ranvier.errors import CommunicationError, PlanError, RefusedError
-from ranvier.launch import Nodes, Policy, Pulse, Ranks, rendezvous, store
+from ranvier.errors import CommunicationError, PlanError, UnsafeInputError
+from ranvier.launch import Heartbeat, NodeInfo, ProcessInfo, RestartPolicy, rendezvous, store
 from ranvier.launch.environment import interface_towards
 
 KEY = "0123456789abcdef" * 4
@@ -47,22 +47,24 @@ def is_local(address: str) -> bool:
     return (mapped or found).is_loopback
 
 
-def _meeting(folder: Path, me: Ranks) -> int:
+def _meeting(folder: Path, me: ProcessInfo) -> int:
     """Join the others, look around; rank 1 of the first attempt is killed."""
     from torch import distributed
 
-    Pulse(me.pulse).beat("step", me.attempt)
-    with launch.joined(me, "gloo", 60.0):
+    Heartbeat(me.heartbeat_file).begin_section("step", me.attempt)
+    with launch.join_process_group(me, "gloo", 60.0):
         group = distributed.new_group([0, 1], use_local_synchronization=True)
         distributed.barrier(group)
-        assert me.store is not None and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+        assert me.store_file is not None and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
         own = ("efcount/", "leanup/")  # of torch: how many have the file open
-        keys = [key for key in store.open_file_store(me.store, 5.0).list_keys() if key not in own]
-        assert keys and all(key.startswith(f"{me.key}/") for key in keys), keys
-        assert re.fullmatch("[0-9a-f]{64}", me.key) and me.key not in repr(me)
+        keys = [
+            key for key in store.open_file_store(me.store_file, 5.0).list_keys() if key not in own
+        ]
+        assert keys and all(key.startswith(f"{me.store_prefix}/") for key in keys), keys
+        assert re.fullmatch("[0-9a-f]{64}", me.store_prefix) and me.store_prefix not in repr(me)
         places = listening()
         assert places and all(is_local(address) for address, _ in places), places
-        (folder / f"{me.attempt}.{me.rank}").write_text(me.key)
+        (folder / f"{me.attempt}.{me.rank}").write_text(me.store_prefix)
         distributed.barrier(group)
     if me.attempt == 0 and me.rank == 1:
         os.kill(os.getpid(), 9)
@@ -71,9 +73,9 @@ def _meeting(folder: Path, me: Ranks) -> int:
 
 def test_local_ranks_listen_on_the_loopback_only_and_share_a_secret(tmp_path: Path) -> None:
     """Also after a restart, whose store knows nothing of the one before."""
-    policy = Policy(retries=2, grids=(("data=2", 2),))
+    policy = RestartPolicy(max_restarts=2, grids=(("data=2", 2),))
     task = partial(_meeting, tmp_path)
-    assert launch.start(2, task, preload=["torch"], policy=policy) == 0
+    assert launch.launch_ranks(2, task, preload=["torch"], policy=policy) == 0
     keys = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert keys["0.0"] == keys["0.1"] != keys["1.0"] == keys["1.1"]
     assert not listening(), "the launcher has no port"
@@ -81,11 +83,11 @@ def test_local_ranks_listen_on_the_loopback_only_and_share_a_secret(tmp_path: Pa
 
 @pytest.fixture
 def port() -> int:
-    return launch.free_port()
+    return launch.find_free_port()
 
 
-def ranks(port: int) -> list[Ranks]:
-    return [Ranks(rank, 2, rank, 2, port=port, launcher="srun") for rank in range(2)]
+def ranks(port: int) -> list[ProcessInfo]:
+    return [ProcessInfo(rank, 2, rank, 2, port=port, launcher="srun") for rank in range(2)]
 
 
 def met(port: int, keys: list[str], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -129,33 +131,33 @@ def test_torchruns_own_store_is_used_under_a_prefix(
     assert second.get("name") == b"value"
     assert [re.sub("[0-9a-f]{64}", "prefix", key) for key in agent.list_keys()] == ["prefix/name"]
     monkeypatch.delenv("RANVIER_KEY")
-    apart = [Ranks(rank, 2, 0, 1, port=port, launcher="torchrun") for rank in range(2)]
+    apart = [ProcessInfo(rank, 2, 0, 1, port=port, launcher="torchrun") for rank in range(2)]
     first, second = (store.open_store(me, 5.0) for me in apart)
     first.set("name", "other")
     assert second.get("name") == b"other", "nodes agree without a key, by the id of the run"
 
 
 def test_launchers_of_nodes_believe_only_what_is_signed(port: int) -> None:
-    boards: list[rendezvous.Board] = []
+    boards: list[rendezvous.RendezvousStore] = []
 
     def join(node: int) -> None:
-        boards.append(rendezvous.Board(Nodes(2, node, f"localhost:{port}"), KEY, 10.0))
+        boards.append(rendezvous.RendezvousStore(NodeInfo(2, node, f"localhost:{port}"), KEY, 10.0))
 
     second = threading.Thread(target=join, args=(1,))
     second.start()
     join(0)
     second.join()
-    boards[0].write("order/0", "words")
-    assert boards[1].read("order/0") == "words" and boards[1].read("order/1") is None
+    boards[0].write_text("order/0", "words")
+    assert boards[1].read_text("order/0") == "words" and boards[1].read_text("order/1") is None
     assert all(is_local(address) for address, _ in listening())
     stranger = store.open_tcp_store("127.0.0.1", port, 5.0)
     name = next(key for key in stranger.list_keys() if key.endswith("order/0"))
     signed = stranger.get(name).decode()
     for text in ("forged", signed + "forged", "f" * 64 + "words", "\udcff"):
         stranger.set(name, text.encode(errors="surrogateescape"))
-        assert boards[1].read("order/0") is None
+        assert boards[1].read_text("order/0") is None
     stranger.set(name.replace("order/0", "order/1"), signed)
-    assert boards[1].read("order/1") is None, "a text belongs to its name"
+    assert boards[1].read_text("order/1") is None, "a text belongs to its name"
 
 
 def test_a_listener_is_where_it_was_asked_for_and_keeps_its_port() -> None:
@@ -204,10 +206,10 @@ def test_a_key_of_the_user_is_made_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(found) == 8 and {*found} == {path.read_text().strip()} and len(found[0]) == 64
     assert path.stat().st_mode & 0o777 == 0o600 and list(path.parent.iterdir()) == [path]
     path.chmod(0o644)
-    with pytest.raises(RefusedError, match="chmod 600"):
+    with pytest.raises(UnsafeInputError, match="chmod 600"):
         store.user_key()
     monkeypatch.setenv("RANVIER_KEY_FILE", str(tmp_path))
-    with pytest.raises(RefusedError, match="no regular file"):
+    with pytest.raises(UnsafeInputError, match="no regular file"):
         store.user_key()
     monkeypatch.setenv("RANVIER_KEY_FILE", str(tmp_path / "none"))
     with pytest.raises(PlanError, match="cannot be read"):
@@ -221,6 +223,6 @@ def test_a_key_of_the_user_is_made_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_name_of_this_node_alone_is_told(capfd: pytest.CaptureFixture[str], port: int) -> None:
-    assert rendezvous.is_hidden("node01", "127.0.1.1")
-    assert not rendezvous.is_hidden("localhost", "127.0.0.1")
-    assert not rendezvous.is_hidden("node01", "192.0.2.5")
+    assert rendezvous.is_hidden_loopback("node01", "127.0.1.1")
+    assert not rendezvous.is_hidden_loopback("localhost", "127.0.0.1")
+    assert not rendezvous.is_hidden_loopback("node01", "192.0.2.5")

@@ -17,9 +17,9 @@ from nn.test_compile_blocks import fresh
 from pool import Pool as Workers
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.memory.activation_offload import Activations
-from ranvier.memory.host_pool import Pool
-from ranvier.parallel.parallelize import parallel_of
+from ranvier.memory.activation_offload import ActivationOffload
+from ranvier.memory.host_pool import HostBufferPool
+from ranvier.parallel.parallelize import get_parallel_model
 from ranvier.train.memory import probe
 from ranvier.train.step import forward_backward
 
@@ -30,23 +30,23 @@ def bytes_of(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
 
-def activations(share: float, blocks: list[str], **options: Any) -> Activations:
-    pool = options.pop("pool", None) or Pool(bytes_of, room=2**30)
+def activations(share: float, blocks: list[str], **options: Any) -> ActivationOffload:
+    pool = options.pop("pool", None) or HostBufferPool(bytes_of, room=2**30)
     options = {"weights": list, "small": 1, **options}
-    return Activations(share, blocks, CPU, pool=pool, **options)
+    return ActivationOffload(share, blocks, CPU, pool=pool, **options)
 
 
-def stored(model: nn.Module, share: float) -> Activations:
+def stored(model: nn.Module, share: float) -> ActivationOffload:
     """Have a share of what the blocks of a model keep wait elsewhere."""
-    parallel = parallel_of(model)
-    blocks, stage = list(parallel.kinds), parallel.pipeline.runtime.stage
+    parallel = get_parallel_model(model)
+    blocks, stage = list(parallel.recompute_modes), parallel.pipeline.executor.stage
     store = activations(
         share,
         blocks,
-        weights=lambda: [bucket.data for bucket in parallel.queue.buckets],
-        last=blocks[-1] if stage.index == stage.count - 1 else "",
+        weights=lambda: [bucket.data for bucket in parallel.bucket_scheduler.buckets],
+        last=blocks[-1] if stage.index == stage.num_stages - 1 else "",
     )
-    parallel.moment.keeping.store = store
+    parallel.step_context.save_policy.store = store
     return store
 
 
@@ -66,7 +66,9 @@ def passes(grid: Grid, case: Case, ways: list[str]) -> tuple[list[str], list[tup
             store = stored(model, share)
             for _ in range(2 if share else 1):  # in the second one arena holds all
                 loss = forward_backward(model, micros)
-                grads = {name: grad for name, (grad, _) in gradients(parallel_of(model)).items()}
+                grads = {
+                    name: grad for name, (grad, _) in gradients(get_parallel_model(model)).items()
+                }
                 grads["loss"] = loss
                 want = want or grads
                 lines += [
@@ -74,7 +76,7 @@ def passes(grid: Grid, case: Case, ways: list[str]) -> tuple[list[str], list[tup
                     for name, grad in grads.items()
                     if not torch.equal(grad, want[name])
                 ]
-            went.append((store.sent, sum(store.held())))
+            went.append((store.offloaded_bytes, sum(store.saved_bytes())))
     return lines, went
 
 
@@ -108,10 +110,10 @@ def test_no_bit_changes(
 # ---- blocks of one operation ------------------------------------------------------------
 
 
-def squares(store: Activations, x: Tensor, count: int) -> Tensor:
+def squares(store: ActivationOffload, x: Tensor, count: int) -> Tensor:
     """x to the power of 2 to the power of `count`; each block keeps its input."""
     for i in range(count):
-        with store.block(f"blocks.{i}"):
+        with store.block_context(f"blocks.{i}"):
             x = x * x
     return x
 
@@ -135,17 +137,17 @@ def test_a_share_is_spread_over_the_blocks(share: float, want: list[int]) -> Non
     x, went = torch.full((2,), 1.01, dtype=torch.float64, requires_grad=True), []
     y: Tensor = x
     for i in range(9):
-        before = store.sent
-        with store.block(f"blocks.{i}"):
+        before = store.offloaded_bytes
+        with store.block_context(f"blocks.{i}"):
             y = y * y
-        went.append((store.sent - before) // 16)
+        went.append((store.offloaded_bytes - before) // 16)
     assert went == want
-    device, host = store.held()
+    device, host = store.saved_bytes()
     assert (device, host) == (16 * (9 - sum(want)), 16 * sum(want))
     y.sum().backward()
     assert x.grad is not None
     assert x.grad.tolist() == pytest.approx([512 * 1.01**511] * 2, rel=1e-12)
-    assert store.held() == (0, 0)
+    assert store.saved_bytes() == (0, 0)
 
 
 def test_shares_are_of_bytes() -> None:
@@ -153,10 +155,10 @@ def test_shares_are_of_bytes() -> None:
     store, drawn = activations(0.5, names(200)), torch.Generator().manual_seed(1)
     results, kept = [], 0
     for i, size in enumerate(torch.randint(1, 64, (200,), generator=drawn).tolist()):
-        with store.block(f"blocks.{i}"):
+        with store.block_context(f"blocks.{i}"):
             results.append(torch.ones(size, requires_grad=True).sin())
         kept += 4 * size
-    assert abs(store.sent - kept / 2) <= 4 * 64
+    assert abs(store.offloaded_bytes - kept / 2) <= 4 * 64
 
 
 def test_a_storage_goes_once_and_comes_once() -> None:
@@ -165,16 +167,18 @@ def test_a_storage_goes_once_and_comes_once() -> None:
     whole = torch.randn(3, 8, dtype=torch.float64)
     x = whole.clone().requires_grad_()
     y = torch.zeros(8, dtype=torch.float64)
-    with store.block("blocks.0"):
+    with store.block_context("blocks.0"):
         shared = x * 2.0
         q, k, v = shared.unbind(0)
         y = y + (q * k + k * v).sin() * k
-    with store.block("blocks.1"):
+    with store.block_context("blocks.1"):
         y = y + q * v
-    with store.block("blocks.2"):
+    with store.block_context("blocks.2"):
         y = y * y
     sin = 8 * 8
-    assert store.sent == 3 * 8 * 8 + 2 * sin, "all three, the argument of sin, and its value"
+    assert store.offloaded_bytes == 3 * 8 * 8 + 2 * sin, (
+        "all three, the argument of sin, and its value"
+    )
     y.sum().backward()
     plain = whole.clone().requires_grad_()
     q, k, v = (plain * 2.0).unbind(0)
@@ -186,23 +190,23 @@ def test_weights_and_small_tensors_stay() -> None:
     weight = torch.randn(8, 8, requires_grad=True)
     store = activations(1.0, names(2), weights=lambda: [weight], small=100, last="blocks.1")
     x = torch.randn(4, 8, requires_grad=True)
-    with store.block("blocks.0"):
+    with store.block_context("blocks.0"):
         y = (x @ weight[:4].T) @ weight[4:].T.view(8, 4).T  # views of it, too
         y = y.exp() * torch.ones(3).exp().sum()
-    with store.block("blocks.1"):
+    with store.block_context("blocks.1"):
         y = y.sin()
-    assert store.sent == 2 * x.nbytes, "x, and the result of exp; nothing of fewer bytes"
+    assert store.offloaded_bytes == 2 * x.nbytes, "x, and the result of exp; nothing of fewer bytes"
     y.sum().backward()
 
 
 def test_what_is_written_to_is_refused_as_torch_does() -> None:
     store = activations(1.0, names(2), last="blocks.1")
     x = torch.randn(4, requires_grad=True)
-    with store.block("blocks.0"):
+    with store.block_context("blocks.0"):
         y = x.exp()
         z = y * y
         y.add_(1.0)
-    assert store.sent == 0
+    assert store.offloaded_bytes == 0
     with pytest.raises(RuntimeError, match="changed 1 times before backward"):
         z.sum().backward()
 
@@ -212,22 +216,22 @@ def test_copies_come_one_block_ahead() -> None:
     x = torch.full((4,), 1.01, requires_grad=True)
     y: Tensor = x
     for i in range(5):
-        with store.block(f"blocks.{i}"):
+        with store.block_context(f"blocks.{i}"):
             y = y * y
-            y.register_hook(lambda grad, i=i: order.append(f"{i} {store.held()[1] // 16}"))
-    assert store.held() == (16, 64), "what went leaves when the next block has run"
+            y.register_hook(lambda grad, i=i: order.append(f"{i} {store.saved_bytes()[1] // 16}"))
+    assert store.saved_bytes() == (16, 64), "what went leaves when the next block has run"
     y.sum().backward()
     # before a block computes, all but its own and that of the block before it is on the host
     assert order == ["4 4", "3 3", "2 2", "1 1", "0 0"]
 
 
 def test_memory_of_a_pass_that_is_dropped_is_given_back() -> None:
-    pool = Pool(bytes_of, room=2**20)
+    pool = HostBufferPool(bytes_of, room=2**20)
     store = activations(1.0, names(4), pool=pool, last="blocks.3")
     for _ in range(3):
         squares(store, torch.ones(4, requires_grad=True), 4)
-        assert store.held() == (0, 0)
-    assert pool.size == 3 * 256, "buffers are used again"
+        assert store.saved_bytes() == (0, 0)
+    assert pool.total_bytes == 3 * 256, "buffers are used again"
 
 
 def test_buffers_become_one_arena() -> None:
@@ -238,18 +242,18 @@ def test_buffers_become_one_arena() -> None:
         made.append(weakref.ref(whole))
         return whole
 
-    pool = Pool(arena, room=3 * 1024)
-    first = [pool.take(size)[0] for size in (1000, 300, 1000)]
+    pool = HostBufferPool(arena, room=3 * 1024)
+    first = [pool.take_buffer(size)[0] for size in (1000, 300, 1000)]
     with pytest.raises(PlanError, match=r"take 3\.1e-06 GiB of the host, .* smaller memory\.act"):
-        pool.take(600)
-    pool.settle()
+        pool.take_buffer(600)
+    pool.merge_buffers()
     assert len(made) == 3, "not while they are used"
     for buffer in first:
-        pool.give(buffer, None)
+        pool.return_buffer(buffer, None)
     del first, buffer
-    pool.settle()
-    assert pool.size == 1024 + 512 + 1024 and len(made) == 4
-    again = [pool.take(size)[0] for size in (300, 1000, 1000)]
+    pool.merge_buffers()
+    assert pool.total_bytes == 1024 + 512 + 1024 and len(made) == 4
+    again = [pool.take_buffer(size)[0] for size in (300, 1000, 1000)]
     assert len({x.untyped_storage().data_ptr() for x in again}) == 1
     assert [x.numel() for x in again] == [300, 1000, 1000]
     ranges = sorted((x.storage_offset(), x.storage_offset() + x.numel()) for x in again)
@@ -273,13 +277,15 @@ def test_the_peak_falls() -> None:
         model = Case("deep").on(Grid({}))
         store = stored(model, share)
         for _ in range(2):
-            parallel_of(model).queue.begin("")
-            watch = probe.OnHost([bucket.data for bucket in parallel_of(model).queue.buckets])
+            get_parallel_model(model).bucket_scheduler.begin_step("")
+            watch = probe.HostMemoryCounter(
+                [bucket.data for bucket in get_parallel_model(model).bucket_scheduler.buckets]
+            )
             with watch:
                 loss = model(batch.tokens, batch.targets)
-                kept.append((watch.held(), store.held()))
+                kept.append((watch.live_bytes(), store.saved_bytes()))
                 loss.backward()
-                peaks.append(watch.peak())
+                peaks.append(watch.peak_bytes())
             del loss
     (all_, _), (half, (here, there)), (least, (stays, away)) = kept[1::2]
     assert all_ - half == there and all_ - least == away, "what went is not here"
@@ -300,7 +306,7 @@ def test_what_graphs_keep_goes_as_well(kind: str) -> None:
         store = stored(model, share)
         for _ in range(2):
             loss = forward_backward(model, micros)
-            grads = {name: grad for name, (grad, _) in gradients(parallel_of(model)).items()}
+            grads = {name: grad for name, (grad, _) in gradients(get_parallel_model(model)).items()}
         found.append({"loss": loss, **grads})
-    assert store.sent > 0 and store.held() == (0, 0)
+    assert store.offloaded_bytes > 0 and store.saved_bytes() == (0, 0)
     assert all(torch.equal(found[1][name], want) for name, want in found[0].items())

@@ -10,21 +10,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.corpora import corpus_of
-from ranvier.data.loader import micro_batches
+from ranvier.data.loader import load_micro_batches
 from ranvier.grid import Grid
 from ranvier.models import Decoder, DecoderConfig
-from ranvier.models.decoder import Core, rotate
-from ranvier.models.document_attention import Documents, inside, packed, packed_backward
-from ranvier.nn.cross_entropy import IGNORE
+from ranvier.models.decoder import AttentionCore, apply_rotary
+from ranvier.models.document_attention import (
+    Documents,
+    document_attention,
+    packed_attention,
+    packed_attention_backward,
+)
+from ranvier.nn.cross_entropy import IGNORE_INDEX
 
 
-def masked(core: Core, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
+def masked(core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
     """The same attention with a dense mask."""
     positions = torch.arange(q.shape[1]).unsqueeze(0)
     assert core.rotary is not None
     angles = core.rotary(positions, q.dtype)
     mask = (ids.unsqueeze(2) == ids.unsqueeze(1)).tril().unsqueeze(1)
-    q, k, v = (x.transpose(1, 2) for x in (rotate(q, angles), rotate(k, angles), v))
+    q, k, v = (x.transpose(1, 2) for x in (apply_rotary(q, angles), apply_rotary(k, angles), v))
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return y.transpose(1, 2).flatten(2)
 
@@ -32,13 +37,13 @@ def masked(core: Core, q: Tensor, k: Tensor, v: Tensor, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
 def test_attention_inside_documents_equals_a_mask(share: float) -> None:
     generator = torch.Generator().manual_seed(3)
-    core = Core(DecoderConfig(head_dim=8))
+    core = AttentionCore(DecoderConfig(head_dim=8))
     shapes = [(3, 17, 4, 8), (3, 17, 2, 8), (3, 17, 2, 8)]
     inputs = [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
     ids = (torch.rand(3, 17, generator=generator) < share).cumsum(1)
     ours = [x.clone().requires_grad_() for x in inputs]
     theirs = [x.clone().requires_grad_() for x in inputs]
-    y, z = core(*ours, None, Documents.of(ids)), masked(core, *theirs, ids)
+    y, z = core(*ours, None, Documents.from_ids(ids)), masked(core, *theirs, ids)
     weight = torch.randn(y.shape, dtype=torch.float64, generator=generator)
     (y * weight).sum().backward()
     (z * weight).sum().backward()
@@ -49,11 +54,11 @@ def test_attention_inside_documents_equals_a_mask(share: float) -> None:
 
 def test_cuts_of_some_samples() -> None:
     ids = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0], [5, 6, 7, 7]])
-    documents = Documents.of(ids)
+    documents = Documents.from_ids(ids)
     assert documents.lengths == ((2, 2), (4,), (1, 1, 2))
-    assert documents.bounds.tolist() == [0, 2, 4, 8, 9, 10, 12] and documents.longest == 4
-    some = documents.select(slice(1, 3))  # those of other samples have no tokens
-    assert some.lengths == ((4,), (1, 1, 2)) and some.bounds.tolist() == [0, 0, 0, 4, 5, 6, 8]
+    assert documents.cu_seqlens.tolist() == [0, 2, 4, 8, 9, 10, 12] and documents.max_seqlen == 4
+    some = documents.select_samples(slice(1, 3))  # those of other samples have no tokens
+    assert some.lengths == ((4,), (1, 1, 2)) and some.cu_seqlens.tolist() == [0, 0, 0, 4, 5, 6, 8]
 
 
 def test_work_follows_the_documents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,8 +72,8 @@ def test_work_follows_the_documents(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
     q = torch.randn(24, 2, 4)
-    documents = Documents.of(torch.tensor([[0] * 3 + [1] * 3 + [2] * 6, [0] * 12]))
-    packed(q, q, q, documents.bounds)
+    documents = Documents.from_ids(torch.tensor([[0] * 3 + [1] * 3 + [2] * 6, [0] * 12]))
+    packed_attention(q, q, q, documents.cu_seqlens)
     assert sum(sizes) == 2 * 9 + 36 + 144
 
 
@@ -77,24 +82,24 @@ def test_packed_documents_give_the_loss_of_unpacked_ones(tmp_path: Path, positio
     generator = torch.Generator().manual_seed(11)
     lengths = [5, 1, 40, 13, 2, 16, 1, 7, 33]
     texts = [torch.randint(0, 50, (n,), generator=generator).tolist() for n in lengths]
-    stream = corpus_of(tmp_path, texts).stream(16, 0.0, "train")
+    stream = corpus_of(tmp_path, texts).open_stream(16, 0.0, "train")
     assert stream is not None
     torch.manual_seed(5)
     config = DecoderConfig(vocab=50, max_seq=64, positions=positions)  # type: ignore[arg-type]
     model = Decoder(config).double()
-    (batch,) = micro_batches(stream, 0, stream.windows, Grid({}), stream.windows)
-    together = model(**batch.inputs())
+    (batch,) = load_micro_batches(stream, 0, stream.num_windows, Grid({}), stream.num_windows)
+    together = model(**batch.model_inputs())
     alone = torch.zeros((), dtype=torch.float64)
     at = 0
     for text in texts:  # a document is cut where a window ends, and keeps its last target
-        tokens, targets = torch.tensor(text), torch.tensor([*text[1:], IGNORE])
+        tokens, targets = torch.tensor(text), torch.tensor([*text[1:], IGNORE_INDEX])
         start = 0
         while start < len(text):
             stop = min(start + 16 - (at + start) % 16, len(text))
             alone = alone + model(tokens[None, start:stop], targets[None, start:stop])
             start = stop
         at += len(text)
-    assert int((batch.targets != IGNORE).sum()) == sum(n - 1 for n in lengths)
+    assert int((batch.targets != IGNORE_INDEX).sum()) == sum(n - 1 for n in lengths)
     torch.testing.assert_close(together, alone, rtol=1e-12, atol=0)
 
 
@@ -109,7 +114,7 @@ def ragged(bounds: list[int], seed: int = 5) -> tuple[list[Tensor], Tensor, Tens
 def by_autograd(inputs: list[Tensor], bounds: Tensor, dy: Tensor) -> list[Tensor]:
     """The result of `packed` and its gradients."""
     leaves = [x.clone().requires_grad_() for x in inputs]
-    y = packed(*leaves, bounds)
+    y = packed_attention(*leaves, bounds)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
@@ -126,7 +131,7 @@ CUTS = [
 def test_the_gradient_of_packed_documents(bounds: list[int]) -> None:
     inputs, cuts, dy = ragged(bounds)
     _, *want = by_autograd(inputs, cuts, dy)
-    for have, grad in zip(packed_backward(dy, *inputs, cuts), want, strict=True):
+    for have, grad in zip(packed_attention_backward(dy, *inputs, cuts), want, strict=True):
         torch.testing.assert_close(have, grad, rtol=0, atol=1e-13)
 
 
@@ -149,7 +154,7 @@ def test_one_graph_attends_inside_any_documents() -> None:
         return aot_eager(graph, inputs)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, most: Tensor) -> Tensor:
-        return inside(q, k, v, Documents((), bounds, most))
+        return document_attention(q, k, v, Documents((), bounds, most))
 
     torch.compiler.reset()
     compiled = torch.compile(attend, backend=counting, fullgraph=True, dynamic=False)
@@ -169,4 +174,4 @@ def test_a_rotated_gradient_is_that_of_autograd() -> None:
     x = torch.randn(2, 3, 2, 4, dtype=torch.float64, generator=draw, requires_grad=True)
     angles = torch.randn(2, 3, 1, 2, dtype=torch.float64, generator=draw)
     both = torch.cat([angles.cos(), angles.cos(), angles.sin(), angles.sin()], -1)
-    assert torch.autograd.gradcheck(lambda x: rotate(x, both), (x,))
+    assert torch.autograd.gradcheck(lambda x: apply_rotary(x, both), (x,))

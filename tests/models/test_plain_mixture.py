@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ranvier.models.config import DecoderConfig
-from ranvier.models.moe import Experts
+from ranvier.models.moe import MoELayer
 
 B, S, D, E, K, WIDTH = 2, 6, 8, 5, 2, 4
 KINDS: dict[str, dict[str, Any]] = {
@@ -22,7 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def formula(model: Experts, config: DecoderConfig, x: Tensor) -> tuple[Tensor, Tensor]:
+def formula(model: MoELayer, config: DecoderConfig, x: Tensor) -> tuple[Tensor, Tensor]:
     """Output, and what is added to the loss."""
     slots = math.ceil(config.capacity * S * K / E) if config.capacity else S
     rows, extra = [], x.new_zeros(())
@@ -50,7 +50,7 @@ def formula(model: Experts, config: DecoderConfig, x: Tensor) -> tuple[Tensor, T
     return torch.stack(rows).view_as(x), extra
 
 
-def expert(model: Experts, e: int, x: Tensor) -> Tensor:
+def expert(model: MoELayer, e: int, x: Tensor) -> Tensor:
     if model.gate is None:
         return model.down[e] @ F.gelu(model.up[e] @ x, approximate="tanh")
     return model.down[e] @ (F.silu(model.gate[e] @ x) * (model.up[e] @ x))
@@ -61,16 +61,16 @@ def test_the_plain_mixture_is_its_formulas(kind: str) -> None:
     torch.manual_seed(3)
     shape = {"embed": D, "experts": E, "experts_top": K, "expert_mlp": WIDTH}
     config = DecoderConfig(**shape, balance=0.3, router_z=0.1, **KINDS[kind])
-    model, x = Experts(config).double(), torch.randn(B, S, D, dtype=torch.float64)
+    model, x = MoELayer(config).double(), torch.randn(B, S, D, dtype=torch.float64)
     if model.bias is not None:
         model.bias.uniform_(-0.2, 0.2)
     x.requires_grad_()
     learned = [x, *model.parameters()]
     y = model(x)
-    assert model.extra is not None
+    assert model.aux_loss is not None
     weight = torch.randn_like(y)
     want, extra = formula(model, config, x)
-    assert torch.allclose(y, want, atol=1e-13) and torch.allclose(model.extra, extra, atol=1e-13)
-    have = torch.autograd.grad((y * weight).sum() + model.extra, learned)
+    assert torch.allclose(y, want, atol=1e-13) and torch.allclose(model.aux_loss, extra, atol=1e-13)
+    have = torch.autograd.grad((y * weight).sum() + model.aux_loss, learned)
     for a, b in zip(have, torch.autograd.grad((want * weight).sum() + extra, learned), strict=True):
         assert torch.allclose(a, b, atol=1e-12)

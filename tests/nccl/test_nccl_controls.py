@@ -20,7 +20,9 @@ pytestmark = pytest.mark.nccl
 
 def drop_waits(grid: Grid, case: Case, batch: Any) -> dict[str, Any]:
     """A step in which nothing waits for what a communication brings."""
-    with mock.patch.object(collectives._Handle, "wait", lambda self: self.finish(self.output)):
+    with mock.patch.object(
+        collectives._WorkHandle, "wait", lambda self: self.postprocess(self.output)
+    ):
         return run_case(grid, case, batch, 1e-2, 0.5)
 
 
@@ -52,7 +54,7 @@ def test_a_swapped_pair_of_collectives_is_seen(pool: NcclPools) -> None:
 
 def swap_checked(grid: Grid) -> str:
     """The same in debug mode, in which collectives are compared before they run."""
-    grid.trace.check = True
+    grid.trace.check_collectives = True
     axis: Axis = grid.axis("row")
     try:
         if grid.rank == 0:

@@ -30,16 +30,16 @@ def train(grid: Grid, corpus: str, out: str, changes: dict[str, Any], resume: st
     run = run_of(out, dict(grid.degrees), 2 * STEPS if resume else STEPS, **changes)
     trainer = trainer_of(grid, corpus, run)
     if resume:
-        trainer.resume(Path(resume))
+        trainer.resume_from(Path(resume))
     if run.checkpoint.every >= 0 and out:
         _ = trainer.saver
-    grid.seal()
+    grid.seal_groups()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="A group over")
-        rows = list(trainer.steps())
-        held_out = trainer.measure()
+        rows = list(trainer.run_steps())
+        held_out = trainer.compute_val_loss()
         if out:
-            trainer.save()
+            trainer.save_checkpoint()
     return [(row["loss"], row["grad_norm"]) for row in rows] + [held_out]
 
 
@@ -113,7 +113,7 @@ def count_allocations(grid: Grid, corpus: str, changes: dict[str, Any]) -> list[
     run = run_of("", dict(grid.degrees), 8, train__dtype="fp32", **changes)
     trainer = trainer_of(grid, corpus, run)
     found = []
-    for _ in trainer.steps():
+    for _ in trainer.run_steps():
         stats = torch.cuda.memory_stats()
         found.append((stats["reserved_bytes.all.allocated"], stats["reserved_bytes.all.freed"]))
     return found
@@ -130,7 +130,7 @@ def test_steps_after_the_second_allocate_nothing(pool: NcclPools, corpus: str, p
 def list_groups(grid: Grid, corpus: str) -> list[tuple[str, str]]:
     """Axes, channels and backends of what a run makes that shares no group with others."""
     own = Grid(dict(grid.degrees), connected=True)
-    list(trainer_of(own, corpus, run_of("", dict(own.degrees), 1, plan__micro_batch=2)).steps())
+    list(trainer_of(own, corpus, run_of("", dict(own.degrees), 1, plan__micro_batch=2)).run_steps())
     return [(f"{'·'.join(one.names)} {one.channel}", one.backend) for one in own.communicators]
 
 

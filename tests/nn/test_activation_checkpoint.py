@@ -24,10 +24,10 @@ from ranvier.config.plan import Recompute
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
-from ranvier.nn.activation_checkpoint import again, kept
-from ranvier.nn.layer import Moment
-from ranvier.parallel.parallelize import Parallel, parallel_of, parallelize
-from ranvier.trace import Event, communication, difference
+from ranvier.nn.activation_checkpoint import checkpoint_block, is_saved_op
+from ranvier.nn.layer import StepContext
+from ranvier.parallel.parallelize import ParallelModel, get_parallel_model, parallelize
+from ranvier.trace import Event, communication_events, diff_events
 from ranvier.train.memory import probe
 from ranvier.train.step import forward_backward
 
@@ -62,7 +62,7 @@ def passed(model: Decoder) -> tuple[float, dict[str, Tensor], Counted]:
     loss, counted = model(tokens, tokens.roll(1, 1)), Counted()
     with counted:
         loss.backward()
-    grads = {name: grad for name, (grad, _) in gradients(parallel_of(model)).items()}
+    grads = {name: grad for name, (grad, _) in gradients(get_parallel_model(model)).items()}
     return loss.item(), grads, counted
 
 
@@ -79,7 +79,7 @@ def test_selective_repeats_no_product_and_changes_no_bit() -> None:
 
 def test_kinds_are_those_of_each_block() -> None:
     model, want = decoder("none"), passed(decoder("none"))
-    parallel_of(model).kinds.update({"blocks.0": "full", "blocks.1": "selective"})
+    get_parallel_model(model).recompute_modes.update({"blocks.0": "full", "blocks.1": "selective"})
     loss, grads, counted = passed(model)
     assert loss == want[0] and all(torch.equal(grads[name], want[1][name]) for name in grads)
     assert want[2].products < counted.products < passed(decoder("full"))[2].products
@@ -100,11 +100,11 @@ def test_a_compiled_block_is_the_same(kind: Recompute) -> None:
     found = []
     for compiled in (False, True):
         model = decoder("none")
-        block, parallel = model.blocks[0], parallel_of(model)
+        block, parallel = model.blocks[0], get_parallel_model(model)
 
         def call(kind: Recompute, x: Tensor) -> Any:
             forward = type(block).forward  # noqa: B023
-            return again(forward, kind, parallel.moment, block, x, None, None)  # noqa: B023
+            return checkpoint_block(forward, kind, parallel.step_context, block, x, None, None)  # noqa: B023
 
         run = torch.compile(call, fullgraph=True, backend="aot_eager") if compiled else call
         generator = torch.Generator().manual_seed(2)
@@ -122,16 +122,16 @@ def test_a_compiled_block_is_the_same(kind: Recompute) -> None:
 def test_attention_is_kept_wherever_it_comes_from() -> None:
     ops = torch.ops.aten
     for op in (ops.mm, ops.addmm, ops._scaled_mm, ops._scaled_dot_product_flash_attention_for_cpu):
-        assert kept(op.default)
-    assert kept(torch.ops.ranvier.attend_documents.default)
+        assert is_saved_op(op.default)
+    assert is_saved_op(torch.ops.ranvier.attend_documents.default)
     for op in (ops.mul.Tensor, ops.silu.default, ops._to_copy.default, ops.view.default):
-        assert not kept(op)
+        assert not is_saved_op(op)
 
 
 def test_a_budget_is_no_kind_of_a_block() -> None:
     model = decoder("none")
     with pytest.raises(PlanError, match=r"recompute='budget' reached a block\. .* Use none"):
-        again(model.blocks[0].forward, "budget", parallel_of(model).moment)
+        checkpoint_block(model.blocks[0].forward, "budget", get_parallel_model(model).step_context)
 
 
 WAYS: list[tuple[Recompute, str]] = [
@@ -144,7 +144,7 @@ WAYS: list[tuple[Recompute, str]] = [
 
 def of_blocks(events: list[Event]) -> list[Event]:
     """What blocks communicate; of their buckets over depth, not what belongs to the update."""
-    inside = [event for event in communication(events) if event.where.startswith("blocks.")]
+    inside = [event for event in communication_events(events) if event.where.startswith("blocks.")]
     return [event for event in inside if event.where.count(".") > 1 or event.axis == ("depth",)]
 
 
@@ -157,13 +157,13 @@ def collectives(grid: Grid, case: Case) -> tuple[list[str], dict[str, int]]:
     lines, counts, want = list[str](), dict[str, int](), dict[str, Tensor]()
     for kind, what in WAYS:
         model = replace(case, recompute=kind, collectives=what).on(grid)
-        parallel = parallel_of(model)
+        parallel = get_parallel_model(model)
         predicted = of_blocks(parallel.events(flow, micro_batches=case.micro_batches))
         for _ in range(2):  # in the first the order of gathers and what is spare are not known
-            with grid.trace.recording() as events:
+            with grid.trace.record_events() as events:
                 forward_backward(model, micros)
                 grads = {name: grad for name, (grad, _) in gradients(parallel).items()}
-            lines += difference(predicted, of_blocks(events))
+            lines += diff_events(predicted, of_blocks(events))
             want = want or grads
             lines += [n for n, grad in grads.items() if not torch.equal(grad, want[n])]
         counts[f"{kind} {what}"] = len(of_blocks(events))
@@ -201,14 +201,16 @@ def test_kept_collectives_are_not_repeated(pool: Pool, degrees: dict[str, int], 
             assert (counts["none again"], counts["full again"]) == (48, 68)
 
 
-def bytes_kept(run: Callable[[], Tensor], x: Tensor, parallel: Parallel) -> int:
+def bytes_kept(run: Callable[[], Tensor], x: Tensor, parallel: ParallelModel) -> int:
     """Bytes that live between the passes of a block; it has run before."""
     kept = 0
     for _ in range(2):
-        parallel.queue.begin("")
-        with probe.OnHost([[bucket.data for bucket in parallel.queue.buckets], x]) as watch:
+        parallel.bucket_scheduler.begin_step("")
+        with probe.HostMemoryCounter(
+            [[bucket.data for bucket in parallel.bucket_scheduler.buckets], x]
+        ) as watch:
             y = run()
-            kept = watch.held()
+            kept = watch.live_bytes()
             y.backward(torch.zeros_like(y))
     return kept
 
@@ -224,21 +226,25 @@ def test_kept_bytes_are_as_predicted(degrees: dict[str, int], inner: str) -> Non
     A selective block keeps less if it keeps what it communicates: sums instead of their terms.
     """
     found, world = dict[tuple[str, str], int](), math.prod(degrees.values())
-    with launch.fake(world, rank=world - 1):
+    with launch.fake_process_group(world, rank=world - 1):
         grid = Grid(degrees, rank=world - 1, connected=True)
         flow = flow_of(batch_of("llama", samples=8, packed=False), grid, 1)
         shape = (flow.samples, flow.seq // grid.degrees["row"], 16 // grid.degrees["col"])
         for kind, what in itertools.product(KINDS[1:], ("again", "keep")):
             model = Case("llama", inner=inner, recompute=kind, collectives=what).on(grid)
-            parallel, block = parallel_of(model), model.get_submodule("blocks.0")
+            parallel, block = get_parallel_model(model), model.get_submodule("blocks.0")
             x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
             run = partial(block, x, None, None)
             found[kind, what] = bytes_kept(run, x, parallel)
-        assert parallel.moment.keeping.spare == {"blocks.0.mlp.down"}
-        inside = {n: leaf for n, leaf in parallel.speaking.items() if n.startswith("blocks.0.")}
+        assert parallel.step_context.save_policy.unneeded_layers == {"blocks.0.mlp.down"}
+        inside = {
+            n: leaf
+            for n, leaf in parallel.communicating_layers.items()
+            if n.startswith("blocks.0.")
+        }
         for kind, selective in (("full", False), ("selective", True)):
-            more = sum(leaf.held(flow, selective=selective) for leaf in inside.values())
-            more -= inside["blocks.0.mlp.down"].held(flow)
+            more = sum(leaf.saved_bytes(flow, selective=selective) for leaf in inside.values())
+            more -= inside["blocks.0.mlp.down"].saved_bytes(flow)
             assert found[kind, "keep"] == found[kind, "again"] + more
     assert found["selective", "keep"] < 0.7 * found["selective", "again"]
 
@@ -272,6 +278,6 @@ class Odd(torch.nn.Module):
 )
 def test_a_block_that_cannot_run_again_is_refused(how: str, words: str) -> None:
     x, w = (torch.randn(3, 3, requires_grad=True) for _ in range(2))
-    y = again(Odd(how), "selective", Moment(), x, w)
+    y = checkpoint_block(Odd(how), "selective", StepContext(), x, w)
     with pytest.raises(RuntimeError, match=words):
         y.sum().backward()

@@ -13,7 +13,7 @@ import torch
 
 from ranvier import launch
 from ranvier.nn import attention_backends, autotune
-from ranvier.nn.autotune import Fastest
+from ranvier.nn.autotune import Autotuner
 
 
 def counted(calls: list[str], name: str, seconds: float = 0.0) -> Callable[[], object]:
@@ -30,55 +30,59 @@ def ways(calls: list[str]) -> dict[str, Callable[[], object]]:
 
 def test_the_fastest_is_kept_and_not_timed_again(tmp_path: Path) -> None:
     path, calls = tmp_path / "new" / "fastest.json", list[str]()
-    chooser = Fastest("cpu", path)
-    assert chooser.choose("nap", "1", ways(calls), "slow") == "quick"
+    chooser = Autotuner("cpu", path)
+    assert chooser.choose_fastest("nap", "1", ways(calls), "slow") == "quick"
     assert {"slow", "quick"} == {*calls}
     stored = json.loads(path.read_text())["nap"]["1"]
     assert stored["choice"] == "quick" and {*stored["milliseconds"]} == {"slow", "quick"}
     count = len(calls)
-    for again in (chooser, Fastest("cpu", path)):
-        assert again.choose("nap", "1", ways(calls), "slow") == "quick"
+    for again in (chooser, Autotuner("cpu", path)):
+        assert again.choose_fastest("nap", "1", ways(calls), "slow") == "quick"
     assert len(calls) == count
     assert os.listdir(path.parent) == [path.name]
 
 
 def test_other_shapes_and_other_ways_are_timed() -> None:
     calls: list[str] = []
-    chooser = Fastest("cpu")
-    chooser.choose("nap", "1", ways(calls), "slow")
+    chooser = Autotuner("cpu")
+    chooser.choose_fastest("nap", "1", ways(calls), "slow")
     for key, more in (("2", {}), ("1", {"none": counted(calls, "none")})):
         calls.clear()
-        chooser.choose("nap", key, {**ways(calls), **more}, "slow")
+        chooser.choose_fastest("nap", key, {**ways(calls), **more}, "slow")
         assert {"slow", "quick", *more} == {*calls}
 
 
 def test_the_default_stays_unless_another_gains() -> None:
-    chooser = Fastest("cpu")
-    assert chooser.decide({"a": 1.0, "b": 0.99}, "a") == "a"
-    assert chooser.decide({"a": 1.0, "b": 0.979}, "a") == "b"
-    assert chooser.decide({"a": 1.0, "b": 0.99}, "b") == "b"
-    assert chooser.decide({"b": 2.0, "c": 1.0}, "a") == "c", "the default has failed"
-    assert chooser.decide({}, "a") == "a"
+    chooser = Autotuner("cpu")
+    assert chooser.pick_fastest({"a": 1.0, "b": 0.99}, "a") == "a"
+    assert chooser.pick_fastest({"a": 1.0, "b": 0.979}, "a") == "b"
+    assert chooser.pick_fastest({"a": 1.0, "b": 0.99}, "b") == "b"
+    assert chooser.pick_fastest({"b": 2.0, "c": 1.0}, "a") == "c", "the default has failed"
+    assert chooser.pick_fastest({}, "a") == "a"
 
 
 def test_slow_ways_are_called_twice_and_quick_ones_often() -> None:
-    chooser, calls = Fastest("cpu"), list[str]()
-    chooser.seconds = 0.01
-    chooser.choose("nap", "1", {"slow": counted(calls, "slow", 0.02)}, "slow")
+    chooser, calls = Autotuner("cpu"), list[str]()
+    chooser.sampling_seconds = 0.01
+    chooser.choose_fastest("nap", "1", {"slow": counted(calls, "slow", 0.02)}, "slow")
     assert len(calls) == 2
     calls.clear()
-    chooser.seconds = 60.0
-    chooser.choose("nap", "2", {"quick": counted(calls, "quick")}, "quick")
-    assert chooser.warm + chooser.rounds < len(calls) <= 2 + 11 * chooser.repeats
+    chooser.sampling_seconds = 60.0
+    chooser.choose_fastest("nap", "2", {"quick": counted(calls, "quick")}, "quick")
+    assert (
+        chooser.warmup_samples + chooser.max_samples
+        < len(calls)
+        <= 2 + 11 * chooser.max_calls_per_sample
+    )
 
 
 def test_a_way_that_raises_is_left_out(tmp_path: Path) -> None:
     def broken() -> object:
         raise RuntimeError("no such kernel\nand much more")
 
-    chooser = Fastest("cpu", tmp_path / "fastest.json")
-    assert chooser.choose("nap", "1", {"a": broken, "b": lambda: None}, "a") == "b"
-    stored = Fastest("cpu", chooser.path).found("nap", "1")
+    chooser = Autotuner("cpu", tmp_path / "fastest.json")
+    assert chooser.choose_fastest("nap", "1", {"a": broken, "b": lambda: None}, "a") == "b"
+    stored = Autotuner("cpu", chooser.cache_path).find_result("nap", "1")
     assert stored is not None and stored["failed"] == {"a": "no such kernel"}
     assert {*stored["milliseconds"]} == {"b"}
 
@@ -87,9 +91,11 @@ def test_too_little_memory_is_not_kept(tmp_path: Path) -> None:
     def large() -> object:
         raise torch.OutOfMemoryError("out of memory")
 
-    chooser = Fastest("cpu", tmp_path / "fastest.json")
-    assert chooser.choose("nap", "1", {"a": large, "b": lambda: None}, "a") == "b"
-    assert chooser.choose("nap", "2", {"a": large}, "a") == "a", "nothing ran: the run will tell"
+    chooser = Autotuner("cpu", tmp_path / "fastest.json")
+    assert chooser.choose_fastest("nap", "1", {"a": large, "b": lambda: None}, "a") == "b"
+    assert chooser.choose_fastest("nap", "2", {"a": large}, "a") == "a", (
+        "nothing ran: the run will tell"
+    )
     assert not (tmp_path / "fastest.json").exists()
 
 
@@ -110,9 +116,9 @@ BROKEN = (
 def test_a_broken_file_is_an_empty_one(tmp_path: Path, content: bytes) -> None:
     path, calls = tmp_path / "fastest.json", list[str]()
     path.write_bytes(content)
-    chooser = Fastest("cpu", path)
-    assert chooser.table == {}
-    assert chooser.choose("nap", "1", ways(calls), "slow") == "quick" and calls
+    chooser = Autotuner("cpu", path)
+    assert chooser.results == {}
+    assert chooser.choose_fastest("nap", "1", ways(calls), "slow") == "quick" and calls
     assert json.loads(path.read_text())["nap"]["1"]["choice"] == "quick"
 
 
@@ -120,56 +126,62 @@ def test_a_folder_that_cannot_be_written_does_not_matter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    assert Fastest("cpu", tmp_path / "file" / "a.json").choose("nap", "1", ways([]), "slow")
+    assert Autotuner("cpu", tmp_path / "file" / "a.json").choose_fastest(
+        "nap", "1", ways([]), "slow"
+    )
 
     def refuse(*_: object) -> None:
         raise PermissionError(13, "read-only")
 
     monkeypatch.setattr(os, "replace", refuse)
-    chooser = Fastest("cpu", tmp_path / "a.json")
-    assert chooser.choose("nap", "1", ways([]), "slow") == "quick"
+    chooser = Autotuner("cpu", tmp_path / "a.json")
+    assert chooser.choose_fastest("nap", "1", ways([]), "slow") == "quick"
     assert os.listdir(tmp_path) == ["file"]
 
 
 def test_writers_keep_what_others_have_found(tmp_path: Path) -> None:
     path = tmp_path / "fastest.json"
-    first, second = Fastest("cpu", path), Fastest("cpu", path)
-    first.choose("nap", "1", ways([]), "slow")
-    second.choose("nap", "2", ways([]), "slow")
-    second.choose("rest", "1", ways([]), "slow")
-    assert {kind: {*shapes} for kind, shapes in Fastest("cpu", path).table.items()} == {
+    first, second = Autotuner("cpu", path), Autotuner("cpu", path)
+    first.choose_fastest("nap", "1", ways([]), "slow")
+    second.choose_fastest("nap", "2", ways([]), "slow")
+    second.choose_fastest("rest", "1", ways([]), "slow")
+    assert {kind: {*shapes} for kind, shapes in Autotuner("cpu", path).results.items()} == {
         "nap": {"1", "2"},
         "rest": {"1"},
     }
 
 
 def test_each_device_and_torch_has_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = Fastest.of("cpu").path
-    assert path is not None and path.parent == launch.cache()
+    path = Autotuner.for_device("cpu").cache_path
+    assert path is not None and path.parent == launch.cache_dir()
     assert path.name.startswith("fastest-cpu-") and "torch" in path.name
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200 (A/B)")
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
-    name = autotune.filename(torch.device("cuda"))
+    name = autotune.cache_filename(torch.device("cuda"))
     assert name == "fastest-nvidia-h200-a-b-torch2.11.0-cu130.json"
 
 
 def test_noise_leaves_the_generators_alone() -> None:
     before = torch.get_rng_state()
-    first, second = autotune.noise([(2, 3), (4,)], torch.float32, "cpu")
+    first, second = autotune.random_tensors([(2, 3), (4,)], torch.float32, "cpu")
     assert (first.shape, second.shape) == ((2, 3), (4,))
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_attention_on_a_cpu_is_what_torch_takes() -> None:
-    chooser = Fastest("cpu")
-    assert attention_backends.tuned(2, 8, 4, 2, 16, torch.bfloat16, "cpu", chooser) == "auto"
-    assert chooser.table == {}
+    chooser = Autotuner("cpu")
+    assert (
+        attention_backends.choose_backend(2, 8, 4, 2, 16, torch.bfloat16, "cpu", chooser) == "auto"
+    )
+    assert chooser.results == {}
     q, k = torch.zeros(2, 8, 4, 16), torch.zeros(2, 8, 2, 16)
     assert [
-        name for name in attention_backends.WAYS if attention_backends.takes(name, q, k, k)
+        name
+        for name in attention_backends.BACKENDS
+        if attention_backends.supports_inputs(name, q, k, k)
     ] == ["auto"]
     q, k, v = (torch.randn(2, 8, h, 16, dtype=torch.float64) for h in (4, 2, 2))
     scores = torch.einsum("bshk,bthk->bhst", q, k.repeat_interleave(2, 2)) / 4.0
     scores = scores.masked_fill(torch.ones(8, 8).triu(1).bool(), float("-inf"))
     y = torch.einsum("bhst,bthk->bshk", scores.softmax(-1), v.repeat_interleave(2, 2))
-    torch.testing.assert_close(attention_backends.auto(q, k, v), y, rtol=0, atol=1e-12)
+    torch.testing.assert_close(attention_backends.sdpa_attention(q, k, v), y, rtol=0, atol=1e-12)

@@ -26,11 +26,11 @@ from pool import Pool
 from ranvier import launch
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
-from ranvier.models import AdapterConfig, DecoderConfig, build
+from ranvier.models import AdapterConfig, DecoderConfig, build_decoder
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import Parallel, parallelize
-from ranvier.sharding import State
-from ranvier.trace import communication, difference
+from ranvier.parallel.parallelize import ParallelModel, parallelize
+from ranvier.sharding import ShardedStateDict
+from ranvier.trace import communication_events, diff_events
 from ranvier.train.step import forward_backward
 
 ONE_PASS, STEPS = 1e-12, 1e-9
@@ -66,7 +66,7 @@ class Case:
         """The decoder on a grid, the same on every call."""
         torch.manual_seed(1)
         config = DecoderConfig(**SHAPE, layers=self.layers, dropout=self.dropout)  # type: ignore[arg-type]
-        model = build(config, self.lora).double()
+        model = build_decoder(config, self.lora).double()
         options: dict[str, Any] = {"inner": self.inner, "recompute": self.recompute}
         options["collectives"] = self.collectives
         return parallelize(model, grid, compiled=compiled, **options)
@@ -111,8 +111,8 @@ class Trained:
 
     numbers: list[float]
     """Loss and norm of each."""
-    grads: State
-    after: State
+    grads: ShardedStateDict
+    after: ShardedStateDict
     graphs: list[int]
     """Compiled in each step."""
     weights: dict[str, weakref.ref[nn.Parameter]]
@@ -121,9 +121,9 @@ class Trained:
 def trained(grid: Grid, case: Case, compiled: str) -> Trained:
     """Two steps."""
     model = case.on(grid, compiled)
-    parallel: Parallel = model.parallel
-    optimizer = Optimizer(parallel.queue, lr=1e-2, clip=0.5)
-    numbers, made, grads = list[float](), list[int](), State()
+    parallel: ParallelModel = model.parallel
+    optimizer = Optimizer(parallel.bucket_scheduler, lr=1e-2, clip=0.5)
+    numbers, made, grads = list[float](), list[int](), ShardedStateDict()
     for step, batch in enumerate(batches(case.packed)):
         before = graphs()
         numbers.append(forward_backward(model, case.micros(grid, batch)).item())
@@ -131,7 +131,7 @@ def trained(grid: Grid, case: Case, compiled: str) -> Trained:
         numbers.append(optimizer.step().item())
         made.append(graphs() - before)
     weights = {name: weakref.ref(param) for name, param in model.named_parameters()}
-    return Trained(numbers, grads, copied(parallel.state()), made, weights)
+    return Trained(numbers, grads, copied(parallel.sharded_state()), made, weights)
 
 
 def differs(grid: Grid, case: Case) -> tuple[list[str], list[int], list[str]]:
@@ -191,11 +191,11 @@ def traced(grid: Grid) -> list[tuple[list[str], list[float | None]]]:
     model = case.on(grid, "aot_eager")
     expected = model.parallel.events(flow_of(batch, grid, 1))
     for _ in range(2):
-        with grid.trace.recording() as events:
+        with grid.trace.record_events() as events:
             forward_backward(model, case.micros(grid, batch))
-        mine = [e for e in communication(events) if not e.where.startswith("step.")]
-        times = [e.issued for e in mine if e.where.startswith("blocks.")]
-        found.append((difference(expected, mine), times))
+        mine = [e for e in communication_events(events) if not e.where.startswith("step.")]
+        times = [e.issue_time for e in mine if e.where.startswith("blocks.")]
+        found.append((diff_events(expected, mine), times))
     assert graphs() - before == case.graphs
     return found
 
@@ -238,7 +238,7 @@ def test_a_graph_keeps_what_it_communicates() -> None:
     """But weights gathered over depth, which a block that keeps all of its activations holds."""
     found, weights = dict[str, int](), dict[str, int]()
     ways = [("none", "again"), ("full", "again"), ("full", "keep")]
-    with launch.fake(4, rank=3), warnings.catch_warnings():
+    with launch.fake_process_group(4, rank=3), warnings.catch_warnings():
         fresh()
         grid = Grid({"depth": 2, "row": 2}, rank=3, connected=True)
         for kind, what in ways:
@@ -247,7 +247,7 @@ def test_a_graph_keeps_what_it_communicates() -> None:
             loss = model(tokens, tokens)
             with counted:
                 loss.backward()
-            depth = counted.groups.pop(model.parallel.queue.gather_axis.group_name)
+            depth = counted.groups.pop(model.parallel.bucket_scheduler.gather_axis.group_name)
             found[f"{kind} {what}"], weights[f"{kind} {what}"] = counted.groups.total(), depth
     assert found["full again"] > found["none again"] > 0
     assert found["full keep"] == found["none again"]
@@ -286,15 +286,15 @@ class Blocks(nn.Module):
         return x
 
 
-def passed(grid: Grid, backend: str) -> tuple[State, list[str]]:
+def passed(grid: Grid, backend: str) -> tuple[ShardedStateDict, list[str]]:
     """Gradients of blocks alone, and what they communicate."""
     torch.manual_seed(1)
     model = parallelize(Blocks().double(), grid, compiled=backend)
     x = torch.randn(2, 4, 16, dtype=torch.float64)
-    model.parallel.queue.begin("")  # type: ignore[union-attr]
-    with grid.trace.recording() as events:
+    model.parallel.bucket_scheduler.begin_step("")  # type: ignore[union-attr]
+    with grid.trace.record_events() as events:
         model(x).square().sum().backward()
-    where = sorted(f"{event.op} {event.where}" for event in communication(events))
+    where = sorted(f"{event.op} {event.where}" for event in communication_events(events))
     return copied(gradients(model.parallel)), where  # type: ignore[arg-type]
 
 

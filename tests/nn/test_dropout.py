@@ -12,7 +12,7 @@ from ranvier.errors import ShardingError
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
 from ranvier.parallel.parallelize import parallelize
-from ranvier.sharding import Place, Sharding, Table
+from ranvier.sharding import Shard, Sharding, ShardingTable
 from ranvier.train.step import forward_backward
 from states import assemble
 
@@ -29,16 +29,18 @@ class Dropping(nn.Module):
         self.drop = nn.Dropout(p)
 
 
-def dropped(grid: Grid, seed: int, first: int) -> tuple[Tensor, Place]:
+def dropped(grid: Grid, seed: int, first: int) -> tuple[Tensor, Shard]:
     """My part of ones after dropout."""
     model = parallelize(Dropping(), grid, seed=seed)
-    place = Sharding.make(SHAPE, DIMS, Table().region("embed"), grid.degrees).place(grid.index)
-    rows = slice(place.start[0], place.start[0] + place.valid[0])
-    model.parallel.moment.samples = torch.arange(first, first + 8)[rows]
-    return model.drop(place.take(torch.ones(SHAPE))), place
+    place = Sharding.from_dims(
+        SHAPE, DIMS, ShardingTable().activation_rule("embed"), grid.degrees
+    ).shard_at(grid.index)
+    rows = slice(place.global_offset[0], place.global_offset[0] + place.valid_shape[0])
+    model.parallel.step_context.samples = torch.arange(first, first + 8)[rows]
+    return model.drop(place.slice_from(torch.ones(SHAPE))), place
 
 
-def whole(parts: list[tuple[Tensor, Place]]) -> Tensor:
+def whole(parts: list[tuple[Tensor, Shard]]) -> Tensor:
     return assemble([{"x": part} for part in parts])["x"]
 
 
@@ -59,7 +61,7 @@ def test_mask_depends_on_seed_and_sample(pool: Pool) -> None:
 
 def trained(
     grid: Grid, recompute: str, inner: str
-) -> tuple[float, dict[str, tuple[Tensor, Place]]]:
+) -> tuple[float, dict[str, tuple[Tensor, Shard]]]:
     """Loss and gradients of a decoder that drops."""
     torch.manual_seed(1)
     config = DecoderConfig(layers=2, embed=16, heads=8, head_dim=4, mlp=24, vocab=29, dropout=0.2)

@@ -17,17 +17,17 @@ from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
 from ranvier.nn import float8
-from ranvier.nn.fused_linear import Siblings
+from ranvier.nn.fused_linear import FusedLinear
 from ranvier.nn.linear import Linear
-from ranvier.nn.lm_head import Head
-from ranvier.parallel.parallelize import parallel_of, parallelize
-from ranvier.sharding import State
+from ranvier.nn.lm_head import LMHead
+from ranvier.parallel.parallelize import get_parallel_model, parallelize
+from ranvier.sharding import ShardedStateDict
 from ranvier.train.step import forward_backward
 from states import assemble
 from training import losses_of, run_of, stored, trainer_of
 
 TYPES = (float8.E4M3, float8.E5M2)
-KINDS: tuple[float8.Kind, ...] = ("tensorwise", "rowwise")
+KINDS: tuple[float8.ScalingGranularity, ...] = ("tensorwise", "rowwise")
 UNDERFLOW = 1e-5
 """On a grid scales are those of parts: numbers are rounded alike but for those that are too small
 for the type, below 2^-15 of the largest of a tensor (e4m3), which are rounded to 2^-18 of it. Few
@@ -49,14 +49,19 @@ def test_scales_are_powers_of_two_that_lift_nothing_too_high(dtype: torch.dtype)
     (x,) = drawn((1, 1000))
     largest = torch.cat([x.abs()[0] * 10.0**power for power in (-20, -3, 0, 5, 20)]).float()
     largest = torch.cat([largest, torch.tensor([most, most / 2, 1.0, 448.0, 2.0**-60])])
-    scale = float8.power(largest, most)
+    scale = float8.power_of_two_scale(largest, most)
     mantissa, _ = torch.frexp(scale)
     assert bool((mantissa == 0.5).all()), "powers of two"
     lifted = largest.double() * scale.double()
     assert bool((lifted <= most).all()) and bool((lifted > most / 2).all())
-    assert bool(float8.power(torch.zeros(()), most).isfinite()), "also of a tensor of zeros"
+    assert bool(float8.power_of_two_scale(torch.zeros(()), most).isfinite()), (
+        "also of a tensor of zeros"
+    )
     above = torch.nextafter(largest.new_tensor(most / 256), largest.new_tensor(most))
-    assert float8._narrow(above, float8.power(above, most), dtype).item() in (most, most / 2)
+    assert float8._cast_saturated(above, float8.power_of_two_scale(above, most), dtype).item() in (
+        most,
+        most / 2,
+    )
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -64,14 +69,16 @@ def test_rounding_does_not_depend_on_the_scale(dtype: torch.dtype) -> None:
     """Of all that is no smaller than the smallest normal number."""
     (x,) = drawn((50, 60))
     largest = x.abs().max().float()
-    scale = float8.power(largest, torch.finfo(dtype).max)
-    wide = [float8._narrow(x, s, dtype).double() / s for s in (scale, scale / 4, scale / 32)]
+    scale = float8.power_of_two_scale(largest, torch.finfo(dtype).max)
+    wide = [
+        float8._cast_saturated(x, s, dtype).double() / s for s in (scale, scale / 4, scale / 32)
+    ]
     normal = x.abs() * scale / 32 >= torch.finfo(dtype).tiny
     assert normal.double().mean().item() > 0.9
     for other in wide[1:]:
         assert torch.equal(wide[0][normal], other[normal])
     small = (x * scale / 2**18).abs() < torch.finfo(dtype).tiny
-    tiny = float8._narrow(x, scale / 2**18, dtype).double() / scale * 2**18
+    tiny = float8._cast_saturated(x, scale / 2**18, dtype).double() / scale * 2**18
     assert not torch.equal(tiny[small], wide[0][small]), "the smallest do"
 
 
@@ -87,11 +94,11 @@ def off(have: Tensor, want: Tensor) -> float:
 
 @pytest.mark.parametrize("size", [1.0, 1e-6, 1e5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_close_to_the_exact_ones(kind: float8.Kind, size: float) -> None:
+def test_products_are_close_to_the_exact_ones(kind: float8.ScalingGranularity, size: float) -> None:
     """Whatever the size of the numbers; with a wrong scale little is left of some."""
     x, w, dy = drawn((T, I), (O, I), (T, O))
     x, w, dy = x * size, w / 5000, dy * size / 1000
-    scaled = float8.Scaled(kind)
+    scaled = float8.Float8Linear(kind)
 
     def errors() -> list[float]:
         found = scaled.forward(x, w), scaled.grad_x(dy, w), scaled.grad_w(dy, x)
@@ -101,9 +108,9 @@ def test_products_are_close_to_the_exact_ones(kind: float8.Kind, size: float) ->
     good = errors()
     # Numbers are rounded to 4 bits (e4m3) by 2.7 % on average, to 3 bits (e5m2) by 5.3 %; both
     # operands of a product are, so that it is off by 3.8 %, and by 5.9 % where dy is in e5m2.
-    backward = 0.059 if scaled.wide == float8.E5M2 else 0.038
+    backward = 0.059 if scaled.grad_dtype == float8.E5M2 else 0.038
     assert good == pytest.approx([0.038, backward, backward], rel=0.06)
-    with patch.object(float8, "power", lambda largest, most: torch.ones_like(largest)):
+    with patch.object(float8, "power_of_two_scale", lambda largest, most: torch.ones_like(largest)):
         bad = errors()
     assert max(bad) > 3 * max(good), bad
 
@@ -112,15 +119,19 @@ def test_rows_of_other_sizes_need_scales_of_their_own() -> None:
     x, w = drawn((T, I), (O, I))
     x = x * torch.logspace(-9, 0, T, dtype=torch.float64).unsqueeze(1)
     small = slice(0, T // 4)
-    errors = {kind: off(float8.Scaled(kind).forward(x, w)[small], x[small] @ w.T) for kind in KINDS}
+    errors = {
+        kind: off(float8.Float8Linear(kind).forward(x, w)[small], x[small] @ w.T) for kind in KINDS
+    }
     assert errors["rowwise"] < 0.05 < 0.5 < errors["tensorwise"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_autograd_uses_the_same_products(kind: float8.Kind, dtype: torch.dtype) -> None:
+def test_autograd_uses_the_same_products(
+    kind: float8.ScalingGranularity, dtype: torch.dtype
+) -> None:
     x, w, dy = (one.to(dtype) for one in drawn((T, I), (O, I), (T, O)))
-    scaled, a, b = float8.Scaled(kind), x.clone().requires_grad_(), w.clone().requires_grad_()
+    scaled, a, b = float8.Float8Linear(kind), x.clone().requires_grad_(), w.clone().requires_grad_()
     y = scaled.linear(a, b)
     y.backward(dy)
     assert y.dtype == dtype and a.grad is not None and b.grad is not None
@@ -140,7 +151,7 @@ def test_what_is_kept_for_backward_is_half_as_wide() -> None:
 
     a, b = x.requires_grad_(), w.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        float8.Scaled().linear(a, b).backward(dy)
+        float8.Float8Linear().linear(a, b).backward(dy)
     assert [(one.dtype, tuple(one.shape)) for one in kept if one is not b and one.dim()] == [
         (float8.E4M3, (I, T))
     ]
@@ -157,24 +168,24 @@ def endless(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def eighths(
-    grid: Grid, kind: float8.Kind, inner: Literal["samples", "features"], how: str
-) -> tuple[float, State]:
+    grid: Grid, kind: float8.ScalingGranularity, inner: Literal["samples", "features"], how: str
+) -> tuple[float, ShardedStateDict]:
     """Loss and gradients of a decoder whose blocks multiply in fp8 as those of a run do."""
     torch.manual_seed(1)
     config = DecoderConfig(layers=1, embed=32, heads=4, kv_heads=2, head_dim=16, mlp=64, vocab=29)
     compiled = "aot_eager" if how == "compiled" else ""
     model = parallelize(Decoder(config).double(), grid, inner=inner, compiled=compiled)
-    parallel = parallel_of(model)
-    for leaf in parallel.leaves.values():
-        if isinstance(leaf, Siblings):
-            leaf.pack(4096, all_alike=True)
-        if isinstance(leaf, Linear) and not isinstance(leaf, Head):
-            leaf.products = float8.Scaled(kind)
+    parallel = get_parallel_model(model)
+    for leaf in parallel.layers.values():
+        if isinstance(leaf, FusedLinear):
+            leaf.pack_weights(4096, all_alike=True)
+        if isinstance(leaf, Linear) and not isinstance(leaf, LMHead):
+            leaf.matmul_backend = float8.Float8Linear(kind)
     batch = batch_of("llama", samples=16, packed=False)
     if compiled:
         fresh()
-    narrow = endless if how == "endless" else float8._narrow
-    with patch.object(float8, "_narrow", narrow):
+    narrow = endless if how == "endless" else float8._cast_saturated
+    with patch.object(float8, "_cast_saturated", narrow):
         loss = forward_backward(model, micros_of(batch, grid, 1)).item()
         return loss, copied(gradients(parallel))
 
@@ -197,7 +208,7 @@ def spread(pool: Pool, degrees: dict[str, int], *arguments: Any) -> tuple[float,
     ],
 )
 def test_a_grid_equals_one_process(
-    pool: Pool, kind: float8.Kind, inner: str, how: str, limit: float
+    pool: Pool, kind: float8.ScalingGranularity, inner: str, how: str, limit: float
 ) -> None:
     """But for underflow; without it nothing differs but the last bits."""
     degrees = {"col": 2} if how == "compiled" else {"row": 2, "col": 2, "data": 2}
@@ -235,11 +246,11 @@ def test_layers_of_other_sizes_stay_wide(tmp_path: Path, corpus: str) -> None:
     """k and v have 8 features, the MLP has 24."""
     run = run_of(str(tmp_path), {}, 1, train__fp8="rowwise")
     trainer = trainer_of(Grid({}), corpus, run)
-    leaves = parallel_of(trainer.model).leaves
+    leaves = get_parallel_model(trainer.model).layers
     narrow = [
         name
         for name, leaf in leaves.items()
-        if isinstance(leaf, Linear) and leaf.products == float8.Scaled("rowwise")
+        if isinstance(leaf, Linear) and leaf.matmul_backend == float8.Float8Linear("rowwise")
     ]
     assert narrow == [f"blocks.{i}.attention.{name}" for i in (0, 1) for name in ("qkv.q", "o")]
     assert trainer.notes == [
@@ -247,7 +258,7 @@ def test_layers_of_other_sizes_stay_wide(tmp_path: Path, corpus: str) -> None:
         "not in fp8, as their sizes are no multiples of 16: blocks.0.attention.qkv.k, "
         "blocks.0.attention.qkv.v, blocks.0.mlp.enter.gate, blocks.0.mlp.enter.up ...",
     ]
-    assert len(list(trainer.steps())) == 1
+    assert len(list(trainer.run_steps())) == 1
 
 
 @pytest.mark.full

@@ -17,10 +17,10 @@ from ranvier.cost import linear
 from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
 from ranvier.nn import lm_head
-from ranvier.nn.matmul import Plain
+from ranvier.nn.matmul import PlainMatmul
 from ranvier.parallel.parallelize import parallelize
-from ranvier.sharding import State
-from ranvier.trace import communication, difference
+from ranvier.sharding import ShardedStateDict
+from ranvier.trace import communication_events, diff_events
 from ranvier.train.step import evaluate, forward_backward
 
 CONFIG = DecoderConfig(layers=1, embed=16, heads=4, kv_heads=2, head_dim=4, mlp=24, vocab=29)
@@ -37,7 +37,7 @@ def decoder(grid: Grid, *, frozen: str = "", inner: Any = "samples") -> Any:
     return parallelize(model, grid, inner=inner)
 
 
-def compared(have: State, want: State) -> list[str]:
+def compared(have: ShardedStateDict, want: ShardedStateDict) -> list[str]:
     """What differs between gradients."""
     lines = [] if [*have] == [*want] else [f"{[*have]} instead of {[*want]}"]
     for name, (part, place) in want.items():
@@ -51,15 +51,15 @@ def chunked(grid: Grid, inner: str) -> tuple[list[str], list[int], float]:
     lines, found, counts = list[str](), [], []
     for tokens in (0, 4):
         model = decoder(grid, inner=inner)
-        row = 8 * model.head.handles["weight"].sharding.gathered[0]
-        size = row * tokens * (1 if model.head.flat else 4)
-        with patch.object(linear, "CHUNK", size or linear.CHUNK):
+        row = 8 * model.head.handles["weight"].sharding.unsharded_shape[0]
+        size = row * tokens * (1 if model.head.keeps_logits_local else 4)
+        with patch.object(linear, "MAX_CHUNK_BYTES", size or linear.MAX_CHUNK_BYTES):
             flow = flow_of(BATCH, grid, 1)
-            with grid.trace.recording() as events:
+            with grid.trace.record_events() as events:
                 loss = forward_backward(model, micros_of(BATCH, grid, 1))
-            mine = [e for e in communication(events) if not e.where.startswith("step.")]
-            lines += difference(model.parallel.events(flow), mine)
-            counts.append(len(model.head.layer.chunked(flow)))
+            mine = [e for e in communication_events(events) if not e.where.startswith("step.")]
+            lines += diff_events(model.parallel.events(flow), mine)
+            counts.append(len(model.head.cost_model.chunk_tokens(flow)))
         found.append((loss.item(), copied(gradients(model.parallel))))
     (want, wanted), (have, grads) = found
     lines += [] if abs(have - want) <= ONE_PASS * want else [f"loss {have} instead of {want}"]
@@ -79,7 +79,7 @@ def test_chunks_change_nothing(pool: Pool, degrees: dict[str, int], inner: str, 
     """Loss and gradients are those of one chunk, events are those predicted."""
     model = decoder(Grid({})).requires_grad_(False)
     with torch.no_grad():
-        want = model(**BATCH.inputs()).item() / (BATCH.targets != -100).sum().item()
+        want = model(**BATCH.model_inputs()).item() / (BATCH.targets != -100).sum().item()
     for lines, counts, loss in pool.on_grid(degrees, chunked, inner):
         assert lines == [] and counts == [1, count]
         assert loss == pytest.approx(want, rel=ONE_PASS)
@@ -88,13 +88,13 @@ def test_chunks_change_nothing(pool: Pool, degrees: dict[str, int], inner: str, 
 def test_many_tokens_are_never_whole() -> None:
     """From some size on there are two chunks at least, each a power of two but the last."""
     sizes = [
-        [cut.stop - cut.start for cut in linear.chunks(tokens, row)]
+        [cut.stop - cut.start for cut in linear.chunk_slices(tokens, row)]
         for tokens, row in ((100, 1 << 10), (100, 1 << 25), (3 << 10, 1 << 20), (5, 1 << 33))
     ]
     assert sizes == [[100], [32, 32, 32, 4], [1024, 1024, 1024], [1] * 5]
 
 
-class Forward(Plain):
+class Forward(PlainMatmul):
     """The products of a layer that is not trained."""
 
     def grad_x(self, dy: Tensor, w: Tensor) -> Tensor:
@@ -109,21 +109,21 @@ class Forward(Plain):
 def test_without_gradients_none_are_made() -> None:
     model = decoder(Grid({}))
     want = forward_backward(model, [BATCH])
-    model.head.products = Forward()
+    model.head.matmul_backend = Forward()
     with torch.no_grad():
-        loss = model(**BATCH.inputs())
+        loss = model(**BATCH.model_inputs())
     assert loss.grad_fn is None and not loss.requires_grad
     mean = loss / (BATCH.targets != -100).sum()
     torch.testing.assert_close(mean, want, rtol=ONE_PASS, atol=0)
     torch.testing.assert_close(evaluate(model, [BATCH]), want, rtol=ONE_PASS, atol=0)
 
 
-def gradients_of(model: Any, factor: Tensor, known: Tensor | None) -> State:
+def gradients_of(model: Any, factor: Tensor, known: Tensor | None) -> ShardedStateDict:
     """Gradients of a loss that is multiplied by a factor, which the head may know before."""
-    model.parallel.queue.begin("")
-    model.parallel.moment.factor = known
-    loss = model(**BATCH.inputs())
-    model.parallel.moment.factor = None
+    model.parallel.bucket_scheduler.begin_step("")
+    model.parallel.step_context.loss_scale = known
+    loss = model(**BATCH.model_inputs())
+    model.parallel.step_context.loss_scale = None
     loss.backward(factor)
     return copied(gradients(model.parallel))
 
@@ -149,7 +149,7 @@ def test_rows_of_logits_are_aligned(cap: float, monkeypatch: pytest.MonkeyPatch)
     """29 columns become 30 where 16 bytes are two numbers; loss and gradients stay."""
     one, widths = torch.ones((), dtype=torch.float64), list[int]()
 
-    class Watched(Plain):
+    class Watched(PlainMatmul):
         """Products that tell how wide the logits are."""
 
         def grad_x(self, dy: Tensor, w: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def test_rows_of_logits_are_aligned(cap: float, monkeypatch: pytest.MonkeyPatch)
     for devices in ((), ("cpu",)):
         monkeypatch.setattr(lm_head, "ALIGNED_DEVICES", devices)
         model = decoder(Grid({}))
-        model.head.products, model.head.cap = Watched(), cap
+        model.head.matmul_backend, model.head.cap = Watched(), cap
         scores = evaluate(model, [BATCH])
         found.append((scores, gradients_of(model, one, None)))
     (want, wanted), (have, grads) = found
@@ -185,4 +185,4 @@ def test_logits_are_those_of_the_plain_model() -> None:
     assert logits.shape == (4, 10, 29) and logits.requires_grad
     torch.testing.assert_close(logits, want, rtol=0, atol=ONE_PASS)
     loss = F.cross_entropy(logits.flatten(0, 1), BATCH.targets.flatten(), reduction="sum")
-    torch.testing.assert_close(model(**BATCH.inputs()), loss, rtol=ONE_PASS, atol=0)
+    torch.testing.assert_close(model(**BATCH.model_inputs()), loss, rtol=ONE_PASS, atol=0)

@@ -12,7 +12,7 @@ from ranvier.grid import Grid
 from ranvier.models.decoder import Decoder, DecoderConfig
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallelize import parallelize
-from ranvier.sharding import State
+from ranvier.sharding import ShardedStateDict
 from ranvier.train.step import forward_backward
 from states import assemble
 
@@ -27,23 +27,23 @@ def model_and_batch(tied: bool) -> tuple[Decoder, Batch]:
     return model, Batch(tokens, tokens.roll(1, 1))
 
 
-def gradients_and_norm(grid: Grid, tied: bool) -> tuple[State, float, float]:
+def gradients_and_norm(grid: Grid, tied: bool) -> tuple[ShardedStateDict, float, float]:
     """My gradients, the norm, and the largest magnitude that an update leaves in the padding."""
     model, batch = model_and_batch(tied)
     parallel = parallelize(model, grid).parallel
     forward_backward(model, [batch])
     grads = gradients(parallel)  # type: ignore[arg-type]
     forward_backward(model, [batch])
-    norm = Optimizer(parallel.queue, lr=0.1).step().item()  # type: ignore[union-attr,arg-type]
-    weight, place = parallel.state()["embed.weight"]  # type: ignore[union-attr,operator]
-    return grads, norm, weight[place.valid[0] :].abs().sum().item()
+    norm = Optimizer(parallel.bucket_scheduler, lr=0.1).step().item()  # type: ignore[union-attr,arg-type]
+    weight, place = parallel.sharded_state()["embed.weight"]  # type: ignore[union-attr,operator]
+    return grads, norm, weight[place.valid_shape[0] :].abs().sum().item()
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_padding_gets_no_gradient(pool: Pool, tied: bool) -> None:
     results = pool.on_grid({"row": 4}, gradients_and_norm, tied)
     model, batch = model_and_batch(tied)
-    (model(**batch.inputs()) / batch.targets.numel()).backward()
+    (model(**batch.model_inputs()) / batch.targets.numel()).backward()
     params = dict(model.named_parameters())
     grads = assemble(state for state, _, _ in results)
     for name, param in params.items():

@@ -28,7 +28,7 @@ from pruned import (
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.optim import pruning
-from ranvier.optim.state_tiles import Home
+from ranvier.optim.state_tiles import StatePlacement
 from ranvier.parallel.parallelize import parallelize
 from states import assemble
 
@@ -135,7 +135,7 @@ def test_bytes_are_those_of_the_formula(
                     want = size * (numbers["working"] + numbers["gradient"])
                     assert held + grad == want + (master + 8) * size // data
                     continue
-                assert held + grad == pruning.bytes_of(size, rows, **numbers)
+                assert held + grad == pruning.pruned_bucket_bytes(size, rows, **numbers)
                 assert sum(rows) / len(rows) / size == pytest.approx(1.0 - sparsity, abs=0.04)
                 share = max(rows) / size
                 assert not narrow or depth > 2 or held + grad <= (2 + 24 * share) * size
@@ -147,9 +147,9 @@ def test_bytes_are_those_of_the_formula(
 def test_the_formula_keeps_what_was_promised(sparsity: float, bound: float) -> None:
     """2 + 24 (1 - p) bytes a parameter at most, with gradients of 2 or 4 bytes."""
     size = 10_000
-    stay = pruning.stays(size, sparsity)
+    stay = pruning.num_kept_elements(size, sparsity)
     for gradient in (2, 4):
-        assert pruning.bytes_of(size, [stay], gradient=gradient) <= 2 * size + 24 * stay
+        assert pruning.pruned_bucket_bytes(size, [stay], gradient=gradient) <= 2 * size + 24 * stay
 
 
 def test_groups_that_a_rank_has_a_part_of_are_refused() -> None:
@@ -157,7 +157,7 @@ def test_groups_that_a_rank_has_a_part_of_are_refused() -> None:
     with pytest.raises(
         PlanError, match=r"pattern=2:4, but blocks.0.up.weight has rows of 6 .* another M"
     ):
-        pruning.by_pattern(model.parallel.queue, 2, 4)  # type: ignore[union-attr]
+        pruning.by_pattern(model.parallel.bucket_scheduler, 2, 4)  # type: ignore[union-attr]
 
 
 def test_equal_magnitudes_go_by_their_place() -> None:
@@ -166,8 +166,8 @@ def test_equal_magnitudes_go_by_their_place() -> None:
         up, down = model.parameters()
         up.fill_(-0.5)
         down.copy_(torch.arange(60).view(6, 10) % 2)
-    queue = parallelize(model, Grid({})).parallel.queue  # type: ignore[union-attr]
-    pruning.prune(queue, pruning.by_magnitude(queue, 0.75))
+    queue = parallelize(model, Grid({})).parallel.bucket_scheduler  # type: ignore[union-attr]
+    pruning.prune_buckets(queue, pruning.by_magnitude(queue, 0.75))
     up, down = model.parameters()
     assert (up.view(-1) != 0).tolist() == [True] * 15 + [False] * 45
     want = [n % 2 == 1 and n < 30 for n in range(60)]
@@ -182,9 +182,9 @@ def test_sparsity_grows_and_stays() -> None:
 
 TILE = 96
 BF16 = {"dtype": torch.bfloat16}
-HOST = {"home": Home("host", tile=TILE)}
-SOME = {"home": Home("split", resident=20_000, tile=TILE), "room": 2**30}
-CPU = {"home": Home("host", update="cpu", tile=TILE), **BF16}
+HOST = {"home": StatePlacement("host", tile_elements=TILE)}
+SOME = {"home": StatePlacement("split", device_bytes=20_000, tile_elements=TILE), "room": 2**30}
+CPU = {"home": StatePlacement("host", update_device="cpu", tile_elements=TILE), **BF16}
 ELSEWHERE: list[Any] = [
     ({"data": 2}, {**BF16, "moments": "int8"}, SOME),
     *(
@@ -195,7 +195,11 @@ ELSEWHERE: list[Any] = [
             ({"depth": 2, "data": 2}, {"moments": "bf16"}, HOST),
             ({}, CPU, {"room": 2**30}),
             ({"row": 2, "data": 2}, {}, {**HOST, "room": 2**30}),
-            ({"depth": 2}, {**BF16, "moments": "int8"}, {"home": Home("host", tile=768)}),
+            (
+                {"depth": 2},
+                {**BF16, "moments": "int8"},
+                {"home": StatePlacement("host", tile_elements=768)},
+            ),
         ]
     ),
 ]

@@ -17,19 +17,19 @@ from pool import Pool
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.memory import host
-from ranvier.memory.host import Arena, refuse_disk, refuse_memory
+from ranvier.memory.host import Arena, check_disk_space, check_host_memory
 from ranvier.optim import fused_adamw
 from ranvier.optim.optimizer import Optimizer
-from ranvier.optim.state_tiles import Home
+from ranvier.optim.state_tiles import StatePlacement
 from ranvier.train.step import forward_backward
 
 TILE = 768
 """Small: every bucket has several, and some end in the middle of a weight."""
 HOMES = (
-    Home("host", tile=TILE),
-    Home("split", resident=40_000, tile=TILE),
-    Home("host", tile=2**20),
-    Home(tile=256),
+    StatePlacement("host", tile_elements=TILE),
+    StatePlacement("split", device_bytes=40_000, tile_elements=TILE),
+    StatePlacement("host", tile_elements=2**20),
+    StatePlacement(tile_elements=256),
 )
 GRIDS = [{}, {"depth": 2, "row": 2}, {"data": 2, "col": 2}]
 Options = dict[str, Any]
@@ -45,12 +45,12 @@ def trained(grid: Grid, options: Options, steps: int = 3) -> tuple[list[float], 
         batch_of(model, samples=16, packed=False),
     )
     built = case.on(grid, dtype=dtype, room=room, **options.pop("how", {}))
-    optimizer = Optimizer(built.parallel.queue, lr=1e-2, clip=0.5, **options)  # type: ignore[arg-type,union-attr]
+    optimizer = Optimizer(built.parallel.bucket_scheduler, lr=1e-2, clip=0.5, **options)  # type: ignore[arg-type,union-attr]
     numbers = []
     for _ in range(steps):
         loss = forward_backward(built, micros_of(batch, grid, case.micro_batches))
         numbers += [loss.item(), optimizer.step().item()]
-    state = {**optimizer.state(), **built.parallel.state()}  # type: ignore[union-attr]
+    state = {**optimizer.sharded_state(), **built.parallel.sharded_state()}  # type: ignore[union-attr]
     return numbers, {name: x.clone() for name, (x, _) in state.items()}
 
 
@@ -78,7 +78,7 @@ def test_narrow_moments_elsewhere_change_no_bit(pool: Pool, moments: str) -> Non
 
 
 def test_a_file_holds_states_and_is_gone_at_the_end(pool: Pool, tmp_path: Path) -> None:
-    home = Home("file", path=str(tmp_path / "new"), tile=TILE)
+    home = StatePlacement("file", path=str(tmp_path / "new"), tile_elements=TILE)
     assert pool.on_grid({}, differing, {}, {"home": home}) == [[]]
     assert os.listdir(tmp_path / "new") == []
 
@@ -104,21 +104,21 @@ def resident(grid: Grid) -> tuple[int, int, int]:
     """Bytes of weights on the device after a step, of all blocks, and most at once in a step."""
     case, batch = Case("llama"), batch_of("llama", samples=16, packed=False)
     model = case.on(grid, room=2**30)
-    queue, most = model.parallel.queue, 0  # type: ignore[union-attr]
-    homes = [b for b in queue.buckets if b.home is not None]  # type: ignore[union-attr]
-    enter = queue._enter  # type: ignore[union-attr]
+    queue, most = model.parallel.bucket_scheduler, 0  # type: ignore[union-attr]
+    homes = [b for b in queue.buckets if b.host_data is not None]  # type: ignore[union-attr]
+    enter = queue._unshard_block  # type: ignore[union-attr]
 
     def watched(block: str) -> None:
         nonlocal most
         enter(block)
         most = max(most, sum(b.data.untyped_storage().nbytes() for b in homes))
 
-    queue._enter = watched  # type: ignore[union-attr,method-assign]
+    queue._unshard_block = watched  # type: ignore[union-attr,method-assign]
     for _ in range(2):
         forward_backward(model, micros_of(batch, grid, 1))
         Optimizer(queue).step()  # type: ignore[arg-type]
     left = sum(b.data.untyped_storage().nbytes() for b in homes)
-    return left, sum(b.home.nbytes for b in homes if b.home is not None), most
+    return left, sum(b.host_data.nbytes for b in homes if b.host_data is not None), most
 
 
 def test_weights_on_the_host_are_not_on_the_device(pool: Pool) -> None:
@@ -133,9 +133,13 @@ def close(grid: Grid, options: Options) -> list[float]:
     Of what is added up: of a sum that is near zero the last place says nothing.
     """
     _, before = trained(grid, options, steps=0)
-    with patch.object(fused_adamw, "available_on_cpu", return_value=False):
+    with patch.object(fused_adamw, "can_use_cpu_kernel", return_value=False):
         _, plain = trained(grid, options, steps=1)
-    _, hosted = trained(grid, {**options, "home": Home("host", update="cpu", tile=TILE)}, steps=1)
+    _, hosted = trained(
+        grid,
+        {**options, "home": StatePlacement("host", update_device="cpu", tile_elements=TILE)},
+        steps=1,
+    )
     worst = []
     for name, x in plain.items():
         size = torch.maximum(x.abs(), before[name].abs())
@@ -158,10 +162,12 @@ def failing(grid: Grid) -> str:
     """What a run says whose thread fails in an update."""
     case, batch = Case("llama"), batch_of("llama", samples=16, packed=False)
     model = case.on(grid)
-    optimizer = Optimizer(model.parallel.queue, home=Home("host", update="cpu"))  # type: ignore[arg-type,union-attr]
+    optimizer = Optimizer(
+        model.parallel.bucket_scheduler, home=StatePlacement("host", update_device="cpu")
+    )  # type: ignore[arg-type,union-attr]
     micros = micros_of(batch, grid, 1)
     forward_backward(model, micros)
-    optimizer.factors = {"matrix": "much"}  # type: ignore[dict-item]
+    optimizer.lr_factors = {"matrix": "much"}  # type: ignore[dict-item]
     optimizer.step()
     try:
         forward_backward(model, micros)
@@ -177,7 +183,10 @@ def test_what_a_thread_fails_with_is_told(pool: Pool) -> None:
 
 def hosted_weights(grid: Grid) -> list[str]:
     """What the CPU updates otherwise if weights are on the host, too."""
-    home = {"home": Home("host", update="cpu", tile=TILE), "dtype": torch.bfloat16}
+    home = {
+        "home": StatePlacement("host", update_device="cpu", tile_elements=TILE),
+        "dtype": torch.bfloat16,
+    }
     return differing(grid, home, {**home, "room": 2**30})
 
 
@@ -191,16 +200,19 @@ def poisoned(grid: Grid, options: Options) -> list[str]:
     model = case.on(grid, room=options.get("room"), dtype=options.get("dtype"))
     parallel, micros = model.parallel, micros_of(batch, grid, 1)
     more = {k: x for k, x in options.items() if k in ("home", "moments")}
-    optimizer = Optimizer(parallel.queue, lr=1e-2, **more)  # type: ignore[arg-type,union-attr]
+    optimizer = Optimizer(parallel.bucket_scheduler, lr=1e-2, **more)  # type: ignore[arg-type,union-attr]
     forward_backward(model, micros)
     optimizer.step()
-    before = {n: x.clone() for n, (x, _) in {**optimizer.state(), **parallel.state()}.items()}  # type: ignore[union-attr]
+    before = {
+        n: x.clone()
+        for n, (x, _) in {**optimizer.sharded_state(), **parallel.sharded_state()}.items()
+    }  # type: ignore[union-attr]
     forward_backward(model, micros)
-    last = [b for b in parallel.queue.buckets if b.grad is not None][-1]  # type: ignore[union-attr]
+    last = [b for b in parallel.bucket_scheduler.buckets if b.grad is not None][-1]  # type: ignore[union-attr]
     next(iter(last.grad.parts.values())).view(-1)[-1] = torch.nan
     optimizer.step()
-    after = {**optimizer.state(), **parallel.state()}  # type: ignore[union-attr]
-    assert not optimizer.finite
+    after = {**optimizer.sharded_state(), **parallel.sharded_state()}  # type: ignore[union-attr]
+    assert not optimizer.is_norm_finite
     return [name for name, x in before.items() if not torch.equal(x, after[name][0])]
 
 
@@ -208,7 +220,7 @@ def poisoned(grid: Grid, options: Options) -> list[str]:
     "options",
     [
         {"home": HOMES[0]},
-        {"home": Home("host", update="cpu", tile=TILE)},
+        {"home": StatePlacement("host", update_device="cpu", tile_elements=TILE)},
         {"home": HOMES[1], "moments": "int8", "dtype": torch.bfloat16},
         {"home": HOMES[0], "room": 2**30},
     ],
@@ -223,31 +235,31 @@ def test_a_bad_number_in_a_late_bucket_changes_no_bit(pool: Pool, options: Optio
 
 def test_an_arena_has_exactly_the_size_asked_for() -> None:
     made = Arena(1000, torch.device("cpu"))
-    part = made.take((3, 5), torch.float32)
+    part = made.allocate_tensor((3, 5), torch.float32)
     assert part.shape == (3, 5) and not part.any()
-    assert made.bytes.numel() == 1000
+    assert made.buffer.numel() == 1000
     with pytest.raises(AssertionError):
-        made.take((1000,), torch.uint8)
+        made.allocate_tensor((1000,), torch.uint8)
 
 
 def test_what_exceeds_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PlanError, match=r"4 GiB are to lie on the host, .* may use 3 there"):
-        refuse_memory(4 * 2**30, 3 * 2**30, torch.device("cpu"))
+        check_host_memory(4 * 2**30, 3 * 2**30, torch.device("cpu"))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (8192, 8192))
-    refuse_memory(2**20, 2**30, torch.device("cpu"))  # nothing is pinned there
-    refuse_memory(2**20, 2**30, torch.device("cuda"), pinning=lambda _: None)  # not enforced
+    check_host_memory(2**20, 2**30, torch.device("cpu"))  # nothing is pinned there
+    check_host_memory(2**20, 2**30, torch.device("cuda"), pinning=lambda _: None)  # not enforced
 
     def refused(_: Tensor) -> None:
         raise PlanError("no")
 
     with pytest.raises(PlanError, match=r"limit of locked memory .* enforced"):
-        refuse_memory(2**20, 2**30, torch.device("cuda"), pinning=refused)
+        check_host_memory(2**20, 2**30, torch.device("cuda"), pinning=refused)
 
 
 def test_what_exceeds_the_disk_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"are to lie in .*, whose disk has"):
-        refuse_disk(2**60, tmp_path / "not yet there")
-    refuse_disk(2**20, tmp_path / "not yet there")
+        check_disk_space(2**60, tmp_path / "not yet there")
+    check_disk_space(2**20, tmp_path / "not yet there")
 
 
 def test_a_container_is_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +270,7 @@ def test_a_container_is_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         "/sys/fs/cgroup/here/memory.current": ["2500000"],
         "/sys/fs/cgroup/here/memory.stat": ["anon 1", "inactive_file 1000", "active_file 10"],
     }
-    monkeypatch.setattr(host, "_lines", lambda path: texts.get(str(path), []))
-    assert host.free_memory() == 501010
+    monkeypatch.setattr(host, "_read_lines", lambda path: texts.get(str(path), []))
+    assert host.available_host_bytes() == 501010
     texts["/sys/fs/cgroup/here/memory.max"] = ["max"]
-    assert host.free_memory() == 9_000_000 * 1024
+    assert host.available_host_bytes() == 9_000_000 * 1024

@@ -10,12 +10,12 @@ import torch
 from equivalence import Case, batch_of
 from pool import Pool
 from ranvier.grid import Grid
-from ranvier.nn.cross_entropy import IGNORE
-from ranvier.optim.grad_scaler import LEAST, PATIENCE, START, Scale
-from ranvier.optim.lr_schedule import share
+from ranvier.nn.cross_entropy import IGNORE_INDEX
+from ranvier.optim.grad_scaler import GROWTH_INTERVAL, INITIAL_SCALE, MIN_SCALE, GradScaler
+from ranvier.optim.lr_schedule import lr_factor
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel.parallelize import parallelize
-from ranvier.train.step import Watch, forward_backward, train_step
+from ranvier.train.step import StepLimits, forward_backward, train_step
 
 FACTORS = {"matrix": 1.0, "embedding": 0.3, "vector": 5.0}
 
@@ -25,25 +25,25 @@ def grouped(grid: Grid) -> float:
     case, batch = Case("qwen3"), batch_of("qwen3", samples=8, packed=False)
     model, plain = case.on(grid), case.build()
     parallel = model.parallel
-    optimizer = Optimizer(parallel.queue, lr=1e-2, clip=0.5, factors=FACTORS)  # type: ignore[arg-type,union-attr]
+    optimizer = Optimizer(parallel.bucket_scheduler, lr=1e-2, clip=0.5, factors=FACTORS)  # type: ignore[arg-type,union-attr]
     groups = []
     for name, param in plain.named_parameters():
         group = "vector" if param.ndim < 2 else "embedding" if "embed" in name else "matrix"
         decay = 0.1 if group == "matrix" else 0.0
         groups.append({"params": [param], "lr": 1e-2 * FACTORS[group], "weight_decay": decay})
     theirs = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    micros = batch.micro_batches(grid, 8 // grid.axis("data", "expert", "depth").size)
+    micros = batch.split_micro_batches(grid, 8 // grid.axis("data", "expert", "depth").size)
     for _ in range(3):
         forward_backward(model, micros)
         optimizer.step()
         theirs.zero_grad()
-        (plain(**batch.inputs()) / (batch.targets != IGNORE).sum()).backward()
+        (plain(**batch.model_inputs()) / (batch.targets != IGNORE_INDEX).sum()).backward()
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         theirs.step()
     want = dict(plain.named_parameters())
-    parts = parallel.state().items()  # type: ignore[union-attr]
+    parts = parallel.sharded_state().items()  # type: ignore[union-attr]
     return max(
-        float((part - place.take(want[n])).detach().abs().max()) for n, (part, place) in parts
+        float((part - place.slice_from(want[n])).detach().abs().max()) for n, (part, place) in parts
     )
 
 
@@ -55,9 +55,9 @@ def test_groups_are_those_of_the_named_dims(pool: Pool, degrees: dict[str, int])
 def clipped(grid: Grid) -> list[float]:
     """Largest change of each gradient in a step that clips them."""
     model, batch = Case("llama").on(grid), batch_of("llama", samples=8, packed=False)
-    queue = model.parallel.queue  # type: ignore[union-attr]
+    queue = model.parallel.bucket_scheduler  # type: ignore[union-attr]
     optimizer = Optimizer(queue, lr=1e-2, clip=1e-3)  # type: ignore[arg-type]
-    forward_backward(model, batch.micro_batches(grid, 8))
+    forward_backward(model, batch.split_micro_batches(grid, 8))
     grads = [part for b in queue.buckets if b.grad is not None for part in b.grad.parts.values()]  # type: ignore[union-attr]
     before = [grad.clone() for grad in grads]
     assert optimizer.step() > 1e-3
@@ -76,29 +76,33 @@ def masked(grid: Grid, kind: str) -> list[str]:
     case, batch = Case("llama"), batch_of("llama", samples=8, packed=False)
     model = case.on(grid)
     parallel = model.parallel
-    optimizer = Optimizer(parallel.queue, lr=1e-2)  # type: ignore[arg-type,union-attr]
-    micros = batch.micro_batches(grid, 8 // grid.axis("data", "expert", "depth").size)
+    optimizer = Optimizer(parallel.bucket_scheduler, lr=1e-2)  # type: ignore[arg-type,union-attr]
+    micros = batch.split_micro_batches(grid, 8 // grid.axis("data", "expert", "depth").size)
     forward_backward(model, micros)
     optimizer.step()
-    before = {n: x.clone() for n, (x, _) in optimizer.state().items()}
-    weights = {n: x.clone() for n, (x, _) in parallel.state().items()}  # type: ignore[union-attr]
+    before = {n: x.clone() for n, (x, _) in optimizer.sharded_state().items()}
+    weights = {n: x.clone() for n, (x, _) in parallel.sharded_state().items()}  # type: ignore[union-attr]
     forward_backward(model, micros)
     if grid.rank == 0:
-        bucket = next(b for b in parallel.queue.buckets if b.reduced or b.grad is not None)  # type: ignore[union-attr]
-        if bucket.reduced:
-            grad = bucket.reduced[0].wait()
+        bucket = next(
+            b for b in parallel.bucket_scheduler.buckets if b.reduced_grads or b.grad is not None
+        )  # type: ignore[union-attr]
+        if bucket.reduced_grads:
+            grad = bucket.reduced_grads[0].wait()
         else:
             grad = next(iter(bucket.grad.parts.values()))  # type: ignore[union-attr]
         grad.view(-1)[0] = float(kind)
     optimizer.step()
-    changed = [n for n, (x, _) in optimizer.state().items() if not torch.equal(x, before[n])]
-    state = parallel.state().items()  # type: ignore[union-attr]
+    changed = [
+        n for n, (x, _) in optimizer.sharded_state().items() if not torch.equal(x, before[n])
+    ]
+    state = parallel.sharded_state().items()  # type: ignore[union-attr]
     changed += [n for n, (x, _) in state if not torch.equal(x, weights[n])]
-    assert not optimizer.finite and optimizer.updates == 1
+    assert not optimizer.is_norm_finite and optimizer.num_updates == 1
     forward_backward(model, micros)
     optimizer.step()
-    assert optimizer.finite and optimizer.updates == 2
-    moved = any(not torch.equal(x, before[n]) for n, (x, _) in optimizer.state().items())
+    assert optimizer.is_norm_finite and optimizer.num_updates == 2
+    moved = any(not torch.equal(x, before[n]) for n, (x, _) in optimizer.sharded_state().items())
     return changed if moved else ["nothing moves any more"]
 
 
@@ -108,30 +112,30 @@ def test_a_bad_gradient_changes_no_bit(pool: Pool, kind: str) -> None:
 
 
 def test_the_scale_follows_overflows() -> None:
-    scale, yes, no = Scale("cpu"), torch.tensor(True), torch.tensor(False)
+    scale, yes, no = GradScaler("cpu"), torch.tensor(True), torch.tensor(False)
     scale.update(no)
-    assert scale.value == START / 2
-    for _ in range(PATIENCE):
+    assert scale.scale == INITIAL_SCALE / 2
+    for _ in range(GROWTH_INTERVAL):
         scale.update(yes)
-    assert scale.value == START and scale.good == 0
+    assert scale.scale == INITIAL_SCALE and scale.growth_tracker == 0
     for _ in range(40):
         scale.update(no)
-    assert scale.value == LEAST and scale.exhausted()
+    assert scale.scale == MIN_SCALE and scale.is_at_minimum()
 
 
 def scaled(grid: Grid, start: float) -> tuple[list[float], float, bool]:
     """Losses of some steps in fp16 that begin with a scale; the scale and the health they leave."""
     case, batch = Case("llama"), batch_of("llama", samples=8, packed=False)
     model = case.on(grid, dtype=torch.float16)
-    scale = Scale("cpu")
-    scale.value.fill_(start)
-    optimizer = Optimizer(model.parallel.queue, lr=1e-2, scale=scale)  # type: ignore[arg-type,union-attr]
-    micros = batch.micro_batches(grid, 8 // grid.axis("data", "expert", "depth").size)
-    watch, losses = Watch.of("cpu"), []
+    scale = GradScaler("cpu")
+    scale.scale.fill_(start)
+    optimizer = Optimizer(model.parallel.bucket_scheduler, lr=1e-2, scale=scale)  # type: ignore[arg-type,union-attr]
+    micros = batch.split_micro_batches(grid, 8 // grid.axis("data", "expert", "depth").size)
+    watch, losses = StepLimits.for_device("cpu"), []
     for _ in range(12):
         taken = train_step(model, optimizer, micros, 1e-2, watch)
         losses.append(taken.loss.item())
-    return losses, scale.value.item(), not watch.bad
+    return losses, scale.scale.item(), not watch.nonfinite_steps
 
 
 def test_fp16_skips_overflows_and_trains(pool: Pool) -> None:
@@ -150,7 +154,7 @@ def test_fp16_skips_overflows_and_trains(pool: Pool) -> None:
 @pytest.mark.parametrize("kind", ["cosine", "wsd"])
 def test_schedules_rise_stay_and_fall(kind: str) -> None:
     rates = [
-        share(step, kind=kind, steps=100, warmup=10, cooldown=0.2, floor=0.1)  # type: ignore[arg-type]
+        lr_factor(step, kind=kind, steps=100, warmup=10, cooldown=0.2, floor=0.1)  # type: ignore[arg-type]
         for step in range(101)
     ]
     assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
@@ -175,9 +179,9 @@ def unused(grid: Grid) -> tuple[float, bool]:
     """The norm of a step, and whether the idle layer has moved."""
     torch.manual_seed(0)
     model = parallelize(Idle().double(), grid)
-    optimizer = Optimizer(model.parallel.queue, lr=1e-2, decay=0.0)  # type: ignore[arg-type]
+    optimizer = Optimizer(model.parallel.bucket_scheduler, lr=1e-2, decay=0.0)  # type: ignore[arg-type]
     before = model.idle.weight.detach().clone()
-    model.parallel.queue.begin("train")  # type: ignore[union-attr]
+    model.parallel.bucket_scheduler.begin_step("train")  # type: ignore[union-attr]
     x = torch.ones(1, 2, 4, dtype=torch.float64)
     model.used(x).sum().backward()
     return optimizer.step().item(), torch.equal(model.idle.weight, before)

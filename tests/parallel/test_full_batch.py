@@ -195,7 +195,7 @@ def loop(grid: Grid, kinds: list[str], inner: str) -> dict[str, dict[str, Any]]:
 def one_loop(grid: Grid, kind: str, inner: str) -> dict[str, Any]:
     model, loss_of = parallelize(build(kind), grid, inner=inner), cases()[kind][2]
     optimizer = Optimizer(
-        model.parallel.queue, lr=LR, betas=(0.9, 0.95), eps=1e-8, decay=0.1, clip=CLIP
+        model.parallel.bucket_scheduler, lr=LR, betas=(0.9, 0.95), eps=1e-8, decay=0.1, clip=CLIP
     )
     found: dict[str, Any] = {"losses": [], "norms": []}
     for step in range(STEPS):
@@ -211,7 +211,7 @@ def one_loop(grid: Grid, kind: str, inner: str) -> dict[str, Any]:
                 found["again"] = call_on_full_batch(model, *inputs)
         found["losses"].append(loss.item())
         found["norms"].append(optimizer.step().item())
-    found["after"] = model.parallel.state()
+    found["after"] = model.parallel.sharded_state()
     return found
 
 

@@ -67,8 +67,8 @@ def test_padding_token_gets_no_gradient(pool: Pool) -> None:
     name = "model.embed_tokens.weight"
     for result in pool.on_grid({"row": 2}, run_case, case, whole.batch, LR, CLIP):
         part, place = result["grads"][name]
-        grad = torch.zeros(place.whole, dtype=part.dtype)
-        place.put(grad, part)
+        grad = torch.zeros(place.global_shape, dtype=part.dtype)
+        place.write_into(grad, part)
         assert grad[3].abs().max() == 0.0
 
 
@@ -197,7 +197,7 @@ def test_unknown_type_runs_with_a_table_of_its_dims() -> None:
     model: Any = as_reference(Qwen2ForCausalLM(Qwen2Config(**shape))).double()
     tokens = torch.randint(0, 29, (2, 8))
     want = model(tokens)
-    names = huggingface.derived(_as_type(model, "qwen3"))
+    names = huggingface.derive_dims(_as_type(model, "qwen3"))
     _as_type(model, "qwen2")
     norm = type(model.model.norm)
     names |= {path: ("embed",) for path, m in model.named_modules() if type(m) is norm}

@@ -15,7 +15,7 @@ from pool import Pool
 from ranvier.data.batch import Batch
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
-from ranvier.models import EXAMPLES, SIZES, Decoder
+from ranvier.models import EXAMPLES, MODEL_SIZES, Decoder
 from ranvier.models.decoder import CrossEntropy, DecoderConfig
 from ranvier.parallel.parallelize import parallelize
 
@@ -124,9 +124,9 @@ def test_a_layer_without_leaf_is_refused() -> None:
         parallelize(model, Grid({}), names={"0": ("embed",)})
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", MODEL_SIZES)
 def test_every_size_is_swapped_on_the_meta_device(size: str) -> None:
-    config = SIZES[size]
+    config = MODEL_SIZES[size]
     with torch.device("meta"):
         model = Decoder(config)
     count = sum(p.numel() for p in model.parameters())
@@ -153,14 +153,14 @@ def padding_after_steps(grid: Grid) -> float:
     from ranvier.train.step import forward_backward
 
     model = Case("llama").on(grid)
-    optimizer = Optimizer(model.parallel.queue, lr=1e-1)
+    optimizer = Optimizer(model.parallel.bucket_scheduler, lr=1e-1)
     for _ in range(2):
         forward_backward(model, micros_of(batch_of("llama", samples=8, packed=False), grid, 1))
         optimizer.step()
     worst = 0.0
     for weight in model.parallel.weights.values():
         rest = weight.param.detach().clone()
-        rest[tuple(slice(n) for n in weight.place.valid)] = 0.0
+        rest[tuple(slice(n) for n in weight.shard.valid_shape)] = 0.0
         worst = max(worst, rest.abs().max().item())
     return worst
 
@@ -182,4 +182,4 @@ def test_initial_values_do_not_depend_on_the_grid(pool: Pool) -> None:
 def initial(grid: Grid) -> Any:
     with torch.device("meta"):
         model = Decoder(DecoderConfig(layers=2, embed=16, heads=8, head_dim=4, mlp=24, vocab=29))
-    return parallelize(model, grid, seed=4).parallel.state()
+    return parallelize(model, grid, seed=4).parallel.sharded_state()

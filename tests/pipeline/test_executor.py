@@ -18,14 +18,14 @@ from pool import Pool, RankError, device_of
 from ranvier.comm.p2p import EagerTransport, Key
 from ranvier.errors import CommunicationError, PlanError, RanvierError
 from ranvier.grid import Grid
-from ranvier.infer.generate_distributed import continued
-from ranvier.models.decoder import Decoder, DecoderConfig, Head
+from ranvier.infer.generate_distributed import extend_tokens
+from ranvier.models.decoder import Decoder, DecoderConfig, LMHead
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import parallel_of, parallelize
-from ranvier.pipeline.balance import balanced
-from ranvier.pipeline.partition import Cut, cut
-from ranvier.pipeline.policy import Job, Kind
-from ranvier.pipeline.simulator import replay
+from ranvier.parallel.parallelize import get_parallel_model, parallelize
+from ranvier.pipeline.balance import partition_by_cost
+from ranvier.pipeline.partition import PipelineConfig, partition_model
+from ranvier.pipeline.policy import Job, JobKind
+from ranvier.pipeline.simulator import replay_choices
 from ranvier.train.step import evaluate, forward_backward
 
 # ---- cut --------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def test_the_largest_stage_is_as_small_as_can_be() -> None:
         parts = int(torch.randint(2, 9, (), generator=draw))
         count = int(torch.randint(1, parts + 1, (), generator=draw))
         costs = (torch.rand(parts, generator=draw) * 4).tolist()
-        firsts = balanced(tuple(costs), count)
+        firsts = partition_by_cost(tuple(costs), count)
         assert firsts[0] == 0 and all(a < b for a, b in pairwise((*firsts, parts)))
 
         def largest(firsts: tuple[int, ...], costs: list[float] = costs) -> float:
@@ -53,28 +53,28 @@ def test_the_largest_stage_is_as_small_as_can_be() -> None:
 
 def test_a_heavy_head_gets_fewer_blocks() -> None:
     model = build("deep")
-    stage = cut(model, [0.1, *[1.0] * 6, 3.0], Cut(), 1, 2)
-    assert stage.firsts == (0, 5) and stage.costs == pytest.approx((4.1, 5.0))
-    assert "stage 1: blocks.4 to norm" in stage.words()[1]
+    stage = partition_model(model, [0.1, *[1.0] * 6, 3.0], PipelineConfig(), 1, 2)
+    assert stage.stage_starts == (0, 5) and stage.stage_costs == pytest.approx((4.1, 5.0))
+    assert "stage 1: blocks.4 to norm" in stage.describe_stages()[1]
 
 
 @pytest.mark.parametrize(
     ("how", "count", "words"),
     [
-        (Cut(first=(3, 3)), 3, "rising"),
-        (Cut(first=(3,)), 3, "3 virtual stages"),
-        (Cut(chunks=5), 2, "10 virtual stages"),
-        (Cut(costs=(1.0, 2.0)), 2, "2 costs for 8 parts"),
+        (PipelineConfig(stage_starts=(3, 3)), 3, "rising"),
+        (PipelineConfig(stage_starts=(3,)), 3, "3 virtual stages"),
+        (PipelineConfig(chunks=5), 2, "10 virtual stages"),
+        (PipelineConfig(part_costs=(1.0, 2.0)), 2, "2 costs for 8 parts"),
     ],
 )
-def test_a_cut_that_cannot_be_is_refused(how: Cut, count: int, words: str) -> None:
+def test_a_cut_that_cannot_be_is_refused(how: PipelineConfig, count: int, words: str) -> None:
     with pytest.raises(PlanError, match=words):
-        cut(build("deep"), [1.0] * 8, how, 0, count)
+        partition_model(build("deep"), [1.0] * 8, how, 0, count)
 
 
 def test_other_models_cannot_be_cut() -> None:
     with pytest.raises(PlanError, match="Linear cannot be cut"):
-        cut(nn.Linear(2, 2), [1.0], Cut(), 0, 2)
+        partition_model(nn.Linear(2, 2), [1.0], PipelineConfig(), 0, 2)
 
 
 # ---- evaluation, generation -------------------------------------------------------------
@@ -83,15 +83,21 @@ def test_other_models_cannot_be_cut() -> None:
 def evaluated(grid: Grid, case: Case) -> tuple[float, list[str]]:
     """The mean loss through the pipeline, and what it changed."""
     model = case.on(grid)
-    parallel = parallel_of(model)
-    before = copied(parallel.state())
+    parallel = get_parallel_model(model)
+    before = copied(parallel.sharded_state())
     micros = micros_of(batch_of(case.model, samples=16, packed=True), grid, case.micro_batches)
     losses = [evaluate(model, micros).item() for _ in range(2)]
     assert losses[0] == losses[1] and model.training
     changed = [
-        n for n, (x, _) in parallel.state().items() if not torch.equal(x.cpu(), before[n][0])
+        n
+        for n, (x, _) in parallel.sharded_state().items()
+        if not torch.equal(x.cpu(), before[n][0])
     ]
-    changed += [b.name for b in parallel.queue.buckets if b.grad is not None or b.full is not None]
+    changed += [
+        b.name
+        for b in parallel.bucket_scheduler.buckets
+        if b.grad is not None or b.unsharded_grads is not None
+    ]
     return losses[0], changed
 
 
@@ -111,7 +117,7 @@ def test_evaluation_through_stages_is_that_of_one_process(
     case = Case("deep tied", chunks=chunks, spread=spread, micro_batches=micro_batches, delay=1)
     batch = batch_of("deep tied", samples=16, packed=True)
     with torch.no_grad():
-        want = build_once()(**batch.inputs()).item() / int((batch.targets != -100).sum())
+        want = build_once()(**batch.model_inputs()).item() / int((batch.targets != -100).sum())
     for loss, changed in pool.on_grid(degrees, evaluated, case):
         assert loss == pytest.approx(want, rel=1e-12) and changed == []
 
@@ -119,23 +125,23 @@ def test_evaluation_through_stages_is_that_of_one_process(
 def crowded(grid: Grid) -> tuple[float, int]:
     """Evaluation with a slow last stage: the most messages that waited there."""
     model = Case("deep").on(grid)
-    runtime = parallel_of(model).pipeline.runtime
-    run, most = runtime.stage.run, [0]
+    runtime = get_parallel_model(model).pipeline.executor
+    run, most = runtime.stage.run_parts, [0]
 
     def slow(*args: Any, **kwargs: Any) -> Tensor:
         if runtime.stage.index == 1:
             time.sleep(0.01)
         return run(*args, **kwargs)
 
-    object.__setattr__(runtime.stage, "run", slow)
-    take = EagerTransport.take
+    object.__setattr__(runtime.stage, "run_parts", slow)
+    take = EagerTransport.take_message
 
     def counted(transport: EagerTransport, key: Key) -> Tensor:
-        most[0] = max(most[0], len(transport._ready[key]))
+        most[0] = max(most[0], len(transport._ready_messages[key]))
         return take(transport, key)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EagerTransport, "take", counted)
+        patch.setattr(EagerTransport, "take_message", counted)
         micros = micros_of(batch_of("deep", samples=32, packed=False), grid, 32)
         return evaluate(model, micros).item(), most[0]
 
@@ -154,7 +160,7 @@ def spoken(grid: Grid, spread: bool, inner: str) -> list[list[int]]:
     """What the model says greedily after some tokens."""
     model = Case("deep tied", spread=spread, inner=inner).on(grid)
     tokens = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], device=device_of(grid))
-    return continued(model, tokens, 4, lambda logits: logits.argmax(-1)).tolist()
+    return extend_tokens(model, tokens, 4, lambda logits: logits.argmax(-1)).tolist()
 
 
 @pytest.mark.nccl
@@ -201,17 +207,19 @@ class Chain(nn.Sequential):
             nn.Linear(16, 24),
             nn.SiLU(),
             nn.Linear(24, 16),
-            Head(16, 29, bias=False),
+            LMHead(16, 29, bias=False),
         )
 
 
 def chained(grid: Grid, firsts: tuple[int, ...]) -> tuple[float, dict[str, Any]]:
     """Loss and gradients of a chain of layers."""
     torch.manual_seed(2)
-    model = parallelize(Chain().double(), grid, how=Cut(first=firsts), device=device_of(grid))
+    model = parallelize(
+        Chain().double(), grid, how=PipelineConfig(stage_starts=firsts), device=device_of(grid)
+    )
     batch = batch_of("", samples=8, packed=False)
     loss = forward_backward(model, micros_of(batch, grid, 4)).item()
-    return loss, {n: g for n, (g, _) in copied(gradients(parallel_of(model))).items()}
+    return loss, {n: g for n, (g, _) in copied(gradients(get_parallel_model(model))).items()}
 
 
 @pytest.mark.nccl
@@ -241,8 +249,8 @@ def lost(grid: Grid, how: str, policy: str, path: str) -> None:
     """A step in which stage 1 stalls or dies at micro-batch 2; stage 0 writes down what it says."""
     grid.timeout_seconds = 3.0
     model = Case("deep", policy=policy).on(grid)
-    runtime = parallel_of(model).pipeline.runtime
-    run, calls = runtime.stage.run, [0]
+    runtime = get_parallel_model(model).pipeline.executor
+    run, calls = runtime.stage.run_parts, [0]
 
     def stop(*args: Any, **kwargs: Any) -> Tensor:
         calls[0] += 1
@@ -252,7 +260,7 @@ def lost(grid: Grid, how: str, policy: str, path: str) -> None:
             time.sleep(8.0)
         return run(*args, **kwargs)
 
-    object.__setattr__(runtime.stage, "run", stop)
+    object.__setattr__(runtime.stage, "run_parts", stop)
     start = time.monotonic()
     try:
         forward_backward(model, micros_of(batch_of("deep", samples=8, packed=False), grid, 8))
@@ -293,22 +301,22 @@ class Bare(nn.Sequential):
     dims = {"0": ("vocab", "embed"), "1": ("embed",), "2": ("vocab", "embed")}
 
     def __init__(self) -> None:
-        super().__init__(nn.Embedding(29, 16), nn.Dropout(0.0), Head(16, 29, bias=False))
+        super().__init__(nn.Embedding(29, 16), nn.Dropout(0.0), LMHead(16, 29, bias=False))
 
 
-def stepped(grid: Grid, kind: str, frozen: tuple[str, ...], how: Cut) -> list[Any]:
+def stepped(grid: Grid, kind: str, frozen: tuple[str, ...], how: PipelineConfig) -> list[Any]:
     """Losses and norms of three steps, and the weights after them."""
     torch.manual_seed(2)
     model = Bare().double() if kind == "bare" else build("deep")
     for name, param in model.named_parameters():
         param.requires_grad_(not name.startswith(frozen))
     model = parallelize(model, grid, how=how, device=device_of(grid))
-    optimizer = Optimizer(parallel_of(model).queue, lr=1e-2, clip=0.5)
+    optimizer = Optimizer(get_parallel_model(model).bucket_scheduler, lr=1e-2, clip=0.5)
     micros, found = micros_of(batch_of("", samples=8, packed=False), grid, 4), list[Any]()
     for _ in range(3):
         loss = forward_backward(model, micros).item()
         found.append((loss, optimizer.step().item()))
-    found.append({n: x for n, (x, _) in copied(parallel_of(model).state()).items()})
+    found.append({n: x for n, (x, _) in copied(get_parallel_model(model).sharded_state()).items()})
     return found
 
 
@@ -316,18 +324,28 @@ def stepped(grid: Grid, kind: str, frozen: tuple[str, ...], how: Cut) -> list[An
 @pytest.mark.parametrize(
     ("kind", "stages", "frozen", "how"),
     [
-        ("bare", 3, ("nothing",), Cut()),
-        ("deep", 2, ("embed", "blocks.0", "blocks.1", "blocks.2"), Cut(first=(4,))),
-        ("deep", 2, ("blocks.5", "norm", "head"), Cut(first=(6,))),
-        ("deep", 2, ("embed",), Cut(spread=True)),
-        ("deep", 4, ("blocks.2", "blocks.3"), Cut(first=(2, 3, 5), policy="zero-bubble")),
+        ("bare", 3, ("nothing",), PipelineConfig()),
+        (
+            "deep",
+            2,
+            ("embed", "blocks.0", "blocks.1", "blocks.2"),
+            PipelineConfig(stage_starts=(4,)),
+        ),
+        ("deep", 2, ("blocks.5", "norm", "head"), PipelineConfig(stage_starts=(6,))),
+        ("deep", 2, ("embed",), PipelineConfig(vocab_over_pipe=True)),
+        (
+            "deep",
+            4,
+            ("blocks.2", "blocks.3"),
+            PipelineConfig(stage_starts=(2, 3, 5), policy="zero-bubble"),
+        ),
     ],
     ids=str,
 )
 def test_stages_may_have_nothing_to_train(
-    pool: Pool, kind: str, stages: int, frozen: tuple[str, ...], how: Cut
+    pool: Pool, kind: str, stages: int, frozen: tuple[str, ...], how: PipelineConfig
 ) -> None:
-    (one,) = pool.on_grid({}, stepped, kind, frozen, Cut())
+    (one,) = pool.on_grid({}, stepped, kind, frozen, PipelineConfig())
     for found in pool.on_grid({"pipe": stages}, stepped, kind, frozen, how):
         assert found[:3] == [pytest.approx(want, rel=1e-9) for want in one[:3]]
         for name, value in found[3].items():
@@ -382,19 +400,19 @@ def test_what_stages_would_leave_out_is_refused(pool: Pool, how: str, words: str
 def timed(grid: Grid, case: Case) -> tuple[list[Job], list[Job | None], int]:
     """Jobs of a step, what the simulator chooses for the same arrivals, and how many came."""
     model = case.on(grid)
-    pipeline = parallel_of(model).pipeline
-    runtime, count = pipeline.runtime, case.micro_batches
-    runtime.timing = True
+    pipeline = get_parallel_model(model).pipeline
+    runtime, count = pipeline.executor, case.micro_batches
+    runtime.record_times = True
     micros = micros_of(batch_of(case.model, samples=16, packed=False), grid, count)
     for _ in range(2):
         forward_backward(model, micros)
-    kinds: dict[str, Kind] = {"forward": "F", "backward": "B"}
-    arrivals = [Job(kinds[way], number, chunk) for (way, chunk), number, _ in runtime.log]
-    known = [seen for _, seen in runtime.choices]
-    shape, policy = pipeline.shape(count), pipeline.policy(count)
+    kinds: dict[str, JobKind] = {"forward": "F", "backward": "B"}
+    arrivals = [Job(kinds[way], number, chunk) for (way, chunk), number, _ in runtime.arrival_log]
+    known = [seen for _, seen in runtime.policy_choices]
+    shape, policy = pipeline.step_shape(count), pipeline.policy_for_step(count)
     return (
-        [job for job, _ in runtime.choices],
-        replay(shape, policy, runtime.stage.index, arrivals, known),
+        [job for job, _ in runtime.policy_choices],
+        replay_choices(shape, policy, runtime.stage.index, arrivals, known),
         len(arrivals),
     )
 

@@ -10,32 +10,32 @@ import pytest
 
 from ranvier.errors import PlanError
 from ranvier.planner import cluster
-from ranvier.planner.cluster import Collective, Fused, Product, Rate
+from ranvier.planner.cluster import AttentionRate, MatmulRate, MeasuredCollective, MeasuredRate
 
 SHEET = Path(__file__).parents[2] / "benchmarks" / "data" / "hardware.csv"
 
 
-@pytest.mark.parametrize("name", cluster.names())
+@pytest.mark.parametrize("name", cluster.cluster_names())
 def test_a_cluster_is_read_as_it_was_written(name: str, tmp_path: Path) -> None:
-    found = cluster.cluster(name)
+    found = cluster.load_cluster(name)
     device = replace(
         found.device,
-        products=(Product(1, 2, 3, "bf16", 1e12, ranks=2, kind="dw"),),
-        attention=(Fused(2048, 64, "bf16", 1e13, 2e13),),
-        rates=(Rate("memory", 1.5e12, 4),),
+        products=(MatmulRate(1, 2, 3, "bf16", 1e12, ranks=2, kind="dw"),),
+        attention=(AttentionRate(2048, 64, "bf16", 1e13, 2e13),),
+        rates=(MeasuredRate("memory", 1.5e12, 4),),
     )
-    made = replace(found, device=device, collectives=(Collective("send", 2, 1e-5, 1e9),))
-    cluster.write(made, tmp_path / "made.toml")
-    assert cluster.read(tmp_path / "made.toml") == made
+    made = replace(found, device=device, collectives=(MeasuredCollective("send", 2, 1e-5, 1e9),))
+    cluster.write_cluster(made, tmp_path / "made.toml")
+    assert cluster.read_cluster(tmp_path / "made.toml") == made
 
 
 def test_devices_are_as_in_the_published_table() -> None:
     rows = [
         row for row in csv.DictReader(SHEET.read_text().splitlines()) if row["row_type"] == "device"
     ]
-    assert len(rows) == len(cluster.devices())
+    assert len(rows) == len(cluster.known_devices())
     for row in rows:
-        device = cluster.device(row["name"])
+        device = cluster.find_device(row["name"])
         assert device.bandwidth == float(row["hbm_gbs"]) * 1e9
         assert device.peak["fp16"] == pytest.approx(float(row["peak_fp16_dense_tflops"]) * 1e12)
         assert device.peak.get("fp8", 0) == float(row["peak_fp8_dense_tflops"] or 0) * 1e12
@@ -45,23 +45,23 @@ def test_devices_are_as_in_the_published_table() -> None:
 
 
 def test_names_of_runs_and_drivers_are_known() -> None:
-    assert cluster.device("NVIDIA H200").name == "H200-SXM-141GB"
-    assert cluster.device("A100-80GB-SXM").name == "A100-SXM4-80GB"
+    assert cluster.find_device("NVIDIA H200").name == "H200-SXM-141GB"
+    assert cluster.find_device("A100-80GB-SXM").name == "A100-SXM4-80GB"
 
 
 def test_unknown_names_say_what_is_known(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="Use 'dgx-h100'"):
-        cluster.cluster("dgx-h10")
+        cluster.load_cluster("dgx-h10")
     with pytest.raises(PlanError, match="is not there"):
-        cluster.cluster(str(tmp_path / "no.toml"))
+        cluster.load_cluster(str(tmp_path / "no.toml"))
     (tmp_path / "bad.toml").write_text("name = 'x'\n")
     with pytest.raises(PlanError, match="cannot be read"):
-        cluster.cluster(str(tmp_path / "bad.toml"))
+        cluster.load_cluster(str(tmp_path / "bad.toml"))
 
 
 def test_other_numbers_of_nodes_and_devices() -> None:
-    found = cluster.cluster("dgx-h100")
-    assert found.of(nodes=4).devices == 32
-    assert (found.of(devices=4).nodes, found.of(devices=4).per_node) == (1, 4)
+    found = cluster.load_cluster("dgx-h100")
+    assert found.with_size(nodes=4).num_devices == 32
+    assert (found.with_size(devices=4).nodes, found.with_size(devices=4).per_node) == (1, 4)
     with pytest.raises(PlanError, match="do not fill nodes of 8"):
-        found.of(devices=12)
+        found.with_size(devices=12)

@@ -14,14 +14,14 @@ from torch import distributed
 from torch.distributed import ProcessGroup
 
 from ranvier import launch
-from ranvier.config.plan import RUNTIME, Plan
-from ranvier.config.run import Run
+from ranvier.config.plan import RUNNABLE_AXES, Plan
+from ranvier.config.run import RunConfig
 from ranvier.config.sections import DataConfig, LoraConfig, ModelConfig
 from ranvier.errors import PlanError
-from ranvier.grid import CONTROL, HOST, ON_HOST, Communicator, Grid
-from ranvier.launch.fake_backend import CALLS
-from ranvier.parallel.parallelize import parallel_of
-from ranvier.pipeline.traffic import BACKWARD, FORWARD, links
+from ranvier.grid import CONTROL_CHANNEL, GLOO_CHANNELS, HOST_CHANNEL, Communicator, Grid
+from ranvier.launch.fake_backend import PROCESS_GROUP_METHODS
+from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.pipeline.traffic import BACKWARD, FORWARD, channel_links
 from ranvier.planner import cluster
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.communicators import (
@@ -31,20 +31,20 @@ from ranvier.planner.communicators import (
     PEER_BYTES,
     CommunicatorSpec,
     communicator_bytes,
-    communicators,
+    list_communicators,
     pipe_peers,
     total_bytes,
     worst_stage,
     worst_stage_bytes,
 )
-from ranvier.planner.frameworks import OURS
-from ranvier.planner.model_spec import of_run, of_size
-from ranvier.planner.predict import Job, Layout, Prediction, predict
-from ranvier.tools.dry_run import META, _axis, _prepare, checked
-from ranvier.train.build_model import built
-from ranvier.train.memory.probe import blank
-from ranvier.train.memory.resolve import count_peers, optimizer_of
-from ranvier.train.step import Watch, train_step
+from ranvier.planner.frameworks import RANVIER
+from ranvier.planner.model_spec import load_shipped_spec, resolve_model_spec
+from ranvier.planner.predict import Candidate, Prediction, Workload, predict_step
+from ranvier.tools.dry_run import META, _prepare_model, _varying_axes, resolve_dry_run
+from ranvier.train.build_model import build_model
+from ranvier.train.memory.probe import blank_batch
+from ranvier.train.memory.resolve import build_optimizer, count_peers
+from ranvier.train.step import StepLimits, train_step
 
 SMALL: dict[str, Any] = {"layers": 6, "embed": 48, "heads": 24, "kv_heads": 2, "head_dim": 4}
 SMALL |= {"mlp": 96, "vocab": 101}
@@ -68,27 +68,27 @@ class NcclGrid(Grid):
     def backend(self) -> str:
         return "nccl"
 
-    def _group(self, ranks: list[int], names: tuple[str, ...], channel: str) -> ProcessGroup:
+    def _make_group(self, ranks: list[int], names: tuple[str, ...], channel: str) -> ProcessGroup:
         group = distributed.new_group(ranks, use_local_synchronization=True)
         if len(ranks) > 1:
-            backend = "gloo" if channel in ON_HOST else self.backend
+            backend = "gloo" if channel in GLOO_CHANNELS else self.backend
             self.communicators.append(Communicator(names, channel, len(ranks), backend, 0.0))
         return group
 
 
-def run_of(kind: str, **plan: Any) -> Run:
+def run_of(kind: str, **plan: Any) -> RunConfig:
     """A small run with a layout, checked."""
-    degrees = {axis: plan.get(axis, 1) for axis in RUNTIME}
+    degrees = {axis: plan.get(axis, 1) for axis in RUNNABLE_AXES}
     share = 4 * degrees["data"] * degrees["expert"] * degrees["depth"]
     given = Plan(**{"data": 1, "batch": share, "micro_batch": 4, "policy": "1f1b", **plan})
-    run = Run(
+    run = RunConfig(
         model=ModelConfig(size="imported", **{**SMALL, **MODELS[kind]}),
         lora=LoraConfig(rank=4 if kind == "lora" else 0),
         plan=given,
         data=DataConfig(seq=48),
     )
     world = math.prod(degrees.values())
-    return checked(run, world=world, rank=0)
+    return resolve_dry_run(run, world=world, rank=0)
 
 
 def sample(count: int) -> list[tuple[str, dict[str, Any]]]:
@@ -109,40 +109,42 @@ def sample(count: int) -> list[tuple[str, dict[str, Any]]]:
 
 def members(spec: CommunicatorSpec, plan: Plan, rank: int) -> Ranks:
     """The ranks of a communicator of a plan, as one of them sees it."""
-    grid, counts = Grid.of(plan, rank=rank), dict(spec.degrees)
+    grid, counts = Grid.from_plan(plan, rank=rank), dict(spec.degrees)
     if counts.get("pipe", plan.pipe) < plan.pipe:  # a tied weight: of the first and the last stage
-        axis = grid.some("pipe", [0, plan.pipe - 1])
+        axis = grid.axis_subset("pipe", [0, plan.pipe - 1])
     else:
         axis = grid.axis(share=counts)
     return tuple(sorted(axis.ranks)), spec.channel
 
 
-def make(run: Run, rank: int) -> tuple[Grid, set[Ranks], int]:
+def make(run: RunConfig, rank: int) -> tuple[Grid, set[Ranks], int]:
     """What one rank of a run makes, and how many ranks it sends to point to point."""
-    with launch.fake(run.plan.world, rank):
-        grid = NcclGrid.of(run.plan, rank=rank, connected=True)
-        model = built(run, grid, META, local_ranks=1)
-        optimizer_of(run, model, META, local_ranks=1)
+    with launch.fake_process_group(run.plan.world_size, rank):
+        grid = NcclGrid.from_plan(run.plan, rank=rank, connected=True)
+        model = build_model(run, grid, META, local_ranks=1)
+        build_optimizer(run, model, META, local_ranks=1)
     made = {(ranks, channel) for ranks, channel in grid.groups if len(ranks) > 1}
     assert len(made) == len(grid.communicators)
-    return grid, made, count_peers(run, parallel_of(model))
+    return grid, made, count_peers(run, get_parallel_model(model))
 
 
 @pytest.mark.parametrize(("kind", "plan"), sample(16), ids=str)
 def test_a_rank_makes_the_listed_communicators(kind: str, plan: dict[str, Any]) -> None:
     run = run_of(kind, **plan)
-    for rank in {0, run.plan.world - 1}:
+    for rank in {0, run.plan.world_size - 1}:
         grid, made, peers = make(run, rank)
-        specs = communicators(of_run(run), run.plan, stage=grid.index["pipe"])
+        specs = list_communicators(resolve_model_spec(run), run.plan, stage=grid.index["pipe"])
         found = [members(one, run.plan, rank) for one in specs]
         assert len({*found}) == len(found) and {*found} == made, (grid.index, specs)
         assert sum(one.peers for one in specs) == peers
-        sizes = sorted((one.names, one.channel, one.size, one.backend) for one in specs)
-        own = [one for one in grid.communicators if run.plan.pipe > 1 or one.channel != HOST]
+        sizes = sorted((one.axis_names, one.channel, one.size, one.backend) for one in specs)
+        own = [
+            one for one in grid.communicators if run.plan.pipe > 1 or one.channel != HOST_CHANNEL
+        ]
         assert sizes == sorted((one.names, one.channel, one.size, one.backend) for one in own)
 
 
-def step(run: Run, rank: int) -> set[tuple[tuple[str, ...], int, str]]:
+def step(run: RunConfig, rank: int) -> set[tuple[tuple[str, ...], int, str]]:
     """Axes, size and channel of what one rank communicates over in a step."""
     used = set[str]()
 
@@ -153,18 +155,23 @@ def step(run: Run, rank: int) -> set[tuple[tuple[str, ...], int, str]]:
 
         return noted
 
-    names = [name for name in vars(ProcessGroup) if name in CALLS]
+    names = [name for name in vars(ProcessGroup) if name in PROCESS_GROUP_METHODS]
     calls = {name: noting(getattr(ProcessGroup, name)) for name in names}
-    with launch.fake(run.plan.world, rank), mock.patch.multiple(ProcessGroup, **calls):
-        grid = Grid.of(run.plan, rank=rank, connected=True)
-        model = built(run, grid, META, local_ranks=1)
-        _prepare(run, model, 1.0)
-        optimizer = optimizer_of(run, model, META, local_ranks=1)
-        batches = [blank(run, run.plan.micro_batch, META) for _ in range(run.plan.micro_batches)]
-        grid.seal()
-        train_step(model, optimizer, batches, run.lr, Watch.of(META))
+    with (
+        launch.fake_process_group(run.plan.world_size, rank),
+        mock.patch.multiple(ProcessGroup, **calls),
+    ):
+        grid = Grid.from_plan(run.plan, rank=rank, connected=True)
+        model = build_model(run, grid, META, local_ranks=1)
+        _prepare_model(run, model, 1.0)
+        optimizer = build_optimizer(run, model, META, local_ranks=1)
+        batches = [
+            blank_batch(run, run.plan.micro_batch, META) for _ in range(run.plan.num_micro_batches)
+        ]
+        grid.seal_groups()
+        train_step(model, optimizer, batches, run.peak_lr, StepLimits.for_device(META))
         keys = [key for key, group in grid.groups.items() if group.group_name in used]
-    return {(_axis(ranks, grid), len(ranks), channel) for ranks, channel in keys}
+    return {(_varying_axes(ranks, grid), len(ranks), channel) for ranks, channel in keys}
 
 
 @pytest.mark.parametrize(
@@ -182,15 +189,15 @@ def test_steps_communicate_over_all_that_is_listed(kind: str, plan: dict[str, An
     run = run_of(kind, **plan)
     used, wanted = set(), set()
     for stage in range(run.plan.pipe):
-        used |= step(run, stage * run.plan.world // run.plan.pipe)
-        specs = communicators(of_run(run), run.plan, stage=stage)
-        wanted |= {(one.names, one.size, one.channel) for one in specs}
+        used |= step(run, stage * run.plan.world_size // run.plan.pipe)
+        specs = list_communicators(resolve_model_spec(run), run.plan, stage=stage)
+        wanted |= {(one.axis_names, one.size, one.channel) for one in specs}
     assert {one for one in used if one[2] not in (FORWARD, BACKWARD)} == {
-        one for one in wanted if one[2] not in (*TRANSFERS, CONTROL, HOST)
+        one for one in wanted if one[2] not in (*TRANSFERS, CONTROL_CHANNEL, HOST_CHANNEL)
     }
 
 
-TRANSFERS = [*links(3, 2, spread=True)]
+TRANSFERS = [*channel_links(3, 2, spread=True)]
 """All channels of transfers between stages."""
 
 
@@ -208,25 +215,27 @@ def test_bytes_follow_from_the_constants() -> None:
     assert communicator_bytes(0) == 0
     assert communicator_bytes(1) == FIRST_BYTES + KERNEL_BYTES
     assert communicator_bytes(3, 2) - communicator_bytes(1) == 2 * FURTHER_BYTES + 2 * PEER_BYTES
-    model, plan = of_size("llama3-8b"), Plan(pipe=4, data=2, row=2, micro_batch=1)
-    made = communicators(model, plan, stage=2)
+    model, plan = load_shipped_spec("llama3-8b"), Plan(pipe=4, data=2, row=2, micro_batch=1)
+    made = list_communicators(model, plan, stage=2)
     over = [one for one in made if one.backend == "nccl"]
-    assert {one.channel for one in made if one.backend == "gloo"} == {CONTROL, HOST}
+    assert {one.channel for one in made if one.backend == "gloo"} == {CONTROL_CHANNEL, HOST_CHANNEL}
     assert total_bytes(made) == communicator_bytes(len(over), 4) == worst_stage_bytes(model, plan)
-    assert worst_stage(model, plan) == 2 and communicators(model, Plan(data=1)) == ()
+    assert worst_stage(model, plan) == 2 and list_communicators(model, Plan(data=1)) == ()
 
 
 def test_the_planner_counts_them_on_gpus() -> None:
-    gpus = cluster.cluster("dgx-h100")
-    job = Job(of_size("llama3-1b"), 2048, 64)
+    gpus = cluster.load_cluster("dgx-h100")
+    job = Workload(load_shipped_spec("llama3-1b"), 2048, 64)
 
     def held(ranks: int, machine: Cluster = gpus) -> Prediction:
         plan = Plan(data=ranks, batch=64, micro_batch=1)
-        return predict(job, Layout(plan), machine)
+        return predict_step(job, Candidate(plan), machine)
 
     alone, pair = held(1).memory, held(2).memory
     assert alone.device["communicators"] == 0 < pair.device["communicators"]
-    assert pair.total - pair.allocated > pair.device["communicators"], "no tensor has them"
+    assert pair.total_bytes - pair.allocated_bytes > pair.device["communicators"], (
+        "no tensor has them"
+    )
     assert "communicators" not in held(2, replace(gpus, cores=8)).memory.device
     # one communicator takes what was once part of the context
-    assert OURS.context + communicator_bytes(1) <= 1.0e9
+    assert RANVIER.context_bytes + communicator_bytes(1) <= 1.0e9

@@ -12,18 +12,18 @@ import pytest
 
 from commands import call
 from ranvier.config.plan import Plan
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.config.sections import DataConfig, MemoryConfig, ModelConfig
-from ranvier.cost.layers import Flow
+from ranvier.cost.layers import ActivationShape
 from ranvier.planner import cluster
-from ranvier.planner.comm_volume import moves
-from ranvier.planner.memory.total import space
-from ranvier.planner.model_spec import of_run, of_size
-from ranvier.planner.predict import Job, Layout, predict
-from ranvier.planner.search import Wish, search
+from ranvier.planner.comm_volume import step_comm_volume
+from ranvier.planner.memory.total import peak_memory
+from ranvier.planner.model_spec import load_shipped_spec, resolve_model_spec
+from ranvier.planner.predict import Candidate, Workload, predict_step
+from ranvier.planner.search import SearchRequest, search_layouts
 from ranvier.planner.time import links
-from ranvier.planner.time.links import Group
-from ranvier.tools.dry_run import checked, dry
+from ranvier.planner.time.links import RankGroup
+from ranvier.tools.dry_run import dry_run, resolve_dry_run
 
 AXES = ("pipe", "data", "expert", "depth", "row", "col")
 SMALL: dict[str, Any] = {"layers": 4, "embed": 48, "heads": 24, "kv_heads": 6, "head_dim": 4}
@@ -46,14 +46,14 @@ BYTES: Layouts = [
 
 def laid(
     settings: dict[str, Any], shape: dict[str, Any], seq: int, micro: int
-) -> tuple[Run, int, int]:
+) -> tuple[RunConfig, int, int]:
     """A run, its world and one of its ranks."""
     given = {"data": 1, **settings}
     keep, passes = given.pop("keep", False), given.pop("passes", 1)
     degrees = {axis: given.get(axis, 1) for axis in AXES}
     replicas = degrees["data"] * degrees["expert"] * degrees["depth"]
     plan = Plan(**given, micro_batch=micro, batch=replicas * micro * passes, policy="1f1b")
-    run = Run(
+    run = RunConfig(
         model=ModelConfig(size="imported", **shape),
         plan=plan,
         data=DataConfig(seq=seq),
@@ -68,13 +68,16 @@ def test_bytes_are_those_of_a_rank(
     settings: dict[str, Any], changes: dict[str, Any], load: float
 ) -> None:
     run, world, rank = laid({"passes": 2, **settings}, {**SMALL, **changes}, 48, 4)
-    found = dry(run, world=world, rank=rank, load=load, watched=False)
-    run = checked(run, world=world, rank=rank, load=load)
-    flow, stage = Flow(4, 48, 2, statistics=4, load=load), found.index["pipe"]
+    found = dry_run(run, world=world, rank=rank, load=load, watched=False)
+    run = resolve_dry_run(run, world=world, rank=rank, load=load)
+    flow, stage = (
+        ActivationShape(4, 48, 2, statistics_itemsize=4, expert_load=load),
+        found.index["pipe"],
+    )
     kept = run.memory.collectives == "keep"
-    predicted = moves(of_run(run), run.plan, flow, stage=stage, kept=kept)
-    assert found.bytes() == predicted.bytes()
-    assert sum(row.calls for row in found.rows) == sum(row.count for row in predicted.rows)
+    predicted = step_comm_volume(resolve_model_spec(run), run.plan, flow, stage=stage, kept=kept)
+    assert found.comm_bytes() == predicted.bytes_by_axis()
+    assert sum(row.calls for row in found.collectives) == sum(row.count for row in predicted.rows)
 
 
 BIG: dict[str, Any] = {"layers": 4, "embed": 1024, "heads": 16, "kv_heads": 4, "head_dim": 64}
@@ -99,13 +102,13 @@ def test_memory_is_that_of_a_rank(
     settings: dict[str, Any], changes: dict[str, Any], load: float
 ) -> None:
     run, world, rank = laid(settings, {**BIG, **changes}, 2048, 2)
-    found = dry(run, world=world, rank=rank, load=load)
-    run = checked(run, world=world, rank=rank, load=load)
-    flow = Flow(2, 2048, 2, statistics=4, load=load)
-    predicted = space(of_run(run), run.plan, flow, stage=found.index["pipe"])
-    assert predicted.allocated == pytest.approx(found.table.allocated, rel=0.05)
+    found = dry_run(run, world=world, rank=rank, load=load)
+    run = resolve_dry_run(run, world=world, rank=rank, load=load)
+    flow = ActivationShape(2, 2048, 2, statistics_itemsize=4, expert_load=load)
+    predicted = peak_memory(resolve_model_spec(run), run.plan, flow, stage=found.index["pipe"])
+    assert predicted.allocated_bytes == pytest.approx(found.memory.allocated_bytes, rel=0.05)
     for name in ("weights", "master", "moments"):
-        assert predicted.device[name] == found.table.device[name], name
+        assert predicted.device[name] == found.memory.device[name], name
 
 
 def test_a_load_is_told_and_bounded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,46 +129,54 @@ TED = "ted-6.7b-16e"
 
 def test_expert_layouts_are_ranked() -> None:
     """TED's 40 B model on 128 devices: each rank has one of 16 experts, or the like."""
-    machine = cluster.cluster("dgx-a100").of(nodes=16)
+    machine = cluster.load_cluster("dgx-a100").with_size(nodes=16)
     settled = Plan(pipe=1, col=1, batch=512, recompute="none", gathered="again")
     fixed = frozenset({"pipe", "col", "recompute", "gathered"})  # less to search
-    result = search(Wish(Job(of_size(TED), 2048, 512), machine, settled, fixed))
-    used = {one.plan.expert for one in result.found}
+    result = search_layouts(
+        SearchRequest(Workload(load_shipped_spec(TED), 2048, 512), machine, settled, fixed)
+    )
+    used = {one.plan.expert for one in result.feasible_candidates}
     assert {1, 2, 4, 8, 16} <= used
     assert result.best.plan.expert > 1
     told = result.best.prediction
-    assert told.fits and told.parts["expert"] > 0.0
+    assert told.fits_memory and told.seconds_by_part["expert"] > 0.0
 
 
 def test_experts_on_several_ranks_need_less_and_say_more() -> None:
-    machine, job = cluster.cluster("dgx-a100").of(nodes=16), Job(of_size(TED), 2048, 512)
+    machine, job = (
+        cluster.load_cluster("dgx-a100").with_size(nodes=16),
+        Workload(load_shipped_spec(TED), 2048, 512),
+    )
     plans = [
         Plan(data=128 // (4 * n), expert=n, row=4, batch=512, micro_batch=2, recompute="full")
         for n in (1, 4, 16)
     ]
-    found = [predict(job, Layout(plan), machine) for plan in plans]
+    found = [predict_step(job, Candidate(plan), machine) for plan in plans]
     weights = [one.memory.device["weights"] for one in found]
     assert weights[0] > weights[1] > weights[2]
-    assert found[0].parts["expert"] == 0.0 < found[1].parts["expert"]
-    lots = of_size(TED)
-    experts = sum(part.count * part.expert_parameters for part in lots.parts)
+    assert found[0].seconds_by_part["expert"] == 0.0 < found[1].seconds_by_part["expert"]
+    lots = load_shipped_spec(TED)
+    experts = sum(part.count * part.num_expert_parameters for part in lots.parts)
     assert weights[0] - weights[2] == pytest.approx(2 * experts / 4 * 15 / 16, rel=1e-3)
 
 
 def test_the_shared_expert_hides_what_travels() -> None:
-    machine, job = cluster.cluster("dgx-a100"), Job(of_size("deepseek-moe-16b"), 4096, 64)
+    machine, job = (
+        cluster.load_cluster("dgx-a100"),
+        Workload(load_shipped_spec("deepseek-moe-16b"), 4096, 64),
+    )
     plan = Plan(data=1, expert=8, batch=64, micro_batch=2, recompute="full")
     away = ("dx", "dw", "gather")
     hidden, plain = (
-        predict(job, Layout(one), machine).parts["expert"]
+        predict_step(job, Candidate(one), machine).seconds_by_part["expert"]
         for one in (plan, replace(plan, overlap=away))
     )
     assert 0.0 < hidden < plain
 
 
 def test_an_all_to_all_goes_through_the_card_of_each_rank() -> None:
-    machine = cluster.cluster("dgx-a100").of(nodes=4)
-    near = links.seconds(machine, "all_to_all", 1e8, Group(8, 8))
-    far = links.seconds(machine, "all_to_all", 1e8, Group(8, 2))
-    gathered = links.seconds(machine, "all_gather", 1e8, Group(8, 2))
+    machine = cluster.load_cluster("dgx-a100").with_size(nodes=4)
+    near = links.collective_seconds(machine, "all_to_all", 1e8, RankGroup(8, 8))
+    far = links.collective_seconds(machine, "all_to_all", 1e8, RankGroup(8, 2))
+    gathered = links.collective_seconds(machine, "all_gather", 1e8, RankGroup(8, 2))
     assert near < gathered < far

@@ -42,7 +42,7 @@ def test_the_sweep_is_ranked_as_it_was_measured() -> None:
     sweep = [published.guess(one) for one in published.given() if published.is_sweep(one)]
     each = [one.row.number("global_batch") for one in sweep]
     measured = [one.row.seconds / n for one, n in zip(sweep, each, strict=True)]
-    guessed = [one.prediction.total / n for one, n in zip(sweep, each, strict=True)]
+    guessed = [one.prediction.step_seconds / n for one, n in zip(sweep, each, strict=True)]
     assert len(sweep) == 10
     assert published.tau(measured, guessed) > 0.7
     assert measured[guessed.index(min(guessed))] < 1.05 * min(measured)
@@ -75,7 +75,7 @@ def test_an_unknown_framework_is_not_read_as_another(name: str) -> None:
     assert one.unknown == [f"framework {name!r}"]
     assert published.timed([one]) == []
     assert published_rows.framework(one).name == frameworks.COMMON.name
-    assert published.guess(one).prediction.factors == published.fits.UNKNOWN_FRAMEWORK
+    assert published.guess(one).prediction.error_factors == published.fits.UNKNOWN_FRAMEWORK
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_the_sharding_word_decides_what_is_split() -> None:
         "zero2": 128,
     }  # fmt: skip
     whole = published_rows.framework(row("NEMO2407-001", sharding="none"))
-    assert not whole.sharded
+    assert not whole.shards_states
     assert whole.reduce == "all_reduce"
 
 
@@ -143,13 +143,13 @@ def test_the_report_names_what_is_left_out(
 def test_an_unknown_number_of_chunks_is_a_range() -> None:
     facts = {"global_batch": "240", "dp": "4"}  # short pipelines: the bubble counts
     several = {n: published.guess(row("PTD2-009", vp=str(n), **facts)) for n in (1, 2, 4, 8)}
-    known = [one.prediction.total for one in several.values()]
+    known = [one.prediction.step_seconds for one in several.values()]
     open_ = published.guess(row("PTD2-009", vp="", **facts)).prediction
     low, high = open_.interval
     assert max(known) > 1.1 * min(known)
-    assert min(known) < open_.total < max(known)
+    assert min(known) < open_.step_seconds < max(known)
     assert low < min(known) < max(known) < high
-    assert open_.spread == pytest.approx(max(known) / min(known))
+    assert open_.time_spread == pytest.approx(max(known) / min(known))
     certain = several[2].prediction.interval
     assert high / low > certain[1] / certain[0]
     assert high / low < 1.6
@@ -186,4 +186,4 @@ def test_the_interval_holds_runs_whose_framework_is_left_out() -> None:
         assert 0.75 <= statistics.fmean(one.inside for one in several) <= 0.85
     assert max(map(published.width, guesses)) <= 1.6
     low, high = published.calibrated([one for one in guesses if not one.row.narrow])
-    assert pytest.approx((low, high), abs=0.01) == predict.INTERVAL
+    assert pytest.approx((low, high), abs=0.01) == predict.ERROR_INTERVAL

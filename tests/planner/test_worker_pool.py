@@ -12,7 +12,7 @@ import time
 import pytest
 
 from ranvier.errors import RanvierError
-from ranvier.planner.worker_pool import several
+from ranvier.planner.worker_pool import open_worker_pool
 
 
 class Kept:
@@ -31,7 +31,7 @@ class Kept:
 @pytest.mark.parametrize("workers", [1, 2])
 def test_results_are_in_order_and_processes_stay(workers: int) -> None:
     items = [*range(25)]
-    with several({"one": Kept()}, workers) as mapped:
+    with open_worker_pool({"one": Kept()}, workers) as mapped:
         found = [mapped("one", items), mapped("one", items)]
         assert mapped("one", []) == []
     assert [item for item, _, _ in found[0]] == items == [item for item, _, _ in found[1]]
@@ -60,20 +60,26 @@ def dies(item: int) -> int:
 
 
 def test_errors_that_cannot_travel_are_told() -> None:
-    with pytest.raises(RuntimeError, match="OddError: odd"), several({"one": odd}, 2) as mapped:
+    with (
+        pytest.raises(RuntimeError, match="OddError: odd"),
+        open_worker_pool({"one": odd}, 2) as mapped,
+    ):
         mapped("one", [1, 2])
 
 
 def test_a_process_that_dies_is_no_endless_wait() -> None:
-    with pytest.raises(RanvierError, match="exit code -9"), several({"one": dies}, 2) as mapped:
+    with (
+        pytest.raises(RanvierError, match="exit code -9"),
+        open_worker_pool({"one": dies}, 2) as mapped,
+    ):
         mapped("one", [*range(8)])
 
 
 def test_no_process_outlives_its_parent() -> None:
     """Killed, it says nothing; they see that their pipe is closed."""
     code = (
-        "import os, signal; from ranvier.planner.worker_pool import several\n"
-        "with several({'one': lambda _: os.getpid()}, 2) as mapped:\n"
+        "import os, signal; from ranvier.planner.worker_pool import open_worker_pool\n"
+        "with open_worker_pool({'one': lambda _: os.getpid()}, 2) as mapped:\n"
         "    print(*{*mapped('one', [*range(64)])}, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -90,6 +96,6 @@ def test_no_process_outlives_its_parent() -> None:
 def test_errors_come_back(workers: int) -> None:
     with (
         pytest.raises(ValueError, match="-3 is below 0"),
-        several({"one": Kept()}, workers) as mapped,
+        open_worker_pool({"one": Kept()}, workers) as mapped,
     ):
         mapped("one", [1, 2, -3, 4])

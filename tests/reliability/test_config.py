@@ -16,13 +16,13 @@ import torch
 from commands import SMALL, call, metrics
 from pool import Pool
 from ranvier.checkpoint import directory as folders
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.config.sections import TrainConfig
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.train import train
-from ranvier.train.health.determinism import check_exact, exact
-from ranvier.train.resume.run_directory import check_out
+from ranvier.train.health.determinism import check_deterministic, deterministic_algorithms
+from ranvier.train.resume.run_directory import check_output_dir
 from training import losses_of, run_of, stored, trainer_of
 
 FAST = [*SMALL, "--nproc", "1"]
@@ -70,7 +70,9 @@ def test_the_last_step_is_saved_whatever_the_interval(
     monkeypatch.chdir(tmp_path)
     words = ["--train.steps", "2", "--checkpoint.every", str(every), "--checkpoint.keep", "0"]
     assert call("train", *FAST, *words, "--train.out", "run") == 0
-    assert [p.name for p in folders.found(tmp_path / "run" / "checkpoints")] == ["step-00000002"]
+    assert [p.name for p in folders.find_checkpoints(tmp_path / "run" / "checkpoints")] == [
+        "step-00000002"
+    ]
 
 
 def disagreeing(grid: Grid, equal: bool) -> str:
@@ -78,7 +80,7 @@ def disagreeing(grid: Grid, equal: bool) -> str:
     lr = 1e-3 if equal or grid.rank != 1 else 2e-3
     run = run_of("", dict(grid.degrees), 3 if equal or grid.rank < 2 else 4, optim__lr=lr)
     try:
-        train.agree(run, grid, torch.device("cpu"))
+        train.check_same_settings(run, grid, torch.device("cpu"))
     except PlanError as error:
         return f"{error.exit_code} {error}"
     return ""
@@ -104,19 +106,19 @@ def test_odd_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert call("train", *FAST, "--train.steps", "1", "--train.out", name) == 0
         assert len(metrics(tmp_path / name)) == 1
     with pytest.raises(PlanError, match="cannot be a directory"):
-        check_out(Run(train=TrainConfig(out="x" * 10_000)))
+        check_output_dir(RunConfig(train=TrainConfig(out="x" * 10_000)))
 
 
 def test_a_run_goes_on_with_other_lengths_and_batches(tmp_path: Path, corpus: str) -> None:
     """F9: steps and batch may change; the next sample follows the last that was used."""
     grid = Grid({})
     losses_of(grid, corpus, str(tmp_path), 2)
-    checkpoint = folders.found(tmp_path / "checkpoints")[-1]
+    checkpoint = folders.find_checkpoints(tmp_path / "checkpoints")[-1]
     for batch, steps in ((8, 5), (4, 3)):
         run = run_of(str(tmp_path), {}, steps, plan__batch=batch)
         trainer = trainer_of(grid, corpus, run)
-        trainer.resume(checkpoint)
-        rows = list(trainer.steps())
+        trainer.resume_from(checkpoint)
+        rows = list(trainer.run_steps())
         assert [row["step"] for row in rows] == list(range(2, steps))
         assert rows[0]["tokens"] == 16 * (2 * 8 + batch)
 
@@ -136,7 +138,7 @@ def test_metrics_that_cannot_be_written_do_not_end_a_run(
     monkeypatch.setattr(Path, "open", refused)
     assert call("train", *FAST, "--train.steps", "3", "--train.out", "run") == 0
     assert capsys.readouterr().err.count("metrics.jsonl cannot be written: Permission") == 1
-    assert len(folders.found(tmp_path / "run" / "checkpoints")) == 1
+    assert len(folders.find_checkpoints(tmp_path / "run" / "checkpoints")) == 1
 
 
 def test_other_threads_are_told(
@@ -145,13 +147,13 @@ def test_other_threads_are_told(
     """I4: a checkpoint knows its threads, as other ones give other bits."""
     losses_of(Grid({}), corpus, str(tmp_path), 1)
     trainer = trainer_of(Grid({}), corpus, run_of(str(tmp_path), {}, 2))
-    (checkpoint,) = folders.found(tmp_path / "checkpoints")
-    trainer.resume(checkpoint)
+    (checkpoint,) = folders.find_checkpoints(tmp_path / "checkpoints")
+    trainer.resume_from(checkpoint)
     assert "threads" not in capsys.readouterr().err
     count = torch.get_num_threads()
     torch.set_num_threads(count + 1)
     try:
-        trainer.resume(checkpoint)
+        trainer.resume_from(checkpoint)
     finally:
         torch.set_num_threads(count)
     assert f"{count} threads a rank, not {count + 1}" in capsys.readouterr().err
@@ -161,14 +163,17 @@ def test_a_deterministic_run_measures_nothing(monkeypatch: pytest.MonkeyPatch) -
     """G9: settings that depend on measurements are refused, and flags of torch come back."""
     changes = {"train__deterministic": True, "memory__fit": "auto", "plan__recompute": "budget"}
     with pytest.raises(PlanError) as caught:
-        check_exact(run_of("", {}, 1, **changes))
+        check_deterministic(run_of("", {}, 1, **changes))
     assert len(caught.value.problems) == 2
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    with exact(True):
+    with deterministic_algorithms(True):
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.backends.cudnn.benchmark and torch.backends.cudnn.deterministic
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.backends.cudnn.deterministic
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    with pytest.raises(PlanError, match="CUBLAS_WORKSPACE_CONFIG=':0:0'"), exact(True):
+    with (
+        pytest.raises(PlanError, match="CUBLAS_WORKSPACE_CONFIG=':0:0'"),
+        deterministic_algorithms(True),
+    ):
         pass

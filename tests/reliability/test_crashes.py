@@ -19,11 +19,11 @@ import torch
 
 from commands import SMALL, call, ended, losses, metrics, started
 from ranvier.checkpoint import checksummed_file, load, rank_file
-from ranvier.checkpoint.async_saver import Saver
-from ranvier.checkpoint.directory import Keep, found
+from ranvier.checkpoint.async_saver import AsyncSaver
+from ranvier.checkpoint.directory import RetentionPolicy, find_checkpoints
 from ranvier.errors import CheckpointError, RanvierError, WriteError
 from ranvier.grid import Grid
-from ranvier.sharding import Place, State
+from ranvier.sharding import Shard, ShardedStateDict
 from ranvier.train.resume import run_directory as folders
 
 STEPS = 9
@@ -33,7 +33,7 @@ EVERY = ["--checkpoint.every", "2", "--checkpoint.background", "False"]
 KILLS = """
 import os
 from ranvier.checkpoint import load as _load
-from ranvier.buckets.scheduler import Deferred
+from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.optim import optimizer as _optimizer
 NOW = [None]
 
@@ -64,12 +64,12 @@ def _made(self):
     next(iter(self.model.blocks)).register_forward_hook(hook)
 Trainer.__post_init__ = _made
 
-before(Deferred, "_reduce", lambda: once("reduce", 3))
-before(_optimizer.fused, "adamw", lambda: once("optimizer", 4))
-before(Trainer, "lr", lambda: once("scheduler", 5))
-before(Trainer, "read", lambda: once("logging", 6))
-before(Trainer, "measure", lambda: once("evaluation", 8))
-before(_load.Copy, "run", lambda: once("load", 0, rank=0))
+before(BucketScheduler, "_reduce_over_data", lambda: once("reduce", 3))
+before(_optimizer.fused_adamw, "fused_adamw", lambda: once("optimizer", 4))
+before(Trainer, "next_lr", lambda: once("scheduler", 5))
+before(Trainer, "read_step", lambda: once("logging", 6))
+before(Trainer, "compute_val_loss", lambda: once("evaluation", 8))
+before(_load.ElementCopy, "copy_from", lambda: once("load", 0, rank=0))
 """
 PHASES = ("forward", "backward", "reduce", "optimizer", "scheduler", "logging", "evaluation")
 
@@ -96,7 +96,8 @@ def test_a_kill_in_any_phase_of_a_step_changes_no_loss(tmp_path: Path, whole: Pa
     assert losses(tmp_path / "run") == losses(whole)
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(STEPS))
     ours, theirs = (
-        load.wholes(found(run / "checkpoints")[-1]) for run in (tmp_path / "run", whole)
+        load.load_full_tensors(find_checkpoints(run / "checkpoints")[-1])
+        for run in (tmp_path / "run", whole)
     )
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -104,15 +105,15 @@ def test_a_kill_in_any_phase_of_a_step_changes_no_loss(tmp_path: Path, whole: Pa
 
 SENT = """
 import os
-from ranvier.pipeline.executor import Step
-_send, _count = Step._send, []
+from ranvier.pipeline.executor import PipelineStep
+_send, _count = PipelineStep._send_result, []
 def _sent(self, *arguments):
     _count.append(0)
-    if len(_count) == 3 * 4 + 2 and self.at.grid.rank == 1 and not os.path.exists("once"):
+    if len(_count) == 3 * 4 + 2 and self.executor.grid.rank == 1 and not os.path.exists("once"):
         open("once", "w").close()
         os.kill(os.getpid(), 9)
     return _send(self, *arguments)
-Step._send = _sent
+PipelineStep._send_result = _sent
 """
 
 
@@ -130,12 +131,12 @@ def test_a_kill_between_messages_of_stages_leaves_no_half_update(
 
 ALWAYS = """
 import os
-_issue = Trainer.issue
+_issue = Trainer.issue_step
 def _killed(self, *arguments, **options):
     if self.step == 5 and self.grid.rank == 1:
         os.kill(os.getpid(), 9)
     return _issue(self, *arguments, **options)
-Trainer.issue = _killed
+Trainer.issue_step = _killed
 """
 
 
@@ -145,7 +146,7 @@ def test_a_run_goes_on_with_a_smaller_grid(tmp_path: Path, whole: Path) -> None:
     code, _, errors = ended(started(tmp_path, *words, patch=("ranvier.train.trainer", ALWAYS)))
     assert code == 0 and "Going on with the grid data=1 on 1 rank(s)" in errors, errors
     assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=1e-6)
-    (launch,) = folders.launches(tmp_path / "run")
+    (launch,) = folders.read_launches(tmp_path / "run")
     assert [failure["grid"] for failure in launch["failures"]] == ["data=2", "data=2"]
 
 
@@ -154,7 +155,7 @@ def test_a_signal_while_a_save_runs_saves_each_step_once(
 ) -> None:
     """A18: that save is finished, then the last step is saved."""
     monkeypatch.chdir(tmp_path)
-    write = rank_file.write
+    write = rank_file.write_rank_file
 
     def slow(folder: Path, *arguments: Any) -> None:
         if ".step-00000004" in folder.name:
@@ -162,9 +163,9 @@ def test_a_signal_while_a_save_runs_saves_each_step_once(
             time.sleep(0.5)
         write(folder, *arguments)
 
-    monkeypatch.setattr(rank_file, "write", slow)
+    monkeypatch.setattr(rank_file, "write_rank_file", slow)
     assert call(*WORDS, "--nproc", "1", "--checkpoint.every", "2", "--checkpoint.keep", "0") == 75
-    names = [path.name for path in found(tmp_path / "run" / "checkpoints")]
+    names = [path.name for path in find_checkpoints(tmp_path / "run" / "checkpoints")]
     done = len(metrics(tmp_path / "run"))
     assert names[:2] == ["step-00000002", "step-00000004"] and names[-1] == f"step-{done:08}"
     assert len(names) == len({name.partition(".")[0] for name in names}) and done < STEPS
@@ -173,17 +174,17 @@ def test_a_signal_while_a_save_runs_saves_each_step_once(
 # ---- savers and readers -----------------------------------------------------------------
 
 
-def state(value: float) -> State:
+def state(value: float) -> ShardedStateDict:
     """A tensor of several blocks and a small one."""
     large, small = torch.full((700, 700), value), torch.full((3,), value)
     return {
-        f"{name}.master": (x, Place(tuple(x.shape), (0,) * x.dim(), *(tuple(x.shape),) * 2))
+        f"{name}.master": (x, Shard(tuple(x.shape), (0,) * x.dim(), *(tuple(x.shape),) * 2))
         for name, x in (("a", large), ("b", small))
     }
 
 
-def saver_in(folder: Path, **keep: Any) -> Saver:
-    return Saver(folder, Grid({}), torch.device("cpu"), Keep(**keep))
+def saver_in(folder: Path, **keep: Any) -> AsyncSaver:
+    return AsyncSaver(folder, Grid({}), torch.device("cpu"), RetentionPolicy(**keep))
 
 
 FAILURES = [
@@ -204,20 +205,20 @@ def test_a_writing_thread_that_ends_is_an_error_of_the_next_step(
     """A11: nothing hangs, nothing half is committed, and the next save works."""
     saver = saver_in(tmp_path)
     saver.save(1, state(1.0), {})
-    saver.finish()
+    saver.finish_saving()
     with monkeypatch.context() as patch:
 
         def fails(*_: Any) -> None:
             raise error
 
-        patch.setattr(checksummed_file, "write", fails)
+        patch.setattr(checksummed_file, "write_checksummed", fails)
         saver.save(2, state(2.0), {})
-        saver.changing()
+        saver.wait_for_copies()
         with pytest.raises(kind):
-            saver.settle(10.0)
-    assert [path.name for path in found(tmp_path)] == ["step-00000001"]
+            saver.wait_for_save(10.0)
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-00000001"]
     saver.save(3, state(3.0), {})
-    assert saver.finish() == tmp_path / "step-00000003"
+    assert saver.finish_saving() == tmp_path / "step-00000003"
 
 
 @pytest.fixture
@@ -226,11 +227,11 @@ def saving(tmp_path: Path) -> Iterator[Path]:
     over = threading.Event()
 
     def work() -> None:
-        saver, step = saver_in(tmp_path, last=1), 0
+        saver, step = saver_in(tmp_path, keep_latest=1), 0
         while not over.is_set():
             step += 1
             saver.save(step, state(float(step)), {})
-            saver.finish()
+            saver.finish_saving()
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -243,9 +244,9 @@ def test_a_reader_sees_a_whole_checkpoint_or_none(saving: Path) -> None:
     """D18: what is read may be removed meanwhile."""
     good, limit = 0, time.monotonic() + 20.0
     while good < 30 and time.monotonic() < limit:
-        for path in found(saving)[-1:]:
+        for path in find_checkpoints(saving)[-1:]:
             try:
-                read = load.wholes(path)
+                read = load.load_full_tensors(path)
             except CheckpointError:  # it is gone: a clean error, not half of it
                 continue
             except RanvierError as error:

@@ -20,13 +20,13 @@ from commands import SMALL, call, metrics
 from ranvier.data import loader
 from ranvier.data.batch import Batch
 from ranvier.data.dataset import open_data
-from ranvier.data.loader import Loader, micro_batches
-from ranvier.data.prepare import prepare
-from ranvier.data.tokenizer import Bytes
+from ranvier.data.loader import Loader, load_micro_batches
+from ranvier.data.prepare import prepare_corpus
+from ranvier.data.tokenizer import ByteTokenizer
 from ranvier.errors import DataError, HangError, PlanError
 from ranvier.grid import Grid
-from ranvier.nn.cross_entropy import IGNORE
-from ranvier.train.step import Watch, train_step
+from ranvier.nn.cross_entropy import IGNORE_INDEX
+from ranvier.train.step import StepLimits, train_step
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
 
@@ -48,13 +48,13 @@ def numbers(batches: list[Batch]) -> list[int]:
 
 def test_a_resumed_run_reads_each_sample_once(trainer: Trainer) -> None:
     """E1, E12: in the middle of an epoch, at its end, at its last batch; then the next begins."""
-    whole = trainer._loaded()
+    whole = trainer._batch_maker()
     (stream,) = trainer.data.train.streams
-    end = stream.windows // 8
-    assert end > 2 and stream.windows % 8, "the last batch of an epoch reaches into the next"
+    end = stream.num_windows // 8
+    assert end > 2 and stream.num_windows % 8, "the last batch of an epoch reaches into the next"
     for cut in (1, end - 1, end, end + 1):
         trainer.step, trainer.samples = cut, cut * 8
-        rest = trainer._loaded()
+        rest = trainer._batch_maker()
         for step in (cut, cut + 1, cut + end):
             assert numbers(rest(step)) == numbers(whole(step)) == [*range(step * 8, step * 8 + 8)]
             for ours, theirs in zip(rest(step), whole(step), strict=True):
@@ -70,7 +70,7 @@ def test_a_step_has_the_same_samples_on_any_grid(
     found: list[int] = []
     for rank in range(data * depth):
         grid = Grid({"data": data, "depth": depth}, rank=rank)
-        found += numbers(micro_batches(trainer.data.train, 24, 8, grid, micro))
+        found += numbers(load_micro_batches(trainer.data.train, 24, 8, grid, micro))
     assert sorted(found) == list(range(24, 32))
 
 
@@ -88,11 +88,11 @@ def test_fewer_samples_than_a_batch_are_read_again(
 def test_a_batch_without_targets_teaches_nothing(trainer: Trainer) -> None:
     """E7, G11: only padding: the loss is 0, no number is bad, the weights stay finite."""
     tokens = torch.zeros(8, 16, dtype=torch.int64)
-    batch = Batch(tokens, torch.full_like(tokens, IGNORE), samples=torch.arange(8))
-    watch = Watch.of("cpu")
+    batch = Batch(tokens, torch.full_like(tokens, IGNORE_INDEX), samples=torch.arange(8))
+    watch = StepLimits.for_device("cpu")
     taken = train_step(trainer.model, trainer.optimizer, [batch], 1e-2, watch)
-    assert taken.loss == 0.0 and taken.norm == 0.0 and not taken.bad
-    assert all(part.isfinite().all() for part, _ in trainer.state().values())
+    assert taken.loss == 0.0 and taken.grad_norm == 0.0 and not taken.is_nonfinite
+    assert all(part.isfinite().all() for part, _ in trainer.state_tensors().values())
 
 
 def test_an_error_of_the_thread_ends_the_run_with_its_code(
@@ -100,7 +100,7 @@ def test_an_error_of_the_thread_ends_the_run_with_its_code(
 ) -> None:
     """E8: what cannot be read is bad data (65); steps before it are taken."""
     trainer = trainer_of(Grid({}), corpus, run_of(str(tmp_path), {}, 9))
-    plain, count = loader.micro_batches, [0]
+    plain, count = loader.load_micro_batches, [0]
 
     def breaks(*args: Any, **kwargs: Any) -> list[Batch]:
         count[0] += 1
@@ -108,10 +108,10 @@ def test_an_error_of_the_thread_ends_the_run_with_its_code(
             raise OSError(5, "Input/output error", "corpus.bin")
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr("ranvier.train.trainer.micro_batches", breaks)
+    monkeypatch.setattr("ranvier.train.trainer.load_micro_batches", breaks)
     rows = []
     with pytest.raises(DataError, match=r"Batch 3 cannot be read.*corpus\.bin") as caught:
-        for row in trainer.steps():
+        for row in trainer.run_steps():
             rows.append(row)
     assert caught.value.exit_code == 65 and len(rows) == 3
 
@@ -140,14 +140,14 @@ def test_slow_data_is_seen_in_the_metrics(
 ) -> None:
     """E9: a loader slower than the steps: the run goes on, and says where the time goes."""
     trainer = trainer_of(Grid({}), corpus, run_of(str(tmp_path), {}, 4))
-    plain = loader.micro_batches
+    plain = loader.load_micro_batches
 
     def slow(*args: Any, **kwargs: Any) -> list[Batch]:
         time.sleep(0.2)
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr("ranvier.train.trainer.micro_batches", slow)
-    rows = list(trainer.steps())
+    monkeypatch.setattr("ranvier.train.trainer.load_micro_batches", slow)
+    rows = list(trainer.run_steps())
     assert len(rows) == 4 and trainer.meter.phases["waiting for data"] > 0.3
 
 
@@ -155,7 +155,7 @@ def test_long_lines_and_nul_bytes_are_text(tmp_path: Path) -> None:
     """E10: a line of megabytes and bytes of zero are read as they are."""
     text = "0123456789" * 200_000 + "\0\0"
     (tmp_path / "long.txt").write_text(text)
-    prepare([tmp_path / "long.txt"], tmp_path / "made", Bytes())
+    prepare_corpus([tmp_path / "long.txt"], tmp_path / "made", ByteTokenizer())
     data = open_data([str(tmp_path / "made")], seq=8, seed=0, held_out=0.0, packed=True)
     assert sum(corpus.manifest.tokens for corpus in data.corpora) == len(text) + 1
 

@@ -16,20 +16,20 @@ from torch import Tensor
 from commands import SMALL, call, metrics
 from pool import Pool
 from ranvier.checkpoint import directory as folders
-from ranvier.checkpoint.load import wholes
+from ranvier.checkpoint.load import load_full_tensors
 from ranvier.config.sections import GuardConfig
 from ranvier.data.batch import Batch
 from ranvier.data.loader import Loader
 from ranvier.errors import NumericError
 from ranvier.grid import Grid
 from ranvier.models import Decoder, DecoderConfig
-from ranvier.optim.grad_scaler import LEAST, Scale
+from ranvier.optim.grad_scaler import MIN_SCALE, GradScaler
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import parallel_of, parallelize
+from ranvier.parallel.parallelize import get_parallel_model, parallelize
 from ranvier.train import step as steps
-from ranvier.train.health.loss_guard import ENOUGH, Guard
-from ranvier.train.health.replica_check import fingerprint
-from ranvier.train.step import Watch, train_step
+from ranvier.train.health.loss_guard import MIN_LOSSES, LossGuard
+from ranvier.train.health.replica_check import fingerprint_tensor
+from ranvier.train.step import StepLimits, train_step
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
 
@@ -63,7 +63,7 @@ def poison(trainer: Trainer, where: str, rank: int, at: range, kind: str) -> Non
 
 def bits(trainer: Trainer) -> dict[str, Tensor]:
     """Weights and the whole state of the optimizer as they are now."""
-    parts = {**parallel_of(trainer.model).state(), **trainer.state()}
+    parts = {**get_parallel_model(trainer.model).sharded_state(), **trainer.state_tensors()}
     return {name: part.clone() for name, (part, _) in parts.items()}
 
 
@@ -75,13 +75,13 @@ def skipping(
     trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), 5, **changes))
     poison(trainer, where, rank, range(2, 3), kind)
     rows = []
-    with Loader(trainer._loaded()) as loader:
+    with Loader(trainer._batch_maker()) as loader:
         for _ in range(5):
             before = bits(trainer)
-            row = trainer.read(trainer.issue(loader), None)
+            row = trainer.read_step(trainer.issue_step(loader), None)
             same = all(torch.equal(x, before[name]) for name, x in bits(trainer).items())
             rows.append((row["skipped"], row["loss"] is not None, not same))
-    return rows, trainer.optimizer.updates.item(), trainer.guard.bad
+    return rows, trainer.optimizer.num_updates.item(), trainer.guard.nonfinite_steps
 
 
 @pytest.mark.parametrize(
@@ -125,10 +125,10 @@ def voting(grid: Grid, corpus: str, factor: float) -> list[tuple[bool, bool]]:
 
     steps.forward_backward = patched
     try:
-        with Loader(trainer._loaded()) as loader:
+        with Loader(trainer._batch_maker()) as loader:
             for _ in range(20):
                 before = bits(trainer)
-                row = trainer.read(trainer.issue(loader), None)
+                row = trainer.read_step(trainer.issue_step(loader), None)
                 same = all(torch.equal(x, before[name]) for name, x in bits(trainer).items())
                 rows.append((row["skipped"], not same))
     finally:
@@ -156,17 +156,17 @@ def test_after_the_budget_the_run_names_its_cause_and_a_checkpoint(
     poison(trainer, "blocks.0.mlp.down", 0, range(2, 99), "nan")
     rows = []
     with pytest.raises(NumericError) as caught:
-        rows += trainer.steps()
+        rows += trainer.run_steps()
     text = str(caught.value)
     assert caught.value.exit_code == 74 and len(rows) == 4
     assert text.startswith("Step 5 of 9 (loss nan)") and "guard.skips=2" in text
     assert "The first is the output of blocks.0.mlp.down" in text
-    kept = folders.found(tmp_path / "checkpoints")
+    kept = folders.find_checkpoints(tmp_path / "checkpoints")
     assert str(kept[-1]) in text and kept[-1].name == "step-00000004"
-    for whole in wholes(kept[-1]).values():
+    for whole in load_full_tensors(kept[-1]).values():
         assert whole.isfinite().all()
     assert "makes 2 of guard.skips=2" in capsys.readouterr().err
-    assert trainer.optimizer.updates == 2
+    assert trainer.optimizer.num_updates == 2
 
 
 def test_skipped_steps_are_in_metrics_and_report(
@@ -174,14 +174,14 @@ def test_skipped_steps_are_in_metrics_and_report(
 ) -> None:
     """G1 as a user sees it: a mark in the metrics, the lines, the report, run.json."""
     monkeypatch.chdir(tmp_path)
-    assemble = Trainer.assemble.__func__  # type: ignore[attr-defined]
+    assemble = Trainer.from_run.__func__  # type: ignore[attr-defined]
 
     def poisoned(cls: type[Trainer], *args: Any, **kwargs: Any) -> Trainer:
         trainer: Trainer = assemble(cls, *args, **kwargs)
         poison(trainer, "blocks.1.mlp.down", 0, range(3, 5), "nan")
         return trainer
 
-    monkeypatch.setattr(Trainer, "assemble", classmethod(poisoned))
+    monkeypatch.setattr(Trainer, "from_run", classmethod(poisoned))
     words = ["--train.steps", "30", "--train.out", "run", "--nproc", "1"]
     assert call("train", *SMALL, *words) == 0
     rows = metrics(tmp_path / "run")
@@ -196,9 +196,12 @@ def test_skipped_steps_are_in_metrics_and_report(
 def test_an_overflow_is_bad_only_at_the_smallest_scale() -> None:
     """G5: the scale halves at each overflow, which counts once it cannot."""
     model = parallelize(Decoder(CONFIG), Grid({}), dtype=torch.float16)
-    scale = Scale("cpu")
-    scale.value.fill_(8.0)
-    optimizer, watch = Optimizer(parallel_of(model).queue, scale=scale), Watch.of("cpu", budget=9)
+    scale = GradScaler("cpu")
+    scale.scale.fill_(8.0)
+    optimizer, watch = (
+        Optimizer(get_parallel_model(model).bucket_scheduler, scale=scale),
+        StepLimits.for_device("cpu", budget=9),
+    )
     layer = model.get_submodule("blocks.0.norm1")
     layer.register_forward_hook(
         lambda _, __, out: out.register_hook(lambda g: g * torch.inf) and None
@@ -206,10 +209,10 @@ def test_an_overflow_is_bad_only_at_the_smallest_scale() -> None:
     found = []
     for _ in range(5):
         taken = train_step(model, optimizer, [Batch(TOKENS, TOKENS.roll(1, 1))], 1e-2, watch)
-        found.append((scale.value.item(), bool(taken.bad)))
-    floor = (LEAST, True)
-    assert found == [(4.0, False), (2.0, False), (LEAST, False), floor, floor]
-    assert watch.bad == 2 and optimizer.updates == 0
+        found.append((scale.scale.item(), bool(taken.is_nonfinite)))
+    floor = (MIN_SCALE, True)
+    assert found == [(4.0, False), (2.0, False), (MIN_SCALE, False), floor, floor]
+    assert watch.nonfinite_steps == 2 and optimizer.num_updates == 0
 
 
 # ---- spikes -----------------------------------------------------------------------------------
@@ -226,13 +229,15 @@ class Now:
         return self.values
 
 
-def watched(guard: Guard, losses: list[float], first: int = 0) -> list[bool]:
+def watched(guard: LossGuard, losses: list[float], first: int = 0) -> list[bool]:
     """Which losses are spikes."""
     found = []
     for step, loss in enumerate(losses, first):
-        guard.before(step)
-        under: Any = type("Under", (), {"step": step, "numbers": Now(loss, guard.watch.limit)})()
-        guard.judge(under)
+        guard.update_limit(step)
+        under: Any = type(
+            "Under", (), {"step": step, "numbers": Now(loss, guard.step_limits.loss_limit)}
+        )()
+        guard.judge_step(under)
         found.append(bool(under.numbers.values[3]))
     return found
 
@@ -242,50 +247,52 @@ WAVES = [3.0 + 0.1 * math.sin(7 * i) for i in range(200)]
 
 def test_a_spike_is_far_above_the_median_and_stays_outside_the_window() -> None:
     """G4: neither spikes nor what is no number move the limit; few losses have none."""
-    guard = Guard(GuardConfig(window=64), "cpu")
+    guard = LossGuard(GuardConfig(window=64), "cpu")
     assert not any(watched(guard, WAVES[:60]))
-    limit = guard.limit()
+    limit = guard.spike_limit()
     assert watched(guard, [30.0, 31.0, math.nan, 32.0, *WAVES[:4]], 60) == [
         *(True, True, False, True),
         *(False,) * 4,
     ]
-    assert guard.limit() < limit + 0.1 and max(guard.window) < 3.2
-    assert (guard.spikes, guard.bad) == (3, 1)
-    young = Guard(GuardConfig(), "cpu")
-    assert not any(watched(young, [*WAVES[: ENOUGH - 1], 300.0]))
-    assert not any(watched(Guard(GuardConfig(spike="off"), "cpu"), [*WAVES[:50], 300.0]))
+    assert guard.spike_limit() < limit + 0.1 and max(guard.window) < 3.2
+    assert (guard.spikes, guard.nonfinite_steps) == (3, 1)
+    young = LossGuard(GuardConfig(), "cpu")
+    assert not any(watched(young, [*WAVES[: MIN_LOSSES - 1], 300.0]))
+    assert not any(watched(LossGuard(GuardConfig(spike="off"), "cpu"), [*WAVES[:50], 300.0]))
 
 
 def test_losses_that_hardly_differ_make_no_spikes() -> None:
     """G4: a constant loss has no deviation; a floor takes its place."""
-    guard = Guard(GuardConfig(), "cpu")
+    guard = LossGuard(GuardConfig(), "cpu")
     assert watched(guard, [2.0] * 50 + [2.05, 2.0, 2.3]) == [False] * 52 + [True]
-    assert not any(watched(Guard(GuardConfig(), "cpu"), [0.0] * 50 + [0.005]))
+    assert not any(watched(LossGuard(GuardConfig(), "cpu"), [0.0] * 50 + [0.005]))
     falling = [10.0 * 0.97**i for i in range(150)]
-    assert not any(watched(Guard(GuardConfig(), "cpu"), falling))
+    assert not any(watched(LossGuard(GuardConfig(), "cpu"), falling))
 
 
 def test_a_guard_goes_on_to_the_bit() -> None:
     """G9: limits and counts after a restart, whenever it was, are those of the whole run."""
     losses = [*WAVES[:40], 40.0, math.nan, *WAVES[40:60]]
-    whole = Guard(GuardConfig(window=32), "cpu")
+    whole = LossGuard(GuardConfig(window=32), "cpu")
     found = watched(whole, losses)
     for cut in (1, 17, 41, 42):
-        first, second = (Guard(GuardConfig(window=32), "cpu") for _ in range(2))
+        first, second = (LossGuard(GuardConfig(window=32), "cpu") for _ in range(2))
         begun = watched(first, losses[:cut])
-        second.restore(json.loads(json.dumps(first.facts())))
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
         assert begun + watched(second, losses[cut:], cut) == found
-        assert second.facts() == whole.facts() and second.watch.bad == (cut > 41)
+        assert second.state_dict() == whole.state_dict() and second.step_limits.nonfinite_steps == (
+            cut > 41
+        )
 
 
 def test_fewer_skips_than_were_made_allow_no_more() -> None:
     """G3, F9: a run that goes on with a smaller guard.skips is not stopped by its past."""
-    old, new = Guard(GuardConfig(skips=5), "cpu"), Guard(GuardConfig(skips=2), "cpu")
+    old, new = LossGuard(GuardConfig(skips=5), "cpu"), LossGuard(GuardConfig(skips=2), "cpu")
     watched(old, [math.nan] * 4)
-    new.restore(old.facts())
-    assert not new.exhausted() and new.watch.bad == 2
+    new.load_state_dict(old.state_dict())
+    assert not new.is_exhausted() and new.step_limits.nonfinite_steps == 2
     watched(new, [3.0, math.nan], 4)
-    assert new.exhausted()
+    assert new.is_exhausted()
 
 
 @pytest.fixture
@@ -311,9 +318,9 @@ def test_a_spike_is_told(
     """G4, warn: one line and a mark."""
     spiky.append(20)
     trainer = trainer_of(Grid({}), corpus, run_of(str(tmp_path), {}, 24, **SHORT))
-    rows = list(trainer.steps())
+    rows = list(trainer.run_steps())
     assert [row["step"] for row in rows if row["spike"]] == [20]
-    assert not any(row["skipped"] for row in rows) and trainer.optimizer.updates == 24
+    assert not any(row["skipped"] for row in rows) and trainer.optimizer.num_updates == 24
     assert capsys.readouterr().err.count("is a spike: the median was") == 1
 
 
@@ -323,7 +330,7 @@ def test_a_spike_is_left_out(tmp_path: Path, corpus: str, spiky: list[int]) -> N
     changes = {**SHORT, "guard__spike": "skip", "guard__skips": 1}
     trainer = trainer_of(Grid({}), corpus, run_of(str(tmp_path), {}, 30, **changes))
     rows, kept = [], {}
-    for row in trainer.steps():
+    for row in trainer.run_steps():
         rows.append(row)
         if row["step"] == 18:  # step 19 has been taken, 20 has not
             kept = bits(trainer)
@@ -333,9 +340,9 @@ def test_a_spike_is_left_out(tmp_path: Path, corpus: str, spiky: list[int]) -> N
         if row["step"] == 22:
             break
     assert [row["step"] for row in rows if row["skipped"]] == [20]
-    assert trainer.optimizer.updates == 23
+    assert trainer.optimizer.num_updates == 23
     with pytest.raises(NumericError, match="spike number 2 in a row") as caught:
-        list(trainer.steps())
+        list(trainer.run_steps())
     assert caught.value.exit_code == 74
 
 
@@ -346,20 +353,20 @@ def test_a_run_goes_back_and_on_behind_the_spike(
     spiky += [18, 27]  # as they are taken: before the first checkpoint, and step 27
     changes = {**SHORT, "guard__spike": "rewind", "checkpoint__every": 20, "guard__rewinds": 1}
     trainer = trainer_of(Grid({}), corpus, run_of(str(tmp_path), {}, 32, **changes))
-    rows = list(trainer.steps())
+    rows = list(trainer.run_steps())
     text = capsys.readouterr().err
     assert "There is no checkpoint to go back to" in text and "Gone back from step 2" in text
     assert [row["step"] for row in rows] == [*range(28), *range(20, 32)]
     assert rows[27]["spike"] and not any(row["spike"] for row in rows[28:])
     assert rows[28]["tokens"] == 16 * 8 * 29, "the 29th batch follows the 28th, which spiked"
-    assert trainer.guard.rewinds == 1 and trainer.optimizer.updates == 32
+    assert trainer.guard.rewinds == 1 and trainer.optimizer.num_updates == 32
     spiky += range(40, 99)
     more = trainer_of(Grid({}), corpus, run_of(str(tmp_path), {}, 40, **changes))
-    trainer.save()
-    more.resume(folders.found(tmp_path / "checkpoints")[-1])
+    trainer.save_checkpoint()
+    more.resume_from(folders.find_checkpoints(tmp_path / "checkpoints")[-1])
     assert more.guard.rewinds == 1
     with pytest.raises(NumericError, match=r"gone back 1 times.*guard.rewinds=1"):
-        list(more.steps())
+        list(more.run_steps())
 
 
 def spiking(grid: Grid, corpus: str, out: str) -> list[tuple[int, float | None]]:
@@ -374,7 +381,7 @@ def spiking(grid: Grid, corpus: str, out: str) -> list[tuple[int, float | None]]
     try:
         changes = {**SHORT, "guard__spike": "rewind", "checkpoint__every": 17}
         trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), 20, **changes))
-        return [(row["step"], row["loss"]) for row in trainer.steps()]
+        return [(row["step"], row["loss"]) for row in trainer.run_steps()]
     finally:
         steps.forward_backward = plain
 
@@ -391,24 +398,27 @@ def test_all_ranks_go_back_together(pool: Pool, tmp_path: Path, corpus: str) -> 
 def test_one_flipped_bit_changes_a_fingerprint() -> None:
     """G6: every bit of a word counts, and the order of words."""
     x = torch.randn(1001)
-    marks = {int(fingerprint(x))}
+    marks = {int(fingerprint_tensor(x))}
     for bit in range(32):
         y = x.clone()
         y.view(torch.int32)[999] ^= -(2**31) if bit == 31 else 1 << bit
-        marks.add(int(fingerprint(y)))
-    marks |= {int(fingerprint(x.flip(0))), int(fingerprint(x[1:]))}
+        marks.add(int(fingerprint_tensor(y)))
+    marks |= {int(fingerprint_tensor(x.flip(0))), int(fingerprint_tensor(x[1:]))}
     assert len(marks) == 35
-    assert fingerprint(x[1:]) == fingerprint(x[1:].clone()) and fingerprint(x[:0]) == 0
-    assert fingerprint(x.bfloat16()[3:]) == fingerprint(x.bfloat16()[3:].clone())
+    assert (
+        fingerprint_tensor(x[1:]) == fingerprint_tensor(x[1:].clone())
+        and fingerprint_tensor(x[:0]) == 0
+    )
+    assert fingerprint_tensor(x.bfloat16()[3:]) == fingerprint_tensor(x.bfloat16()[3:].clone())
 
 
 def unharmed(grid: Grid, corpus: str, out: str, changes: dict[str, Any]) -> int:
     """Comparisons in a run that went well; its own trace shows them."""
     run = run_of(out, dict(grid.degrees), 3, guard__replicas=1, **changes)
     trainer = trainer_of(grid, corpus, run)
-    with grid.trace.recording() as events:
-        list(trainer.steps())
-    trainer.save()
+    with grid.trace.record_events() as events:
+        list(trainer.run_steps())
+    trainer.save_checkpoint()
     return sum(event.where == "replicas" for event in events)
 
 
@@ -436,14 +446,16 @@ def harmed(grid: Grid, corpus: str, out: str, rank: int, name: str) -> tuple[str
     """What a run says after a tensor was changed by one ulp on one rank; its checkpoints."""
     run = run_of(out, dict(grid.degrees), 6, guard__replicas=2, checkpoint__every=4)
     trainer = trainer_of(grid, corpus, run)
-    tensors = {**parallel_of(trainer.model).state(), **trainer.state()}
+    tensors = {**get_parallel_model(trainer.model).sharded_state(), **trainer.state_tensors()}
     try:
-        for row in trainer.steps():
+        for row in trainer.run_steps():
             if row["step"] == 2 and grid.rank == rank:  # step 3 is taken, and its copies compared
                 part = tensors[name][0].view(-1)
                 part[0] = torch.nextafter(part[0], torch.full_like(part[0], 9.0))
     except NumericError as error:
-        return f"{error.exit_code} {error}", len(folders.found(Path(out) / "checkpoints"))
+        return f"{error.exit_code} {error}", len(
+            folders.find_checkpoints(Path(out) / "checkpoints")
+        )
     return "", -1
 
 
@@ -490,7 +502,7 @@ def replaying(grid: Grid, corpus: str, out: str, at: int, where: str) -> tuple[s
     def flips(_: Any, __: Any, output: Tensor) -> Tensor | None:
         nonlocal passes
         passes += 1
-        if passes != at or grid.rank != grid.world - 1:
+        if passes != at or grid.rank != grid.world_size - 1:
             return None
         bits = output.detach().clone(memory_format=torch.contiguous_format).view(torch.int64)
         bits.view(-1)[3] ^= 1 << 40
@@ -499,7 +511,7 @@ def replaying(grid: Grid, corpus: str, out: str, at: int, where: str) -> tuple[s
     trainer.model.get_submodule(where).register_forward_hook(flips)
     losses: list[float] = []
     try:
-        for row in trainer.steps():
+        for row in trainer.run_steps():
             losses.append(row["loss"])
     except NumericError as error:
         return str(error), losses
@@ -515,7 +527,7 @@ def test_a_bit_that_flips_in_an_activation_is_seen_in_a_replay(
     good = pool.on_grid(degrees, replaying, corpus, str(tmp_path / "0"), 0, where)
     assert {said for said, _ in good} == {""} and len(good[0][1]) == 4
     plain = run_of(str(tmp_path / "1"), {}, 4)
-    rows = [row["loss"] for row in trainer_of(Grid({}), corpus, plain).steps()]
+    rows = [row["loss"] for row in trainer_of(Grid({}), corpus, plain).run_steps()]
     assert good[0][1] == pytest.approx(rows, rel=1e-9), "what is computed twice counts once"
     for at in (4, 5):  # step 0 has two passes, step 1 one, step 2 the fourth and the fifth
         found = pool.on_grid(degrees, replaying, corpus, str(tmp_path / str(at + 5)), at, where)

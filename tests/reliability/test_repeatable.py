@@ -10,10 +10,10 @@ import torch
 
 from pool import Pool
 from ranvier.checkpoint import directory as folders
-from ranvier.checkpoint.load import wholes
-from ranvier.checkpoint.manifest import read
+from ranvier.checkpoint.load import load_full_tensors
+from ranvier.checkpoint.manifest import read_manifest
 from ranvier.grid import Grid
-from ranvier.parallel.parallelize import parallel_of
+from ranvier.parallel.parallelize import get_parallel_model
 from training import losses_of, run_of, stored, trainer_of
 
 Curve = list[tuple[float, float]]
@@ -41,20 +41,20 @@ def test_a_resumed_run_repeats_its_bits(
     """G9, G13: weights, moments, guard, dropout and loss scale of the uninterrupted run."""
     options = {**changes, "checkpoint__every": 2, "checkpoint__keep": 0}
     whole, *_ = pool.on_grid(degrees, losses_of, corpus, str(tmp_path / "a"), 4, "", options)
-    middle, end = folders.found(tmp_path / "a" / "checkpoints")
+    middle, end = folders.find_checkpoints(tmp_path / "a" / "checkpoints")
     rest = pool.on_grid(degrees, losses_of, corpus, str(tmp_path / "b"), 4, str(middle), options)
     assert rest == [whole[2:]] * 2
-    (again,) = folders.found(tmp_path / "b" / "checkpoints")
+    (again,) = folders.find_checkpoints(tmp_path / "b" / "checkpoints")
     for kind in ("master", "mean", "square"):
-        wanted, found = wholes(end, kind), wholes(again, kind)
+        wanted, found = load_full_tensors(end, kind), load_full_tensors(again, kind)
         assert all(torch.equal(x, found[name]) for name, x in wanted.items()), kind
-    assert read(again).facts["guard"] == read(end).facts["guard"]
+    assert read_manifest(again).facts["guard"] == read_manifest(end).facts["guard"]
 
 
 def curve(grid: Grid, corpus: str, steps: int, changes: dict[str, Any]) -> Curve:
     """Losses and gradient norms of a run."""
     trainer = trainer_of(grid, corpus, run_of("", dict(grid.degrees), steps, **changes))
-    return [(row["loss"], row["grad_norm"]) for row in trainer.steps()]
+    return [(row["loss"], row["grad_norm"]) for row in trainer.run_steps()]
 
 
 def same(found: Curve, wanted: Curve, limit: float) -> bool:
@@ -107,8 +107,10 @@ def test_samples_of_one_token(pool: Pool, corpus: str) -> None:
 def test_tiny_weights_give_numbers(corpus: str, factor: float) -> None:
     """G11: weights that are no normal numbers, or none at all, train without a bad step."""
     trainer = trainer_of(Grid({}), corpus, run_of("", {}, 3, train__dtype="fp32"))
-    state = parallel_of(trainer.model).state()
-    parallel_of(trainer.model).load({name: part * factor for name, (part, _) in state.items()})
-    rows = list(trainer.steps())
+    state = get_parallel_model(trainer.model).sharded_state()
+    get_parallel_model(trainer.model).load_full_state(
+        {name: part * factor for name, (part, _) in state.items()}
+    )
+    rows = list(trainer.run_steps())
     assert all(row["loss"] is not None and row["grad_norm"] is not None for row in rows)
-    assert trainer.guard.bad == 0
+    assert trainer.guard.nonfinite_steps == 0

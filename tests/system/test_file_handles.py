@@ -11,18 +11,18 @@ import pytest
 from ranvier import launch
 from ranvier.errors import DataError, PlanError
 from ranvier.grid import Grid
-from ranvier.launch import Policy, Ranks
-from ranvier.launch.signals import _told
+from ranvier.launch import ProcessInfo, RestartPolicy
+from ranvier.launch.signals import _describe_error
 from ranvier.system import file_handles
 
 HANDLES = resource.RLIMIT_NOFILE
 
 
-def _few(me: Ranks) -> int:
+def _few(me: ProcessInfo) -> int:
     """Groups are made until no handle is left."""
     hard = resource.getrlimit(HANDLES)[1]
     resource.setrlimit(HANDLES, (48, hard))
-    with launch.joined(me, "gloo", 60.0):
+    with launch.join_process_group(me, "gloo", 60.0):
         assert resource.getrlimit(HANDLES) == (hard, hard), "raised as far as it may be"
         limit = len(os.listdir("/proc/self/fd")) + 40
         resource.setrlimit(HANDLES, (limit, limit))
@@ -34,8 +34,8 @@ def _few(me: Ranks) -> int:
 
 def test_too_few_handles_for_a_group_are_told(capfd: pytest.CaptureFixture[str]) -> None:
     """They were a segmentation fault of Gloo, or an error with its C++ frames."""
-    policy = Policy(grids=(("data=2", 2),), retries=3, faults=True)
-    assert launch.start(2, _few, preload=["torch"], policy=policy) == 64
+    policy = RestartPolicy(grids=(("data=2", 2),), max_restarts=3, restart_on_error=True)
+    assert launch.launch_ranks(2, _few, preload=["torch"], policy=policy) == 64
     text = capfd.readouterr().err
     assert "A group of 2 ranks over data needs 8, and 12 are kept" in text and "ulimit -n" in text
     assert "Traceback" not in text and "gloo" not in text
@@ -44,9 +44,11 @@ def test_too_few_handles_for_a_group_are_told(capfd: pytest.CaptureFixture[str])
 def test_too_few_handles_for_a_launcher_are_told_before_ranks_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(file_handles, "_limit", lambda: len(os.listdir("/proc/self/fd")) + 20)
+    monkeypatch.setattr(
+        file_handles, "_handle_limit", lambda: len(os.listdir("/proc/self/fd")) + 20
+    )
     with pytest.raises(PlanError, match=r"A launcher of 2 ranks needs 16.*ulimit -n 4096"):
-        launch.start(2, _few, preload=["torch"])
+        launch.launch_ranks(2, _few, preload=["torch"])
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_too_few_handles_for_a_launcher_are_told_before_ranks_start(
     ],
 )
 def test_any_shortage_of_handles_has_a_remedy(error: Exception) -> None:
-    text, code = _told(error)
+    text, code = _describe_error(error)
     assert code == 64 and "frame" not in text and "Traceback" not in text
     limit = resource.getrlimit(HANDLES)[0]
     assert f"this process may open {limit}" in text and "ulimit -n" in text

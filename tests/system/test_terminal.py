@@ -12,7 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commands import call
-from ranvier.system.terminal import CONTROLS, command_line, draw, escape_controls, print, quote_word
+from ranvier.system.terminal import (
+    CONTROL_CHARACTERS,
+    command_line,
+    escape_controls,
+    print,
+    quote_word,
+    write_raw,
+)
 
 TITLE, CLEAR, CLIPBOARD = "\x1b]0;owned\x07", "\x1b[2J\x1b[H", "\x1b]52;c;cm0gLXJm\x07"
 HOSTILE = [TITLE, CLEAR, CLIPBOARD, "\x9b31m", "a\rb", "\x08\x08", "\x7f", "\u202egpj.exe", "\x00"]
@@ -23,7 +30,7 @@ HOSTILE += ["\u2066x\u2069", "\u200f", "\u2028", "\udc9b", "\x0b\x0c", "\x1bc", 
 def test_control_characters_are_shown(text: str) -> None:
     shown = escape_controls(f"é {text}\n\t日本 👩‍👩‍👧")
     assert shown.startswith("é ") and shown.endswith("\n\t日本 👩‍👩‍👧")
-    assert not CONTROLS.search(shown) and "\\" in shown
+    assert not CONTROL_CHARACTERS.search(shown) and "\\" in shown
     shown.encode()  # halves of characters would be an error on the way out
     out = io.StringIO()
     print("x", text, 3, sep="-", end="!", file=out)
@@ -33,12 +40,12 @@ def test_control_characters_are_shown(text: str) -> None:
 def test_nothing_else_is_changed() -> None:
     text = "".join(chr(i) for i in (9, 10, *range(32, 127), *range(0xA0, 0x600)) if i != 0xAD)
     kept = escape_controls(text)
-    assert kept == text or CONTROLS.findall(text) == []
+    assert kept == text or CONTROL_CHARACTERS.findall(text) == []
     assert escape_controls(r"\x1b") == r"\x1b"
 
 
 def test_own_sequences_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
-    draw("\r\x1b[K")
+    write_raw("\r\x1b[K")
     assert capsys.readouterr().out == "\r\x1b[K"
 
 
@@ -69,7 +76,7 @@ def test_commands_are_read_as_they_were_meant() -> None:
     ]
     line = command_line("ranvier", *odd)
     assert words_of(line) == ["ranvier", *odd]
-    assert not CONTROLS.search(line) and "\n" not in line
+    assert not CONTROL_CHARACTERS.search(line) and "\n" not in line
     assert words_of(command_line(Path("-run"), 20)) == ["./-run", "20"]
     assert command_line("ranvier", "train", Path("runs/tiny")) == "ranvier train runs/tiny"
 
@@ -77,7 +84,7 @@ def test_commands_are_read_as_they_were_meant() -> None:
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20))
 def test_quoted_words_are_safe(text: str) -> None:
     quoted = quote_word(text)
-    assert not CONTROLS.search(quoted) and "\n" not in quoted
+    assert not CONTROL_CHARACTERS.search(quoted) and "\n" not in quoted
     assert escape_controls(quoted) == quoted, "printing changes no command"
 
 
@@ -107,7 +114,7 @@ def test_errors_show_no_control_characters(
     monkeypatch.chdir(tmp_path)
     assert call(*words) != 0
     out, err = capsys.readouterr()
-    assert not CONTROLS.search(out + err), ascii(out + err)
+    assert not CONTROL_CHARACTERS.search(out + err), ascii(out + err)
     assert err and "Traceback" not in err
 
 
@@ -118,4 +125,4 @@ def test_a_setting_with_control_characters_is_shown(
     Path("run.toml").write_text('[train]\n"\\u001b[2J" = 3\n[plan]\norder = ["\\u202e"]\n')
     assert call("train", "run.toml") == 64
     err = capsys.readouterr().err
-    assert not CONTROLS.search(err) and "\\x1b[2J" in err, ascii(err)
+    assert not CONTROL_CHARACTERS.search(err) and "\\x1b[2J" in err, ascii(err)

@@ -14,41 +14,50 @@ from machines import machine
 from pool import Pool
 from ranvier.comm import bandwidth as rates
 from ranvier.config.plan import Plan
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.planner import cluster, local_cluster
-from ranvier.planner.cluster import Cluster, Product, Rate
-from ranvier.planner.frameworks import OURS
-from ranvier.planner.microbenchmarks import Gauge, Shapes
-from ranvier.planner.model_spec import of_size
-from ranvier.planner.predict import Job, Layout, predict
+from ranvier.planner.cluster import Cluster, MatmulRate, MeasuredRate
+from ranvier.planner.frameworks import RANVIER
+from ranvier.planner.microbenchmarks import BenchmarkShapes, Microbenchmark
+from ranvier.planner.model_spec import load_shipped_spec
+from ranvier.planner.predict import Candidate, Workload, predict_step
 from ranvier.planner.time import shared_cores
-from ranvier.planner.time.compute import Scales, Setup, block
+from ranvier.planner.time.compute import ComputeContext, Fp8Scaling, block_times
 from ranvier.tools import benchmark_cluster, benchmark_host_update, calibrate
 
 CPU = torch.device("cpu")
-TINY = Shapes(((8, 6, 4),), ((1, 8, 2, 1, 4),), stream=4096, adam=64, seconds=1e-4)
+TINY = BenchmarkShapes(
+    ((8, 6, 4),), ((1, 8, 2, 1, 4),), copy_bytes=4096, update_parameters=64, min_seconds=1e-4
+)
 
 
 def seconds(made: Cluster, **degrees: Any) -> dict[str, float]:
     """The parts of a step of the default job."""
-    run = Run(plan=Plan(**{"data": 1, **degrees}))
-    plan = run.check(run.plan.world).plan
-    job = Job(of_size("tiny"), run.data.seq, plan.batch, dtype="fp32", packed=True)
-    placed = replace(made, per_node=plan.world)
-    return dict(predict(job, Layout(plan, order=plan.placed), placed).parts)
+    run = RunConfig(plan=Plan(**{"data": 1, **degrees}))
+    plan = run.check_and_resolve(run.plan.world_size).plan
+    job = Workload(
+        load_shipped_spec("tiny"), run.data.seq, plan.batch, dtype="fp32", packs_documents=True
+    )
+    placed = replace(made, per_node=plan.world_size)
+    return dict(
+        predict_step(job, Candidate(plan, axis_order=plan.axis_order), placed).seconds_by_part
+    )
 
 
 def test_a_gauge_fills_all_rows_of_a_device() -> None:
     """Each product has the shape of its kind, and no number is none."""
-    rows = Gauge(CPU, shapes=TINY).all()
-    products = {(r.kind, r.m, r.n, r.k) for r in rows if isinstance(r, Product)}
+    rows = Microbenchmark(CPU, shapes=TINY).run_all()
+    products = {(r.kind, r.m, r.n, r.k) for r in rows if isinstance(r, MatmulRate)}
     assert products == {("y", 8, 6, 4), ("dx", 8, 4, 6), ("dw", 6, 4, 8)}
-    kinds = {row.kind for row in rows if isinstance(row, Rate)}
+    kinds = {row.kind for row in rows if isinstance(row, MeasuredRate)}
     assert kinds == {"launch", "pair", "memory", "between", "update", "norm"}
     numbers = [
-        getattr(row, name) for row in rows for name in benchmark_cluster.MEANS if hasattr(row, name)
+        getattr(row, name)
+        for row in rows
+        for name in benchmark_cluster.AVERAGED_FIELDS
+        if hasattr(row, name)
     ]
     assert len(numbers) == 3 + 2 + 6 and min(numbers) > 0.0
 
@@ -57,11 +66,11 @@ def test_a_cluster_of_rows_is_written_and_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANVIER_CACHE", str(tmp_path))
-    assert local_cluster.measured() is None
+    assert local_cluster.load_measured_cluster() is None
     made = machine()
-    cluster.write(made, local_cluster.path("cpu"))
-    read = local_cluster.measured("cpu")
-    assert read is not None and local_cluster.measured("another") is None
+    cluster.write_cluster(made, local_cluster.measured_cluster_path("cpu"))
+    read = local_cluster.load_measured_cluster("cpu")
+    assert read is not None and local_cluster.load_measured_cluster("another") is None
     assert read.device.products == made.device.products
     assert [round(row.value, 9) for row in read.device.rates] == [
         round(row.value, 9) for row in made.device.rates
@@ -70,21 +79,25 @@ def test_a_cluster_of_rows_is_written_and_found_again(
 
 
 def _timed(grid: Grid, op: str) -> tuple[float, float]:
-    found = rates.collective(op, grid.axis("data"), CPU, large=2**16, calls=2)
+    found = rates.measure_collective(op, grid.axis("data"), CPU, large=2**16, calls=2)
     return found.latency, found.bandwidth
 
 
 def test_every_collective_is_measured(pool: Pool) -> None:
-    for op in rates.OPS:
+    for op in rates.MEASURED_OPS:
         for latency, bandwidth in pool.on_grid({"data": 2}, _timed, op):
             assert 0.0 < latency < 10.0 and 0.0 < bandwidth < 1e12, op
 
 
 def test_a_ring_sends_what_it_must() -> None:
     """all-gather and reduce-scatter (g-1)/g of the whole, all-reduce twice that."""
-    assert rates.wire("all_gather", 4, 100.0) == rates.wire("reduce_scatter", 4, 100.0) == 75.0
-    assert rates.wire("all_reduce", 4, 100.0) == 150.0
-    assert rates.wire("send", 2, 100.0) == 100.0
+    assert (
+        rates.wire_bytes("all_gather", 4, 100.0)
+        == rates.wire_bytes("reduce_scatter", 4, 100.0)
+        == 75.0
+    )
+    assert rates.wire_bytes("all_reduce", 4, 100.0) == 150.0
+    assert rates.wire_bytes("send", 2, 100.0) == 100.0
 
 
 # ---- ranks that share cores -------------------------------------------------------------
@@ -107,13 +120,13 @@ def test_each_call_of_a_layout_has_its_latency() -> None:
 def test_ranks_without_a_core_are_waited_for() -> None:
     """row=4, 52 calls, on two cores: each a slice, twice the shortest; on four cores none."""
     talk = {cores: seconds(machine(cores=cores), row=4)["row"] for cores in (2, 4)}
-    assert talk[2] - talk[4] == pytest.approx(52 * 2 * shared_cores.SLICE, rel=0.05)
+    assert talk[2] - talk[4] == pytest.approx(52 * 2 * shared_cores.SCHEDULER_SLICE, rel=0.05)
 
 
 def test_several_rounds_are_one_measurement() -> None:
-    rows = [Rate("memory", 2.0, 4), Rate("memory", 8.0, 4)]
-    assert benchmark_cluster._middle(rows) == Rate("memory", pytest.approx(4.0), 4)  # type: ignore[arg-type]
-    assert benchmark_cluster._middle(rows[:1]) is rows[0]
+    rows = [MeasuredRate("memory", 2.0, 4), MeasuredRate("memory", 8.0, 4)]
+    assert benchmark_cluster._average_rounds(rows) == MeasuredRate("memory", pytest.approx(4.0), 4)  # type: ignore[arg-type]
+    assert benchmark_cluster._average_rounds(rows[:1]) is rows[0]
 
 
 def test_a_bubble_costs_only_idle_cores() -> None:
@@ -128,17 +141,17 @@ def test_what_is_computed_again_costs() -> None:
 
 
 def test_a_moment_is_enough_to_guess_a_host() -> None:
-    made = benchmark_cluster.quick(4)
+    made = benchmark_cluster.estimate_cluster(4)
     assert made.per_node == 4 and made.cores >= 1 and "guess" in made.source
     assert {row.size for row in made.collectives} == {2, 4}
     assert sum(seconds(made, data=4).values()) > 0.0
-    assert shared_cores.PYTHON > 1.0
+    assert shared_cores.PYTHON_OVERHEAD > 1.0
 
 
 # ---- a run folded back ------------------------------------------------------------------
 
 
-def _run_folder(folder: Path, run: Run, step: float, exposed: float) -> Path:
+def _run_folder(folder: Path, run: RunConfig, step: float, exposed: float) -> Path:
     from ranvier.config.run import to_toml
 
     folder.mkdir()
@@ -152,77 +165,79 @@ def test_a_run_brings_the_cluster_nearer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A machine that is half as fast as its file: after one run predictions are right."""
-    run = Run(plan=Plan(data=2))
-    run = replace(run, train=replace(run.train, device="cpu", dtype="fp32")).check(2)
+    run = RunConfig(plan=Plan(data=2))
+    run = replace(run, train=replace(run.train, device="cpu", dtype="fp32")).check_and_resolve(2)
     made, path = machine(), tmp_path / "here.toml"
-    cluster.write(made, path)
+    cluster.write_cluster(made, path)
     parts = seconds(made, data=2)
     folder = _run_folder(tmp_path / "run", run, 2.0 * sum(parts.values()), 2.0 * parts["data"])
-    assert calibrate.calibrate(folder, str(path)) == 0
+    assert calibrate.calibrate_cluster(folder, str(path)) == 0
     said = capsys.readouterr().out
     assert "before" in said and "(-50" in said
-    after = sum(seconds(cluster.read(path), data=2).values())
+    after = sum(seconds(cluster.read_cluster(path), data=2).values())
     assert after == pytest.approx(2.0 * sum(parts.values()), rel=0.02)
 
 
 def test_a_run_too_short_or_of_another_machine_is_refused(tmp_path: Path) -> None:
-    run = Run(plan=Plan(data=2)).check(2)
+    run = RunConfig(plan=Plan(data=2)).check_and_resolve(2)
     run = replace(run, train=replace(run.train, device="cpu", dtype="fp32"))
     path = tmp_path / "here.toml"
-    cluster.write(machine(), path)
+    cluster.write_cluster(machine(), path)
     folder = _run_folder(tmp_path / "run", run, 1e4, 0.0)
     with pytest.raises(PlanError, match="times as long"):
-        calibrate.calibrate(folder, str(path))
+        calibrate.calibrate_cluster(folder, str(path))
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(PlanError, match="at least 4 steps"):
-        calibrate.calibrate(folder, str(path))
+        calibrate.calibrate_cluster(folder, str(path))
 
 
 def test_the_trace_of_a_run_says_how_long_calls_took(tmp_path: Path) -> None:
     """Of two ranks the one that waited for nobody counts."""
-    from ranvier.trace import Event, write_chrome
+    from ranvier.trace import Event, write_chrome_trace
 
     for rank, taken in ((0, 0.5), (1, 0.2)):
-        event = Event("all_gather", ("row",), 100, "x", issued=1.0, done=1.0 + taken)
-        write_chrome(tmp_path / f"trace-rank{rank}.json", {rank: [event]})
-    calls = calibrate.calls_of(tmp_path, Run(plan=Plan(data=1, row=2)))
+        event = Event("all_gather", ("row",), 100, "x", issue_time=1.0, done_time=1.0 + taken)
+        write_chrome_trace(tmp_path / f"trace-rank{rank}.json", {rank: [event]})
+    calls = calibrate.read_collective_calls(tmp_path, RunConfig(plan=Plan(data=1, row=2)))
     assert calls == {("all_gather", 2): [(100, pytest.approx(0.2))]}
 
 
 def test_the_host_of_a_block_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0.0 < benchmark_host_update._passes(CPU, 1, "off") < 60.0
+    assert 0.0 < benchmark_host_update._passes_seconds(CPU, 1, "off") < 60.0
     ends, each = 7.0, {"off": 0.3, "tensorwise": 0.6}
     monkeypatch.setattr(
-        benchmark_host_update, "_passes", lambda device, n, fp8: ends + n * each[fp8]
+        benchmark_host_update, "_passes_seconds", lambda device, n, fp8: ends + n * each[fp8]
     )
-    found = {row.kind: row.value for row in benchmark_host_update.rates(CPU, fp8=True)}
+    found = {
+        row.kind: row.value for row in benchmark_host_update.measure_block_rates(CPU, fp8=True)
+    }
     assert found == {"block": pytest.approx(0.1), "block8": pytest.approx(0.2)}
 
 
 def test_a_block_that_is_not_compiled_takes_the_host_as_long_as_measured() -> None:
-    device = cluster.device("H200-SXM-141GB")
-    rows = (*device.rates, Rate("block", 0.5), Rate("block8", 0.75))
-    known, part = replace(device, rates=rows), of_size("llama3-8b").parts[1]
+    device = cluster.find_device("H200-SXM-141GB")
+    rows = (*device.rates, MeasuredRate("block", 0.5), MeasuredRate("block8", 0.75))
+    known, part = replace(device, rates=rows), load_shipped_spec("llama3-8b").parts[1]
 
-    def launch(fp8: Scales = "", compiled: bool = False, whose: Any = OURS) -> float:
-        setup = Setup(samples=1, seq=64, fp8=fp8, compiled=compiled)
-        return block(part, known, setup, whose).launch
+    def launch(fp8: Fp8Scaling = "", compiled: bool = False, whose: Any = RANVIER) -> float:
+        setup = ComputeContext(samples=1, seq=64, fp8=fp8, is_compiled=compiled)
+        return block_times(part, known, setup, whose).launch
 
     assert launch() == 0.5 and launch("tensor") == launch("row") == 0.75
-    assert launch(compiled=True) < 0.01 and launch(whose=replace(OURS, name="other")) < 0.01
+    assert launch(compiled=True) < 0.01 and launch(whose=replace(RANVIER, name="other")) < 0.01
 
 
 def test_scales_by_rows_cost_what_their_kernels_do() -> None:
-    device = cluster.device("H200-SXM-141GB")
+    device = cluster.find_device("H200-SXM-141GB")
     rows = tuple(
-        Product(8192, 4096, 4096, kind, rate)
+        MatmulRate(8192, 4096, 4096, kind, rate)
         for kind, rate in (("bf16", 4e14), ("fp8", 8e14), ("fp8row", 2e14))
     )
-    part = of_size("llama3-8b").parts[1]
+    part = load_shipped_spec("llama3-8b").parts[1]
 
-    def products(fp8: Scales, compiled: bool, known: Any) -> float:
-        setup = Setup(samples=2, seq=4096, fp8=fp8, compiled=compiled)
-        return block(part, replace(device, products=known), setup, OURS).products
+    def products(fp8: Fp8Scaling, compiled: bool, known: Any) -> float:
+        setup = ComputeContext(samples=2, seq=4096, fp8=fp8, is_compiled=compiled)
+        return block_times(part, replace(device, products=known), setup, RANVIER).matmuls
 
     wide = products("", True, rows)
     assert products("tensor", True, rows) == products("row", True, rows)

@@ -15,7 +15,7 @@ import pytest
 
 from commands import call
 from ranvier.config.plan import Plan
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.config.sections import (
     DataConfig,
     LoraConfig,
@@ -24,12 +24,12 @@ from ranvier.config.sections import (
     OptimConfig,
     TrainConfig,
 )
-from ranvier.cost.layers import Flow
+from ranvier.cost.layers import ActivationShape
 from ranvier.errors import PlanError
-from ranvier.planner.comm_volume import moves
-from ranvier.planner.memory.total import space
-from ranvier.planner.model_spec import of_run
-from ranvier.tools.dry_run import checked, dry
+from ranvier.planner.comm_volume import step_comm_volume
+from ranvier.planner.memory.total import peak_memory
+from ranvier.planner.model_spec import resolve_model_spec
+from ranvier.tools.dry_run import dry_run, resolve_dry_run
 
 SHAPE = {"layers": 4, "embed": 48, "heads": 24, "kv_heads": 6, "head_dim": 4, "mlp": 96}
 MODELS = [
@@ -49,7 +49,7 @@ DEGREES = {
 COUNT, SAMPLE = 50, 8
 
 
-def drawn(draw: random.Random) -> tuple[Run, int, int] | None:
+def drawn(draw: random.Random) -> tuple[RunConfig, int, int] | None:
     """A random run, its world and a rank of it; None if it cannot be."""
     degrees = {axis: draw.choice(sizes) for axis, sizes in DEGREES.items()}
     world, replicas = math.prod(degrees.values()), degrees["data"] * degrees["depth"]
@@ -68,7 +68,7 @@ def drawn(draw: random.Random) -> tuple[Run, int, int] | None:
     )
     lora = LoraConfig(rank=3, dora=True) if draw.random() < 0.2 else LoraConfig()
     collectives = draw.choice(("again", "again", "keep"))
-    run = Run(
+    run = RunConfig(
         model=ModelConfig(size="imported", **{**SHAPE, **draw.choice(MODELS)}),
         lora=lora,
         plan=plan,
@@ -77,16 +77,16 @@ def drawn(draw: random.Random) -> tuple[Run, int, int] | None:
         memory=MemoryConfig(collectives=collectives),
     )
     try:
-        run.check(world)
+        run.check_and_resolve(world)
     except PlanError:
         return None
     return (run, world, draw.randrange(world)) if 8 <= world <= 4096 else None
 
 
 @cache
-def layouts() -> list[tuple[Run, int, int]]:
+def layouts() -> list[tuple[RunConfig, int, int]]:
     """Those that can be, the same each time; few of them small."""
-    draw, found = random.Random(9), list[tuple[Run, int, int]]()
+    draw, found = random.Random(9), list[tuple[RunConfig, int, int]]()
     while len(found) < COUNT:
         one = drawn(draw)
         if one is not None and (one[1] >= 64 or len(found) % 5 == 0):
@@ -97,15 +97,17 @@ def layouts() -> list[tuple[Run, int, int]]:
 def same(number: int) -> None:
     """Predicted bytes are counted bytes, for each operation and axis."""
     run, world, rank = layouts()[number]
-    found = dry(run, world=world, rank=rank, watched=False)
-    run = checked(run, world=world, rank=rank)
+    found = dry_run(run, world=world, rank=rank, watched=False)
+    run = resolve_dry_run(run, world=world, rank=rank)
     size = 2 if run.train.dtype == "bf16" else 4
-    flow = Flow(run.plan.micro_batch, run.data.seq, size, statistics=4)
+    flow = ActivationShape(run.plan.micro_batch, run.data.seq, size, statistics_itemsize=4)
     kept = run.memory.collectives == "keep"
-    predicted = moves(of_run(run), run.plan, flow, stage=found.index["pipe"], kept=kept)
-    assert found.bytes() == predicted.bytes(), (run.plan, run.model, rank)
+    predicted = step_comm_volume(
+        resolve_model_spec(run), run.plan, flow, stage=found.index["pipe"], kept=kept
+    )
+    assert found.comm_bytes() == predicted.bytes_by_axis(), (run.plan, run.model, rank)
     calls = sum(row.count for row in predicted.rows)
-    assert calls == sum(row.calls for row in found.rows)
+    assert calls == sum(row.calls for row in found.collectives)
 
 
 @pytest.mark.parametrize("number", range(SAMPLE))
@@ -148,7 +150,7 @@ MIXTURES = [
 ]
 
 
-def large(draw: random.Random) -> tuple[Run, int, int] | None:
+def large(draw: random.Random) -> tuple[RunConfig, int, int] | None:
     """A random run whose memory is worth counting, its world and a rank; None if it cannot be."""
     pipe, mixture = draw.choice((1, 2, 2, 3, 4, 4, 8)), draw.random() < 0.25
     degrees = {"pipe": pipe, "data": draw.choice((1, 1, 2, 4)), "depth": draw.choice((1, 2, 3, 4))}
@@ -171,7 +173,7 @@ def large(draw: random.Random) -> tuple[Run, int, int] | None:
     )
     shape = {**BIG, "layers": draw.choice((4, 6, 8, 11)), **draw.choice(KINDS)}
     shape |= draw.choice(MIXTURES) if mixture else {}
-    run = Run(
+    run = RunConfig(
         model=ModelConfig(size="imported", **shape),
         plan=plan,
         data=DataConfig(seq=draw.choice((1024, 1536, 2048))),
@@ -180,26 +182,28 @@ def large(draw: random.Random) -> tuple[Run, int, int] | None:
         optim=OptimConfig(moments=draw.choice(("master", "master", "bf16", "int8"))),
     )
     try:
-        run.check(world)
+        run.check_and_resolve(world)
     except PlanError:
         return None
     stage = draw.choice((0, pipe - 1, draw.randrange(pipe)))
     return run, world, stage * (world // pipe) + draw.randrange(world // pipe)
 
 
-def weighed(run: Run, world: int, rank: int) -> None:
+def weighed(run: RunConfig, world: int, rank: int) -> None:
     """Predicted memory is within 5 % of all tensors that live at once."""
-    found = dry(run, world=world, rank=rank)
-    run = checked(run, world=world, rank=rank)
+    found = dry_run(run, world=world, rank=rank)
+    run = resolve_dry_run(run, world=world, rank=rank)
     size = 2 if run.train.dtype == "bf16" else 4
-    flow = Flow(run.plan.micro_batch, run.data.seq, size, statistics=4)
+    flow = ActivationShape(run.plan.micro_batch, run.data.seq, size, statistics_itemsize=4)
     kept, stage = run.memory.collectives == "keep", found.index["pipe"]
     moments = run.optim.moments
-    predicted = space(of_run(run), run.plan, flow, stage=stage, keeps=kept, moments=moments)
+    predicted = peak_memory(
+        resolve_model_spec(run), run.plan, flow, stage=stage, keeps=kept, moments=moments
+    )
     for name in ("weights", "master", "moments"):
-        assert predicted.device.get(name) == found.table.device.get(name), name
-    told = (run.plan, run.model, rank, predicted, found.table)
-    assert predicted.allocated == pytest.approx(found.table.allocated, rel=0.05), told
+        assert predicted.device.get(name) == found.memory.device.get(name), name
+    told = (run.plan, run.model, rank, predicted, found.memory)
+    assert predicted.allocated_bytes == pytest.approx(found.memory.allocated_bytes, rel=0.05), told
 
 
 @pytest.mark.full
@@ -234,7 +238,7 @@ def test_predicted_memory_is_that_of_a_rank(number: int) -> None:
     world, replicas = math.prod(axes), settings.get("data", 1) * settings.get("depth", 1)
     plan = Plan(**{"data": 1, "batch": replicas * settings["micro_batch"], **settings})
     model = ModelConfig(size="imported", **BIG, vocab=32000, max_seq=4096)
-    run = Run(model=model, plan=plan, data=DataConfig(seq=4096))
+    run = RunConfig(model=model, plan=plan, data=DataConfig(seq=4096))
     weighed(run, world, world - 1 if plan.pipe == 3 else world // 2 if plan.pipe == 1 else 0)
 
 

@@ -16,21 +16,29 @@ import pytest
 import torch
 
 from commands import SMALL, call, metrics
-from ranvier.tools.profiler.chrome_trace import Kernel, Op, flops, group_of, moved, read, short
+from ranvier.tools.profiler.chrome_trace import (
+    Kernel,
+    Op,
+    classify_kernel,
+    count_bytes,
+    count_flops,
+    read_kernels,
+    short_kernel_name,
+)
 from ranvier.tools.profiler.report import (
-    Pace,
-    Peaks,
-    _recorded,
-    bounds,
-    gaps,
-    roof,
-    savings,
-    summary,
-    text,
-    verdict,
+    DevicePeaks,
+    Throughput,
+    _record_triton,
+    describe_bottleneck,
+    find_gaps,
+    format_report,
+    possible_savings,
+    roofline_bound,
+    summarize_kernels,
+    time_by_bound,
 )
 
-PEAKS = Peaks(flops=1e12, bytes=1e9, eighths=2e12)
+PEAKS = DevicePeaks(flops=1e12, bytes=1e9, eighths=2e12)
 HALF = "c10::BFloat16"
 
 
@@ -50,7 +58,7 @@ def test_sums_and_gaps_count_overlapping_streams_once() -> None:
         kernel("inside", 2100.0, 100.0, stream="8"),
         kernel("c", 2600.0, 400.0, stream="7", op="aten::mm"),
     ]
-    report = summary(list(reversed(kernels)), steps=2, peaks=Peaks())
+    report = summarize_kernels(list(reversed(kernels)), steps=2, peaks=DevicePeaks())
     assert (report.step_ms, report.busy_ms) == (1.5, pytest.approx(1.2))
     assert report.idle_ms == pytest.approx(0.3) and report.gaps == 1.0
     assert [(gap.before, gap.after) for gap in report.longest] == [("b", "a"), ("a", "c")]
@@ -63,16 +71,18 @@ def test_sums_and_gaps_count_overlapping_streams_once() -> None:
 
 
 def test_one_kernel_has_no_gap() -> None:
-    assert list(gaps([kernel("a", 5.0, 1.0)])) == []
+    assert list(find_gaps([kernel("a", 5.0, 1.0)])) == []
 
 
 def test_the_roof_is_the_longer_of_two_least_times() -> None:
-    assert roof(1.0, 0.8, 0.1, products=True) == ("compute", 0.8)
-    assert roof(1.0, 0.3, 0.6, products=True) == ("memory", 0.6)
-    assert roof(1.0, 0.1, 0.2, products=True) == ("neither", 0.2)
-    assert roof(1.0, None, 0.9, products=False) == ("memory", 0.9)
-    assert roof(1.0, None, 0.9, products=True) == ("", None), "its FLOPs would have to be known"
-    assert roof(1.0, None, None, products=False) == ("", None)
+    assert roofline_bound(1.0, 0.8, 0.1, products=True) == ("compute", 0.8)
+    assert roofline_bound(1.0, 0.3, 0.6, products=True) == ("memory", 0.6)
+    assert roofline_bound(1.0, 0.1, 0.2, products=True) == ("neither", 0.2)
+    assert roofline_bound(1.0, None, 0.9, products=False) == ("memory", 0.9)
+    assert roofline_bound(1.0, None, 0.9, products=True) == ("", None), (
+        "its FLOPs would have to be known"
+    )
+    assert roofline_bound(1.0, None, None, products=False) == ("", None)
 
 
 def test_rates_bounds_and_words() -> None:
@@ -83,19 +93,21 @@ def test_rates_bounds_and_words() -> None:
         kernel("unknown", 1500.0, 100.0),
         kernel("tiny", 1700.0, 100.0, bytes=10.0),
     ]
-    report = summary(kernels, steps=1, peaks=PEAKS)
+    report = summarize_kernels(kernels, steps=1, peaks=PEAKS)
     rows = {row.name: row for row in report.rows}
     assert rows["nvjet_a"].flops_share == pytest.approx(0.8)
     assert rows["triton_poi_b"].bytes_share == pytest.approx(0.4)
     found = {name: row.bound for name, row in rows.items()}
     wanted = {"nvjet_a": "compute", "triton_poi_b": "memory", "unknown": "", "tiny": "neither"}
     assert found == wanted and rows["unknown"].bytes is None
-    assert bounds(report)["idle"] == pytest.approx(0.1)
-    assert savings(report)[0][0] == pytest.approx(0.3), "0.5 ms at 40 % of the memory's peak"
-    words = verdict(report)
+    assert time_by_bound(report)["idle"] == pytest.approx(0.1)
+    assert possible_savings(report)[0][0] == pytest.approx(0.3), (
+        "0.5 ms at 40 % of the memory's peak"
+    )
+    words = describe_bottleneck(report)
     assert words.startswith("Matrix products near their peak bound the step.")
     assert "saving to look at is triton_poi_b" in words and "40% of the peak of the memory" in words
-    page = text(report, Pace("a run", "H200", 0.002, 1e5, 0.4), top=3)
+    page = format_report(report, Throughput("a run", "H200", 0.002, 1e5, 0.4), top=3)
     assert "step 2.00 ms, 100,000 tokens/s, MFU 40.0%" in page and "and 1 more" in page
     assert next(line for line in page.splitlines() if line.startswith("unknown")).endswith("-")
     json.dumps(report.__dict__, default=lambda one: one.__dict__)
@@ -103,22 +115,24 @@ def test_rates_bounds_and_words() -> None:
 
 def test_a_sum_with_an_unknown_term_is_unknown_and_peaks_fit_types() -> None:
     both = [kernel("a", 0.0, 1.0, bytes=8.0), kernel("a", 1.0, 1.0)]
-    (row,) = summary(both, steps=1, peaks=PEAKS).rows
+    (row,) = summarize_kernels(both, steps=1, peaks=PEAKS).rows
     assert row.bytes is None and row.bound == ""
     product = {"op": "aten::mm", "flops": 5e5}
     shares = []
     for types in ((HALF,), ("c10::Float8_e4m3fn",), ("float",)):
         one = kernel("gemm", 0.0, 1.0, types=types, **product)
-        shares += [summary([one], steps=1, peaks=PEAKS).rows[0].flops_share]
+        shares += [summarize_kernels([one], steps=1, peaks=PEAKS).rows[0].flops_share]
     assert shares == [pytest.approx(0.5), pytest.approx(0.25), None]
     far = kernel("Memcpy HtoD (Pinned -> Device)", 0.0, 1.0, bytes=1e3)
-    (row,) = summary([far], steps=1, peaks=PEAKS).rows
+    (row,) = summarize_kernels([far], steps=1, peaks=PEAKS).rows
     assert row.bytes == 1e3 and row.bytes_share is None, "the link to the host is not the memory"
 
 
 def test_nothing_known_is_said_so() -> None:
-    report = summary([kernel("a", 0.0, 1.0)], steps=1, peaks=Peaks())
-    assert "not known" in verdict(report) and "norm, elementwise" in verdict(report)
+    report = summarize_kernels([kernel("a", 0.0, 1.0)], steps=1, peaks=DevicePeaks())
+    assert "not known" in describe_bottleneck(
+        report
+    ) and "norm, elementwise" in describe_bottleneck(report)
 
 
 # ---- work from shapes -----------------------------------------------------------------------
@@ -126,13 +140,13 @@ def test_nothing_known_is_said_so() -> None:
 
 def test_flops_of_products() -> None:
     two = [HALF, HALF]
-    assert flops(Op("aten::mm", [[4, 8], [8, 16]], two)) == 2 * 4 * 8 * 16
-    assert flops(Op("aten::addmm", [[16], [4, 8], [8, 16]], [HALF, *two])) == 2 * 4 * 8 * 16
-    assert flops(Op("aten::bmm", [[3, 4, 8], [3, 8, 16]], two)) == 2 * 3 * 4 * 8 * 16
-    assert flops(Op("aten::_scaled_mm", [[4, 8], [8, 16], [], []], two)) == 2 * 4 * 8 * 16
-    assert moved(Op("aten::mm", [[4, 8], [8, 16]], two)) == 2 * (4 * 8 + 8 * 16 + 4 * 16)
+    assert count_flops(Op("aten::mm", [[4, 8], [8, 16]], two)) == 2 * 4 * 8 * 16
+    assert count_flops(Op("aten::addmm", [[16], [4, 8], [8, 16]], [HALF, *two])) == 2 * 4 * 8 * 16
+    assert count_flops(Op("aten::bmm", [[3, 4, 8], [3, 8, 16]], two)) == 2 * 3 * 4 * 8 * 16
+    assert count_flops(Op("aten::_scaled_mm", [[4, 8], [8, 16], [], []], two)) == 2 * 4 * 8 * 16
+    assert count_bytes(Op("aten::mm", [[4, 8], [8, 16]], two)) == 2 * (4 * 8 + 8 * 16 + 4 * 16)
     for unknown in (Op("aten::mm"), Op("aten::mm", [[4, 8], [9, 16]], two), Op("aten::mul")):
-        assert flops(unknown) is None
+        assert count_flops(unknown) is None
 
 
 def test_flops_of_attention() -> None:
@@ -141,33 +155,40 @@ def test_flops_of_attention() -> None:
     name = "aten::_scaled_dot_product_flash_attention"
     values = ["", "", "", "0.", "True", "False", ""]
     dims = [q, k, k, [], [], [], []]
-    assert flops(Op(name, dims, [HALF] * 3, values=values)) == full // 2
+    assert count_flops(Op(name, dims, [HALF] * 3, values=values)) == full // 2
     values[4] = "False"
-    assert flops(Op(name, dims, [HALF] * 3, values=values)) == full
+    assert count_flops(Op(name, dims, [HALF] * 3, values=values)) == full
     values = [""] * 15
     values[11] = "True"
     back = Op(f"{name}_backward", [q, q, k, k, q, *[[]] * 10], [HALF] * 5, values=values)
-    assert flops(back) == full // 2 * 5 // 2
-    assert flops(Op("torch_attn::_varlen_attn", [[128, 8, 16]] * 3, [HALF] * 3)) is None
+    assert count_flops(back) == full // 2 * 5 // 2
+    assert count_flops(Op("torch_attn::_varlen_attn", [[128, 8, 16]] * 3, [HALF] * 3)) is None
 
 
 def test_bytes_of_other_operators() -> None:
     x, column = [4, 8], [4, 1]
-    assert moved(Op("aten::mul", [x, column], [HALF, "float"])) == 2 * 32 + 4 * 4 + 4 * 32
-    assert moved(Op("aten::mul", [x, []], [HALF, "double"])) == 2 * 32 + 8 + 2 * 32
-    assert moved(Op("aten::mul_", [x, x], ["float", "float"])) == 4 * 32 * 3
-    assert moved(Op("aten::copy_", [x, x, []], [HALF, "float", "Scalar"])) == 2 * 32 + 4 * 32
-    assert moved(Op("aten::fill_", [x, []], ["float", "Scalar"])) == 4 * 32
-    assert moved(Op("aten::eq", [x, x], ["long int", "long int"])) == 8 * 64 + 32
+    assert count_bytes(Op("aten::mul", [x, column], [HALF, "float"])) == 2 * 32 + 4 * 4 + 4 * 32
+    assert count_bytes(Op("aten::mul", [x, []], [HALF, "double"])) == 2 * 32 + 8 + 2 * 32
+    assert count_bytes(Op("aten::mul_", [x, x], ["float", "float"])) == 4 * 32 * 3
+    assert count_bytes(Op("aten::copy_", [x, x, []], [HALF, "float", "Scalar"])) == 2 * 32 + 4 * 32
+    assert count_bytes(Op("aten::fill_", [x, []], ["float", "Scalar"])) == 4 * 32
+    assert count_bytes(Op("aten::eq", [x, x], ["long int", "long int"])) == 8 * 64 + 32
     spread = Op("aten::neg", [x], ["float"], [[0, 1]])
-    assert moved(spread) == 4 * 8 + 4 * 32, "a row that is spread lies in memory once"
+    assert count_bytes(spread) == 4 * 8 + 4 * 32, "a row that is spread lies in memory once"
     over = ["", "[1]", "True", ""]
-    assert moved(Op("aten::sum", [x, [], [], []], ["float", "", "", ""], values=over)) == 4 * 36
-    assert moved(Op("triton_poi_fused_add_0", [x, x, []], [HALF, "float", "Scalar"])) == 6 * 32
+    assert (
+        count_bytes(Op("aten::sum", [x, [], [], []], ["float", "", "", ""], values=over)) == 4 * 36
+    )
+    assert (
+        count_bytes(Op("triton_poi_fused_add_0", [x, x, []], [HALF, "float", "Scalar"])) == 6 * 32
+    )
     unknown = [("aten::cat", "TensorList"), ("aten::gather", "float"), ("mine::op", "float")]
     for name, kind in unknown:
-        assert moved(Op(name, [x], [kind])) is None, name
-    assert moved(Op("aten::mul")) is None and moved(Op("aten::mul", [x], ["strange"])) is None
+        assert count_bytes(Op(name, [x], [kind])) is None, name
+    assert (
+        count_bytes(Op("aten::mul")) is None
+        and count_bytes(Op("aten::mul", [x], ["strange"])) is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,7 +209,7 @@ def test_bytes_of_other_operators() -> None:
     ],
 )
 def test_groups(name: str, op: str, scope: tuple[str, ...], group: str) -> None:
-    assert group_of(name, op, scope) == group
+    assert classify_kernel(name, op, scope) == group
 
 
 def test_names_are_short() -> None:
@@ -204,7 +225,7 @@ def test_names_are_short() -> None:
         "aten::mm": "mm",
         "triton_red_fused_add_0": "triton_red_fused_add_0",
     }
-    assert {name: short(name) for name in pieces} == pieces
+    assert {name: short_kernel_name(name) for name in pieces} == pieces
 
 
 # ---- a trace as a GPU's looks ---------------------------------------------------------------
@@ -252,7 +273,7 @@ MADE = {
 
 
 def test_a_trace_links_kernels_to_operators() -> None:
-    found = {kernel.name: kernel for kernel in read(MADE)}
+    found = {kernel.name: kernel for kernel in read_kernels(MADE)}
     assert [kernel.start for kernel in found.values()] == sorted(k.start for k in found.values())
     mm = found["nvjet_a"]
     assert (mm.op, mm.flops, mm.scope[0]) == ("aten::mm", 2 * 4 * 8 * 16, "aten::linear")
@@ -267,7 +288,7 @@ def test_a_trace_links_kernels_to_operators() -> None:
     assert (graph.op, graph.flops, graph.group) == ("", None, "matmul")
     assert found["add_kernel"].op == "aten::add" and found["add_kernel"].bytes == 64
     assert found["Memcpy DtoD (Device -> Device)"].bytes == 128
-    report = summary(list(found.values()), steps=1, peaks=PEAKS)
+    report = summarize_kernels(list(found.values()), steps=1, peaks=PEAKS)
     assert report.groups["matmul"] == pytest.approx(0.041)
     assert report.idle_ms == pytest.approx(0.009)
 
@@ -276,11 +297,11 @@ def test_a_trace_of_a_cpu_counts_operators_without_those_inside() -> None:
     outer = host("cpu_op", "aten::linear", 0.0, 20.0)
     inner = host("cpu_op", "aten::mm", 1.0, 15.0, **shapes(([4, 8], "float"), ([8, 2], "float")))
     other = {**host("cpu_op", "aten::mul", 5.0, 2.0), "tid": 11}
-    found = {kernel.name: kernel for kernel in read({"traceEvents": [outer, inner, other]})}
+    found = {kernel.name: kernel for kernel in read_kernels({"traceEvents": [outer, inner, other]})}
     assert found["aten::linear"].duration == 5.0 and found["aten::mm"].duration == 15.0
     assert found["aten::mm"].flops == 2 * 4 * 8 * 2
     assert found["aten::mul"].scope == () and found["aten::mm"].scope == ("aten::linear",)
-    report = summary(list(found.values()), steps=1, peaks=Peaks())
+    report = summarize_kernels(list(found.values()), steps=1, peaks=DevicePeaks())
     assert report.idle_ms == 0.0 and report.step_ms == pytest.approx(0.02)
 
 
@@ -341,7 +362,7 @@ def test_functions_in_triton_show_their_tensors(
     )
     monkeypatch.syspath_prepend(str(folder))
     try:
-        with _recorded(), torch.profiler.profile(record_shapes=True) as profiler:
+        with _record_triton(), torch.profiler.profile(record_shapes=True) as profiler:
             function = importlib.import_module("triton.runtime.jit").JITFunction
             x, y = torch.ones(8), torch.ones(4, dtype=torch.bfloat16)
             assert function(lambda x, y, n: n).run(x, y, 3, grid=(1,)) == 3
@@ -349,7 +370,7 @@ def test_functions_in_triton_show_their_tensors(
         for name in [name for name in sys.modules if name.partition(".")[0] == "triton"]:
             del sys.modules[name]
     profiler.export_chrome_trace(str(folder / "trace.json"))
-    found = {one.op: one for one in read(json.loads((folder / "trace.json").read_text()))}
+    found = {one.op: one for one in read_kernels(json.loads((folder / "trace.json").read_text()))}
     assert found["triton::<lambda>"].bytes == 8 * 4 + 4 * 2
 
 

@@ -11,15 +11,15 @@ import pytest
 
 from commands import call
 from ranvier.config import run as runs
-from ranvier.config.arguments import Simulate
-from ranvier.config.run import Run
+from ranvier.config.arguments import SimulateOptions
+from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 from ranvier.pipeline import timeline_svg
-from ranvier.pipeline.policy import Shape
-from ranvier.pipeline.policy_search import policy_for
-from ranvier.pipeline.simulator import Times, simulate
-from ranvier.tools.simulate import by_work, from_run, from_toml
-from ranvier.tools.simulate import simulate as command
+from ranvier.pipeline.policy import PipelineShape
+from ranvier.pipeline.policy_search import choose_policy
+from ranvier.pipeline.simulator import JobTimes, simulate_step
+from ranvier.tools.simulate import simulate_run as command
+from ranvier.tools.simulate import times_from_run, times_from_toml, times_from_work
 from ranvier.train.report import pipeline, report
 
 FILES = ("timeline.svg", "timeline.html", "timeline-trace.json")
@@ -40,13 +40,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def four(**plan: Any) -> Run:
-    return runs.from_tables({"plan": {**FOUR["plan"], **plan}})
+def four(**plan: Any) -> RunConfig:
+    return runs.run_from_tables({"plan": {**FOUR["plan"], **plan}})
 
 
-def recorded(folder: Path, shape: Shape, times: Times, **more: Any) -> dict[str, Any]:
+def recorded(folder: Path, shape: PipelineShape, times: JobTimes, **more: Any) -> dict[str, Any]:
     """The timeline that a run of 1F1B leaves."""
-    step = simulate(shape, policy_for("1f1b", shape, times), times)
+    step = simulate_step(shape, choose_policy("1f1b", shape, times), times)
     stages: list[list[Any]] = [[] for _ in range(shape.stages)]
     for stage, *job in step.spans:
         stages[stage].append(job)
@@ -64,7 +64,7 @@ def recorded(folder: Path, shape: Shape, times: Times, **more: Any) -> dict[str,
     return table
 
 
-def run_folder(folder: Path, shape: Shape, times: Times, **more: Any) -> Path:
+def run_folder(folder: Path, shape: PipelineShape, times: JobTimes, **more: Any) -> Path:
     """The directory of a run with a timeline and a step."""
     recorded(folder, shape, times, **more)
     (folder / "config.toml").write_text(runs.to_toml(four()))
@@ -82,8 +82,8 @@ def drawn(folder: Path) -> list[str]:
     return [e["args"]["name"].split(":")[0] for e in events if e["name"] == "process_name"]
 
 
-SHAPE = Shape(4, 8)
-UNEVEN = Times((0.01, 0.02, 0.02, 0.03), (0.02, 0.04, 0.04, 0.06))
+SHAPE = PipelineShape(4, 8)
+UNEVEN = JobTimes((0.01, 0.02, 0.02, 0.03), (0.02, 0.04, 0.04, 0.06))
 
 
 def test_the_command_plays_all_policies(capsys: pytest.CaptureFixture[str], here: Path) -> None:
@@ -133,10 +133,10 @@ def test_mistakes_are_told_without_traceback(
 
 def test_times_come_from_a_table(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "times.toml").write_text(TABLE)
-    times = from_toml(here / "times.toml", SHAPE)
+    times = times_from_toml(here / "times.toml", SHAPE)
     ones = (1.0,) * 4
-    assert times == Times(ones, ones, ones, link=(0.5,) * 3, stragglers={3: 2.0})
-    wanted = Simulate(times="times.toml", policies=("1f1b",), straggler=("3=1",), link=0.0)
+    assert times == JobTimes(ones, ones, ones, link=(0.5,) * 3, stragglers={3: 2.0})
+    wanted = SimulateOptions(times="times.toml", policies=("1f1b",), straggler=("3=1",), link=0.0)
     assert command(four(policy="1f1b"), wanted) == 0
     # 1F1B of even stages: (micro-batches + stages - 1)(f + b)
     assert "1f1b: 33 s, bubble 27.3%" in capsys.readouterr().out
@@ -156,17 +156,17 @@ def test_times_come_from_a_table(here: Path, capsys: pytest.CaptureFixture[str])
 def test_a_broken_table_is_refused(text: str, message: str, here: Path) -> None:
     (here / "times.toml").write_text(text)
     with pytest.raises(PlanError, match=message):
-        from_toml(here / "times.toml", SHAPE)
+        times_from_toml(here / "times.toml", SHAPE)
 
 
 def test_times_come_from_a_run(here: Path) -> None:
     recorded(here / "run", SHAPE, UNEVEN)
-    source = from_run(here / "run")
+    source = times_from_run(here / "run")
     assert source.times.forward == pytest.approx(UNEVEN.forward)
     # without weight gradients of their own they are half of backward
     assert source.times.backward == pytest.approx([b / 2 for b in UNEVEN.backward])
     assert source.times.weight == source.times.backward
-    assert source.real is not None and source.real.seconds > 0.5
+    assert source.recorded_step is not None and source.recorded_step.seconds > 0.5
 
 
 def test_the_run_is_drawn_above_what_is_simulated(
@@ -186,48 +186,50 @@ def test_the_run_is_drawn_above_what_is_simulated(
 
 
 def test_times_by_work_are_those_of_the_cut() -> None:
-    run = four().check(4)
-    source = by_work(run, SHAPE)
+    run = four().check_and_resolve(4)
+    source = times_from_work(run, SHAPE)
     assert sum(source.times.forward) == pytest.approx(4.0)
     assert source.times.forward == source.times.backward == source.times.weight
     assert sum("% of the work" in line for line in source.words) == 4
-    assert by_work(run, Shape(1, 8)).times.forward == (1.0,)
+    assert times_from_work(run, PipelineShape(1, 8)).times.forward == (1.0,)
 
 
 def test_one_stage_has_no_bubble(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(Run(), Simulate(policies=("1f1b",))) == 0
+    assert command(RunConfig(), SimulateOptions(policies=("1f1b",))) == 0
     assert "bubble 0.0%" in capsys.readouterr().out
 
 
 def test_jitter_depends_on_the_seed_only(capsys: pytest.CaptureFixture[str]) -> None:
     outputs = []
     for seed in (1, 1, 2):
-        command(four(policy="1f1b"), Simulate(jitter=0.3, seed=seed, policies=("1f1b",)))
+        command(four(policy="1f1b"), SimulateOptions(jitter=0.3, seed=seed, policies=("1f1b",)))
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] != outputs[2]
 
 
 def test_a_report_has_the_pipeline(here: Path) -> None:
     folder = run_folder(here / "run", SHAPE, UNEVEN)
-    page = report.write(folder).read_text()
+    page = report.write_report(folder).read_text()
     assert "<h2>Pipeline</h2>" in page and "run, step 99, 1f1b: " in page
     assert "simulated, 1f1b: " in page and "waits: gradient" in page
-    picture = timeline_svg.recorded("run", pipeline.read(folder))
-    assert f"{timeline_svg.amount(picture.seconds)}, bubble {picture.bubble:.1%}" in page
+    picture = timeline_svg.chart_of_run("run", pipeline.read_timeline(folder))
+    assert (
+        f"{timeline_svg.format_time(picture.seconds)}, bubble {picture.bubble_fraction:.1%}" in page
+    )
     (folder / "timeline.json").unlink()
-    assert "<h2>Pipeline</h2>" not in report.write(folder).read_text()
+    assert "<h2>Pipeline</h2>" not in report.write_report(folder).read_text()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"stages": 3}'])
 def test_a_report_survives_a_broken_timeline(text: str, here: Path) -> None:
     folder = run_folder(here / "run", SHAPE, UNEVEN)
     (folder / "timeline.json").write_text(text)
-    page = report.write(folder).read_text()
+    page = report.write_report(folder).read_text()
     assert "<h2>Pipeline</h2>" in page and 'class="note"' in page
 
 
 def test_a_report_escapes_the_names_of_a_run(here: Path) -> None:
     folder = run_folder(here / "run", SHAPE, UNEVEN, policy="<script>alert(1)</script>")
-    page = pipeline.section(folder)
+    page = pipeline.pipeline_section(folder)
     assert "<script>" not in page and "is unknown" in page
     assert "run, step 99" in page

@@ -11,21 +11,21 @@ from torch import Tensor
 
 from commands import call
 from published_models import BASE, save, theirs, tokens
-from ranvier.checkpoint.convert import opened
+from ranvier.checkpoint.convert import open_checkpoint
 from ranvier.errors import PlanError
-from ranvier.infer.generate import checkpoint_of, run_of
+from ranvier.infer.generate import find_checkpoint, load_config_from_dir
 from ranvier.models import Decoder, DecoderConfig
-from ranvier.tools.upcycle import mixed, upcycled
-from ranvier.train.import_export import exported, imported
+from ranvier.tools.upcycle import mixture_config, upcycle_model
+from ranvier.train.import_export import export_model, import_model
 
 
 def logits(run: Path) -> Tensor:
     """What the newest checkpoint of a run says, in plain PyTorch."""
-    config = run_of(run).model
-    model, source = Decoder(config).eval(), opened(checkpoint_of(run, None))
+    config = load_config_from_dir(run).model
+    model, source = Decoder(config).eval(), open_checkpoint(find_checkpoint(run, None))
     with torch.no_grad():
         for name, param in model.named_parameters():
-            param.copy_(source.read([f"{name}.master"])[f"{name}.master"])
+            param.copy_(source.read_tensors([f"{name}.master"])[f"{name}.master"])
         found: Tensor = model(tokens())
     return found
 
@@ -43,20 +43,20 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_says_what_the_dense_model_says(
     tmp_path: Path, dense: Path, how: dict[str, Any]
 ) -> None:
-    imported(str(dense), tmp_path / "run")
+    import_model(str(dense), tmp_path / "run")
     want = logits(tmp_path / "run")
     for source in (dense, tmp_path / "run"):
         out = tmp_path / f"{source.name}-moe"
-        (line,) = upcycled(str(source), out, **how)
+        (line,) = upcycle_model(str(source), out, **how)
         assert f"{how['upcycle']} experts" in line
-        config = run_of(out).model
+        config = load_config_from_dir(out).model
         assert config.experts == how["upcycle"]
         error = float((logits(out) - want).abs().max())
         assert error <= 1e-5 * float(want.abs().max()), error
     if "shared" not in how:
         from transformers import AutoModelForCausalLM
 
-        exported(out, tmp_path / "theirs", family="qwen3_moe")
+        export_model(out, tmp_path / "theirs", family="qwen3_moe")
         back = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").eval()
         with torch.no_grad():
             assert torch.allclose(back(tokens()).logits, want, atol=2e-5)
@@ -64,7 +64,7 @@ def test_it_says_what_the_dense_model_says(
 
 def test_without_normalisation_it_would_not(dense: Path, tmp_path: Path) -> None:
     """The comparison can fail: the weights of two of four experts sum to less than 1."""
-    upcycled(str(dense), tmp_path / "moe", upcycle=4)
+    upcycle_model(str(dense), tmp_path / "moe", upcycle=4)
     want = logits(tmp_path / "moe")
     path = tmp_path / "moe" / "config.toml"
     path.write_text(path.read_text().replace("router_norm = true", "router_norm = false"))
@@ -77,11 +77,11 @@ def test_what_cannot_be_upcycled_is_refused() -> None:
         (shape, {"experts": 1}, "upcycle=1"),
         (shape, {"experts": 4, "top": 5}, "experts_top=5 of experts=4"),
         (shape, {"experts": 4, "shared": 160}, "shared=160 of the mlp=160"),
-        (mixed(shape, 4), {"experts": 4}, "experts=4 already"),
+        (mixture_config(shape, 4), {"experts": 4}, "experts=4 already"),
         (DecoderConfig(biases=("mlp",)), {"experts": 4}, "biases"),
     ):
         with pytest.raises(PlanError, match=words):
-            mixed(config, **options)
+            mixture_config(config, **options)
 
 
 def test_the_command_makes_a_run(
@@ -91,4 +91,7 @@ def test_the_command_makes_a_run(
     assert "reads a dense run" in capsys.readouterr().err
     out = tmp_path / "moe"
     assert call("convert", str(dense), "--upcycle", "8", "--top", "1", "--to", str(out)) == 0
-    assert (run_of(out).model.experts, run_of(out).model.experts_top) == (8, 1)
+    assert (
+        load_config_from_dir(out).model.experts,
+        load_config_from_dir(out).model.experts_top,
+    ) == (8, 1)

@@ -11,35 +11,35 @@ import pytest
 import torch
 
 from commands import call
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.grid import Grid
-from ranvier.launch import Ranks
+from ranvier.launch import ProcessInfo
 from ranvier.optim import pruning as prune
-from ranvier.parallel.parallelize import parallel_of
-from ranvier.tools.verify import AFTER_STEPS, ONE_PASS, shrink
-from ranvier.tools.verify_run import Report, train_shortly
+from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.tools.verify import AFTER_STEPS_LIMIT, ONE_PASS_LIMIT, shrink_run
+from ranvier.tools.verify_run import RunVerification, train_and_judge
 from ranvier.train import pruning
-from ranvier.train.pruning import Masks
+from ranvier.train.pruning import MaskLoader
 from ranvier.train.resume import checkpointing
 from ranvier.train.resume import run_directory as folders
 
 CPU = torch.device("cpu")
-WEIGHTS_OF_MASKS = Masks.weights
+WEIGHTS_OF_MASKS = MaskLoader.weights_to_fill
 
 
-def report_of(**changes: Any) -> Report:
+def report_of(**changes: Any) -> RunVerification:
     """What is found of a run on one rank; changes: `section__setting=value`."""
-    run = Run()
+    run = RunConfig()
     for name, value in changes.items():
         section, _, key = name.partition("__")
         part = dataclasses.replace(getattr(run, section), **{key: value})
         run = dataclasses.replace(run, **{section: part})
-    return train_shortly(shrink(run.check(1)), Ranks(), Grid({}), CPU)
+    return train_and_judge(shrink_run(run.check_and_resolve(1)), ProcessInfo(), Grid({}), CPU)
 
 
-def wrong(report: Report) -> list[str]:
+def wrong(report: RunVerification) -> list[str]:
     """What differs, in short."""
-    limits = {True: ONE_PASS, False: AFTER_STEPS}
+    limits = {True: ONE_PASS_LIMIT, False: AFTER_STEPS_LIMIT}
     found = [
         what.partition(" (largest")[0]
         for what, (off, once) in report.differences.items()
@@ -48,19 +48,21 @@ def wrong(report: Report) -> list[str]:
     return found + report.complaints
 
 
-def without_masks(masks: Masks) -> Any:
+def without_masks(masks: MaskLoader) -> Any:
     """Where weights rest, with nothing pruned: masks follow what they are filled with."""
     state = WEIGHTS_OF_MASKS(masks)
-    for bucket in parallel_of(masks.trainer.model).queue.buckets:
-        bucket.prune(None)
+    for bucket in get_parallel_model(masks.trainer.model).bucket_scheduler.buckets:
+        bucket.set_sparsity_mask(None)
     return state
 
 
-def with_masks_of_initial_values(masks: Masks) -> Any:
+def with_masks_of_initial_values(masks: MaskLoader) -> Any:
     """The fault: what is read later is pruned inside of the masks of the initial values."""
     state = without_masks(masks)
-    parallel = parallel_of(masks.trainer.model)
-    prune.prune(parallel.queue, pruning.chosen(masks.trainer.run, parallel, 0))
+    parallel = get_parallel_model(masks.trainer.model)
+    prune.prune_buckets(
+        parallel.bucket_scheduler, pruning.choose_masks(masks.trainer.run, parallel, 0)
+    )
     return state
 
 
@@ -76,20 +78,20 @@ PRUNED: list[dict[str, Any]] = [
     "changes", [PRUNED[0], *(pytest.param(x, marks=pytest.mark.full) for x in PRUNED[1:])]
 )
 def test_a_pruned_run_on_the_host_is_verified(changes: dict[str, Any]) -> None:
-    with mock.patch.object(Masks, "weights", without_masks):
+    with mock.patch.object(MaskLoader, "weights_to_fill", without_masks):
         report = report_of(**changes)
     assert wrong(report) == [] and len(report.differences) == 8
 
 
 def test_masks_of_other_weights_are_seen() -> None:
-    with mock.patch.object(Masks, "weights", with_masks_of_initial_values):
+    with mock.patch.object(MaskLoader, "weights_to_fill", with_masks_of_initial_values):
         found = wrong(report_of(prune__sparsity=0.5))
     assert "masks of pruned matrices: share that differs" in found
     assert "loss of step 1" in found and "weights in the checkpoint" in found
 
 
 def test_a_wrong_reload_and_a_wrong_end_are_seen() -> None:
-    take, record = checkpointing._take, folders.record
+    take, record = checkpointing._restore_facts, folders.update_run_json
 
     def from_the_first_sample(trainer: Any, manifest: Any) -> None:
         take(trainer, manifest)
@@ -99,8 +101,8 @@ def test_a_wrong_reload_and_a_wrong_end_are_seen() -> None:
         record(folder, **{**facts, "status": "running"} if "status" in facts else facts)
 
     with (
-        mock.patch.object(checkpointing, "_take", from_the_first_sample),
-        mock.patch.object(folders, "record", unfinished),
+        mock.patch.object(checkpointing, "_restore_facts", from_the_first_sample),
+        mock.patch.object(folders, "update_run_json", unfinished),
     ):
         found = wrong(report_of())
     assert found[:2] == ["loss of step 3 (reloaded)", "norm of step 3 (reloaded)"]

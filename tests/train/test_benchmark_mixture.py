@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from ranvier.errors import PlanError
-from ranvier.models.config import SIZES
+from ranvier.models.config import MODEL_SIZES
 from training import stored
 
 
@@ -52,7 +52,7 @@ def test_it_judges(bench: ModuleType) -> None:
 
 
 def test_only_equal_active_weights_are_compared(bench: ModuleType) -> None:
-    dense, mixture = SIZES["tiny"], SIZES["moe-tiny"]
+    dense, mixture = MODEL_SIZES["tiny"], MODEL_SIZES["moe-tiny"]
     bench.check(dense, mixture)
     for change in ({"shared_mlp": 512}, {"experts_top": 5}, {"heads": 4}, {"experts": 0}):
         with pytest.raises(PlanError, match="equal but for experts"):

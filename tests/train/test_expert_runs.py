@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from pool import Pool
-from ranvier.checkpoint.directory import found
-from ranvier.checkpoint.load import wholes
+from ranvier.checkpoint.directory import find_checkpoints
+from ranvier.checkpoint.load import load_full_tensors
 from ranvier.grid import Grid
 from ranvier.models import Decoder
-from ranvier.tools.verify import compare, shrink
+from ranvier.tools.verify import compare_with_serial, shrink_run
 from ranvier.train.report import moe
 from training import losses_of, run_of, stored, trainer_of
 
@@ -33,7 +33,7 @@ CHANGES: dict[str, Any] = {
 
 def rows_of(grid: Grid, corpus: str, out: str) -> list[dict[str, Any]]:
     trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), 3, **CHANGES))
-    return list(trainer.steps())
+    return list(trainer.run_steps())
 
 
 TILED = {**CHANGES, "memory__states": "host", "memory__tile": 4096}
@@ -54,9 +54,12 @@ def test_a_run_goes_on_wherever_its_experts_are(pool: Pool, tmp_path: Path) -> N
     for steps, degrees, changes in WAY:
         out = str(tmp_path / str(steps))
         losses += pool.on_grid(degrees, losses_of, corpus, out, steps, last, changes)[0]
-        last = str(found(Path(out) / "checkpoints")[-1])
+        last = str(find_checkpoints(Path(out) / "checkpoints")[-1])
     assert losses == pytest.approx(whole, rel=1e-9)
-    want, have = wholes(found(tmp_path / "whole" / "checkpoints")[-1]), wholes(Path(last))
+    want, have = (
+        load_full_tensors(find_checkpoints(tmp_path / "whole" / "checkpoints")[-1]),
+        load_full_tensors(Path(last)),
+    )
     assert want.keys() == have.keys() and any(name.endswith("mlp.up") for name in want)
     for name, x in want.items():
         assert torch.allclose(x, have[name], rtol=1e-9, atol=1e-12), name
@@ -64,12 +67,12 @@ def test_a_run_goes_on_wherever_its_experts_are(pool: Pool, tmp_path: Path) -> N
 
 def verified(grid: Grid, changes: dict[str, Any]) -> list[str]:
     """What `ranvier verify` finds wrong on a grid, on this rank."""
-    run = shrink(run_of("", dict(grid.degrees), 3, **changes))
+    run = shrink_run(run_of("", dict(grid.degrees), 3, **changes))
     torch.manual_seed(run.train.seed)
-    findings, lines, _ = compare(run, grid, Decoder(run.model).double())
-    names = [finding.what for finding in findings]
+    findings, lines, _ = compare_with_serial(run, grid, Decoder(run.model).double())
+    names = [finding.quantity for finding in findings]
     assert "loss of experts" in " ".join(names) and any("mlp.router" in name for name in names)
-    return lines + [finding.what for finding in findings if not finding.good]
+    return lines + [finding.quantity for finding in findings if not finding.is_within_limit]
 
 
 @pytest.mark.parametrize(
@@ -96,6 +99,6 @@ def test_metrics_tell_what_routers_did(pool: Pool, tmp_path: Path) -> None:
         assert 1.0 <= row["expert_load"] <= 4.0
         assert 0.0 < row["expert_drops"] < 1.0
         assert row["expert_loss"] >= 0.02 * 0.9
-    page = moe.section(json.loads(json.dumps(rows)))
+    page = moe.experts_section(json.loads(json.dumps(rows)))
     assert "Load of the busiest expert" in page and "share of dropped choices" in page
-    assert moe.section([{"step": 0, "loss": 1.0}]) == ""
+    assert moe.experts_section([{"step": 0, "loss": 1.0}]) == ""

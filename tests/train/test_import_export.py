@@ -10,11 +10,11 @@ import torch
 
 from commands import call
 from published_models import BASE, CASES, GPT2, save, theirs
-from ranvier.data.tokenizer import Bytes
+from ranvier.data.tokenizer import ByteTokenizer
 from ranvier.grid import Grid
 from ranvier.infer import generate
-from ranvier.infer.generate import checkpoint_of, run_of
-from ranvier.infer.load import load, saved_dtype
+from ranvier.infer.generate import find_checkpoint, load_config_from_dir
+from ranvier.infer.load import load_model, saved_dtype
 
 FEW = ["--data.seq", "16", "--plan.batch", "4", "--train.steps", "2", "--nproc", "1"]
 FEW += ["--train.evaluate", "0", "--train.prompt", "", "--data.max-bytes", "20000"]
@@ -24,7 +24,7 @@ FEW += ["--train.evaluate", "0", "--train.prompt", "", "--data.max-bytes", "2000
 def model(tmp_path: Path) -> Path:
     """A tiny Llama with a tokenizer of bytes."""
     folder = save(theirs("llama", {**BASE, "vocab_size": 257}), tmp_path / "model")
-    Bytes().save(folder / "tokenizer.json")
+    ByteTokenizer().save(folder / "tokenizer.json")
     table = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(table))
     return folder
@@ -37,13 +37,13 @@ def test_a_model_is_imported_trained_and_exported(
 
     run = tmp_path / "run"
     assert call("import", str(model), "--to", str(run)) == 0
-    assert run_of(run).data.tokenizer == str(run / "tokenizer.json")
+    assert load_config_from_dir(run).data.tokenizer == str(run / "tokenizer.json")
     assert call("checkpoint", "verify", str(run)) == 0
     assert call("generate", str(run), "--prompt", "a", "--tokens", "3") == 0
     run = run.rename(tmp_path / "moved")
     assert call("train", str(run), *FEW) == 0
     assert "Beginning of 2" in capsys.readouterr().out
-    assert run_of(run).lr == 2e-5
+    assert load_config_from_dir(run).peak_lr == 2e-5
     assert call("export", str(run), "--to", str(tmp_path / "out")) == 0
     back, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values())
@@ -67,16 +67,16 @@ def test_a_whole_prompt_is_read(
     """Up to the positions of the model, whatever data.seq is; not the end of a longer one."""
     there = theirs(kind, {**LONG[kind], "vocab_size": 257})
     folder, run = save(there, tmp_path / "model"), tmp_path / "run"
-    Bytes().save(folder / "tokenizer.json")
+    ByteTokenizer().save(folder / "tokenizer.json")
     assert call("import", str(folder), "--to", str(run)) == 0
-    assert run_of(run).data.seq == 512
+    assert load_config_from_dir(run).data.seq == 512
     seen: list[torch.Tensor] = []
 
     def likeliest(logits: torch.Tensor, *_: object) -> int:
         seen.append(logits)
         return 97
 
-    monkeypatch.setattr(generate, "chosen", likeliest)
+    monkeypatch.setattr(generate, "sample_token", likeliest)
     text = "".join(chr(97 + n * n % 26) for n in range(601))
     ask = ["generate", str(run), "--temperature", "0", "--tokens"]
     capsys.readouterr()
@@ -84,7 +84,9 @@ def test_a_whole_prompt_is_read(
         seen.clear()
         assert call(*ask, str(count), "--prompt", text[:size]) == 0
         assert not capsys.readouterr().err and len(seen) == count
-        ids = torch.tensor([[*Bytes().encode([text[:size]])[0].tolist(), *[97] * (count - 1)]])
+        ids = torch.tensor(
+            [[*ByteTokenizer().encode([text[:size]])[0].tolist(), *[97] * (count - 1)]]
+        )
         with torch.no_grad():
             want = there(ids).logits[0, size - 1 :]
         torch.testing.assert_close(torch.stack(seen), want, rtol=1e-4, atol=1e-4)
@@ -102,7 +104,7 @@ def test_longer_samples_than_the_positions_are_refused(
     """In training and evaluation; rotary positions can be extended, and those of a run as well."""
     small = {"llama": BASE, "gpt2": GPT2}[kind]
     folder = save(theirs(kind, {**small, "vocab_size": 257}), tmp_path / "model")
-    Bytes().save(folder / "tokenizer.json")
+    ByteTokenizer().save(folder / "tokenizer.json")
     run = str(tmp_path / "run")
     assert call("import", str(folder), "--to", run) == 0
     (tmp_path / "text.txt").write_text("some words, " * 40)
@@ -120,10 +122,10 @@ def test_longer_samples_than_the_positions_are_refused(
         more = ["--data.seq", "80", "--model.max-seq", "80"]
         assert call("train", run, *FEW, *more) == 0
         assert call("train", run, *FEW, *more, "--train.steps", "3") == 0
-        assert run_of(Path(run)).model.max_seq == 80
+        assert load_config_from_dir(Path(run)).model.max_seq == 80
         file = Path(run) / "config.toml"  # of a run from before that was refused
         file.write_text(file.read_text().replace("max_seq = 80", "max_seq = 64"))
-        assert run_of(Path(run)).model.max_seq == 80
+        assert load_config_from_dir(Path(run)).model.max_seq == 80
 
 
 def test_a_new_run_begins_with_the_weights_of_another(
@@ -254,7 +256,7 @@ def test_adapters_are_merged_or_go_out_alone(tmp_path: Path, model: Path) -> Non
     )
     with_adapter = PeftModel.from_pretrained(other, tmp_path / "adapter")
     x = torch.arange(20).view(2, 10)
-    served = load(run, Grid({}), "cpu")
+    served = load_model(run, Grid({}), "cpu")
     with torch.no_grad():
         a, b, c = (one.eval()(x).logits for one in (with_adapter, merged, plain))
         ours = served(x)
@@ -272,8 +274,8 @@ def test_a_run_in_16_bits_is_asked_in_one_type(tmp_path: Path, model: Path) -> N
     assert call("import", str(model), "--to", str(run)) == 0
     assert call("train", str(run), *FEW, *lora) == 0
     assert call("generate", str(run), "--prompt", "a", "--tokens", "2") == 0
-    assert saved_dtype(checkpoint_of(run)) == torch.bfloat16
-    assert {p.dtype for p in load(run, Grid({}), "cpu").parameters()} == {torch.bfloat16}
+    assert saved_dtype(find_checkpoint(run)) == torch.bfloat16
+    assert {p.dtype for p in load_model(run, Grid({}), "cpu").parameters()} == {torch.bfloat16}
 
 
 def test_what_is_wrong_is_said(

@@ -12,26 +12,26 @@ import torch
 import training
 from pool import Pool
 from ranvier.checkpoint import manifest as manifests
-from ranvier.checkpoint.directory import found
+from ranvier.checkpoint.directory import find_checkpoints
 from ranvier.checkpoint.hf import peft_write
 from ranvier.checkpoint.hf.peft_read import read_adapter
-from ranvier.checkpoint.load import wholes
-from ranvier.config.run import Run, to_toml
+from ranvier.checkpoint.load import load_full_tensors
+from ranvier.config.run import RunConfig, to_toml
 from ranvier.config.sections import LoraConfig
-from ranvier.cost.layers import Flow
+from ranvier.cost.layers import ActivationShape
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.infer.generate import fill
-from ranvier.infer.load import load
-from ranvier.launch import Ranks
-from ranvier.models import build
+from ranvier.infer.generate import fill_weights
+from ranvier.infer.load import load_model
+from ranvier.launch import ProcessInfo
+from ranvier.models import build_decoder
 from ranvier.models.hf.registry import FAMILIES
-from ranvier.models.lora import adapters_of
-from ranvier.parallel.parallelize import parallel_of
+from ranvier.models.lora import named_adapters
+from ranvier.parallel.parallelize import get_parallel_model
 from ranvier.train.metrics import step_flops
 from ranvier.train.resume import checkpointing
 from ranvier.train.resume import run_directory as folders
-from ranvier.train.train import check_memory, trained_of
+from ranvier.train.train import check_memory, count_trainable
 
 TOKENS = torch.arange(32).view(2, 16) * 5
 CUBE = {"depth": 2, "row": 2, "col": 2}
@@ -48,7 +48,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> Path:
     """A run without adapters, which has taken three steps."""
     out = tmp_path_factory.mktemp("base") / "run"
     training.losses_of(Grid({}), corpus, str(out), 3)
-    return found(out / "checkpoints")[-1]
+    return find_checkpoints(out / "checkpoints")[-1]
 
 
 def losses(
@@ -58,11 +58,11 @@ def losses(
     run = training.run_of(out, dict(grid.degrees), steps, **changes)
     trainer = training.trainer_of(grid, corpus, run)
     if start:
-        checkpointing.start(trainer, Path(start))
+        checkpointing.load_initial_weights(trainer, Path(start))
     else:
-        trainer.resume(Path(resume))
-    found = [row["loss"] for row in trainer.steps()]
-    trainer.save()
+        trainer.resume_from(Path(resume))
+    found = [row["loss"] for row in trainer.run_steps()]
+    trainer.save_checkpoint()
     return found
 
 
@@ -73,16 +73,19 @@ def test_a_run_from_a_base_goes_on_elsewhere_and_leaves_the_base_as_it_was(
     """Dropout's masks are those of one process, so the losses are."""
     whole = losses(Grid({}), corpus, str(tmp_path / "one"), 2, LORA, str(base))
     (first, *_) = pool.on_grid(CUBE, losses, corpus, str(tmp_path / "a"), 2, LORA, str(base))
-    saved = found(tmp_path / "a" / "checkpoints")[-1]
+    saved = find_checkpoints(tmp_path / "a" / "checkpoints")[-1]
     other = {**LORA, "plan__inner": "features"}
     grid = {"pipe": 2, "row": 2, "col": 2}
     (then, *_) = pool.on_grid(grid, losses, corpus, str(tmp_path / "b"), 4, other, "", str(saved))
     assert first == pytest.approx(whole, rel=1e-9)
     again = losses(Grid({}), corpus, str(tmp_path / "c"), 4, LORA, "", str(saved))
     assert len(then) == 2 and then == pytest.approx(again, rel=1e-9)
-    before, after = wholes(base), wholes(found(tmp_path / "b" / "checkpoints")[-1])
+    before, after = (
+        load_full_tensors(base),
+        load_full_tensors(find_checkpoints(tmp_path / "b" / "checkpoints")[-1]),
+    )
     assert all(torch.equal(before[name], after[name]) for name in before)
-    names = manifests.read(saved).tensors
+    names = manifests.read_manifest(saved).tensors
     assert not any(n.endswith((".mean", ".square")) and ".adapters." not in n for n in names)
     assert any(n.endswith("m.q.weight.mean") for n in names)
 
@@ -91,16 +94,16 @@ def adapted(grid: Grid, corpus: str, out: str, base: str, changes: Any) -> Any:
     """What a run begins with: its first loss without adapters and with, and DoRA's lengths."""
     run = training.run_of(out, dict(grid.degrees), 2, **changes)
     trainer = training.trainer_of(grid, corpus, run)
-    checkpointing.start(trainer, Path(base))
-    adapter = next(iter(adapters_of(trainer.model)))[1]
-    return trainer.measure(), adapter.m["q"].weight.detach().clone(), trainer.step
+    checkpointing.load_initial_weights(trainer, Path(base))
+    adapter = next(iter(named_adapters(trainer.model)))[1]
+    return trainer.compute_val_loss(), adapter.m["q"].weight.detach().clone(), trainer.step
 
 
 def test_at_the_start_nothing_is_added(pool: Pool, corpus: str, base: Path, tmp_path: Path) -> None:
     plain = training.trainer_of(Grid({}), corpus, training.run_of(str(tmp_path / "a"), {}, 9))
-    checkpointing.start(plain, base)
-    want = plain.measure()
-    weight = wholes(base)["blocks.0.attention.qkv.q.weight"]
+    checkpointing.load_initial_weights(plain, base)
+    want = plain.compute_val_loss()
+    weight = load_full_tensors(base)["blocks.0.attention.qkv.q.weight"]
     for loss, lengths, step in pool.on_grid(
         {"row": 2}, adapted, corpus, str(tmp_path / "b"), str(base), LORA
     ):
@@ -114,19 +117,19 @@ def test_a_run_starts_from_a_written_adapter_with_its_settings(
 ) -> None:
     run = training.run_of(str(tmp_path / "a"), {}, 2, **{**LORA, "lora__on": ("q", "mlp")})
     trainer = training.trainer_of(Grid({}), corpus, run)
-    checkpointing.start(trainer, base)
-    list(trainer.steps())
-    saved = trainer.save()
+    checkpointing.load_initial_weights(trainer, base)
+    list(trainer.run_steps())
+    saved = trainer.save_checkpoint()
     assert saved is not None
     out = tmp_path / "adapter"
     peft_write.write_adapter(saved, run.model, run.lora, FAMILIES["llama"], out, "a-base")
     assert read_adapter(out, run.model).lora.on == ("q", "gate", "up", "down")
     more = training.run_of(str(tmp_path / "b"), {}, 2, lora__start=str(out))
     again = training.trainer_of(Grid({}), corpus, more)
-    checkpointing.start(again, base)
+    checkpointing.load_initial_weights(again, base)
     assert again.run.lora.rank == 3 and again.run.lora.dora and again.run.lora.dropout == 0.25
-    assert again.measure() == pytest.approx(trainer.measure(), rel=1e-12)
-    mine, theirs = again.optimizer.state(), trainer.optimizer.state()
+    assert again.compute_val_loss() == pytest.approx(trainer.compute_val_loss(), rel=1e-12)
+    mine, theirs = again.optimizer.sharded_state(), trainer.optimizer.sharded_state()
     assert all(torch.equal(mine[n][0], theirs[n][0]) for n in mine if n.endswith(".master"))
     other = dataclasses.replace(more, lora=dataclasses.replace(more.lora, rank=5))
     with pytest.raises(PlanError, match=r"lora.rank=5, but lora.start=.* has rank 3"):
@@ -136,21 +139,23 @@ def test_a_run_starts_from_a_written_adapter_with_its_settings(
 def test_frozen_weights_take_no_memory_and_less_work(corpus: str, tmp_path: Path) -> None:
     run = training.run_of(str(tmp_path / "a"), {}, 2, lora__rank=3)
     trainer = training.trainer_of(Grid({}), corpus, run)
-    parallel = parallel_of(trainer.model)
-    assert run.trained == trained_of(parallel) < 0.5 * run.model.parameters
-    assert all(b.trainable for b in trainer.optimizer.master)
-    list(trainer.steps())
-    assert all(bucket.grad is None for bucket in parallel.queue.buckets if not bucket.trainable)
+    parallel = get_parallel_model(trainer.model)
+    assert run.trainable_parameters == count_trainable(parallel) < 0.5 * run.model.num_parameters
+    assert all(b.trainable for b in trainer.optimizer.master_weights)
+    list(trainer.run_steps())
+    assert all(
+        bucket.grad is None for bucket in parallel.bucket_scheduler.buckets if not bucket.trainable
+    )
     full = training.trainer_of(Grid({}), corpus, training.run_of(str(tmp_path / "b"), {}, 2))
-    flow = Flow(8, 16, 8, 8)
-    assert step_flops(parallel, flow, 1) < step_flops(parallel_of(full.model), flow, 1)
+    flow = ActivationShape(8, 16, 8, 8)
+    assert step_flops(parallel, flow, 1) < step_flops(get_parallel_model(full.model), flow, 1)
     big = dataclasses.replace(run.model, embed=1024, mlp=2**18, layers=1)
     huge = dataclasses.replace(run, model=big, train=dataclasses.replace(run.train, dtype="fp32"))
     limit = dataclasses.replace(huge.memory, limit=4.0)
-    check_memory(dataclasses.replace(huge, memory=limit), Ranks(), torch.device("meta"))
+    check_memory(dataclasses.replace(huge, memory=limit), ProcessInfo(), torch.device("meta"))
     whole = dataclasses.replace(huge, memory=limit, lora=dataclasses.replace(run.lora, rank=0))
     with pytest.raises(PlanError, match="GiB at least"):
-        check_memory(whole, Ranks(), torch.device("meta"))
+        check_memory(whole, ProcessInfo(), torch.device("meta"))
 
 
 @pytest.mark.parametrize(
@@ -171,14 +176,14 @@ def test_settings_that_cannot_be_are_refused(changes: dict[str, Any], words: str
 
 
 def test_adapters_do_not_go_on_from_what_has_none(base: Path) -> None:
-    run: Run = training.run_of(str(base.parent.parent), {}, 9, **LORA)
+    run: RunConfig = training.run_of(str(base.parent.parent), {}, 9, **LORA)
     with pytest.raises(PlanError, match=r"lora\.rank=3, but .*without adapters.*Use train\.start="):
-        folders.claim(run)
+        folders.acquire_dir(run)
 
 
 def asked(grid: Grid, folder: str) -> torch.Tensor:
     """My logits of a run's newest checkpoint on a grid."""
-    model = load(Path(folder), grid, "cpu")
+    model = load_model(Path(folder), grid, "cpu")
     with torch.no_grad():
         return model(TOKENS)
 
@@ -192,10 +197,12 @@ def test_what_a_run_says_has_its_adapters_in_it(
     run = training.run_of(str(tmp_path), {}, 2, **changes)
     named = dataclasses.replace(run.model, size="tiny")
     (tmp_path / "config.toml").write_text(to_toml(dataclasses.replace(run, model=named)))
-    model = build(run.model, run.lora)
-    fill(model, wholes(found(tmp_path / "checkpoints")[-1]), tmp_path, "cpu")
-    plain = build(run.model, LoraConfig())
-    fill(plain, wholes(base), base, "cpu")
+    model = build_decoder(run.model, run.lora)
+    fill_weights(
+        model, load_full_tensors(find_checkpoints(tmp_path / "checkpoints")[-1]), tmp_path, "cpu"
+    )
+    plain = build_decoder(run.model, LoraConfig())
+    fill_weights(plain, load_full_tensors(base), base, "cpu")
     with torch.no_grad():
         want, before = model.eval()(TOKENS), plain.eval()(TOKENS)
     assert (want - before).abs().max() > 1e-3

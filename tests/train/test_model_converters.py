@@ -11,17 +11,17 @@ from torch import Tensor
 
 from equivalence import ONE_PASS, batch_of, copied, gradients, micros_of, worst
 from pool import Pool
-from ranvier.checkpoint.directory import found
-from ranvier.cost.layers import Flow
+from ranvier.checkpoint.directory import find_checkpoints
+from ranvier.cost.layers import ActivationShape
 from ranvier.grid import Grid
 from ranvier.models import Decoder, DecoderConfig
-from ranvier.models.document_attention import causal
+from ranvier.models.document_attention import causal_attention
 from ranvier.nn import attention_backends, float8
-from ranvier.nn.autotune import Fastest
-from ranvier.nn.fused_linear import Siblings
+from ranvier.nn.autotune import Autotuner
+from ranvier.nn.fused_linear import FusedLinear
 from ranvier.nn.linear import Linear
-from ranvier.parallel.parallelize import parallel_of, parallelize
-from ranvier.sharding import State
+from ranvier.parallel.parallelize import get_parallel_model, parallelize
+from ranvier.sharding import ShardedStateDict
 from ranvier.train.model_converters import choose_arithmetic
 from ranvier.train.step import forward_backward
 from training import run_of, stored, trainer_of
@@ -40,7 +40,7 @@ def decoder(grid: Grid, *, fast: bool = True, inner: Any = "samples", **changes:
 
 def packs(model: Any, name: str) -> list[tuple[int, int]]:
     """Ranges of siblings whose weights are one matrix."""
-    return [(run.start, run.stop) for run in model.get_submodule(name).runs]
+    return [(run.start, run.stop) for run in model.get_submodule(name).packed_layers]
 
 
 # ---- packing ----------------------------------------------------------------------------
@@ -58,34 +58,36 @@ def test_only_narrow_siblings_are_packed(kv_heads: int, want: list[tuple[int, in
 def test_wide_siblings_are_not_packed() -> None:
     model = decoder(Grid({}))
     siblings = model.get_submodule(QKV)
-    siblings.pack(7)
-    assert siblings.runs == []
-    siblings.pack(8)
+    siblings.pack_weights(7)
+    assert siblings.packed_layers == []
+    siblings.pack_weights(8)
     assert packs(model, QKV) == [(1, 3)]
-    siblings.pack(32, all_alike=True)
+    siblings.pack_weights(32, all_alike=True)
     assert packs(model, QKV) == [(0, 3)]
-    siblings.pack(31, all_alike=True)
+    siblings.pack_weights(31, all_alike=True)
     assert packs(model, QKV) == [(1, 3)]
 
 
 def test_a_packed_matrix_is_the_weights_themselves() -> None:
     model = decoder(Grid({}))
-    (run,) = model.get_submodule(QKV).runs
+    (run,) = model.get_submodule(QKV).packed_layers
     k, v = (model.get_submodule(f"{QKV}.{name}").weight for name in "kv")
     assert torch.equal(run.matrix, torch.cat([k, v]))
     assert run.matrix.data_ptr() == k.data_ptr()
-    whole = {name: torch.full_like(x, 3.0) for name, (x, _) in model.parallel.state().items()}
-    model.parallel.load(whole)
+    whole = {
+        name: torch.full_like(x, 3.0) for name, (x, _) in model.parallel.sharded_state().items()
+    }
+    model.parallel.load_full_state(whole)
     assert bool((run.matrix == 3.0).all())
 
 
-def taken(model: Any, micros: list[Any]) -> State:
+def taken(model: Any, micros: list[Any]) -> ShardedStateDict:
     """Gradients of a step."""
     forward_backward(model, micros)
     return copied(gradients(model.parallel))
 
 
-def compared(have: State, want: State) -> list[str]:
+def compared(have: ShardedStateDict, want: ShardedStateDict) -> list[str]:
     """What differs between gradients."""
     lines = [] if [*have] == [*want] else [f"{[*have]} instead of {[*want]}"]
     for name, (part, place) in want.items():
@@ -100,13 +102,13 @@ PACKINGS = ("apart", "packed", "all")
 
 def packings(grid: Grid, inner: str) -> dict[str, list[str]]:
     """What packing changes in gradients of the reference, which alone packs outside of graphs."""
-    micros, found = micros_of(BATCH, grid, 2 if grid.world == 1 else 1), dict[str, list[str]]()
+    micros, found = micros_of(BATCH, grid, 2 if grid.world_size == 1 else 1), dict[str, list[str]]()
     want = taken(decoder(grid, inner=inner), micros)
     for kind in PACKINGS:
         model = decoder(grid, inner=inner, fast=False)
-        for leaf in model.parallel.leaves.values():
-            if isinstance(leaf, Siblings) and kind != "packed":
-                leaf.pack(1 << 20 if kind == "all" else 0, all_alike=True)
+        for leaf in model.parallel.layers.values():
+            if isinstance(leaf, FusedLinear) and kind != "packed":
+                leaf.pack_weights(1 << 20 if kind == "all" else 0, all_alike=True)
         found[kind] = compared(taken(model, micros), want)
     return found
 
@@ -130,12 +132,12 @@ def test_names_know_nothing_of_packing() -> None:
     torch.manual_seed(1)
     plain = [name for name, _ in Decoder(DecoderConfig(**SHAPE)).named_parameters()]  # type: ignore[arg-type]
     model = decoder(Grid({}))
-    for leaf in model.parallel.leaves.values():
-        if isinstance(leaf, Siblings):
-            leaf.pack(1 << 20, all_alike=True)
+    for leaf in model.parallel.layers.values():
+        if isinstance(leaf, FusedLinear):
+            leaf.pack_weights(1 << 20, all_alike=True)
     assert packs(model, QKV) == [(0, 3)]
     assert [*dict(model.named_parameters())] == plain and {*model.state_dict()} == {*plain}
-    assert {*model.parallel.state()} == {*plain}
+    assert {*model.parallel.sharded_state()} == {*plain}
 
 
 # ---- runs -------------------------------------------------------------------------------
@@ -160,28 +162,35 @@ def test_in_fp8_all_siblings_are_packed_and_checkpoints_are_the_same(
         whole = kind != "off"
         assert packs(trainer.model, QKV) == ([(0, 3)] if whole else [(1, 3)])
         assert packs(trainer.model, ENTER) == ([(0, 2)] if whole else [])
-        layers = [x for x in parallel_of(trainer.model).leaves.values() if isinstance(x, Linear)]
-        assert sum(isinstance(x.products, float8.Scaled) for x in layers) == (14 if whole else 0)
+        layers = [
+            x for x in get_parallel_model(trainer.model).layers.values() if isinstance(x, Linear)
+        ]
+        assert sum(isinstance(x.matmul_backend, float8.Float8Linear) for x in layers) == (
+            14 if whole else 0
+        )
         assert trainer.notes == (
             ["fp8 (tensorwise): 14 layers, 21,504 parameters on a rank"] if whole else []
         )
-        list(trainer.steps())
-        trainer.save()
-        names.append(sorted(trainer.state()))
+        list(trainer.run_steps())
+        trainer.save_checkpoint()
+        names.append(sorted(trainer.state_tensors()))
     assert names[0] == names[1]
-    trainer.resume(found(tmp_path / "off" / "checkpoints")[-1])
+    trainer.resume_from(find_checkpoints(tmp_path / "off" / "checkpoints")[-1])
 
 
 def test_a_cpu_has_nothing_to_choose() -> None:
     model = decoder(Grid({}))
     run = run_of("", {}, 1)
-    assert choose_arithmetic(run, model, Grid({}), torch.device("cpu"), Flow(8, 8, 8, 8)) == []
+    assert (
+        choose_arithmetic(run, model, Grid({}), torch.device("cpu"), ActivationShape(8, 8, 8, 8))
+        == []
+    )
 
 
 # ---- attention --------------------------------------------------------------------------
 
 
-def attended(function: attention_backends.Attend) -> Tensor:
+def attended(function: attention_backends.AttentionFunction) -> Tensor:
     """Attention with shared keys."""
     generator = torch.Generator().manual_seed(3)
     shapes = [(2, 5, heads, 8) for heads in (4, 2, 2)]
@@ -190,25 +199,27 @@ def attended(function: attention_backends.Attend) -> Tensor:
 
 def test_ways_of_attention_take_what_they_can() -> None:
     """Others go the way of torch."""
-    assert attention_backends.way("auto") is attention_backends.auto
-    want = attended(causal)
-    for name in attention_backends.WAYS:
-        assert torch.equal(attended(attention_backends.way(name)), want)
+    assert attention_backends.backend_with_fallback("auto") is attention_backends.sdpa_attention
+    want = attended(causal_attention)
+    for name in attention_backends.BACKENDS:
+        assert torch.equal(attended(attention_backends.backend_with_fallback(name)), want)
     x = torch.zeros(2, 5, 4, 8)
     assert [
-        name for name in attention_backends.WAYS if attention_backends.takes(name, x, x, x)
+        name
+        for name in attention_backends.BACKENDS
+        if attention_backends.supports_inputs(name, x, x, x)
     ] == ["auto"]
-    fastest = Fastest("cpu")
-    assert attention_backends.tuned(2, 5, 4, 2, 8, torch.float32, "cpu", fastest) == "auto"
-    assert not fastest.table, "nothing is measured where there is no choice"
+    fastest = Autotuner("cpu")
+    assert attention_backends.choose_backend(2, 5, 4, 2, 8, torch.float32, "cpu", fastest) == "auto"
+    assert not fastest.results, "nothing is measured where there is no choice"
 
 
 def test_neighbours_that_multiply_otherwise_are_not_packed() -> None:
     model = decoder(Grid({}))
     leaf = model.blocks[0].attention.qkv
-    leaf.layers[1].products = float8.Scaled()
-    leaf.pack()
-    assert leaf.runs == []
-    leaf.layers[2].products = float8.Scaled()
-    leaf.pack()
-    assert [(run.start, run.stop) for run in leaf.runs] == [(1, 3)]
+    leaf.layers[1].matmul_backend = float8.Float8Linear()
+    leaf.pack_weights()
+    assert leaf.packed_layers == []
+    leaf.layers[2].matmul_backend = float8.Float8Linear()
+    leaf.pack_weights()
+    assert [(run.start, run.stop) for run in leaf.packed_layers] == [(1, 3)]

@@ -13,8 +13,8 @@ from commands import SMALL, call
 from equivalence import worst
 from pool import Pool
 from pruned import way_of
-from ranvier.checkpoint.directory import found
-from ranvier.checkpoint.load import wholes
+from ranvier.checkpoint.directory import find_checkpoints
+from ranvier.checkpoint.load import load_full_tensors
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.train.resume import checkpointing
@@ -29,7 +29,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def newest(out: Path) -> Path:
-    return found(out / "checkpoints")[-1]
+    return find_checkpoints(out / "checkpoints")[-1]
 
 
 GROWING: Changes = {"prune__sparsity": 0.8, "prune__every": 2, "prune__until": 5}
@@ -52,13 +52,13 @@ def test_a_run_goes_on_on_another_grid(
     middle = str(tmp_path / "first" / "checkpoints" / "step-00000004")
     have = pool.on_grid({"row": 2}, losses_of, corpus, second, 6, middle, changes)[0]
     assert have == pytest.approx(want[4:], rel=1e-9, abs=0.0)
-    masks = wholes(newest(tmp_path / "whole"), "mask")
+    masks = load_full_tensors(newest(tmp_path / "whole"), "mask")
     share = 1.0 - sum(int(x.sum()) for x in masks.values()) / sum(x.numel() for x in masks.values())
     assert len(masks) == 14 and share == pytest.approx(changes["prune__sparsity"], abs=1e-3)
-    again = wholes(newest(tmp_path / "second"), "mask")
+    again = load_full_tensors(newest(tmp_path / "second"), "mask")
     for kind in ("master", "mean", "square"):
-        theirs = wholes(newest(tmp_path / "second"), kind)
-        for name, x in wholes(newest(tmp_path / "whole"), kind).items():
+        theirs = load_full_tensors(newest(tmp_path / "second"), kind)
+        for name, x in load_full_tensors(newest(tmp_path / "whole"), kind).items():
             assert worst(f"{name}.{kind}", theirs[name], x, 1e-8) == []
             if name in masks:
                 assert torch.equal(masks[name], again[name])
@@ -86,10 +86,10 @@ def begun(grid: Grid, corpus: str, source: str, out: str, way: str, changes: Cha
     """Save a pruned run that begins with the weights of another, before its first step."""
     trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), 2, **changes))
     if way == "train.start":
-        checkpointing.start(trainer, Path(source))
+        checkpointing.load_initial_weights(trainer, Path(source))
     else:  # the weights and all else of a run that is not pruned
-        trainer.resume(Path(source))
-    trainer.save()
+        trainer.resume_from(Path(source))
+    trainer.save_checkpoint()
 
 
 @pytest.mark.parametrize(("how", "degrees", "model"), GIVEN)
@@ -105,14 +105,14 @@ def test_masks_follow_the_weights_that_a_run_begins_with(
     other = {**model, "train__seed": 5, "checkpoint__every": 1}
     losses_of(Grid({}), corpus, str(tmp_path / "dense"), 2, changes=other)
     source = newest(tmp_path / "dense")
-    dense = wholes(source)
+    dense = load_full_tensors(source)
     changes = {**model, "prune__sparsity" if isinstance(how, float) else "prune__pattern": how}
     changes |= {"checkpoint__other_config": True}
     inside = {n for n, x in dense.items() if x.dim() > 1 and n.startswith("blocks.")}
     for way, at in (("train.start", degrees), ("resume", {})):
         out = tmp_path / way
         pool.on_grid(at, begun, corpus, str(source), str(out), way, changes)
-        masks, weights = wholes(newest(out), "mask"), wholes(newest(out))
+        masks, weights = load_full_tensors(newest(out), "mask"), load_full_tensors(newest(out))
         assert {n for n, x in masks.items() if not x.all()} == inside
         for weight in inside:
             want = way_of(how)(dense[weight]).view(dense[weight].shape)
@@ -142,14 +142,15 @@ def test_verbs(
     words = ["--prune.sparsity", "0.75", "--optim.lr", "1e-30", "--data.tokenizer", "bytes"]
     few = ["--nproc", "1", "--train.steps", "1", "--data.seq", "32", "--data.max-bytes", "60000"]
     assert call("train", "again", *few, *words, "--train.evaluate", "0") == 0
-    after, before = (wholes(newest(tmp_path / name)) for name in ("again", "run"))
+    after, before = (load_full_tensors(newest(tmp_path / name)) for name in ("again", "run"))
     for name, x in after.items():
         if x.dim() == 2 and "blocks" in name:  # half of what the pattern left
             mask = way_of(0.75)(before[name])
             assert torch.equal(x != 0.0, mask & (before[name] != 0.0)), name
 
     masks = {
-        name: torch.rand(x.shape) < 0.3 for name, x in wholes(newest(tmp_path / "run")).items()
+        name: torch.rand(x.shape) < 0.3
+        for name, x in load_full_tensors(newest(tmp_path / "run")).items()
     }
     masks = {name: masks[name] for name in NAMES}
     save_file({n: x.to(torch.float16) for n, x in masks.items()}, tmp_path / "masks.safetensors")
@@ -157,9 +158,9 @@ def test_verbs(
     assert call(*words, "--prune.masks", "masks.safetensors") == 0
     (tmp_path / "masks.safetensors").unlink()
     assert call("train", "next", "--nproc", "1", "--train.steps", "5") == 0
-    found = wholes(newest(tmp_path / "next"), "mask")
+    found = load_full_tensors(newest(tmp_path / "next"), "mask")
     assert all(("blocks.1" in name) and (x.all() or name in NAMES) for name, x in found.items())
-    weights = wholes(newest(tmp_path / "next"))
+    weights = load_full_tensors(newest(tmp_path / "next"))
     for name in NAMES:
         assert torch.equal(found[name] > 0, masks[name])
         assert not weights[name][~masks[name]].any() and weights[name][masks[name]].any()

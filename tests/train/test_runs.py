@@ -21,15 +21,15 @@ import torch
 from commands import SMALL, call, ended, losses, metrics, started
 from data.corpora import write_pair
 from pool import Pool
-from ranvier.checkpoint.directory import found
+from ranvier.checkpoint.directory import find_checkpoints
 from ranvier.errors import RanvierError
 from ranvier.grid import Grid
-from ranvier.infer.generate import Speaker
-from ranvier.infer.load import load
-from ranvier.system.terminal import CONTROLS, escape_controls
+from ranvier.infer.generate import TextGenerator
+from ranvier.infer.load import load_model
+from ranvier.system.terminal import CONTROL_CHARACTERS, escape_controls
 from ranvier.train import train as trains
 from ranvier.train.resume import run_directory as folders
-from ranvier.train.resume.open_directory import held_open
+from ranvier.train.resume.open_directory import hold_open
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
 
@@ -44,14 +44,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, at: int, action: Callable[[], Any]) -> None:
     """Have something happen when a step is issued."""
-    issue = Trainer.issue
+    issue = Trainer.issue_step
 
     def patched(self: Trainer, *arguments: Any, **options: Any) -> Any:
         if self.step == at:
             action()
         return issue(self, *arguments, **options)
 
-    monkeypatch.setattr(Trainer, "issue", patched)
+    monkeypatch.setattr(Trainer, "issue_step", patched)
 
 
 MIXTURE = [
@@ -71,14 +71,14 @@ def test_a_mixture_with_a_router_bias_ends_with_a_sample(
     capsys.readouterr()
     assert call("generate", "run", "--prompt", "def ", "--tokens", "4") == 0
     assert capsys.readouterr().out.startswith("def ")
-    serial = Speaker.of(Path("run"), "cpu").model
+    serial = TextGenerator.from_run(Path("run"), "cpu").model
     tensors = {**dict(serial.named_parameters()), **dict(serial.named_buffers())}
     assert not [name for name, x in tensors.items() if x.is_meta]
     biases = {name: x for name, x in tensors.items() if name.endswith("mlp.bias")}
     assert biases and all(x.abs().max() > 0.0 for x in biases.values())
     ids = torch.arange(16).view(1, -1)
     with torch.no_grad():
-        want = load(Path("run"), Grid({}), "cpu")(ids)
+        want = load_model(Path("run"), Grid({}), "cpu")(ids)
         assert torch.allclose(serial(ids), want, rtol=1e-5, atol=1e-5)
 
 
@@ -89,9 +89,9 @@ def fail(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("said", "No sample of text: RuntimeError: on the meta device"),
-        ("report.write", "No report: RuntimeError: on the meta device"),
-        ("_memory", "No account of the run in run.json: RuntimeError"),
+        ("sample_text", "No sample of text: RuntimeError: on the meta device"),
+        ("report.write_report", "No report: RuntimeError: on the meta device"),
+        ("_memory_facts", "No account of the run in run.json: RuntimeError"),
     ],
 )
 def test_what_comes_after_the_last_step_never_costs_a_run(
@@ -107,8 +107,8 @@ def test_what_comes_after_the_last_step_never_costs_a_run(
     out, run = capsys.readouterr().out, folder / "run"
     assert words in out and "Try next:" in out
     assert json.loads((run / "run.json").read_text())["status"] == "finished"
-    assert found(run / "checkpoints")[-1].name == "step-00000003"
-    assert (run / "report.html").exists() == (name != "report.write")
+    assert find_checkpoints(run / "checkpoints")[-1].name == "step-00000003"
+    assert (run / "report.html").exists() == (name != "report.write_report")
 
 
 def test_run_json_is_true_after_any_end(
@@ -122,22 +122,22 @@ def test_run_json_is_true_after_any_end(
         return known
 
     def look() -> None:
-        seen.extend([facts()["status"], folders.status_of(run, facts())])
-        monkeypatch.setattr("ranvier.train.train._memory", fail)
+        seen.extend([facts()["status"], folders.run_status(run, facts())])
+        monkeypatch.setattr("ranvier.train.train._memory_facts", fail)
         raise ValueError("a bug")
 
     interrupted(monkeypatch, 2, look)
     assert call("train", *FAST, "--train.steps", "4", "--train.out", "run") == 70
     assert seen == ["unfinished", "running"]
     assert facts()["status"] == "failed: ValueError: a bug"
-    began = folders.launches(run)[-1]["began"]
-    folders.record(run, status=folders.UNFINISHED)  # as a kill of all processes leaves it
-    assert folders.status_of(run, facts()).startswith("unfinished: it was killed")
-    with folders.lock(run):  # another run has it
-        folders.close_lost(run, began, 71, "Rank 0 was killed.")
-    folders.close_lost(run, began + 1.0, 71, "Rank 0 was killed.")  # so has one before
+    began = folders.read_launches(run)[-1]["began"]
+    folders.update_run_json(run, status=folders.UNFINISHED)  # as a kill of all processes leaves it
+    assert folders.run_status(run, facts()).startswith("unfinished: it was killed")
+    with folders.lock_dir(run):  # another run has it
+        folders.record_failure(run, began, 71, "Rank 0 was killed.")
+    folders.record_failure(run, began + 1.0, 71, "Rank 0 was killed.")  # so has one before
     assert facts()["status"] == "unfinished"
-    folders.close_lost(run, began, 71, "Rank 0 was killed.\nMore.")
+    folders.record_failure(run, began, 71, "Rank 0 was killed.\nMore.")
     assert facts()["status"] == "failed: Rank 0 was killed."
 
 
@@ -185,7 +185,7 @@ def test_a_run_does_not_outlive_its_directory(
         last.append(at)
 
     if at == 2:
-        monkeypatch.setattr("ranvier.train.resume.open_directory.LOOK_SECONDS", 0.0)
+        monkeypatch.setattr("ranvier.train.resume.open_directory.CHECK_INTERVAL_SECONDS", 0.0)
     interrupted(monkeypatch, at, harmed)
     interrupted(monkeypatch, 4, lambda: last.append(4))
     assert call("train", *FAST, "--train.steps", "5", "--train.out", "run") == 73
@@ -206,16 +206,16 @@ def lost_directory(grid: Grid, corpus: str, out: str) -> tuple[int, int]:
     trainer = trainer_of(grid, corpus, run_of(out, dict(grid.degrees), 8))
     paths = (Path(out), trainer.saver.folder)  # all ranks ask for the saver
     with (
-        held_open(*paths if grid.rank == 0 else ()) as directory,
+        hold_open(*paths if grid.rank == 0 else ()) as directory,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr("ranvier.train.resume.open_directory.LOOK_SECONDS", 0.0)
+        patch.setattr("ranvier.train.resume.open_directory.CHECK_INTERVAL_SECONDS", 0.0)
         trainer.watch_directory(directory)
         try:
-            for row in trainer.steps():
+            for row in trainer.run_steps():
                 if row["step"] == 1 and grid.rank == 0:
                     shutil.rmtree(out)
-            trainer.save()
+            trainer.save_checkpoint()
         except RanvierError as error:
             return error.exit_code, trainer.step
     return 0, trainer.step
@@ -246,11 +246,11 @@ class Failing:
 def test_a_log_that_fails_never_costs_a_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], when: str
 ) -> None:
-    monkeypatch.setattr("ranvier.train.loggers.LOGS", {"tensorboard": lambda *_: Failing(when)})
+    monkeypatch.setattr("ranvier.train.loggers.LOGGERS", {"tensorboard": lambda *_: Failing(when)})
     words = ("--train.steps", "3", "--train.log", "tensorboard", "--train.out", "run")
     assert call("train", *FAST, *words) == 0
     assert capsys.readouterr().err.count("tensorboard has failed: RuntimeError") == 1
-    assert found(folder / "run" / "checkpoints")[-1].name == "step-00000003"
+    assert find_checkpoints(folder / "run" / "checkpoints")[-1].name == "step-00000003"
 
 
 @pytest.mark.parametrize("kind", ["pipe", "full"])
@@ -270,7 +270,7 @@ def test_a_run_goes_on_when_nobody_reads_what_it_prints(
         assert sys.stdout is stream
     assert len(metrics(folder / "run")) == 4 and (folder / "run" / "report.html").exists()
     assert json.loads((folder / "run" / "run.json").read_text())["status"] == "finished"
-    assert found(folder / "run" / "checkpoints")
+    assert find_checkpoints(folder / "run" / "checkpoints")
 
 
 def test_a_run_leaves_what_people_look_for(
@@ -313,11 +313,11 @@ def test_texts_are_shown_and_commands_can_be_pasted(
 ) -> None:
     out, prompt = "it's $(touch hit); `x`", "-\x1b]0;t\x07 $(touch hit) '\u202e"
     evil = "\x1b[2J\x1b]52;c;eA==\x07\x9b1m\ra\x85b\n\tc\u202e"
-    monkeypatch.setattr(trains, "said", lambda *_: evil)
+    monkeypatch.setattr(trains, "sample_text", lambda *_: evil)
     words = ["--train.steps", "2", f"--train.prompt={prompt}", "--train.out", out]
     assert call("train", *FAST, *words) == 0
     said = capsys.readouterr().out
-    assert not CONTROLS.search(said), ascii(said)
+    assert not CONTROL_CHARACTERS.search(said), ascii(said)
     shown = f"  {escape_controls(prompt + evil)}".replace("\n", "\n  ")
     assert f"A sample of text:\n\n{shown}\n" in said
     known = json.loads((folder / out / "run.json").read_text())
@@ -336,7 +336,9 @@ def test_texts_are_shown_and_commands_can_be_pasted(
         assert got.decode().split("\0")[:-1] == meant, line
     assert not (folder / "hit").exists()
 
-    monkeypatch.setattr(Speaker, "speak", lambda self, *a, **k: iter(["\x1b", "[2J", "\u202e\nx"]))
+    monkeypatch.setattr(
+        TextGenerator, "complete_prompt", lambda self, *a, **k: iter(["\x1b", "[2J", "\u202e\nx"])
+    )
     assert call("generate", out, "--prompt", "\x07") == 0
     assert capsys.readouterr().out == "\\x07\\x1b[2J\\u202e\nx\n"
 
@@ -362,7 +364,7 @@ def test_a_signal_ends_the_step_and_the_run_goes_on_as_if_undisturbed(
         assert call(*words, "--train.out", "run") == 75
     done = len(metrics(folder / "run"))
     assert 3 < done < 8
-    assert found(folder / "run" / "checkpoints")[-1].name == f"step-{done:08}"
+    assert find_checkpoints(folder / "run" / "checkpoints")[-1].name == f"step-{done:08}"
     assert f"stopped by signal {number}" in (folder / "run" / "run.json").read_text()
     assert call("train", "run", "--nproc", "1") == 0
     assert losses(folder / "run") == whole
@@ -477,7 +479,7 @@ def test_a_directory_holds_one_run_at_a_time(
 def test_weights_that_are_no_numbers_are_not_saved(folder: Path) -> None:
     words = ["--optim.lr", "1e39", "--optim.warmup", "0", "--checkpoint.every", "1"]
     assert call("train", *FAST, *words, "--train.steps", "4", "--train.out", "run") == 74
-    assert found(folder / "run" / "checkpoints") == []
+    assert find_checkpoints(folder / "run" / "checkpoints") == []
 
 
 def test_what_is_no_number_stops_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -486,7 +488,7 @@ def test_what_is_no_number_stops_the_run(folder: Path, capsys: pytest.CaptureFix
     text = capsys.readouterr().err
     assert "NumericError" in text and "The first is the" in text and "Traceback" not in text
     assert "failed" in (folder / "run" / "report.html").read_text()
-    assert found(folder / "run" / "checkpoints") == []
+    assert find_checkpoints(folder / "run" / "checkpoints") == []
 
 
 def test_a_full_disk_keeps_the_last_checkpoint(

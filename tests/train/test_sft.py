@@ -16,9 +16,9 @@ from commands import SMALL, call, losses
 from data.chats import CHATML, folder_of
 from data.test_chats import corpus_of, talks
 from pool import Pool
-from ranvier.checkpoint.directory import found
-from ranvier.checkpoint.load import wholes
-from ranvier.infer.generate import Speaker
+from ranvier.checkpoint.directory import find_checkpoints
+from ranvier.checkpoint.load import load_full_tensors
+from ranvier.infer.generate import TextGenerator
 from training import losses_of
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "sft.py"
@@ -47,7 +47,9 @@ def test_a_grid_trains_on_answers_as_one_process_does(
     def trained(degrees: dict[str, int], name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         out = str(tmp_path / name)
         rows = pool.on_grid(degrees, losses_of, corpus, out, 4, "", CHATS)
-        return rows[0], dict(wholes(found(tmp_path / name / "checkpoints")[-1]))
+        return rows[0], dict(
+            load_full_tensors(find_checkpoints(tmp_path / name / "checkpoints")[-1])
+        )
 
     one, weights = trained({}, "one")
     many, spread = trained(degrees, "many")
@@ -87,8 +89,11 @@ def test_a_run_knows_the_end_that_its_tokenizer_came_with(folder: Path) -> None:
     corpus = ["--data.corpus", "text.txt", "--data.tokenizer", "words", "--data.held-out", "0"]
     rest = ["--model.vocab", "366", "--train.steps", "1", "--train.out", "run"]
     assert call("train", *FAST, *corpus, *rest) == 0
-    speaker = Speaker.of(folder / "run", "cpu")
-    assert speaker.tokenizer.names[speaker.tokenizer.end] == "<|eot|>" and speaker.chat is None
+    speaker = TextGenerator.from_run(folder / "run", "cpu")
+    assert (
+        speaker.tokenizer.token_names[speaker.tokenizer.eos_token_id] == "<|eot|>"
+        and speaker.chat is None
+    )
 
 
 def test_prepare_and_show_know_conversations(
@@ -123,12 +128,14 @@ def example() -> ModuleType:
 def test_the_example_runs(folder: Path) -> None:
     right = example().main(["--out", "out", "--questions", "6", "--steps", "30"])
     assert right > 0.9
-    speaker = Speaker.of(Path("out/run"), "cpu")
+    speaker = TextGenerator.from_run(Path("out/run"), "cpu")
     with open("out/chats.jsonl", encoding="utf-8") as file:
         question, answer = (one["content"] for one in json.loads(file.readline())["messages"])
-    said = "".join(speaker.answer(question, tokens=32, temperature=0.0, top_k=0, seed=0))
+    said = "".join(speaker.answer_question(question, tokens=32, temperature=0.0, top_k=0, seed=0))
     assert said == answer
-    assert "".join(speaker.speak("", tokens=4, temperature=0.0, top_k=0, seed=0)) != answer
+    assert (
+        "".join(speaker.complete_prompt("", tokens=4, temperature=0.0, top_k=0, seed=0)) != answer
+    )
 
 
 @pytest.mark.full

@@ -12,14 +12,14 @@ import torch
 
 from equivalence import Case, batch_of, gradients, micros_of, worst
 from pool import Pool
-from ranvier.checkpoint.directory import found as checkpoints
+from ranvier.checkpoint.directory import find_checkpoints as checkpoints
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models import Decoder
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import parallel_of
-from ranvier.tools.verify import compare, shrink
-from ranvier.train.build_stage import measured
+from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.tools.verify import compare_with_serial, shrink_run
+from ranvier.train.build_stage import load_stage_times
 from ranvier.train.step import forward_backward
 from training import losses_of, run_of, stored, trainer_of
 
@@ -35,15 +35,15 @@ def trained(grid: Grid, corpus: str, out: str, changes: dict[str, Any]) -> dict[
     """Losses and norms of a few steps, evaluated at the end, and what the pipeline settled."""
     run = run_of(out, dict(grid.degrees), STEPS, **changes)
     trainer = trainer_of(grid, corpus, run)
-    rows = list(trainer.steps())
+    rows = list(trainer.run_steps())
     trainer.write_timeline()
-    pipeline = parallel_of(trainer.model).pipeline
+    pipeline = get_parallel_model(trainer.model).pipeline
     return {
         "losses": [row["loss"] for row in rows],
         "norms": [row["grad_norm"] for row in rows],
-        "held_out": trainer.measure(),
-        "limit": pipeline.how.limit,
-        "firsts": pipeline.runtime.stage.firsts,
+        "held_out": trainer.compute_val_loss(),
+        "limit": pipeline.config.max_in_flight,
+        "firsts": pipeline.executor.stage.stage_starts,
         "notes": trainer.notes,
         "flops": trainer.meter.flops,
     }
@@ -104,7 +104,7 @@ def test_ranks_may_be_placed_in_any_order(
     for steps, axes in ((2, order), (4, ()), (6, order)):
         out, changes = tmp_path / str(steps), {**even, "plan__order": axes, "guard__replicas": 1}
         plan = run_of(str(out), degrees, steps, **changes).plan
-        ranks = [int(rank) for rank in Grid.of(plan).ranks.reshape(-1)]
+        ranks = [int(rank) for rank in Grid.from_plan(plan).ranks.reshape(-1)]
         told = pool.on_grid(degrees, losses_of, corpus, str(out), steps, last, changes, order=ranks)
         assert all(losses == told[0] for losses in told)
         found, last = found + told[0], str(checkpoints(out / "checkpoints")[-1])
@@ -155,7 +155,7 @@ def test_measured_times_decide_where_the_model_is_cut(
 def test_a_timeline_without_times_is_refused(tmp_path: Path, facts: str) -> None:
     (tmp_path / "timeline.json").write_text(facts)
     with pytest.raises(PlanError, match="stage_times"):
-        measured(tmp_path)
+        load_stage_times(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -165,19 +165,19 @@ def test_a_timeline_without_times_is_refused(tmp_path: Path, facts: str) -> None
 def test_times_that_cannot_be_read_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "times.toml").write_text(text)
     with pytest.raises(PlanError, match="stage_times"):
-        measured(tmp_path / "times.toml")
+        load_stage_times(tmp_path / "times.toml")
     with pytest.raises(PlanError, match="cannot be read"):
-        measured(tmp_path / "nowhere")
+        load_stage_times(tmp_path / "nowhere")
 
 
 def resumed(grid: Grid, corpus: str, out: str) -> tuple[list[float], list[float]]:
     """Losses of a run, and of one that goes on from its checkpoint in the middle."""
     settings: dict[str, Any] = {"checkpoint__every": 2, "model__tied": True}
     run = run_of(out, dict(grid.degrees), STEPS, **settings)
-    whole = [row["loss"] for row in trainer_of(grid, corpus, run).steps()]
+    whole = [row["loss"] for row in trainer_of(grid, corpus, run).run_steps()]
     second = trainer_of(grid, corpus, run)
-    second.resume(Path(out) / "checkpoints" / "step-00000002")
-    return whole, [row["loss"] for row in second.steps()]
+    second.resume_from(Path(out) / "checkpoints" / "step-00000002")
+    return whole, [row["loss"] for row in second.run_steps()]
 
 
 def test_a_run_with_stages_goes_on_to_the_bit(pool: Pool, tmp_path: Path, corpus: str) -> None:
@@ -187,12 +187,12 @@ def test_a_run_with_stages_goes_on_to_the_bit(pool: Pool, tmp_path: Path, corpus
 
 def verified(grid: Grid, changes: dict[str, Any]) -> list[str]:
     """What `ranvier verify` finds wrong on a grid, on this rank."""
-    run = shrink(run_of("", dict(grid.degrees), STEPS, **changes))
+    run = shrink_run(run_of("", dict(grid.degrees), STEPS, **changes))
     torch.manual_seed(run.train.seed)
-    findings, lines, _ = compare(run, grid, Decoder(run.model).double())
-    names = [finding.what for finding in findings]
+    findings, lines, _ = compare_with_serial(run, grid, Decoder(run.model).double())
+    names = [finding.quantity for finding in findings]
     assert len(names) > 40 and len(names) == len(set(names))
-    return lines + [finding.what for finding in findings if not finding.good]
+    return lines + [finding.quantity for finding in findings if not finding.is_within_limit]
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ def reduced(grid: Grid) -> list[str]:
     """Messages back and reductions over data of a step, in the order of their issue."""
     model = Case("deep", policy="1f1b").on(grid)
     micros = micros_of(batch_of("deep", samples=16, packed=False), grid, 2)
-    optimizer = Optimizer(parallel_of(model).queue)
-    with grid.trace.recording() as events:
+    optimizer = Optimizer(get_parallel_model(model).bucket_scheduler)
+    with grid.trace.record_events() as events:
         forward_backward(model, micros)
         optimizer.step()
     words = {("send", ("pipe",)): "message", ("reduce_scatter", ("data",)): "reduction"}
@@ -234,7 +234,9 @@ def compiled(grid: Grid) -> list[str]:
         case = Case("deep tied", micro_batches=2, packed=True)
         model = case.on(grid, compiled=backend)
         loss = forward_backward(model, micros_of(batch_of("", samples=8, packed=True), grid, 2))
-        found.append({n: g for n, (g, _) in gradients(parallel_of(model)).items()} | {"": loss})
+        found.append(
+            {n: g for n, (g, _) in gradients(get_parallel_model(model)).items()} | {"": loss}
+        )
     for name, want in found[0].items():
         lines += worst(name, found[1][name], want, 1e-12)
     return lines

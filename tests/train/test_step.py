@@ -13,7 +13,7 @@ from ranvier.data.batch import Batch
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
 from ranvier.models import Decoder, DecoderConfig
-from ranvier.parallel.parallelize import parallel_of, parallelize
+from ranvier.parallel.parallelize import get_parallel_model, parallelize
 from ranvier.train.step import forward_backward
 
 pytestmark = [  # of the compiler
@@ -61,7 +61,7 @@ def test_gradients_are_those_of_the_plain_model(kind: type[Decoder], compiled: s
     torch.manual_seed(0)
     model = parallelize(kind(CONFIG).double(), Grid({}), compiled=compiled)
     assert forward_backward(model, [BATCH]).item() == pytest.approx(loss.item(), abs=1e-12)
-    for name, (grad, _) in gradients(parallel_of(model)).items():
+    for name, (grad, _) in gradients(get_parallel_model(model)).items():
         want = serial.get_parameter(name).grad
         assert want is not None
         torch.testing.assert_close(grad, want.flatten(), rtol=1e-11, atol=1e-14)
@@ -95,13 +95,13 @@ def test_documents_as_numbers_are_compiled_too() -> None:
 
 @pytest.mark.full
 def test_many_shapes_run_without_a_graph_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ranvier.nn.compile.SHAPES", 3)
+    monkeypatch.setattr("ranvier.nn.compile.MAX_MODEL_GRAPHS", 3)
     model = parallelize(Decoder(CONFIG), Grid({}), compiled="aot_eager")
-    compiled = parallel_of(model).compiled
+    compiled = get_parallel_model(model).compiled_blocks
     assert compiled is not None
     for length in (8, 7, 6):
         forward_backward(model, [Batch(TOKENS[:, :length], TOKENS[:, :length])])
-    assert len(compiled.events) == 3
+    assert len(compiled.graph_events) == 3
 
 
 def test_what_cannot_be_asked_of_parallelize() -> None:

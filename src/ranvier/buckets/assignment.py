@@ -5,44 +5,49 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ranvier.buckets import spec
-from ranvier.buckets.bucket import Bucket, Segment, Weight
-from ranvier.buckets.scheduler import Deferred
-from ranvier.buckets.spec import Piece
+from ranvier.buckets.bucket import Bucket, BucketSegment, ShardedParameter
+from ranvier.buckets.scheduler import BucketScheduler
+from ranvier.buckets.spec import ParamSpec
 
 
-def fill(queue: Deferred, weights: Iterable[Weight], blocks: Mapping[str, str]) -> None:
+def assign_buckets(
+    queue: BucketScheduler, weights: Iterable[ShardedParameter], blocks: Mapping[str, str]
+) -> None:
     """Sort weights into buckets: by block, split over depth, group, trained, tied.
 
     blocks: name of the block of each weight. Communicates: the making of groups.
     """
     known = {weight.name: weight for weight in weights}
-    pieces = [_piece(weight, blocks[name]) for name, weight in known.items()]
-    for lot in spec.sort(pieces, queue.grid.degrees):
-        members, start = [known[piece.name] for piece in lot.pieces], 0
+    pieces = [_param_spec(weight, blocks[name]) for name, weight in known.items()]
+    for lot in spec.build_bucket_specs(pieces, queue.grid.degrees):
+        members, start = [known[piece.name] for piece in lot.params], 0
         for weight in members:
-            weight.offset, start = start, start + weight.elements
+            weight.offset, start = start, start + weight.num_elements
         bucket = Bucket(
             name=lot.block,
             weights=members,
-            queue=queue,
+            bucket_scheduler=queue,
             segments=[
-                Segment(one.start, one.stop, queue.grid.axis(share=one.same)) for one in lot.ranges
+                BucketSegment(one.start, one.stop, queue.grid.axis(share=one.replicas))
+                for one in lot.ranges
             ],
             size=lot.size,
-            late=lot.late,
-            tied=members[0].tied,
+            reduce_at_step_end=lot.reduce_at_step_end,
+            tied_axis=members[0].tied_axis,
         )
         for weight in members:
             weight.bucket = bucket
         queue.buckets.append(bucket)
 
 
-def _piece(weight: Weight, block: str) -> Piece:
-    whom = weight.tied.ranks if weight.tied is not None else ()
+def _param_spec(weight: ShardedParameter, block: str) -> ParamSpec:
+    whom = weight.tied_axis.ranks if weight.tied_axis is not None else ()
     tied = len(weight.owners) > 1
-    return Piece(weight.name, block, weight.sharding, weight.group, weight.trainable, tied, whom)
+    return ParamSpec(
+        weight.name, block, weight.sharding, weight.param_group, weight.trainable, tied, whom
+    )
 
 
-def copies(weight: Weight, queue: Deferred) -> dict[str, int]:
+def replicas_per_axis(weight: ShardedParameter, queue: BucketScheduler) -> dict[str, int]:
     """Ranks of each axis but data and pipe that hold the same part."""
-    return spec.copies(weight.sharding, queue.grid.degrees)
+    return spec.replicas_per_axis(weight.sharding, queue.grid.degrees)

@@ -23,7 +23,7 @@ CHUNK = 2**24
 """Elements whose positions are made at once: what that needs beside them stays small."""
 
 
-def packed(mask: Tensor) -> Tensor:
+def pack_bits(mask: Tensor) -> Tensor:
     """Bools `[n]` as bits `[ceil(n / 8)]`, the first in the lowest."""
     places = 1 << torch.arange(8, dtype=torch.uint8, device=mask.device)
     found = []
@@ -33,14 +33,14 @@ def packed(mask: Tensor) -> Tensor:
     return torch.cat(found)
 
 
-def unpacked(bits: Tensor) -> Tensor:
+def unpack_bits(bits: Tensor) -> Tensor:
     """Bits `[..., n]` as bools `[..., 8 n]`."""
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (((bits.unsqueeze(-1) >> places) & 1) > 0).flatten(-2)
 
 
 @dataclass(frozen=True)
-class Sparse:
+class CompressedTensor:
     """Numbers with zeros between them: those that stay, and where."""
 
     values: Tensor
@@ -51,7 +51,7 @@ class Sparse:
     """Elements, zeros included."""
 
 
-class Kept:
+class SparsityMask:
     """The elements of a bucket that stay, on this rank and on the others of its depth axis."""
 
     def __init__(
@@ -61,99 +61,101 @@ class Kept:
 
         mine: my row of them. ranks: compressed rows are cut into so many equal ranges (over data).
         """
-        self.size, self.mine, self.device = size, mine, bits.device
+        self.size, self.row_index, self.device = size, mine, bits.device
         self._bits: Tensor | None = bits
         self._index: Tensor | None = None
-        self._marks = sorted({0, size, *edges, *range(0, size, CHUNK)})
-        sums = [self._window(0, len(bits), a, b).sum(1) for a, b in pairwise(self._marks)]
+        self._chunk_bounds = sorted({0, size, *edges, *range(0, size, CHUNK)})
+        sums = [
+            self._mask_window(0, len(bits), a, b).sum(1) for a, b in pairwise(self._chunk_bounds)
+        ]
         zero = torch.zeros(len(bits), dtype=torch.int64, device=bits.device)
         before = torch.stack([zero, *sums], 1).cumsum(1).tolist()
-        self._before: list[dict[int, int]] = [
-            dict(zip(self._marks, row, strict=True)) for row in before
+        self._counts_before: list[dict[int, int]] = [
+            dict(zip(self._chunk_bounds, row, strict=True)) for row in before
         ]
         """By row: elements that stay before each mark."""
-        self.rows = [row[-1] for row in before]
+        self.row_counts = [row[-1] for row in before]
         """Elements of each depth rank that stay."""
-        self.count = -(-max(self.rows) // ranks) * ranks
+        self.compressed_size = -(-max(self.row_counts) // ranks) * ranks
         """Elements of a compressed row: the fullest, rounded up to a multiple of `ranks`."""
-        if 4 * sum(self.rows) < bits.numel() and size < 2**31:
-            self._index = self._positions().to(torch.int32)
+        if 4 * sum(self.row_counts) < bits.numel() and size < 2**31:
+            self._index = self._all_positions().to(torch.int32)
             self._bits = None
-        self._known: dict[int, int] = {}
-        step = self.count // ranks
-        inner = [self.position(i * step) for i in range(1, ranks)]
-        self.bounds = [0, *inner, size]
+        self._position_cache: dict[int, int] = {}
+        step = self.compressed_size // ranks
+        inner = [self.dense_position(i * step) for i in range(1, ranks)]
+        self.shard_bounds = [0, *inner, size]
         """Positions where the equal ranges of my compressed row begin in my shards, and the end."""
 
     @property
-    def bytes(self) -> int:
+    def num_bytes(self) -> int:
         """What it takes."""
         return sum(x.nbytes for x in (self._bits, self._index) if x is not None)
 
-    def at(self, position: int) -> int:
+    def compressed_offset(self, position: int) -> int:
         """Where in my compressed row a weight begins that begins at a position of the bucket."""
-        return self._before[self.mine][position]
+        return self._counts_before[self.row_index][position]
 
     # ---- positions ----------------------------------------------------------------------
 
-    def _window(self, first: int, last: int, a: int, b: int) -> Tensor:
+    def _mask_window(self, first: int, last: int, a: int, b: int) -> Tensor:
         """Whether elements `a` to `b` of some rows stay, from bits."""
         assert self._bits is not None
         low = a // 8
-        return unpacked(self._bits[first:last, low : -(-b // 8)])[:, a - 8 * low : b - 8 * low]
+        return unpack_bits(self._bits[first:last, low : -(-b // 8)])[:, a - 8 * low : b - 8 * low]
 
-    def _positions(self) -> Tensor:
+    def _all_positions(self) -> Tensor:
         """Where in its row each element lies, one row after the other."""
         return torch.cat(
             [
-                self._where(row, row + 1, a, b) + a
-                for row in range(len(self.rows))
-                for a, b in pairwise(self._marks)
+                self._positions_between(row, row + 1, a, b) + a
+                for row in range(len(self.row_counts))
+                for a, b in pairwise(self._chunk_bounds)
             ]
         )
 
-    def _where(self, first: int, last: int, a: int, b: int) -> Tensor:
+    def _positions_between(self, first: int, last: int, a: int, b: int) -> Tensor:
         """Where in a flattened `[rows, b - a]` the elements between two marks stay."""
-        counts = [before[b] - before[a] for before in self._before[first:last]]
+        counts = [before[b] - before[a] for before in self._counts_before[first:last]]
         if self._bits is not None:
-            mask = self._window(first, last, a, b).reshape(-1)
+            mask = self._mask_window(first, last, a, b).reshape(-1)
             return torch.nonzero_static(mask, size=sum(counts)).reshape(-1)
         assert self._index is not None
         found = []
         for row, count in enumerate(counts):
-            start = sum(self.rows[: first + row]) + self._before[first + row][a]
+            start = sum(self.row_counts[: first + row]) + self._counts_before[first + row][a]
             part = self._index[start : start + count].to(torch.int64)
             found.append(part + (row * (b - a) - a))
         return torch.cat(found)
 
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
+    def _iter_positions(self, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
         """Positions of the elements `start` to `stop` of my compressed row, a few at a time.
 
         Each part with where it begins and ends in that row.
         """
-        before = self._before[self.mine]
-        for a, b in pairwise(self._marks):
+        before = self._counts_before[self.row_index]
+        for a, b in pairwise(self._chunk_bounds):
             low, high = max(before[a], start), min(before[b], stop)
             if low < high:
-                index = self._where(self.mine, self.mine + 1, a, b)
+                index = self._positions_between(self.row_index, self.row_index + 1, a, b)
                 yield low, high, index[low - before[a] : high - before[a]] + a
 
-    def position(self, number: int) -> int:
+    def dense_position(self, number: int) -> int:
         """Where in my shards the element of that number of my compressed row lies, or the end."""
-        if number not in self._known:
-            found = [index for _, _, index in self._parts(number, number + 1)]
-            self._known[number] = int(found[0]) if found else self.size
-        return self._known[number]
+        if number not in self._position_cache:
+            found = [index for _, _, index in self._iter_positions(number, number + 1)]
+            self._position_cache[number] = int(found[0]) if found else self.size
+        return self._position_cache[number]
 
-    def mask(self, low: int, high: int) -> Tensor:
+    def dense_mask(self, low: int, high: int) -> Tensor:
         """Whether my elements `low` to `high` stay."""
         found = [torch.zeros(0, dtype=torch.bool, device=self.device)]
-        for a, b in pairwise(self._marks):
+        for a, b in pairwise(self._chunk_bounds):
             if a < high and low < b:
                 if self._bits is not None:
-                    part = self._window(self.mine, self.mine + 1, a, b)[0]
+                    part = self._mask_window(self.row_index, self.row_index + 1, a, b)[0]
                 else:
-                    index = self._where(self.mine, self.mine + 1, a, b)
+                    index = self._positions_between(self.row_index, self.row_index + 1, a, b)
                     part = torch.zeros(b - a, dtype=torch.bool, device=self.device)
                     part[index] = True
                 found.append(part[max(low - a, 0) : high - a])
@@ -162,40 +164,42 @@ class Kept:
     # ---- there and back -----------------------------------------------------------------
 
     @torch.no_grad()
-    def take(self, dense: Tensor, origin: int, start: int, stop: int) -> Tensor:
+    def compress_range(self, dense: Tensor, origin: int, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` of my compressed row, from dense ones; padding is zero.
 
         dense: flat, begins at position `origin`.
         """
         out = dense.new_zeros(stop - start)
-        for low, high, index in self._parts(start, stop):
+        for low, high, index in self._iter_positions(start, stop):
             torch.index_select(dense, 0, index - origin, out=out[low - start : high - start])
         return out
 
     @torch.no_grad()
-    def put(self, dense: Tensor, origin: int, start: int, values: Tensor) -> None:
+    def write_dense(self, dense: Tensor, origin: int, start: int, values: Tensor) -> None:
         """Write elements of my compressed row from `start` on to their places in a dense tensor."""
-        for low, high, index in self._parts(start, start + values.numel()):
+        for low, high, index in self._iter_positions(start, start + values.numel()):
             part = values[low - start : high - start].to(dense)
             dense.index_copy_(0, index - origin, part)
 
     @torch.no_grad()
-    def add(self, into: Tensor, dense: Tensor, start: int) -> None:
+    def add_to_compressed(self, into: Tensor, dense: Tensor, start: int) -> None:
         """Add dense elements from position `start` on of all rows to compressed rows.
 
         into: `[depth, count]`; dense: `[depth, n]`.
         """
-        stop, rows = start + dense.shape[1], len(self.rows)
-        for a, b in pairwise(self._marks):
+        stop, rows = start + dense.shape[1], len(self.row_counts)
+        for a, b in pairwise(self._chunk_bounds):
             if a < start or b > stop:
                 continue
-            part = dense[:, a - start : b - start].reshape(-1)[self._where(0, rows, a, b)]
-            spans = [(before[a], before[b]) for before in self._before]
+            part = dense[:, a - start : b - start].reshape(-1)[
+                self._positions_between(0, rows, a, b)
+            ]
+            spans = [(before[a], before[b]) for before in self._counts_before]
             for row, one in enumerate(part.split([high - low for low, high in spans])):
                 into[row, slice(*spans[row])] += one
 
     @torch.no_grad()
-    def clear(self, dense: Tensor) -> None:
+    def zero_pruned(self, dense: Tensor) -> None:
         """Set what does not stay of my elements `[size]` to zero."""
-        for a, b in pairwise(self._marks):
-            dense[a:b].masked_fill_(~self.mask(a, b).to(dense.device), 0)
+        for a, b in pairwise(self._chunk_bounds):
+            dense[a:b].masked_fill_(~self.dense_mask(a, b).to(dense.device), 0)

@@ -15,36 +15,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ranvier.errors import DamageError, RefusedError
+from ranvier.errors import DamageError, UnsafeInputError
 
-BLOCK = 1 << 20
+BLOCK_BYTES = 1 << 20
 """Bytes that have a checksum of their own."""
-SEGMENT = 16 * BLOCK
+SEGMENT_BYTES = 16 * BLOCK_BYTES
 """Bytes that one thread writes at once."""
-THREADS = 4
+WRITER_THREADS = 4
 """Threads that write a large file: one alone does not fill a fast disk."""
 
 
 @dataclass(frozen=True)
-class Sums:
+class BlockChecksums:
     """Size of a file and the checksums of its blocks."""
 
     size: int
-    blocks: tuple[int, ...]
+    checksums: tuple[int, ...]
 
-    def text(self) -> str:
+    def to_hex(self) -> str:
         """The checksums as hexadecimal digits, eight for each block."""
-        return "".join(f"{x:08x}" for x in self.blocks)
+        return "".join(f"{x:08x}" for x in self.checksums)
 
     @classmethod
-    def of(cls, size: int, text: str) -> Sums:
+    def from_hex(cls, size: int, text: str) -> BlockChecksums:
         """From what `text` wrote; a ValueError if it cannot be."""
-        if size < 0 or len(text) != 8 * -(-size // BLOCK) or text != text.lower():
+        if size < 0 or len(text) != 8 * -(-size // BLOCK_BYTES) or text != text.lower():
             raise ValueError(f"{len(text) // 8} checksums for {size} bytes")
         return cls(size, tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8)))
 
 
-class Bytes(Protocol):
+class LazyBytes(Protocol):
     """Bytes that may be made only when they are asked for."""
 
     def __len__(self) -> int: ...
@@ -52,22 +52,22 @@ class Bytes(Protocol):
     def __getitem__(self, part: slice, /) -> memoryview: ...
 
 
-def write(path: Path, pieces: Sequence[Bytes]) -> Sums:
+def write_checksummed(path: Path, pieces: Sequence[LazyBytes]) -> BlockChecksums:
     """Write a new file of these bytes and have the disk hold it."""
     size = sum(len(piece) for piece in pieces)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        starts = range(0, size, SEGMENT)
+        starts = range(0, size, SEGMENT_BYTES)
 
         def put(start: int) -> list[int]:
-            data = joined(pieces, start, min(start + SEGMENT, size))
-            _put(handle, data, start)
-            return [zlib.crc32(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK)]
+            data = join_bytes(pieces, start, min(start + SEGMENT_BYTES, size))
+            _write_all(handle, data, start)
+            return [zlib.crc32(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)]
 
-        if len(starts) < 2 * THREADS:
+        if len(starts) < 2 * WRITER_THREADS:
             sums = [put(start) for start in starts]
         else:
-            with ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint") as threads:
+            with ThreadPoolExecutor(WRITER_THREADS, thread_name_prefix="checkpoint") as threads:
                 sums = list(threads.map(put, starts))
         os.fsync(handle)
     except OSError as error:
@@ -75,10 +75,10 @@ def write(path: Path, pieces: Sequence[Bytes]) -> Sums:
         raise
     finally:
         os.close(handle)
-    return Sums(size, tuple(x for group in sums for x in group))
+    return BlockChecksums(size, tuple(x for group in sums for x in group))
 
 
-def joined(pieces: Sequence[Bytes], start: int, stop: int) -> memoryview:
+def join_bytes(pieces: Sequence[LazyBytes], start: int, stop: int) -> memoryview:
     """Bytes `start` to `stop` of pieces that lie one after the other; copied only at their ends."""
     found, at = [], 0
     for piece in pieces:
@@ -89,14 +89,14 @@ def joined(pieces: Sequence[Bytes], start: int, stop: int) -> memoryview:
     return found[0] if len(found) == 1 else memoryview(b"".join(found))
 
 
-def _put(handle: int, data: memoryview, start: int) -> None:
+def _write_all(handle: int, data: memoryview, start: int) -> None:
     """Write all of it, however little the system takes at once."""
     while data:
         done = os.pwrite(handle, data, start)
         data, start = data[done:], start + done
 
 
-def flush(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Have the disk hold a directory's entries, or what was written to a file."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -105,34 +105,36 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def opened(path: Path) -> int:
+def open_plain_file(path: Path) -> int:
     """A handle to a plain file that lies in its directory and nowhere else; it never blocks."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if path.is_symlink():
-            raise _refused(path, "a symbolic link") from None
+            raise _refused_error(path, "a symbolic link") from None
         raise DamageError(f"{path} cannot be read: {error.strerror}. It must be there.") from None
     facts = os.fstat(handle)
     if not stat.S_ISREG(facts.st_mode) or facts.st_nlink > 1:
         os.close(handle)
-        raise _refused(path, "a hard link" if stat.S_ISREG(facts.st_mode) else "no plain file")
+        raise _refused_error(
+            path, "a hard link" if stat.S_ISREG(facts.st_mode) else "no plain file"
+        )
     return handle
 
 
-def _refused(path: Path, what: str) -> RefusedError:
-    return RefusedError(
+def _refused_error(path: Path, what: str) -> UnsafeInputError:
+    return UnsafeInputError(
         f"{path} is {what}. A checkpoint holds plain files of its own, so that nothing outside of "
         "it is read. Put a copy of the file in its place."
     )
 
 
-class Blocks:
+class ChecksummedFile:
     """A file that is read in checked blocks."""
 
-    def __init__(self, path: Path, sums: Sums) -> None:
-        self.path, self.sums = path, sums
-        self._handle = opened(path)
+    def __init__(self, path: Path, sums: BlockChecksums) -> None:
+        self.path, self.checksums = path, sums
+        self._handle = open_plain_file(path)
         size = os.fstat(self._handle).st_size
         if size != sums.size:
             self.close()
@@ -140,8 +142,8 @@ class Blocks:
 
     def read(self, start: int, stop: int) -> memoryview:
         """Bytes `start` to `stop`; the blocks they lie in are read and checked."""
-        first, last = start // BLOCK, -(-stop // BLOCK)
-        low, high = first * BLOCK, min(last * BLOCK, self.sums.size)
+        first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
+        low, high = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self.checksums.size)
         data = memoryview(bytearray(high - low))
         at = 0
         while at < len(data):
@@ -152,14 +154,14 @@ class Blocks:
                     f"{self.path} cannot be read at byte {low + at}: {error.strerror}."
                 ) from None
             if done == 0:
-                raise DamageError(f"{self.path} ends at byte {low + at} of {self.sums.size}.")
+                raise DamageError(f"{self.path} ends at byte {low + at} of {self.checksums.size}.")
             at += done
         for block in range(first, last):
-            here = data[(block - first) * BLOCK : (block - first + 1) * BLOCK]
-            if zlib.crc32(here) != self.sums.blocks[block]:
+            here = data[(block - first) * BLOCK_BYTES : (block - first + 1) * BLOCK_BYTES]
+            if zlib.crc32(here) != self.checksums.checksums[block]:
                 raise DamageError(
-                    f"{self.path} is damaged in bytes {block * BLOCK} to "
-                    f"{block * BLOCK + len(here)}: their checksum is not the one they were "
+                    f"{self.path} is damaged in bytes {block * BLOCK_BYTES} to "
+                    f"{block * BLOCK_BYTES + len(here)}: their checksum is not the one they were "
                     "written with."
                 )
         return data[start - low : stop - low]
@@ -168,7 +170,7 @@ class Blocks:
         """Give the handle back."""
         os.close(self._handle)
 
-    def __enter__(self) -> Blocks:
+    def __enter__(self) -> ChecksummedFile:
         return self
 
     def __exit__(self, *_: object) -> None:

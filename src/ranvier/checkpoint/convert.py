@@ -15,14 +15,14 @@ from torch import Tensor
 
 from ranvier.checkpoint import checksummed_file, directory, load, rank_file
 from ranvier.checkpoint import manifest as manifests
-from ranvier.checkpoint.rank_file import Host, Layout
+from ranvier.checkpoint.rank_file import FileLayout, HostBuffer
 from ranvier.config.plan import AXES
 from ranvier.errors import CheckpointError, PlanError, WriteError
-from ranvier.sharding import Place, State
+from ranvier.sharding import Shard, ShardedStateDict
 
-ROOM = 1 << 30
+MAX_FILE_BYTES = 1 << 30
 """Bytes of a file, unless one tensor has more."""
-TYPES = {
+DTYPES_BY_NAME = {
     "fp64": torch.float64,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -31,52 +31,52 @@ TYPES = {
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointSource:
     """Whole tensors of a checkpoint, read when they are asked for."""
 
     step: int
     facts: Mapping[str, Any]
-    kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-    read: Callable[[Sequence[str]], Mapping[str, Tensor]]
+    tensor_specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+    read_tensors: Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
-def opened(checkpoint: Path) -> Source:
+def open_checkpoint(checkpoint: Path) -> CheckpointSource:
     """The tensors of a checkpoint."""
-    manifest = manifests.read(checkpoint)
+    manifest = manifests.read_manifest(checkpoint)
 
     def read(names: Sequence[str]) -> Mapping[str, Tensor]:
-        state = {name: load.blank(manifest.tensors[name]) for name in names}
-        load.fill(checkpoint, manifest, state)
+        state = {name: load.empty_shard(manifest.tensors[name]) for name in names}
+        load.fill_tensors(checkpoint, manifest, state)
         return {name: tensor for name, (tensor, _) in state.items()}
 
     kinds = {name: (entry.dtype, entry.shape) for name, entry in manifest.tensors.items()}
-    return Source(manifest.step, manifest.facts, kinds, read)
+    return CheckpointSource(manifest.step, manifest.facts, kinds, read)
 
 
-def convert(checkpoint: Path, out: Path, *, form: str, dtype: str) -> list[str]:
+def convert_checkpoint(checkpoint: Path, out: Path, *, form: str, dtype: str) -> list[str]:
     """Write a checkpoint anew; the names of its files. A file `out` appears whole or not at all."""
     if out.exists():
         raise PlanError(f"{out} exists. What is there is not overwritten. Choose another name.")
-    if form not in ("checkpoint", "weights") or (dtype and dtype not in TYPES):
+    if form not in ("checkpoint", "weights") or (dtype and dtype not in DTYPES_BY_NAME):
         raise PlanError(
             f"form={form!r}, dtype={dtype!r}. Forms are checkpoint and weights, types "
-            f"{', '.join(TYPES)} (of weights only). Use these."
+            f"{', '.join(DTYPES_BY_NAME)} (of weights only). Use these."
         )
     if form == "checkpoint" and dtype:
         raise PlanError("dtype is for form=weights; a checkpoint keeps its types. Leave it out.")
-    source, hidden = opened(checkpoint), out.with_name(f".{out.name}.writing")
+    source, hidden = open_checkpoint(checkpoint), out.with_name(f".{out.name}.writing")
     shutil.rmtree(hidden, ignore_errors=True)
     try:
         hidden.mkdir(parents=True)
         if form == "checkpoint":
-            names = _as_checkpoint(source, hidden)
+            names = _write_checkpoint(source, hidden)
         else:
-            names = _as_weights(source, hidden, TYPES.get(dtype))
-        directory.rename(hidden, out)
-        checksummed_file.flush(out.absolute().parent)
+            names = _write_weights(source, hidden, DTYPES_BY_NAME.get(dtype))
+        directory.rename_finished(hidden, out)
+        checksummed_file.fsync_path(out.absolute().parent)
     except OSError as error:
         shutil.rmtree(hidden, ignore_errors=True)
-        size = sum(torch.Size(s).numel() * d.itemsize for d, s in source.kinds.values())
+        size = sum(torch.Size(s).numel() * d.itemsize for d, s in source.tensor_specs.values())
         raise WriteError(
             f"{error.filename or out}: {error.strerror}. Up to {size:,} bytes are to be written. "
             "Free space, or choose another place."
@@ -87,14 +87,14 @@ def convert(checkpoint: Path, out: Path, *, form: str, dtype: str) -> list[str]:
     return names
 
 
-def _groups(source: Source, names: Sequence[str]) -> Iterator[list[str]]:
+def _group_by_size(source: CheckpointSource, names: Sequence[str]) -> Iterator[list[str]]:
     """Names in order, as many as fit into a file."""
     group: list[str] = []
     held = 0
     for name in names:
-        dtype, shape = source.kinds[name]
+        dtype, shape = source.tensor_specs[name]
         size = torch.Size(shape).numel() * dtype.itemsize
-        if group and held + size > ROOM:
+        if group and held + size > MAX_FILE_BYTES:
             yield group
             group, held = [], 0
         group.append(name)
@@ -103,46 +103,57 @@ def _groups(source: Source, names: Sequence[str]) -> Iterator[list[str]]:
         yield group
 
 
-def _as_checkpoint(source: Source, here: Path) -> list[str]:
+def _write_checkpoint(source: CheckpointSource, here: Path) -> list[str]:
     """The same checkpoint as one process would have saved it, in files of about 1 GiB."""
-    host, groups = Host(torch.device("cpu")), list(_groups(source, list(source.kinds)))
+    host, groups = (
+        HostBuffer(torch.device("cpu")),
+        list(_group_by_size(source, list(source.tensor_specs))),
+    )
     for number, group in enumerate(groups):
-        state: State = {
-            name: (x, Place(tuple(x.shape), (0,) * x.dim(), *(tuple(x.shape),) * 2))
-            for name, x in source.read(group).items()
+        state: ShardedStateDict = {
+            name: (x, Shard(tuple(x.shape), (0,) * x.dim(), *(tuple(x.shape),) * 2))
+            for name, x in source.read_tensors(group).items()
         }
-        layout = Layout.of(state)
-        host.ready(layout.size)
-        for begin, flat in rank_file.runs(state, layout):
-            host.copy(begin, flat)
-        rank_file.write(here, number, state, layout, host.bytes(0, layout.size))
-    directory.seal(here, source.step, dict.fromkeys(AXES, 1), source.facts, files=len(groups))
-    return [rank_file.names(number)[0] for number in range(len(groups))]
+        layout = FileLayout.from_state(state)
+        host.ensure_size(layout.data_bytes)
+        for begin, flat in rank_file.flat_runs(state, layout):
+            host.copy_tensor(begin, flat)
+        rank_file.write_rank_file(
+            here, number, state, layout, host.byte_views(0, layout.data_bytes)
+        )
+    directory.write_manifest(
+        here, source.step, dict.fromkeys(AXES, 1), source.facts, files=len(groups)
+    )
+    return [rank_file.rank_file_names(number)[0] for number in range(len(groups))]
 
 
-def _as_weights(source: Source, here: Path, dtype: torch.dtype | None) -> list[str]:
+def _write_weights(source: CheckpointSource, here: Path, dtype: torch.dtype | None) -> list[str]:
     """Whole weights by the names of their parameters, as safetensors with an index."""
     from safetensors.torch import save_file
 
-    names = [name for name in source.kinds if name.endswith(".master")]
+    names = [name for name in source.tensor_specs if name.endswith(".master")]
     if not names:
         raise CheckpointError("It holds no weights. Convert a checkpoint of a run.")
-    groups, where, size = list(_groups(source, names)), dict[str, str](), 0
+    groups, where, size = list(_group_by_size(source, names)), dict[str, str](), 0
     for number, group in enumerate(groups, 1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        tensors = {n.removesuffix(".master"): x.to(dtype) for n, x in source.read(group).items()}
+        tensors = {
+            n.removesuffix(".master"): x.to(dtype) for n, x in source.read_tensors(group).items()
+        }
         save_file(tensors, here / file, metadata={"format": "pt"})
-        (here / file).chmod(0o666 & ~_umask())
-        checksummed_file.flush(here / file)
+        (here / file).chmod(0o666 & ~_current_umask())
+        checksummed_file.fsync_path(here / file)
         where |= dict.fromkeys(tensors, file)
         size += sum(x.numel() * x.dtype.itemsize for x in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": where}
     text = json.dumps(index, indent=1) + "\n"
-    checksummed_file.write(here / "model.safetensors.index.json", [memoryview(text.encode())])
+    checksummed_file.write_checksummed(
+        here / "model.safetensors.index.json", [memoryview(text.encode())]
+    )
     return sorted(set(where.values()))
 
 
-def _umask() -> int:
+def _current_umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask

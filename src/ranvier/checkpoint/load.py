@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 
 from ranvier.checkpoint import manifest as manifests
-from ranvier.checkpoint.checksummed_file import BLOCK, Blocks
-from ranvier.checkpoint.manifest import Entry, Manifest, Part
-from ranvier.errors import CheckpointError, DamageError, RefusedError
-from ranvier.sharding import Box, Place, State
+from ranvier.checkpoint.checksummed_file import BLOCK_BYTES, ChecksummedFile
+from ranvier.checkpoint.manifest import CheckpointManifest, StoredShard, TensorEntry
+from ranvier.errors import CheckpointError, DamageError, UnsafeInputError
+from ranvier.sharding import Box, Shard, ShardedStateDict
 
-WINDOW = 64 * BLOCK
+WINDOW_BYTES = 64 * BLOCK_BYTES
 """Bytes of a file that are held at once."""
 
 
 @dataclass(frozen=True)
-class Copy:
+class ElementCopy:
     """Elements that go from a file to a tensor."""
 
-    begin: int
+    shard_offset: int
     """First byte of the part in the file."""
     source: Box
     target: Box
@@ -37,19 +37,19 @@ class Copy:
     dtype: torch.dtype
 
     @property
-    def first(self) -> int:
+    def first_byte(self) -> int:
         """First byte in the file."""
-        return self.begin + self.source.offset * self.dtype.itemsize
+        return self.shard_offset + self.source.offset * self.dtype.itemsize
 
     @property
-    def last(self) -> int:
+    def end_byte(self) -> int:
         """Behind the last byte in the file."""
-        return self.first + self.source.span * self.dtype.itemsize
+        return self.first_byte + self.source.span * self.dtype.itemsize
 
-    def run(self, window: memoryview, at: int) -> None:
+    def copy_from(self, window: memoryview, at: int) -> None:
         """Copy from bytes of the file that begin at byte `at`."""
         numbers = torch.frombuffer(
-            window, dtype=self.dtype, count=self.source.span, offset=self.first - at
+            window, dtype=self.dtype, count=self.source.span, offset=self.first_byte - at
         )
         values = numbers.as_strided(self.source.size, self.source.strides)
         flat = self.into.view(-1)
@@ -61,99 +61,108 @@ class Copy:
         place.copy_(values)
 
 
-def load(checkpoint: Path, state: State, *, partial: bool = False, cast: bool = False) -> list[str]:
+def load_checkpoint(
+    checkpoint: Path, state: ShardedStateDict, *, partial: bool = False, cast: bool = False
+) -> list[str]:
     """Fill my parts from a checkpoint; the names that were left as they are (only if partial).
 
     cast: other types of numbers are converted.
     """
-    manifest = manifests.read(checkpoint)
-    left = _compared(checkpoint, manifest, state, partial=partial, cast=cast)
+    manifest = manifests.read_manifest(checkpoint)
+    left = _check_tensors(checkpoint, manifest, state, partial=partial, cast=cast)
     with torch.no_grad():
-        fill(checkpoint, manifest, {n: x for n, x in state.items() if n not in left})
+        fill_tensors(checkpoint, manifest, {n: x for n, x in state.items() if n not in left})
     return sorted(left)
 
 
-def fill(checkpoint: Path, manifest: Manifest, state: State) -> None:
+def fill_tensors(checkpoint: Path, manifest: CheckpointManifest, state: ShardedStateDict) -> None:
     """Fill tensors that the manifest has, all of their elements."""
-    jobs: dict[int, list[Copy]] = {}
+    jobs: dict[int, list[ElementCopy]] = {}
     for name, (tensor, place) in state.items():
-        entry, wanted = manifest.tensors[name], place.boxes()
+        entry, wanted = manifest.tensors[name], place.to_boxes()
         assert tensor.is_contiguous(), name
-        missing = sum(box.elements for box in wanted)
-        for part in entry.parts:
-            for copy in _copies(part, wanted, tensor, entry):
+        missing = sum(box.num_elements for box in wanted)
+        for part in entry.shards:
+            for copy in _plan_copies(part, wanted, tensor, entry):
                 jobs.setdefault(part.file, []).append(copy)
-                missing -= copy.source.elements
+                missing -= copy.source.num_elements
         if missing:
             raise DamageError(f"{checkpoint} lacks {missing} elements of {name}.")
     files = list(manifest.files.items())
     for number, copies in sorted(jobs.items()):
         name, sums = files[number]
-        with Blocks(checkpoint / name, sums) as file:
+        with ChecksummedFile(checkpoint / name, sums) as file:
             check_header(file)
-            _run(file, sorted(copies, key=lambda copy: copy.first))
+            _run_copies(file, sorted(copies, key=lambda copy: copy.first_byte))
 
 
-def check_header(file: Blocks) -> None:
+def check_header(file: ChecksummedFile) -> None:
     """Refuse a file whose header cannot be: other readers would trust it."""
-    size = file.sums.size
+    size = file.checksums.size
     length = int.from_bytes(file.read(0, min(8, size)), "little")
     if size < 8 or length > size - 8:
-        raise RefusedError(
+        raise UnsafeInputError(
             f"{file.path} has {size} bytes, but says that its header has {length}. A header is "
             "part of its file. Do not use this checkpoint."
         )
 
 
-def _copies(part: Part, wanted: Sequence[Box], into: Tensor, entry: Entry) -> Iterator[Copy]:
+def _plan_copies(
+    part: StoredShard, wanted: Sequence[Box], into: Tensor, entry: TensorEntry
+) -> Iterator[ElementCopy]:
     """Where a part in a file and the boxes of mine meet, in pieces that fit into a window."""
-    place, most = part.place, WINDOW // 2 // entry.dtype.itemsize
-    bounds = Box(place.start, place.valid, 0, (0,) * len(place.start))
-    near = [box for box in wanted if box.within(bounds) is not None]
-    for source in place.boxes() if near else ():
+    place, most = part.shard, WINDOW_BYTES // 2 // entry.dtype.itemsize
+    bounds = Box(place.global_offset, place.valid_shape, 0, (0,) * len(place.global_offset))
+    near = [box for box in wanted if box.intersection(bounds) is not None]
+    for source in place.to_boxes() if near else ():
         for target in near:
-            meeting = source.within(target)
-            for piece in [] if meeting is None else meeting.cut(most):
-                goal = target.within(piece)
+            meeting = source.intersection(target)
+            for piece in [] if meeting is None else meeting.split_to_fit(most):
+                goal = target.intersection(piece)
                 assert goal is not None
-                yield Copy(part.begin, piece, goal, into, entry.dtype)
+                yield ElementCopy(part.offset, piece, goal, into, entry.dtype)
 
 
-def _run(file: Blocks, copies: Sequence[Copy]) -> None:
+def _run_copies(file: ChecksummedFile, copies: Sequence[ElementCopy]) -> None:
     """Make copies that are in the order of the file; neighbours share what is read."""
-    window: list[Copy] = []
+    window: list[ElementCopy] = []
     start = end = 0
     for copy in copies:
-        apart = copy.first > -(-end // BLOCK) * BLOCK
-        if window and (apart or max(copy.last, end) - start > WINDOW):
-            _flush(file, window, end)
+        apart = copy.first_byte > -(-end // BLOCK_BYTES) * BLOCK_BYTES
+        if window and (apart or max(copy.end_byte, end) - start > WINDOW_BYTES):
+            _flush_window(file, window, end)
             window, end = [], 0
         if not window:
-            start = copy.first // BLOCK * BLOCK
+            start = copy.first_byte // BLOCK_BYTES * BLOCK_BYTES
         window.append(copy)
-        end = max(end, copy.last)
-    _flush(file, window, end)
+        end = max(end, copy.end_byte)
+    _flush_window(file, window, end)
 
 
-def _flush(file: Blocks, window: Sequence[Copy], stop: int) -> None:
+def _flush_window(file: ChecksummedFile, window: Sequence[ElementCopy], stop: int) -> None:
     if not window:
         return
-    start = window[0].first
+    start = window[0].first_byte
     data = file.read(start, stop)
     for copy in window:
-        copy.run(data, start)
+        copy.copy_from(data, start)
 
 
-def _compared(
-    checkpoint: Path, manifest: Manifest, state: State, *, partial: bool, cast: bool
+def _check_tensors(
+    checkpoint: Path,
+    manifest: CheckpointManifest,
+    state: ShardedStateDict,
+    *,
+    partial: bool,
+    cast: bool,
 ) -> set[str]:
     """Tensors of mine that are not loaded; refused unless that is wanted."""
     missing = sorted(set(state) - set(manifest.tensors))
     shapes, dtypes = [], []
     for name, (tensor, place) in state.items():
         entry = manifest.tensors.get(name)
-        if entry is not None and entry.shape != place.whole:
-            shapes.append(f"{name} {list(entry.shape)}, not {list(place.whole)}")
+        if entry is not None and entry.shape != place.global_shape:
+            shapes.append(f"{name} {list(entry.shape)}, not {list(place.global_shape)}")
         elif entry is not None and entry.dtype != tensor.dtype:
             dtypes.append(f"{name} {entry.dtype}, not {tensor.dtype}")
     problems = [
@@ -174,34 +183,34 @@ def _compared(
     return {*missing, *(line.partition(" ")[0] for line in shapes)}
 
 
-def wholes(checkpoint: Path, kind: str = "master") -> dict[str, Tensor]:
+def load_full_tensors(checkpoint: Path, kind: str = "master") -> dict[str, Tensor]:
     """Whole weights of a checkpoint by the name of their parameter."""
-    manifest, end = manifests.read(checkpoint), f".{kind}"
-    state = {n: blank(e) for n, e in manifest.tensors.items() if n.endswith(end)}
-    fill(checkpoint, manifest, state)
+    manifest, end = manifests.read_manifest(checkpoint), f".{kind}"
+    state = {n: empty_shard(e) for n, e in manifest.tensors.items() if n.endswith(end)}
+    fill_tensors(checkpoint, manifest, state)
     return {name.removesuffix(end): tensor for name, (tensor, _) in state.items()}
 
 
-def blank(entry: Entry) -> tuple[Tensor, Place]:
+def empty_shard(entry: TensorEntry) -> tuple[Tensor, Shard]:
     """Room for a whole tensor."""
     shape = entry.shape
-    place = Place(shape, (0,) * len(shape), shape, shape)
+    place = Shard(shape, (0,) * len(shape), shape, shape)
     return torch.empty(shape, dtype=entry.dtype), place
 
 
-def damage(checkpoint: Path, manifest: Manifest) -> Iterator[tuple[str, int]]:
+def find_damage(checkpoint: Path, manifest: CheckpointManifest) -> Iterator[tuple[str, int]]:
     """Read every byte of a checkpoint: problems and bytes read so far, file by file."""
-    starts = _begins(manifest)
+    starts = _tensor_byte_ranges(manifest)
     for number, (name, sums) in enumerate(manifest.files.items()):
         with ExitStack() as stack:
             try:
-                file = stack.enter_context(Blocks(checkpoint / name, sums))
+                file = stack.enter_context(ChecksummedFile(checkpoint / name, sums))
                 check_header(file)
             except DamageError as error:
                 yield str(error), 0
                 continue
-            for low in range(0, sums.size, BLOCK):
-                high = min(low + BLOCK, sums.size)
+            for low in range(0, sums.size, BLOCK_BYTES):
+                high = min(low + BLOCK_BYTES, sums.size)
                 try:
                     file.read(low, high)
                 except DamageError as error:
@@ -211,18 +220,20 @@ def damage(checkpoint: Path, manifest: Manifest) -> Iterator[tuple[str, int]]:
                     yield "", high - low
 
 
-def _begins(manifest: Manifest) -> list[list[tuple[int, int, str]]]:
+def _tensor_byte_ranges(manifest: CheckpointManifest) -> list[list[tuple[int, int, str]]]:
     """First byte, end and name of each tensor in each file."""
     found: list[list[tuple[int, int, str]]] = [[] for _ in manifest.files]
     for name, entry in manifest.tensors.items():
-        for part in entry.parts:
-            low, high = part.place.flat or (0, torch.Size(part.place.local).numel())
-            end = part.begin + (high - low) * entry.dtype.itemsize
-            found[part.file].append((part.begin, end, name))
+        for part in entry.shards:
+            low, high = part.shard.flat_range or (0, torch.Size(part.shard.local_shape).numel())
+            end = part.offset + (high - low) * entry.dtype.itemsize
+            found[part.file].append((part.offset, end, name))
     return found
 
 
-def differing(one: Mapping[str, Entry], other: Mapping[str, Entry]) -> list[str]:
+def differing_tensors(
+    one: Mapping[str, TensorEntry], other: Mapping[str, TensorEntry]
+) -> list[str]:
     """Names that only one of two checkpoints has, or in another shape or type."""
     kinds = [{n: (e.dtype, e.shape) for n, e in table.items()} for table in (one, other)]
     return sorted(n for n in {*kinds[0], *kinds[1]} if kinds[0].get(n) != kinds[1].get(n))

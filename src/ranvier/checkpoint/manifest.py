@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from ranvier.checkpoint.checksummed_file import Sums, opened
-from ranvier.errors import DamageError, RefusedError, VersionError
-from ranvier.sharding import Place
+from ranvier.checkpoint.checksummed_file import BlockChecksums, open_plain_file
+from ranvier.errors import DamageError, UnsafeInputError, VersionError
+from ranvier.sharding import Shard
 
-FORMAT = 2
-NAME = "manifest.json"
-FILE = re.compile(r"rank-\d{5,9}\.safetensors")
-MOST = 1 << 32
+MANIFEST_FORMAT = 2
+MANIFEST_NAME = "manifest.json"
+RANK_FILE_NAME = re.compile(r"rank-\d{5,9}\.safetensors")
+MAX_MANIFEST_BYTES = 1 << 32
 """Bytes of the largest manifest that is read."""
 DTYPES = {
     "F64": torch.float64,
@@ -45,34 +45,34 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """Types of tensors, as safetensors calls them."""
-DIMS = 32
+MAX_DIMS = 32
 """Dims of a tensor, at most."""
 PRIME = 2**61 - 1
-WORDS = {dtype: word for word, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: word for word, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredShard:
     """A part of a tensor in a file."""
 
     file: int
     """Number of the file in the manifest."""
-    begin: int
+    offset: int
     """Its first byte in the file."""
-    place: Place
+    shard: Shard
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor and its parts in all files; parts do not overlap."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    shards: tuple[StoredShard, ...]
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """What a checkpoint holds."""
 
     step: int
@@ -81,16 +81,16 @@ class Manifest:
     facts: Mapping[str, Any]
     """What a run goes on from besides tensors: samples, updates, fingerprints, settings."""
     versions: Mapping[str, str]
-    files: Mapping[str, Sums]
-    tensors: Mapping[str, Entry]
+    files: Mapping[str, BlockChecksums]
+    tensors: Mapping[str, TensorEntry]
 
     @property
-    def bytes(self) -> int:
+    def total_bytes(self) -> int:
         """Of all files."""
         return sum(sums.size for sums in self.files.values())
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Versions of the code that writes."""
     try:
         mine = version("ranvier")
@@ -103,46 +103,61 @@ def versions() -> dict[str, str]:
     }
 
 
-def dumped(manifest: Manifest) -> bytes:
+def serialize_manifest(manifest: CheckpointManifest) -> bytes:
     """The file of a manifest: a digest, and the JSON it is of."""
     body = {
-        "format": FORMAT,
+        "format": MANIFEST_FORMAT,
         "step": manifest.step,
         "degrees": dict(manifest.degrees),
         "facts": manifest.facts,
         "versions": dict(manifest.versions),
-        "files": {name: [sums.size, sums.text()] for name, sums in manifest.files.items()},
+        "files": {name: [sums.size, sums.to_hex()] for name, sums in manifest.files.items()},
         "tensors": {
-            name: [WORDS[entry.dtype], entry.shape, [written(part) for part in entry.parts]]
+            name: [
+                DTYPE_NAMES[entry.dtype],
+                entry.shape,
+                [serialize_shard(part) for part in entry.shards],
+            ]
             for name, entry in manifest.tensors.items()
         },
     }
-    return sealed(json.dumps(body, separators=(",", ":")).encode())
+    return add_digest(json.dumps(body, separators=(",", ":")).encode())
 
 
-def written(part: Part) -> list[Any]:
+def serialize_shard(part: StoredShard) -> list[Any]:
     """A part as JSON holds it."""
-    place = part.place
-    return [part.file, part.begin, place.start, place.valid, place.local, place.flat]
+    place = part.shard
+    return [
+        part.file,
+        part.offset,
+        place.global_offset,
+        place.valid_shape,
+        place.local_shape,
+        place.flat_range,
+    ]
 
 
-def sealed(body: bytes) -> bytes:
+def add_digest(body: bytes) -> bytes:
     """JSON with its digest."""
     return b'{"sha256":"%s",\n"body":%s}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
 
 
-def unsealed(path: Path) -> Any:
+def read_digested(path: Path) -> Any:
     """What a sealed file holds; its digest is checked, byte for byte."""
-    handle = opened(path)
+    handle = open_plain_file(path)
     with os.fdopen(handle, "rb") as file:
-        if os.fstat(handle).st_size > MOST:
-            raise RefusedError(
-                f"{path} has more than {MOST} bytes. That is no manifest. Remove it."
+        if os.fstat(handle).st_size > MAX_MANIFEST_BYTES:
+            raise UnsafeInputError(
+                f"{path} has more than {MAX_MANIFEST_BYTES} bytes. That is no manifest. Remove it."
             )
         text = file.read()
     match = re.match(rb'\{"sha256":"([0-9a-f]{64})",\n"body":', text)
     body = text[match.end() : -2] if match else b""
-    if not match or hashlib.sha256(body).hexdigest().encode() != match[1] or text != sealed(body):
+    if (
+        not match
+        or hashlib.sha256(body).hexdigest().encode() != match[1]
+        or text != add_digest(body)
+    ):
         raise DamageError(f"{path} is damaged: its digest is not the one it was written with.")
     try:
         return json.loads(body)
@@ -150,23 +165,25 @@ def unsealed(path: Path) -> Any:
         raise DamageError(f"{path} is no JSON: {str(error)[:100]}.") from None
 
 
-def read(checkpoint: Path) -> Manifest:
+def read_manifest(checkpoint: Path) -> CheckpointManifest:
     """The manifest of a checkpoint, every number of it checked."""
-    path = checkpoint / NAME
+    path = checkpoint / MANIFEST_NAME
     if not path.is_symlink() and not path.exists():
         raise DamageError(
-            f"{checkpoint} has no {NAME}. A checkpoint is finished by one: this was cut off, or is "
+            f"{checkpoint} has no {MANIFEST_NAME}. A checkpoint is finished by one: this was "
+            "cut off, or is "
             "none. Use another."
         )
-    body = unsealed(path)
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
+    body = read_digested(path)
+    if not isinstance(body, dict) or body.get("format") != MANIFEST_FORMAT:
         found = body.get("format") if isinstance(body, dict) else body
         raise VersionError(
-            f"{path} is of format {found!r:.40}. This version reads format {FORMAT}. Use the "
+            f"{path} is of format {found!r:.40}. This version reads format {MANIFEST_FORMAT}. "
+            "Use the "
             "version that wrote it."
         )
     try:
-        manifest = _checked(body)
+        manifest = _parse_manifest(body)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise DamageError(
             f"{path} is damaged: {type(error).__name__} {str(error)[:200]}."
@@ -174,43 +191,46 @@ def read(checkpoint: Path) -> Manifest:
     return manifest
 
 
-def _checked(body: Mapping[str, Any]) -> Manifest:
+def _parse_manifest(body: Mapping[str, Any]) -> CheckpointManifest:
     """A manifest from JSON; an error of Python's own where something cannot be."""
-    files = {str(name): Sums.of(_count(size), text) for name, (size, text) in body["files"].items()}
+    files = {
+        str(name): BlockChecksums.from_hex(_parse_count(size), text)
+        for name, (size, text) in body["files"].items()
+    }
     for name in files:
-        if not FILE.fullmatch(name):
-            raise RefusedError(
+        if not RANK_FILE_NAME.fullmatch(name):
+            raise UnsafeInputError(
                 f"A manifest names the file {name!r:.100}. Files of a checkpoint are called "
                 "rank-00000.safetensors and lie next to it. Do not use this checkpoint."
             )
     sizes = [sums.size for sums in files.values()]
-    tensors = {str(name): _entry(entry, sizes) for name, entry in body["tensors"].items()}
-    facts, degrees = dict(body["facts"]), {k: _count(n) for k, n in body["degrees"].items()}
+    tensors = {str(name): _parse_entry(entry, sizes) for name, entry in body["tensors"].items()}
+    facts, degrees = dict(body["facts"]), {k: _parse_count(n) for k, n in body["degrees"].items()}
     told = {str(k): str(v) for k, v in body["versions"].items()}
-    return Manifest(_count(body["step"]), degrees, facts, told, files, tensors)
+    return CheckpointManifest(_parse_count(body["step"]), degrees, facts, told, files, tensors)
 
 
-def _count(value: Any) -> int:
+def _parse_count(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r:.40} is no count")
     return value
 
 
-def _entry(entry: Sequence[Any], sizes: Sequence[int]) -> Entry:
+def _parse_entry(entry: Sequence[Any], sizes: Sequence[int]) -> TensorEntry:
     word, shape, parts = entry
-    dtype, whole = DTYPES[word], tuple(map(_count, shape))
-    if len(whole) > DIMS:
+    dtype, whole = DTYPES[word], tuple(map(_parse_count, shape))
+    if len(whole) > MAX_DIMS:
         raise ValueError(f"a tensor of {len(whole)} dims")
-    found = tuple(_part(part, whole, dtype, sizes) for part in parts)
-    there = sum(box.elements for part in found for box in part.place.boxes())
+    found = tuple(_parse_shard(part, whole, dtype, sizes) for part in parts)
+    there = sum(box.num_elements for part in found for box in part.shard.to_boxes())
     if there != math.prod(whole):
         raise ValueError(f"{there} elements of a tensor of {math.prod(whole)}")
-    if len(found) > 1 and not _disjoint(found, whole):
+    if len(found) > 1 and not _are_disjoint(found, whole):
         raise ValueError(f"parts of a tensor of shape {whole} overlap")
-    return Entry(dtype, whole, found)
+    return TensorEntry(dtype, whole, found)
 
 
-def _disjoint(parts: Sequence[Part], whole: tuple[int, ...]) -> bool:
+def _are_disjoint(parts: Sequence[StoredShard], whole: tuple[int, ...]) -> bool:
     """Whether parts hold each element of a tensor once.
 
     Element (i, j, ...) stands for the term x^i * y^j ... of a polynomial: that of a box has a short
@@ -223,21 +243,23 @@ def _disjoint(parts: Sequence[Part], whole: tuple[int, ...]) -> bool:
         terms = zip(at, start, size, strict=True)
         return math.prod((pow(x, a + n, PRIME) - pow(x, a, PRIME)) % PRIME for x, a, n in terms)
 
-    total = sum(value(box.start, box.size) for part in parts for box in part.place.boxes())
+    total = sum(value(box.start, box.size) for part in parts for box in part.shard.to_boxes())
     return (total - value((0,) * len(whole), whole)) % PRIME == 0
 
 
-def _part(
+def _parse_shard(
     part: Sequence[Any], whole: tuple[int, ...], dtype: torch.dtype, sizes: Sequence[int]
-) -> Part:
+) -> StoredShard:
     """A part that lies inside of its file and of its tensor."""
     file, begin, *box, flat = part
-    start, valid, local = (tuple(map(_count, numbers)) for numbers in box)
-    low, high = map(_count, flat or (0, math.prod(local)))
+    start, valid, local = (tuple(map(_parse_count, numbers)) for numbers in box)
+    low, high = map(_parse_count, flat or (0, math.prod(local)))
     inside = all(
         a + n <= size and n <= m for a, n, m, size in zip(start, valid, local, whole, strict=True)
     )
-    room = _count(begin) + (high - low) * dtype.itemsize <= sizes[_count(file)]
+    room = _parse_count(begin) + (high - low) * dtype.itemsize <= sizes[_parse_count(file)]
     if not inside or not low <= high <= math.prod(local) or not room:
         raise ValueError(f"a part at {part!r:.200} of a tensor of shape {whole}")
-    return Part(file, begin, Place(whole, start, valid, local, (low, high) if flat else None))
+    return StoredShard(
+        file, begin, Shard(whole, start, valid, local, (low, high) if flat else None)
+    )

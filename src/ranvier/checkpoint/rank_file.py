@@ -16,29 +16,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranvier.buckets.sparsity import Sparse, unpacked
+from ranvier.buckets.sparsity import CompressedTensor, unpack_bits
 from ranvier.checkpoint import checksummed_file
-from ranvier.checkpoint.checksummed_file import Bytes, Sums
-from ranvier.checkpoint.manifest import WORDS, Part, sealed, unsealed, written
+from ranvier.checkpoint.checksummed_file import BlockChecksums, LazyBytes
+from ranvier.checkpoint.manifest import (
+    DTYPE_NAMES,
+    StoredShard,
+    add_digest,
+    read_digested,
+    serialize_shard,
+)
 from ranvier.errors import NumericError, WriteError
-from ranvier.sharding import State
+from ranvier.sharding import ShardedStateDict
 
-CHUNK = 1 << 30
+CHUNK_BYTES = 1 << 30
 """Bytes of a piece of host memory: pinned memory is handed out in powers of two."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """Where the tensors of a state lie in a file."""
 
     header: bytes
-    begins: Mapping[str, int]
+    offsets: Mapping[str, int]
     """First byte of each tensor behind the header."""
-    size: int
+    data_bytes: int
     """Bytes behind the header."""
 
     @classmethod
-    def of(cls, state: State) -> Layout:
+    def from_state(cls, state: ShardedStateDict) -> FileLayout:
         """Wide types first, so that each tensor begins at a multiple of its width."""
         order = sorted(state, key=lambda name: -state[name][0].dtype.itemsize)
         table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -47,7 +53,7 @@ class Layout:
             tensor = state[name][0]
             end = at + tensor.numel() * tensor.dtype.itemsize
             begins[name] = at
-            word, shape = WORDS[tensor.dtype], list(tensor.shape)
+            word, shape = DTYPE_NAMES[tensor.dtype], list(tensor.shape)
             table[name] = {"dtype": word, "shape": shape, "data_offsets": [at, end]}
             at = end
         text = json.dumps(table, separators=(",", ":")).encode()
@@ -55,89 +61,95 @@ class Layout:
         return cls(len(text).to_bytes(8, "little") + text, begins, at)
 
 
-LARGE = 2**20
+DIRECT_WRITE_BYTES = 2**20
 """Bytes from which on a tensor that rests on the host is written from where it lies."""
 
 
-class Host:
+class HostBuffer:
     """Host memory that the tensors of a rank are copied into, kept from one save to the next."""
 
     def __init__(self, device: torch.device) -> None:
-        self.pinned = device.type == "cuda"
+        self.is_pinned = device.type == "cuda"
         self.chunks: list[Tensor] = []
 
-    def ready(self, size: int) -> None:
+    def ensure_size(self, size: int) -> None:
         """Have at least so many bytes."""
-        if self.chunks and len(self.chunks[-1]) < min(CHUNK, size):
+        if self.chunks and len(self.chunks[-1]) < min(CHUNK_BYTES, size):
             self.chunks.pop()
-        while CHUNK * len(self.chunks) < size:
+        while CHUNK_BYTES * len(self.chunks) < size:
             # A small state on a CPU needs no whole chunk.
-            room = CHUNK if self.pinned or size > CHUNK else size
-            self.chunks.append(torch.empty(room, dtype=torch.uint8, pin_memory=self.pinned))
+            room = CHUNK_BYTES if self.is_pinned or size > CHUNK_BYTES else size
+            self.chunks.append(torch.empty(room, dtype=torch.uint8, pin_memory=self.is_pinned))
 
-    def copy(self, begin: int, tensor: Tensor) -> None:
+    def copy_tensor(self, begin: int, tensor: Tensor) -> None:
         """Copy a flat tensor to its place; from a device without waiting."""
         source = tensor.view(torch.uint8)
         at = 0
         while at < len(source):
-            chunk, low = divmod(begin + at, CHUNK)
-            room = min(CHUNK - low, len(source) - at)
+            chunk, low = divmod(begin + at, CHUNK_BYTES)
+            room = min(CHUNK_BYTES - low, len(source) - at)
             into = self.chunks[chunk][low : low + room]
             into.copy_(source[at : at + room], non_blocking=True)
             at += room
 
-    def bytes(self, begin: int, size: int) -> list[memoryview]:
+    def byte_views(self, begin: int, size: int) -> list[memoryview]:
         """So many bytes from `begin` on."""
         found, end = [], begin + size
         while begin < end:
-            chunk, low = divmod(begin, CHUNK)
-            high = min(low + end - begin, CHUNK)
+            chunk, low = divmod(begin, CHUNK_BYTES)
+            high = min(low + end - begin, CHUNK_BYTES)
             found.append(memoryview(self.chunks[chunk].numpy().data)[low:high])
             begin += high - low
         return found
 
 
-def resting(flat: Tensor, device: torch.device) -> bool:
+def is_read_in_place(flat: Tensor, device: torch.device) -> bool:
     """Whether a tensor of a run on a device lies on the host, and is too large for a copy there."""
-    return device.type == "cuda" and flat.device.type == "cpu" and flat.nbytes >= LARGE
+    return device.type == "cuda" and flat.device.type == "cpu" and flat.nbytes >= DIRECT_WRITE_BYTES
 
 
-class Stretched:
+class SparseBytes:
     """The bytes of numbers with zeros between them, which are made when they are asked for."""
 
-    STEP = 2**16
+    COUNT_STEP = 2**16
     """Elements after which it is known how many numbers came before."""
 
-    def __init__(self, values: Sequence[Bytes], sparse: Sparse, dtype: torch.dtype) -> None:
-        self.values, self.sparse, self.width = values, sparse, dtype.itemsize
-        counts = [unpacked(bits).sum() for bits in sparse.bits.split(self.STEP // 8)]
-        self.before = torch.tensor([0, *counts]).cumsum(0).tolist()
+    def __init__(
+        self, values: Sequence[LazyBytes], sparse: CompressedTensor, dtype: torch.dtype
+    ) -> None:
+        self.values, self.sparse, self.itemsize = values, sparse, dtype.itemsize
+        counts = [unpack_bits(bits).sum() for bits in sparse.bits.split(self.COUNT_STEP // 8)]
+        self.counts_before = torch.tensor([0, *counts]).cumsum(0).tolist()
 
     def __len__(self) -> int:
-        return self.sparse.size * self.width
+        return self.sparse.size * self.itemsize
 
     def __getitem__(self, part: slice) -> memoryview:
         low, high, _ = part.indices(len(self))
-        first, last, bits = low // self.width, -(-high // self.width), self.sparse.bits
-        step = first // self.STEP * self.STEP
-        mask = unpacked(bits[step // 8 : -(-last // 8)])[: last - step]
-        start = self.before[step // self.STEP] + int(mask[: first - step].sum())
+        first, last, bits = low // self.itemsize, -(-high // self.itemsize), self.sparse.bits
+        step = first // self.COUNT_STEP * self.COUNT_STEP
+        mask = unpack_bits(bits[step // 8 : -(-last // 8)])[: last - step]
+        start = self.counts_before[step // self.COUNT_STEP] + int(mask[: first - step].sum())
         mask = mask[first - step :]
         stop = start + int(mask.sum())
         whole = mask.to(
-            {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[self.width]
+            {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[self.itemsize]
         )
         if self.sparse.values.numel() and stop > start:
             data = bytearray(
-                checksummed_file.joined(self.values, start * self.width, stop * self.width)
+                checksummed_file.join_bytes(
+                    self.values, start * self.itemsize, stop * self.itemsize
+                )
             )
             whole.masked_scatter_(mask, torch.frombuffer(data, dtype=whole.dtype))
         found = memoryview(whole.view(torch.uint8).numpy().data)
-        return found[low - first * self.width : high - first * self.width]
+        return found[low - first * self.itemsize : high - first * self.itemsize]
 
 
-def runs(
-    state: State, layout: Layout, sparse: Mapping[str, Sparse] | None = None
+def flat_runs(
+    state: ShardedStateDict,
+    layout: FileLayout,
+    sparse: Mapping[str, CompressedTensor] | None = None,
 ) -> list[tuple[int, Tensor]]:
     """The tensors of a state as few flat ones, each with its first byte in the file.
 
@@ -147,29 +159,29 @@ def runs(
     """
     found: list[tuple[int, Tensor]] = []
     alone = False
-    for name in layout.begins:
+    for name in layout.offsets:
         tensor = state[name][0].detach()
         if tensor.numel() == 0:
             continue
         before, alone = alone, name in (sparse or {})
         flat = sparse[name].values if sparse and alone else tensor.contiguous().view(-1)
-        if found and not alone and not before and _follows(found[-1][1], flat):
+        if found and not alone and not before and _is_adjacent(found[-1][1], flat):
             begin, last = found[-1]
             size = last.numel() + flat.numel()
             found[-1] = begin, last.as_strided((size,), (1,), last.storage_offset())
         else:
-            found.append((layout.begins[name], flat))
+            found.append((layout.offsets[name], flat))
     return found
 
 
-def _follows(one: Tensor, other: Tensor) -> bool:
+def _is_adjacent(one: Tensor, other: Tensor) -> bool:
     """Whether a flat tensor begins in memory where the other ends."""
     same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     end = one.storage_offset() + one.numel()
     return same and one.dtype == other.dtype and end == other.storage_offset()
 
 
-def largest(tensors: Iterable[Tensor]) -> Tensor:
+def max_magnitude(tensors: Iterable[Tensor]) -> Tensor:
     """The largest magnitude of all numbers: not finite if one of them is not."""
     numbers = [x for x in tensors if x.is_floating_point() and x.numel()]
     if not numbers:
@@ -179,7 +191,9 @@ def largest(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([x.to(where) for x in norms]).max()
 
 
-def bad(state: State, sparse: Mapping[str, Sparse], step: int) -> NumericError:
+def non_finite_error(
+    state: ShardedStateDict, sparse: Mapping[str, CompressedTensor], step: int
+) -> NumericError:
     """A checkpoint must be one to go on from: the first tensor that has no number."""
     known = {name: sparse[name].values if name in sparse else x for name, (x, _) in state.items()}
     names = [name for name, x in known.items() if not bool(x.isfinite().all())]
@@ -189,37 +203,39 @@ def bad(state: State, sparse: Mapping[str, Sparse], step: int) -> NumericError:
     )
 
 
-def names(rank: int) -> tuple[str, str]:
+def rank_file_names(rank: int) -> tuple[str, str]:
     """The file of a rank, and what it says of it until the manifest is made."""
     return f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
 
 
-def write(folder: Path, rank: int, state: State, layout: Layout, data: Sequence[Bytes]) -> None:
+def write_rank_file(
+    folder: Path, rank: int, state: ShardedStateDict, layout: FileLayout, data: Sequence[LazyBytes]
+) -> None:
     """Write the tensors of a rank, and what the manifest will say of them."""
-    file, told = (folder / name for name in names(rank))
-    sums = checksummed_file.write(file, [memoryview(layout.header), *data])
+    file, told = (folder / name for name in rank_file_names(rank))
+    sums = checksummed_file.write_checksummed(file, [memoryview(layout.header), *data])
     start = len(layout.header)
     tensors = {
         name: [
-            WORDS[tensor.dtype],
-            place.whole,
-            written(Part(0, start + layout.begins[name], place)),
+            DTYPE_NAMES[tensor.dtype],
+            place.global_shape,
+            serialize_shard(StoredShard(0, start + layout.offsets[name], place)),
         ]
         for name, (tensor, place) in state.items()
     }
-    body = {"size": sums.size, "sums": sums.text(), "tensors": tensors}
-    checksummed_file.write(
-        told, [memoryview(sealed(json.dumps(body, separators=(",", ":")).encode()))]
+    body = {"size": sums.size, "sums": sums.to_hex(), "tensors": tensors}
+    checksummed_file.write_checksummed(
+        told, [memoryview(add_digest(json.dumps(body, separators=(",", ":")).encode()))]
     )
 
 
-def told(folder: Path, rank: int) -> tuple[Sums, dict[str, Any]]:
+def read_rank_report(folder: Path, rank: int) -> tuple[BlockChecksums, dict[str, Any]]:
     """What a rank has said of its file."""
-    path = folder / names(rank)[1]
+    path = folder / rank_file_names(rank)[1]
     if not path.exists():
         raise WriteError(
             f"{path} is not there, though rank {rank} has written it. All ranks must see the same "
             "directory. Use a train.out on a file system that all nodes share."
         )
-    body = unsealed(path)
-    return Sums.of(body["size"], body["sums"]), body["tensors"]
+    body = read_digested(path)
+    return BlockChecksums.from_hex(body["size"], body["sums"]), body["tensors"]

@@ -12,21 +12,21 @@ import torch
 from ranvier.checkpoint import directory as folders
 from ranvier.checkpoint import load
 from ranvier.checkpoint import manifest as manifests
-from ranvier.checkpoint.manifest import NAME, Entry, Manifest
+from ranvier.checkpoint.manifest import MANIFEST_NAME, CheckpointManifest, TensorEntry
 from ranvier.errors import CheckpointError, RanvierError
-from ranvier.system.terminal import draw, escape_controls, print
+from ranvier.system.terminal import escape_controls, print, write_raw
 
-HEAD = ("checkpoint", "step", "size", "grid", "samples", "held-out loss", "state")
-SHOWN = 20
+TABLE_HEADER = ("checkpoint", "step", "size", "grid", "samples", "held-out loss", "state")
+MAX_SHOWN_TENSORS = 20
 """Tensors that a comparison names."""
 
 
-def checkpoints(path: Path) -> list[Path]:
+def resolve_checkpoints(path: Path) -> list[Path]:
     """The checkpoints of a run or a directory of them, or the one that a path is."""
-    if (path / NAME).exists() or _named(path):
+    if (path / MANIFEST_NAME).exists() or _has_checkpoint_name(path):
         return [path]
     inside = path / "checkpoints"
-    found = folders.found(inside if inside.is_dir() else path)
+    found = folders.find_checkpoints(inside if inside.is_dir() else path)
     if not found:
         raise CheckpointError(
             f"{path} has no checkpoint. Give a run, its directory checkpoints, or a checkpoint "
@@ -35,33 +35,33 @@ def checkpoints(path: Path) -> list[Path]:
     return found
 
 
-def _named(path: Path) -> bool:
-    return bool(folders.STEP.fullmatch(path.name)) and path.is_dir()
+def _has_checkpoint_name(path: Path) -> bool:
+    return bool(folders.CHECKPOINT_NAME.fullmatch(path.name)) and path.is_dir()
 
 
-def listed(path: Path) -> int:
+def list_checkpoints(path: Path) -> int:
     """Print a line for each checkpoint; what can be seen without reading all of it."""
-    paths = checkpoints(path)
-    pointed, _ = folders.pointed(paths[0].parent)
+    paths = resolve_checkpoints(path)
+    pointed, _ = folders.read_latest_pointer(paths[0].parent)
     rows: list[tuple[str, ...]] = [
         ("checkpoint", "step", "size", "grid", "samples", "held-out loss", "state")
     ]
     bad = 0
     for one in paths:
         try:
-            manifest = manifests.read(one)
-            state = _sizes(one, manifest)
+            manifest = manifests.read_manifest(one)
+            state = _find_size_problem(one, manifest)
         except RanvierError as error:
             rows.append((one.name, *[""] * 5, str(error)))
             bad += 1
             continue
-        facts, grid = manifest.facts, _grid(manifest.degrees)
+        facts, grid = manifest.facts, _format_grid(manifest.degrees)
         loss = facts.get("held_out_loss")
         rows.append(
             (
                 one.name,
                 str(manifest.step),
-                size_of(manifest.bytes),
+                format_bytes(manifest.total_bytes),
                 grid,
                 str(facts.get("samples", "")),
                 f"{loss:.4f}" if isinstance(loss, float) else "",
@@ -76,7 +76,7 @@ def listed(path: Path) -> int:
     return CheckpointError.exit_code if bad else 0
 
 
-def _sizes(checkpoint: Path, manifest: Manifest) -> str:
+def _find_size_problem(checkpoint: Path, manifest: CheckpointManifest) -> str:
     """The first file that is missing or has another size."""
     for name, sums in manifest.files.items():
         path = checkpoint / name
@@ -90,11 +90,11 @@ def _sizes(checkpoint: Path, manifest: Manifest) -> str:
     return ""
 
 
-def _grid(degrees: Mapping[str, int]) -> str:
+def _format_grid(degrees: Mapping[str, int]) -> str:
     return " ".join(f"{axis}={n}" for axis, n in degrees.items() if n > 1) or "one rank"
 
 
-def size_of(count: int) -> str:
+def format_bytes(count: int) -> str:
     """Bytes for people."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1024 and len(units) > 1:
@@ -102,15 +102,15 @@ def size_of(count: int) -> str:
     return f"{value:.0f} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
-def verified(path: Path) -> int:
+def verify_checkpoints(path: Path) -> int:
     """Read every byte of checkpoints and compare checksums; the exit code."""
     worst = 0
-    for one in checkpoints(path):
+    for one in resolve_checkpoints(path):
         problems = []
         try:
-            manifest = manifests.read(one)
+            manifest = manifests.read_manifest(one)
             _check_name(one, manifest)
-            problems = list(_problems(one, manifest))
+            problems = list(_find_problems(one, manifest))
         except CheckpointError as error:
             problems = [str(error)]
         for problem in problems:
@@ -119,78 +119,86 @@ def verified(path: Path) -> int:
             worst = CheckpointError.exit_code
             print(f"{one}: damaged, {len(problems)} problem(s)")
         else:
-            print(f"{one}: good, {len(manifest.tensors)} tensors, {size_of(manifest.bytes)}")
+            print(
+                f"{one}: good, {len(manifest.tensors)} tensors, "
+                f"{format_bytes(manifest.total_bytes)}"
+            )
     return worst
 
 
-def _check_name(checkpoint: Path, manifest: Manifest) -> None:
-    match = folders.STEP.fullmatch(checkpoint.name)
+def _check_name(checkpoint: Path, manifest: CheckpointManifest) -> None:
+    match = folders.CHECKPOINT_NAME.fullmatch(checkpoint.name)
     if match and int(match[1]) != manifest.step:
         raise CheckpointError(f"{checkpoint} holds step {manifest.step}. It bears another name.")
 
 
-def _problems(checkpoint: Path, manifest: Manifest) -> Iterator[str]:
+def _find_problems(checkpoint: Path, manifest: CheckpointManifest) -> Iterator[str]:
     done, shown, tty = 0, -1, sys.stderr.isatty()
-    for problem, count in load.damage(checkpoint, manifest):
+    for problem, count in load.find_damage(checkpoint, manifest):
         done += count
-        share = 100 * done // max(manifest.bytes, 1)
+        share = 100 * done // max(manifest.total_bytes, 1)
         if tty and share > shown:
             shown = share
-            draw(f"\r{escape_controls(checkpoint.name)}: {share} %", sys.stderr)
+            write_raw(f"\r{escape_controls(checkpoint.name)}: {share} %", sys.stderr)
         if problem:
             yield problem
     if tty:
-        draw("\r\x1b[K", sys.stderr)
+        write_raw("\r\x1b[K", sys.stderr)
 
 
-def compared(one: Path, other: Path) -> int:
+def diff_checkpoints(one: Path, other: Path) -> int:
     """Print how two checkpoints differ; 0 if they do not, else 1."""
-    paths = [checkpoints(path)[-1] for path in (one, other)]
-    first, second = map(manifests.read, paths)
+    paths = [resolve_checkpoints(path)[-1] for path in (one, other)]
+    first, second = map(manifests.read_manifest, paths)
     print(f"{paths[0]} (step {first.step}) and {paths[1]} (step {second.step})")
-    lines = list(_facts("", _told(first), _told(second)))
-    odd = load.differing(first.tensors, second.tensors)
-    lines += [f"tensor {name}: {_kind(first, name)} | {_kind(second, name)}" for name in odd]
+    lines = list(_diff_facts("", _manifest_facts(first), _manifest_facts(second)))
+    odd = load.differing_tensors(first.tensors, second.tensors)
+    lines += [
+        f"tensor {name}: {_describe_tensor(first, name)} | {_describe_tensor(second, name)}"
+        for name in odd
+    ]
     same, differ = 0, []
     for name in sorted(set(first.tensors) & set(second.tensors) - set(odd)):
-        line = _tensors(paths, (first, second), name)
+        line = _diff_tensors(paths, (first, second), name)
         if line:
             differ.append(f"tensor {name}: {line}")
         else:
             same += 1
-    lines += differ[:SHOWN]
-    if len(differ) > SHOWN:
-        lines.append(f"... and {len(differ) - SHOWN} more tensors")
+    lines += differ[:MAX_SHOWN_TENSORS]
+    if len(differ) > MAX_SHOWN_TENSORS:
+        lines.append(f"... and {len(differ) - MAX_SHOWN_TENSORS} more tensors")
     for line in lines:
         print(f"  {line}")
     print(f"  {same} tensors are equal bit for bit, {len(differ) + len(odd)} are not")
     return 1 if lines else 0
 
 
-def _told(manifest: Manifest) -> dict[str, Any]:
-    return {"step": manifest.step, "grid": _grid(manifest.degrees), **manifest.facts}
+def _manifest_facts(manifest: CheckpointManifest) -> dict[str, Any]:
+    return {"step": manifest.step, "grid": _format_grid(manifest.degrees), **manifest.facts}
 
 
-def _facts(path: str, one: Any, other: Any) -> Iterator[str]:
+def _diff_facts(path: str, one: Any, other: Any) -> Iterator[str]:
     """A line for each fact that differs."""
     if isinstance(one, dict) and isinstance(other, dict):
         for key in [*one, *(key for key in other if key not in one)]:
-            yield from _facts(f"{path}.{key}".lstrip("."), one.get(key), other.get(key))
+            yield from _diff_facts(f"{path}.{key}".lstrip("."), one.get(key), other.get(key))
     elif one != other:
         yield f"{path}: {one!r:.80} | {other!r:.80}"
 
 
-def _kind(manifest: Manifest, name: str) -> str:
-    entry: Entry | None = manifest.tensors.get(name)
+def _describe_tensor(manifest: CheckpointManifest, name: str) -> str:
+    entry: TensorEntry | None = manifest.tensors.get(name)
     return "not there" if entry is None else f"{list(entry.shape)} {entry.dtype}"
 
 
-def _tensors(paths: list[Path], both: tuple[Manifest, Manifest], name: str) -> str:
+def _diff_tensors(
+    paths: list[Path], both: tuple[CheckpointManifest, CheckpointManifest], name: str
+) -> str:
     """How two tensors of the same kind differ; empty: not in a bit."""
     values = []
     for path, manifest in zip(paths, both, strict=True):
-        state = {name: load.blank(manifest.tensors[name])}
-        load.fill(path, manifest, state)
+        state = {name: load.empty_shard(manifest.tensors[name])}
+        load.fill_tensors(path, manifest, state)
         values.append(state[name][0])
     bits = [x.contiguous().view(-1).view(torch.uint8) for x in values]
     if torch.equal(*bits):

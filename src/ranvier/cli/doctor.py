@@ -36,16 +36,21 @@ from ranvier.errors import CommunicationError, PlanError
 from ranvier.system.terminal import print
 
 if TYPE_CHECKING:
-    from ranvier.config.run import Run
+    from ranvier.config.run import RunConfig
     from ranvier.tools.benchmark_communicators import CommunicatorCost
 
-SYSTEM = Path("/sys")
+SYSFS_ROOT = Path("/sys")
 """Where the kernel describes devices."""
 TOOL_SECONDS = 5.0
 """How long a vendor's tool may take."""
-SMALL_BYTES = 2**30
+LOW_SPACE_BYTES = 2**30
 """Free space below this deserves a note."""
-VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS", "NCCL_SOCKET_IFNAME")
+SHOWN_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "NCCL_SOCKET_IFNAME",
+)
 OPERATORS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
     "==": lambda a, b: a == b,
     "!=": lambda a, b: a != b,
@@ -55,7 +60,7 @@ OPERATORS: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
     "<": lambda a, b: a < b,
 }
 
-Mark = Literal["ok", "note", "missing"]
+FindingMark = Literal["ok", "note", "missing"]
 
 
 @dataclass(frozen=True)
@@ -65,28 +70,28 @@ class Finding:
     section: str
     name: str
     value: str
-    mark: Mark = "ok"
+    mark: FindingMark = "ok"
     remedy: str = ""
     """What to do about it."""
-    essential: bool = False
+    is_essential: bool = False
     """Whether nothing runs without it."""
 
     def __post_init__(self) -> None:
         assert self.mark != "missing" or self.remedy, f"{self.section} {self.name}: no remedy"
 
 
-def examine(run: Run | None = None) -> list[Finding]:
+def examine_machine(run: RunConfig | None = None) -> list[Finding]:
     """All findings, section by section; run: a checked one, whose communicators are listed."""
     sections: dict[str, Callable[[], list[Finding]]] = {
-        "python": python,
-        "torch": torch,
-        "devices": devices,
-        "links": links,
-        "communicators": partial(communicators, run),
-        "launcher": launcher,
-        "storage": storage,
-        "packages": packages,
-        "advice": advice,
+        "python": examine_python,
+        "torch": examine_torch,
+        "devices": examine_devices,
+        "links": examine_links,
+        "communicators": partial(examine_communicators, run),
+        "launcher": examine_launcher,
+        "storage": examine_storage,
+        "packages": examine_packages,
+        "advice": give_advice,
     }
     found: list[Finding] = []
     for name, section in sections.items():
@@ -100,7 +105,7 @@ def examine(run: Run | None = None) -> list[Finding]:
     return found
 
 
-def show(findings: Sequence[Finding]) -> int:
+def print_findings(findings: Sequence[Finding]) -> int:
     """Print findings as a table; 0 if nothing essential is missing, else 1."""
     width = max((len(finding.name) for finding in findings), default=0)
     section = ""
@@ -112,25 +117,25 @@ def show(findings: Sequence[Finding]) -> int:
         print(f"  {finding.mark:<7}  {finding.name:<{width}}  {first}".rstrip())
         for line in [*rest, *[f"-> {line}" for line in finding.remedy.splitlines()]]:
             print(f"  {'':7}  {'':{width}}  {line}")
-    lacking = dict.fromkeys(f.name for f in findings if f.mark == "missing" and f.essential)
+    lacking = dict.fromkeys(f.name for f in findings if f.mark == "missing" and f.is_essential)
     print(f"\nEssential and missing: {', '.join(lacking)}." if lacking else "\nReady to run.")
     return 1 if lacking else 0
 
 
-def python() -> list[Finding]:
+def examine_python() -> list[Finding]:
     """The interpreter and where it installs packages."""
     version, wanted = platform.python_version(), ">=3.11"
     with suppress(metadata.PackageNotFoundError):
         wanted = str(metadata.metadata("ranvier").json.get("requires_python", wanted))
-    if within(version, wanted):
+    if meets_version(version, wanted):
         first = Finding("python", "version", f"{version} ({wanted})")
     else:
         remedy = f"Install Python {wanted} and make a new virtual environment with it."
-        first = Finding("python", "version", version, "missing", remedy, essential=True)
+        first = Finding("python", "version", version, "missing", remedy, is_essential=True)
     found = [first, Finding("python", "executable", sys.executable)]
     if sys.prefix != sys.base_prefix:
         found.append(Finding("python", "environment", sys.prefix))
-    elif launch.environment("CONDA_PREFIX").get("CONDA_PREFIX") == sys.prefix:
+    elif launch.read_environment("CONDA_PREFIX").get("CONDA_PREFIX") == sys.prefix:
         found.append(Finding("python", "environment", f"conda {sys.prefix}"))
     else:
         remedy = "python3 -m venv .venv && source .venv/bin/activate"
@@ -138,17 +143,17 @@ def python() -> list[Finding]:
     return found
 
 
-def torch() -> list[Finding]:
+def examine_torch() -> list[Finding]:
     """The installed torch, what it was built for and its backends."""
-    wanted = next((spec for name, spec, _ in requirements() if name == "torch"), "")
+    wanted = next((spec for name, spec, _ in list_requirements() if name == "torch"), "")
     remedy = f"pip install 'torch{wanted}'"
     try:
-        module = _torch()
+        module = _import_torch()
     except Exception as error:
         what = f"cannot be imported: {type(error).__name__}: {error}"
-        return [Finding("torch", "torch", what, "missing", remedy, essential=True)]
+        return [Finding("torch", "torch", what, "missing", remedy, is_essential=True)]
     version = str(module.__version__)
-    fits = within(version, wanted)
+    fits = meets_version(version, wanted)
     found = [
         Finding("torch", "torch", f"{version} ({wanted or 'any'})")
         if fits
@@ -156,16 +161,16 @@ def torch() -> list[Finding]:
     ]
     cuda, hip = module.version.cuda, module.version.hip
     build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU only"
-    driver = (SYSTEM / "module" / "nvidia").exists()
+    driver = (SYSFS_ROOT / "module" / "nvidia").exists()
     if driver and not module.cuda.is_available():
         what = f"{build}, but the NVIDIA driver is loaded and torch sees no device"
         remedy = "Install a torch built for the driver's CUDA version: https://pytorch.org"
-        if launch.environment("CUDA_VISIBLE_DEVICES"):
+        if launch.read_environment("CUDA_VISIBLE_DEVICES"):
             remedy = "Unset CUDA_VISIBLE_DEVICES, or name devices that exist."
         found.append(Finding("torch", "build", what, "note", remedy))
     else:
         found.append(Finding("torch", "build", build))
-    backends = launch.backends()
+    backends = launch.available_backends()
     for name in ("gloo", *(["nccl"] if cuda or hip else [])):
         if name in backends:
             number = ".".join(map(str, module.cuda.nccl.version())) if name == "nccl" else "there"
@@ -177,59 +182,59 @@ def torch() -> list[Finding]:
     return found
 
 
-def devices() -> list[Finding]:
+def examine_devices() -> list[Finding]:
     """Processors, memory and GPUs."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _read(SYSTEM / "fs/cgroup/memory.max")
+    limit = _read_kernel_file(SYSFS_ROOT / "fs/cgroup/memory.max")
     if limit.isdecimal() and int(limit) < memory:
         memory = int(limit)
     found = [
-        Finding("devices", "cores", f"{cores()} of {os.cpu_count() or 1} usable"),
-        Finding("devices", "memory", _bytes(memory)),
+        Finding("devices", "cores", f"{count_cores()} of {os.cpu_count() or 1} usable"),
+        Finding("devices", "memory", _format_bytes(memory)),
     ]
-    for name, value in launch.environment(*VARIABLES).items():
+    for name, value in launch.read_environment(*SHOWN_VARIABLES).items():
         found.append(Finding("devices", name, value or "empty", "note"))
     with suppress(Exception):
-        module = _torch()
+        module = _import_torch()
         found.append(Finding("devices", "threads", f"{module.get_num_threads()} by default"))
-        for i in range(gpus()):
-            found.append(Finding("devices", f"gpu {i}", _gpu(module, i)))
-    if not gpus():
+        for i in range(count_gpus()):
+            found.append(Finding("devices", f"gpu {i}", _describe_gpu(module, i)))
+    if not count_gpus():
         found.append(Finding("devices", "gpus", "none that torch can use", "note"))
     return found
 
 
-def links() -> list[Finding]:
+def examine_links() -> list[Finding]:
     """What joins the devices of this node, and this node to others."""
     found = []
-    if gpus() > 1:
-        pairs = list(combinations(range(gpus()), 2))
-        lone = [pair for pair in pairs if not _torch().cuda.can_device_access_peer(*pair)]
+    if count_gpus() > 1:
+        pairs = list(combinations(range(count_gpus()), 2))
+        lone = [pair for pair in pairs if not _import_torch().cuda.can_device_access_peer(*pair)]
         text = f"{len(pairs) - len(lone)} of {len(pairs)} GPU pairs"
         found.append(Finding("links", "peer access", text, "note" if lone else "ok"))
     if shutil.which("nvidia-smi") is not None:
-        kinds = topology(_output(["nvidia-smi", "topo", "-m"]))
+        kinds = count_link_kinds(_tool_output(["nvidia-smi", "topo", "-m"]))
         text = ", ".join(f"{kind} between {n} GPU pairs" for kind, n in kinds.items())
         if kinds:
             slow = any(not kind.startswith("NV") for kind in kinds)
             found.append(Finding("links", "topology", text, "note" if slow else "ok"))
-        elif gpus() > 1:
+        elif count_gpus() > 1:
             what = "nvidia-smi topo -m gave no answer that can be read"
             found.append(Finding("links", "topology", what, "note"))
-    for port in sorted((SYSTEM / "class/infiniband").glob("*/ports/*")):
-        state = _read(port / "state").partition(": ")[2] or "unknown"
+    for port in sorted((SYSFS_ROOT / "class/infiniband").glob("*/ports/*")):
+        state = _read_kernel_file(port / "state").partition(": ")[2] or "unknown"
         name = f"{port.parent.parent.name}/{port.name}"
-        text = f"{state}, {_read(port / 'rate') or 'unknown rate'}"
+        text = f"{state}, {_read_kernel_file(port / 'rate') or 'unknown rate'}"
         found.append(Finding("links", name, text, "ok" if state == "ACTIVE" else "note"))
-    for card in sorted((SYSTEM / "class/net").glob("*")):
-        state, speed = _read(card / "operstate"), _read(card / "speed")
+    for card in sorted((SYSFS_ROOT / "class/net").glob("*")):
+        state, speed = _read_kernel_file(card / "operstate"), _read_kernel_file(card / "speed")
         if card.name != "lo" and state in ("up", "unknown"):
             rate = f"{int(speed) / 1000:g} Gbit/s" if speed.isdecimal() else "speed unknown"
             found.append(Finding("links", card.name, rate))
     return found or [Finding("links", "network", "no device but this node's own", "note")]
 
 
-def communicators(run: Run | None = None) -> list[Finding]:
+def examine_communicators(run: RunConfig | None = None) -> list[Finding]:
     """What communicators over NCCL cost on this machine, and those of a run."""
     found, cost = measure_communicators()
     return found if run is None else [*found, *list_communicators(run, cost)]
@@ -238,22 +243,25 @@ def communicators(run: Run | None = None) -> list[Finding]:
 def measure_communicators() -> tuple[list[Finding], CommunicatorCost | None]:
     """What two ranks have measured; None: there is no GPU, or they could not."""
     section = "communicators"
-    if not gpus() or "nccl" not in launch.backends():
-        why = "NCCL is not built in" if gpus() else "no GPU that torch can use"
+    if not count_gpus() or "nccl" not in launch.available_backends():
+        why = "NCCL is not built in" if count_gpus() else "no GPU that torch can use"
         return [Finding(section, "cost", f"not measured: {why}", "note")], None
-    if launch.ranks() is not None:
+    if launch.read_process_info() is not None:
         remedy = "Start ranvier doctor by itself."
         return [Finding(section, "cost", "not measured under a launcher", "note", remedy)], None
-    from ranvier.tools.benchmark_communicators import measure
+    from ranvier.tools.benchmark_communicators import measure_communicator_cost
 
     try:
-        cost = measure(gpus())
+        cost = measure_communicator_cost(count_gpus())
     except CommunicationError as error:
         what, _, rest = str(error).partition(". ")
         return [Finding(section, "cost", what, "note", rest)], None
-    where = "one GPU, through sockets" if gpus() == 1 else "two GPUs"
-    first = f"{cost.first_seconds:.2f} s, {_bytes(cost.first_bytes)} on each rank, NCCL's kernels"
-    further = f"{cost.further_seconds:.2f} s, {_bytes(cost.further_bytes)} on each rank"
+    where = "one GPU, through sockets" if count_gpus() == 1 else "two GPUs"
+    first = (
+        f"{cost.first_seconds:.2f} s, {_format_bytes(cost.first_bytes)} on each rank, NCCL's "
+        "kernels"
+    )
+    further = f"{cost.further_seconds:.2f} s, {_format_bytes(cost.further_bytes)} on each rank"
     return [
         Finding(section, "measured", f"by two ranks on {where}"),
         Finding(section, "first", f"{first} included"),
@@ -262,81 +270,92 @@ def measure_communicators() -> tuple[list[Finding], CommunicatorCost | None]:
     ], cost
 
 
-def resolve_run(run: Run) -> Run:
+def resolve_run(run: RunConfig) -> RunConfig:
     """The run on as many ranks as its plan needs, or every problem at once."""
-    return run.check(math.prod(max(size, 1) for size in run.plan.degrees.values()))
+    return run.check_and_resolve(math.prod(max(size, 1) for size in run.plan.degrees.values()))
 
 
-def list_communicators(run: Run, cost: CommunicatorCost | None) -> list[Finding]:
+def list_communicators(run: RunConfig, cost: CommunicatorCost | None) -> list[Finding]:
     """The communicators that a rank of a run makes on GPUs, with memory and, if known, time."""
-    from ranvier.planner.communicators import communicators as planned
+    from ranvier.planner.communicators import list_communicators as planned
     from ranvier.planner.communicators import total_bytes, worst_stage
-    from ranvier.planner.model_spec import of_run
+    from ranvier.planner.model_spec import resolve_model_spec
 
     section, plan = "communicators", run.plan
     grid = " · ".join(f"{axis} {size}" for axis, size in plan.degrees.items() if size > 1)
-    if plan.world == 1:
+    if plan.world_size == 1:
         return [Finding(section, "plan", "one rank: it makes none")]
-    found = [Finding(section, "plan", f"{grid}: {plan.world} ranks, {run.model.size}")]
+    found = [Finding(section, "plan", f"{grid}: {plan.world_size} ranks, {run.model.size}")]
     if run.train.backend == "gloo" or run.train.device == "cpu":
         remedy = "Add --train.device cuda --train.backend nccl for those of GPUs."
         what = "over gloo: they take nothing of a device"
         return [*found, Finding(section, "in all", what, "note", remedy)]
-    model = of_run(run)
+    model = resolve_model_spec(run)
     stage = worst_stage(model, plan)
     made = planned(model, plan, stage=stage)
     for one in made:
         kind = one.channel or "collectives"
-        whole = math.prod(plan.degrees[axis] for axis in one.names)
+        whole = math.prod(plan.degrees[axis] for axis in one.axis_names)
         ranks = f"{one.size} ranks" if one.size == whole else f"{one.size} of {whole} ranks"
         peers = f", {one.peers} of them point to point" if one.peers else ""
         value = f"{kind}: {ranks} over {one.backend}{peers}"
-        found.append(Finding(section, "·".join(one.names), value))
+        found.append(Finding(section, "·".join(one.axis_names), value))
     count = sum(one.backend == "nccl" for one in made)
     on_host = len(made) - count
-    what = f"{count} over nccl, {on_host} over gloo, {_bytes(total_bytes(made))} of the device"
+    what = (
+        f"{count} over nccl, {on_host} over gloo, {_format_bytes(total_bytes(made))} of the device"
+    )
     what += f", on each rank of stage {stage}" if plan.pipe > 1 else ", on each rank"
     if cost is not None:
-        what += f"\n{cost.seconds(count, on_host):.1f} s to make them, at the rate measured here"
+        what += (
+            f"\n{cost.total_seconds(count, on_host):.1f} s to make them, at the rate measured here"
+        )
     return [*found, Finding(section, "in all", what)]
 
 
-def launcher() -> list[Finding]:
+def examine_launcher() -> list[Finding]:
     """Who has started this process."""
     try:
-        me = launch.ranks()
+        me = launch.read_process_info()
     except PlanError as error:
         what = "the variables of a launcher contradict each other"
-        return [Finding("launcher", "ranks", what, "missing", str(error), essential=True)]
+        return [Finding("launcher", "ranks", what, "missing", str(error), is_essential=True)]
     if me is None:
         return [Finding("launcher", "ranks", "none: --nproc starts ranks on this machine")]
-    text = f"{me.launcher}: rank {me.rank} of {me.world}, {me.local_rank} of {me.local_world} here"
+    text = (
+        f"{me.launcher}: rank {me.rank} of {me.world_size}, {me.local_rank} of "
+        f"{me.local_world_size} here"
+    )
     return [Finding("launcher", "ranks", f"{text}, meeting at {me.address}:{me.port}")]
 
 
-def storage() -> list[Finding]:
+def examine_storage() -> list[Finding]:
     """Where runs and caches are written."""
     shared = Path("/dev/shm")
     found = [
-        _folder("cache", launch.cache(), "Set RANVIER_CACHE to a folder on a larger disk."),
-        _folder("directory", Path.cwd(), "Change to a folder on a disk with space."),
+        _examine_dir(
+            "cache", launch.cache_dir(), "Set RANVIER_CACHE to a folder on a larger disk."
+        ),
+        _examine_dir("directory", Path.cwd(), "Change to a folder on a disk with space."),
     ]
     if shared.is_dir():
         found.append(
-            _folder("shared memory", shared, "In a container: docker run --shm-size=8g or more.")
+            _examine_dir(
+                "shared memory", shared, "In a container: docker run --shm-size=8g or more."
+            )
         )
     return found
 
 
-def packages() -> list[Finding]:
+def examine_packages() -> list[Finding]:
     """What the package asks for, and each of its extras."""
-    wanted = requirements()
+    wanted = list_requirements()
     if not wanted:
         remedy = "pip install -e . in the folder of the source"
         return [Finding("packages", "ranvier", "not installed", "note", remedy)]
     found = [Finding("packages", "ranvier", metadata.version("ranvier"))]
     for name, spec, extra in wanted:
-        remedy = installation(extra)
+        remedy = install_command(extra)
         label = f"{name} [{extra}]" if extra else name
         try:
             version = metadata.version(name)
@@ -345,16 +364,16 @@ def packages() -> list[Finding]:
             essential = not extra
             found.append(Finding("packages", label, what, "missing", remedy, essential))
             continue
-        if within(version, spec):
+        if meets_version(version, spec):
             found.append(Finding("packages", label, version))
         else:
             found.append(Finding("packages", label, f"{version}, not {spec}", "note", remedy))
     return found
 
 
-def advice() -> list[Finding]:
+def give_advice() -> list[Finding]:
     """What the findings mean for a run."""
-    num, count = gpus(), cores()
+    num, count = count_gpus(), count_cores()
     if not num:
         lines = [
             "no GPU: runs are fp32 on the CPU, over gloo",
@@ -365,7 +384,7 @@ def advice() -> list[Finding]:
     return [Finding("advice", "train" if i else "device", line) for i, line in enumerate(lines)]
 
 
-def requirements() -> list[tuple[str, str, str]]:
+def list_requirements() -> list[tuple[str, str, str]]:
     """Name, versions and extra of each package that the metadata of this one asks for."""
     found = []
     try:
@@ -381,7 +400,7 @@ def requirements() -> list[tuple[str, str, str]]:
     return found
 
 
-def installation(extra: str) -> str:
+def install_command(extra: str) -> str:
     """The command that installs this package with an extra, as it was installed."""
     target, origin = f"[{extra}]" if extra else "", {}
     with suppress(metadata.PackageNotFoundError, ValueError):
@@ -393,11 +412,11 @@ def installation(extra: str) -> str:
     return f"{go}pip install {'-e ' * bool(origin['dir_info'].get('editable'))}'.{target}'"
 
 
-def within(version: str, specifiers: str) -> bool:
+def meets_version(version: str, specifiers: str) -> bool:
     """Whether a version meets all of `>=2.11,<2.14`; what cannot be read is met."""
-    own = _release(version)
+    own = _version_numbers(version)
     for operator, text in re.findall(r"(===?|~=|!=|>=|<=|>|<)\s*([\w.+*-]+)", specifiers):
-        bound = _release(text)
+        bound = _version_numbers(text)
         if operator == "~=" or text.endswith(".*"):  # the last number is free
             head = bound[:-1] if operator == "~=" else bound
             alike = own[: len(head)] == head and (operator != "~=" or own >= bound)
@@ -411,7 +430,7 @@ def within(version: str, specifiers: str) -> bool:
     return True
 
 
-def topology(text: str) -> dict[str, int]:
+def count_link_kinds(text: str) -> dict[str, int]:
     """How many pairs of GPUs each kind of link joins, from `nvidia-smi topo -m`."""
     kinds: Counter[str] = Counter()
     for line in text.splitlines():
@@ -423,66 +442,71 @@ def topology(text: str) -> dict[str, int]:
     return dict(kinds)
 
 
-def cores() -> int:
+def count_cores() -> int:
     """How many processors this process may use."""
     num = len(os.sched_getaffinity(0))
-    quota, _, period = _read(SYSTEM / "fs/cgroup/cpu.max").partition(" ")
+    quota, _, period = _read_kernel_file(SYSFS_ROOT / "fs/cgroup/cpu.max").partition(" ")
     if quota.isdecimal() and period.isdecimal() and int(period):
         num = min(num, max(int(quota) // int(period), 1))
     return num
 
 
-def gpus() -> int:
+def count_gpus() -> int:
     """How many GPUs torch can use."""
     with suppress(Exception):
-        cuda = _torch().cuda
+        cuda = _import_torch().cuda
         return int(cuda.device_count()) if cuda.is_available() else 0
     return 0
 
 
-def _torch() -> Any:
+def _import_torch() -> Any:
     return importlib.import_module("torch")
 
 
-def _gpu(module: Any, index: int) -> str:
+def _describe_gpu(module: Any, index: int) -> str:
     """Name, memory, capability, bf16 and peak of one GPU."""
     from ranvier.train.metrics import PEAK_TFLOPS
 
     card = module.cuda.get_device_properties(index)
     peak = [f"{top:g} TFLOP/s" for key, top in PEAK_TFLOPS.items() if key in card.name]
     bf16 = "bf16" if module.version.hip or card.major >= 8 else "no bf16: use --train.dtype fp32"
-    what = [card.name, _bytes(card.total_memory), f"capability {card.major}.{card.minor}", bf16]
+    what = [
+        card.name,
+        _format_bytes(card.total_memory),
+        f"capability {card.major}.{card.minor}",
+        bf16,
+    ]
     return ", ".join(what + peak[:1])
 
 
-def _folder(name: str, folder: Path, remedy: str) -> Finding:
+def _examine_dir(name: str, folder: Path, remedy: str) -> Finding:
     """Whether a folder can be written and has space."""
-    if not launch.writable(folder):
+    if not launch.is_writable(folder):
         return Finding("storage", name, f"{folder} cannot be written", "missing", remedy)
     free = shutil.disk_usage(folder).free
-    text = f"{folder}, {_bytes(free)} free"
-    small = free < SMALL_BYTES
+    text = f"{folder}, {_format_bytes(free)} free"
+    small = free < LOW_SPACE_BYTES
     return Finding("storage", name, text, "note" if small else "ok", remedy if small else "")
 
 
-def _bytes(number: float) -> str:
+def _format_bytes(number: float) -> str:
     return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
 
 
-def _release(version: str) -> tuple[int, ...]:
+def _version_numbers(version: str) -> tuple[int, ...]:
     """The leading numbers of a version."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-def _read(path: Path) -> str:
+def _read_kernel_file(path: Path) -> str:
     """The text of a file of the kernel; empty if it has none."""
     with suppress(OSError, ValueError):
         return path.read_text().strip()
     return ""
 
 
-def _output(command: Sequence[str]) -> str:
+def _tool_output(command: Sequence[str]) -> str:
     """What a tool prints within its time; empty if it fails, and a stuck one is left behind."""
     with tempfile.TemporaryFile() as file, suppress(OSError, subprocess.SubprocessError):
         process = subprocess.Popen(

@@ -12,16 +12,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ranvier import launch
-from ranvier.cli.parsing import USAGE_ERROR, asked, filled, given, one, split, two, without
-from ranvier.config.run import Run
-from ranvier.config.sections import nearest
+from ranvier.cli.parsing import (
+    USAGE_ERROR,
+    drop_options,
+    given_settings,
+    load_run_with_options,
+    one_path,
+    parse_options,
+    split_words,
+    two_paths,
+)
+from ranvier.config.run import RunConfig
+from ranvier.config.sections import suggest_nearest
 from ranvier.errors import PlanError
-from ranvier.launch import Ranks
+from ranvier.launch import ProcessInfo
 from ranvier.system.terminal import print, quote_word
 
 if TYPE_CHECKING:
-    from ranvier.config.arguments import Arguments
-    from ranvier.train.prediction import Foretold
+    from ranvier.config.arguments import RunOptions
+    from ranvier.train.prediction import StepPrediction
 
 USAGE = """\
 usage: ranvier VERB ...
@@ -58,8 +67,8 @@ usage: ranvier VERB ...
   torchrun --nproc-per-node 8 -m ranvier train --plan.row 8
   srun ranvier train run.toml
 """
-MOST_RANKS = 256
-Verb = Callable[[Sequence[str]], int]
+MAX_LOCAL_RANKS = 256
+Command = Callable[[Sequence[str]], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -69,143 +78,161 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(USAGE, end="")
         raise SystemExit(0 if words else USAGE_ERROR)
     trains = words[0] == "train"
-    with launch.reported(Ranks(), quiet=launch.is_follower(), trains=trains):
-        if words[0] not in VERBS:
-            near = nearest(words[0], VERBS)
-            raise PlanError(f"{words[0]!r} is no verb.{near} Verbs are {', '.join(VERBS)}.")
-        code = VERBS[words[0]](words[1:])
+    with launch.report_errors(ProcessInfo(), quiet=launch.is_follower(), trains=trains):
+        if words[0] not in COMMANDS:
+            near = suggest_nearest(words[0], COMMANDS)
+            raise PlanError(f"{words[0]!r} is no verb.{near} Verbs are {', '.join(COMMANDS)}.")
+        code = COMMANDS[words[0]](words[1:])
         sys.stdout.flush()
     raise SystemExit(code)
 
 
-def parse(verb: str, words: Sequence[str]) -> Arguments:
+def parse_run_options(verb: str, words: Sequence[str]) -> RunOptions:
     """Settings from defaults, then the file or the run, then options."""
     from ranvier.config.arguments import (
-        Arguments,  # options of all verbs take a fiftieth of a second
+        RunOptions,  # options of all verbs take a fiftieth of a second
     )
 
-    return filled(Arguments, f"{verb} [run.toml]", words)
+    return load_run_with_options(RunOptions, f"{verb} [run.toml]", words)
 
 
-def _world(arguments: Arguments, default: int) -> tuple[Ranks | None, int]:
+def _resolve_world(arguments: RunOptions, default: int) -> tuple[ProcessInfo | None, int]:
     """Who a launcher says I am, and how many ranks there are."""
-    me = launch.ranks()
-    if not 0 <= arguments.nproc <= MOST_RANKS or (
-        me is not None and arguments.nproc not in (0, me.world)
+    me = launch.read_process_info()
+    if not 0 <= arguments.nproc <= MAX_LOCAL_RANKS or (
+        me is not None and arguments.nproc not in (0, me.world_size)
     ):
-        started = "none are started yet" if me is None else f"a launcher has started {me.world}"
+        started = (
+            "none are started yet" if me is None else f"a launcher has started {me.world_size}"
+        )
         raise PlanError(
             f"nproc={arguments.nproc}, but {started}. nproc is the number of local ranks to start, "
-            f"from 1 to {MOST_RANKS}. Leave it out under a launcher."
+            f"from 1 to {MAX_LOCAL_RANKS}. Leave it out under a launcher."
         )
-    world = me.world if me else arguments.nproc or default
-    if me is None and world > MOST_RANKS:
+    world = me.world_size if me else arguments.nproc or default
+    if me is None and world > MAX_LOCAL_RANKS:
         raise PlanError(
-            f"The plan needs {world} ranks. At most {MOST_RANKS} are started on one machine. Use "
+            f"The plan needs {world} ranks. At most {MAX_LOCAL_RANKS} are started on one "
+            "machine. Use "
             "smaller degrees, or a launcher such as srun or torchrun."
         )
     return me, world
 
 
-def _nodes(arguments: Arguments, me: Ranks | None) -> launch.Nodes | None:
+def _resolve_nodes(arguments: RunOptions, me: ProcessInfo | None) -> launch.NodeInfo | None:
     """The nodes on each of which one command starts local ranks; None if that is not so."""
     wish, nproc = arguments.launch, arguments.nproc
-    if me is not None and me.launcher == "srun" and me.local_world == 1 and nproc > 0:
-        return launch.Nodes(me.world, me.rank, f"{me.address}:{me.port}")
+    if me is not None and me.launcher == "srun" and me.local_world_size == 1 and nproc > 0:
+        return launch.NodeInfo(me.world_size, me.rank, f"{me.address}:{me.port}")
     if wish.nodes == 1:
         return None
-    if me is not None or not 0 < nproc <= MOST_RANKS:
-        started = "" if me is None else f" under {me.launcher}, which has started {me.world} ranks"
+    if me is not None or not 0 < nproc <= MAX_LOCAL_RANKS:
+        started = (
+            "" if me is None else f" under {me.launcher}, which has started {me.world_size} ranks"
+        )
         raise PlanError(
             f"launch.nodes={wish.nodes} with nproc={nproc}{started}. One command a node starts its "
-            f"ranks. Give --nproc from 1 to {MOST_RANKS}, and start it once a node."
+            f"ranks. Give --nproc from 1 to {MAX_LOCAL_RANKS}, and start it once a node."
         )
-    return launch.Nodes(wish.nodes, wish.node, wish.address)
+    return launch.NodeInfo(wish.nodes, wish.node, wish.address)
 
 
-def _run(arguments: Run) -> Run:
-    return Run(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(Run)})
+def _run_config(arguments: RunConfig) -> RunConfig:
+    return RunConfig(**{f.name: getattr(arguments, f.name) for f in dataclasses.fields(RunConfig)})
 
 
-def _goes_on(words: Sequence[str]) -> bool:
+def _is_continued(words: Sequence[str]) -> bool:
     """Whether a run is continued whose micro-batch nobody has given now."""
-    files, options = split(words)
+    files, options = split_words(words)
     given = [word for word in options if word.replace("_", "-").startswith("--plan.micro-batch")]
     return bool(files) and os.path.isdir(files[0]) and not given
 
 
-def _train(words: Sequence[str]) -> int:
+def _train_command(words: Sequence[str]) -> int:
     """Check, tokenize, then train here or start local ranks that do."""
-    arguments = parse("train", words)
+    arguments = parse_run_options("train", words)
     from ranvier.train import loggers, prepare_data, train
     from ranvier.train.resume import elastic, run_directory
 
-    run = _run(arguments)
-    nodes = _nodes(arguments, launch.ranks())
+    run = _run_config(arguments)
+    nodes = _resolve_nodes(arguments, launch.read_process_info())
     if nodes is None:
-        me, world = _world(arguments, train.ranks_of(run))
+        me, world = _resolve_world(arguments, train.default_local_ranks(run))
     else:
-        me, world = None, nodes.count * arguments.nproc
-    run, said = _planned(words, run, world, me, nodes)
-    run = elastic.fitted(run, world) if _goes_on(words) else run.check(world)
-    choices = [run, *elastic.smaller(run)]
-    loggers.check_log(run)
-    run_directory.check_out(run)
+        me, world = None, nodes.num_nodes * arguments.nproc
+    run, said = _plan_layout(words, run, world, me, nodes)
+    run = (
+        elastic.fit_micro_batch(run, world)
+        if _is_continued(words)
+        else run.check_and_resolve(world)
+    )
+    choices = [run, *elastic.fallback_runs(run)]
+    loggers.check_loggers(run)
+    run_directory.check_output_dir(run)
     for choice in choices:
-        who = me or Ranks(local_world=min(arguments.nproc or world, choice.plan.world))
-        device = train.device_of(choice, who)
-        backend = train.backend_of(choice, who, device)
-        train.check_memory(train.settled(choice, device, backend), who, device)
+        who = me or ProcessInfo(
+            local_world_size=min(arguments.nproc or world, choice.plan.world_size)
+        )
+        device = train.resolve_device(choice, who)
+        backend = train.resolve_backend(choice, who, device)
+        train.check_memory(train.resolve_device_and_dtype(choice, device, backend), who, device)
     if me is not None:
-        with launch.reported(me):
+        with launch.report_errors(me):
             return _train_rank([run], None, said, me)
-    first = nodes is None or nodes.node == 0
+    first = nodes is None or nodes.node_rank == 0
     if first:
-        run_directory.check_free(run)
-    stored = prepare_data.stored(run)
-    train.opened(run, stored)  # what is wrong with the data is said before any rank starts
+        run_directory.check_unlocked(run)
+    stored = prepare_data.tokenize_corpora(run)
+    train.open_dataset(run, stored)  # what is wrong with the data is said before any rank starts
     if world == 1:
-        return _train_rank([run], stored, said, Ranks())
+        return _train_rank([run], stored, said, ProcessInfo())
     if first and not run.train.out:  # a restarted run comes back to the same one
-        out = run_directory.new(run.model.size)
-        choices = [run_directory.placed(one, out) for one in choices]
+        out = run_directory.make_run_dir(run.model.size)
+        choices = [run_directory.with_dir(one, out) for one in choices]
     task = functools.partial(_train_rank, choices, stored, said)
-    policy = launch.Policy(
-        retries=run.launch.retries,
-        faults=run.launch.faults,
-        watchdog=run.launch.watchdog,
-        grids=tuple((elastic.named(o.plan.degrees), o.plan.world) for o in choices),
+    policy = launch.RestartPolicy(
+        max_restarts=run.launch.retries,
+        restart_on_error=run.launch.faults,
+        watchdog_seconds=run.launch.watchdog,
+        grids=tuple((elastic.format_grid(o.plan.degrees), o.plan.world_size) for o in choices),
     )
     where, began = Path(choices[0].train.out), time.time()
-    return launch.start(
+    return launch.launch_ranks(
         arguments.nproc or world,
         task,
         preload=[train.__name__],
         policy=policy,
         nodes=nodes,
         timeout_seconds=run.train.timeout,
-        ended=lambda code, message: run_directory.close_lost(where, began, code, message),
+        ended=lambda code, message: run_directory.record_failure(where, began, code, message),
     )
 
 
-def _planned(
-    words: Sequence[str], run: Run, world: int, me: Ranks | None, nodes: launch.Nodes | None
-) -> tuple[Run, Foretold | None]:
+def _plan_layout(
+    words: Sequence[str],
+    run: RunConfig,
+    world: int,
+    me: ProcessInfo | None,
+    nodes: launch.NodeInfo | None,
+) -> tuple[RunConfig, StepPrediction | None]:
     """The run with the planner's layout, if it leaves that open, and what was foretold.
 
     A run that is continued keeps its layout, or has what was asked for now.
     """
     from ranvier.tools import auto_plan
 
-    files, _ = split(words)
-    count = nodes.count if nodes else me.world // me.local_world if me else 1
-    if (files and os.path.isdir(files[0])) or not auto_plan.is_open(run, world):
-        return auto_plan.kept(run), None
-    return auto_plan.planned(run, world, nodes=count)
+    files, _ = split_words(words)
+    count = nodes.num_nodes if nodes else me.world_size // me.local_world_size if me else 1
+    if (files and os.path.isdir(files[0])) or not auto_plan.needs_planning(run, world):
+        return auto_plan.freeze_plan(run), None
+    return auto_plan.plan_run(run, world, nodes=count)
 
 
 def _train_rank(
-    choices: Sequence[Run], stored: list[str] | None, said: Foretold | None, me: Ranks
+    choices: Sequence[RunConfig],
+    stored: list[str] | None,
+    said: StepPrediction | None,
+    me: ProcessInfo,
 ) -> int:
     """Train as a rank of the grid that the launcher has chosen."""
     from ranvier.tools import auto_plan
@@ -213,41 +240,41 @@ def _train_rank(
     from ranvier.train.health import determinism
     from ranvier.train.resume import run_directory
 
-    run = choices[me.grid]
+    run = choices[me.grid_index]
     if me.attempt:
-        run = run_directory.again(run, me.began)
-    device = train.device_of(run, me)
-    backend, share_gpu = train.backend_of(run, me, device), run.launch.share_gpu
+        run = run_directory.with_auto_resume(run, me.start_time)
+    device = train.resolve_device(run, me)
+    backend, share_gpu = train.resolve_backend(run, me, device), run.launch.share_gpu
     with (
-        determinism.exact(run.train.deterministic and device.type == "cuda"),
-        launch.joined(me, backend, run.train.timeout, share_gpu=share_gpu),
+        determinism.deterministic_algorithms(run.train.deterministic and device.type == "cuda"),
+        launch.join_process_group(me, backend, run.train.timeout, share_gpu=share_gpu),
     ):
-        if said is not None and me.grid == 0:
-            run, said = auto_plan.agreed(run, said, me)
-        return train.train(run, me, stored, said if me.grid == 0 else None)
+        if said is not None and me.grid_index == 0:
+            run, said = auto_plan.broadcast_plan(run, said, me)
+        return train.train(run, me, stored, said if me.grid_index == 0 else None)
 
 
-def _verify(words: Sequence[str]) -> int:
+def _verify_command(words: Sequence[str]) -> int:
     """Shrink, then compare on as many local ranks as the plan needs."""
     from ranvier.tools import verify
 
-    arguments = parse("verify", words)
-    run = _run(arguments)
-    me, world = _world(arguments, verify.world_of(run.plan))
-    run = run.check(world)
-    if me is None and world > verify.MOST_RANKS:
+    arguments = parse_run_options("verify", words)
+    run = _run_config(arguments)
+    me, world = _resolve_world(arguments, verify.required_ranks(run.plan))
+    run = run.check_and_resolve(world)
+    if me is None and world > verify.MAX_RANKS:
         raise PlanError(
-            f"The plan needs {world} ranks. verify starts at most {verify.MOST_RANKS} on one "
+            f"The plan needs {world} ranks. verify starts at most {verify.MAX_RANKS} on one "
             "machine. Use smaller degrees; an axis behaves alike at 2 and at 200."
         )
     task = functools.partial(_verify_rank, run)
     if me is not None or world == 1:
-        with launch.reported(me or Ranks()):
-            return task(me or Ranks())
+        with launch.report_errors(me or ProcessInfo()):
+            return task(me or ProcessInfo())
     # A rank that crashes or hangs is what is looked for: it is reported, not waited for.
-    policy = launch.Policy(watchdog=run.launch.watchdog, grids=(("", world),))
-    code = launch.start(world, task, preload=[verify.__name__], policy=policy)
-    if code not in verify.OWN_CODES:
+    policy = launch.RestartPolicy(watchdog_seconds=run.launch.watchdog, grids=(("", world),))
+    code = launch.launch_ranks(world, task, preload=[verify.__name__], policy=policy)
+    if code not in verify.EXPECTED_EXIT_CODES:
         print(
             f"FAILED: a rank crashed, hung or was lost (exit code {code}) in what the last line "
             "above names. The messages say which rank, and where."
@@ -256,255 +283,262 @@ def _verify(words: Sequence[str]) -> int:
     return code
 
 
-def _verify_rank(run: Run, me: Ranks) -> int:
+def _verify_rank(run: RunConfig, me: ProcessInfo) -> int:
     from ranvier.tools import verify
     from ranvier.train import train
 
     backend = "gloo"
     if run.train.backend == "nccl":
-        backend = train.backend_of(run, me, verify.device_of(run, me))
-    with launch.joined(me, backend, run.train.timeout, share_gpu=run.launch.share_gpu):
-        return verify.verify(run, me)
+        backend = train.resolve_backend(run, me, verify.comparison_device(run, me))
+    with launch.join_process_group(me, backend, run.train.timeout, share_gpu=run.launch.share_gpu):
+        return verify.verify_grid(run, me)
 
 
-def _data(words: Sequence[str]) -> int:
+def _data_command(words: Sequence[str]) -> int:
     """prepare or show."""
-    return _below("data", {"prepare": _prepare, "show": _data_show}, words)
+    return _run_subcommand("data", {"prepare": _prepare_command, "show": _data_show_command}, words)
 
 
-def _below(name: str, verbs: dict[str, Verb], words: Sequence[str]) -> int:
+def _run_subcommand(name: str, verbs: dict[str, Command], words: Sequence[str]) -> int:
     """Run a verb of a verb."""
     if not words or words[0] not in verbs:
         if words[:1] in (["--help"], ["-h"]):
             print(USAGE, end="")
             return 0
-        near = nearest(words[0], verbs) if words else ""
+        near = suggest_nearest(words[0], verbs) if words else ""
         what = f"{name} {words[0]!r} is no verb.{near}" if words else f"{name} needs a verb."
         raise PlanError(f"{what} Verbs are {', '.join(verbs)}. See ranvier --help.")
     return verbs[words[0]](words[1:])
 
 
-def _checkpoint(words: Sequence[str]) -> int:
+def _checkpoint_command(words: Sequence[str]) -> int:
     """ls, verify, diff or convert."""
     from ranvier.cli import checkpoint
 
     def ls(words: Sequence[str]) -> int:
-        return checkpoint.listed(Path(one("checkpoint ls", "a run", words)))
+        return checkpoint.list_checkpoints(Path(one_path("checkpoint ls", "a run", words)))
 
     def verify(words: Sequence[str]) -> int:
-        return checkpoint.verified(Path(one("checkpoint verify", "a run or a checkpoint", words)))
+        return checkpoint.verify_checkpoints(
+            Path(one_path("checkpoint verify", "a run or a checkpoint", words))
+        )
 
     def diff(words: Sequence[str]) -> int:
-        return checkpoint.compared(*two("checkpoint diff A B", words))
+        return checkpoint.diff_checkpoints(*two_paths("checkpoint diff A B", words))
 
-    verbs: dict[str, Verb] = {"ls": ls, "verify": verify, "diff": diff, "convert": _convert}
-    return _below("checkpoint", verbs, words)
+    verbs: dict[str, Command] = {
+        "ls": ls,
+        "verify": verify,
+        "diff": diff,
+        "convert": _convert_command,
+    }
+    return _run_subcommand("checkpoint", verbs, words)
 
 
-def _convert(words: Sequence[str]) -> int:
+def _convert_command(words: Sequence[str]) -> int:
     from ranvier.checkpoint import convert
     from ranvier.cli import checkpoint
-    from ranvier.config.arguments import Convert
+    from ranvier.config.arguments import ConvertOptions
 
-    paths, options = split(words)
-    settings = asked(Convert, Convert(), "checkpoint convert A OUT", options)
-    source, out = two("checkpoint convert A OUT", paths)
-    origin = checkpoint.checkpoints(source)[-1]
-    for name in convert.convert(origin, out, form=settings.form, dtype=settings.dtype):
+    paths, options = split_words(words)
+    settings = parse_options(ConvertOptions, ConvertOptions(), "checkpoint convert A OUT", options)
+    source, out = two_paths("checkpoint convert A OUT", paths)
+    origin = checkpoint.resolve_checkpoints(source)[-1]
+    for name in convert.convert_checkpoint(origin, out, form=settings.form, dtype=settings.dtype):
         print(out / name)
     return 0
 
 
-def _prepare(words: Sequence[str]) -> int:
-    from ranvier.config.arguments import Prepare
+def _prepare_command(words: Sequence[str]) -> int:
+    from ranvier.config.arguments import PrepareOptions
     from ranvier.train import prepare_data
 
-    inputs, options = split(words)
-    settings = asked(Prepare, Prepare(), "data prepare FILE ...", options)
-    return prepare_data.prepare(inputs, **dataclasses.asdict(settings))
+    inputs, options = split_words(words)
+    settings = parse_options(PrepareOptions, PrepareOptions(), "data prepare FILE ...", options)
+    return prepare_data.prepare_corpus(inputs, **dataclasses.asdict(settings))
 
 
-def _data_show(words: Sequence[str]) -> int:
+def _data_show_command(words: Sequence[str]) -> int:
     from ranvier.train import prepare_data
 
-    return prepare_data.show(Path(one("data show", "a prepared corpus", words)))
+    return prepare_data.show_corpus(Path(one_path("data show", "a prepared corpus", words)))
 
 
-def _generate(words: Sequence[str]) -> int:
-    from ranvier.config.arguments import Generate
+def _generate_command(words: Sequence[str]) -> int:
+    from ranvier.config.arguments import GenerateOptions
     from ranvier.infer import generate
 
-    folders, options = split(words)
-    settings = asked(Generate, Generate(), "generate RUN", options)
-    folder = Path(one("generate", "a run", folders))
-    return generate.say(folder, **dataclasses.asdict(settings))
+    folders, options = split_words(words)
+    settings = parse_options(GenerateOptions, GenerateOptions(), "generate RUN", options)
+    folder = Path(one_path("generate", "a run", folders))
+    return generate.print_generated(folder, **dataclasses.asdict(settings))
 
 
-def _import(words: Sequence[str]) -> int:
-    from ranvier.config.arguments import Import
+def _import_command(words: Sequence[str]) -> int:
+    from ranvier.config.arguments import ImportOptions
     from ranvier.train import import_export
 
-    names, options = split(words)
-    settings = asked(Import, Import(), "import SRC --to RUN", options)
-    source = one("import", "a published model", names)
+    names, options = split_words(words)
+    settings = parse_options(ImportOptions, ImportOptions(), "import SRC --to RUN", options)
+    source = one_path("import", "a published model", names)
     out = Path(settings.to or Path("runs") / Path(source).absolute().name)
-    return import_export.say(import_export.imported(source, out))
+    return import_export.print_lines(import_export.import_model(source, out))
 
 
-def _upcycle(words: Sequence[str]) -> int:
-    from ranvier.config.arguments import Upcycle
+def _upcycle_command(words: Sequence[str]) -> int:
+    from ranvier.config.arguments import UpcycleOptions
     from ranvier.tools import upcycle
     from ranvier.train import import_export
 
-    names, options = split(words)
-    settings = asked(Upcycle, Upcycle(), "convert SRC --upcycle 8", options)
-    source = one("convert", "a dense run or a published model", names)
+    names, options = split_words(words)
+    settings = parse_options(UpcycleOptions, UpcycleOptions(), "convert SRC --upcycle 8", options)
+    source = one_path("convert", "a dense run or a published model", names)
     out = Path(settings.to or Path("runs") / f"{Path(source).absolute().name}-moe")
     given = {k: v for k, v in dataclasses.asdict(settings).items() if k != "to"}
-    return import_export.say(upcycle.upcycled(source, out, **given))
+    return import_export.print_lines(upcycle.upcycle_model(source, out, **given))
 
 
-def _export(words: Sequence[str]) -> int:
-    from ranvier.config.arguments import Export
+def _export_command(words: Sequence[str]) -> int:
+    from ranvier.config.arguments import ExportOptions
     from ranvier.train import import_export
 
-    names, options = split(words)
-    wanted = asked(Export, Export(), "export RUN --to DIR", options)
+    names, options = split_words(words)
+    wanted = parse_options(ExportOptions, ExportOptions(), "export RUN --to DIR", options)
     settings = dataclasses.asdict(wanted)
-    origin = Path(one("export", "a run", names))
+    origin = Path(one_path("export", "a run", names))
     out = Path(settings.pop("to") or f"{origin}-export")
     if settings.pop("adapter"):
         own = {name: settings[name] for name in ("step", "dtype")}
-        return import_export.say(import_export.adapter_exported(origin, out, **own))
-    return import_export.say(import_export.exported(origin, out, **settings))
+        return import_export.print_lines(import_export.export_adapter(origin, out, **own))
+    return import_export.print_lines(import_export.export_model(origin, out, **settings))
 
 
-def _eval(words: Sequence[str]) -> int:
-    from ranvier.config.arguments import Eval
+def _eval_command(words: Sequence[str]) -> int:
+    from ranvier.config.arguments import EvalOptions
     from ranvier.eval import run as verb
-    from ranvier.infer.generate import run_of
+    from ranvier.infer.generate import load_config_from_dir
     from ranvier.tools import verify
 
-    names, _ = split(words)
+    names, _ = split_words(words)
     if names:
-        run_of(Path(names[0]))
-    settings = filled(Eval, "eval RUN", words, verb.afresh)
-    verb.check(settings, names[0] if names else None)
+        load_config_from_dir(Path(names[0]))
+    settings = load_run_with_options(EvalOptions, "eval RUN", words, verb.single_rank_run)
+    verb.check_options(settings, names[0] if names else None)
     if settings.samples:
-        return verb.counted(settings)
-    me, world = _world(settings, verify.world_of(settings.plan))
-    run = verb.planned(_run(settings), world, settings)
-    task = functools.partial(verb.ranked, run, Path(names[0]), settings)
+        return verb.score_samples(settings)
+    me, world = _resolve_world(settings, verify.required_ranks(settings.plan))
+    run = verb.resolve_plan(_run_config(settings), world, settings)
+    task = functools.partial(verb.eval_rank, run, Path(names[0]), settings)
     if me is None and world > 1:
-        return launch.start(world, task, preload=[verb.__name__])
-    with launch.reported(me or Ranks()):
-        return task(me or Ranks())
+        return launch.launch_ranks(world, task, preload=[verb.__name__])
+    with launch.report_errors(me or ProcessInfo()):
+        return task(me or ProcessInfo())
 
 
-def _report(words: Sequence[str]) -> int:
-    from ranvier.infer.generate import run_of
+def _report_command(words: Sequence[str]) -> int:
+    from ranvier.infer.generate import load_config_from_dir
     from ranvier.train.report import report
 
-    folder = Path(one("report", "a run", words))
-    run_of(folder)
-    print(report.write(folder))
+    folder = Path(one_path("report", "a run", words))
+    load_config_from_dir(folder)
+    print(report.write_report(folder))
     return 0
 
 
-def _profile(words: Sequence[str]) -> int:
-    from ranvier.config.arguments import Profile
-    from ranvier.infer.generate import run_of
+def _profile_command(words: Sequence[str]) -> int:
+    from ranvier.config.arguments import ProfileOptions
+    from ranvier.infer.generate import load_config_from_dir
 
-    names, _ = split(words)
+    names, _ = split_words(words)
     if names and os.path.isdir(names[0]):
-        run_of(Path(names[0]))
-    settings = filled(Profile, "profile RUN", words)
-    origin = Path(one("profile", "a run or a TOML file", names))
+        load_config_from_dir(Path(names[0]))
+    settings = load_run_with_options(ProfileOptions, "profile RUN", words)
+    origin = Path(one_path("profile", "a run or a TOML file", names))
     from ranvier.tools.profiler import report as profile
 
     own = {name: getattr(settings, name) for name in ("steps", "warm", "top", "out")}
-    return profile.profile(_run(settings), origin, **own)
+    return profile.profile_run(_run_config(settings), origin, **own)
 
 
-def _plan(words: Sequence[str]) -> int:
+def _plan_command(words: Sequence[str]) -> int:
     """Search layouts; torch is imported only for models without a name."""
     from ranvier.cli import plan
     from ranvier.planner import request
 
-    settings = filled(plan.Planned, "plan [run.toml]", words)
+    settings = load_run_with_options(plan.PlanOptions, "plan [run.toml]", words)
     if settings.calibrate:
-        from ranvier.tools.calibrate import calibrate
+        from ranvier.tools.calibrate import calibrate_cluster
 
-        return calibrate(Path(settings.calibrate), settings.cluster)
+        return calibrate_cluster(Path(settings.calibrate), settings.cluster)
     own = {field.name for field in dataclasses.fields(settings)}
-    chosen = {*request.CHOSEN, "memory.states"}
-    carried = [quote_word(word) for word in without(words, own | chosen)]
-    return plan.plan(settings, given(words), carried)
+    chosen = {*request.COMMAND_SETTINGS, "memory.states"}
+    carried = [quote_word(word) for word in drop_options(words, own | chosen)]
+    return plan.run_plan_command(settings, given_settings(words), carried)
 
 
-def _simulate(words: Sequence[str]) -> int:
-    from ranvier.config.arguments import Simulate
+def _simulate_command(words: Sequence[str]) -> int:
+    from ranvier.config.arguments import SimulateOptions
 
-    settings = filled(Simulate, "simulate [run.toml | RUN]", words)
+    settings = load_run_with_options(SimulateOptions, "simulate [run.toml | RUN]", words)
     from ranvier.tools import simulate
 
-    return simulate.simulate(_run(settings), settings)
+    return simulate.simulate_run(_run_config(settings), settings)
 
 
-def _measure(words: Sequence[str]) -> int:
-    from ranvier.config.arguments import Measure
+def _measure_command(words: Sequence[str]) -> int:
+    from ranvier.config.arguments import MeasureOptions
 
-    settings = asked(Measure, Measure(), "measure", words)
+    settings = parse_options(MeasureOptions, MeasureOptions(), "measure", words)
     from ranvier.tools import benchmark_cluster
 
-    me = launch.ranks()
-    task = functools.partial(benchmark_cluster.rank, settings.to)
-    count = benchmark_cluster.ranks_here(settings.nproc) if me is None else me.world
+    me = launch.read_process_info()
+    task = functools.partial(benchmark_cluster.measure_as_rank, settings.to)
+    count = benchmark_cluster.count_local_ranks(settings.nproc) if me is None else me.world_size
     if me is None and count > 1:
-        return launch.start(count, task, preload=[benchmark_cluster.__name__])
-    with launch.reported(me or Ranks()):
-        return task(me or Ranks())
+        return launch.launch_ranks(count, task, preload=[benchmark_cluster.__name__])
+    with launch.report_errors(me or ProcessInfo()):
+        return task(me or ProcessInfo())
 
 
-def _dryrun(words: Sequence[str]) -> int:
-    from ranvier.config.arguments import DryRun
+def _dryrun_command(words: Sequence[str]) -> int:
+    from ranvier.config.arguments import DryRunOptions
 
-    settings = filled(DryRun, "dryrun [run.toml | RUN]", words)
+    settings = load_run_with_options(DryRunOptions, "dryrun [run.toml | RUN]", words)
     from ranvier.tools import dry_run
-    from ranvier.tools.verify import world_of
+    from ranvier.tools.verify import required_ranks
 
-    world = settings.world or world_of(settings.plan)
-    run, rank, load = _run(settings), settings.rank, settings.load
-    return dry_run.show(run, world=world, rank=rank, load=load, out=settings.json)
+    world = settings.world or required_ranks(settings.plan)
+    run, rank, load = _run_config(settings), settings.rank, settings.load
+    return dry_run.show_dry_run(run, world=world, rank=rank, load=load, out=settings.json)
 
 
-def _doctor(words: Sequence[str]) -> int:
-    from ranvier.config.arguments import Doctor
+def _doctor_command(words: Sequence[str]) -> int:
+    from ranvier.config.arguments import DoctorOptions
 
-    settings = filled(Doctor, "doctor [run.toml | RUN]", words)
-    names, _ = split(words)
-    run = _run(settings)
+    settings = load_run_with_options(DoctorOptions, "doctor [run.toml | RUN]", words)
+    names, _ = split_words(words)
+    run = _run_config(settings)
     from ranvier.cli import doctor
 
-    asks = bool(names) or run != Run()
-    return doctor.show(doctor.examine(doctor.resolve_run(run) if asks else None))
+    asks = bool(names) or run != RunConfig()
+    return doctor.print_findings(doctor.examine_machine(doctor.resolve_run(run) if asks else None))
 
 
-VERBS: dict[str, Verb] = {
-    "train": _train,
-    "import": _import,
-    "export": _export,
-    "convert": _upcycle,
-    "generate": _generate,
-    "eval": _eval,
-    "report": _report,
-    "profile": _profile,
-    "simulate": _simulate,
-    "plan": _plan,
-    "dryrun": _dryrun,
-    "data": _data,
-    "checkpoint": _checkpoint,
-    "verify": _verify,
-    "measure": _measure,
-    "doctor": _doctor,
+COMMANDS: dict[str, Command] = {
+    "train": _train_command,
+    "import": _import_command,
+    "export": _export_command,
+    "convert": _upcycle_command,
+    "generate": _generate_command,
+    "eval": _eval_command,
+    "report": _report_command,
+    "profile": _profile_command,
+    "simulate": _simulate_command,
+    "plan": _plan_command,
+    "dryrun": _dryrun_command,
+    "data": _data_command,
+    "checkpoint": _checkpoint_command,
+    "verify": _verify_command,
+    "measure": _measure_command,
+    "doctor": _doctor_command,
 }

@@ -15,22 +15,24 @@ from typing import Any, TypeVar
 
 from ranvier.config import run as runs
 from ranvier.config.plan import AXES
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.config.sections import ModelConfig
 from ranvier.errors import PlanError
 from ranvier.system.terminal import escape_controls, print
 
 USAGE_ERROR = PlanError.exit_code
-Config = TypeVar("Config")
-Settings = TypeVar("Settings", bound=Run)
+ConfigT = TypeVar("ConfigT")
+RunT = TypeVar("RunT", bound=RunConfig)
 
 
 @dataclass(frozen=True)
-class Nothing:
+class NoOptions:
     """No settings."""
 
 
-def asked(kind: type[Config], default: Config, verb: str, words: Sequence[str]) -> Config:
+def parse_options(
+    kind: type[ConfigT], default: ConfigT, verb: str, words: Sequence[str]
+) -> ConfigT:
     """The settings that options change in a default.
 
     A boolean may be written as an option alone, or with true or false behind it, as in all verbs.
@@ -39,12 +41,12 @@ def asked(kind: type[Config], default: Config, verb: str, words: Sequence[str]) 
         return default
     import tyro
 
-    words = with_values(words, default)
+    words = with_boolean_values(words, default)
     # its messages quote words, and bring colours of their own: only odd words are looked after
     odd = any(escape_controls(word) != word for word in words)
     try:
         with _escaped_output() if odd else contextlib.nullcontext():
-            settings: Config = tyro.cli(
+            settings: ConfigT = tyro.cli(
                 kind,
                 prog=f"ranvier {verb}",
                 args=words,
@@ -72,7 +74,7 @@ def _escaped_output() -> Iterator[None]:
             print(text.getvalue(), end="", file=getattr(sys, name), flush=True)
 
 
-def with_values(words: Sequence[str], default: object) -> list[str]:
+def with_boolean_values(words: Sequence[str], default: object) -> list[str]:
     """The words with each boolean option and its value, as Python writes it, in one word.
 
     An option alone means True: `--adapter`, `--adapter true` and `--adapter=True` are the same.
@@ -103,35 +105,35 @@ def _boolean_options(default: object, path: str = "--") -> Iterator[str]:
             yield from (f"{path}{name}", f"{path}{name.replace('_', '-')}")
 
 
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words before the first option, and the rest."""
     first = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
     return list(words[:first]), list(words[first:])
 
 
-def filled(
-    kind: type[Settings],
+def load_run_with_options(
+    kind: type[RunT],
     usage: str,
     words: Sequence[str],
-    change: Callable[[Run], Run] = lambda run: run,
-) -> Settings:
+    change: Callable[[RunConfig], RunConfig] = lambda run: run,
+) -> RunT:
     """Settings from defaults, then the file or the run, then options, of a class that holds a run.
 
     change: of the run, before options.
     """
-    files, options = split(_spelled(words))
+    files, options = split_words(_expand_plan_auto(words))
     if len(files) > 1:
         raise PlanError(
             f"{files[1]!r} follows {files[0]!r}. One file or run is read. Leave it out."
         )
-    size = option(options, "--model.size")
+    size = option_value(options, "--model.size")
     if files and os.path.isdir(files[0]):
         if not (Path(files[0]) / "config.toml").exists():
             raise PlanError(
                 f"{files[0]} is a directory without config.toml. Give a TOML file, or the "
                 "directory of a run to continue it."
             )
-        run = runs.load(Path(files[0]) / "config.toml", size=size, in_run=True)
+        run = runs.load_run_config(Path(files[0]) / "config.toml", size=size, in_run=True)
         here = replace(run.launch, nodes=1, node=0, address="")  # it may go on elsewhere
         # what was asked of its checkpoints was for that launch: it goes on from its own now
         word = {"resume": "auto", "other_data": False, "other_config": False, "partial": False}
@@ -140,33 +142,33 @@ def filled(
         own_words = Path(files[0]) / "tokenizer.json"
         if own_words.exists() and (Path(files[0]) / "published").is_dir():  # it may have moved
             run = replace(run, data=replace(run.data, tokenizer=str(own_words.absolute())))
-        if any(option(options, name) for name in ("--nproc", *(f"--plan.{a}" for a in AXES))):
+        if any(option_value(options, name) for name in ("--nproc", *(f"--plan.{a}" for a in AXES))):
             run = replace(run, plan=replace(run.plan, data=-1))  # on another grid, if not given
     elif files:
-        run = runs.load(Path(files[0]), size=size)
+        run = runs.load_run_config(Path(files[0]), size=size)
     else:
-        run = Run() if size is None else Run(model=ModelConfig.of(size))
-    start = option(options, "--train.start") or run.train.start
+        run = RunConfig() if size is None else RunConfig(model=ModelConfig.from_size(size))
+    start = option_value(options, "--train.start") or run.train.start
     if start and not (files and os.path.isdir(files[0])):
         from ranvier.train import import_export
 
-        run = import_export.begun(replace(run, train=replace(run.train, start=start)))
+        run = import_export.init_from(replace(run, train=replace(run.train, start=start)))
     run = change(run)
     default = kind(**{f.name: getattr(run, f.name) for f in dataclasses.fields(run)})
-    return asked(kind, default, usage, options)
+    return parse_options(kind, default, usage, options)
 
 
-def _spelled(words: Sequence[str]) -> list[str]:
+def _expand_plan_auto(words: Sequence[str]) -> list[str]:
     """The words with `--plan auto` as the setting that it is."""
     text = "\0".join(words).replace("--plan\0auto", "--plan=auto")
     found = text.split("\0") if text else []
     return ["--plan.layout=auto" if word == "--plan=auto" else word for word in found]
 
 
-def given(words: Sequence[str]) -> set[str]:
+def given_settings(words: Sequence[str]) -> set[str]:
     """Dotted names of the settings that a file or options give; all of a run's are in its file, so
     of a run only its batch and length count."""
-    files, options = split(words)
+    files, options = split_words(words)
     names = {word[2:].partition("=")[0].replace("-", "_") for word in options if word[:2] == "--"}
     if files and os.path.isdir(files[0]):
         return names | {"plan.batch", "data.seq"}
@@ -176,7 +178,7 @@ def given(words: Sequence[str]) -> set[str]:
     return names
 
 
-def without(words: Sequence[str], names: Iterable[str]) -> list[str]:
+def drop_options(words: Sequence[str], names: Iterable[str]) -> list[str]:
     """The words without these options and their values."""
     found, skip = [], False
     for word in words:
@@ -187,7 +189,7 @@ def without(words: Sequence[str], names: Iterable[str]) -> list[str]:
     return found
 
 
-def option(words: Sequence[str], name: str) -> str | None:
+def option_value(words: Sequence[str], name: str) -> str | None:
     """The last value given to an option."""
     found = None
     for i, word in enumerate(words):
@@ -198,21 +200,21 @@ def option(words: Sequence[str], name: str) -> str | None:
     return found
 
 
-def two(usage: str, words: Sequence[str]) -> tuple[Path, Path]:
+def two_paths(usage: str, words: Sequence[str]) -> tuple[Path, Path]:
     """The two paths a verb takes."""
-    names, options = split(words)
+    names, options = split_words(words)
     if options:
-        asked(Nothing, Nothing(), usage, options)
+        parse_options(NoOptions, NoOptions(), usage, options)
     if len(names) != 2:
         raise PlanError(f"{len(names)} paths. Two are needed. Write: ranvier {usage}.")
     return Path(names[0]), Path(names[1])
 
 
-def one(verb: str, what: str, words: Sequence[str]) -> str:
+def one_path(verb: str, what: str, words: Sequence[str]) -> str:
     """The only word a verb takes."""
-    names, options = split(words)
+    names, options = split_words(words)
     if options:
-        asked(Nothing, Nothing(), f"{verb} PATH", options)
+        parse_options(NoOptions, NoOptions(), f"{verb} PATH", options)
     if len(names) != 1:
         raise PlanError(
             f"{verb} was given {len(names)} paths. It reads {what}. Write: ranvier {verb} PATH."

@@ -9,19 +9,19 @@ import os
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 from ranvier.planner import cluster as clusters
 from ranvier.planner import output_files, request
 from ranvier.planner.cluster import Cluster
 from ranvier.planner.request import Precision
-from ranvier.planner.search import Result, Wish, search
+from ranvier.planner.search import SearchRequest, SearchResult, search_layouts
 
-WORKERS = 2
+MAX_WORKERS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned(Run):
+class PlanOptions(RunConfig):
     """The fastest layouts of a run on a cluster, predicted, and why.
 
     Settings of the plan that are given (in the file or as options) stay; the others are searched.
@@ -52,7 +52,7 @@ class Planned(Run):
     """In place of a plan: fold what a RUN has measured into the file of the cluster."""
 
 
-def plan(wanted: Planned, given: Set[str], carried: Sequence[str]) -> int:
+def run_plan_command(wanted: PlanOptions, given: Set[str], carried: Sequence[str]) -> int:
     """Search, and say what was found.
 
     given: dotted names of settings that were given by hand; carried: words of the command line that
@@ -61,63 +61,64 @@ def plan(wanted: Planned, given: Set[str], carried: Sequence[str]) -> int:
     counts = {"top": wanted.top, "nodes": wanted.nodes, "devices": wanted.devices}
     odd = [f"{name}={n}" for name, n in counts.items() if n is not None and n < 1]
     wrong = [f"{', '.join(odd)}. These are counts. Use 1 or more."] if odd else []
-    wrong += wanted.problems()
+    wrong += wanted.find_problems()
     if wrong:
         raise PlanError(wrong)
-    output_files.check(wanted.json, wanted.html)
+    output_files.check_outputs(wanted.json, wanted.html)
     if wanted.goal or "goal" in given:
         from ranvier.cli import plan_goal
 
-        return plan_goal.reach(wanted, given, carried)
-    wish, assumed = asked(wanted, given)
-    result = searched(wish, cache=wanted.cache)
+        return plan_goal.plan_for_goal(wanted, given, carried)
+    wish, assumed = request_from_options(wanted, given)
+    result = search_with_cache(wish, cache=wanted.cache)
     from ranvier.cli import plan_text
 
-    if not result.found:
-        plan_text.refuse(result, wanted, given)
-    plan_text.say(result, wanted, carried, assumed)
+    if not result.feasible_candidates:
+        plan_text.raise_infeasible(result, wanted, given)
+    plan_text.report_result(result, wanted, carried, assumed)
     return 0
 
 
-def asked(wanted: Planned, given: Set[str]) -> tuple[Wish, list[str]]:
+def request_from_options(wanted: PlanOptions, given: Set[str]) -> tuple[SearchRequest, list[str]]:
     """What is searched, and words for what nobody gave."""
-    machine = machine_of(wanted)
-    run, assumed = request.assumed(wanted, machine, given)
-    return request.wish_of(run, machine, given, precision=wanted.precision), assumed
+    machine = resolve_cluster(wanted)
+    run, assumed = request.assume_batch_and_seq(wanted, machine, given)
+    return request.build_request(run, machine, given, precision=wanted.precision), assumed
 
 
-def searched(wish: Wish, *, cache: bool = True) -> Result:
+def search_with_cache(wish: SearchRequest, *, cache: bool = True) -> SearchResult:
     """All layouts, as an earlier search has found them, or on as many processes as there are.
 
     Who waits for it sees the best so far.
     """
     from ranvier.planner import result_cache  # a process that searches nothing starts sooner
-    from ranvier.planner.search_progress import Lines
+    from ranvier.planner.search_progress import SearchProgressPrinter
 
-    known = result_cache.load(wish) if cache else None
+    known = result_cache.load_result(wish) if cache else None
     if known is not None:
         return known
-    with Lines() as lines:
-        workers = min(WORKERS, len(os.sched_getaffinity(0)))
-        result = search(wish, workers=workers, report=lines.report)
-    result_cache.store(result)
+    with SearchProgressPrinter() as lines:
+        workers = min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+        result = search_layouts(wish, workers=workers, report=lines.report_best)
+    result_cache.store_result(result)
     return result
 
 
-def machine_of(wanted: Planned) -> Cluster:
+def resolve_cluster(wanted: PlanOptions) -> Cluster:
     """The cluster that is meant: a name, a file, or this machine as it was measured."""
     if not wanted.cluster:
         from ranvier.planner import local_cluster
 
-        found = local_cluster.measured()
+        found = local_cluster.load_measured_cluster()
         if found is None:
             raise PlanError(
                 "No cluster is given and this machine was never measured. A plan needs to know "
-                f"devices and links. Use --cluster with one of {', '.join(clusters.names())} or a "
+                "devices and links. Use --cluster with one of "
+                f"{', '.join(clusters.cluster_names())} or a "
                 "TOML file, or run `ranvier measure` first."
             )
     else:
-        found = clusters.cluster(wanted.cluster)
+        found = clusters.load_cluster(wanted.cluster)
     if wanted.devices:
-        return found.of(devices=wanted.devices)
-    return found.of(nodes=wanted.nodes) if wanted.nodes else found
+        return found.with_size(devices=wanted.devices)
+    return found.with_size(nodes=wanted.nodes) if wanted.nodes else found

@@ -9,116 +9,131 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from ranvier.cli import plan, plan_text
-from ranvier.cli.plan import Planned
+from ranvier.cli.plan import PlanOptions
 from ranvier.config.sections import ModelConfig
-from ranvier.html.number_format import percent, short
+from ranvier.html.number_format import format_number, format_percent
 from ranvier.planner import goal
-from ranvier.planner.goal import Goal, Reached
-from ranvier.planner.search import Result, Wish, alike
-from ranvier.planner.suggestions import possible
+from ranvier.planner.goal import Goal, GoalResult
+from ranvier.planner.search import SearchRequest, SearchResult, carry_over_layouts
+from ranvier.planner.suggestions import is_divisible
 from ranvier.system.terminal import print
 
-NEAREST = 2
+CARRIED_NODE_COUNTS = 2
 """Numbers of nodes whose best layouts are carried over to others."""
 
 
-class Clusters:
+class ClusterNodeSearch:
     """Searches of a run on more or fewer nodes of a machine."""
 
-    def __init__(self, wanted: Planned, given: Set[str]) -> None:
-        self.wanted, self.given = wanted, given
-        self.node = plan.machine_of(replace(wanted, nodes=1, devices=None)).per_node
-        self.known: dict[int, Result] = {}
+    def __init__(self, wanted: PlanOptions, given: Set[str]) -> None:
+        self.options, self.given_settings = wanted, given
+        self.devices_per_node = plan.resolve_cluster(
+            replace(wanted, nodes=1, devices=None)
+        ).per_node
+        self.full_results: dict[int, SearchResult] = {}
         """Of all layouts, where some fit."""
-        self.looks: dict[int, Result] = {}
+        self.quick_results: dict[int, SearchResult] = {}
 
-    def on(self, nodes: int) -> Planned:
+    def options_for_nodes(self, nodes: int) -> PlanOptions:
         """What is asked of so many nodes, or of the part of one that was given."""
-        part = self.wanted.devices is not None and self.wanted.devices < self.node
-        return self.wanted if part else replace(self.wanted, nodes=nodes, devices=None)
+        part = self.options.devices is not None and self.options.devices < self.devices_per_node
+        return self.options if part else replace(self.options, nodes=nodes, devices=None)
 
-    def wish(self, nodes: int) -> Wish:
+    def request_for_nodes(self, nodes: int) -> SearchRequest:
         """What is searched there."""
-        return plan.asked(self.on(nodes), self.given)[0]
+        return plan.request_from_options(self.options_for_nodes(nodes), self.given_settings)[0]
 
-    def able(self, nodes: int) -> bool:
+    def can_share_evenly(self, nodes: int) -> bool:
         """Whether so many nodes can share the job evenly."""
-        return possible(self.wish(nodes))
+        return is_divisible(self.request_for_nodes(nodes))
 
-    def quick(self, nodes: int) -> Result | None:
+    def quick_search(self, nodes: int) -> SearchResult | None:
         """The best layouts of a number that was searched, carried over; a search if none was."""
-        if nodes in self.known or not self.known:
-            return self.whole(nodes)
-        near = sorted(self.known, key=lambda n: (abs(math.log(n / nodes)), n))[:NEAREST]
-        self.looks[nodes] = alike(self.wish(nodes), [self.known[n] for n in near])
-        return self.looks[nodes] if self.looks[nodes].found else None
+        if nodes in self.full_results or not self.full_results:
+            return self.full_search(nodes)
+        near = sorted(self.full_results, key=lambda n: (abs(math.log(n / nodes)), n))[
+            :CARRIED_NODE_COUNTS
+        ]
+        self.quick_results[nodes] = carry_over_layouts(
+            self.request_for_nodes(nodes), [self.full_results[n] for n in near]
+        )
+        return self.quick_results[nodes] if self.quick_results[nodes].feasible_candidates else None
 
-    def whole(self, nodes: int) -> Result | None:
+    def full_search(self, nodes: int) -> SearchResult | None:
         """All layouts, and those of a look: one that was carried over may be the best."""
-        if nodes not in self.known:
-            result = plan.searched(self.wish(nodes), cache=self.wanted.cache)
-            looked = self.looks[nodes].found if nodes in self.looks else ()
-            every = {one.layout: one for one in (*looked, *result.found)}
+        if nodes not in self.full_results:
+            result = plan.search_with_cache(self.request_for_nodes(nodes), cache=self.options.cache)
+            looked = (
+                self.quick_results[nodes].feasible_candidates if nodes in self.quick_results else ()
+            )
+            every = {one.candidate: one for one in (*looked, *result.feasible_candidates)}
             if not every:
                 return None
-            found = tuple(sorted(every.values(), key=lambda one: one.key))
-            self.known[nodes] = replace(result, found=found)
-        return self.known[nodes]
+            found = tuple(sorted(every.values(), key=lambda one: one.sort_key))
+            self.full_results[nodes] = replace(result, feasible_candidates=found)
+        return self.full_results[nodes]
 
 
-def reach(wanted: Planned, given: Set[str], carried: Sequence[str]) -> int:
+def plan_for_goal(wanted: PlanOptions, given: Set[str], carried: Sequence[str]) -> int:
     """Search the fewest nodes for the goal, and say what was found."""
     began = time.perf_counter()
-    aim = goal.parse(wanted.goal)
-    run, words = _meant(wanted, aim)
-    machine, searches = plan.machine_of(wanted), Clusters(run, given)
-    most = machine.nodes if wanted.nodes or wanted.devices else goal.MOST
+    aim = goal.parse_goal(wanted.goal)
+    run, words = _apply_goal_model(wanted, aim)
+    machine, searches = plan.resolve_cluster(wanted), ClusterNodeSearch(run, given)
+    most = machine.nodes if wanted.nodes or wanted.devices else goal.MAX_NODES
     peak = machine.device.peak.get("bf16") or max(machine.device.peak.values())
-    first = goal.guess(aim, run.model.parameters, peak * machine.per_node)
-    reached = goal.fewest(aim, searches, first=first, most=most, told=_progress)
+    first = goal.guess_nodes(aim, run.model.num_parameters, peak * machine.per_node)
+    reached = goal.find_fewest_nodes(aim, searches, first=first, most=most, told=_print_progress)
     if reached is None:
-        whole = plan.searched(searches.wish(most), cache=wanted.cache)
-        plan_text.refuse(whole, searches.on(most), given)
+        whole = plan.search_with_cache(searches.request_for_nodes(most), cache=wanted.cache)
+        plan_text.raise_infeasible(whole, searches.options_for_nodes(most), given)
     spent = time.perf_counter() - began
-    _, assumed = plan.asked(searches.on(reached.nodes), given)
-    plan_text.say(reached.result, wanted, [*carried, *words], assumed)
+    _, assumed = plan.request_from_options(searches.options_for_nodes(reached.nodes), given)
+    plan_text.report_result(reached.result, wanted, [*carried, *words], assumed)
     if "-" not in (wanted.json, wanted.html):
-        print("", *_told(aim, reached, limited=most < goal.MOST), f"({spent:.1f} s)", sep="\n")
+        print(
+            "",
+            *_describe_goal(aim, reached, limited=most < goal.MAX_NODES),
+            f"({spent:.1f} s)",
+            sep="\n",
+        )
     return 0
 
 
-def _progress(reached: Reached) -> None:
+def _print_progress(reached: GoalResult) -> None:
     """Say on a terminal what was tried."""
     if sys.stderr.isatty():
-        days = reached.seconds / goal.DAY
+        days = reached.seconds / goal.SECONDS_PER_DAY
         print(f"{reached.nodes} nodes: {days:.3g} days", file=sys.stderr, flush=True)
 
 
-def _meant(run: Planned, aim: Goal) -> tuple[Planned, list[str]]:
+def _apply_goal_model(run: PlanOptions, aim: Goal) -> tuple[PlanOptions, list[str]]:
     """The run with the model of a goal, and the words that say so."""
     if aim.size:
-        return replace(run, model=ModelConfig.of(aim.size)), [f"--model.size {aim.size}"]
+        return replace(run, model=ModelConfig.from_size(aim.size)), [f"--model.size {aim.size}"]
     if aim.parameters:
-        config = goal.shape(aim.parameters)
-        changes = {name: getattr(config, name) for name in goal.SHAPE}
-        model = replace(ModelConfig.of("llama3-8b"), **changes)
+        config = goal.llama_like_config(aim.parameters)
+        changes = {name: getattr(config, name) for name in goal.SHAPE_FIELDS}
+        model = replace(ModelConfig.from_size("llama3-8b"), **changes)
         words = [f"--model.{name.replace('_', '-')} {value}" for name, value in changes.items()]
         return replace(run, model=model), ["--model.size llama3-8b", *words]
     return run, []
 
 
-def _told(aim: Goal, reached: Reached, *, limited: bool) -> list[str]:
+def _describe_goal(aim: Goal, reached: GoalResult, *, limited: bool) -> list[str]:
     """What a goal takes, or how far it is. limited: no more nodes than given were tried."""
-    days, wanted = reached.seconds / goal.DAY, aim.seconds / goal.DAY
-    devices = reached.result.wish.world
-    mfu = percent(reached.result.best.prediction.mfu)
+    days, wanted = reached.seconds / goal.SECONDS_PER_DAY, aim.seconds / goal.SECONDS_PER_DAY
+    devices = reached.result.request.world_size
+    mfu = format_percent(reached.result.best.prediction.mfu)
     cost = f"{reached.device_hours:,.0f} device hours, MFU {mfu}"
-    what = f"{short(aim.tokens)} tokens in {days:.4g} days"
+    what = f"{format_number(aim.tokens)} tokens in {days:.4g} days"
     nodes = f"{reached.nodes} node{'s' * (reached.nodes > 1)} ({devices} devices)"
-    if reached.enough:
+    if reached.meets_goal:
         less = ""
-        if reached.fewer:
-            less = f"; {reached.fewer[0]} take {reached.fewer[1] / goal.DAY:.4g}"
+        if reached.next_fewer:
+            less = (
+                f"; {reached.next_fewer[0]} take {reached.next_fewer[1] / goal.SECONDS_PER_DAY:.4g}"
+            )
         return [
             f"Goal: {nodes} are the fewest that read {what} (asked: {wanted:.3g}{less}): {cost}."
         ]

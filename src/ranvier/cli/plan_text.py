@@ -9,85 +9,104 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ranvier.cli import plan
-from ranvier.cli.plan import Planned
+from ranvier.cli.plan import PlanOptions
 from ranvier.config import run as runs
 from ranvier.errors import PlanError, WriteError
-from ranvier.html.number_format import short
+from ranvier.html.number_format import format_number
 from ranvier.planner import explain
-from ranvier.planner.baselines import Found, family, rivals
-from ranvier.planner.request import usual_batch
-from ranvier.planner.search import Result, Wish
+from ranvier.planner.baselines import PredictedCandidate, find_baselines, layout_family
+from ranvier.planner.request import default_batch
+from ranvier.planner.search import SearchRequest, SearchResult
 from ranvier.system.terminal import print
 
 
-def heading(wish: Wish) -> str:
-    job, machine = wish.job, wish.cluster
+def search_title(wish: SearchRequest) -> str:
+    job, machine = wish.workload, wish.cluster
     name = job.model.name or "model"
     return (
-        f"{name} ({short(job.model.parameters)} parameters) on {machine.nodes} x "
+        f"{name} ({format_number(job.model.num_parameters)} parameters) on {machine.nodes} x "
         f"{machine.per_node} {machine.device.name} ({machine.name}), {job.batch} sequences of "
         f"{job.seq} tokens a step, {'fp8' if wish.fp8 else job.dtype}"
     )
 
 
-def say(result: Result, wanted: Planned, carried: Sequence[str], assumed: Sequence[str]) -> None:
+def report_result(
+    result: SearchResult, wanted: PlanOptions, carried: Sequence[str], assumed: Sequence[str]
+) -> None:
     """Print and write all that was found. assumed: words for what nobody gave."""
-    told = explain.command(result.best, result.wish, _without_batch([*carried, *assumed]))
-    title = heading(result.wish)
+    told = explain.train_command(
+        result.best, result.request, _drop_batch_option([*carried, *assumed])
+    )
+    title = search_title(result.request)
     notes = []
     if assumed:
-        notes.append(_assumed(result.wish, assumed))
+        notes.append(_describe_assumptions(result.request, assumed))
     if wanted.json:
-        _write(wanted.json, json.dumps(facts(result, wanted.top, told), indent=2) + "\n")
+        _write_output(
+            wanted.json, json.dumps(result_to_dict(result, wanted.top, told), indent=2) + "\n"
+        )
     if wanted.html:
-        from ranvier.planner.html_report import page  # a hundredth of a second of every start
+        from ranvier.planner.html_report import (
+            render_report,  # a hundredth of a second of every start
+        )
 
-        _write(wanted.html, page(result, title=title, top=wanted.top, command=told, notes=notes))
+        _write_output(
+            wanted.html,
+            render_report(result, title=title, top=wanted.top, command=told, notes=notes),
+        )
     if wanted.json == "-" or wanted.html == "-":
         return
     print(title)
     print(*notes, sep="\n", end="\n" if notes else "")
     print(
-        f"{result.count:,} layouts of {result.grids:,} grids in {result.seconds:.1f} s"
-        f"{' (searched earlier; --cache false searches again)' if result.cached else ''}; "
-        f"{len(result.found):,} fit; {result.refused:,} grids do not divide\n"
+        f"{result.num_candidates:,} layouts of {result.num_grids:,} grids in "
+        f"{result.search_seconds:.1f} s"
+        f"{' (searched earlier; --cache false searches again)' if result.from_cache else ''}; "
+        f"{len(result.feasible_candidates):,} fit; {result.num_rejected_grids:,} grids do not "
+        "divide\n"
     )
-    print(*explain.table(result, wanted.top), "", *explain.compared(result), "", sep="\n")
-    print(*explain.why(result), "", told, sep="\n")
+    print(
+        *explain.candidate_table(result, wanted.top),
+        "",
+        *explain.baseline_table(result),
+        "",
+        sep="\n",
+    )
+    print(*explain.explain_choice(result), "", told, sep="\n")
     for name in filter(None, (wanted.json, wanted.html)):
         print(f"written: {name}")
 
 
-def _assumed(wish: Wish, words: Sequence[str]) -> str:
+def _describe_assumptions(wish: SearchRequest, words: Sequence[str]) -> str:
     """What nobody gave, and why it is taken."""
-    job, reason = wish.job, "as runs of this size use"
+    job, reason = wish.workload, "as runs of this size use"
     if any(word.startswith("--plan.batch") for word in words):
-        _, reason = usual_batch(job.model.parameters, job.seq, wish.world)
+        _, reason = default_batch(job.model.num_parameters, job.seq, wish.world_size)
     return f"Nobody gave {' '.join(words)}: assumed ({reason})."
 
 
-def refuse(result: Result, wanted: Planned, given: Set[str]) -> NoReturn:
+def raise_infeasible(result: SearchResult, wanted: PlanOptions, given: Set[str]) -> NoReturn:
     """Say why nothing can run, and what could."""
     from ranvier.planner import suggestions  # only for this
 
-    def again(name: str, value: int) -> Wish:
+    def again(name: str, value: int) -> SearchRequest:
         section, _, key = name.rpartition(".")
         other = wanted if section else replace(wanted, nodes=None, devices=None)
         change = {section: {key: value}} if section else {key: value}
-        return plan.asked(runs.changed(other, change), {*given, name})[0]
+        return plan.request_from_options(runs.apply_overrides(other, change), {*given, name})[0]
 
-    problems = suggestions.problems(result, again)
+    problems = suggestions.explain_infeasible(result, again)
     if wanted.json:
-        _write(wanted.json, json.dumps({"problems": problems}, indent=2) + "\n")
+        _write_output(wanted.json, json.dumps({"problems": problems}, indent=2) + "\n")
     raise PlanError(problems)
 
 
-def _without_batch(words: Sequence[str]) -> list[str]:
+def _drop_batch_option(words: Sequence[str]) -> list[str]:
     """The batch is among the settings of every layout."""
     return [word for word in words if not word.startswith("--plan.batch")]
 
 
-def _write(name: str, text: str) -> None:
+def _write_output(name: str, text: str) -> None:
     if name == "-":
         print(text, end="")
         return
@@ -99,45 +118,51 @@ def _write(name: str, text: str) -> None:
         ) from None
 
 
-def facts(result: Result, top: int, told: str) -> dict[str, Any]:
+def result_to_dict(result: SearchResult, top: int, told: str) -> dict[str, Any]:
     """A search as JSON holds it."""
-    wish, others = result.wish, rivals(result.found, result.wish.cluster.per_node)
-    job = {"model": wish.job.model.name, "parameters": wish.job.model.parameters}
-    job |= {"seq": wish.job.seq, "batch": wish.job.batch, "dtype": wish.job.dtype}
+    wish, others = (
+        result.request,
+        find_baselines(result.feasible_candidates, result.request.cluster.per_node),
+    )
+    job = {"model": wish.workload.model.name, "parameters": wish.workload.model.num_parameters}
+    job |= {"seq": wish.workload.seq, "batch": wish.workload.batch, "dtype": wish.workload.dtype}
     return {
         "job": job,
         "cluster": {
             "name": wish.cluster.name,
             "device": wish.cluster.device.name,
             "nodes": wish.cluster.nodes,
-            "devices": wish.cluster.devices,
+            "devices": wish.cluster.num_devices,
         },
-        "layouts": result.count,
-        "fit": len(result.found),
-        "seconds": round(result.seconds, 3),
-        "cached": result.cached,
-        "why": explain.why(result),
+        "layouts": result.num_candidates,
+        "fit": len(result.feasible_candidates),
+        "seconds": round(result.search_seconds, 3),
+        "cached": result.from_cache,
+        "why": explain.explain_choice(result),
         "command": told,
-        "best": _facts(result.best, wish),
-        "top": [_facts(one, wish) for one in explain.distinct(result.found, top)],
-        "rivals": {name: _facts(one, wish) for name, one in others.items()},
+        "best": _candidate_to_dict(result.best, wish),
+        "top": [
+            _candidate_to_dict(one, wish)
+            for one in explain.distinct_candidates(result.feasible_candidates, top)
+        ],
+        "rivals": {name: _candidate_to_dict(one, wish) for name, one in others.items()},
     }
 
 
-def _facts(found: Found, wish: Wish) -> dict[str, Any]:
+def _candidate_to_dict(found: PredictedCandidate, wish: SearchRequest) -> dict[str, Any]:
     it = found.prediction
     return {
         "settings": {
             name: list(value) if isinstance(value, tuple) else value
-            for name, value in explain.settings(found, wish).items()
+            for name, value in explain.candidate_settings(found, wish).items()
         },
-        "family": family(found.plan),
-        "seconds": it.total,
+        "family": layout_family(found.plan),
+        "seconds": it.step_seconds,
         "interval": list(it.interval),
-        "tokens_per_second": it.rate,
+        "tokens_per_second": it.tokens_per_second,
         "mfu": it.mfu,
-        "parts": dict(it.parts),
-        "memory": it.memory.facts(),
-        "memory_bytes": it.memory.total,
+        "parts": dict(it.seconds_by_part),
+        "memory": it.memory.to_dict(),
+        "memory_bytes": it.memory.total_bytes,
         "limit_bytes": it.limit,
     }

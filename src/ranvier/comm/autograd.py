@@ -21,52 +21,52 @@ from torch import Tensor
 from ranvier.comm import collectives
 from ranvier.grid import Axis
 
-Counts = tuple[Sequence[int] | None, Sequence[int] | None]
+RowCounts = tuple[Sequence[int] | None, Sequence[int] | None]
 """Rows sent to and received from each rank; None: equal numbers."""
 
 
-def take(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def local_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """My part of `x` along `dim`."""
     size = x.shape[dim] // axis.size
     assert size * axis.size == x.shape[dim], (x.shape, dim, axis.size)
     return x.narrow(dim, axis.index * size, size)
 
 
-def _gathered(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def _run_all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return collectives.all_gather(x, axis, dim).wait()
 
 
-def _scattered(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def _run_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return collectives.reduce_scatter(x, axis, dim).wait()
 
 
-def _reduced(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def _run_all_reduce(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return collectives.all_reduce(x, axis).wait()
 
 
-def _same(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def _view_identity(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return x.view_as(x)
 
 
-def _taken(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return take(x, axis, dim).clone()
+def _clone_local_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return local_slice(x, axis, dim).clone()
 
 
-def _sent(x: Tensor, axis: Axis, counts: Counts) -> Tensor:
+def _run_all_to_all(x: Tensor, axis: Axis, counts: RowCounts) -> Tensor:
     return collectives.all_to_all(x, axis, *counts).wait()
 
 
-def _returned(x: Tensor, axis: Axis, counts: Counts) -> Tensor:
+def _run_reverse_all_to_all(x: Tensor, axis: Axis, counts: RowCounts) -> Tensor:
     return collectives.all_to_all(x, axis, *counts[::-1]).wait()
 
 
-def _pair(name: str, forward_op: Any, backward_op: Any) -> Any:
+def _make_dual_function(name: str, forward_op: Any, backward_op: Any) -> Any:
     """An autograd function that runs one operation forward and its dual backward.
 
     how: the dim of the operation, or the counts of an all-to-all.
     """
 
-    def forward(ctx: Any, x: Tensor, axis: Axis, how: int | Counts) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, how: int | RowCounts) -> Tensor:
         ctx.axis, ctx.how = axis, how
         # Backward is recorded where forward was; a compiled graph has no such place.
         ctx.where = "" if torch.compiler.is_compiling() else axis.trace.where
@@ -76,62 +76,64 @@ def _pair(name: str, forward_op: Any, backward_op: Any) -> Any:
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         if torch.compiler.is_compiling():
             return backward_op(grad, ctx.axis, ctx.how), None, None
-        with ctx.axis.trace.at(ctx.where):
+        with ctx.axis.trace.named_scope(ctx.where):
             return backward_op(grad, ctx.axis, ctx.how), None, None
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     return type(name, (torch.autograd.Function,), members)
 
 
-_Gather = _pair("Gather", _gathered, _scattered)
-_SumScatter = _pair("SumScatter", _scattered, _gathered)
-_Share = _pair("Share", _same, _reduced)
-_Total = _pair("Total", _reduced, _same)
-_Split = _pair("Split", _taken, _gathered)
-_Join = _pair("Join", _gathered, _taken)
-_Swap = _pair("Swap", _sent, _returned)
+_AllGather = _make_dual_function("AllGather", _run_all_gather, _run_reduce_scatter)
+_ReduceScatter = _make_dual_function("ReduceScatter", _run_reduce_scatter, _run_all_gather)
+_CopyToAxis = _make_dual_function("CopyToAxis", _view_identity, _run_all_reduce)
+_ReduceFromAxis = _make_dual_function("ReduceFromAxis", _run_all_reduce, _view_identity)
+_ScatterToAxis = _make_dual_function("ScatterToAxis", _clone_local_slice, _run_all_gather)
+_GatherFromAxis = _make_dual_function("GatherFromAxis", _run_all_gather, _clone_local_slice)
+_AllToAll = _make_dual_function("AllToAll", _run_all_to_all, _run_reverse_all_to_all)
 
 
-def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """All parts along `dim`. Communicates: all-gather over axis; backward: reduce-scatter."""
-    return x if axis.size == 1 else _applied(_Gather, x, axis, dim)
+    return x if axis.size == 1 else _apply_function(_AllGather, x, axis, dim)
 
 
-def sum_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """My part of the sum. Communicates: reduce-scatter over axis; backward: all-gather."""
-    return x if axis.size == 1 else _applied(_SumScatter, x, axis, dim)
+    return x if axis.size == 1 else _apply_function(_ReduceScatter, x, axis, dim)
 
 
-def share(x: Tensor, axis: Axis) -> Tensor:
+def copy_to_axis(x: Tensor, axis: Axis) -> Tensor:
     """The same value, used differently by each rank. Communicates: backward: all-reduce."""
-    return x if axis.size == 1 else _applied(_Share, x, axis, 0)
+    return x if axis.size == 1 else _apply_function(_CopyToAxis, x, axis, 0)
 
 
-def total(x: Tensor, axis: Axis) -> Tensor:
+def reduce_from_axis(x: Tensor, axis: Axis) -> Tensor:
     """The sum, used alike by all ranks. Communicates: all-reduce over axis; backward: nothing."""
-    return x if axis.size == 1 else _applied(_Total, x, axis, 0)
+    return x if axis.size == 1 else _apply_function(_ReduceFromAxis, x, axis, 0)
 
 
-def split(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def scatter_to_axis(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """My part of a value all ranks have. Communicates: backward: all-gather over axis."""
-    return x if axis.size == 1 else _applied(_Split, x, axis, dim)
+    return x if axis.size == 1 else _apply_function(_ScatterToAxis, x, axis, dim)
 
 
-def join(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def gather_from_axis(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """All parts, used alike by all ranks. Communicates: all-gather over axis; backward: nothing."""
-    return x if axis.size == 1 else _applied(_Join, x, axis, dim)
+    return x if axis.size == 1 else _apply_function(_GatherFromAxis, x, axis, dim)
 
 
-def swap(
+def all_to_all(
     x: Tensor,
     axis: Axis,
     send_counts: Sequence[int] | None = None,
     receive_counts: Sequence[int] | None = None,
 ) -> Tensor:
     """Rows exchanged between ranks. Communicates: all-to-all over axis, forward and backward."""
-    return x if axis.size == 1 else _applied(_Swap, x, axis, (send_counts, receive_counts))
+    return (
+        x if axis.size == 1 else _apply_function(_AllToAll, x, axis, (send_counts, receive_counts))
+    )
 
 
-def _applied(function: Any, x: Tensor, axis: Axis, how: int | Counts) -> Tensor:
+def _apply_function(function: Any, x: Tensor, axis: Axis, how: int | RowCounts) -> Tensor:
     result: Tensor = function.apply(x, axis, how)
     return result

@@ -31,9 +31,9 @@ from ranvier.grid import Axis
 from ranvier.trace import Event
 
 P = ParamSpec("P")
-Verb = Callable[Concatenate[Tensor, Axis, P], "Pending"]
+CollectiveFunction = Callable[Concatenate[Tensor, Axis, P], "PendingTensor"]
 Reduction = Literal["sum", "max", "min"]
-OPS = {
+REDUCE_OPS = {
     "sum": distributed.ReduceOp.SUM,
     "max": distributed.ReduceOp.MAX,
     "min": distributed.ReduceOp.MIN,
@@ -45,10 +45,10 @@ _scatter_into = (
 )
 
 
-class Pending:
+class PendingTensor:
     """A communication under way; `wait()` gives its result, as often as it is asked."""
 
-    def __init__(self, value: Tensor, handle: _Handle | None = None) -> None:
+    def __init__(self, value: Tensor, handle: _WorkHandle | None = None) -> None:
         self._value = value
         self._handle = handle
 
@@ -59,7 +59,7 @@ class Pending:
         return self._value
 
 
-class _Handle:
+class _WorkHandle:
     """What happens when a communication is awaited: wait, bring back to the device, rearrange."""
 
     def __init__(
@@ -73,43 +73,43 @@ class _Handle:
         keep: Tensor | None = None,
     ) -> None:
         self.axis, self.event, self.work, self.output = axis, event, work, output
-        self.finish, self.device, self.keep = finish, device, keep
-        if axis.trace.on:
-            _watch(event, work, device)
+        self.postprocess, self.device, self.input_buffer = finish, device, keep
+        if axis.trace.enabled:
+            _record_completion(event, work, device)
 
     def wait(self) -> Tensor:
         event, trace = self.event, self.axis.trace
-        event.waited = time.perf_counter()
-        stop = _stopwatch(event, self.device) if trace.on or trace.meter else None
-        if trace.meter:
-            trace.awaited.append(event)
+        event.wait_time = time.perf_counter()
+        stop = _start_stopwatch(event, self.device) if trace.enabled or trace.time_waits else None
+        if trace.time_waits:
+            trace.waited_events.append(event)
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise CommunicationError(_lost(self.axis, event, error)) from error
+            raise CommunicationError(_failure_message(self.axis, event, error)) from error
         output = self.output
         if output.device != self.device:
             output = output.to(self.device, non_blocking=True)
         if stop is not None:
             stop()
-        self.keep = None
-        return self.finish(output)
+        self.input_buffer = None
+        return self.postprocess(output)
 
 
-def _watch(event: Event, work: Any, device: torch.device) -> None:
+def _record_completion(event: Event, work: Any, device: torch.device) -> None:
     """Note when a communication on the host is done; a device's times come from its events."""
     if device.type != "cpu":
         return
 
     def note(_: Any) -> None:
-        if event.done is None:  # the waiting thread may have been quicker
-            event.done = time.perf_counter()
+        if event.done_time is None:  # the waiting thread may have been quicker
+            event.done_time = time.perf_counter()
 
     with contextlib.suppress(RuntimeError):  # a backend without futures: done when waited for
         work.get_future().add_done_callback(note)
 
 
-def _stopwatch(event: Event, device: torch.device) -> Callable[[], None]:
+def _start_stopwatch(event: Event, device: torch.device) -> Callable[[], None]:
     """Called before the wait; what it returns is called after it."""
     if device.type == "cuda":
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -117,25 +117,25 @@ def _stopwatch(event: Event, device: torch.device) -> Callable[[], None]:
 
         def read() -> None:
             after.synchronize()
-            assert event.waited is not None
-            event.resumed = event.waited + before.elapsed_time(after) / 1e3
-            event.done = event.resumed
+            assert event.wait_time is not None
+            event.resume_time = event.wait_time + before.elapsed_time(after) / 1e3
+            event.done_time = event.resume_time
 
         def stop_device() -> None:
             after.record()
-            event.clocks = read
+            event.read_device_times = read
 
         return stop_device
 
     def stop_host() -> None:
-        event.resumed = time.perf_counter()
-        event.done = event.resumed if event.done is None else event.done
+        event.resume_time = time.perf_counter()
+        event.done_time = event.resume_time if event.done_time is None else event.done_time
 
     return stop_host
 
 
-def _lost(axis: Axis, event: Event, error: RuntimeError) -> str:
-    recent = "; ".join(axis.trace.last)
+def _failure_message(axis: Axis, event: Event, error: RuntimeError) -> str:
+    recent = "; ".join(axis.trace.recent_ops)
     return (
         f"{event.op} over {axis} of {event.bytes} bytes at {event.where or '?'} failed on rank "
         f"{axis.ranks[axis.index]} (index {axis.index} of ranks {list(axis.ranks)}): {error}. All "
@@ -144,11 +144,11 @@ def _lost(axis: Axis, event: Event, error: RuntimeError) -> str:
     )
 
 
-def _bytes(x: Tensor, times: int = 1) -> int:
+def _num_bytes(x: Tensor, times: int = 1) -> int:
     return x.numel() * x.element_size() * times
 
 
-def _start(
+def _start_collective(
     op: str,
     axis: Axis,
     num_bytes: int,
@@ -156,58 +156,63 @@ def _start(
     output: Tensor,
     call: Callable[[Tensor, Tensor], Any],
     finish: Callable[[Tensor], Tensor],
-) -> Pending:
+) -> PendingTensor:
     """Record, check in debug mode, stage if needed, issue."""
     assert axis.group is not None, f"{op} over {axis}: this grid has no processes"
-    event = axis.trace.record(op, axis.names, num_bytes)
-    if axis.trace.check and op not in PAIRWISE:
+    event = axis.trace.record_event(op, axis.names, num_bytes)
+    if axis.trace.check_collectives and op not in POINT_TO_POINT_OPS:
         ragged = op == "all_to_all"  # ranks may receive different numbers of rows
         shape = tuple(output.shape[1:] if ragged else output.shape)
-        _check(axis, f"{op} {shape} {output.dtype} at {event.where}")
+        _check_same_collective(axis, f"{op} {shape} {output.dtype} at {event.where}")
     device = x.device
-    if output is x and _kept_by_modes():  # a mode must not keep what is about to be written
-        with hidden():
+    if output is x and _has_saving_mode():  # a mode must not keep what is about to be written
+        with hide_from_dispatch_modes():
             x = output = x.clone()
     if device.type == "cuda" and distributed.get_backend(axis.group) == "gloo":
-        x, output = _staged(x), torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+        x, output = (
+            _stage_on_host(x),
+            torch.empty(output.shape, dtype=output.dtype, pin_memory=True),
+        )
     try:
-        with hidden():
+        with hide_from_dispatch_modes():
             work = call(output, x)
     except RuntimeError as error:
-        raise CommunicationError(_lost(axis, event, error)) from error
-    return Pending(output, _Handle(axis, event, work, output, finish, device, keep=x))
+        raise CommunicationError(_failure_message(axis, event, error)) from error
+    return PendingTensor(output, _WorkHandle(axis, event, work, output, finish, device, keep=x))
 
 
 @contextmanager
-def hidden() -> Iterator[None]:
+def hide_from_dispatch_modes() -> Iterator[None]:
     """Operations inside are not seen by dispatch modes, such as those of selective checkpoints.
 
     A mode that only looks on, and says so (`everywhere`), sees them all the same.
     """
-    if not _kept_by_modes():
+    if not _has_saving_mode():
         yield
         return
     with _disable_current_modes() as modes, contextlib.ExitStack() as stack:
         for mode in modes:
-            if getattr(mode, "everywhere", False):
+            if getattr(mode, "counts_communication", False):
                 stack.enter_context(mode)
         yield
 
 
-def _kept_by_modes() -> bool:
+def _has_saving_mode() -> bool:
     """Whether a dispatch mode is on that may keep tensors, or change what operations do."""
     if torch._C._len_torch_dispatch_stack() == 0:
         return False
-    return any(not getattr(m, "everywhere", False) for m in _get_current_dispatch_mode_stack())
+    return any(
+        not getattr(m, "counts_communication", False) for m in _get_current_dispatch_mode_stack()
+    )
 
 
-def _blank(like: Tensor, rows: int) -> Tensor:
+def _empty_rows(like: Tensor, rows: int) -> Tensor:
     """Room for so many rows like those of a tensor; no mode keeps it, as it is to be written."""
-    with hidden():
+    with hide_from_dispatch_modes():
         return like.new_empty((rows, *like.shape[1:]))
 
 
-def _staged(x: Tensor) -> Tensor:
+def _stage_on_host(x: Tensor) -> Tensor:
     """A copy in pinned host memory, complete when this returns."""
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
     host.copy_(x, non_blocking=True)
@@ -216,10 +221,10 @@ def _staged(x: Tensor) -> Tensor:
 
 
 TAG_BYTES = 160
-PAIRWISE = ("send", "receive")
+POINT_TO_POINT_OPS = ("send", "receive")
 
 
-def _check(axis: Axis, tag: str) -> None:
+def _check_same_collective(axis: Axis, tag: str) -> None:
     """Compare what the ranks of an axis are about to issue; torch would sum unlike tensors."""
     mine = torch.zeros(TAG_BYTES, dtype=torch.uint8)
     text = tag.encode()[:TAG_BYTES]
@@ -239,67 +244,67 @@ def _check(axis: Axis, tag: str) -> None:
         )
 
 
-def _front(x: Tensor, dim: int) -> Tensor:
+def _move_dim_first(x: Tensor, dim: int) -> Tensor:
     """`x` with `dim` first, contiguous."""
     return x.movedim(dim, 0).contiguous()
 
 
-def _once(verb: Verb[P]) -> Verb[P]:
+def _reuse_saved_result(verb: CollectiveFunction[P]) -> CollectiveFunction[P]:
     """The verb, whose result a block that runs again may have kept (`comm.results`).
 
     Over depth alone weights are gathered, which are shared in another way.
     """
 
     @functools.wraps(verb)
-    def call(x: Tensor, axis: Axis, /, *args: P.args, **kwargs: P.kwargs) -> Pending:
-        results = axis.trace.results
+    def call(x: Tensor, axis: Axis, /, *args: P.args, **kwargs: P.kwargs) -> PendingTensor:
+        results = axis.trace.saved_results
         if results is None or axis.size == 1 or axis.names == ("depth",):
             return verb(x, axis, *args, **kwargs)
-        return Pending(results.once(lambda: verb(x, axis, *args, **kwargs).wait()))
+        return PendingTensor(results.run_once(lambda: verb(x, axis, *args, **kwargs).wait()))
 
     return call
 
 
-@_once
-def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Pending:
+@_reuse_saved_result
+def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> PendingTensor:
     """The parts of all ranks, one after the other along `dim`.
 
     x: `[..., n, ...]`; y: `[..., n·size, ...]`. Communicates: all-gather over axis.
     """
     if axis.size == 1:
-        return Pending(x)
+        return PendingTensor(x)
     if torch.compiler.is_compiling():
-        return Pending(functional.all_gather(x, axis, dim))
-    part = _front(x, dim)
-    output = _blank(part, part.shape[0] * axis.size)
-    return _start(
+        return PendingTensor(functional.all_gather(x, axis, dim))
+    part = _move_dim_first(x, dim)
+    output = _empty_rows(part, part.shape[0] * axis.size)
+    return _start_collective(
         "all_gather",
         axis,
-        _bytes(x, axis.size),
+        _num_bytes(x, axis.size),
         part,
         output,
         lambda out, part: _gather_into(out, part, group=axis.group, async_op=True),
-        lambda out: functional.reorder(out, axis, to_group=False).movedim(0, dim),
+        lambda out: functional.reorder_parts(out, axis, to_group=False).movedim(0, dim),
     )
 
 
-@_once
-def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Pending:
+@_reuse_saved_result
+def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> PendingTensor:
     """My part along `dim` of the sum over all ranks.
 
     x: `[..., n·size, ...]`; y: `[..., n, ...]`. Communicates: reduce-scatter over axis.
     """
     if axis.size == 1:
-        return Pending(x)
+        return PendingTensor(x)
     assert x.shape[dim] % axis.size == 0, (x.shape, dim, axis.size)
     if torch.compiler.is_compiling():
-        return Pending(functional.reduce_scatter(x, axis, dim))
-    parts = functional.reorder(_front(x, dim), axis, to_group=True)
-    output = _blank(parts, parts.shape[0] // axis.size)
-    return _start(
+        return PendingTensor(functional.reduce_scatter(x, axis, dim))
+    parts = functional.reorder_parts(_move_dim_first(x, dim), axis, to_group=True)
+    output = _empty_rows(parts, parts.shape[0] // axis.size)
+    return _start_collective(
         "reduce_scatter",
         axis,
-        _bytes(x),
+        _num_bytes(x),
         parts,
         output,
         lambda out, parts: _scatter_into(out, parts, group=axis.group, async_op=True),
@@ -307,70 +312,70 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Pending:
     )
 
 
-@_once
-def all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> Pending:
+@_reuse_saved_result
+def all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> PendingTensor:
     """The sum (or maximum) over all ranks. Communicates: all-reduce over axis."""
     if axis.size == 1:
-        return Pending(x)
+        return PendingTensor(x)
     if torch.compiler.is_compiling():
-        return Pending(functional.all_reduce(x, axis, op))
+        return PendingTensor(functional.all_reduce(x, axis, op))
     copy = x.clone(memory_format=torch.contiguous_format)
 
     def call(out: Tensor, value: Tensor) -> Any:
         if out is not value:
             out.copy_(value)
-        return distributed.all_reduce(out, OPS[op], group=axis.group, async_op=True)
+        return distributed.all_reduce(out, REDUCE_OPS[op], group=axis.group, async_op=True)
 
-    return _start("all_reduce", axis, _bytes(x), copy, copy, call, lambda out: out)
+    return _start_collective("all_reduce", axis, _num_bytes(x), copy, copy, call, lambda out: out)
 
 
-@_once
+@_reuse_saved_result
 def all_to_all(
     x: Tensor,
     axis: Axis,
     send_counts: Sequence[int] | None = None,
     receive_counts: Sequence[int] | None = None,
-) -> Pending:
+) -> PendingTensor:
     """Rows exchanged so that rank i gets the i-th part of every rank, in rank order.
 
     x: `[sum(send_counts), ...]`; y: `[sum(receive_counts), ...]`; without counts all are equal.
     Communicates: all-to-all over axis.
     """
     if axis.size == 1:
-        return Pending(x)
+        return PendingTensor(x)
     send = list(send_counts) if send_counts is not None else None
     receive = list(receive_counts) if receive_counts is not None else None
     if torch.compiler.is_compiling():
-        return Pending(functional.all_to_all(x, axis, send, receive))
+        return PendingTensor(functional.all_to_all(x, axis, send, receive))
     assert (send is None) == (receive is None), "counts are given both ways or not at all"
-    parts = functional.reorder(x.contiguous(), axis, to_group=True, counts=send)
+    parts = functional.reorder_parts(x.contiguous(), axis, to_group=True, counts=send)
     rows = parts.shape[0] if receive is None else sum(receive)
-    output = _blank(parts, rows)
-    into = None if receive is None else functional.in_group(receive, axis)
-    out_of = None if send is None else functional.in_group(send, axis)
-    return _start(
+    output = _empty_rows(parts, rows)
+    into = None if receive is None else functional.to_group_order(receive, axis)
+    out_of = None if send is None else functional.to_group_order(send, axis)
+    return _start_collective(
         "all_to_all",
         axis,
-        _bytes(x),
+        _num_bytes(x),
         parts,
         output,
         lambda out, parts: distributed.all_to_all_single(
             out, parts, into, out_of, group=axis.group, async_op=True
         ),
-        lambda out: functional.reorder(out, axis, to_group=False, counts=receive),
+        lambda out: functional.reorder_parts(out, axis, to_group=False, counts=receive),
     )
 
 
-@_once
-def broadcast(x: Tensor, axis: Axis, *, index: int = 0) -> Pending:
+@_reuse_saved_result
+def broadcast(x: Tensor, axis: Axis, *, index: int = 0) -> PendingTensor:
     """The tensor of the rank at this index of the axis, on all.
 
     Communicates: broadcast over axis.
     """
     if axis.size == 1:
-        return Pending(x)
+        return PendingTensor(x)
     if torch.compiler.is_compiling():
-        return Pending(functional.broadcast(x, axis, index))
+        return PendingTensor(functional.broadcast(x, axis, index))
     copy = x.clone(memory_format=torch.contiguous_format)
 
     def call(out: Tensor, value: Tensor) -> Any:
@@ -378,16 +383,16 @@ def broadcast(x: Tensor, axis: Axis, *, index: int = 0) -> Pending:
             out.copy_(value)
         return distributed.broadcast(out, axis.ranks[index], group=axis.group, async_op=True)
 
-    return _start("broadcast", axis, _bytes(x), copy, copy, call, lambda out: out)
+    return _start_collective("broadcast", axis, _num_bytes(x), copy, copy, call, lambda out: out)
 
 
-def send(x: Tensor, axis: Axis, to: int) -> Pending:
+def send(x: Tensor, axis: Axis, to: int) -> PendingTensor:
     """Send to the rank at index `to` of the axis. Communicates: point to point over axis."""
     part = x.contiguous()
-    return _start(
+    return _start_collective(
         "send",
         axis,
-        _bytes(x),
+        _num_bytes(x),
         part,
         part,
         lambda _, part: distributed.isend(part, axis.ranks[to], group=axis.group),
@@ -395,13 +400,13 @@ def send(x: Tensor, axis: Axis, to: int) -> Pending:
     )
 
 
-def receive(like: Tensor, axis: Axis, source: int) -> Pending:
+def receive(like: Tensor, axis: Axis, source: int) -> PendingTensor:
     """A tensor shaped `like` from index `source`. Communicates: point to point over axis."""
-    output = _blank(like, len(like)) if like.dim() else torch.empty_like(like)
-    return _start(
+    output = _empty_rows(like, len(like)) if like.dim() else torch.empty_like(like)
+    return _start_collective(
         "receive",
         axis,
-        _bytes(like),
+        _num_bytes(like),
         output,
         output,
         lambda out, _: distributed.irecv(out, axis.ranks[source], group=axis.group),

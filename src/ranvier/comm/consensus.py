@@ -10,31 +10,31 @@ from typing import TypeVar
 import torch
 
 from ranvier.comm import collectives
-from ranvier.errors import INTERNAL, ElsewhereError, RanvierError
+from ranvier.errors import INTERNAL_EXIT_CODE, OtherRankError, RanvierError
 from ranvier.grid import Axis, Grid
 
 T = TypeVar("T")
 
 
-def everyone(grid: Grid, channel: str = "") -> Axis:
+def world_axis(grid: Grid, channel: str = "") -> Axis:
     """All ranks in the order of their numbers: the index on this axis is the global rank."""
-    return grid.everyone(channel=channel)
+    return grid.world_axis(channel=channel)
 
 
-def largest(value: int, grid: Grid, device: torch.device | str, *, channel: str = "") -> int:
+def max_over_ranks(value: int, grid: Grid, device: torch.device | str, *, channel: str = "") -> int:
     """The largest number any rank has. Communicates: all-reduce of one number over all axes."""
     here = torch.tensor([value], dtype=torch.int64, device=device)
-    return int(collectives.all_reduce(here, everyone(grid, channel), "max").wait().item())
+    return int(collectives.all_reduce(here, world_axis(grid, channel), "max").wait().item())
 
 
-def most_of(values: Sequence[int], grid: Grid, device: torch.device | str) -> list[int]:
+def max_each(values: Sequence[int], grid: Grid, device: torch.device | str) -> list[int]:
     """The largest number of any rank in each place. Communicates: all-reduce over all axes."""
     here = torch.tensor(values, dtype=torch.int64, device=device)
-    found: list[int] = collectives.all_reduce(here, everyone(grid), "max").wait().tolist()
+    found: list[int] = collectives.all_reduce(here, world_axis(grid), "max").wait().tolist()
     return found
 
 
-def told(
+def broadcast_text(
     text: str, grid: Grid, device: torch.device | str, *, rank: int = 0, channel: str = ""
 ) -> str:
     """The text of a (global) rank on all ranks.
@@ -42,18 +42,18 @@ def told(
     Communicates: all-reduce of its length and broadcast of its bytes over all axes.
     """
     words = text.encode() if grid.rank == rank else b""
-    size = largest(len(words), grid, device, channel=channel)
+    size = max_over_ranks(len(words), grid, device, channel=channel)
     buffer = torch.zeros(size, dtype=torch.uint8, device=device)
     if words:
         buffer.copy_(torch.frombuffer(bytearray(words), dtype=torch.uint8))
     if not len(buffer):
         return ""
-    axis = everyone(grid, channel)
+    axis = world_axis(grid, channel)
     found = collectives.broadcast(buffer, axis, index=axis.ranks.index(rank)).wait()
     return bytes(found.tolist()).decode()
 
 
-def differences(
+def find_rank_differences(
     mine: Mapping[str, str], grid: Grid, device: torch.device | str, *, most: int = 8
 ) -> list[str]:
     """How ranks differ from rank 0 in facts that should be the same, as lines; none if they agree.
@@ -62,23 +62,23 @@ def differences(
     """
     text = json.dumps(dict(mine), sort_keys=True)
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    if largest(digest, grid, device) == -largest(-digest, grid, device):
+    if max_over_ranks(digest, grid, device) == -max_over_ranks(-digest, grid, device):
         return []
-    first = json.loads(told(text, grid, device))
+    first = json.loads(broadcast_text(text, grid, device))
     odd = [
         f"{key}={mine.get(key)} on rank {grid.rank}, but {first.get(key)} on rank 0"
         for key in sorted({*mine, *first})
         if mine.get(key) != first.get(key)
     ]
     flag = torch.tensor([len(odd)], device=device)
-    axis = everyone(grid)
+    axis = world_axis(grid)
     counts = collectives.all_gather(flag, axis).wait().tolist()
     whose = [rank for rank, count in zip(axis.ranks, counts, strict=True) if count]
-    words = (told(json.dumps(odd), grid, device, rank=rank) for rank in whose[:most])
+    words = (broadcast_text(json.dumps(odd), grid, device, rank=rank) for rank in whose[:most])
     return [line for word in words for line in json.loads(word)]
 
 
-def together(work: Callable[[], T], grid: Grid, device: torch.device | str) -> T:
+def run_and_raise_together(work: Callable[[], T], grid: Grid, device: torch.device | str) -> T:
     """Do my part; an error of any rank is an error on all, told by those that met it.
 
     Communicates: one number over all axes.
@@ -88,19 +88,23 @@ def together(work: Callable[[], T], grid: Grid, device: torch.device | str) -> T
         result = work()
     except Exception as caught:
         error = caught
-    code = 0 if error is None else INTERNAL
-    worst = largest(error.exit_code if isinstance(error, RanvierError) else code, grid, device)
+    code = 0 if error is None else INTERNAL_EXIT_CODE
+    worst = max_over_ranks(
+        error.exit_code if isinstance(error, RanvierError) else code, grid, device
+    )
     if error is not None:
         raise error
     if worst:
-        raise ElsewhereError(worst)
+        raise OtherRankError(worst)
     return result
 
 
-def complaint(text: str, grid: Grid, device: torch.device | str) -> str:
+def broadcast_first_error(text: str, grid: Grid, device: torch.device | str) -> str:
     """The text of the first rank that has one, on all ranks; empty: none has.
 
     Communicates: one number, then perhaps a text, over all axes.
     """
-    first = grid.world - largest(grid.world - grid.rank if text else 0, grid, device)
-    return told(text, grid, device, rank=first) if first < grid.world else ""
+    first = grid.world_size - max_over_ranks(
+        grid.world_size - grid.rank if text else 0, grid, device
+    )
+    return broadcast_text(text, grid, device, rank=first) if first < grid.world_size else ""

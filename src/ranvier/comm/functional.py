@@ -17,59 +17,59 @@ _ops = torch.ops._c10d_functional
 
 def all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """As verbs.all_gather. Communicates: all-gather over axis."""
-    _record("all_gather", axis, x, axis.size)
+    _record_event("all_gather", axis, x, axis.size)
     parts = x.movedim(dim, 0).contiguous()
-    out = _done(_ops.all_gather_into_tensor(parts, axis.size, axis.group_name))
-    return reorder(out, axis, to_group=False).movedim(0, dim)
+    out = _wait_tensor(_ops.all_gather_into_tensor(parts, axis.size, axis.group_name))
+    return reorder_parts(out, axis, to_group=False).movedim(0, dim)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """As verbs.reduce_scatter. Communicates: reduce-scatter over axis."""
-    _record("reduce_scatter", axis, x)
-    parts = reorder(x.movedim(dim, 0).contiguous(), axis, to_group=True)
-    out = _done(_ops.reduce_scatter_tensor(parts, "sum", axis.size, axis.group_name))
+    _record_event("reduce_scatter", axis, x)
+    parts = reorder_parts(x.movedim(dim, 0).contiguous(), axis, to_group=True)
+    out = _wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", axis.size, axis.group_name))
     return out.movedim(0, dim)
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str) -> Tensor:
     """As verbs.all_reduce. Communicates: all-reduce over axis."""
-    _record("all_reduce", axis, x)
-    return _done(_ops.all_reduce(x.contiguous(), op, axis.group_name))
+    _record_event("all_reduce", axis, x)
+    return _wait_tensor(_ops.all_reduce(x.contiguous(), op, axis.group_name))
 
 
 def all_to_all(x: Tensor, axis: Axis, send: list[int] | None, receive: list[int] | None) -> Tensor:
     """As verbs.all_to_all. Communicates: all-to-all over axis."""
-    _record("all_to_all", axis, x)
-    parts = reorder(x.contiguous(), axis, to_group=True, counts=send)
+    _record_event("all_to_all", axis, x)
+    parts = reorder_parts(x.contiguous(), axis, to_group=True, counts=send)
     equal = [x.shape[0] // axis.size] * axis.size
-    sent, received = in_group(send or equal, axis), in_group(receive or equal, axis)
-    out = _done(_ops.all_to_all_single(parts, received, sent, axis.group_name))
-    return reorder(out, axis, to_group=False, counts=receive)
+    sent, received = to_group_order(send or equal, axis), to_group_order(receive or equal, axis)
+    out = _wait_tensor(_ops.all_to_all_single(parts, received, sent, axis.group_name))
+    return reorder_parts(out, axis, to_group=False, counts=receive)
 
 
 def broadcast(x: Tensor, axis: Axis, index: int) -> Tensor:
     """As verbs.broadcast. Communicates: broadcast over axis."""
-    _record("broadcast", axis, x)
-    return _done(_ops.broadcast(x.contiguous(), axis.order[index], axis.group_name))
+    _record_event("broadcast", axis, x)
+    return _wait_tensor(_ops.broadcast(x.contiguous(), axis.order[index], axis.group_name))
 
 
-def _record(op: str, axis: Axis, x: Tensor, times: int = 1) -> None:
+def _record_event(op: str, axis: Axis, x: Tensor, times: int = 1) -> None:
     num_bytes = x.numel() * x.element_size() * times
     if torch.fx.experimental.symbolic_shapes.has_static_value(num_bytes):
-        axis.trace.note(op, axis.names, num_bytes)
+        axis.trace.record_graph_event(op, axis.names, num_bytes)
 
 
-def _done(x: Tensor) -> Tensor:
+def _wait_tensor(x: Tensor) -> Tensor:
     result: Tensor = _ops.wait_tensor(x)
     return result
 
 
-def in_group(counts: list[int], axis: Axis) -> list[int]:
+def to_group_order(counts: list[int], axis: Axis) -> list[int]:
     """Numbers in the order of the axis, in that of its group."""
     return [counts[axis.order.index(place)] for place in range(axis.size)]
 
 
-def reorder(
+def reorder_parts(
     parts: Tensor, axis: Axis, *, to_group: bool, counts: list[int] | None = None
 ) -> Tensor:
     """Parts along dim 0 from the order of the axis to that of its group (sorted ranks), or back.
@@ -81,8 +81,8 @@ def reorder(
         return parts
     counts = counts or [parts.shape[0] // axis.size] * axis.size
     if to_group:
-        order = in_group(list(range(axis.size)), axis)
+        order = to_group_order(list(range(axis.size)), axis)
     else:
-        counts = in_group(counts, axis)
+        counts = to_group_order(counts, axis)
     split = parts.split(counts)
     return torch.cat([split[place] for place in order])

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, distributed
 
 from ranvier.errors import CommunicationError
-from ranvier.grid import CONTROL, Axis, Grid
+from ranvier.grid import CONTROL_CHANNEL, Axis, Grid
 
 Key = tuple[str, int]
 """What messages bring, as a word, and the chunk they are for (or the stage they are from)."""
@@ -50,23 +50,23 @@ Route = Callable[[str, int, int], str]
 """The channel of messages of a kind from one stage to another."""
 Form = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of messages."""
-TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-HEADER = 12
+MESSAGE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+HEADER_NUMBERS = 12
 """Numbers that describe a form: type, dims, sizes."""
-HEADING: Form = ((HEADER,), torch.int64)
+HEADER_FORM: Form = ((HEADER_NUMBERS,), torch.int64)
 
 
 def encode_form(form: Form) -> list[int]:
     """A form as `[type, dims, sizes ...]`."""
     shape, dtype = form
-    numbers = [TYPES.index(dtype), len(shape), *shape]
-    return numbers + [0] * (HEADER - len(numbers))
+    numbers = [MESSAGE_DTYPES.index(dtype), len(shape), *shape]
+    return numbers + [0] * (HEADER_NUMBERS - len(numbers))
 
 
 def decode_form(numbers: Sequence[int]) -> Form:
     """The form that these numbers describe."""
     kind, dims, *sizes = numbers
-    return tuple(sizes[:dims]), TYPES[kind]
+    return tuple(sizes[:dims]), MESSAGE_DTYPES[kind]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Transfer:
     form: Form
 
 
-class LostError(CommunicationError):
+class LostMessageError(CommunicationError):
     """A message that will not come."""
 
     def __init__(self, key: Key | None, number: int, error: BaseException) -> None:
@@ -106,28 +106,28 @@ class Transport(ABC):
         delay: Delay | None = None,
         ahead: int = 0,
     ) -> None:
-        self.grid, self.device, self.ways = grid, device, tuple(ways)
-        self.ahead = ahead
+        self.grid, self.device, self.message_kinds = grid, device, tuple(ways)
+        self.max_ahead = ahead
         self.stage = grid.index["pipe"]
-        self.arrived: dict[Key, int] = {}
+        self.num_arrived: dict[Key, int] = {}
         """Messages of each key that have come."""
-        self.log: list[tuple[Key, int, float]] = []
+        self.arrival_log: list[tuple[Key, int, float]] = []
         """When each came."""
         self._delay = delay
         self._change = threading.Condition()
         self._version = 0
-        self._error: LostError | None = None
+        self._error: LostMessageError | None = None
 
     @abstractmethod
-    def expect(self, key: Key, sender: int, count: int) -> None:
+    def expect_messages(self, key: Key, sender: int, count: int) -> None:
         """Say that messages of a key will come. All are said before the first job of a step."""
 
     @abstractmethod
-    def promise(self, key: Key, to: int, count: int) -> None:
+    def promise_messages(self, key: Key, to: int, count: int) -> None:
         """Say that messages of a key will be sent; likewise."""
 
     @abstractmethod
-    def start(self) -> None:
+    def start_listening(self) -> None:
         """Begin to listen."""
 
     @abstractmethod
@@ -135,21 +135,21 @@ class Transport(ABC):
         """Hand a message over; it must not be changed any more. Communicates: point to point."""
 
     @abstractmethod
-    def take(self, key: Key) -> Tensor:
+    def take_message(self, key: Key) -> Tensor:
         """The next message of a key, which must have come (on the rank that chooses jobs)."""
 
     @abstractmethod
     def close(self, seconds: float) -> None:
         """Wait until all is sent."""
 
-    def release(self, value: Tensor) -> None:  # noqa: B027 (most need not know)
+    def release_message(self, value: Tensor) -> None:  # noqa: B027 (most need not know)
         """Say that nothing reads a message any more but what has been launched."""
 
     def next_transfer(self, *, sends: bool = True) -> Transfer | None:
         """A transfer that can be posted now. sends: else only receives."""
         return None
 
-    def post(self, transfer: Transfer) -> None:
+    def post_transfer(self, transfer: Transfer) -> None:
         """Post a transfer."""
         raise AssertionError(f"{type(self).__name__} posts transfers by itself: {transfer}")
 
@@ -168,7 +168,7 @@ class Transport(ABC):
         """Counts everything that was noticed; see `wait`."""
         return self._version
 
-    def wait(self, seen: int, seconds: float) -> bool:
+    def wait_for_change(self, seen: int, seconds: float) -> bool:
         """Wait until more than `seen` was noticed; False if nothing was in time."""
         with self._change:
             new = self._change.wait_for(
@@ -178,7 +178,7 @@ class Transport(ABC):
                 raise self._error
             return bool(new)
 
-    def _notice(self) -> None:
+    def _notify_waiters(self) -> None:
         """Wake whoever waits; the lock is held."""
         self._version += 1
         self._change.notify_all()
@@ -187,19 +187,19 @@ class Transport(ABC):
         if self._delay is not None:
             time.sleep(self._delay(key, number))
         with self._change:
-            self.arrived[key] += 1
-            self.log.append((key, number, time.perf_counter()))
-            self._notice()
+            self.num_arrived[key] += 1
+            self.arrival_log.append((key, number, time.perf_counter()))
+            self._notify_waiters()
 
-    def _fail(self, key: Key | None, number: int, error: BaseException) -> None:
+    def _report_failure(self, key: Key | None, number: int, error: BaseException) -> None:
         """Have whoever waits see an error of a thread."""
         with self._change:
-            self._error = self._error or LostError(key, number, error)
-            self._notice()
+            self._error = self._error or LostMessageError(key, number, error)
+            self._notify_waiters()
 
-    def _tag(self, key: Key) -> int:
+    def _message_tag(self, key: Key) -> int:
         way, place = key
-        return self.ways.index(way) * 4096 + place
+        return self.message_kinds.index(way) * 4096 + place
 
 
 # ---- eager ------------------------------------------------------------------------------
@@ -212,57 +212,61 @@ class EagerTransport(Transport):
         """form: of all messages; None: each sender tells before its first."""
         super().__init__(*args, **options)
         self.form = form
-        self._ready: dict[Key, deque[Tensor]] = {}
+        self._ready_messages: dict[Key, deque[Tensor]] = {}
         self._senders: list[tuple[Key, int, int]] = []
-        self._outboxes: dict[str, _Outbox] = {}
+        self._outboxes: dict[str, _SendQueue] = {}
 
-    def axis(self, way: str) -> Axis:
+    def axis_for(self, way: str) -> Axis:
         """The communicator of a kind of message: gradients have one of their own."""
-        return self.grid.axis("pipe", channel=way if way in self.ways[:2] else self.ways[0])
+        return self.grid.axis(
+            "pipe", channel=way if way in self.message_kinds[:2] else self.message_kinds[0]
+        )
 
-    def expect(self, key: Key, sender: int, count: int) -> None:
+    def expect_messages(self, key: Key, sender: int, count: int) -> None:
         """Say that messages of a key will come."""
-        self._ready[key], self.arrived[key] = deque(), 0
+        self._ready_messages[key], self.num_arrived[key] = deque(), 0
         self._senders.append((key, sender, count))
 
-    def promise(self, key: Key, to: int, count: int) -> None:
+    def promise_messages(self, key: Key, to: int, count: int) -> None:
         """Nothing has to be known of what will be sent."""
 
-    def start(self) -> None:
+    def start_listening(self) -> None:
         """Begin to listen."""
         for sender in self._senders:
-            threading.Thread(target=self._listen, args=sender, daemon=True).start()
+            threading.Thread(target=self._receive_loop, args=sender, daemon=True).start()
 
-    def _listen(self, key: Key, sender: int, count: int) -> None:
+    def _receive_loop(self, key: Key, sender: int, count: int) -> None:
         number = 0
         try:
             with _thread_stream(self.device) as stream:
                 form = self.form
                 if form is None:
-                    heading = self._receive(key, sender, HEADING, stream)
+                    heading = self._receive_message(key, sender, HEADER_FORM, stream)
                     form = decode_form(heading.tolist())
                 for number in range(count):
-                    if self.ahead:
+                    if self.max_ahead:
                         self._wait_for_room(key)
-                    value = self._receive(key, sender, form, stream)
+                    value = self._receive_message(key, sender, form, stream)
                     with self._change:
-                        self._ready[key].append(value)
+                        self._ready_messages[key].append(value)
                     self._note_arrival(key, number)
         except BaseException as error:  # whoever waits must see it
-            self._fail(key, number, error)
+            self._report_failure(key, number, error)
 
     def _wait_for_room(self, key: Key) -> None:
         with self._change:
-            self._change.wait_for(lambda: len(self._ready[key]) < self.ahead)
+            self._change.wait_for(lambda: len(self._ready_messages[key]) < self.max_ahead)
 
-    def _receive(self, key: Key, sender: int, form: Form, stream: Any) -> Tensor:
+    def _receive_message(self, key: Key, sender: int, form: Form, stream: Any) -> Tensor:
         """The next message, complete when this returns."""
-        axis, (shape, dtype) = self.axis(key[0]), form
+        axis, (shape, dtype) = self.axis_for(key[0]), form
         if _is_staged(axis, self.device):
             value = torch.empty(shape, dtype=dtype, pin_memory=True)
         else:
             value = torch.empty(shape, dtype=dtype, device=self.device)
-        work = distributed.irecv(value, axis.ranks[sender], group=axis.group, tag=self._tag(key))
+        work = distributed.irecv(
+            value, axis.ranks[sender], group=axis.group, tag=self._message_tag(key)
+        )
         assert work is not None
         work.wait()
         if stream is not None:
@@ -272,19 +276,21 @@ class EagerTransport(Transport):
     def send(self, key: Key, number: int, value: Tensor, to: int) -> None:
         """Hand a message over. Communicates: point to point, its form before the first."""
         way = key[0]
-        channel = way if way in self.ways[:2] else self.ways[0]
+        channel = way if way in self.message_kinds[:2] else self.message_kinds[0]
         if channel not in self._outboxes:
-            self._outboxes[channel] = _Outbox(self.device, self.ahead, self.grid.timeout_seconds)
-        box, axis = self._outboxes[channel], self.axis(way)
+            self._outboxes[channel] = _SendQueue(
+                self.device, self.max_ahead, self.grid.timeout_seconds
+            )
+        box, axis = self._outboxes[channel], self.axis_for(way)
         if number == 0 and self.form is None:
             numbers = encode_form((tuple(value.shape), value.dtype))
-            box.send(torch.tensor(numbers, device=self.device), axis, to, self._tag(key))
-        box.send(value, axis, to, self._tag(key))
+            box.send(torch.tensor(numbers, device=self.device), axis, to, self._message_tag(key))
+        box.send(value, axis, to, self._message_tag(key))
 
-    def take(self, key: Key) -> Tensor:
+    def take_message(self, key: Key) -> Tensor:
         """The next message of a key, which must have come."""
         with self._change:
-            value = self._ready[key].popleft()
+            value = self._ready_messages[key].popleft()
             self._change.notify_all()
         return value.to(self.device, non_blocking=True)
 
@@ -311,14 +317,14 @@ def _is_staged(axis: Axis, device: torch.device) -> bool:
 
 
 @dataclass
-class _Letter:
+class _QueuedSend:
     """A message on its way out."""
 
     value: Tensor
     axis: Axis
     to: int
     tag: int
-    made: Any = None
+    ready_event: Any = None
     """The event of the device after which the value is there."""
     work: Any = None
     """What it is waited for by, once it is sent."""
@@ -330,71 +336,71 @@ class _Letter:
         assert self.work is not None
 
 
-class _Outbox:
+class _SendQueue:
     """Messages on their way out in one direction, in order, sent by a thread."""
 
     def __init__(self, device: torch.device, ahead: int, seconds: float) -> None:
         self.device, self.seconds = device, seconds
-        self._room = threading.Semaphore(ahead) if ahead else None
-        self._letters: queue.SimpleQueue[_Letter | None] = queue.SimpleQueue()
+        self._free_slots = threading.Semaphore(ahead) if ahead else None
+        self._queued_sends: queue.SimpleQueue[_QueuedSend | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def send(self, value: Tensor, axis: Axis, to: int, tag: int) -> None:
         """Hand a message over."""
-        if self._room is not None and not self._room.acquire(timeout=self.seconds):
+        if self._free_slots is not None and not self._free_slots.acquire(timeout=self.seconds):
             raise CommunicationError(f"it was not taken within {self.seconds:g} s")
-        self._check()
-        letter = _Letter(value.contiguous(), axis, to, tag)
+        self._raise_error()
+        letter = _QueuedSend(value.contiguous(), axis, to, tag)
         if self.device.type == "cuda":  # whose thread waits for the device first
-            letter.made = torch.cuda.Event()
-            letter.made.record()
+            letter.ready_event = torch.cuda.Event()
+            letter.ready_event.record()
         else:
             try:
                 letter.send()
             except RuntimeError as error:
                 self._error = error
-                self._check()
+                self._raise_error()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, daemon=True)
+            self._thread = threading.Thread(target=self._send_loop, daemon=True)
             self._thread.start()
-        self._letters.put(letter)
+        self._queued_sends.put(letter)
 
-    def _work(self) -> None:
+    def _send_loop(self) -> None:
         """See letters off."""
         try:
             with _thread_stream(self.device) as stream:
-                while (letter := self._letters.get()) is not None:
+                while (letter := self._queued_sends.get()) is not None:
                     if letter.work is None:
                         _send_staged(letter, stream)
                     letter.work.wait()
                     if stream is not None:
                         stream.synchronize()
-                    if self._room is not None:
-                        self._room.release()
+                    if self._free_slots is not None:
+                        self._free_slots.release()
         except BaseException as error:  # seen by the next send, or at the end
             self._error = error
-            if self._room is not None:
-                self._room.release()
+            if self._free_slots is not None:
+                self._free_slots.release()
 
     def close(self, seconds: float) -> None:
         """Wait until all is sent."""
         if self._thread is not None:
-            self._letters.put(None)
+            self._queued_sends.put(None)
             self._thread.join(seconds)
             if self._thread.is_alive():
                 raise CommunicationError(f"it was not taken within {seconds:g} s")
             self._thread = None
-        self._check()
+        self._raise_error()
 
-    def _check(self) -> None:
+    def _raise_error(self) -> None:
         if self._error is not None:
             raise CommunicationError(str(self._error)) from self._error
 
 
-def _send_staged(letter: _Letter, stream: Any) -> None:
+def _send_staged(letter: _QueuedSend, stream: Any) -> None:
     """Send what lies on a device, once it is there; through the host where Gloo sends it."""
-    stream.wait_event(letter.made)
+    stream.wait_event(letter.ready_event)
     if _is_staged(letter.axis, letter.value.device):
         there = letter.value
         letter.value = torch.empty(there.shape, dtype=there.dtype, pin_memory=True)
@@ -405,11 +411,11 @@ def _send_staged(letter: _Letter, stream: Any) -> None:
 
 # ---- rendezvous -------------------------------------------------------------------------
 
-POSTED, TAKEN, READY = range(3)
+SEND_POSTED, RECEIVE_POSTED, STAGE_READY = range(3)
 """What control messages say: a send is posted, its receive is, a stage is ready for a collective
 of all stages."""
-CONTROL_NUMBERS = 4 + HEADER
-FORMS = 4
+CONTROL_NUMBERS = 4 + HEADER_NUMBERS
+MAX_BUFFERED_FORMS = 4
 """Forms of messages whose buffers are kept."""
 
 
@@ -446,16 +452,18 @@ class ReceiveBuffers:
     """
 
     def __init__(self) -> None:
-        self._free: OrderedDict[Form, deque[tuple[Tensor, Any]]] = OrderedDict()
+        self._free_buffers: OrderedDict[Form, deque[tuple[Tensor, Any]]] = OrderedDict()
         """By form, the one that was used last at the end."""
-        self._lent: dict[int, tuple[Form, Tensor]] = {}
+        self._lent_buffers: dict[int, tuple[Form, Tensor]] = {}
 
     def acquire(self, form: Form, device: torch.device, stream: Any) -> Tensor:
         """A buffer that may be written on a stream."""
-        free = self._free.setdefault(form, deque())
-        self._free.move_to_end(form)
-        while len(self._free) > FORMS:  # generation has another form for each length
-            self._free.popitem(last=False)
+        free = self._free_buffers.setdefault(form, deque())
+        self._free_buffers.move_to_end(form)
+        while (
+            len(self._free_buffers) > MAX_BUFFERED_FORMS
+        ):  # generation has another form for each length
+            self._free_buffers.popitem(last=False)
         if free:
             buffer, event = free.popleft()
         else:
@@ -464,18 +472,18 @@ class ReceiveBuffers:
             event = _record_event(device)
         if stream is not None:
             stream.wait_event(event)
-        self._lent[buffer.data_ptr()] = (form, buffer)
+        self._lent_buffers[buffer.data_ptr()] = (form, buffer)
         return buffer
 
-    def holds(self, value: Tensor) -> bool:
+    def holds_tensor(self, value: Tensor) -> bool:
         """Whether a tensor lies in a buffer that is in use."""
-        return value.untyped_storage().data_ptr() in self._lent
+        return value.untyped_storage().data_ptr() in self._lent_buffers
 
     def release(self, value: Tensor) -> None:
         """Take a buffer back."""
-        form, buffer = self._lent.pop(value.data_ptr())
-        if form in self._free:
-            self._free[form].append((buffer, _record_event(buffer.device)))
+        form, buffer = self._lent_buffers.pop(value.data_ptr())
+        if form in self._free_buffers:
+            self._free_buffers[form].append((buffer, _record_event(buffer.device)))
 
 
 def _record_event(device: torch.device) -> Any:
@@ -489,7 +497,7 @@ class _Link:
         self.axis, self.device = axis, device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def launch(self, op: str, value: Tensor, peer: int, after: Any, tag: int) -> Any:
+    def launch_transfer(self, op: str, value: Tensor, peer: int, after: Any, tag: int) -> Any:
         """Post one side of a transfer; what its end is waited for by."""
         call = distributed.isend if op == "send" else distributed.irecv
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
@@ -513,7 +521,7 @@ class _Outgoing:
     number: int
     to: int
     value: Tensor
-    made: Any
+    ready_event: Any
     """The event of the device after which the value is there; None: at once."""
 
 
@@ -536,12 +544,12 @@ class RendezvousLinks:
     ) -> None:
         self.route = route
         self.links = {one: _Link(grid.axis("pipe", channel=one), device) for one in channels}
-        self.control = grid.axis("pipe", channel=CONTROL)
+        self.control = grid.axis("pipe", channel=CONTROL_CHANNEL)
         self.buffers = ReceiveBuffers()
-        self.broken = False
+        self.is_broken = False
         """Whether a step has failed: its threads may take messages of the next one."""
 
-    def between(self, way: str, sender: int, to: int) -> _Link:
+    def link_between(self, way: str, sender: int, to: int) -> _Link:
         """What carries messages of a kind from one stage to another."""
         return self.links[self.route(way, sender, to)]
 
@@ -555,25 +563,25 @@ class RendezvousTransport(Transport):
     def __init__(self, *args: Any, links: RendezvousLinks, leads: bool, **options: Any) -> None:
         super().__init__(*args, **options)
         self.links, self.leads = links, leads
-        self._ready: dict[Key, deque[_Arrival]] = {}
-        self._waiting: dict[Key, int] = {}
+        self._ready_messages: dict[Key, deque[_Arrival]] = {}
+        self._waiting_counts: dict[Key, int] = {}
         self._messages_from: dict[int, int] = {}
         self._posted_sends: deque[Transfer] = deque()
         self._made_messages: deque[_Outgoing] = deque()
         self._outgoing: dict[tuple[Key, int, int], _Outgoing] = {}
-        self._holding: set[tuple[Key, int, int]] = set()
+        self._unacknowledged_sends: set[tuple[Key, int, int]] = set()
         self._ready_stages: dict[int, int] = {}
         self._control_sends: deque[tuple[Any, Tensor]] = deque()
         self._threads: list[tuple[threading.Thread, queue.SimpleQueue[Any]]] = []
         self._made_queue = self._start_waiter() if self.device.type == "cuda" else None
         self._done_queues: dict[_Link, queue.SimpleQueue[Any]] = {}
 
-    def expect(self, key: Key, sender: int, count: int) -> None:
+    def expect_messages(self, key: Key, sender: int, count: int) -> None:
         """Say that messages of a key will come."""
-        self._ready[key], self.arrived[key], self._waiting[key] = deque(), 0, 0
+        self._ready_messages[key], self.num_arrived[key], self._waiting_counts[key] = deque(), 0, 0
         self._messages_from[sender] = self._messages_from.get(sender, 0) + count
 
-    def promise(self, key: Key, to: int, count: int) -> None:
+    def promise_messages(self, key: Key, to: int, count: int) -> None:
         """Say that messages of a key will be sent: each is acknowledged."""
         self._messages_from[to] = self._messages_from.get(to, 0) + count
 
@@ -582,14 +590,14 @@ class RendezvousTransport(Transport):
         for peer in peers:
             self._messages_from[peer] = self._messages_from.get(peer, 0) + count
 
-    def start(self) -> None:
+    def start_listening(self) -> None:
         """Begin to listen, on the rank that leads its stage."""
         for peer, count in self._messages_from.items() if self.leads else ():
-            threading.Thread(target=self._listen, args=(peer, count), daemon=True).start()
+            threading.Thread(target=self._control_loop, args=(peer, count), daemon=True).start()
 
     # ---- control messages ---------------------------------------------------------------
 
-    def _listen(self, peer: int, count: int) -> None:
+    def _control_loop(self, peer: int, count: int) -> None:
         axis = self.links.control
         try:
             for _ in range(count):
@@ -597,26 +605,28 @@ class RendezvousTransport(Transport):
                 work = distributed.irecv(numbers, axis.ranks[peer], group=axis.group)
                 assert work is not None
                 work.wait()
-                self._hear(peer, numbers.tolist())
+                self._handle_control(peer, numbers.tolist())
         except BaseException as error:  # whoever waits must see it
-            self._fail(None, peer, error)
+            self._report_failure(None, peer, error)
 
-    def _hear(self, peer: int, numbers: list[int]) -> None:
+    def _handle_control(self, peer: int, numbers: list[int]) -> None:
         op, way, place, number, *form = numbers
-        key = (self.ways[way], place)
+        key = (self.message_kinds[way], place)
         with self._change:
-            if op == POSTED:
+            if op == SEND_POSTED:
                 self._posted_sends.append(Transfer("receive", key, number, peer, decode_form(form)))
-            elif op == TAKEN:
-                self._holding.discard((key, number, peer))
+            elif op == RECEIVE_POSTED:
+                self._unacknowledged_sends.discard((key, number, peer))
             else:
                 self._ready_stages[number] = self._ready_stages.get(number, 0) + 1
-            self._notice()
+            self._notify_waiters()
 
-    def _tell(self, peer: int, op: int, key: Key, number: int, form: Form | None = None) -> None:
+    def _send_control(
+        self, peer: int, op: int, key: Key, number: int, form: Form | None = None
+    ) -> None:
         axis = self.links.control
-        rest = encode_form(form) if form is not None else [0] * HEADER
-        numbers = torch.tensor([op, self.ways.index(key[0]), key[1], number, *rest])
+        rest = encode_form(form) if form is not None else [0] * HEADER_NUMBERS
+        numbers = torch.tensor([op, self.message_kinds.index(key[0]), key[1], number, *rest])
         try:
             work = distributed.isend(numbers, axis.ranks[peer], group=axis.group)
         except RuntimeError as error:
@@ -628,7 +638,7 @@ class RendezvousTransport(Transport):
     def announce_ready(self, peers: Sequence[int], number: int) -> None:
         """Say that this stage is ready for a collective of all stages, and sends nothing before."""
         for peer in peers:
-            self._tell(peer, READY, (self.ways[0], 0), number)
+            self._send_control(peer, STAGE_READY, (self.message_kinds[0], 0), number)
 
     def all_ready(self, peers: Sequence[int], number: int) -> bool:
         """Whether all of these stages are ready for it."""
@@ -640,7 +650,9 @@ class RendezvousTransport(Transport):
     def send(self, key: Key, number: int, value: Tensor, to: int) -> None:
         """Hand a message over; it is posted once its value is there."""
         value = value.contiguous()
-        if self.links.buffers.holds(value):  # a stage that changes nothing passes its input on
+        if self.links.buffers.holds_tensor(
+            value
+        ):  # a stage that changes nothing passes its input on
             value = value.clone()
         outgoing = _Outgoing(key, number, to, value, _record_blocking_event(self.device))
         with self._change:
@@ -648,12 +660,14 @@ class RendezvousTransport(Transport):
         if self._made_queue is None:
             self._note_made(outgoing)
         elif self.leads:
-            self._made_queue.put((outgoing.made.synchronize, lambda: self._note_made(outgoing)))
+            self._made_queue.put(
+                (outgoing.ready_event.synchronize, lambda: self._note_made(outgoing))
+            )
 
     def _note_made(self, outgoing: _Outgoing) -> None:
         with self._change:
             self._made_messages.append(outgoing)
-            self._notice()
+            self._notify_waiters()
 
     def next_transfer(self, *, sends: bool = True) -> Transfer | None:
         """A receive whose send is posted, else a send whose value is there."""
@@ -661,7 +675,7 @@ class RendezvousTransport(Transport):
             if self._error is not None:
                 raise self._error
             for transfer in self._posted_sends:
-                if not self.ahead or self._waiting[transfer.key] < self.ahead:
+                if not self.max_ahead or self._waiting_counts[transfer.key] < self.max_ahead:
                     self._posted_sends.remove(transfer)
                     return transfer
             if not sends or not self._made_messages:
@@ -670,30 +684,30 @@ class RendezvousTransport(Transport):
             form = (tuple(one.value.shape), one.value.dtype)
             return Transfer("send", one.key, one.number, one.to, form)
 
-    def post(self, transfer: Transfer) -> None:
+    def post_transfer(self, transfer: Transfer) -> None:
         """Post a transfer, and tell the other stage. Communicates: point to point over pipe."""
-        (key, number, peer), tag = _address(transfer), self._tag(transfer.key)
+        (key, number, peer), tag = _transfer_address(transfer), self._message_tag(transfer.key)
         if transfer.op == "send":
-            link = self.links.between(key[0], self.stage, peer)
+            link = self.links.link_between(key[0], self.stage, peer)
             outgoing = self._outgoing[key, number, peer]
             if self.leads:
                 with self._change:
-                    self._holding.add((key, number, peer))
-            done = link.launch("send", outgoing.value, peer, outgoing.made, tag)
+                    self._unacknowledged_sends.add((key, number, peer))
+            done = link.launch_transfer("send", outgoing.value, peer, outgoing.ready_event, tag)
             if self.leads:
-                self._tell(peer, POSTED, key, number, transfer.form)
+                self._send_control(peer, SEND_POSTED, key, number, transfer.form)
             self._when_done(link, done, key, number, lambda: self._note_sent(outgoing))
             return
-        link = self.links.between(key[0], peer, self.stage)
+        link = self.links.link_between(key[0], peer, self.stage)
         buffer = self.links.buffers.acquire(transfer.form, self.device, link.stream)
-        done = link.launch("receive", buffer, peer, None, tag)
+        done = link.launch_transfer("receive", buffer, peer, None, tag)
         arrival = _Arrival(buffer, event=done)
         if link.stream is None:
             arrival = _Arrival(buffer, complete=threading.Event())
-        self._ready[key].append(arrival)
-        self._waiting[key] += 1
+        self._ready_messages[key].append(arrival)
+        self._waiting_counts[key] += 1
         if self.leads:
-            self._tell(peer, TAKEN, key, number)
+            self._send_control(peer, RECEIVE_POSTED, key, number)
         self._when_done(link, done, key, number, lambda: self._note_received(arrival, key, number))
 
     def _when_done(
@@ -706,7 +720,7 @@ class RendezvousTransport(Transport):
             try:
                 wait()
             except BaseException as error:
-                self._fail(key, number, error)
+                self._report_failure(key, number, error)
                 raise
 
         if link not in self._done_queues:
@@ -716,25 +730,27 @@ class RendezvousTransport(Transport):
     def _note_sent(self, outgoing: _Outgoing) -> None:
         with self._change:
             del self._outgoing[outgoing.key, outgoing.number, outgoing.to]
-            self._notice()
+            self._notify_waiters()
 
     def _note_received(self, arrival: _Arrival, key: Key, number: int) -> None:
         if arrival.complete is not None:
             arrival.complete.set()
         self._note_arrival(key, number)
 
-    def take(self, key: Key) -> Tensor:
+    def take_message(self, key: Key) -> Tensor:
         """The next message of a key, whose receive has been posted."""
-        arrival = self._ready[key].popleft()
-        self._waiting[key] -= 1
+        arrival = self._ready_messages[key].popleft()
+        self._waiting_counts[key] -= 1
         if arrival.complete is not None:
             if not arrival.complete.wait(self.grid.timeout_seconds):
-                raise LostError(key, self.arrived[key], TimeoutError("it was posted, but not sent"))
+                raise LostMessageError(
+                    key, self.num_arrived[key], TimeoutError("it was posted, but not sent")
+                )
         else:
             torch.cuda.current_stream(self.device).wait_event(arrival.event)
         return arrival.buffer.detach()
 
-    def release(self, value: Tensor) -> None:
+    def release_message(self, value: Tensor) -> None:
         """Let the memory of a message be used for the next one."""
         self.links.buffers.release(value)
 
@@ -742,14 +758,14 @@ class RendezvousTransport(Transport):
     def can_compute(self) -> bool:
         """Whether the receive of each posted send is posted, and few messages are on their way."""
         with self._change:
-            crowded = bool(self.ahead) and len(self._outgoing) >= self.ahead
-            return not self._holding and not crowded
+            crowded = bool(self.max_ahead) and len(self._outgoing) >= self.max_ahead
+            return not self._unacknowledged_sends and not crowded
 
     @property
     def has_outgoing(self) -> bool:
         """Whether a message of mine has not been acknowledged, or not left, yet."""
         with self._change:
-            return bool(self._holding or self._outgoing)
+            return bool(self._unacknowledged_sends or self._outgoing)
 
     # ---- threads ------------------------------------------------------------------------
 
@@ -766,7 +782,7 @@ class RendezvousTransport(Transport):
                     wait()
                     then()
                 except BaseException as error:  # whoever waits must see it
-                    self._fail(None, -1, error)
+                    self._report_failure(None, -1, error)
                     return
 
         thread = threading.Thread(target=run, daemon=True)
@@ -790,7 +806,7 @@ class RendezvousTransport(Transport):
             raise self._error
 
 
-def _address(transfer: Transfer) -> tuple[Key, int, int]:
+def _transfer_address(transfer: Transfer) -> tuple[Key, int, int]:
     return transfer.key, transfer.number, transfer.peer
 
 

@@ -14,11 +14,11 @@ import torch
 
 from ranvier.comm.accumulator import Pieces
 
-Mark = torch.cuda.Event | None
+StreamEvent = torch.cuda.Event | None
 """A point in the order of a stream; None where everything is done at once."""
 
 
-class Lane:
+class SideStream:
     """A stream of its own."""
 
     def __init__(self, device: torch.device, *, first: bool = False) -> None:
@@ -27,7 +27,7 @@ class Lane:
         self.stream = torch.cuda.Stream(device, priority) if device.type == "cuda" else None
 
     @contextmanager
-    def after(self, *marks: Mark) -> Iterator[None]:
+    def run_after(self, *marks: StreamEvent) -> Iterator[None]:
         """Work inside runs here, after these marks."""
         if self.stream is None:
             yield
@@ -38,7 +38,7 @@ class Lane:
         with torch.cuda.stream(self.stream):
             yield
 
-    def uses(self, memory: torch.Tensor) -> None:
+    def record_use(self, memory: torch.Tensor) -> None:
         """Nobody else gets this memory before it is done here."""
         if self.stream is not None:
             memory.record_stream(self.stream)
@@ -48,43 +48,43 @@ class Lane:
         if self.stream is not None:
             self.stream.synchronize()
 
-    def mark(self) -> Mark:
+    def record_event(self) -> StreamEvent:
         """The end of what was given to it so far."""
         return None if self.stream is None else self.stream.record_event()
 
 
-def here(device: torch.device) -> Mark:
+def record_current_event(device: torch.device) -> StreamEvent:
     """The end of what the current stream was given so far."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-def await_mark(mark: Mark, device: torch.device) -> None:
+def wait_for_event(mark: StreamEvent, device: torch.device) -> None:
     """Have the current stream wait."""
     if mark is not None:
         torch.cuda.current_stream(device).wait_event(mark)
 
 
 @dataclass(eq=False)
-class Updating:
+class PendingUpdate:
     """An update of weights that is under way: they must not be read before it is done."""
 
     device: torch.device
-    pieces: Pieces
+    grad_pieces: Pieces
     """Gradients, which are read until then."""
-    known: threading.Event | None = None
+    event_ready: threading.Event | None = None
     """Set by a thread once it has given the mark; None if there is no thread."""
-    check: Callable[[], None] | None = None
+    raise_failure: Callable[[], None] | None = None
     """Raises what that thread has failed with."""
-    mark: Mark = None
+    done_event: StreamEvent = None
 
-    def known_mark(self) -> Mark:
+    def wait_for_done_event(self) -> StreamEvent:
         """When it is done; a host waits until that is known."""
-        if self.known is not None:
-            self.known.wait()
-        if self.check is not None:
-            self.check()
-        return self.mark
+        if self.event_ready is not None:
+            self.event_ready.wait()
+        if self.raise_failure is not None:
+            self.raise_failure()
+        return self.done_event
 
     def wait(self) -> None:
         """Have the current stream wait."""
-        await_mark(self.known_mark(), self.device)
+        wait_for_event(self.wait_for_done_event(), self.device)

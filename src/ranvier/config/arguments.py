@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arguments(Run):
+class RunOptions(RunConfig):
     """What train and verify are given: a run, and how many local ranks to start."""
 
     nproc: int = 0
@@ -18,7 +18,7 @@ class Arguments(Run):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile(Run):
+class ProfileOptions(RunConfig):
     """Where the time of a run's steps goes, kernel by kernel, on one rank.
 
     The run is put together anew and takes a few steps on its own data; its metrics and checkpoints
@@ -37,7 +37,7 @@ class Profile(Run):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simulate(Run):
+class SimulateOptions(RunConfig):
     """A step of a run's pipeline, played without processes, with each policy.
 
     Writes timeline.svg, timeline.html and timeline-trace.json (for Perfetto).
@@ -62,7 +62,7 @@ class Simulate(Run):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DryRun(Run):
+class DryRunOptions(RunConfig):
     """The real code of one rank of many, without data, devices or other ranks.
 
     Its shards, what it says over each axis in a step (counted at torch's fake process group), and
@@ -81,7 +81,7 @@ class DryRun(Run):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(Arguments):
+class EvalOptions(RunOptions):
     """What the model of a run is worth: tasks, a corpus, or programs that it writes.
 
     One rank, if no degrees are given. Only the model, plan, data.seq and train.device, dtype,
@@ -130,7 +130,7 @@ class Eval(Arguments):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepare:
+class PrepareOptions:
     """Tokenize corpora once, into memory-mapped shards (Megatron pairs) with a fingerprint."""
 
     out: str = ""
@@ -152,7 +152,7 @@ class Prepare:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate:
+class GenerateOptions:
     """Text from a checkpoint of a run."""
 
     prompt: str = ""
@@ -174,7 +174,7 @@ class Generate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Import:
+class ImportOptions:
     """Make a run of a published model.
 
     SRC: a directory (or one file) of safetensors with config.json, or a name on the hub where there
@@ -186,7 +186,7 @@ class Import:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export:
+class ExportOptions:
     """Write the weights of a run as other engines read them: safetensors, config, tokenizer.
 
     RUN: the directory of a run, trained or imported.
@@ -209,7 +209,7 @@ class Export:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Upcycle:
+class UpcycleOptions:
     """Make a run of a mixture of experts from a dense model, which gives the same logits at first.
 
     SRC: the directory of a run, or a published model as for `import`. Every expert is a copy of the
@@ -233,7 +233,7 @@ class Upcycle:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Convert:
+class ConvertOptions:
     """Write a checkpoint anew, a few tensors at a time."""
 
     form: str = "checkpoint"
@@ -244,7 +244,7 @@ class Convert:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doctor(Run):
+class DoctorOptions(RunConfig):
     """What this machine has, what is missing and how to get it.
 
     With a run, or settings of one such as --plan.row 8: also the communicators that its ranks make
@@ -253,7 +253,7 @@ class Doctor(Run):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measure:
+class MeasureOptions:
     """Fill in the cluster file of this machine, in under a minute.
 
     Matrix products, memory, attention, updates, and collectives in groups of each size. Do nothing

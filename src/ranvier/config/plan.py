@@ -17,19 +17,19 @@ from ranvier.errors import PlanError
 AXES = ("pipe", "data", "expert", "context", "depth", "row", "col")
 """All axes of the grid, from the outermost (slowest links) to the innermost (fastest)."""
 
-RUNTIME = ("pipe", "data", "expert", "depth", "row", "col")
+RUNNABLE_AXES = ("pipe", "data", "expert", "depth", "row", "col")
 """Axes that a run can use today; the others must have degree 1."""
 
-NAMES = {"expert": "experts"}
+SETTING_NAMES = {"expert": "experts"}
 """What a setting is called where its dim is called otherwise."""
 
-Layout = Literal["auto", "given"]
-Inner = Literal["samples", "features"]
+LayoutMode = Literal["auto", "given"]
+InnerSplit = Literal["samples", "features"]
 Overlap = Literal["dx", "dw", "gather", "tokens"]
 Dispatch = Literal["same", "bf16", "fp8"]
 Compile = Literal["auto", "on", "off"]
-Gathered = Literal["again", "keep"]
-Policy = Literal["message", "gpipe", "1f1b", "interleaved", "zero-bubble"]
+WeightGathering = Literal["again", "keep"]
+PolicyName = Literal["message", "gpipe", "1f1b", "interleaved", "zero-bubble"]
 Recompute = Literal["none", "selective", "full", "budget"]
 
 
@@ -37,7 +37,7 @@ Recompute = Literal["none", "selective", "full", "budget"]
 class Plan:
     """Degrees of the seven axes, batch, and the switches that change speed but not results."""
 
-    layout: Layout = "auto"
+    layout: LayoutMode = "auto"
     """auto: on several ranks, where no degree is given, the planner chooses them, and with them the
     micro-batch, order and recomputation as far as they have their default values; given: they are
     what they are, and `data` takes the rest. `plan = "auto"` and `--plan auto` say the first."""
@@ -55,7 +55,7 @@ class Plan:
     """Ranks on the row axis: tokens outside, heads and hidden features inside (Megatron)."""
     col: int = 1
     """Ranks on the col axis: features of the residual stream outside, `inner` says what inside."""
-    inner: Inner = "samples"
+    inner: InnerSplit = "samples"
     """What col splits inside attention and MLP: samples (cheapest), features (any micro-batch)."""
     order: tuple[str, ...] = ()
     """Axes whose ranks lie nearest to each other, the innermost last, such as `row pipe`; the
@@ -67,7 +67,7 @@ class Plan:
     """Sequences of a forward pass on each (data, expert, depth) coordinate. -1: all at once; with
     recompute = budget or memory.fit = auto the one that fits and is fastest; with a pipeline so few
     that each stage has up to four micro-batches to work on."""
-    policy: Policy = "message"
+    policy: PolicyName = "message"
     """What decides which job a stage of the pipeline takes next: message (what has arrived, with
     credits and priority by simulation, never slower than 1f1b), or a fixed order: gpipe, 1f1b,
     interleaved (for chunks of 2 or more), zero-bubble (weight gradients fill the waiting)."""
@@ -88,7 +88,7 @@ class Plan:
     spread: bool = False
     """Spread the vocabulary (embedding and head) over all stages instead of giving it to the first
     and the last."""
-    gathered: Gathered = "again"
+    gathered: WeightGathering = "again"
     """Weights gathered over depth: again for each micro-batch, or keep them for all of a step."""
     recompute: Recompute = "none"
     """Activations computed again in backward: none; selective (blocks keep the results of matrix
@@ -116,31 +116,31 @@ class Plan:
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """Number of ranks."""
         return math.prod(self.degrees.values())
 
     @property
-    def placed(self) -> tuple[str, ...]:
+    def axis_order(self) -> tuple[str, ...]:
         """All axes in the order in which ranks are placed, outermost first."""
         return (*(axis for axis in AXES if axis not in self.order), *self.order)
 
     @property
-    def replicas(self) -> int:
+    def num_replicas(self) -> int:
         """Coordinates that read different samples: data · expert · depth."""
         return self.data * self.expert * self.depth
 
     @property
-    def micro_batches(self) -> int:
+    def num_micro_batches(self) -> int:
         """Forward passes of one optimizer step."""
         assert self.micro_batch > 0, f"micro_batch={self.micro_batch} is not settled yet"
-        return self.batch // (self.replicas * self.micro_batch)
+        return self.batch // (self.num_replicas * self.micro_batch)
 
     @property
-    def unmeasured(self) -> Plan:
+    def without_measuring(self) -> Plan:
         """The plan for those who measure no memory: what is left open has usual values."""
         kind: Recompute = "selective" if self.recompute == "budget" else self.recompute
-        return replace(self, recompute=kind)._with({})
+        return replace(self, recompute=kind)._with_degrees({})
 
     def resolve(self, world: int) -> Plan:
         """Replace -1 by the degree that fills `world` and the micro-batch that fills the batch."""
@@ -154,16 +154,18 @@ class Plan:
             )
         if unknown and world % known:
             raise PlanError(_world_problem(self.degrees, world))
-        return self._with(dict.fromkeys(unknown, world // known))
+        return self._with_degrees(dict.fromkeys(unknown, world // known))
 
-    def _with(self, degrees: Mapping[str, int]) -> Plan:
+    def _with_degrees(self, degrees: Mapping[str, int]) -> Plan:
         """These degrees, and the micro-batch of a rank's whole share if it was to be inferred."""
         plan = replace(self, **dict[str, Any](degrees))
-        if plan.micro_batch == -1 and plan.replicas > 0 and plan.batch % plan.replicas == 0:
-            plan = replace(plan, micro_batch=plan._usual(plan.batch // plan.replicas))
+        if plan.micro_batch == -1 and plan.num_replicas > 0 and plan.batch % plan.num_replicas == 0:
+            plan = replace(
+                plan, micro_batch=plan._default_micro_batch(plan.batch // plan.num_replicas)
+            )
         return plan
 
-    def _usual(self, share: int) -> int:
+    def _default_micro_batch(self, share: int) -> int:
         """The micro-batch of a rank's share: all of it, or a part that keeps all stages busy."""
         if self.pipe == 1:
             return share
@@ -171,7 +173,9 @@ class Plan:
         fits = [n for n in divisors(share) if n % multiple == 0 and share // n <= 4 * self.pipe]
         return fits[0] if fits else share
 
-    def check(self, sizes: Mapping[str, int], world: int, *, fitted: bool = False) -> Plan:
+    def check_and_resolve(
+        self, sizes: Mapping[str, int], world: int, *, fitted: bool = False
+    ) -> Plan:
         """The resolved plan, or a PlanError with every problem.
 
         `sizes` counts the units of each named dim of the model, and `seq`, the tokens of a sample.
@@ -190,28 +194,28 @@ class Plan:
             problems += error.problems
             plan = self
         if problems:  # look for the others as if each unknown degree were 1
-            plan = self._with({axis: max(size, 1) for axis, size in self.degrees.items()})
-        problems += plan.problems(sizes, None if problems else world)
+            plan = self._with_degrees({axis: max(size, 1) for axis, size in self.degrees.items()})
+        problems += plan.find_problems(sizes, None if problems else world)
         if problems:
             raise PlanError(problems)
         left_open = (fitted or self.recompute == "budget") and self.micro_batch == -1
         return replace(plan, micro_batch=-1) if left_open else plan
 
-    def problems(self, sizes: Mapping[str, int], world: int | None = None) -> Iterator[str]:
+    def find_problems(self, sizes: Mapping[str, int], world: int | None = None) -> Iterator[str]:
         """Every reason why this plan, with all degrees known, cannot run: values, rule, remedy."""
         yield from self._word_problems()
         for axis, size in self.degrees.items():
-            if size > 1 and axis not in RUNTIME:
+            if size > 1 and axis not in RUNNABLE_AXES:
                 yield (
                     f"{axis}={size}: the {axis} axis has no runtime yet. "
-                    f"Axes that run today are {', '.join(RUNTIME)}. Use {axis}=1."
+                    f"Axes that run today are {', '.join(RUNNABLE_AXES)}. Use {axis}=1."
                 )
-        if world is not None and self.world != world:
+        if world is not None and self.world_size != world:
             yield _world_problem(self.degrees, world)
         yield from self._pipe_problems(sizes)
-        if self.graph and self.world > 1:
+        if self.graph and self.world_size > 1:
             yield (
-                f"graph=True on {self.world} ranks. A step is recorded on one rank only. "
+                f"graph=True on {self.world_size} ranks. A step is recorded on one rank only. "
                 "Use graph=False or one rank."
             )
         yield from self._batch_problems()
@@ -255,12 +259,12 @@ class Plan:
 
     def _word_problems(self) -> Iterator[str]:
         words: list[tuple[str, str, tuple[str, ...]]]
-        words = [("layout", self.layout, get_args(Layout))]
-        words += [("inner", self.inner, get_args(Inner))]
+        words = [("layout", self.layout, get_args(LayoutMode))]
+        words += [("inner", self.inner, get_args(InnerSplit))]
         words += [("recompute", self.recompute, get_args(Recompute))]
         words += [("compile", self.compile, get_args(Compile))]
-        words += [("policy", self.policy, get_args(Policy))]
-        words += [("gathered", self.gathered, get_args(Gathered))]
+        words += [("policy", self.policy, get_args(PolicyName))]
+        words += [("gathered", self.gathered, get_args(WeightGathering))]
         words += [("overlap", word, get_args(Overlap)) for word in self.overlap]
         words += [("dispatch", self.dispatch, get_args(Dispatch))]
         words += [("order", word, AXES) for word in self.order]
@@ -273,7 +277,7 @@ class Plan:
             yield f"order={list(self.order)} names an axis twice. Name each once."
 
     def _batch_problems(self) -> Iterator[str]:
-        shares = self.replicas
+        shares = self.num_replicas
         if self.batch < 1 or self.batch % shares:
             yield (
                 f"batch={self.batch} cannot be shared by data·expert·depth={shares} ranks. "
@@ -285,19 +289,19 @@ class Plan:
             yield (
                 f"micro_batch={self.micro_batch} does not divide the {share} sequences of a rank "
                 f"(batch={self.batch} over {shares}). A rank's share must be a multiple of the "
-                f"micro-batch. Use micro_batch in {_listed(divisors(share))}."
+                f"micro-batch. Use micro_batch in {_format_numbers(divisors(share))}."
             )
 
     def _sample_problems(self, sizes: Mapping[str, int]) -> Iterator[str]:
         """What col needs of the micro-batch; features are a remedy only where they divide."""
         if self.inner == "features" or self.micro_batch < 1 or self.micro_batch % self.col == 0:
             return
-        share = self.batch // self.replicas
+        share = self.batch // self.num_replicas
         fits = [n for n in divisors(share) if n % self.col == 0]
         near = min(fits, key=lambda n: abs(n - self.micro_batch), default=0)
-        batch = nearest_multiple(self.batch, self.replicas * self.col)
+        batch = nearest_multiple(self.batch, self.num_replicas * self.col)
         remedies = [f"micro_batch={near}" if near else f"batch={batch} and micro_batch={self.col}"]
-        remedies += [f"col in {_listed(divisors(self.micro_batch))}"]
+        remedies += [f"col in {_format_numbers(divisors(self.micro_batch))}"]
         features = replace(self, inner="features")
         if not [*features._split_problems(sizes), *features._kv_problems(sizes)]:
             remedies += ["inner='features'"]
@@ -307,7 +311,7 @@ class Plan:
         )
 
     @property
-    def _inside(self) -> tuple[int, str]:
+    def _inner_ranks(self) -> tuple[int, str]:
         """Ranks that split heads and hidden features, and their name."""
         samples = self.inner == "samples"
         return (self.row, "row") if samples else (self.row * self.col, "row·col")
@@ -316,30 +320,32 @@ class Plan:
         splits = {
             "seq": (self.context * self.row, "context·row" if self.context > 1 else "row"),
             "embed": (self.col, "col"),
-            "heads": self._inside,
-            "mlp": self._inside,
-            "shared_mlp": self._inside,
+            "heads": self._inner_ranks,
+            "mlp": self._inner_ranks,
+            "shared_mlp": self._inner_ranks,
             "expert": (self.expert, "expert"),
             "expert_mlp": (self.row * self.col, "row·col"),
         }
         for dim, (ranks, axis) in splits.items():
             if dim in sizes and sizes[dim] % ranks:
-                name = NAMES.get(dim, dim)
+                name = SETTING_NAMES.get(dim, dim)
                 yield (
                     f"{axis}={ranks} does not divide {name}={sizes[dim]}. A split dimension must "
-                    f"be a multiple of its axis. Use {axis} in {_listed(divisors(sizes[dim]))}"
+                    f"be a multiple of its axis. Use {axis} in "
+                    f"{_format_numbers(divisors(sizes[dim]))}"
                     f" or {name}={nearest_multiple(sizes[dim], ranks)}."
                 )
 
     def _kv_problems(self, sizes: Mapping[str, int]) -> Iterator[str]:
         heads = sizes.get("kv_heads", 1)
-        for ranks, axis in dict.fromkeys([(self.row, "row"), self._inside]):
+        for ranks, axis in dict.fromkeys([(self.row, "row"), self._inner_ranks]):
             if heads % ranks and ranks % heads:
                 fits = {*divisors(heads), *(heads * (ranks // heads + i) for i in (0, 1, 2))} - {0}
                 near = sorted(sorted(fits, key=lambda n: abs(n - ranks))[:3])
                 yield (
                     f"{axis}={ranks} neither divides nor is a multiple of kv_heads={heads}. Key "
-                    f"and value heads are split or shared evenly. Use {axis} in {_listed(near)}."
+                    f"and value heads are split or shared evenly. Use {axis} in "
+                    f"{_format_numbers(near)}."
                 )
 
 
@@ -354,7 +360,7 @@ def nearest_multiple(number: int, of: int) -> int:
     return max((2 * number + of) // (2 * of), 1) * of
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def _format_numbers(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
 
 

@@ -20,13 +20,13 @@ from typing import Any, Literal, TypeVar
 
 from ranvier.config.plan import Plan
 from ranvier.config.sections import (
-    ADAPTED,
-    FREE,
-    IMPORTED,
-    LARGEST,
-    LEAST,
-    MOST,
-    SHARES,
+    FREE_TEXT_SETTINGS,
+    IMPORTED_SIZE,
+    LORA_TARGETS,
+    MAX_INTEGER,
+    MAX_VALUES,
+    MIN_VALUES,
+    TYPICAL_FRACTIONS,
     CheckpointConfig,
     DataConfig,
     GuardConfig,
@@ -37,22 +37,22 @@ from ranvier.config.sections import (
     OptimConfig,
     PruneConfig,
     TrainConfig,
-    nearest,
+    suggest_nearest,
 )
 from ranvier.errors import PlanError
-from ranvier.models.config import GATES
+from ranvier.models.config import GATED_ACTIVATIONS
 from ranvier.system import safe_files
 
-Config = TypeVar("Config")
-TUNED = 2e-5
+ConfigT = TypeVar("ConfigT")
+FINETUNING_LR = 2e-5
 """Learning rate of models that were trained before."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunConfig:
     """A training run."""
 
-    model: ModelConfig = field(default_factory=lambda: ModelConfig.of("tiny"))
+    model: ModelConfig = field(default_factory=lambda: ModelConfig.from_size("tiny"))
     lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -64,47 +64,47 @@ class Run:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
 
-    def check(self, world: int) -> Run:
+    def check_and_resolve(self, world: int) -> RunConfig:
         """The run with all that is derived resolved for `world` ranks, or every problem at once."""
-        problems = list(self.problems())
-        sizes = (*self.model.sizes.values(), self.data.seq, *self.plan.degrees.values())
+        problems = list(self.find_problems())
+        sizes = (*self.model.dim_sizes.values(), self.data.seq, *self.plan.degrees.values())
         sizes += (self.plan.batch, self.plan.micro_batch)
-        if problems and (min(self.model.sizes.values()) < 1 or max(sizes) > 2**31):
+        if problems and (min(self.model.dim_sizes.values()) < 1 or max(sizes) > 2**31):
             raise PlanError(problems)
         try:
-            sizes_of = {**self.model.sizes, "seq": self.data.seq, "layers": self.model.layers}
-            plan = self.plan.check(sizes_of, world, fitted=self.memory.fit == "auto")
+            sizes_of = {**self.model.dim_sizes, "seq": self.data.seq, "layers": self.model.layers}
+            plan = self.plan.check_and_resolve(sizes_of, world, fitted=self.memory.fit == "auto")
         except PlanError as error:
             raise PlanError([*problems, *error.problems]) from None
         if problems:
             raise PlanError(problems)
         warmup, steps = self.optim.warmup, self.train.steps
         warmup = min(max(steps // 10, 10), steps) if warmup == -1 else warmup
-        optim = dataclasses.replace(self.optim, lr=self.lr, warmup=warmup)
+        optim = dataclasses.replace(self.optim, lr=self.peak_lr, warmup=warmup)
         return dataclasses.replace(self, plan=plan, optim=optim)
 
     @property
-    def lr(self) -> float:
+    def peak_lr(self) -> float:
         """The learning rate after warm-up: as given, or from the width of the model."""
         if self.optim.lr is not None:
             return self.optim.lr
-        if self.train.start or self.model.size == IMPORTED:
-            return TUNED * (10.0 if self.lora.rank > 0 or self.lora.start else 1.0)
+        if self.train.start or self.model.size == IMPORTED_SIZE:
+            return FINETUNING_LR * (10.0 if self.lora.rank > 0 or self.lora.start else 1.0)
         embed, tokens = self.model.embed, max(self.plan.batch * self.data.seq, 1)
         return float(f"{0.576 / embed * min(1.0, 6.0 * math.sqrt(tokens) / embed):.3g}")
 
     @property
-    def trained(self) -> int:
+    def trainable_parameters(self) -> int:
         """Weights of the matrices and embeddings that are trained."""
         if self.lora.rank == 0:
-            return self.model.parameters
+            return self.model.num_parameters
         from ranvier.models.lora import adapted_weights  # needs torch, which takes a second
 
         found = adapted_weights(self.model, self.lora).values()
         sizes = {own.b: own.shape[0] for own in found} | {own.a: own.shape[1] for own in found}
         return self.lora.rank * sum(sizes.values())
 
-    def problems(self) -> Iterator[str]:
+    def find_problems(self) -> Iterator[str]:
         """What is wrong with its settings, whatever the ranks and the degrees."""
         yield from self._number_problems()
         yield from self._text_problems()
@@ -150,16 +150,23 @@ class Run:
             )
 
     def _number_problems(self) -> Iterator[str]:
-        for name, value in self._values():
+        for name, value in self._setting_values():
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 continue
             whole = isinstance(value, int)
-            least, most = LEAST.get(name), MOST.get(name, LARGEST if whole else math.inf)
+            least, most = (
+                MIN_VALUES.get(name),
+                MAX_VALUES.get(name, MAX_INTEGER if whole else math.inf),
+            )
             if isinstance(value, float) and not math.isfinite(value):
-                usual = {**SHARES, "optim.lr": 3e-4, "memory.limit": 0.0}.get(name, least or 1.0)
+                usual = {**TYPICAL_FRACTIONS, "optim.lr": 3e-4, "memory.limit": 0.0}.get(
+                    name, least or 1.0
+                )
                 yield f"{name}={value} is no finite number. It must be one. Use {usual}."
-            elif name in SHARES and not 0.0 <= value < 1.0:
-                yield f"{name}={value} is no share. It lies in [0, 1). Use {SHARES[name]}."
+            elif name in TYPICAL_FRACTIONS and not 0.0 <= value < 1.0:
+                yield (
+                    f"{name}={value} is no share. It lies in [0, 1). Use {TYPICAL_FRACTIONS[name]}."
+                )
             elif least is not None and value < least:
                 yield f"{name}={value} is too small. It is at least {least}. Use {least} or more."
             elif value > most:
@@ -167,16 +174,20 @@ class Run:
                 yield f"{name}={shown} is too large. It is at most {most}. Use {most} or less."
 
     def _text_problems(self) -> Iterator[str]:
-        for name, value in self._values():
+        for name, value in self._setting_values():
             for text in value if isinstance(value, tuple) else (value,):
-                if isinstance(text, str) and not text.isprintable() and name not in FREE:
+                if (
+                    isinstance(text, str)
+                    and not text.isprintable()
+                    and name not in FREE_TEXT_SETTINGS
+                ):
                     yield f"{name}={text!r} has characters that no path or name has. Remove them."
                 elif isinstance(text, str) and any("\ud800" <= c <= "\udfff" for c in text):
                     yield f"{name}={text!r} is no text. It has half a character. Remove it."
 
-    def _values(self) -> Iterator[tuple[str, Any]]:
+    def _setting_values(self) -> Iterator[tuple[str, Any]]:
         """Dotted name and value of every setting."""
-        for section in dataclasses.fields(Run):
+        for section in dataclasses.fields(RunConfig):
             for key, value in dataclasses.asdict(getattr(self, section.name)).items():
                 yield f"{section.name}.{key}", value
 
@@ -248,7 +259,7 @@ class Run:
             )
 
     def _prune_problems(self) -> Iterator[str]:
-        prune, groups = self.prune, self.prune.groups
+        prune, groups = self.prune, self.prune.pattern_n_m
         if prune.pattern and groups is None:
             yield (
                 f"prune.pattern={prune.pattern!r} is no pattern. Of each M numbers N stay, and "
@@ -264,7 +275,7 @@ class Run:
                 f"prune.masks={prune.masks!r} with a sparsity or a pattern. The file says which "
                 "numbers stay. Leave the others out."
             )
-        if prune.on and (self.lora.rank or self.lora.start):
+        if prune.is_enabled and (self.lora.rank or self.lora.start):
             yield (
                 "prune with lora. Beside adapters all matrices are frozen: nothing is pruned. "
                 "Prune in a run of its own, or leave one of them out."
@@ -295,7 +306,7 @@ class Run:
             )
 
     def _lora_problems(self) -> Iterator[str]:
-        lora, gated = self.lora, self.model.activation in GATES
+        lora, gated = self.lora, self.model.activation in GATED_ACTIVATIONS
         given = [
             f"lora.{f.name}={getattr(lora, f.name)!r}"
             for f in dataclasses.fields(lora)
@@ -306,7 +317,7 @@ class Run:
                 f"{', '.join(given)}, but lora.rank=0: all weights would be trained. Adapters have "
                 "a rank. Add lora.rank=16, or leave these out."
             )
-        words = [word for word in ADAPTED if gated or word != "gate"]
+        words = [word for word in LORA_TARGETS if gated or word != "gate"]
         odd = [word for word in lora.on if word not in words]
         if odd or not lora.on:
             yield (
@@ -323,7 +334,7 @@ class Run:
 
     def _model_problems(self) -> Iterator[str]:
         model = self.model
-        yield from model.problems()
+        yield from model.find_problems()
         if self.data.seq > model.max_seq:
             remedy = f"or train a model with model.max_seq={self.data.seq} from its start"
             if model.positions == "rope":
@@ -335,7 +346,7 @@ class Run:
             )
 
 
-def load(path: Path, *, size: str | None = None, in_run: bool = False) -> Run:
+def load_run_config(path: Path, *, size: str | None = None, in_run: bool = False) -> RunConfig:
     """The run of a TOML file, perhaps with another size; the rest keeps its defaults.
 
     in_run: it is the config.toml of a run, which may come from anywhere; else the user's own file.
@@ -351,10 +362,10 @@ def load(path: Path, *, size: str | None = None, in_run: bool = False) -> Run:
         raise PlanError(f"{path} is no TOML: {str(error)[:200]}. Mend that line.") from None
     if size is not None and isinstance(table.get("model", {}), dict):
         table["model"] = {**table.get("model", {}), "size": size}
-    return from_tables(table)
+    return run_from_tables(table)
 
 
-def from_tables(tables: Mapping[str, Any]) -> Run:
+def run_from_tables(tables: Mapping[str, Any]) -> RunConfig:
     """A run from nested tables of values; `plan = "auto"` leaves its layout to the planner."""
     if tables.get("plan") == "auto":
         tables = {**tables, "plan": {"layout": "auto"}}
@@ -363,17 +374,17 @@ def from_tables(tables: Mapping[str, Any]) -> Run:
         if isinstance(tables.get("model"), dict)
         else "tiny"
     )
-    return changed(Run(model=ModelConfig.of(str(size))), tables)
+    return apply_overrides(RunConfig(model=ModelConfig.from_size(str(size))), tables)
 
 
-def changed(config: Config, table: Mapping[str, Any], path: str = "") -> Config:
+def apply_overrides(config: ConfigT, table: Mapping[str, Any], path: str = "") -> ConfigT:
     """`config` with the values of `table`; unknown keys and wrong types are errors."""
     types_of = typing.get_type_hints(type(config))
     changes = {}
     for key, value in table.items():
         if key not in types_of:
             raise PlanError(
-                f"{path}{key} is not a setting.{nearest(key, types_of)} "
+                f"{path}{key} is not a setting.{suggest_nearest(key, types_of)} "
                 f"Settings here are {', '.join(types_of)}."
             )
         old = getattr(config, key)
@@ -382,13 +393,13 @@ def changed(config: Config, table: Mapping[str, Any], path: str = "") -> Config:
                 raise PlanError(
                     f"{path}{key}={value!r} is no table. Write [{path}{key}] and settings below it."
                 )
-            changes[key] = changed(old, value, f"{path}{key}.")
+            changes[key] = apply_overrides(old, value, f"{path}{key}.")
         else:
-            changes[key] = _typed(value, types_of[key], f"{path}{key}")
+            changes[key] = _check_type(value, types_of[key], f"{path}{key}")
     return dataclasses.replace(config, **changes)  # type: ignore[type-var]
 
 
-def _typed(value: Any, kind: Any, path: str) -> Any:
+def _check_type(value: Any, kind: Any, path: str) -> Any:
     """`value` if it is of the type `kind`."""
     if isinstance(kind, types.UnionType):  # a value that is derived where it is not given
         (kind,) = (one for one in typing.get_args(kind) if one is not types.NoneType)
@@ -401,8 +412,10 @@ def _typed(value: Any, kind: Any, path: str) -> Any:
     elif origin is tuple:
         inner = typing.get_args(kind)[0]
         if not isinstance(value, (list, tuple)):
-            raise PlanError(f"{path}={value!r} is no list. Write {path} = [{_quoted(value)}].")
-        return tuple(_typed(one, inner, path) for one in value)
+            raise PlanError(
+                f"{path}={value!r} is no list. Write {path} = [{_format_toml_value(value)}]."
+            )
+        return tuple(_check_type(one, inner, path) for one in value)
     elif kind is float:
         good, rule = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
         value = float(value) if good and abs(value) < 2**1000 else math.inf if good else value
@@ -416,19 +429,19 @@ def _typed(value: Any, kind: Any, path: str) -> Any:
     return value
 
 
-def to_toml(run: Run) -> str:
+def to_toml(run: RunConfig) -> str:
     """The run as TOML, all values written out."""
     lines = []
     for section in dataclasses.fields(run):
         lines.append(f"[{section.name}]")
         for key, value in dataclasses.asdict(getattr(run, section.name)).items():
             if value is not None:
-                lines.append(f"{key} = {_quoted(value)}")
+                lines.append(f"{key} = {_format_toml_value(value)}")
         lines.append("")
     return "\n".join(lines)
 
 
-def _quoted(value: Any) -> str:
+def _format_toml_value(value: Any) -> str:
     """A value as TOML writes it."""
     value = list(value) if isinstance(value, tuple) else value
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")

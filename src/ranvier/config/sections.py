@@ -10,9 +10,9 @@ from typing import Literal
 
 from ranvier.config.plan import AXES
 from ranvier.errors import PlanError
-from ranvier.models.config import GATES, SIZES, AdapterConfig, DecoderConfig
+from ranvier.models.config import GATED_ACTIVATIONS, MODEL_SIZES, AdapterConfig, DecoderConfig
 
-IMPORTED = "imported"
+IMPORTED_SIZE = "imported"
 """The size of a model that was published by others: all its fields are given."""
 
 
@@ -26,31 +26,31 @@ class ModelConfig(DecoderConfig):
     imported: what `ranvier import` has found."""
 
     @classmethod
-    def of(cls, size: str) -> ModelConfig:
+    def from_size(cls, size: str) -> ModelConfig:
         """The config of a named size."""
-        if size == IMPORTED:
+        if size == IMPORTED_SIZE:
             return cls(size=size)
-        if size not in SIZES:
+        if size not in MODEL_SIZES:
             raise PlanError(
-                f"model.size={size!r} is not known.{nearest(size, SIZES)} "
-                f"Sizes are {', '.join(SIZES)}."
+                f"model.size={size!r} is not known.{suggest_nearest(size, MODEL_SIZES)} "
+                f"Sizes are {', '.join(MODEL_SIZES)}."
             )
-        return cls(size=size, **dataclasses.asdict(SIZES[size]))
+        return cls(size=size, **dataclasses.asdict(MODEL_SIZES[size]))
 
     @property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """Weights of all matrices and embeddings; vectors are too few to matter."""
-        return self._weights(self.experts)
+        return self._count_parameters(self.experts)
 
     @property
-    def active(self) -> int:
+    def num_active_parameters(self) -> int:
         """Those of them that one token meets: of the experts of a layer only its own."""
-        return self._weights(self.experts_top)
+        return self._count_parameters(self.experts_top)
 
-    def _weights(self, experts: int) -> int:
+    def _count_parameters(self, experts: int) -> int:
         """Weights with so many experts in each layer that has any."""
         attention = 2 * self.embed * (self.heads + self.kv_heads) * self.head_dim
-        hidden = (3 if self.activation in GATES else 2) * self.embed
+        hidden = (3 if self.activation in GATED_ACTIVATIONS else 2) * self.embed
         mixed = sum(map(self.has_experts, range(self.layers)))
         mixture = hidden * (experts * self.expert_width + self.shared_mlp)
         mixture += self.embed * self.experts
@@ -60,9 +60,9 @@ class ModelConfig(DecoderConfig):
         return self.layers * attention + dense + mixed * mixture + words + places
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def dim_sizes(self) -> dict[str, int]:
         """Units of each named dim."""
-        return self.units
+        return self.dim_units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class LoraConfig(AdapterConfig):
     Empty: A is drawn, B zero."""
 
 
-ADAPTED = ("heads", "kv_heads", "mlp", "q", "k", "v", "o", "gate", "up", "down")
+LORA_TARGETS = ("heads", "kv_heads", "mlp", "q", "k", "v", "o", "gate", "up", "down")
 """Words of `lora.on`."""
 
 
@@ -214,19 +214,21 @@ class PruneConfig:
     0: all is pruned at the start."""
 
     @property
-    def on(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether something is pruned."""
         return self.sparsity > 0.0 or bool(self.pattern or self.masks)
 
     @property
-    def share(self) -> float:
+    def initial_density(self) -> float:
         """Share of the numbers of a matrix that has states when a run begins, at least."""
-        if self.masks or self.every or not self.on:
+        if self.masks or self.every or not self.is_enabled:
             return 0.0 if self.masks else 1.0
-        return self.groups[0] / self.groups[1] if self.groups else 1.0 - self.sparsity
+        return (
+            self.pattern_n_m[0] / self.pattern_n_m[1] if self.pattern_n_m else 1.0 - self.sparsity
+        )
 
     @property
-    def groups(self) -> tuple[int, int] | None:
+    def pattern_n_m(self) -> tuple[int, int] | None:
         """N and M of the pattern; None: there is none, or it is none."""
         words = self.pattern.split(":")
         if len(words) != 2 or not all(word.isascii() and word.isdigit() for word in words):
@@ -360,7 +362,7 @@ class GuardConfig:
     0: none."""
 
 
-LEAST: dict[str, float] = {
+MIN_VALUES: dict[str, float] = {
     **{f"model.{dim}": 1 for dim in ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")},
     "model.vocab": 1,
     "model.max_seq": 1,
@@ -416,7 +418,7 @@ LEAST: dict[str, float] = {
     "guard.replay": 0,
 }
 """The smallest value of each number that has one."""
-SHARES: dict[str, float] = {
+TYPICAL_FRACTIONS: dict[str, float] = {
     "optim.beta1": 0.9,
     "optim.beta2": 0.95,
     "optim.cooldown": 0.2,
@@ -429,9 +431,9 @@ SHARES: dict[str, float] = {
 """Numbers in [0, 1), and a usual value of each."""
 
 
-LARGEST = 2**40
+MAX_INTEGER = 2**40
 """The largest value of a whole number that has no other."""
-MOST: dict[str, float] = {
+MAX_VALUES: dict[str, float] = {
     **{f"plan.{axis}": 10**6 for axis in AXES},
     **{f"model.{dim}": 2**24 for dim in ("embed", "heads", "kv_heads", "head_dim", "mlp")},
     "model.layers": 10_000,
@@ -446,11 +448,11 @@ MOST: dict[str, float] = {
     "memory.tile": 2**30,
 }
 """The largest value of numbers that have one."""
-FREE = ("train.prompt", "data.field")
+FREE_TEXT_SETTINGS = ("train.prompt", "data.field")
 """Texts that may hold any character."""
 
 
-def nearest(key: str, known: Iterable[str]) -> str:
+def suggest_nearest(key: str, known: Iterable[str]) -> str:
     """A guess at what was meant, as a sentence."""
     close = difflib.get_close_matches(key, list(known), 1)
     return f" Did you mean {close[0]!r}?" if close else ""

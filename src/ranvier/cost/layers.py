@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ranvier.config.plan import AXES, Dispatch
-from ranvier.sharding import WEIGHTS, Sharding, Table
+from ranvier.sharding import WEIGHT_RULE, Sharding, ShardingTable
 from ranvier.trace import Event
 
-COUNT = 4
+COUNT_BYTES = 4
 """Bytes of a count of tokens."""
-SCALE = 4
+SCALE_BYTES = 4
 """Bytes of the scale of a row in fp8."""
 
 
 @dataclass(frozen=True)
-class Flow:
+class ActivationShape:
     """What runs through a model on one (data, expert, depth) coordinate, for predictions."""
 
     samples: int
@@ -33,14 +33,14 @@ class Flow:
     """Tokens of a sequence."""
     itemsize: int
     """Bytes of an activation element."""
-    statistics: int
+    statistics_itemsize: int
     """Bytes of an element of norms and loss statistics."""
-    load: float = 1.0
+    expert_load: float = 1.0
     """Rows of the busiest rank of expert, in means of all; 1: experts are balanced."""
 
 
 @dataclass(frozen=True)
-class Line:
+class AxisGroup:
     """Ranks along one axis or several, as predictions need them."""
 
     names: tuple[str, ...]
@@ -48,72 +48,72 @@ class Line:
 
 
 @dataclass(frozen=True, eq=False)
-class Ground:
+class LayoutContext:
     """What all layers of a model share."""
 
     degrees: Mapping[str, int]
-    table: Table
+    table: ShardingTable
     units: Mapping[str, int]
     """Number of units of each named dim of the model (heads, not their elements)."""
     dispatch: Dispatch = "same"
     """In which type tokens travel to experts."""
 
-    def line(self, *names: str) -> Line:
+    def axis_group(self, *names: str) -> AxisGroup:
         """The ranks along these axes; those of degree 1 are left out."""
         used = tuple(axis for axis in AXES if axis in names and self.degrees[axis] > 1)
-        return Line(used, math.prod(self.degrees[axis] for axis in used))
+        return AxisGroup(used, math.prod(self.degrees[axis] for axis in used))
 
-    def features(self, size: int, dim: str) -> Sharding:
+    def feature_sharding(self, size: int, dim: str) -> Sharding:
         """How `size` elements of a dim lie as the features of an activation."""
-        region = self.table.region(dim)
-        return Sharding.make([size], [dim], region, self.degrees, units=self.units)
+        region = self.table.activation_rule(dim)
+        return Sharding.from_dims([size], [dim], region, self.degrees, units=self.units)
 
-    def tokens(self, flow: Flow, dim: str) -> int:
+    def local_tokens(self, flow: ActivationShape, dim: str) -> int:
         """Tokens of a micro-batch on this rank where `dim` is the features."""
-        region = self.table.region(dim)
+        region = self.table.activation_rule(dim)
         cut = {*region["batch"], *region["seq"]} - {"data", "expert", "depth"}
         return flow.samples * flow.seq // math.prod(self.degrees[axis] for axis in cut)
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class LayerCost:
     """A layer that communicates nothing, computes nothing and keeps nothing."""
 
     name: str
-    ground: Ground = field(repr=False)
+    layout_context: LayoutContext = field(repr=False)
 
-    def forward_events(self, flow: Flow) -> list[Event]:
+    def forward_events(self, flow: ActivationShape) -> list[Event]:
         """Communication of the forward pass of a micro-batch, gathered weights apart."""
         return []
 
-    def backward_events(self, flow: Flow) -> list[Event]:
+    def backward_events(self, flow: ActivationShape) -> list[Event]:
         """Communication of the backward pass of a micro-batch.
 
         Gathered weights and gradients are apart.
         """
         return []
 
-    def events(self, flow: Flow, *, recomputed: bool = False) -> list[Event]:
+    def events(self, flow: ActivationShape, *, recomputed: bool = False) -> list[Event]:
         """Communication of a micro-batch; a recomputed layer runs forward twice."""
         forward = self.forward_events(flow)
         return forward * (2 if recomputed else 1) + self.backward_events(flow)
 
-    def held(self, flow: Flow, *, selective: bool = False) -> int:
+    def saved_bytes(self, flow: ActivationShape, *, selective: bool = False) -> int:
         """Bytes that a block keeps more if it keeps what this layer communicates in forward.
 
         selective: they take the place of the results of products, which may have been larger.
         """
-        line = self.ground.line
+        line = self.layout_context.axis_group
         return sum(
             event.bytes // (line(*event.axis).size if event.op == "reduce_scatter" else 1)
             for event in self.forward_events(flow)
         )
 
-    def flops(self, flow: Flow) -> int:
+    def flops(self, flow: ActivationShape) -> int:
         """Multiplications and additions of one forward pass of a micro-batch on this rank."""
         return 0
 
-    def event(self, op: str, line: Line, elements: int, itemsize: int) -> list[Event]:
+    def predict_event(self, op: str, line: AxisGroup, elements: int, itemsize: int) -> list[Event]:
         """One predicted event; none if the line has one rank."""
         if line.size == 1:
             return []
@@ -121,84 +121,98 @@ class Layer:
 
 
 @dataclass(frozen=True, eq=False)
-class LookUp(Layer):
+class EmbeddingCost(LayerCost):
     """W[ids]: the first dim split over row, or whole."""
 
     shape: tuple[int, ...]
-    rows: str
+    row_dim: str
     """Name of the first dim."""
     trainable: bool = True
 
     @cached_property
-    def line(self) -> Line:
+    def row_group(self) -> AxisGroup:
         """Ranks that hold different rows."""
-        return self.ground.line(*WEIGHTS.get(self.rows, ()))
+        return self.layout_context.axis_group(*WEIGHT_RULE.get(self.row_dim, ()))
 
     @cached_property
-    def weight(self) -> Sharding:
+    def weight_sharding(self) -> Sharding:
         """Sharding of the table."""
-        ground, dims = self.ground, (self.rows, "embed")
-        return Sharding.make(
-            self.shape, dims, ground.table.weights, ground.degrees, units=ground.units, depth=True
+        ground, dims = self.layout_context, (self.row_dim, "embed")
+        return Sharding.from_dims(
+            self.shape,
+            dims,
+            ground.table.weight_rule,
+            ground.degrees,
+            units=ground.units,
+            depth=True,
         )
 
-    def forward_events(self, flow: Flow) -> list[Event]:
+    def forward_events(self, flow: ActivationShape) -> list[Event]:
         """Scatter the looked-up rows to the tokens."""
-        return self.event("reduce_scatter", self.line, self._elements(flow), flow.itemsize)
+        return self.predict_event(
+            "reduce_scatter", self.row_group, self._num_elements(flow), flow.itemsize
+        )
 
-    def backward_events(self, flow: Flow) -> list[Event]:
+    def backward_events(self, flow: ActivationShape) -> list[Event]:
         """Gather the gradient of all tokens, if the table is trained."""
         if not self.trainable:
             return []
-        return self.event("all_gather", self.line, self._elements(flow), flow.itemsize)
+        return self.predict_event(
+            "all_gather", self.row_group, self._num_elements(flow), flow.itemsize
+        )
 
-    def _elements(self, flow: Flow) -> int:
-        return flow.samples * flow.seq * self.weight.gathered[1]
+    def _num_elements(self, flow: ActivationShape) -> int:
+        return flow.samples * flow.seq * self.weight_sharding.unsharded_shape[1]
 
 
 @dataclass(frozen=True, eq=False)
-class Statistics(Layer):
+class NormCost(LayerCost):
     """A norm: numbers a token, summed over the axes that split its dim."""
 
     size: int
     dim: str
-    sums: int = 1
+    sums_per_token: int = 1
     """Numbers a token."""
 
     @cached_property
-    def features(self) -> Sharding:
+    def feature_sharding(self) -> Sharding:
         """How the dim lies."""
-        return self.ground.features(self.size, self.dim)
+        return self.layout_context.feature_sharding(self.size, self.dim)
 
-    def forward_events(self, flow: Flow) -> list[Event]:
+    def forward_events(self, flow: ActivationShape) -> list[Event]:
         """One all-reduce for each sum."""
-        line = self.ground.line(*(cut.axis for cut in self.features.cuts[0]))
-        elements = self.ground.tokens(flow, self.dim)
-        return self.event("all_reduce", line, elements, flow.statistics) * self.sums
+        line = self.layout_context.axis_group(
+            *(cut.axis for cut in self.feature_sharding.splits[0])
+        )
+        elements = self.layout_context.local_tokens(flow, self.dim)
+        return (
+            self.predict_event("all_reduce", line, elements, flow.statistics_itemsize)
+            * self.sums_per_token
+        )
 
-    def backward_events(self, flow: Flow) -> list[Event]:
+    def backward_events(self, flow: ActivationShape) -> list[Event]:
         """As forward."""
         return self.forward_events(flow)
 
 
 @dataclass(frozen=True, eq=False)
-class Entropy(Layer):
+class CrossEntropyCost(LayerCost):
     """The loss of whole logits."""
 
     dim: str
 
-    def forward_events(self, flow: Flow) -> list[Event]:
+    def forward_events(self, flow: ActivationShape) -> list[Event]:
         """The maximum, then sum and target logit together."""
-        line = self.ground.line(*self.ground.table.axes(self.dim))
-        tokens = self.ground.tokens(flow, self.dim)
+        line = self.layout_context.axis_group(*self.layout_context.table.feature_axes(self.dim))
+        tokens = self.layout_context.local_tokens(flow, self.dim)
         return [
-            *self.event("all_reduce", line, tokens, flow.statistics),
-            *self.event("all_reduce", line, 2 * tokens, flow.statistics),
+            *self.predict_event("all_reduce", line, tokens, flow.statistics_itemsize),
+            *self.predict_event("all_reduce", line, 2 * tokens, flow.statistics_itemsize),
         ]
 
 
 @dataclass(frozen=True, eq=False)
-class Attention(Layer):
+class AttentionCost(LayerCost):
     """The heads and samples of a rank."""
 
     dim: str
@@ -207,126 +221,156 @@ class Attention(Layer):
     """Tokens that a token sees; 0: all before it."""
 
     @property
-    def width(self) -> int:
+    def local_width(self) -> int:
         """Features of my heads."""
-        ranks = self.ground.line(*self.ground.table.axes(self.dim)).size
-        return self.ground.units[self.dim] * self.head_dim // ranks
+        ranks = self.layout_context.axis_group(
+            *self.layout_context.table.feature_axes(self.dim)
+        ).size
+        return self.layout_context.units[self.dim] * self.head_dim // ranks
 
-    def flops(self, flow: Flow) -> int:
+    def flops(self, flow: ActivationShape) -> int:
         """Scores and values of the causal half: 2 · s · (width of my heads) a token.
 
         In a window of w tokens: 2 · w · (2 - w/s).
         """
         seen = min(self.window or flow.seq, flow.seq)
-        tokens = self.ground.tokens(flow, self.dim)
-        return 2 * tokens * seen * (2 * flow.seq - seen) // flow.seq * self.width
+        tokens = self.layout_context.local_tokens(flow, self.dim)
+        return 2 * tokens * seen * (2 * flow.seq - seen) // flow.seq * self.local_width
 
 
 @dataclass(frozen=True, eq=False)
-class Lengths(Layer):
+class DoraNormCost(LayerCost):
     """The lengths of the rows of an adapted weight (DoRA)."""
 
     size: int
-    out: str
-    into: str
+    out_dim: str
+    in_dim: str
 
-    def forward_events(self, flow: Flow) -> list[Event]:
+    def forward_events(self, flow: ActivationShape) -> list[Event]:
         """A number for each row of the weight."""
-        ground = self.ground
-        weights = ground.table.weights
-        (rows,) = Sharding.make(
-            [self.size], [self.out], weights, ground.degrees, units=ground.units
-        ).local
-        return self.event("all_reduce", ground.line(*WEIGHTS[self.into]), rows, flow.statistics)
+        ground = self.layout_context
+        weights = ground.table.weight_rule
+        (rows,) = Sharding.from_dims(
+            [self.size], [self.out_dim], weights, ground.degrees, units=ground.units
+        ).local_shape
+        return self.predict_event(
+            "all_reduce",
+            ground.axis_group(*WEIGHT_RULE[self.in_dim]),
+            rows,
+            flow.statistics_itemsize,
+        )
 
 
 @dataclass(frozen=True, eq=False)
-class Opening(Layer):
+class SequenceGatherCost(LayerCost):
     """The whole sequence, once for all layers of a module."""
 
-    def forward_events(self, flow: Flow) -> list[Event]:
+    def forward_events(self, flow: ActivationShape) -> list[Event]:
         """Gather the tokens."""
-        return self.event("all_gather", self._line, self._elements(flow), flow.itemsize)
+        return self.predict_event(
+            "all_gather", self._row_group, self._num_elements(flow), flow.itemsize
+        )
 
-    def backward_events(self, flow: Flow) -> list[Event]:
+    def backward_events(self, flow: ActivationShape) -> list[Event]:
         """Sum their gradients to where they came from."""
-        return self.event("reduce_scatter", self._line, self._elements(flow), flow.itemsize)
+        return self.predict_event(
+            "reduce_scatter", self._row_group, self._num_elements(flow), flow.itemsize
+        )
 
     @property
-    def _line(self) -> Line:
-        return self.ground.line("row")
+    def _row_group(self) -> AxisGroup:
+        return self.layout_context.axis_group("row")
 
-    def _elements(self, flow: Flow) -> int:
-        (width,) = self.ground.features(self.ground.units["embed"], "embed").local
-        return self.ground.tokens(flow, "embed") * self._line.size * width
+    def _num_elements(self, flow: ActivationShape) -> int:
+        (width,) = self.layout_context.feature_sharding(
+            self.layout_context.units["embed"], "embed"
+        ).local_shape
+        return self.layout_context.local_tokens(flow, "embed") * self._row_group.size * width
 
 
 @dataclass(frozen=True, eq=False)
-class Mixture(Layer):
+class MoECost(LayerCost):
     """Experts: tokens travel over expert, features lie on col.
 
     How many rows a rank receives is a matter of the data: `flow.load` times the mean, which is one
     for each choice of its own tokens. It sends as many as it has choices.
     """
 
-    experts: int
-    top: int
-    width: int
+    num_experts: int
+    experts_per_token: int
+    expert_width: int
     """Features of the hidden layer of an expert."""
     matrices: int = 3
     """Of an expert: with a gate 3, else 2."""
 
-    def choices(self, flow: Flow) -> int:
+    def sent_rows(self, flow: ActivationShape) -> int:
         """Rows that a rank sends: one for each choice of its tokens."""
-        return self.ground.tokens(flow, "embed") * self.top
+        return self.layout_context.local_tokens(flow, "embed") * self.experts_per_token
 
-    def rows(self, flow: Flow) -> int:
+    def received_rows(self, flow: ActivationShape) -> int:
         """Rows that a rank receives; on one rank of expert those that it has."""
-        choices = self.choices(flow)
-        return math.ceil(choices * flow.load) if self.ground.line("expert").size > 1 else choices
+        choices = self.sent_rows(flow)
+        return (
+            math.ceil(choices * flow.expert_load)
+            if self.layout_context.axis_group("expert").size > 1
+            else choices
+        )
 
-    def forward_events(self, flow: Flow) -> list[Event]:
+    def forward_events(self, flow: ActivationShape) -> list[Event]:
         """Logits, counts, to the experts, through them, back."""
-        peers = self.ground.line("expert", "row")
-        counts = flow.samples * self.experts * peers.size
+        peers = self.layout_context.axis_group("expert", "row")
+        counts = flow.samples * self.num_experts * peers.size
         return [
-            *self._shared(flow, self.experts),
-            *self.event("all_gather", peers, counts, COUNT),
-            *self._passes(flow, self.matrices - 1, 1, self.ground.dispatch),
+            *self._router_events(flow, self.num_experts),
+            *self.predict_event("all_gather", peers, counts, COUNT_BYTES),
+            *self._dispatch_events(flow, self.matrices - 1, 1, self.layout_context.dispatch),
         ]
 
-    def backward_events(self, flow: Flow) -> list[Event]:
+    def backward_events(self, flow: ActivationShape) -> list[Event]:
         """The same way for gradients, after that of the weights of choices."""
-        return [*self._shared(flow, self.top), *self._passes(flow, 1, self.matrices - 1, "same")]
+        return [
+            *self._router_events(flow, self.experts_per_token),
+            *self._dispatch_events(flow, 1, self.matrices - 1, "same"),
+        ]
 
-    def _shared(self, flow: Flow, numbers: int) -> list[Event]:
+    def _router_events(self, flow: ActivationShape, numbers: int) -> list[Event]:
         """So many numbers of each token, of which all ranks of col have a part."""
-        elements = self.ground.tokens(flow, "embed") * numbers
-        return self.event("all_reduce", self.ground.line("col"), elements, flow.statistics)
+        elements = self.layout_context.local_tokens(flow, "embed") * numbers
+        return self.predict_event(
+            "all_reduce", self.layout_context.axis_group("col"), elements, flow.statistics_itemsize
+        )
 
-    def _passes(self, flow: Flow, before: int, after: int, dispatch: Dispatch) -> list[Event]:
+    def _dispatch_events(
+        self, flow: ActivationShape, before: int, after: int, dispatch: Dispatch
+    ) -> list[Event]:
         """There, hidden layers scattered (so many) and gathered over col, and back.
 
         dispatch: the type in which rows go there.
         """
-        line, rows, size = self.ground.line, self.rows(flow), flow.itemsize
-        (features,) = self.ground.features(self.ground.units["embed"], "embed").local
+        line, rows, size = self.layout_context.axis_group, self.received_rows(flow), flow.itemsize
+        (features,) = self.layout_context.feature_sharding(
+            self.layout_context.units["embed"], "embed"
+        ).local_shape
         whole = rows * line("row").size
-        hidden = whole * self.width // line("row").size
+        hidden = whole * self.expert_width // line("row").size
         row, col, expert = line("row"), line("col"), line("expert")
-        narrow = {"same": features * size, "bf16": features * 2, "fp8": features + SCALE}
+        narrow = {"same": features * size, "bf16": features * 2, "fp8": features + SCALE_BYTES}
         return [
-            *self.event("all_to_all", expert, self.choices(flow), narrow[dispatch]),
-            *self.event("all_gather", row, whole * features, size),
-            *self.event("reduce_scatter", col, hidden * before, size),
-            *self.event("all_gather", col, hidden * after, size),
-            *self.event("reduce_scatter", row, whole * features, size),
-            *self.event("all_to_all", expert, rows * features, size),
+            *self.predict_event("all_to_all", expert, self.sent_rows(flow), narrow[dispatch]),
+            *self.predict_event("all_gather", row, whole * features, size),
+            *self.predict_event("reduce_scatter", col, hidden * before, size),
+            *self.predict_event("all_gather", col, hidden * after, size),
+            *self.predict_event("reduce_scatter", row, whole * features, size),
+            *self.predict_event("all_to_all", expert, rows * features, size),
         ]
 
-    def flops(self, flow: Flow) -> int:
+    def flops(self, flow: ActivationShape) -> int:
         """2 · rows · (elements of an expert's matrices) and 2 · tokens · (the router's)."""
-        tokens = self.ground.tokens(flow, "embed")
-        (features,) = self.ground.features(self.ground.units["embed"], "embed").local
-        hidden = self.width * self.matrices  # of all ranks of row, for whose rows I compute a part
-        return 2 * features * (self.rows(flow) * hidden + tokens * self.experts)
+        tokens = self.layout_context.local_tokens(flow, "embed")
+        (features,) = self.layout_context.feature_sharding(
+            self.layout_context.units["embed"], "embed"
+        ).local_shape
+        hidden = (
+            self.expert_width * self.matrices
+        )  # of all ranks of row, for whose rows I compute a part
+        return 2 * features * (self.received_rows(flow) * hidden + tokens * self.num_experts)

@@ -10,286 +10,313 @@ import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ranvier.cost.layers import Flow, Ground, Layer, Line
+from ranvier.cost.layers import ActivationShape, AxisGroup, LayerCost, LayoutContext
 from ranvier.errors import ShardingError
-from ranvier.sharding import WEIGHTS, Cut, Dim, Move, Sharding
+from ranvier.sharding import WEIGHT_RULE, AxisSplit, Dim, LinearComm, Sharding
 from ranvier.trace import Event
 
-CHUNK = 1 << 32
+MAX_CHUNK_BYTES = 1 << 32
 """Bytes of the logits of a chunk at most."""
-SMALL = 1 << 30
+MAX_UNCHUNKED_BYTES = 1 << 30
 """Bytes of logits that may be whole."""
-ALIGNMENT = 16
+ALIGNMENT_BYTES = 16
 """Bytes. On a GPU, products with a matrix whose rows do not begin at multiples of it take 3 to 8
 times as long."""
 
 
 @dataclass(frozen=True, eq=False)
-class Factor:
+class LinearWeight:
     """The matrix of a linear layer: of what it multiplies, to what, and which part is here."""
 
     shape: tuple[int, ...]
     """Of the whole weight, as it is stored."""
     dims: tuple[Dim, ...]
-    ground: Ground = field(repr=False)
+    layout_context: LayoutContext = field(repr=False)
     trainable: bool = True
-    transposed: bool = False
+    is_transposed: bool = False
     """Whether the weight is stored as (in, out)."""
 
     def __post_init__(self) -> None:
-        into = self.dims[0 if self.transposed else 1]
+        into = self.dims[0 if self.is_transposed else 1]
         if not isinstance(into, str):
             raise ShardingError(f"The in dim {into} of a linear layer cannot be packed.")
 
     @property
-    def packed(self) -> Dim:
+    def packed_out_dim(self) -> Dim:
         """The out dim, several of it perhaps packed one after the other."""
-        return self.dims[1 if self.transposed else 0]
+        return self.dims[1 if self.is_transposed else 0]
 
     @property
-    def out(self) -> str:
+    def out_dim(self) -> str:
         """Name of the out dim."""
-        return self.packed if isinstance(self.packed, str) else self.packed[1]
+        return (
+            self.packed_out_dim if isinstance(self.packed_out_dim, str) else self.packed_out_dim[1]
+        )
 
     @property
-    def into(self) -> str:
+    def in_dim(self) -> str:
         """Name of the in dim."""
-        into = self.dims[0 if self.transposed else 1]
+        into = self.dims[0 if self.is_transposed else 1]
         assert isinstance(into, str), self.dims
         return into
 
     @property
-    def count(self) -> int:
+    def num_packed(self) -> int:
         """Out dims that are packed one after the other."""
-        return 1 if isinstance(self.packed, str) else self.packed[0]
+        return 1 if isinstance(self.packed_out_dim, str) else self.packed_out_dim[0]
 
     @cached_property
-    def move(self) -> Move:
+    def linear_comm(self) -> LinearComm:
         """What is gathered and scattered."""
-        return self.ground.table.move(self.out, self.into)
+        return self.layout_context.table.linear_comm(self.out_dim, self.in_dim)
 
     @cached_property
-    def weight(self) -> Sharding:
+    def weight_sharding(self) -> Sharding:
         """Sharding of the weight."""
-        ground = self.ground
-        return Sharding.make(
+        ground = self.layout_context
+        return Sharding.from_dims(
             self.shape,
             self.dims,
-            ground.table.weights,
+            ground.table.weight_rule,
             ground.degrees,
             units=ground.units,
             depth=True,
         )
 
     @cached_property
-    def output(self) -> Sharding:
+    def output_sharding(self) -> Sharding:
         """Sharding of the output features, of one of the packed."""
-        features = self.shape[1 if self.transposed else 0]
-        return self.ground.features(features // self.count, self.out)
+        features = self.shape[1 if self.is_transposed else 0]
+        return self.layout_context.feature_sharding(features // self.num_packed, self.out_dim)
 
     @cached_property
-    def part(self) -> tuple[int, Cut] | None:
+    def used_part(self) -> tuple[int, AxisSplit] | None:
         """Dim and cut of what of its matrix a rank uses; None: all of it.
 
         Of the dim opposite to a rank my features: their region may cut it where no weight is.
         """
-        if "rank" not in (self.out, self.into):
+        if "rank" not in (self.out_dim, self.in_dim):
             return None
-        dim, name = (0, self.out) if self.into == "rank" else (1, self.into)
-        cuts = self.ground.features(self.weight.shape[dim], name).cuts[0]
-        return next(((dim, cut) for cut in cuts if cut.axis not in WEIGHTS[name]), None)
+        dim, name = (0, self.out_dim) if self.in_dim == "rank" else (1, self.in_dim)
+        cuts = self.layout_context.feature_sharding(self.weight_sharding.shape[dim], name).splits[0]
+        return next(((dim, cut) for cut in cuts if cut.axis not in WEIGHT_RULE[name]), None)
 
     @cached_property
-    def used(self) -> tuple[int, ...]:
+    def used_shape(self) -> tuple[int, ...]:
         """Shape of the gathered weight, what I use of it."""
-        shape = list(self.weight.gathered)
-        if self.part is not None:
-            shape[self.part[0]] = self.part[1].block
+        shape = list(self.weight_sharding.unsharded_shape)
+        if self.used_part is not None:
+            shape[self.used_part[0]] = self.used_part[1].block_size
         return tuple(shape)
 
     @property
-    def width(self) -> int:
+    def local_width(self) -> int:
         """Output features on this rank."""
-        return self.count * self.output.local[0]
+        return self.num_packed * self.output_sharding.local_shape[0]
 
-    def flops(self, flow: Flow) -> int:
+    def flops(self, flow: ActivationShape) -> int:
         """2 · tokens · (out · in) of this rank."""
-        scatter = self.move.scatter
-        scattered = self.ground.line(scatter.axis).size if scatter.dim >= 0 else 1
-        tokens = self.ground.tokens(flow, self.out) * scattered
-        return 2 * tokens * math.prod(self.used)
+        scatter = self.linear_comm.scatter
+        scattered = self.layout_context.axis_group(scatter.axis).size if scatter.dim >= 0 else 1
+        tokens = self.layout_context.local_tokens(flow, self.out_dim) * scattered
+        return 2 * tokens * math.prod(self.used_shape)
 
-    def made(self, flow: Flow) -> int:
+    def product_elements(self, flow: ActivationShape) -> int:
         """Elements of the result of its product, before it is communicated."""
-        return self.flops(flow) // (2 * self.used[0 if self.transposed else -1])
+        return self.flops(flow) // (2 * self.used_shape[0 if self.is_transposed else -1])
 
 
 @dataclass(frozen=True, eq=False)
-class Product(Layer):
+class LinearCost(LayerCost):
     """x Wᵀ of layers that read the same value, or (apart) a part of it each."""
 
-    factors: tuple[Factor, ...]
-    apart: bool = False
+    weights: tuple[LinearWeight, ...]
+    grouped_input: bool = False
     whole_sequence: bool = False
     """The sequence was gathered over row where the enclosing module begins."""
 
     @cached_property
-    def gathers(self) -> Line:
+    def gather_group(self) -> AxisGroup:
         """Ranks over which the input is gathered."""
-        step = self.factors[0].move.gather
-        return self.ground.line(*([] if self.whole_sequence and step.dim == 1 else [step.axis]))
+        step = self.weights[0].linear_comm.gather
+        return self.layout_context.axis_group(
+            *([] if self.whole_sequence and step.dim == 1 else [step.axis])
+        )
 
     @cached_property
-    def scatters(self) -> Line:
+    def scatter_group(self) -> AxisGroup:
         """Ranks over which the output is scattered."""
-        return self.ground.line(self.factors[0].move.scatter.axis)
+        return self.layout_context.axis_group(self.weights[0].linear_comm.scatter.axis)
 
     @cached_property
-    def shares(self) -> Line:
+    def copy_group(self) -> AxisGroup:
         """Ranks that have the same input and use it differently."""
-        return self.ground.line(self.factors[0].move.share)
+        return self.layout_context.axis_group(self.weights[0].linear_comm.copy_axis)
 
     @cached_property
-    def totals(self) -> Line:
+    def reduce_group(self) -> AxisGroup:
         """Ranks that get the same sum as their output."""
-        return self.ground.line(self.factors[0].move.total)
+        return self.layout_context.axis_group(self.weights[0].linear_comm.reduce_axis)
 
     @property
-    def trained(self) -> bool:
+    def has_trainable_weight(self) -> bool:
         """Whether a weight of the layers gets a gradient."""
-        return any(factor.trainable for factor in self.factors)
+        return any(factor.trainable for factor in self.weights)
 
     @property
-    def wide(self) -> int:
+    def output_width(self) -> int:
         """Features of all outputs on this rank."""
-        return sum(factor.width for factor in self.factors)
+        return sum(factor.local_width for factor in self.weights)
 
-    def elements(self, flow: Flow) -> tuple[int, int]:
+    def comm_elements(self, flow: ActivationShape) -> tuple[int, int]:
         """Elements of the gathered input and of the output before its scatter."""
-        ground, first = self.ground, self.factors[0]
-        width = ground.line(*ground.table.axes(first.into)).size
-        features = first.weight.shape[0 if first.transposed else -1] // width
-        features *= len(self.factors) if self.apart else 1
-        x = ground.tokens(flow, first.into) * features * self.gathers.size
-        return x, ground.tokens(flow, first.out) * self.wide * self.scatters.size
+        ground, first = self.layout_context, self.weights[0]
+        width = ground.axis_group(*ground.table.feature_axes(first.in_dim)).size
+        features = first.weight_sharding.shape[0 if first.is_transposed else -1] // width
+        features *= len(self.weights) if self.grouped_input else 1
+        x = ground.local_tokens(flow, first.in_dim) * features * self.gather_group.size
+        return x, ground.local_tokens(
+            flow, first.out_dim
+        ) * self.output_width * self.scatter_group.size
 
-    def forward_events(self, flow: Flow) -> list[Event]:
+    def forward_events(self, flow: ActivationShape) -> list[Event]:
         """Gather x, scatter y."""
-        x, y = self.elements(flow)
+        x, y = self.comm_elements(flow)
         return [
-            *self.event("all_gather", self.gathers, x, flow.itemsize),
-            *self.event("reduce_scatter", self.scatters, y, flow.itemsize),
-            *self.event("all_reduce", self.totals, y // self.scatters.size, flow.itemsize),
+            *self.predict_event("all_gather", self.gather_group, x, flow.itemsize),
+            *self.predict_event("reduce_scatter", self.scatter_group, y, flow.itemsize),
+            *self.predict_event(
+                "all_reduce", self.reduce_group, y // self.scatter_group.size, flow.itemsize
+            ),
         ]
 
-    def backward_events(self, flow: Flow) -> list[Event]:
+    def backward_events(self, flow: ActivationShape) -> list[Event]:
         """Gather x and dy, scatter dx."""
-        x, y = self.elements(flow)
-        again = self.event("all_gather", self.gathers, x, flow.itemsize) if self.trained else []
+        x, y = self.comm_elements(flow)
+        again = (
+            self.predict_event("all_gather", self.gather_group, x, flow.itemsize)
+            if self.has_trainable_weight
+            else []
+        )
         return [
             *again,
-            *self.event("all_gather", self.scatters, y, flow.itemsize),
-            *self.event("reduce_scatter", self.gathers, x, flow.itemsize),
-            *self.event("all_reduce", self.shares, x // self.gathers.size, flow.itemsize),
+            *self.predict_event("all_gather", self.scatter_group, y, flow.itemsize),
+            *self.predict_event("reduce_scatter", self.gather_group, x, flow.itemsize),
+            *self.predict_event(
+                "all_reduce", self.copy_group, x // self.gather_group.size, flow.itemsize
+            ),
         ]
 
-    def output_kept(self, features: int, selective: bool) -> bool:
+    def saves_output(self, features: int, selective: bool) -> bool:
         """Whether a block that keeps what it communicates keeps the output, not the gathered input.
 
         Then it does not multiply again. It is so if the output is communicated, if it is kept
         anyway, or if it is no larger than the input (of `features` on this rank).
         """
-        if self.scatters.size * self.totals.size > 1:
+        if self.scatter_group.size * self.reduce_group.size > 1:
             return True
-        gathered = features * (self.gathers.size if self.factors[0].move.gather.dim == -1 else 1)
-        return self.gathers.size > 1 and (selective or self.wide <= gathered)
+        gathered = features * (
+            self.gather_group.size if self.weights[0].linear_comm.gather.dim == -1 else 1
+        )
+        return self.gather_group.size > 1 and (selective or self.output_width <= gathered)
 
-    def held(self, flow: Flow, *, selective: bool = False) -> int:
+    def saved_bytes(self, flow: ActivationShape, *, selective: bool = False) -> int:
         """The output, or what is gathered if it is smaller: see `output_kept`."""
-        x, y = self.elements(flow)
-        communicated, output = self.scatters.size * self.totals.size > 1, y // self.scatters.size
-        if self.gathers.size == 1 and not communicated:
+        x, y = self.comm_elements(flow)
+        communicated, output = (
+            self.scatter_group.size * self.reduce_group.size > 1,
+            y // self.scatter_group.size,
+        )
+        if self.gather_group.size == 1 and not communicated:
             return 0
         if selective:  # instead of the results of its products
-            return (output - sum(one.made(flow) for one in self.factors)) * flow.itemsize
+            return (
+                output - sum(one.product_elements(flow) for one in self.weights)
+            ) * flow.itemsize
         return (output if communicated else min(x, output)) * flow.itemsize
 
-    def flops(self, flow: Flow) -> int:
+    def flops(self, flow: ActivationShape) -> int:
         """2 · tokens · (out · in) of this rank, of all."""
-        return sum(factor.flops(flow) for factor in self.factors)
+        return sum(factor.flops(flow) for factor in self.weights)
 
 
 @dataclass(frozen=True, eq=False)
-class Scores(Product):
+class LMHeadCost(LinearCost):
     """Logits over the vocabulary and their loss, a chunk of tokens at a time."""
 
     @property
-    def vocab(self) -> Line:
+    def vocab_group(self) -> AxisGroup:
         """Ranks that hold the other columns."""
-        return self.ground.line(*self.ground.table.axes(self.factors[0].out))
+        return self.layout_context.axis_group(
+            *self.layout_context.table.feature_axes(self.weights[0].out_dim)
+        )
 
-    def forward_events(self, flow: Flow) -> list[Event]:
+    def forward_events(self, flow: ActivationShape) -> list[Event]:
         """Gather x; of each chunk scatter the logits, then sum their statistics."""
-        batch = self.ground.table.region(self.factors[0].out)["batch"]
-        samples = self.ground.line(*(axis for axis in batch if axis == "col")).size
-        events = self.event("all_gather", self.gathers, self._features(flow), flow.itemsize)
-        for tokens in self.chunked(flow):
-            events += self.event(
-                "reduce_scatter", self.scatters, self._logits(tokens), flow.itemsize
+        batch = self.layout_context.table.activation_rule(self.weights[0].out_dim)["batch"]
+        samples = self.layout_context.axis_group(*(axis for axis in batch if axis == "col")).size
+        events = self.predict_event(
+            "all_gather", self.gather_group, self._input_elements(flow), flow.itemsize
+        )
+        for tokens in self.chunk_tokens(flow):
+            events += self.predict_event(
+                "reduce_scatter", self.scatter_group, self._logit_elements(tokens), flow.itemsize
             )
             for numbers in (1, 2):
                 count = numbers * tokens // samples
-                events += self.event("all_reduce", self.vocab, count, flow.statistics)
+                events += self.predict_event(
+                    "all_reduce", self.vocab_group, count, flow.statistics_itemsize
+                )
         return events
 
-    def backward_events(self, flow: Flow) -> list[Event]:
+    def backward_events(self, flow: ActivationShape) -> list[Event]:
         """Of each chunk gather the gradient of the logits; scatter dx."""
         events = [
             event
-            for tokens in self.chunked(flow)
-            for event in self.event(
-                "all_gather", self.scatters, self._logits(tokens), flow.itemsize
+            for tokens in self.chunk_tokens(flow)
+            for event in self.predict_event(
+                "all_gather", self.scatter_group, self._logit_elements(tokens), flow.itemsize
             )
         ]
-        dx = self._features(flow)
-        return events + self.event("reduce_scatter", self.gathers, dx, flow.itemsize)
+        dx = self._input_elements(flow)
+        return events + self.predict_event("reduce_scatter", self.gather_group, dx, flow.itemsize)
 
-    def chunked(self, flow: Flow) -> list[int]:
+    def chunk_tokens(self, flow: ActivationShape) -> list[int]:
         """Tokens of each chunk, of all samples; where nothing is scattered samples are one."""
-        row = self.factors[0].weight.gathered[0] * flow.itemsize
-        if self.scatters.size == 1:
-            return [cut.stop - cut.start for cut in chunks(flow.samples * flow.seq, row)]
-        cuts = chunks(flow.seq, flow.samples * row)
+        row = self.weights[0].weight_sharding.unsharded_shape[0] * flow.itemsize
+        if self.scatter_group.size == 1:
+            return [cut.stop - cut.start for cut in chunk_slices(flow.samples * flow.seq, row)]
+        cuts = chunk_slices(flow.seq, flow.samples * row)
         return [flow.samples * (cut.stop - cut.start) for cut in cuts]
 
-    def chunk_bytes(self, flow: Flow) -> int:
+    def chunk_bytes(self, flow: ActivationShape) -> int:
         """Bytes of the logits of the largest chunk, before they are scattered."""
-        row = self.factors[0].weight.gathered[0] * flow.itemsize
-        return max(self.chunked(flow), default=0) * row
+        row = self.weights[0].weight_sharding.unsharded_shape[0] * flow.itemsize
+        return max(self.chunk_tokens(flow), default=0) * row
 
-    def _features(self, flow: Flow) -> int:
-        return flow.samples * flow.seq * self.factors[0].weight.gathered[1]
+    def _input_elements(self, flow: ActivationShape) -> int:
+        return flow.samples * flow.seq * self.weights[0].weight_sharding.unsharded_shape[1]
 
-    def _logits(self, tokens: int) -> int:
+    def _logit_elements(self, tokens: int) -> int:
         """Elements of the logits of a chunk before they are scattered."""
-        factor = self.factors[0]
-        ranks = self.scatters.size if factor.move.scatter.dim == -1 else 1
-        return tokens * factor.output.local[0] * ranks
+        factor = self.weights[0]
+        ranks = self.scatter_group.size if factor.linear_comm.scatter.dim == -1 else 1
+        return tokens * factor.output_sharding.local_shape[0] * ranks
 
 
 def align_columns(columns: int, itemsize: int) -> int:
     """The smallest number of columns, at least `columns`, whose rows fill whole multiples of
     ALIGNMENT."""
-    multiple = max(ALIGNMENT // itemsize, 1)
+    multiple = max(ALIGNMENT_BYTES // itemsize, 1)
     return -(-columns // multiple) * multiple
 
 
-def chunks(tokens: int, row_bytes: int) -> list[slice]:
+def chunk_slices(tokens: int, row_bytes: int) -> list[slice]:
     """Ranges of tokens of which at most CHUNK bytes are needed at once, and never all of many.
 
     A power of two: matrix products come in tiles.
     """
-    many = tokens * row_bytes > SMALL
-    step = min(CHUNK // max(row_bytes, 1), tokens // 2 if many else tokens)
+    many = tokens * row_bytes > MAX_UNCHUNKED_BYTES
+    step = min(MAX_CHUNK_BYTES // max(row_bytes, 1), tokens // 2 if many else tokens)
     step = 1 << max(step.bit_length() - 1, 0) if step < tokens else tokens
     return [slice(start, min(start + step, tokens)) for start in range(0, tokens, max(step, 1))]

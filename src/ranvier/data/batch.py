@@ -27,34 +27,36 @@ class Batch:
 
     def select(self, rows: slice) -> Batch:
         """Some of the samples."""
-        return self._each(lambda x: x.select(rows) if isinstance(x, Documents) else x[rows])
+        return self._map_tensors(
+            lambda x: x.select_samples(rows) if isinstance(x, Documents) else x[rows]
+        )
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on a device."""
         batch = self
         if isinstance(self.documents, Tensor):
-            batch = replace(self, documents=Documents.of(self.documents, device))
-        return batch._each(
+            batch = replace(self, documents=Documents.from_ids(self.documents, device))
+        return batch._map_tensors(
             lambda x: x if isinstance(x, Documents) else x.to(device, non_blocking=True)
         )
 
-    def pin(self) -> Batch:
+    def pin_memory(self) -> Batch:
         """The batch in memory from which copies to a device run by themselves."""
-        return self._each(lambda x: x if isinstance(x, Documents) else x.pin_memory())
+        return self._map_tensors(lambda x: x if isinstance(x, Documents) else x.pin_memory())
 
-    def _each(self, change: Callable[[Any], Any]) -> Batch:
+    def _map_tensors(self, change: Callable[[Any], Any]) -> Batch:
         values = ((one.name, getattr(self, one.name)) for one in fields(self))
         changed: Any = {name: x if x is None else change(x) for name, x in values}
         return Batch(**changed)
 
-    def inputs(self) -> dict[str, Any]:
+    def model_inputs(self) -> dict[str, Any]:
         """What the model is called with."""
         names = ("tokens", "targets", "positions", "documents")
         return {name: x for name in names if (x := getattr(self, name)) is not None}
 
-    def micro_batches(self, grid: Grid, size: int) -> list[Batch]:
+    def split_micro_batches(self, grid: Grid, size: int) -> list[Batch]:
         """The micro-batches of this rank: its contiguous share of the samples, `size` at a time."""
-        axis = grid.line("data", "expert", "depth")
+        axis = grid.axis_without_group("data", "expert", "depth")
         share, rest = divmod(self.tokens.shape[0], axis.size)
         assert rest == 0 and share % size == 0, (self.tokens.shape, axis.size, size)
         mine = self.select(slice(axis.index * share, (axis.index + 1) * share))

@@ -14,61 +14,73 @@ from typing import Literal
 import numpy as np
 
 from ranvier.data.chat.conversation import is_conversation
-from ranvier.data.chat.template import template_of
-from ranvier.data.chat.tokenize import Chat, Learn
-from ranvier.data.checksums import Sink, Stamp, digest_of, stamp_of
-from ranvier.data.indexed_dataset import Pair, part, prefix_of
-from ranvier.data.manifest import FIRST_FORMAT, NAME, Manifest, Shard
-from ranvier.data.prepare import Progress, Tally, assembled, prepare, publish
-from ranvier.data.sources import EMBEDDED, Reader, suffix_of
-from ranvier.data.tokenizer import NAMES, Tokenizer, tokenizer_of
+from ranvier.data.chat.template import load_chat_template
+from ranvier.data.chat.tokenize import ChatEncoder, Learn
+from ranvier.data.checksums import ChecksumWriter, FileChecksum, digest_of, file_checksum
+from ranvier.data.indexed_dataset import IndexedDataset, pair_file, pair_prefix
+from ranvier.data.manifest import CORPUS_MANIFEST, FIRST_CORPUS_FORMAT, CorpusManifest, CorpusShard
+from ranvier.data.prepare import (
+    CorpusTally,
+    PrepareProgress,
+    assemble_folder,
+    prepare_corpus,
+    publish_corpus,
+)
+from ranvier.data.sources import STDLIB, DocumentReader, suffix_of
+from ranvier.data.tokenizer import TOKENIZER_NAMES, Tokenizer, load_tokenizer
 from ranvier.errors import DataError
 
-BOTH = ("bin", "idx")
-ASIDE = {
+PAIR_SUFFIXES = ("bin", "idx")
+DESCRIPTION_FILES = {
     *("corpus.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "README.md"),
 }
 """Files beside pairs that describe them: no texts to train on."""
-Form = Literal["auto", "text", "chat"]
+DataFormat = Literal["auto", "text", "chat"]
 
 
-def stored(
+def cache_corpus(
     source: str | Path,
     *,
     cache: Path,
     tokenizer: str = "standard",
-    form: Form = "auto",
+    form: DataFormat = "auto",
     template: str = "",
     learn: Learn = "answers",
     field: str = "text",
     max_bytes: int | None = None,
     verify: bool = False,
-    progress: Progress | None = None,
+    progress: PrepareProgress | None = None,
 ) -> Path:
     """The folder of an input's corpus; verify: compare the content of its files, not only sizes.
 
     form: what its records are; template: a file in place of the tokenizer's own chat template.
     """
     path = Path(source)
-    if source != EMBEDDED and os.path.isfile(path / NAME):
+    if source != STDLIB and os.path.isfile(path / CORPUS_MANIFEST):
         folder = path
-    elif source != EMBEDDED and (prefixes := pair_prefixes(path)):
+    elif source != STDLIB and (prefixes := pair_prefixes(path)):
         known = _tokenizer_beside(prefixes, tokenizer, cache)
         folder = index_pairs(prefixes, cache, tokenizer=known, progress=progress)
     else:
-        known = tokenizer_of(tokenizer, cache)
-        reader = Reader(source, field=field, max_bytes=max_bytes)
-        parts = [reader.digest(), known.fingerprint, field, str(reader.limit), str(FIRST_FORMAT)]
+        known = load_tokenizer(tokenizer, cache)
+        reader = DocumentReader(source, field=field, max_bytes=max_bytes)
+        parts = [
+            reader.content_digest(),
+            known.fingerprint,
+            field,
+            str(reader.max_bytes),
+            str(FIRST_CORPUS_FORMAT),
+        ]
         # Only where the JSON leaves it open: corpora from before are found again.
-        parts += [known.told] if known.told else []
+        parts += [known.explicit_end_name] if known.explicit_end_name else []
         chat = None
         if holds_chats(reader, form):
-            chat = Chat(template_of(known, tokenizer, template), known)
+            chat = ChatEncoder(load_chat_template(known, tokenizer, template), known)
             parts += [chat.template.fingerprint, learn]
         folder = cache / "corpora" / digest_of(*parts)
-        if not (folder / NAME).is_file():
-            prepare(
+        if not (folder / CORPUS_MANIFEST).is_file():
+            prepare_corpus(
                 [source],
                 folder,
                 known,
@@ -78,15 +90,15 @@ def stored(
                 max_bytes=max_bytes,
                 progress=progress,
             )
-    Manifest.read(folder).check(folder, verify=verify)
+    CorpusManifest.read_from(folder).check_files(folder, verify=verify)
     return folder.resolve()
 
 
-def holds_chats(reader: Reader, form: Form) -> bool:
+def holds_chats(reader: DocumentReader, form: DataFormat) -> bool:
     """Whether the records of an input are conversations: as is said, or as the first one looks."""
     if form == "text":
         return False
-    if not reader.tabular:
+    if not reader.is_tabular:
         if form == "chat":
             raise DataError(
                 f"{reader.name} holds texts, but data.format=chat. Conversations are records of "
@@ -95,7 +107,7 @@ def holds_chats(reader: Reader, form: Form) -> bool:
         return False
     if form == "chat":
         return True
-    records = reader.records()
+    records = reader.read_records()
     try:
         first, _ = next(records)
     except DataError:  # said where the texts are read
@@ -111,16 +123,20 @@ def pair_prefixes(path: Path) -> list[Path]:
         found = [*path.glob("*.idx"), *path.glob("*.bin")] if any(path.glob("*.idx")) else []
         if found:
             _refuse_texts(path, min(found))
-        return sorted({prefix_of(file) for file in found})
-    prefix = prefix_of(path)
-    there = prefix != path or any(os.path.exists(part(path, suffix)) for suffix in BOTH)
+        return sorted({pair_prefix(file) for file in found})
+    prefix = pair_prefix(path)
+    there = prefix != path or any(
+        os.path.exists(pair_file(path, suffix)) for suffix in PAIR_SUFFIXES
+    )
     return [prefix] if there and (prefix != path or not os.path.exists(path)) else []
 
 
 def _refuse_texts(folder: Path, pair: Path) -> None:
     """Refuse texts beside pairs: only the pairs would be read."""
     for file in sorted(folder.iterdir()):
-        known = file.name.startswith(".") or file.name in ASIDE or suffix_of(file) is None
+        known = (
+            file.name.startswith(".") or file.name in DESCRIPTION_FILES or suffix_of(file) is None
+        )
         if not known and not file.is_dir():
             raise DataError(
                 f"{folder} holds a Megatron pair ({pair.name}) and a text ({file.name}). A "
@@ -133,9 +149,9 @@ def _tokenizer_beside(prefixes: Sequence[Path], name: str, cache: Path) -> Token
     """The tokenizer of pairs: the tokenizer.json beside them, or a path that was asked for."""
     beside = prefixes[0].parent / "tokenizer.json"
     if os.path.lexists(beside):
-        return tokenizer_of(beside, cache)
+        return load_tokenizer(beside, cache)
     # A name is the choice for texts; these tokens may come from anywhere.
-    return None if name in NAMES else tokenizer_of(name, cache)
+    return None if name in TOKENIZER_NAMES else load_tokenizer(name, cache)
 
 
 def index_pairs(
@@ -143,84 +159,99 @@ def index_pairs(
     cache: Path,
     *,
     tokenizer: Tokenizer | None = None,
-    progress: Progress | None = None,
+    progress: PrepareProgress | None = None,
 ) -> Path:
     """The folder in the cache with hashes and manifest of pairs, one corpus in this order."""
     fingerprint = "" if tokenizer is None else tokenizer.fingerprint
-    told = [tokenizer.told] if tokenizer is not None and tokenizer.told else []
-    pairs = [Pair.open(prefix.absolute()) for prefix in prefixes]
+    told = (
+        [tokenizer.explicit_end_name]
+        if tokenizer is not None and tokenizer.explicit_end_name
+        else []
+    )
+    pairs = [IndexedDataset.open(prefix.absolute()) for prefix in prefixes]
     # By name, size and time: their content is digested once, not at every start.
-    labels = (_label(pair, suffix) for pair in pairs for suffix in BOTH)
-    key = digest_of(str(FIRST_FORMAT), fingerprint, *told, *labels)
+    labels = (_file_label(pair, suffix) for pair in pairs for suffix in PAIR_SUFFIXES)
+    key = digest_of(str(FIRST_CORPUS_FORMAT), fingerprint, *told, *labels)
     folder = cache / "pairs" / key
-    if (folder / NAME).is_file():
+    if (folder / CORPUS_MANIFEST).is_file():
         return folder
-    tally = Tally(fingerprint)
-    sizes = [int(pair.bounds[-1]) * pair.dtype.itemsize for pair in pairs]
-    with assembled(folder) as made:
+    tally = CorpusTally(fingerprint)
+    sizes = [int(pair.document_bounds[-1]) * pair.dtype.itemsize for pair in pairs]
+    with assemble_folder(folder) as made:
         shards = [
-            _indexed(pair, made / f"shard-{i:05}", tally, sum(sizes[:i]), sum(sizes), progress)
+            _index_pair(pair, made / f"shard-{i:05}", tally, sum(sizes[:i]), sum(sizes), progress)
             for i, pair in enumerate(pairs)
         ]
-        if tally.tokens == 0:
+        if tally.num_tokens == 0:
             raise DataError(
-                f"{prefixes[0]} holds no token ({tally.documents} documents). A corpus needs at "
+                f"{prefixes[0]} holds no token ({tally.num_documents} documents). A corpus "
+                "needs at "
                 "least one. Choose another pair."
             )
         if tokenizer is not None:
             _check_vocab(tokenizer, tally, prefixes[0])
             tokenizer.save(made / "tokenizer.json")
-        manifest = Manifest(
+        manifest = CorpusManifest(
             source=", ".join(map(str, prefixes)),
             fingerprint=tally.fingerprint,
             tokenizer=fingerprint,
-            vocab=tally.largest + 1 if tokenizer is None else tokenizer.vocab,
-            end=None if tokenizer is None else tokenizer.end,
-            documents=tally.documents,
-            tokens=tally.tokens,
-            largest=tally.largest,
+            vocab=tally.largest_token + 1 if tokenizer is None else tokenizer.vocab_size,
+            end=None if tokenizer is None else tokenizer.eos_token_id,
+            documents=tally.num_documents,
+            tokens=tally.num_tokens,
+            largest=tally.largest_token,
             shards=shards,
         )
-        manifest.write(made)
-        publish(manifest, made, folder)
+        manifest.write_to(made)
+        publish_corpus(manifest, made, folder)
     return folder
 
 
-def _label(pair: Pair, suffix: str) -> str:
-    path = part(pair.prefix, suffix)
+def _file_label(pair: IndexedDataset, suffix: str) -> str:
+    path = pair_file(pair.prefix, suffix)
     now = path.stat()
     return f"{path} {now.st_size} {now.st_mtime_ns}"
 
 
-def _indexed(
-    pair: Pair, prefix: Path, tally: Tally, before: int, total: int, progress: Progress | None
-) -> Shard:
+def _index_pair(
+    pair: IndexedDataset,
+    prefix: Path,
+    tally: CorpusTally,
+    before: int,
+    total: int,
+    progress: PrepareProgress | None,
+) -> CorpusShard:
     """The shard of a pair; its hashes are written, its files digested.
 
     before, total: bytes of the pairs before this one and of all.
     """
-    hashes = np.zeros(pair.documents, "<u8")
-    for document in range(pair.documents):
-        tokens = pair.document(document)
+    hashes = np.zeros(pair.num_documents, "<u8")
+    for document in range(pair.num_documents):
+        tokens = pair.document_tokens(document)
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < 2**31:
             raise DataError(
-                f"{part(pair.prefix, 'bin')}: document {document} has tokens from {tokens.min()} "
+                f"{pair_file(pair.prefix, 'bin')}: document {document} has tokens from "
+                f"{tokens.min()} "
                 f"to {tokens.max()}. A token is 0 or more and below 2^31. Make the pair again."
             )
-        hashes[document] = tally.add(tokens)
-        if progress is not None and (document % 1024 == 0 or document == pair.documents - 1):
-            done = before + int(pair.bounds[document + 1]) * pair.dtype.itemsize
-            progress(done, total, tally.documents, tally.tokens)
-    with Sink(part(prefix, "hash")) as file:
+        hashes[document] = tally.add_document(tokens)
+        if progress is not None and (document % 1024 == 0 or document == pair.num_documents - 1):
+            done = before + int(pair.document_bounds[document + 1]) * pair.dtype.itemsize
+            progress(done, total, tally.num_documents, tally.num_tokens)
+    with ChecksumWriter(pair_file(prefix, "hash")) as file:
         file.write(hashes.tobytes())
-        stamps: dict[str, Stamp] = {"hash": file.close()}
-    stamps |= {suffix: stamp_of(part(pair.prefix, suffix)) for suffix in BOTH}
-    return Shard(str(pair.prefix), prefix.name, pair.documents, int(pair.bounds[-1]), stamps)
+        stamps: dict[str, FileChecksum] = {"hash": file.close()}
+    stamps |= {suffix: file_checksum(pair_file(pair.prefix, suffix)) for suffix in PAIR_SUFFIXES}
+    return CorpusShard(
+        str(pair.prefix), prefix.name, pair.num_documents, int(pair.document_bounds[-1]), stamps
+    )
 
 
-def _check_vocab(tokenizer: Tokenizer, tally: Tally, prefix: Path) -> None:
-    if tally.largest >= tokenizer.vocab:
+def _check_vocab(tokenizer: Tokenizer, tally: CorpusTally, prefix: Path) -> None:
+    if tally.largest_token >= tokenizer.vocab_size:
         raise DataError(
-            f"{prefix} holds token {tally.largest}. Its tokenizer {tokenizer.fingerprint} has "
-            f"{tokenizer.vocab} ids, from 0. Put the tokenizer.json that made the pair beside it."
+            f"{prefix} holds token {tally.largest_token}. Its tokenizer "
+            f"{tokenizer.fingerprint} has "
+            f"{tokenizer.vocab_size} ids, from 0. Put the tokenizer.json that made the pair "
+            "beside it."
         )

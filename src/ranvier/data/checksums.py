@@ -13,7 +13,7 @@ DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Stamp:
+class FileChecksum:
     """What a file is known by."""
 
     size: int
@@ -31,7 +31,7 @@ def digest_of(*parts: bytes | str) -> str:
     return state.hexdigest()
 
 
-def size_of(path: Path) -> int:
+def file_size(path: Path) -> int:
     """The bytes of a regular file; an OSError for anything else: opening a FIFO waits forever."""
     try:
         now = path.stat()
@@ -42,14 +42,14 @@ def size_of(path: Path) -> int:
     return now.st_size
 
 
-def stamp_of(path: Path) -> Stamp:
+def file_checksum(path: Path) -> FileChecksum:
     """The stamp of a file, read in pieces."""
     with path.open("rb") as file:
         state = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))
-        return Stamp(file.tell(), state.hexdigest())
+        return FileChecksum(file.tell(), state.hexdigest())
 
 
-class Sink:
+class ChecksumWriter:
     """A file being written whose stamp is known at its end without reading it again."""
 
     def __init__(self, path: Path) -> None:
@@ -63,12 +63,12 @@ class Sink:
         self._state.update(raw)
         self._size += len(raw)
 
-    def close(self) -> Stamp:
+    def close(self) -> FileChecksum:
         """Close the file; its stamp."""
         self._file.close()
-        return Stamp(self._size, self._state.hexdigest())
+        return FileChecksum(self._size, self._state.hexdigest())
 
-    def __enter__(self) -> Sink:
+    def __enter__(self) -> ChecksumWriter:
         return self
 
     def __exit__(

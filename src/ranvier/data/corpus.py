@@ -17,20 +17,20 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ranvier.data.chat.template import template_of
-from ranvier.data.chat.tokenize import Chat, Learn
-from ranvier.data.checksums import size_of
-from ranvier.data.indexed_dataset import Pair, part
-from ranvier.data.manifest import MASK, NAME, Manifest
-from ranvier.data.packing import Chats, Truncate
-from ranvier.data.tokenizer import Tokenizer, fingerprint_of, parsed
-from ranvier.data.tokenizer_config import CONFIG
+from ranvier.data.chat.template import load_chat_template
+from ranvier.data.chat.tokenize import ChatEncoder, Learn
+from ranvier.data.checksums import file_size
+from ranvier.data.indexed_dataset import IndexedDataset, pair_file
+from ranvier.data.manifest import CORPUS_MANIFEST, MASK_SUFFIX, CorpusManifest
+from ranvier.data.packing import ConversationStream, Truncate
+from ranvier.data.tokenizer import Tokenizer, fingerprint_of, parse_tokenizer
+from ranvier.data.tokenizer_config import TOKENIZER_CONFIG
 from ranvier.data.window import Ints, Window
 from ranvier.errors import DataError
-from ranvier.nn.cross_entropy import IGNORE
+from ranvier.nn.cross_entropy import IGNORE_INDEX
 from ranvier.system import safe_files
 
-Part = Literal["train", "held_out"]
+CorpusSplit = Literal["train", "held_out"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,25 +38,25 @@ class Corpus:
     """The documents of a folder as one range of tokens, shard after shard."""
 
     folder: Path
-    manifest: Manifest
-    pairs: list[Pair]
-    offsets: Ints
+    manifest: CorpusManifest
+    indexed_datasets: list[IndexedDataset]
+    shard_starts: Ints
     """Where each shard begins, in tokens."""
-    starts: Ints
+    document_starts: Ints
     """Where each document begins."""
-    lengths: Ints
-    hashes: NDArray[np.uint64]
+    document_lengths: Ints
+    document_hashes: NDArray[np.uint64]
 
     @classmethod
     def open(cls, folder: str | Path) -> Corpus:
         """The corpus of a prepared folder; nothing is compared but numbers of documents."""
         folder = Path(folder)
-        manifest = Manifest.read(folder)
+        manifest = CorpusManifest.read_from(folder)
         pairs, hashes = [], []
         for shard in manifest.shards:
-            pair = Pair.open(folder / shard.pair)
-            values = _hashes(shard.path(folder, "hash"))
-            found = (pair.documents, int(pair.bounds[-1]), len(values))
+            pair = IndexedDataset.open(folder / shard.pair)
+            values = _read_hashes(shard.file_path(folder, "hash"))
+            found = (pair.num_documents, int(pair.document_bounds[-1]), len(values))
             if found != (shard.documents, shard.tokens, shard.documents):
                 raise DataError(
                     f"{pair.prefix} has {found[0]} documents, {found[1]} tokens and {found[2]} "
@@ -65,7 +65,7 @@ class Corpus:
                 )
             pairs.append(pair)
             hashes.append(values)
-        offsets = np.cumsum([0, *(pair.bounds[-1] for pair in pairs)], dtype=np.int64)[:-1]
+        offsets = np.cumsum([0, *(pair.document_bounds[-1] for pair in pairs)], dtype=np.int64)[:-1]
         empty = [np.zeros(0, np.int64)]
         return cls(
             folder,
@@ -73,24 +73,25 @@ class Corpus:
             pairs,
             offsets,
             np.concatenate(
-                empty + [pair.bounds[:-1] + at for pair, at in zip(pairs, offsets, strict=True)]
+                empty
+                + [pair.document_bounds[:-1] + at for pair, at in zip(pairs, offsets, strict=True)]
             ),
-            np.concatenate(empty + [np.diff(pair.bounds) for pair in pairs]),
+            np.concatenate(empty + [np.diff(pair.document_bounds) for pair in pairs]),
             np.concatenate([np.zeros(0, np.uint64), *hashes]),
         )
 
     @property
-    def words(self) -> Path | None:
+    def tokenizer_path(self) -> Path | None:
         """The tokenizer.json that made the tokens, None if the tokenizer is unknown."""
         return self.folder / "tokenizer.json" if self.manifest.tokenizer else None
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the folder, if it is the one that made the tokens."""
-        path, said = self.words, self.manifest
+        path, said = self.tokenizer_path, self.manifest
         if path is None:
             return None
-        rule = f"{self.folder / NAME} names the tokenizer {said.tokenizer}"
+        rule = f"{self.folder / CORPUS_MANIFEST} names the tokenizer {said.tokenizer}"
         remedy = "Restore it, or remove the folder and prepare the corpus again."
         try:
             text = safe_files.read_text(path)
@@ -105,180 +106,189 @@ class Corpus:
             )
         assert said.end is not None, said
         # As it was when the tokens were made, whatever lies beside it now.
-        known = parsed(text, str(path), end=said.end)
-        if (known.vocab, known.end) != (said.vocab, said.end):
+        known = parse_tokenizer(text, str(path), end=said.end)
+        if (known.vocab_size, known.eos_token_id) != (said.vocab, said.end):
             raise DataError(
-                f"{path} has {known.vocab} ids and the end {known.end}. {rule} with {said.vocab} "
+                f"{path} has {known.vocab_size} ids and the end {known.eos_token_id}. {rule} "
+                f"with {said.vocab} "
                 f"ids and the end {said.end}. {remedy}"
             )
         return known
 
     @cached_property
-    def chat(self) -> Chat | None:
+    def chat_encoder(self) -> ChatEncoder | None:
         """The chat template of the folder with its tokenizer; None if it holds texts."""
         if not self.manifest.template or self.tokenizer is None:
             return None
-        found = template_of(self.tokenizer, self.folder)
+        found = load_chat_template(self.tokenizer, self.folder)
         if found.fingerprint != self.manifest.template:
             raise DataError(
-                f"{self.folder / CONFIG} is changed or damaged: its template has the fingerprint "
-                f"{found.fingerprint}. {self.folder / NAME} names {self.manifest.template}. "
+                f"{self.folder / TOKENIZER_CONFIG} is changed or damaged: its template has the "
+                "fingerprint "
+                f"{found.fingerprint}. {self.folder / CORPUS_MANIFEST} names "
+                f"{self.manifest.template}. "
                 "Restore it, or remove the folder and prepare the corpus again."
             )
-        return Chat(found, self.tokenizer)
+        return ChatEncoder(found, self.tokenizer)
 
     @cached_property
-    def masks(self) -> list[NDArray[np.uint8]]:
+    def loss_masks(self) -> list[NDArray[np.uint8]]:
         """The masks of the shards of conversations, mapped."""
-        return [_mask(s.path(self.folder, MASK), s.tokens) for s in self.manifest.shards]
+        return [
+            _map_mask(s.file_path(self.folder, MASK_SUFFIX), s.tokens) for s in self.manifest.shards
+        ]
 
-    def read(self, places: Ints) -> Ints:
+    def read_tokens(self, places: Ints) -> Ints:
         """The tokens at increasing places."""
-        return self._gathered([pair.tokens for pair in self.pairs], places)
+        return self._gather_places([pair.tokens for pair in self.indexed_datasets], places)
 
-    def learned(self, places: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+    def read_with_mask(self, places: Ints) -> tuple[Ints, NDArray[np.bool_]]:
         """The tokens of conversations at increasing places, and which are to be learnt."""
-        return self.read(places), self._gathered(self.masks, places) > 0
+        return self.read_tokens(places), self._gather_places(self.loss_masks, places) > 0
 
-    def marked(self, starts: Ints, lengths: Ints, *, learn_all: bool) -> Ints:
+    def count_learned(self, starts: Ints, lengths: Ints, *, learn_all: bool) -> Ints:
         """How many tokens of each of some ranges are to be learnt; none reaches over a shard."""
         if learn_all:
             return lengths
         counts = np.zeros(len(starts), np.int64)
-        shards = np.searchsorted(self.offsets, starts, "right") - 1
+        shards = np.searchsorted(self.shard_starts, starts, "right") - 1
         for shard in np.unique(shards):
             mine = shards == shard
             sums = np.concatenate(
-                [np.zeros(1, np.int64), np.cumsum(self.masks[shard], dtype=np.int64)]
+                [np.zeros(1, np.int64), np.cumsum(self.loss_masks[shard], dtype=np.int64)]
             )
-            first = starts[mine] - self.offsets[shard]
+            first = starts[mine] - self.shard_starts[shard]
             counts[mine] = sums[np.minimum(first + lengths[mine], len(sums) - 1)] - sums[first]
         return counts
 
-    def _gathered(self, shards: Sequence[NDArray[Any]], places: Ints) -> Ints:
-        owners = np.searchsorted(self.offsets, places, "right") - 1
+    def _gather_places(self, shards: Sequence[NDArray[Any]], places: Ints) -> Ints:
+        owners = np.searchsorted(self.shard_starts, places, "right") - 1
         out = np.empty(len(places), np.int64)
         for shard in np.unique(owners):
             mine = owners == shard
-            out[mine] = shards[shard][places[mine] - self.offsets[shard]]
+            out[mine] = shards[shard][places[mine] - self.shard_starts[shard]]
         return out
 
-    def chosen(self, held_out: float = 0.0, part: Part = "train") -> Ints:
+    def select_documents(self, held_out: float = 0.0, part: CorpusSplit = "train") -> Ints:
         """Numbers of the documents of a part that are not empty; held_out: see `stream`."""
         assert 0.0 <= held_out < 1.0, held_out
-        there = self.lengths > 0
-        aside = there & (self.hashes < np.uint64(int(held_out * 2**64)))
+        there = self.document_lengths > 0
+        aside = there & (self.document_hashes < np.uint64(int(held_out * 2**64)))
         if np.array_equal(aside, there):
             aside[:] = False
         return np.flatnonzero(aside if part == "held_out" else there & ~aside)
 
-    def stream(
+    def open_stream(
         self,
         seq: int,
         held_out: float = 0.0,
-        part: Part = "train",
+        part: CorpusSplit = "train",
         *,
         packed: bool = True,
         truncate: Truncate = "right",
         learn: Learn = "answers",
-    ) -> Stream | Chats | None:
+    ) -> DocumentStream | ConversationStream | None:
         """The documents of a part, None if it has none.
 
         held_out: share of the documents that are; none if nothing were left to train on. truncate,
         learn: of conversations.
         """
         assert seq >= 1, seq
-        chosen = self.chosen(held_out, part)
+        chosen = self.select_documents(held_out, part)
         if len(chosen) == 0:
             return None
         if self.manifest.template:
             options = {"packed": packed, "learn_all": "all" in (learn, self.manifest.learn)}
-            chats = Chats(self, chosen, seq, truncate=truncate, **options)
-            return chats if chats.windows else None
-        lengths = self.lengths[chosen]
+            chats = ConversationStream(self, chosen, seq, truncate=truncate, **options)
+            return chats if chats.num_windows else None
+        lengths = self.document_lengths[chosen]
         ends = np.cumsum(lengths)
-        return Stream(self, seq, packed, ends, self.starts[chosen] - (ends - lengths))
+        return DocumentStream(
+            self, seq, packed, ends, self.document_starts[chosen] - (ends - lengths)
+        )
 
-    def check(self, vocab: int) -> None:
+    def check_vocab(self, vocab: int) -> None:
         """Refuse tokens that a vocabulary cannot name."""
         if self.manifest.largest < vocab:
             return
-        for pair in self.pairs:
+        for pair in self.indexed_datasets:
             for start in range(0, len(pair.tokens), 1 << 24):
                 over = np.flatnonzero(pair.tokens[start : start + (1 << 24)] >= vocab)
                 if len(over):
-                    raise self._beyond(pair, start + int(over[0]), vocab)
+                    raise self._vocab_error(pair, start + int(over[0]), vocab)
 
-    def _beyond(self, pair: Pair, place: int, vocab: int) -> DataError:
-        document = int(np.searchsorted(pair.bounds, place, "right")) - 1
+    def _vocab_error(self, pair: IndexedDataset, place: int, vocab: int) -> DataError:
+        document = int(np.searchsorted(pair.document_bounds, place, "right")) - 1
         need = max(self.manifest.largest + 1, self.manifest.vocab)
         return DataError(
-            f"{part(pair.prefix, 'bin')}: document {document} has token {pair.tokens[place]} at "
-            f"offset {place - pair.bounds[document]}. A vocabulary of {vocab} names tokens below "
+            f"{pair_file(pair.prefix, 'bin')}: document {document} has token "
+            f"{pair.tokens[place]} at "
+            f"offset {place - pair.document_bounds[document]}. A vocabulary of {vocab} names "
+            "tokens below "
             f"{vocab}. Use {need} or more, or the tokenizer of the model."
         )
 
 
 @dataclass(frozen=True, eq=False)
-class Stream:
+class DocumentStream:
     """The documents of a part of a corpus, one after the other."""
 
     corpus: Corpus
     seq: int
-    packed: bool
+    document_mask: bool
     """Targets, positions and documents keep to a document; else all is one text."""
-    ends: Ints
+    document_ends: Ints
     """Where each document ends in the stream."""
-    shifts: Ints
+    corpus_offsets: Ints
     """What leads from a place in the stream to that in the corpus, for each document."""
 
     @property
-    def documents(self) -> int:
+    def num_documents(self) -> int:
         """Documents that are not empty."""
-        return len(self.ends)
+        return len(self.document_ends)
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens of all documents."""
-        return int(self.ends[-1])
+        return int(self.document_ends[-1])
 
     @property
-    def windows(self) -> int:
+    def num_windows(self) -> int:
         """Windows, the last one filled up."""
-        return -(-self.tokens // self.seq)
+        return -(-self.num_tokens // self.seq)
 
-    def sample(self, number: int) -> Window:
+    def read_sample(self, number: int) -> Window:
         """The window of this number."""
-        return self.window(number)
+        return self.read_window(number)
 
-    def window(self, number: int) -> Window:
+    def read_window(self, number: int) -> Window:
         """Tokens `number * seq` and following of the stream."""
-        assert 0 <= number < self.windows, (number, self.windows)
+        assert 0 <= number < self.num_windows, (number, self.num_windows)
         first = number * self.seq
-        count = min(self.seq, self.tokens - first)
+        count = min(self.seq, self.num_tokens - first)
         # One more than the window holds: the last target may lie in the next one.
-        places = np.arange(first, min(first + count + 1, self.tokens))
-        low, high = np.searchsorted(self.ends, [places[0], places[-1]], "right")
-        owners = low + np.searchsorted(self.ends[low : high + 1], places, "right")
-        read = self.corpus.read(places + self.shifts[owners])
+        places = np.arange(first, min(first + count + 1, self.num_tokens))
+        low, high = np.searchsorted(self.document_ends, [places[0], places[-1]], "right")
+        owners = low + np.searchsorted(self.document_ends[low : high + 1], places, "right")
+        read = self.corpus.read_tokens(places + self.corpus_offsets[owners])
         owners = owners[:count]
         tokens = np.zeros(self.seq, np.int64)
         tokens[:count] = read[:count]
-        targets = np.full(self.seq, IGNORE, np.int64)
+        targets = np.full(self.seq, IGNORE_INDEX, np.int64)
         targets[: len(read) - 1] = read[1:]
         index = np.arange(self.seq)
-        if not self.packed:
+        if not self.document_mask:
             return Window(tokens, targets, index, np.zeros(self.seq, np.int64))
-        targets[:count][places[:count] == self.ends[owners] - 1] = IGNORE
+        targets[:count][places[:count] == self.document_ends[owners] - 1] = IGNORE_INDEX
         documents = np.full(self.seq, owners[-1] - low + 1)
         documents[:count] = owners - low
         begins = np.where(np.diff(documents, prepend=-1) > 0, index, 0)
         return Window(tokens, targets, index - np.maximum.accumulate(begins), documents)
 
 
-def _hashes(path: Path) -> NDArray[np.uint64]:
+def _read_hashes(path: Path) -> NDArray[np.uint64]:
     try:
-        size_of(path)
+        file_size(path)
         return np.fromfile(path, "<u8")
     except OSError as error:
         raise DataError(
@@ -287,10 +297,10 @@ def _hashes(path: Path) -> NDArray[np.uint64]:
         ) from None
 
 
-def _mask(path: Path, tokens: int) -> NDArray[np.uint8]:
+def _map_mask(path: Path, tokens: int) -> NDArray[np.uint8]:
     try:
-        if size_of(path) != tokens:
-            raise ValueError(f"it has {size_of(path)} bytes for {tokens} tokens")
+        if file_size(path) != tokens:
+            raise ValueError(f"it has {file_size(path)} bytes for {tokens} tokens")
         return np.memmap(path, np.uint8, "r").view(np.ndarray) if tokens else np.zeros(0, np.uint8)
     except (OSError, ValueError) as error:
         raise DataError(

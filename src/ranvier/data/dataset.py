@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from ranvier.data.cache import Form, stored
-from ranvier.data.chat.tokenize import Chat, Learn
+from ranvier.data.cache import DataFormat, cache_corpus
+from ranvier.data.chat.tokenize import ChatEncoder, Learn
 from ranvier.data.checksums import digest_of
-from ranvier.data.corpus import Corpus, Stream
-from ranvier.data.mixture import PERIOD, Mixture, check_weights
-from ranvier.data.packing import Chats, Truncate
-from ranvier.data.prepare import Progress
+from ranvier.data.corpus import Corpus, DocumentStream
+from ranvier.data.mixture import PERIOD_SAMPLES, CorpusMixture, check_weights
+from ranvier.data.packing import ConversationStream, Truncate
+from ranvier.data.prepare import PrepareProgress
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import DataError, PlanError
 
 
 @dataclass
-class Data:
+class RunData:
     """What a run reads."""
 
-    train: Mixture
-    held_out: Mixture | None
+    train: CorpusMixture
+    validation: CorpusMixture | None
     """None if no document is held out."""
     corpora: list[Corpus]
 
@@ -44,51 +44,52 @@ class Data:
         return next((corpus.tokenizer for corpus in self.corpora if corpus.tokenizer), None)
 
     @property
-    def chat(self) -> Chat | None:
+    def chat_encoder(self) -> ChatEncoder | None:
         """The chat template of the corpora with their tokenizer, None if all are texts."""
-        return next((corpus.chat for corpus in self.corpora if corpus.chat), None)
+        return next((corpus.chat_encoder for corpus in self.corpora if corpus.chat_encoder), None)
 
     @property
-    def lines(self) -> list[str]:
+    def summary_lines(self) -> list[str]:
         """A line on each corpus."""
         lines = []
         for number, corpus in enumerate(self.corpora):
             known, stream = corpus.manifest, self.train.streams[number]
-            aside = known.documents - stream.documents
-            if isinstance(stream, Chats):
-                aside -= stream.left_out
+            aside = known.documents - stream.num_documents
+            if isinstance(stream, ConversationStream):
+                aside -= stream.num_left_out
             lines.append(
                 f"{known.source}: {known.documents:,} documents, {known.tokens:,} tokens, "
-                f"share {self.train.quotas[number] / PERIOD:.2%}, {aside:,} documents held out, "
+                f"share {self.train.quotas[number] / PERIOD_SAMPLES:.2%}, {aside:,} documents "
+                "held out, "
                 f"corpus {known.fingerprint}, tokenizer {known.tokenizer or 'unknown'}, "
                 f"in {corpus.folder}"
             )
-            if isinstance(stream, Chats):
-                lines.append(f"{known.source}: {stream.line}; template {known.template}")
+            if isinstance(stream, ConversationStream):
+                lines.append(f"{known.source}: {stream.summary_line}; template {known.template}")
         return lines
 
-    def check(self, vocab: int) -> None:
+    def check_vocab(self, vocab: int) -> None:
         """Refuse tokens that a model's vocabulary cannot name."""
         for corpus in self.corpora:
-            corpus.check(vocab)
+            corpus.check_vocab(vocab)
 
 
-def stored_all(
+def cache_corpora(
     inputs: Sequence[str],
     *,
     cache: Path,
     tokenizer: str = "standard",
-    form: Form = "auto",
+    form: DataFormat = "auto",
     template: str = "",
     learn: Learn = "answers",
     field: str = "text",
     max_bytes: int | None = None,
     verify: bool = False,
-    progress: Progress | None = None,
+    progress: PrepareProgress | None = None,
 ) -> list[Path]:
     """The folder of each input's corpus, made where it is not there; for one process of a run."""
     return [
-        stored(
+        cache_corpus(
             one,
             cache=cache,
             tokenizer=tokenizer,
@@ -114,29 +115,29 @@ def open_data(
     packed: bool = True,
     truncate: Truncate = "right",
     learn: Learn = "answers",
-) -> Data:
+) -> RunData:
     """The data of stored corpora, for every rank of a run.
 
     weights: of the corpora; none: by their tokens. held_out: share of the documents. truncate,
     learn: of conversations.
     """
-    _check(len(folders), seq, held_out)
+    _check_options(len(folders), seq, held_out)
     if weights:
         check_weights(weights, len(folders))
     corpora = [Corpus.open(folder) for folder in folders]
     _check_tokenizers(corpora)
     _check_learn(corpora, learn)
-    options: Options = {"packed": packed, "truncate": truncate, "learn": learn}
-    streams = [_train(corpus, seq, held_out, options) for corpus in corpora]
-    shares = list(weights) if weights else [float(stream.tokens) for stream in streams]
-    asides = [corpus.stream(seq, held_out, "held_out", **options) for corpus in corpora]
+    options: StreamOptions = {"packed": packed, "truncate": truncate, "learn": learn}
+    streams = [_open_train_stream(corpus, seq, held_out, options) for corpus in corpora]
+    shares = list(weights) if weights else [float(stream.num_tokens) for stream in streams]
+    asides = [corpus.open_stream(seq, held_out, "held_out", **options) for corpus in corpora]
     kept = [(s, w) for s, w in zip(asides, shares, strict=True) if s is not None and w > 0]
     # The seed does not count here: runs are compared on the same samples.
-    aside = Mixture([s for s, _ in kept], [w for _, w in kept], 0) if kept else None
-    return Data(Mixture(streams, shares, seed), aside, corpora)
+    aside = CorpusMixture([s for s, _ in kept], [w for _, w in kept], 0) if kept else None
+    return RunData(CorpusMixture(streams, shares, seed), aside, corpora)
 
 
-def _check(count: int, seq: int, held_out: float) -> None:
+def _check_options(count: int, seq: int, held_out: float) -> None:
     problems = []
     if count == 0:
         problems.append("There is no corpus. A run reads one or more. Name one, such as 'stdlib'.")
@@ -151,7 +152,7 @@ def _check(count: int, seq: int, held_out: float) -> None:
         raise PlanError(problems)
 
 
-class Options(TypedDict):
+class StreamOptions(TypedDict):
     """How documents become samples."""
 
     packed: bool
@@ -159,8 +160,10 @@ class Options(TypedDict):
     learn: Learn
 
 
-def _train(corpus: Corpus, seq: int, held_out: float, options: Options) -> Stream | Chats:
-    stream = corpus.stream(seq, held_out, "train", **options)
+def _open_train_stream(
+    corpus: Corpus, seq: int, held_out: float, options: StreamOptions
+) -> DocumentStream | ConversationStream:
+    stream = corpus.open_stream(seq, held_out, "train", **options)
     name = f"{corpus.manifest.source} (tokenized in {corpus.folder})"
     if stream is None and corpus.manifest.template:
         raise DataError(
@@ -174,9 +177,9 @@ def _train(corpus: Corpus, seq: int, held_out: float, options: Options) -> Strea
             f"{name} has {corpus.manifest.documents} documents, all empty. A corpus needs "
             "at least one token. Choose another one."
         )
-    if options["packed"] and stream.tokens == stream.documents:
+    if options["packed"] and stream.num_tokens == stream.num_documents:
         raise DataError(
-            f"{name} has nothing to learn: {stream.documents} documents to train on, each "
+            f"{name} has nothing to learn: {stream.num_documents} documents to train on, each "
             "of 1 token. In packed samples a token is predicted from those before it in its "
             "document. Choose longer documents, or data.packed=false: samples across them."
         )
@@ -202,7 +205,7 @@ def _check_tokenizers(corpora: Sequence[Corpus]) -> None:
             f"The corpora have different tokenizers: {found}. All corpora of a run have the same. "
             "Prepare them again with one of them."
         )
-    chats = [corpus for corpus in known if corpus.chat is not None]
+    chats = [corpus for corpus in known if corpus.chat_encoder is not None]
     if len({corpus.manifest.template for corpus in chats}) > 1:
         found = ", ".join(f"{c.manifest.source}: {c.manifest.template}" for c in chats)
         raise DataError(

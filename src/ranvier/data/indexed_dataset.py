@@ -18,76 +18,78 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ranvier.data.checksums import Sink, Stamp, size_of
+from ranvier.data.checksums import ChecksumWriter, FileChecksum, file_size
 from ranvier.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+TOKEN_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Types of tokens by their code; 6 and 7 are floats."""
-LONGEST = 2**31 - 1
+MAX_SEQUENCE_TOKENS = 2**31 - 1
 """Tokens of a sequence; a longer document has several."""
-REMEDY = "Copy or make the pair again."
+PAIR_REMEDY = "Copy or make the pair again."
 
 
-def prefix_of(path: str | Path) -> Path:
+def pair_prefix(path: str | Path) -> Path:
     """The common part of the names of a pair, from it or from one of its files."""
     text = str(path)
     return Path(text[:-4]) if text.endswith((".bin", ".idx")) else Path(text)
 
 
-def part(prefix: Path, suffix: str) -> Path:
+def pair_file(prefix: Path, suffix: str) -> Path:
     """A file of a pair (a prefix may hold dots)."""
     return prefix.with_name(f"{prefix.name}.{suffix}")
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
+class IndexedDataset:
     """A checked pair: where its documents lie, and its tokens once they are asked for."""
 
     prefix: Path
     dtype: np.dtype[Any]
-    bounds: NDArray[np.int64]
+    document_bounds: NDArray[np.int64]
     """Where each document begins, in tokens, and where the last one ends `[documents + 1]`."""
 
     @property
-    def documents(self) -> int:
+    def num_documents(self) -> int:
         """Documents, empty ones too."""
-        return len(self.bounds) - 1
+        return len(self.document_bounds) - 1
 
     @cached_property
     def tokens(self) -> NDArray[Any]:
         """All tokens, mapped."""
-        if self.bounds[-1] == 0:
+        if self.document_bounds[-1] == 0:
             return np.zeros(0, self.dtype)  # an empty file cannot be mapped
-        path = part(self.prefix, "bin")
+        path = pair_file(self.prefix, "bin")
         try:
-            return np.memmap(path, self.dtype, "r", shape=(int(self.bounds[-1]),)).view(np.ndarray)
+            return np.memmap(path, self.dtype, "r", shape=(int(self.document_bounds[-1]),)).view(
+                np.ndarray
+            )
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{path} cannot be mapped: {error}. It is read in place. {REMEDY}"
+                f"{path} cannot be mapped: {error}. It is read in place. {PAIR_REMEDY}"
             ) from None
 
-    def document(self, number: int) -> NDArray[Any]:
+    def document_tokens(self, number: int) -> NDArray[Any]:
         """The tokens of a document."""
-        return self.tokens[self.bounds[number] : self.bounds[number + 1]]
+        return self.tokens[self.document_bounds[number] : self.document_bounds[number + 1]]
 
     @classmethod
-    def open(cls, path: str | Path) -> Pair:
+    def open(cls, path: str | Path) -> IndexedDataset:
         """The pair of a prefix or of one of its files, with every number in the index checked."""
-        prefix = prefix_of(path)
-        index = part(prefix, "idx")
-        dtype, lengths, pointers, borders = _index(index, _size(index))
-        _check_sequences(index, dtype, lengths, pointers, _size(part(prefix, "bin")))
+        prefix = pair_prefix(path)
+        index = pair_file(prefix, "idx")
+        dtype, lengths, pointers, borders = _read_index(index, _file_size(index))
+        _check_sequences(index, dtype, lengths, pointers, _file_size(pair_file(prefix, "bin")))
         _check_borders(index, borders, len(lengths))
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
         return cls(prefix, dtype, ends[borders])
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     try:
-        return size_of(path)
+        return file_size(path)
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror}. A Megatron pair is NAME.bin and NAME.idx. "
@@ -95,41 +97,42 @@ def _size(path: Path) -> int:
         ) from None
 
 
-Index = tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]
+IndexArrays = tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]
 
 
-def _index(path: Path, size: int) -> Index:
+def _read_index(path: Path, size: int) -> IndexArrays:
     """Type of the tokens, lengths, pointers and borders of an index file."""
     try:
         raw = np.fromfile(path, np.uint8)
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror}. It says where documents lie. {REMEDY}"
+            f"{path} cannot be read: {error.strerror}. It says where documents lie. {PAIR_REMEDY}"
         ) from None
     if size < HEADER.size or raw[:9].tobytes() != MAGIC:
         raise DataError(
             f"{path} begins with {raw[:9].tobytes()!r} ({size} bytes). The index of a Megatron "
-            f"pair begins with {MAGIC!r} and has {HEADER.size} bytes or more. {REMEDY}"
+            f"pair begins with {MAGIC!r} and has {HEADER.size} bytes or more. {PAIR_REMEDY}"
         )
     _, version, code, sequences, borders = HEADER.unpack(raw[: HEADER.size].tobytes())
     if version != VERSION:
-        raise DataError(f"{path} has version {version}. Version {VERSION} is read. {REMEDY}")
-    if code not in TYPES:
+        raise DataError(f"{path} has version {version}. Version {VERSION} is read. {PAIR_REMEDY}")
+    if code not in TOKEN_TYPES:
         kind = {6: " (float64)", 7: " (float32)"}.get(code, "")
         raise DataError(
-            f"{path} has tokens of type {code}{kind}. Types are {', '.join(map(str, TYPES))}: "
-            f"integers. {REMEDY}"
+            f"{path} has tokens of type {code}{kind}. Types are "
+            f"{', '.join(map(str, TOKEN_TYPES))}: "
+            f"integers. {PAIR_REMEDY}"
         )
     expected = HEADER.size + 12 * sequences + 8 * borders
     if size != expected:
         why = " (modes of a multimodal pair are not read)" if size == expected + sequences else ""
         raise DataError(
             f"{path} has {size} bytes{why}. {sequences} sequences and {borders} document borders "
-            f"take {expected}. {REMEDY}"
+            f"take {expected}. {PAIR_REMEDY}"
         )
     at = [HEADER.size, HEADER.size + 4 * sequences, HEADER.size + 12 * sequences]
     return (
-        np.dtype(TYPES[code]),
+        np.dtype(TOKEN_TYPES[code]),
         np.frombuffer(raw, "<i4", sequences, at[0]),
         np.frombuffer(raw, "<i8", sequences, at[1]),
         np.frombuffer(raw, "<i8", borders, at[2]),
@@ -147,7 +150,8 @@ def _check_sequences(
     if (lengths < 0).any():
         first = int(np.argmax(lengths < 0))
         raise DataError(
-            f"{path}: sequence {first} has length {lengths[first]}. It must be 0 or more. {REMEDY}"
+            f"{path}: sequence {first} has length {lengths[first]}. It must be 0 or more. "
+            f"{PAIR_REMEDY}"
         )
     ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
     wrong = pointers != ends - lengths.astype(np.int64) * dtype.itemsize
@@ -156,13 +160,13 @@ def _check_sequences(
         start = ends[first] - int(lengths[first]) * dtype.itemsize
         raise DataError(
             f"{path}: sequence {first} begins at byte {pointers[first]}. Sequences lie one after "
-            f"the other; this one begins at {start}. {REMEDY}"
+            f"the other; this one begins at {start}. {PAIR_REMEDY}"
         )
     needed = int(ends[-1]) if len(ends) else 0
     if size != needed:
         raise DataError(
             f"{path.with_suffix('.bin')} has {size} bytes. Its index counts {needed} bytes, "
-            f"{needed // dtype.itemsize} tokens of {dtype.itemsize}. {REMEDY}"
+            f"{needed // dtype.itemsize} tokens of {dtype.itemsize}. {PAIR_REMEDY}"
         )
 
 
@@ -172,47 +176,47 @@ def _check_borders(path: Path, borders: NDArray[np.int64], sequences: int) -> No
         ends = f"{borders[0]} to {borders[-1]}" if len(borders) else "none"
         raise DataError(
             f"{path}: the document borders are {ends}. They begin with 0 and end with the number "
-            f"of sequences, {sequences}. {REMEDY}"
+            f"of sequences, {sequences}. {PAIR_REMEDY}"
         )
     falls = np.diff(borders) < 0
     if falls.any():
         first = int(np.argmax(falls))
         raise DataError(
             f"{path}: document border {first + 1} is {borders[first + 1]} after {borders[first]}. "
-            f"Borders never fall. {REMEDY}"
+            f"Borders never fall. {PAIR_REMEDY}"
         )
 
 
-class PairWriter:
+class IndexedDatasetBuilder:
     """A pair being written, document by document."""
 
     def __init__(self, prefix: Path, dtype: str) -> None:
         self.prefix, self.dtype = prefix, np.dtype(dtype)
-        self.tokens = 0
-        self._bin = Sink(part(prefix, "bin"))
+        self.num_tokens = 0
+        self._bin = ChecksumWriter(pair_file(prefix, "bin"))
         self._lengths: list[int] = []
         self._borders = [0]
 
     @property
-    def documents(self) -> int:
+    def num_documents(self) -> int:
         """Documents so far."""
         return len(self._borders) - 1
 
-    def add(self, tokens: NDArray[Any]) -> None:
+    def add_document(self, tokens: NDArray[Any]) -> None:
         """Append a document."""
         self._bin.write(tokens.astype(self.dtype).tobytes())
-        whole, rest = divmod(len(tokens), LONGEST)
-        self._lengths += [LONGEST] * whole + [rest] * (rest > 0 or whole == 0)
+        whole, rest = divmod(len(tokens), MAX_SEQUENCE_TOKENS)
+        self._lengths += [MAX_SEQUENCE_TOKENS] * whole + [rest] * (rest > 0 or whole == 0)
         self._borders.append(len(self._lengths))
-        self.tokens += len(tokens)
+        self.num_tokens += len(tokens)
 
-    def close(self) -> dict[str, Stamp]:
+    def close(self) -> dict[str, FileChecksum]:
         """Write the index; the stamps of both files by suffix."""
         stamps = {"bin": self._bin.close()}
         lengths = np.array(self._lengths, "<i4")
         sizes = lengths.astype("<i8") * self.dtype.itemsize
-        code = next(c for c, name in TYPES.items() if np.dtype(name) == self.dtype)
-        with Sink(part(self.prefix, "idx")) as index:
+        code = next(c for c, name in TOKEN_TYPES.items() if np.dtype(name) == self.dtype)
+        with ChecksumWriter(pair_file(self.prefix, "idx")) as index:
             index.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._borders)))
             index.write(lengths.tobytes())
             index.write((np.cumsum(sizes) - sizes).astype("<i8").tobytes())

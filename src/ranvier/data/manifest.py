@@ -20,24 +20,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ranvier.data.checksums import Stamp, digest_of, size_of, stamp_of
-from ranvier.data.indexed_dataset import part
+from ranvier.data.checksums import FileChecksum, digest_of, file_checksum, file_size
+from ranvier.data.indexed_dataset import pair_file
 from ranvier.errors import DataError
 
-NAME = "corpus.json"
-FILES = ("bin", "idx", "hash")
+CORPUS_MANIFEST = "corpus.json"
+SHARD_SUFFIXES = ("bin", "idx", "hash")
 """Suffixes of the files of a shard."""
-MASK = "mask"
+MASK_SUFFIX = "mask"
 """That of the fourth file of a shard of conversations."""
-LIMIT = 2**31
+TOKEN_LIMIT = 2**31
 """Tokens are below it."""
-FORMAT = 2
-FIRST_FORMAT = 1
+CORPUS_FORMAT = 2
+FIRST_CORPUS_FORMAT = 1
 """The format without a digest; also what keys of a cache hold, whose tokens are the same."""
 
 
 @dataclass(frozen=True)
-class Shard:
+class CorpusShard:
     """A pair, its hashes, and their stamps by suffix."""
 
     pair: str
@@ -46,15 +46,17 @@ class Shard:
     """Prefix of .hash, in the folder."""
     documents: int
     tokens: int
-    files: dict[str, Stamp]
+    files: dict[str, FileChecksum]
 
-    def path(self, folder: Path, suffix: str) -> Path:
+    def file_path(self, folder: Path, suffix: str) -> Path:
         """One of its files."""
-        return part(folder / (self.hash if suffix in ("hash", MASK) else self.pair), suffix)
+        return pair_file(
+            folder / (self.hash if suffix in ("hash", MASK_SUFFIX) else self.pair), suffix
+        )
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CorpusManifest:
     """A corpus."""
 
     source: str
@@ -71,37 +73,42 @@ class Manifest:
     tokens: int
     largest: int
     """The largest token."""
-    shards: list[Shard]
-    format: int = FORMAT
+    shards: list[CorpusShard]
+    format: int = CORPUS_FORMAT
     template: str = ""
     """Fingerprint of the chat template; empty: the documents are no conversations."""
     learn: str = "all"
     """What the masks of conversations mark: answers, or all."""
 
-    def write(self, folder: Path) -> None:
+    def write_to(self, folder: Path) -> None:
         """Write corpus.json."""
         fields = dataclasses.asdict(self)
         text = json.dumps({**fields, "digest": manifest_digest(fields)}, indent=1)
-        (folder / NAME).write_text(text + "\n", encoding="utf-8")
+        (folder / CORPUS_MANIFEST).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
+    def read_from(cls, folder: Path) -> CorpusManifest:
         """The manifest of a folder."""
-        path = folder / NAME
+        path = folder / CORPUS_MANIFEST
         remedy = "Prepare the corpus again."
         try:
-            size_of(path)
+            file_size(path)
             content = json.loads(path.read_text(encoding="utf-8"))
             version = content["format"]
-            if type(version) is not int or version not in (FIRST_FORMAT, FORMAT):
+            if type(version) is not int or version not in (FIRST_CORPUS_FORMAT, CORPUS_FORMAT):
                 raise DataError(
-                    f"{path} has format {version!r:.80}. This version reads format {FIRST_FORMAT} "
-                    f"and {FORMAT}. {remedy}"
+                    f"{path} has format {version!r:.80}. This version reads format "
+                    f"{FIRST_CORPUS_FORMAT} "
+                    f"and {CORPUS_FORMAT}. {remedy}"
                 )
-            digest = _text(content.pop("digest"), "digest") if version == FORMAT else None
+            digest = (
+                _check_text(content.pop("digest"), "digest") if version == CORPUS_FORMAT else None
+            )
             shards = [
-                Shard(**one | {"files": {k: Stamp(**v) for k, v in one["files"].items()}})
-                for one in _typed(content["shards"], list, "shards")
+                CorpusShard(
+                    **one | {"files": {k: FileChecksum(**v) for k, v in one["files"].items()}}
+                )
+                for one in _check_type(content["shards"], list, "shards")
             ]
             made = cls(**content | {"shards": shards})
             for number, shard in enumerate(shards):
@@ -120,11 +127,11 @@ class Manifest:
             ) from None
         return made
 
-    def check(self, folder: Path, *, verify: bool) -> None:
+    def check_files(self, folder: Path, *, verify: bool) -> None:
         """Refuse missing files and wrong sizes; with `verify` also other contents."""
         for shard in self.shards:
             for suffix, stamp in shard.files.items():
-                _check(shard.path(folder, suffix), stamp, folder, verify)
+                _check_file(shard.file_path(folder, suffix), stamp, folder, verify)
 
 
 def manifest_digest(fields: Mapping[str, Any]) -> str:
@@ -132,44 +139,44 @@ def manifest_digest(fields: Mapping[str, Any]) -> str:
     return digest_of(json.dumps(fields, sort_keys=True, separators=(",", ":")))
 
 
-def _typed(value: Any, kind: type, name: str) -> Any:
+def _check_type(value: Any, kind: type, name: str) -> Any:
     if type(value) is not kind:  # a bool is no number here
         raise TypeError(f"{name} is {value!r:.80}, not a {kind.__name__}")
     return value
 
 
-def _number(value: Any, name: str) -> int:
+def _check_count(value: Any, name: str) -> int:
     if type(value) is not int or value < 0:
         raise TypeError(f"{name} is {value!r:.80}, not a number of 0 or more")
     return value
 
 
-def _text(value: Any, name: str) -> str:
+def _check_text(value: Any, name: str) -> str:
     """A text that can be printed and, with a NUL aside, name a file."""
-    os.fsencode(_typed(value, str, name))
+    os.fsencode(_check_type(value, str, name))
     return str(value)
 
 
-def _check_shard(shard: Shard, at: str, *, masked: bool) -> None:
-    _number(shard.documents, at + "documents")
-    _number(shard.tokens, at + "tokens")
+def _check_shard(shard: CorpusShard, at: str, *, masked: bool) -> None:
+    _check_count(shard.documents, at + "documents")
+    _check_count(shard.tokens, at + "tokens")
     for name, prefix in (("pair", shard.pair), ("hash", shard.hash)):
-        if "\0" in _text(prefix, at + name) or not Path(prefix).name:
+        if "\0" in _check_text(prefix, at + name) or not Path(prefix).name:
             raise ValueError(f"{at}{name} is {prefix!r:.80}, not the prefix of a file")
-    files = (*FILES, MASK) if masked else FILES
+    files = (*SHARD_SUFFIXES, MASK_SUFFIX) if masked else SHARD_SUFFIXES
     if set(shard.files) != set(files):
         raise ValueError(f"{at}files has {sorted(shard.files)}, not {', '.join(files)}")
     for suffix, stamp in shard.files.items():
-        _number(stamp.size, f"{at}size of {suffix}")
-        _text(stamp.digest, f"{at}digest of {suffix}")
+        _check_count(stamp.size, f"{at}size of {suffix}")
+        _check_text(stamp.digest, f"{at}digest of {suffix}")
 
 
-def _check_numbers(made: Manifest) -> None:
+def _check_numbers(made: CorpusManifest) -> None:
     """Refuse values that no corpus has; its shards are checked."""
     for name in ("source", "fingerprint", "tokenizer", "template"):
-        _text(getattr(made, name), name)
+        _check_text(getattr(made, name), name)
     for name in ("format", "vocab", "largest", "documents", "tokens"):
-        _number(getattr(made, name), name)
+        _check_count(getattr(made, name), name)
     for name in ("documents", "tokens"):
         value, total = getattr(made, name), sum(getattr(shard, name) for shard in made.shards)
         if value != total:
@@ -178,27 +185,28 @@ def _check_numbers(made: Manifest) -> None:
         raise ValueError(f"learn is {made.learn!r:.80}, not answers or all")
     if not made.fingerprint:
         raise ValueError("fingerprint is empty")
-    if not made.largest < made.vocab <= LIMIT:
+    if not made.largest < made.vocab <= TOKEN_LIMIT:
         raise ValueError(f"vocab is {made.vocab}, not above largest={made.largest} and up to 2^31")
     if (made.end is None) == bool(made.tokenizer):
         raise ValueError(f"end is {made.end!r:.80}, but tokenizer is {made.tokenizer!r:.80}")
-    if made.end is not None and _number(made.end, "end") >= made.vocab:
+    if made.end is not None and _check_count(made.end, "end") >= made.vocab:
         raise ValueError(f"end is {made.end}, not below vocab={made.vocab}")
 
 
-def _check(path: Path, stamp: Stamp, folder: Path, verify: bool) -> None:
+def _check_file(path: Path, stamp: FileChecksum, folder: Path, verify: bool) -> None:
     try:
-        size = size_of(path)
-        digest = stamp_of(path).digest if verify and size == stamp.size else stamp.digest
+        size = file_size(path)
+        digest = file_checksum(path).digest if verify and size == stamp.size else stamp.digest
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror}. {folder / NAME} names it as a part of the "
+            f"{path} cannot be read: {error.strerror}. {folder / CORPUS_MANIFEST} names it as "
+            "a part of the "
             "corpus. Restore it, or remove the folder and prepare the corpus again."
         ) from None
     shown = f", digest {digest}" if verify and size == stamp.size else ""
     if (size, digest) != (stamp.size, stamp.digest):
         raise DataError(
-            f"{path} is changed or damaged: {size} bytes{shown}. {folder / NAME} says "
+            f"{path} is changed or damaged: {size} bytes{shown}. {folder / CORPUS_MANIFEST} says "
             f"{stamp.size} bytes, digest {stamp.digest}. Restore it, or remove the folder and "
             "prepare the corpus again."
         )

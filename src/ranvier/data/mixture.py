@@ -16,50 +16,50 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ranvier.counter_rng import key
-from ranvier.data.corpus import Stream
-from ranvier.data.packing import Chats
+from ranvier.counter_rng import random_key
+from ranvier.data.corpus import DocumentStream
+from ranvier.data.packing import ConversationStream
 from ranvier.data.window import Window
 from ranvier.errors import PlanError
 
-PERIOD = 10_000
+PERIOD_SAMPLES = 10_000
 """Samples in which every stream has its share."""
-ROUNDS = 4
-_MASK = 2**64 - 1
+FEISTEL_ROUNDS = 4
+_BITS_64 = 2**64 - 1
 
 
-def _mixed(x: Any) -> Any:
+def _mix_bits(x: Any) -> Any:
     """64 bits that look random (the finaliser of splitmix64), of an int or an array of uint64."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _BITS_64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _BITS_64
     return x ^ (x >> 31)
 
 
-def permuted(index: int, count: int, key: int) -> int:
+def permute_index(index: int, count: int, key: int) -> int:
     """Where a pseudo-random permutation of `range(count)` takes an index."""
     assert 0 <= index < count, (index, count)
     rows = math.isqrt(count - 1) + 1
     cols = -(-count // rows)
     while True:
         row, col = divmod(index, cols)
-        for number in range(ROUNDS):
+        for number in range(FEISTEL_ROUNDS):
             # Each half step adds to one side what depends on the other only: it can be undone.
-            row = (row + _mixed(key + (2 * number << 40) + col & _MASK)) % rows
-            col = (col + _mixed(key + (2 * number + 1 << 40) + row & _MASK)) % cols
+            row = (row + _mix_bits(key + (2 * number << 40) + col & _BITS_64)) % rows
+            col = (col + _mix_bits(key + (2 * number + 1 << 40) + row & _BITS_64)) % cols
         index = row * cols + col
         if index < count:
             return index
 
 
-def quotas(weights: Sequence[float]) -> list[int]:
+def stream_quotas(weights: Sequence[float]) -> list[int]:
     """Samples of each stream in a period: the largest remainders, at least 1 if it has a weight."""
     # A power of two: no sum overflows, and the shares are those of the weights to the last bit.
     power = math.frexp(max(weights))[1]
     scaled = [math.ldexp(weight, -power) for weight in weights]
     total = math.fsum(scaled)
-    exact = [PERIOD * (weight / total) for weight in scaled]
+    exact = [PERIOD_SAMPLES * (weight / total) for weight in scaled]
     parts = [max(math.floor(x), 1) if w > 0 else 0 for x, w in zip(exact, weights, strict=True)]
-    while (missing := PERIOD - sum(parts)) != 0:
+    while (missing := PERIOD_SAMPLES - sum(parts)) != 0:
         step = 1 if missing > 0 else -1
         able = [i for i, n in enumerate(parts) if weights[i] > 0 and n + step >= 1]
         chosen = max(able, key=lambda i: step * (exact[i] - parts[i]))
@@ -79,21 +79,26 @@ def check_weights(weights: Sequence[float], count: int) -> None:
             problems.append(f"A weight of {weight!s:.40}. It is finite and 0 or more. {remedy}")
     if not problems and not any(weights):
         problems.append(f"All {count} weights are 0. One at least is above. {remedy}")
-    if sum(weight > 0 for weight in weights) > PERIOD:
-        problems.append(f"{count} corpora. A run mixes at most {PERIOD}. Join some of them.")
+    if sum(weight > 0 for weight in weights) > PERIOD_SAMPLES:
+        problems.append(
+            f"{count} corpora. A run mixes at most {PERIOD_SAMPLES}. Join some of them."
+        )
     if problems:
         raise PlanError(problems)
 
 
-class Mixture:
+class CorpusMixture:
     """Streams read in shares: sample n is a window of one of them."""
 
     def __init__(
-        self, streams: Sequence[Stream | Chats], weights: Sequence[float], seed: int
+        self,
+        streams: Sequence[DocumentStream | ConversationStream],
+        weights: Sequence[float],
+        seed: int,
     ) -> None:
         check_weights(weights, len(streams))
         self.streams, self.seed = list(streams), seed
-        self.quotas = quotas(weights)
+        self.quotas = stream_quotas(weights)
         self._period: tuple[int, NDArray[np.int64], NDArray[np.int64]] | None = None
 
     @property
@@ -102,36 +107,38 @@ class Mixture:
         return self.streams[0].seq
 
     @property
-    def packed(self) -> bool:
+    def document_mask(self) -> bool:
         """Whether samples keep their documents apart."""
-        return self.streams[0].packed
+        return self.streams[0].document_mask
 
     @property
-    def windows(self) -> int:
+    def num_windows(self) -> int:
         """Different windows that can occur."""
         mixed = zip(self.streams, self.quotas, strict=True)
-        return sum(stream.windows for stream, quota in mixed if quota)
+        return sum(stream.num_windows for stream, quota in mixed if quota)
 
-    def pick(self, number: int) -> tuple[int, int]:
+    def pick_stream(self, number: int) -> tuple[int, int]:
         """The stream of sample `number`, and how many samples of it came before."""
         if len(self.streams) == 1:
             return 0, number
-        period, place = divmod(number, PERIOD)
+        period, place = divmod(number, PERIOD_SAMPLES)
         # One assignment, so that threads may share a mixture.
         known = self._period
         if known is None or known[0] != period:
-            known = self._period = (period, *self._drawn(period))
+            known = self._period = (period, *self._draw_period(period))
         stream = int(known[1][place])
         return stream, period * self.quotas[stream] + int(known[2][place])
 
-    def _drawn(self, period: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _draw_period(self, period: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Stream of each sample of a period, and its rank in that stream."""
         numbers = np.repeat(np.arange(len(self.quotas)), self.quotas)
         ranks = np.concatenate([np.arange(quota) for quota in self.quotas])
         times = []
         for stream, quota in enumerate(self.quotas):
-            drawn = key(self.seed, "mixture", period, stream)
-            jitter = _mixed(np.arange(quota, dtype=np.uint64) + np.uint64(drawn)) >> np.uint64(32)
+            drawn = random_key(self.seed, "mixture", period, stream)
+            jitter = _mix_bits(np.arange(quota, dtype=np.uint64) + np.uint64(drawn)) >> np.uint64(
+                32
+            )
             # Rank j lies in the j-th of `quota` equal parts of the period; whole numbers, so that
             # every machine has the same order.
             grid = (np.arange(quota) << 32) + jitter.astype(np.int64)
@@ -139,10 +146,10 @@ class Mixture:
         order = np.lexsort((numbers, np.concatenate(times)))
         return numbers[order], ranks[order]
 
-    def sample(self, number: int) -> Window:
+    def read_sample(self, number: int) -> Window:
         """Sample `number` of a run."""
-        which, count = self.pick(number)
+        which, count = self.pick_stream(number)
         stream = self.streams[which]
-        epoch, place = divmod(count, stream.windows)
-        drawn = key(self.seed, "order", which, epoch)
-        return stream.window(permuted(place, stream.windows, drawn))
+        epoch, place = divmod(count, stream.num_windows)
+        drawn = random_key(self.seed, "order", which, epoch)
+        return stream.read_window(permute_index(place, stream.num_windows, drawn))

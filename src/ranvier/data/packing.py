@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ranvier.data.window import Ints, Window
-from ranvier.nn.cross_entropy import IGNORE
+from ranvier.nn.cross_entropy import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from ranvier.data.corpus import Corpus
@@ -26,26 +26,26 @@ Truncate = Literal["right", "left", "drop", "split"]
 
 
 @dataclass(frozen=True)
-class Pieces:
+class ConversationPieces:
     """Parts of conversations that windows are made of; all `[pieces]`."""
 
     starts: Ints
     """Where each begins in the corpus."""
     lengths: Ints
-    follows: NDArray[np.bool_]
+    continues: NDArray[np.bool_]
     """Whether the conversation goes on behind it: its last token has a target, too."""
-    conversations: int
-    cut: int
+    num_conversations: int
+    num_long: int
     """Conversations longer than a window."""
-    silent: int
+    num_unlearned: int
     """Conversations that were left out: nothing in them is to be learnt."""
 
 
-def pieces(
+def split_conversations(
     corpus: Corpus, chosen: Ints, seq: int, truncate: Truncate, *, learn_all: bool
-) -> Pieces:
+) -> ConversationPieces:
     """The parts of the chosen documents of a corpus that are learnt from."""
-    starts, lengths = corpus.starts[chosen], corpus.lengths[chosen]
+    starts, lengths = corpus.document_starts[chosen], corpus.document_lengths[chosen]
     long = lengths > seq
     if truncate == "drop":
         starts, lengths = starts[~long], lengths[~long]
@@ -63,15 +63,15 @@ def pieces(
     if truncate == "split":
         follows = rest > seq
     # The first token of a piece is no target: nothing stands before it.
-    heard = corpus.marked(starts + 1, lengths - 1 + follows, learn_all=learn_all) > 0
+    heard = corpus.count_learned(starts + 1, lengths - 1 + follows, learn_all=learn_all) > 0
     there = np.zeros(len(chosen), bool)
     there[owners[heard]] = True
     silent = len(chosen) - int(there.sum()) - (int(long.sum()) if truncate == "drop" else 0)
     kept = (starts[heard], lengths[heard], follows[heard])
-    return Pieces(*kept, int(there.sum()), int(long.sum()), silent)
+    return ConversationPieces(*kept, int(there.sum()), int(long.sum()), silent)
 
 
-def filled(lengths: Ints, seq: int) -> tuple[Ints, Ints]:
+def pack_pieces(lengths: Ints, seq: int) -> tuple[Ints, Ints]:
     """Which pieces lie in each window: all of them in order, and where windows begin in that.
 
     Best fit decreasing; equal lengths in the order they have.
@@ -103,7 +103,7 @@ def filled(lengths: Ints, seq: int) -> tuple[Ints, Ints]:
     return np.array([x for window in made for x in window], np.int64), np.cumsum(sizes)
 
 
-class Chats:
+class ConversationStream:
     """The conversations of a part of a corpus, in windows."""
 
     def __init__(
@@ -116,70 +116,72 @@ class Chats:
         truncate: Truncate,
         learn_all: bool,
     ) -> None:
-        self.corpus, self.seq, self.packed = corpus, seq, packed
+        self.corpus, self.seq, self.document_mask = corpus, seq, packed
         self.truncate, self.learn_all = truncate, learn_all
-        self.pieces = pieces(corpus, chosen, seq, truncate, learn_all=learn_all)
+        self.pieces = split_conversations(corpus, chosen, seq, truncate, learn_all=learn_all)
         count = len(self.pieces.lengths)
         self._order, self._bounds = np.arange(count), np.arange(count + 1)
         if packed:
-            self._order, self._bounds = filled(self.pieces.lengths, seq)
+            self._order, self._bounds = pack_pieces(self.pieces.lengths, seq)
 
     @property
-    def documents(self) -> int:
+    def num_documents(self) -> int:
         """Conversations that are learnt from."""
-        return self.pieces.conversations
+        return self.pieces.num_conversations
 
     @property
-    def left_out(self) -> int:
+    def num_left_out(self) -> int:
         """Conversations that are not."""
-        return self.pieces.silent + (self.pieces.cut if self.truncate == "drop" else 0)
+        return self.pieces.num_unlearned + (self.pieces.num_long if self.truncate == "drop" else 0)
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens of all that is read of them."""
         return int(self.pieces.lengths.sum())
 
     @property
-    def windows(self) -> int:
+    def num_windows(self) -> int:
         """Windows, each filled up."""
         return len(self._bounds) - 1
 
     @property
-    def line(self) -> str:
+    def summary_line(self) -> str:
         """What became of the conversations, in words."""
         found, done = self.pieces, {"drop": "left out", "split": "split"}
-        share = self.tokens / max(self.windows * self.seq, 1)
-        where = "packed into" if self.packed else "each in one of"
+        share = self.num_tokens / max(self.num_windows * self.seq, 1)
+        where = "packed into" if self.document_mask else "each in one of"
         what = done.get(self.truncate, f"cut on the {self.truncate}")
         return (
-            f"{found.conversations:,} conversations {where} {self.windows:,} windows of {self.seq} "
-            f"({share:.1%} filled), {found.cut:,} longer ones {what}, {found.silent:,} with "
+            f"{found.num_conversations:,} conversations {where} {self.num_windows:,} windows "
+            f"of {self.seq} "
+            f"({share:.1%} filled), {found.num_long:,} longer ones {what}, "
+            f"{found.num_unlearned:,} with "
             "nothing to learn left out"
         )
 
-    def sample(self, number: int) -> Window:
+    def read_sample(self, number: int) -> Window:
         """The window of this number."""
-        return self.window(number)
+        return self.read_window(number)
 
-    def window(self, number: int) -> Window:
+    def read_window(self, number: int) -> Window:
         """The conversations of a window, one after the other, and padding."""
-        assert 0 <= number < self.windows, (number, self.windows)
+        assert 0 <= number < self.num_windows, (number, self.num_windows)
         tokens = np.zeros(self.seq, np.int64)
-        targets = np.full(self.seq, IGNORE, np.int64)
+        targets = np.full(self.seq, IGNORE_INDEX, np.int64)
         positions, documents = np.arange(self.seq), np.zeros(self.seq, np.int64)
         at = 0
         mine = self._order[self._bounds[number] : self._bounds[number + 1]]
         for count, piece in enumerate(mine.tolist()):
-            size, more = int(self.pieces.lengths[piece]), int(self.pieces.follows[piece])
+            size, more = int(self.pieces.lengths[piece]), int(self.pieces.continues[piece])
             start = int(self.pieces.starts[piece])
-            read, mask = self.corpus.learned(np.arange(start, start + size + more))
+            read, mask = self.corpus.read_with_mask(np.arange(start, start + size + more))
             here = slice(at, at + size)
             tokens[here] = read[:size]
-            known = read[1:] if self.learn_all else np.where(mask[1:], read[1:], IGNORE)
+            known = read[1:] if self.learn_all else np.where(mask[1:], read[1:], IGNORE_INDEX)
             targets[at : at + len(known)] = known
             positions[here], documents[here] = np.arange(size), count
             at += size
         positions[at:], documents[at:] = np.arange(self.seq - at), len(mine)
-        if not self.packed:
+        if not self.document_mask:
             return Window(tokens, targets, np.arange(self.seq), np.zeros(self.seq, np.int64))
         return Window(tokens, targets, positions, documents)

@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ranvier.data.chat.conversation import conversation_of
-from ranvier.data.chat.tokenize import Chat, Learn
-from ranvier.data.checksums import DIGEST_BYTES, Sink
-from ranvier.data.indexed_dataset import PairWriter, part
-from ranvier.data.manifest import MASK, NAME, Manifest, Shard
-from ranvier.data.sources import Reader
+from ranvier.data.chat.conversation import parse_conversation
+from ranvier.data.chat.tokenize import ChatEncoder, Learn
+from ranvier.data.checksums import DIGEST_BYTES, ChecksumWriter
+from ranvier.data.indexed_dataset import IndexedDatasetBuilder, pair_file
+from ranvier.data.manifest import CORPUS_MANIFEST, MASK_SUFFIX, CorpusManifest, CorpusShard
+from ranvier.data.sources import DocumentReader
 from ranvier.data.tokenizer import Tokenizer
 from ranvier.errors import DataError, PlanError
 
-Progress = Callable[[int, int, int, int], None]
+PrepareProgress = Callable[[int, int, int, int], None]
 """Called with bytes done, bytes in all, documents and tokens so far."""
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 1 << 20
@@ -41,23 +41,23 @@ def document_hash(tokens: NDArray[Any]) -> int:
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 
 
-class Tally:
+class CorpusTally:
     """What is known of a corpus after its documents so far."""
 
     def __init__(self, tokenizer: str) -> None:
-        self.documents = self.tokens = 0
-        self.largest = -1
+        self.num_documents = self.num_tokens = 0
+        self.largest_token = -1
         self._state = hashlib.blake2b(tokenizer.encode(), digest_size=DIGEST_BYTES)
 
-    def add(self, tokens: NDArray[Any], mask: NDArray[np.bool_] | None = None) -> int:
+    def add_document(self, tokens: NDArray[Any], mask: NDArray[np.bool_] | None = None) -> int:
         """Count a document; its hash."""
         value = document_hash(tokens)
         if mask is not None:
             self._state.update(np.packbits(mask).tobytes())
-        self.documents += 1
-        self.tokens += len(tokens)
+        self.num_documents += 1
+        self.num_tokens += len(tokens)
         if len(tokens):
-            self.largest = max(self.largest, int(tokens.max()))
+            self.largest_token = max(self.largest_token, int(tokens.max()))
         self._state.update(len(tokens).to_bytes(8, "little") + value.to_bytes(8, "little"))
         return value
 
@@ -67,63 +67,69 @@ class Tally:
         return self._state.hexdigest()
 
 
-class Shards:
+class ShardWriter:
     """The shards of a folder being written."""
 
     def __init__(self, folder: Path, dtype: str, shard_tokens: int) -> None:
         self.folder, self.dtype, self.shard_tokens = folder, dtype, shard_tokens
-        self.done: list[Shard] = []
-        self._pair: PairWriter | None = None
+        self.finished_shards: list[CorpusShard] = []
+        self._builder: IndexedDatasetBuilder | None = None
         self._hashes: list[int] = []
-        self._masks: Sink | None = None
+        self._masks: ChecksumWriter | None = None
 
-    def add(self, tokens: NDArray[Any], value: int, mask: NDArray[np.bool_] | None = None) -> None:
+    def add_document(
+        self, tokens: NDArray[Any], value: int, mask: NDArray[np.bool_] | None = None
+    ) -> None:
         """Append a document; a full shard is closed before it."""
-        if self._pair is not None and self._pair.tokens + len(tokens) > self.shard_tokens:
+        if self._builder is not None and self._builder.num_tokens + len(tokens) > self.shard_tokens:
             self.close()
-        if self._pair is None:
-            self._pair = PairWriter(self.folder / f"shard-{len(self.done):05}", self.dtype)
-        self._pair.add(tokens)
+        if self._builder is None:
+            self._builder = IndexedDatasetBuilder(
+                self.folder / f"shard-{len(self.finished_shards):05}", self.dtype
+            )
+        self._builder.add_document(tokens)
         self._hashes.append(value)
         if mask is not None:
             if self._masks is None:
-                self._masks = Sink(part(self._pair.prefix, MASK))
+                self._masks = ChecksumWriter(pair_file(self._builder.prefix, MASK_SUFFIX))
             self._masks.write(mask.astype(np.uint8).tobytes())
 
     def close(self) -> None:
         """Finish the shard."""
-        if self._pair is None:
+        if self._builder is None:
             return
-        pair, self._pair = self._pair, None
+        pair, self._builder = self._builder, None
         name, stamps = pair.prefix.name, pair.close()
-        with Sink(part(pair.prefix, "hash")) as file:
+        with ChecksumWriter(pair_file(pair.prefix, "hash")) as file:
             file.write(np.array(self._hashes, "<u8").tobytes())
             stamps["hash"] = file.close()
         self._hashes = []
         if self._masks is not None:
-            stamps[MASK], self._masks = self._masks.close(), None
-        self.done.append(Shard(name, name, pair.documents, pair.tokens, stamps))
+            stamps[MASK_SUFFIX], self._masks = self._masks.close(), None
+        self.finished_shards.append(
+            CorpusShard(name, name, pair.num_documents, pair.num_tokens, stamps)
+        )
 
     def abandon(self) -> None:
         """Close the files of an unfinished shard."""
-        if self._pair is not None:
-            self._pair.abandon()
+        if self._builder is not None:
+            self._builder.abandon()
         if self._masks is not None:
             self._masks.close()
 
 
-def prepare(
+def prepare_corpus(
     inputs: Sequence[str | Path],
     out: str | Path,
     tokenizer: Tokenizer,
     *,
-    chat: Chat | None = None,
+    chat: ChatEncoder | None = None,
     learn: Learn = "answers",
     field: str = "text",
     max_bytes: int | None = None,
     shard_tokens: int = SHARD_TOKENS,
-    progress: Progress | None = None,
-) -> Manifest:
+    progress: PrepareProgress | None = None,
+) -> CorpusManifest:
     """Tokenize files, folders or "stdlib" into a corpus folder; its manifest.
 
     chat: for conversations, of which the tokens to `learn` are marked.
@@ -135,81 +141,89 @@ def prepare(
             "Name an input and a larger shard."
         )
     out = Path(out)
-    refuse_other(out)
-    readers = [Reader(path, field=field, max_bytes=max_bytes) for path in inputs]
-    with assembled(out) as folder:
-        shards = Shards(folder, "<u2" if tokenizer.vocab <= 65536 else "<i4", shard_tokens)
-        tally = Tally(tokenizer.fingerprint)
+    refuse_other_content(out)
+    readers = [DocumentReader(path, field=field, max_bytes=max_bytes) for path in inputs]
+    with assemble_folder(out) as folder:
+        shards = ShardWriter(
+            folder, "<u2" if tokenizer.vocab_size <= 65536 else "<i4", shard_tokens
+        )
+        tally = CorpusTally(tokenizer.fingerprint)
         try:
-            made_of = _texts if chat is None else partial(_conversations, chat=chat, learn=learn)
-            _tokenize(readers, made_of(readers, tokenizer), shards, tally, progress)
+            made_of = (
+                _tokenize_texts
+                if chat is None
+                else partial(_tokenize_conversations, chat=chat, learn=learn)
+            )
+            _write_documents(readers, made_of(readers, tokenizer), shards, tally, progress)
             shards.close()
         finally:
             shards.abandon()
         tokenizer.save(folder / "tokenizer.json")
         if chat is not None:
             chat.template.save(folder)
-        made = Manifest(
+        made = CorpusManifest(
             source=", ".join(reader.name for reader in readers),
             fingerprint=tally.fingerprint,
             tokenizer=tokenizer.fingerprint,
-            vocab=tokenizer.vocab,
-            end=tokenizer.end,
-            documents=tally.documents,
-            tokens=tally.tokens,
-            largest=tally.largest,
-            shards=shards.done,
+            vocab=tokenizer.vocab_size,
+            end=tokenizer.eos_token_id,
+            documents=tally.num_documents,
+            tokens=tally.num_tokens,
+            largest=tally.largest_token,
+            shards=shards.finished_shards,
             template="" if chat is None else chat.template.fingerprint,
             learn="all" if chat is None else learn,
         )
-        made.write(folder)
-        return publish(made, folder, out)
+        made.write_to(folder)
+        return publish_corpus(made, folder, out)
 
 
-Document = tuple[NDArray[Any], NDArray[np.bool_] | None]
+TokenizedDocument = tuple[NDArray[Any], NDArray[np.bool_] | None]
 
 
-def _tokenize(
-    readers: Sequence[Reader],
-    batches: Iterable[Iterable[Document]],
-    shards: Shards,
-    tally: Tally,
-    progress: Progress | None,
+def _write_documents(
+    readers: Sequence[DocumentReader],
+    batches: Iterable[Iterable[TokenizedDocument]],
+    shards: ShardWriter,
+    tally: CorpusTally,
+    progress: PrepareProgress | None,
 ) -> None:
-    total = sum(reader.total for reader in readers)
+    total = sum(reader.total_bytes for reader in readers)
     for documents in batches:
         for tokens, mask in documents:
-            shards.add(tokens, tally.add(tokens, mask), mask)
+            shards.add_document(tokens, tally.add_document(tokens, mask), mask)
         if progress is not None:
-            done = sum(reader.done for reader in readers)
-            progress(done, total, tally.documents, tally.tokens)
+            done = sum(reader.done_bytes for reader in readers)
+            progress(done, total, tally.num_documents, tally.num_tokens)
     if progress is not None:
-        progress(total, total, tally.documents, tally.tokens)
+        progress(total, total, tally.num_documents, tally.num_tokens)
 
 
-def _texts(readers: Sequence[Reader], tokenizer: Tokenizer) -> Iterator[list[Document]]:
+def _tokenize_texts(
+    readers: Sequence[DocumentReader], tokenizer: Tokenizer
+) -> Iterator[list[TokenizedDocument]]:
     """Tokens of texts, each with an end."""
-    end = np.array([tokenizer.end], np.uint32)
+    end = np.array([tokenizer.eos_token_id], np.uint32)
     for reader in readers:
-        for texts in _batches(reader):
+        for texts in _batch_texts(reader):
             yield [(np.concatenate([ids, end]), None) for ids in tokenizer.encode(texts)]
 
 
-def _conversations(
-    readers: Sequence[Reader], _: Tokenizer, *, chat: Chat, learn: Learn
-) -> Iterator[list[Document]]:
+def _tokenize_conversations(
+    readers: Sequence[DocumentReader], _: Tokenizer, *, chat: ChatEncoder, learn: Learn
+) -> Iterator[list[TokenizedDocument]]:
     """Tokens and masks of conversations, whose template ends them."""
     for reader in readers:
-        batch: list[Document] = []
-        for record, at in reader.records():
-            batch.append(chat.encode(conversation_of(record, at), learn))
+        batch: list[TokenizedDocument] = []
+        for record, at in reader.read_records():
+            batch.append(chat.encode(parse_conversation(record, at), learn))
             if len(batch) >= BATCH_DOCUMENTS:
                 yield batch
                 batch = []
         yield batch
 
 
-def _batches(texts: Iterator[str] | Reader) -> Iterator[list[str]]:
+def _batch_texts(texts: Iterator[str] | DocumentReader) -> Iterator[list[str]]:
     """Documents to encode at once: many, but not much text."""
     batch: list[str] = []
     size = 0
@@ -223,16 +237,18 @@ def _batches(texts: Iterator[str] | Reader) -> Iterator[list[str]]:
         yield batch
 
 
-def refuse_other(out: Path) -> None:
+def refuse_other_content(out: Path) -> None:
     """Refuse a target that holds anything but a corpus."""
     try:
         if "\0" in str(out):
             raise OSError(f"{str(out)!r} holds a NUL")
         taken = (
-            out.exists() and not (out / NAME).is_file() and (out.is_file() or any(out.iterdir()))
+            out.exists()
+            and not (out / CORPUS_MANIFEST).is_file()
+            and (out.is_file() or any(out.iterdir()))
         )
     except OSError as error:
-        raise _unwritable(out, error) from None
+        raise _write_error(out, error) from None
     if taken:
         raise DataError(
             f"{out} exists and is no prepared corpus. A corpus is written to a new or empty "
@@ -240,7 +256,7 @@ def refuse_other(out: Path) -> None:
         )
 
 
-def _unwritable(out: Path, error: OSError) -> DataError:
+def _write_error(out: Path, error: OSError) -> DataError:
     where = f" ({error.filename})" if error.filename else ""
     return DataError(
         f"{out} cannot be written: {error.strerror or error}{where}. A corpus is assembled beside "
@@ -249,7 +265,7 @@ def _unwritable(out: Path, error: OSError) -> DataError:
 
 
 @contextmanager
-def assembled(out: Path) -> Iterator[Path]:
+def assemble_folder(out: Path) -> Iterator[Path]:
     """A hidden folder beside `out` to write into; all that was made is removed if not renamed."""
     folder = out.absolute().with_name(f".{out.absolute().name}.{secrets.token_hex(4)}")
     missing = [above for above in folder.parents if not os.path.lexists(above)]
@@ -258,7 +274,7 @@ def assembled(out: Path) -> Iterator[Path]:
         folder.mkdir()
         yield folder
     except OSError as error:
-        raise _unwritable(out, error) from None
+        raise _write_error(out, error) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         # Folders made for it go too, the innermost first; one that holds something stays.
@@ -267,16 +283,16 @@ def assembled(out: Path) -> Iterator[Path]:
                 above.rmdir()
 
 
-def publish(made: Manifest, folder: Path, out: Path) -> Manifest:
+def publish_corpus(made: CorpusManifest, folder: Path, out: Path) -> CorpusManifest:
     """Rename a finished folder to `out`, unless it holds the same corpus already."""
     try:
         os.rename(folder, out)
         return made
     except OSError:
         # Not empty: a corpus from before, or from another process a moment ago.
-        if not (out / NAME).is_file():
+        if not (out / CORPUS_MANIFEST).is_file():
             raise
-    found = Manifest.read(out)
+    found = CorpusManifest.read_from(out)
     if found.fingerprint != made.fingerprint:
         raise DataError(
             f"{out} holds another corpus: fingerprint {found.fingerprint}, not {made.fingerprint}. "

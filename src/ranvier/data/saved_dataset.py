@@ -15,15 +15,15 @@ from typing import Any
 from ranvier.errors import DataError
 from ranvier.system import safe_files
 
-STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
-ARROW = ".arrow"
+STATE_FILE, INFO_FILE, SPLITS_FILE = "state.json", "dataset_info.json", "dataset_dict.json"
+ARROW_SUFFIX = ".arrow"
 
 
 def saved_files(folder: Path, names: Sequence[str]) -> list[Path] | None:
     """The arrow files of a saved dataset, in order; None: the folder is none. names: its files."""
-    if STATE not in names or not any(name.endswith(ARROW) for name in names):
+    if STATE_FILE not in names or not any(name.endswith(ARROW_SUFFIX) for name in names):
         return None
-    table = _table(folder / STATE)
+    table = _read_json_object(folder / STATE_FILE)
     listed = table.get("_data_files")
     if table.get("_indices_data_files"):
         raise DataError(
@@ -36,7 +36,8 @@ def saved_files(folder: Path, names: Sequence[str]) -> list[Path] | None:
     sound = [name for name in files if isinstance(name, str) and name in names]
     if not sound or len(sound) != len(each):
         raise DataError(
-            f"{folder / STATE} lists the files {listed!r:.120}. Each is the name of an arrow file "
+            f"{folder / STATE_FILE} lists the files {listed!r:.120}. Each is the name of an "
+            "arrow file "
             "beside it. Save the dataset again with save_to_disk(...)."
         )
     return [folder / name for name in sound]
@@ -44,12 +45,13 @@ def saved_files(folder: Path, names: Sequence[str]) -> list[Path] | None:
 
 def only_split(folder: Path, names: Sequence[str]) -> str | None:
     """The one split of a saved DatasetDict; None: the folder is none."""
-    if SPLITS not in names:
+    if SPLITS_FILE not in names:
         return None
-    splits = _table(folder / SPLITS).get("splits")
+    splits = _read_json_object(folder / SPLITS_FILE).get("splits")
     if not isinstance(splits, list) or not all(isinstance(one, str) for one in splits):
         raise DataError(
-            f"{folder / SPLITS} lists the splits {splits!r:.120}. They are names of folders beside "
+            f"{folder / SPLITS_FILE} lists the splits {splits!r:.120}. They are names of "
+            "folders beside "
             "it. Save the dataset again with save_to_disk(...)."
         )
     if len(splits) != 1:
@@ -64,11 +66,11 @@ def only_split(folder: Path, names: Sequence[str]) -> str | None:
 
 def metadata_files(names: Sequence[str]) -> set[str]:
     """Files of a folder that describe arrow files beside them and hold no rows."""
-    arrow = any(name.endswith(ARROW) for name in names)
-    return {STATE, INFO, SPLITS} if arrow or SPLITS in names else set()
+    arrow = any(name.endswith(ARROW_SUFFIX) for name in names)
+    return {STATE_FILE, INFO_FILE, SPLITS_FILE} if arrow or SPLITS_FILE in names else set()
 
 
-def _table(path: Path) -> dict[str, Any]:
+def _read_json_object(path: Path) -> dict[str, Any]:
     try:
         table = json.loads(safe_files.read_text(path))
         if not isinstance(table, dict):

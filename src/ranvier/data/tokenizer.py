@@ -24,8 +24,12 @@ from typing import Any
 import numpy as np
 
 from ranvier.data.checksums import digest_of
-from ranvier.data.sources import documents, imported
-from ranvier.data.tokenizer_config import config_of, save_config, tokens_of
+from ranvier.data.sources import import_optional, read_documents
+from ranvier.data.tokenizer_config import (
+    read_special_tokens,
+    read_tokenizer_config,
+    save_tokenizer_config,
+)
 from ranvier.errors import DataError, PlanError
 from ranvier.system import safe_files
 
@@ -33,14 +37,14 @@ STANDARD_VOCAB = 4096
 """Ids of the standard tokenizer."""
 STANDARD_BYTES = 4_000_000
 """How much of the standard library it is trained on."""
-END = "<|end|>"
-ENDS = (END, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+END_TOKEN = "<|end|>"
+END_TOKENS = (END_TOKEN, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 """Names of the token that ends a document, in the order in which they are looked for, where the
 files beside a tokenizer.json name none."""
-NAMES = ("bytes", "standard")
-LIMIT = 2**31
+TOKENIZER_NAMES = ("bytes", "standard")
+ID_LIMIT = 2**31
 """Ids of a tokenizer, at most: tokens are stored in 32 bits with a sign."""
-TRAINED = (257, 2**20)
+TRAINED_VOCAB_RANGE = (257, 2**20)
 """Ids of a tokenizer that is trained: the bytes and an end, and what fits in memory."""
 
 
@@ -48,56 +52,60 @@ TRAINED = (257, 2**20)
 class Tokenizer:
     """A `tokenizer.json` and what is known of it without the library that runs it."""
 
-    text: str
-    vocab: int
+    json_text: str
+    vocab_size: int
     """Number of ids: the largest and one."""
-    end: int
+    eos_token_id: int
     """Id of the token that ends a document."""
 
     @cached_property
     def fingerprint(self) -> str:
         """The digest of the canonical JSON."""
-        return fingerprint_of(self.text)
+        return fingerprint_of(self.json_text)
 
     @cached_property
-    def told(self) -> str:
+    def explicit_end_name(self) -> str:
         """The name of the end where the JSON alone would not give it; else empty."""
-        return "" if _end(self._numbers) == self.end else self.names.get(self.end, "")
+        return (
+            ""
+            if _find_end(self._ids_by_token) == self.eos_token_id
+            else self.token_names.get(self.eos_token_id, "")
+        )
 
     @cached_property
-    def names(self) -> dict[int, str]:
+    def token_names(self) -> dict[int, str]:
         """Tokens by their id, as the JSON writes them."""
-        return {i: name for name, i in self._numbers.items()}
+        return {i: name for name, i in self._ids_by_token.items()}
 
     @cached_property
-    def _numbers(self) -> dict[str, int]:
-        return _ids(json.loads(self.text))
+    def _ids_by_token(self) -> dict[str, int]:
+        return _parse_token_ids(json.loads(self.json_text))
 
     @cached_property
-    def specials(self) -> dict[str, int]:
+    def special_token_ids(self) -> dict[str, int]:
         """Ids of the special tokens: those that templates write, but no text."""
-        added = json.loads(self.text).get("added_tokens") or []
+        added = json.loads(self.json_text).get("added_tokens") or []
         return {one["content"]: one["id"] for one in added if one.get("special")}
 
     @cached_property
-    def _library(self) -> Any:
-        made = self._made()
+    def _text_library(self) -> Any:
+        made = self._build_library()
         made.encode_special_tokens = True
         return made
 
     @cached_property
-    def _written(self) -> Any:
+    def _template_library(self) -> Any:
         """The library for what a template has written: special tokens in it are such."""
-        made = self._made()
+        made = self._build_library()
         made.encode_special_tokens = False
         # It only adds tokens, which templates write themselves, and cuts spaces from offsets.
         made.post_processor = None
         return made
 
-    def _made(self) -> Any:
+    def _build_library(self) -> Any:
         try:
-            made = imported("tokenizers", "encoding and decoding text").Tokenizer.from_str(
-                self.text
+            made = import_optional("tokenizers", "encoding and decoding text").Tokenizer.from_str(
+                self.json_text
             )
         except DataError:
             raise
@@ -115,9 +123,9 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of each text, without an end."""
-        clean = [whole(text) for text in texts]
+        clean = [repair_surrogates(text) for text in texts]
         with self._named_errors():
-            rows = self._library.encode_batch_fast(clean, add_special_tokens=False)
+            rows = self._text_library.encode_batch_fast(clean, add_special_tokens=False)
         return [np.array(row.ids, dtype=np.uint32) for row in rows]
 
     @contextmanager
@@ -135,48 +143,55 @@ class Tokenizer:
                 "take any text. Use another one, or one with a token for unknown words."
             ) from None
 
-    def placed(self, text: str, *, special: bool) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_with_offsets(
+        self, text: str, *, special: bool
+    ) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of a text and the characters of each; special: special tokens in it are such."""
-        made = self._written
+        made = self._template_library
         made.encode_special_tokens = not special
         with self._named_errors():
             row = made.encode(text, add_special_tokens=False)
         return row.ids, row.offsets
 
-    def shown(self, ids: Iterable[int]) -> str:
+    def decode_with_specials(self, ids: Iterable[int]) -> str:
         """The text of ids with special tokens."""
-        text: str = self._library.decode([int(i) for i in ids], skip_special_tokens=False)
+        text: str = self._text_library.decode([int(i) for i in ids], skip_special_tokens=False)
         return text
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; special tokens are left out."""
-        text: str = self._library.decode([int(i) for i in ids], skip_special_tokens=True)
+        text: str = self._text_library.decode([int(i) for i in ids], skip_special_tokens=True)
         return text
 
-    def name(self, token: int) -> str:
+    def token_name(self, token: int) -> str:
         """How the tokenizer.json writes a token."""
-        found: str | None = self._library.id_to_token(token)
+        found: str | None = self._text_library.id_to_token(token)
         return found or ""
 
     def save(self, path: Path) -> None:
         """Write the tokenizer.json, at once or not at all; where needed its end beside it."""
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(self.text, encoding="utf-8")
+        temporary.write_text(self.json_text, encoding="utf-8")
         os.replace(temporary, path)
-        name = self.names.get(self.end)
-        if name is not None and _end(self._numbers, _eos(path)) != self.end:
-            save_config(path.parent, {**config_of(path.parent), "eos_token": name})
+        name = self.token_names.get(self.eos_token_id)
+        if (
+            name is not None
+            and _find_end(self._ids_by_token, _read_eos_token(path)) != self.eos_token_id
+        ):
+            save_tokenizer_config(
+                path.parent, {**read_tokenizer_config(path.parent), "eos_token": name}
+            )
 
 
-class Bytes(Tokenizer):
+class ByteTokenizer(Tokenizer):
     """The bytes of UTF-8 and an end."""
 
     def __init__(self) -> None:
-        super().__init__(_canonical(_bytes_json()), 257, 256)
+        super().__init__(_canonical_json(_bytes_json()), 257, 256)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The bytes of each text, without an end."""
-        raw = (whole(text).encode() for text in texts)
+        raw = (repair_surrogates(text).encode() for text in texts)
         return [np.frombuffer(one, dtype=np.uint8).astype(np.uint32) for one in raw]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -184,7 +199,7 @@ class Bytes(Tokenizer):
         return bytes(i for i in map(int, ids) if 0 <= i < 256).decode(errors="replace")
 
 
-def whole(text: str) -> str:
+def repair_surrogates(text: str) -> str:
     """The text with halves of surrogate pairs joined or replaced: they have no UTF-8."""
     try:
         text.encode()
@@ -195,42 +210,43 @@ def whole(text: str) -> str:
 
 def fingerprint_of(text: str) -> str:
     """The digest of the canonical form of a JSON; a ValueError or RecursionError if it is none."""
-    return digest_of(_canonical(json.loads(text)))
+    return digest_of(_canonical_json(json.loads(text)))
 
 
-def tokenizer_of(name: str | Path, cache: Path) -> Tokenizer:
+def load_tokenizer(name: str | Path, cache: Path) -> Tokenizer:
     """The tokenizer of a name: bytes, standard, or the path of a tokenizer.json or its folder."""
     if name == "bytes":
-        return Bytes()
+        return ByteTokenizer()
     if name == "standard":
-        return _standard(cache)
+        return _standard_tokenizer(cache)
     path = Path(name) / "tokenizer.json" if os.path.isdir(name) else Path(name)
     try:
-        text = safe_files.read_text(path, limit=safe_files.limit_of("tokenizer.json"))
+        text = safe_files.read_text(path, limit=safe_files.size_limit("tokenizer.json"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        near = difflib.get_close_matches(str(name), NAMES, n=1)
+        near = difflib.get_close_matches(str(name), TOKENIZER_NAMES, n=1)
         remedy = f"Did you mean {near[0]!r}?" if near else "Check the path."
         raise DataError(
             f"The tokenizer {str(name)!r} cannot be read: {str(path)!r}: {reason}. A tokenizer is "
             f"'bytes', 'standard', a tokenizer.json or a folder that holds one. {remedy}"
         ) from None
-    return parsed(text, str(path), end=_eos(path))
+    return parse_tokenizer(text, str(path), end=_read_eos_token(path))
 
 
-def parsed(text: str, origin: str, *, end: str | int = "") -> Tokenizer:
+def parse_tokenizer(text: str, origin: str, *, end: str | int = "") -> Tokenizer:
     """The tokenizer of a tokenizer.json; `origin` names it in messages.
 
     end: name or id of its end, where it is known and among the tokens.
     """
-    content, ids = _read(text, origin)
-    if _canonical(content) == Bytes().text:
-        return Bytes()
-    known = _end(ids, end)
+    content, ids = _parse_json(text, origin)
+    if _canonical_json(content) == ByteTokenizer().json_text:
+        return ByteTokenizer()
+    known = _find_end(ids, end)
     if known is None:
         raise DataError(
             f"{origin} has {len(ids)} tokens, none of which ends a document. It is the eos_token "
-            f"of tokenizer_config.json beside it, else one of {', '.join(ENDS)}. Name it there."
+            f"of tokenizer_config.json beside it, else one of {', '.join(END_TOKENS)}. Name it "
+            "there."
         )
     return Tokenizer(text, max(ids.values()) + 1, known)
 
@@ -244,10 +260,10 @@ def check_tokenizer(path: Path, vocab: int) -> list[str]:
         text = safe_files.read_text(path)
     except UnicodeDecodeError:
         raise DataError(f"{path} is not UTF-8. A tokenizer.json is. Copy it again.") from None
-    _, ids = _read(text, str(path))
+    _, ids = _parse_json(text, str(path))
     largest = max(ids.values(), default=-1)
     try:
-        Tokenizer(text, largest + 1, 0)._library.encode("a b", add_special_tokens=False)
+        Tokenizer(text, largest + 1, 0)._text_library.encode("a b", add_special_tokens=False)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
     except Exception:  # not every tokenizer knows every word
@@ -259,18 +275,18 @@ def check_tokenizer(path: Path, vocab: int) -> list[str]:
             f"{path} breaks the tokenizers library: {error!s:.200}. Use a file that it has saved."
         ) from None
     lines = []
-    if _end(ids, _eos(path)) is None:
+    if _find_end(ids, _read_eos_token(path)) is None:
         lines.append(f"{path.name} names no token that ends a document: see data.tokenizer")
     if largest >= vocab:
         lines.append(f"{path.name} has ids up to {largest}, but the model knows {vocab} tokens")
     return lines
 
 
-def _read(text: str, origin: str) -> tuple[Any, dict[str, int]]:
+def _parse_json(text: str, origin: str) -> tuple[Any, dict[str, int]]:
     """The content of a tokenizer.json, and the id of each token."""
     try:
         content = json.loads(text)
-        return content, _ids(content)
+        return content, _parse_token_ids(content)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"{origin} is no tokenizer.json: {type(error).__name__}: {error!s:.200}. It must be "
@@ -283,20 +299,20 @@ def _is_library_error(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def _eos(path: Path) -> str:
+def _read_eos_token(path: Path) -> str:
     """The end that the files beside a tokenizer.json name; empty if they name none."""
     folder = path.parent if path.name == "tokenizer.json" else None
-    return tokens_of(folder).get("eos_token", "")
+    return read_special_tokens(folder).get("eos_token", "")
 
 
-def _end(ids: dict[str, int], end: str | int = "") -> int | None:
+def _find_end(ids: dict[str, int], end: str | int = "") -> int | None:
     """The token of a name or id, if there is one, else the first that usually ends a document."""
     if isinstance(end, int):
-        return end if end in ids.values() else _end(ids)
-    return next((ids[name] for name in (end, *ENDS) if name and name in ids), None)
+        return end if end in ids.values() else _find_end(ids)
+    return next((ids[name] for name in (end, *END_TOKENS) if name and name in ids), None)
 
 
-def _ids(content: Any) -> dict[str, int]:
+def _parse_token_ids(content: Any) -> dict[str, int]:
     """Id of each token."""
     vocab = content["model"]["vocab"]
     if isinstance(vocab, list):  # Unigram: pieces with their scores
@@ -304,35 +320,38 @@ def _ids(content: Any) -> dict[str, int]:
     added = {one["content"]: one["id"] for one in content.get("added_tokens") or []}
     ids: dict[str, int] = vocab | added
     for name, i in ids.items():
-        if type(i) is not int or not 0 <= i < LIMIT:
+        if type(i) is not int or not 0 <= i < ID_LIMIT:
             raise ValueError(f"the id of {name!r:.80} is {i!r:.80}, not 0 or more and below 2^31")
     return ids
 
 
-def trained(texts: Iterable[str], vocab: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
     """A byte-level BPE of at most `vocab` ids, learnt from texts; equal texts make it equal."""
-    if not TRAINED[0] <= vocab <= TRAINED[1]:
+    if not TRAINED_VOCAB_RANGE[0] <= vocab <= TRAINED_VOCAB_RANGE[1]:
         raise PlanError(
             f"A tokenizer of {vocab} ids cannot be trained. The 256 bytes and the end of a "
-            f"document need one each, and more than 2^20 no memory holds. Use {TRAINED[0]} to "
-            f"{TRAINED[1]}, such as {STANDARD_VOCAB}."
+            "document need one each, and more than 2^20 no memory holds. Use "
+            f"{TRAINED_VOCAB_RANGE[0]} to "
+            f"{TRAINED_VOCAB_RANGE[1]}, such as {STANDARD_VOCAB}."
         )
-    tokenizers = imported("tokenizers", "training a tokenizer (the tokenizer 'bytes' needs none)")
+    tokenizers = import_optional(
+        "tokenizers", "training a tokenizer (the tokenizer 'bytes' needs none)"
+    )
     level = tokenizers.pre_tokenizers.ByteLevel
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = level(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab,
-        special_tokens=[END],
+        special_tokens=[END_TOKEN],
         initial_alphabet=sorted(level.alphabet()),
         show_progress=False,
     )
-    _train(made, trainer, texts)
-    return parsed(made.to_str(), "The trained tokenizer")
+    _run_trainer(made, trainer, texts)
+    return parse_tokenizer(made.to_str(), "The trained tokenizer")
 
 
-def _train(made: Any, trainer: Any, texts: Iterable[str]) -> None:
+def _run_trainer(made: Any, trainer: Any, texts: Iterable[str]) -> None:
     """Run the library's trainer beside this thread: it looks at no signal before its end."""
     stopped, done = threading.Event(), threading.Event()
     failed: list[BaseException] = []
@@ -341,7 +360,7 @@ def _train(made: Any, trainer: Any, texts: Iterable[str]) -> None:
         for text in texts:
             if stopped.is_set():
                 raise InterruptedError("the training was stopped")
-            yield whole(text)
+            yield repair_surrogates(text)
 
     def work() -> None:
         try:
@@ -366,18 +385,18 @@ def _train(made: Any, trainer: Any, texts: Iterable[str]) -> None:
         raise failed[0]
 
 
-def _standard(cache: Path) -> Tokenizer:
+def _standard_tokenizer(cache: Path) -> Tokenizer:
     """The tokenizer trained on the standard library, from the cache or into it."""
-    texts = list(documents("stdlib", max_bytes=STANDARD_BYTES))
+    texts = list(read_documents("stdlib", max_bytes=STANDARD_BYTES))
     digest = digest_of(str(STANDARD_VOCAB), *texts)
     path = cache / f"tokenizer-{platform.python_version()}-{digest[:16]}.json"
     try:
-        found = tokenizer_of(path, cache)
-        if found.vocab == STANDARD_VOCAB:
+        found = load_tokenizer(path, cache)
+        if found.vocab_size == STANDARD_VOCAB:
             return found
     except DataError:
         pass  # not there or damaged: made again
-    made = trained(texts, STANDARD_VOCAB)
+    made = train_tokenizer(texts, STANDARD_VOCAB)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         made.save(path)
@@ -389,7 +408,7 @@ def _standard(cache: Path) -> Tokenizer:
     return made
 
 
-def _canonical(content: Any) -> str:
+def _canonical_json(content: Any) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
@@ -400,7 +419,7 @@ def _bytes_json() -> dict[str, Any]:
     others = [b for b in range(256) if b not in printable]
     letters = {b: b for b in printable} | {b: 256 + i for i, b in enumerate(others)}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    end = {"id": 256, "content": END, "special": True, "normalized": False}
+    end = {"id": 256, "content": END_TOKEN, "special": True, "normalized": False}
     return {
         "version": "1.0",
         "truncation": None,
@@ -412,7 +431,7 @@ def _bytes_json() -> dict[str, Any]:
         "decoder": level | {"use_regex": False},
         "model": {
             "type": "BPE",
-            "vocab": {chr(letters[b]): b for b in range(256)} | {END: 256},
+            "vocab": {chr(letters[b]): b for b in range(256)} | {END_TOKEN: 256},
             "merges": [],
         },
     }

@@ -15,11 +15,11 @@ from typing import Any
 from ranvier.errors import DataError
 from ranvier.system import safe_files
 
-CONFIG = "tokenizer_config.json"
-SPECIAL = "special_tokens_map.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 
 
-def read(path: Path) -> str:
+def read_tokenizer_file(path: Path) -> str:
     """The text of a file of a tokenizer."""
     try:
         return safe_files.read_text(path)
@@ -31,13 +31,13 @@ def read(path: Path) -> str:
         ) from None
 
 
-def config_of(folder: Path | None, name: str = CONFIG) -> dict[str, Any]:
+def read_tokenizer_config(folder: Path | None, name: str = TOKENIZER_CONFIG) -> dict[str, Any]:
     """The JSON object of a file of a tokenizer; empty if it is not there."""
     path = None if folder is None else folder / name
     if path is None or not os.path.lexists(path):
         return {}
     try:
-        content = json.loads(read(path))
+        content = json.loads(read_tokenizer_file(path))
         if not isinstance(content, dict):
             raise TypeError(f"a {type(content).__name__}")
     except (ValueError, TypeError, RecursionError) as error:
@@ -48,20 +48,22 @@ def config_of(folder: Path | None, name: str = CONFIG) -> dict[str, Any]:
     return content
 
 
-def tokens_of(folder: Path | None) -> dict[str, str]:
+def read_special_tokens(folder: Path | None) -> dict[str, str]:
     """Special tokens by the names that the files of a folder have for them."""
-    return _tokens(config_of(folder, SPECIAL)) | _tokens(config_of(folder))
+    return _parse_special_tokens(
+        read_tokenizer_config(folder, SPECIAL_TOKENS_MAP)
+    ) | _parse_special_tokens(read_tokenizer_config(folder))
 
 
-def save_config(folder: Path, content: Mapping[str, Any]) -> None:
+def save_tokenizer_config(folder: Path, content: Mapping[str, Any]) -> None:
     """Write a tokenizer_config.json, at once or not at all."""
-    temporary = folder / f".{CONFIG}.{os.getpid()}"
+    temporary = folder / f".{TOKENIZER_CONFIG}.{os.getpid()}"
     text = json.dumps(content, indent=1, sort_keys=True)
     temporary.write_text(text + "\n", encoding="utf-8")
-    os.replace(temporary, folder / CONFIG)
+    os.replace(temporary, folder / TOKENIZER_CONFIG)
 
 
-def _tokens(content: Mapping[str, Any]) -> dict[str, str]:
+def _parse_special_tokens(content: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens by name: texts, or objects with one."""
     extra = content.get("extra_special_tokens")
     values = {**content, **(extra if isinstance(extra, dict) else {})}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ranvier.nn.cross_entropy import IGNORE
+from ranvier.nn.cross_entropy import IGNORE_INDEX
 
 Ints = NDArray[np.int64]
 
@@ -25,7 +25,7 @@ class Window:
     """Number of the document in this window."""
 
     @classmethod
-    def blank(cls, seq: int) -> Window:
+    def without_targets(cls, seq: int) -> Window:
         """A window without any target."""
         zeros = np.zeros(seq, np.int64)
-        return cls(zeros, np.full(seq, IGNORE, np.int64), np.arange(seq), zeros)
+        return cls(zeros, np.full(seq, IGNORE_INDEX, np.int64), np.arange(seq), zeros)

@@ -10,7 +10,7 @@ from typing import Any
 from ranvier.errors import DataError
 
 
-def objects(path: Path, what: str) -> Iterator[tuple[int, str, Any]]:
+def read_json_lines(path: Path, what: str) -> Iterator[tuple[int, str, Any]]:
     """Number, text and value of each line that is not empty; None for what is no JSON.
 
     what: what the lines are, for the error if they cannot be read.

@@ -13,38 +13,38 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ranvier.config.arguments import Eval
-from ranvier.config.sections import nearest
+from ranvier.config.arguments import EvalOptions
+from ranvier.config.sections import suggest_nearest
 from ranvier.errors import DataError, PlanError
-from ranvier.eval.model_server import Served, Wish
+from ranvier.eval.model_server import GenerationConfig, ModelServer
 
-LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+MAX_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the largest number of tokens to say, in the order in which they count."""
-USUAL = 256
+DEFAULT_MAX_TOKENS = 256
 """Tokens to say where a task does not tell."""
-DRAWS = 1000
+BOOTSTRAP_ITERS = 1000
 """Resamples of the examples from which the spread of a metric without a formula is estimated."""
 
 
-def evaluated(
-    served: Served, wanted: Eval, length: int, *, manager: Any | None = None
+def evaluate_tasks(
+    served: ModelServer, wanted: EvalOptions, length: int, *, manager: Any | None = None
 ) -> dict[str, Any]:
     """The results of tasks by task and metric; length: most tokens that the model looks at.
 
     manager: what `manager_of` has found.
     """
-    check()
+    check_installed()
     from lm_eval import evaluator
 
     try:
-        with _in_one_process():
+        with _bootstrap_in_process():
             found = evaluator.simple_evaluate(
-                model=model_of(served, length),
-                tasks=list(names_of(wanted)),
-                task_manager=manager_of(wanted) if manager is None else manager,
+                model=build_harness_model(served, length),
+                tasks=list(task_names(wanted)),
+                task_manager=build_task_manager(wanted) if manager is None else manager,
                 limit=wanted.limit or None,
                 num_fewshot=None if wanted.fewshot < 0 else wanted.fewshot,
-                bootstrap_iters=DRAWS,
+                bootstrap_iters=BOOTSTRAP_ITERS,
                 log_samples=False,
                 random_seed=wanted.seed,
                 numpy_random_seed=wanted.seed,
@@ -52,10 +52,10 @@ def evaluated(
                 fewshot_random_seed=1234 + wanted.seed,
             )
     except OSError as error:
-        raise _unreachable(wanted, error) from error
+        raise _data_error(wanted, error) from error
     except Exception as error:
         if type(error).__module__.partition(".")[0] in ("datasets", "huggingface_hub", "httpx"):
-            raise _unreachable(wanted, error) from error
+            raise _data_error(wanted, error) from error
         raise
     return {
         name: {
@@ -68,7 +68,7 @@ def evaluated(
 
 
 @contextmanager
-def _in_one_process() -> Iterator[None]:
+def _bootstrap_in_process() -> Iterator[None]:
     """Have the package resample here.
 
     Its own way forks as many processes as there are cores: a rank may have none (it is a daemon),
@@ -77,14 +77,16 @@ def _in_one_process() -> Iterator[None]:
     from lm_eval.api import metrics
 
     usual = metrics.bootstrap_stderr
-    metrics.bootstrap_stderr = _spread
+    metrics.bootstrap_stderr = _bootstrap_stderr
     try:
         yield
     finally:
         metrics.bootstrap_stderr = usual
 
 
-def _spread(metric: Callable[[Sequence[Any]], float], values: Sequence[Any], iters: int) -> float:
+def _bootstrap_stderr(
+    metric: Callable[[Sequence[Any]], float], values: Sequence[Any], iters: int
+) -> float:
     """Standard deviation of a metric over resamples of its values; the package's first draws."""
     from lm_eval.api.metrics import sample_stddev
 
@@ -95,7 +97,7 @@ def _spread(metric: Callable[[Sequence[Any]], float], values: Sequence[Any], ite
     return float(sample_stddev(found))
 
 
-def check() -> None:
+def check_installed() -> None:
     """Refuse to go on without the package."""
     if importlib.util.find_spec("lm_eval") is None:
         raise PlanError(
@@ -104,28 +106,28 @@ def check() -> None:
         )
 
 
-def names_of(wanted: Eval) -> tuple[str, ...]:
+def task_names(wanted: EvalOptions) -> tuple[str, ...]:
     """The tasks that are asked for."""
     return tuple(filter(None, (name.strip() for name in wanted.tasks.split(","))))
 
 
-def manager_of(wanted: Eval) -> Any:
+def build_task_manager(wanted: EvalOptions) -> Any:
     """What knows the tasks; the many of the package are looked at only if they are needed."""
-    check()
+    check_installed()
     from lm_eval.tasks import TaskManager
 
     if wanted.include:
         own = TaskManager(include_path=wanted.include, include_defaults=False)
-        if all(own.match_tasks([name]) for name in names_of(wanted)):
+        if all(own.match_tasks([name]) for name in task_names(wanted)):
             return own
     manager = TaskManager(include_path=wanted.include or None)
-    unknown = [name for name in names_of(wanted) if not manager.match_tasks([name])]
+    unknown = [name for name in task_names(wanted) if not manager.match_tasks([name])]
     if unknown:
         known = manager.all_tasks
         where = f" or {wanted.include}" if wanted.include else ""
         raise PlanError(
             [
-                f"tasks: {name!r} is not known.{nearest(name, known)} A task is one of the "
+                f"tasks: {name!r} is not known.{suggest_nearest(name, known)} A task is one of the "
                 f"{len(known)} of lm-evaluation-harness{where}. Name one, or give --include DIR "
                 "with your own."
                 for name in unknown
@@ -134,53 +136,54 @@ def manager_of(wanted: Eval) -> Any:
     return manager
 
 
-def _unreachable(wanted: Eval, error: Exception) -> DataError:
+def _data_error(wanted: EvalOptions, error: Exception) -> DataError:
     said = (str(error).strip().splitlines() or [""])[0][:300]
     return DataError(
-        f"The data of {', '.join(names_of(wanted))} cannot be had: {type(error).__name__}: {said}. "
+        f"The data of {', '.join(task_names(wanted))} cannot be had: {type(error).__name__}: "
+        f"{said}. "
         "Most tasks fetch it when they are first used. Run once where there is a network, or give "
         "--include DIR with tasks on local files."
     )
 
 
-def model_of(served: Served, length: int) -> Any:
+def build_harness_model(served: ModelServer, length: int) -> Any:
     """The model as the harness wants it."""
     from lm_eval.api.model import TemplateLM
 
-    class Model(Asked, TemplateLM):  # type: ignore[misc]
+    class Model(HarnessModel, TemplateLM):  # type: ignore[misc]
         """Methods are ours, pairs of context and continuation the harness's."""
 
     return Model(served, length)
 
 
-class Asked:
+class HarnessModel:
     """What the harness asks a model."""
 
-    def __init__(self, served: Served, length: int) -> None:
+    def __init__(self, served: ModelServer, length: int) -> None:
         super().__init__()
-        self.served, self.max_length = served, length
+        self.server, self.max_length = served, length
 
     @property
     def eot_token_id(self) -> int:
         """The token that ends a text."""
-        return self.served.words.end
+        return self.server.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
         """The token before a text that nothing else is before."""
-        return self.served.words.prefix
+        return self.server.tokenizer.prefix_token_id
 
     @property
     def tokenizer_name(self) -> str:
         """What answers that are kept are known by."""
-        return self.served.words.tokenizer.fingerprint
+        return self.server.tokenizer.run_tokenizer.fingerprint
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_more: Any
     ) -> list[int]:
         """The tokens of a text; one that begins with the first token gets no second one."""
-        words = self.served.words
-        begins = string.startswith(words.name(words.prefix))
+        words = self.server.tokenizer
+        begins = string.startswith(words.token_name(words.prefix_token_id))
         special = not begins if add_special_tokens is None else add_special_tokens
         return words.encode(string, special=special)
 
@@ -196,9 +199,9 @@ class Asked:
             )
         wholes = [(known + answer)[-(self.max_length + 1) :] for _, known, answer in requests]
         found = []
-        for (_, _, answer), one in zip(requests, self.served.score(wholes), strict=True):
-            mine = slice(len(one.log) - len(answer), None)
-            found.append((float(one.log[mine].sum()), bool(one.greedy[mine].all())))
+        for (_, _, answer), one in zip(requests, self.server.score_sequences(wholes), strict=True):
+            mine = slice(len(one.logprobs) - len(answer), None)
+            found.append((float(one.logprobs[mine].sum()), bool(one.is_greedy[mine].all())))
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_more: Any) -> list[float]:
@@ -221,31 +224,32 @@ class Asked:
 
     def generate_until(self, requests: Sequence[Any], **_more: Any) -> list[str]:
         """The text that follows each context, cut before what stops it."""
-        groups: dict[Wish, list[int]] = {}
+        groups: dict[GenerationConfig, list[int]] = {}
         for number, request in enumerate(requests):
-            groups.setdefault(self.wish(request.args[1]), []).append(number)
+            groups.setdefault(self.parse_generation_kwargs(request.args[1]), []).append(number)
         found: dict[int, str] = {}
         for wish, numbers in groups.items():
-            room = self.max_length - wish.count
+            room = self.max_length - wish.max_new_tokens
             if room < 1:
                 raise PlanError(
-                    f"A task wants {wish.count} tokens, but the model looks at {self.max_length}. "
+                    f"A task wants {wish.max_new_tokens} tokens, but the model looks at "
+                    f"{self.max_length}. "
                     "Both the context and these must fit. Use a larger --length, or a smaller "
                     "max_gen_toks in the task."
                 )
             prompts = [self.tok_encode(requests[i].args[0])[-room:] for i in numbers]
             prompts = [prompt or [self.prefix_token_id] for prompt in prompts]
-            found |= zip(numbers, self.served.generate(prompts, wish), strict=True)
+            found |= zip(numbers, self.server.generate(prompts, wish), strict=True)
         return [found[number] for number in range(len(requests))]
 
-    def wish(self, settings: Mapping[str, Any]) -> Wish:
+    def parse_generation_kwargs(self, settings: Mapping[str, Any]) -> GenerationConfig:
         """How a task wants its texts; what cannot be done is refused."""
         rest = dict(settings)
         until = rest.pop("until", None) or []
         stops = [until] if isinstance(until, str) else list(until)
-        end = self.served.words.name(self.eot_token_id)
-        counts = [rest.pop(name, None) for name in LIMITS]
-        count = next((int(n) for n in counts if n is not None), USUAL)
+        end = self.server.tokenizer.token_name(self.eot_token_id)
+        counts = [rest.pop(name, None) for name in MAX_TOKENS_KEYS]
+        count = next((int(n) for n in counts if n is not None), DEFAULT_MAX_TOKENS)
         sampled = bool(rest.pop("do_sample", False))
         temperature = float(rest.pop("temperature", 1.0) or 0.0)
         top_k, top_p = int(rest.pop("top_k", 0) or 0), float(rest.pop("top_p", 1.0) or 1.0)
@@ -253,10 +257,10 @@ class Asked:
         if unknown:
             raise PlanError(
                 f"A task wants texts made with {unknown}. Known are until, do_sample, temperature, "
-                f"top_k, top_p and {LIMITS[0]}. Change the task."
+                f"top_k, top_p and {MAX_TOKENS_KEYS[0]}. Change the task."
             )
-        return Wish(
-            count=count,
+        return GenerationConfig(
+            max_new_tokens=count,
             stops=(*stops, *([] if end in stops else [end])),
             temperature=temperature if sampled else 0.0,
             top_k=top_k,

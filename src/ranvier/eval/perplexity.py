@@ -17,18 +17,18 @@ from itertools import islice
 
 import numpy as np
 
-from ranvier.data.corpus import Corpus, Part
+from ranvier.data.corpus import Corpus, CorpusSplit
 from ranvier.errors import DataError
-from ranvier.eval.model_server import Served
-from ranvier.infer.logprobs import together_of
-from ranvier.parallel.parallelize import parallel_of
+from ranvier.eval.model_server import ModelServer
+from ranvier.infer.logprobs import sequences_per_round
+from ranvier.parallel.parallelize import get_parallel_model
 
-ROUNDS = 64
+READ_AHEAD_ROUNDS = 64
 """Windows that are known at once, in as many as all ranks take at once."""
 
 
 @dataclass(frozen=True)
-class Worth:
+class PerplexityResult:
     """What a corpus is worth."""
 
     documents: int
@@ -55,17 +55,17 @@ class Worth:
         return self.nats / math.log(2.0) / self.bytes if self.bytes else None
 
 
-def worth(
-    served: Served, corpus: Corpus, *, seq: int, stride: int = 0, held_out: float = 0.0
-) -> Worth:
+def compute_perplexity(
+    served: ModelServer, corpus: Corpus, *, seq: int, stride: int = 0, held_out: float = 0.0
+) -> PerplexityResult:
     """What the documents of a corpus are worth; stride 0: seq. Of conversations what is learnt.
 
     held_out: of which share of the documents, those that training keeps aside; 0: all.
     Communicates: as `Served.score`.
     """
-    part: Part = "held_out" if held_out > 0.0 else "train"
-    chosen = corpus.chosen(held_out, part)
-    if not (corpus.lengths[chosen] > 1).any():
+    part: CorpusSplit = "held_out" if held_out > 0.0 else "train"
+    chosen = corpus.select_documents(held_out, part)
+    if not (corpus.document_lengths[chosen] > 1).any():
         aside = " that is held out" if held_out > 0.0 else ""
         raise DataError(
             f"{corpus.manifest.source} has no document with two tokens{aside}. A token is "
@@ -74,22 +74,24 @@ def worth(
     terms, tokens, known = [], 0, 0
     todo = (
         (window, first, heard[start + 1 : start + len(window)])
-        for one, heard in _documents(corpus, chosen)
-        for start, window, first in windows(one, seq, stride)
+        for one, heard in _read_documents(corpus, chosen)
+        for start, window, first in split_into_windows(one, seq, stride)
     )
-    size = ROUNDS * together_of(parallel_of(served.model), served.batch)
+    size = READ_AHEAD_ROUNDS * sequences_per_round(get_parallel_model(served.model), served.batch)
     while some := list(islice(todo, size)):
         for found, (_, first, heard) in zip(
-            served.score([window for window, *_ in some]), some, strict=True
+            served.score_sequences([window for window, *_ in some]), some, strict=True
         ):
-            terms.append(-float(found.log[first:][heard[first:]].sum()))
+            terms.append(-float(found.logprobs[first:][heard[first:]].sum()))
             tokens += int(heard[first:].sum())
     if corpus.tokenizer is not None and not corpus.manifest.template:
-        known = sum(_bytes(served, one) for one, _ in _documents(corpus, chosen))
-    return Worth(len(chosen), tokens, known, math.fsum(terms))
+        known = sum(_text_bytes(served, one) for one, _ in _read_documents(corpus, chosen))
+    return PerplexityResult(len(chosen), tokens, known, math.fsum(terms))
 
 
-def windows(tokens: np.ndarray, seq: int, stride: int = 0) -> Iterator[tuple[int, list[int], int]]:
+def split_into_windows(
+    tokens: np.ndarray, seq: int, stride: int = 0
+) -> Iterator[tuple[int, list[int], int]]:
     """Windows of at most seq + 1 tokens of a document: start, tokens, first prediction that counts.
 
     Those that count are of different tokens: of each token but the first once.
@@ -102,17 +104,17 @@ def windows(tokens: np.ndarray, seq: int, stride: int = 0) -> Iterator[tuple[int
             done = stop
 
 
-def _documents(corpus: Corpus, chosen: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _read_documents(corpus: Corpus, chosen: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The tokens of each document, and which of them count."""
     for number in chosen.tolist():
-        places = corpus.starts[number] + np.arange(corpus.lengths[number])
+        places = corpus.document_starts[number] + np.arange(corpus.document_lengths[number])
         if corpus.manifest.template:
-            yield corpus.learned(places)
+            yield corpus.read_with_mask(places)
         else:
-            yield corpus.read(places), np.ones(len(places), bool)
+            yield corpus.read_tokens(places), np.ones(len(places), bool)
 
 
-def _bytes(served: Served, tokens: np.ndarray) -> int:
+def _text_bytes(served: ModelServer, tokens: np.ndarray) -> int:
     """Bytes of the text of all tokens but the first."""
-    decode = served.words.decode
+    decode = served.tokenizer.decode
     return len(decode(tokens.tolist()).encode()) - len(decode(tokens[:1].tolist()).encode())

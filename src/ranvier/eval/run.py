@@ -15,29 +15,29 @@ from typing import Any
 import torch
 
 from ranvier.checkpoint.directory import step_of
-from ranvier.comm.consensus import together
-from ranvier.config.arguments import Eval
+from ranvier.comm.consensus import run_and_raise_together
+from ranvier.config.arguments import EvalOptions
 from ranvier.config.plan import Plan
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.data.corpus import Corpus
 from ranvier.errors import DataError, PlanError
 from ranvier.eval import lm_eval_harness, perplexity
 from ranvier.eval.code import generate, metrics, sandbox
-from ranvier.eval.model_server import Served, Wish
-from ranvier.eval.tokenization import Words
+from ranvier.eval.model_server import GenerationConfig, ModelServer
+from ranvier.eval.tokenization import EvalTokenizer
 from ranvier.grid import Grid
-from ranvier.infer.generate import checkpoint_of
-from ranvier.infer.load import load, saved_dtype, spoken_dtype
-from ranvier.launch import Ranks, joined
-from ranvier.pipeline.partition import Cut
+from ranvier.infer.generate import find_checkpoint
+from ranvier.infer.load import inference_dtype, load_model, saved_dtype
+from ranvier.launch import ProcessInfo, join_process_group
+from ranvier.pipeline.partition import PipelineConfig
 from ranvier.system.terminal import escape_controls, print
 from ranvier.train import prepare_data
 from ranvier.train.build_model import DTYPES
-from ranvier.train.resume.run_directory import write
-from ranvier.train.train import backend_of, device_of
+from ranvier.train.resume.run_directory import write_text_atomically
+from ranvier.train.train import resolve_backend, resolve_device
 
 
-def best_of(wanted: Eval) -> tuple[int, ...]:
+def parse_pass_at_k(wanted: EvalOptions) -> tuple[int, ...]:
     """Numbers of programs of which the best counts."""
     try:
         found = tuple(int(word) for word in wanted.k.split(",")) if wanted.k else (1,)
@@ -48,7 +48,7 @@ def best_of(wanted: Eval) -> tuple[int, ...]:
     return found
 
 
-def check(wanted: Eval, folder: str | None) -> None:
+def check_options(wanted: EvalOptions, folder: str | None) -> None:
     """Refuse what cannot be asked, all problems at once."""
     asked = [n for n in ("tasks", "corpus", "code", "samples") if getattr(wanted, n)]
     problems = []
@@ -80,18 +80,18 @@ def check(wanted: Eval, folder: str | None) -> None:
         )
     if problems:
         raise PlanError(problems)
-    if wanted.code and (most := max(best_of(wanted))) > wanted.samples_per_task:
+    if wanted.code and (most := max(parse_pass_at_k(wanted))) > wanted.samples_per_task:
         raise PlanError(
             f"k={most} with samples_per_task={wanted.samples_per_task}. k programs are "
             f"drawn from those. Use --samples-per-task {most} or more."
         )
     if wanted.tasks:
-        lm_eval_harness.check()
+        lm_eval_harness.check_installed()
     if wanted.code:
-        generate.read(Path(wanted.code))
+        generate.read_tasks(Path(wanted.code))
 
 
-def planned(run: Run, world: int, wanted: Eval) -> Run:
+def resolve_plan(run: RunConfig, world: int, wanted: EvalOptions) -> RunConfig:
     """The run on the grid of this evaluation: its batch is not that of training."""
     model = run.model
     if model.positions == "learned" and wanted.length > model.max_seq:
@@ -101,139 +101,148 @@ def planned(run: Run, world: int, wanted: Eval) -> Run:
             f"{model.max_seq} or less."
         )
     plan = run.plan.resolve(world)
-    size = plan.replicas * (plan.col if plan.inner == "samples" else 1)
-    plan = replace(plan, batch=size, micro_batch=size // plan.replicas)
+    size = plan.num_replicas * (plan.col if plan.inner == "samples" else 1)
+    plan = replace(plan, batch=size, micro_batch=size // plan.num_replicas)
     # Samples are filled up, which takes no positions.
     seq = -(-run.data.seq // plan.row) * plan.row
     fits = run.data.seq <= model.max_seq
     room = replace(model, max_seq=max(model.max_seq, seq)) if fits else model
     filled = replace(run, plan=plan, model=room, data=replace(run.data, seq=seq))
-    return replace(run, plan=filled.check(world).plan)
+    return replace(run, plan=filled.check_and_resolve(world).plan)
 
 
-def afresh(run: Run) -> Run:
+def single_rank_run(run: RunConfig) -> RunConfig:
     """The run on one rank of this machine, whatever it was trained on, until more is asked for."""
     here = replace(run.train, device="auto", backend="auto", dtype="auto")
     return replace(run, plan=Plan(data=-1, inner=run.plan.inner), train=here)
 
 
-def ranked(run: Run, folder: Path, wanted: Eval, me: Ranks) -> int:
+def eval_rank(run: RunConfig, folder: Path, wanted: EvalOptions, me: ProcessInfo) -> int:
     """Join the other ranks, then `evaluate`."""
-    backend = backend_of(run, me, device_of(run, me))
-    with joined(me, backend, run.train.timeout, share_gpu=run.launch.share_gpu):
-        return evaluate(run, folder, wanted, me)
+    backend = resolve_backend(run, me, resolve_device(run, me))
+    with join_process_group(me, backend, run.train.timeout, share_gpu=run.launch.share_gpu):
+        return evaluate_run(run, folder, wanted, me)
 
 
-def evaluate(run: Run, folder: Path, wanted: Eval, me: Ranks) -> int:
+def evaluate_run(run: RunConfig, folder: Path, wanted: EvalOptions, me: ProcessInfo) -> int:
     """Ask the model of a run as a rank of the grid; the exit code."""
-    device = device_of(run, me)
-    grid = Grid.of(
+    device = resolve_device(run, me)
+    grid = Grid.from_plan(
         run.plan,
-        connected=me.world > 1,
-        ranks_per_node=me.local_world,
+        connected=me.world_size > 1,
+        ranks_per_node=me.local_world_size,
         timeout_seconds=run.train.timeout,
     )
     word = run.train.dtype
     if word == "auto":
-        saved = saved_dtype(checkpoint_of(folder, None if wanted.step < 0 else wanted.step))
-        dtype = torch.bfloat16 if device.type == "cuda" else spoken_dtype(saved, device)
+        saved = saved_dtype(find_checkpoint(folder, None if wanted.step < 0 else wanted.step))
+        dtype = torch.bfloat16 if device.type == "cuda" else inference_dtype(saved, device)
     else:
         dtype = DTYPES[word]
-    how = Cut(
-        chunks=run.plan.chunks, first=run.plan.stages, seq=run.data.seq, spread=run.plan.spread
+    how = PipelineConfig(
+        chunks=run.plan.chunks,
+        stage_starts=run.plan.stages,
+        seq=run.data.seq,
+        vocab_over_pipe=run.plan.spread,
     )
     step = None if wanted.step < 0 else wanted.step
-    words = Words.of(folder)
+    words = EvalTokenizer.from_run(folder)
     first = grid.rank == 0
     # names are looked up before weights are read: both take their time
-    manager = together(
-        lambda: lm_eval_harness.manager_of(wanted) if first and wanted.tasks else None, grid, device
+    manager = run_and_raise_together(
+        lambda: lm_eval_harness.build_task_manager(wanted) if first and wanted.tasks else None,
+        grid,
+        device,
     )
     start = time.perf_counter()
-    model = load(folder, grid, device, step=step, inner=run.plan.inner, how=how, dtype=dtype)
-    at = step_of(checkpoint_of(folder, step))
-    shown = _Shown()
+    model = load_model(folder, grid, device, step=step, inner=run.plan.inner, how=how, dtype=dtype)
+    at = step_of(find_checkpoint(folder, step))
+    shown = _EvalProgress()
     if first:
         print(
             f"{folder} after step {at}, loaded in {time.perf_counter() - start:.1f} s", flush=True
         )
-    served = Served(model, words, wanted.batch, shown if first else None)
+    served = ModelServer(model, words, wanted.batch, shown if first else None)
 
-    def work(served: Served) -> None:
+    def work(served: ModelServer) -> None:
         try:
-            found = _found(served, run, folder, at, wanted, manager)
+            found = _run_evaluation(served, run, folder, at, wanted, manager)
         finally:
             shown.close()
         path = Path(wanted.out) if wanted.out else folder / f"eval-{at}.json"
-        keep(path, {"step": at, **found})
+        save_results(path, {"step": at, **found})
         for name, rows in found.items():
             _print_table(name, rows)
         print(f"Results: {path}")
 
-    served.attend(work)
+    served.run_on_first_rank(work)
     return 0
 
 
-def _found(
-    served: Served, run: Run, folder: Path, step: int, wanted: Eval, manager: Any
+def _run_evaluation(
+    served: ModelServer, run: RunConfig, folder: Path, step: int, wanted: EvalOptions, manager: Any
 ) -> dict[str, dict[str, Any]]:
     """What was to be found out, by kind and name."""
     length = wanted.length or run.model.max_seq
     if wanted.tasks:
-        return {"tasks": lm_eval_harness.evaluated(served, wanted, length, manager=manager)}
+        return {"tasks": lm_eval_harness.evaluate_tasks(served, wanted, length, manager=manager)}
     if wanted.corpus:
-        return {"corpora": _corpora(served, run, folder, wanted)}
-    wish = Wish(
-        count=wanted.tokens,
+        return {"corpora": _evaluate_corpora(served, run, folder, wanted)}
+    wish = GenerationConfig(
+        max_new_tokens=wanted.tokens,
         temperature=wanted.temperature,
         top_p=wanted.top_p,
         seed=wanted.seed,
     )
-    tasks, count = generate.read(Path(wanted.code)), wanted.samples_per_task
-    told = _tell_protection()  # before the first program of the model runs
-    tried, lacks = generate.tried(served, tasks, count=count, wish=wish, length=length)
-    rows = [{**asdict(one.sample), "said": one.said, "why": one.why} for one in tried]
-    write(folder / f"samples-{step}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    _warn(lack for lack in lacks if lack not in told)
-    return {"code": metrics.table([one.sample for one in tried], best_of(wanted))}
+    tasks, count = generate.read_tasks(Path(wanted.code)), wanted.samples_per_task
+    told = _print_protection()  # before the first program of the model runs
+    tried, lacks = generate.attempt_tasks(served, tasks, count=count, wish=wish, length=length)
+    rows = [{**asdict(one.sample), "said": one.completion, "why": one.failure} for one in tried]
+    write_text_atomically(
+        folder / f"samples-{step}.jsonl", "".join(json.dumps(row) + "\n" for row in rows)
+    )
+    _warn_missing_guards(lack for lack in lacks if lack not in told)
+    return {"code": metrics.compute_metrics([one.sample for one in tried], parse_pass_at_k(wanted))}
 
 
-def _tell_protection() -> tuple[str, ...]:
+def _print_protection() -> tuple[str, ...]:
     """Say what keeps programs in on this machine, and what is missing; the latter."""
-    found = sandbox.run("python", "")
+    found = sandbox.run_program("python", "")
     if found.guards:
         print(f"Programs are kept in by {', '.join(found.guards)} and limits.", flush=True)
-    if not any("bubblewrap" in word for word in (*found.guards, *found.lacks)):
+    if not any("bubblewrap" in word for word in (*found.guards, *found.missing_guards)):
         print(
             "bubblewrap (bwrap) is not installed: with it programs would not even see the other "
             "files of this machine.",
             flush=True,
         )
-    _warn(found.lacks)
-    return found.lacks
+    _warn_missing_guards(found.missing_guards)
+    return found.missing_guards
 
 
-def _warn(lacks: Iterable[str]) -> None:
+def _warn_missing_guards(lacks: Iterable[str]) -> None:
     """Say which protection is missing."""
     for lack in lacks:
         print(f"Warning: programs are not fully kept in: {lack}.", file=sys.stderr, flush=True)
 
 
-def _corpora(served: Served, run: Run, folder: Path, wanted: Eval) -> dict[str, Any]:
+def _evaluate_corpora(
+    served: ModelServer, run: RunConfig, folder: Path, wanted: EvalOptions
+) -> dict[str, Any]:
     """What each corpus is worth."""
     data = replace(run.data, corpus=wanted.corpus, tokenizer=str(folder / "tokenizer.json"))
     found: dict[str, Any] = {}
     for name, stored in zip(
-        wanted.corpus, prepare_data.stored(replace(run, data=data)), strict=True
+        wanted.corpus, prepare_data.tokenize_corpora(replace(run, data=data)), strict=True
     ):
         corpus = Corpus.open(stored)
-        mine = served.words.tokenizer.fingerprint
+        mine = served.tokenizer.run_tokenizer.fingerprint
         if corpus.manifest.tokenizer not in (None, "", mine):
             raise DataError(
                 f"{name} was tokenized by {corpus.manifest.tokenizer}, the run by {mine}. Tokens "
                 "mean the same only to one tokenizer. Give the texts instead."
             )
-        corpus.check(run.model.vocab)
+        corpus.check_vocab(run.model.vocab)
         seq, stride = run.data.seq, wanted.stride
         if stride > seq:
             raise PlanError(
@@ -241,7 +250,9 @@ def _corpora(served: Served, run: Run, folder: Path, wanted: Eval) -> dict[str, 
                 f"--stride {seq} or less."
             )
         aside = run.data.held_out if wanted.held_out else 0.0
-        worth = perplexity.worth(served, corpus, seq=seq, stride=stride, held_out=aside)
+        worth = perplexity.compute_perplexity(
+            served, corpus, seq=seq, stride=stride, held_out=aside
+        )
         found[name] = {
             "loss": worth.loss,
             "perplexity": worth.perplexity,
@@ -253,16 +264,18 @@ def _corpora(served: Served, run: Run, folder: Path, wanted: Eval) -> dict[str, 
     return found
 
 
-def counted(wanted: Eval) -> int:
+def score_samples(wanted: EvalOptions) -> int:
     """Print the metrics of programs that were run elsewhere; the exit code."""
-    found = metrics.table(metrics.read(Path(wanted.samples)), best_of(wanted))
+    found = metrics.compute_metrics(
+        metrics.read_samples(Path(wanted.samples)), parse_pass_at_k(wanted)
+    )
     _print_table("code", found)
     if wanted.out:
-        keep(Path(wanted.out), {"code": found})
+        save_results(Path(wanted.out), {"code": found})
     return 0
 
 
-def keep(path: Path, found: Mapping[str, Any]) -> None:
+def save_results(path: Path, found: Mapping[str, Any]) -> None:
     """Add results to a file, at once; those of the same name are replaced."""
     known: Any = {}
     if path.exists():
@@ -275,7 +288,7 @@ def keep(path: Path, found: Mapping[str, Any]) -> None:
         both = isinstance(value, Mapping) and isinstance(known.get(name), dict)
         known[name] = {**known[name], **value} if both else value
     try:
-        write(path, json.dumps(known, indent=1) + "\n")
+        write_text_atomically(path, json.dumps(known, indent=1) + "\n")
     except OSError as error:
         raise DataError(
             f"{path} cannot be written: {error.strerror}. Results are kept there. Choose another "
@@ -286,7 +299,7 @@ def keep(path: Path, found: Mapping[str, Any]) -> None:
 def _print_table(name: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
     """A line for each row and a column for each number, on a terminal in a frame."""
     columns = list(dict.fromkeys(key for row in rows.values() for key in row))
-    cells = [[one, *(_number(row.get(key)) for key in columns)] for one, row in rows.items()]
+    cells = [[one, *(_format_number(row.get(key)) for key in columns)] for one, row in rows.items()]
     heads = ["k" if name == "code" else name, *columns]
     if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
         from rich.console import Console
@@ -305,13 +318,13 @@ def _print_table(name: str, rows: Mapping[str, Mapping[str, Any]]) -> None:
         )
 
 
-def _number(value: Any) -> str:
+def _format_number(value: Any) -> str:
     if isinstance(value, float) and math.isfinite(value):
         return f"{value:.4f}"
     return "" if value is None else str(value)
 
 
-class _Shown:
+class _EvalProgress:
     """Progress: a bar on a terminal, else a line for each half."""
 
     def __init__(self) -> None:

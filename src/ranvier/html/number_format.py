@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 
-def short(value: float, digits: int = 3) -> str:
+def format_number(value: float, digits: int = 3) -> str:
     """A number in a few characters: 12.3k, 1.5M, 0.03, 3e-4."""
     if 999.5 <= abs(value) < 9999.5:
         return f"{value:.0f}"
@@ -18,6 +18,6 @@ def short(value: float, digits: int = 3) -> str:
     return re.sub(r"\.?0*e([+-])0*", lambda m: "e" + m[1].strip("+"), text)
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """A share as text."""
     return f"{100 * share:.1f} %" if share < 0.0995 else f"{100 * share:.0f} %"

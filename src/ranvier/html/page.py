@@ -10,12 +10,12 @@ import base64
 import hashlib
 from collections.abc import Sequence
 
-from ranvier.html.plot import SCRIPT, STYLE, escaped
+from ranvier.html.plot import PLOT_STYLE, READOUT_SCRIPT, escape_html
 
-SHOWN = 20_000  # characters of a text, at most
-LISTED = 200  # lines of a list, at most
+MAX_TEXT_CHARS = 20_000  # characters of a text, at most
+MAX_LIST_LINES = 200  # lines of a list, at most
 
-PAGE = """<!doctype html>
+PAGE_TEMPLATE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -34,7 +34,7 @@ PAGE = """<!doctype html>
 </html>
 """
 
-LAYOUT = """
+LAYOUT_CSS = """
 *{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.55 system-ui,-apple-system,
 "Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;-webkit-text-size-adjust:100%}
@@ -74,47 +74,55 @@ ul{padding-left:1.2rem;overflow-wrap:anywhere}
 """
 
 
-def document(title: str, body: str, *, script: str = SCRIPT) -> str:
+def render_document(title: str, body: str, *, script: str = READOUT_SCRIPT) -> str:
     """A whole page; its script is the only one that a browser runs."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return PAGE.format(
-        title=escaped(title), hash=digest, style=STYLE + LAYOUT, body=body, script=script
+    return PAGE_TEMPLATE.format(
+        title=escape_html(title),
+        hash=digest,
+        style=PLOT_STYLE + LAYOUT_CSS,
+        body=body,
+        script=script,
     )
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def render_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A table that scrolls by itself where the page is narrow."""
-    top = "".join(f'<th scope="col">{escaped(cell)}</th>' for cell in head)
+    top = "".join(f'<th scope="col">{escape_html(cell)}</th>' for cell in head)
     body = "".join(
-        "<tr>" + "".join(f"<td>{escaped(cell)}</td>" for cell in row) + "</tr>" for row in rows
+        "<tr>" + "".join(f"<td>{escape_html(cell)}</td>" for cell in row) + "</tr>" for row in rows
     )
     inner = f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody>"
     return f'<div class="scroll"><table>{inner}</table></div>'
 
 
-def section(title: str, *parts: str) -> str:
+def render_section(title: str, *parts: str) -> str:
     """A heading and what it heads, or nothing."""
     inner = "\n".join(filter(None, parts))
-    return f"<section><h2>{escaped(title)}</h2>\n{inner}\n</section>" if inner else ""
+    return f"<section><h2>{escape_html(title)}</h2>\n{inner}\n</section>" if inner else ""
 
 
-def text_block(text: object) -> str:
+def render_text_block(text: object) -> str:
     """Text as it is, cut where it is very long."""
     whole = str(text)
-    more = f"\n[{len(whole) - SHOWN:,} more characters]" if len(whole) > SHOWN else ""
-    return f"<pre>{escaped(whole[:SHOWN] + more)}</pre>" if whole.strip() else ""
+    more = (
+        f"\n[{len(whole) - MAX_TEXT_CHARS:,} more characters]"
+        if len(whole) > MAX_TEXT_CHARS
+        else ""
+    )
+    return f"<pre>{escape_html(whole[:MAX_TEXT_CHARS] + more)}</pre>" if whole.strip() else ""
 
 
-def listing(lines_of: object) -> str:
+def render_list(lines_of: object) -> str:
     """A list of lines, cut where it is very long."""
     if not isinstance(lines_of, list) or not lines_of:
         return ""
-    items = [str(one)[:SHOWN] for one in lines_of[:LISTED]]
-    if len(lines_of) > LISTED:
-        items.append(f"and {len(lines_of) - LISTED:,} more")
-    return "<ul>" + "".join(f"<li>{escaped(item)}</li>" for item in items) + "</ul>"
+    items = [str(one)[:MAX_TEXT_CHARS] for one in lines_of[:MAX_LIST_LINES]]
+    if len(lines_of) > MAX_LIST_LINES:
+        items.append(f"and {len(lines_of) - MAX_LIST_LINES:,} more")
+    return "<ul>" + "".join(f"<li>{escape_html(item)}</li>" for item in items) + "</ul>"
 
 
-def folded(title: str, inner: str) -> str:
+def render_details(title: str, inner: str) -> str:
     """A part that opens on demand, or nothing."""
-    return f"<details><summary>{escaped(title)}</summary>{inner}</details>" if inner else ""
+    return f"<details><summary>{escape_html(title)}</summary>{inner}</details>" if inner else ""

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import Literal
 
-from ranvier.html.number_format import percent, short
+from ranvier.html.number_format import format_number, format_percent
 
 Point = tuple[float, float]
 
-LEFT, RIGHT, BOTTOM = 58, 18, 44  # margins around the area of the data
-LARGEST = 1e300  # differences of larger values overflow
-DOTS = 100  # a "dots" series with more points is a plain line
+LEFT_MARGIN, RIGHT_MARGIN, BOTTOM_MARGIN = 58, 18, 44  # margins around the area of the data
+LARGEST_VALUE = 1e300  # differences of larger values overflow
+MAX_DOTS = 100  # a "dots" series with more points is a plain line
 
-LIGHT = {
+LIGHT_THEME = {
     "ink": "#1f2328",
     "muted": "#5f6670",
     "rule": "#e3e5e8",
@@ -44,7 +44,7 @@ LIGHT = {
 }
 """Colours on white: Okabe and Ito's, some darkened to keep a contrast of 3."""
 
-DARK = {
+DARK_THEME = {
     "ink": "#e6e8eb",
     "muted": "#a0a7b0",
     "rule": "#2c3138",
@@ -62,14 +62,14 @@ DARK = {
 }
 """The same hues, lighter, on black."""
 
-COLOURS = 9
+NUM_COLOURS = 9
 
 
-def _variables(colours: Mapping[str, str]) -> str:
+def _css_variables(colours: Mapping[str, str]) -> str:
     return "".join(f"--{name}:{value};" for name, value in colours.items())
 
 
-RULES = """
+PLOT_RULES = """
 .plot{display:block;width:100%;height:auto;font:13px system-ui,-apple-system,"Segoe UI",Roboto,
 "Helvetica Neue",Arial,sans-serif;font-variant-numeric:tabular-nums}
 .plot text{fill:var(--muted)}
@@ -86,18 +86,19 @@ stroke-linecap:round}
 .plot .faint{stroke-width:1.2;stroke-opacity:.55}
 .plot .point{stroke-width:6}
 """ + "".join(
-    f".plot .s{i}{{stroke:var(--c{i})}}.plot .f{i}{{fill:var(--c{i})}}\n" for i in range(COLOURS)
+    f".plot .s{i}{{stroke:var(--c{i})}}.plot .f{i}{{fill:var(--c{i})}}\n"
+    for i in range(NUM_COLOURS)
 )
 
-STYLE = (
-    f":root{{color-scheme:light dark;{_variables(LIGHT)}}}\n"
-    f"@media (prefers-color-scheme:dark){{:root{{{_variables(DARK)}}}}}\n{RULES}"
+PLOT_STYLE = (
+    f":root{{color-scheme:light dark;{_css_variables(LIGHT_THEME)}}}\n"
+    f"@media (prefers-color-scheme:dark){{:root{{{_css_variables(DARK_THEME)}}}}}\n{PLOT_RULES}"
     "@media (max-width:640px){.plot{font-size:16px}.plot .title{font-size:19px}}\n"
     "@media print{.plot .readout{display:none}}\n"
 )
 """What a page with plots needs; once for all of them."""
 
-SCRIPT = """
+READOUT_SCRIPT = """
 for (const svg of document.querySelectorAll("svg.plot[data-box]")) {
   const [left, right, top, bottom, x0, x1, y0, y1, log] = svg.dataset.box.split(" ").map(Number);
   const name = svg.querySelector("title");  // as a label it is read, but shows no tooltip
@@ -152,7 +153,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Scale:
+class AxisScale:
     """The map from the values of an axis to pixels."""
 
     low: float
@@ -171,23 +172,23 @@ class Scale:
         return self.start + share * (self.end - self.start)
 
 
-def escaped(text: object) -> str:
+def escape_html(text: object) -> str:
     """Text that is safe inside HTML and XML, attributes too."""
     whole = str(text).encode("utf-8", "replace").decode()  # no lone surrogates
     whole = re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ufffe\uffff]", "\ufffd", whole)
     return html.escape(whole)
 
 
-def ticks(low: float, high: float, *, count: int = 5, whole: bool = False) -> list[float]:
+def linear_ticks(low: float, high: float, *, count: int = 5, whole: bool = False) -> list[float]:
     """Round values (1, 2, 5 times a power of ten) from at most `low` to at least `high`."""
-    step = _step((high - low) / count)
+    step = _round_step((high - low) / count)
     step = max(step, 1.0) if whole else step
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     power = -math.floor(math.log10(step))
     return [round(i * step, power) if 0 < power < 300 else i * step for i in range(first, last + 1)]
 
 
-def _step(least: float) -> float:
+def _round_step(least: float) -> float:
     power = 10.0 ** math.floor(math.log10(least))
     return next(m * power for m in (1, 2, 5, 10, 20) if m * power >= least * (1 - 1e-9))
 
@@ -205,38 +206,38 @@ def log_ticks(low: float, high: float) -> list[float]:
     return [v for v in fine if below[-1] <= v <= above[0]]
 
 
-def labels(values: Sequence[float]) -> list[str]:
+def tick_labels(values: Sequence[float]) -> list[str]:
     """The ticks of an axis as text, with enough digits to tell neighbours apart."""
     for digits in range(3, 9):
-        texts = [short(value, digits) for value in values]
+        texts = [format_number(value, digits) for value in values]
         if len(set(texts)) == len(texts):
             break
     return texts
 
 
-def _clean(series: Series, log: bool) -> list[Point]:
+def _finite_points(series: Series, log: bool) -> list[Point]:
     """The points of a series; nan where there is nothing to draw."""
-    least = 1 / LARGEST if log else -LARGEST
+    least = 1 / LARGEST_VALUE if log else -LARGEST_VALUE
     return [
-        (x, y if y is not None and least < y < LARGEST else math.nan)
+        (x, y if y is not None and least < y < LARGEST_VALUE else math.nan)
         for x, y in zip(series.x, series.y, strict=True)
     ]
 
 
-def _range(values: Iterable[float], *, zero: bool = False) -> Point:
+def _value_range(values: Iterable[float], *, zero: bool = False) -> Point:
     """Smallest and largest value, apart."""
     known = [value for value in values if value == value]  # nan is not itself
     low, high = min(known, default=0.0), max(known, default=1.0)
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    if high - low > max(abs(low), abs(high)) * 1e-6 and high - low > 1 / LARGEST:
+    if high - low > max(abs(low), abs(high)) * 1e-6 and high - low > 1 / LARGEST_VALUE:
         return low, high
-    if abs(high) < 1 / LARGEST:
+    if abs(high) < 1 / LARGEST_VALUE:
         return 0.0, 1.0
     return low - abs(low) * 0.05, high + abs(high) * 0.05
 
 
-def runs_of(points: Sequence[Point], columns: int, across: Scale) -> list[list[Point]]:
+def contiguous_runs(points: Sequence[Point], columns: int, across: AxisScale) -> list[list[Point]]:
     """Stretches without a gap; of many points, the smallest and largest of each pixel column."""
     runs: list[list[Point]] = [[]]
     if len(points) <= 2 * columns:
@@ -265,7 +266,7 @@ def runs_of(points: Sequence[Point], columns: int, across: Scale) -> list[list[P
     return [run for run in runs if run]
 
 
-def _path(runs: Iterable[Sequence[Point]], across: Scale, up: Scale) -> str:
+def _svg_path(runs: Iterable[Sequence[Point]], across: AxisScale, up: AxisScale) -> str:
     """The `d` of a path; a lone point is a line to itself, which round caps make a dot."""
     parts = []
     for run in runs:
@@ -274,46 +275,48 @@ def _path(runs: Iterable[Sequence[Point]], across: Scale, up: Scale) -> str:
     return "".join(parts)
 
 
-def _frame(across: Scale, up: Scale, bounds: Sequence[float]) -> list[str]:
+def _draw_axes(across: AxisScale, up: AxisScale, bounds: Sequence[float]) -> list[str]:
     """Grid, ticks and their labels; `bounds` are the ticks of the y axis."""
     out = []
-    for value, text in zip(bounds, labels(bounds), strict=True):
+    for value, text in zip(bounds, tick_labels(bounds), strict=True):
         y, kind = up(value), "axis" if value == bounds[0] else "rule"
         out.append(f'<path class="{kind}" d="M{across.start:g},{y:.1f}H{across.end:g}"/>')
         out.append(f'<text class="end" x="{across.start - 8:g}" y="{y + 4:.1f}">{text}</text>')
     whole = float(across.low).is_integer() and float(across.high).is_integer()
     steps = [
         value
-        for value in ticks(across.low, across.high, count=6, whole=whole)
+        for value in linear_ticks(across.low, across.high, count=6, whole=whole)
         if across.low <= value <= across.high
     ]
-    for value, text in zip(steps, labels(steps), strict=True):
+    for value, text in zip(steps, tick_labels(steps), strict=True):
         x = across(value)
         out.append(f'<path class="axis" d="M{x:.1f},{up.start:g}v5"/>')
         out.append(f'<text class="middle" x="{x:.1f}" y="{up.start + 19:g}">{text}</text>')
     return out
 
 
-def _legend(series: Sequence[Series], width: int, top: int) -> tuple[list[str], int]:
+def _draw_legend(series: Sequence[Series], width: int, top: int) -> tuple[list[str], int]:
     """A row (or rows) of names, and the height below it."""
     out: list[str] = []
     if len(series) < 2:
         return out, top
-    x, y = float(LEFT), top + 18
+    x, y = float(LEFT_MARGIN), top + 18
     for i, one in enumerate(series):
         room = 34 + 8.5 * len(one.name)
-        if x > LEFT and x + room > width - RIGHT:
-            x, y = LEFT, y + 20
-        kind = f"{'faint' if one.style == 'faint' else 'line'} s{i % COLOURS}"
+        if x > LEFT_MARGIN and x + room > width - RIGHT_MARGIN:
+            x, y = LEFT_MARGIN, y + 20
+        kind = f"{'faint' if one.style == 'faint' else 'line'} s{i % NUM_COLOURS}"
         out.append(f'<path class="{kind}" d="M{x:g},{y - 4}h18"/>')
         if one.style == "dots":
-            out.append(f'<path class="point s{i % COLOURS}" d="M{x + 9:g},{y - 4}h0"/>')
-        out.append(f'<text class="ink" x="{x + 24:g}" y="{y}">{escaped(one.name)}</text>')
+            out.append(f'<path class="point s{i % NUM_COLOURS}" d="M{x + 9:g},{y - 4}h0"/>')
+        out.append(f'<text class="ink" x="{x + 24:g}" y="{y}">{escape_html(one.name)}</text>')
         x += room + 12
     return out, y
 
 
-def _described(series: Sequence[Series], drawn: Sequence[list[list[Point]]], x_label: str) -> str:
+def _describe_series(
+    series: Sequence[Series], drawn: Sequence[list[list[Point]]], x_label: str
+) -> str:
     """What a plot shows, in words."""
     parts = []
     for one, runs in zip(series, drawn, strict=True):
@@ -323,17 +326,18 @@ def _described(series: Sequence[Series], drawn: Sequence[list[list[Point]]], x_l
         (x0, y0), (x1, y1) = runs[0][0], runs[-1][-1]
         low, high = (f(y for run in runs for _, y in run) for f in (min, max))
         parts.append(
-            f"{one.name}: {short(y0)} at {x_label} {x0:.9g}, {short(y1)} at {x_label} {x1:.9g}, "
-            f"smallest {short(low)}, largest {short(high)}."
+            f"{one.name}: {format_number(y0)} at {x_label} {x0:.9g}, {format_number(y1)} at "
+            f"{x_label} {x1:.9g}, "
+            f"smallest {format_number(low)}, largest {format_number(high)}."
         )
-    return escaped(" ".join(parts))
+    return escape_html(" ".join(parts))
 
 
-def _open(title: str, description: str, size: tuple[int, int], data: str = "") -> list[str]:
+def _open_svg(title: str, description: str, size: tuple[int, int], data: str = "") -> list[str]:
     return [
         f'<svg class="plot" role="img" viewBox="0 0 {size[0]} {size[1]}"{data}>',
-        f"<title>{escaped(title)}</title><desc>{description}</desc>",
-        f'<text class="title" x="8" y="20">{escaped(title)}</text>',
+        f"<title>{escape_html(title)}</title><desc>{description}</desc>",
+        f'<text class="title" x="8" y="20">{escape_html(title)}</text>',
     ]
 
 
@@ -350,48 +354,54 @@ def line_plot(
     height: int = 280,
 ) -> str:
     """Lines over a common axis as SVG; `zero` shows the origin, `marks` are vertical lines."""
-    first, last = _range(x for one in series for x in [*one.x[:1], *one.x[-1:]])
-    across = Scale(first, last, LEFT, width - RIGHT)
-    drawn = [runs_of(_clean(one, log), width - RIGHT - LEFT, across) for one in series]
+    first, last = _value_range(x for one in series for x in [*one.x[:1], *one.x[-1:]])
+    across = AxisScale(first, last, LEFT_MARGIN, width - RIGHT_MARGIN)
+    drawn = [
+        contiguous_runs(_finite_points(one, log), width - RIGHT_MARGIN - LEFT_MARGIN, across)
+        for one in series
+    ]
     values = [y for runs in drawn for run in runs for _, y in run]
-    low, high = _range(values, zero=zero and not log)
+    low, high = _value_range(values, zero=zero and not log)
     log = log and low > 0.0
-    bounds = log_ticks(low, high) if log else ticks(low, high)
-    legend, top = _legend(series, width, 24)
+    bounds = log_ticks(low, high) if log else linear_ticks(low, high)
+    legend, top = _draw_legend(series, width, 24)
     top += 33
-    up = Scale(bounds[0], bounds[-1], height - BOTTOM, top, log)
+    up = AxisScale(bounds[0], bounds[-1], height - BOTTOM_MARGIN, top, log)
     box = (across.start, across.end, top, up.start, first, last, up.low, up.high, float(log))
-    data = f' data-box="{" ".join(f"{v:.9g}" for v in box)}" data-x="{escaped(x_label)}"'
-    out = _open(title, _described(series, drawn, x_label), (width, height), data)
+    data = f' data-box="{" ".join(f"{v:.9g}" for v in box)}" data-x="{escape_html(x_label)}"'
+    out = _open_svg(title, _describe_series(series, drawn, x_label), (width, height), data)
     out += legend
     unit = f"{y_label}, log scale" if log else y_label
     if unit:
-        out.append(f'<text x="8" y="{top - 12}">{escaped(unit)}</text>')
-    out.append(f'<text class="end" x="{width - RIGHT}" y="{height - 6}">{escaped(x_label)}</text>')
-    out += _frame(across, up, bounds)
+        out.append(f'<text x="8" y="{top - 12}">{escape_html(unit)}</text>')
+    out.append(
+        f'<text class="end" x="{width - RIGHT_MARGIN}" '
+        f'y="{height - 6}">{escape_html(x_label)}</text>'
+    )
+    out += _draw_axes(across, up, bounds)
     for mark in marks:
         if first <= mark <= last:
             out.append(f'<path class="mark" d="M{across(mark):.1f},{top}V{up.start:g}"/>')
     for i, (one, runs) in enumerate(zip(series, drawn, strict=True)):
-        out += _line(one, i % COLOURS, runs, across, up)
+        out += _draw_series(one, i % NUM_COLOURS, runs, across, up)
     if not values:
-        middle = f'x="{(LEFT + width - RIGHT) / 2:g}" y="{(top + up.start) / 2:g}"'
+        middle = f'x="{(LEFT_MARGIN + width - RIGHT_MARGIN) / 2:g}" y="{(top + up.start) / 2:g}"'
         out.append(f'<text class="middle" {middle}>no finite values</text>')
     return "\n".join([*out, "</svg>"])
 
 
-def _line(
-    one: Series, colour: int, runs: Sequence[Sequence[Point]], across: Scale, up: Scale
+def _draw_series(
+    one: Series, colour: int, runs: Sequence[Sequence[Point]], across: AxisScale, up: AxisScale
 ) -> list[str]:
     """The path of a series, and its dots."""
     if not runs:
         return []
     kind = "faint" if one.style == "faint" else "line"
-    name = escaped(one.name)
-    out = [f'<path class="{kind} s{colour}" data-name="{name}" d="{_path(runs, across, up)}"/>']
+    name = escape_html(one.name)
+    out = [f'<path class="{kind} s{colour}" data-name="{name}" d="{_svg_path(runs, across, up)}"/>']
     points = [[point] for run in runs for point in run]
-    if one.style == "dots" and len(points) <= DOTS:
-        out.append(f'<path class="point s{colour}" d="{_path(points, across, up)}"/>')
+    if one.style == "dots" and len(points) <= MAX_DOTS:
+        out.append(f'<path class="point s{colour}" d="{_svg_path(points, across, up)}"/>')
     return out
 
 
@@ -399,24 +409,24 @@ def stacked_bar(
     parts: Mapping[str, float], *, title: str, unit: str = "s", width: int = 720
 ) -> str:
     """Shares of a whole as one horizontal bar, with amounts and percentages below."""
-    known = {name: value for name, value in parts.items() if 0.0 < value < LARGEST}
+    known = {name: value for name, value in parts.items() if 0.0 < value < LARGEST_VALUE}
     total = sum(known.values())
     top, thick, inner = 34, 34, width - 16
     out, x, row = [], 8.0, top + thick + 26
     words = []
     left = 8.0
     for i, (name, value) in enumerate(known.items()):
-        share, colour = value / total, i % COLOURS
+        share, colour = value / total, i % NUM_COLOURS
         size = share * inner
-        text = f"{name} {short(value)} {unit} ({percent(share)})"
+        text = f"{name} {format_number(value)} {unit} ({format_percent(share)})"
         words.append(text)
         out.append(
             f'<rect class="f{colour}" x="{x:.1f}" y="{top}" width="{max(size - 1, 0.5):.1f}" '
-            f'height="{thick}"><title>{escaped(text)}</title></rect>'
+            f'height="{thick}"><title>{escape_html(text)}</title></rect>'
         )
         if size > 64:
             place = f'x="{x + size / 2:.1f}" y="{top + thick / 2 + 5:g}"'
-            out.append(f'<text class="paper middle" {place}>{percent(share)}</text>')
+            out.append(f'<text class="paper middle" {place}>{format_percent(share)}</text>')
         x += size
         room = 30 + 8.5 * len(text)
         if left > 8 and left + room > width:
@@ -424,17 +434,17 @@ def stacked_bar(
         out.append(
             f'<rect class="f{colour}" x="{left:g}" y="{row - 11}" width="12" height="12" rx="2"/>'
         )
-        out.append(f'<text class="ink" x="{left + 19:g}" y="{row}">{escaped(text)}</text>')
+        out.append(f'<text class="ink" x="{left + 19:g}" y="{row}">{escape_html(text)}</text>')
         left += room
     if not known:
         out.append(f'<text x="8" y="{top + 20}">no time was recorded</text>')
-    head = _open(title, escaped("; ".join(words) or "nothing"), (width, row + 12))
+    head = _open_svg(title, escape_html("; ".join(words) or "nothing"), (width, row + 12))
     return "\n".join([*head, *out, "</svg>"])
 
 
-def standalone(svg: str) -> str:
+def standalone_svg(svg: str) -> str:
     """An .svg file of a plot: light, on white, with its styles, for renderers without variables."""
-    style = re.sub(r"var\(--(\w+)\)", lambda m: LIGHT[m[1]], RULES)
+    style = re.sub(r"var\(--(\w+)\)", lambda m: LIGHT_THEME[m[1]], PLOT_RULES)
     size = re.search(r'viewBox="0 0 (\d+) (\d+)"', svg)
     assert size is not None, f"no viewBox in {svg[:80]!r}"
     head, _, body = svg.partition("</desc>")

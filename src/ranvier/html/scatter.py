@@ -11,22 +11,22 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ranvier.html.number_format import percent, short
+from ranvier.html.number_format import format_number, format_percent
 from ranvier.html.plot import (
-    BOTTOM,
-    COLOURS,
-    LEFT,
-    RIGHT,
-    Scale,
-    escaped,
-    labels,
+    BOTTOM_MARGIN,
+    LEFT_MARGIN,
+    NUM_COLOURS,
+    RIGHT_MARGIN,
+    AxisScale,
+    escape_html,
+    linear_ticks,
     log_ticks,
-    ticks,
+    tick_labels,
 )
 
 
 @dataclass(frozen=True)
-class Group:
+class PointGroup:
     """Points of one colour; `faint` ones lie behind."""
 
     name: str
@@ -38,7 +38,7 @@ class Group:
     faint: bool = False
 
 
-HOVER = """
+HOVER_SCRIPT = """
 for (const figure of document.querySelectorAll("figure.points")) {
   const svg = figure.querySelector("svg"), box = figure.querySelector(".told");
   const texts = JSON.parse(figure.querySelector("script").textContent);
@@ -64,7 +64,7 @@ for (const figure of document.querySelectorAll("figure.points")) {
 """
 """The read-out under the pointer: the nearest point's text, below the plot."""
 
-STYLE = """
+SCATTER_STYLE = """
 .plot .ring{fill:none;stroke:var(--ink);stroke-width:1.5}
 .plot .dot{fill:none;stroke-width:4.5;stroke-linecap:round;stroke-opacity:.8}
 .plot .ghost{fill:none;stroke-width:3;stroke-linecap:round;stroke-opacity:.28}
@@ -73,8 +73,8 @@ STYLE = """
 """
 
 
-def scatter(
-    groups: Sequence[Group],
+def scatter_plot(
+    groups: Sequence[PointGroup],
     *,
     title: str,
     x_label: str,
@@ -87,30 +87,35 @@ def scatter(
     """A figure: points over a linear x and a logarithmic y, with a vertical line at a limit."""
     xs = [x for one in groups for x in one.x] or [0.0]
     ys = [y for one in groups for y in one.y] or [1.0]
-    across_ticks = ticks(0.0, max(*xs, limit) if len(xs) > 1 else max(xs[0], limit), count=8)
+    across_ticks = linear_ticks(0.0, max(*xs, limit) if len(xs) > 1 else max(xs[0], limit), count=8)
     low, high = min(ys), max(ys)
     up_ticks = log_ticks(low, high if high > low * 1.01 else low * 1.2)
-    top = _legend(groups, width)[1][-1] + 36
-    across = Scale(across_ticks[0], across_ticks[-1], LEFT, width - RIGHT)
-    up = Scale(up_ticks[0], up_ticks[-1], height - BOTTOM, top, log=True)
+    top = _draw_legend(groups, width)[1][-1] + 36
+    across = AxisScale(across_ticks[0], across_ticks[-1], LEFT_MARGIN, width - RIGHT_MARGIN)
+    up = AxisScale(up_ticks[0], up_ticks[-1], height - BOTTOM_MARGIN, top, log=True)
     out = [
         f'<svg class="plot" role="img" viewBox="0 0 {width} {height}">',
-        f"<title>{escaped(title)}</title>",
-        f'<text class="title" x="8" y="20">{escaped(title)}</text>',
-        *_legend(groups, width)[0],
-        *_axes(across, up, across_ticks, up_ticks),
-        f'<text x="8" y="{top - 8}">{escaped(y_label)}</text>',
-        f'<text class="end" x="{width - RIGHT}" y="{height - 6}">{escaped(x_label)}</text>',
+        f"<title>{escape_html(title)}</title>",
+        f'<text class="title" x="8" y="20">{escape_html(title)}</text>',
+        *_draw_legend(groups, width)[0],
+        *_draw_axes(across, up, across_ticks, up_ticks),
+        f'<text x="8" y="{top - 8}">{escape_html(y_label)}</text>',
+        f'<text class="end" x="{width - RIGHT_MARGIN}" '
+        f'y="{height - 6}">{escape_html(x_label)}</text>',
     ]
     for i, one in enumerate(sorted(groups, key=lambda group: not group.faint)):
         kind = "ghost" if one.faint else "dot"
         places = "".join(
             f"M{across(x):.1f},{up(y):.1f}h0" for x, y in zip(one.x, one.y, strict=True)
         )
-        out.append(f'<path class="{kind} s{one.colour % COLOURS}" data-group="{i}" d="{places}"/>')
+        out.append(
+            f'<path class="{kind} s{one.colour % NUM_COLOURS}" data-group="{i}" d="{places}"/>'
+        )
     x = across(limit)
     out.append(f'<path class="limit" d="M{x:.1f},{top}V{up.start:g}"/>')
-    out.append(f'<text class="ink" x="{x + 6:.1f}" y="{top + 14}">{escaped(limit_label)}</text>')
+    out.append(
+        f'<text class="ink" x="{x + 6:.1f}" y="{top + 14}">{escape_html(limit_label)}</text>'
+    )
     texts = [list(one.text) for one in sorted(groups, key=lambda group: not group.faint)]
     stored = json.dumps(texts, ensure_ascii=True).replace("<", "\\u003c")
     return (
@@ -120,38 +125,38 @@ def scatter(
     )
 
 
-def _axes(
-    across: Scale, up: Scale, across_ticks: Sequence[float], up_ticks: Sequence[float]
+def _draw_axes(
+    across: AxisScale, up: AxisScale, across_ticks: Sequence[float], up_ticks: Sequence[float]
 ) -> list[str]:
     out = []
-    for value, text in zip(up_ticks, labels(up_ticks), strict=True):
+    for value, text in zip(up_ticks, tick_labels(up_ticks), strict=True):
         y, kind = up(value), "axis" if value == up_ticks[0] else "rule"
         out.append(f'<path class="{kind}" d="M{across.start:g},{y:.1f}H{across.end:g}"/>')
         out.append(f'<text class="end" x="{across.start - 8:g}" y="{y + 4:.1f}">{text}</text>')
-    for value, text in zip(across_ticks, labels(across_ticks), strict=True):
+    for value, text in zip(across_ticks, tick_labels(across_ticks), strict=True):
         x = across(value)
         out.append(f'<path class="axis" d="M{x:.1f},{up.start:g}v5"/>')
         out.append(f'<text class="middle" x="{x:.1f}" y="{up.start + 19:g}">{text}</text>')
     return out
 
 
-def _legend(groups: Sequence[Group], width: int) -> tuple[list[str], list[int]]:
+def _draw_legend(groups: Sequence[PointGroup], width: int) -> tuple[list[str], list[int]]:
     """Names with their colours in rows, and the heights of the rows."""
     out, x, rows = [], 8.0, [42]
     for one in groups:
         if one.faint:
             continue
         room = 30 + 8.5 * len(one.name)
-        if x > 8 and x + room > width - RIGHT:
+        if x > 8 and x + room > width - RIGHT_MARGIN:
             x, rows = 8.0, [*rows, rows[-1] + 20]
         y = rows[-1]
-        out.append(f'<path class="dot s{one.colour % COLOURS}" d="M{x + 6:g},{y - 4}h0"/>')
-        out.append(f'<text class="ink" x="{x + 16:g}" y="{y}">{escaped(one.name)}</text>')
+        out.append(f'<path class="dot s{one.colour % NUM_COLOURS}" d="M{x + 6:g},{y - 4}h0"/>')
+        out.append(f'<text class="ink" x="{x + 16:g}" y="{y}">{escape_html(one.name)}</text>')
         x += room
     return out, rows
 
 
-def bars(
+def stacked_bars(
     rows: Sequence[tuple[str, Mapping[str, float]]],
     *,
     title: str,
@@ -162,26 +167,28 @@ def bars(
     """Rows of stacked parts on one scale as SVG; `names`: all parts, by colour."""
     most = max((sum(parts.values()) for _, parts in rows), default=1.0) or 1.0
     used = [name for name in names if any(parts.get(name, 0.0) > 0.0 for _, parts in rows)]
-    groups = [Group(name, names.index(name), (), (), ()) for name in used]
-    legend, heights = _legend(groups, width)
+    groups = [PointGroup(name, names.index(name), (), (), ()) for name in used]
+    legend, heights = _draw_legend(groups, width)
     y, thick, left = heights[-1] + 18, 18, 8
-    out = [f'<text class="title" x="8" y="20">{escaped(title)}</text>', *legend]
+    out = [f'<text class="title" x="8" y="20">{escape_html(title)}</text>', *legend]
     for label, parts in rows:
         total, x = sum(parts.values()), float(left)
-        out.append(f'<text class="ink" x="{left}" y="{y + 12}">{escaped(label)}</text>')
+        out.append(f'<text class="ink" x="{left}" y="{y + 12}">{escape_html(label)}</text>')
         y += 19
         for name in used:
             value = parts.get(name, 0.0)
             size = value / most * (width - 110)
             if size <= 0.0:
                 continue
-            told = f"{name}: {short(value)} {unit} ({percent(value / total)})"
+            told = f"{name}: {format_number(value)} {unit} ({format_percent(value / total)})"
             out.append(
-                f'<rect class="f{names.index(name) % COLOURS}" x="{x:.1f}" y="{y}" '
-                f'width="{size:.1f}" height="{thick}"><title>{escaped(told)}</title></rect>'
+                f'<rect class="f{names.index(name) % NUM_COLOURS}" x="{x:.1f}" y="{y}" '
+                f'width="{size:.1f}" height="{thick}"><title>{escape_html(told)}</title></rect>'
             )
             x += size
-        out.append(f'<text class="ink" x="{x + 8:.1f}" y="{y + 14}">{short(total)} {unit}</text>')
+        out.append(
+            f'<text class="ink" x="{x + 8:.1f}" y="{y + 14}">{format_number(total)} {unit}</text>'
+        )
         y += thick + 10
     head = f'<svg class="plot" role="img" viewBox="0 0 {width} {y + 8}">'
-    return "\n".join([head, f"<title>{escaped(title)}</title>", *out, "</svg>"])
+    return "\n".join([head, f"<title>{escape_html(title)}</title>", *out, "</svg>"])

@@ -17,44 +17,46 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ranvier.checkpoint.directory import found, step_of
-from ranvier.checkpoint.load import wholes
+from ranvier.checkpoint.directory import find_checkpoints, step_of
+from ranvier.checkpoint.load import load_full_tensors
 from ranvier.config import run as runs
-from ranvier.config.run import Run
-from ranvier.data.chat.template import BUILT_IN, template_of
-from ranvier.data.chat.tokenize import Chat
-from ranvier.data.tokenizer import Tokenizer, tokenizer_of
+from ranvier.config.run import RunConfig
+from ranvier.data.chat.template import BUILT_IN, load_chat_template
+from ranvier.data.chat.tokenize import ChatEncoder
+from ranvier.data.tokenizer import Tokenizer, load_tokenizer
 from ranvier.errors import DataError, PlanError
-from ranvier.models import Decoder, build
+from ranvier.models import Decoder, build_decoder
 from ranvier.system.terminal import print
 
 
 @dataclass(frozen=True)
-class Draw:
+class SamplingParams:
     """How many tokens are said, and how each is chosen."""
 
-    tokens: int
+    max_tokens: int
     temperature: float
     top_k: int
     seed: int
 
 
 @dataclass
-class Speaker:
+class TextGenerator:
     """A model with the words of its tokenizer."""
 
     model: Decoder
     tokenizer: Tokenizer
-    positions: int
+    max_positions: int
     """Most tokens the model looks at."""
-    chat: Chat | None = None
+    chat: ChatEncoder | None = None
     """How conversations are written, if the run has a chat template."""
 
     @classmethod
-    def of(cls, folder: Path, device: torch.device | str, *, step: int | None = None) -> Speaker:
+    def from_run(
+        cls, folder: Path, device: torch.device | str, *, step: int | None = None
+    ) -> TextGenerator:
         """From a checkpoint of a run, the newest if no step is named."""
-        run = run_of(folder)
-        checkpoint = checkpoint_of(folder, step)
+        run = load_config_from_dir(folder)
+        checkpoint = find_checkpoint(folder, step)
         words = folder / "tokenizer.json"
         if not words.exists():
             raise DataError(
@@ -62,22 +64,22 @@ class Speaker:
                 f"tokenizer that made them. Copy its tokenizer.json to {words}."
             )
         with torch.device("meta"):
-            model = build(run.model, run.lora)
-        fill(model, wholes(checkpoint), checkpoint, device)
-        known = tokenizer_of(str(words), folder)
-        template = template_of(known, folder)
-        chat = None if template.origin == BUILT_IN else Chat(template, known)
+            model = build_decoder(run.model, run.lora)
+        fill_weights(model, load_full_tensors(checkpoint), checkpoint, device)
+        known = load_tokenizer(str(words), folder)
+        template = load_chat_template(known, folder)
+        chat = None if template.origin == BUILT_IN else ChatEncoder(template, known)
         return cls(model.eval(), known, run.model.max_seq, chat)
 
-    def speak(
+    def complete_prompt(
         self, prompt: str, *, tokens: int, temperature: float, top_k: int, seed: int
     ) -> Iterator[str]:
         """Pieces of text that follow the prompt, until the end of a document."""
-        known = self.tokenizer.encode([prompt])[0].tolist() or [self.tokenizer.end]
-        draw = Draw(tokens, temperature, top_k, seed)
-        yield from self._follow(known, frozenset([self.tokenizer.end]), draw)
+        known = self.tokenizer.encode([prompt])[0].tolist() or [self.tokenizer.eos_token_id]
+        draw = SamplingParams(tokens, temperature, top_k, seed)
+        yield from self._generate_pieces(known, frozenset([self.tokenizer.eos_token_id]), draw)
 
-    def answer(
+    def answer_question(
         self, question: str, *, tokens: int, temperature: float, top_k: int, seed: int
     ) -> Iterator[str]:
         """Pieces of the answer to a question, until the end of the turn."""
@@ -86,34 +88,38 @@ class Speaker:
                 "The run has no chat template. A question is written by the one it was trained "
                 "with. Train on conversations, or use --prompt."
             )
-        known = self.chat.prompt([{"role": "user", "content": question}])
-        draw = Draw(tokens, temperature, top_k, seed)
-        yield from self._follow(known, self.chat.ends, draw)
+        known = self.chat.encode_prompt([{"role": "user", "content": question}])
+        draw = SamplingParams(tokens, temperature, top_k, seed)
+        yield from self._generate_pieces(known, self.chat.end_token_ids, draw)
 
     @torch.inference_mode()
-    def _follow(self, known: list[int], ends: frozenset[int], draw: Draw) -> Iterator[str]:
+    def _generate_pieces(
+        self, known: list[int], ends: frozenset[int], draw: SamplingParams
+    ) -> Iterator[str]:
         """Pieces of text that follow tokens, until one of the ends.
 
         A text that outgrows the positions goes on with its last tokens, and that is said.
         """
-        if len(known) > self.positions:
+        if len(known) > self.max_positions:
             raise DataError(
-                f"The prompt has {len(known):,} tokens, but the model has {self.positions:,} "
+                f"The prompt has {len(known):,} tokens, but the model has {self.max_positions:,} "
                 "positions (model.max_seq). It reads a whole prompt or none. Shorten the prompt."
             )
         generator = torch.Generator(self.device).manual_seed(draw.seed)
         said: list[int] = []
         told = self.tokenizer.decode(known)
-        for _ in range(draw.tokens):
-            if len(known) + len(said) == self.positions + 1:
+        for _ in range(draw.max_tokens):
+            if len(known) + len(said) == self.max_positions + 1:
                 print(
-                    f"Warning: the text has {self.positions + 1:,} tokens, but the model has "
-                    f"{self.positions:,} positions (model.max_seq). From here on it reads the "
-                    f"last {self.positions:,} tokens.",
+                    f"Warning: the text has {self.max_positions + 1:,} tokens, but the model has "
+                    f"{self.max_positions:,} positions (model.max_seq). From here on it reads the "
+                    f"last {self.max_positions:,} tokens.",
                     file=sys.stderr,
                 )
-            ids = torch.tensor([[*known, *said][-self.positions :]], device=self.device)
-            token = chosen(self.model(ids)[0, -1].float(), draw.temperature, draw.top_k, generator)
+            ids = torch.tensor([[*known, *said][-self.max_positions :]], device=self.device)
+            token = sample_token(
+                self.model(ids)[0, -1].float(), draw.temperature, draw.top_k, generator
+            )
             if token in ends:
                 return
             said.append(token)
@@ -128,7 +134,7 @@ class Speaker:
         return next(self.model.parameters()).device
 
 
-def fill(
+def fill_weights(
     model: nn.Module, whole: Mapping[str, Tensor], origin: Path, device: torch.device | str
 ) -> None:
     """Give a model without values its weights and buffers: all of them, or none is usable.
@@ -141,7 +147,7 @@ def fill(
         own = (module.named_parameters(recurse=False), module.named_buffers(recurse=False))
         for key, tensor in chain(*own):
             owners.setdefault(id(tensor), []).append((module, key, f"{path}.{key}".lstrip(".")))
-    dtype = _one_dtype(whole, device)
+    dtype = _common_dtype(whole, device)
     for tied in owners.values():
         module, key, name = tied[0]
         empty = getattr(module, key)
@@ -158,7 +164,7 @@ def fill(
             setattr(module, key, value)
 
 
-def _one_dtype(whole: Mapping[str, Tensor], device: torch.device | str) -> torch.dtype:
+def _common_dtype(whole: Mapping[str, Tensor], device: torch.device | str) -> torch.dtype:
     """The type of most weights (adapters may have a wider one); on a CPU fp32 at least."""
     counts: dict[torch.dtype, int] = {}
     for value in whole.values():
@@ -168,7 +174,7 @@ def _one_dtype(whole: Mapping[str, Tensor], device: torch.device | str) -> torch
     return torch.float32 if narrow else most
 
 
-def chosen(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
+def sample_token(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """A token: the likeliest at temperature 0, else drawn from the `top_k` likeliest (0: all)."""
     if temperature <= 0.0:
         return int(logits.argmax())
@@ -178,7 +184,7 @@ def chosen(logits: Tensor, temperature: float, top_k: int, generator: torch.Gene
     return int(torch.multinomial(weights, 1, generator=generator))
 
 
-def say(
+def print_generated(
     folder: Path,
     *,
     prompt: str,
@@ -207,9 +213,9 @@ def say(
         problems.append(f"device={device!r} is not here. Use 'cpu'.")
     if problems:
         raise PlanError(problems)
-    speaker = Speaker.of(folder, device, step=None if step < 0 else step)
+    speaker = TextGenerator.from_run(folder, device, step=None if step < 0 else step)
     print(prompt, end="", flush=True)
-    said = speaker.answer if chat else speaker.speak
+    said = speaker.answer_question if chat else speaker.complete_prompt
     for piece in said(
         chat or prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed
     ):
@@ -218,7 +224,7 @@ def say(
     return 0
 
 
-def run_of(folder: Path) -> Run:
+def load_config_from_dir(folder: Path) -> RunConfig:
     """The settings of a run."""
     if not (folder / "config.toml").exists():
         near: Sequence[Path] = sorted(folder.parent.glob("*/config.toml"))
@@ -227,18 +233,18 @@ def run_of(folder: Path) -> Run:
             f"{folder} is no run: it has no config.toml. A run is a directory that `ranvier train` "
             f"made. Runs nearby: {others}."
         )
-    run = runs.load(folder / "config.toml", in_run=True)
+    run = runs.load_run_config(folder / "config.toml", in_run=True)
     if run.model.positions == "rope" and run.data.seq > run.model.max_seq:
         # trained before that was refused: it has read texts of this length
         run = dataclasses.replace(run, model=dataclasses.replace(run.model, max_seq=run.data.seq))
     known = math.prod(size for size in run.plan.degrees.values() if size > 0)
-    run.check(known)  # it may have been edited
+    run.check_and_resolve(known)  # it may have been edited
     return run
 
 
-def checkpoint_of(folder: Path, step: int | None = None) -> Path:
+def find_checkpoint(folder: Path, step: int | None = None) -> Path:
     """A checkpoint of a run: of a step, or the newest."""
-    paths = found(folder / "checkpoints")
+    paths = find_checkpoints(folder / "checkpoints")
     if not paths:
         raise DataError(
             f"{folder} has no checkpoint. Weights are read from one. Let the run end, or train "

@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 from ranvier import counter_rng
 from ranvier.comm import collectives
-from ranvier.comm.autograd import take
-from ranvier.comm.consensus import largest
-from ranvier.data.loader import rows
-from ranvier.infer.logprobs import REPLICAS, check_length, own_positions, whole_batch
-from ranvier.parallel.parallelize import Parallel, parallel_of
-from ranvier.pipeline.executor import Micro
+from ranvier.comm.autograd import local_slice
+from ranvier.comm.consensus import max_over_ranks
+from ranvier.data.loader import rank_rows
+from ranvier.infer.logprobs import REPLICA_AXES, check_length, padded_positions, round_up_batch
+from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
+from ranvier.pipeline.executor import MicroBatch
 
-Choose = Callable[[Tensor, Sequence[int], int], Tensor]
+TokenSampler = Callable[[Tensor, Sequence[int], int], Tensor]
 """Tokens `[b]` from logits `[b, v]`, the numbers of their prompts, and how many were said before;
 ranks with the same logits must choose alike."""
 
 
-def continued(
+def extend_tokens(
     model: nn.Module, tokens: Tensor, count: int, choose: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Tokens `[b, s]` with `count` more, the same on all ranks that read them: `[b, s + count]`.
@@ -33,22 +33,24 @@ def continued(
     choose: tokens `[b]` from the logits `[b, v]` of the last ones; all ranks must choose alike.
     Communicates: as a forward pass; logits of one token over the axes of vocab; tokens over pipe.
     """
-    parallel, was = parallel_of(model), model.training
+    parallel, was = get_parallel_model(model), model.training
     model.eval()
     try:
         for _ in range(count):
-            tokens = torch.cat([tokens, choose(last_logits(parallel, tokens)).unsqueeze(1)], 1)
+            tokens = torch.cat(
+                [tokens, choose(next_token_logits(parallel, tokens)).unsqueeze(1)], 1
+            )
     finally:
         model.train(was)
-        parallel.queue.begin("")
+        parallel.bucket_scheduler.begin_step("")
     return tokens
 
 
-def generated(
+def generate_tokens(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
     count: int,
-    choose: Choose,
+    choose: TokenSampler,
     *,
     ended: Callable[[Sequence[int]], bool] = lambda said: False,
     numbers: Sequence[int] | None = None,
@@ -61,40 +63,44 @@ def generated(
     Communicates: as `continued`; of each token one number over all axes; at the end what was said
     over the axes of samples.
     """
-    parallel, was = parallel_of(model), model.training
+    parallel, was = get_parallel_model(model), model.training
     assert all(len(prompt) > 0 for prompt in prompts), "a prompt has one token at least"
     # what is said last is not read any more
     check_length(model, max((len(prompt) + count - 1 for prompt in prompts), default=0))
     numbers = range(len(prompts)) if numbers is None else numbers
     order = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
-    size = whole_batch(parallel, batch) * parallel.grid.axis(*REPLICAS).size
+    size = round_up_batch(parallel, batch) * parallel.grid.axis(*REPLICA_AXES).size
     found: dict[int, list[int]] = {}
     model.eval()
     try:
         for start in range(0, len(order), size):
             some = order[start : start + size]
             asked = [(numbers[i], prompts[i]) for i in some]
-            found |= zip(some, _said(parallel, asked, count, choose, ended, batch), strict=True)
+            found |= zip(
+                some, _generate_round(parallel, asked, count, choose, ended, batch), strict=True
+            )
     finally:
         model.train(was)
-        parallel.queue.begin("")
+        parallel.bucket_scheduler.begin_step("")
     return [found[i] for i in range(len(prompts))]
 
 
-def _said(
-    parallel: Parallel,
+def _generate_round(
+    parallel: ParallelModel,
     asked: Sequence[tuple[int, Sequence[int]]],
     count: int,
-    choose: Choose,
+    choose: TokenSampler,
     ended: Callable[[Sequence[int]], bool],
     batch: int,
 ) -> list[list[int]]:
     """What follows prompts that fit at once; replicas that are done go on for the others' sake."""
-    grid, device = parallel.grid, parallel.pipeline.runtime.device
-    replicas = grid.axis(*REPLICAS)
-    batch = whole_batch(parallel, min(batch, -(-len(asked) // replicas.size)))
-    mine = [asked[i] for i in rows(batch * replicas.size, grid) if i < len(asked)] or [(0, [0])]
-    idle = rows(batch * replicas.size, grid).start >= len(asked)
+    grid, device = parallel.grid, parallel.pipeline.executor.device
+    replicas = grid.axis(*REPLICA_AXES)
+    batch = round_up_batch(parallel, min(batch, -(-len(asked) // replicas.size)))
+    mine = [asked[i] for i in rank_rows(batch * replicas.size, grid) if i < len(asked)] or [
+        (0, [0])
+    ]
+    idle = rank_rows(batch * replicas.size, grid).start >= len(asked)
     lengths = torch.tensor([len(prompt) for _, prompt in mine])
     tokens = torch.zeros(len(mine), int(lengths.max()) + count, dtype=torch.int64)
     for row, (_, prompt) in enumerate(mine):
@@ -102,10 +108,10 @@ def _said(
     said: list[list[int]] = [[] for _ in mine]
     open_ = [not idle] * len(mine)
     for place in range(count):
-        if not largest(int(any(open_)), grid, device):
+        if not max_over_ranks(int(any(open_)), grid, device):
             break
         now = tokens[:, : int(lengths.max()) + place].to(device)
-        logits = last_logits(parallel, now, (lengths + place).to(device))
+        logits = next_token_logits(parallel, now, (lengths + place).to(device))
         for row, token in enumerate(choose(logits, [n for n, _ in mine], place).tolist()):
             tokens[row, lengths[row] + place] = token
             if open_[row]:
@@ -118,7 +124,9 @@ def _said(
     return [words[: words.index(-1)] for words in whole[: len(asked)]]
 
 
-def drawn(*, temperature: float, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> Choose:
+def make_sampler(
+    *, temperature: float, top_k: int = 0, top_p: float = 1.0, seed: int = 0
+) -> TokenSampler:
     """Chooses the likeliest token at temperature 0, else draws one.
 
     A draw depends on (seed, number of the prompt, place): on no grid and no batch. top_k: from so
@@ -135,7 +143,7 @@ def drawn(*, temperature: float, top_k: int = 0, top_p: float = 1.0, seed: int =
         if top_k > 0:
             kept[:, top_k:] = False
         sums = (shares * kept).cumsum(-1)
-        keys = [counter_rng.key(seed, "draw", number, place) / 2.0**63 for number in numbers]
+        keys = [counter_rng.random_key(seed, "draw", number, place) / 2.0**63 for number in numbers]
         mark = torch.tensor(keys, dtype=torch.float64, device=logits.device).unsqueeze(1)
         column = torch.searchsorted(sums, mark * sums[:, -1:], right=True)
         found: Tensor = tokens.gather(1, column.clamp(max=logits.shape[-1] - 1)).squeeze(1)
@@ -145,44 +153,46 @@ def drawn(*, temperature: float, top_k: int = 0, top_p: float = 1.0, seed: int =
 
 
 @torch.no_grad()
-def last_logits(parallel: Parallel, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
+def next_token_logits(
+    parallel: ParallelModel, tokens: Tensor, lengths: Tensor | None = None
+) -> Tensor:
     """Logits of what follows the tokens `[b, s]`: `[b, v]`, on all ranks that read them.
 
     lengths: how many tokens of each sample there are `[b]`; None: all.
     """
-    grid, stage = parallel.grid, parallel.pipeline.runtime.stage
+    grid, stage = parallel.grid, parallel.pipeline.executor.stage
     samples, length = tokens.shape
     multiple = grid.degrees["row"] * grid.degrees["context"]
     # what comes later changes nothing before it
-    padded = tokens.new_zeros(whole_batch(parallel, samples), -(-length // multiple) * multiple)
+    padded = tokens.new_zeros(round_up_batch(parallel, samples), -(-length // multiple) * multiple)
     padded[:samples, :length] = tokens
     own = torch.full((len(padded),), length, device=tokens.device)
     own[:samples] = length if lengths is None else lengths
     inputs = {"tokens": padded}
     if lengths is not None or padded.shape[1] > length:
-        inputs["positions"] = own_positions(own, padded.shape[1])
-    parallel.queue.begin("generate")
-    found = parallel.pipeline.runtime.forward([Micro(inputs)])
-    region = parallel.table.region("vocab")
+        inputs["positions"] = padded_positions(own, padded.shape[1])
+    parallel.bucket_scheduler.begin_step("generate")
+    found = parallel.pipeline.executor.run_forward([MicroBatch(inputs)])
+    region = parallel.table.activation_rule("vocab")
     vocab = grid.axis(*region["vocab"])
     batch = grid.axis(*(axis for axis in region["batch"] if axis == "col"))
     if not found:  # another stage has them
         words = parallel.sizes["vocab"]
-        y = torch.zeros(samples, words, dtype=_dtype(parallel), device=tokens.device)
+        y = torch.zeros(samples, words, dtype=_weight_dtype(parallel), device=tokens.device)
     else:
-        last = take(own, batch, 0) - 1  # (b/col,)
+        last = local_slice(own, batch, 0) - 1  # (b/col,)
         y = found[0][torch.arange(len(last), device=tokens.device), last]
-        y = collectives.all_gather(evened(y, parallel), vocab, -1).wait()
+        y = collectives.all_gather(pad_vocab_shard(y, parallel), vocab, -1).wait()
         y = collectives.all_gather(y, batch, 0).wait()[:samples, : parallel.sizes["vocab"]]
     axis = grid.axis("pipe")
-    if stage.vocabulary:
+    if stage.vocab_layers:
         return y.contiguous()
     return collectives.broadcast(y.contiguous(), axis, index=axis.size - 1).wait()
 
 
-def evened(y: Tensor, parallel: Parallel) -> Tensor:
+def pad_vocab_shard(y: Tensor, parallel: ParallelModel) -> Tensor:
     """My logits with their padding, which the head has left out: all ranks have equally many."""
-    axes = parallel.table.region("vocab")["vocab"]
+    axes = parallel.table.activation_rule("vocab")["vocab"]
     ranks = parallel.grid.axis(*axes).size
     degrees = parallel.grid.degrees
     multiple = degrees["row"] * degrees["col"] * (degrees["pipe"] if "pipe" in axes else 1)
@@ -190,5 +200,5 @@ def evened(y: Tensor, parallel: Parallel) -> Tensor:
     return torch.nn.functional.pad(y, (0, each - y.shape[-1]))
 
 
-def _dtype(parallel: Parallel) -> torch.dtype:
-    return parallel.queue.buckets[0].data.dtype
+def _weight_dtype(parallel: ParallelModel) -> torch.dtype:
+    return parallel.bucket_scheduler.buckets[0].data.dtype

@@ -13,28 +13,28 @@ import torch
 
 from ranvier import counter_rng
 from ranvier.checkpoint import manifest as manifests
-from ranvier.checkpoint.load import load as read
-from ranvier.comm.consensus import together
-from ranvier.config.plan import Inner
+from ranvier.checkpoint.load import load_checkpoint as read
+from ranvier.comm.consensus import run_and_raise_together
+from ranvier.config.plan import InnerSplit
 from ranvier.grid import Grid
-from ranvier.infer.generate import checkpoint_of, run_of
-from ranvier.models import AdapterConfig, Decoder, DecoderConfig, build
-from ranvier.nn.materialize import fill_values
-from ranvier.parallel.parallelize import parallel_of, parallelize
-from ranvier.pipeline.partition import Cut
+from ranvier.infer.generate import find_checkpoint, load_config_from_dir
+from ranvier.models import AdapterConfig, Decoder, DecoderConfig, build_decoder
+from ranvier.nn.materialize import materialize_parameters
+from ranvier.parallel.parallelize import get_parallel_model, parallelize
+from ranvier.pipeline.partition import PipelineConfig
 
-MASTER = ".master"
+MASTER_SUFFIX = ".master"
 """How the names of weights end in a checkpoint."""
 
 
-def load(
+def load_model(
     folder: Path,
     grid: Grid,
     device: torch.device | str,
     *,
     step: int | None = None,
-    inner: Inner = "samples",
-    how: Cut | None = None,
+    inner: InnerSplit = "samples",
+    how: PipelineConfig | None = None,
     dtype: torch.dtype | None = None,
 ) -> Decoder:
     """The model of a run after a step (None: the newest checkpoint) on a grid, ready to be asked.
@@ -42,64 +42,66 @@ def load(
     inner: what col splits inside. how: its stages over pipe. dtype: of the weights; None: the one
     they were saved in. Communicates: the making of groups; one number over all axes.
     """
-    run, checkpoint = run_of(folder), checkpoint_of(folder, step)
-    dtype = dtype or together(lambda: saved_dtype(checkpoint), grid, device)
-    lora = together(lambda: adapters_in(checkpoint, run.lora), grid, device)
-    model = empty(run.model, grid, device, lora=lora, inner=inner, how=how, dtype=dtype)
-    fill_from(model, checkpoint, device)
+    run, checkpoint = load_config_from_dir(folder), find_checkpoint(folder, step)
+    dtype = dtype or run_and_raise_together(lambda: saved_dtype(checkpoint), grid, device)
+    lora = run_and_raise_together(lambda: find_saved_adapters(checkpoint, run.lora), grid, device)
+    model = build_empty_model(run.model, grid, device, lora=lora, inner=inner, how=how, dtype=dtype)
+    load_weights(model, checkpoint, device)
     return model.eval()
 
 
 def saved_dtype(checkpoint: Path) -> torch.dtype:
     """The type of most weights of a checkpoint: adapters may have a wider one."""
     counts: dict[torch.dtype, int] = {}
-    for name, entry in manifests.read(checkpoint).tensors.items():
-        if name.endswith(MASTER):
+    for name, entry in manifests.read_manifest(checkpoint).tensors.items():
+        if name.endswith(MASTER_SUFFIX):
             counts[entry.dtype] = counts.get(entry.dtype, 0) + math.prod(entry.shape)
     return max(counts, key=lambda one: counts[one], default=torch.float32)
 
 
-def spoken_dtype(dtype: torch.dtype, device: torch.device | str) -> torch.dtype:
+def inference_dtype(dtype: torch.dtype, device: torch.device | str) -> torch.dtype:
     """The type to ask a model in: a CPU computes in fp32 rather than in 16 bits."""
     narrow = dtype in (torch.bfloat16, torch.float16) and torch.device(device).type == "cpu"
     return torch.float32 if narrow else dtype
 
 
-def adapters_in(checkpoint: Path, lora: AdapterConfig) -> AdapterConfig:
+def find_saved_adapters(checkpoint: Path, lora: AdapterConfig) -> AdapterConfig:
     """The adapters of a run, if a checkpoint has them: before the first step it has none."""
-    there = any(".adapters." in name for name in manifests.read(checkpoint).tensors)
+    there = any(".adapters." in name for name in manifests.read_manifest(checkpoint).tensors)
     return lora if there else AdapterConfig()
 
 
-def empty(
+def build_empty_model(
     config: DecoderConfig,
     grid: Grid,
     device: torch.device | str,
     *,
     lora: AdapterConfig | None = None,
-    inner: Inner = "samples",
-    how: Cut | None = None,
+    inner: InnerSplit = "samples",
+    how: PipelineConfig | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
     """A model on a grid with weights of 0, of which a rank has its own part only.
 
     Communicates: the making of groups.
     """
-    with counter_rng.blank():
-        model = build(config, lora or AdapterConfig())
+    with counter_rng.init_empty_weights():
+        model = build_decoder(config, lora or AdapterConfig())
     parallelize(model, grid, inner=inner, dtype=dtype, device=device, how=how, materialize=False)
-    parallel = parallel_of(model)
-    fill_values(parallel.queue, parallel.leaves, seed=0, dtype=dtype, device=device, blank=True)
+    parallel = get_parallel_model(model)
+    materialize_parameters(
+        parallel.bucket_scheduler, parallel.layers, seed=0, dtype=dtype, device=device, blank=True
+    )
     return model
 
 
-def fill_from(model: torch.nn.Module, checkpoint: Path, device: torch.device | str) -> None:
+def load_weights(model: torch.nn.Module, checkpoint: Path, device: torch.device | str) -> None:
     """Read my slices of the weights of a checkpoint; an error of one rank is one on all.
 
     Communicates: one number over all axes.
     """
-    parallel = parallel_of(model)
-    state = {f"{name}{MASTER}": part for name, part in parallel.state().items()}
-    together(lambda: read(checkpoint, state, cast=True), parallel.grid, device)
-    parallel.queue.loads += 1
-    parallel.queue.begin("")
+    parallel = get_parallel_model(model)
+    state = {f"{name}{MASTER_SUFFIX}": part for name, part in parallel.sharded_state().items()}
+    run_and_raise_together(lambda: read(checkpoint, state, cast=True), parallel.grid, device)
+    parallel.bucket_scheduler.load_count += 1
+    parallel.bucket_scheduler.begin_step("")

@@ -16,40 +16,40 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.comm import collectives
-from ranvier.data.loader import rows
+from ranvier.data.loader import rank_rows
 from ranvier.errors import DataError
-from ranvier.nn.cross_entropy import IGNORE
-from ranvier.parallel.parallelize import Parallel, parallel_of
-from ranvier.pipeline.executor import Micro
+from ranvier.nn.cross_entropy import IGNORE_INDEX
+from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
+from ranvier.pipeline.executor import MicroBatch
 
-REPLICAS = ("data", "expert", "depth")
+REPLICA_AXES = ("data", "expert", "depth")
 """Axes along which ranks read different samples."""
 
 
 @dataclass(frozen=True)
-class Scored:
+class TokenLogprobs:
     """What a sequence of n tokens is worth: of each but the first, given all before it."""
 
-    log: Tensor
+    logprobs: Tensor
     """Log-probabilities, float64 `[n - 1]`."""
-    greedy: Tensor
+    is_greedy: Tensor
     """Whether no token was likelier, bool `[n - 1]`."""
 
 
-def together_of(parallel: Parallel, batch: int) -> int:
+def sequences_per_round(parallel: ParallelModel, batch: int) -> int:
     """Sequences that all ranks score at once, `batch` of them a micro-batch."""
     pipe, degrees = parallel.grid.degrees["pipe"], parallel.grid.degrees
     replicas = degrees["data"] * degrees["expert"] * degrees["depth"]
-    return whole_batch(parallel, batch) * replicas * (1 if pipe == 1 else 2 * pipe)
+    return round_up_batch(parallel, batch) * replicas * (1 if pipe == 1 else 2 * pipe)
 
 
-def whole_batch(parallel: Parallel, batch: int) -> int:
+def round_up_batch(parallel: ParallelModel, batch: int) -> int:
     """The next micro-batch that col can divide, where it divides samples."""
-    shares = parallel.grid.degrees["col"] if parallel.table.inner == "samples" else 1
+    shares = parallel.grid.degrees["col"] if parallel.table.col_splits == "samples" else 1
     return -(-batch // shares) * shares
 
 
-def own_positions(lengths: Tensor, seq: int) -> Tensor:
+def padded_positions(lengths: Tensor, seq: int) -> Tensor:
     """Positions 0, 1, 2, ... of texts of so many tokens `[b]`, filled up to `[b, seq]`.
 
     What fills a text up repeats its last position: a model whose frequencies depend on the length
@@ -70,50 +70,58 @@ def check_length(model: nn.Module, length: int) -> None:
         )
 
 
-def scores(model: nn.Module, sequences: Sequence[Sequence[int]], *, batch: int = 8) -> list[Scored]:
+def score_sequences(
+    model: nn.Module, sequences: Sequence[Sequence[int]], *, batch: int = 8
+) -> list[TokenLogprobs]:
     """What each sequence is worth, on all ranks, which all ask for the same.
 
     batch: sequences of a micro-batch. Communicates: as forward passes; of each token two numbers
     over the axes of samples and over pipe.
     """
-    parallel, was = parallel_of(model), model.training
+    parallel, was = get_parallel_model(model), model.training
     assert all(len(one) > 0 for one in sequences), "a sequence has one token at least"
     check_length(model, max((len(one) - 1 for one in sequences), default=0))
     order = sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i))
-    found: dict[int, Scored] = {}
+    found: dict[int, TokenLogprobs] = {}
     model.eval()
-    parallel.moment.each = True
+    parallel.step_context.per_token_loss = True
     try:
-        size = together_of(parallel, batch)
+        size = sequences_per_round(parallel, batch)
         for start in range(0, len(order), size):
             some = order[start : start + size]
-            found |= zip(some, _round(parallel, [sequences[i] for i in some], batch), strict=True)
+            found |= zip(
+                some, _score_round(parallel, [sequences[i] for i in some], batch), strict=True
+            )
     finally:
-        parallel.moment.each = False
+        parallel.step_context.per_token_loss = False
         model.train(was)
-        parallel.queue.begin("")
+        parallel.bucket_scheduler.begin_step("")
     return [found[i] for i in range(len(sequences))]
 
 
 @torch.no_grad()
-def _round(parallel: Parallel, sequences: Sequence[Sequence[int]], batch: int) -> Iterator[Scored]:
+def _score_round(
+    parallel: ParallelModel, sequences: Sequence[Sequence[int]], batch: int
+) -> Iterator[TokenLogprobs]:
     """Of sequences that fit at once, longest first, what each is worth."""
-    grid, runtime = parallel.grid, parallel.pipeline.runtime
-    replicas = grid.axis(*REPLICAS)
-    batch = whole_batch(parallel, min(batch, -(-len(sequences) // replicas.size)))
+    grid, runtime = parallel.grid, parallel.pipeline.executor
+    replicas = grid.axis(*REPLICA_AXES)
+    batch = round_up_batch(parallel, min(batch, -(-len(sequences) // replicas.size)))
     micros = -(-len(sequences) // (batch * replicas.size))
     multiple = grid.degrees["row"] * grid.degrees["context"]
     length = max(-(-(len(sequences[0]) - 1) // multiple), 1) * multiple
-    mine = rows(batch * replicas.size, grid)  # of each micro-batch of all ranks
+    mine = rank_rows(batch * replicas.size, grid)  # of each micro-batch of all ranks
     inputs = []
     for micro in range(micros):
         some = [micro * batch * replicas.size + row for row in mine]
-        inputs.append(_filled([sequences[i] for i in some if i < len(sequences)], batch, length))
-    parallel.queue.begin(f"score {micros}")
-    found = runtime.forward(
-        [Micro({k: x.to(runtime.device) for k, x in i.items()}) for i in inputs]
+        inputs.append(
+            _pad_sequences([sequences[i] for i in some if i < len(sequences)], batch, length)
+        )
+    parallel.bucket_scheduler.begin_step(f"score {micros}")
+    found = runtime.run_forward(
+        [MicroBatch({k: x.to(runtime.device) for k, x in i.items()}) for i in inputs]
     )
-    region = parallel.table.region("vocab")
+    region = parallel.table.activation_rule("vocab")
     if found:
         y = torch.stack(found)  # (m, 2, b/col, s)
         y = collectives.all_gather(
@@ -122,25 +130,27 @@ def _round(parallel: Parallel, sequences: Sequence[Sequence[int]], batch: int) -
         y = collectives.all_gather(y, grid.axis(*region["seq"]), 3).wait()
     else:  # another stage has them
         shape = (micros, 2, batch, length)
-        y = torch.zeros(shape, dtype=parallel.queue.dtype, device=runtime.device)
+        y = torch.zeros(shape, dtype=parallel.bucket_scheduler.reduce_dtype, device=runtime.device)
     pipe = grid.axis("pipe")
     y = collectives.broadcast(y.contiguous(), pipe, index=pipe.size - 1).wait()
     y = collectives.all_gather(y.transpose(1, 2).contiguous(), replicas, 1).wait()  # (m, R·b, 2, s)
     for one, (log, greedy) in zip(sequences, y.flatten(0, 1).cpu(), strict=False):
         count = len(one) - 1
-        yield Scored(log[:count].double(), greedy[:count] > 0.0)
+        yield TokenLogprobs(log[:count].double(), greedy[:count] > 0.0)
 
 
-def _filled(sequences: Sequence[Sequence[int]], batch: int, length: int) -> dict[str, Tensor]:
+def _pad_sequences(
+    sequences: Sequence[Sequence[int]], batch: int, length: int
+) -> dict[str, Tensor]:
     """Tokens, targets and positions `[b, s]` of sequences, filled up."""
     lengths = torch.ones(batch, dtype=torch.int64)
     tokens = torch.zeros(batch, length, dtype=torch.int64)
-    targets = torch.full((batch, length), IGNORE, dtype=torch.int64)
+    targets = torch.full((batch, length), IGNORE_INDEX, dtype=torch.int64)
     for row, one in enumerate(sequences):
         known = torch.as_tensor(one, dtype=torch.int64)
         tokens[row, : len(one) - 1], targets[row, : len(one) - 1] = known[:-1], known[1:]
         lengths[row] = len(one) - 1
     inputs = {"tokens": tokens, "targets": targets}
     if bool((lengths < length).any()):
-        inputs["positions"] = own_positions(lengths, length)
+        inputs["positions"] = padded_positions(lengths, length)
     return inputs

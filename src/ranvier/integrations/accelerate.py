@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.comm import collectives
-from ranvier.comm.consensus import largest
-from ranvier.config.plan import Inner, Plan
+from ranvier.comm.consensus import max_over_ranks
+from ranvier.config.plan import InnerSplit, Plan
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.infer.logprobs import REPLICAS
+from ranvier.infer.logprobs import REPLICA_AXES
 from ranvier.integrations import training_loop
-from ranvier.integrations.training_loop import AdamW, Lent
-from ranvier.launch.external_launch import Axes, laid_out
+from ranvier.integrations.training_loop import AdamW, GridModel
+from ranvier.launch.external_launch import AxisSizes, build_grid
 
 
 class Accelerator:
@@ -34,10 +34,10 @@ class Accelerator:
 
     def __init__(
         self,
-        plan: Axes | None = None,
+        plan: AxisSizes | None = None,
         *,
         grid: Grid | None = None,
-        inner: Inner | None = None,
+        inner: InnerSplit | None = None,
         device: torch.device | str | None = None,
         gradient_accumulation_steps: int = 1,
     ) -> None:
@@ -51,17 +51,17 @@ class Accelerator:
                 "least one batch. Use 1."
             )
         if grid is None:
-            self.grid, self.device = laid_out(plan, inner=inner, device=device)
+            self.grid, self.device = build_grid(plan, inner=inner, device=device)
         else:
             self.grid, self.device = grid, torch.device(device or "cpu")
         self.inner = plan.inner if inner is None and isinstance(plan, Plan) else inner
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.sync_gradients = True
         """Whether the batch at hand is the last before an update."""
-        self.last = False
+        self.is_last_batch = False
         """Whether it is the last that its loader gives: an update follows in any case."""
-        self._batches = 0
-        self._lent: Lent | None = None
+        self._batch_count = 0
+        self._grid_model: GridModel | None = None
         self._adamw: AdamW | None = None
 
     # ---- who am I -------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ class Accelerator:
     @property
     def num_processes(self) -> int:
         """Number of ranks."""
-        return self.grid.world
+        return self.grid.world_size
 
     @property
     def is_main_process(self) -> bool:
@@ -93,7 +93,7 @@ class Accelerator:
 
     def wait_for_everyone(self) -> None:
         """Wait for all ranks. Communicates: one number over all axes."""
-        largest(0, self.grid, self.device)
+        max_over_ranks(0, self.grid, self.device)
 
     # ---- the loop -------------------------------------------------------------------------------
 
@@ -111,30 +111,32 @@ class Accelerator:
             )
         twins: dict[int, Any] = {}
         if models:
-            members = training_loop.members_of(models[0], adamws[0]) if adamws else {}
-            self._lent = training_loop.lent(
+            members = training_loop.param_group_indices(models[0], adamws[0]) if adamws else {}
+            self._grid_model = training_loop.put_on_grid(
                 models[0], self.grid, inner=self.inner, device=self.device
             )
-            twins[id(models[0])] = self._lent
+            twins[id(models[0])] = self._grid_model
             if adamws:
-                self._adamw = AdamW.of(adamws[0], members, self._lent)
-                twins[id(adamws[0])] = _Held(self, self._adamw)
-        made = [self._twin(x, twins) for x in objects]
+                self._adamw = AdamW.from_optimizer(adamws[0], members, self._grid_model)
+                twins[id(adamws[0])] = _StepAfterAccumulation(self, self._adamw)
+        made = [self._prepare_object(x, twins) for x in objects]
         return made[0] if len(made) == 1 else tuple(made)
 
-    def _twin(self, x: Any, twins: Mapping[int, Any]) -> Any:
+    def _prepare_object(self, x: Any, twins: Mapping[int, Any]) -> Any:
         if id(x) in twins:
             return twins[id(x)]
         if hasattr(x, "optimizer") and hasattr(x, "step"):
-            return _Held(self, x)
-        return _Moved(training_loop.shared(x, self.grid, self.device), self)
+            return _StepAfterAccumulation(self, x)
+        return _DeviceLoader(training_loop.shard_loader(x, self.grid, self.device), self)
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """A batch; only the last of several is followed by an update."""
-        self._batches += 1
-        self.sync_gradients = self.last or self._batches % self.gradient_accumulation_steps == 0
-        self._batches = 0 if self.last else self._batches
+        self._batch_count += 1
+        self.sync_gradients = (
+            self.is_last_batch or self._batch_count % self.gradient_accumulation_steps == 0
+        )
+        self._batch_count = 0 if self.is_last_batch else self._batch_count
         yield
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -158,7 +160,7 @@ class Accelerator:
                 f"clip_grad_norm_ with norm_type={norm_type}. The Euclidean norm of a model that "
                 "was prepared with its optimizer is clipped. Prepare both, use norm_type=2."
             )
-        return self._adamw.clip(max_norm)
+        return self._adamw.clip_grad_norm(max_norm)
 
     # ---- among ranks ----------------------------------------------------------------------------
 
@@ -168,14 +170,14 @@ class Accelerator:
         Communicates: all-gather over the axes of samples.
         """
         whole = tensor.unsqueeze(0) if tensor.dim() == 0 else tensor
-        axis = self.grid.axis(*REPLICAS)
+        axis = self.grid.axis(*REPLICA_AXES)
         return collectives.all_gather(whole.detach(), axis).wait()
 
     gather_for_metrics = gather
 
     def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
         """Sum or mean over the coordinates. Communicates: all-reduce over the axes of samples."""
-        axis = self.grid.axis(*REPLICAS)
+        axis = self.grid.axis(*REPLICA_AXES)
         found = collectives.all_reduce(tensor.detach(), axis).wait()
         return found / axis.size if reduction == "mean" else found
 
@@ -183,29 +185,33 @@ class Accelerator:
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """The model itself, of which this rank has a part."""
-        return model.model if isinstance(model, Lent) else model
+        return model.model if isinstance(model, GridModel) else model
 
     def save_state(self, path: str | Path) -> None:
         """Save model and optimizer as a directory that any grid reads."""
-        training_loop.save(Path(path), self._ours(), self._adamw, {"batches": self._batches})
+        training_loop.save_checkpoint(
+            Path(path), self._require_model(), self._adamw, {"batches": self._batch_count}
+        )
 
     def load_state(self, path: str | Path) -> None:
         """Go on from what was saved, on this grid or another."""
-        self._batches = int(
-            training_loop.load(Path(path), self._ours(), self._adamw).get("batches", 0)
+        self._batch_count = int(
+            training_loop.load_checkpoint(Path(path), self._require_model(), self._adamw).get(
+                "batches", 0
+            )
         )
 
-    def _ours(self) -> Lent:
-        if self._lent is None:
+    def _require_model(self) -> GridModel:
+        if self._grid_model is None:
             raise PlanError("No model was prepared. Call accelerator.prepare(model, ...) first.")
-        return self._lent
+        return self._grid_model
 
     def end_training(self) -> None:
         """Wait for all ranks."""
         self.wait_for_everyone()
 
 
-class _Held:
+class _StepAfterAccumulation:
     """An optimizer or scheduler that acts only after the last of several batches."""
 
     def __init__(self, accelerator: Accelerator, inner: Any) -> None:
@@ -225,7 +231,7 @@ class _Held:
             self._inner.zero_grad(set_to_none)
 
 
-class _Moved:
+class _DeviceLoader:
     """A loader whose batches are on the device, and which knows the last one."""
 
     def __init__(self, loader: Any, accelerator: Accelerator) -> None:
@@ -239,21 +245,21 @@ class _Moved:
 
     def __iter__(self) -> Iterator[Any]:
         """One batch is read ahead: there is another, or this is the last."""
-        self._accelerator.last = False
+        self._accelerator.is_last_batch = False
         before: list[Any] = []
         for batch in self._loader:
             yield from before
-            before = [moved(batch, self._accelerator.device)]
-        self._accelerator.last = True
+            before = [move_to_device(batch, self._accelerator.device)]
+        self._accelerator.is_last_batch = True
         yield from before
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def move_to_device(batch: Any, device: torch.device) -> Any:
     """A batch on a device: its tensors, wherever they are in it."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
-        return {key: moved(x, device) for key, x in batch.items()}
+        return {key: move_to_device(x, device) for key, x in batch.items()}
     if isinstance(batch, list | tuple):
-        return [moved(x, device) for x in batch]
+        return [move_to_device(x, device) for x in batch]
     return batch

@@ -24,19 +24,19 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.comm import collectives
-from ranvier.comm.consensus import everyone, largest, told
-from ranvier.config.plan import Inner
+from ranvier.comm.consensus import broadcast_text, max_over_ranks, world_axis
+from ranvier.config.plan import InnerSplit
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.integrations import training_loop
-from ranvier.integrations.training_loop import AdamW, Lent
-from ranvier.launch.external_launch import checked
+from ranvier.integrations.training_loop import AdamW, GridModel
+from ranvier.launch.external_launch import resolve_axes
 
 PRECISIONS = ("32-true", "64-true", "bf16-true")
 """Those in which weights have one type; master weights of bf16 ones are in fp32 in any case."""
 
 
-def _theirs() -> Any:
+def _import_fabric_strategy() -> Any:
     """Fabric's strategy of one process a device: of the package that the loop has imported."""
     names = ("lightning.fabric", "lightning_fabric")
     try:
@@ -49,7 +49,7 @@ def _theirs() -> Any:
         ) from None
 
 
-class _Nothing:
+class _NoBackwardSync:
     """Gradients are reduced at the step: there is nothing to hold back before."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
@@ -57,14 +57,14 @@ class _Nothing:
         return nullcontext()
 
 
-class RanvierStrategy(_theirs()):  # type: ignore[misc]  # whichever of the two packages
+class RanvierStrategy(_import_fabric_strategy()):  # type: ignore[misc]  # whichever of the two packages
     """A strategy of Fabric whose processes form a grid."""
 
     def __init__(
         self,
         plan: Mapping[str, int] | None = None,
         *,
-        inner: Inner | None = None,
+        inner: InnerSplit | None = None,
         grid: Grid | None = None,
         **axes: int,
     ) -> None:
@@ -73,10 +73,10 @@ class RanvierStrategy(_theirs()):  # type: ignore[misc]  # whichever of the two 
         inner: what col splits inside the model; of those of transformers always features.
         """
         super().__init__()
-        self.axes, self.inner, self._grid = {**(plan or {}), **axes}, inner, grid
-        self._backward_sync_control = _Nothing()
-        self._lent: Lent | None = None
-        self._members: dict[str, int] | None = None
+        self.axis_sizes, self.inner, self._grid = {**(plan or {}), **axes}, inner, grid
+        self._backward_sync_control = _NoBackwardSync()
+        self._grid_model: GridModel | None = None
+        self._group_indices: dict[str, int] | None = None
 
     @property
     def grid(self) -> Grid:
@@ -94,10 +94,12 @@ class RanvierStrategy(_theirs()):  # type: ignore[misc]  # whichever of the two 
                 f"used. Use one of {', '.join(PRECISIONS)}."
             )
         if self._grid is None:
-            plan = checked(self.axes, self.num_nodes * self.num_processes, {}, inner=self.inner)
+            plan = resolve_axes(
+                self.axis_sizes, self.num_nodes * self.num_processes, {}, inner=self.inner
+            )
             super().setup_environment()
             nodes = max(self.num_processes, 1)
-            self._grid = Grid.of(plan, connected=plan.world > 1, ranks_per_node=nodes)
+            self._grid = Grid.from_plan(plan, connected=plan.world_size > 1, ranks_per_node=nodes)
         else:
             self.accelerator.setup_device(self.root_device)
 
@@ -118,23 +120,23 @@ class RanvierStrategy(_theirs()):  # type: ignore[misc]  # whichever of the two 
         """Model and AdamW on the grid."""
         if len(optimizers) != 1:
             raise PlanError(f"{len(optimizers)} optimizers of one model. A grid has one. Use one.")
-        members = training_loop.members_of(module, optimizers[0])
+        members = training_loop.param_group_indices(module, optimizers[0])
         lent = self.setup_module(module)
-        return lent, [AdamW.of(optimizers[0], members, lent)], scheduler
+        return lent, [AdamW.from_optimizer(optimizers[0], members, lent)], scheduler
 
-    def setup_module(self, module: nn.Module) -> Lent:
+    def setup_module(self, module: nn.Module) -> GridModel:
         """The model on the grid. Communicates: as `loop.lent`."""
-        self._lent = training_loop.lent(
+        self._grid_model = training_loop.put_on_grid(
             module, self.grid, inner=self.inner, device=self.root_device
         )
-        return self._lent
+        return self._grid_model
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> AdamW:
         """AdamW of the model that was set up last, whose parameters it was made of."""
-        if self._lent is None:
+        if self._grid_model is None:
             raise PlanError("An optimizer without its model. Use fabric.setup(model, optimizer).")
-        members = training_loop.members_of(self._lent.model, optimizer)
-        return AdamW.of(optimizer, members, self._lent)
+        members = training_loop.param_group_indices(self._grid_model.model, optimizer)
+        return AdamW.from_optimizer(optimizer, members, self._grid_model)
 
     def module_to_device(self, module: nn.Module) -> None:
         """Nothing: only the parts of a model go to their devices."""
@@ -146,7 +148,7 @@ class RanvierStrategy(_theirs()):  # type: ignore[misc]  # whichever of the two 
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """The loader of my coordinate."""
-        return training_loop.shared(dataloader, self.grid, self.root_device)
+        return training_loop.shard_loader(dataloader, self.grid, self.root_device)
 
     def clip_gradients_norm(
         self,
@@ -160,7 +162,7 @@ class RanvierStrategy(_theirs()):  # type: ignore[misc]  # whichever of the two 
         if float(norm_type) != 2.0:
             raise PlanError(f"norm_type={norm_type}. Gradients are clipped by their Euclidean norm")
         adamw: AdamW = getattr(optimizer, "optimizer", optimizer)
-        return adamw.clip(float(max_norm), finite=error_if_nonfinite)
+        return adamw.clip_grad_norm(float(max_norm), finite=error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
         """Refused: gradients are reduced when the step comes."""
@@ -170,20 +172,20 @@ class RanvierStrategy(_theirs()):  # type: ignore[misc]  # whichever of the two 
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Tensors of all ranks, in the order of their numbers, in a new dim."""
-        return collectives.all_gather(tensor.unsqueeze(0), everyone(self.grid)).wait()
+        return collectives.all_gather(tensor.unsqueeze(0), world_axis(self.grid)).wait()
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """The mean or sum over all ranks, which those of a coordinate enter alike."""
         if not isinstance(tensor, Tensor):
             return tensor
-        found = collectives.all_reduce(tensor, everyone(self.grid)).wait()
+        found = collectives.all_reduce(tensor, world_axis(self.grid)).wait()
         mean = str(reduce_op).lower().removeprefix("redoptype.") in ("mean", "avg")
-        return found / self.grid.world if mean else found
+        return found / self.grid.world_size if mean else found
 
     def barrier(self, *_: Any, **__: Any) -> None:
         """Wait for all ranks."""
         if self._grid is not None:
-            largest(0, self.grid, self.root_device)
+            max_over_ranks(0, self.grid, self.root_device)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """The object of one rank on all."""
@@ -194,7 +196,7 @@ class RanvierStrategy(_theirs()):  # type: ignore[misc]  # whichever of the two 
                 f"fabric.broadcast of a {type(obj).__name__}. Ranks tell each other what JSON "
                 "holds: numbers, texts, lists, tables. Send one of these."
             ) from None
-        return json.loads(told(text, self.grid, self.root_device, rank=src))
+        return json.loads(broadcast_text(text, self.grid, self.root_device, rank=src))
 
     # ---- saving ---------------------------------------------------------------------------------
 
@@ -204,16 +206,16 @@ class RanvierStrategy(_theirs()):  # type: ignore[misc]  # whichever of the two 
         """Save as a directory that any grid reads; beside model and optimizer only plain facts."""
         if filter:
             raise PlanError("filter= of fabric.save. A checkpoint is whole. Leave it out.")
-        lent, adamw, rest = self._found(state)
+        lent, adamw, rest = self._split_state(state)
         facts = {k: x.state_dict() if hasattr(x, "state_dict") else x for k, x in rest.items()}
-        training_loop.save(Path(path), lent, adamw, facts)
+        training_loop.save_checkpoint(Path(path), lent, adamw, facts)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load what was saved, on this grid or another, into model, optimizer and facts."""
-        lent, adamw, rest = self._found(state if isinstance(state, dict) else {"": state})
-        facts = training_loop.load(Path(path), lent, adamw)
+        lent, adamw, rest = self._split_state(state if isinstance(state, dict) else {"": state})
+        facts = training_loop.load_checkpoint(Path(path), lent, adamw)
         for key, held in rest.items():
             if key not in facts and strict:
                 raise PlanError(f"{path} has no {key!r}, but {', '.join(facts) or 'no facts'}.")
@@ -223,14 +225,16 @@ class RanvierStrategy(_theirs()):  # type: ignore[misc]  # whichever of the two 
                 state[key] = facts.pop(key)
         return facts
 
-    def _found(self, state: Mapping[str, Any]) -> tuple[Lent, AdamW | None, dict[str, Any]]:
+    def _split_state(
+        self, state: Mapping[str, Any]
+    ) -> tuple[GridModel, AdamW | None, dict[str, Any]]:
         """Model, optimizer and the rest of what a loop saves."""
-        models = [x for x in state.values() if isinstance(x, Lent)]
+        models = [x for x in state.values() if isinstance(x, GridModel)]
         adamws = [x for x in state.values() if isinstance(x, AdamW)]
         if len(models) != 1 or len(adamws) > 1:
             raise PlanError(
                 f"{len(models)} models and {len(adamws)} optimizers to save or load. A checkpoint "
                 "is of one model that fabric.setup has given, and its optimizer. Name these."
             )
-        rest = {k: x for k, x in state.items() if not isinstance(x, Lent | AdamW)}
+        rest = {k: x for k, x in state.items() if not isinstance(x, GridModel | AdamW)}
         return models[0], adamws[0] if adamws else None, rest

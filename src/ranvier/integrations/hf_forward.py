@@ -22,20 +22,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ranvier.comm import collectives
-from ranvier.comm.autograd import join, take, total
+from ranvier.comm.autograd import gather_from_axis, local_slice, reduce_from_axis
 from ranvier.errors import DataError, PlanError
 from ranvier.grid import Axis
-from ranvier.infer.generate_distributed import evened
-from ranvier.infer.logprobs import REPLICAS, check_length, own_positions, whole_batch
-from ranvier.nn.cross_entropy import IGNORE
-from ranvier.parallel.parallelize import Parallel, parallel_of
-from ranvier.pipeline.executor import Micro
+from ranvier.infer.generate_distributed import pad_vocab_shard
+from ranvier.infer.logprobs import REPLICA_AXES, check_length, padded_positions, round_up_batch
+from ranvier.nn.cross_entropy import IGNORE_INDEX
+from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
+from ranvier.pipeline.executor import MicroBatch
 
-ADDED = -1
+PADDING_DOCUMENT = -1
 """The document of tokens that the grid needs beyond those that came."""
 
 
-class Output(OrderedDict[str, Tensor]):
+class CausalLMOutput(OrderedDict[str, Tensor]):
     """What a call gives: by name (`out.loss`, `out["loss"]`) or by place (`out[0]`)."""
 
     def __getattr__(self, name: str) -> Tensor | None:
@@ -48,7 +48,7 @@ class Output(OrderedDict[str, Tensor]):
         return super().__getitem__(key) if isinstance(key, str) else tuple(self.values())[key]
 
 
-def called(
+def hf_forward(
     model: nn.Module,
     input_ids: Tensor,
     *,
@@ -56,53 +56,55 @@ def called(
     position_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     samples: Tensor | None = None,
-) -> Output:
+) -> CausalLMOutput:
     """The loss of labels (-100: none), each compared with the logits before it, or logits.
 
     All inputs `[b, s]` but samples, the number in the run of each `[b]`, on which dropout depends.
     Communicates: as the model; of the loss two numbers over the axes of tokens; of logits the parts
     of the vocabulary, and of samples over col.
     """
-    parallel = parallel_of(model)
+    parallel = get_parallel_model(model)
     shape = input_ids.shape
     if position_ids is None:
         check_length(model, shape[1])
-    inputs = {"tokens": input_ids, "documents": documents_of(attention_mask, labels)}
-    inputs["positions"] = positions_of(input_ids, position_ids, attention_mask)
-    even = filled_inputs({k: x for k, x in inputs.items() if x is not None}, parallel)
-    given = filled(samples, parallel) if samples is not None else None
+    inputs = {"tokens": input_ids, "documents": documents_from_mask(attention_mask, labels)}
+    inputs["positions"] = resolve_positions(input_ids, position_ids, attention_mask)
+    even = pad_inputs({k: x for k, x in inputs.items() if x is not None}, parallel)
+    given = pad_to_grid(samples, parallel) if samples is not None else None
     if labels is None:
-        return Output(logits=logits_of(model, even, shape, given))
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+        return CausalLMOutput(logits=compute_logits(model, even, shape, given))
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
     if attention_mask is not None:  # what fills up foretells nothing
-        targets = targets.masked_fill(attention_mask == 0, IGNORE)
+        targets = targets.masked_fill(attention_mask == 0, IGNORE_INDEX)
     if not torch.is_grad_enabled():
-        logits = logits_of(model, even, shape, given)
-        return Output(loss=mean_of(logits, targets, parallel), logits=logits)
+        logits = compute_logits(model, even, shape, given)
+        return CausalLMOutput(loss=mean_loss_from_logits(logits, targets, parallel), logits=logits)
     if parallel.grid.degrees["pipe"] > 1:
         raise PlanError(
             f"pipe={parallel.grid.degrees['pipe']} with a loss of which gradients are wanted. "
             "Stages take turns, so no rank has it before all have computed. Use pipe=1, `ranvier "
             "train`, or ranvier.train.step; inside torch.no_grad() any grid gives the loss."
         )
-    even["targets"] = filled(targets, parallel, value=IGNORE)
-    return Output(loss=loss_of(model, even, given))
+    even["targets"] = pad_to_grid(targets, parallel, value=IGNORE_INDEX)
+    return CausalLMOutput(loss=compute_mean_loss(model, even, given))
 
 
-def loss_of(model: nn.Module, inputs: Mapping[str, Tensor], samples: Tensor | None) -> Tensor:
+def compute_mean_loss(
+    model: nn.Module, inputs: Mapping[str, Tensor], samples: Tensor | None
+) -> Tensor:
     """Mean over the targets of all ranks, the same on all; inputs fit the grid.
 
     Communicates: as the model; two numbers over the axes of tokens.
     """
-    parallel = parallel_of(model)
-    mine = take(inputs["targets"], batch_axis(parallel), 0)
-    count = collectives.all_reduce((mine != IGNORE).sum(), parallel.token_axis).wait()
-    parallel.moment.samples = samples
+    parallel = get_parallel_model(model)
+    mine = local_slice(inputs["targets"], batch_axis(parallel), 0)
+    count = collectives.all_reduce((mine != IGNORE_INDEX).sum(), parallel.token_axis).wait()
+    parallel.step_context.samples = samples
     loss: Tensor = model(**inputs)
-    return total(loss, parallel.token_axis) / count.clamp(min=1).to(loss.dtype)
+    return reduce_from_axis(loss, parallel.token_axis) / count.clamp(min=1).to(loss.dtype)
 
 
-def logits_of(
+def compute_logits(
     model: nn.Module, inputs: Mapping[str, Tensor], shape: torch.Size, samples: Tensor | None
 ) -> Tensor:
     """Logits `[b, s, v]` of the samples that came in this shape; inputs fit the grid.
@@ -110,78 +112,80 @@ def logits_of(
     Communicates: as the model; parts of the vocabulary, of samples over col, and from the last
     stage to all.
     """
-    parallel = parallel_of(model)
-    grid, runtime, words = parallel.grid, parallel.pipeline.runtime, parallel.sizes["vocab"]
-    parallel.moment.samples = samples
+    parallel = get_parallel_model(model)
+    grid, runtime, words = parallel.grid, parallel.pipeline.executor, parallel.sizes["vocab"]
+    parallel.step_context.samples = samples
     if grid.degrees["pipe"] == 1:
-        y = _joined(model(**inputs), parallel)[: shape[0], : shape[1], :words]
-        return averaged(y, 1.0 / grid.axis(*REPLICAS).size)
+        y = _gather_logits(model(**inputs), parallel)[: shape[0], : shape[1], :words]
+        return scale_gradient(y, 1.0 / grid.axis(*REPLICA_AXES).size)
     with torch.no_grad():
-        found = runtime.forward([Micro(dict(inputs), samples)])
+        found = runtime.run_forward([MicroBatch(dict(inputs), samples)])
         if found:
-            y = _joined(found[0], parallel)[: shape[0], : shape[1], :words]
+            y = _gather_logits(found[0], parallel)[: shape[0], : shape[1], :words]
         else:  # another stage has them
-            dtype, device = parallel.queue.buckets[0].data.dtype, runtime.device
+            dtype, device = parallel.bucket_scheduler.buckets[0].data.dtype, runtime.device
             y = torch.zeros(*shape, words, dtype=dtype, device=device)
         axis = grid.axis("pipe")
-        if runtime.stage.vocabulary:
+        if runtime.stage.vocab_layers:
             return y.contiguous()
         return collectives.broadcast(y.contiguous(), axis, index=axis.size - 1).wait()
 
 
-def _joined(y: Tensor, parallel: Parallel) -> Tensor:
+def _gather_logits(y: Tensor, parallel: ParallelModel) -> Tensor:
     """All logits of this coordinate, from my part of samples, tokens and vocabulary."""
-    region, grid = parallel.table.region("vocab"), parallel.grid
-    y = join(evened(y, parallel), grid.axis(*region["vocab"]), -1)
-    y = join(y, batch_axis(parallel), 0)
-    return join(y, grid.axis(*region["seq"]), 1)
+    region, grid = parallel.table.activation_rule("vocab"), parallel.grid
+    y = gather_from_axis(pad_vocab_shard(y, parallel), grid.axis(*region["vocab"]), -1)
+    y = gather_from_axis(y, batch_axis(parallel), 0)
+    return gather_from_axis(y, grid.axis(*region["seq"]), 1)
 
 
-def mean_of(logits: Tensor, targets: Tensor, parallel: Parallel) -> Tensor:
+def mean_loss_from_logits(logits: Tensor, targets: Tensor, parallel: ParallelModel) -> Tensor:
     """Mean over the targets `[b, s]` of all coordinates, from the whole logits of mine.
 
     Communicates: two numbers over the axes of samples.
     """
     wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     flat = targets.flatten().to(logits.device)
-    loss = F.cross_entropy(wide.flatten(0, 1), flat, reduction="sum", ignore_index=IGNORE)
-    both = torch.stack([loss, (flat != IGNORE).sum().to(loss.dtype)])
-    sums = collectives.all_reduce(both, parallel.grid.axis(*REPLICAS)).wait()
+    loss = F.cross_entropy(wide.flatten(0, 1), flat, reduction="sum", ignore_index=IGNORE_INDEX)
+    both = torch.stack([loss, (flat != IGNORE_INDEX).sum().to(loss.dtype)])
+    sums = collectives.all_reduce(both, parallel.grid.axis(*REPLICA_AXES)).wait()
     return sums[0] / sums[1].clamp(min=1.0)
 
 
-def batch_axis(parallel: Parallel) -> Axis:
+def batch_axis(parallel: ParallelModel) -> Axis:
     """Ranks among which the head divides the samples of a coordinate."""
-    batch = parallel.table.region("vocab")["batch"]
+    batch = parallel.table.activation_rule("vocab")["batch"]
     return parallel.grid.axis(*(axis for axis in batch if axis == "col"))
 
 
-def filled(x: Tensor, parallel: Parallel, *, value: int = 0) -> Tensor:
+def pad_to_grid(x: Tensor, parallel: ParallelModel, *, value: int = 0) -> Tensor:
     """Inputs `[b, s]` or `[b]`, filled up to samples and tokens that the grid can divide."""
-    degrees, device = parallel.grid.degrees, parallel.pipeline.runtime.device
-    more = [0, whole_batch(parallel, x.shape[0]) - x.shape[0]]
+    degrees, device = parallel.grid.degrees, parallel.pipeline.executor.device
+    more = [0, round_up_batch(parallel, x.shape[0]) - x.shape[0]]
     if x.dim() == 2:
         more = [0, -x.shape[1] % (degrees["row"] * degrees["context"]), *more]
     return F.pad(x, more, value=value).to(device) if any(more) else x.to(device)
 
 
-def filled_inputs(inputs: Mapping[str, Tensor], parallel: Parallel) -> dict[str, Tensor]:
+def pad_inputs(inputs: Mapping[str, Tensor], parallel: ParallelModel) -> dict[str, Tensor]:
     """Inputs of a model `[b, s]` by name, filled up as `filled` does.
 
     Added tokens are no part of a text: they have no targets, a document of their own, and a
     position that each text has. Texts without positions get theirs, if tokens are added.
     """
-    values = {"targets": IGNORE, "documents": ADDED}
-    even = {name: filled(x, parallel, value=values.get(name, 0)) for name, x in inputs.items()}
+    values = {"targets": IGNORE_INDEX, "documents": PADDING_DOCUMENT}
+    even = {name: pad_to_grid(x, parallel, value=values.get(name, 0)) for name, x in inputs.items()}
     (samples, seq), tokens = inputs["tokens"].shape, even["tokens"]
     if "positions" not in even and tokens.shape[1] > seq:
         lengths = torch.ones(len(tokens), dtype=torch.int64, device=tokens.device)
         lengths[:samples] = seq
-        even["positions"] = own_positions(lengths, tokens.shape[1])
+        even["positions"] = padded_positions(lengths, tokens.shape[1])
     return even
 
 
-def positions_of(tokens: Tensor, positions: Tensor | None, mask: Tensor | None) -> Tensor | None:
+def resolve_positions(
+    tokens: Tensor, positions: Tensor | None, mask: Tensor | None
+) -> Tensor | None:
     """Positions `[b, s]` as they were given, or None; what fills up at the end has none beyond.
 
     As many tokens as the mask lets in are a text, whatever else is in the batch.
@@ -189,11 +193,11 @@ def positions_of(tokens: Tensor, positions: Tensor | None, mask: Tensor | None) 
     if mask is None or not bool((mask[:, 0] != 0).all()) or bool((mask != 0).all()):
         return positions
     if positions is None:
-        return own_positions((mask != 0).sum(1), tokens.shape[1])
+        return padded_positions((mask != 0).sum(1), tokens.shape[1])
     return positions.masked_fill(mask.to(positions.device) == 0, 0)
 
 
-def documents_of(mask: Tensor | None, labels: Tensor | None = None) -> Tensor | None:
+def documents_from_mask(mask: Tensor | None, labels: Tensor | None = None) -> Tensor | None:
     """Documents `[b, s]` that keep attention where a mask `[b, s]` of 0 and 1 allows it.
 
     None: nothing has to be kept apart, as what is filled up at the end is seen by nothing before.
@@ -212,17 +216,17 @@ def documents_of(mask: Tensor | None, labels: Tensor | None = None) -> Tensor | 
             "attention_mask has tokens before and behind others that are left out. Here samples "
             "are filled up at one end or both. Give them without gaps."
         )
-    if labels is not None and bool((labels[ones == 0] != IGNORE).any()):
+    if labels is not None and bool((labels[ones == 0] != IGNORE_INDEX).any()):
         raise DataError(
             f"labels of tokens whose attention_mask is 0. What fills up a sample is not learned. "
-            f"Set them to {IGNORE}."
+            f"Set them to {IGNORE_INDEX}."
         )
     if bool((ones[:, 0] == 1).all()):
         return None
     return steps.abs().cumsum(1)
 
 
-class _Averaged(torch.autograd.Function):
+class _ScaleGradient(torch.autograd.Function):
     """y = x; backward: times a factor."""
 
     @staticmethod
@@ -235,9 +239,9 @@ class _Averaged(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-def averaged(x: Tensor, factor: float) -> Tensor:
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """The same value, whose gradient is multiplied by a factor. Communicates: nothing."""
     if factor == 1.0:
         return x
-    y: Tensor = _Averaged.apply(x, factor)  # type: ignore[no-untyped-call]
+    y: Tensor = _ScaleGradient.apply(x, factor)  # type: ignore[no-untyped-call]
     return y

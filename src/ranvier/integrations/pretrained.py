@@ -23,25 +23,25 @@ from torch import Tensor, nn
 from ranvier.checkpoint import directory
 from ranvier.checkpoint.hf import model as published
 from ranvier.checkpoint.hf import safetensors
-from ranvier.checkpoint.hf.model import Published
+from ranvier.checkpoint.hf.model import PublishedModel
 from ranvier.comm import collectives
-from ranvier.comm.consensus import everyone, largest, together
-from ranvier.config.plan import Inner
-from ranvier.data.loader import rows
-from ranvier.data.tokenizer import Tokenizer, tokenizer_of
+from ranvier.comm.consensus import max_over_ranks, run_and_raise_together, world_axis
+from ranvier.config.plan import InnerSplit
+from ranvier.data.loader import rank_rows
+from ranvier.data.tokenizer import Tokenizer, load_tokenizer
 from ranvier.errors import DamageError, DataError, PlanError
 from ranvier.grid import Grid
 from ranvier.infer import load
-from ranvier.infer.generate import run_of
-from ranvier.infer.generate_distributed import drawn, generated
-from ranvier.infer.logprobs import REPLICAS
-from ranvier.integrations.hf_forward import Output, called
-from ranvier.launch.external_launch import Axes, checked, laid_out
+from ranvier.infer.generate import load_config_from_dir
+from ranvier.infer.generate_distributed import generate_tokens, make_sampler
+from ranvier.infer.logprobs import REPLICA_AXES
+from ranvier.integrations.hf_forward import CausalLMOutput, hf_forward
+from ranvier.launch.external_launch import AxisSizes, build_grid, resolve_axes
 from ranvier.models import Decoder, DecoderConfig
-from ranvier.models.hf.family import Family, UnknownError
-from ranvier.models.hf.registry import family_of, fitting
+from ranvier.models.hf.family import Family, UnsupportedModelError
+from ranvier.models.hf.registry import find_family, find_fitting_family
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import Parallel, parallel_of
+from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
 from ranvier.system import safe_files
 from ranvier.train import import_export
 
@@ -49,54 +49,54 @@ from ranvier.train import import_export
 def from_pretrained(
     source: str | Path,
     *,
-    plan: Axes | None = None,
+    plan: AxisSizes | None = None,
     grid: Grid | None = None,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
-    inner: Inner | None = None,
-) -> Pretrained:
+    inner: InnerSplit | None = None,
+) -> PretrainedModel:
     """A published model (directory, file, name on the hub), or that of a run, ready to be asked.
 
     plan: ranks on each axis, `{"row": 2}`, or a Plan; all others lie on data. grid: instead of it,
     one that is there. dtype: of the weights; None: as they are stored. inner: what col splits.
     Communicates: with all ranks that the launcher has started, unless a grid is given.
     """
-    path = import_export.found(str(source))
-    origin = path.parent.parent if directory.STEP.fullmatch(path.name) else path
-    run = run_of(origin) if (origin / "config.toml").exists() else None
-    there = None if run is not None else Published.open(path)
-    config: DecoderConfig = run.model if run is not None else _config(there)
-    sizes = {name: getattr(config, name) for name in SIZES}
+    path = import_export.find_model(str(source))
+    origin = path.parent.parent if directory.CHECKPOINT_NAME.fullmatch(path.name) else path
+    run = load_config_from_dir(origin) if (origin / "config.toml").exists() else None
+    there = None if run is not None else PublishedModel.open(path)
+    config: DecoderConfig = run.model if run is not None else _published_config(there)
+    sizes = {name: getattr(config, name) for name in CHECKED_DIMS}
     if grid is None:
-        grid, here = laid_out(plan, sizes=sizes, inner=inner, device=device)
+        grid, here = build_grid(plan, sizes=sizes, inner=inner, device=device)
     else:
         here = torch.device(device or "cpu")
-    inner = checked(plan or grid.degrees, grid.world, sizes, inner=inner).inner
+    inner = resolve_axes(plan or grid.degrees, grid.world_size, sizes, inner=inner).inner
     if there is None:
         step = directory.step_of(path) if path != origin else None
-        model = load.load(origin, grid, here, step=step, inner=inner, dtype=dtype)
-        return Pretrained(model, origin)
+        model = load.load_model(origin, grid, here, step=step, inner=inner, dtype=dtype)
+        return PretrainedModel(model, origin)
     with there:
-        model = load.empty(config, grid, here, inner=inner, dtype=dtype or there.dtype)
-        parallel = parallel_of(model)
-        together(lambda: there.fill(parallel.state()), grid, here)
-    parallel.queue.loads += 1
-    parallel.queue.begin("")
-    return Pretrained(model.eval(), there.folder)
+        model = load.build_empty_model(config, grid, here, inner=inner, dtype=dtype or there.dtype)
+        parallel = get_parallel_model(model)
+        run_and_raise_together(lambda: there.fill_state(parallel.sharded_state()), grid, here)
+    parallel.bucket_scheduler.load_count += 1
+    parallel.bucket_scheduler.begin_step("")
+    return PretrainedModel(model.eval(), there.folder)
 
 
-LARGEST_ID = 2**31
+MAX_TOKEN_ID = 2**31
 """Tokens are below it."""
-SIZES = ("embed", "heads", "kv_heads", "mlp", "vocab", "layers")
+CHECKED_DIMS = ("embed", "heads", "kv_heads", "mlp", "vocab", "layers")
 """Dims that a plan is checked against."""
 
 
-def _config(there: Published | None) -> DecoderConfig:
+def _published_config(there: PublishedModel | None) -> DecoderConfig:
     assert there is not None
     return there.config
 
 
-class Pretrained(nn.Module):
+class PretrainedModel(nn.Module):
     """A model on a grid with the manners of those of transformers."""
 
     def __init__(self, model: Decoder, origin: Path) -> None:
@@ -104,24 +104,24 @@ class Pretrained(nn.Module):
         self.model, self.origin = model, origin
         self.grid, self.config = self.parallel.grid, model.config
         self.train(model.training)
-        self._samples = 0
+        self._samples_seen = 0
         """Samples of training so far, of all coordinates: dropout depends on them."""
 
     @property
-    def parallel(self) -> Parallel:
+    def parallel(self) -> ParallelModel:
         """What the model knows of itself on the grid."""
-        return parallel_of(self.model)
+        return get_parallel_model(self.model)
 
     @property
     def device(self) -> torch.device:
         """Where my part of the weights is."""
-        return self.parallel.queue.device
+        return self.parallel.bucket_scheduler.device
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """What its tokens mean, if that came with it."""
         words = self.origin / "tokenizer.json"
-        return tokenizer_of(str(words), self.origin) if words.exists() else None
+        return load_tokenizer(str(words), self.origin) if words.exists() else None
 
     def forward(
         self,
@@ -129,7 +129,7 @@ class Pretrained(nn.Module):
         labels: Tensor | None = None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-    ) -> Output:
+    ) -> CausalLMOutput:
         """Loss or logits `[b, s, v]`, as `called` says; the inputs are those of my coordinate.
 
         Communicates: as `called`.
@@ -137,10 +137,12 @@ class Pretrained(nn.Module):
         samples = None
         if self.training:
             mine = input_ids.shape[0]
-            whole = mine * self.grid.axis(*REPLICAS).size
-            samples = torch.tensor([self._samples + row for row in rows(whole, self.grid)])
-            self._samples += whole
-        return called(
+            whole = mine * self.grid.axis(*REPLICA_AXES).size
+            samples = torch.tensor(
+                [self._samples_seen + row for row in rank_rows(whole, self.grid)]
+            )
+            self._samples_seen += whole
+        return hf_forward(
             self.model,
             input_ids,
             labels=labels,
@@ -174,32 +176,34 @@ class Pretrained(nn.Module):
                 f"max_new_tokens={max_new_tokens} after input_ids of the shape "
                 f"{list(input_ids.shape)}. At least one token follows [samples, tokens]. Use 20."
             )
-        ends = self.ends if eos_token_id is None else _listed(eos_token_id)
-        choose = drawn(
+        ends = self.eos_token_ids if eos_token_id is None else _as_list(eos_token_id)
+        choose = make_sampler(
             temperature=temperature if do_sample else 0.0, top_k=top_k, top_p=top_p, seed=seed
         )
-        prompts = prompts_of(input_ids, attention_mask)
-        said = generated(
+        prompts = prompts_from_mask(input_ids, attention_mask)
+        said = generate_tokens(
             self.model, prompts, max_new_tokens, choose, ended=lambda words: words[-1] in ends
         )
-        known = [pad_token_id] if pad_token_id is not None else self._known("pad_token_id")
+        known = [pad_token_id] if pad_token_id is not None else self._read_token_ids("pad_token_id")
         fill = (known or ends or [0])[0]
         longest = max(map(len, said))
         more = [words + [fill] * (longest - len(words)) for words in said]
         return torch.cat([input_ids.cpu(), torch.tensor(more)], 1).to(input_ids.device)
 
     @cached_property
-    def ends(self) -> list[int]:
+    def eos_token_ids(self) -> list[int]:
         """Tokens that end a text: those that came with the model."""
         own = self.tokenizer if (self.origin / "config.toml").exists() else None
-        return self._known("eos_token_id") or ([own.end] if own is not None else [])
+        return self._read_token_ids("eos_token_id") or (
+            [own.eos_token_id] if own is not None else []
+        )
 
-    def _known(self, key: str) -> list[int]:
+    def _read_token_ids(self, key: str) -> list[int]:
         """Tokens that the settings beside the weights name, if any do."""
-        homes = (self.origin / import_export.KEPT, self.origin)
+        homes = (self.origin / import_export.ORIGIN_DIR, self.origin)
         for path in (h / n for h in homes for n in ("generation_config.json", "config.json")):
-            there = safe_files.exists(path)
-            found = published.table(path, root=self.origin).get(key) if there else None
+            there = safe_files.path_exists(path)
+            found = published.read_json_table(path, root=self.origin).get(key) if there else None
             if found is not None:
                 return _checked_ids(found, key, path)
         return []
@@ -214,78 +218,86 @@ class Pretrained(nn.Module):
         clip: float = 1.0,
     ) -> Optimizer:
         """AdamW of its weights, states sharded; `step()` updates, and forgets the gradients."""
-        queue = self.parallel.queue
+        queue = self.parallel.bucket_scheduler
         return Optimizer(queue, lr=lr, betas=betas, eps=eps, decay=decay, clip=clip)
 
     # ---- out ----------------------------------------------------------------------------
 
-    def save_pretrained(self, out: str | Path, *, shard: int = import_export.SHARD) -> None:
+    def save_pretrained(
+        self, out: str | Path, *, shard: int = import_export.MAX_SHARD_BYTES
+    ) -> None:
         """Write it as others read it; no rank holds more than one whole tensor beside its part.
 
         Communicates: one tensor after the other over all axes.
         """
-        kind, config = self._family()
-        dtype = self.parallel.queue.buckets[0].data.dtype
+        kind, config = self._resolve_family()
+        dtype = self.parallel.bucket_scheduler.buckets[0].data.dtype
         ids = import_export.token_ids(self.origin, config)
         config = {**config, **ids, "dtype": str(dtype).removeprefix("torch.")}
         config.pop("torch_dtype", None)
         entries = published.entries_of(kind, self.config)
         shapes = published.shapes_of(self.config)
-        names = [name for entry in entries for name in entry.ours]
-        listed = safetensors.listed(entries, shapes, dict.fromkeys(names, dtype))
+        names = [name for entry in entries for name in entry.our_names]
+        listed = safetensors.list_hf_tensors(entries, shapes, dict.fromkeys(names, dtype))
 
         def write() -> None:
             if self.grid.rank != 0:
-                while (number := largest(-1, self.grid, self.device)) < len(names):
-                    self._whole(names[number], shapes)
+                while (number := max_over_ranks(-1, self.grid, self.device)) < len(names):
+                    self._gather_full_weight(names[number], shapes)
                 return
             try:
-                with import_export.appearing(Path(out)) as here:
+                with import_export.write_atomically(Path(out)) as here:
                     text = json.dumps(config, indent=2) + "\n"
                     (here / "config.json").write_text(text, encoding="utf-8")
-                    import_export.beside(self.origin, here, config)
-                    read = self._asked(names, shapes)
-                    with import_export.moving("saving") as progress:
-                        safetensors.write(here, listed, read, most=shard, progress=progress)
+                    import_export.copy_tokenizer_files(self.origin, here, config)
+                    read = self._full_weight_reader(names, shapes)
+                    with import_export.transfer_progress("saving") as progress:
+                        safetensors.write_safetensors(
+                            here, listed, read, most=shard, progress=progress
+                        )
             finally:
-                largest(len(names), self.grid, self.device)  # no more will be asked for
+                max_over_ranks(len(names), self.grid, self.device)  # no more will be asked for
 
-        together(write, self.grid, self.device)
+        run_and_raise_together(write, self.grid, self.device)
 
-    def _family(self) -> tuple[Family, dict[str, Any]]:
+    def _resolve_family(self) -> tuple[Family, dict[str, Any]]:
         """What others call such a model, and its config.json."""
         if (self.origin / "config.toml").exists():
-            return import_export.told(self.origin, run_of(self.origin))
-        theirs = published.table(self.origin / "config.json")
+            return import_export.resolve_family(self.origin, load_config_from_dir(self.origin))
+        theirs = published.read_json_table(self.origin / "config.json")
         try:
-            return family_of(theirs), theirs
-        except UnknownError:
-            return fitting(self.config, "")
+            return find_family(theirs), theirs
+        except UnsupportedModelError:
+            return find_fitting_family(self.config, "")
 
-    def _asked(self, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    def _full_weight_reader(
+        self, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
+    ) -> Any:
         """Reads the whole of a weight on rank 0, for which all others are told its number."""
 
         def read(name: str) -> Tensor:
-            largest(names.index(name), self.grid, self.device)
-            return self._whole(name, shapes)
+            max_over_ranks(names.index(name), self.grid, self.device)
+            return self._gather_full_weight(name, shapes)
 
         return read
 
-    def _whole(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
+    def _gather_full_weight(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
         """A whole weight on all ranks, bit by bit. Communicates: all-reduce over all axes."""
         parallel, device = self.parallel, self.device
-        dtype = parallel.queue.buckets[0].data.dtype
+        dtype = parallel.bucket_scheduler.buckets[0].data.dtype
         whole = torch.zeros(shapes[name], dtype=dtype, device=device)
         weight = parallel.weights.get(name)
         first = self.grid.index["data"] == 0
-        if weight is not None and first and weight.bucket.owned(weight):
-            weight.place.put(whole, weight.rest)
+        if weight is not None and first and weight.bucket.is_owner_of(weight):
+            weight.shard.write_into(whole, weight.storage)
         # bits are added, not numbers: -0.0 stays what it is
-        bits = collectives.all_reduce(whole.view(-1).view(torch.uint8), everyone(self.grid)).wait()
+        bits = collectives.all_reduce(
+            whole.view(-1).view(torch.uint8), world_axis(self.grid)
+        ).wait()
         return bits.view(dtype).view(shapes[name]).cpu()
 
 
-def prompts_of(tokens: Tensor, mask: Tensor | None) -> list[list[int]]:
+def prompts_from_mask(tokens: Tensor, mask: Tensor | None) -> list[list[int]]:
     """The tokens of each row `[s]` that its mask does not leave out, which are the last ones."""
     if mask is None:
         return [[int(token) for token in row] for row in tokens.tolist()]
@@ -304,7 +316,7 @@ def prompts_of(tokens: Tensor, mask: Tensor | None) -> list[list[int]]:
 def _checked_ids(found: Any, key: str, path: Path) -> list[int]:
     """Tokens that a settings file names."""
     listed = found if isinstance(found, list) else [found]
-    if not all(type(token) is int and 0 <= token < LARGEST_ID for token in listed):
+    if not all(type(token) is int and 0 <= token < MAX_TOKEN_ID for token in listed):
         raise DamageError(
             f"{path} has {key}={found!r:.80}. It is a token or a list of tokens, numbers from 0. "
             "Restore it."
@@ -312,5 +324,5 @@ def _checked_ids(found: Any, key: str, path: Path) -> list[int]:
     return listed
 
 
-def _listed(ends: int | Sequence[int]) -> list[int]:
+def _as_list(ends: int | Sequence[int]) -> list[int]:
     return [ends] if isinstance(ends, int) else list(ends)

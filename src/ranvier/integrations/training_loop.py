@@ -23,43 +23,47 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ranvier.buckets.scheduler import Deferred
-from ranvier.buckets.spec import Group
+from ranvier.buckets.scheduler import BucketScheduler
+from ranvier.buckets.spec import ParamGroup
 from ranvier.checkpoint import async_saver, directory
 from ranvier.checkpoint import manifest as manifests
-from ranvier.checkpoint.load import load as load_parts
+from ranvier.checkpoint.load import load_checkpoint as load_parts
 from ranvier.comm import collectives
-from ranvier.comm.autograd import total
-from ranvier.comm.consensus import differences, everyone, together
-from ranvier.config.plan import Inner
-from ranvier.data.loader import rows
+from ranvier.comm.autograd import reduce_from_axis
+from ranvier.comm.consensus import find_rank_differences, run_and_raise_together, world_axis
+from ranvier.config.plan import InnerSplit
+from ranvier.data.loader import rank_rows
 from ranvier.errors import CheckpointError, DataError, NumericError, PlanError
 from ranvier.grid import Grid
-from ranvier.infer.load import MASTER
-from ranvier.infer.logprobs import REPLICAS
+from ranvier.infer.load import MASTER_SUFFIX
+from ranvier.infer.logprobs import REPLICA_AXES
 from ranvier.integrations.hf_forward import (
-    averaged,
     batch_axis,
-    called,
-    filled,
-    filled_inputs,
-    logits_of,
+    compute_logits,
+    hf_forward,
+    pad_inputs,
+    pad_to_grid,
+    scale_gradient,
 )
-from ranvier.launch.external_launch import Axes, checked
+from ranvier.launch.external_launch import AxisSizes, resolve_axes
 from ranvier.optim.optimizer import Optimizer
 from ranvier.parallel import huggingface
-from ranvier.parallel.parallelize import Parallel, parallel_of, parallelize
-from ranvier.sharding import Place, State
+from ranvier.parallel.parallelize import ParallelModel, get_parallel_model, parallelize
+from ranvier.sharding import Shard, ShardedStateDict
 
-KIND = "loop"
+STEP_KIND = "loop"
 """What the queue calls a step: its blocks come in the same order each time."""
-THEIRS = ("input_ids", "attention_mask", "position_ids", "labels")
+HF_INPUTS = ("input_ids", "attention_mask", "position_ids", "labels")
 """What a model of transformers may be called with."""
-SAID = {"use_cache": (None, False), "return_dict": (None, True), "past_key_values": (None,)}
+ACCEPTED_ARGUMENTS = {
+    "use_cache": (None, False),
+    "return_dict": (None, True),
+    "past_key_values": (None,),
+}
 """What it may be told besides, as it is so in any case."""
 
 
-class Lent(nn.Module):
+class GridModel(nn.Module):
     """A model on a grid, called by a loop that knows of none.
 
     One of transformers gives loss and logits as `called` says. One of ours gives the sum of the
@@ -69,71 +73,81 @@ class Lent(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.theirs = model, huggingface.recognised(model)
-        self.samples = 0
+        self.model, self.is_huggingface = model, huggingface.is_huggingface_model(model)
+        self.samples_seen = 0
         """Samples of training so far, of all coordinates: dropout depends on them."""
 
     @property
-    def parallel(self) -> Parallel:
+    def parallel(self) -> ParallelModel:
         """What the model knows of itself on the grid."""
-        return parallel_of(self.model)
+        return get_parallel_model(self.model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call it. Communicates: as the model, and to make the result whole."""
-        return self._called(*args, **kwargs) if self.theirs else self._plain(*args, **kwargs)
+        return (
+            self._call_like_hf(*args, **kwargs)
+            if self.is_huggingface
+            else self._call_directly(*args, **kwargs)
+        )
 
-    def _numbers(self, count: int) -> Tensor | None:
+    def _sample_numbers(self, count: int) -> Tensor | None:
         """The numbers of my samples, if they are trained on."""
         if not self.training:
             return None
         grid = self.parallel.grid
-        whole = count * grid.axis(*REPLICAS).size
-        found = torch.tensor([self.samples + row for row in rows(whole, grid)])
-        self.samples += whole
+        whole = count * grid.axis(*REPLICA_AXES).size
+        found = torch.tensor([self.samples_seen + row for row in rank_rows(whole, grid)])
+        self.samples_seen += whole
         return found
 
-    def _called(self, input_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+    def _call_like_hf(self, input_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Call it as transformers does."""
         odd = [
             f"{name}={value!r:.40}"
             for name, value in kwargs.items()
-            if name not in THEIRS and value is not None and value not in SAID.get(name, ())
+            if name not in HF_INPUTS
+            and value is not None
+            and value not in ACCEPTED_ARGUMENTS.get(name, ())
         ]
         if args or odd or input_ids is None:
             raise PlanError(
                 f"{type(self.model).__name__} was called with {', '.join(odd) or 'other inputs'}. "
-                f"On a grid it takes {', '.join(THEIRS)}, by name. Leave the others out."
+                f"On a grid it takes {', '.join(HF_INPUTS)}, by name. Leave the others out."
             )
-        known = {name: kwargs[name] for name in THEIRS if kwargs.get(name) is not None}
-        return called(self.model, input_ids, samples=self._numbers(len(input_ids)), **known)
+        known = {name: kwargs[name] for name in HF_INPUTS if kwargs.get(name) is not None}
+        return hf_forward(
+            self.model, input_ids, samples=self._sample_numbers(len(input_ids)), **known
+        )
 
-    def _plain(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _call_directly(self, *args: Any, **kwargs: Any) -> Tensor:
         """Call it as ours: tokens, targets, positions, documents, all `[b, s]`."""
         signature = inspect.signature(type(self.model).forward)
         bound = signature.bind(self.model, *args, **kwargs)
         inputs = {k: x for k, x in bound.arguments.items() if isinstance(x, Tensor)}
         parallel, shape = self.parallel, inputs["tokens"].shape
-        even = filled_inputs(inputs, parallel)
+        even = pad_inputs(inputs, parallel)
         even = {name: x for name, x in even.items() if name in signature.parameters}
-        numbers = self._numbers(shape[0])
-        numbers = None if numbers is None else filled(numbers, parallel)
+        numbers = self._sample_numbers(shape[0])
+        numbers = None if numbers is None else pad_to_grid(numbers, parallel)
         if "targets" not in even:
-            return logits_of(self.model, even, shape, numbers)
-        parallel.moment.samples = numbers
+            return compute_logits(self.model, even, shape, numbers)
+        parallel.step_context.samples = numbers
         loss: Tensor = self.model(**even)
         context = parallel.grid.axis(*batch_axis(parallel).names, "context")
-        return averaged(total(loss, context), 1.0 / parallel.grid.axis(*REPLICAS).size)
+        return scale_gradient(
+            reduce_from_axis(loss, context), 1.0 / parallel.grid.axis(*REPLICA_AXES).size
+        )
 
 
-def lent(
-    model: nn.Module, grid: Grid, *, inner: Inner | None = None, device: torch.device | str
-) -> Lent:
+def put_on_grid(
+    model: nn.Module, grid: Grid, *, inner: InnerSplit | None = None, device: torch.device | str
+) -> GridModel:
     """A model on a grid, with the values that rank 0 has.
 
     Communicates: the making of groups; weight after weight over all axes.
     """
-    theirs = huggingface.recognised(model)
-    sizes = dict(huggingface.units(model.config) if theirs else getattr(model, "sizes", {}))
+    theirs = huggingface.is_huggingface_model(model)
+    sizes = dict(huggingface.dim_units(model.config) if theirs else getattr(model, "sizes", {}))
     if grid.degrees["pipe"] > 1:
         raise PlanError(
             f"pipe={grid.degrees['pipe']} in a loop of your own. Stages take turns, which no loop "
@@ -145,14 +159,14 @@ def lent(
             "`sizes` of ours. Which of its results are split over ranks is not known. Use "
             "ranvier.parallelize and ranvier.call_on_full_batch for it."
         )
-    how: Axes = grid.degrees
-    inner = "features" if theirs else checked(how, grid.world, sizes, inner=inner).inner
+    how: AxisSizes = grid.degrees
+    inner = "features" if theirs else resolve_axes(how, grid.world_size, sizes, inner=inner).inner
     with torch.no_grad():
         for param in model.parameters():
-            if not param.is_meta and grid.world > 1:
+            if not param.is_meta and grid.world_size > 1:
                 # one whole weight at a time; ranks may have drawn different ones
-                param.copy_(collectives.broadcast(param.detach(), everyone(grid)).wait())
-    return Lent(parallelize(model, grid, inner=inner, device=device))
+                param.copy_(collectives.broadcast(param.detach(), world_axis(grid)).wait())
+    return GridModel(parallelize(model, grid, inner=inner, device=device))
 
 
 # ---- the optimizer ------------------------------------------------------------------------------
@@ -161,27 +175,31 @@ def lent(
 class AdamW(torch.optim.Optimizer):
     """The loop's AdamW, whose numbers it keeps, with our update of sharded weights."""
 
-    def __init__(self, theirs: torch.optim.Optimizer, kinds: Mapping[Group, int], lent: Lent):
+    def __init__(
+        self, theirs: torch.optim.Optimizer, kinds: Mapping[ParamGroup, int], lent: GridModel
+    ):
         """kinds: which of its groups each kind of weights is in."""
-        self.queue: Deferred = lent.parallel.queue
-        self.theirs, self.kinds, self.lent = theirs, dict(kinds), lent
+        self.bucket_scheduler: BucketScheduler = lent.parallel.bucket_scheduler
+        self.torch_optimizer, self.group_indices, self.grid_model = theirs, dict(kinds), lent
         first = theirs.param_groups[0]
         super().__init__([dict(group) for group in theirs.param_groups], theirs.defaults)
         self.param_groups = theirs.param_groups  # schedulers of theirs change these
-        self.ours = Optimizer(
-            self.queue, betas=tuple(first["betas"]), eps=float(first["eps"]), clip=0.0
+        self.sharded_optimizer = Optimizer(
+            self.bucket_scheduler, betas=tuple(first["betas"]), eps=float(first["eps"]), clip=0.0
         )
-        self.queue.begin(KIND)
+        self.bucket_scheduler.begin_step(STEP_KIND)
 
     @classmethod
-    def of(cls, theirs: torch.optim.Optimizer, members: Mapping[str, int], lent: Lent) -> AdamW:
+    def from_optimizer(
+        cls, theirs: torch.optim.Optimizer, members: Mapping[str, int], lent: GridModel
+    ) -> AdamW:
         """From an optimizer whose groups had the parameters of these names."""
-        kinds, odd = dict[Group, int](), list[str]()
+        kinds, odd = dict[ParamGroup, int](), list[str]()
         weights = lent.parallel.weights.values()
         for weight in (w for w in weights if w.trainable):
             number = members.get(weight.name, -1)
-            if kinds.setdefault(weight.group, number) != number or number < 0:
-                odd.append(f"{weight.name} ({weight.group})")
+            if kinds.setdefault(weight.param_group, number) != number or number < 0:
+                odd.append(f"{weight.name} ({weight.param_group})")
         if odd:
             raise PlanError(
                 f"The groups of AdamW do not fit: {', '.join(odd[:5])}{' ...' * (len(odd) > 5)}. "
@@ -200,28 +218,35 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        groups = {kind: self.param_groups[number] for kind, number in self.kinds.items()}
-        self.ours.factors = {kind: float(group["lr"]) for kind, group in groups.items()}
-        self.ours.decays = {kind: float(group["weight_decay"]) for kind, group in groups.items()}
-        self.ours.step(1.0)
-        self.ours.clip = 0.0
-        self.theirs._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
-        self.queue.begin(KIND)
+        groups = {kind: self.param_groups[number] for kind, number in self.group_indices.items()}
+        self.sharded_optimizer.lr_factors = {
+            kind: float(group["lr"]) for kind, group in groups.items()
+        }
+        self.sharded_optimizer.weight_decays = {
+            kind: float(group["weight_decay"]) for kind, group in groups.items()
+        }
+        self.sharded_optimizer.step(1.0)
+        self.sharded_optimizer.clip = 0.0
+        self.torch_optimizer._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+        self.bucket_scheduler.begin_step(STEP_KIND)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
-        self.ours.clip = 0.0
-        buckets = self.queue.buckets
-        if any(b.grad or b.full is not None or b.reduced or b.finished for b in buckets):
-            self.queue.begin(KIND)
+        self.sharded_optimizer.clip = 0.0
+        buckets = self.bucket_scheduler.buckets
+        if any(
+            b.grad or b.unsharded_grads is not None or b.reduced_grads or b.final_grads
+            for b in buckets
+        ):
+            self.bucket_scheduler.begin_step(STEP_KIND)
 
-    def clip(self, limit: float, *, finite: bool = False) -> Tensor:
+    def clip_grad_norm(self, limit: float, *, finite: bool = False) -> Tensor:
         """Norm of the gradients, of which the next step takes at most `limit`.
 
         finite: another norm is an error. Communicates: as `Optimizer.norm`.
         """
-        norm, self.ours.clip = self.ours.norm(), float(limit)
+        norm, self.sharded_optimizer.clip = self.sharded_optimizer.grad_norm(), float(limit)
         if finite and not bool(norm.isfinite()):
             raise NumericError(
                 f"The norm of the gradients is {float(norm)}. An update needs numbers. Look for "
@@ -229,7 +254,7 @@ class AdamW(torch.optim.Optimizer):
             )
         return norm
 
-    def numbers(self) -> list[dict[str, Any]]:
+    def group_settings(self) -> list[dict[str, Any]]:
         """What each group has besides its weights: learning rates, as a scheduler has left them."""
         kept = [{k: x for k, x in g.items() if k != "params"} for g in self.param_groups]
         return [{k: float(x) if isinstance(x, Tensor) else x for k, x in g.items()} for g in kept]
@@ -242,7 +267,7 @@ class AdamW(torch.optim.Optimizer):
         )
 
 
-def members_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def param_group_indices(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """The group of an optimizer that each parameter of a model is in, by its name."""
     groups = optimizer.param_groups
     wrong = [key for key in ("amsgrad", "maximize") if any(group.get(key) for group in groups)]
@@ -266,17 +291,17 @@ def members_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 # ---- the data -----------------------------------------------------------------------------------
 
 
-class Shares:
+class ShardedBatchSampler:
     """A batch sampler of which a rank gets its part of each batch."""
 
     def __init__(self, sampler: Any, grid: Grid, device: torch.device | str) -> None:
-        self.whole, self.grid, self.device = sampler, grid, device
+        self.full_sampler, self.grid, self.device = sampler, grid, device
         self.sampler = getattr(sampler, "sampler", sampler)
         self.batch_size = getattr(sampler, "batch_size", None)
         self.drop_last = getattr(sampler, "drop_last", False)
 
     def __len__(self) -> int:
-        return len(self.whole)
+        return len(self.full_sampler)
 
     def __iter__(self) -> Iterator[list[Any]]:
         """My part of each batch, in the order that rank 0 draws.
@@ -284,11 +309,13 @@ class Shares:
         Communicates: the state of random numbers over all axes, and whether ranks agree.
         """
         state = torch.get_rng_state().to(self.device)
-        torch.set_rng_state(collectives.broadcast(state, everyone(self.grid)).wait().cpu())
+        torch.set_rng_state(collectives.broadcast(state, world_axis(self.grid)).wait().cpu())
         first = True
-        for batch in self.whole:
+        for batch in self.full_sampler:
             if first:
-                odd = differences({"first batch": str(batch)[:999]}, self.grid, self.device)
+                odd = find_rank_differences(
+                    {"first batch": str(batch)[:999]}, self.grid, self.device
+                )
                 if odd:
                     raise DataError(
                         f"Ranks draw different samples: {odd[0][:300]}. All must sample alike; "
@@ -296,10 +323,10 @@ class Shares:
                     )
             first = False
             indices = list(batch)
-            yield [indices[row] for row in share(len(indices), self.grid)]
+            yield [indices[row] for row in local_rows(len(indices), self.grid)]
 
 
-def share(batch: int, grid: Grid) -> range:
+def local_rows(batch: int, grid: Grid) -> range:
     """The rows of a batch that are mine."""
     replicas = grid.degrees["data"] * grid.degrees["expert"] * grid.degrees["depth"]
     if batch % replicas:
@@ -308,10 +335,10 @@ def share(batch: int, grid: Grid) -> range:
             "It must be a multiple of it, the last one too. Use another batch_size, and "
             "drop_last=True."
         )
-    return rows(batch, grid)
+    return rank_rows(batch, grid)
 
 
-class Streamed:
+class ShardedIterable:
     """A loader without numbered samples: every rank reads all and keeps its part of each batch."""
 
     def __init__(self, loader: Iterable[Any], grid: Grid) -> None:
@@ -321,29 +348,29 @@ class Streamed:
         return len(self.loader)  # type: ignore[arg-type]  # asked only of those that have one
 
     def __iter__(self) -> Iterator[Any]:
-        return (parted(batch, self.grid) for batch in self.loader)
+        return (take_local_rows(batch, self.grid) for batch in self.loader)
 
 
-def parted(batch: Any, grid: Grid) -> Any:
+def take_local_rows(batch: Any, grid: Grid) -> Any:
     """The part of a batch that is mine: of every tensor some rows."""
     if isinstance(batch, Tensor):
-        mine = share(batch.shape[0], grid)
+        mine = local_rows(batch.shape[0], grid)
         return batch[mine.start : mine.stop]
     if isinstance(batch, Mapping):
-        return {key: parted(x, grid) for key, x in batch.items()}
+        return {key: take_local_rows(x, grid) for key, x in batch.items()}
     if isinstance(batch, Sequence) and not isinstance(batch, str):
-        return [parted(x, grid) for x in batch]
+        return [take_local_rows(x, grid) for x in batch]
     return batch
 
 
-def shared(loader: Any, grid: Grid, device: torch.device | str) -> Any:
+def shard_loader(loader: Any, grid: Grid, device: torch.device | str) -> Any:
     """The loader of my coordinate: its part of each batch of the loop's."""
-    if grid.axis(*REPLICAS).size == 1 and grid.world == 1:
+    if grid.axis(*REPLICA_AXES).size == 1 and grid.world_size == 1:
         return loader
     streamed = isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None
     if streamed or not isinstance(loader, DataLoader):
-        return Streamed(loader, grid)
-    sampler: Any = Shares(loader.batch_sampler, grid, device)
+        return ShardedIterable(loader, grid)
+    sampler: Any = ShardedBatchSampler(loader.batch_sampler, grid, device)
     return DataLoader(
         loader.dataset,
         batch_sampler=sampler,
@@ -361,29 +388,35 @@ def shared(loader: Any, grid: Grid, device: torch.device | str) -> Any:
 # ---- saving -------------------------------------------------------------------------------------
 
 
-def tensors(lent: Lent, optimizer: AdamW | None) -> tuple[State, State]:
+def checkpoint_tensors(
+    lent: GridModel, optimizer: AdamW | None
+) -> tuple[ShardedStateDict, ShardedStateDict]:
     """What a loop goes on from, and what of it this rank writes."""
     parallel, index = lent.parallel, lent.parallel.grid.index
-    owners = {w.name: w.bucket.owned(w) for w in parallel.weights.values()}
-    state = optimizer.ours.state() if optimizer is not None else {}
+    owners = {w.name: w.bucket.is_owner_of(w) for w in parallel.weights.values()}
+    state = optimizer.sharded_optimizer.sharded_state() if optimizer is not None else {}
     rest = {
-        f"{w.name}{MASTER}": (w.rest, w.place)
+        f"{w.name}{MASTER_SUFFIX}": (w.storage, w.shard)
         for w in parallel.weights.values()
-        if f"{w.name}{MASTER}" not in state
+        if f"{w.name}{MASTER_SUFFIX}" not in state
     }
     mine = {name: x for name, x in state.items() if owners[name.rpartition(".")[0]]}
     if index["data"] == 0:  # weights themselves are not split over data
         mine |= {name: x for name, x in rest.items() if owners[name.rpartition(".")[0]]}
-    numbers: State = {"loop.samples": (torch.tensor(lent.samples), Place((), (), (), ()))}
+    numbers: ShardedStateDict = {
+        "loop.samples": (torch.tensor(lent.samples_seen), Shard((), (), (), ()))
+    }
     if optimizer is not None:
-        numbers["loop.updates"] = (optimizer.ours.updates, Place((), (), (), ()))
+        numbers["loop.updates"] = (optimizer.sharded_optimizer.num_updates, Shard((), (), (), ()))
     mine |= numbers if parallel.grid.rank == 0 else {}
     return {**state, **rest, **numbers}, mine
 
 
-def save(where: Path, lent: Lent, optimizer: AdamW | None, facts: Mapping[str, Any]) -> None:
+def save_checkpoint(
+    where: Path, lent: GridModel, optimizer: AdamW | None, facts: Mapping[str, Any]
+) -> None:
     """Save as a directory that any grid reads. Communicates: as `checkpoint.saver.Saver`."""
-    groups = [] if optimizer is None else optimizer.numbers()
+    groups = [] if optimizer is None else optimizer.group_settings()
     try:
         told = json.loads(json.dumps({"facts": dict(facts), "groups": groups}))
     except (TypeError, ValueError) as error:
@@ -391,30 +424,34 @@ def save(where: Path, lent: Lent, optimizer: AdamW | None, facts: Mapping[str, A
             f"What is to be saved beside model and optimizer is no JSON: {error}. Checkpoints hold "
             "tensors and plain facts, no pickles. Give numbers, texts, lists and tables."
         ) from None
-    grid, queue = lent.parallel.grid, lent.parallel.queue
-    async_saver.save(where, 0, tensors(lent, optimizer)[1], {"loop": told}, grid, queue.device)
+    grid, queue = lent.parallel.grid, lent.parallel.bucket_scheduler
+    async_saver.save_and_wait(
+        where, 0, checkpoint_tensors(lent, optimizer)[1], {"loop": told}, grid, queue.device
+    )
 
 
-def load(where: Path, lent: Lent, optimizer: AdamW | None) -> dict[str, Any]:
+def load_checkpoint(where: Path, lent: GridModel, optimizer: AdamW | None) -> dict[str, Any]:
     """Go on from what any grid has saved; the facts beside the tensors.
 
     Communicates: one number over all axes; all-gather of weights over data.
     """
-    paths = directory.found(where)
+    paths = directory.find_checkpoints(where)
     if not paths:
         raise CheckpointError(
             f"{where} has no checkpoint. One is a directory that a loop on a grid has saved. Give "
             "the path that was saved to."
         )
-    parallel, (state, _) = lent.parallel, tensors(lent, optimizer)
-    queue = parallel.queue
-    together(lambda: load_parts(paths[-1], state, cast=True), parallel.grid, queue.device)
-    lent.samples = int(state["loop.samples"][0])
-    queue.loads += 1
-    told = manifests.read(paths[-1]).facts.get("loop", {})
+    parallel, (state, _) = lent.parallel, checkpoint_tensors(lent, optimizer)
+    queue = parallel.bucket_scheduler
+    run_and_raise_together(
+        lambda: load_parts(paths[-1], state, cast=True), parallel.grid, queue.device
+    )
+    lent.samples_seen = int(state["loop.samples"][0])
+    queue.load_count += 1
+    told = manifests.read_manifest(paths[-1]).facts.get("loop", {})
     if optimizer is not None:
-        optimizer.ours.restored()
+        optimizer.sharded_optimizer.finish_restore()
         for group, numbers in zip(optimizer.param_groups, told.get("groups", []), strict=False):
             group |= {key: tuple(x) if key == "betas" else x for key, x in numbers.items()}
-    queue.begin(KIND)
+    queue.begin_step(STEP_KIND)
     return dict(told.get("facts", {}))

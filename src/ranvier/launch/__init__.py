@@ -10,91 +10,96 @@ from typing import TYPE_CHECKING, Any
 
 from ranvier.launch.environment import (
     Failure,
-    Ranks,
-    age,
-    environment,
-    grow_segments,
-    hosts,
+    ProcessInfo,
     is_follower,
     keep_freed_memory,
-    ranks,
-    repeat_products,
-    start_environment,
+    minimal_environment,
+    parse_host_list,
+    process_age_seconds,
+    read_environment,
+    read_process_info,
+    use_deterministic_cublas,
+    use_expandable_segments,
 )
-from ranvier.launch.fake_backend import Call, counted
-from ranvier.launch.signals import Stop, end_at_once, reported
+from ranvier.launch.fake_backend import CommCall, count_comm_calls
+from ranvier.launch.signals import GracefulStop, exit_on_stop_signals, report_errors
 
 if TYPE_CHECKING:
-    from ranvier.launch.agent import start
-    from ranvier.launch.cache_directories import cache, keep_compiled, triton, writable
-    from ranvier.launch.heartbeat import Pulse
-    from ranvier.launch.process_group import (
-        backends,
-        connect,
-        die_with_parent,
-        fake,
-        free_port,
-        joined,
-        local_ranks,
-        warm,
+    from ranvier.launch.agent import launch_ranks
+    from ranvier.launch.cache_directories import (
+        cache_compiled_kernels,
+        cache_dir,
+        has_triton,
+        is_writable,
     )
-    from ranvier.launch.rendezvous import Nodes
-    from ranvier.launch.restart_policy import Policy
-    from ranvier.launch.watchdog import watched
+    from ranvier.launch.heartbeat import Heartbeat
+    from ranvier.launch.process_group import (
+        available_backends,
+        die_with_parent,
+        fake_process_group,
+        find_free_port,
+        init_process_group,
+        join_process_group,
+        local_process_infos,
+        start_forkserver,
+    )
+    from ranvier.launch.rendezvous import NodeInfo
+    from ranvier.launch.restart_policy import RestartPolicy
+    from ranvier.launch.watchdog import watch_for_hangs
 
 __all__ = [
-    "Call",
+    "CommCall",
     "Failure",
-    "Nodes",
-    "Policy",
-    "Pulse",
-    "Ranks",
-    "Stop",
-    "age",
-    "backends",
-    "cache",
-    "connect",
-    "counted",
+    "GracefulStop",
+    "Heartbeat",
+    "NodeInfo",
+    "ProcessInfo",
+    "RestartPolicy",
+    "available_backends",
+    "cache_compiled_kernels",
+    "cache_dir",
+    "count_comm_calls",
     "die_with_parent",
-    "end_at_once",
-    "environment",
-    "fake",
-    "free_port",
-    "grow_segments",
-    "hosts",
+    "exit_on_stop_signals",
+    "fake_process_group",
+    "find_free_port",
+    "has_triton",
+    "init_process_group",
     "is_follower",
-    "joined",
-    "keep_compiled",
+    "is_writable",
+    "join_process_group",
     "keep_freed_memory",
-    "local_ranks",
-    "ranks",
-    "repeat_products",
-    "reported",
-    "start",
-    "start_environment",
-    "triton",
-    "warm",
-    "watched",
-    "writable",
+    "launch_ranks",
+    "local_process_infos",
+    "minimal_environment",
+    "parse_host_list",
+    "process_age_seconds",
+    "read_environment",
+    "read_process_info",
+    "report_errors",
+    "start_forkserver",
+    "use_deterministic_cublas",
+    "use_expandable_segments",
+    "watch_for_hangs",
 ]
 
 _HOMES = {
-    "rendezvous": ("Nodes",),
-    "cache_directories": ("cache", "keep_compiled", "triton", "writable"),
+    "rendezvous": ("NodeInfo",),
+    "cache_directories": ("cache_dir", "cache_compiled_kernels", "has_triton", "is_writable"),
     "process_group": (
-        "backends",
-        "connect",
+        "available_backends",
+        "init_process_group",
         "die_with_parent",
-        "fake",
-        "free_port",
-        "joined",
-        "local_ranks",
-        "warm",
+        "fake_process_group",
+        "find_free_port",
+        "join_process_group",
+        "local_process_infos",
+        "start_forkserver",
     ),
-    "heartbeat": ("Pulse",),
-    "restart_policy": ("Policy",),
-    "agent": ("start",),
-    "watchdog": ("watched",),
+    "heartbeat": ("Heartbeat",),
+    "restart_policy": ("RestartPolicy",),
+    "agent": ("launch_ranks",),
+    "watchdog": ("watch_for_hangs",),
 }
 
 

@@ -23,18 +23,32 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from ranvier.errors import STOPPED, CommunicationError, HangError
+from ranvier.errors import STOPPED_EXIT_CODE, CommunicationError, HangError
 from ranvier.launch import watchdog as watch
-from ranvier.launch.environment import Ranks
-from ranvier.launch.heartbeat import DONE, START, Beat, Pulse
-from ranvier.launch.process_group import live, warm
-from ranvier.launch.rendezvous import BOARD_SECONDS, Board, Captain, Nodes, Order, own_host, say
-from ranvier.launch.restart_policy import End, History, Outcome, Policy, judged
+from ranvier.launch.environment import ProcessInfo
+from ranvier.launch.heartbeat import DONE, START, Heartbeat, HeartbeatState
+from ranvier.launch.process_group import run_rank, start_forkserver
+from ranvier.launch.rendezvous import (
+    STORE_POLL_SECONDS,
+    Coordinator,
+    LaunchOrder,
+    NodeInfo,
+    RendezvousStore,
+    print_message,
+    reachable_host,
+)
+from ranvier.launch.restart_policy import (
+    AttemptResult,
+    RankOutcome,
+    RestartHistory,
+    RestartPolicy,
+    judge_attempt,
+)
 from ranvier.launch.shared_file import SharedFile
-from ranvier.launch.signals import BEFORE, Stop
+from ranvier.launch.signals import NOTHING_SAVED_MESSAGE, GracefulStop
 from ranvier.launch.store import derive_prefix, new_key, open_listener, user_key
 from ranvier.system import file_handles
-from ranvier.system.terminal import draw, print
+from ranvier.system.terminal import print, write_raw
 
 GRACE_SECONDS = 4.0
 """How long the other ranks may take to end by themselves after one has failed."""
@@ -44,176 +58,181 @@ STOP_SECONDS = 600.0
 """How long the other ranks may still save after one has stopped because of a signal."""
 DONE_SECONDS = 30.0
 """How long a rank may take to leave when its work is done."""
-LOOK_SECONDS = 0.5
+HEARTBEAT_POLL_SECONDS = 0.5
 """How often the pulses are read."""
-HANDLES = 8
+HANDLES_PER_RANK = 8
 """Handles that a launcher takes for each of its ranks."""
-Task = Callable[[Ranks], int]
+RankTask = Callable[[ProcessInfo], int]
 
 
-class Told(Stop):
+class SignalRelay(GracefulStop):
     """Signals to the launcher: the first is for all ranks; another ends them at once."""
 
     def __init__(self) -> None:
         super().__init__(patient=True)
-        self.ending = 0
+        self.exit_code = 0
         """The exit code, once all are to end at once."""
 
-    def first(self, number: int) -> None:
+    def on_first_signal(self, number: int) -> None:
         """Ranks are told by whoever waits for them."""
 
-    def again(self, number: int) -> None:
+    def on_repeated_signal(self, number: int) -> None:
         """End all ranks."""
-        self.ending = 128 + number
+        self.exit_code = 128 + number
 
 
-class Attempt:
+class WorkerGroup:
     """Local ranks from their start to their end."""
 
-    def __init__(self, members: Sequence[Ranks], task: Task, told: Told) -> None:
-        self.members, self.told = members, told
-        self.pulses: list[Pulse] = []
+    def __init__(self, members: Sequence[ProcessInfo], task: RankTask, told: SignalRelay) -> None:
+        self.members, self.signal_relay = members, told
+        self.heartbeats: list[Heartbeat] = []
         self.children: list[BaseProcess] = []
-        self.noticed: dict[int, float] = {}
-        self.slain: set[int] = set()
-        self.limit = math.inf
+        self.notice_times: dict[int, float] = {}
+        self.killed_ranks: set[int] = set()
+        self.deadline = math.inf
         """When the ranks that are left are ended."""
-        self.hung = ""
+        self.hang_message = ""
         """The message of a hang."""
-        self.warned = self.forwarded = self.failed = False
+        self.has_warned = self.has_forwarded = self.has_failed = False
         context = multiprocessing.get_context("forkserver")
         for me in members:
-            Pulse.lay(me.pulse)
-            self.pulses.append(Pulse(me.pulse))
-            self.children.append(context.Process(target=live, args=(me, task), daemon=True))
+            Heartbeat.create_file(me.heartbeat_file)
+            self.heartbeats.append(Heartbeat(me.heartbeat_file))
+            self.children.append(context.Process(target=run_rank, args=(me, task), daemon=True))
             self.children[-1].start()
             if me.listener is not None:
                 me.listener.close()  # it is the rank's now
 
-    def wait(self, watchdog: float, over: Callable[[bool], bool] = lambda _: False) -> End:
+    def wait_for_end(
+        self, watchdog: float, over: Callable[[bool], bool] = lambda _: False
+    ) -> AttemptResult:
         """Wait until all have ended.
 
         over: is told whether a rank has failed here, and tells whether one has elsewhere.
         """
-        eye, looked = watch.Eye(watchdog), 0.0
-        while alive := self.alive():
+        eye, looked = watch.Watchdog(watchdog), 0.0
+        while alive := self.alive_ranks():
             wait([self.children[i].sentinel for i in alive], timeout=0.1)
-            self._notice()
+            self._notice_ends()
             now = time.monotonic()
-            if over(self.failed):
-                self._within(GRACE_SECONDS)
-            if self.told.ending or now > self.limit:
-                self.slay()
-            if self.told.signal and not self.forwarded:
-                self._forward()
-            if now - looked > LOOK_SECONDS and not self.slain:
+            if over(self.has_failed):
+                self._set_deadline(GRACE_SECONDS)
+            if self.signal_relay.exit_code or now > self.deadline:
+                self.kill_ranks()
+            if self.signal_relay.signal and not self.has_forwarded:
+                self._forward_signal()
+            if now - looked > HEARTBEAT_POLL_SECONDS and not self.killed_ranks:
                 looked = now
-                self._look(eye)
-        self._notice()
-        if self.hung:
-            return End("hang", HangError.exit_code, self.hung, step=self._step())
-        if self.told.ending:
-            return End("error", self.told.ending, step=self._step())
-        outcomes = [self._outcome(i) for i in range(len(self.members))]
-        return judged(outcomes, told=bool(self.told.signal))
+                self._check_heartbeats(eye)
+        self._notice_ends()
+        if self.hang_message:
+            return AttemptResult(
+                "hang", HangError.exit_code, self.hang_message, step=self._highest_step()
+            )
+        if self.signal_relay.exit_code:
+            return AttemptResult("error", self.signal_relay.exit_code, step=self._highest_step())
+        outcomes = [self._rank_outcome(i) for i in range(len(self.members))]
+        return judge_attempt(outcomes, told=bool(self.signal_relay.signal))
 
-    def alive(self) -> list[int]:
+    def alive_ranks(self) -> list[int]:
         """The ranks that have not ended."""
         return [i for i, child in enumerate(self.children) if child.exitcode is None]
 
-    def slay(self) -> None:
+    def kill_ranks(self) -> None:
         """End the ranks that are left."""
-        alive = self.alive()
-        self.slain.update(alive)
+        alive = self.alive_ranks()
+        self.killed_ranks.update(alive)
         for i in alive:
             self.children[i].kill()
 
-    def beats(self) -> list[Beat]:
+    def read_heartbeats(self) -> list[HeartbeatState]:
         """What the pulses say."""
-        return [pulse.read() for pulse in self.pulses]
+        return [pulse.read_state() for pulse in self.heartbeats]
 
-    def _step(self) -> int:
-        return max(beat.step for beat in self.beats())
+    def _highest_step(self) -> int:
+        return max(beat.step for beat in self.read_heartbeats())
 
-    def _within(self, seconds: float) -> None:
-        self.limit = min(self.limit, time.monotonic() + seconds)
+    def _set_deadline(self, seconds: float) -> None:
+        self.deadline = min(self.deadline, time.monotonic() + seconds)
 
-    def _notice(self) -> None:
+    def _notice_ends(self) -> None:
         """Note who has ended; the others have their time to end, too."""
         for i, child in enumerate(self.children):
-            if child.exitcode is None or i in self.noticed:
+            if child.exitcode is None or i in self.notice_times:
                 continue
-            self.noticed[i] = time.time()
+            self.notice_times[i] = time.time()
             silent = not os.stat(self.members[i].error_file).st_size
-            if silent and self.pulses[i].read().section == DONE:
-                self._within(STOP_SECONDS)
+            if silent and self.heartbeats[i].read_state().section == DONE:
+                self._set_deadline(STOP_SECONDS)
                 continue
-            early = self._starting()
-            good = silent and child.exitcode == STOPPED and not early
-            self.failed = self.failed or not good
+            early = self._is_starting()
+            good = silent and child.exitcode == STOPPED_EXIT_CODE and not early
+            self.has_failed = self.has_failed or not good
             seconds = START_SECONDS if early else GRACE_SECONDS
-            self._within(STOP_SECONDS if good else seconds)
+            self._set_deadline(STOP_SECONDS if good else seconds)
 
-    def _starting(self) -> bool:
+    def _is_starting(self) -> bool:
         """Whether a rank is not ready to take steps: there is nothing to save."""
-        return any(self.pulses[i].read().section == START for i in self.alive())
+        return any(self.heartbeats[i].read_state().section == START for i in self.alive_ranks())
 
-    def _forward(self) -> None:
+    def _forward_signal(self) -> None:
         """Tell all ranks to stop; at their start they may be deaf, and are ended."""
-        self.forwarded = True
-        if self._starting():
-            self.slay()
-        for i in self.alive():
+        self.has_forwarded = True
+        if self._is_starting():
+            self.kill_ranks()
+        for i in self.alive_ranks():
             with contextlib.suppress(OSError):
-                os.kill(self.children[i].pid or 0, self.told.signal)
+                os.kill(self.children[i].pid or 0, self.signal_relay.signal)
 
-    def _look(self, eye: watch.Eye) -> None:
+    def _check_heartbeats(self, eye: watch.Watchdog) -> None:
         """Warn of a rank that lags, and end a hang."""
-        alive, beats = self.alive(), self.beats()
-        for i, age in zip(alive, eye.ages([beats[i] for i in alive]), strict=True):
+        alive, beats = self.alive_ranks(), self.read_heartbeats()
+        for i, age in zip(alive, eye.silence_seconds([beats[i] for i in alive]), strict=True):
             if beats[i].section == DONE and age > DONE_SECONDS:
                 self.children[i].kill()  # it is done whatever keeps it from leaving
         mine, pids = [beats[i] for i in alive], [self.children[i].pid for i in alive]
-        if not self.warned and mine and eye.over(mine, watch.slow):
-            self.warned = True
-            worst = watch.behind(mine, [watch.state(pid) for pid in pids])
+        if not self.has_warned and mine and eye.is_over_limit(mine, watch.warning_limit):
+            self.has_warned = True
+            worst = watch.find_slowest_rank(mine, [watch.process_state(pid) for pid in pids])
             print(
                 f"Rank {self.members[alive[worst]].rank} lags: no sign of life for "
-                f"{max(eye.ages(mine)):.0f} s in section {mine[worst].section} after step "
+                f"{max(eye.silence_seconds(mine)):.0f} s in section {mine[worst].section} "
+                "after step "
                 f"{mine[worst].step}. The others wait for it.",
                 file=sys.stderr,
                 flush=True,
             )
-        if mine and eye.over(mine):
-            states = [watch.state(pid) for pid in pids]
+        if mine and eye.is_over_limit(mine):
+            states = [watch.process_state(pid) for pid in pids]
             ranks = [self.members[i].rank for i in alive]
             paths = [self.members[i].stack_file for i in alive]
-            texts = watch.stacks(pids, paths)
-            self.hung = watch.hang(ranks, mine, states, texts, eye.seconds)
-            self.slay()
+            texts = watch.collect_stacks(pids, paths)
+            self.hang_message = watch.describe_hang(ranks, mine, states, texts, eye.seconds)
+            self.kill_ranks()
 
-    def _outcome(self, i: int) -> Outcome:
+    def _rank_outcome(self, i: int) -> RankOutcome:
         me, report = self.members[i], None
         with contextlib.suppress(OSError, ValueError):
             report = json.loads(Path(me.error_file).read_text())
-        return Outcome(
+        return RankOutcome(
             rank=me.rank,
-            code=self.children[i].exitcode or 0,
-            beat=self.pulses[i].read(),
+            exit_code=self.children[i].exitcode or 0,
+            heartbeat=self.heartbeats[i].read_state(),
             report=report,
-            noticed=self.noticed[i],
-            slain=i in self.slain,
-            stack=watch.stack(me.stack_file),
+            notice_time=self.notice_times[i],
+            was_killed=i in self.killed_ranks,
+            stack=watch.read_stack(me.stack_file),
         )
 
 
-def start(
+def launch_ranks(
     nproc: int,
-    task: Task,
+    task: RankTask,
     *,
     preload: Sequence[str] = (),
-    policy: Policy | None = None,
-    nodes: Nodes | None = None,
+    policy: RestartPolicy | None = None,
+    nodes: NodeInfo | None = None,
     timeout_seconds: float = 600.0,
     ended: Callable[[int, str], None] = lambda code, message: None,
 ) -> int:
@@ -222,179 +241,187 @@ def start(
     preload: see `warm`; timeout_seconds: how long nodes wait for each other at the start; ended: is
     told code and message, on the first node, when no rank is left.
     """
-    warm(preload)
-    file_handles.require(HANDLES * nproc, f"A launcher of {nproc} ranks")
-    policy = policy or Policy(grids=(("", nproc),))
+    start_forkserver(preload)
+    file_handles.require_handles(HANDLES_PER_RANK * nproc, f"A launcher of {nproc} ranks")
+    policy = policy or RestartPolicy(grids=(("", nproc),))
     key = new_key() if nodes is None else user_key()
-    board = None if nodes is None else Board(nodes, key, timeout_seconds)
-    with Told() as told:
-        local, over = Local(key, task, told, policy.watchdog, ended), threading.Event()
+    board = None if nodes is None else RendezvousStore(nodes, key, timeout_seconds)
+    with SignalRelay() as told:
+        local, over = LocalAgent(key, task, told, policy.watchdog_seconds, ended), threading.Event()
         if nodes is None or board is None:
-            return _alone(local, policy, nproc)
-        board.write(f"node/{nodes.node}", json.dumps({"ranks": nproc, "host": own_host(nodes)}))
-        threading.Thread(target=board.live, args=(over,), daemon=True).start()
+            return _run_single_node(local, policy, nproc)
+        board.write_text(
+            f"node/{nodes.node_rank}", json.dumps({"ranks": nproc, "host": reachable_host(nodes)})
+        )
+        threading.Thread(target=board.send_heartbeats, args=(over,), daemon=True).start()
         try:
-            if nodes.node == 0:
-                return _lead(local, Captain(board, policy, time.time()), timeout_seconds)
-            return _follow(local, board)
+            if nodes.node_rank == 0:
+                return _run_coordinator(
+                    local, Coordinator(board, policy, time.time()), timeout_seconds
+                )
+            return _run_follower(local, board)
         except CommunicationError as error:
-            say(f"node {nodes.node}: {error}")
+            print_message(f"node {nodes.node_rank}: {error}")
             return error.exit_code
         finally:
             over.set()
 
 
 @dataclass
-class Local:
+class LocalAgent:
     """What attempts on this node have in common."""
 
     key: str
     """Of this run; see `ranvier.launch.store`."""
-    task: Task
-    told: Told
-    watchdog: float
-    ended: Callable[[int, str], None]
+    task: RankTask
+    signal_relay: SignalRelay
+    watchdog_seconds: float
+    on_end: Callable[[int, str], None]
     """Is told the exit code of the run and its message."""
 
-    def attempt(
+    def run_attempt(
         self,
-        order: Order,
+        order: LaunchOrder,
         node: int = 0,
         over: Callable[[bool], bool] = lambda _: False,
         *,
         store: SharedFile | None = None,
         listener: socket.socket | None = None,
-    ) -> End:
+    ) -> AttemptResult:
         """Start this node's ranks of an attempt and wait for their end.
 
         store: where all ranks are on this node; listener: else that of rank 0, if it is here.
         """
-        places, first = order.places[str(node)], order.first[str(node)]
+        places, first = order.local_ranks[str(node)], order.first_ranks[str(node)]
         shared = [
             SharedFile(f"rank{first + i}.{name}")
             for i in range(len(places))
             for name in ("error", "pulse", "stack")
         ]
         members = [
-            Ranks(
+            ProcessInfo(
                 rank=first + i,
-                world=order.world,
+                world_size=order.world_size,
                 local_rank=place,
-                local_world=len(places),
+                local_world_size=len(places),
                 address=order.address,
                 port=order.port,
                 error_file=shared[3 * i],
-                pulse=shared[3 * i + 1],
+                heartbeat_file=shared[3 * i + 1],
                 stack_file=shared[3 * i + 2],
-                store=store,
+                store_file=store,
                 listener=listener if first + i == 0 else None,
-                key=derive_prefix(self.key, order.generation),
+                store_prefix=derive_prefix(self.key, order.generation),
                 attempt=order.attempt,
-                grid=order.grid,
+                grid_index=order.grid_index,
                 failures=order.failures,
-                began=order.began,
+                start_time=order.start_time,
             )
             for i, place in enumerate(places)
         ]
-        attempt = Attempt(members, self.task, self.told)
+        attempt = WorkerGroup(members, self.task, self.signal_relay)
         try:
-            end = attempt.wait(self.watchdog, over)
+            end = attempt.wait_for_end(self.watchdog_seconds, over)
         finally:
-            attempt.slay()
+            attempt.kill_ranks()
             for file in shared:
                 file.close()
-        if end.code and sys.stdout.isatty():
-            draw("\x1b[?25h\n")  # a progress display that was killed has hidden the cursor
+        if end.exit_code and sys.stdout.isatty():
+            write_raw("\x1b[?25h\n")  # a progress display that was killed has hidden the cursor
         return end
 
 
-def _alone(local: Local, policy: Policy, nproc: int) -> int:
+def _run_single_node(local: LocalAgent, policy: RestartPolicy, nproc: int) -> int:
     """All attempts of a run on one node."""
-    history, places, began = History(policy), list(range(nproc)), time.time()
+    history, places, began = RestartHistory(policy), list(range(nproc)), time.time()
     while True:
-        grid, (_, world) = history.grid, policy.grids[history.grid]
-        order = Order(
+        grid, (_, world) = history.grid_index, policy.grids[history.grid_index]
+        order = LaunchOrder(
             attempt=len(history.failures),
-            grid=grid,
-            world=world,
+            grid_index=grid,
+            world_size=world,
             generation=new_key(),
-            began=began,
-            first={"0": 0},
-            places={"0": places[:world]},
+            start_time=began,
+            first_ranks={"0": 0},
+            local_ranks={"0": places[:world]},
             failures=history.failures,
         )
         with contextlib.closing(SharedFile("store")) as store:
-            end = local.attempt(order, store=store)
-        then = history.after(end)
-        say(then.message)
-        if not then.again:
-            local.ended(then.code, then.message)
-            return then.code
-        if local.told.signal:  # it came when no rank was left to hear it
-            local.ended(local.told.ending or end.code, then.message)
-            return local.told.ending or end.code
-        if history.grid != grid and history.spare is not None:
-            del places[history.spare]
+            end = local.run_attempt(order, store=store)
+        then = history.decide_after(end)
+        print_message(then.message)
+        if not then.restart:
+            local.on_end(then.exit_code, then.message)
+            return then.exit_code
+        if local.signal_relay.signal:  # it came when no rank was left to hear it
+            local.on_end(local.signal_relay.exit_code or end.exit_code, then.message)
+            return local.signal_relay.exit_code or end.exit_code
+        if history.grid_index != grid and history.excluded_rank is not None:
+            del places[history.excluded_rank]
 
 
-def _lead(local: Local, captain: Captain, timeout_seconds: float) -> int:
+def _run_coordinator(local: LocalAgent, captain: Coordinator, timeout_seconds: float) -> int:
     """All attempts of a run on several nodes, as node 0."""
-    if not captain.meet(timeout_seconds, local.told):
-        say(BEFORE)
-        captain.dismiss(0, STOPPED)
-        return STOPPED
+    if not captain.wait_for_nodes(timeout_seconds, local.signal_relay):
+        print_message(NOTHING_SAVED_MESSAGE)
+        captain.dismiss_nodes(0, STOPPED_EXIT_CODE)
+        return STOPPED_EXIT_CODE
     while True:
-        with open_listener(captain.board.nodes.host) as listener:
-            order = captain.order(listener.getsockname()[1])
-            watching = Watching(captain.board, order.attempt, captain)
-            end = local.attempt(order, 0, watching.over, listener=listener)
-        captain.board.write(f"end/{order.attempt}/0", json.dumps(dataclasses.asdict(end)))
-        then = captain.judge(order.attempt)
-        say(then.message)
-        if not then.again or local.told.signal:
-            code = then.code or local.told.ending or end.code
-            local.ended(code, then.message)
-            captain.dismiss(order.attempt + 1, code)
+        with open_listener(captain.store.nodes.host) as listener:
+            order = captain.issue_order(listener.getsockname()[1])
+            watching = FailureRelay(captain.store, order.attempt, captain)
+            end = local.run_attempt(order, 0, watching.check_other_nodes, listener=listener)
+        captain.store.write_text(f"end/{order.attempt}/0", json.dumps(dataclasses.asdict(end)))
+        then = captain.decide_next(order.attempt)
+        print_message(then.message)
+        if not then.restart or local.signal_relay.signal:
+            code = then.exit_code or local.signal_relay.exit_code or end.exit_code
+            local.on_end(code, then.message)
+            captain.dismiss_nodes(order.attempt + 1, code)
             return code
 
 
-def _follow(local: Local, board: Board) -> int:
+def _run_follower(local: LocalAgent, board: RendezvousStore) -> int:
     """This node's part of all attempts, as node 0 orders them."""
-    number, mine = 0, board.nodes.node
+    number, mine = 0, board.nodes.node_rank
     while True:
-        text = board.read(f"order/{number}")
+        text = board.read_text(f"order/{number}")
         if text is None:
-            if number == 0 and local.told.signal:
-                say(BEFORE)
-                return STOPPED
+            if number == 0 and local.signal_relay.signal:
+                print_message(NOTHING_SAVED_MESSAGE)
+                return STOPPED_EXIT_CODE
             time.sleep(0.1)
             continue
-        order = Order.of(text)
-        if order.code is not None:
-            board.write(f"bye/{mine}", "1")
-            return order.code
-        if str(mine) in order.first:
-            end = local.attempt(order, mine, Watching(board, number).over)
-            board.write(f"end/{number}/{mine}", json.dumps(dataclasses.asdict(end)))
+        order = LaunchOrder.from_json(text)
+        if order.exit_code is not None:
+            board.write_text(f"bye/{mine}", "1")
+            return order.exit_code
+        if str(mine) in order.first_ranks:
+            end = local.run_attempt(order, mine, FailureRelay(board, number).check_other_nodes)
+            board.write_text(f"end/{number}/{mine}", json.dumps(dataclasses.asdict(end)))
         number += 1
 
 
-class Watching:
+class FailureRelay:
     """Tells other nodes of a rank that failed here, and hears of one there."""
 
-    def __init__(self, board: Board, attempt: int, captain: Captain | None = None) -> None:
-        self.board, self.attempt, self.captain = board, attempt, captain
-        self._told, self._looked, self._over = False, 0.0, False
+    def __init__(
+        self, board: RendezvousStore, attempt: int, captain: Coordinator | None = None
+    ) -> None:
+        self.store, self.attempt, self.coordinator = board, attempt, captain
+        self._has_reported, self._last_poll, self._failed_elsewhere = False, 0.0, False
 
-    def over(self, failed: bool) -> bool:
+    def check_other_nodes(self, failed: bool) -> bool:
         """Whether a rank or a node has failed elsewhere."""
         now = time.monotonic()
-        if failed and not self._told:
-            self._told = True
-            self.board.write(f"over/{self.attempt}", "1")
-        if now - self._looked > BOARD_SECONDS and not self._over:
-            self._looked = now
-            self._over = self.board.read(f"over/{self.attempt}") is not None
-            if self.captain is not None:
-                self._over = self.captain.over(self.attempt) or self._over
-        return self._over
+        if failed and not self._has_reported:
+            self._has_reported = True
+            self.store.write_text(f"over/{self.attempt}", "1")
+        if now - self._last_poll > STORE_POLL_SECONDS and not self._failed_elsewhere:
+            self._last_poll = now
+            self._failed_elsewhere = self.store.read_text(f"over/{self.attempt}") is not None
+            if self.coordinator is not None:
+                self._failed_elsewhere = (
+                    self.coordinator.check_lost_nodes(self.attempt) or self._failed_elsewhere
+                )
+        return self._failed_elsewhere

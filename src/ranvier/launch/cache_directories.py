@@ -10,14 +10,14 @@ import tempfile
 from pathlib import Path
 
 
-def cache() -> Path:
+def cache_dir() -> Path:
     """A folder for what can be made again: the user's cache, or one in the temporary folder."""
     env = os.environ
     folder = Path(env.get("XDG_CACHE_HOME") or "~/.cache") / "ranvier"
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home
         folder = Path(env.get("RANVIER_CACHE") or folder).expanduser().absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        if writable(folder):
+        if is_writable(folder):
             return folder
     folder = Path(tempfile.gettempdir()) / f"ranvier-{os.getuid()}"
     with contextlib.suppress(OSError):
@@ -28,7 +28,7 @@ def cache() -> Path:
     return Path(tempfile.mkdtemp(prefix="ranvier-"))  # somebody else owns that name
 
 
-def writable(folder: Path) -> bool:
+def is_writable(folder: Path) -> bool:
     """Whether a file can be written in a folder."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -38,14 +38,14 @@ def writable(folder: Path) -> bool:
     return True
 
 
-def keep_compiled() -> None:
+def cache_compiled_kernels() -> None:
     """Have compilers keep their results in our cache, so that the next run finds them."""
-    folder = cache() / "compiled"
+    folder = cache_dir() / "compiled"
     for name, part in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
         os.environ.setdefault(name, str(folder / part))
 
 
-def triton() -> bool:
+def has_triton() -> bool:
     """Whether kernels in Triton can be built here: there are the package and a C compiler."""
     found = importlib.util.find_spec("triton") is not None
     names = (os.environ.get("CC", ""), "gcc", "cc", "clang")

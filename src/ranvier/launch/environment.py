@@ -41,36 +41,36 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ProcessInfo:
     """This process among all processes of a run."""
 
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     local_rank: int = 0
-    local_world: int = 1
+    local_world_size: int = 1
     address: str = "127.0.0.1"
     port: int = 0
     error_file: str | SharedFile = ""
     """Where to leave the error for the parent that started this rank; empty: print it."""
     launcher: str = ""
     """The program that started the ranks; empty: this package."""
-    pulse: str | SharedFile = ""
+    heartbeat_file: str | SharedFile = ""
     """Where to say what this rank is at; empty: nobody watches it from outside."""
     stack_file: str | SharedFile = ""
     """Where to leave the stacks of this rank when it is asked for them or crashes."""
-    store: SharedFile | None = field(default=None, repr=False)
+    store_file: SharedFile | None = field(default=None, repr=False)
     """The keys of all ranks, where they are on one node; None: rank 0 keeps them at the address."""
     listener: socket.socket | None = field(default=None, repr=False)
     """The socket at which rank 0 listens, opened by its launcher; None: it opens its own."""
-    key: str = field(default="", repr=False)
+    store_prefix: str = field(default="", repr=False)
     """The prefix of all keys, known to the ranks of one attempt only; empty: of the user's key."""
     attempt: int = 0
     """How often the ranks of this run have been started before."""
-    grid: int = 0
+    grid_index: int = 0
     """Which of the grids that the launcher may choose from: 0 is the one that was asked for."""
     failures: tuple[Failure, ...] = ()
     """Why the attempts before ended."""
-    began: float = 0.0
+    start_time: float = 0.0
     """When the launcher began (seconds since 1970); 0: with this process."""
 
 
@@ -79,94 +79,110 @@ class Launcher:
     """The variables in which a launcher tells a process who it is."""
 
     name: str
-    rank: str
-    world: tuple[str, ...]
+    rank_variable: str
+    world_size_variables: tuple[str, ...]
     """The first that is set counts."""
-    local_rank: str
-    local_world: tuple[str, ...]
+    local_rank_variable: str
+    local_world_size_variables: tuple[str, ...]
     """The first that is set counts: a number, or one for each node as in `4(x2),3`."""
-    node: str = ""
+    node_variable: str = ""
     """The index of this node."""
-    hosts: tuple[str, ...] = ()
+    host_list_variables: tuple[str, ...] = ()
     """The first that is set counts: the hosts of all ranks, as in `node[01-04,07],gpu3`."""
-    job: tuple[str, ...] = ()
+    job_variables: tuple[str, ...] = ()
     """What tells one job from another: a port is made of it."""
 
-    def world_in(self, env: Mapping[str, str]) -> str:
+    def find_world_size_variable(self, env: Mapping[str, str]) -> str:
         """The variable that counts the ranks, empty if none is set."""
-        return next((name for name in self.world if name in env), "")
+        return next((name for name in self.world_size_variables if name in env), "")
 
 
 TORCHRUN = Launcher("torchrun", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", ("LOCAL_WORLD_SIZE",))
 LAUNCHERS = (
     Launcher(  # before srun, by which mpirun may start its own processes
         name="mpirun",
-        rank="OMPI_COMM_WORLD_RANK",
-        world=("OMPI_COMM_WORLD_SIZE",),
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_world=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+        rank_variable="OMPI_COMM_WORLD_RANK",
+        world_size_variables=("OMPI_COMM_WORLD_SIZE",),
+        local_rank_variable="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world_size_variables=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        job_variables=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
     Launcher(
         name="srun",
-        rank="SLURM_PROCID",
-        world=("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NPROCS"),
-        local_rank="SLURM_LOCALID",
-        local_world=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"),
-        node="SLURM_NODEID",
-        hosts=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
-        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        rank_variable="SLURM_PROCID",
+        world_size_variables=("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_NPROCS"),
+        local_rank_variable="SLURM_LOCALID",
+        local_world_size_variables=(
+            "SLURM_STEP_TASKS_PER_NODE",
+            "SLURM_TASKS_PER_NODE",
+            "SLURM_NTASKS_PER_NODE",
+        ),
+        node_variable="SLURM_NODEID",
+        host_list_variables=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+        job_variables=("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ),
 )
 
 
-def ranks(environment: Mapping[str, str] | None = None) -> Ranks | None:
+def read_process_info(environment: Mapping[str, str] | None = None) -> ProcessInfo | None:
     """What the environment says; None if no launcher has started this process, or it alone."""
     env = os.environ if environment is None else environment
-    names = (TORCHRUN.rank, *TORCHRUN.world, "MASTER_ADDR", "MASTER_PORT")
+    names = (TORCHRUN.rank_variable, *TORCHRUN.world_size_variables, "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in env]
-    others = [it for it in LAUNCHERS if it.rank in env and it.world_in(env)]
+    others = [
+        it for it in LAUNCHERS if it.rank_variable in env and it.find_world_size_variable(env)
+    ]
     if others and missing:
-        return _ranks(others[0], env) if env[others[0].world_in(env)] != "1" else None
-    if TORCHRUN.rank not in env and not TORCHRUN.world_in(env):
+        return (
+            _parse_process_info(others[0], env)
+            if env[others[0].find_world_size_variable(env)] != "1"
+            else None
+        )
+    if TORCHRUN.rank_variable not in env and not TORCHRUN.find_world_size_variable(env):
         return None
     if missing:
         raise PlanError(
             f"{', '.join(missing)} not set, but {', '.join(n for n in names if n in env)} is. A "
             "launcher sets all four. Start with --nproc or torchrun, or set the others."
         )
-    return _ranks(TORCHRUN, env)
+    return _parse_process_info(TORCHRUN, env)
 
 
-def _ranks(launcher: Launcher, env: Mapping[str, str]) -> Ranks:
+def _parse_process_info(launcher: Launcher, env: Mapping[str, str]) -> ProcessInfo:
     """The ranks of a launcher whose variables are there, checked."""
-    rank = _number(launcher.rank, env[launcher.rank])
-    count = launcher.world_in(env)
-    world = _number(count, env[count])
+    rank = _parse_count(launcher.rank_variable, env[launcher.rank_variable])
+    count = launcher.find_world_size_variable(env)
+    world = _parse_count(count, env[count])
     if rank >= world:
         raise PlanError(
-            f"{launcher.rank}={rank} is not below {count}={world}. Ranks count from 0. Mend one."
+            f"{launcher.rank_variable}={rank} is not below {count}={world}. Ranks count from "
+            "0. Mend one."
         )
-    local_world, known = world, [name for name in launcher.local_world if name in env]
+    local_world, known = (
+        world,
+        [name for name in launcher.local_world_size_variables if name in env],
+    )
     if known:
-        node = _number(launcher.node, env.get(launcher.node, "0"))
-        local_world = _number(known[0], _of_node(env[known[0]], node))
+        node = _parse_count(launcher.node_variable, env.get(launcher.node_variable, "0"))
+        local_world = _parse_count(known[0], _count_on_node(env[known[0]], node))
     alone = bool(known) and local_world == world
-    job = ".".join(env[name] for name in launcher.job if name in env)
+    job = ".".join(env[name] for name in launcher.job_variables if name in env)
     port = 20000 + zlib.crc32(job.encode()) % 20000 if job else 29500
-    return Ranks(
+    return ProcessInfo(
         rank=rank,
-        world=world,
-        local_rank=_number(launcher.local_rank, env.get(launcher.local_rank, str(rank))),
-        local_world=local_world,
-        address=env.get("MASTER_ADDR") or _address(launcher, env, alone=alone),
-        port=_number("MASTER_PORT", env.get("MASTER_PORT", str(port))),
+        world_size=world,
+        local_rank=_parse_count(
+            launcher.local_rank_variable, env.get(launcher.local_rank_variable, str(rank))
+        ),
+        local_world_size=local_world,
+        address=env.get("MASTER_ADDR") or _rank_0_address(launcher, env, alone=alone),
+        port=_parse_count("MASTER_PORT", env.get("MASTER_PORT", str(port))),
         error_file=env.get("RANVIER_ERROR_FILE", ""),
         launcher=launcher.name,
     )
 
 
-def _number(name: str, text: str) -> int:
+def _parse_count(name: str, text: str) -> int:
     if not text.isdecimal():
         raise PlanError(
             f"{name}={text!r} is not a number. A launcher sets it to 0, 1, 2, ... Unset or mend it."
@@ -174,7 +190,7 @@ def _number(name: str, text: str) -> int:
     return int(text)
 
 
-def _of_node(text: str, node: int) -> str:
+def _count_on_node(text: str, node: int) -> str:
     """The number of one node in a list such as `4(x2),3`; the text itself if it is none."""
     counts: list[str] = []
     for part in text.split(","):
@@ -185,21 +201,22 @@ def _of_node(text: str, node: int) -> str:
     return counts[node if node < len(counts) else 0] if counts else text
 
 
-def _address(launcher: Launcher, env: Mapping[str, str], *, alone: bool) -> str:
+def _rank_0_address(launcher: Launcher, env: Mapping[str, str], *, alone: bool) -> str:
     """Where rank 0 listens: this node if it is alone, else the first host of the job."""
-    names = [name for name in launcher.hosts if env.get(name)]
-    every = hosts(env[names[0]]) if names and not alone else []
-    if alone or len(every) == 1 or (launcher.hosts and not names):
+    names = [name for name in launcher.host_list_variables if env.get(name)]
+    every = parse_host_list(env[names[0]]) if names and not alone else []
+    if alone or len(every) == 1 or (launcher.host_list_variables and not names):
         return "127.0.0.1"
     if every:
         return every[0]
     raise PlanError(
-        f"{launcher.name} has started {env[launcher.world_in(env)]} ranks on several nodes, but "
+        f"{launcher.name} has started {env[launcher.find_world_size_variable(env)]} ranks on "
+        "several nodes, but "
         "MASTER_ADDR is not set. All ranks meet at the host of rank 0. Set MASTER_ADDR to its name."
     )
 
 
-def hosts(text: str) -> list[str]:
+def parse_host_list(text: str) -> list[str]:
     """The hosts in a list of Slurm: `node[01-02,07],gpu3` are node01, node02, node07 and gpu3."""
     names: list[str] = []
     if not re.fullmatch(r"[^\[\]]*(\[\d+(-\d+)?(,\d+(-\d+)?)*\][^\[\]]*)*", text):
@@ -209,12 +226,12 @@ def hosts(text: str) -> list[str]:
         )
     for term in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         pieces = re.split(r"\[([^\]]*)\]", term)  # outside, inside, outside, ...
-        choices = [_span(piece) if i % 2 else [piece] for i, piece in enumerate(pieces)]
+        choices = [_expand_ranges(piece) if i % 2 else [piece] for i, piece in enumerate(pieces)]
         names += ["".join(parts) for parts in itertools.product(*choices)]
     return names
 
 
-def _span(text: str) -> list[str]:
+def _expand_ranges(text: str) -> list[str]:
     """The numbers in `01-04,07`, with their leading zeros."""
     numbers: list[str] = []
     for part in text.split(","):
@@ -226,17 +243,17 @@ def _span(text: str) -> list[str]:
 def is_follower() -> bool:
     """Whether a launcher has started this process as another rank than 0: rank 0 speaks."""
     with contextlib.suppress(PlanError):
-        me = ranks()
+        me = read_process_info()
         return me is not None and me.rank > 0
     return False
 
 
-def environment(*names: str) -> dict[str, str]:
+def read_environment(*names: str) -> dict[str, str]:
     """Those of the variables that are set."""
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def grow_segments() -> None:
+def use_expandable_segments() -> None:
     """Have torch's allocator let its pieces of device memory grow: next to nothing of it stays
     empty between tensors; it looks when CUDA is used first."""
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -257,9 +274,9 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 
-def prepare_sockets(me: Ranks) -> None:
+def prepare_sockets(me: ProcessInfo) -> None:
     """Have Gloo, and on one node NCCL, listen only on the interface by which rank 0 is reached."""
-    name = "lo" if me.store is not None else interface_towards(me.address)
+    name = "lo" if me.store_file is not None else interface_towards(me.address)
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     if name == "lo":
@@ -295,7 +312,7 @@ def _interface_of(address: str) -> str:
     return ""
 
 
-def prepare_nccl(me: Ranks, *, share_gpu: bool) -> None:
+def prepare_nccl(me: ProcessInfo, *, share_gpu: bool) -> None:
     """Set what NCCL and torch's use of it read when the first communicator is made.
 
     share_gpu: several ranks may have the same GPU. NCCL refuses that for ranks of one host, so each
@@ -309,13 +326,13 @@ def prepare_nccl(me: Ranks, *, share_gpu: bool) -> None:
     }
     if share_gpu:
         wanted |= {"NCCL_HOSTID": f"{socket.gethostname()}-{me.rank}", "NCCL_IB_DISABLE": "1"}
-        if me.local_world == me.world:
+        if me.local_world_size == me.world_size:
             wanted["NCCL_SOCKET_IFNAME"] = "lo"
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 
 
-def repeat_products() -> None:
+def use_deterministic_cublas() -> None:
     """Have cuBLAS sum in the same order each time; it looks when CUDA computes first."""
     name, good = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
     if os.environ.setdefault(name, good[0]) not in good:
@@ -325,13 +342,13 @@ def repeat_products() -> None:
         )
 
 
-def start_environment() -> dict[str, str]:
+def minimal_environment() -> dict[str, str]:
     """What a Python of its own needs to start and to know the time: it gets no other variable."""
     names = ("LD_LIBRARY_PATH", "TZ")
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
-def age() -> float:
+def process_age_seconds() -> float:
     """Seconds since this process was launched; 0 where the system does not say."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

@@ -15,21 +15,21 @@ from typing import Any
 
 import torch
 
-from ranvier.config.plan import AXES, Inner, Plan
+from ranvier.config.plan import AXES, InnerSplit, Plan
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.launch.environment import Ranks, ranks
-from ranvier.launch.process_group import connect
+from ranvier.launch.environment import ProcessInfo, read_process_info
+from ranvier.launch.process_group import init_process_group
 
-Axes = Plan | Mapping[str, int]
+AxisSizes = Plan | Mapping[str, int]
 """A plan, or the ranks on each axis; data is inferred where it is left out."""
 
 
-def laid_out(
-    axes: Axes | None = None,
+def build_grid(
+    axes: AxisSizes | None = None,
     *,
     sizes: Mapping[str, int] | None = None,
-    inner: Inner | None = None,
+    inner: InnerSplit | None = None,
     device: torch.device | str | None = None,
 ) -> tuple[Grid, torch.device]:
     """The grid of all ranks that were started, and the device of this one.
@@ -37,16 +37,18 @@ def laid_out(
     axes: None: all on data. sizes: units of each dim of the model, which the axes must divide.
     Communicates: with all ranks, unless they are a process group already.
     """
-    me = ranks() or Ranks()
-    here = torch.device(device) if device is not None else _device(me)
-    world = _world(me)
-    plan = checked(axes, world, sizes or {}, inner=inner)  # before anybody waits for anybody
-    connected = _joined(me, here)
-    return Grid.of(plan, connected=connected, ranks_per_node=max(me.local_world, 1)), here
+    me = read_process_info() or ProcessInfo()
+    here = torch.device(device) if device is not None else _local_device(me)
+    world = _world_size(me)
+    plan = resolve_axes(axes, world, sizes or {}, inner=inner)  # before anybody waits for anybody
+    connected = _join_process_group(me, here)
+    return Grid.from_plan(
+        plan, connected=connected, ranks_per_node=max(me.local_world_size, 1)
+    ), here
 
 
-def checked(
-    axes: Axes | None, world: int, sizes: Mapping[str, int], *, inner: Inner | None = None
+def resolve_axes(
+    axes: AxisSizes | None, world: int, sizes: Mapping[str, int], *, inner: InnerSplit | None = None
 ) -> Plan:
     """The plan of a grid of `world` ranks, or a PlanError with every problem.
 
@@ -66,37 +68,37 @@ def checked(
         micro_batch=known["col"],
         recompute="none",
     )
-    return plan.check(sizes, world)
+    return plan.check_and_resolve(sizes, world)
 
 
-def _world(me: Ranks) -> int:
+def _world_size(me: ProcessInfo) -> int:
     from torch import distributed
 
-    return distributed.get_world_size() if _grouped() else me.world
+    return distributed.get_world_size() if _has_process_group() else me.world_size
 
 
-def _grouped() -> bool:
+def _has_process_group() -> bool:
     from torch import distributed
 
     return distributed.is_available() and distributed.is_initialized()
 
 
-def _device(me: Ranks) -> torch.device:
+def _local_device(me: ProcessInfo) -> torch.device:
     """The device of this place on its node, or the CPU."""
     if torch.cuda.is_available() and me.local_rank < torch.cuda.device_count():
         return torch.device("cuda", me.local_rank)
     return torch.device("cpu")
 
 
-def _joined(me: Ranks, device: torch.device) -> bool:
+def _join_process_group(me: ProcessInfo, device: torch.device) -> bool:
     """Join the others if there are any; whether there is a process group of several."""
-    if not _grouped() and me.world > 1:
+    if not _has_process_group() and me.world_size > 1:
         from torch import distributed
 
         cuda = device.type == "cuda"
         if cuda:
             torch.cuda.set_device(device)
-        connect(me, backend="nccl" if cuda else "gloo")
+        init_process_group(me, backend="nccl" if cuda else "gloo")
         if cuda:
             atexit.register(distributed.destroy_process_group)
-    return _world(me) > 1
+    return _world_size(me) > 1

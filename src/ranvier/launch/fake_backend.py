@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-CALLS: dict[str, tuple[str, int]] = {
+PROCESS_GROUP_METHODS: dict[str, tuple[str, int]] = {
     "allreduce": ("all_reduce", 0),
     "broadcast": ("broadcast", 0),
     "all_gather_single": ("all_gather", 0),
@@ -27,7 +27,7 @@ argument holds the whole tensor."""
 
 
 @dataclass(frozen=True)
-class Call:
+class CommCall:
     """One call."""
 
     op: str
@@ -38,25 +38,29 @@ class Call:
 
 
 @contextmanager
-def counted() -> Iterator[list[Call]]:
+def count_comm_calls() -> Iterator[list[CommCall]]:
     """All calls inside, of all threads."""
     from torch.distributed import ProcessGroup, get_process_group_ranks
 
-    calls = list[Call]()
+    calls = list[CommCall]()
 
     def noting(op: str, whole: int, call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(group: Any, *arguments: Any, **options: Any) -> Any:
             x = arguments[whole]
             size = sum(one.nbytes for one in (x if isinstance(x, list) else [x]))
-            calls.append(Call(op, tuple(sorted(get_process_group_ranks(group))), size))
+            calls.append(CommCall(op, tuple(sorted(get_process_group_ranks(group))), size))
             return call(group, *arguments, **options)
 
         return noted
 
     # As they lie in the class: what getattr gives would not be bound to a group any more.
-    before = {name: call for name, call in vars(ProcessGroup).items() if name in CALLS}
+    before = {
+        name: call for name, call in vars(ProcessGroup).items() if name in PROCESS_GROUP_METHODS
+    }
     for name in before:
-        setattr(ProcessGroup, name, noting(*CALLS[name], getattr(ProcessGroup, name)))
+        setattr(
+            ProcessGroup, name, noting(*PROCESS_GROUP_METHODS[name], getattr(ProcessGroup, name))
+        )
     try:
         yield calls
     finally:

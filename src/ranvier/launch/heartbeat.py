@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ranvier.launch.shared_file import SharedFile
 
-LAYOUT = struct.Struct("@ddqq32s192s")
+RECORD_LAYOUT = struct.Struct("@ddqq32s192s")
 """Time, slowest step, step, collectives, section, last collective.
 
 Native: a number is then written as a whole, and nobody reads half of it.
@@ -25,78 +25,78 @@ Native: a number is then written as a whole, and nobody reads half of it.
 CLOCK, SLOWEST = struct.Struct("@d"), struct.Struct("@dd")
 STEP_AT, BEGUN_AT, SECTION_AT, LAST_AT = 16, 24, 32, 64
 NUMBER = struct.Struct("@q")
-RECENT = 100
+RECENT_STEPS = 100
 """Steps whose slowest is known."""
 START, STEP, END, DONE = "start", "step", "end", "done"
 
 
 @dataclass(frozen=True)
-class Beat:
+class HeartbeatState:
     """What a pulse says."""
 
-    time: float = 0.0
+    begin_time: float = 0.0
     """When the section or the step was begun, on the clock that all processes share."""
-    slowest: float = 0.0
+    slowest_step_seconds: float = 0.0
     """Seconds of the slowest of the last steps; 0: none is done."""
     step: int = -1
     """Steps taken; -1: not known yet."""
-    begun: int = 0
+    num_collectives: int = 0
     """Collectives begun."""
     section: str = START
     """start, step, evaluation, checkpoint, end or done."""
-    last: str = ""
+    last_collective: str = ""
     """The last collective begun."""
 
 
-class Pulse:
+class Heartbeat:
     """Where a rank is: in a file that others map, or without a path in memory of its own."""
 
     def __init__(self, path: str | SharedFile = "") -> None:
-        self._data: bytearray | mmap.mmap = bytearray(LAYOUT.size)
-        self._seconds: deque[float] = deque(maxlen=RECENT)
-        self._stepped: float | None = None
+        self._data: bytearray | mmap.mmap = bytearray(RECORD_LAYOUT.size)
+        self._step_seconds: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._step_begin: float | None = None
         if path:
             with open(path, "r+b") as file:
-                self._data = mmap.mmap(file.fileno(), LAYOUT.size)
+                self._data = mmap.mmap(file.fileno(), RECORD_LAYOUT.size)
         else:
             NUMBER.pack_into(self._data, STEP_AT, -1)
-            self.beat(START)
+            self.begin_section(START)
 
     @staticmethod
-    def lay(path: str | SharedFile) -> None:
+    def create_file(path: str | SharedFile) -> None:
         """Make the file of a rank that is about to start."""
         section = START.encode()
-        Path(path).write_bytes(LAYOUT.pack(time.monotonic(), 0.0, -1, 0, section, b""))
+        Path(path).write_bytes(RECORD_LAYOUT.pack(time.monotonic(), 0.0, -1, 0, section, b""))
 
-    def beat(self, section: str, step: int | None = None) -> None:
+    def begin_section(self, section: str, step: int | None = None) -> None:
         """Something is begun; step: the steps taken before it."""
         now = time.monotonic()
         if step is None:
-            self._stepped = None
+            self._step_begin = None
         else:
-            if self._stepped is not None:
-                self._seconds.append(now - self._stepped)
-                SLOWEST.pack_into(self._data, 0, now, max(self._seconds))
-            self._stepped = now
+            if self._step_begin is not None:
+                self._step_seconds.append(now - self._step_begin)
+                SLOWEST.pack_into(self._data, 0, now, max(self._step_seconds))
+            self._step_begin = now
             NUMBER.pack_into(self._data, STEP_AT, step)
         CLOCK.pack_into(self._data, 0, now)
         self._data[SECTION_AT:LAST_AT] = section.encode()[:32].ljust(32, b"\0")
 
     @contextmanager
-    def inside(self, section: str) -> Iterator[None]:
+    def inside_section(self, section: str) -> Iterator[None]:
         """A section, after which the one before goes on."""
-        before = self.read().section
-        self.beat(section)
+        before = self.read_state().section
+        self.begin_section(section)
         yield
-        self.beat(before)
+        self.begin_section(before)
 
-    def began(self, number: int, words: str) -> None:
+    def record_collective(self, number: int, words: str) -> None:
         """A collective was begun."""
         NUMBER.pack_into(self._data, BEGUN_AT, number)
-        self._data[LAST_AT : LAYOUT.size] = words.encode()[:192].ljust(192, b"\0")
+        self._data[LAST_AT : RECORD_LAYOUT.size] = words.encode()[:192].ljust(192, b"\0")
 
-    def read(self) -> Beat:
+    def read_state(self) -> HeartbeatState:
         """What it says now."""
-        when, slowest, step, begun, section, last = LAYOUT.unpack_from(self._data)
+        when, slowest, step, begun, section, last = RECORD_LAYOUT.unpack_from(self._data)
         words = (text.rstrip(b"\0").decode(errors="replace") for text in (section, last))
-        return Beat(when, slowest, step, begun, *words)
+        return HeartbeatState(when, slowest, step, begun, *words)

@@ -7,11 +7,11 @@ server ends with its launcher, and ranks with the server.
 import os
 import signal
 
-from ranvier.launch.lifetime import end_children_with_me, end_with
+from ranvier.launch.lifetime import end_children_with_me, end_with_parent
 
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, signal.SIG_IGN)
 
 if "RANVIER_LAUNCHER" in os.environ:
-    end_with(int(os.environ["RANVIER_LAUNCHER"]))
+    end_with_parent(int(os.environ["RANVIER_LAUNCHER"]))
     end_children_with_me()

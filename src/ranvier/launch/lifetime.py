@@ -12,11 +12,11 @@ import functools
 import os
 import signal
 
-WAITING = 'trap "" HUP INT QUIT TERM USR1 USR2; cd /; read -r _; rm -rf -- "$1"'
+CLEANUP_SCRIPT = 'trap "" HUP INT QUIT TERM USR1 USR2; cd /; read -r _; rm -rf -- "$1"'
 """A shell's program: wait for the end of standard input, then remove a folder."""
 
 
-def end_with(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """Have the kernel end this process when its parent does, or end it if that has happened."""
     die = 1  # PR_SET_PDEATHSIG
     with contextlib.suppress(OSError, AttributeError):
@@ -28,7 +28,7 @@ def end_with(parent: int) -> None:
 def end_children_with_me() -> None:
     """The same for all processes that are forked from this one, from their first moment."""
     parents = [os.getpid()]
-    os.register_at_fork(after_in_child=lambda: end_with(parents.pop()) if parents else None)
+    os.register_at_fork(after_in_child=lambda: end_with_parent(parents.pop()) if parents else None)
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def remove_after_end(folder: str, pid: int) -> None:
     with contextlib.suppress(OSError, NotImplementedError):
         os.posix_spawn(
             "/bin/sh",
-            ["sh", "-c", WAITING, "sh", folder],
+            ["sh", "-c", CLEANUP_SCRIPT, "sh", folder],
             {"PATH": os.environ.get("PATH", os.defpath)},
             file_actions=[(os.POSIX_SPAWN_DUP2, reader, 0), *quiet],
             setsid=True,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-ENDED = (errno.EPIPE, errno.EIO, errno.EBADF)
+CLOSED_ERRNOS = (errno.EPIPE, errno.EIO, errno.EBADF)
 """Errors after which nothing that is written there will ever be read."""
 
 
@@ -29,7 +29,7 @@ class LastingFile(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno in ENDED:
+            if error.errno in CLOSED_ERRNOS:
                 with suppress(OSError):  # C++ code writes there, too
                     null = os.open(os.devnull, os.O_WRONLY)
                     os.dup2(null, self.fileno())
@@ -41,8 +41,8 @@ class LastingFile(io.FileIO):
 def lasting_output() -> Iterator[None]:
     """Inside, printing to stdout and stderr never fails, whatever becomes of their readers."""
     before = sys.stdout, sys.stderr
-    sys.stdout = _lasting(sys.stdout, sys.__stdout__)
-    sys.stderr = _lasting(sys.stderr, sys.__stderr__)
+    sys.stdout = _make_lasting(sys.stdout, sys.__stdout__)
+    sys.stderr = _make_lasting(sys.stderr, sys.__stderr__)
     try:
         yield
     finally:
@@ -53,7 +53,7 @@ def lasting_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-def _lasting(stream: TextIO | None, original: TextIO | None) -> TextIO:
+def _make_lasting(stream: TextIO | None, original: TextIO | None) -> TextIO:
     """A stream that takes all that is printed; one that a program has put there stays as it is."""
     if stream is None:  # closed before the start, as by >&-
         return open(os.devnull, "w", encoding="utf-8")

@@ -16,17 +16,17 @@ from multiprocessing.connection import wait
 from multiprocessing.util import get_temp_dir
 
 from ranvier.errors import CommunicationError, PlanError
-from ranvier.launch.environment import Ranks, prepare_nccl, prepare_sockets
-from ranvier.launch.heartbeat import DONE, START, Pulse
-from ranvier.launch.lifetime import end_with, remove_after_end
+from ranvier.launch.environment import ProcessInfo, prepare_nccl, prepare_sockets
+from ranvier.launch.heartbeat import DONE, START, Heartbeat
+from ranvier.launch.lifetime import end_with_parent, remove_after_end
 from ranvier.launch.shared_file import SharedFile
-from ranvier.launch.signals import end_with_others, reported
+from ranvier.launch.signals import end_with_others, report_errors
 from ranvier.launch.store import new_key, open_store
-from ranvier.launch.watchdog import listen
+from ranvier.launch.watchdog import register_stack_dump
 from ranvier.system import file_handles
 
 
-def backends() -> list[str]:
+def available_backends() -> list[str]:
     """The backends of process groups that this torch has."""
     from torch import distributed
 
@@ -36,8 +36,8 @@ def backends() -> list[str]:
     return [name for name in names if distributed.is_backend_available(name)]
 
 
-def connect(
-    me: Ranks, *, backend: str, timeout_seconds: float = 600.0, share_gpu: bool = False
+def init_process_group(
+    me: ProcessInfo, *, backend: str, timeout_seconds: float = 600.0, share_gpu: bool = False
 ) -> None:
     """Join the process group of all ranks. Communicates: with all ranks.
 
@@ -47,7 +47,9 @@ def connect(
     from torch import distributed
 
     file_handles.raise_limit()
-    file_handles.require(me.world + 8 if backend == "gloo" else 8, f"A run of {me.world} ranks")
+    file_handles.require_handles(
+        me.world_size + 8 if backend == "gloo" else 8, f"A run of {me.world_size} ranks"
+    )
     prepare_sockets(me)
     if backend == "nccl":
         prepare_nccl(me, share_gpu=share_gpu)
@@ -57,40 +59,41 @@ def connect(
             backend,
             store=open_store(me, timeout_seconds),
             rank=me.rank,
-            world_size=me.world,
+            world_size=me.world_size,
             timeout=limit,
         )
     except (RuntimeError, ValueError) as error:
         if file_handles.is_shortage(error):
             raise PlanError(file_handles.describe_shortage()) from error
         slurm = "; inside an sbatch script start the ranks with srun" * (me.launcher == "srun")
-        where = "" if me.store is not None else f" at {me.address}:{me.port}"
+        where = "" if me.store_file is not None else f" at {me.address}:{me.port}"
         first = str(error).partition("\n")[0].rstrip(".")
         raise CommunicationError(
-            f"Rank {me.rank} of {me.world} could not join the others{where}: {first}. All ranks "
+            f"Rank {me.rank} of {me.world_size} could not join the others{where}: {first}. All "
+            "ranks "
             f"must start within {timeout_seconds:.0f} s and reach that address. Check it and the "
             f"other ranks{slurm}."
         ) from error
 
 
 @contextlib.contextmanager
-def joined(
-    me: Ranks, backend: str, timeout_seconds: float, *, share_gpu: bool = False
+def join_process_group(
+    me: ProcessInfo, backend: str, timeout_seconds: float, *, share_gpu: bool = False
 ) -> Iterator[None]:
     """Be a member of the process group of all ranks inside; one rank alone needs none."""
-    if me.world == 1:
+    if me.world_size == 1:
         yield
         return
     from torch import distributed
 
-    connect(me, backend=backend, timeout_seconds=timeout_seconds, share_gpu=share_gpu)
+    init_process_group(me, backend=backend, timeout_seconds=timeout_seconds, share_gpu=share_gpu)
     with end_with_others(me) if backend == "nccl" else contextlib.nullcontext():
         yield  # after an error the process ends (see `reported`); leaving in good order could hang
     distributed.destroy_process_group()
 
 
 @contextlib.contextmanager
-def fake(world: int, rank: int = 0) -> Iterator[None]:
+def fake_process_group(world: int, rank: int = 0) -> Iterator[None]:
     """Pretend to be one of `world` ranks: collectives return at once with numbers of no meaning."""
     from torch import distributed
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -102,19 +105,26 @@ def fake(world: int, rank: int = 0) -> Iterator[None]:
         distributed.destroy_process_group()
 
 
-def local_ranks(world: int) -> list[Ranks]:
+def local_process_infos(world: int) -> list[ProcessInfo]:
     """Ranks of this node, which meet in a shared file: each goes to a process of its own.
 
     They are arguments of processes that `multiprocessing` starts.
     """
     store, key = SharedFile("store"), new_key()
     return [
-        Ranks(rank=i, world=world, local_rank=i, local_world=world, store=store, key=key)
+        ProcessInfo(
+            rank=i,
+            world_size=world,
+            local_rank=i,
+            local_world_size=world,
+            store_file=store,
+            store_prefix=key,
+        )
         for i in range(world)
     ]
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """A port that nobody listens on now; somebody else may take it before it is used."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -124,10 +134,10 @@ def free_port() -> int:
 
 def die_with_parent() -> None:
     """Let the kernel end this process when its parent ends."""
-    end_with(os.getppid())
+    end_with_parent(os.getppid())
 
 
-def warm(preload: Sequence[str]) -> None:
+def start_forkserver(preload: Sequence[str]) -> None:
     """Have a clean process import modules once, from which ranks are then forked.
 
     It works while this process does other things.
@@ -142,26 +152,26 @@ def warm(preload: Sequence[str]) -> None:
     forkserver.ensure_running()
 
 
-def live(me: Ranks, task: Callable[[Ranks], int]) -> None:
+def run_rank(me: ProcessInfo, task: Callable[[ProcessInfo], int]) -> None:
     """The life of a local rank: only rank 0 prints, and all threads together fill the cores."""
-    with reported(me):
-        pulse = Pulse(me.pulse)
-        pulse.beat(START)
-        listen(me.stack_file)
+    with report_errors(me):
+        pulse = Heartbeat(me.heartbeat_file)
+        pulse.begin_section(START)
+        register_stack_dump(me.stack_file)
         os.setsid()  # a terminal's Ctrl-C comes through the parent, once
-        _end_with_parent()
+        _end_with_launcher()
         import torch
 
         if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max((os.cpu_count() or 1) // me.local_world, 1))
+            torch.set_num_threads(max((os.cpu_count() or 1) // me.local_world_size, 1))
         if me.rank > 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = task(me)
-        pulse.beat(DONE)
+        pulse.begin_section(DONE)
     raise SystemExit(code)
 
 
-def _end_with_parent() -> None:
+def _end_with_launcher() -> None:
     """End when the process that asked for this rank ends; the server between may live longer."""
     die_with_parent()
     parent = multiprocessing.parent_process()

@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 
 from ranvier.errors import CommunicationError, PlanError
 from ranvier.launch.environment import Failure
-from ranvier.launch.restart_policy import End, History, Next, Policy
-from ranvier.launch.signals import Stop
+from ranvier.launch.restart_policy import AttemptResult, Decision, RestartHistory, RestartPolicy
+from ranvier.launch.signals import GracefulStop
 from ranvier.launch.store import (
+    check_same_key,
     derive_prefix,
-    greet,
     is_loopback,
     new_key,
     open_listener,
@@ -35,82 +35,83 @@ from ranvier.launch.store import (
 )
 from ranvier.system.terminal import print
 
-BEAT_SECONDS = 1.0
-GONE_SECONDS = 10.0
+HEARTBEAT_SECONDS = 1.0
+NODE_TIMEOUT_SECONDS = 10.0
 """A node that has been silent for so long is gone."""
-BOARD_SECONDS = 0.3
+STORE_POLL_SECONDS = 0.3
 """How often the board is read during an attempt."""
-LOST = CommunicationError.exit_code
-SIGNATURE = 64
+LOST_EXIT_CODE = CommunicationError.exit_code
+SIGNATURE_LENGTH = 64
 """Characters of the signature before each text on the board."""
 
 
 @dataclass(frozen=True)
-class Nodes:
+class NodeInfo:
     """This node among all nodes of a run."""
 
-    count: int
-    node: int
-    address: str
+    num_nodes: int
+    node_rank: int
+    endpoint: str
     """host:port where node 0 listens."""
 
     def __post_init__(self) -> None:
-        host, _, port = self.address.rpartition(":")
+        host, _, port = self.endpoint.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise PlanError(
-                f"launch.address={self.address!r} is no address. All nodes meet where node 0 "
+                f"launch.address={self.endpoint!r} is no address. All nodes meet where node 0 "
                 "listens. Write host:port, for example node01:29400."
             )
-        if not 0 <= self.node < self.count:
+        if not 0 <= self.node_rank < self.num_nodes:
             raise PlanError(
-                f"launch.node={self.node} is not below launch.nodes={self.count}. Nodes count from "
+                f"launch.node={self.node_rank} is not below launch.nodes={self.num_nodes}. "
+                "Nodes count from "
                 "0, and each has a number of its own. Mend one."
             )
 
     @property
     def host(self) -> str:
         """The name of node 0."""
-        return self.address.rpartition(":")[0]
+        return self.endpoint.rpartition(":")[0]
 
     @property
     def port(self) -> int:
         """Where node 0 listens."""
-        return int(self.address.rpartition(":")[2])
+        return int(self.endpoint.rpartition(":")[2])
 
 
 @dataclass(frozen=True)
-class Order:
+class LaunchOrder:
     """What all nodes do next: an attempt, or an end."""
 
     attempt: int = 0
-    code: int | None = None
+    exit_code: int | None = None
     """The exit code if this is the end."""
-    grid: int = 0
-    world: int = 0
+    grid_index: int = 0
+    world_size: int = 0
     address: str = ""
     port: int = 0
-    began: float = 0.0
-    first: dict[str, int] = field(default_factory=dict)
+    start_time: float = 0.0
+    first_ranks: dict[str, int] = field(default_factory=dict)
     """The first rank of each node that takes part."""
-    places: dict[str, list[int]] = field(default_factory=dict)
+    local_ranks: dict[str, list[int]] = field(default_factory=dict)
     """The devices that the ranks of each node take."""
     failures: tuple[Failure, ...] = ()
     generation: str = ""
     """Random: with the key of the run it makes the prefix of all keys of the attempt."""
 
-    def text(self) -> str:
+    def to_json(self) -> str:
         """As JSON."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def of(cls, text: str) -> Order:
+    def from_json(cls, text: str) -> LaunchOrder:
         """From JSON."""
         table = json.loads(text)
         failures = tuple(Failure(**one) for one in table.pop("failures"))
         return cls(**table, failures=failures)
 
 
-def laid(world: int, places: dict[int, list[int]]) -> dict[int, tuple[int, list[int]]]:
+def assign_ranks(world: int, places: dict[int, list[int]]) -> dict[int, tuple[int, list[int]]]:
     """First rank and devices of each node: nodes are filled one after the other."""
     parts, rank = {}, 0
     for node in sorted(places):
@@ -121,118 +122,123 @@ def laid(world: int, places: dict[int, list[int]]) -> dict[int, tuple[int, list[
     return parts
 
 
-def worst(ends: Sequence[End]) -> End:
+def root_cause(ends: Sequence[AttemptResult]) -> AttemptResult:
     """The end that the others followed from."""
     rank = {"hang": 0, "error": 1, "fault": 1, "lost": 1, "stopped": 2, "done": 3}
-    return min(ends, key=lambda end: (end.secondary and end.kind != "hang", rank[end.kind]))
+    return min(ends, key=lambda end: (end.is_secondary and end.kind != "hang", rank[end.kind]))
 
 
-class Board:
+class RendezvousStore:
     """What all launchers can read and write; silence of node 0 is an error.
 
     Each text is signed with the key of the run: one that a stranger has written is not read.
     """
 
-    def __init__(self, nodes: Nodes, key: str, timeout_seconds: float) -> None:
+    def __init__(self, nodes: NodeInfo, key: str, timeout_seconds: float) -> None:
         self.nodes, self._key = nodes, key
-        first = nodes.node == 0
+        first = nodes.node_rank == 0
         listener = open_listener(nodes.host, nodes.port) if first else None
-        if listener is not None and is_hidden(nodes.host, listener.getsockname()[0]):
-            say(
+        if listener is not None and is_hidden_loopback(nodes.host, listener.getsockname()[0]):
+            print_message(
                 f"{nodes.host} is {listener.getsockname()[0]} on this node, which no other machine "
                 "reaches. Node 0 listens at launch.address only. Give the address of an interface."
             )
         try:
             store = open_tcp_store(nodes.host, nodes.port, timeout_seconds, listener=listener)
-            prefix = derive_prefix(key, "board", nodes.address)
+            prefix = derive_prefix(key, "board", nodes.endpoint)
             self._store = with_prefix(prefix, store)
         except RuntimeError as error:
             raise CommunicationError(
-                f"Node {nodes.node} could not reach node 0 at {nodes.address}: "
+                f"Node {nodes.node_rank} could not reach node 0 at {nodes.endpoint}: "
                 f"{str(error).splitlines()[0]}. All nodes must start within "
                 f"{timeout_seconds:.0f} s. Check launch.address."
             ) from None
-        greet(self._store, first, nodes.address)
-        self._store.set_timeout(datetime.timedelta(seconds=GONE_SECONDS))
+        check_same_key(self._store, first, nodes.endpoint)
+        self._store.set_timeout(datetime.timedelta(seconds=NODE_TIMEOUT_SECONDS))
 
-    def write(self, name: str, text: str) -> None:
+    def write_text(self, name: str, text: str) -> None:
         """Replace what is written under a name."""
-        with self._reached():
+        with self._report_lost_node_0():
             self._store.set(name, derive_prefix(self._key, "signed", name, text) + text)
 
-    def read(self, name: str) -> str | None:
+    def read_text(self, name: str) -> str | None:
         """What is written under a name; None if nothing is, or not by a launcher of this run."""
-        with self._reached():
+        with self._report_lost_node_0():
             if not self._store.check([name]):
                 return None
             signed = self._store.get(name).decode(errors="replace")
-        signature, text = signed[:SIGNATURE], signed[SIGNATURE:]
+        signature, text = signed[:SIGNATURE_LENGTH], signed[SIGNATURE_LENGTH:]
         good = derive_prefix(self._key, "signed", name, text)
         return text if hmac.compare_digest(good.encode(), signature.encode()) else None
 
     @contextlib.contextmanager
-    def _reached(self) -> Iterator[None]:
+    def _report_lost_node_0(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError:
             raise CommunicationError(
-                f"Node 0 at {self.nodes.address} is gone. It keeps the others together. Start all "
+                f"Node 0 at {self.nodes.endpoint} is gone. It keeps the others together. Start all "
                 "nodes again; the run goes on from its newest checkpoint."
             ) from None
 
-    def live(self, ended: threading.Event) -> None:
+    def send_heartbeats(self, ended: threading.Event) -> None:
         """Show again and again that this node lives."""
         with contextlib.suppress(CommunicationError):  # told by who waits for node 0
-            while not ended.wait(BEAT_SECONDS):
-                self.write(f"beat/{self.nodes.node}", str(time.monotonic()))
+            while not ended.wait(HEARTBEAT_SECONDS):
+                self.write_text(f"beat/{self.nodes.node_rank}", str(time.monotonic()))
 
 
-class Pulses:
+class NodeHeartbeats:
     """When node 0 last saw each other node alive, on its own clock."""
 
-    def __init__(self, board: Board) -> None:
-        self.board = board
-        self.seen: dict[int, tuple[str | None, float]] = {}
+    def __init__(self, board: RendezvousStore) -> None:
+        self.store = board
+        self.last_seen: dict[int, tuple[str | None, float]] = {}
 
-    def gone(self, nodes: Sequence[int]) -> list[int]:
+    def lost_nodes(self, nodes: Sequence[int]) -> list[int]:
         """The nodes that have been silent for too long."""
         now = time.monotonic()
         for node in nodes:
-            text = self.board.read(f"beat/{node}")
-            if node not in self.seen or self.seen[node][0] != text:
-                self.seen[node] = (text, now)
-        return [node for node in nodes if node and now - self.seen[node][1] > GONE_SECONDS]
+            text = self.store.read_text(f"beat/{node}")
+            if node not in self.last_seen or self.last_seen[node][0] != text:
+                self.last_seen[node] = (text, now)
+        return [
+            node for node in nodes if node and now - self.last_seen[node][1] > NODE_TIMEOUT_SECONDS
+        ]
 
 
-class Captain:
+class Coordinator:
     """Node 0's part: which nodes there are, what became of an attempt, what follows."""
 
-    def __init__(self, board: Board, policy: Policy, began: float) -> None:
-        self.board, self.history, self.began = board, History(policy), began
-        self.places: dict[int, list[int]] = {}
+    def __init__(self, board: RendezvousStore, policy: RestartPolicy, began: float) -> None:
+        self.store, self.history, self.start_time = board, RestartHistory(policy), began
+        self.local_ranks: dict[int, list[int]] = {}
         self.hosts: dict[int, str] = {}
-        self.pulses = Pulses(board)
-        self.parts: dict[int, tuple[int, list[int]]] = {}
+        self.heartbeats = NodeHeartbeats(board)
+        self.assignments: dict[int, tuple[int, list[int]]] = {}
 
-    def meet(self, seconds: float, told: Stop) -> bool:
+    def wait_for_nodes(self, seconds: float, told: GracefulStop) -> bool:
         """Wait until all nodes are there; False if told to stop before."""
-        limit, count = time.monotonic() + seconds, self.board.nodes.count
-        while len(self.places) < count:
+        limit, count = time.monotonic() + seconds, self.store.nodes.num_nodes
+        while len(self.local_ranks) < count:
             for node in range(count):
-                text = self.board.read(f"node/{node}")
-                if text is not None and node not in self.places:
+                text = self.store.read_text(f"node/{node}")
+                if text is not None and node not in self.local_ranks:
                     facts = json.loads(text)
-                    self.places[node], self.hosts[node] = list(range(facts["ranks"])), facts["host"]
+                    self.local_ranks[node], self.hosts[node] = (
+                        list(range(facts["ranks"])),
+                        facts["host"],
+                    )
             if told.signal:
                 return False
             if time.monotonic() > limit:
-                missing = [str(node) for node in range(count) if node not in self.places]
+                missing = [str(node) for node in range(count) if node not in self.local_ranks]
                 raise CommunicationError(
                     f"Node(s) {', '.join(missing)} did not come within {seconds:.0f} s. All "
                     f"launch.nodes={count} must start. Start them, or use fewer."
                 )
             time.sleep(0.1)
-        world, there = self.history.policy.grids[0][1], sum(map(len, self.places.values()))
+        world, there = self.history.policy.grids[0][1], sum(map(len, self.local_ranks.values()))
         if there != world:
             raise PlanError(
                 f"The nodes have {there} ranks, the plan {world}. All must start the same number. "
@@ -240,90 +246,97 @@ class Captain:
             )
         return True
 
-    def over(self, attempt: int) -> bool:
+    def check_lost_nodes(self, attempt: int) -> bool:
         """Whether a node that takes part is gone."""
-        if not self.pulses.gone(list(self.parts)):
+        if not self.heartbeats.lost_nodes(list(self.assignments)):
             return False
-        self.board.write(f"over/{attempt}", "1")
+        self.store.write_text(f"over/{attempt}", "1")
         return True
 
-    def order(self, port: int) -> Order:
+    def issue_order(self, port: int) -> LaunchOrder:
         """An attempt of all nodes that are left, written on the board."""
         history = self.history
-        _, world = history.policy.grids[history.grid]
-        self.parts = laid(world, self.places)
-        order = Order(
+        _, world = history.policy.grids[history.grid_index]
+        self.assignments = assign_ranks(world, self.local_ranks)
+        order = LaunchOrder(
             attempt=len(history.failures),
-            grid=history.grid,
-            world=world,
-            address=self.hosts[min(self.parts)],
+            grid_index=history.grid_index,
+            world_size=world,
+            address=self.hosts[min(self.assignments)],
             port=port,
             generation=new_key(),
-            began=self.began,
-            first={str(node): first for node, (first, _) in self.parts.items()},
-            places={str(node): mine for node, (_, mine) in self.parts.items()},
+            start_time=self.start_time,
+            first_ranks={str(node): first for node, (first, _) in self.assignments.items()},
+            local_ranks={str(node): mine for node, (_, mine) in self.assignments.items()},
             failures=history.failures,
         )
-        self.board.write(f"order/{order.attempt}", order.text())
+        self.store.write_text(f"order/{order.attempt}", order.to_json())
         return order
 
-    def judge(self, attempt: int) -> Next:
+    def decide_next(self, attempt: int) -> Decision:
         """Wait until all nodes have told how an attempt ended, or are gone; what follows."""
-        ends: dict[int, End] = {}
+        ends: dict[int, AttemptResult] = {}
         lost: list[int] = []
-        while left := [node for node in self.parts if node not in ends and node not in lost]:
+        while left := [node for node in self.assignments if node not in ends and node not in lost]:
             for node in left:
-                text = self.board.read(f"end/{attempt}/{node}")
+                text = self.store.read_text(f"end/{attempt}/{node}")
                 if text is not None:
-                    ends[node] = End(**json.loads(text))
-            lost += self.pulses.gone([node for node in left if node not in ends])
+                    ends[node] = AttemptResult(**json.loads(text))
+            lost += self.heartbeats.lost_nodes([node for node in left if node not in ends])
             time.sleep(0.05)
-        end = worst(list(ends.values()))
+        end = root_cause(list(ends.values()))
         if lost:
             for node in lost:
-                del self.places[node]
+                del self.local_ranks[node]
             words = f"Node(s) {', '.join(map(str, lost))} gave no sign of life for "
             end = dataclasses.replace(
-                end, kind="lost", code=LOST, message=words + f"{GONE_SECONDS:.0f} s."
+                end,
+                kind="lost",
+                exit_code=LOST_EXIT_CODE,
+                message=words + f"{NODE_TIMEOUT_SECONDS:.0f} s.",
             )
-            return self.history.without(end, sum(map(len, self.places.values())))
-        before = self.history.grid
-        then = self.history.after(end)
-        if then.again and self.history.grid != before and self.history.spare is not None:
-            self._spare(self.history.spare)
+            return self.history.decide_without_nodes(end, sum(map(len, self.local_ranks.values())))
+        before = self.history.grid_index
+        then = self.history.decide_after(end)
+        if (
+            then.restart
+            and self.history.grid_index != before
+            and self.history.excluded_rank is not None
+        ):
+            self._exclude_device(self.history.excluded_rank)
         return then
 
-    def _spare(self, rank: int) -> None:
+    def _exclude_device(self, rank: int) -> None:
         """Leave out the device of a rank, except the last one of node 0, where the run began."""
-        for node, (first, mine) in self.parts.items():
+        for node, (first, mine) in self.assignments.items():
             if first <= rank < first + len(mine) and (node or len(mine) > 1):
-                self.places[node].remove(mine[rank - first])
+                self.local_ranks[node].remove(mine[rank - first])
 
-    def dismiss(self, attempt: int, code: int) -> None:
+    def dismiss_nodes(self, attempt: int, code: int) -> None:
         """Tell all nodes to end, and wait a little until they have read it."""
-        self.board.write(f"order/{attempt}", Order(attempt, code).text())
+        self.store.write_text(f"order/{attempt}", LaunchOrder(attempt, code).to_json())
         limit = time.monotonic() + 5.0
         while time.monotonic() < limit:
-            if all(self.board.read(f"bye/{node}") for node in self.places if node):
+            if all(self.store.read_text(f"bye/{node}") for node in self.local_ranks if node):
                 return
             time.sleep(0.05)
 
 
-def is_hidden(name: str, address: str) -> bool:
+def is_hidden_loopback(name: str, address: str) -> bool:
     """Whether a name that does not say so belongs to this node alone."""
     return is_loopback(address) and not is_loopback(name)
 
 
-def own_host(nodes: Nodes) -> str:
+def reachable_host(nodes: NodeInfo) -> str:
     """The address by which others reach this node: the one it reaches node 0 from."""
-    if nodes.node == 0:
+    if nodes.node_rank == 0:
         return nodes.host
     with contextlib.suppress(OSError), socket.create_connection((nodes.host, nodes.port), 10) as s:
         return str(s.getsockname()[0])
     return socket.gethostname()
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """Tell people, at once."""
     if text:
         print(text, file=sys.stderr, flush=True)

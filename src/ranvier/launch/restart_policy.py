@@ -11,65 +11,70 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ranvier.errors import INTERNAL, NO_PROGRESS, STOPPED, CommunicationError
+from ranvier.errors import (
+    INTERNAL_EXIT_CODE,
+    NO_PROGRESS_EXIT_CODE,
+    STOPPED_EXIT_CODE,
+    CommunicationError,
+)
 from ranvier.launch.environment import Failure
-from ranvier.launch.heartbeat import DONE, Beat
-from ranvier.launch.signals import BEFORE, STOPS
+from ranvier.launch.heartbeat import DONE, HeartbeatState
+from ranvier.launch.signals import NOTHING_SAVED_MESSAGE, STOP_SIGNALS
 
-FAULTS = (
+FAULT_SIGNALS = (
     *(signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGBUS, signal.SIGILL),
     *(signal.SIGTRAP, signal.SIGSYS),
 )
 """Signals that a process brings on itself."""
-LOST = CommunicationError.exit_code
-SLACK_SECONDS = 0.5
+LOST_EXIT_CODE = CommunicationError.exit_code
+NOTICE_DELAY_SECONDS = 0.5
 """A death is noticed so much later than what other ranks report of it."""
-Kind = Literal["done", "stopped", "lost", "fault", "error", "hang"]
+ResultKind = Literal["done", "stopped", "lost", "fault", "error", "hang"]
 
 
 @dataclass(frozen=True)
-class Policy:
+class RestartPolicy:
     """What is done when ranks end or hang."""
 
-    retries: int = 0
+    max_restarts: int = 0
     """Restarts in a row without a new step."""
-    faults: bool = False
+    restart_on_error: bool = False
     """Whether a rank's own fault leads to a restart, too."""
-    watchdog: float = -1.0
+    watchdog_seconds: float = -1.0
     """Seconds a rank may be silent; 0: learnt from its steps; -1: for ever."""
     grids: tuple[tuple[str, int], ...] = ()
     """Name and number of ranks of each grid that may be taken; the first is the one asked for."""
 
 
 @dataclass(frozen=True)
-class End:
+class AttemptResult:
     """How an attempt ended."""
 
-    kind: Kind
-    code: int
+    kind: ResultKind
+    exit_code: int
     message: str = ""
     """What people are told."""
     rank: int = -1
     """The rank it began with."""
     step: int = -1
     """The step that was reached."""
-    secondary: bool = False
+    is_secondary: bool = False
     """Whether it only followed from the end of ranks elsewhere."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankOutcome:
     """How one rank ended."""
 
     rank: int
-    code: int
+    exit_code: int
     """Negative: the signal that killed it."""
-    beat: Beat
+    heartbeat: HeartbeatState
     report: dict[str, Any] | None = None
     """What it left: message, code, secondary, time."""
-    noticed: float = 0.0
+    notice_time: float = 0.0
     """When its end was noticed (seconds since 1970)."""
-    slain: bool = False
+    was_killed: bool = False
     """Whether it was ended because of another rank."""
     stack: str = ""
     """Where it crashed, if it could say so."""
@@ -77,147 +82,177 @@ class Outcome:
     @property
     def is_done(self) -> bool:
         """Whether it had done its work well when it ended, or was ended."""
-        return self.beat.section == DONE and self.code <= 0 and self.report is None
+        return self.heartbeat.section == DONE and self.exit_code <= 0 and self.report is None
 
-    def causes(self, *, told: bool) -> Iterator[tuple[bool, float, End]]:
+    def possible_causes(self, *, told: bool) -> Iterator[tuple[bool, float, AttemptResult]]:
         """Whether it only followed from another rank's end, when, and the end it makes."""
-        at = f" at step {self.beat.step}" if self.beat.step >= 0 else " before its first step"
+        at = (
+            f" at step {self.heartbeat.step}"
+            if self.heartbeat.step >= 0
+            else " before its first step"
+        )
         if self.report is not None:
             code, text = int(self.report["code"]), str(self.report["message"])
-            kind: Kind = "fault" if code == INTERNAL else "error"
+            kind: ResultKind = "fault" if code == INTERNAL_EXIT_CODE else "error"
             when = float(self.report["time"])
-            yield bool(self.report["secondary"]), when, self._end(kind, code, text)
-        elif self.slain or (told and -self.code in STOPS):
+            yield bool(self.report["secondary"]), when, self._attempt_result(kind, code, text)
+        elif self.was_killed or (told and -self.exit_code in STOP_SIGNALS):
             return
-        elif self.code < 0:
-            own = -self.code in FAULTS
-            text = f"Rank {self.rank} was killed by signal {-self.code} ({_name(-self.code)}){at}."
-            text += " Memory may have run out." if self.code == -signal.SIGKILL else ""
+        elif self.exit_code < 0:
+            own = -self.exit_code in FAULT_SIGNALS
+            text = (
+                f"Rank {self.rank} was killed by signal {-self.exit_code} "
+                f"({_signal_name(-self.exit_code)}){at}."
+            )
+            text += " Memory may have run out." if self.exit_code == -signal.SIGKILL else ""
             text += f"\n{self.stack}" if own and self.stack else ""
-            when = self.noticed - (0.0 if own else SLACK_SECONDS)
-            yield False, when, self._end("fault" if own else "lost", LOST, text)
-        elif self.code == 0 and self.beat.section != DONE:
+            when = self.notice_time - (0.0 if own else NOTICE_DELAY_SECONDS)
+            yield (
+                False,
+                when,
+                self._attempt_result("fault" if own else "lost", LOST_EXIT_CODE, text),
+            )
+        elif self.exit_code == 0 and self.heartbeat.section != DONE:
             text = f"Rank {self.rank} ended with exit code 0{at}, before the run was over."
-            yield False, self.noticed - SLACK_SECONDS, self._end("fault", LOST, text)
-        elif self.code not in (0, STOPPED):
-            text = f"Rank {self.rank} ended with exit code {self.code}{at} and left no message."
-            over = self.beat.section == DONE
-            yield False, self.noticed, self._end("error", self.code, "" if over else text)
+            yield (
+                False,
+                self.notice_time - NOTICE_DELAY_SECONDS,
+                self._attempt_result("fault", LOST_EXIT_CODE, text),
+            )
+        elif self.exit_code not in (0, STOPPED_EXIT_CODE):
+            text = (
+                f"Rank {self.rank} ended with exit code {self.exit_code}{at} and left no message."
+            )
+            over = self.heartbeat.section == DONE
+            yield (
+                False,
+                self.notice_time,
+                self._attempt_result("error", self.exit_code, "" if over else text),
+            )
 
-    def _end(self, kind: Kind, code: int, text: str) -> End:
-        return End(kind, code, text, self.rank, self.beat.step)
+    def _attempt_result(self, kind: ResultKind, code: int, text: str) -> AttemptResult:
+        return AttemptResult(kind, code, text, self.rank, self.heartbeat.step)
 
 
-def _name(number: int) -> str:
+def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:
         return "a real-time signal"
 
 
-def judged(outcomes: Sequence[Outcome], *, told: bool) -> End:
+def judge_attempt(outcomes: Sequence[RankOutcome], *, told: bool) -> AttemptResult:
     """How an attempt ended, by how its ranks did; told: the launcher was asked to stop.
 
     The rank that ended first, and of its own accord, counts: the others only lost it.
     """
-    step = max(outcome.beat.step for outcome in outcomes)
+    step = max(outcome.heartbeat.step for outcome in outcomes)
     if all(outcome.is_done for outcome in outcomes):
-        return End("done", 0, step=step)  # whatever came after their work was done
-    causes = [cause for outcome in outcomes for cause in outcome.causes(told=told)]
-    stopping = told or any(o.code == STOPPED and o.report is None for o in outcomes)
+        return AttemptResult("done", 0, step=step)  # whatever came after their work was done
+    causes = [cause for outcome in outcomes for cause in outcome.possible_causes(told=told)]
+    stopping = told or any(o.exit_code == STOPPED_EXIT_CODE and o.report is None for o in outcomes)
     if causes:
         secondary, _, end = min(causes, key=lambda cause: cause[:2])
         if not (stopping and secondary):
             kind = "error" if stopping and end.kind == "lost" else end.kind
-            return End(kind, end.code, end.message, end.rank, step, secondary)
+            return AttemptResult(kind, end.exit_code, end.message, end.rank, step, secondary)
     if stopping:
-        return End("stopped", STOPPED, BEFORE if step < 0 else "", step=step)
-    if any(outcome.slain for outcome in outcomes):
-        return End("lost", LOST, "Ranks elsewhere were lost.", step=step, secondary=True)
-    return End("done", 0, step=step)
+        return AttemptResult(
+            "stopped", STOPPED_EXIT_CODE, NOTHING_SAVED_MESSAGE if step < 0 else "", step=step
+        )
+    if any(outcome.was_killed for outcome in outcomes):
+        return AttemptResult(
+            "lost", LOST_EXIT_CODE, "Ranks elsewhere were lost.", step=step, is_secondary=True
+        )
+    return AttemptResult("done", 0, step=step)
 
 
 @dataclass(frozen=True)
-class Next:
+class Decision:
     """What follows an attempt."""
 
-    again: bool
+    restart: bool
     message: str
-    code: int = 0
+    exit_code: int = 0
     """The exit code if nothing follows."""
 
 
 @dataclass
-class History:
+class RestartHistory:
     """The attempts of a run so far."""
 
-    policy: Policy
-    grid: int = 0
+    policy: RestartPolicy
+    grid_index: int = 0
     """Which grid is taken."""
-    best: int = -1
+    best_step: int = -1
     """The highest step that any attempt reached."""
-    idle: int = 0
+    idle_restarts: int = 0
     """Restarts in a row that did not get further."""
-    blamed: list[int] = field(default_factory=list)
+    blamed_ranks: list[int] = field(default_factory=list)
     """The ranks with which the attempts since the last progress ended."""
-    spare: int | None = None
+    excluded_rank: int | None = None
     """The rank of the grid before that always failed: its device is left out."""
     failures: tuple[Failure, ...] = ()
 
-    def after(self, end: End) -> Next:
+    def decide_after(self, end: AttemptResult) -> Decision:
         """Whether all ranks are started again, and what people are told."""
-        again = end.kind == "lost" or (end.kind == "fault" and self.policy.faults)
-        if not again or not self.policy.retries:
+        again = end.kind == "lost" or (end.kind == "fault" and self.policy.restart_on_error)
+        if not again or not self.policy.max_restarts:
             more = " All ranks were ended." if end.kind == "lost" else ""
-            return Next(False, end.message + more, end.code)
-        self._note(end)
-        if self.idle == self.policy.retries:
-            return self._smaller(end)
-        self.idle += 1
-        return Next(
+            return Decision(False, end.message + more, end.exit_code)
+        self._record_failure(end)
+        if self.idle_restarts == self.policy.max_restarts:
+            return self._shrink_grid(end)
+        self.idle_restarts += 1
+        return Decision(
             True,
-            f"{end.message} Starting all ranks again from the newest checkpoint ({self.idle} of "
-            f"{self.policy.retries} without a new step).",
+            f"{end.message} Starting all ranks again from the newest checkpoint "
+            f"({self.idle_restarts} of "
+            f"{self.policy.max_restarts} without a new step).",
         )
 
-    def without(self, end: End, left: int) -> Next:
+    def decide_without_nodes(self, end: AttemptResult, left: int) -> Decision:
         """What follows when nodes are gone for good; left: ranks on the others."""
-        self._note(end)
+        self._record_failure(end)
         grids = self.policy.grids
-        fits = grids[self.grid][1] <= left
-        grid = self.grid if fits else largest([world for _, world in grids], left)
-        if grid is None or not self.policy.retries:
+        fits = grids[self.grid_index][1] <= left
+        grid = (
+            self.grid_index if fits else largest_fitting_grid([world for _, world in grids], left)
+        )
+        if grid is None or not self.policy.max_restarts:
             rule = f"{left} rank(s) are left. No grid of launch.grids fits, or launch.retries=0."
-            return Next(False, f"{end.message} {rule} Name a smaller grid.", LOST)
-        self.grid, self.idle, self.blamed = grid, 0, []
+            return Decision(False, f"{end.message} {rule} Name a smaller grid.", LOST_EXIT_CODE)
+        self.grid_index, self.idle_restarts, self.blamed_ranks = grid, 0, []
         name, world = grids[grid]
-        return Next(True, f"{end.message} Going on with the grid {name} on {world} rank(s).")
+        return Decision(True, f"{end.message} Going on with the grid {name} on {world} rank(s).")
 
-    def _note(self, end: End) -> None:
+    def _record_failure(self, end: AttemptResult) -> None:
         """Remember how an attempt ended."""
-        if end.step > self.best:
-            self.best, self.idle, self.blamed = end.step, 0, []
-        self.blamed.append(end.rank)
+        if end.step > self.best_step:
+            self.best_step, self.idle_restarts, self.blamed_ranks = end.step, 0, []
+        self.blamed_ranks.append(end.rank)
         why = end.message.splitlines()[0]
-        failure = Failure(len(self.failures), end.step, why, self.policy.grids[self.grid][0])
+        failure = Failure(len(self.failures), end.step, why, self.policy.grids[self.grid_index][0])
         self.failures = (*self.failures, failure)
 
-    def _smaller(self, end: End) -> Next:
+    def _shrink_grid(self, end: AttemptResult) -> Decision:
         """Go on with a smaller grid, or give up."""
         grids = self.policy.grids
-        grid = largest([world for _, world in grids], grids[self.grid][1] - 1)
-        where = f"step {self.best}" if self.best >= 0 else "the start"
-        stuck = f"{end.message} {self.idle} restarts in a row got no further than {where}."
+        grid = largest_fitting_grid([world for _, world in grids], grids[self.grid_index][1] - 1)
+        where = f"step {self.best_step}" if self.best_step >= 0 else "the start"
+        stuck = f"{end.message} {self.idle_restarts} restarts in a row got no further than {where}."
         if grid is None:
             remedy = "Mend the cause, or name a smaller grid in launch.grids."
-            return Next(False, f"{stuck} Another would not either. {remedy}", NO_PROGRESS)
-        self.spare = self.blamed[0] if len({*self.blamed}) == 1 else None
-        self.grid, self.idle, self.blamed = grid, 0, []
+            return Decision(
+                False, f"{stuck} Another would not either. {remedy}", NO_PROGRESS_EXIT_CODE
+            )
+        self.excluded_rank = self.blamed_ranks[0] if len({*self.blamed_ranks}) == 1 else None
+        self.grid_index, self.idle_restarts, self.blamed_ranks = grid, 0, []
         name, world = grids[grid]
-        return Next(True, f"{stuck} Going on with the grid {name} on {world} rank(s).")
+        return Decision(True, f"{stuck} Going on with the grid {name} on {world} rank(s).")
 
 
-def largest(worlds: Sequence[int], left: int) -> int | None:
+def largest_fitting_grid(worlds: Sequence[int], left: int) -> int | None:
     """Which of the grids needs most ranks of those that are left; None if none fits."""
     fits = [grid for grid, world in enumerate(worlds) if 0 < world <= left]
     return max(fits, key=lambda grid: (worlds[grid], -grid), default=None)

@@ -17,8 +17,8 @@ class SharedFile:
     """An open file in memory; `multiprocessing` hands it to a process with its arguments."""
 
     def __init__(self, name: str, fd: int | None = None, path: str = "") -> None:
-        self.name, self.owner = name, fd is None
-        self.fd, self.path = _open(name) if fd is None else (fd, path)
+        self.name, self.is_owner = name, fd is None
+        self.fd, self.path = _open_memory_file(name) if fd is None else (fd, path)
 
     def __fspath__(self) -> str:
         """A path under which this process can open it; no other can, if it is in memory."""
@@ -27,7 +27,7 @@ class SharedFile:
     def __reduce__(self) -> tuple[Any, ...]:
         from multiprocessing import reduction  # commands that start no rank begin without it
 
-        return _receive, (self.name, reduction.DupFd(self.fd), self.path)
+        return _rebuild_shared_file, (self.name, reduction.DupFd(self.fd), self.path)
 
     def __del__(self) -> None:
         self.close()
@@ -45,17 +45,17 @@ class SharedFile:
         if fd >= 0:
             with contextlib.suppress(OSError):
                 os.close(fd)
-            if self.owner and self.path:
+            if self.is_owner and self.path:
                 with contextlib.suppress(OSError):
                     os.unlink(self.path)
 
 
-def _open(name: str) -> tuple[int, str]:
+def _open_memory_file(name: str) -> tuple[int, str]:
     """A handle, and where it has one a path."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name), ""
     return tempfile.mkstemp(prefix=f"ranvier-{name}-")
 
 
-def _receive(name: str, handle: Any, path: str) -> SharedFile:
+def _rebuild_shared_file(name: str, handle: Any, path: str) -> SharedFile:
     return SharedFile(name, handle.detach(), path)

@@ -23,19 +23,21 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from ranvier.errors import CommunicationError, PlanError, RefusedError
-from ranvier.launch.environment import Ranks, environment
+from ranvier.errors import CommunicationError, PlanError, UnsafeInputError
+from ranvier.launch.environment import ProcessInfo, read_environment
 from ranvier.launch.shared_file import SharedFile
 
 SHORTEST_KEY = 32
 """Characters of a key: 128 bits in hexadecimal digits."""
 LONGEST_KEY = 4096
 BACKLOG = 4096
-HELLO = "hello"
+HELLO_KEY = "hello"
 """Rank 0 writes this key as soon as it listens."""
 HELLO_SECONDS = 30.0
 """How long after a connection that key may take to appear."""
-RULE = "All ranks of a run must have the same key. Set RANVIER_KEY to the same text on all nodes"
+KEY_RULE = (
+    "All ranks of a run must have the same key. Set RANVIER_KEY to the same text on all nodes"
+)
 
 
 def new_key() -> str:
@@ -58,28 +60,28 @@ def user_key() -> str:
     That of RANVIER_KEY, else of the file RANVIER_KEY_FILE, else of a file in the user's home that
     is made when it is needed first.
     """
-    given = environment("RANVIER_KEY", "RANVIER_KEY_FILE")
+    given = read_environment("RANVIER_KEY", "RANVIER_KEY_FILE")
     if "RANVIER_KEY" in given:
         return _check_key(given["RANVIER_KEY"], "RANVIER_KEY")
     if "RANVIER_KEY_FILE" in given:
         path = Path(given["RANVIER_KEY_FILE"]).expanduser()
-        return _check_key(_read(path), f"RANVIER_KEY_FILE={path}")
-    path = _home() / "key"
+        return _check_key(_read_key_file(path), f"RANVIER_KEY_FILE={path}")
+    path = _config_dir() / "key"
     with contextlib.suppress(FileExistsError):
-        _create(path)
-    return _check_key(_read(path), str(path))
+        _create_key_file(path)
+    return _check_key(_read_key_file(path), str(path))
 
 
-def _home() -> Path:
+def _config_dir() -> Path:
     """The user's folder for settings, which nodes usually share."""
     try:
-        folder = environment("XDG_CONFIG_HOME").get("XDG_CONFIG_HOME") or "~/.config"
+        folder = read_environment("XDG_CONFIG_HOME").get("XDG_CONFIG_HOME") or "~/.config"
         return Path(folder).expanduser() / "ranvier"
     except RuntimeError:
-        raise PlanError(f"There is no home directory for a key. {RULE}.") from None
+        raise PlanError(f"There is no home directory for a key. {KEY_RULE}.") from None
 
 
-def _create(path: Path) -> None:
+def _create_key_file(path: Path) -> None:
     """Write a new key, whole or not at all; FileExistsError: another rank was first."""
     if path.exists():
         raise FileExistsError(path)
@@ -95,21 +97,23 @@ def _create(path: Path) -> None:
     except FileExistsError:
         raise
     except OSError as error:
-        raise PlanError(f"{path} cannot be written ({error.strerror}). {RULE}.") from None
+        raise PlanError(f"{path} cannot be written ({error.strerror}). {KEY_RULE}.") from None
 
 
-def _read(path: Path) -> str:
+def _read_key_file(path: Path) -> str:
     """The text of a key file that only its owner can read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
-        raise PlanError(f"{path} cannot be read ({error.strerror}). {RULE}.") from None
+        raise PlanError(f"{path} cannot be read ({error.strerror}). {KEY_RULE}.") from None
     try:
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode):
-            raise RefusedError(f"{path} is no regular file. A key is read from one. Name a file.")
+            raise UnsafeInputError(
+                f"{path} is no regular file. A key is read from one. Name a file."
+            )
         if facts.st_uid not in (os.getuid(), 0) or facts.st_mode & 0o077:
-            raise RefusedError(
+            raise UnsafeInputError(
                 f"{path} belongs to user {facts.st_uid} with mode {facts.st_mode & 0o777:o}. A key "
                 f"is a secret: nobody else may read or replace it. Use chmod 600 {path}."
             )
@@ -134,7 +138,7 @@ def open_listener(address: str, port: int = 0) -> socket.socket:
 
     RANVIER_LISTEN names another address for nodes that are reached by one they do not have.
     """
-    host = environment("RANVIER_LISTEN").get("RANVIER_LISTEN") or address
+    host = read_environment("RANVIER_LISTEN").get("RANVIER_LISTEN") or address
     problem = "it is not known"
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -209,18 +213,20 @@ def with_prefix(prefix: str, store: Any) -> Any:
     return distributed.PrefixStore(prefix, store)
 
 
-def open_store(me: Ranks, timeout_seconds: float) -> Any:
+def open_store(me: ProcessInfo, timeout_seconds: float) -> Any:
     """The store of all ranks, under the prefix that is theirs. Communicates: with rank 0."""
-    if me.store is not None:
-        return with_prefix(me.key, open_file_store(me.store, timeout_seconds))
-    if me.key:  # the launchers of all nodes have it
+    if me.store_file is not None:
+        return with_prefix(me.store_prefix, open_file_store(me.store_file, timeout_seconds))
+    if me.store_prefix:  # the launchers of all nodes have it
         store = open_tcp_store(me.address, me.port, timeout_seconds, listener=me.listener)
-        return with_prefix(me.key, store)
-    torchrun = environment("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
+        return with_prefix(me.store_prefix, store)
+    torchrun = read_environment("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE")
     context = (me.address, me.port, torchrun.get("TORCHELASTIC_RUN_ID", ""))
     if torchrun.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # torchrun keeps the store. On several nodes no file is known to be the same on all.
-        shared = me.local_world == me.world or environment("RANVIER_KEY", "RANVIER_KEY_FILE")
+        shared = me.local_world_size == me.world_size or read_environment(
+            "RANVIER_KEY", "RANVIER_KEY_FILE"
+        )
         key = user_key() if shared else context[2]
         store = open_tcp_store(me.address, me.port, timeout_seconds)
         return with_prefix(derive_prefix(key, *context), store)
@@ -228,19 +234,20 @@ def open_store(me: Ranks, timeout_seconds: float) -> Any:
     listener = open_listener(me.address, me.port) if me.rank == 0 else None
     store = open_tcp_store(me.address, me.port, timeout_seconds, listener=listener)
     store = with_prefix(prefix, store)
-    greet(store, me.rank == 0, f"{me.address}:{me.port}")
+    check_same_key(store, me.rank == 0, f"{me.address}:{me.port}")
     return store
 
 
-def greet(store: Any, first: bool, where: str) -> None:
+def check_same_key(store: Any, first: bool, where: str) -> None:
     """Find out early whether rank 0 has the same key."""
     if first:
-        store.set(HELLO, "1")
+        store.set(HELLO_KEY, "1")
         return
     try:
-        store.wait([HELLO], datetime.timedelta(seconds=HELLO_SECONDS))
+        store.wait([HELLO_KEY], datetime.timedelta(seconds=HELLO_SECONDS))
     except RuntimeError:
         raise CommunicationError(
-            f"Whoever listens at {where} does not have the key of this process. {RULE}, or look "
+            f"Whoever listens at {where} does not have the key of this process. {KEY_RULE}, or "
+            "look "
             "who else listens there."
         ) from None

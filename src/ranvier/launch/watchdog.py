@@ -19,91 +19,98 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ranvier.errors import HangError
-from ranvier.launch.heartbeat import DONE, START, STEP, Beat, Pulse
+from ranvier.launch.heartbeat import DONE, START, STEP, Heartbeat, HeartbeatState
 from ranvier.launch.shared_file import SharedFile
 from ranvier.system.terminal import print
 
 START_SECONDS = 600.0
 """How long may pass before the first steps, in an evaluation, or after the last step."""
 CHECKPOINT_SECONDS = 420.0
-FACTOR, MARGIN_SECONDS = 2.0, 30.0
+SLOWEST_STEP_FACTOR, MARGIN_SECONDS = 2.0, 30.0
 """A step may take so many times the slowest of the last ones, and so much more."""
-DUMP = signal.SIGQUIT
+DUMP_SIGNAL = signal.SIGQUIT
 """Asks a rank for its stacks."""
 STACK_LINES = 60
 """Most lines of a rank's stacks that are shown."""
 
 
-def limit(beat: Beat, seconds: float) -> float:
+def silence_limit(beat: HeartbeatState, seconds: float) -> float:
     """How long a rank may stay where it is; seconds: as `launch.watchdog`."""
     if seconds < 0.0 or beat.section == DONE:
         return math.inf
     if seconds > 0.0 and beat.section != START:
         return seconds
-    if beat.section == STEP and beat.slowest > 0.0:
-        return FACTOR * beat.slowest + MARGIN_SECONDS
+    if beat.section == STEP and beat.slowest_step_seconds > 0.0:
+        return SLOWEST_STEP_FACTOR * beat.slowest_step_seconds + MARGIN_SECONDS
     usual = CHECKPOINT_SECONDS if beat.section == "checkpoint" else START_SECONDS
     return max(usual, seconds)
 
 
-def slow(beat: Beat, seconds: float) -> float:
+def warning_limit(beat: HeartbeatState, seconds: float) -> float:
     """How long a rank may stay where it is before that is worth a warning."""
-    return max(limit(beat, seconds) / 4.0, 1.5 * beat.slowest + 1.0)
+    return max(silence_limit(beat, seconds) / 4.0, 1.5 * beat.slowest_step_seconds + 1.0)
 
 
-def state(pid: int | None) -> str:
+def process_state(pid: int | None) -> str:
     """The kernel's letter for what a process is doing: T if it is stopped; empty if unknown."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
 
 
-def behind(beats: Sequence[Beat], states: Sequence[str]) -> int:
+def find_slowest_rank(beats: Sequence[HeartbeatState], states: Sequence[str]) -> int:
     """The rank that the others wait for: stopped, or with fewest steps, then fewest collectives."""
-    order = [(s != "T", b.step, b.begun, b.time) for b, s in zip(beats, states, strict=True)]
+    order = [
+        (s != "T", b.step, b.num_collectives, b.begin_time)
+        for b, s in zip(beats, states, strict=True)
+    ]
     return min(range(len(beats)), key=lambda i: order[i])
 
 
-class Eye:
+class Watchdog:
     """Looks at pulses again and again; time in which it could not look itself does not count."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._since = self._last = time.monotonic()
+        self._counts_since = self._last_look = time.monotonic()
 
-    def ages(self, beats: Sequence[Beat]) -> list[float]:
+    def silence_seconds(self, beats: Sequence[HeartbeatState]) -> list[float]:
         """Seconds that each rank has been where it is, as far as somebody looked."""
         now = time.monotonic()
-        if now - self._last > 5.0:  # this process was stopped: perhaps all were
-            self._since = now
-        self._last = now
-        return [now - max(beat.time, self._since) for beat in beats]
+        if now - self._last_look > 5.0:  # this process was stopped: perhaps all were
+            self._counts_since = now
+        self._last_look = now
+        return [now - max(beat.begin_time, self._counts_since) for beat in beats]
 
-    def over(self, beats: Sequence[Beat], most: Callable[[Beat, float], float] = limit) -> bool:
+    def is_over_limit(
+        self,
+        beats: Sequence[HeartbeatState],
+        most: Callable[[HeartbeatState, float], float] = silence_limit,
+    ) -> bool:
         """Whether a rank has been where it is for too long."""
-        ages = self.ages(beats)
+        ages = self.silence_seconds(beats)
         return any(age > most(b, self.seconds) for age, b in zip(ages, beats, strict=True))
 
 
-def listen(path: str | SharedFile) -> None:
+def register_stack_dump(path: str | SharedFile) -> None:
     """Have this rank write its stacks into a file when asked to, or when it crashes."""
     where = Path(path)
     file = where.open("w")  # stays open as long as the process lives
-    faulthandler.register(DUMP, file=file, all_threads=True)
+    faulthandler.register(DUMP_SIGNAL, file=file, all_threads=True)
     faulthandler.enable(file=file)
 
 
-def stacks(pids: Sequence[int | None], paths: Sequence[str | SharedFile]) -> list[str]:
+def collect_stacks(pids: Sequence[int | None], paths: Sequence[str | SharedFile]) -> list[str]:
     """What all ranks are doing; one that is stopped or does not answer has none."""
     for pid in pids:
-        if pid is not None and state(pid) not in ("", "T", "Z"):
+        if pid is not None and process_state(pid) not in ("", "T", "Z"):
             with contextlib.suppress(OSError):
-                os.kill(pid, DUMP)
+                os.kill(pid, DUMP_SIGNAL)
     time.sleep(0.5)
-    return [stack(path) for path in paths]
+    return [read_stack(path) for path in paths]
 
 
-def stack(path: str | SharedFile) -> str:
+def read_stack(path: str | SharedFile) -> str:
     """The stacks that a rank has written, of its main thread first; empty if it has not."""
     with contextlib.suppress(OSError):
         blocks = Path(path).read_text(errors="replace").strip().split("\n\n")
@@ -114,39 +121,47 @@ def stack(path: str | SharedFile) -> str:
     return ""
 
 
-def hang(
+def describe_hang(
     ranks: Sequence[int],
-    beats: Sequence[Beat],
+    beats: Sequence[HeartbeatState],
     states: Sequence[str],
     texts: Sequence[str],
     seconds: float,
 ) -> str:
     """The message of a hang: which rank holds up the others, and where each is."""
-    worst, now = behind(beats, states), time.monotonic()
+    worst, now = find_slowest_rank(beats, states), time.monotonic()
     beat = beats[worst]
     stopped = ", where it was stopped from outside (SIGSTOP)" if states[worst] == "T" else ""
     lines = [
-        f"HangError: Rank {ranks[worst]} has given no sign of life for {now - beat.time:.0f} s in "
+        f"HangError: Rank {ranks[worst]} has given no sign of life for "
+        f"{now - beat.begin_time:.0f} s in "
         f"section {beat.section} after step {beat.step}{stopped}. A rank may take "
-        f"{limit(beat, seconds):g} s there. Look at its stack, or use a larger launch.watchdog."
+        f"{silence_limit(beat, seconds):g} s there. Look at its stack, or use a larger "
+        "launch.watchdog."
     ]
     for rank, one, letter, text in zip(ranks, beats, states, texts, strict=True):
-        did = f"operation {one.begun}: {one.last}" if one.begun else "no operation yet"
-        ago = f"{now - one.time:.1f} s ago"
+        did = (
+            f"operation {one.num_collectives}: {one.last_collective}"
+            if one.num_collectives
+            else "no operation yet"
+        )
+        ago = f"{now - one.begin_time:.1f} s ago"
         lines.append(f"rank {rank}: section {one.section}, step {one.step}, {did}, {ago}")
         lines.append(text or f"    no stack: it did not answer (state {letter or 'unknown'})")
     return "\n".join(lines)
 
 
 @contextlib.contextmanager
-def watched(pulse: Pulse, rank: int, seconds: float) -> Iterator[None]:
+def watch_for_hangs(pulse: Heartbeat, rank: int, seconds: float) -> Iterator[None]:
     """Inside, a thread ends this rank with its stacks shown when it hangs."""
-    ended, eye = threading.Event(), Eye(seconds)
+    ended, eye = threading.Event(), Watchdog(seconds)
 
     def look() -> None:
         while not ended.wait(1.0):
-            if eye.over([pulse.read()]):
-                message = hang([rank], [pulse.read()], [""], ["    its stacks follow"], seconds)
+            if eye.is_over_limit([pulse.read_state()]):
+                message = describe_hang(
+                    [rank], [pulse.read_state()], [""], ["    its stacks follow"], seconds
+                )
                 print(message, file=sys.stderr, flush=True)
                 faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
                 os._exit(HangError.exit_code)

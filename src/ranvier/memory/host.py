@@ -22,18 +22,18 @@ from torch import Tensor
 
 from ranvier.errors import PlanError
 
-ALIGN = 256
+ALIGNMENT_BYTES = 256
 """Bytes that parts begin at multiples of."""
-CHUNK = 2**28
+TOUCH_CHUNK_BYTES = 2**28
 """Bytes that a thread touches at once."""
-RESERVE = 0.05
+RESERVED_FRACTION = 0.05
 """Share of the machine's memory that is left to others."""
 GIB = 2**30
 
 
-def aligned(size: int) -> int:
+def align_size(size: int) -> int:
     """Bytes that a part of so many takes in an arena."""
-    return -(-size // ALIGN) * ALIGN
+    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class Arena:
@@ -41,37 +41,43 @@ class Arena:
 
     def __init__(self, size: int, device: torch.device, *, path: Path | None = None) -> None:
         """path: directory of the file that holds them; None: memory, pinned if device is CUDA."""
-        self.size, self.used = size, 0
-        held = _mapped_file(path, size) if path is not None else _mapped(max(size, 1))
-        self.bytes = torch.frombuffer(held, dtype=torch.uint8)[:size]
-        self.pinned = path is None and device.type == "cuda" and size > 0
+        self.size, self.used_bytes = size, 0
+        held = (
+            _map_temporary_file(path, size)
+            if path is not None
+            else _map_anonymous_memory(max(size, 1))
+        )
+        self.buffer = torch.frombuffer(held, dtype=torch.uint8)[:size]
+        self.is_pinned = path is None and device.type == "cuda" and size > 0
         if path is None and size > 0:
-            _advise(held, "MADV_HUGEPAGE")
-            _touch(self.bytes)
-        if self.pinned:
-            _advise(held, "MADV_DONTFORK")  # a child's copy must not move what a device reads
-            pin(self.bytes)
-            weakref.finalize(held, _unpin, self.bytes.data_ptr())  # before it is unmapped
+            _advise_kernel(held, "MADV_HUGEPAGE")
+            _touch_pages(self.buffer)
+        if self.is_pinned:
+            _advise_kernel(
+                held, "MADV_DONTFORK"
+            )  # a child's copy must not move what a device reads
+            pin_memory(self.buffer)
+            weakref.finalize(held, _unpin_memory, self.buffer.data_ptr())  # before it is unmapped
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def allocate_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The next part, as a tensor of this shape."""
         count = torch.Size(shape).numel() * dtype.itemsize
-        start, self.used = self.used, self.used + aligned(count)
-        assert start + count <= self.size, (self.used, self.size)
-        return self.bytes[start : start + count].view(dtype).view(shape)
+        start, self.used_bytes = self.used_bytes, self.used_bytes + align_size(count)
+        assert start + count <= self.size, (self.used_bytes, self.size)
+        return self.buffer[start : start + count].view(dtype).view(shape)
 
 
-def _mapped(size: int) -> mmap.mmap:
+def _map_anonymous_memory(size: int) -> mmap.mmap:
     """Memory of this process alone."""
     return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-def _advise(memory: mmap.mmap, word: str) -> None:
+def _advise_kernel(memory: mmap.mmap, word: str) -> None:
     with suppress(OSError, AttributeError):  # not every system takes it
         memory.madvise(getattr(mmap, word))
 
 
-def _mapped_file(folder: Path, size: int) -> mmap.mmap:
+def _map_temporary_file(folder: Path, size: int) -> mmap.mmap:
     """A file of so many bytes that is gone when the process ends."""
     name = folder / f"states-{os.getpid()}-{os.urandom(4).hex()}"
     try:
@@ -95,15 +101,17 @@ def _mapped_file(folder: Path, size: int) -> mmap.mmap:
         os.close(handle)
 
 
-def _touch(memory: Tensor) -> None:
+def _touch_pages(memory: Tensor) -> None:
     """Have all pages there, by several threads: one alone takes seconds for each ten GiB."""
     start, size = memory.data_ptr(), memory.numel()
-    spans = [(start + at, min(CHUNK, size - at)) for at in range(0, size, CHUNK)]
+    spans = [
+        (start + at, min(TOUCH_CHUNK_BYTES, size - at)) for at in range(0, size, TOUCH_CHUNK_BYTES)
+    ]
     with ThreadPoolExecutor(min(len(spans), os.cpu_count() or 1)) as threads:
         list(threads.map(lambda span: ctypes.memset(span[0], 0, span[1]), spans))
 
 
-def pin(memory: Tensor) -> None:
+def pin_memory(memory: Tensor) -> None:
     """Have the device copy from this memory itself."""
     done = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(done) != 0:
@@ -114,7 +122,7 @@ def pin(memory: Tensor) -> None:
         )
 
 
-def _unpin(address: int) -> None:
+def _unpin_memory(address: int) -> None:
     if torch.cuda.is_available():
         with suppress(RuntimeError):  # no copy may be under way
             torch.cuda.synchronize()
@@ -124,59 +132,59 @@ def _unpin(address: int) -> None:
 # ---- what there is ----------------------------------------------------------------------
 
 
-def free_memory() -> int:
+def available_host_bytes() -> int:
     """Bytes of host memory that this process may still take: of the machine, of its container."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in _lines(Path("/proc/meminfo")):
+    for line in _read_lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
-    return min([free, *_container()])
+    return min([free, *_cgroup_free_bytes()])
 
 
-def _container() -> list[int]:
+def _cgroup_free_bytes() -> list[int]:
     """What the limits of the control groups of this process leave."""
     found = []
-    for line in _lines(Path("/proc/self/cgroup")):
+    for line in _read_lines(Path("/proc/self/cgroup")):
         kinds, where = line.split(":", 2)[1:]
         top = Path("/sys/fs/cgroup") / (kinds if "memory" in kinds else "")
         for folder in {top / where.lstrip("/"), top}:
-            for limit, used in (("memory.max", "memory.current"), *_OLD):
-                most, taken = _number(folder / limit), _number(folder / used)
+            for limit, used in (("memory.max", "memory.current"), *_CGROUP_V1_FILES):
+                most, taken = _read_integer(folder / limit), _read_integer(folder / used)
                 if most is not None and taken is not None and most < 2**60:
-                    found.append(max(most - taken + _cached(folder), 0))
+                    found.append(max(most - taken + _page_cache_bytes(folder), 0))
     return found
 
 
-_OLD = (("memory.limit_in_bytes", "memory.usage_in_bytes"),)
+_CGROUP_V1_FILES = (("memory.limit_in_bytes", "memory.usage_in_bytes"),)
 
 
-def _cached(folder: Path) -> int:
+def _page_cache_bytes(folder: Path) -> int:
     """Bytes of files in a group's memory that are given up when they are needed."""
-    words = [line.split() for line in _lines(folder / "memory.stat")]
+    words = [line.split() for line in _read_lines(folder / "memory.stat")]
     return sum(int(w[1]) for w in words if len(w) == 2 and w[0] in ("inactive_file", "active_file"))
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
     except OSError:
         return []
 
 
-def _number(path: Path) -> int | None:
-    lines = _lines(path)
+def _read_integer(path: Path) -> int | None:
+    lines = _read_lines(path)
     return int(lines[0]) if lines and lines[0].isdigit() else None
 
 
-def host_room(ranks: int, limit: float = 0.0) -> int:
+def host_bytes_per_rank(ranks: int, limit: float = 0.0) -> int:
     """Bytes of host memory that each of so many ranks may keep things in; limit: GiB of a rank."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    there = max(int(free_memory() - RESERVE * total), 0) // ranks
+    there = max(int(available_host_bytes() - RESERVED_FRACTION * total), 0) // ranks
     return min(there, int(limit * GIB)) if limit > 0.0 else there
 
 
-def refuse_memory(
-    size: int, room: int, device: torch.device, *, pinning: Callable[[Tensor], None] = pin
+def check_host_memory(
+    size: int, room: int, device: torch.device, *, pinning: Callable[[Tensor], None] = pin_memory
 ) -> None:
     """Refuse more bytes on the host than there is room for, or than may be pinned."""
     if size > room:
@@ -197,10 +205,10 @@ def refuse_memory(
             f"{size / GIB:.3g} GiB are to be pinned, but the limit of locked memory is "
             f"{limit / GIB:.3g} GiB and is enforced here. Raise it (ulimit -l unlimited)."
         ) from None
-    _unpin(trial.data_ptr())
+    _unpin_memory(trial.data_ptr())
 
 
-def refuse_disk(size: int, folder: Path) -> None:
+def check_disk_space(size: int, folder: Path) -> None:
     """Refuse more bytes of states than a disk has free."""
     where = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     stat = os.statvfs(where)

@@ -10,65 +10,66 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ranvier.comm.streams import Mark
+from ranvier.comm.streams import StreamEvent
 from ranvier.errors import PlanError
-from ranvier.memory.host import ALIGN, GIB, aligned
+from ranvier.memory.host import ALIGNMENT_BYTES, GIB, align_size
 
 
-class Pool:
+class HostBufferPool:
     """Buffers by their size."""
 
     def __init__(self, arena: Callable[[int], Tensor], *, room: int) -> None:
         """arena: makes so many bytes on the host. room: how many there may be."""
-        self.arena, self.room = arena, room
-        self.size = 0
+        self.make_arena, self.max_bytes = arena, room
+        self.total_bytes = 0
         """Bytes of all buffers."""
-        self._out = 0
-        self._pieces = 0
-        self._free: dict[int, list[tuple[Tensor, Mark]]] = {}
+        self._bytes_in_use = 0
+        self._num_arenas = 0
+        self._free_buffers: dict[int, list[tuple[Tensor, StreamEvent]]] = {}
 
-    def take(self, size: int) -> tuple[Tensor, Mark]:
+    def take_buffer(self, size: int) -> tuple[Tensor, StreamEvent]:
         """A buffer of so many bytes, and when the copies from it are done."""
-        whole = aligned(size)
-        if not self._free.setdefault(whole, []):
-            self._refuse(whole)
-            self._free[whole].append((self.arena(whole), None))
-            self.size += whole
-            self._pieces += 1
-        buffer, mark = self._free[whole].pop()
-        self._out += whole
+        whole = align_size(size)
+        if not self._free_buffers.setdefault(whole, []):
+            self._check_room(whole)
+            self._free_buffers[whole].append((self.make_arena(whole), None))
+            self.total_bytes += whole
+            self._num_arenas += 1
+        buffer, mark = self._free_buffers[whole].pop()
+        self._bytes_in_use += whole
         return buffer[:size], mark
 
-    def give(self, buffer: Tensor, mark: Mark) -> None:
+    def return_buffer(self, buffer: Tensor, mark: StreamEvent) -> None:
         """Take a buffer back; mark: when what was asked of it is done."""
-        whole = aligned(buffer.numel())
-        self._free[whole].append((buffer.as_strided((whole,), (1,)), mark))
-        self._out -= whole
+        whole = align_size(buffer.numel())
+        self._free_buffers[whole].append((buffer.as_strided((whole,), (1,)), mark))
+        self._bytes_in_use -= whole
 
-    def settle(self) -> None:
+    def merge_buffers(self) -> None:
         """Make one arena of many buffers, if nobody uses any."""
-        if self._out or self._pieces < 2:
+        if self._bytes_in_use or self._num_arenas < 2:
             return
-        counts = {size: len(buffers) for size, buffers in self._free.items()}
-        for buffers in self._free.values():
+        counts = {size: len(buffers) for size, buffers in self._free_buffers.items()}
+        for buffers in self._free_buffers.values():
             for _, mark in buffers:
                 if mark is not None:
                     mark.synchronize()
-        self._free.clear()  # before as much is taken again
-        whole, at = self.arena(self.size), 0
+        self._free_buffers.clear()  # before as much is taken again
+        whole, at = self.make_arena(self.total_bytes), 0
         for size, count in counts.items():
             cut = whole[at : at + size * count].split(size)
-            self._free[size] = [(piece, None) for piece in cut]
+            self._free_buffers[size] = [(piece, None) for piece in cut]
             at += size * count
-        self._pieces = 1
+        self._num_arenas = 1
 
-    def _refuse(self, more: int) -> None:
-        if self.size + more > self.room:
+    def _check_room(self, more: int) -> None:
+        if self.total_bytes + more > self.max_bytes:
             raise PlanError(
-                f"Activations take {(self.size + more) / GIB:.3g} GiB of the host, but a rank may "
-                f"use {self.room / GIB:.3g} there. What waits must fit. Use a smaller "
+                f"Activations take {(self.total_bytes + more) / GIB:.3g} GiB of the host, but "
+                "a rank may "
+                f"use {self.max_bytes / GIB:.3g} there. What waits must fit. Use a smaller "
                 "memory.activations or plan.micro_batch, or a larger memory.host."
             )
 
 
-assert ALIGN % 16 == 0, "a buffer begins where any type may"
+assert ALIGNMENT_BYTES % 16 == 0, "a buffer begins where any type may"

@@ -13,15 +13,15 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ranvier.comm.bandwidth import USUAL, Rate
+from ranvier.comm.bandwidth import DEFAULT_RATE, CollectiveRate
 from ranvier.trace import Event
 
-TWICE = "all_reduce"
+DOUBLE_TRAFFIC_OP = "all_reduce"
 """Moves what a reduce-scatter and an all-gather move."""
 
 
 @dataclass(frozen=True)
-class Result:
+class SavableResult:
     """What a block may keep of a leaf."""
 
     name: str
@@ -31,28 +31,33 @@ class Result:
     """To communicate it again."""
 
     @property
-    def value(self) -> float:
+    def seconds_per_byte(self) -> float:
         """Seconds saved for a byte."""
         return self.seconds / self.bytes if self.bytes > 0 else math.inf
 
 
-def seconds(events: Iterable[Event], rates: Mapping[tuple[str, ...], Rate]) -> float:
+def communication_seconds(
+    events: Iterable[Event], rates: Mapping[tuple[str, ...], CollectiveRate]
+) -> float:
     """How long communications take, one after the other; of an axis without a rate the usual."""
     found = 0.0
     for event in events:
-        rate = rates.get(event.axis, USUAL)
-        found += rate.latency + event.bytes * (2 if event.op == TWICE else 1) / rate.bandwidth
+        rate = rates.get(event.axis, DEFAULT_RATE)
+        found += (
+            rate.latency
+            + event.bytes * (2 if event.op == DOUBLE_TRAFFIC_OP else 1) / rate.bandwidth
+        )
     return found
 
 
-def worth(results: Iterable[Result], room: int) -> frozenset[str]:
+def choose_results(results: Iterable[SavableResult], room: int) -> frozenset[str]:
     """Names of the results to keep in `room` bytes, the most valuable first.
 
     One that does not fit leaves its place to the next; equal ones go by name, so that all ranks
     choose alike.
     """
     chosen = set()
-    for result in sorted(results, key=lambda one: (-one.value, one.name)):
+    for result in sorted(results, key=lambda one: (-one.seconds_per_byte, one.name)):
         if result.seconds > 0.0 and result.bytes <= room:
             chosen.add(result.name)
             room -= result.bytes

@@ -22,17 +22,17 @@ from torch import Tensor
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only
 
-from ranvier.comm.collectives import hidden
+from ranvier.comm.collectives import hide_from_dispatch_modes
 from ranvier.grid import Grid
 from ranvier.trace import Trace
 
 T = TypeVar("T")
-Collectives = Literal["again", "keep", "auto"]
-STOPPED: type[Exception] | tuple[()] = getattr(checkpoint, "_StopRecomputationError", ())
+CollectiveReuse = Literal["again", "keep", "auto"]
+STOP_RECOMPUTATION: type[Exception] | tuple[()] = getattr(checkpoint, "_StopRecomputationError", ())
 """How torch ends a second run; without it nobody learns which results are of no use."""
 
 
-class Store(Protocol):
+class ActivationStore(Protocol):
     """Where what blocks keep waits for backward."""
 
     def pack(self, x: Tensor) -> Any:
@@ -41,11 +41,11 @@ class Store(Protocol):
     def unpack(self, packed: Any) -> Tensor:
         """The tensor again."""
 
-    def block(self, name: str) -> AbstractContextManager[None]:
+    def block_context(self, name: str) -> AbstractContextManager[None]:
         """What autograd keeps of a block that runs inside waits here, too."""
 
 
-class Held:
+class InPlaceStore:
     """Everything stays where it is."""
 
     def pack(self, x: Tensor) -> tuple[Tensor, int]:
@@ -54,14 +54,14 @@ class Held:
 
     def unpack(self, packed: tuple[Tensor, int]) -> Tensor:
         """The tensor, which nobody may have changed."""
-        return unchanged(*packed)
+        return check_unchanged(*packed)
 
-    def block(self, name: str) -> AbstractContextManager[None]:
+    def block_context(self, name: str) -> AbstractContextManager[None]:
         """Nothing."""
         return nullcontext()
 
 
-def unchanged(x: Tensor, version: int) -> Tensor:
+def check_unchanged(x: Tensor, version: int) -> Tensor:
     """A kept tensor; refused if it was written to since."""
     if x._version != version:
         raise RuntimeError(
@@ -72,91 +72,93 @@ def unchanged(x: Tensor, version: int) -> Tensor:
 
 
 @dataclass
-class Keeping:
+class SavePolicy:
     """What the blocks of a model keep for their second run, and where it waits."""
 
     trace: Trace = field(default_factory=Trace)
-    collectives: Collectives = "again"
-    chosen: frozenset[str] | None = None
+    collectives: CollectiveReuse = "again"
+    chosen_layers: frozenset[str] | None = None
     """Leaves whose results are kept, where `auto` has settled that; None: all."""
-    depth: str = ""
+    depth_group: str = ""
     """Group over which graphs gather weights, which are not kept."""
-    store: Store = field(default_factory=Held)
-    spare: set[str] = field(default_factory=set)
+    store: ActivationStore = field(default_factory=InPlaceStore)
+    unneeded_layers: set[str] = field(default_factory=set)
     """Leaves whose results no second run needs, as first ones have shown: the last of a block."""
 
     @classmethod
-    def on(cls, grid: Grid, collectives: Collectives) -> Keeping:
+    def for_grid(cls, grid: Grid, collectives: CollectiveReuse) -> SavePolicy:
         """That of a model on a grid."""
         depth = grid.axis("depth", channel="gather")
-        return cls(grid.trace, collectives, depth=depth.group_name)
+        return cls(grid.trace, collectives, depth_group=depth.group_name)
 
-    def keeps(self, where: str) -> bool:
+    def saves_layer(self, where: str) -> bool:
         """Whether the results of a leaf are kept."""
-        return self.collectives != "again" and (self.chosen is None or where in self.chosen)
+        return self.collectives != "again" and (
+            self.chosen_layers is None or where in self.chosen_layers
+        )
 
     @property
-    def all(self) -> bool:
+    def saves_all_layers(self) -> bool:
         """Whether those of all leaves are: of a graph nobody knows what is whose."""
-        return self.collectives != "again" and self.chosen is None
+        return self.collectives != "again" and self.chosen_layers is None
 
-    def results(self, *, selective: bool) -> Results | None:
+    def open_results(self, *, selective: bool) -> SavedResults | None:
         """A queue for a call of a block; None if it would stay empty."""
-        some = self.collectives != "again" and self.chosen != frozenset()
-        return Results(self, selective) if selective or some else None
+        some = self.collectives != "again" and self.chosen_layers != frozenset()
+        return SavedResults(self, selective) if selective or some else None
 
 
 @dataclass
-class Results:
+class SavedResults:
     """What one call of a block keeps, first in, first out."""
 
-    keeping: Keeping
+    policy: SavePolicy
     selective: bool
     """Whether products are kept, too: those inside of a kept result are not, then."""
-    again: bool = False
+    is_recompute: bool = False
     """Whether the block runs for the second time."""
     where: str = ""
     """What it is a part of: the second run is called by backward of something else."""
     entries: deque[tuple[str, Any]] = field(default_factory=deque)
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
+    def block_run(self) -> Iterator[None]:
         """A run of the block, the first or the second."""
-        trace = self.keeping.trace
-        self.where = self.where if self.again else trace.where
-        before, trace.results = trace.results, self
+        trace = self.policy.trace
+        self.where = self.where if self.is_recompute else trace.where
+        before, trace.saved_results = trace.saved_results, self
         try:
-            with trace.at(self.where):
+            with trace.named_scope(self.where):
                 yield
         finally:
-            trace.results, self.again = before, True
+            trace.saved_results, self.is_recompute = before, True
 
-    def once(self, work: Callable[[], T]) -> T:
+    def run_once(self, work: Callable[[], T]) -> T:
         """The result of work that communicates: of the first run, if it is kept."""
-        keeping = self.keeping
+        keeping = self.policy
         trace, where = keeping.trace, keeping.trace.where
-        if not keeping.keeps(where):
+        if not keeping.saves_layer(where):
             return work()
-        if self.again:
-            kept: T = self.take(where)
+        if self.is_recompute:
+            kept: T = self.next_result(where)
             return kept
-        with trace.beside(), hidden() if self.selective else nullcontext():
+        with trace.outside_block(), hide_from_dispatch_modes() if self.selective else nullcontext():
             out = work()  # what is kept of a whole is not kept of its parts
-        self.put(where, out)
+        self.save_result(where, out)
         return out
 
-    def known(self, where: str) -> bool:
+    def has_result(self, where: str) -> bool:
         """Whether a leaf's next result was kept: then it need not be begun."""
-        return self.again and self.keeping.keeps(where)
+        return self.is_recompute and self.policy.saves_layer(where)
 
-    def put(self, label: str, value: Any) -> None:
+    def save_result(self, label: str, value: Any) -> None:
         """Keep tensors; of those that nobody needs their shape."""
-        if label in self.keeping.spare:
-            self.entries.append((label, tree_map_only(Tensor, _outline, value)))
+        if label in self.policy.unneeded_layers:
+            self.entries.append((label, tree_map_only(Tensor, _pack_shape_only, value)))
         else:
-            self.entries.append((label, tree_map_only(Tensor, self._packed, value)))
+            self.entries.append((label, tree_map_only(Tensor, self._pack_tensor, value)))
 
-    def take(self, label: str) -> Any:
+    def next_result(self, label: str) -> Any:
         """The next kept tensors; they are forgotten here."""
         if not self.entries:
             raise RuntimeError(
@@ -170,32 +172,32 @@ class Results:
                 f"{label} came where {kept} came before. A block that is computed again must do "
                 "the same again. Let it depend on nothing but its inputs and weights."
             )
-        return tree_map_only(_Packed, lambda one: one.taken(), value)
+        return tree_map_only(_PackedTensor, lambda one: one.unpack_tensor(), value)
 
-    def _packed(self, x: Tensor) -> _Packed:
-        return _Packed(self.keeping.store, self.keeping.store.pack(_apart(x)))
+    def _pack_tensor(self, x: Tensor) -> _PackedTensor:
+        return _PackedTensor(self.policy.store, self.policy.store.pack(_detach_with_version(x)))
 
 
 @dataclass(frozen=True)
-class _Packed:
+class _PackedTensor:
     """A tensor that waits in a store; without a store its shape, and NaN where it is read."""
 
-    store: Store | None
+    store: ActivationStore | None
     packed: Any
 
-    def taken(self) -> Tensor:
+    def unpack_tensor(self) -> Tensor:
         if self.store is not None:
             return self.store.unpack(self.packed)
         shape, options = self.packed
         return torch.full(shape, torch.nan, **options)
 
 
-def _outline(x: Tensor) -> _Packed:
+def _pack_shape_only(x: Tensor) -> _PackedTensor:
     assert x.is_floating_point(), (x.shape, x.dtype)
-    return _Packed(None, (x.shape, {"dtype": x.dtype, "device": x.device}))
+    return _PackedTensor(None, (x.shape, {"dtype": x.dtype, "device": x.device}))
 
 
-def _apart(x: Tensor) -> Tensor:
+def _detach_with_version(x: Tensor) -> Tensor:
     """The same tensor without its history, but with its count of changes.
 
     Below autograd a view has none of its own unless it is asked for (as torch's own checkpoints

@@ -8,16 +8,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ranvier.models.config import SIZES, AdapterConfig, DecoderConfig
+from ranvier.models.config import MODEL_SIZES, AdapterConfig, DecoderConfig
 
 if TYPE_CHECKING:
     from ranvier.models.decoder import Decoder
     from ranvier.models.examples import EXAMPLES
-    from ranvier.models.lora import build
+    from ranvier.models.lora import build_decoder
 
-__all__ = ["EXAMPLES", "SIZES", "AdapterConfig", "Decoder", "DecoderConfig", "build"]
+__all__ = ["EXAMPLES", "MODEL_SIZES", "AdapterConfig", "Decoder", "DecoderConfig", "build_decoder"]
 
-_HOMES = {"Decoder": "decoder", "build": "lora", "EXAMPLES": "examples"}
+_HOMES = {"Decoder": "decoder", "build_decoder": "lora", "EXAMPLES": "examples"}
 
 
 def __getattr__(name: str) -> Any:

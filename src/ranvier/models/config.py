@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 Activation = Literal["swiglu", "geglu", "geglu_exact", "reglu", "gelu", "gelu_exact", "relu"]
-GATES = ("swiglu", "geglu", "geglu_exact", "reglu")
+GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_exact", "reglu")
 """Activations of which one half of the hidden layer gates the other."""
 
 
-LIMITS = {
+SIZE_LIMITS = {
     "layers": 10_000,
     "embed": 2**20,
     "heads": 2**16,
@@ -28,7 +28,7 @@ LIMITS = {
     "expert_mlp": 2**22,
 }
 """Largest sizes of a published model: far above any there is, and small enough to be looked at."""
-MOST_EXPERTS = 2**17
+MAX_TOTAL_EXPERTS = 2**17
 """Experts of all layers, at most."""
 
 
@@ -97,7 +97,7 @@ class ExpertConfig:
     """By how much a step moves the bias with which experts are chosen (not weighted): up for those
     that got fewer than the mean, down for the others; 0: there is none."""
 
-    def expert_problems(self) -> list[str]:
+    def find_expert_problems(self) -> list[str]:
         """What cannot be, with value, rule and remedy."""
         if self.experts == 0:
             return []
@@ -184,7 +184,7 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
         """Whether linear layers have biases."""
         return self.bias or layers in self.biases
 
-    def window_of(self, layer: int) -> int:
+    def window_of_layer(self, layer: int) -> int:
         """Tokens that a token sees in a layer; 0: all."""
         here = not self.window_layers or layer in self.window_layers
         return self.window if here else 0
@@ -200,7 +200,7 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
         return self.expert_mlp or self.mlp
 
     @property
-    def units(self) -> dict[str, int]:
+    def dim_units(self) -> dict[str, int]:
         """Units of each named dim; of a mixture also the widths that its layers have instead."""
         names = ("embed", "heads", "kv_heads", "mlp", "vocab")
         found = {name: int(getattr(self, name)) for name in names}
@@ -209,13 +209,13 @@ class DecoderConfig(RotaryConfig, ExpertConfig):
             found |= {"shared_mlp": self.shared_mlp} if self.shared_mlp else {}
         return found
 
-    def problems(self) -> list[str]:
+    def find_problems(self) -> list[str]:
         """What cannot be, with value, rule and remedy."""
-        turned, found = int(self.head_dim * self.rope_share), self.expert_problems()
-        if self.experts * self.layers > MOST_EXPERTS:
+        turned, found = int(self.head_dim * self.rope_share), self.find_expert_problems()
+        if self.experts * self.layers > MAX_TOTAL_EXPERTS:
             found.append(
                 f"experts={self.experts} in each of layers={self.layers}. A model has at most "
-                f"{MOST_EXPERTS:,} of them in all. Use fewer of one."
+                f"{MAX_TOTAL_EXPERTS:,} of them in all. Use fewer of one."
             )
         if self.kv_heads > 0 and self.heads % self.kv_heads:
             found.append(
@@ -318,23 +318,23 @@ _DEEPSEEK = {"experts": 64, "experts_top": 6, "expert_mlp": 1408, "shared_mlp": 
 _TED = {"experts": 16, "experts_top": 1, "moe_every": 2, "router_norm": False, "balance": 0.01}
 
 
-def _size(layers: int, embed: int, heads: int, mlp: int, **rest: object) -> DecoderConfig:
+def _build_size(layers: int, embed: int, heads: int, mlp: int, **rest: object) -> DecoderConfig:
     shape = {"layers": layers, "embed": embed, "heads": heads, "mlp": mlp}
     return DecoderConfig(**{"kv_heads": heads, "head_dim": embed // heads, **shape, **rest})  # type: ignore[arg-type]
 
 
-SIZES: dict[str, DecoderConfig] = {
-    "tiny": _size(4, 192, 8, 512, kv_heads=2, vocab=4096),
-    "gpt2": _size(12, 768, 12, 3072, vocab=50257, max_seq=1024, **GPT2),
-    "llama3-1b": _size(16, 2048, 32, 8192, tied=True, rope_scale=32.0, **_LLAMA3),
-    "llama3-8b": _size(32, 4096, 32, 14336, **_LLAMA3),
-    "llama3-70b": _size(80, 8192, 64, 28672, **_LLAMA3),
-    "llama3-405b": _size(126, 16384, 128, 53248, rope_scale=8.0, **_LLAMA3),
-    "qwen3-0.6b": _size(28, 1024, 16, 3072, tied=True, **_QWEN3),
-    "qwen3-8b": _size(36, 4096, 32, 12288, **_QWEN3),
-    "moe-tiny": _size(4, 192, 8, 512, kv_heads=2, vocab=4096, **_MOE_TINY),
-    "mixtral-8x7b": _size(32, 4096, 32, 14336, **_MIXTRAL),
-    "qwen3-30b-a3b": _size(48, 2048, 32, 6144, **(_QWEN3 | _QWEN3_MOE)),
-    "deepseek-moe-16b": _size(28, 2048, 16, 10944, **_DEEPSEEK),
-    "ted-6.7b-16e": _size(32, 4096, 32, 16384, vocab=50257, **(GPT2 | _TED)),
+MODEL_SIZES: dict[str, DecoderConfig] = {
+    "tiny": _build_size(4, 192, 8, 512, kv_heads=2, vocab=4096),
+    "gpt2": _build_size(12, 768, 12, 3072, vocab=50257, max_seq=1024, **GPT2),
+    "llama3-1b": _build_size(16, 2048, 32, 8192, tied=True, rope_scale=32.0, **_LLAMA3),
+    "llama3-8b": _build_size(32, 4096, 32, 14336, **_LLAMA3),
+    "llama3-70b": _build_size(80, 8192, 64, 28672, **_LLAMA3),
+    "llama3-405b": _build_size(126, 16384, 128, 53248, rope_scale=8.0, **_LLAMA3),
+    "qwen3-0.6b": _build_size(28, 1024, 16, 3072, tied=True, **_QWEN3),
+    "qwen3-8b": _build_size(36, 4096, 32, 12288, **_QWEN3),
+    "moe-tiny": _build_size(4, 192, 8, 512, kv_heads=2, vocab=4096, **_MOE_TINY),
+    "mixtral-8x7b": _build_size(32, 4096, 32, 14336, **_MIXTRAL),
+    "qwen3-30b-a3b": _build_size(48, 2048, 32, 6144, **(_QWEN3 | _QWEN3_MOE)),
+    "deepseek-moe-16b": _build_size(28, 2048, 16, 10944, **_DEEPSEEK),
+    "ted-6.7b-16e": _build_size(32, 4096, 32, 16384, vocab=50257, **(GPT2 | _TED)),
 }

@@ -21,18 +21,24 @@ from torch import Tensor, nn
 from ranvier.models.config import DecoderConfig
 from ranvier.models.document_attention import (
     Documents,
-    causal,
-    inside,
-    kernel_takes,
-    several,
-    spans,
+    can_use_flash_kernel,
+    causal_attention,
+    document_attention,
+    document_lengths,
+    normalize_documents,
 )
-from ranvier.models.feed_forward import GATED, Gated, Siblings, Ungated, adapted
-from ranvier.models.moe import Experts
-from ranvier.models.rope import Rotary, rotate
+from ranvier.models.feed_forward import (
+    GATED_FUNCTIONS,
+    FusedLinear,
+    GatedMLP,
+    UngatedMLP,
+    apply_with_adapter,
+)
+from ranvier.models.moe import MoELayer
+from ranvier.models.rope import RotaryEmbedding, apply_rotary
 
 
-class Head(nn.Linear):
+class LMHead(nn.Linear):
     """Logits over the vocabulary, or the sum of the losses of tokens."""
 
     def __init__(self, embed: int, vocab: int, bias: bool = False, cap: float = 0.0) -> None:
@@ -63,33 +69,33 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets.flatten(), reduction="sum", ignore_index=-100)
 
 
-class ShiftedNorm(nn.RMSNorm):
+class OffsetRMSNorm(nn.RMSNorm):
     """y = (shift + w) · x / sqrt(mean(x²) + eps); w begins at 0 for a shift of 1."""
 
     def __init__(self, size: int, eps: float | None = None, shift: float = 1.0) -> None:
         super().__init__(size, eps=eps)
-        self.shift = shift
+        self.weight_offset = shift
         nn.init.constant_(self.weight, 1.0 - shift)
 
     def forward(self, x: Tensor) -> Tensor:
         """x, y: `[.., d]`."""
         wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        weight = self.shift + self.weight.to(wide.dtype)
+        weight = self.weight_offset + self.weight.to(wide.dtype)
         return F.rms_norm(wide, self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
-class Core(nn.Module):
+class AttentionCore(nn.Module):
     """Rotary positions and causal attention, inside documents if they are given."""
 
     def __init__(self, config: DecoderConfig, layer: int = 0) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.rotary = Rotary(config) if config.positions == "rope" else None
-        self.window, self.cap = config.window_of(layer), config.attention_cap
+        self.rotary = RotaryEmbedding(config) if config.positions == "rope" else None
+        self.window, self.cap = config.window_of_layer(layer), config.attention_cap
         scale = config.attention_scale
         self.scale = (config.head_dim / scale) ** 0.5 if scale > 0.0 else 1.0
         """Of queries, so that scores are divided by another root."""
-        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal
+        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
         """How whole samples attend; a faster way of the same may take its place."""
 
     def forward(
@@ -109,19 +115,19 @@ class Core(nn.Module):
                 angles = torch.arange(q.shape[1], device=q.device).unsqueeze(0)
             if not angles.is_floating_point():
                 angles = self.rotary(angles, q.dtype)
-            q, k = rotate(q, angles), rotate(k, angles)
+            q, k = apply_rotary(q, angles), apply_rotary(k, angles)
         q = q if self.scale == 1.0 else q * self.scale
         if isinstance(documents, Tensor):
-            documents = Documents.of(documents)
+            documents = Documents.from_ids(documents)
         window = 0 if self.window >= q.shape[1] else self.window
-        if documents is None and window and kernel_takes(q, self.cap):
-            documents = Documents.equal(q.shape[0], q.shape[1], q.device)
+        if documents is None and window and can_use_flash_kernel(q, self.cap):
+            documents = Documents.one_per_sample(q.shape[0], q.shape[1], q.device)
         if documents is None:
             if not window and self.cap == 0.0:
                 return self.attend(q, k, v).flatten(2)
-            return causal(q, k, v, window, self.cap).flatten(2)
+            return causal_attention(q, k, v, window, self.cap).flatten(2)
         flat, keys, values = (x.flatten(0, 1) for x in (q, k, v))  # (b·s, h, k)
-        y = inside(flat, keys, values, documents, window, self.cap)
+        y = document_attention(flat, keys, values, documents, window, self.cap)
         return y.view(q.shape).flatten(2)
 
 
@@ -141,49 +147,49 @@ class Attention(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int = 0) -> None:
         super().__init__()
         d, k, bias = config.embed, config.head_dim, config.has_bias("qkv")
-        self.head_dim, self.whole = k, config.qk_whole
-        self.qkv = Siblings(
+        self.head_dim, self.norms_all_heads = k, config.qk_whole
+        self.qkv = FusedLinear(
             {
                 "q": nn.Linear(d, config.heads * k, bias=bias),
                 "k": nn.Linear(d, config.kv_heads * k, bias=bias),
                 "v": nn.Linear(d, config.kv_heads * k, bias=bias),
             }
         )
-        widths = (config.heads * k, config.kv_heads * k) if self.whole else (k, k)
+        widths = (config.heads * k, config.kv_heads * k) if self.norms_all_heads else (k, k)
         normed = config.qk_norm or config.qk_whole
         self.q_norm, self.k_norm = (
-            rms_norm(config, width) if normed else nn.Identity() for width in widths
+            build_rms_norm(config, width) if normed else nn.Identity() for width in widths
         )
-        if self.whole:
+        if self.norms_all_heads:
             self.dims = self.dims | {"q_norm": ("heads",), "k_norm": ("kv_heads",)}
-        self.core = Core(config, layer)
+        self.core = AttentionCore(config, layer)
         self.o = nn.Linear(config.heads * k, d, bias=config.has_bias("o"))
 
     def forward(
         self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
     ) -> Tensor:
         """x, y: `[b, s, d]`."""
-        q, k, v = adapted(self, "qkv", x)
-        if self.whole:
+        q, k, v = apply_with_adapter(self, "qkv", x)
+        if self.norms_all_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # (b, s, h, k)
-        if not self.whole:
+        if not self.norms_all_heads:
             q, k = self.q_norm(q), self.k_norm(k)
-        out: Tensor = adapted(self, "o", self.core(q, k, v, angles, documents))
+        out: Tensor = apply_with_adapter(self, "o", self.core(q, k, v, angles, documents))
         return out
 
 
-def rms_norm(config: DecoderConfig, size: int) -> nn.Module:
+def build_rms_norm(config: DecoderConfig, size: int) -> nn.Module:
     """An RMSNorm over so many elements."""
     if config.norm_shift != 0.0:
-        return ShiftedNorm(size, config.norm_eps, config.norm_shift)
+        return OffsetRMSNorm(size, config.norm_eps, config.norm_shift)
     return nn.RMSNorm(size, eps=config.norm_eps)
 
 
-def norm(config: DecoderConfig) -> nn.Module:
+def build_norm(config: DecoderConfig) -> nn.Module:
     """A norm of the residual stream."""
     if config.norm == "rms":
-        return rms_norm(config, config.embed)
+        return build_rms_norm(config, config.embed)
     return nn.LayerNorm(config.embed, eps=config.norm_eps, bias=config.bias)
 
 
@@ -202,33 +208,33 @@ class Block(nn.Module):
     def __init__(self, config: DecoderConfig, layer: int = 0) -> None:
         super().__init__()
         before, after = config.norms != "after", config.norms != "before"
-        self.norm1 = norm(config) if before else nn.Identity()
+        self.norm1 = build_norm(config) if before else nn.Identity()
         self.attention = Attention(config, layer)
-        self.after1 = norm(config) if after else nn.Identity()
-        self.norm2 = norm(config) if before else nn.Identity()
+        self.after1 = build_norm(config) if after else nn.Identity()
+        self.norm2 = build_norm(config) if before else nn.Identity()
         if config.has_experts(layer):
-            self.mlp: nn.Module = Experts(config)
+            self.mlp: nn.Module = MoELayer(config)
             self.dims = self.dims | {"mlp": ("expert", "mlp", "embed")}
         else:
-            self.mlp = (Gated if config.activation in GATED else Ungated)(config)
-        self.after2 = norm(config) if after else nn.Identity()
+            self.mlp = (GatedMLP if config.activation in GATED_FUNCTIONS else UngatedMLP)(config)
+        self.after2 = build_norm(config) if after else nn.Identity()
         self.dropout1, self.dropout2 = nn.Dropout(config.dropout), nn.Dropout(config.dropout)
 
     def forward(
         self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
     ) -> Tensor:
         """x, y: `[b, s, d]`."""
-        x, more = self.halves(x, angles, documents)
+        x, more = self.forward_without_add(x, angles, documents)
         return x + more
 
-    def halves(
+    def forward_without_add(
         self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The residual stream after attention, and what the MLP adds to it."""
-        x, y = self.before(x, angles, documents)
-        return x, self.behind(self.mlp(y))
+        x, y = self.forward_attention(x, angles, documents)
+        return x, self.mlp_to_residual(self.mlp(y))
 
-    def before(
+    def forward_attention(
         self, x: Tensor, angles: Tensor | None, documents: Documents | Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The residual stream after attention, and what the MLP reads of it."""
@@ -236,7 +242,7 @@ class Block(nn.Module):
         x = x + self.dropout1(y)
         return x, self.norm2(x)
 
-    def behind(self, y: Tensor) -> Tensor:
+    def mlp_to_residual(self, y: Tensor) -> Tensor:
         """What is added of a result of the MLP."""
         out: Tensor = self.dropout2(self.after2(y))
         return out
@@ -256,19 +262,19 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.sizes = config.units
+        self.sizes = config.dim_units
         self.embed = nn.Embedding(config.vocab, config.embed)
         learned = config.positions == "learned"
         self.position = nn.Embedding(config.max_seq, config.embed) if learned else None
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, i) for i in range(config.layers))
-        self.norm = norm(config)
-        self.rotary = Rotary(config) if config.positions == "rope" else None
-        self.head = Head(config.embed, config.vocab, cap=config.logit_cap)
+        self.norm = build_norm(config)
+        self.rotary = RotaryEmbedding(config) if config.positions == "rope" else None
+        self.head = LMHead(config.embed, config.vocab, cap=config.logit_cap)
         if config.tied:
             self.head.weight = self.embed.weight
         out = config.init_std / (2 * config.layers) ** 0.5
-        self.extra: Tensor | None = None
+        self.aux_loss: Tensor | None = None
         """What of the last loss its mixtures of experts have added."""
         self.init: dict[str, float | tuple[float, float]] = {}
         if config.experts:  # a parameter by its whole name: no layer has it as its weight
@@ -278,11 +284,11 @@ class Decoder(nn.Module):
         """Deviation of initial weights by the end of the layer's name, first match."""
 
     @property
-    def mixtures(self) -> list[Experts]:
+    def moe_layers(self) -> list[MoELayer]:
         """Its layers with experts, in order; on a grid none: leaves see to their losses."""
         if not self.config.experts:
             return []  # looking through all modules takes 2 ms a step
-        return [one for one in self.modules() if isinstance(one, Experts)]
+        return [one for one in self.modules() if isinstance(one, MoELayer)]
 
     @property
     def parts(self) -> list[tuple[str, ...]]:
@@ -329,25 +335,29 @@ class Decoder(nn.Module):
                 x = x + self.position(positions)
             x = self.dropout(x)
         assert isinstance(x, Tensor), type(x)
-        documents = several(documents)
+        documents = normalize_documents(documents)
         angles = None  # once for all
         if self.rotary is not None:
-            long = spans(documents, positions.device) if self.config.rope == "longrope" else None
+            long = (
+                document_lengths(documents, positions.device)
+                if self.config.rope == "longrope"
+                else None
+            )
             angles = self.rotary(positions, x.dtype, long)
         for block in self.blocks[max(parts.start - 1, 0) : parts.stop - 1]:
             x = block(x, angles, documents)
         if parts.stop > len(self.blocks) + 1:
             x = self.norm(x)
             x = self.head(x, targets) if scored else x
-            x = x if targets is None or not scored else self._with_extra(x)
+            x = x if targets is None or not scored else self._add_aux_loss(x)
         assert x is not None
         return x
 
-    def _with_extra(self, loss: Tensor) -> Tensor:
+    def _add_aux_loss(self, loss: Tensor) -> Tensor:
         """The loss and what its mixtures of experts add to it."""
         extra = loss.new_zeros(())
-        for mixture in self.mixtures:
-            if mixture.extra is not None:
-                extra, mixture.extra = extra + mixture.extra.to(loss.dtype), None
-        self.extra = extra.detach()
+        for mixture in self.moe_layers:
+            if mixture.aux_loss is not None:
+                extra, mixture.aux_loss = extra + mixture.aux_loss.to(loss.dtype), None
+        self.aux_loss = extra.detach()
         return loss + extra if extra.requires_grad else loss

@@ -8,10 +8,10 @@ from torch import nn
 
 from ranvier.models.config import GEMMA2, GPT2, AdapterConfig, DecoderConfig
 from ranvier.models.decoder import Decoder
-from ranvier.models.lora import adapters_of, attach
+from ranvier.models.lora import attach_adapters, named_adapters
 
 
-def _small(**changes: object) -> Callable[[], nn.Module]:
+def _small_decoder(**changes: object) -> Callable[[], nn.Module]:
     shape = {
         "layers": 2,
         "embed": 16,
@@ -24,15 +24,15 @@ def _small(**changes: object) -> Callable[[], nn.Module]:
     return lambda: Decoder(DecoderConfig(**{"max_seq": 16, **shape, **changes}))  # type: ignore[arg-type]
 
 
-def _adapted(lora: AdapterConfig, **changes: object) -> Callable[[], nn.Module]:
+def _small_decoder_with_lora(lora: AdapterConfig, **changes: object) -> Callable[[], nn.Module]:
     """A model with adapters that add something: nothing of theirs is at its initial value."""
 
     def make() -> nn.Module:
-        model = _small(**changes)()
+        model = _small_decoder(**changes)()
         assert isinstance(model, Decoder)
-        attach(model, lora)
-        for _, adapter, layer in adapters_of(model):
-            adapter.measure(layer)
+        attach_adapters(model, lora)
+        for _, adapter, layer in named_adapters(model):
+            adapter.init_magnitudes(layer)
             for weight in (*adapter.b.parameters(), *adapter.m.parameters()):
                 nn.init.normal_(weight, mean=float(weight.detach().mean()), std=0.2)
         return model
@@ -41,12 +41,12 @@ def _adapted(lora: AdapterConfig, **changes: object) -> Callable[[], nn.Module]:
 
 
 EXAMPLES: dict[str, Callable[[], nn.Module]] = {
-    "llama": _small(),
-    "gpt2": _small(kv_heads=8, **GPT2),
-    "qwen3": _small(qk_norm=True, tied=True, vocab=32),
-    "biased": _small(bias=True, activation="gelu", norm="layer"),
-    "olmo2": _small(qk_whole=True, norms="after"),
-    "gemma2": _small(tied=True, vocab=32, **GEMMA2),
-    "lora": _adapted(AdapterConfig(rank=3, on=("heads", "v", "mlp"))),
-    "dora": _adapted(AdapterConfig(rank=3, dora=True, shared=True), bias=True),
+    "llama": _small_decoder(),
+    "gpt2": _small_decoder(kv_heads=8, **GPT2),
+    "qwen3": _small_decoder(qk_norm=True, tied=True, vocab=32),
+    "biased": _small_decoder(bias=True, activation="gelu", norm="layer"),
+    "olmo2": _small_decoder(qk_whole=True, norms="after"),
+    "gemma2": _small_decoder(tied=True, vocab=32, **GEMMA2),
+    "lora": _small_decoder_with_lora(AdapterConfig(rank=3, on=("heads", "v", "mlp"))),
+    "dora": _small_decoder_with_lora(AdapterConfig(rank=3, dora=True, shared=True), bias=True),
 }

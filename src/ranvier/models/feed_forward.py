@@ -12,24 +12,24 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ranvier.models.config import GATES, DecoderConfig
+from ranvier.models.config import GATED_ACTIVATIONS, DecoderConfig
 
-_TANH = partial(F.gelu, approximate="tanh")
-GATED: dict[str, Callable[[Tensor], Tensor]] = {
+_GELU_TANH = partial(F.gelu, approximate="tanh")
+GATED_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
-    "geglu": _TANH,
+    "geglu": _GELU_TANH,
     "geglu_exact": F.gelu,
     "reglu": F.relu,
 }
-assert set(GATED) == set(GATES), GATED
-UNGATED: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": _TANH,
+assert set(GATED_FUNCTIONS) == set(GATED_ACTIVATIONS), GATED_FUNCTIONS
+UNGATED_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": _GELU_TANH,
     "gelu_exact": F.gelu,
     "relu": F.relu,
 }
 
 
-class Siblings(nn.ModuleDict):
+class FusedLinear(nn.ModuleDict):
     """Layers that read the same value, and their outputs in order."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -37,7 +37,7 @@ class Siblings(nn.ModuleDict):
         return tuple(layer(x) for layer in self.values())
 
 
-class Gated(nn.Module):
+class GatedMLP(nn.Module):
     """down(f(gate(x)) · up(x))."""
 
     dims = {"enter.gate": ("mlp", "embed"), "enter.up": ("mlp", "embed"), "down": ("embed", "mlp")}
@@ -45,29 +45,29 @@ class Gated(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         d, f, bias = config.embed, config.mlp, config.has_bias("mlp")
-        self.enter = Siblings(
+        self.enter = FusedLinear(
             {"gate": nn.Linear(d, f, bias=bias), "up": nn.Linear(d, f, bias=bias)}
         )
         self.down = nn.Linear(f, d, bias=bias)
-        self.function = GATED[config.activation]
+        self.function = GATED_FUNCTIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """x, y: `[b, s, d]`."""
-        return self.leave(self.hidden(x))
+        return self.project_down(self.compute_hidden(x))
 
-    def hidden(self, x: Tensor) -> Tensor:
+    def compute_hidden(self, x: Tensor) -> Tensor:
         """The hidden layer, `[b, s, f]`."""
-        gate, up = adapted(self, "enter", x)  # (b, s, f)
+        gate, up = apply_with_adapter(self, "enter", x)  # (b, s, f)
         hidden: Tensor = self.function(gate) * up
         return hidden
 
-    def leave(self, hidden: Tensor) -> Tensor:
+    def project_down(self, hidden: Tensor) -> Tensor:
         """What the hidden layer gives, `[b, s, d]`."""
-        out: Tensor = adapted(self, "down", hidden)
+        out: Tensor = apply_with_adapter(self, "down", hidden)
         return out
 
 
-class Ungated(nn.Module):
+class UngatedMLP(nn.Module):
     """down(f(up(x)))."""
 
     dims = {"up": ("mlp", "embed"), "down": ("embed", "mlp")}
@@ -77,23 +77,23 @@ class Ungated(nn.Module):
         bias = config.has_bias("mlp")
         self.up = nn.Linear(config.embed, config.mlp, bias=bias)
         self.down = nn.Linear(config.mlp, config.embed, bias=bias)
-        self.function = UNGATED[config.activation]
+        self.function = UNGATED_FUNCTIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """x, y: `[b, s, d]`."""
-        return self.leave(self.hidden(x))
+        return self.project_down(self.compute_hidden(x))
 
-    def hidden(self, x: Tensor) -> Tensor:
+    def compute_hidden(self, x: Tensor) -> Tensor:
         """The hidden layer, `[b, s, f]`."""
-        return self.function(adapted(self, "up", x))
+        return self.function(apply_with_adapter(self, "up", x))
 
-    def leave(self, hidden: Tensor) -> Tensor:
+    def project_down(self, hidden: Tensor) -> Tensor:
         """What the hidden layer gives, `[b, s, d]`."""
-        out: Tensor = adapted(self, "down", hidden)
+        out: Tensor = apply_with_adapter(self, "down", hidden)
         return out
 
 
-def adapted(module: nn.Module, name: str, x: Tensor) -> Any:
+def apply_with_adapter(module: nn.Module, name: str, x: Tensor) -> Any:
     """What a layer of a module makes of x, with what an adapter beside it adds, if there is one."""
     layer, adapters = getattr(module, name), getattr(module, "adapters", None)
     y = layer(x)

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from ranvier.models.config import AdapterConfig, DecoderConfig
 from ranvier.models.decoder import Decoder
-from ranvier.models.feed_forward import Siblings
+from ranvier.models.feed_forward import FusedLinear
 
-SHARED = "shared"
+SHARED_A = "shared"
 """Name of an A that several layers have in common."""
 
 
-class Apart(nn.ModuleDict):
+class GroupedInputLinear(nn.ModuleDict):
     """Layers each of which reads a part of the value, and their outputs in order."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -38,7 +38,7 @@ class Apart(nn.ModuleDict):
         return tuple(layer(part) for layer, part in zip(self.values(), parts, strict=True))
 
 
-class Magnitude(nn.Module):
+class DoraMagnitude(nn.Module):
     """m / ‖W + s · B A‖, the factor of each output of a layer."""
 
     def __init__(self, out: int, scale: float) -> None:
@@ -47,16 +47,16 @@ class Magnitude(nn.Module):
 
     def forward(self, layer: nn.Module, a: nn.Module, b: nn.Module) -> Tensor:
         """The factor `[out]`; the norm is as good as constant."""
-        return self.weight / self.norm(layer, a, b)
+        return self.weight / self.weight_norm(layer, a, b)
 
     @torch.no_grad()
-    def norm(self, layer: nn.Module, a: nn.Module, b: nn.Module) -> Tensor:
+    def weight_norm(self, layer: nn.Module, a: nn.Module, b: nn.Module) -> Tensor:
         """‖W + s · B A‖ of each row."""
         w, first, second = (one.get_parameter("weight") for one in (layer, a, b))
-        return self.squares(w, first, second, self.scale).sqrt().to(self.weight.dtype)
+        return self.squared_row_norms(w, first, second, self.scale).sqrt().to(self.weight.dtype)
 
     @staticmethod
-    def squares(w: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    def squared_row_norms(w: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
         """Σ (W + s · B A)² of each row, without the sum of matrices; any columns add up.
 
         ‖w‖² + 2s · b·(A w) + s² · bᵀ(A Aᵀ)b; w: `[o, i]`, a: `[r, i]`, b: `[o, r]`.
@@ -80,20 +80,20 @@ class Adapter(nn.Module):
         """layers: all of them, in order; dims: (out, in) of those that are adapted."""
         super().__init__()
         self.scale, self.names = config.scale, tuple(dims)
-        self.places = tuple(i for i, name in enumerate(layers) if name in dims)
+        self.layer_indices = tuple(i for i, name in enumerate(layers) if name in dims)
         (features,), (into,) = (
             {layer.in_features for layer in layers.values()},
             {into for _, into in dims.values()},
         )
-        first = (SHARED,) if config.shared and len(layers) > 1 else self.names
+        first = (SHARED_A,) if config.shared and len(layers) > 1 else self.names
         self.dropout = nn.Dropout(config.dropout)
-        self.a = Siblings({name: nn.Linear(features, config.rank, bias=False) for name in first})
+        self.a = FusedLinear({name: nn.Linear(features, config.rank, bias=False) for name in first})
         seconds = {
             name: nn.Linear(config.rank, layers[name].out_features, bias=False) for name in dims
         }
-        self.b = Siblings(seconds) if first == (SHARED,) else Apart(seconds)
+        self.b = FusedLinear(seconds) if first == (SHARED_A,) else GroupedInputLinear(seconds)
         self.m = nn.ModuleDict(
-            {n: Magnitude(layers[n].out_features, config.scale) for n in dims if config.dora}
+            {n: DoraMagnitude(layers[n].out_features, config.scale) for n in dims if config.dora}
         )
         self.dims: dict[str, tuple[str, ...]] = {"dropout": (into,)}
         self.dims |= {f"a.{name}": ("rank", into) for name in first}
@@ -110,40 +110,42 @@ class Adapter(nn.Module):
         parts = self.a(self.dropout(x))  # (b, s, r) each
         added = self.b(parts[0] if len(parts) == 1 else torch.cat(parts, -1))
         ys = list(y) if isinstance(y, tuple) else [y]
-        for place, name, more in zip(self.places, self.names, added, strict=True):
-            ys[place] = self._added(ys[place], self.scale * more, layer, name)
+        for place, name, more in zip(self.layer_indices, self.names, added, strict=True):
+            ys[place] = self._add_to_output(ys[place], self.scale * more, layer, name)
         return tuple(ys) if isinstance(y, tuple) else ys[0]
 
-    def _added(self, y: Tensor, more: Tensor, layer: nn.Module, name: str) -> Tensor:
+    def _add_to_output(self, y: Tensor, more: Tensor, layer: nn.Module, name: str) -> Tensor:
         """One output with what is added to it; a bias is not scaled."""
         if name not in self.m:
             return y + more
-        factor: Tensor = self.m[name](*self.three(layer, name))
-        bias: Tensor | None = getattr(self.adapted(layer, name), "bias", None)
+        factor: Tensor = self.m[name](*self.layer_with_a_and_b(layer, name))
+        bias: Tensor | None = getattr(self.adapted_layer(layer, name), "bias", None)
         if bias is None:
             return factor * (y + more)
         return factor * (y - bias.flatten() + more) + bias.flatten()
 
-    def adapted(self, layer: nn.Module, name: str) -> nn.Module:
+    def adapted_layer(self, layer: nn.Module, name: str) -> nn.Module:
         """The layer of a name: one of several, or the only one."""
         found = getattr(layer, name, layer)
         assert isinstance(found, nn.Module), name
         return found
 
-    def three(self, layer: nn.Module, name: str) -> tuple[nn.Module, nn.Module, nn.Module]:
+    def layer_with_a_and_b(
+        self, layer: nn.Module, name: str
+    ) -> tuple[nn.Module, nn.Module, nn.Module]:
         """The adapted layer, its A and its B."""
-        a = getattr(self.a, SHARED, None) or self.a.get_submodule(name)
-        return self.adapted(layer, name), a, self.b.get_submodule(name)
+        a = getattr(self.a, SHARED_A, None) or self.a.get_submodule(name)
+        return self.adapted_layer(layer, name), a, self.b.get_submodule(name)
 
     @torch.no_grad()
-    def measure(self, layer: nn.Module) -> None:
+    def init_magnitudes(self, layer: nn.Module) -> None:
         """Set the lengths of DoRA to those of the weights as they are: nothing changes at first."""
         for name, magnitude in self.m.items():
             assert isinstance(magnitude.weight, nn.Parameter)
-            magnitude.weight.copy_(magnitude.norm(*self.three(layer, name)))  # type: ignore[operator]
+            magnitude.weight.copy_(magnitude.weight_norm(*self.layer_with_a_and_b(layer, name)))  # type: ignore[operator]
 
 
-def attach(model: Decoder, config: AdapterConfig) -> None:
+def attach_adapters(model: Decoder, config: AdapterConfig) -> None:
     """Hang adapters beside the layers that the config names; all else is frozen."""
     model.requires_grad_(False)
     init: dict[str, float | tuple[float, float]] = {}
@@ -153,17 +155,17 @@ def attach(model: Decoder, config: AdapterConfig) -> None:
         for module in list(block.modules()):
             adapters = {
                 group: Adapter(config, layers, dims)
-                for group, layers, dims in _groups(module, config.on)
+                for group, layers, dims in _adapter_groups(module, config.on)
             }
             if adapters:
                 module.adapters = nn.ModuleDict(adapters)
             for group, adapter in adapters.items():
                 adapter.reset_parameters()
-                init |= _initial(f".adapters.{group}", adapter)
+                init |= _initial_values(f".adapters.{group}", adapter)
     model.init = {**init, **model.init}
 
 
-def _initial(path: str, adapter: Adapter) -> dict[str, tuple[float, float]]:
+def _initial_values(path: str, adapter: Adapter) -> dict[str, tuple[float, float]]:
     """Mean and deviation of initial values by the end of a name: A as PEFT has it, B zero."""
     found = {f"{path}.b.{name}.weight": (0.0, 0.0) for name in adapter.names}
     found |= {f"{path}.m.{name}.weight": (1.0, 0.0) for name in adapter.m}
@@ -174,7 +176,7 @@ def _initial(path: str, adapter: Adapter) -> dict[str, tuple[float, float]]:
     return found
 
 
-def _groups(
+def _adapter_groups(
     module: nn.Module, on: tuple[str, ...]
 ) -> Iterator[tuple[str, dict[str, nn.Linear], dict[str, tuple[str, str]]]]:
     """Name of a layer (or of several siblings), its layers, and the dims of those to be adapted."""
@@ -185,12 +187,12 @@ def _groups(
             chosen.setdefault(group, {})[name or group] = dims
     for group, dims in chosen.items():
         layer = module.get_submodule(group)
-        inside = layer.items() if isinstance(layer, Siblings) else [(group, layer)]
+        inside = layer.items() if isinstance(layer, FusedLinear) else [(group, layer)]
         yield group, {name: one for name, one in inside if isinstance(one, nn.Linear)}, dims
 
 
 @dataclass(frozen=True)
-class Adapted:
+class AdaptedWeight:
     """The parameters of an adapted layer."""
 
     a: str
@@ -201,19 +203,19 @@ class Adapted:
     """Features out and in."""
 
 
-def adapted_weights(config: DecoderConfig, lora: AdapterConfig) -> dict[str, Adapted]:
+def adapted_weights(config: DecoderConfig, lora: AdapterConfig) -> dict[str, AdaptedWeight]:
     """What belongs to each adapted weight of a decoder, by its name."""
     with torch.device("meta"):
-        one = build(replace(config, layers=1, window_layers=()), replace(lora, layers=()))
+        one = build_decoder(replace(config, layers=1, window_layers=()), replace(lora, layers=()))
     found = {}
-    for path, adapter, layer in adapters_of(one):
+    for path, adapter, layer in named_adapters(one):
         above, _, group = path.rpartition(".adapters.")
         for name in adapter.names:
-            base, _, _ = adapter.three(layer, name)
+            base, _, _ = adapter.layer_with_a_and_b(layer, name)
             assert isinstance(base, nn.Linear), name
             single = base is layer
-            first = SHARED if hasattr(adapter.a, SHARED) else name
-            found[f"{above}.{group}{'' if single else f'.{name}'}.weight"] = Adapted(
+            first = SHARED_A if hasattr(adapter.a, SHARED_A) else name
+            found[f"{above}.{group}{'' if single else f'.{name}'}.weight"] = AdaptedWeight(
                 f"{path}.a.{first}.weight",
                 f"{path}.b.{name}.weight",
                 f"{path}.m.{name}.weight",
@@ -221,26 +223,31 @@ def adapted_weights(config: DecoderConfig, lora: AdapterConfig) -> dict[str, Ada
             )
     blocks = lora.layers or range(config.layers)
     return {
-        _moved(name, i): Adapted(_moved(own.a, i), _moved(own.b, i), _moved(own.m, i), own.shape)
+        _with_block_index(name, i): AdaptedWeight(
+            _with_block_index(own.a, i),
+            _with_block_index(own.b, i),
+            _with_block_index(own.m, i),
+            own.shape,
+        )
         for i in blocks
         for name, own in found.items()
     }
 
 
-def _moved(name: str, block: int) -> str:
+def _with_block_index(name: str, block: int) -> str:
     return f"blocks.{block}.{name.removeprefix('blocks.0.')}"
 
 
-def adapters_of(model: nn.Module) -> Iterator[tuple[str, Adapter, nn.Module]]:
+def named_adapters(model: nn.Module) -> Iterator[tuple[str, Adapter, nn.Module]]:
     """Name, adapter and adapted layer of all there are, also on the grid and of a stage."""
     for path, module in model.named_modules():
         for group, adapter in (getattr(module, "adapters", None) or {}).items():
             yield f"{path}.adapters.{group}", adapter, getattr(module, group)
 
 
-def build(config: DecoderConfig, lora: AdapterConfig) -> Decoder:
+def build_decoder(config: DecoderConfig, lora: AdapterConfig) -> Decoder:
     """A decoder, with adapters if they have a rank."""
     model = Decoder(config)
     if lora.rank > 0:
-        attach(model, lora)
+        attach_adapters(model, lora)
     return model

@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ranvier.models.config import GATES, DecoderConfig
-from ranvier.models.feed_forward import GATED, UNGATED, Gated, Ungated
+from ranvier.models.config import GATED_ACTIVATIONS, DecoderConfig
+from ranvier.models.feed_forward import GATED_FUNCTIONS, UNGATED_FUNCTIONS, GatedMLP, UngatedMLP
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,20 @@ class Routes:
 class Router:
     """How logits become routes; the same on one device and on a grid."""
 
-    experts: int
-    top: int
-    kind: str = "softmax"
-    norm: bool = True
-    scale: float = 1.0
-    capacity: float = 0.0
-    balance: float = 0.0
-    z: float = 0.0
+    num_experts: int
+    top_k: int
+    score_function: str = "softmax"
+    norm_topk_prob: bool = True
+    route_scale: float = 1.0
+    capacity_factor: float = 0.0
+    aux_loss_coeff: float = 0.0
+    z_loss_coeff: float = 0.0
     jitter: float = 0.0
-    bias: float = 0.0
-    gain: float = 1.0
+    bias_update_rate: float = 0.0
+    logit_scale: float = 1.0
 
     @classmethod
-    def of(cls, config: DecoderConfig) -> Router:
+    def from_config(cls, config: DecoderConfig) -> Router:
         """That of a model."""
         return cls(
             config.experts,
@@ -75,135 +75,154 @@ class Router:
         )
 
     @property
-    def losses(self) -> bool:
+    def has_aux_loss(self) -> bool:
         """Whether it adds to the loss."""
-        return self.balance > 0.0 or self.z > 0.0
+        return self.aux_loss_coeff > 0.0 or self.z_loss_coeff > 0.0
 
-    def slots(self, seq: int) -> int:
+    def expert_capacity(self, seq: int) -> int:
         """Tokens of a sequence that an expert takes at most."""
-        if self.capacity == 0.0:
+        if self.capacity_factor == 0.0:
             return seq
-        return min(math.ceil(self.capacity * seq * self.top / self.experts), seq)
+        return min(math.ceil(self.capacity_factor * seq * self.top_k / self.num_experts), seq)
 
-    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+    def compute_logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """gain · x Wᵀ, wide; of a part of the features a part of the sum. x: `[t, d]`."""
         wide = torch.promote_types(x.dtype, torch.float32)
         found = F.linear(x.to(wide), weight.to(wide))  # (t, E)
-        return found if self.gain == 1.0 else found * self.gain
+        return found if self.logit_scale == 1.0 else found * self.logit_scale
 
-    def route(self, logits: Tensor, bias: Tensor | None = None) -> Routes:
+    def route_tokens(self, logits: Tensor, bias: Tensor | None = None) -> Routes:
         """logits: `[t, E]`, wide; bias: `[E]`."""
-        scores = logits.softmax(-1) if self.kind == "softmax" else logits.sigmoid()
+        scores = logits.softmax(-1) if self.score_function == "softmax" else logits.sigmoid()
         wanted = scores.detach() if bias is None else scores.detach() + bias.to(scores.dtype)
-        experts = wanted.topk(self.top, dim=-1).indices  # (t, k)
+        experts = wanted.topk(self.top_k, dim=-1).indices  # (t, k)
         weights = scores.gather(1, experts)
-        if self.norm:
+        if self.norm_topk_prob:
             floor = torch.finfo(weights.dtype).tiny  # sigmoids may all be 0
             weights = weights / weights.sum(1, keepdim=True).clamp(min=floor)
-        return Routes(scores, weights * self.scale if self.scale != 1.0 else weights, experts)
+        return Routes(
+            scores, weights * self.route_scale if self.route_scale != 1.0 else weights, experts
+        )
 
-    def counts(self, routes: Routes, sequences: int) -> Tensor:
+    def count_choices(self, routes: Routes, sequences: int) -> Tensor:
         """Choices of each expert in each sequence (or the part of it that is here): `[b, E]`."""
-        chosen = routes.experts.new_zeros(sequences, self.experts)
+        chosen = routes.experts.new_zeros(sequences, self.num_experts)
         flat = routes.experts.view(sequences, -1)
         return chosen.scatter_add_(1, flat, torch.ones_like(flat))
 
-    def kept(self, routes: Routes, sequences: int, seq: int, before: Tensor | None) -> Tensor:
+    def capacity_mask(
+        self, routes: Routes, sequences: int, seq: int, before: Tensor | None
+    ) -> Tensor:
         """Which choices find a slot, `[t, k]`: the first in the order of the sequence.
 
         seq: tokens of whole sequences; before: choices of earlier parts of them, `[b, E]`.
         """
-        hot = F.one_hot(routes.experts.view(sequences, -1), self.experts)  # (b, s·k, E)
+        hot = F.one_hot(routes.experts.view(sequences, -1), self.num_experts)  # (b, s·k, E)
         place = hot.cumsum(1) if before is None else hot.cumsum(1) + before.unsqueeze(1)
         mine = place.gather(2, routes.experts.view(sequences, -1, 1)).view_as(routes.experts)
-        return mine <= self.slots(seq)
+        return mine <= self.expert_capacity(seq)
 
-    def extra(self, logits: Tensor, routes: Routes, counts: Tensor, seq: int) -> Tensor:
+    def compute_aux_loss(self, logits: Tensor, routes: Routes, counts: Tensor, seq: int) -> Tensor:
         """What is added to the loss for these tokens: a sum over them.
 
         counts: choices of whole sequences, `[b, E]`; logits: of the tokens here, `[t, E]`.
         """
-        shares = counts.to(logits.dtype) / (seq * self.top)  # (b, E)
+        shares = counts.to(logits.dtype) / (seq * self.top_k)  # (b, E)
         scores = routes.scores
-        if self.kind == "sigmoid":
+        if self.score_function == "sigmoid":
             scores = scores / scores.sum(1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
-        sums = scores.view(len(counts), -1, self.experts).sum(1)  # (b, E)
-        found = self.balance * self.experts * (shares * sums).sum()
-        return found + self.z * logits.logsumexp(-1).square().sum() if self.z > 0.0 else found
+        sums = scores.view(len(counts), -1, self.num_experts).sum(1)  # (b, E)
+        found = self.aux_loss_coeff * self.num_experts * (shares * sums).sum()
+        return (
+            found + self.z_loss_coeff * logits.logsumexp(-1).square().sum()
+            if self.z_loss_coeff > 0.0
+            else found
+        )
 
 
-class Experts(nn.Module):
+class MoELayer(nn.Module):
     """y = Σ_k w_k · down_k(f(gate_k x) · up_k x) + shared(x); without gates down_k(f(up_k x))."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         d, f, e = config.embed, config.expert_width, config.experts
-        self.rule, self.gated = Router.of(config), config.activation in GATES
+        self.rule, self.has_gate = (
+            Router.from_config(config),
+            config.activation in GATED_ACTIVATIONS,
+        )
         self.activation = config.activation
-        self.function: Callable[[Tensor], Tensor] = {**GATED, **UNGATED}[config.activation]
+        self.function: Callable[[Tensor], Tensor] = {**GATED_FUNCTIONS, **UNGATED_FUNCTIONS}[
+            config.activation
+        ]
         self.router = nn.Linear(d, e, bias=False)
-        self.gate = nn.Parameter(torch.empty(e, f, d)) if self.gated else None
+        self.gate = nn.Parameter(torch.empty(e, f, d)) if self.has_gate else None
         self.up = nn.Parameter(torch.empty(e, f, d))
         self.down = nn.Parameter(torch.empty(e, d, f))
         for weight in (self.gate, self.up, self.down):
             if weight is not None:  # as nn.Linear begins
                 nn.init.uniform_(weight, -(weight.shape[2] ** -0.5), weight.shape[2] ** -0.5)
-        made = Gated if self.gated else Ungated
+        made = GatedMLP if self.has_gate else UngatedMLP
         self.shared = made(replace(config, mlp=config.shared_mlp)) if config.shared_mlp else None
         self.bias: Tensor | None
         self.register_buffer("bias", torch.zeros(e) if config.router_bias > 0.0 else None)
-        self.extra: Tensor | None = None
+        self.aux_loss: Tensor | None = None
         """What the last forward pass adds to the loss; whoever adds it takes it away."""
-        self.loads: Tensor | None = None
+        self.tokens_per_expert: Tensor | None = None
         """Choices of each expert since the last step, `[E]`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x, y: `[b, s, d]`."""
         rule, (b, s, d) = self.rule, x.shape
         flat = x.reshape(-1, d)
-        logits = rule.logits(flat, self.router.weight)  # (t, E)
+        logits = rule.compute_logits(flat, self.router.weight)  # (t, E)
         if self.training and rule.jitter > 0.0:
-            logits = logits * (1.0 + rule.jitter * self.noise(logits))
-        routes = rule.route(logits, self.bias)
-        counts = rule.counts(routes, b)  # (b, E)
+            logits = logits * (1.0 + rule.jitter * self.router_noise(logits))
+        routes = rule.route_tokens(logits, self.bias)
+        counts = rule.count_choices(routes, b)  # (b, E)
         kept = torch.ones_like(routes.experts, dtype=torch.bool)
-        if rule.capacity > 0.0:
-            kept = rule.kept(routes, b, s, None)
-        self.extra = rule.extra(logits, routes, counts, s) if self._adds else None
+        if rule.capacity_factor > 0.0:
+            kept = rule.capacity_mask(routes, b, s, None)
+        self.aux_loss = (
+            rule.compute_aux_loss(logits, routes, counts, s) if self._adds_aux_loss else None
+        )
         if self.training and self.bias is not None:
             found = counts.sum(0)
-            self.loads = found if self.loads is None else self.loads + found
+            self.tokens_per_expert = (
+                found if self.tokens_per_expert is None else self.tokens_per_expert + found
+            )
         y = torch.zeros_like(flat, dtype=logits.dtype)  # (t, d)
-        for e in range(rule.experts):
+        for e in range(rule.num_experts):
             token, slot = torch.nonzero((routes.experts == e) & kept, as_tuple=True)
-            out = self._expert(e, flat[token])
+            out = self._apply_expert(e, flat[token])
             y = y.index_add(0, token, out.to(y.dtype) * routes.weights[token, slot].unsqueeze(1))
         found = y.to(x.dtype).view_as(x)
         return found if self.shared is None else found + self.shared(x)
 
-    def noise(self, logits: Tensor) -> Tensor:
+    def router_noise(self, logits: Tensor) -> Tensor:
         """Random numbers in [-1, 1); here torch's, on a grid of (seed, layer, sample, token)."""
         return 2.0 * torch.rand_like(logits) - 1.0
 
     @property
-    def _adds(self) -> bool:
-        return self.training and self.rule.losses and torch.is_grad_enabled()
+    def _adds_aux_loss(self) -> bool:
+        return self.training and self.rule.has_aux_loss and torch.is_grad_enabled()
 
-    def _expert(self, e: int, x: Tensor) -> Tensor:
+    def _apply_expert(self, e: int, x: Tensor) -> Tensor:
         up = F.linear(x, self.up[e])  # (n, f)
         if self.gate is None:
             return F.linear(self.function(up), self.down[e])
         return F.linear(self.function(F.linear(x, self.gate[e])) * up, self.down[e])
 
     @torch.no_grad()
-    def move_bias(self) -> None:
+    def update_expert_bias(self) -> None:
         """After a step: experts that got fewer tokens than the mean are chosen more readily."""
-        if self.bias is not None and self.loads is not None:
-            self.bias.copy_(moved(self.bias, self.loads, self.rule.bias))
-            self.loads = None
+        if self.bias is not None and self.tokens_per_expert is not None:
+            self.bias.copy_(
+                next_expert_bias(self.bias, self.tokens_per_expert, self.rule.bias_update_rate)
+            )
+            self.tokens_per_expert = None
 
 
-def moved(bias: Tensor, loads: Tensor, rate: float) -> Tensor:
+def next_expert_bias(bias: Tensor, loads: Tensor, rate: float) -> Tensor:
     """The bias after a step in which experts got these numbers of tokens: `[E]` each."""
     wide = loads.to(torch.float64)
     return bias + rate * (wide.mean() - wide).sign().to(bias.dtype)

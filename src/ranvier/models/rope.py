@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from ranvier.models.config import RotaryConfig
 
 
-class Rotary(nn.Module):
+class RotaryEmbedding(nn.Module):
     """Cosines and sines of the rotary angles of positions."""
 
     def __init__(self, config: Any) -> None:
         """config: a `RotaryConfig` with a head_dim."""
         super().__init__()
         self.config: RotaryConfig = config
-        self.turned = int(config.head_dim * config.rope_share)
+        self.rotary_dim = int(config.head_dim * config.rope_share)
 
     def forward(self, positions: Tensor, dtype: torch.dtype, long: Tensor | None = None) -> Tensor:
         """positions: `[b, s]`; cosines of the turned part k of a head, then sines: `[b, s, 1, 2k]`.
@@ -39,13 +39,13 @@ class Rotary(nn.Module):
         up, with a position of the text, counts as little as the other samples do.
         """
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        steps = torch.arange(0, self.turned, 2, device=positions.device, dtype=wide)
-        frequency = self.frequencies(steps, 1)
+        steps = torch.arange(0, self.rotary_dim, 2, device=positions.device, dtype=wide)
+        frequency = self.compute_frequencies(steps, 1)
         if self.config.rope == "longrope":
             if long is None:
                 long = positions.amax(1, keepdim=True) + 1  # (b, 1)
             beyond = (long > self.config.rope_original).unsqueeze(-1)
-            far = self.frequencies(steps, self.config.rope_original + 1)
+            far = self.compute_frequencies(steps, self.config.rope_original + 1)
             frequency = torch.where(beyond, far, frequency)  # (b, 1 or s, k/2)
         angle = positions.unsqueeze(-1).to(wide) * frequency  # (b, s, k/2)
         cos, sin = angle.cos(), angle.sin()
@@ -54,11 +54,11 @@ class Rotary(nn.Module):
             found = found * self.config.rope_attention
         return found.to(dtype)
 
-    def frequencies(self, steps: Tensor, seq: int) -> Tensor:
+    def compute_frequencies(self, steps: Tensor, seq: int) -> Tensor:
         """Radians a token of the pairs whose first elements are `steps` `[k/2]`."""
         config = self.config
         # as others write it: to the last bit, which counts at far positions
-        frequency: Tensor = 1.0 / config.rope_theta ** (steps / self.turned)
+        frequency: Tensor = 1.0 / config.rope_theta ** (steps / self.rotary_dim)
         if config.rope == "longrope":
             factors = config.rope_long if seq > config.rope_original else config.rope_short
             return frequency / torch.tensor(factors, dtype=steps.dtype, device=steps.device)
@@ -66,12 +66,16 @@ class Rotary(nn.Module):
             return frequency
         if config.rope == "linear":
             return frequency / config.rope_scale
-        kept = _by_turns(frequency, config) if config.rope == "llama3" else self._by_number(steps)
+        kept = (
+            _llama3_keep_ratio(frequency, config)
+            if config.rope == "llama3"
+            else self._yarn_keep_ratio(steps)
+        )
         return frequency * (kept + (1.0 - kept) / config.rope_scale)
 
-    def _by_number(self, steps: Tensor) -> Tensor:
+    def _yarn_keep_ratio(self, steps: Tensor) -> Tensor:
         """How much of each frequency is kept, falling evenly from pair to pair (YaRN)."""
-        config, k = self.config, self.turned
+        config, k = self.config, self.rotary_dim
 
         def pair(turns: float) -> float:
             """The number of the pair that turns so often in the original length."""
@@ -84,14 +88,14 @@ class Rotary(nn.Module):
         return 1.0 - ((steps / 2 - first) / width).clamp(0.0, 1.0)
 
 
-def _by_turns(frequency: Tensor, config: RotaryConfig) -> Tensor:
+def _llama3_keep_ratio(frequency: Tensor, config: RotaryConfig) -> Tensor:
     """How much of each frequency is kept, by how often it turns (Llama 3.1)."""
     low, high = config.rope_turns
     turns = config.rope_original * frequency / (2 * torch.pi)
     return ((turns - low) / (high - low)).clamp(0.0, 1.0)
 
 
-class Rotate(torch.autograd.Function):
+class RotateHalves(torch.autograd.Function):
     """The two halves of each head rotated; x: `[b, s, h, k]`, angles: `[b, s, 1, 2k]`.
 
     The gradient is rotated back, which a compiler turns into as good a kernel as the way there;
@@ -110,11 +114,11 @@ class Rotate(torch.autograd.Function):
         return (dy * cos).addcmul_(torch.cat([right, -left], -1), sin), None
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, angles: Tensor) -> Tensor:
     """Rotate each head by the angles of its position; what they do not reach stays as it is."""
     turned = angles.shape[-1] // 2
     if turned == x.shape[-1]:
-        y: Tensor = Rotate.apply(x, angles)  # type: ignore[no-untyped-call]
+        y: Tensor = RotateHalves.apply(x, angles)  # type: ignore[no-untyped-call]
         return y
-    y = Rotate.apply(x[..., :turned], angles)  # type: ignore[no-untyped-call]
+    y = RotateHalves.apply(x[..., :turned], angles)  # type: ignore[no-untyped-call]
     return torch.cat([y, x[..., turned:]], -1)

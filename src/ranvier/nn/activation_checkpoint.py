@@ -25,10 +25,10 @@ from torch.utils.checkpoint import (
 
 from ranvier.config.plan import Recompute
 from ranvier.errors import PlanError
-from ranvier.memory.saved_results import Results
-from ranvier.nn.layer import Moment
+from ranvier.memory.saved_results import SavedResults
+from ranvier.nn.layer import StepContext
 
-KEPT = frozenset(
+SAVED_OPS = frozenset(
     {
         "aten::mm",
         "aten::addmm",
@@ -51,24 +51,24 @@ KEPT = frozenset(
     }
 )
 """Operations whose results a selective block keeps, by name: not every torch has all of them."""
-TAGGED = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+NEEDS_OP_TAGS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 """Whether a graph must be told of each operation that it is to be computed again: older ones of
 torch tell those inside of autograd functions nothing, and keep their results."""
 
 
-def kept(operation: Any) -> bool:
+def is_saved_op(operation: Any) -> bool:
     """Whether a selective block keeps the results: of matrix products, of attention."""
-    name = _name(operation)
-    return name in KEPT or (name.startswith("ranvier::") and "attend" in name)
+    name = _op_name(operation)
+    return name in SAVED_OPS or (name.startswith("ranvier::") and "attend" in name)
 
 
-def _name(operation: Any) -> str:
+def _op_name(operation: Any) -> str:
     schema = getattr(operation, "_schema", None)  # operators that take functions have none
     return str(operation.name() if schema is None else schema.name)
 
 
-def again(
-    forward: Callable[..., Any], kind: Recompute, moment: Moment, *args: Any, **kwargs: Any
+def checkpoint_block(
+    forward: Callable[..., Any], kind: Recompute, moment: StepContext, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a block so that it keeps what its kind says.
 
@@ -81,9 +81,9 @@ def again(
         )
     if kind == "none" or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    keeping, samples, selective = moment.keeping, moment.samples, kind == "selective"
+    keeping, samples, selective = moment.save_policy, moment.samples, kind == "selective"
     compiling = torch.compiler.is_compiling()
-    results = None if compiling else keeping.results(selective=selective)
+    results = None if compiling else keeping.open_results(selective=selective)
 
     def run(*inputs: Any) -> Any:
         if compiling:  # the graph reads the samples of its own pass, and may change nothing
@@ -92,25 +92,27 @@ def again(
         try:
             if results is None:
                 return forward(*inputs, **kwargs)
-            with results.turn(), _Products(results) if selective else nullcontext():
+            with results.block_run(), _SaveOpsMode(results) if selective else nullcontext():
                 return forward(*inputs, **kwargs)
         finally:
             moment.samples = before
 
-    if compiling and (selective or keeping.all or TAGGED):
-        contexts = partial(_contexts, selective, keeping.all, keeping.depth)
+    if compiling and (selective or keeping.saves_all_layers or NEEDS_OP_TAGS):
+        contexts = partial(
+            _checkpoint_contexts, selective, keeping.saves_all_layers, keeping.depth_group
+        )
         return checkpoint(
             run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )
     return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-class _Products(TorchDispatchMode):
+class _SaveOpsMode(TorchDispatchMode):
     """Puts the results of matrix products and of attention into a queue, or takes them from it."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, results: Results) -> None:
+    def __init__(self, results: SavedResults) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.results = results
 
@@ -123,16 +125,16 @@ class _Products(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run what is not kept."""
-        if not kept(func):
+        if not is_saved_op(func):
             return func(*args, **(kwargs or {}))
-        if self.results.again:
-            return self.results.take(str(func))
+        if self.results.is_recompute:
+            return self.results.next_result(str(func))
         out = func(*args, **(kwargs or {}))
-        self.results.put(str(func), out)
+        self.results.save_result(str(func), out)
         return out
 
 
-def _contexts(selective: bool, collectives: bool, depth: str) -> Any:
+def _checkpoint_contexts(selective: bool, collectives: bool, depth: str) -> Any:
     """How a graph is told what to keep: results of products, of collectives but those over depth.
 
     A collective has its group and is followed by the wait for its result, which is what is kept.
@@ -141,8 +143,8 @@ def _contexts(selective: bool, collectives: bool, depth: str) -> Any:
 
     def policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         nonlocal group
-        name = _name(operation)
-        saved = selective and kept(operation)
+        name = _op_name(operation)
+        saved = selective and is_saved_op(operation)
         if collectives and name == "_c10d_functional::wait_tensor":
             saved = group != depth
         elif name.startswith("_c10d_functional::"):

@@ -20,15 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ranvier.nn.autotune import Fastest, Way, noise
+from ranvier.nn.autotune import Autotuner, TimedCall, random_tensors
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-HALVES = (torch.bfloat16, torch.float16)
-WIDEST = 128
+AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 128
 """Largest head dim that all these devices have a backward pass for."""
 
 
-def auto(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention as torch chooses; q, y: `[b, s, h, k]`, k, v: `[b, s, g, k]`."""
     shared = q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
@@ -36,7 +36,7 @@ def auto(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return y.transpose(1, 2)
 
 
-def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """As `auto`, by cuDNN, which knows shared keys itself."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
     # no bias, with what backward needs, no dropout, causal
@@ -45,7 +45,7 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return y.transpose(1, 2)
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """As `auto`, by torch's own kernel, which knows shared keys itself."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (b, h, s, k)
     # no dropout, causal
@@ -54,7 +54,7 @@ def flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return y.transpose(1, 2)
 
 
-def efficient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def efficient_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """As `auto`, by torch's kernel for any type; shared keys are copied for each query head."""
     count = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(count, 2) if count > 1 else x for x in (k, v))
@@ -65,19 +65,29 @@ def efficient(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return y.transpose(1, 2)
 
 
-WAYS: dict[str, Attend] = {"auto": auto, "cudnn": cudnn, "flash": flash, "efficient": efficient}
-TYPES = {"cudnn": HALVES, "flash": HALVES, "efficient": (torch.float32,)}
+BACKENDS: dict[str, AttentionFunction] = {
+    "auto": sdpa_attention,
+    "cudnn": cudnn_attention,
+    "flash": flash_attention,
+    "efficient": efficient_attention,
+}
+BACKEND_DTYPES = {"cudnn": HALF_DTYPES, "flash": HALF_DTYPES, "efficient": (torch.float32,)}
 """Types that a way is for."""
 
 
-def takes(name: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
+def supports_inputs(name: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a way runs on such tensors, forward and backward."""
     if name == "auto":
         return True
     alike = k.shape == v.shape and q.dtype == k.dtype == v.dtype
-    if q.device.type != "cuda" or torch.version.hip or q.dtype not in TYPES[name] or not alike:
+    if (
+        q.device.type != "cuda"
+        or torch.version.hip
+        or q.dtype not in BACKEND_DTYPES[name]
+        or not alike
+    ):
         return False
-    if q.shape[-1] % 8 or q.shape[-1] > WIDEST or q.shape[2] % k.shape[2]:
+    if q.shape[-1] % 8 or q.shape[-1] > MAX_HEAD_DIM or q.shape[2] % k.shape[2]:
         return False
     if torch.cuda.get_device_capability(q.device) < (8, 0):
         return False
@@ -89,21 +99,21 @@ def takes(name: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
     return library and not exact
 
 
-def way(name: str) -> Attend:
+def backend_with_fallback(name: str) -> AttentionFunction:
     """A way for whatever comes: inputs it does not take go the way of torch."""
-    function = WAYS[name]
+    function = BACKENDS[name]
     if name == "auto":
         return function
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # what is compiled is what was tried; a graph cannot ask about the device
-        good = torch.compiler.is_compiling() or takes(name, q, k, v)
-        return function(q, k, v) if good else auto(q, k, v)
+        good = torch.compiler.is_compiling() or supports_inputs(name, q, k, v)
+        return function(q, k, v) if good else sdpa_attention(q, k, v)
 
     return attend
 
 
-def tuned(
+def choose_backend(
     b: int,
     s: int,
     h: int,
@@ -111,22 +121,22 @@ def tuned(
     k: int,
     dtype: torch.dtype,
     device: torch.device | str,
-    fastest: Fastest,
+    fastest: Autotuner,
 ) -> str:
     """The fastest way, forward and backward, for b samples of s tokens; k is the head dim."""
     device = torch.device(device)
     sizes = [(b, s, h, k), (b, s, g, k), (b, s, g, k), (b, s, h, k)]
     shapes = [torch.empty((), dtype=dtype, device=device).expand(n) for n in sizes[:3]]
-    names = [name for name in WAYS if takes(name, *shapes)]
+    names = [name for name in BACKENDS if supports_inputs(name, *shapes)]
     if len(names) == 1 or torch.are_deterministic_algorithms_enabled():
         return names[-1]  # what is measured may be otherwise next time
 
     @functools.cache  # made with the first call only: a known shape costs neither time nor memory
     def operands() -> list[Tensor]:
-        q, keys, values, dy = noise(sizes, dtype, device)
+        q, keys, values, dy = random_tensors(sizes, dtype, device)
         return [q.requires_grad_(), keys.requires_grad_(), values.requires_grad_(), dy]
 
-    def timed(function: Attend) -> Way:
+    def timed(function: AttentionFunction) -> TimedCall:
         def both() -> object:
             *inputs, dy = operands()
             return torch.autograd.grad(function(*inputs), inputs, dy)
@@ -135,5 +145,5 @@ def tuned(
 
     key = f"b{b} s{s} h{h} g{g} k{k} {str(dtype).removeprefix('torch.')}"
     with torch.inference_mode(False), torch.enable_grad():
-        ways = {name: timed(WAYS[name]) for name in names}
-        return fastest.choose("attention", key, ways, "auto")
+        ways = {name: timed(BACKENDS[name]) for name in names}
+        return fastest.choose_fastest("attention", key, ways, "auto")

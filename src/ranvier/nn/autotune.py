@@ -24,10 +24,10 @@ from torch import Tensor
 
 from ranvier import launch
 
-Way = Callable[[], object]
+TimedCall = Callable[[], object]
 
 
-class Measured(TypedDict):
+class TuningResult(TypedDict):
     """What was found for one shape."""
 
     choice: str
@@ -38,11 +38,11 @@ class Measured(TypedDict):
     """First line of the error of each way that did not."""
 
 
-Table = dict[str, dict[str, Measured]]
+TuningTable = dict[str, dict[str, TuningResult]]
 """By kind of computation, then by shape."""
 
 
-class Fastest:
+class Autotuner:
     """Measured choices on one device, kept in a file if it can be written.
 
     Example:
@@ -51,45 +51,47 @@ class Fastest:
         'plain'
     """
 
-    gain = 0.02
+    min_gain = 0.02
     """Share of the default's time that another way must save to be chosen."""
-    warm = 3
+    warmup_samples = 3
     """Calls that do not count."""
-    rounds = 10
+    max_samples = 10
     """Samples of each way; their median counts."""
-    seconds = 0.2
+    sampling_seconds = 0.2
     """Time for the samples of one way; slow ways have fewer of them."""
-    sample = 1.0
+    sample_milliseconds = 1.0
     """Milliseconds of a sample; short ways are called several times for it."""
-    repeats = 10
+    max_calls_per_sample = 10
     """Most calls in a sample."""
 
     def __init__(self, device: torch.device | str, path: Path | None = None) -> None:
         self.device = torch.device(device)
-        self.path = path
+        self.cache_path = path
         """Where choices are kept; None: nowhere but here."""
-        self.table: Table = {} if path is None else read(path)
+        self.results: TuningTable = {} if path is None else read_cache(path)
 
     @classmethod
-    def of(cls, device: torch.device | str) -> Fastest:
+    def for_device(cls, device: torch.device | str) -> Autotuner:
         """The choices of this device in the user's cache."""
-        return cls(device, launch.cache() / filename(torch.device(device)))
+        return cls(device, launch.cache_dir() / cache_filename(torch.device(device)))
 
-    def found(self, kind: str, key: str) -> Measured | None:
+    def find_result(self, kind: str, key: str) -> TuningResult | None:
         """What is known of a shape."""
-        return self.table.get(kind, {}).get(key)
+        return self.results.get(kind, {}).get(key)
 
-    def choose(self, kind: str, key: str, ways: Mapping[str, Way], default: str) -> str:
+    def choose_fastest(
+        self, kind: str, key: str, ways: Mapping[str, TimedCall], default: str
+    ) -> str:
         """The name of the way to take, measured if this shape is not known with these ways."""
-        known = self.found(kind, key)
+        known = self.find_result(kind, key)
         if known is None or {*known["milliseconds"], *known["failed"]} != {*ways}:
-            known, passing = self.measure(ways, default)
-            self.table.setdefault(kind, {})[key] = known
+            known, passing = self.measure_all(ways, default)
+            self.results.setdefault(kind, {})[key] = known
             if known["milliseconds"] and not passing:
-                self.keep(kind, key, known)
+                self.save_result(kind, key, known)
         return known["choice"]
 
-    def measure(self, ways: Mapping[str, Way], default: str) -> tuple[Measured, bool]:
+    def measure_all(self, ways: Mapping[str, TimedCall], default: str) -> tuple[TuningResult, bool]:
         """Time all ways, and whether one failed for a reason that may pass: too little memory.
 
         Ways take turns, so that a clock that slows down slows them all.
@@ -97,39 +99,44 @@ class Fastest:
         taken: dict[str, list[float]] = {name: [] for name in ways}
         failed: dict[str, str] = {}
         passing, begun = False, time.perf_counter()
-        for turn in range(self.warm + self.rounds):
+        for turn in range(self.warmup_samples + self.max_samples):
             for name, way in ways.items():
                 if name in failed:
                     continue
                 try:
-                    taken[name].append(self.timed(way, taken[name]))
+                    taken[name].append(self.time_call(way, taken[name]))
                 except Exception as error:
                     failed[name] = (str(error).splitlines() or [type(error).__name__])[0]
                     passing = passing or isinstance(error, torch.OutOfMemoryError)
             if turn == 0:  # libraries make their plans in the first calls
                 begun = time.perf_counter()
-            elif time.perf_counter() - begun > self.seconds * len(ways):
+            elif time.perf_counter() - begun > self.sampling_seconds * len(ways):
                 break
         times = {
-            name: round(median(samples[min(self.warm, len(samples) - 1) :]), 5)
+            name: round(median(samples[min(self.warmup_samples, len(samples) - 1) :]), 5)
             for name, samples in taken.items()
             if name not in failed
         }
-        choice = self.decide(times, default)
+        choice = self.pick_fastest(times, default)
         return {"choice": choice, "milliseconds": times, "failed": failed}, passing
 
-    def decide(self, times: Mapping[str, float], default: str) -> str:
+    def pick_fastest(self, times: Mapping[str, float], default: str) -> str:
         """The fastest; the default if nothing ran, or if it loses by less than `gain`."""
         best = min(times, key=times.__getitem__, default=default)
-        if default in times and times[best] > times[default] * (1.0 - self.gain):
+        if default in times and times[best] > times[default] * (1.0 - self.min_gain):
             return default
         return best
 
-    def timed(self, way: Way, before: Sequence[float]) -> float:
+    def time_call(self, way: TimedCall, before: Sequence[float]) -> float:
         """Milliseconds of one call, given those of the earlier samples."""
         count = 1
         if len(before) > 1:  # the first is cold
-            count = max(1, min(self.repeats, int(self.sample / max(before[-1], 1e-6))))
+            count = max(
+                1,
+                min(
+                    self.max_calls_per_sample, int(self.sample_milliseconds / max(before[-1], 1e-6))
+                ),
+            )
         if self.device.type != "cuda":
             begun = time.perf_counter()
             for _ in range(count):
@@ -145,27 +152,27 @@ class Fastest:
             taken: float = start.elapsed_time(end)
             return taken / count
 
-    def keep(self, kind: str, key: str, measured: Measured) -> None:
+    def save_result(self, kind: str, key: str, measured: TuningResult) -> None:
         """Add one choice to the file, next to those that other processes have put there meanwhile.
 
         Two that write at the same moment can lose a choice, which is then measured again. A file
         that cannot be written is left as it is.
         """
-        if self.path is None:
+        if self.cache_path is None:
             return
-        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        temporary = self.cache_path.with_name(f"{self.cache_path.name}.{os.getpid()}")
         with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            table = read(self.path)
+            self.cache_path.parent.mkdir(parents=True, exist_ok=True)
+            table = read_cache(self.cache_path)
             table.setdefault(kind, {})[key] = measured
             try:
                 temporary.write_text(json.dumps(table, indent=1, sort_keys=True), encoding="utf-8")
-                os.replace(temporary, self.path)
+                os.replace(temporary, self.cache_path)
             finally:
                 temporary.unlink(missing_ok=True)
 
 
-def noise(
+def random_tensors(
     sizes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device | str
 ) -> list[Tensor]:
     """Random tensors that leave the state of torch's own generators as it is.
@@ -176,7 +183,7 @@ def noise(
     return [torch.randn(n, dtype=dtype, device=device, generator=generator) for n in sizes]
 
 
-def filename(device: torch.device) -> str:
+def cache_filename(device: torch.device) -> str:
     """Where the choices of a device are kept: its name and that of torch decide."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -186,24 +193,26 @@ def filename(device: torch.device) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", words) + ".json"
 
 
-def read(path: Path) -> Table:
+def read_cache(path: Path) -> TuningTable:
     """The table in a file; what is missing, half-written or of another form is left out."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    table: Table = {}
-    for kind, shapes in _pairs(stored):
-        for key, value in _pairs(shapes):
-            fields = dict(_pairs(value))
+    table: TuningTable = {}
+    for kind, shapes in _dict_items(stored):
+        for key, value in _dict_items(shapes):
+            fields = dict(_dict_items(value))
             choice = fields.get("choice")
-            times = {n: t for n, t in _pairs(fields.get("milliseconds")) if isinstance(t, float)}
-            failed = {n: str(why) for n, why in _pairs(fields.get("failed"))}
+            times = {
+                n: t for n, t in _dict_items(fields.get("milliseconds")) if isinstance(t, float)
+            }
+            failed = {n: str(why) for n, why in _dict_items(fields.get("failed"))}
             if isinstance(choice, str) and choice in times:
-                measured: Measured = {"choice": choice, "milliseconds": times, "failed": failed}
+                measured: TuningResult = {"choice": choice, "milliseconds": times, "failed": failed}
                 table.setdefault(kind, {})[key] = measured
     return table
 
 
-def _pairs(value: Any) -> list[tuple[str, Any]]:
+def _dict_items(value: Any) -> list[tuple[str, Any]]:
     return list(value.items()) if isinstance(value, dict) else []

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ranvier.buckets.scheduler import Deferred
+from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.config.plan import Recompute
-from ranvier.nn.activation_checkpoint import again
-from ranvier.nn.compile import Compiled
-from ranvier.nn.layer import Site
+from ranvier.nn.activation_checkpoint import checkpoint_block
+from ranvier.nn.compile import CompiledBlocks
+from ranvier.nn.layer import LayerContext
 
 
 def run_block(
@@ -21,8 +21,8 @@ def run_block(
     forward: Callable[..., Any],
     name: str,
     kinds: Mapping[str, Recompute],
-    site: Site,
-    compiled: Compiled | None,
+    site: LayerContext,
+    compiled: CompiledBlocks | None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -33,20 +33,27 @@ def run_block(
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     if name in kinds:
-        site.queue.enter(name)
-    with site.grid.trace.compute(f"forward {name}"), site.moment.keeping.store.block(name):
+        site.bucket_scheduler.prepare_block(name)
+    with (
+        site.grid.trace.record_compute(f"forward {name}"),
+        site.step_context.save_policy.store.block_context(name),
+    ):
         kind = kinds.get(name, "none")
-        if compiled is not None and compiled.on and torch.is_grad_enabled() and not kwargs:
+        if compiled is not None and compiled.is_enabled and torch.is_grad_enabled() and not kwargs:
             out = compiled(block, name, kind, *args)
         else:
-            out = again(forward, kind, site.moment, *args, **kwargs)
-    if site.queue.homes is not None and name in kinds:  # backward begins with what comes out
+            out = checkpoint_block(forward, kind, site.step_context, *args, **kwargs)
+    if (
+        site.bucket_scheduler.host_offload is not None and name in kinds
+    ):  # backward begins with what comes out
         for value in out if isinstance(out, tuple) else (out,):
             if isinstance(value, Tensor) and value.requires_grad:
-                value.register_hook(partial(_back, site.queue, name))
+                value.register_hook(
+                    partial(_fetch_weights_for_backward, site.bucket_scheduler, name)
+                )
     return out
 
 
-def _back(queue: Deferred, name: str, grad: Tensor) -> None:
+def _fetch_weights_for_backward(queue: BucketScheduler, name: str, grad: Tensor) -> None:
     """Have the weights of a block for its backward pass."""
-    queue.use(name)
+    queue.unshard_block(name)

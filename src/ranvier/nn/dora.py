@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ranvier.comm.autograd import total
-from ranvier.cost.layers import Lengths
-from ranvier.nn.layer import Leaf, Site
+from ranvier.comm.autograd import reduce_from_axis
+from ranvier.cost.layers import DoraNormCost
+from ranvier.nn.layer import LayerContext, ParallelLayer
 from ranvier.nn.linear import Linear
-from ranvier.sharding import WEIGHTS, Dim
+from ranvier.sharding import WEIGHT_RULE, Dim
 
 
-class Magnitude(Leaf):
+class DoraMagnitude(ParallelLayer):
     """m / ‖W + s · B A‖.
 
     y: as the output features of the layer, `[n/row]`, `[n/(row·col)]` or `[d/col]`.
@@ -28,38 +28,42 @@ class Magnitude(Leaf):
 
     weight: torch.nn.Parameter
 
-    def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
+    def __init__(self, site: LayerContext, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
         super().__init__(site)
         out, into = dims
         assert isinstance(out, str) and isinstance(into, str), dims
         assert isinstance(serial.weight, torch.nn.Parameter), type(serial.weight)
-        self.place("weight", serial.weight, (out,), rule=site.table.region(out), mean=1.0)
-        self.axis = site.axis(*WEIGHTS[into])
+        self.shard_parameter(
+            "weight", serial.weight, (out,), rule=site.table.activation_rule(out), mean=1.0
+        )
+        self.axis = site.axis(*WEIGHT_RULE[into])
         self.scale = serial.scale
-        self.squares: Callable[..., Tensor] = serial.squares  # type: ignore[assignment]
+        self.squared_row_norms: Callable[..., Tensor] = serial.squared_row_norms  # type: ignore[assignment]
         self.dims = (out, into)
 
     def forward(self, layer: Linear, a: Linear, b: Linear) -> Tensor:
         """The factor of each output feature."""
-        return self.weight / self.norm(layer, a, b)
+        return self.weight / self.weight_norm(layer, a, b)
 
     @torch.no_grad()
-    def norm(self, layer: Linear, a: Linear, b: Linear) -> Tensor:
+    def weight_norm(self, layer: Linear, a: Linear, b: Linear) -> Tensor:
         """‖W + s · B A‖ of each output feature of mine."""
-        with self.here():
-            here = self.squares(*(_whole(one) for one in (layer, a, b)), self.scale)
-            norm = total(here, self.axis).sqrt().to(self.weight.dtype)
-        return norm if b.part is None else norm.narrow(*b.part)
+        with self.trace_scope():
+            here = self.squared_row_norms(
+                *(_gather_matrix(one) for one in (layer, a, b)), self.scale
+            )
+            norm = reduce_from_axis(here, self.axis).sqrt().to(self.weight.dtype)
+        return norm if b.used_slice is None else norm.narrow(*b.used_slice)
 
     @property
-    def layer(self) -> Lengths:
+    def cost_model(self) -> DoraNormCost:
         """A number for each row of the weight."""
         (rows,) = self.handles["weight"].sharding.shape
-        return Lengths(self.site.name, self.site.ground, rows, *self.dims)
+        return DoraNormCost(self.site.name, self.site.layout_context, rows, *self.dims)
 
 
-def _whole(layer: Linear) -> Tensor:
+def _gather_matrix(layer: Linear) -> Tensor:
     """The weight as it lies but for depth, `[out, in]`."""
     compiling = torch.compiler.is_compiling()  # a graph for all blocks reads no handle
-    weight = layer.gathered() if compiling else layer.handles["weight"].whole()
+    weight = layer.gather_weight() if compiling else layer.handles["weight"].unsharded_data()
     return weight.flatten(0, -2)

@@ -12,28 +12,30 @@ import torch
 from torch import Tensor
 
 from ranvier import counter_rng
-from ranvier.comm.autograd import take
+from ranvier.comm.autograd import local_slice
 from ranvier.errors import ShardingError
-from ranvier.nn.layer import Leaf, Site
+from ranvier.nn.layer import LayerContext, ParallelLayer
 from ranvier.sharding import Dim
 
 
-class Dropout(Leaf):
+class Dropout(ParallelLayer):
     """y = x · mask / (1 - p). x, y: `[b, s/row, d/col]`. Communicates: nothing."""
 
     def __init__(
-        self, site: Site, serial: torch.nn.Dropout, dims: Sequence[Dim] = ("embed",)
+        self, site: LayerContext, serial: torch.nn.Dropout, dims: Sequence[Dim] = ("embed",)
     ) -> None:
         super().__init__(site)
         (dim,) = dims
         assert isinstance(dim, str), dims
         self.dim, self.p = dim, serial.p
-        self.stream = torch.tensor(counter_rng.key(site.moment.seed, "dropout", site.name))
+        self.rng_stream = torch.tensor(
+            counter_rng.random_key(site.step_context.seed, "dropout", site.name)
+        )
         """Of random bits; a tensor, as a graph for all blocks cannot hold it."""
-        region = site.table.region(dim)
+        region = site.table.activation_rule(dim)
         self.batch_axis = site.axis(*(axis for axis in region["batch"] if axis == "col"))
         self.seq_axis = site.axis(*region["seq"])
-        self.features_axis = site.axis(*site.table.axes(dim))
+        self.features_axis = site.axis(*site.table.feature_axes(dim))
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop in training."""
@@ -52,16 +54,16 @@ class Dropout(Leaf):
                 f"{x.shape[2]} on each of {self.features_axis.size} ranks. Its dims must name the "
                 "features it sees. Change them."
             )
-        samples = self._samples(x)
+        samples = self._local_sample_numbers(x)
         tokens = torch.arange(x.shape[1], device=x.device) + self.seq_axis.index * x.shape[1]
         features = torch.arange(x.shape[2], device=x.device) + self.features_axis.index * x.shape[2]
-        mask = counter_rng.keep(
-            x.shape, [samples.view(-1, 1, 1), tokens.view(-1, 1), features], self.stream, self.p
+        mask = counter_rng.dropout_mask(
+            x.shape, [samples.view(-1, 1, 1), tokens.view(-1, 1), features], self.rng_stream, self.p
         )
         return torch.where(mask, x / (1.0 - self.p), 0.0)
 
-    def _samples(self, x: Tensor) -> Tensor:
-        samples = self.site.moment.samples
+    def _local_sample_numbers(self, x: Tensor) -> Tensor:
+        samples = self.site.step_context.samples
         if samples is None:
             raise ShardingError(
                 f"{self.site.name} drops elements (p={self.p}) but does not know which samples it "
@@ -69,4 +71,4 @@ class Dropout(Leaf):
                 "Set `moment.samples` before each forward."
             )
         samples = samples.to(x.device)
-        return take(samples, self.batch_axis, 0)
+        return local_slice(samples, self.batch_axis, 0)

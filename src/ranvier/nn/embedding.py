@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ranvier.comm import autograd, collectives
-from ranvier.cost.layers import LookUp
+from ranvier.cost.layers import EmbeddingCost
 from ranvier.errors import ShardingError
-from ranvier.nn.example import Example
-from ranvier.nn.layer import Leaf, Site, applied, check_range
-from ranvier.sharding import WEIGHTS, Dim
+from ranvier.nn.example import LayerExample
+from ranvier.nn.layer import LayerContext, ParallelLayer, apply_autograd, check_range
+from ranvier.sharding import WEIGHT_RULE, Dim
 
 
-class Embedding(Leaf):
+class Embedding(ParallelLayer):
     """y = W[ids].
 
     ids: `[b, s]`; y: `[b, s/row, d/col]`.
@@ -34,13 +34,13 @@ class Embedding(Leaf):
 
     weight: torch.nn.Parameter
 
-    def __init__(self, site: Site, serial: torch.nn.Embedding, dims: Sequence[Dim]) -> None:
+    def __init__(self, site: LayerContext, serial: torch.nn.Embedding, dims: Sequence[Dim]) -> None:
         super().__init__(site)
         rows, features = dims
         if (
             features != "embed"
             or not isinstance(rows, str)
-            or WEIGHTS.get(rows, ("row",)) != ("row",)
+            or WEIGHT_RULE.get(rows, ("row",)) != ("row",)
         ):
             raise ShardingError(
                 f"{site.name} has the dims {tuple(dims)}. An embedding has (rows, 'embed') with "
@@ -52,25 +52,25 @@ class Embedding(Leaf):
                 "table. Turn them off."
             )
         self.padding_idx = serial.padding_idx
-        self.rows, self.axis = rows, site.axis(*WEIGHTS.get(rows, ()))
+        self.rows, self.axis = rows, site.axis(*WEIGHT_RULE.get(rows, ()))
         """Ranks that hold different rows."""
         self.seq_axis = site.axis("row")
         assert isinstance(serial.weight, torch.nn.Parameter), type(serial.weight)
-        weight = self.place("weight", serial.weight, dims, std=0.02, embedding=True)
+        weight = self.shard_parameter("weight", serial.weight, dims, std=0.02, embedding=True)
         assert weight is not None
-        whole = weight.sharding.without("depth")
-        self.first = whole.place(site.grid.index).start[0]
-        self.some = any(cut.ranks > 1 for cut in whole.cuts[0])
+        whole = weight.sharding.without_axis("depth")
+        self.first_row = whole.shard_at(site.grid.index).global_offset[0]
+        self.has_split_rows = any(cut.ranks > 1 for cut in whole.splits[0])
         """Whether other ranks hold other rows; those of other stages are summed by the pipeline."""
 
     @staticmethod
-    def examples() -> list[Example]:
+    def example_layers() -> list[LayerExample]:
         """What the generic tests try."""
         ids, y = [("batch", "seq")], [("batch", "seq", "embed")]
         return [
-            Example(lambda twin: twin(29, 16), ("vocab", "embed"), ids, y),
-            Example(lambda twin: twin(29, 16, padding_idx=3), ("vocab", "embed"), ids, y),
-            Example(lambda twin: twin(31, 16), ("position", "embed"), ids, y),
+            LayerExample(lambda twin: twin(29, 16), ("vocab", "embed"), ids, y),
+            LayerExample(lambda twin: twin(29, 16, padding_idx=3), ("vocab", "embed"), ids, y),
+            LayerExample(lambda twin: twin(31, 16), ("position", "embed"), ids, y),
         ]
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -78,40 +78,44 @@ class Embedding(Leaf):
         weight = self.handles["weight"]
         check_range(ids, weight.sharding.shape[0], self.site.name, dim=self.rows)
         if self.axis.size == 1:
-            ids = autograd.take(ids, self.seq_axis, 1)
-        with self.here():
-            if torch.compiler.is_compiling() or not self.site.fast:
-                y = autograd.sum_scatter(self._rows(weight.gathered(), ids), self.axis, 1)
+            ids = autograd.local_slice(ids, self.seq_axis, 1)
+        with self.trace_scope():
+            if torch.compiler.is_compiling() or not self.site.overlapped_autograd:
+                y = autograd.reduce_scatter(
+                    self._look_up_rows(weight.unsharded_param(), ids), self.axis, 1
+                )
             else:
-                y = applied(_LookUp, ids, self, self.weight)
+                y = apply_autograd(_EmbeddingFunction, ids, self, self.weight)
         # Above a frozen table something may be trained: all that follows has the same backward.
         return y if weight.trainable else y.requires_grad_(torch.is_grad_enabled())
 
-    def _mine(self, ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    def _local_ids(self, ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Indices into my rows, and which ids are mine."""
-        local = ids - self.first
+        local = ids - self.first_row
         mine = (
-            (local >= 0) & (local < rows) if self.some else torch.ones_like(ids, dtype=torch.bool)
+            (local >= 0) & (local < rows)
+            if self.has_split_rows
+            else torch.ones_like(ids, dtype=torch.bool)
         )
         return local.clamp(0, rows - 1), mine
 
-    def _rows(self, weight: Tensor, ids: Tensor) -> Tensor:
-        local, mine = self._mine(ids, weight.shape[0])
+    def _look_up_rows(self, weight: Tensor, ids: Tensor) -> Tensor:
+        local, mine = self._local_ids(ids, weight.shape[0])
         y = F.embedding(local, weight)
         if self.padding_idx is not None:  # its row is read but gets no gradient, as in torch
             pad = (ids == self.padding_idx).unsqueeze(-1)
             y = torch.where(pad, y.detach(), y)
-        return y * mine.unsqueeze(-1) if self.some else y
+        return y * mine.unsqueeze(-1) if self.has_split_rows else y
 
     @property
-    def layer(self) -> LookUp:
+    def cost_model(self) -> EmbeddingCost:
         """Scatter the looked-up rows; gather the gradient of all tokens, if it is trained."""
         weight = self.handles["weight"]
         shape, trained = weight.sharding.shape, weight.trainable
-        return LookUp(self.site.name, self.site.ground, shape, self.rows, trained)
+        return EmbeddingCost(self.site.name, self.site.layout_context, shape, self.rows, trained)
 
 
-class _LookUp(torch.autograd.Function):
+class _EmbeddingFunction(torch.autograd.Function):
     """The look-up with the gradient delivered to the weight's bucket."""
 
     @staticmethod
@@ -119,7 +123,7 @@ class _LookUp(torch.autograd.Function):
         ctx.save_for_backward(ids)
         ctx.leaf = leaf
         return collectives.reduce_scatter(
-            leaf._rows(leaf.handles["weight"].whole(), ids), leaf.axis, 1
+            leaf._look_up_rows(leaf.handles["weight"].unsharded_data(), ids), leaf.axis, 1
         ).wait()
 
     @staticmethod
@@ -127,20 +131,22 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None]:
         (ids,), leaf = ctx.saved_tensors, ctx.leaf
         weight = leaf.handles["weight"]
-        with leaf.site.grid.trace.at(leaf.site.name):
+        with leaf.site.grid.trace.named_scope(leaf.site.name):
             dy = collectives.all_gather(dy, leaf.axis, 1).wait()  # (b, s, d/col)
             if weight.trainable:
-                rows = weight.sharding.gathered[0]
-                local, mine = leaf._mine(ids, rows)
+                rows = weight.sharding.unsharded_shape[0]
+                local, mine = leaf._local_ids(ids, rows)
                 if leaf.padding_idx is not None:
                     mine = mine & (ids != leaf.padding_idx)
-                if leaf.some or leaf.padding_idx is not None:
+                if leaf.has_split_rows or leaf.padding_idx is not None:
                     dy = dy * mine.unsqueeze(-1)
-                weight.deliver(_summed(dy, local, rows, leaf.site.queue.dtype))
+                weight.accumulate_grad(
+                    _sum_row_grads(dy, local, rows, leaf.site.bucket_scheduler.reduce_dtype)
+                )
         return None, None, None
 
 
-def _summed(dy: Tensor, ids: Tensor, rows: int, wide: torch.dtype) -> Tensor:
+def _sum_row_grads(dy: Tensor, ids: Tensor, rows: int, wide: torch.dtype) -> Tensor:
     """The gradient of a table `[rows, d]`: that of each token added to its row, widely."""
     # It sorts the tokens: no order is left to chance. The meta device stands for a real one.
     if dy.device.type in ("cuda", "meta") and dy.dtype != wide:

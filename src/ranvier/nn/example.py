@@ -13,7 +13,7 @@ from torch import nn
 
 from ranvier.sharding import Dim
 
-SIZES = {
+EXAMPLE_SIZES = {
     "batch": 8,
     "seq": 8,
     "embed": 16,
@@ -31,7 +31,7 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Example:
+class LayerExample:
     """A layer to try: made from its serial class, `dims` as a model would name them.
 
     inputs, outputs: the dims of each tensor; one without features (ids, targets) is of integers
@@ -39,11 +39,11 @@ class Example:
     sum over tokens. `heads` as the last dim counts elements, before `head_dim` it counts heads.
     """
 
-    make: Callable[[Any], nn.Module]
+    make_layer: Callable[[Any], nn.Module]
     dims: Sequence[Dim]
     inputs: Sequence[Sequence[str]]
     outputs: Sequence[Sequence[str]]
-    sizes: Mapping[str, int] = field(default_factory=lambda: SIZES)
+    sizes: Mapping[str, int] = field(default_factory=lambda: EXAMPLE_SIZES)
     """Units of each dim."""
     children: Mapping[str, Sequence[Dim]] | None = None
     """Dims of layers inside the module."""

@@ -21,190 +21,202 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ranvier import launch
-from ranvier.nn.layer import applied
+from ranvier.nn.layer import apply_autograd
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-EVEN = 16
+SIZE_MULTIPLE = 16
 """What all sizes of a product must be multiples of."""
-LEAST = 2.0**-100
+MIN_AMAX = 2.0**-100
 """Magnitudes below count as this one."""
-TRITON = launch.triton()
+TRITON = launch.has_triton()
 
-Kind = Literal["tensorwise", "rowwise"]
+ScalingGranularity = Literal["tensorwise", "rowwise"]
 
 
 @dataclass(frozen=True)
-class Eighth:
+class Float8Tensor:
     """A matrix in fp8 `[r, c]` and what it is to be multiplied by: `[]`, or `[r, 1]` by rows."""
 
     values: Tensor
-    inverse: Tensor
+    inverse_scale: Tensor
 
 
 @dataclass(frozen=True)
-class Scaled:
+class Float8Linear:
     """The three products in fp8; x: `[t, i]`, w: `[o, i]`, dy: `[t, o]`."""
 
-    kind: Kind = "tensorwise"
+    granularity: ScalingGranularity = "tensorwise"
 
     @property
-    def wide(self) -> torch.dtype:
+    def grad_dtype(self) -> torch.dtype:
         """The type of gradients: more range, or where each row has a scale more digits."""
-        return E5M2 if self.kind == "tensorwise" else E4M3
+        return E5M2 if self.granularity == "tensorwise" else E4M3
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
         """x Wᵀ."""
-        return times(self.plain(x, E4M3), self.plain(w, E4M3), x.dtype, fast=True)
+        return scaled_matmul(self.quantize(x, E4M3), self.quantize(w, E4M3), x.dtype, fast=True)
 
     def grad_x(self, dy: Tensor, w: Tensor) -> Tensor:
         """dY W."""
-        return times(self.plain(dy, self.wide), self.turned(w, E4M3), dy.dtype)
+        return scaled_matmul(
+            self.quantize(dy, self.grad_dtype), self.quantize_transposed(w, E4M3), dy.dtype
+        )
 
     def grad_w(self, dy: Tensor, x: Tensor) -> Tensor:
         """dYᵀ X."""
-        return times(self.turned(dy, self.wide), self.turned(x, E4M3), x.dtype)
+        return scaled_matmul(
+            self.quantize_transposed(dy, self.grad_dtype),
+            self.quantize_transposed(x, E4M3),
+            x.dtype,
+        )
 
     def linear(self, x: Tensor, w: Tensor) -> Tensor:
         """x Wᵀ in autograd."""
-        y: Tensor = applied(_Linear, x, w, self)
+        y: Tensor = apply_autograd(_Float8Matmul, x, w, self)
         return y
 
-    def plain(self, x: Tensor, dtype: torch.dtype) -> Eighth:
+    def quantize(self, x: Tensor, dtype: torch.dtype) -> Float8Tensor:
         """The matrix as it lies."""
-        scale, inverse = self.scales(x, dtype, 1)
-        if self.kind == "rowwise":
-            return Eighth(_narrow(x, scale, dtype), inverse)
-        return Eighth(_cast(x, scale, dtype, True, False)[0], inverse)
+        scale, inverse = self.compute_scales(x, dtype, 1)
+        if self.granularity == "rowwise":
+            return Float8Tensor(_cast_saturated(x, scale, dtype), inverse)
+        return Float8Tensor(_cast_transpose(x, scale, dtype, True, False)[0], inverse)
 
-    def turned(self, x: Tensor, dtype: torch.dtype) -> Eighth:
+    def quantize_transposed(self, x: Tensor, dtype: torch.dtype) -> Float8Tensor:
         """The transposed matrix."""
-        scale, inverse = self.scales(x, dtype, 0)
-        if self.kind == "rowwise":
-            return Eighth(_narrow(x, scale, dtype).t().contiguous(), inverse.t())
-        return Eighth(_cast(x, scale, dtype, False, True)[1], inverse)
+        scale, inverse = self.compute_scales(x, dtype, 0)
+        if self.granularity == "rowwise":
+            return Float8Tensor(_cast_saturated(x, scale, dtype).t().contiguous(), inverse.t())
+        return Float8Tensor(_cast_transpose(x, scale, dtype, False, True)[1], inverse)
 
-    def both(self, x: Tensor, dtype: torch.dtype) -> tuple[Eighth, Eighth]:
+    def quantize_both(self, x: Tensor, dtype: torch.dtype) -> tuple[Float8Tensor, Float8Tensor]:
         """As it lies, and transposed; in one pass where one scale serves both."""
-        if self.kind == "rowwise":
-            return self.plain(x, dtype), self.turned(x, dtype)
-        scale, inverse = self.scales(x, dtype, 1)
-        values, turned = _cast(x, scale, dtype, True, True)
-        return Eighth(values, inverse), Eighth(turned, inverse)
+        if self.granularity == "rowwise":
+            return self.quantize(x, dtype), self.quantize_transposed(x, dtype)
+        scale, inverse = self.compute_scales(x, dtype, 1)
+        values, turned = _cast_transpose(x, scale, dtype, True, True)
+        return Float8Tensor(values, inverse), Float8Tensor(turned, inverse)
 
-    def scales(self, x: Tensor, dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor]:
+    def compute_scales(self, x: Tensor, dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor]:
         """The power of two that brings the largest magnitude just below the largest number, and
         its inverse.
 
         dim: over which rows are as long as the sum of the product; `[]`, or by rows.
         """
         most = torch.finfo(dtype).max
-        if self.kind == "tensorwise" and _direct(x):
+        if self.granularity == "tensorwise" and _can_call_kernels(x):
             from ranvier.nn import triton_kernels
 
-            return triton_kernels.scales(x.contiguous(), most, LEAST)
+            return triton_kernels.tensorwise_scale(x.contiguous(), most, MIN_AMAX)
         largest = x.abs().amax(dim, keepdim=True)
-        if self.kind == "tensorwise":
+        if self.granularity == "tensorwise":
             largest = largest.amax()
-        scale = power(largest.float(), most)
+        scale = power_of_two_scale(largest.float(), most)
         return scale, 1.0 / scale
 
 
-def power(largest: Tensor, most: float) -> Tensor:
+def power_of_two_scale(largest: Tensor, most: float) -> Tensor:
     """The largest power of two that keeps `largest` times it at most `most`."""
-    return torch.exp2(torch.floor(torch.log2(most / largest.clamp(min=LEAST))))
+    return torch.exp2(torch.floor(torch.log2(most / largest.clamp(min=MIN_AMAX))))
 
 
-def _direct(x: Tensor) -> bool:
+def _can_call_kernels(x: Tensor) -> bool:
     """Whether kernels are called as they are: a compiler fuses what it sees, and needs operations;
     else each of these is one more call of the host, which then is what takes the time."""
     return x.device.type == "cuda" and TRITON and not torch.compiler.is_compiling()
 
 
-def _narrow(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast_saturated(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """x · scale in fp8; what rounding would lift above the largest number becomes it."""
     most = torch.finfo(dtype).max
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * scale).clamp(-most, most).to(dtype)
 
 
-def times(a: Eighth, b: Eighth, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
+def scaled_matmul(
+    a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype, *, fast: bool = False
+) -> Tensor:
     """A Bᵀ of matrices `[m, k]` and `[n, k]`. fast: sums may be rounded more often."""
-    right = b.inverse if b.inverse.dim() == 0 else b.inverse.t()
+    right = b.inverse_scale if b.inverse_scale.dim() == 0 else b.inverse_scale.t()
     if a.values.device.type != "cuda":
         wide = torch.promote_types(dtype, torch.float32)
         y = a.values.to(wide) @ b.values.to(wide).t()
-        return (y * a.inverse * right).to(dtype)
+        return (y * a.inverse_scale * right).to(dtype)
     return torch._scaled_mm(
         a.values,
         b.values.t(),
-        scale_a=a.inverse,
+        scale_a=a.inverse_scale,
         scale_b=right.contiguous(),
         out_dtype=dtype,
         use_fast_accum=fast,
     )
 
 
-def takes(tokens: int, out: int, into: int) -> bool:
+def supports_sizes(tokens: int, out: int, into: int) -> bool:
     """Whether a layer of these sizes can be multiplied in fp8."""
-    return tokens % EVEN == out % EVEN == into % EVEN == 0
+    return tokens % SIZE_MULTIPLE == out % SIZE_MULTIPLE == into % SIZE_MULTIPLE == 0
 
 
-def supported(device: torch.device) -> bool:
+def supports_device(device: torch.device) -> bool:
     """Whether the device multiplies fp8 numbers; the CPU multiplies them widely instead."""
     if device.type != "cuda":
         return True
     return not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-class _Linear(torch.autograd.Function):
+class _Float8Matmul(torch.autograd.Function):
     """A product in fp8 that keeps x transposed in fp8 for its backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, scaled: Scaled) -> Tensor:
-        mine, turned = scaled.both(x, E4M3)
-        ctx.save_for_backward(turned.values, turned.inverse, w)
+    def forward(ctx: Any, x: Tensor, w: Tensor, scaled: Float8Linear) -> Tensor:
+        mine, turned = scaled.quantize_both(x, E4M3)
+        ctx.save_for_backward(turned.values, turned.inverse_scale, w)
         ctx.scaled = scaled
-        return times(mine, scaled.plain(w, E4M3), x.dtype, fast=True)
+        return scaled_matmul(mine, scaled.quantize(w, E4M3), x.dtype, fast=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         values, inverse, w = ctx.saved_tensors
-        scaled: Scaled = ctx.scaled
-        mine, turned = scaled.both(dy, scaled.wide)
-        dx = times(mine, scaled.turned(w, E4M3), dy.dtype)
-        return dx, times(turned, Eighth(values, inverse), dy.dtype), None
+        scaled: Float8Linear = ctx.scaled
+        mine, turned = scaled.quantize_both(dy, scaled.grad_dtype)
+        dx = scaled_matmul(mine, scaled.quantize_transposed(w, E4M3), dy.dtype)
+        return dx, scaled_matmul(turned, Float8Tensor(values, inverse), dy.dtype), None
 
 
 # ---- one operation for the compiler -----------------------------------------------------
 
 
-def _cast(
+def _cast_transpose(
     x: Tensor, scale: Tensor, dtype: torch.dtype, plain: bool, turned: bool
 ) -> tuple[Tensor, Tensor]:
     """As `cast`, past the dispatcher where nothing is compiled."""
-    if _direct(x):
+    if _can_call_kernels(x):
         from ranvier.nn import triton_kernels
 
-        return triton_kernels.cast(x.contiguous(), scale, dtype, plain=plain, turned=turned)
-    both: tuple[Tensor, Tensor] = cast(x, scale, dtype, plain, turned)
+        return triton_kernels.cast_transpose(
+            x.contiguous(), scale, dtype, plain=plain, turned=turned
+        )
+    both: tuple[Tensor, Tensor] = cast_transpose_op(x, scale, dtype, plain, turned)
     return both
 
 
 @torch.library.custom_op("ranvier::cast", mutates_args=())
-def cast(
+def cast_transpose_op(
     x: Tensor, scale: Tensor, dtype: torch.dtype, plain: bool, turned: bool
 ) -> tuple[Tensor, Tensor]:
     """x `[r, c]` times scale `[]` in fp8, as it lies and transposed; empty if not asked for."""
     if x.device.type == "cuda" and TRITON:
         from ranvier.nn import triton_kernels
 
-        return triton_kernels.cast(x.contiguous(), scale, dtype, plain=plain, turned=turned)
-    y = _narrow(x, scale, dtype)
+        return triton_kernels.cast_transpose(
+            x.contiguous(), scale, dtype, plain=plain, turned=turned
+        )
+    y = _cast_saturated(x, scale, dtype)
     return y if plain else y.new_empty(0), y.t().contiguous() if turned else y.new_empty(0)
 
 
-@cast.register_fake
+@cast_transpose_op.register_fake
 def _(
     x: Tensor, scale: Tensor, dtype: torch.dtype, plain: bool, turned: bool
 ) -> tuple[Tensor, Tensor]:

@@ -17,38 +17,40 @@ import torch
 from torch import Tensor
 
 from ranvier.buckets.bucket import Bucket
-from ranvier.cost.layers import Flow
-from ranvier.cost.linear import Product
-from ranvier.nn.example import SIZES, Example
-from ranvier.nn.layer import Leaf, Site
-from ranvier.nn.linear import Linear, Run, product
+from ranvier.cost.layers import ActivationShape
+from ranvier.cost.linear import LinearCost
+from ranvier.nn.example import EXAMPLE_SIZES, LayerExample
+from ranvier.nn.layer import LayerContext, ParallelLayer
+from ranvier.nn.linear import Linear, PackedLayers, parallel_linear
 from ranvier.sharding import Dim
 
-NARROW = 1024
+MAX_PACKED_FEATURES = 1024
 """Output features up to which a layer is packed with its neighbours, if another is twice as wide
 (k and v beside q)."""
 
 
-def linear(into: int, out: int) -> torch.nn.Linear:
+def example_linear(into: int, out: int) -> torch.nn.Linear:
     """A layer without bias, for examples."""
     return torch.nn.Linear(into, out, bias=False)
 
 
-class Siblings(Leaf):
+class FusedLinear(ParallelLayer):
     """Linear layers that read the same value: one gather, one scatter and one dX reduction for all.
 
     Communicates: as one Linear with the outputs of all.
     """
 
-    apart = False
+    grouped_input = False
     """Whether each layer reads a part of the value of its own."""
 
-    def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim] = ()) -> None:
+    def __init__(
+        self, site: LayerContext, serial: torch.nn.Module, dims: Sequence[Dim] = ()
+    ) -> None:
         super().__init__(site)
-        self.runs: list[Run] = []
+        self.packed_layers: list[PackedLayers] = []
         """Neighbours whose weights are seen as one matrix."""
 
-    def pack(self, widest: int = NARROW, *, all_alike: bool = False) -> None:
+    def pack_weights(self, widest: int = MAX_PACKED_FEATURES, *, all_alike: bool = False) -> None:
         """See neighbours with few output features as one matrix; their gradients come as one, too.
 
         A small product does not fill a device; of large ones the packed result would have to be
@@ -56,22 +58,24 @@ class Siblings(Leaf):
         wide as another are packed, unless all are to be treated alike. In the bucket they must lie
         one after the other, whole over depth.
         """
-        layers, self.runs = self.layers, []
-        widths = [math.prod(layer.handles["weight"].sharding.local[:-1]) for layer in layers]
+        layers, self.packed_layers = self.layers, []
+        widths = [math.prod(layer.handles["weight"].sharding.local_shape[:-1]) for layer in layers]
         limit = widest if all_alike else min(widest, max(widths) // 2)
         start = 0
         while start < len(layers):
             stop = start + 1
-            while stop < len(layers) and follows(*layers[stop - 1 : stop + 1]):
+            while stop < len(layers) and are_adjacent(*layers[stop - 1 : stop + 1]):
                 if max(widths[start : stop + 1]) > limit:
                     break
                 stop += 1
             if stop > start + 1:
-                self.runs.append(Run(start, stop, _together(layers[start:stop])))
+                self.packed_layers.append(
+                    PackedLayers(start, stop, _packed_matrix(layers[start:stop]))
+                )
             start = stop
 
     @staticmethod
-    def examples() -> list[Example]:
+    def example_layers() -> list[LayerExample]:
         """What the generic tests try."""
         dims: dict[str, Sequence[Dim]] = {"q": ("heads", "embed"), "k": ("kv_heads", "embed")}
         ranks: dict[str, Sequence[Dim]] = {"q": ("rank", "embed"), "k": ("rank", "embed")}
@@ -79,22 +83,22 @@ class Siblings(Leaf):
         outer, inner = ("batch", "seq", "embed"), ("batch", "seq", "heads")
         rank, groups = ("batch", "seq", "rank"), ("batch", "seq", "kv_heads")
         return [
-            Example(
+            LayerExample(
                 lambda twin: twin({"q": torch.nn.Linear(16, 32), "k": torch.nn.Linear(16, 8)}),
                 (),
                 [outer],
                 [inner, groups],
                 children=dims,
             ),
-            Example(
-                lambda twin: twin({"q": linear(16, 3), "k": linear(16, 3)}),
+            LayerExample(
+                lambda twin: twin({"q": example_linear(16, 3), "k": example_linear(16, 3)}),
                 (),
                 [outer],
                 [rank, rank],
                 children=ranks,
             ),
-            Example(
-                lambda twin: twin({"q": linear(3, 32), "k": linear(3, 8)}),
+            LayerExample(
+                lambda twin: twin({"q": example_linear(3, 32), "k": example_linear(3, 8)}),
                 (),
                 [rank],
                 [inner, groups],
@@ -104,8 +108,10 @@ class Siblings(Leaf):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """The outputs of all layers, in order."""
-        with self.here():
-            return product(x, self.layers, self.site, self.runs, apart=self.apart)
+        with self.trace_scope():
+            return parallel_linear(
+                x, self.layers, self.site, self.packed_layers, apart=self.grouped_input
+            )
 
     @property
     def layers(self) -> list[Linear]:
@@ -113,70 +119,70 @@ class Siblings(Leaf):
         return [layer for layer in self.children() if isinstance(layer, Linear)]
 
     @property
-    def layer(self) -> Product:
+    def cost_model(self) -> LinearCost:
         """As one layer."""
-        product = self.layers[0].together(self.layers, apart=self.apart)
+        product = self.layers[0].fused_cost_model(self.layers, apart=self.grouped_input)
         return replace(product, name=self.site.name)
 
-    def flops(self, flow: Flow) -> int:
+    def flops(self, flow: ActivationShape) -> int:
         """None: its layers tell theirs."""
         return 0
 
 
-class Apart(Siblings):
+class GroupedInputLinear(FusedLinear):
     """Linear layers that read a part of the same value each, one after the other.
 
     Communicates: as one Linear with the inputs and the outputs of all.
     """
 
-    apart = True
+    grouped_input = True
 
-    def pack(self, widest: int = NARROW, *, all_alike: bool = False) -> None:
+    def pack_weights(self, widest: int = MAX_PACKED_FEATURES, *, all_alike: bool = False) -> None:
         """Nothing: what they read differs."""
 
     @staticmethod
-    def examples() -> list[Example]:
+    def example_layers() -> list[LayerExample]:
         """What the generic tests try."""
         dims: dict[str, Sequence[Dim]] = {"q": ("heads", "rank"), "k": ("kv_heads", "rank")}
         return [
-            Example(
-                lambda twin: twin({"q": linear(3, 32), "k": linear(3, 8)}),
+            LayerExample(
+                lambda twin: twin({"q": example_linear(3, 32), "k": example_linear(3, 8)}),
                 (),
                 [("batch", "seq", "rank")],
                 [("batch", "seq", "heads"), ("batch", "seq", "kv_heads")],
-                sizes={**SIZES, "rank": 6},
+                sizes={**EXAMPLE_SIZES, "rank": 6},
                 children=dims,
             )
         ]
 
 
-def follows(before: Linear, layer: Linear) -> bool:
+def are_adjacent(before: Linear, layer: Linear) -> bool:
     """Whether the weight of a layer lies in the bucket right behind that of the one before.
 
     And is multiplied in the same way.
     """
     a, b = before.handles["weight"], layer.handles["weight"]
-    plain = not any(one.split or one.transposed or one.part for one in (before, layer))
-    plain = plain and before.products == layer.products
-    return plain and a.bucket is b.bucket and a.offset + a.elements == b.offset
+    plain = not any(one.is_split or one.is_transposed or one.used_slice for one in (before, layer))
+    plain = plain and before.matmul_backend == layer.matmul_backend
+    return plain and a.bucket is b.bucket and a.offset + a.num_elements == b.offset
 
 
-def _together(layers: Sequence[Linear]) -> Tensor:
+def _packed_matrix(layers: Sequence[Linear]) -> Tensor:
     """The weights of layers that follow each other as one matrix `[Σn, i]`."""
     first, last = (layer.handles["weight"] for layer in (layers[0], layers[-1]))
-    bucket, start, stop = first.bucket, first.offset, last.offset + last.elements
-    with bucket.under():
+    bucket, start, stop = first.bucket, first.offset, last.offset + last.num_elements
+    with bucket.temporary_storage():
         flat = bucket.data[start:stop]
-    matrix = flat.view(-1, first.sharding.local[-1]).requires_grad_(first.trainable)
+    matrix = flat.view(-1, first.sharding.local_shape[-1]).requires_grad_(first.trainable)
     if first.trainable:
-        hook = partial(_arrived, weakref.ref(bucket), start)
+        hook = partial(_accumulate_packed_grad, weakref.ref(bucket), start)
         matrix.register_post_accumulate_grad_hook(hook)
     return matrix
 
 
-def _arrived(reference: weakref.ref[Bucket], start: int, packed: Tensor) -> None:
+def _accumulate_packed_grad(reference: weakref.ref[Bucket], start: int, packed: Tensor) -> None:
     """Move the gradient of packed weights to their bucket."""
     bucket = reference()
     if packed.grad is not None and bucket is not None:
-        bucket.queue.arrive(bucket, start, packed.grad)
+        bucket.bucket_scheduler.accumulate_shard_grad(bucket, start, packed.grad)
         packed.grad = None

@@ -16,63 +16,63 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranvier.buckets.bucket import Weight
-from ranvier.buckets.scheduler import Deferred
+from ranvier.buckets.bucket import ShardedParameter
+from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.config.plan import Dispatch
-from ranvier.cost.layers import Flow, Ground, Layer
+from ranvier.cost.layers import ActivationShape, LayerCost, LayoutContext
 from ranvier.errors import DataError
 from ranvier.grid import Axis, Grid
-from ranvier.memory.saved_results import Keeping
-from ranvier.nn.example import Example
-from ranvier.sharding import Dim, Rule, Sharding, Table
+from ranvier.memory.saved_results import SavePolicy
+from ranvier.nn.example import LayerExample
+from ranvier.sharding import AxisRule, Dim, Sharding, ShardingTable
 from ranvier.trace import Event
 
 
 @dataclass
-class Moment:
+class StepContext:
     """What the forward pass now running works on: needed by layers that draw random numbers."""
 
     seed: int = 0
     samples: Tensor | None = None
     """Number in the run of each sample of this micro-batch `[b]`; it implies the step."""
-    leave: bool = False
+    defer_residual_add: bool = False
     """Compiled blocks may leave their last addition to the next: whoever calls them is a model."""
-    factor: Tensor | None = None
+    loss_scale: Tensor | None = None
     """What the loss of this pass will be multiplied by, where the step knows it: a head that makes
     gradients in forward scales them at once and trusts it."""
-    slope: Tensor | None = None
+    loss_grad_scale: Tensor | None = None
     """What the loss of the pass that runs backward is multiplied by; losses of other layers share
     it."""
-    each: bool = False
+    per_token_loss: bool = False
     """A head with targets tells of each token what its target is worth, not the sum of all."""
-    later: list[Callable[[], None]] | None = None
+    deferred_weight_grads: list[Callable[[], None]] | None = None
     """Where the work on gradients of weights waits, if it is not done in the backward pass."""
-    keeping: Keeping = field(default_factory=Keeping)
+    save_policy: SavePolicy = field(default_factory=SavePolicy)
     """What blocks keep for backward, and where."""
 
-    def do(self, work: Callable[[], None]) -> None:
+    def run_or_defer(self, work: Callable[[], None]) -> None:
         """Do work on gradients of weights, now or later."""
-        if self.later is None:
+        if self.deferred_weight_grads is None:
             work()
         else:
-            self.later.append(work)
+            self.deferred_weight_grads.append(work)
 
 
 @dataclass(frozen=True)
-class Site:
+class LayerContext:
     """Where a leaf stands: its name, and what all leaves of a model share."""
 
     name: str
     grid: Grid
-    table: Table
+    table: ShardingTable
     units: Mapping[str, int]
     """Number of units of each named dim of the model (heads, not their elements)."""
-    queue: Deferred
-    moment: Moment
-    compiled: str = ""
+    bucket_scheduler: BucketScheduler
+    step_context: StepContext
+    compile_backend: str = ""
     """The compiler of the blocks, all equal ones as one graph: nothing in it may depend on which
     block it is. Empty: none."""
-    fast: bool = True
+    overlapped_autograd: bool = True
     """Overlapped autograd functions; False: the reference in differentiable pairs."""
     dispatch: Dispatch = "same"
     """In which type tokens travel to experts."""
@@ -83,23 +83,23 @@ class Site:
 
     By the end of a layer's name, first match.
     """
-    weights: dict[str, Weight] = field(default_factory=dict)
+    weights: dict[str, ShardedParameter] = field(default_factory=dict)
     """All weights placed so far, by name."""
-    tied: dict[int, Weight] = field(default_factory=dict)
+    tied_weights: dict[int, ShardedParameter] = field(default_factory=dict)
     """The same by identity of the serial parameter."""
 
     @property
-    def block(self) -> str:
+    def block_name(self) -> str:
         """Name of the block around the leaf (an element of a list); empty outside of any."""
         inside = re.match(r"(.*\.\d+)\.", self.name)
         return inside.group(1) if inside else ""
 
     @property
-    def ground(self) -> Ground:
+    def layout_context(self) -> LayoutContext:
         """What predictions need of it."""
-        return Ground(self.grid.degrees, self.table, self.units, self.dispatch)
+        return LayoutContext(self.grid.degrees, self.table, self.units, self.dispatch)
 
-    def at(self, name: str, **changes: object) -> Site:
+    def for_layer(self, name: str, **changes: object) -> LayerContext:
         """The site of another leaf of the same model."""
         return replace(self, name=name, **changes)  # type: ignore[arg-type]
 
@@ -107,7 +107,7 @@ class Site:
         """An axis of the grid."""
         return self.grid.axis(*names)
 
-    def initial(self, name: str, mean: float, std: float) -> tuple[float, float]:
+    def initial_mean_std(self, name: str, mean: float, std: float) -> tuple[float, float]:
         """Mean and deviation of a parameter: the model's word, else the leaf's."""
         layer = name.rpartition(".")[0]
         for end, word in self.init.items():
@@ -118,113 +118,117 @@ class Site:
         return mean, std
 
 
-def place(
+def shard_parameter(
     module: torch.nn.Module,
     attribute: str,
     serial: torch.nn.Parameter,
     dims: Sequence[Dim],
-    site: Site,
+    site: LayerContext,
     *,
-    rule: Rule | None = None,
+    rule: AxisRule | None = None,
     embedding: bool = False,
     std: float = 0.0,
     mean: float = 0.0,
-) -> Weight:
+) -> ShardedParameter:
     """Put my part of a parameter where the whole was, still without values.
 
     Without `rule` it is a matrix of a layer: cut by the weights' rule and over depth, and the layer
     gathers it. With a rule (a vector, in the region of its dim) it is used as it lies.
     """
-    weight = site.tied.get(id(serial))
+    weight = site.tied_weights.get(id(serial))
     if weight is None:
-        sharding = Sharding.make(
+        sharding = Sharding.from_dims(
             serial.shape,
             dims,
-            site.table.weights if rule is None else rule,
+            site.table.weight_rule if rule is None else rule,
             site.grid.degrees,
             units=site.units,
             depth=rule is None,
         )
         name = f"{site.name}.{attribute}".lstrip(".")
-        mean, std = site.initial(name, mean, std)
-        weight = Weight(
+        mean, std = site.initial_mean_std(name, mean, std)
+        weight = ShardedParameter(
             name=name,
             dims=tuple(dims),
             sharding=sharding,
-            place=sharding.place(site.grid.index),
-            group="vector" if len(dims) < 2 else "embedding" if embedding else "matrix",
+            shard=sharding.shard_at(site.grid.index),
+            param_group="vector" if len(dims) < 2 else "embedding" if embedding else "matrix",
             std=std,
             mean=mean,
             owners=[],
             trainable=serial.requires_grad,
-            original=None if serial.is_meta else serial.detach(),
+            original_values=None if serial.is_meta else serial.detach(),
         )
-        site.tied[id(serial)] = site.weights[name] = weight
+        site.tied_weights[id(serial)] = site.weights[name] = weight
     weight.owners.append((module, attribute))
-    empty = torch.empty(weight.sharding.local, device="meta")
+    empty = torch.empty(weight.sharding.local_shape, device="meta")
     setattr(module, attribute, torch.nn.Parameter(empty, requires_grad=weight.trainable))
     return weight
 
 
-def applied(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+def apply_autograd(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """The result of an autograd function, whose `apply` torch leaves untyped."""
     return function.apply(*arguments)
 
 
-class Leaf(torch.nn.Module):
+class ParallelLayer(torch.nn.Module):
     """A layer on the grid; subclasses place their weights in `__init__` and predict by `layer`."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: LayerContext) -> None:
         super().__init__()
         self.site = site
-        self.local = site.name.removeprefix(f"{site.block}.")
+        self.local_name = site.name.removeprefix(f"{site.block_name}.")
         """Name inside the block: the same in all equal blocks, which share a compiled graph."""
-        self.handles: dict[str, Weight] = {}
+        self.handles: dict[str, ShardedParameter] = {}
 
-    def place(
+    def shard_parameter(
         self, attribute: str, serial: torch.nn.Parameter | None, dims: Sequence[Dim], **options: Any
-    ) -> Weight | None:
+    ) -> ShardedParameter | None:
         """Hold my part of a parameter (see `place`)."""
         if serial is None:
             self.register_parameter(attribute, None)
             return None
-        self.handles[attribute] = place(self, attribute, serial, dims, self.site, **options)
+        self.handles[attribute] = shard_parameter(
+            self, attribute, serial, dims, self.site, **options
+        )
         return self.handles[attribute]
 
     @staticmethod
-    def examples() -> list[Example]:
+    def example_layers() -> list[LayerExample]:
         """Serial layers with which the generic tests try this leaf on all grids."""
         return []
 
-    def here(self) -> AbstractContextManager[None]:
+    def trace_scope(self) -> AbstractContextManager[None]:
         """Communication inside is recorded as this leaf's.
 
         In a compiled block its name counts from there; whoever calls the block adds the rest.
         """
         if torch.compiler.is_compiling():
-            return self.site.grid.trace.marked(self.local if self.site.compiled else self.site.name)
-        return self.site.grid.trace.at(self.site.name)
+            return self.site.grid.trace.graph_named_scope(
+                self.local_name if self.site.compile_backend else self.site.name
+            )
+        return self.site.grid.trace.named_scope(self.site.name)
 
     @property
-    def layer(self) -> Layer:
+    def cost_model(self) -> LayerCost:
         """What predicts its communication, its work and what it keeps."""
-        return Layer(self.site.name, self.site.ground)
+        return LayerCost(self.site.name, self.site.layout_context)
 
-    def forward_events(self, flow: Flow) -> list[Event]:
+    def forward_events(self, flow: ActivationShape) -> list[Event]:
         """Communication of the forward pass of a micro-batch, gathered weights apart."""
-        return self.layer.forward_events(flow)
+        return self.cost_model.forward_events(flow)
 
-    def events(self, flow: Flow, *, recomputed: bool = False) -> list[Event]:
+    def events(self, flow: ActivationShape, *, recomputed: bool = False) -> list[Event]:
         """Communication of a micro-batch; a recomputed leaf runs forward twice."""
-        return self.layer.events(flow, recomputed=recomputed)
+        return self.cost_model.events(flow, recomputed=recomputed)
 
-    def held(self, flow: Flow, *, selective: bool = False) -> int:
+    def saved_bytes(self, flow: ActivationShape, *, selective: bool = False) -> int:
         """Bytes that a block keeps more if it keeps what this leaf communicates in forward."""
-        return self.layer.held(flow, selective=selective)
+        return self.cost_model.saved_bytes(flow, selective=selective)
 
-    def flops(self, flow: Flow) -> int:
+    def flops(self, flow: ActivationShape) -> int:
         """Multiplications and additions of one forward pass of a micro-batch on this rank."""
-        return self.layer.flops(flow)
+        return self.cost_model.flops(flow)
 
 
 def check_range(

@@ -40,19 +40,25 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ranvier.comm import collectives
-from ranvier.comm.autograd import gather, share, sum_scatter, total
-from ranvier.cost.linear import Factor, Product
+from ranvier.comm.autograd import all_gather, copy_to_axis, reduce_from_axis, reduce_scatter
+from ranvier.cost.linear import LinearCost, LinearWeight
 from ranvier.grid import Axis
-from ranvier.memory.saved_results import STOPPED
-from ranvier.nn.example import SIZES, Example
-from ranvier.nn.layer import Leaf, Site, applied
-from ranvier.nn.linear_outputs import buffer_dim, pack, pack_adjoint, repack, unpack
-from ranvier.nn.matmul import Plain, Products, forward, grad_x, multiply
+from ranvier.memory.saved_results import STOP_RECOMPUTATION
+from ranvier.nn.example import EXAMPLE_SIZES, LayerExample
+from ranvier.nn.layer import LayerContext, ParallelLayer, apply_autograd
+from ranvier.nn.linear_outputs import (
+    buffer_dim,
+    pack_output_grads,
+    pack_outputs,
+    unpack_output_grads,
+    unpack_outputs,
+)
+from ranvier.nn.matmul import MatmulBackend, PlainMatmul, differentiable_linear, forward, grad_x
 from ranvier.sharding import Dim
 
 
 @dataclass(frozen=True)
-class Run:
+class PackedLayers:
     """Layers `start` to `stop` of siblings, whose weights are one matrix."""
 
     start: int
@@ -60,7 +66,7 @@ class Run:
     matrix: Tensor | None
 
 
-class Linear(Leaf):
+class Linear(ParallelLayer):
     """y = x Wᵀ + b.
 
     enter: x `[b, s/row, d/col]`, y `[b/col, s, n/row]` or `[b, s, n/(row·col)]`.
@@ -70,61 +76,75 @@ class Linear(Leaf):
 
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
-    transposed = False
+    is_transposed = False
     """Whether the weight is stored as (in, out)."""
 
-    def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
+    def __init__(self, site: LayerContext, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
         super().__init__(site)
         weight, bias = serial.weight, serial.bias
         assert isinstance(weight, torch.nn.Parameter), type(weight)
         assert bias is None or isinstance(bias, torch.nn.Parameter), type(bias)
-        self.factor = Factor(
-            tuple(weight.shape), tuple(dims), site.ground, weight.requires_grad, self.transposed
+        self.linear_weight = LinearWeight(
+            tuple(weight.shape),
+            tuple(dims),
+            site.layout_context,
+            weight.requires_grad,
+            self.is_transposed,
         )
-        self.into, self.out = self.factor.into, self.factor.out
-        self.count, self.move = self.factor.count, self.factor.move
-        self.steps = self._steps()
+        self.in_dim, self.out_dim = self.linear_weight.in_dim, self.linear_weight.out_dim
+        self.num_packed, self.linear_comm = (
+            self.linear_weight.num_packed,
+            self.linear_weight.linear_comm,
+        )
+        self.comm_axes = self._resolve_comm_axes()
         """Axis and dim of the gather of the input, and of the scatter of the output."""
-        self.share_axis = site.axis(*filter(None, [self.move.share]))
+        self.copy_axis = site.axis(*filter(None, [self.linear_comm.copy_axis]))
         """Ranks that have the same input and use it differently."""
-        self.total_axis = site.axis(*filter(None, [self.move.total]))
+        self.reduce_axis = site.axis(*filter(None, [self.linear_comm.reduce_axis]))
         """Ranks that get the same sum as their output."""
-        self.products: Products = Plain()
+        self.matmul_backend: MatmulBackend = PlainMatmul()
         """How it multiplies."""
-        self.place("weight", weight, dims, std=0.02)
-        self.split = self.handles["weight"].split
-        self.place("bias", bias, (self.factor.packed,), rule=site.table.region(self.out))
-        self.output = self.factor.output
+        self.shard_parameter("weight", weight, dims, std=0.02)
+        self.is_split = self.handles["weight"].is_depth_sharded
+        self.shard_parameter(
+            "bias",
+            bias,
+            (self.linear_weight.packed_out_dim,),
+            rule=site.table.activation_rule(self.out_dim),
+        )
+        self.output_sharding = self.linear_weight.output_sharding
         """Sharding of the output features."""
-        self.part = self._part()
+        self.used_slice = self._resolve_used_slice()
         """Dim, start and size of what of its matrix a rank uses; None: all of it."""
 
     @staticmethod
-    def examples() -> list[Example]:
+    def example_layers() -> list[LayerExample]:
         """What the generic tests try."""
         enter = [("batch", "seq", "embed")]
         return [
-            Example(
+            LayerExample(
                 lambda twin: twin(16, 32), ("heads", "embed"), enter, [("batch", "seq", "heads")]
             ),
-            Example(
+            LayerExample(
                 lambda twin: twin(16, 8),
                 ("kv_heads", "embed"),
                 enter,
                 [("batch", "seq", "kv_heads")],
             ),
-            Example(
+            LayerExample(
                 lambda twin: twin(16, 29, bias=False),
                 ("vocab", "embed"),
                 enter,
                 [("batch", "seq", "vocab")],
             ),
-            Example(lambda twin: twin(24, 16), ("embed", "mlp"), [("batch", "seq", "mlp")], enter),
-            *_ranked(),
+            LayerExample(
+                lambda twin: twin(24, 16), ("embed", "mlp"), [("batch", "seq", "mlp")], enter
+            ),
+            *_low_rank_examples(),
         ]
 
-    def _steps(self) -> tuple[tuple[Axis, int], tuple[Axis, int]]:
-        move, site = self.move, self.site
+    def _resolve_comm_axes(self) -> tuple[tuple[Axis, int], tuple[Axis, int]]:
+        move, site = self.linear_comm, self.site
         gathered = site.whole_sequence and move.gather.dim == 1
         from_axis, to_axis = (
             site.axis(*filter(None, [step.axis])) for step in (move.gather, move.scatter)
@@ -134,98 +154,117 @@ class Linear(Leaf):
             move.scatter.dim,
         )
 
-    def _part(self) -> tuple[int, int, int] | None:
-        if self.factor.part is None:
+    def _resolve_used_slice(self) -> tuple[int, int, int] | None:
+        if self.linear_weight.used_part is None:
             return None
-        dim, cut = self.factor.part
-        return dim, self.site.grid.index[cut.axis] // cut.share * cut.block, cut.block
+        dim, cut = self.linear_weight.used_part
+        return dim, self.site.grid.index[cut.axis] // cut.replicas * cut.block_size, cut.block_size
 
     @property
-    def parts(self) -> int:
+    def num_scatter_parts(self) -> int:
         """Different parts into which the scatter over features cuts the output.
 
         Shared kv heads: fewer.
         """
-        cuts = [cut for cut in self.output.cuts[0] if cut.axis == self.move.scatter.axis]
-        return cuts[0].ranks // cuts[0].share if cuts else 1
+        cuts = [
+            cut
+            for cut in self.output_sharding.splits[0]
+            if cut.axis == self.linear_comm.scatter.axis
+        ]
+        return cuts[0].ranks // cuts[0].replicas if cuts else 1
 
-    def gathered(self) -> Tensor:
+    def gather_weight(self) -> Tensor:
         """The weight gathered over depth, in autograd; a graph for all blocks reads no handle."""
         if not torch.compiler.is_compiling():
-            self.handles["weight"].bucket.arrive()
-        return self.handles["weight"].gathered() if self.split else self.weight
+            self.handles["weight"].bucket.unshard()
+        return self.handles["weight"].unsharded_param() if self.is_split else self.weight
 
-    def matrix(self, weight: Tensor) -> Tensor:
+    def local_matrix(self, weight: Tensor) -> Tensor:
         """The weight as (out, in), what I use of it."""
-        matrix = weight.flatten(1).T if self.transposed else weight.flatten(0, -2)
-        return matrix if self.part is None else matrix.narrow(*self.part)
+        matrix = weight.flatten(1).T if self.is_transposed else weight.flatten(0, -2)
+        return matrix if self.used_slice is None else matrix.narrow(*self.used_slice)
 
-    def matrix_grad(self, x: Tensor, dy: Tensor) -> Tensor:
+    def weight_grad(self, x: Tensor, dy: Tensor) -> Tensor:
         """dW in the shape in which the weight is stored."""
         x, dy = x.flatten(0, -2), dy.flatten(0, -2)
-        grad = x.T @ dy if self.transposed else self.products.grad_w(dy, x)
-        shape = self.handles["weight"].sharding.gathered
-        if self.part is not None:
+        grad = x.T @ dy if self.is_transposed else self.matmul_backend.grad_w(dy, x)
+        shape = self.handles["weight"].sharding.unsharded_shape
+        if self.used_slice is not None:
             part, grad = grad, grad.new_zeros(shape)
-            grad.narrow(*self.part).copy_(part)
+            grad.narrow(*self.used_slice).copy_(part)
         return grad.view(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply."""
-        with self.here():
-            (y,) = product(x, [self], self.site, [])
+        with self.trace_scope():
+            (y,) = parallel_linear(x, [self], self.site, [])
         if not torch.is_grad_enabled():  # nobody shall see padding; the loss leaves it out itself
-            y = y[..., : self.output.place(self.site.grid.index).valid[0] * self.count]
+            y = y[
+                ...,
+                : self.output_sharding.shard_at(self.site.grid.index).valid_shape[0]
+                * self.num_packed,
+            ]
         return y
 
     @property
-    def layer(self) -> Product:
+    def cost_model(self) -> LinearCost:
         """Gather x, scatter y."""
-        return self.together([self])
+        return self.fused_cost_model([self])
 
-    def together(self, layers: Sequence[Linear], *, apart: bool = False) -> Product:
+    def fused_cost_model(self, layers: Sequence[Linear], *, apart: bool = False) -> LinearCost:
         """What predicts the product of layers, of which this is the first."""
-        factors, whole = tuple(layer.factor for layer in layers), self.site.whole_sequence
-        return Product(self.site.name, self.site.ground, factors, apart, whole)
+        factors, whole = tuple(layer.linear_weight for layer in layers), self.site.whole_sequence
+        return LinearCost(self.site.name, self.site.layout_context, factors, apart, whole)
 
 
-def _ranked() -> list[Example]:
+def _low_rank_examples() -> list[LayerExample]:
     """Layers from and to a dim that is whole; 3 fit no axis, so that depth pads."""
-    sizes = {**SIZES, "rank": 3}
+    sizes = {**EXAMPLE_SIZES, "rank": 3}
     outer, rank = ("batch", "seq", "embed"), ("batch", "seq", "rank")
     made = []
     for name, size in (("embed", 16), ("heads", 32), ("kv_heads", 8), ("mlp", 24)):
         other = outer if name == "embed" else ("batch", "seq", name)
-        made.append(Example(_between(3, size), (name, "rank"), [rank], [other], sizes))
+        made.append(LayerExample(_layer_factory(3, size), (name, "rank"), [rank], [other], sizes))
         if name != "kv_heads":  # nothing reads these
-            made.append(Example(_between(size, 3), ("rank", name), [other], [rank], sizes))
+            made.append(
+                LayerExample(_layer_factory(size, 3), ("rank", name), [other], [rank], sizes)
+            )
     return made
 
 
-def _between(into: int, out: int) -> Callable[[Any], torch.nn.Module]:
+def _layer_factory(into: int, out: int) -> Callable[[Any], torch.nn.Module]:
     return lambda twin: twin(into, out, bias=False)
 
 
 class Conv1D(Linear):
     """A linear layer whose weight is stored as (in, out), as in Hugging Face's GPT-2."""
 
-    transposed = True
+    is_transposed = True
 
 
 # ---- the product ------------------------------------------------------------------------
 
 
-def product(
-    x: Tensor, layers: Sequence[Linear], site: Site, runs: Sequence[Run], *, apart: bool = False
+def parallel_linear(
+    x: Tensor,
+    layers: Sequence[Linear],
+    site: LayerContext,
+    runs: Sequence[PackedLayers],
+    *,
+    apart: bool = False,
 ) -> tuple[Tensor, ...]:
     """x times the weights of layers that read it, or a part of it each. Communicates: as Linear."""
-    if torch.compiler.is_compiling() or not site.fast:
-        ys = reference(x, layers, runs, apart)
+    if torch.compiler.is_compiling() or not site.overlapped_autograd:
+        ys = parallel_linear_reference(x, layers, runs, apart)
     else:
         try:
-            ys = applied(_Product, x, layers, site, apart, *[layer.weight for layer in layers])
-        except STOPPED:  # here, as backward needs nothing behind it: nor will it next time
-            site.moment.keeping.spare.add(site.name)
+            ys = apply_autograd(
+                _ParallelLinear, x, layers, site, apart, *[layer.weight for layer in layers]
+            )
+        except (
+            STOP_RECOMPUTATION
+        ):  # here, as backward needs nothing behind it: nor will it next time
+            site.step_context.save_policy.unneeded_layers.add(site.name)
             raise
     return tuple(
         y if layer.bias is None else y + layer.bias.flatten()
@@ -233,31 +272,39 @@ def product(
     )
 
 
-def reference(
-    x: Tensor, layers: Sequence[Linear], runs: Sequence[Run], apart: bool = False
+def parallel_linear_reference(
+    x: Tensor, layers: Sequence[Linear], runs: Sequence[PackedLayers], apart: bool = False
 ) -> list[Tensor]:
     """The product in differentiable pairs."""
-    (from_axis, from_dim), (to_axis, to_dim) = layers[0].steps
-    xs = _read(gather(share(x, layers[0].share_axis), from_axis, from_dim), layers, apart)
+    (from_axis, from_dim), (to_axis, to_dim) = layers[0].comm_axes
+    xs = _split_input(
+        all_gather(copy_to_axis(x, layers[0].copy_axis), from_axis, from_dim), layers, apart
+    )
     ys: list[Tensor] = []
-    for run in [*runs, Run(len(layers), len(layers), None)]:
+    for run in [*runs, PackedLayers(len(layers), len(layers), None)]:
         for layer in layers[len(ys) : run.start]:
-            ys.append(multiply(xs[len(ys)], layer.matrix(layer.gathered()), layer.products))
+            ys.append(
+                differentiable_linear(
+                    xs[len(ys)], layer.local_matrix(layer.gather_weight()), layer.matmul_backend
+                )
+            )
         if run.matrix is not None:
             sizes = [layer.weight.flatten(0, -2).shape[0] for layer in layers[run.start : run.stop]]
-            ys += multiply(xs[0], run.matrix, layers[run.start].products).split(sizes, -1)
-    if to_axis.size == layers[0].total_axis.size == 1:
+            ys += differentiable_linear(xs[0], run.matrix, layers[run.start].matmul_backend).split(
+                sizes, -1
+            )
+    if to_axis.size == layers[0].reduce_axis.size == 1:
         return ys
-    y = sum_scatter(pack(ys, layers, to_axis, to_dim), to_axis, buffer_dim(to_dim))
-    return unpack(total(y, layers[0].total_axis), layers, to_dim)
+    y = reduce_scatter(pack_outputs(ys, layers, to_axis, to_dim), to_axis, buffer_dim(to_dim))
+    return unpack_outputs(reduce_from_axis(y, layers[0].reduce_axis), layers, to_dim)
 
 
-def _read(x: Tensor, layers: Sequence[Linear], apart: bool) -> list[Tensor]:
+def _split_input(x: Tensor, layers: Sequence[Linear], apart: bool) -> list[Tensor]:
     """What each layer reads of the gathered input."""
     return list(x.chunk(len(layers), -1)) if apart else [x] * len(layers)
 
 
-class _Product(torch.autograd.Function):
+class _ParallelLinear(torch.autograd.Function):
     """The product with its communication overlapped.
 
     Gradients of weights are delivered, not returned.
@@ -265,99 +312,116 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, layers: Sequence[Linear], site: Site, apart: bool, *weights: Tensor
+        ctx: Any,
+        x: Tensor,
+        layers: Sequence[Linear],
+        site: LayerContext,
+        apart: bool,
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        if _trained(layers):
+        if _needs_weight_grad(layers):
             ctx.save_for_backward(x)
         ctx.layers, ctx.site, ctx.apart = layers, site, apart
-        results, work = site.grid.trace.results, partial(_multiplied, x, layers, apart)
+        results, work = site.grid.trace.saved_results, partial(_linear_forward, x, layers, apart)
         if results is None:
             return work()
-        if not layers[0].together(layers).output_kept(x.shape[-1], results.selective):
+        if not layers[0].fused_cost_model(layers).saves_output(x.shape[-1], results.selective):
             return work()
-        ys: tuple[Tensor, ...] = results.once(work)
+        ys: tuple[Tensor, ...] = results.run_once(work)
         return ys
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         layers, site = ctx.layers, ctx.site
-        trace, hide = site.grid.trace, "dx" in site.queue.overlap
-        (from_axis, from_dim), (to_axis, to_dim) = layers[0].steps
-        with trace.at(site.name):
+        trace, hide = site.grid.trace, "dx" in site.bucket_scheduler.overlap
+        (from_axis, from_dim), (to_axis, to_dim) = layers[0].comm_axes
+        with trace.named_scope(site.name):
             again = None
-            if _trained(layers):  # X once more, behind the dX matmul
+            if _needs_weight_grad(layers):  # X once more, behind the dX matmul
                 x = ctx.saved_tensors[0].detach()  # what waits for dW shall not hold the graph
                 again = collectives.all_gather(x, from_axis, from_dim)
             if again is not None and not hide:
                 again.wait()
             dys = list(grads)
             if to_axis.size > 1:
-                dys = _gathered(grads, layers, to_axis, to_dim)
+                dys = _gather_output_grads(grads, layers, to_axis, to_dim)
             pending = None
             if ctx.needs_input_grad[0]:
                 terms = [
-                    grad_x(d, layer.matrix(layer.handles["weight"].whole()), layer.products)
+                    grad_x(
+                        d,
+                        layer.local_matrix(layer.handles["weight"].unsharded_data()),
+                        layer.matmul_backend,
+                    )
                     for d, layer in zip(dys, layers, strict=True)
                 ]
-                dx = torch.cat(terms, -1) if ctx.apart else _sum(terms)
+                dx = torch.cat(terms, -1) if ctx.apart else _sum_tensors(terms)
                 # in flight while dW is computed
                 pending = collectives.reduce_scatter(dx, from_axis, from_dim)
                 if not hide:
                     pending.wait()
             if again is not None:
-                xs = _read(again.wait(), layers, ctx.apart)
-                site.moment.do(partial(_deliver, site, layers, xs, dys))
+                xs = _split_input(again.wait(), layers, ctx.apart)
+                site.step_context.run_or_defer(
+                    partial(_accumulate_weight_grads, site, layers, xs, dys)
+                )
             none = [None] * (3 + len(layers))
             if pending is None:
                 return None, *none
-            return collectives.all_reduce(pending.wait(), layers[0].share_axis).wait(), *none
+            return collectives.all_reduce(pending.wait(), layers[0].copy_axis).wait(), *none
 
 
-def _multiplied(x: Tensor, layers: Sequence[Linear], apart: bool) -> tuple[Tensor, ...]:
+def _linear_forward(x: Tensor, layers: Sequence[Linear], apart: bool) -> tuple[Tensor, ...]:
     """The forward pass of a product."""
-    (from_axis, from_dim), (to_axis, to_dim) = layers[0].steps
-    xs = _read(collectives.all_gather(x, from_axis, from_dim).wait(), layers, apart)
+    (from_axis, from_dim), (to_axis, to_dim) = layers[0].comm_axes
+    xs = _split_input(collectives.all_gather(x, from_axis, from_dim).wait(), layers, apart)
     ys = [
-        forward(part, layer.matrix(layer.handles["weight"].whole()), layer.products)
+        forward(
+            part, layer.local_matrix(layer.handles["weight"].unsharded_data()), layer.matmul_backend
+        )
         for part, layer in zip(xs, layers, strict=True)
     ]
-    if to_axis.size == layers[0].total_axis.size == 1:
+    if to_axis.size == layers[0].reduce_axis.size == 1:
         return tuple(ys)
-    packed = pack(ys, layers, to_axis, to_dim)
+    packed = pack_outputs(ys, layers, to_axis, to_dim)
     del ys  # what is scattered is a copy
     y = collectives.reduce_scatter(packed, to_axis, buffer_dim(to_dim)).wait()
-    return tuple(unpack(collectives.all_reduce(y, layers[0].total_axis).wait(), layers, to_dim))
+    return tuple(
+        unpack_outputs(collectives.all_reduce(y, layers[0].reduce_axis).wait(), layers, to_dim)
+    )
 
 
-def _gathered(
+def _gather_output_grads(
     grads: Sequence[Tensor], layers: Sequence[Linear], axis: Axis, dim: int
 ) -> list[Tensor]:
     """Gradients of each layer's outputs, of all ranks: no buffer outlives this.
 
     Communicates: all-gather over axis.
     """
-    whole = collectives.all_gather(repack(grads, layers, dim), axis, buffer_dim(dim)).wait()
-    return pack_adjoint(whole, layers, axis, dim)
+    whole = collectives.all_gather(
+        pack_output_grads(grads, layers, dim), axis, buffer_dim(dim)
+    ).wait()
+    return unpack_output_grads(whole, layers, axis, dim)
 
 
-def _trained(layers: Sequence[Linear]) -> bool:
+def _needs_weight_grad(layers: Sequence[Linear]) -> bool:
     """Whether a weight of the layers gets a gradient."""
     return any(layer.handles["weight"].trainable for layer in layers)
 
 
-def _deliver(
-    site: Site, layers: Sequence[Linear], xs: Sequence[Tensor], dys: Sequence[Tensor]
+def _accumulate_weight_grads(
+    site: LayerContext, layers: Sequence[Linear], xs: Sequence[Tensor], dys: Sequence[Tensor]
 ) -> None:
     """Gradients of the weights. Communicates: reduce-scatter over depth, by bucket, later."""
-    with site.grid.trace.compute(f"dW {site.name}"):
+    with site.grid.trace.record_compute(f"dW {site.name}"):
         for layer, x, dy in zip(layers, xs, dys, strict=True):
             weight = layer.handles["weight"]
             if weight.trainable:
-                weight.deliver(layer.matrix_grad(x, dy))
+                weight.accumulate_grad(layer.weight_grad(x, dy))
 
 
-def _sum(terms: list[Tensor]) -> Tensor:
+def _sum_tensors(terms: list[Tensor]) -> Tensor:
     total = terms[0]
     for term in terms[1:]:
         total = total + term

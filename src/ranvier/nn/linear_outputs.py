@@ -24,50 +24,56 @@ def buffer_dim(dim: int) -> int:
     return 2 if dim == -1 else dim
 
 
-def pack(ys: Sequence[Tensor], layers: Sequence[Linear], axis: Axis, dim: int) -> Tensor:
+def pack_outputs(ys: Sequence[Tensor], layers: Sequence[Linear], axis: Axis, dim: int) -> Tensor:
     """Outputs `[b, s, n_i]` before the scatter in one buffer."""
     if dim != -1:
         return ys[0] if len(ys) == 1 else torch.cat(list(ys), -1)
     blocks = []
     for y, layer in zip(ys, layers, strict=True):
-        for one in y.unflatten(-1, (layer.count, -1)).unbind(-2):
-            block, copies = one.unflatten(-1, (layer.parts, -1)), axis.size // layer.parts
+        for one in y.unflatten(-1, (layer.num_packed, -1)).unbind(-2):
+            block, copies = (
+                one.unflatten(-1, (layer.num_scatter_parts, -1)),
+                axis.size // layer.num_scatter_parts,
+            )
             blocks.append(block if copies == 1 else block.repeat_interleave(copies, 2))
-    return _joined(blocks)  # (b, s, col, m)
+    return _concat_features(blocks)  # (b, s, col, m)
 
 
-def pack_adjoint(dy: Tensor, layers: Sequence[Linear], axis: Axis, dim: int) -> list[Tensor]:
+def unpack_output_grads(dy: Tensor, layers: Sequence[Linear], axis: Axis, dim: int) -> list[Tensor]:
     """Gradients `[b, s, n_i]` from the gathered buffer: copies of a shared head are added."""
-    sizes = widths(layers)
+    sizes = output_widths(layers)
     if dim != -1:
         return list(dy.split([sum(of_layer) for of_layer in sizes], -1))
     blocks = iter(dy.split([size for of_layer in sizes for size in of_layer], -1))  # (b, s, col, m)
     out = []
     for layer in layers:
-        each = [next(blocks).unflatten(2, (layer.parts, -1)) for _ in range(layer.count)]
+        each = [
+            next(blocks).unflatten(2, (layer.num_scatter_parts, -1))
+            for _ in range(layer.num_packed)
+        ]
         parts = [x.squeeze(3) if x.shape[3] == 1 else x.sum(3) for x in each]
-        out.append(_joined([x.flatten(2) for x in parts]))
+        out.append(_concat_features([x.flatten(2) for x in parts]))
     return out
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _concat_features(parts: Sequence[Tensor]) -> Tensor:
     """Features of all; one is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), -1)
 
 
-def unpack(y: Tensor, layers: Sequence[Linear], dim: int) -> list[Tensor]:
+def unpack_outputs(y: Tensor, layers: Sequence[Linear], dim: int) -> list[Tensor]:
     """Outputs of the layers on this rank from the scattered buffer."""
     if dim == -1:
         y = y.squeeze(2)
-    return list(y.split([sum(of_layer) for of_layer in widths(layers)], -1))
+    return list(y.split([sum(of_layer) for of_layer in output_widths(layers)], -1))
 
 
-def repack(grads: Sequence[Tensor], layers: Sequence[Linear], dim: int) -> Tensor:
+def pack_output_grads(grads: Sequence[Tensor], layers: Sequence[Linear], dim: int) -> Tensor:
     """Gradients of the outputs on this rank in one buffer, as it was scattered."""
     dy = grads[0] if len(grads) == 1 else torch.cat(list(grads), -1)
     return dy.unsqueeze(2) if dim == -1 else dy
 
 
-def widths(layers: Sequence[Linear]) -> list[list[int]]:
+def output_widths(layers: Sequence[Linear]) -> list[list[int]]:
     """Features of each output on this rank, one number for each packed part."""
-    return [[layer.output.local[0]] * layer.count for layer in layers]
+    return [[layer.output_sharding.local_shape[0]] * layer.num_packed for layer in layers]

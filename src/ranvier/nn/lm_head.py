@@ -18,21 +18,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ranvier.comm import collectives
-from ranvier.comm.autograd import take
-from ranvier.cost.linear import Scores, align_columns, chunks
-from ranvier.nn.cross_entropy import IGNORE, Columns, reference, score, score_each
-from ranvier.nn.example import Example
-from ranvier.nn.layer import Site, applied, check_range
+from ranvier.comm.autograd import local_slice
+from ranvier.cost.linear import LMHeadCost, align_columns, chunk_slices
+from ranvier.nn.cross_entropy import (
+    IGNORE_INDEX,
+    VocabShard,
+    cross_entropy_reference,
+    score_each_token,
+    score_tokens,
+)
+from ranvier.nn.example import LayerExample
+from ranvier.nn.layer import LayerContext, apply_autograd, check_range
 from ranvier.nn.linear import Linear
-from ranvier.nn.linear_outputs import buffer_dim, pack, pack_adjoint, repack, unpack
-from ranvier.nn.matmul import Plain
+from ranvier.nn.linear_outputs import (
+    buffer_dim,
+    pack_output_grads,
+    pack_outputs,
+    unpack_output_grads,
+    unpack_outputs,
+)
+from ranvier.nn.matmul import PlainMatmul
 from ranvier.sharding import Dim
 
 ALIGNED_DEVICES = ("cuda", "meta")
 """Where the alignment of rows matters (`products.ALIGNMENT`); meta stands for a GPU."""
 
 
-class Head(Linear):
+class LMHead(Linear):
     """y = x Wᵀ, or with targets the sum of the losses of my tokens.
 
     x: `[b, s/row, d/col]`; y: `[b/col, s, V/row]` or `[b, s, V/(row·col)]`; targets: `[b, s]`.
@@ -42,93 +54,111 @@ class Head(Linear):
     its logits, all-reduce of three numbers a token over the axes of vocab.
     """
 
-    def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
+    def __init__(self, site: LayerContext, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
         super().__init__(site, serial, dims)
-        self.columns = Columns.of(site, self.out)
+        self.vocab_shard = VocabShard.from_context(site, self.out_dim)
         self.cap = float(getattr(serial, "cap", 0.0))
         """Logits are cap · tanh(logits / cap); 0: as they are."""
-        self.flat = self.steps[1][0].size == 1
+        self.keeps_logits_local = self.comm_axes[1][0].size == 1
         """Nothing is scattered: samples need not be told apart."""
 
     @staticmethod
-    def examples() -> list[Example]:
+    def example_layers() -> list[LayerExample]:
         """What the generic tests try."""
         x, targets = ("batch", "seq", "embed"), ("batch", "seq")
         return [
-            Example(lambda twin: twin(16, 29), ("vocab", "embed"), [x, targets], [()]),
-            Example(lambda twin: twin(16, 29, cap=0.5), ("vocab", "embed"), [x, targets], [()]),
+            LayerExample(lambda twin: twin(16, 29), ("vocab", "embed"), [x, targets], [()]),
+            LayerExample(
+                lambda twin: twin(16, 29, cap=0.5), ("vocab", "embed"), [x, targets], [()]
+            ),
         ]
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """Multiply, and compare."""
         if targets is None:
-            self.site.moment.slope = None
-            return self._bent(super().forward(x))
-        loss = self._scored(x, targets)
+            self.site.step_context.loss_grad_scale = None
+            return self._softcap_logits(super().forward(x))
+        loss = self._compute_loss(x, targets)
         if loss.requires_grad and not torch.compiler.is_compiling():
-            loss.register_hook(self._told)
+            loss.register_hook(self._record_loss_grad_scale)
         return loss
 
-    def _told(self, grad: Tensor) -> None:
+    def _record_loss_grad_scale(self, grad: Tensor) -> None:
         """Layers before me that add to the loss take its factor."""
-        self.site.moment.slope = grad
+        self.site.step_context.loss_grad_scale = grad
 
-    def _scored(self, x: Tensor, targets: Tensor) -> Tensor:
-        check_range(targets, self.site.units[self.out], self.site.name, ignore=IGNORE)
-        targets = take(targets, self.columns.batch_axis, 0)  # (b/col, s)
-        if self.site.moment.each:
-            with self.here():
-                return self._each(x, targets)
-        with self.here():
-            if torch.compiler.is_compiling() or not self.site.fast or self.bias is not None:
-                logits = self._bent(super().forward(x))
-                return reference(logits.flatten(0, 1), targets.flatten(), self.columns)
+    def _compute_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        check_range(targets, self.site.units[self.out_dim], self.site.name, ignore=IGNORE_INDEX)
+        targets = local_slice(targets, self.vocab_shard.batch_axis, 0)  # (b/col, s)
+        if self.site.step_context.per_token_loss:
+            with self.trace_scope():
+                return self._score_each_token(x, targets)
+        with self.trace_scope():
+            if (
+                torch.compiler.is_compiling()
+                or not self.site.overlapped_autograd
+                or self.bias is not None
+            ):
+                logits = self._softcap_logits(super().forward(x))
+                return cross_entropy_reference(
+                    logits.flatten(0, 1), targets.flatten(), self.vocab_shard
+                )
             needed = torch.is_grad_enabled() and (x.requires_grad or self.weight.requires_grad)
             factor = torch.ones((), device=x.device) if needed else None
-            known = self.site.moment.factor if needed else None
-            loss: Tensor = applied(_Loss, x, targets, self, factor, known, self.weight)
+            known = self.site.step_context.loss_scale if needed else None
+            loss: Tensor = apply_autograd(
+                _ChunkedLoss, x, targets, self, factor, known, self.weight
+            )
         return loss
 
-    def _bent(self, logits: Tensor) -> Tensor:
+    def _softcap_logits(self, logits: Tensor) -> Tensor:
         return torch.tanh(logits / self.cap) * self.cap if self.cap > 0.0 else logits
 
     @torch.no_grad()
-    def _each(self, x: Tensor, targets: Tensor) -> Tensor:
+    def _score_each_token(self, x: Tensor, targets: Tensor) -> Tensor:
         """What each target `[b/col, s]` is worth, a chunk of tokens at a time."""
-        (from_axis, from_dim), _ = self.steps
+        (from_axis, from_dim), _ = self.comm_axes
         whole = collectives.all_gather(x, from_axis, from_dim).wait()  # (b, s, d/col)
-        matrix, found = self.matrix(self.handles["weight"].whole()), list[Tensor]()
-        cuts = chunks(whole.shape[1], whole.shape[0] * matrix.shape[0] * x.element_size())
-        matrix = self.align(matrix)
+        matrix, found = self.local_matrix(self.handles["weight"].unsharded_data()), list[Tensor]()
+        cuts = chunk_slices(whole.shape[1], whole.shape[0] * matrix.shape[0] * x.element_size())
+        matrix = self.align_rows(matrix)
         for cut in cuts:
             part = whole[:, cut]
-            y = self.products.forward(part.flatten(0, 1), matrix).unflatten(0, part.shape[:2])
-            y = _scattered(y, self)  # (b/col, c, V/row)
-            y = self._bent(y if self.bias is None else y + self.bias.flatten())
+            y = self.matmul_backend.forward(part.flatten(0, 1), matrix).unflatten(0, part.shape[:2])
+            y = _scatter_logits(y, self)  # (b/col, c, V/row)
+            y = self._softcap_logits(y if self.bias is None else y + self.bias.flatten())
             shape = targets[:, cut].shape
-            some = score_each(y.flatten(0, 1), targets[:, cut].flatten(), self.columns)
+            some = score_each_token(y.flatten(0, 1), targets[:, cut].flatten(), self.vocab_shard)
             found.append(some.unflatten(1, shape))  # (2, b/col, c)
         return torch.cat(found, 2)
 
-    def align(self, matrix: Tensor) -> Tensor:
+    def align_rows(self, matrix: Tensor) -> Tensor:
         """The matrix `[V/row, d/col]` with rows of zeros, so that rows of logits are aligned.
 
         The loss leaves their columns out, as it does where row does not divide the vocabulary.
         """
-        if not self.flat or self.bias is not None or matrix.device.type not in ALIGNED_DEVICES:
+        if (
+            not self.keeps_logits_local
+            or self.bias is not None
+            or matrix.device.type not in ALIGNED_DEVICES
+        ):
             return matrix
         missing = align_columns(matrix.shape[0], matrix.element_size()) - matrix.shape[0]
         return F.pad(matrix, (0, 0, 0, missing)) if missing else matrix
 
     @property
-    def layer(self) -> Scores:
+    def cost_model(self) -> LMHeadCost:
         """Gather x; of each chunk its logits and their statistics."""
-        return Scores(
-            self.site.name, self.site.ground, (self.factor,), False, self.site.whole_sequence
+        return LMHeadCost(
+            self.site.name,
+            self.site.layout_context,
+            (self.linear_weight,),
+            False,
+            self.site.whole_sequence,
         )
 
 
-class _Loss(torch.autograd.Function):
+class _ChunkedLoss(torch.autograd.Function):
     """The loss of a head in chunks; forward computes the gradients, backward scales them."""
 
     @staticmethod
@@ -136,42 +166,46 @@ class _Loss(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         targets: Tensor,
-        leaf: Head,
+        leaf: LMHead,
         one: Tensor | None,
         known: Tensor | None,
         weight: Tensor,
     ) -> Tensor:
-        (from_axis, from_dim), _ = leaf.steps
+        (from_axis, from_dim), _ = leaf.comm_axes
         whole = collectives.all_gather(x, from_axis, from_dim).wait()  # (b, s, d/col)
         handle = leaf.handles["weight"]
-        matrix = leaf.matrix(handle.whole())  # (V/row, d/col)
+        matrix = leaf.local_matrix(handle.unsharded_data())  # (V/row, d/col)
         needed, factor = one is not None, one if known is None else known
         dx = whole.new_empty(whole.shape) if needed and x.requires_grad else None
         dw: Tensor | None = None
-        loss = torch.zeros((), dtype=leaf.site.queue.dtype, device=x.device)
+        loss = torch.zeros((), dtype=leaf.site.bucket_scheduler.reduce_dtype, device=x.device)
         shape = whole.shape
-        if leaf.flat:
+        if leaf.keeps_logits_local:
             whole, targets = whole.flatten(0, 1).unsqueeze(0), targets.flatten().unsqueeze(0)
         samples, tokens, _ = whole.shape
         dx = None if dx is None else dx.view(whole.shape)
-        cuts = chunks(tokens, samples * matrix.shape[0] * x.element_size())
-        matrix = leaf.align(matrix)
+        cuts = chunk_slices(tokens, samples * matrix.shape[0] * x.element_size())
+        matrix = leaf.align_rows(matrix)
         for cut in cuts:
             part = whole[:, cut].flatten(0, 1)  # (b · c, d/col)
-            y = _scattered(leaf.products.forward(part, matrix).unflatten(0, (samples, -1)), leaf)
+            y = _scatter_logits(
+                leaf.matmul_backend.forward(part, matrix).unflatten(0, (samples, -1)), leaf
+            )
             slope = None
             if leaf.cap > 0.0:
                 y = y.div_(leaf.cap).tanh_()
                 slope = 1.0 - y * y if needed else None
                 y.mul_(leaf.cap)
-            loss += score(y.flatten(0, 1), targets[:, cut].flatten(), leaf.columns, factor)
+            loss += score_tokens(
+                y.flatten(0, 1), targets[:, cut].flatten(), leaf.vocab_shard, factor
+            )
             if needed:
                 y = y if slope is None else y.mul_(slope)
-                dy = _gathered(y, leaf).flatten(0, 1)  # (b · c, V/row)
+                dy = _gather_logit_grads(y, leaf).flatten(0, 1)  # (b · c, V/row)
                 if dx is not None:
-                    dx[:, cut] = leaf.products.grad_x(dy, matrix).unflatten(0, (samples, -1))
+                    dx[:, cut] = leaf.matmul_backend.grad_x(dy, matrix).unflatten(0, (samples, -1))
                 if handle.trainable:
-                    dw = _added(dw, dy, part, leaf)
+                    dw = _accumulate_weight_grad(dw, dy, part, leaf)
                 del dy
             del y  # before the next chunk takes as much
         if dx is not None:
@@ -193,35 +227,39 @@ class _Loss(torch.autograd.Function):
         if not ctx.scaled:
             dx, dw = (None if x is None else x.mul_(grad) for x in (dx, dw))
         if dw is not None:
-            shape = handle.sharding.gathered
-            handle.deliver(dw.flatten()[: math.prod(shape)].view(shape))
+            shape = handle.sharding.unsharded_shape
+            handle.accumulate_grad(dw.flatten()[: math.prod(shape)].view(shape))
         return dx, None, None, None, None, None
 
 
-def _scattered(y: Tensor, leaf: Head) -> Tensor:
+def _scatter_logits(y: Tensor, leaf: LMHead) -> Tensor:
     """My part of the sum of logits `[b, c, V/row]`. Communicates: reduce-scatter over col."""
-    _, (axis, dim) = leaf.steps
+    _, (axis, dim) = leaf.comm_axes
     if axis.size == 1:  # picking features would copy the logits
         return y
-    sums = collectives.reduce_scatter(pack([y], [leaf], axis, dim), axis, buffer_dim(dim)).wait()
-    return unpack(sums, [leaf], dim)[0]
+    sums = collectives.reduce_scatter(
+        pack_outputs([y], [leaf], axis, dim), axis, buffer_dim(dim)
+    ).wait()
+    return unpack_outputs(sums, [leaf], dim)[0]
 
 
-def _gathered(dy: Tensor, leaf: Head) -> Tensor:
+def _gather_logit_grads(dy: Tensor, leaf: LMHead) -> Tensor:
     """The other way. Communicates: all-gather over col."""
-    _, (axis, dim) = leaf.steps
+    _, (axis, dim) = leaf.comm_axes
     if axis.size == 1:
         return dy
-    whole = collectives.all_gather(repack([dy], [leaf], dim), axis, buffer_dim(dim)).wait()
-    return pack_adjoint(whole, [leaf], axis, dim)[0]
+    whole = collectives.all_gather(
+        pack_output_grads([dy], [leaf], dim), axis, buffer_dim(dim)
+    ).wait()
+    return unpack_output_grads(whole, [leaf], axis, dim)[0]
 
 
-def _added(sum_: Tensor | None, dy: Tensor, x: Tensor, leaf: Head) -> Tensor:
+def _accumulate_weight_grad(sum_: Tensor | None, dy: Tensor, x: Tensor, leaf: LMHead) -> Tensor:
     """dYᵀ·X of a chunk added to those before it, in a wide type; dy: `[t, n]`, x: `[t, d]`."""
-    wide = leaf.site.queue.dtype
+    wide = leaf.site.bucket_scheduler.reduce_dtype
     host = x.device.type not in ("cuda", "meta")  # meta stands for a real device
-    if x.dtype == wide or host or leaf.products != Plain():
-        new = leaf.products.grad_w(dy, x).to(wide)
+    if x.dtype == wide or host or leaf.matmul_backend != PlainMatmul():
+        new = leaf.matmul_backend.grad_w(dy, x).to(wide)
         return new if sum_ is None else sum_.add_(new)
     if sum_ is None:
         return torch.mm(dy.T, x, out_dtype=wide)

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from ranvier import counter_rng
-from ranvier.buckets.bucket import Weight
-from ranvier.buckets.offload import Homes, resting
-from ranvier.buckets.scheduler import Deferred
+from ranvier.buckets.bucket import ShardedParameter
+from ranvier.buckets.offload import HostOffload, can_offload
+from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.nn.dropout import Dropout
-from ranvier.nn.fused_linear import Siblings
-from ranvier.nn.layer import Leaf
-from ranvier.nn.moe.layer import Experts
+from ranvier.nn.fused_linear import FusedLinear
+from ranvier.nn.layer import ParallelLayer
+from ranvier.nn.moe.layer import MoELayer
 
 
-def fill_values(
-    queue: Deferred,
-    leaves: Mapping[str, Leaf],
+def materialize_parameters(
+    queue: BucketScheduler,
+    leaves: Mapping[str, ParallelLayer],
     *,
     seed: int,
     dtype: torch.dtype,
@@ -39,44 +39,46 @@ def fill_values(
     where: torch.device | str = device or "cpu"
     queue.device = torch.device(where)
     if room is not None:
-        queue.homes = Homes(queue.buckets, dtype, queue.device, room=room)
+        queue.host_offload = HostOffload(queue.buckets, dtype, queue.device, room=room)
     for bucket in queue.buckets:
-        originals = [w.original.device for w in bucket.weights if w.original is not None]
+        originals = [
+            w.original_values.device for w in bucket.weights if w.original_values is not None
+        ]
         where = device or (originals[0] if originals else "cpu")
         bucket.data = torch.zeros(bucket.size, dtype=dtype, device=where)
         queue.device = bucket.data.device
         for weight in bucket.weights:
-            view = bucket.data[weight.offset : weight.offset + weight.elements].view(
-                weight.sharding.local
+            view = bucket.data[weight.offset : weight.offset + weight.num_elements].view(
+                weight.sharding.local_shape
             )
             if not blank and not view.is_meta:
-                view.copy_(_initial(weight, seed=seed, dtype=dtype, device=where))
-            weight.original = None
-            param = weight.made = nn.Parameter(view, requires_grad=weight.trainable)
+                view.copy_(_initial_value(weight, seed=seed, dtype=dtype, device=where))
+            weight.original_values = None
+            param = weight.expected_param = nn.Parameter(view, requires_grad=weight.trainable)
             for owner, attribute in weight.owners:
                 setattr(owner, attribute, param)
             if weight.trainable:
                 # a hook that held the weight would keep both for ever
-                hook = partial(_collect, weakref.ref(weight))
+                hook = partial(_move_grad_to_bucket, weakref.ref(weight))
                 param.register_post_accumulate_grad_hook(hook)
-        if queue.homes is not None and resting(bucket):
-            queue.homes.adopt(bucket)
+        if queue.host_offload is not None and can_offload(bucket):
+            queue.host_offload.register_bucket(bucket)
     for leaf in leaves.values():
-        if isinstance(leaf, Siblings):
-            leaf.pack()
+        if isinstance(leaf, FusedLinear):
+            leaf.pack_weights()
         elif isinstance(leaf, Dropout):
-            leaf.stream = leaf.stream.to(where)
-        elif isinstance(leaf, Experts):
-            leaf.settle(where)
+            leaf.rng_stream = leaf.rng_stream.to(where)
+        elif isinstance(leaf, MoELayer):
+            leaf.move_buffers_to(where)
 
 
-def _initial(
-    weight: Weight, *, seed: int, dtype: torch.dtype, device: torch.device | str
+def _initial_value(
+    weight: ShardedParameter, *, seed: int, dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
-    if weight.original is not None:
-        return weight.place.take(weight.original)
-    return counter_rng.value(
-        weight.place,
+    if weight.original_values is not None:
+        return weight.shard.slice_from(weight.original_values)
+    return counter_rng.init_shard(
+        weight.shard,
         seed=seed,
         name=weight.name,
         std=weight.std,
@@ -86,9 +88,11 @@ def _initial(
     )
 
 
-def _collect(reference: weakref.ref[Weight], param: Any) -> None:
+def _move_grad_to_bucket(reference: weakref.ref[ShardedParameter], param: Any) -> None:
     """Move a gradient that autograd made (of a vector, or in the reference) to the bucket."""
     weight = reference()
     if param.grad is not None and weight is not None:  # None where a leaf has delivered it already
-        weight.bucket.queue.arrive(weight.bucket, weight.offset, param.grad)
+        weight.bucket.bucket_scheduler.accumulate_shard_grad(
+            weight.bucket, weight.offset, param.grad
+        )
         param.grad = None

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Products(Protocol):
+class MatmulBackend(Protocol):
     """The three products of a layer on matrices; x: `[t, i]`, w: `[o, i]`, dy: `[t, o]`."""
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:
@@ -33,26 +33,26 @@ class Products(Protocol):
         """x Wᵀ in autograd."""
 
 
-def forward(x: Tensor, w: Tensor, products: Products) -> Tensor:
+def forward(x: Tensor, w: Tensor, products: MatmulBackend) -> Tensor:
     """x Wᵀ of any number of dims, outside autograd."""
     y = products.forward(x.flatten(0, -2), w)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def grad_x(dy: Tensor, w: Tensor, products: Products) -> Tensor:
+def grad_x(dy: Tensor, w: Tensor, products: MatmulBackend) -> Tensor:
     """dY W, likewise."""
     dx = products.grad_x(dy.flatten(0, -2), w)
     return dx.view(*dy.shape[:-1], dx.shape[-1])
 
 
-def multiply(x: Tensor, w: Tensor, products: Products) -> Tensor:
+def differentiable_linear(x: Tensor, w: Tensor, products: MatmulBackend) -> Tensor:
     """x Wᵀ in autograd."""
     y = products.linear(x.flatten(0, -2), w)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
 @dataclass(frozen=True)
-class Plain:
+class PlainMatmul:
     """The products as torch computes them; two of these are equal."""
 
     def forward(self, x: Tensor, w: Tensor) -> Tensor:

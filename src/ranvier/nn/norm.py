@@ -15,26 +15,26 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ranvier.comm import collectives
-from ranvier.comm.autograd import share, total
-from ranvier.cost.layers import Statistics
+from ranvier.comm.autograd import copy_to_axis, reduce_from_axis
+from ranvier.cost.layers import NormCost
 from ranvier.errors import ShardingError
 from ranvier.grid import Axis
-from ranvier.nn.example import Example
-from ranvier.nn.layer import Leaf, Site, applied
+from ranvier.nn.example import LayerExample
+from ranvier.nn.layer import LayerContext, ParallelLayer, apply_autograd
 from ranvier.sharding import Dim
 
 
-class Norm(Leaf):
+class Norm(ParallelLayer):
     """What all norms share: the axes that split their dim, and sums over them."""
 
     weight: torch.nn.Parameter
     bias: torch.nn.Parameter | None
-    sums = 1
+    num_sums = 1
     """Numbers a token that are summed over the axes."""
-    shift = 0.0
+    weight_offset = 0.0
     """Added to the weight."""
 
-    def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
+    def __init__(self, site: LayerContext, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
         super().__init__(site)
         if len(dims) != 1 or not isinstance(dims[0], str):
             raise ShardingError(
@@ -45,30 +45,34 @@ class Norm(Leaf):
         if not isinstance(weight, torch.nn.Parameter):
             raise ShardingError(f"{site.name} has no weight. A norm on the grid has one. Add it.")
         self.size = weight.numel()
-        region = site.table.region(self.dim)
-        cuts = self.layer.features.cuts[0]
+        region = site.table.activation_rule(self.dim)
+        cuts = self.cost_model.feature_sharding.splits[0]
         self.axis = site.axis(*(cut.axis for cut in cuts))
-        self.copies = 1
+        self.num_replicas = 1
         for cut in cuts:
-            self.copies *= cut.share
-        self.shift = float(getattr(serial, "shift", 0.0))
-        self.place("weight", weight, dims, rule=region, mean=1.0 - self.shift)
-        self.place(
+            self.num_replicas *= cut.replicas
+        self.weight_offset = float(getattr(serial, "weight_offset", 0.0))
+        self.shard_parameter("weight", weight, dims, rule=region, mean=1.0 - self.weight_offset)
+        self.shard_parameter(
             "bias", bias if isinstance(bias, torch.nn.Parameter) else None, dims, rule=region
         )
 
-    def mean(self, x: Tensor) -> Tensor:
+    def global_mean(self, x: Tensor) -> Tensor:
         """Mean over the whole dim.
 
         Communicates: all-reduce over the axes of the dim, forward and backward.
         """
         here = x.sum(-1, keepdim=True)
-        return share(total(here, self.axis), self.axis) / (self.size * self.copies)
+        return copy_to_axis(reduce_from_axis(here, self.axis), self.axis) / (
+            self.size * self.num_replicas
+        )
 
     @property
-    def layer(self) -> Statistics:
+    def cost_model(self) -> NormCost:
         """One all-reduce for each sum."""
-        return Statistics(self.site.name, self.site.ground, self.size, self.dim, self.sums)
+        return NormCost(
+            self.site.name, self.site.layout_context, self.size, self.dim, self.num_sums
+        )
 
 
 class RMSNorm(Norm):
@@ -78,39 +82,39 @@ class RMSNorm(Norm):
     Communicates: all-reduce of one number a token over col, forward and backward.
     """
 
-    def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
+    def __init__(self, site: LayerContext, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
         super().__init__(site, serial, dims)
         eps = getattr(serial, "eps", getattr(serial, "variance_epsilon", None))
         self.eps = None if eps is None else float(eps)
 
     @staticmethod
-    def examples() -> list[Example]:
+    def example_layers() -> list[LayerExample]:
         """What the generic tests try."""
         outer, inner = ("batch", "seq", "embed"), ("batch", "seq", "heads")
         shared, head = ("batch", "seq", "kv_heads"), ("batch", "seq", "heads", "head_dim")
         return [
-            Example(lambda twin: twin(16, eps=1e-5), ("embed",), [outer], [outer]),
-            Example(lambda twin: twin(32), ("heads",), [inner], [inner]),
-            Example(lambda twin: twin(8, eps=1e-5), ("kv_heads",), [shared], [shared]),
-            Example(lambda twin: twin(4, eps=1e-5), ("head_dim",), [head], [head]),
+            LayerExample(lambda twin: twin(16, eps=1e-5), ("embed",), [outer], [outer]),
+            LayerExample(lambda twin: twin(32), ("heads",), [inner], [inner]),
+            LayerExample(lambda twin: twin(8, eps=1e-5), ("kv_heads",), [shared], [shared]),
+            LayerExample(lambda twin: twin(4, eps=1e-5), ("head_dim",), [head], [head]),
         ]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise."""
-        weight = _wide(self.weight)
-        weight = weight if self.shift == 0.0 else self.shift + weight
-        with self.here():
-            wide = _wide(x)
+        weight = _at_least_float32(self.weight)
+        weight = weight if self.weight_offset == 0.0 else self.weight_offset + weight
+        with self.trace_scope():
+            wide = _at_least_float32(x)
             eps = torch.finfo(wide.dtype).eps if self.eps is None else self.eps  # as in torch
             eager = x.device.type == "cpu" and not torch.compiler.is_compiling()
             if eager and x.dtype == weight.dtype:
-                found: Tensor = applied(_RootMeanSquare, x, weight, eps, self)
+                found: Tensor = apply_autograd(_RMSNormFunction, x, weight, eps, self)
                 return found
-            y = wide * torch.rsqrt(self.mean(wide * wide) + eps)
+            y = wide * torch.rsqrt(self.global_mean(wide * wide) + eps)
         return (y * weight).to(x.dtype)
 
 
-class _RootMeanSquare(torch.autograd.Function):
+class _RMSNormFunction(torch.autograd.Function):
     """y = w · x · r with r = 1 / sqrt(mean(x²) + eps), in few passes over memory.
 
     dx = r · w · dy - x · r³ · mean(x · w · dy); dw = Σ r · x · dy over tokens. On a CPU what
@@ -121,7 +125,7 @@ class _RootMeanSquare(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, norm: Norm) -> Tensor:
         square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square()
-        mean = collectives.all_reduce(square, norm.axis).wait() / (norm.size * norm.copies)
+        mean = collectives.all_reduce(square, norm.axis).wait() / (norm.size * norm.num_replicas)
         root = torch.rsqrt(mean + eps)  # (..., 1)
         ctx.save_for_backward(x, weight, root)
         ctx.norm = norm
@@ -133,9 +137,9 @@ class _RootMeanSquare(torch.autograd.Function):
         x, weight, root = ctx.saved_tensors
         norm = ctx.norm
         product = (x * dy).flatten(0, -2)  # (tokens, d/col)
-        with norm.here():
+        with norm.trace_scope():
             here = (product @ weight).view(root.shape)
-            mean = sum_gradients(here, norm.axis) / (norm.size * norm.copies)
+            mean = sum_gradients(here, norm.axis) / (norm.size * norm.num_replicas)
         dx = (dy * weight).mul_(root).addcmul_(x, mean.mul_(root).mul_(root).mul_(root), value=-1.0)
         dw = root.flatten() @ product if ctx.needs_input_grad[1] else None
         return dx, dw, None, None
@@ -153,27 +157,31 @@ class LayerNorm(Norm):
     Communicates: two all-reduces of one number a token over col, each way.
     """
 
-    sums = 2
+    num_sums = 2
 
-    def __init__(self, site: Site, serial: torch.nn.LayerNorm, dims: Sequence[Dim]) -> None:
+    def __init__(self, site: LayerContext, serial: torch.nn.LayerNorm, dims: Sequence[Dim]) -> None:
         super().__init__(site, serial, dims)
         self.eps = serial.eps
 
     @staticmethod
-    def examples() -> list[Example]:
+    def example_layers() -> list[LayerExample]:
         """What the generic tests try."""
         outer = ("batch", "seq", "embed")
-        return [Example(lambda twin: twin(16), ("embed",), [outer], [outer])]
+        return [LayerExample(lambda twin: twin(16), ("embed",), [outer], [outer])]
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise."""
-        with self.here():
-            wide = _wide(x)
-            centred = wide - self.mean(wide)
-            y = centred * torch.rsqrt(self.mean(centred * centred) + self.eps) * _wide(self.weight)
-        return (y if self.bias is None else y + _wide(self.bias)).to(x.dtype)
+        with self.trace_scope():
+            wide = _at_least_float32(x)
+            centred = wide - self.global_mean(wide)
+            y = (
+                centred
+                * torch.rsqrt(self.global_mean(centred * centred) + self.eps)
+                * _at_least_float32(self.weight)
+            )
+        return (y if self.bias is None else y + _at_least_float32(self.bias)).to(x.dtype)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _at_least_float32(x: Tensor) -> Tensor:
     """At least fp32."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x

@@ -18,7 +18,7 @@ tl: Any = importlib.import_module("triton.language")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _cross_entropy(  # type: ignore[no-untyped-def]
+def _cross_entropy_kernel(  # type: ignore[no-untyped-def]
     logits, stride, targets, peaks, sums, hits, log_sums, factor, first, valid, width,
     STATISTICS: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -70,7 +70,7 @@ def cross_entropy(
     """
     count, width = logits.shape
     peaks, sums, hits = torch.empty(3, count, device=logits.device).unbind(0)
-    _cross_entropy[(count,)](
+    _cross_entropy_kernel[(count,)](
         logits, logits.stride(0), targets, peaks, sums, hits,
         peaks if log_sums is None else log_sums, peaks if gradient is None else gradient.float(),
         first, valid, width,
@@ -82,12 +82,12 @@ def cross_entropy(
 # ---- fp8 --------------------------------------------------------------------------------
 
 
-PARTS = 512
+AMAX_PROGRAMS = 512
 """Programs that look for the largest magnitude of a tensor, each in a part of it."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _largest(x, parts, n, PARTS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _amax_kernel(x, parts, n, PARTS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The largest magnitude of a part, as bits: those of NaN are above all others."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     found = tl.zeros([TILE], dtype=tl.int32)
@@ -98,7 +98,7 @@ def _largest(x, parts, n, PARTS: tl.constexpr, TILE: tl.constexpr):  # type: ign
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _power(  # type: ignore[no-untyped-def]
+def _scale_kernel(  # type: ignore[no-untyped-def]
     parts, scale_at, inverse_at, most, least, PARTS: tl.constexpr
 ):
     """The power of two that brings the largest magnitude just below `most`, and its inverse."""
@@ -111,18 +111,18 @@ def _power(  # type: ignore[no-untyped-def]
     tl.store(inverse_at, tl.div_rn(1.0, scale))
 
 
-def scales(x: Tensor, most: float, least: float) -> tuple[Tensor, Tensor]:
+def tensorwise_scale(x: Tensor, most: float, least: float) -> tuple[Tensor, Tensor]:
     """The scale `[]` of a contiguous x as of `fp8.power`, and its inverse `[]`."""
-    parts = torch.empty(PARTS, dtype=torch.int32, device=x.device)
+    parts = torch.empty(AMAX_PROGRAMS, dtype=torch.int32, device=x.device)
     # each a tensor of its own: a library wants their addresses aligned
     scale, inverse = (torch.empty((), dtype=torch.float32, device=x.device) for _ in range(2))
-    _largest[(PARTS,)](x, parts, x.numel(), PARTS=PARTS, TILE=2048, num_warps=8)
-    _power[(1,)](parts, scale, inverse, most, least, PARTS=PARTS, num_warps=4)
+    _amax_kernel[(AMAX_PROGRAMS,)](x, parts, x.numel(), PARTS=AMAX_PROGRAMS, TILE=2048, num_warps=8)
+    _scale_kernel[(1,)](parts, scale, inverse, most, least, PARTS=AMAX_PROGRAMS, num_warps=4)
     return scale, inverse
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _cast(  # type: ignore[no-untyped-def]
+def _cast_transpose_kernel(  # type: ignore[no-untyped-def]
     x, stride, scale, plain, turned, rows, columns, largest,
     PLAIN: tl.constexpr, TURNED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -142,7 +142,7 @@ def _cast(  # type: ignore[no-untyped-def]
         tl.store(turned + at, t, mask=(c[:, None] < columns) & (r[None, :] < rows))
 
 
-def cast(
+def cast_transpose(
     x: Tensor, scale: Tensor, dtype: torch.dtype, *, plain: bool, turned: bool
 ) -> tuple[Tensor, Tensor]:
     """x `[r, c]` times scale in fp8 `[r, c]` and transposed `[c, r]`; else empty."""
@@ -150,7 +150,7 @@ def cast(
     a = torch.empty((rows, columns) if plain else (0,), dtype=dtype, device=x.device)
     b = torch.empty((columns, rows) if turned else (0,), dtype=dtype, device=x.device)
     R, C = 64, 128
-    _cast[(triton.cdiv(rows, R), triton.cdiv(columns, C))](
+    _cast_transpose_kernel[(triton.cdiv(rows, R), triton.cdiv(columns, C))](
         x, x.stride(0), scale, a, b, rows, columns, torch.finfo(dtype).max,
         PLAIN=plain, TURNED=turned, R=R, C=C, num_warps=4,
     )  # fmt: skip

@@ -11,36 +11,36 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ranvier.optim.low_precision_states import Key, Moments
+from ranvier.optim.low_precision_states import Moments, RoundingKey
 
 
 @dataclass(frozen=True)
-class Scalars:
+class UpdateScalars:
     """The numbers of one update that are the same for all tensors, on the device."""
 
     step: Tensor
     """Number of the update, from 1 (float64)."""
-    good: Tensor
+    should_update: Tensor
     """Whether to update at all (bool)."""
-    factor: Tensor | None
+    grad_factor: Tensor | None
     """What gradients are multiplied by."""
     betas: tuple[float, float]
     lr: Tensor
     """The learning rate (float64)."""
-    count: Tensor
+    step_int32: Tensor
     """`step` as a kernel reads it (int32)."""
-    numbers: Tensor
+    kernel_scalars: Tensor
     """good, factor, 1 / (1 - β₁ᵗ), 1 / √(1 - β₂ᵗ), lr as a kernel reads them (fp32)."""
 
     @classmethod
-    def of(
+    def for_update(
         cls,
         step: Tensor,
         good: Tensor,
         factor: Tensor | None,
         betas: tuple[float, float],
         lr: float | Tensor,
-    ) -> Scalars:
+    ) -> UpdateScalars:
         """Compute them once for all tensors; bias corrections in float64."""
         step = step.double()
         rate = lr if isinstance(lr, Tensor) else torch.full_like(step, lr)
@@ -55,17 +55,17 @@ class Scalars:
         return cls(step, good, factor, betas, rate, step.to(torch.int32), packed)
 
 
-def adamw(
+def adamw_update(
     weight: Tensor,
     grad: Tensor,
     moments: Moments,
     *,
-    now: Scalars,
+    now: UpdateScalars,
     share: float = 1.0,
     eps: float = 1e-8,
     decay: float = 0.0,
     out: Tensor | None = None,
-    key: Key | None = None,
+    key: RoundingKey | None = None,
 ) -> None:
     """AdamW in place on tensors `[n]`: decoupled decay, bias-corrected moments.
 
@@ -77,16 +77,16 @@ def adamw(
     """
     (beta1, beta2), lr = now.betas, now.lr * share  # scalars stay in float64 on the device
     grad = grad.to(weight.dtype)
-    if now.factor is not None:
-        grad = grad * now.factor
-    mean, square = moments.values(weight.dtype)
+    if now.grad_factor is not None:
+        grad = grad * now.grad_factor
+    mean, square = moments.dequantize(weight.dtype)
     mean = mean.mul(1.0 - (1.0 - beta1)).add_(grad, alpha=1.0 - beta1)
     square = square.mul(1.0 - (1.0 - beta2)).addcmul_(grad, grad, value=1.0 - beta2)
     root = square.sqrt().div_((1.0 - beta2**now.step).sqrt()).add_(eps)
     change = torch.div(mean, root, out=root).mul_(lr / (1.0 - beta1**now.step))
     new = [weight.mul(1.0 - lr * decay).sub_(change)]
-    new += moments.rounded(mean, square, now.step, key).tensors
+    new += moments.round_stochastically(mean, square, now.step, key).tensors
     for old, value in zip([weight, *moments.tensors], new, strict=True):
-        old.copy_(torch.where(now.good, value, old))
+        old.copy_(torch.where(now.should_update, value, old))
     if out is not None:
-        out.copy_(torch.where(now.good, weight.to(out.dtype), out))
+        out.copy_(torch.where(now.should_update, weight.to(out.dtype), out))

@@ -12,33 +12,33 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from ranvier.comm.streams import Mark, here
-from ranvier.optim.adamw import Scalars
+from ranvier.comm.streams import StreamEvent, record_current_event
+from ranvier.optim.adamw import UpdateScalars
 
 
 @dataclass(frozen=True)
-class Known:
+class HostScalars:
     """The numbers of an update on their way to the host."""
 
-    now: Scalars
+    scalars: UpdateScalars
     """On the host; to be read after the mark."""
-    mark: Mark
+    copy_event: StreamEvent
 
     @classmethod
-    def of(cls, now: Scalars) -> Known:
+    def copy_from(cls, now: UpdateScalars) -> HostScalars:
         """Start to copy them."""
         device = now.step.device
         moved = {f.name: getattr(now, f.name) for f in fields(now)}
-        moved = {k: _copied(x) if isinstance(x, Tensor) else x for k, x in moved.items()}
-        return cls(Scalars(**moved), here(device))
+        moved = {k: _copy_to_host(x) if isinstance(x, Tensor) else x for k, x in moved.items()}
+        return cls(UpdateScalars(**moved), record_current_event(device))
 
-    def wait(self) -> Scalars:
+    def wait(self) -> UpdateScalars:
         """The numbers, once they are there."""
-        if self.mark is not None:
-            self.mark.synchronize()
-        return self.now
+        if self.copy_event is not None:
+            self.copy_event.synchronize()
+        return self.scalars
 
 
-def _copied(x: Tensor) -> Tensor:
+def _copy_to_host(x: Tensor) -> Tensor:
     """A copy on the host, which may still be on its way."""
     return torch.empty_like(x, device="cpu", pin_memory=x.is_cuda).copy_(x, non_blocking=True)

@@ -23,69 +23,75 @@ from torch import Tensor
 
 from ranvier import launch
 from ranvier.optim import adamw as reference
-from ranvier.optim.adamw import Scalars as Scalars
-from ranvier.optim.low_precision_states import BLOCK, TINY, Key, Moments
+from ranvier.optim.adamw import UpdateScalars as UpdateScalars
+from ranvier.optim.low_precision_states import BLOCK_SIZE, MIN_BLOCK_SCALE, Moments, RoundingKey
 
-FOUND = launch.triton()
-triton: Any = importlib.import_module("triton") if FOUND else None
-tl: Any = importlib.import_module("triton.language") if FOUND else None
-ELEMENTS, WARP = 1024, 128
+HAS_TRITON = launch.has_triton()
+triton: Any = importlib.import_module("triton") if HAS_TRITON else None
+tl: Any = importlib.import_module("triton.language") if HAS_TRITON else None
+BLOCK_ELEMENTS, WARP_ELEMENTS = 1024, 128
 """Of a program, which has a block where moments have 8 bits, and of a warp: four elements a thread,
 which are 16 bytes in fp32. With more, fp32 and bf16 would want different threads for an element and
 change places in shared memory."""
-MOST = 1 << 30
+MAX_LAUNCH_ELEMENTS = 1 << 30
 """Elements of one start of the kernel, which counts them in 32 bits."""
-PROGRAMS = 528
+NORM_PROGRAMS = 528
 """Of the sum of squares: a few for each processor of a device."""
-EVEN = 16
+VECTOR_MULTIPLE = 16
 """What a size must be a multiple of for accesses of 16 bytes."""
-NARROW = (torch.bfloat16, torch.float16)
-LANES = 64
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+CPU_VECTOR_ELEMENTS = 64
 """Elements: a multiple of those of a vector register of any CPU."""
 NORM_ROW = 1024
 """Elements of a norm on a CPU."""
 
 
-def _kernel(*still: str) -> Callable[[Any], Any]:
+def _jit_kernel(*still: str) -> Callable[[Any], Any]:
     """Compile a function for the device. still: arguments whose values make no other kernel."""
     return lambda function: (
-        triton.jit(function, do_not_specialize=list(still)) if FOUND else function
+        triton.jit(function, do_not_specialize=list(still)) if HAS_TRITON else function
     )
 
 
-def available(
+def can_use_kernel(
     weight: Tensor,
     grad: Tensor,
     moments: Moments,
     out: Tensor | None = None,
-    key: Key | None = None,
+    key: RoundingKey | None = None,
 ) -> bool:
     """Whether the kernel of a GPU takes these tensors."""
     mean, square = moments.mean, moments.square
     tensors = [weight, grad, mean, square, *([] if out is None else [out])]
     return (
-        FOUND
+        HAS_TRITON
         and all(x.is_cuda and x.is_contiguous() for x in tensors)
         and weight.dtype == torch.float32
-        and grad.dtype in (torch.float32, *NARROW)
+        and grad.dtype in (torch.float32, *HALF_DTYPES)
         and mean.dtype == square.dtype
         and mean.dtype in (torch.float32, torch.bfloat16, torch.uint8)
-        and (out is None or out.dtype in NARROW)
-        and (key is None or (len(key.dims) <= 3 and all(n < MOST for n, _, _ in key.dims[1:])))
+        and (out is None or out.dtype in HALF_DTYPES)
+        and (
+            key is None
+            or (
+                len(key.merged_dims) <= 3
+                and all(n < MAX_LAUNCH_ELEMENTS for n, _, _ in key.merged_dims[1:])
+            )
+        )
     )
 
 
-def adamw(
+def fused_adamw(
     weight: Tensor,
     grad: Tensor,
     moments: Moments,
     *,
-    now: Scalars,
+    now: UpdateScalars,
     share: float = 1.0,
     eps: float = 1e-8,
     decay: float = 0.0,
     out: Tensor | None = None,
-    key: Key | None = None,
+    key: RoundingKey | None = None,
 ) -> None:
     """`rules.adamw` on tensors `[n]`, in one kernel where there is one.
 
@@ -94,42 +100,47 @@ def adamw(
     if weight.is_meta:  # it stands for a device with the kernel, which needs no space
         return
     rest: Any = {"share": share, "eps": eps, "decay": decay}
-    if available_on_cpu(weight, moments):
-        if now.good:
+    if can_use_cpu_kernel(weight, moments):
+        if now.should_update:
             grad = grad.to(weight.dtype)
-            grad = grad if now.factor is None else grad * now.factor.to(weight.dtype)
+            grad = grad if now.grad_factor is None else grad * now.grad_factor.to(weight.dtype)
             cpu_adamw([CpuUpdate(weight, grad, moments)], now=now, **rest)
             if out is not None:
                 out.copy_(weight)
         return
-    if not available(weight, grad, moments, out, key):
-        reference.adamw(weight, grad, moments, now=now, key=key, out=out, **rest)
+    if not can_use_kernel(weight, grad, moments, out, key):
+        reference.adamw_update(weight, grad, moments, now=now, key=key, out=out, **rest)
         return
     assert all(x.shape == weight.shape for x in (grad, moments.mean, moments.square)), weight.shape
     assert key is not None or moments.mean.dtype == torch.float32, "narrow moments need a key"
     end, coded = weight.numel(), moments.scales is not None
-    even, size = end - end % (BLOCK if coded else EVEN), BLOCK if coded else ELEMENTS
+    even, size = (
+        end - end % (BLOCK_SIZE if coded else VECTOR_MULTIPLE),
+        BLOCK_SIZE if coded else BLOCK_ELEMENTS,
+    )
     fresh1, fresh2 = 1.0 - now.betas[0], 1.0 - now.betas[1]
-    for start, stop in pairwise(sorted({0, *range(0, even, MOST), even, end})):
-        part, here = moments.part(start, stop), slice(start, stop)
+    for start, stop in pairwise(sorted({0, *range(0, even, MAX_LAUNCH_ELEMENTS), even, end})):
+        part, here = moments.slice_range(start, stop), slice(start, stop)
         with torch.cuda.device_of(weight):
-            _adamw[(triton.cdiv(stop - start, size),)](
+            _adamw_kernel[(triton.cdiv(stop - start, size),)](
                 *(weight[here], grad[here], part.mean, part.square),
                 weight if part.scales is None else part.scales,
                 weight if out is None else out[here],
-                *(now.numbers, now.count, stop - start),
+                *(now.kernel_scalars, now.step_int32, stop - start),
                 0 if part.scales is None else part.scales.stride(0),
-                *_where(key, start),
+                *_element_positions(key, start),
                 *(share, decay, fresh1, 1.0 - fresh1, fresh2, 1.0 - fresh2, eps),
-                DIMS=0 if key is None or moments.mean.dtype == torch.float32 else len(key.dims),
+                DIMS=0
+                if key is None or moments.mean.dtype == torch.float32
+                else len(key.merged_dims),
                 OUT=out is not None,
                 SIZE=size,
-                TINY=TINY,
-                num_warps=size // WARP,
+                TINY=MIN_BLOCK_SCALE,
+                num_warps=size // WARP_ELEMENTS,
             )
 
 
-def available_on_cpu(weight: Tensor, moments: Moments) -> bool:
+def can_use_cpu_kernel(weight: Tensor, moments: Moments) -> bool:
     """Whether torch's kernel for CPUs takes these tensors."""
     tensors = [weight, moments.mean, moments.square]
     return (
@@ -155,7 +166,7 @@ class CpuUpdate:
 
 
 def cpu_adamw(
-    updates: Sequence[CpuUpdate], *, now: Scalars, share: float, eps: float, decay: float
+    updates: Sequence[CpuUpdate], *, now: UpdateScalars, share: float, eps: float, decay: float
 ) -> None:
     """`rules.adamw` of many tensors in one call of torch's kernel for CPUs.
 
@@ -166,12 +177,12 @@ def cpu_adamw(
     states: list[list[Tensor]] = []
     ends: list[tuple[Tensor, Tensor]] = []
     for update in updates:
-        rest = update.weight.numel() % LANES
+        rest = update.weight.numel() % CPU_VECTOR_ELEMENTS
         if not rest:
             states.append(update.tensors)
             continue
         states.append([x[:-rest] for x in update.tensors])
-        states.append([F.pad(x[-rest:], (0, LANES - rest)) for x in update.tensors])
+        states.append([F.pad(x[-rest:], (0, CPU_VECTOR_ELEMENTS - rest)) for x in update.tensors])
         ends += [
             (x[-rest:], full[:rest]) for x, full in zip(update.tensors, states[-1], strict=True)
         ]
@@ -195,7 +206,7 @@ def cpu_adamw(
         end.copy_(updated)
 
 
-def _where(key: Key | None, start: int) -> list[int]:
+def _element_positions(key: RoundingKey | None, start: int) -> list[int]:
     """What the kernel knows of the places of elements: seed, base, column, row and how they wrap.
 
     The box has dims (planes, rows, columns). The first element lies at `base` in the whole and at
@@ -204,7 +215,7 @@ def _where(key: Key | None, start: int) -> list[int]:
     """
     if key is None:
         return [0] * 8
-    planes, rows, columns = ([(1, 0, 1)] * 2 + key.dims)[-3:]
+    planes, rows, columns = ([(1, 0, 1)] * 2 + key.merged_dims)[-3:]
     pitch, plane = columns[2], rows[2] * columns[2]
     above, column = divmod(key.first + start, columns[0])
     before, row = divmod(above, rows[0])
@@ -213,7 +224,7 @@ def _where(key: Key | None, start: int) -> list[int]:
     return [key.seed, base, column, columns[0], row, rows[0], skip, jump]
 
 
-def square_sum(tensors: Sequence[Tensor]) -> Tensor:
+def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """Sum of the squares of all elements, in fp32 (float64 if one of them is), as a 0-dim tensor.
 
     On CUDA every element is read once and no tensor of squares is made.
@@ -224,10 +235,10 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors[0].is_cuda:
         return torch.cat([_row_norms(x.to(wide)) for x in tensors]).square().sum()
     some = [x for x in tensors if x.numel() > 0]
-    if not some or not all(summable(x) for x in some):
+    if not some or not all(can_sum_squares(x) for x in some):
         parts = [x.to(wide).square().sum() for x in some]
         return torch.stack(parts).sum() if parts else tensors[0].new_zeros((), dtype=wide)
-    return squares(some).sum()
+    return partial_square_sums(some).sum()
 
 
 def _row_norms(x: Tensor) -> Tensor:
@@ -243,25 +254,25 @@ def _row_norms(x: Tensor) -> Tensor:
     return torch.cat([rows, torch.linalg.vector_norm(flat[x.numel() - rest :], keepdim=True)])
 
 
-def summable(x: Tensor) -> bool:
+def can_sum_squares(x: Tensor) -> bool:
     """Whether there is a kernel for the sum of its squares."""
-    return FOUND and x.is_cuda and x.is_contiguous() and x.dtype != torch.float64
+    return HAS_TRITON and x.is_cuda and x.is_contiguous() and x.dtype != torch.float64
 
 
-def squares(tensors: Sequence[Tensor]) -> Tensor:
+def partial_square_sums(tensors: Sequence[Tensor]) -> Tensor:
     """Sums of the squares of many parts of each tensor, `[tensors, PROGRAMS]`."""
-    sums = torch.empty(len(tensors), PROGRAMS, device=tensors[0].device)
+    sums = torch.empty(len(tensors), NORM_PROGRAMS, device=tensors[0].device)
     with torch.cuda.device_of(sums):
         for x, row in zip(tensors, sums, strict=True):
-            _squares[(PROGRAMS,)](x, row, x.numel(), BLOCK=4096, num_warps=8)
+            _square_sum_kernel[(NORM_PROGRAMS,)](x, row, x.numel(), BLOCK=4096, num_warps=8)
     return sums
 
 
 # ---- on the device --------------------------------------------------------------------------
 
 
-@_kernel()
-def _squares(x, sums, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@_jit_kernel()
+def _square_sum_kernel(x, sums, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The sum of the squares of every so many blocks."""
     total = tl.zeros([BLOCK], tl.float32)
     offsets = tl.arange(0, BLOCK)
@@ -273,16 +284,16 @@ def _squares(x, sums, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def
     tl.store(sums + tl.program_id(0), tl.sum(total, 0))
 
 
-@_kernel()
-def _mix(x):  # type: ignore[no-untyped-def]
+@_jit_kernel()
+def _mix_bits(x):  # type: ignore[no-untyped-def]
     """`rules.mix` of 32-bit integers, which wrap around."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
 
 
-@_kernel()
-def _narrow(x, bits):  # type: ignore[no-untyped-def]
+@_jit_kernel()
+def _round_to_bf16(x, bits):  # type: ignore[no-untyped-def]
     """`rules.narrow`."""
     pattern = x.to(tl.uint32, bitcast=True)
     rounded = ((pattern + bits) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -290,16 +301,16 @@ def _narrow(x, bits):  # type: ignore[no-untyped-def]
     return tl.where(finite, rounded, x).to(tl.bfloat16)
 
 
-@_kernel()
-def _random(index, step, seed):  # type: ignore[no-untyped-def]
+@_jit_kernel()
+def _random_bits(index, step, seed):  # type: ignore[no-untyped-def]
     """`Key.bits` of 64-bit indices."""
-    key = _mix(_mix(step.to(tl.uint32)) ^ seed.to(tl.uint32))
-    word = _mix(index.to(tl.uint32) ^ key)
-    return _mix(word + (index >> 32).to(tl.uint32) * 0x9E3779B1 + key)
+    key = _mix_bits(_mix_bits(step.to(tl.uint32)) ^ seed.to(tl.uint32))
+    word = _mix_bits(index.to(tl.uint32) ^ key)
+    return _mix_bits(word + (index >> 32).to(tl.uint32) * 0x9E3779B1 + key)
 
 
-@_kernel()
-def _index(offsets, base, column, columns, row, rows, skip, jump, DIMS: tl.constexpr):  # type: ignore[no-untyped-def]
+@_jit_kernel()
+def _global_index(offsets, base, column, columns, row, rows, skip, jump, DIMS: tl.constexpr):  # type: ignore[no-untyped-def]
     """`Key.index`; offsets from the first element are below 2³¹, so that divisions are short."""
     index = base + offsets
     if DIMS > 1:
@@ -310,8 +321,8 @@ def _index(offsets, base, column, columns, row, rows, skip, jump, DIMS: tl.const
     return index
 
 
-@_kernel()
-def _decoded(mean, square, scale1, scale2):  # type: ignore[no-untyped-def]
+@_jit_kernel()
+def _decode_moments(mean, square, scale1, scale2):  # type: ignore[no-untyped-def]
     """`moments.unpack` of both."""
     c = mean.to(tl.int8, bitcast=True).to(tl.float32)
     m = c * tl.abs(c) * (1.0 / 16129.0) * scale1
@@ -320,8 +331,8 @@ def _decoded(mean, square, scale1, scale2):  # type: ignore[no-untyped-def]
     return m, c * c * scale2
 
 
-@_kernel()
-def _encoded(x, bits, MEAN: tl.constexpr, TINY: tl.constexpr):  # type: ignore[no-untyped-def]
+@_jit_kernel()
+def _encode_block(x, bits, MEAN: tl.constexpr, TINY: tl.constexpr):  # type: ignore[no-untyped-def]
     """`moments._encoded` of one block: its codes and its scale."""
     size = tl.abs(x)
     scale = tl.max(size, 0)
@@ -345,8 +356,8 @@ def _encoded(x, bits, MEAN: tl.constexpr, TINY: tl.constexpr):  # type: ignore[n
     return c.to(tl.int32).to(tl.uint8), scale
 
 
-@_kernel("apart", "seed", "base", "column", "columns", "row", "rows", "skip", "jump")
-def _adamw(  # type: ignore[no-untyped-def]
+@_jit_kernel("apart", "seed", "base", "column", "columns", "row", "rows", "skip", "jump")
+def _adamw_kernel(  # type: ignore[no-untyped-def]
     weight, grad, mean, square, scales, out, numbers, count, size, apart, seed,
     base: tl.int64, column: tl.int64, columns: tl.int64, row: tl.int64, rows: tl.int64,
     skip: tl.int64, jump: tl.int64,
@@ -363,7 +374,7 @@ def _adamw(  # type: ignore[no-untyped-def]
     w = tl.load(weight + start + offsets, mask=inside)
     if mean.dtype.element_ty == tl.uint8:
         scales += tl.program_id(0)
-        m, v = _decoded(m, v, tl.load(scales), tl.load(scales + apart))
+        m, v = _decode_moments(m, v, tl.load(scales), tl.load(scales + apart))
     m = tl.fma(g, fresh1, m.to(tl.float32) * kept1)
     v = tl.fma(g * g, fresh2, v.to(tl.float32) * kept2)
     root = tl.sqrt(v) * tl.load(numbers + 3) + eps
@@ -376,13 +387,13 @@ def _adamw(  # type: ignore[no-untyped-def]
     if OUT:
         tl.store(out + start + offsets, w.to(out.dtype.element_ty), mask=here)
     if DIMS > 0:
-        index = _index(start + offsets, base, column, columns, row, rows, skip, jump, DIMS)
-        bits = _random(index, tl.load(count), seed)
+        index = _global_index(start + offsets, base, column, columns, row, rows, skip, jump, DIMS)
+        bits = _random_bits(index, tl.load(count), seed)
         if mean.dtype.element_ty == tl.bfloat16:
-            m, v = _narrow(m, bits >> 16), _narrow(v, bits & 0xFFFF)
+            m, v = _round_to_bf16(m, bits >> 16), _round_to_bf16(v, bits & 0xFFFF)
         else:
-            m, scale1 = _encoded(tl.where(inside, m, 0.0), bits >> 16, True, TINY)
-            v, scale2 = _encoded(tl.where(inside, v, 0.0), bits & 0xFFFF, False, TINY)
+            m, scale1 = _encode_block(tl.where(inside, m, 0.0), bits >> 16, True, TINY)
+            v, scale2 = _encode_block(tl.where(inside, v, 0.0), bits & 0xFFFF, False, TINY)
             tl.store(scales, scale1, mask=left > 0)
             tl.store(scales + apart, scale2, mask=left > 0)
     tl.store(mean + start + offsets, m, mask=here)

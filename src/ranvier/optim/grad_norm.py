@@ -18,7 +18,7 @@ from ranvier.buckets.bucket import Bucket
 from ranvier.optim import fused_adamw
 
 
-class Early:
+class GradNormAccumulator:
     """Begins the sums of squares of buckets; `total` takes them."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Early:
     def __call__(self, bucket: Bucket) -> None:
         """Begin to sum the squares of a gradient that is complete."""
         assert bucket.grad is not None, bucket.name
-        grads = [grad for grad in bucket.grad.parts.values() if fused_adamw.summable(grad)]
+        grads = [grad for grad in bucket.grad.parts.values() if fused_adamw.can_sum_squares(grad)]
         if not grads:
             return
         device = grads[0].device
@@ -35,20 +35,20 @@ class Early:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):  # the sums are of its memory, used again in order
-            bucket.squares += zip(grads, fused_adamw.squares(grads), strict=True)
-        bucket.summed = self._stream.record_event()
+            bucket.grad_squares += zip(grads, fused_adamw.partial_square_sums(grads), strict=True)
+        bucket.squares_event = self._stream.record_event()
 
-    def total(self, buckets: Sequence[Bucket], grads: Sequence[Tensor]) -> Tensor:
+    def sum_of_squares(self, buckets: Sequence[Bucket], grads: Sequence[Tensor]) -> Tensor:
         """Sum of the squares of all elements of `grads`, of which some may have been begun.
 
         A gradient to which another was added since is another tensor: it is summed anew.
         """
-        begun = {_key(x): row for bucket in buckets for x, row in bucket.squares}
-        rows = [begun[_key(x)] for x in grads if _key(x) in begun]
-        left = [x for x in grads if _key(x) not in begun]
+        begun = {_tensor_id(x): row for bucket in buckets for x, row in bucket.grad_squares}
+        rows = [begun[_tensor_id(x)] for x in grads if _tensor_id(x) in begun]
+        left = [x for x in grads if _tensor_id(x) not in begun]
         if rows and not left:
             left = [rows[0][:0]]  # gradients may have been taken to the host
-        rest = fused_adamw.square_sum(left)
+        rest = fused_adamw.sum_of_squares(left)
         if not rows:
             return rest
         assert self._stream is not None
@@ -56,6 +56,6 @@ class Early:
         return rest + torch.stack(rows).sum()
 
 
-def _key(x: Tensor) -> tuple[int, int, torch.dtype]:
+def _tensor_id(x: Tensor) -> tuple[int, int, torch.dtype]:
     """What tells tensors apart that are alive at once."""
     return x.data_ptr(), x.numel(), x.dtype

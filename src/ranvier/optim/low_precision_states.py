@@ -32,30 +32,30 @@ import torch
 from torch import Tensor
 
 from ranvier import counter_rng
-from ranvier.sharding import Place
+from ranvier.sharding import Shard
 
-Kind = Literal["master", "bf16", "int8"]
-Which = Literal["mean", "square"]
+MomentKind = Literal["master", "bf16", "int8"]
+MomentName = Literal["mean", "square"]
 
-BLOCK = 256
+BLOCK_SIZE = 256
 """Numbers with a scale of their own."""
-TINY = 2.0**-90
+MIN_BLOCK_SCALE = 2.0**-90
 """Least scale, so that all levels are normal numbers: means of a smaller block are zero."""
-TOP: dict[Which, int] = {"mean": 127, "square": 255}
+MAX_CODE: dict[MomentName, int] = {"mean": 127, "square": 255}
 """Codes of the largest magnitude."""
-POWER: dict[Which, int] = {"mean": 2, "square": 4}
+CODE_POWER: dict[MomentName, int] = {"mean": 2, "square": 4}
 """Levels are powers of codes."""
-WORD = 0xFFFFFFFF
+WORD_MASK = 0xFFFFFFFF
 """Mask of 32 bits."""
 
 
-def dtype(kind: Kind, master: torch.dtype) -> torch.dtype:
+def moment_dtype(kind: MomentKind, master: torch.dtype) -> torch.dtype:
     """In what moments lie beside master weights of a type."""
     return {"master": master, "bf16": torch.bfloat16, "int8": torch.uint8}[kind]
 
 
 @dataclass(frozen=True)
-class Key:
+class RoundingKey:
     """Elements that lie one after the other in a box of a whole weight, as sources of random bits.
 
     index of element k = ravel(start + unravel(first + k, local), whole)
@@ -63,22 +63,22 @@ class Key:
 
     stream: int
     """Of the weight."""
-    local: tuple[int, ...]
+    local_shape: tuple[int, ...]
     """Shape of the box."""
     start: tuple[int, ...]
     """Its first index in each dim of the whole."""
-    whole: tuple[int, ...]
+    global_shape: tuple[int, ...]
     first: int = 0
     """Where in the flattened box the elements begin."""
 
     @classmethod
-    def of(cls, name: str, place: Place, *, seed: int = 0) -> Key:
+    def for_weight(cls, name: str, place: Shard, *, seed: int = 0) -> RoundingKey:
         """The elements of a part of a weight. Padding gets bits of some other elements."""
-        first = 0 if place.flat is None else place.flat[0]
-        stream = counter_rng.key(seed, "moments", name)
-        return cls(stream, place.local, place.start, place.whole, first)
+        first = 0 if place.flat_range is None else place.flat_range[0]
+        stream = counter_rng.random_key(seed, "moments", name)
+        return cls(stream, place.local_shape, place.global_offset, place.global_shape, first)
 
-    def at(self, offset: int) -> Key:
+    def at_offset(self, offset: int) -> RoundingKey:
         """The elements from the one at `offset` on."""
         return replace(self, first=self.first + offset)
 
@@ -88,10 +88,10 @@ class Key:
         return (self.stream ^ (self.stream >> 32)) & 0x7FFFFFFF
 
     @property
-    def dims(self) -> list[tuple[int, int, int]]:
+    def merged_dims(self) -> list[tuple[int, int, int]]:
         """Size, start and whole size of each dim; one that is whole joins the one before it."""
         merged = [(1, 0, 1)]
-        for size, start, whole in zip(self.local, self.start, self.whole, strict=True):
+        for size, start, whole in zip(self.local_shape, self.start, self.global_shape, strict=True):
             last = merged[-1]
             if size == whole or last == (1, 0, 1):
                 merged[-1] = (last[0] * size, last[1] * whole + start, last[2] * whole)
@@ -99,32 +99,32 @@ class Key:
                 merged.append((size, start, whole))
         return merged
 
-    def index(self, count: int, device: torch.device) -> Tensor:
+    def global_index(self, count: int, device: torch.device) -> Tensor:
         """Places of the first `count` elements in the flattened whole: `[count]` (int64)."""
         at = torch.arange(self.first, self.first + count, device=device)
         index, stride = torch.zeros_like(at), 1
-        (_, start, _), *inner = self.dims
+        (_, start, _), *inner = self.merged_dims
         for size, begin, whole in reversed(inner):
             row = at // size
             index += (at - row * size + begin) * stride
             at, stride = row, stride * whole
         return index + (at + start) * stride
 
-    def bits(self, step: Tensor, count: int) -> Tensor:
+    def random_bits(self, step: Tensor, count: int) -> Tensor:
         """32 random bits of the first `count` elements as integers in [0, 2³²): `[count]`.
 
         step: number of the update.
         """
-        index = self.index(count, step.device)
-        key = mix(mix(step.to(torch.int64) & WORD) ^ self.seed)
-        word = mix((index & WORD) ^ key)
-        return mix((word + (index >> 32) * 0x9E3779B1 + key) & WORD)
+        index = self.global_index(count, step.device)
+        key = mix_bits(mix_bits(step.to(torch.int64) & WORD_MASK) ^ self.seed)
+        word = mix_bits((index & WORD_MASK) ^ key)
+        return mix_bits((word + (index >> 32) * 0x9E3779B1 + key) & WORD_MASK)
 
 
-def mix(x: Tensor) -> Tensor:
+def mix_bits(x: Tensor) -> Tensor:
     """A bijection of 32-bit integers (held in 64 bits) that looks random."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & WORD
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & WORD
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & WORD_MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & WORD_MASK
     return x ^ (x >> 16)
 
 
@@ -141,12 +141,12 @@ class Moments:
 
     @classmethod
     def zeros(
-        cls, count: int, kind: Kind, master: torch.dtype, device: torch.device | str = "cpu"
+        cls, count: int, kind: MomentKind, master: torch.dtype, device: torch.device | str = "cpu"
     ) -> Moments:
         """Those of a new run."""
-        kept = dtype(kind, master)
+        kept = moment_dtype(kind, master)
         mean, square = (torch.zeros(count, dtype=kept, device=device) for _ in range(2))
-        scales = torch.zeros(2, -(-count // BLOCK), device=device) if kind == "int8" else None
+        scales = torch.zeros(2, -(-count // BLOCK_SIZE), device=device) if kind == "int8" else None
         return cls(mean, square, scales)
 
     @property
@@ -154,35 +154,42 @@ class Moments:
         """All that has to be kept."""
         return [self.mean, self.square, *([] if self.scales is None else [self.scales])]
 
-    def part(self, start: int, stop: int) -> Moments:
+    def slice_range(self, start: int, stop: int) -> Moments:
         """Those of the elements `[start, stop)`, in the same memory."""
         mean, square = self.mean[start:stop], self.square[start:stop]
         if self.scales is None:
             return Moments(mean, square)
-        assert start % BLOCK == 0, f"{start} is no multiple of {BLOCK}: it would cut a block"
-        return Moments(mean, square, self.scales[:, start // BLOCK : -(-stop // BLOCK)])
+        assert start % BLOCK_SIZE == 0, (
+            f"{start} is no multiple of {BLOCK_SIZE}: it would cut a block"
+        )
+        return Moments(mean, square, self.scales[:, start // BLOCK_SIZE : -(-stop // BLOCK_SIZE)])
 
-    def values(self, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    def dequantize(self, wide: torch.dtype) -> tuple[Tensor, Tensor]:
         """Mean and square as numbers of a type; those that have it already are not copied."""
         if self.scales is None:
             return self.mean.to(wide), self.square.to(wide)
-        mean = unpack(self.mean, self.scales[0], "mean")
-        return mean.to(wide), unpack(self.square, self.scales[1], "square").to(wide)
+        mean = dequantize_moment(self.mean, self.scales[0], "mean")
+        return mean.to(wide), dequantize_moment(self.square, self.scales[1], "square").to(wide)
 
-    def rounded(self, mean: Tensor, square: Tensor, step: Tensor, key: Key | None) -> Moments:
+    def round_stochastically(
+        self, mean: Tensor, square: Tensor, step: Tensor, key: RoundingKey | None
+    ) -> Moments:
         """Other numbers in the type of these, rounded at random if it is narrower."""
         if self.mean.dtype == mean.dtype:
             return Moments(mean, square)
         assert key is not None, f"{self.mean.dtype} moments are rounded with the bits of a key"
-        bits = key.bits(step, mean.numel())
+        bits = key.random_bits(step, mean.numel())
         if self.scales is None:
-            return Moments(narrow(mean, bits >> 16), narrow(square, bits & 0xFFFF))
-        codes, scales = _encoded(mean, "mean", (bits >> 16) + 0.5)
-        others, more = _encoded(square, "square", (bits & 0xFFFF) + 0.5)
+            return Moments(
+                stochastic_round_bf16(mean, bits >> 16),
+                stochastic_round_bf16(square, bits & 0xFFFF),
+            )
+        codes, scales = _encode_blocks(mean, "mean", (bits >> 16) + 0.5)
+        others, more = _encode_blocks(square, "square", (bits & 0xFFFF) + 0.5)
         return Moments(codes, others, torch.stack([scales, more]))
 
 
-def narrow(x: Tensor, bits: Tensor) -> Tensor:
+def stochastic_round_bf16(x: Tensor, bits: Tensor) -> Tensor:
     """`x` rounded to bf16 at random, without bias: up with the probability of what is cut off.
 
     bits: uniform integers in [0, 2¹⁶), added to the half of a float that bf16 does not have.
@@ -192,14 +199,14 @@ def narrow(x: Tensor, bits: Tensor) -> Tensor:
     return torch.where(x.isfinite(), rounded, x).to(torch.bfloat16)
 
 
-def pack(x: Tensor, which: Which) -> tuple[Tensor, Tensor]:
+def quantize_moment(x: Tensor, which: MomentName) -> tuple[Tensor, Tensor]:
     """Codes `[n]` (uint8) and scales `[ceil(n / BLOCK)]` of numbers `[n]`, by the nearest level."""
-    return _encoded(x, which, torch.full_like(x, 1 << 15, dtype=torch.float32))
+    return _encode_blocks(x, which, torch.full_like(x, 1 << 15, dtype=torch.float32))
 
 
-def unpack(codes: Tensor, scales: Tensor, which: Which) -> Tensor:
+def dequantize_moment(codes: Tensor, scales: Tensor, which: MomentName) -> Tensor:
     """The numbers `[n]` (fp32) that codes and scales stand for."""
-    scale = scales[:, None].expand(-1, BLOCK).reshape(-1)[: codes.numel()]
+    scale = scales[:, None].expand(-1, BLOCK_SIZE).reshape(-1)[: codes.numel()]
     if which == "mean":
         c = codes.view(torch.int8).float()
         return c * c.abs() * (1.0 / 127**2) * scale
@@ -208,22 +215,22 @@ def unpack(codes: Tensor, scales: Tensor, which: Which) -> Tensor:
     return c * c * scale
 
 
-def _encoded(x: Tensor, which: Which, draw: Tensor) -> tuple[Tensor, Tensor]:
+def _encode_blocks(x: Tensor, which: MomentName, draw: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of numbers `[n]`: of the levels a ≤ x < b around x, b if draw / 2¹⁶ < p.
 
     p = (x - a) / (b - a), in the units of the codes. draw: from 0.5 to 2¹⁶ - 0.5, `[n]`. Division
     is exact to the last bit, so the largest magnitude never falls below its level.
     """
-    count, top, x, draw = x.numel(), TOP[which], _blocks(x), _blocks(draw)
+    count, top, x, draw = x.numel(), MAX_CODE[which], _pad_to_blocks(x), _pad_to_blocks(draw)
     size = x.abs().float()
     scale = size.amax(1, keepdim=True)
     if which == "mean":
-        scale = torch.where(scale < TINY, 0.0, scale)
+        scale = torch.where(scale < MIN_BLOCK_SCALE, 0.0, scale)
     else:
-        scale = torch.where((x > 0.0).any(1, keepdim=True), scale.clamp(min=TINY), 0.0)
+        scale = torch.where((x > 0.0).any(1, keepdim=True), scale.clamp(min=MIN_BLOCK_SCALE), 0.0)
     full = torch.where(scale > 0.0, scale, 1.0)
     # a number divided by a tensor would be multiplied by its inverse, which is rounded once more
-    y = size * (torch.full_like(full, float(top) ** POWER[which]) / full)
+    y = size * (torch.full_like(full, float(top) ** CODE_POWER[which]) / full)
     if which == "mean":  # levels c²: the next one is 2c + 1 away
         c = y.sqrt().floor().clamp(max=top - 1)
         above, gap = y - c * c, 2.0 * c + 1.0
@@ -238,6 +245,6 @@ def _encoded(x: Tensor, which: Which, draw: Tensor) -> tuple[Tensor, Tensor]:
     return c.to(torch.int16).to(torch.uint8).view(-1)[:count], scale.view(-1)
 
 
-def _blocks(x: Tensor) -> Tensor:
+def _pad_to_blocks(x: Tensor) -> Tensor:
     """Numbers `[n]` with zeros behind them as `[ceil(n / BLOCK), BLOCK]`."""
-    return torch.nn.functional.pad(x, (0, -x.numel() % BLOCK)).view(-1, BLOCK)
+    return torch.nn.functional.pad(x, (0, -x.numel() % BLOCK_SIZE)).view(-1, BLOCK_SIZE)

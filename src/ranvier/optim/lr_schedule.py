@@ -8,18 +8,18 @@ from typing import Literal
 Schedule = Literal["cosine", "wsd"]
 
 
-def cosine(done: float, *, floor: float) -> float:
+def cosine_decay(done: float, *, floor: float) -> float:
     """A cosine from 1 to `floor` while `done` goes from 0 to 1."""
     return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def stable(done: float, *, cooldown: float, floor: float) -> float:
+def stable_then_linear(done: float, *, cooldown: float, floor: float) -> float:
     """1 until the last share `cooldown`, then linear to `floor`."""
     left = min((1.0 - done) / cooldown, 1.0) if cooldown > 0.0 else 1.0
     return floor + (1.0 - floor) * left
 
 
-def share(
+def lr_factor(
     step: int, *, kind: Schedule, steps: int, warmup: int, cooldown: float, floor: float
 ) -> float:
     """Linear to 1 in `warmup` steps, then the schedule over the rest; steps count from 0."""
@@ -27,5 +27,5 @@ def share(
         return (step + 1) / warmup
     done = min((step - warmup) / max(steps - warmup, 1), 1.0)
     if kind == "cosine":
-        return cosine(done, floor=floor)
-    return stable(done, cooldown=cooldown, floor=floor)
+        return cosine_decay(done, floor=floor)
+    return stable_then_linear(done, cooldown=cooldown, floor=floor)

@@ -20,42 +20,44 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ranvier.buckets.bucket import Bucket, Weight
-from ranvier.buckets.scheduler import Deferred
+from ranvier.buckets.bucket import Bucket, ShardedParameter
+from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.buckets.sparsity import CHUNK
 from ranvier.comm import collectives
 from ranvier.errors import PlanError
 from ranvier.grid import Axis
 
-Choice = Callable[[Weight], Tensor | None]
+MaskFunction = Callable[[ShardedParameter], Tensor | None]
 """Tells which elements of my shard of a weight stay, as bools, flat; None: all."""
-Keys = Callable[[Weight, int, int], Tensor]
+SortKeyFunction = Callable[[ShardedParameter, int, int], Tensor]
 """Whole numbers by which elements of my flat shard are put in order; 0: they are none."""
-NAME = "prune"
+TRACE_NAME = "prune"
 """Where a trace shows the counting."""
-DIGIT = 8
+DIGIT_BITS = 8
 """Bits that are counted at once."""
-INFINITE = 0x7F800000
+INF_BITS = 0x7F800000
 """An infinite fp32 number as an integer: those of finite ones are smaller, in the same order."""
 
 
-def prunable(weight: Weight) -> bool:
+def is_prunable(weight: ShardedParameter) -> bool:
     """Whether a weight is a matrix of a layer, or those of its experts, that is trained."""
     dims = 3 if weight.dims[:1] == ("expert",) else 2
-    matrix = weight.group == "matrix" and len(weight.dims) == dims and "vocab" not in weight.dims
+    matrix = (
+        weight.param_group == "matrix" and len(weight.dims) == dims and "vocab" not in weight.dims
+    )
     return matrix and weight.trainable
 
 
-def _prunable_weights(queue: Deferred) -> list[Weight]:
-    return [w for bucket in queue.buckets for w in bucket.weights if prunable(w)]
+def _prunable_weights(queue: BucketScheduler) -> list[ShardedParameter]:
+    return [w for bucket in queue.buckets for w in bucket.weights if is_prunable(w)]
 
 
-def num_matrices(weight: Weight) -> int:
+def num_matrices(weight: ShardedParameter) -> int:
     """Matrices that a weight consists of: one, or as many as there are experts."""
-    return weight.place.whole[0] if weight.dims[0] == "expert" else 1
+    return weight.shard.global_shape[0] if weight.dims[0] == "expert" else 1
 
 
-def stays(elements: int, sparsity: float) -> int:
+def num_kept_elements(elements: int, sparsity: float) -> int:
     """How many elements of a whole matrix stay."""
     return round((1.0 - sparsity) * elements)
 
@@ -69,63 +71,63 @@ def sparsity_at(step: int, sparsity: float, until: int) -> float:
 
 
 @dataclass(frozen=True)
-class Limits:
+class PruneThresholds:
     """From which magnitude on the elements of each matrix of a weight stay, and of those equal to
     it which; both `[matrices]`."""
 
-    key: Tensor
-    turn: Tensor
+    min_key: Tensor
+    min_tie_key: Tensor
 
 
-def by_magnitude(queue: Deferred, sparsity: float) -> Choice:
+def by_magnitude(queue: BucketScheduler, sparsity: float) -> MaskFunction:
     """The smallest magnitudes of each whole matrix go. Communicates: counts, all axes but pipe."""
     weights = _prunable_weights(queue)
     if not weights:
         return lambda weight: None
-    queue.settle()
+    queue.wait_for_updates()
     counts = [num_matrices(weight) for weight in weights]
     sizes = [torch.Size(weight.sharding.shape).numel() for weight in weights]
-    each = [stays(n // count, sparsity) for n, count in zip(sizes, counts, strict=True)]
+    each = [num_kept_elements(n // count, sparsity) for n, count in zip(sizes, counts, strict=True)]
     wanted = torch.tensor(each).repeat_interleave(torch.tensor(counts)).to(queue.device)
-    keys, left, equal = _limits(weights, _magnitudes, wanted, queue, bits=32)
+    keys, left, equal = _find_thresholds(weights, _magnitude_keys, wanted, queue, bits=32)
     turns = torch.ones_like(keys)
     if bool((left != equal).any()):
         among = dict(zip(weights, keys.split(counts), strict=True))
 
-        def ties(weight: Weight, a: int, b: int) -> Tensor:
-            same = _magnitudes(weight, a, b) == among[weight][_matrix_of(weight, a, b)]
-            return _turns(weight, a, b).masked_fill_(~same, 0)
+        def ties(weight: ShardedParameter, a: int, b: int) -> Tensor:
+            same = _magnitude_keys(weight, a, b) == among[weight][_matrix_index(weight, a, b)]
+            return _position_keys(weight, a, b).masked_fill_(~same, 0)
 
-        turns, _, _ = _limits(weights, ties, left, queue, bits=max(sizes).bit_length())
+        turns, _, _ = _find_thresholds(weights, ties, left, queue, bits=max(sizes).bit_length())
     pairs = zip(keys.split(counts), turns.split(counts), strict=True)
-    found = dict(zip(weights, (Limits(*pair) for pair in pairs), strict=True))
+    found = dict(zip(weights, (PruneThresholds(*pair) for pair in pairs), strict=True))
 
-    def choice(weight: Weight) -> Tensor | None:
-        return _above(weight, found[weight]) if weight in found else None
+    def choice(weight: ShardedParameter) -> Tensor | None:
+        return _mask_above(weight, found[weight]) if weight in found else None
 
     return choice
 
 
-def by_pattern(queue: Deferred, stay: int, of: int) -> Choice:
+def by_pattern(queue: BucketScheduler, stay: int, of: int) -> MaskFunction:
     """Of each `of` neighbours in a row the `stay` largest stay."""
     odd = [
-        f"{weight.name} has rows of {weight.sharding.local[-1]} elements on a rank"
+        f"{weight.name} has rows of {weight.sharding.local_shape[-1]} elements on a rank"
         for weight in _prunable_weights(queue)
-        if weight.sharding.local[-1] % of
+        if weight.sharding.local_shape[-1] % of
     ]
     if odd:
         raise PlanError(
             f"prune.pattern={stay}:{of}, but {', '.join(odd[:5])}{' ...' * (len(odd) > 5)}. "
             f"Groups of {of} lie on one rank each. Use other degrees of row and col, or another M."
         )
-    queue.settle()
+    queue.wait_for_updates()
 
-    def choice(weight: Weight) -> Tensor | None:
-        if not prunable(weight):
+    def choice(weight: ShardedParameter) -> Tensor | None:
+        if not is_prunable(weight):
             return None
         found = []
-        for a, b in _chunks(weight, of):
-            keys = _magnitudes(weight, a, b).view(-1, of)
+        for a, b in _shard_chunks(weight, of):
+            keys = _magnitude_keys(weight, a, b).view(-1, of)
             order = keys.sort(dim=1, descending=True, stable=True).indices[:, :stay]
             mask = torch.zeros_like(keys, dtype=torch.bool).scatter_(1, order, True)
             found.append((mask & (keys > 0)).view(-1))
@@ -134,42 +136,44 @@ def by_pattern(queue: Deferred, stay: int, of: int) -> Choice:
     return choice
 
 
-def masks_of(queue: Deferred, choice: Choice) -> Iterator[tuple[Bucket, Tensor | None]]:
+def bucket_masks(
+    queue: BucketScheduler, choice: MaskFunction
+) -> Iterator[tuple[Bucket, Tensor | None]]:
     """Each bucket with matrices and which of its elements `[size]` stay; None: all, on all ranks.
 
     Communicates: one number a bucket over all axes but pipe.
     """
-    axis = _together(queue)
+    axis = _weight_axis(queue)
     for bucket in queue.buckets:
-        if not any(prunable(weight) for weight in bucket.weights):
+        if not any(is_prunable(weight) for weight in bucket.weights):
             continue
         mask = torch.zeros(bucket.size, dtype=torch.bool, device=queue.device)
         gone = torch.zeros(1, dtype=torch.int64, device=queue.device)
         for weight in bucket.weights:
-            here = torch.cat([_valid(weight, a, b) for a, b in _chunks(weight)])
+            here = torch.cat([_valid_mask(weight, a, b) for a, b in _shard_chunks(weight)])
             chosen = choice(weight)
             if chosen is not None:
                 chosen = chosen.to(here.device) & here
                 gone |= (chosen != here).any()
-            mask[weight.offset : weight.offset + weight.elements] = (
+            mask[weight.offset : weight.offset + weight.num_elements] = (
                 here if chosen is None else chosen
             )
-        with queue.grid.trace.at(bucket.name):
+        with queue.grid.trace.named_scope(bucket.name):
             anywhere = collectives.all_reduce(gone, axis, "max").wait()
         yield bucket, mask if int(anywhere) else None
 
 
-def prune(queue: Deferred, choice: Choice) -> None:
+def prune_buckets(queue: BucketScheduler, choice: MaskFunction) -> None:
     """Have only what is chosen of weights stay that have no states yet.
 
     Communicates: as `masks_of`; bits over depth.
     """
-    for bucket, mask in masks_of(queue, choice):
-        bucket.prune(mask)
-    queue.begin("")
+    for bucket, mask in bucket_masks(queue, choice):
+        bucket.set_sparsity_mask(mask)
+    queue.begin_step("")
 
 
-def _together(queue: Deferred) -> Axis:
+def _weight_axis(queue: BucketScheduler) -> Axis:
     """Ranks that hold parts of the same weights."""
     return queue.grid.axis(*(axis for axis in queue.grid.degrees if axis != "pipe"))
 
@@ -177,81 +181,86 @@ def _together(queue: Deferred) -> Axis:
 # ---- the order of elements --------------------------------------------------------------
 
 
-def _chunks(weight: Weight, multiple: int = 1) -> Iterator[tuple[int, int]]:
+def _shard_chunks(weight: ShardedParameter, multiple: int = 1) -> Iterator[tuple[int, int]]:
     """Ranges of my flat shard."""
     step = CHUNK // multiple * multiple
-    for a in range(0, max(weight.elements, 1), step):
-        yield a, min(a + step, weight.elements)
+    for a in range(0, max(weight.num_elements, 1), step):
+        yield a, min(a + step, weight.num_elements)
 
 
-def _indices(weight: Weight, a: int, b: int) -> Iterator[tuple[Tensor, int]]:
+def _element_indices(weight: ShardedParameter, a: int, b: int) -> Iterator[tuple[Tensor, int]]:
     """For each dim the index in my box of elements of my flat shard, and the number of the dim."""
-    flat = torch.arange(a, b, device=weight.bucket.queue.device)
-    for dim, size in reversed(list(enumerate(weight.place.local))):
+    flat = torch.arange(a, b, device=weight.bucket.bucket_scheduler.device)
+    for dim, size in reversed(list(enumerate(weight.shard.local_shape))):
         yield flat % size, dim
         flat = flat // size
 
 
-def _valid(weight: Weight, a: int, b: int) -> Tensor:
+def _valid_mask(weight: ShardedParameter, a: int, b: int) -> Tensor:
     """Which elements of my flat shard are no padding."""
-    place = weight.place
-    found = torch.ones(b - a, dtype=torch.bool, device=weight.bucket.queue.device)
-    if place.valid != place.local:
-        for index, dim in _indices(weight, a, b):
-            found &= index < place.valid[dim]
+    place = weight.shard
+    found = torch.ones(b - a, dtype=torch.bool, device=weight.bucket.bucket_scheduler.device)
+    if place.valid_shape != place.local_shape:
+        for index, dim in _element_indices(weight, a, b):
+            found &= index < place.valid_shape[dim]
     return found
 
 
-def _stays(weight: Weight, a: int, b: int) -> Tensor:
+def _unpruned_mask(weight: ShardedParameter, a: int, b: int) -> Tensor:
     """Which of them have not been pruned yet."""
-    kept = weight.bucket.kept
+    kept = weight.bucket.sparsity_mask
     if kept is None:
-        return _valid(weight, a, b)
-    return kept.mask(weight.offset + a, weight.offset + b)
+        return _valid_mask(weight, a, b)
+    return kept.dense_mask(weight.offset + a, weight.offset + b)
 
 
-def _magnitudes(weight: Weight, a: int, b: int) -> Tensor:
+def _magnitude_keys(weight: ShardedParameter, a: int, b: int) -> Tensor:
     """Keys in the order of fp32 magnitudes."""
-    values = weight.rest.view(-1)[a:b].to(weight.bucket.queue.device)
-    keys = values.float().abs().view(torch.int32).clamp(max=INFINITE) + 1
-    return keys.masked_fill_(~_stays(weight, a, b), 0)
+    values = weight.storage.view(-1)[a:b].to(weight.bucket.bucket_scheduler.device)
+    keys = values.float().abs().view(torch.int32).clamp(max=INF_BITS) + 1
+    return keys.masked_fill_(~_unpruned_mask(weight, a, b), 0)
 
 
-def _turns(weight: Weight, a: int, b: int) -> Tensor:
+def _position_keys(weight: ShardedParameter, a: int, b: int) -> Tensor:
     """Keys in the order of places in the whole, the first one first."""
-    place, number, stride = weight.place, torch.zeros((), dtype=torch.int64), 1
-    number = number.to(weight.bucket.queue.device)
-    for index, dim in _indices(weight, a, b):
-        number = number + (index + place.start[dim]) * stride
-        stride *= place.whole[dim]
+    place, number, stride = weight.shard, torch.zeros((), dtype=torch.int64), 1
+    number = number.to(weight.bucket.bucket_scheduler.device)
+    for index, dim in _element_indices(weight, a, b):
+        number = number + (index + place.global_offset[dim]) * stride
+        stride *= place.global_shape[dim]
     return stride - number
 
 
-def _matrix_of(weight: Weight, a: int, b: int) -> Tensor:
+def _matrix_index(weight: ShardedParameter, a: int, b: int) -> Tensor:
     """The number of the matrix that each element of my flat shard is in; one alone broadcasts."""
     if num_matrices(weight) == 1:
-        return torch.zeros(1, dtype=torch.int64, device=weight.bucket.queue.device)
-    place = weight.place
-    flat = torch.arange(a, b, device=weight.bucket.queue.device)
-    expert = flat // torch.Size(place.local[1:]).numel() + place.start[0]
-    return expert.clamp_(max=place.whole[0] - 1)  # of padding, which is in none
+        return torch.zeros(1, dtype=torch.int64, device=weight.bucket.bucket_scheduler.device)
+    place = weight.shard
+    flat = torch.arange(a, b, device=weight.bucket.bucket_scheduler.device)
+    expert = flat // torch.Size(place.local_shape[1:]).numel() + place.global_offset[0]
+    return expert.clamp_(max=place.global_shape[0] - 1)  # of padding, which is in none
 
 
-def _above(weight: Weight, limits: Limits) -> Tensor:
+def _mask_above(weight: ShardedParameter, limits: PruneThresholds) -> Tensor:
     """Which elements of my shard stay."""
-    found, ties = [], bool((limits.turn > 1).any())
-    for a, b in _chunks(weight):
-        keys, matrix = _magnitudes(weight, a, b), _matrix_of(weight, a, b)
-        limit = limits.key[matrix]
+    found, ties = [], bool((limits.min_tie_key > 1).any())
+    for a, b in _shard_chunks(weight):
+        keys, matrix = _magnitude_keys(weight, a, b), _matrix_index(weight, a, b)
+        limit = limits.min_key[matrix]
         same = keys == limit
         if ties:
-            same &= _turns(weight, a, b) >= limits.turn[matrix]
+            same &= _position_keys(weight, a, b) >= limits.min_tie_key[matrix]
         found.append((keys > limit) | same)
     return torch.cat(found)
 
 
-def _limits(
-    weights: Sequence[Weight], keys: Keys, wanted: Tensor, queue: Deferred, *, bits: int
+def _find_thresholds(
+    weights: Sequence[ShardedParameter],
+    keys: SortKeyFunction,
+    wanted: Tensor,
+    queue: BucketScheduler,
+    *,
+    bits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The smallest key that stays if of each matrix the `wanted` largest do, as far as there are.
 
@@ -259,33 +268,38 @@ def _limits(
     Communicates: a histogram a matrix and digit over all axes but pipe.
     """
     sizes = [num_matrices(weight) for weight in weights]
-    axis, low, left, equal = _together(queue), torch.zeros_like(wanted), wanted, wanted
-    for shift in reversed(range(0, bits, DIGIT)):
+    axis, low, left, equal = _weight_axis(queue), torch.zeros_like(wanted), wanted, wanted
+    for shift in reversed(range(0, bits, DIGIT_BITS)):
         known = zip(weights, low.split(sizes), strict=True)
-        counts = torch.cat([_histogram(w, keys, prefix, shift) for w, prefix in known])
-        with queue.grid.trace.at(NAME):
+        counts = torch.cat([_digit_histogram(w, keys, prefix, shift) for w, prefix in known])
+        with queue.grid.trace.named_scope(TRACE_NAME):
             counts = collectives.all_reduce(counts, axis).wait()  # (matrices, digits)
         least = counts.flip(1).cumsum(1).flip(1)  # with this digit or a larger one
         left = torch.minimum(left, least[:, 0])
         digit = (least >= left[:, None]).sum(1, keepdim=True) - 1
         equal = counts.gather(1, digit)[:, 0]
         left = left - (least.gather(1, digit)[:, 0] - equal)
-        low = (low << DIGIT) + digit[:, 0]
+        low = (low << DIGIT_BITS) + digit[:, 0]
     return low, left, equal
 
 
-def _histogram(weight: Weight, keys: Keys, prefix: Tensor, shift: int) -> Tensor:
+def _digit_histogram(
+    weight: ShardedParameter, keys: SortKeyFunction, prefix: Tensor, shift: int
+) -> Tensor:
     """Elements of my shard by a digit of their keys, if the digits before it are `prefix`.
 
     prefix: `[matrices]`; counts: `[matrices, digits]`. Of ranks that hold the same part only the
     first counts it.
     """
-    bucket, base = weight.bucket, 1 << DIGIT
+    bucket, base = weight.bucket, 1 << DIGIT_BITS
     bins = len(prefix) * (base + 1)  # of each matrix one more, for keys with another prefix
-    counts = torch.zeros(bins, dtype=torch.int64, device=bucket.queue.device)
-    if bucket.segment(weight).over.index == 0 and bucket.queue.data_axis.index == 0:
-        for a, b in _chunks(weight):
-            key, matrix = keys(weight, a, b).to(torch.int64), _matrix_of(weight, a, b)
+    counts = torch.zeros(bins, dtype=torch.int64, device=bucket.bucket_scheduler.device)
+    if (
+        bucket.segment_of(weight).replica_axis.index == 0
+        and bucket.bucket_scheduler.data_axis.index == 0
+    ):
+        for a, b in _shard_chunks(weight):
+            key, matrix = keys(weight, a, b).to(torch.int64), _matrix_index(weight, a, b)
             digit = (key >> shift) - prefix[matrix] * base
             outside = (digit < 0) | (digit >= base) | (key == 0)
             digit = digit.masked_fill_(outside, base) + matrix * (base + 1)
@@ -296,7 +310,7 @@ def _histogram(weight: Weight, keys: Keys, prefix: Tensor, shift: int) -> Tensor
 # ---- bytes ------------------------------------------------------------------------------
 
 
-def bytes_of(
+def pruned_bucket_bytes(
     size: int,
     rows: Sequence[int],
     *,

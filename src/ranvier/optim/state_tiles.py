@@ -9,27 +9,27 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ranvier.buckets.bucket import Bucket, Weight
+from ranvier.buckets.bucket import Bucket, ShardedParameter
 from ranvier.comm.accumulator import Pieces
-from ranvier.optim.low_precision_states import BLOCK
+from ranvier.optim.low_precision_states import BLOCK_SIZE
 
-Rest = Literal["device", "host", "file"]
+StateLocation = Literal["device", "host", "file"]
 
 
 @dataclass(frozen=True)
-class Home:
+class StatePlacement:
     """Where states rest, and how much of each place they may take."""
 
     states: Literal["device", "host", "file", "split"] = "device"
-    resident: int = 0
+    device_bytes: int = 0
     """Bytes of states that stay on the device with `split`."""
-    room: int = 2**62
+    host_bytes: int = 2**62
     """Bytes of host memory that may be taken."""
     path: str = ""
     """Directory of the file."""
-    update: Literal["device", "cpu"] = "device"
+    update_device: Literal["device", "cpu"] = "device"
     """Who updates states that rest elsewhere."""
-    tile: int = 2**24
+    tile_elements: int = 2**24
     """Numbers of a tile."""
 
 
@@ -40,47 +40,49 @@ class Tile:
     bucket: Bucket
     start: int
     stop: int
-    weight: Weight | None = None
+    weight: ShardedParameter | None = None
     """Whose it is, where that matters."""
-    blocks: int = 0
+    num_blocks: int = 0
     """Scales of 8-bit moments that belong to it."""
 
     @property
-    def range(self) -> slice:
+    def as_slice(self) -> slice:
         """As a slice of a flat tensor of a bucket's states."""
         return slice(self.start, self.stop)
 
 
-def rests_of(kinds: Mapping[Bucket, Mapping[str, torch.dtype]], home: Home) -> dict[Bucket, Rest]:
+def state_locations(
+    kinds: Mapping[Bucket, Mapping[str, torch.dtype]], home: StatePlacement
+) -> dict[Bucket, StateLocation]:
     """Where the states of each bucket rest; vectors are too few to be worth a way."""
-    found: dict[Bucket, Rest] = {}
-    left = home.resident if home.states == "split" else 0
+    found: dict[Bucket, StateLocation] = {}
+    left = home.device_bytes if home.states == "split" else 0
     for bucket, types in kinds.items():
-        size = sum(bucket.held * dtype.itemsize for dtype in types.values())
-        small = bucket.weights[0].group == "vector" or size == 0
+        size = sum(bucket.data_shard_size * dtype.itemsize for dtype in types.values())
+        small = bucket.weights[0].param_group == "vector" or size == 0
         stays = home.states == "device" or small or size <= left
         left -= size if stays and not small else 0
         found[bucket] = "device" if stays else "file" if home.states == "file" else "host"
     return found
 
 
-def tiles_of(bucket: Bucket, types: Mapping[str, torch.dtype], size: int) -> Iterator[Tile]:
+def split_into_tiles(bucket: Bucket, types: Mapping[str, torch.dtype], size: int) -> Iterator[Tile]:
     """My range of a bucket in parts of at most `size`.
 
     Where moments are narrow none goes across two weights: they are rounded by weight and index.
     """
-    spans: list[tuple[int, int, Weight | None]] = [(0, bucket.held, None)]
-    if types["mean"].itemsize < bucket.queue.dtype.itemsize:
-        spans = [(*bucket.span(weight), weight) for weight in bucket.weights]
-    step = max(size // BLOCK, 1) * BLOCK
+    spans: list[tuple[int, int, ShardedParameter | None]] = [(0, bucket.data_shard_size, None)]
+    if types["mean"].itemsize < bucket.bucket_scheduler.reduce_dtype.itemsize:
+        spans = [(*bucket.state_range(weight), weight) for weight in bucket.weights]
+    step = max(size // BLOCK_SIZE, 1) * BLOCK_SIZE
     for start, stop, weight in spans:
         for at in range(start, stop, step):
             count = min(step, stop - at)
-            blocks = -(-count // BLOCK) if types["mean"] == torch.uint8 else 0
+            blocks = -(-count // BLOCK_SIZE) if types["mean"] == torch.uint8 else 0
             yield Tile(bucket, at, at + count, weight, blocks)
 
 
-def meet(tile: Tile, pieces: Pieces) -> Iterator[tuple[int, Tensor]]:
+def grads_in_tile(tile: Tile, pieces: Pieces) -> Iterator[tuple[int, Tensor]]:
     """What of a gradient falls on a tile, with where in the tile it begins."""
     for start, grad in pieces:
         low, high = max(start, tile.start), min(start + grad.numel(), tile.stop)

@@ -35,20 +35,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ranvier.comm.autograd import total
+from ranvier.comm.autograd import reduce_from_axis
 from ranvier.config.plan import AXES
 from ranvier.errors import DataError, PlanError, ShardingError
 from ranvier.nn.cross_entropy import CrossEntropy
-from ranvier.nn.layer import Leaf
+from ranvier.nn.layer import ParallelLayer
 from ranvier.nn.linear import Linear
-from ranvier.nn.lm_head import Head
-from ranvier.parallel.input_check import Expected, check_inputs
-from ranvier.parallel.input_layout import Layout, dims_of_input
-from ranvier.parallel.parallelize import Parallel, parallel_of
+from ranvier.nn.lm_head import LMHead
+from ranvier.parallel.input_check import InputExpectation, check_inputs
+from ranvier.parallel.input_layout import ActivationLayout, default_input_dims
+from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
 from ranvier.sharding import Sharding
 
-SCALARS = ("sum", "mean")
-TOGETHER = "Give call_on_full_batch the same full batch on every rank: seed what draws it alike."
+LOSS_REDUCTIONS = ("sum", "mean")
+SAME_BATCH_REMEDY = (
+    "Give call_on_full_batch the same full batch on every rank: seed what draws it alike."
+)
 
 
 def call_on_full_batch(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -60,25 +62,25 @@ def call_on_full_batch(model: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     Communicates: as the model; all-gather of outputs, and backward of inputs that need gradients;
     in debug mode a digest of each input over all axes.
     """
-    parallel = parallel_of(model)
+    parallel = get_parallel_model(model)
     _refuse_stages(parallel)
     bound = inspect.signature(type(model).forward).bind(model, *args, **kwargs)
     named = dict(list(bound.arguments.items())[1:])
     inputs = {name: x for name, x in named.items() if isinstance(x, Tensor)}
-    device = parallel.pipeline.runtime.device
-    if parallel.grid.trace.check:
-        same = [Expected(name, equal=AXES) for name in inputs]
-        check_inputs(inputs, same, parallel.grid, device, remedy=TOGETHER)
-    feed = Feed.of(model, inputs)
-    parts = {name: feed.part(name, x.to(device)) for name, x in inputs.items()}
-    parallel.moment.samples = feed.sample_numbers(model)
+    device = parallel.pipeline.executor.device
+    if parallel.grid.trace.check_collectives:
+        same = [InputExpectation(name, equal_over=AXES) for name in inputs]
+        check_inputs(inputs, same, parallel.grid, device, remedy=SAME_BATCH_REMEDY)
+    feed = FullBatchInputs.from_inputs(model, inputs)
+    parts = {name: feed.local_part(name, x.to(device)) for name, x in inputs.items()}
+    parallel.step_context.samples = feed.sample_numbers(model)
     bound.arguments.update(parts)
-    with _observe(parallel, feed, parts) as seen:
+    with _observe_layers(parallel, feed, parts) as seen:
         output = model(*bound.args[1:], **bound.kwargs)
-    return _full(output, getattr(model, "output_dims", None), feed, seen)
+    return _full_output(output, getattr(model, "output_dims", None), feed, seen)
 
 
-def _refuse_stages(parallel: Parallel) -> None:
+def _refuse_stages(parallel: ParallelModel) -> None:
     stages = parallel.grid.degrees["pipe"]
     if stages > 1:
         raise PlanError(
@@ -88,26 +90,26 @@ def _refuse_stages(parallel: Parallel) -> None:
 
 
 @dataclass
-class Feed:
+class FullBatchInputs:
     """How the inputs of one call are divided among the ranks."""
 
-    parallel: Parallel
-    layouts: dict[str, Layout]
-    batch: int
+    parallel: ParallelModel
+    layouts: dict[str, ActivationLayout]
+    num_samples: int
     """Samples that were given."""
-    filled: int
+    padded_samples: int
     """Samples after filling up."""
-    fold: tuple[int, int] | None
+    fold_shape: tuple[int, int] | None
     """Rows `[b, d]` become `[samples, tokens, d]`: their numbers; None: they stay rows."""
-    seq: int | None
+    seq_len: int | None
     """Tokens of a sample, if any input has them."""
 
     @classmethod
-    def of(cls, model: nn.Module, inputs: Mapping[str, Tensor]) -> Feed:
+    def from_inputs(cls, model: nn.Module, inputs: Mapping[str, Tensor]) -> FullBatchInputs:
         """How these inputs are divided."""
-        parallel = parallel_of(model)
+        parallel = get_parallel_model(model)
         named: Mapping[str, Sequence[str]] = getattr(model, "input_dims", {})
-        dims = {name: _dims(name, x, named, parallel) for name, x in inputs.items()}
+        dims = {name: _input_dims(name, x, named, parallel) for name, x in inputs.items()}
         counts = {x.shape[0] for name, x in inputs.items() if "batch" in dims[name][:1]}
         lengths = {x.shape[1] for name, x in inputs.items() if "seq" in dims[name][1:2]}
         if len(counts) != 1 or len(lengths) > 1:
@@ -119,7 +121,7 @@ class Feed:
             )
         degrees, table = parallel.grid.degrees, parallel.table
         (batch,) = counts
-        replicas = math.prod(degrees[axis] for axis in table.region("mlp")["batch"])
+        replicas = math.prod(degrees[axis] for axis in table.activation_rule("mlp")["batch"])
         tokens = degrees["row"] * degrees["context"]
         folds = not lengths and tokens * degrees["col"] > 1
         multiple = replicas * tokens if folds else replicas
@@ -129,50 +131,50 @@ class Feed:
         if fold is not None:
             dims = {name: ("batch", "seq", *of[1:]) for name, of in dims.items()}
         _refuse_uneven(parallel, seq, tokens, batch, filled)
-        layouts = {name: Layout.make(of, table) for name, of in dims.items()}
+        layouts = {name: ActivationLayout.from_dims(of, table) for name, of in dims.items()}
         return cls(parallel, layouts, batch, filled, fold, seq)
 
-    def part(self, name: str, x: Tensor) -> Tensor:
+    def local_part(self, name: str, x: Tensor) -> Tensor:
         """My part of an input, filled up."""
         layout = self.layouts[name]
-        if layout.dims[:1] == ("batch",) and self.filled > self.batch:
-            more = self.filled - self.batch
+        if layout.dims[:1] == ("batch",) and self.padded_samples > self.num_samples:
+            more = self.padded_samples - self.num_samples
             x = torch.cat([x, x[-1:].expand(more, *x.shape[1:])])
-        if self.fold is not None:
-            x = x.unflatten(0, self.fold)
-        for dim, parts in enumerate(layout.sizes(self.parallel.grid)):
+        if self.fold_shape is not None:
+            x = x.unflatten(0, self.fold_shape)
+        for dim, parts in enumerate(layout.parts_per_dim(self.parallel.grid)):
             if x.shape[dim] % parts:
                 raise ShardingError(
                     f"Dim {dim} ({layout.dims[dim]}) of {name} has {x.shape[dim]} elements, which "
                     f"{'·'.join(layout.axes[dim])}={parts} does not divide. A split dimension must "
                     "be a multiple of its axes. Use other sizes or degrees."
                 )
-        return layout.split(x, self.parallel.grid)
+        return layout.scatter_to_ranks(x, self.parallel.grid)
 
     def sample_numbers(self, model: nn.Module) -> Tensor | None:
         """The numbers of my samples in the run, on which dropout depends, if it is training.
 
         Rows have none: how they become samples depends on the grid.
         """
-        if not model.training or self.fold is not None:
+        if not model.training or self.fold_shape is not None:
             return None
         first = self.parallel.samples_seen
-        self.parallel.samples_seen += self.batch
-        numbers = torch.arange(first, first + self.filled)
-        mine = Layout.make(("batch",), self.parallel.table)
-        return mine.split(numbers, self.parallel.grid)
+        self.parallel.samples_seen += self.num_samples
+        numbers = torch.arange(first, first + self.padded_samples)
+        mine = ActivationLayout.from_dims(("batch",), self.parallel.table)
+        return mine.scatter_to_ranks(numbers, self.parallel.grid)
 
     @property
-    def samples(self) -> int:
+    def model_samples(self) -> int:
         """Samples as the model sees them, of all ranks."""
-        return self.filled if self.fold is None else self.fold[0]
+        return self.padded_samples if self.fold_shape is None else self.fold_shape[0]
 
 
-def _dims(
-    name: str, x: Tensor, named: Mapping[str, Sequence[str]], parallel: Parallel
+def _input_dims(
+    name: str, x: Tensor, named: Mapping[str, Sequence[str]], parallel: ParallelModel
 ) -> tuple[str, ...]:
     """The dims of an input: as the model names them, else by its type and shape."""
-    dims = tuple(named.get(name, dims_of_input(x)))
+    dims = tuple(named.get(name, default_input_dims(x)))
     if len(dims) != x.dim():
         raise ShardingError(
             f"input_dims names {len(dims)} dims of {name}, which has the shape {list(x.shape)}. "
@@ -180,7 +182,7 @@ def _dims(
         )
     width = parallel.sizes.get("embed")
     wrong = name not in named and "embed" in dims and width not in (None, x.shape[-1])
-    if wrong and parallel.grid.world > 1:
+    if wrong and parallel.grid.world_size > 1:
         raise ShardingError(
             f"{name} has {x.shape[-1]} features, but embed={width}. Features of an input are those "
             "of 'embed' unless the model says otherwise. Name them: input_dims = "
@@ -190,7 +192,7 @@ def _dims(
 
 
 def _refuse_uneven(
-    parallel: Parallel, seq: int | None, tokens: int, batch: int, filled: int
+    parallel: ParallelModel, seq: int | None, tokens: int, batch: int, filled: int
 ) -> None:
     if seq is not None and seq % tokens:
         raise DataError(
@@ -198,7 +200,7 @@ def _refuse_uneven(
             f"gets an equal part of the sequence. Fill it up to {-(-seq // tokens) * tokens} "
             "tokens, in a way that your model ignores, or use a smaller row."
         )
-    if filled > batch and parallel.balance is not None:
+    if filled > batch and parallel.load_balancer is not None:
         raise DataError(
             f"A batch of {batch} samples, of which the grid needs a multiple ({filled}). Copies of "
             "samples would count in the balance of experts. Use another batch size."
@@ -209,19 +211,21 @@ def _refuse_uneven(
 
 
 @dataclass
-class Seen:
+class LastLayerOutput:
     """The layer that ran last, and what it gave."""
 
-    leaf: Leaf | None = None
+    layer: ParallelLayer | None = None
     output: Any = field(default=None, repr=False)
-    scored: bool = False
+    has_loss: bool = False
     """Whether a layer gave the loss of a vocabulary: the sum over the tokens of this rank."""
 
 
 @contextmanager
-def _observe(parallel: Parallel, feed: Feed, parts: Mapping[str, Tensor]) -> Iterator[Seen]:
+def _observe_layers(
+    parallel: ParallelModel, feed: FullBatchInputs, parts: Mapping[str, Tensor]
+) -> Iterator[LastLayerOutput]:
     """Watch which layer reads an input, and which runs last; compiled blocks are left alone."""
-    seen, names = Seen(), {id(x): name for name, x in parts.items()}
+    seen, names = LastLayerOutput(), {id(x): name for name, x in parts.items()}
 
     def before(leaf: nn.Module, args: tuple[Any, ...]) -> None:
         name = names.get(id(args[0])) if args else None
@@ -229,14 +233,14 @@ def _observe(parallel: Parallel, feed: Feed, parts: Mapping[str, Tensor]) -> Ite
             _refuse_other_region(leaf, name, feed)
 
     def after(leaf: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        assert isinstance(leaf, Leaf), type(leaf)
-        seen.leaf = leaf
+        assert isinstance(leaf, ParallelLayer), type(leaf)
+        seen.layer = leaf
         seen.output = output
-        seen.scored |= isinstance(leaf, (Head, CrossEntropy)) and output.dim() == 0
+        seen.has_loss |= isinstance(leaf, (LMHead, CrossEntropy)) and output.dim() == 0
 
     handles = []
-    for leaf in parallel.leaves.values():
-        if parallel.compiled is None or not leaf.site.block:
+    for leaf in parallel.layers.values():
+        if parallel.compiled_blocks is None or not leaf.site.block_name:
             handles += [leaf.register_forward_pre_hook(before), leaf.register_forward_hook(after)]
     checked, parallel.parts_checked = parallel.parts_checked, True  # filled up: parts may be equal
     try:
@@ -247,13 +251,13 @@ def _observe(parallel: Parallel, feed: Feed, parts: Mapping[str, Tensor]) -> Ite
             handle.remove()
 
 
-def _refuse_other_region(leaf: Linear, name: str, feed: Feed) -> None:
+def _refuse_other_region(leaf: Linear, name: str, feed: FullBatchInputs) -> None:
     """Refuse an input that lies otherwise than the layer that reads it expects."""
     have, parallel = feed.layouts[name], feed.parallel
-    want = Layout.make((*have.dims[:-1], leaf.into), parallel.table)
-    if have.sizes(parallel.grid) != want.sizes(parallel.grid):
+    want = ActivationLayout.from_dims((*have.dims[:-1], leaf.in_dim), parallel.table)
+    if have.parts_per_dim(parallel.grid) != want.parts_per_dim(parallel.grid):
         raise ShardingError(
-            f"{leaf.site.name} reads {name} as {leaf.into!r}, but it was divided as "
+            f"{leaf.site.name} reads {name} as {leaf.in_dim!r}, but it was divided as "
             f"{have.dims[-1]!r}. Features of an input are those of 'embed' unless the model says "
             f"otherwise. Name them: input_dims = {{{name!r}: {want.dims}}} beside dims."
         )
@@ -262,62 +266,63 @@ def _refuse_other_region(leaf: Linear, name: str, feed: Feed) -> None:
 # ---- what comes out -----------------------------------------------------------------------------
 
 
-def _full(output: Any, dims: Any, feed: Feed, seen: Seen) -> Any:
+def _full_output(output: Any, dims: Any, feed: FullBatchInputs, seen: LastLayerOutput) -> Any:
     """The full output; dims: a tuple names one tensor, a list or a dict several."""
     if isinstance(output, Tensor):
         return _full_tensor(output, dims, feed, seen)
     if isinstance(output, Mapping):
         by_name = dims if isinstance(dims, Mapping) else {}
-        return {key: _full(x, by_name.get(key), feed, seen) for key, x in output.items()}
+        return {key: _full_output(x, by_name.get(key), feed, seen) for key, x in output.items()}
     if isinstance(output, (tuple, list)):
         each = dims if isinstance(dims, list) else [None] * len(output)
-        found = [_full(x, of, feed, seen) for x, of in zip(output, each, strict=True)]
+        found = [_full_output(x, of, feed, seen) for x, of in zip(output, each, strict=True)]
         return found if isinstance(output, list) else tuple(found)
     return output
 
 
-def _full_tensor(y: Tensor, dims: Any, feed: Feed, seen: Seen) -> Tensor:
+def _full_tensor(y: Tensor, dims: Any, feed: FullBatchInputs, seen: LastLayerOutput) -> Tensor:
     """The full tensor of which each rank has a part. Communicates: all-gather over its axes."""
     if y.dim() == 0:
         return _full_number(y, dims, feed, seen)
-    layout = _layout(y, feed, seen) if dims is None else _layout_from_dims(y, dims, feed)
+    layout = _layout_from_shape(y, feed, seen) if dims is None else _layout_from_dims(y, dims, feed)
     vocab = feed.parallel.sizes["vocab"] if layout.dims[-1] == "vocab" else None
     y = y if vocab is None else _pad_vocabulary(y, feed.parallel)
-    y = layout.join(y, feed.parallel.grid)
+    y = layout.gather_from_ranks(y, feed.parallel.grid)
     y = y if vocab is None else y[..., :vocab]
-    if feed.fold is not None and layout.dims[:2] == ("batch", "seq"):
+    if feed.fold_shape is not None and layout.dims[:2] == ("batch", "seq"):
         y = y.flatten(0, 1)
-    return y[: feed.batch] if layout.dims[0] == "batch" else y
+    return y[: feed.num_samples] if layout.dims[0] == "batch" else y
 
 
-def _full_number(y: Tensor, dims: Any, feed: Feed, seen: Seen) -> Tensor:
+def _full_number(y: Tensor, dims: Any, feed: FullBatchInputs, seen: LastLayerOutput) -> Tensor:
     """The sum over the ranks of their losses, or their mean. Communicates: all-reduce."""
     parallel = feed.parallel
     grid = parallel.grid
-    if grid.world == 1:
+    if grid.world_size == 1:
         return y
-    word = "sum" if dims is None and seen.scored and y is seen.output else dims
-    if word not in SCALARS:
+    word = "sum" if dims is None and seen.has_loss and y is seen.output else dims
+    if word not in LOSS_REDUCTIONS:
         raise ShardingError(
             "The model returned one number. Each rank has computed it from its own part of the "
             "batch, as a sum or as a mean. Say which: output_dims = 'sum' or output_dims = 'mean' "
             "beside dims; or return the outputs and compute the loss from the full ones."
         )
-    if feed.filled > feed.batch:
+    if feed.padded_samples > feed.num_samples:
         raise DataError(
-            f"A batch of {feed.batch} samples, of which the grid needs a multiple "
-            f"({feed.filled}). Copies of samples would count in the loss. Use another batch size, "
+            f"A batch of {feed.num_samples} samples, of which the grid needs a multiple "
+            f"({feed.padded_samples}). Copies of samples would count in the loss. Use another "
+            "batch size, "
             "or return the outputs and compute the loss from the full ones."
         )
     # The loss of a vocabulary is the same on all ranks that divide it; others are of each rank.
-    axis = parallel.token_axis if seen.scored else grid.axis(*AXES)
-    return total(y if word == "sum" else y / axis.size, axis)
+    axis = parallel.token_axis if seen.has_loss else grid.axis(*AXES)
+    return reduce_from_axis(y if word == "sum" else y / axis.size, axis)
 
 
-def _layout_from_dims(y: Tensor, dims: Sequence[str], feed: Feed) -> Layout:
+def _layout_from_dims(y: Tensor, dims: Sequence[str], feed: FullBatchInputs) -> ActivationLayout:
     """The layout of an output whose dims the model names."""
     parallel, names = feed.parallel, tuple(dims)
-    if feed.fold is not None and names[:1] == ("batch",) and "seq" not in names:
+    if feed.fold_shape is not None and names[:1] == ("batch",) and "seq" not in names:
         names = ("batch", "seq", *names[1:])
     if len(names) != y.dim():
         raise ShardingError(
@@ -325,8 +330,8 @@ def _layout_from_dims(y: Tensor, dims: Sequence[str], feed: Feed) -> Layout:
             f"{parallel.grid.rank}. Every dim has a name. Name {y.dim()}, '' for one that nothing "
             "splits."
         )
-    layout = Layout.make(names, parallel.table)
-    missing = layout.missing(parallel.grid, parallel.table)
+    layout = ActivationLayout.from_dims(names, parallel.table)
+    missing = layout.missing_axes(parallel.grid, parallel.table)
     if missing:
         raise ShardingError(
             f"output_dims is {names}, but {'·'.join(missing)} splits tokens there. A rank would "
@@ -336,24 +341,27 @@ def _layout_from_dims(y: Tensor, dims: Sequence[str], feed: Feed) -> Layout:
     return layout
 
 
-def _layout(y: Tensor, feed: Feed, seen: Seen) -> Layout:
+def _layout_from_shape(y: Tensor, feed: FullBatchInputs, seen: LastLayerOutput) -> ActivationLayout:
     """The layout that the shape of an output tells: residual stream, or inside of a block."""
     parallel = feed.parallel
-    last = seen.leaf.out if isinstance(seen.leaf, Linear) else "embed"
+    last = seen.layer.out_dim if isinstance(seen.layer, Linear) else "embed"
     expected = []
     for name in dict.fromkeys((last, "embed", "mlp")):
-        before = ("batch",) if feed.seq is None else ("batch", "seq")
+        before = ("batch",) if feed.seq_len is None else ("batch", "seq")
         names = (*before, *("" for _ in range(y.dim() - len(before) - 1)), name)
-        layout = Layout.make(names, parallel.table)
-        parts = layout.sizes(parallel.grid)
-        whole = (feed.samples,) if feed.seq is None else (feed.samples, feed.seq)
+        layout = ActivationLayout.from_dims(names, parallel.table)
+        parts = layout.parts_per_dim(parallel.grid)
+        whole = (
+            (feed.model_samples,) if feed.seq_len is None else (feed.model_samples, feed.seq_len)
+        )
         want = [n // k for n, k in zip(whole, parts, strict=False)]
         if y.dim() == len(names) and [*y.shape[: len(want)]] == want:
             return layout
         expected.append(f"[{', '.join(map(str, want))}, ...]")
     raise ShardingError(
         f"The output has the shape {list(y.shape)} on rank {parallel.grid.rank}, for "
-        f"{feed.samples} samples{'' if feed.seq is None else f' of {feed.seq} tokens'} on all "
+        f"{feed.model_samples} "
+        f"samples{'' if feed.seq_len is None else f' of {feed.seq_len} tokens'} on all "
         f"ranks. Of those it should be {' or '.join(dict.fromkeys(expected))}, so how it is "
         "divided is not known. Return what the model has for each token, and reduce over tokens "
         "and features after the call; or name the dims: output_dims = ('batch', 'seq', 'embed') "
@@ -361,8 +369,8 @@ def _layout(y: Tensor, feed: Feed, seen: Seen) -> Layout:
     )
 
 
-def _pad_vocabulary(y: Tensor, parallel: Parallel) -> Tensor:
+def _pad_vocabulary(y: Tensor, parallel: ParallelModel) -> Tensor:
     """My part of a vocabulary with its padding, which a layer leaves out without gradients."""
-    degrees, region = parallel.grid.degrees, parallel.table.region("vocab")
-    sharding = Sharding.make([parallel.sizes["vocab"]], ["vocab"], region, degrees)
-    return F.pad(y, (0, sharding.local[0] - y.shape[-1]))
+    degrees, region = parallel.grid.degrees, parallel.table.activation_rule("vocab")
+    sharding = Sharding.from_dims([parallel.sizes["vocab"]], ["vocab"], region, degrees)
+    return F.pad(y, (0, sharding.local_shape[0] - y.shape[-1]))

@@ -24,31 +24,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranvier.comm.autograd import gather
-from ranvier.config.plan import Inner
-from ranvier.cost.layers import Opening
+from ranvier.comm.autograd import all_gather
+from ranvier.config.plan import InnerSplit
+from ranvier.cost.layers import SequenceGatherCost
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
 from ranvier.nn.cross_entropy import CrossEntropy
-from ranvier.nn.layer import Leaf, Site
+from ranvier.nn.layer import LayerContext, ParallelLayer
 from ranvier.nn.linear import Conv1D
 from ranvier.nn.norm import RMSNorm
-from ranvier.sharding import Dim, Sharding, Table
+from ranvier.sharding import Dim, Sharding, ShardingTable
 
-Names = dict[str, tuple[Dim, ...]]
-Leaves = Mapping[type[torch.nn.Module], Callable[..., Leaf]]
+LayerDims = dict[str, tuple[Dim, ...]]
+LayerFactories = Mapping[type[torch.nn.Module], Callable[..., ParallelLayer]]
 
-ENTER, LEAVE, HEAD, LOOK_UP = "enter", "leave", "head", "look up"
-STYLES = {
-    "colwise": ENTER,
-    "colwise_gather_output": ENTER,
-    "colwise_rep": ENTER,
-    "rowwise": LEAVE,
-    "replicated_with_grad_allreduce": HEAD,
-    "embedding_rowwise": LOOK_UP,
+COLUMN_PARALLEL, ROW_PARALLEL, PER_HEAD, EMBEDDING = "enter", "leave", "head", "look up"
+TP_STYLES = {
+    "colwise": COLUMN_PARALLEL,
+    "colwise_gather_output": COLUMN_PARALLEL,
+    "colwise_rep": COLUMN_PARALLEL,
+    "rowwise": ROW_PARALLEL,
+    "replicated_with_grad_allreduce": PER_HEAD,
+    "embedding_rowwise": EMBEDDING,
 }
 """What the styles of a plan mean on the grid."""
-INSIDE = {
+INNER_DIMS = {
     "q_proj": "heads",
     "k_proj": "kv_heads",
     "v_proj": "kv_heads",
@@ -59,9 +59,9 @@ INSIDE = {
     "lm_head": "vocab",
 }
 """The dim inside of a planned layer, by the end of its name."""
-PLANNED = ("llama", "qwen3")
+TYPES_WITH_TP_PLAN = ("llama", "qwen3")
 """Types whose plan says all that is needed; their other weights are norms and the embedding."""
-GPT2: Names = {
+GPT2_DIMS: LayerDims = {
     "transformer.wte": ("vocab", "embed"),
     "transformer.wpe": ("position", "embed"),
     "transformer.h.*.ln_1": ("embed",),
@@ -74,98 +74,106 @@ GPT2: Names = {
     "lm_head": ("vocab", "embed"),
 }
 """Dims of GPT-2, which ships no plan; its Conv1D weights are (in, out)."""
-LAYERS: dict[str, Callable[..., Leaf]] = {
+HF_LAYERS: dict[str, Callable[..., ParallelLayer]] = {
     "LlamaRMSNorm": RMSNorm,
     "Qwen3RMSNorm": RMSNorm,
     "Conv1D": Conv1D,
 }
 """Layers of transformers and their leaves, by the name of the class."""
 REMEDY = "Give the dims of all layers: parallelize(names={layer: dims})."
-ATTENTION = ("sdpa", "eager")
+ATTENTION_IMPLEMENTATIONS = ("sdpa", "eager")
 """Implementations of attention that take a mask of the whole sequence."""
 
 
-class Entry(torch.nn.Module):
+class SequenceGatherPlaceholder(torch.nn.Module):
     """Where an attention or MLP module begins; `Entrance` takes its place on a grid."""
 
 
-class Loss(torch.nn.Module):
+class LossPlaceholder(torch.nn.Module):
     """Where the loss is computed; `CrossEntropy` takes its place on a grid."""
 
 
-class Entrance(Leaf):
+class SequenceGather(ParallelLayer):
     """The whole sequence, once for all layers of a module.
 
     x: `[b, s/row, d/col]`; y: `[b, s, d/col]`.
     Communicates: all-gather seq over row; backward: reduce-scatter seq over row.
     """
 
-    def __init__(self, site: Site, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
+    def __init__(self, site: LayerContext, serial: torch.nn.Module, dims: Sequence[Dim]) -> None:
         super().__init__(site)
         self.axis = site.axis("row")
 
     def forward(self, x: Tensor) -> Tensor:
         """Gather."""
-        with self.here():
-            return gather(x, self.axis, 1)
+        with self.trace_scope():
+            return all_gather(x, self.axis, 1)
 
     @property
-    def layer(self) -> Opening:
+    def cost_model(self) -> SequenceGatherCost:
         """Gather the tokens, sum their gradients to where they came from."""
-        return Opening(self.site.name, self.site.ground)
+        return SequenceGatherCost(self.site.name, self.site.layout_context)
 
 
-def local(units: int, dim: str, table: Table, grid: Grid) -> int:
+def local_units(units: int, dim: str, table: ShardingTable, grid: Grid) -> int:
     """Units of `dim` on a rank; several ranks may share a kv head."""
-    return Sharding.make([units], [dim], table.region(dim), grid.degrees).local[0]
+    return Sharding.from_dims([units], [dim], table.activation_rule(dim), grid.degrees).local_shape[
+        0
+    ]
 
 
-def recognised(model: torch.nn.Module) -> bool:
+def is_huggingface_model(model: torch.nn.Module) -> bool:
     """Whether a model is one of Hugging Face's: its config has a type, it knows its embedding."""
     config = getattr(model, "config", None)
     return hasattr(config, "model_type") and hasattr(model, "get_input_embeddings")
 
 
-def adapt(
+def adapt_model(
     model: Any,
     grid: Grid,
     *,
-    inner: Inner,
-    names: Names | None,
-    leaves: Leaves | None,
+    inner: InnerSplit,
+    names: LayerDims | None,
+    leaves: LayerFactories | None,
     device: torch.device | str | None,
-) -> tuple[Names, Leaves]:
+) -> tuple[LayerDims, LayerFactories]:
     """Names of all layers and leaves of their types; the model gets `forward`, `sizes` and `init`.
 
     names, leaves: what the caller knows; without names they are derived from the plan or table.
     Communicates: nothing.
     """
-    problems = _problems(model, grid, inner)
+    problems = _find_problems(model, grid, inner)
     if problems:
         raise ShardingError("\n".join(problems))
-    names = dict(names or derived(model))
-    sizes = model.sizes = units(model.config)
-    model.init = initial(model.config)
-    entrances = sorted({path.rpartition(".")[0] for path, dims in names.items() if _enters(dims)})
+    names = dict(names or derive_dims(model))
+    sizes = model.sizes = dim_units(model.config)
+    model.init = initial_stds(model.config)
+    entrances = sorted(
+        {path.rpartition(".")[0] for path, dims in names.items() if _is_inner_layer(dims)}
+    )
     for path in entrances:
         module = model.get_submodule(path)
-        module.add_module("entrance", Entry())
-        module.register_forward_pre_hook(_enter, with_kwargs=True)
+        module.add_module("entrance", SequenceGatherPlaceholder())
+        module.register_forward_pre_hook(_gather_input, with_kwargs=True)
         names[f"{path}.entrance"] = ("embed",)
-        _localise(module, sizes, Table(inner), grid)
-    model.loss = Loss()
+        _set_local_heads(module, sizes, ShardingTable(inner), grid)
+    model.loss = LossPlaceholder()
     names["loss"] = ("vocab",)
     _rebuild_buffers(model, device)
     model.forward = MethodType(forward, model)
-    own = {type(m): LAYERS[type(m).__name__] for m in model.modules() if type(m).__name__ in LAYERS}
-    ours = {Entry: Entrance, Loss: CrossEntropy}
+    own = {
+        type(m): HF_LAYERS[type(m).__name__]
+        for m in model.modules()
+        if type(m).__name__ in HF_LAYERS
+    }
+    ours = {SequenceGatherPlaceholder: SequenceGather, LossPlaceholder: CrossEntropy}
     return names, {**own, **ours, **(leaves or {})}
 
 
 # ---- what a model must be ------------------------------------------------------------------------
 
 
-def _problems(model: Any, grid: Grid, inner: Inner) -> list[str]:
+def _find_problems(model: Any, grid: Grid, inner: InnerSplit) -> list[str]:
     """All that keeps a model from running on the grid."""
     config, name, problems = model.config, type(model).__name__, []
     if inner == "samples" and grid.degrees["col"] > 1:
@@ -189,20 +197,21 @@ def _problems(model: Any, grid: Grid, inner: Inner) -> list[str]:
             f"{name} has sliding-window attention. Attention here is full and causal. "
             "Build it without (use_sliding_window=False, sliding_window=None)."
         )
-    if config._attn_implementation not in ATTENTION:
+    if config._attn_implementation not in ATTENTION_IMPLEMENTATIONS:
         problems.append(
             f"attn_implementation={config._attn_implementation!r} for {name}. Attention must take "
-            f"a mask of the whole sequence ({', '.join(ATTENTION)}). Build the model with 'sdpa'."
+            f"a mask of the whole sequence ({', '.join(ATTENTION_IMPLEMENTATIONS)}). Build the "
+            "model with 'sdpa'."
         )
     if getattr(model, "is_gradient_checkpointing", False):
         problems.append(
             f"{name} recomputes its layers itself. Recomputation is an option of parallelize. "
             "Call gradient_checkpointing_disable() and use parallelize(recompute=...)."
         )
-    return problems + list(_dropouts(model))
+    return problems + list(_find_attention_dropout(model))
 
 
-def _dropouts(model: Any) -> Iterator[str]:
+def _find_attention_dropout(model: Any) -> Iterator[str]:
     """A problem for the first module that drops attention probabilities."""
     for path, module in model.named_modules():
         layer = getattr(module, "attn_dropout", None)
@@ -219,15 +228,17 @@ def _dropouts(model: Any) -> Iterator[str]:
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def derived(model: Any) -> Names:
+def derive_dims(model: Any) -> LayerDims:
     """Dims of all layers: from the plan, or from the table of the type."""
     kind = model.config.model_type
     if kind == "gpt2":
-        return {path: dims for key, dims in GPT2.items() for path in _matches(model, key)}
-    if kind not in PLANNED:
+        return {
+            path: dims for key, dims in GPT2_DIMS.items() for path in _matching_layers(model, key)
+        }
+    if kind not in TYPES_WITH_TP_PLAN:
         raise ShardingError(
             f"{type(model).__name__} is of the type {kind!r}, whose dims are not known. "
-            f"Known types are gpt2, {', '.join(PLANNED)}. {REMEDY}"
+            f"Known types are gpt2, {', '.join(TYPES_WITH_TP_PLAN)}. {REMEDY}"
         )
     prefix = model.base_model_prefix
     plan = {f"{prefix}.{key}": s for key, s in (model.config.base_model_tp_plan or {}).items()}
@@ -237,9 +248,13 @@ def derived(model: Any) -> Names:
             f"{type(model).__name__} ships no tensor-parallel plan (base_model_tp_plan is empty). "
             f"The dims of a {kind} come from it. {REMEDY}"
         )
-    names = {path: _planned(path, plan[key]) for key in plan for path in _matches(model, key)}
+    names = {
+        path: _dims_from_style(path, plan[key])
+        for key in plan
+        for path in _matching_layers(model, key)
+    }
     for path, module in model.named_modules():
-        if type(module).__name__ in LAYERS and path not in names:
+        if type(module).__name__ in HF_LAYERS and path not in names:
             names[path] = ("embed",)
         if module is model.get_input_embeddings():
             names[path] = ("vocab", "embed")
@@ -248,35 +263,35 @@ def derived(model: Any) -> Names:
     return names
 
 
-def _matches(model: Any, pattern: str) -> list[str]:
+def _matching_layers(model: Any, pattern: str) -> list[str]:
     """Names of the layers of a pattern in which `*` is a number."""
     regex = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
     return [path for path, _ in model.named_modules() if regex.fullmatch(path)]
 
 
-def _planned(path: str, style: str) -> tuple[Dim, ...]:
+def _dims_from_style(path: str, style: str) -> tuple[Dim, ...]:
     """Dims of a layer from its style and the end of its name."""
-    move, inside = STYLES.get(style), INSIDE.get(path.rpartition(".")[2])
-    if move is None or (move in (ENTER, LEAVE) and inside is None):
+    move, inside = TP_STYLES.get(style), INNER_DIMS.get(path.rpartition(".")[2])
+    if move is None or (move in (COLUMN_PARALLEL, ROW_PARALLEL) and inside is None):
         raise ShardingError(
             f"The tensor-parallel plan says {style!r} of {path}. Known styles are "
-            f"{', '.join(STYLES)}, known layers {', '.join(INSIDE)}. {REMEDY}"
+            f"{', '.join(TP_STYLES)}, known layers {', '.join(INNER_DIMS)}. {REMEDY}"
         )
-    if move == HEAD:
+    if move == PER_HEAD:
         return ("head_dim",)
-    if move == LOOK_UP:
+    if move == EMBEDDING:
         return ("vocab", "embed")
     assert inside is not None
-    return (inside, "embed") if move == ENTER else ("embed", inside)
+    return (inside, "embed") if move == COLUMN_PARALLEL else ("embed", inside)
 
 
-def _enters(dims: tuple[Dim, ...]) -> bool:
+def _is_inner_layer(dims: tuple[Dim, ...]) -> bool:
     """Whether a layer leads from the residual stream into attention or MLP, or back."""
     inside = {dim if isinstance(dim, str) else dim[1] for dim in dims} - {"embed"}
     return len(dims) == 2 and inside <= {"heads", "kv_heads", "mlp"}
 
 
-def units(config: Any) -> dict[str, int]:
+def dim_units(config: Any) -> dict[str, int]:
     """Units of each dim, as a model of ours carries them in `sizes`."""
     heads, embed = config.num_attention_heads, config.hidden_size
     mlp = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
@@ -289,7 +304,7 @@ def units(config: Any) -> dict[str, int]:
     }
 
 
-def initial(config: Any) -> dict[str, float]:
+def initial_stds(config: Any) -> dict[str, float]:
     """Deviation of initial weights, by the end of a layer's name, for models without values."""
     std = float(config.initializer_range)
     out = std / float(2 * config.num_hidden_layers) ** 0.5
@@ -299,12 +314,14 @@ def initial(config: Any) -> dict[str, float]:
 # ---- the model -----------------------------------------------------------------------------------
 
 
-def _localise(module: Any, sizes: Mapping[str, int], table: Table, grid: Grid) -> None:
+def _set_local_heads(
+    module: Any, sizes: Mapping[str, int], table: ShardingTable, grid: Grid
+) -> None:
     """Tell an attention module how many heads it has here."""
     if not hasattr(module, "head_dim"):
         return
-    heads = local(sizes["heads"], "heads", table, grid)
-    kv_heads = local(sizes["kv_heads"], "kv_heads", table, grid)
+    heads = local_units(sizes["heads"], "heads", table, grid)
+    kv_heads = local_units(sizes["kv_heads"], "kv_heads", table, grid)
     width = heads * module.head_dim
     here = {
         "num_key_value_groups": heads // kv_heads,
@@ -350,7 +367,7 @@ def forward(
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
     x = self.get_input_embeddings()(tokens)  # (b, s/row, d/col)
-    mask = _mask(tokens, documents, x.dtype, self.config._attn_implementation)
+    mask = _attention_mask(tokens, documents, x.dtype, self.config._attn_implementation)
     # The body gets embeddings, not tokens: GPT-2 would give its output the shape of its tokens.
     out = self.base_model(
         inputs_embeds=x,
@@ -366,7 +383,7 @@ def forward(
     return loss
 
 
-def _mask(
+def _attention_mask(
     tokens: Tensor, documents: Tensor | None, dtype: torch.dtype, implementation: str
 ) -> Tensor:
     """Mask `[b or 1, 1, s, s]` of the whole sequence; empty where attention itself is causal.
@@ -388,7 +405,7 @@ def _mask(
     return added.masked_fill(~seen, torch.finfo(dtype).min)
 
 
-def _enter(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _gather_input(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """Before an attention or MLP module: gather its input. Communicates: as Entrance."""
     if args:
         args = (module.entrance(args[0]), *args[1:])

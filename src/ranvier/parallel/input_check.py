@@ -19,31 +19,31 @@ import torch
 from torch import Tensor
 
 from ranvier.comm import collectives
-from ranvier.comm.consensus import everyone
+from ranvier.comm.consensus import world_axis
 from ranvier.config.plan import AXES
 from ranvier.errors import DataError
 from ranvier.grid import Grid
 
 Digests = npt.NDArray[np.int64]
-CONSTANT = 1
+CONSTANT_FLAG = 1
 """Mark of an input whose elements are all equal: its parts cannot be told apart."""
 
 
 @dataclass(frozen=True)
-class Expected:
+class InputExpectation:
     """What must hold of one input, by the axes of the grid.
 
     Over an axis on which several inputs are to be distinct one of them has to be.
     """
 
     name: str
-    equal: tuple[str, ...]
+    equal_over: tuple[str, ...]
     """Axes over which all ranks are given the same values."""
-    distinct: tuple[str, ...] = ()
+    distinct_over: tuple[str, ...] = ()
     """Axes over which every rank is given values of its own."""
 
 
-def digest(x: Tensor) -> int:
+def tensor_digest(x: Tensor) -> int:
     """A number of 62 bits that depends on shape, type and every element of a tensor."""
     held = x.detach().cpu().contiguous()
     text = f"{tuple(held.shape)} {held.dtype}".encode()
@@ -59,7 +59,7 @@ def is_constant(x: Tensor) -> bool:
 
 def check_inputs(
     inputs: Mapping[str, Tensor],
-    expected: Sequence[Expected],
+    expected: Sequence[InputExpectation],
     grid: Grid,
     device: torch.device | str,
     *,
@@ -70,40 +70,40 @@ def check_inputs(
     remedy: the last sentences of the error. Communicates: all-gather of two numbers per input over
     all axes.
     """
-    if grid.world == 1 or not grid.connected or not expected:
+    if grid.world_size == 1 or not grid.connected or not expected:
         return
     rows = [
-        [digest(inputs[one.name]), CONSTANT if is_constant(inputs[one.name]) else 0]
+        [tensor_digest(inputs[one.name]), CONSTANT_FLAG if is_constant(inputs[one.name]) else 0]
         for one in expected
     ]
     mine = torch.tensor(rows, dtype=torch.int64, device=device).flatten()
-    axis = everyone(grid)
+    axis = world_axis(grid)
     every = collectives.all_gather(mine, axis, 0).wait().cpu().numpy()
-    by_rank = np.empty((grid.world, len(expected), 2), dtype=np.int64)
+    by_rank = np.empty((grid.world_size, len(expected), 2), dtype=np.int64)
     by_rank[list(axis.ranks)] = every.reshape(by_rank.shape)
     places = by_rank[grid.ranks]  # (pipe, data, ..., col, inputs, 2)
-    digests, constant = places[..., 0], places[..., 1] == CONSTANT
+    digests, constant = places[..., 0], places[..., 1] == CONSTANT_FLAG
     for number, one in enumerate(expected):
-        for name in one.equal:
-            _refuse_different(one.name, digests[..., number], name, grid, remedy)
+        for name in one.equal_over:
+            _check_equal_over_axis(one.name, digests[..., number], name, grid, remedy)
     for name in AXES:
         numbers = [
             number
             for number, one in enumerate(expected)
-            if name in one.distinct and not constant[..., number].any()
+            if name in one.distinct_over and not constant[..., number].any()
         ]
         if numbers:
             names = ", ".join(repr(expected[number].name) for number in numbers)
-            _refuse_same(names, digests[..., numbers], name, grid, remedy)
+            _check_distinct_over_axis(names, digests[..., numbers], name, grid, remedy)
 
 
-def _refuse_different(name: str, values: Digests, axis: str, grid: Grid, remedy: str) -> None:
+def _check_equal_over_axis(name: str, values: Digests, axis: str, grid: Grid, remedy: str) -> None:
     """All ranks of an axis must have the same digest."""
     first = np.take(values, [0], AXES.index(axis))
     odd = np.argwhere(values != first)
     if len(odd) == 0:
         return
-    one, other = _pair(odd[0], axis)
+    one, other = _coordinate_pair(odd[0], axis)
     raise DataError(
         f"Rank {grid.ranks[other]} was given another {name!r} than rank {grid.ranks[one]}; they "
         f"differ only in their place on the axis {axis} (size {grid.degrees[axis]}). All ranks of "
@@ -111,7 +111,9 @@ def _refuse_different(name: str, values: Digests, axis: str, grid: Grid, remedy:
     )
 
 
-def _refuse_same(names: str, values: Digests, axis: str, grid: Grid, remedy: str) -> None:
+def _check_distinct_over_axis(
+    names: str, values: Digests, axis: str, grid: Grid, remedy: str
+) -> None:
     """No rank of an axis may have all digests of the first one; positions alone may be equal."""
     along, size = AXES.index(axis), grid.degrees[axis]
     if size == 1:
@@ -121,7 +123,7 @@ def _refuse_same(names: str, values: Digests, axis: str, grid: Grid, remedy: str
     odd = np.argwhere(same)
     if len(odd) == 0:
         return
-    one, other = _pair(odd[0], axis)
+    one, other = _coordinate_pair(odd[0], axis)
     raise DataError(
         f"Ranks {grid.ranks[one]} and {grid.ranks[other]} were given the same {names}; they differ "
         f"only in their place on the axis {axis} (size {size}). Each rank of {axis} must be given "
@@ -130,7 +132,7 @@ def _refuse_same(names: str, values: Digests, axis: str, grid: Grid, remedy: str
     )
 
 
-def _pair(place: Digests, axis: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _coordinate_pair(place: Digests, axis: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Coordinates of the first rank of an axis, and of the one at `place`."""
     other = tuple(int(i) for i in place)
     along = AXES.index(axis)

@@ -16,66 +16,67 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ranvier.comm.autograd import join, split
+from ranvier.comm.autograd import gather_from_axis, scatter_to_axis
 from ranvier.errors import ShardingError
 from ranvier.grid import Grid
-from ranvier.sharding import OUTER, WEIGHTS, Table
+from ranvier.sharding import OUTER_RULE, WEIGHT_RULE, ShardingTable
 
-TOKENS: Mapping[str, tuple[str, ...]] = {"batch": OUTER["batch"], "seq": ("context",)}
+TOKEN_AXES: Mapping[str, tuple[str, ...]] = {"batch": OUTER_RULE["batch"], "seq": ("context",)}
 """How integers lie: embeddings, losses and positions read whole sequences."""
-FEATURES = (*(name for name in WEIGHTS if name not in ("expert", "kv_heads")),)
+FEATURE_DIMS = (*(name for name in WEIGHT_RULE if name not in ("expert", "kv_heads")),)
 
 
 @dataclass(frozen=True)
-class Layout:
+class ActivationLayout:
     """Names of the dims of an activation, and the axes that split each of them."""
 
     dims: tuple[str, ...]
     axes: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def make(cls, dims: tuple[str, ...], table: Table) -> Layout:
+    def from_dims(cls, dims: tuple[str, ...], table: ShardingTable) -> ActivationLayout:
         """The layout of an activation with these dims."""
-        features = [dim for dim in dims if dim in FEATURES]
-        known = all(dim in ("batch", "seq", "", *FEATURES) for dim in dims)
+        features = [dim for dim in dims if dim in FEATURE_DIMS]
+        known = all(dim in ("batch", "seq", "", *FEATURE_DIMS) for dim in dims)
         if not known or len(features) > 1 or len({*dims} - {""}) < len([d for d in dims if d]):
             raise ShardingError(
                 f"The dims {dims} of an input or output. They are 'batch', 'seq', '' for a dim "
-                f"that nothing splits, and at most one of {', '.join(FEATURES)}, each once. Change "
+                f"that nothing splits, and at most one of {', '.join(FEATURE_DIMS)}, each "
+                "once. Change "
                 "input_dims or output_dims of the model."
             )
-        region = {**TOKENS} if not features else {**table.region(features[0])}
+        region = {**TOKEN_AXES} if not features else {**table.activation_rule(features[0])}
         return cls(dims, tuple(region.get(dim, ()) for dim in dims))
 
-    def split(self, x: Tensor, grid: Grid) -> Tensor:
+    def scatter_to_ranks(self, x: Tensor, grid: Grid) -> Tensor:
         """My part of a tensor that all ranks have.
 
         Communicates: backward: all-gather over each axis that splits it.
         """
         for dim, axes in enumerate(self.axes):
-            x = split(x, grid.axis(*axes), dim)
+            x = scatter_to_axis(x, grid.axis(*axes), dim)
         return x
 
-    def join(self, x: Tensor, grid: Grid) -> Tensor:
+    def gather_from_ranks(self, x: Tensor, grid: Grid) -> Tensor:
         """The whole of which all ranks have parts. Communicates: all-gather over each axis."""
         for dim, axes in enumerate(self.axes):
-            x = join(x, grid.axis(*axes), dim)
+            x = gather_from_axis(x, grid.axis(*axes), dim)
         return x
 
-    def sizes(self, grid: Grid) -> tuple[int, ...]:
+    def parts_per_dim(self, grid: Grid) -> tuple[int, ...]:
         """Into how many parts each dim is cut."""
-        return tuple(grid.line(*axes).size for axes in self.axes)
+        return tuple(grid.axis_without_group(*axes).size for axes in self.axes)
 
-    def missing(self, grid: Grid, table: Table) -> list[str]:
+    def missing_axes(self, grid: Grid, table: ShardingTable) -> list[str]:
         """Axes with several ranks that split tokens there, but none of the dims."""
-        features = [dim for dim in self.dims if dim in FEATURES]
-        region = TOKENS if not features else table.region(features[0])
+        features = [dim for dim in self.dims if dim in FEATURE_DIMS]
+        region = TOKEN_AXES if not features else table.activation_rule(features[0])
         held = {axis for axes in self.axes for axis in axes}
         needed = (axis for name in ("batch", "seq") for axis in region[name])
         return [axis for axis in needed if axis not in held and grid.degrees[axis] > 1]
 
 
-def dims_of_input(x: Tensor) -> tuple[str, ...]:
+def default_input_dims(x: Tensor) -> tuple[str, ...]:
     """The dims of an input that a model does not name: tokens, or features of the residual stream.
 
     x: integers `[b]`, `[b, s]`, `[b, s, ...]`; others `[b, d]`, `[b, s, d]`, `[b, s, ..., d]`.

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, pairwise
 
-CLOSE = 1e-9
+RELATIVE_TOLERANCE = 1e-9
 """Relative width at which the search for the smallest largest range ends."""
 
 
 @cache
-def balanced(costs: tuple[float, ...], count: int) -> tuple[int, ...]:
+def partition_by_cost(costs: tuple[float, ...], count: int) -> tuple[int, ...]:
     """First part of each of `count` ranges, the largest cost of which is as small as can be.
 
     Of several such cuts the one with the smallest sum of squares. Ranges that cost more than the
     largest of some cut need not be looked at, nor beginnings from which no such cut is reached.
     """
     total = [0.0, *accumulate(costs)]
-    parts, limit = len(costs), _limit(costs, total, count)
+    parts, limit = len(costs), _max_range_cost(costs, total, count)
     # best[n]: (largest, squares, firsts) of the first n parts in k ranges
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for k in range(1, count + 1):
@@ -29,7 +29,7 @@ def balanced(costs: tuple[float, ...], count: int) -> tuple[int, ...]:
                 cost = total[stop] - total[start]
                 if cost > limit:
                     break
-                if total[parts] - total[stop] > (count - k) * limit * (1.0 + CLOSE):
+                if total[parts] - total[stop] > (count - k) * limit * (1.0 + RELATIVE_TOLERANCE):
                     continue
                 squares = before[1] + cost * cost
                 found = (max(before[0], cost), squares, (*before[2], start))
@@ -40,7 +40,7 @@ def balanced(costs: tuple[float, ...], count: int) -> tuple[int, ...]:
     return best[parts][2]
 
 
-def _limit(costs: Sequence[float], total: Sequence[float], count: int) -> float:
+def _max_range_cost(costs: Sequence[float], total: Sequence[float], count: int) -> float:
     """A cost that some cut into `count` ranges keeps, hardly above the smallest such."""
 
     def fits(most: float) -> bool:
@@ -48,17 +48,17 @@ def _limit(costs: Sequence[float], total: Sequence[float], count: int) -> float:
         for left in range(count, 0, -1):
             if start == len(costs):
                 return True
-            stop = bisect_right(total, total[start] + most * (1.0 + CLOSE)) - 1
+            stop = bisect_right(total, total[start] + most * (1.0 + RELATIVE_TOLERANCE)) - 1
             start = min(max(stop, start), len(costs) - (left - 1))
         return start == len(costs)
 
     low, high = max(total[-1] / count, max(costs)), total[-1]
-    while high - low > CLOSE * high:
+    while high - low > RELATIVE_TOLERANCE * high:
         middle = (low + high) / 2
         low, high = (low, middle) if fits(middle) else (middle, high)
-    return high * (1.0 + 4 * CLOSE)
+    return high * (1.0 + 4 * RELATIVE_TOLERANCE)
 
 
-def ranges(firsts: Sequence[int], parts: int) -> list[slice]:
+def part_ranges(firsts: Sequence[int], parts: int) -> list[slice]:
     """The range of parts of each virtual stage."""
     return [slice(a, b) for a, b in pairwise([*firsts, parts])]

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranvier.buckets.scheduler import Deferred
+from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.comm import collectives
 from ranvier.comm.p2p import (
-    HEADER,
+    HEADER_NUMBERS,
     Delay,
     EagerTransport,
     Form,
     Key,
-    LostError,
+    LostMessageError,
     RendezvousLinks,
     RendezvousTransport,
     Transfer,
@@ -36,34 +36,39 @@ from ranvier.comm.p2p import (
     encode_form,
 )
 from ranvier.errors import CommunicationError, ShardingError
-from ranvier.grid import HOST, Axis, Grid
-from ranvier.nn.layer import Moment
-from ranvier.pipeline.p2p_errors import WORDS, lost_words, unsent_words, waiting_words
-from ranvier.pipeline.partition import Stage
-from ranvier.pipeline.policy import Job, Kind, Policy, Progress, Shape
+from ranvier.grid import HOST_CHANNEL, Axis, Grid
+from ranvier.nn.layer import StepContext
+from ranvier.pipeline.p2p_errors import (
+    MESSAGE_CONTENTS,
+    describe_lost_message,
+    describe_unsent_message,
+    describe_wait,
+)
+from ranvier.pipeline.partition import ModelStage
+from ranvier.pipeline.policy import Job, JobKind, PipelineShape, SchedulingPolicy, StageProgress
 from ranvier.pipeline.traffic import (
     BACKWARD,
-    FINAL,
     FORWARD,
-    INSIDE,
+    HEAD_INPUT,
+    MESSAGE_KINDS,
     ORDER_NUMBERS,
-    WAYS,
-    link,
-    links,
+    STAGE_AXES,
+    channel_links,
+    link_channel,
 )
-from ranvier.pipeline.vocab_parallel import Vocabulary
+from ranvier.pipeline.vocab_parallel import VocabParallel
 
-AHEAD = 3
+EVAL_MESSAGES_AHEAD = 3
 """Messages that evaluation may have under way to a stage, and waiting there."""
-SHORT = 1e-4
+SHORTEST_WAIT_SECONDS = 1e-4
 """Seconds below which a wait is none."""
-KINDS: tuple[Kind, ...] = ("F", "B", "W", "H")
-JOB, SEND, RECEIVE, PROCEED = range(4)
+JOB_KINDS: tuple[JobKind, ...] = ("F", "B", "W", "H")
+ORDER_JOB, ORDER_SEND, ORDER_RECEIVE, ORDER_PROCEED = range(4)
 """What the first rank of a stage tells the others: take a job, post a transfer, go on."""
 
 
 @dataclass(frozen=True)
-class Done:
+class JobRecord:
     """A job that was done, or a wait: when, and what for."""
 
     kind: str
@@ -75,7 +80,7 @@ class Done:
 
 
 @dataclass
-class Micro:
+class MicroBatch:
     """What a step knows of a micro-batch."""
 
     inputs: Mapping[str, Any]
@@ -84,80 +89,87 @@ class Micro:
 
 
 @dataclass
-class _Kept:
+class _SavedForward:
     """What backward of a job needs."""
 
-    x: Tensor | None
-    edge: Any
+    stage_input: Tensor | None
+    output_edge: Any
     """Where in the graph the result lies; the result itself may go."""
 
 
 @dataclass
-class Runtime:
+class PipelineExecutor:
     """Runs the jobs of this rank's stage."""
 
     grid: Grid
-    stage: Stage
-    queue: Deferred
-    moment: Moment
+    stage: ModelStage
+    bucket_scheduler: BucketScheduler
+    step_context: StepContext
     device: torch.device
     delay: Delay | None = None
     """Holds messages back, for tests."""
-    timing: bool = False
+    record_times: bool = False
     """Note when the jobs of a step of training run; on a device each is waited for."""
-    done: list[Done] = field(default_factory=list)
+    job_records: list[JobRecord] = field(default_factory=list)
     """Jobs and waits of the last step, if they were timed."""
-    begun: float = 0.0
+    start_time: float = 0.0
     """When it began."""
-    form: Form | None = None
+    message_form: Form | None = None
     """Shape and type of all messages, for a dry run, in which nobody says it."""
-    log: list[tuple[Key, int, float]] = field(default_factory=list)
+    arrival_log: list[tuple[Key, int, float]] = field(default_factory=list)
     """Messages of the last step and when they came, likewise."""
-    choices: list[tuple[Job, int]] = field(default_factory=list)
+    policy_choices: list[tuple[Job, int]] = field(default_factory=list)
     """Jobs that the policy took, on the rank that asks it, and how many messages had come then."""
 
     def __post_init__(self) -> None:
-        self.inside: Axis = self.grid.line(*INSIDE)
+        self.stage_axis: Axis = self.grid.axis_without_group(*STAGE_AXES)
         """Ranks that share collectives inside the stage, and where its leader tells them orders."""
-        if self.stage.count > 1:
-            channel = HOST if self.grid.backend == "nccl" else ""
-            self.inside = self.grid.axis(*INSIDE, channel=channel)
-        self.leads = self.inside.index == 0
+        if self.stage.num_stages > 1:
+            channel = HOST_CHANNEL if self.grid.backend == "nccl" else ""
+            self.stage_axis = self.grid.axis(*STAGE_AXES, channel=channel)
+        self.is_leader = self.stage_axis.index == 0
         """Whether I say what my stage does next."""
-        self.links: RendezvousLinks | None = None
+        self.rendezvous_links: RendezvousLinks | None = None
         """What transfers need that stages agree on."""
-        if self.stage.count > 1 and self.grid.rendezvous:
-            count, spread = self.stage.count, bool(self.stage.vocabulary)
-            channels = links(count, len(self.stage.chunks), spread=spread)
-            self.links = RendezvousLinks(self.grid, self.device, [*channels], partial(link, count))
+        if self.stage.num_stages > 1 and self.grid.rendezvous:
+            count, spread = self.stage.num_stages, bool(self.stage.vocab_layers)
+            channels = channel_links(count, len(self.stage.chunks), spread=spread)
+            self.rendezvous_links = RendezvousLinks(
+                self.grid, self.device, [*channels], partial(link_channel, count)
+            )
 
-    def transport(self, ahead: int) -> Transport:
+    def open_transport(self, ahead: int) -> Transport:
         """The messages of a step."""
-        if self.links is not None and self.links.broken:
+        if self.rendezvous_links is not None and self.rendezvous_links.is_broken:
             raise CommunicationError(
                 "A step of this pipeline has failed before. Its messages may still be under way. "
                 "Build the model anew, or start the run again."
             )
-        if self.links is None:
+        if self.rendezvous_links is None:
             return EagerTransport(
-                self.grid, self.device, WAYS, delay=self.delay, ahead=ahead, form=self.form
+                self.grid,
+                self.device,
+                MESSAGE_KINDS,
+                delay=self.delay,
+                ahead=ahead,
+                form=self.message_form,
             )
         return RendezvousTransport(
             self.grid,
             self.device,
-            WAYS,
+            MESSAGE_KINDS,
             delay=self.delay,
             ahead=ahead,
-            links=self.links,
-            leads=self.leads,
+            links=self.rendezvous_links,
+            leads=self.is_leader,
         )
 
     # ---- steps --------------------------------------------------------------------------
 
-    def train(
+    def forward_backward(
         self,
-        micros: Sequence[Micro],
-        policy: Policy,
+        micros: Sequence[MicroBatch],
+        policy: SchedulingPolicy,
         *,
         scored: Callable[[Tensor], None],
         factor: Tensor,
@@ -169,190 +181,213 @@ class Runtime:
         plain: a head may trust that.
         Communicates: messages over pipe, orders inside the stage, all that the layers do.
         """
-        self._run(Step(self, micros, policy, scored, factor, plain))
+        self._run_step(PipelineStep(self, micros, policy, scored, factor, plain))
 
     @torch.no_grad()
-    def forward(self, micros: Sequence[Micro]) -> list[Tensor]:
+    def run_forward(self, micros: Sequence[MicroBatch]) -> list[Tensor]:
         """Results of all micro-batches, on the last stage. Communicates: as train."""
-        shape = Shape(self.stage.count, len(micros), len(self.stage.chunks), forward_only=True)
+        shape = PipelineShape(
+            self.stage.num_stages, len(micros), len(self.stage.chunks), forward_only=True
+        )
         results: list[Tensor] = []
         none = torch.zeros((), device=self.device)
-        self._run(Step(self, micros, _Forwards(shape), results.append, none, False))
+        self._run_step(
+            PipelineStep(self, micros, _ForwardOnlyPolicy(shape), results.append, none, False)
+        )
         return results
 
-    def _run(self, step: Step) -> None:
+    def _run_step(self, step: PipelineStep) -> None:
         try:
             step.run()
         except BaseException:
-            if self.links is not None:
-                self.links.broken = True
+            if self.rendezvous_links is not None:
+                self.rendezvous_links.is_broken = True
             raise
 
 
 @dataclass(frozen=True)
-class _Forwards:
+class _ForwardOnlyPolicy:
     """Forward passes only: micro-batches in order, the last chunk that can go first."""
 
-    shape: Shape
-    split: bool = False
-    dynamic: bool = False
+    shape: PipelineShape
+    split_backward: bool = False
+    is_dynamic: bool = False
 
-    def choose(self, ready: Sequence[Job], now: Progress) -> Job | None:
+    def choose_job(self, ready: Sequence[Job], now: StageProgress) -> Job | None:
         """A fixed order, as all ranks of a stage must have the same: chunk after chunk."""
         each = self.shape.micro_batches
-        job = Job("F", now.taken % each, now.taken // each)
+        job = Job("F", now.num_done % each, now.num_done // each)
         return job if job in ready else None
 
 
-class Step:
+class PipelineStep:
     """One step of a runtime."""
 
     def __init__(
         self,
-        runtime: Runtime,
-        micros: Sequence[Micro],
-        policy: Policy,
+        runtime: PipelineExecutor,
+        micros: Sequence[MicroBatch],
+        policy: SchedulingPolicy,
         scored: Callable[[Tensor], None],
         factor: Tensor,
         plain: bool,
     ) -> None:
-        self.at, self.micros, self.policy = runtime, micros, policy
-        self.scored, self.factor, self.plain = scored, factor, plain
-        stage, forward_only = runtime.stage, isinstance(policy, _Forwards)
-        self.shape = Shape(
-            stage.count, len(micros), len(stage.chunks), policy.split, forward_only=forward_only
+        self.executor, self.micro_batches, self.policy = runtime, micros, policy
+        self.on_loss, self.loss_scale, self.head_knows_scale = scored, factor, plain
+        stage, forward_only = runtime.stage, isinstance(policy, _ForwardOnlyPolicy)
+        self.shape = PipelineShape(
+            stage.num_stages,
+            len(micros),
+            len(stage.chunks),
+            policy.split_backward,
+            forward_only=forward_only,
         )
         shapes = {tuple(micro.inputs["tokens"].shape) for micro in micros}
-        if stage.count > 1 and len(shapes) > 1:
+        if stage.num_stages > 1 and len(shapes) > 1:
             raise ShardingError(
                 f"The micro-batches of a step have the shapes {sorted(shapes)}. Between stages all "
                 "have one. Cut the batch into equal ones, or use pipe=1."
             )
-        self.timing = runtime.timing and not forward_only
-        self.now = Progress(self.shape, stage.index)
-        self.kept: dict[tuple[int, int], _Kept] = {}
-        self.later: dict[tuple[int, int], list[Callable[[], None]]] = {}
-        self.read_later: dict[tuple[int, int], list[Tensor]] = {}
+        self.record_times = runtime.record_times and not forward_only
+        self.progress = StageProgress(self.shape, stage.index)
+        self.saved_forwards: dict[tuple[int, int], _SavedForward] = {}
+        self.deferred_weight_grads: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self.messages_to_release: dict[tuple[int, int], list[Tensor]] = {}
         """Messages that weight gradients may need."""
         # Credits bound what is under way. Evaluation has none: of one chunk a few may be ahead.
-        plain = forward_only and len(stage.chunks) == 1 and not stage.vocabulary
-        self.transport = runtime.transport(AHEAD if plain else 0)
+        plain = forward_only and len(stage.chunks) == 1 and not stage.vocab_layers
+        self.transport = runtime.open_transport(EVAL_MESSAGES_AHEAD if plain else 0)
         self.rendezvous = isinstance(self.transport, RendezvousTransport)
-        self.choices: list[tuple[Job, int]] = []
-        self.came: dict[tuple[Key, int], float] = {}
+        self.policy_choices: list[tuple[Job, int]] = []
+        self.known_arrivals: dict[tuple[Key, int], float] = {}
         """Messages that the policy knows of, and when they came."""
-        self.ended: dict[tuple[str, int], float] = {}
+        self.last_end_times: dict[tuple[str, int], float] = {}
         """When the last job of each kind and chunk ended."""
-        self.finished: dict[tuple[str, int, int], float] = {}
+        self.job_end_times: dict[tuple[str, int, int], float] = {}
         """When each job ended."""
-        self.vocabulary = Vocabulary(self) if stage.vocabulary else None
+        self.vocab_parallel = VocabParallel(self) if stage.vocab_layers else None
         # Where the vocabulary is spread, messages decide about the order in any case.
-        dynamic = policy.dynamic or self.vocabulary is not None or self.rendezvous
-        self.led = runtime.inside.size > 1 and dynamic
+        dynamic = policy.is_dynamic or self.vocab_parallel is not None or self.rendezvous
+        self.follows_leader = runtime.stage_axis.size > 1 and dynamic
 
     def run(self) -> None:
         """Take all jobs."""
-        at, stage = self.at, self.at.stage
-        if self.timing:
-            at.done, at.begun = [], time.perf_counter()
-        if stage.count > 1:
-            self._announce()
-        if self.vocabulary is not None:
-            self.vocabulary.begin()
-        while not self._over:
-            job = self._next()
+        at, stage = self.executor, self.executor.stage
+        if self.record_times:
+            at.job_records, at.start_time = [], time.perf_counter()
+        if stage.num_stages > 1:
+            self._announce_messages()
+        if self.vocab_parallel is not None:
+            self.vocab_parallel.look_up_rows()
+        while not self._is_complete:
+            job = self._next_job()
             start = time.perf_counter()
-            self._do(job)
-            if self.timing:
+            self._run_job(job)
+            if self.record_times:
                 if at.device.type == "cuda":
                     torch.cuda.synchronize(at.device)
-                at.done.append(Done(job.kind, job.micro, job.chunk, start, time.perf_counter()))
-        if self.vocabulary is not None:
-            self.vocabulary.end()
+                at.job_records.append(
+                    JobRecord(job.kind, job.micro, job.chunk, start, time.perf_counter())
+                )
+        if self.vocab_parallel is not None:
+            self.vocab_parallel.finish_embedding_grads()
         if self.rendezvous:
-            self.drain(lambda: not self.transport.has_outgoing, None)
-        at.queue.job(forget=stage.count > 1)
+            self.drain_transfers(lambda: not self.transport.has_outgoing, None)
+        at.bucket_scheduler.begin_pass(forget=stage.num_stages > 1)
         try:
             self.transport.close(at.grid.timeout_seconds)
         except CommunicationError as error:
-            words = unsent_words(self.at, FORWARD, len(self.micros) - 1, error)
+            words = describe_unsent_message(
+                self.executor, FORWARD, len(self.micro_batches) - 1, error
+            )
             raise CommunicationError(words) from error
-        if self.timing:
-            at.log, at.choices = self.transport.log, self.choices
+        if self.record_times:
+            at.arrival_log, at.policy_choices = self.transport.arrival_log, self.policy_choices
 
-    def _announce(self) -> None:
+    def _announce_messages(self) -> None:
         """Say which messages of this step will come and be sent."""
-        stage, each, transport = self.at.stage, len(self.micros), self.transport
-        before, behind = (stage.index - 1) % stage.count, (stage.index + 1) % stage.count
+        stage, each, transport = self.executor.stage, len(self.micro_batches), self.transport
+        before, behind = (stage.index - 1) % stage.num_stages, (stage.index + 1) % stage.num_stages
         training = not self.shape.forward_only
         for chunk in range(len(stage.chunks)):
-            if not stage.enters(chunk):
-                transport.expect((FORWARD, chunk), before, each)
+            if not stage.is_first_chunk(chunk):
+                transport.expect_messages((FORWARD, chunk), before, each)
                 if training:
-                    transport.promise(self._key_there(BACKWARD, chunk), before, each)
-            if not stage.leaves(chunk):
-                transport.promise(self._key_there(FORWARD, chunk), behind, each)
+                    transport.promise_messages(self._receiver_key(BACKWARD, chunk), before, each)
+            if not stage.is_last_chunk(chunk):
+                transport.promise_messages(self._receiver_key(FORWARD, chunk), behind, each)
                 if training:
-                    transport.expect((BACKWARD, chunk), behind, each)
-        if self.vocabulary is not None:
-            self.vocabulary.announce()
-        transport.start()
+                    transport.expect_messages((BACKWARD, chunk), behind, each)
+        if self.vocab_parallel is not None:
+            self.vocab_parallel.announce_messages()
+        transport.start_listening()
 
-    def _key_there(self, way: str, chunk: int) -> Key:
+    def _receiver_key(self, way: str, chunk: int) -> Key:
         """How the stage that gets the result of a job of mine knows it."""
         away = 1 if way == FORWARD else -1
-        return way, (self.at.stage.virtual(chunk) + away) // self.at.stage.count
+        return way, (
+            self.executor.stage.virtual_stage(chunk) + away
+        ) // self.executor.stage.num_stages
 
     @property
-    def _over(self) -> bool:
+    def _is_complete(self) -> bool:
         """Whether all jobs are done."""
-        scored = self.vocabulary is None or self.vocabulary.heads == len(self.micros)
-        return self.now.over and scored
+        scored = self.vocab_parallel is None or self.vocab_parallel.num_scored == len(
+            self.micro_batches
+        )
+        return self.progress.is_complete and scored
 
-    def _do(self, job: Job) -> None:
+    def _run_job(self, job: Job) -> None:
         """Do a job."""
         if job.kind == "H":
-            assert self.vocabulary is not None
-            self.vocabulary.score()
+            assert self.vocab_parallel is not None
+            self.vocab_parallel.run_head()
             return
-        run = {"F": self._forward, "B": self._backward, "W": self._weights}[job.kind]
+        run = {"F": self._run_forward, "B": self._run_backward, "W": self._run_weight_grads}[
+            job.kind
+        ]
         run(job)
-        self.now.finish(job)
-        self.ended[job.kind, job.chunk] = time.perf_counter()
-        self.finished[job.kind, job.chunk, job.micro] = self.ended[job.kind, job.chunk]
+        self.progress.finish_job(job)
+        self.last_end_times[job.kind, job.chunk] = time.perf_counter()
+        self.job_end_times[job.kind, job.chunk, job.micro] = self.last_end_times[
+            job.kind, job.chunk
+        ]
 
     # ---- what to do next ----------------------------------------------------------------
 
-    def _next(self) -> Job:
+    def _next_job(self) -> Job:
         """The job that the policy or the leader of the stage wants, once it is ready.
 
         Transfers that are posted before it are posted.
         """
         while True:
-            chosen = self._choose() if self.at.leads or not self.led else None
-            if self.led:
-                chosen = self._follow(chosen)
+            chosen = (
+                self._choose_work() if self.executor.is_leader or not self.follows_leader else None
+            )
+            if self.follows_leader:
+                chosen = self._follow_leader(chosen)
             if isinstance(chosen, Job):
-                if self.led and not self.at.leads and not self.rendezvous:
-                    self.wait_until(lambda job=chosen: job in self._ready(), self._needs(chosen))  # type: ignore[misc]
+                if self.follows_leader and not self.executor.is_leader and not self.rendezvous:
+                    key = self._needed_key(chosen)
+                    self.wait_until(lambda job=chosen: job in self._ready_jobs(), key)  # type: ignore[misc]
                 return chosen
             assert chosen is not None
-            self._post(chosen)
+            self._post_transfer(chosen)
 
-    def drain(self, good: Callable[[], bool], needs: Key | None) -> None:
+    def drain_transfers(self, good: Callable[[], bool], needs: Key | None) -> None:
         """Post transfers, and take no job, until something is so on the leader of the stage."""
         if not self.rendezvous:
             self.wait_until(good, needs)
             return
         while True:
             chosen: Job | Transfer | None = None
-            if self.at.leads:
+            if self.executor.is_leader:
                 chosen = self._choose_transfer(good, needs)
-            if self.led:
-                chosen = self._follow(chosen)
+            if self.follows_leader:
+                chosen = self._follow_leader(chosen)
             if not isinstance(chosen, Transfer):
                 return
-            self._post(chosen)
+            self._post_transfer(chosen)
 
     def _choose_transfer(self, good: Callable[[], bool], needs: Key | None) -> Transfer | None:
         """The next transfer; None once something is so."""
@@ -367,58 +402,66 @@ class Step:
         self.wait_until(choose, needs)
         return found[0]
 
-    def _follow(self, chosen: Job | Transfer | None) -> Job | Transfer | None:
+    def _follow_leader(self, chosen: Job | Transfer | None) -> Job | Transfer | None:
         """What the leader of the stage has chosen. Communicates: broadcast inside the stage."""
-        order = torch.tensor(self._encode(chosen))
-        with self.at.grid.trace.at("pipeline.order"):
-            told = collectives.broadcast(order, self.at.inside).wait()
-        return chosen if self.at.leads else self._decode(told.tolist())
+        order = torch.tensor(self._encode_order(chosen))
+        with self.executor.grid.trace.named_scope("pipeline.order"):
+            told = collectives.broadcast(order, self.executor.stage_axis).wait()
+        return chosen if self.executor.is_leader else self._decode_order(told.tolist())
 
-    def _encode(self, chosen: Job | Transfer | None) -> list[int]:
+    def _encode_order(self, chosen: Job | Transfer | None) -> list[int]:
         """An order as numbers."""
         if chosen is None:
-            numbers = [PROCEED]
+            numbers = [ORDER_PROCEED]
         elif isinstance(chosen, Job):
-            numbers = [JOB, KINDS.index(chosen.kind), chosen.micro, chosen.chunk]
+            numbers = [ORDER_JOB, JOB_KINDS.index(chosen.kind), chosen.micro, chosen.chunk]
         else:
-            op = SEND if chosen.op == "send" else RECEIVE
+            op = ORDER_SEND if chosen.op == "send" else ORDER_RECEIVE
             (way, place), form = chosen.key, encode_form(chosen.form)
-            numbers = [op, WAYS.index(way), place, chosen.number, chosen.peer, *form]
+            numbers = [op, MESSAGE_KINDS.index(way), place, chosen.number, chosen.peer, *form]
         return numbers + [0] * (ORDER_NUMBERS - len(numbers))
 
-    def _decode(self, numbers: Sequence[int]) -> Job | Transfer | None:
+    def _decode_order(self, numbers: Sequence[int]) -> Job | Transfer | None:
         """The converse."""
         op, a, b, c, d, *form = numbers
-        assert len(form) == HEADER, numbers
-        if op == PROCEED:
+        assert len(form) == HEADER_NUMBERS, numbers
+        if op == ORDER_PROCEED:
             return None
-        if op == JOB:
-            return Job(KINDS[a], b, c)
-        return Transfer("send" if op == SEND else "receive", (WAYS[a], b), c, d, decode_form(form))
+        if op == ORDER_JOB:
+            return Job(JOB_KINDS[a], b, c)
+        return Transfer(
+            "send" if op == ORDER_SEND else "receive",
+            (MESSAGE_KINDS[a], b),
+            c,
+            d,
+            decode_form(form),
+        )
 
-    def _post(self, transfer: Transfer) -> None:
+    def _post_transfer(self, transfer: Transfer) -> None:
         try:
-            self.transport.post(transfer)
+            self.transport.post_transfer(transfer)
         except (CommunicationError, RuntimeError) as error:
             (way, _), number = transfer.key, transfer.number
-            words = lost_words(self.at, transfer.key, number, error)
+            words = describe_lost_message(self.executor, transfer.key, number, error)
             if transfer.op == "send":
-                words = unsent_words(self.at, way, number, error, transfer.peer)
+                words = describe_unsent_message(self.executor, way, number, error, transfer.peer)
             raise CommunicationError(words) from error
 
-    def _needs(self, job: Job) -> Key:
+    def _needed_key(self, job: Job) -> Key:
         """The message that a job works on."""
         if job.kind == "H":
-            return FINAL, self.at.stage.count - 1
+            return HEAD_INPUT, self.executor.stage.num_stages - 1
         return (FORWARD if job.kind == "F" else BACKWARD), job.chunk
 
-    def _choose(self) -> Job | Transfer:
+    def _choose_work(self) -> Job | Transfer:
         """A transfer that can be posted, else what the policy takes, as soon as there is one."""
         found: list[Job | Transfer | None] = [None]
 
         def choose() -> bool:
             announced = (
-                self.vocabulary is not None and self.rendezvous and self.vocabulary.has_announced
+                self.vocab_parallel is not None
+                and self.rendezvous
+                and self.vocab_parallel.has_announced
             )
             found[0] = self.transport.next_transfer(sends=not announced) or self._choose_job()
             return found[0] is not None
@@ -432,44 +475,48 @@ class Step:
         if not self.transport.can_compute:
             return None
         # What comes from now on is of no account: the same messages lead to the same choice.
-        for key, number, when in self.transport.log[len(self.came) :]:
-            self.came[key, number] = when
-        ready = self._ready()
+        for key, number, when in self.transport.arrival_log[len(self.known_arrivals) :]:
+            self.known_arrivals[key, number] = when
+        ready = self._ready_jobs()
         if ready and ready[0].kind == "H":
             if isinstance(self.transport, RendezvousTransport):
-                assert self.vocabulary is not None
-                return ready[0] if self.vocabulary.all_ready(self.transport) else None
+                assert self.vocab_parallel is not None
+                return ready[0] if self.vocab_parallel.all_ready(self.transport) else None
             return ready[0]
-        if self.now.over:
+        if self.progress.is_complete:
             return None
-        ready = [job for job in ready if not self._comes(job) or self._message(job) in self.came]
-        job = self.policy.choose(sorted(ready, key=self._ready_since), self.now)
+        ready = [
+            job
+            for job in ready
+            if not self._needs_message(job) or self._input_message(job) in self.known_arrivals
+        ]
+        job = self.policy.choose_job(sorted(ready, key=self._ready_since), self.progress)
         if job is not None:
-            self.choices.append((job, len(self.came)))
+            self.policy_choices.append((job, len(self.known_arrivals)))
         return job
 
-    def _comes(self, job: Job) -> bool:
+    def _needs_message(self, job: Job) -> bool:
         """Whether a job works on a message of another stage."""
-        stage = self.at.stage
+        stage = self.executor.stage
         if job.kind == "F":
-            return not stage.enters(job.chunk)
-        return job.kind == "B" and not stage.leaves(job.chunk)
+            return not stage.is_first_chunk(job.chunk)
+        return job.kind == "B" and not stage.is_last_chunk(job.chunk)
 
-    def _message(self, job: Job) -> tuple[Key, int]:
+    def _input_message(self, job: Job) -> tuple[Key, int]:
         """The message that a job works on."""
         return (FORWARD if job.kind == "F" else BACKWARD, job.chunk), job.micro
 
     def _ready_since(self, job: Job) -> float:
         """When a job became ready: its input was there, and the one before it was done."""
-        before = self.ended.get((job.kind, job.chunk), 0.0)
-        if self._comes(job):
-            return max(before, self.came[self._message(job)])
+        before = self.last_end_times.get((job.kind, job.chunk), 0.0)
+        if self._needs_message(job):
+            return max(before, self.known_arrivals[self._input_message(job)])
         cause = {"F": "F", "B": "F", "W": "B"}[job.kind]
-        return max(before, self.finished.get((cause, job.chunk, job.micro), 0.0))
+        return max(before, self.job_end_times.get((cause, job.chunk, job.micro), 0.0))
 
     def wait_until(self, good: Callable[[], bool], needs: Key | None) -> None:
         """Wait for messages until something is so; a message that does not come ends the step."""
-        at, start = self.at, time.perf_counter()
+        at, start = self.executor, time.perf_counter()
         limit = at.grid.timeout_seconds
         while True:
             seen = self.transport.version
@@ -477,200 +524,223 @@ class Step:
             try:
                 if good():
                     break
-                key = needs or self._missing()
-                number = self.transport.arrived.get(key, 0)
-                at.grid.trace.wait_for(waiting_words(self.at, key, number))
-                came = self.transport.wait(seen, limit)
-            except LostError as lost:
-                key = lost.key or key or self._missing()
-                number = lost.number if lost.key else self.transport.arrived.get(key, 0)
-                words = lost_words(self.at, key, number, lost.error)
+                key = needs or self._first_missing_key()
+                number = self.transport.num_arrived.get(key, 0)
+                at.grid.trace.report_wait(describe_wait(self.executor, key, number))
+                came = self.transport.wait_for_change(seen, limit)
+            except LostMessageError as lost:
+                key = lost.key or key or self._first_missing_key()
+                number = lost.number if lost.key else self.transport.num_arrived.get(key, 0)
+                words = describe_lost_message(self.executor, key, number, lost.error)
                 raise CommunicationError(words) from lost
             if not came:
-                raise CommunicationError(lost_words(self.at, key, number, None))
-        if self.timing and time.perf_counter() - start > SHORT:
-            (way, chunk), micro = self._cause(start)
-            at.done.append(Done(WORDS[way], micro, chunk, start, time.perf_counter()))
+                raise CommunicationError(describe_lost_message(self.executor, key, number, None))
+        if self.record_times and time.perf_counter() - start > SHORTEST_WAIT_SECONDS:
+            (way, chunk), micro = self._wait_cause(start)
+            at.job_records.append(
+                JobRecord(MESSAGE_CONTENTS[way], micro, chunk, start, time.perf_counter())
+            )
 
-    def _cause(self, start: float) -> tuple[Key, int]:
+    def _wait_cause(self, start: float) -> tuple[Key, int]:
         """The message that ended a wait: the last that came."""
-        log = [entry for entry in self.transport.log if entry[2] >= start]
-        key = log[-1][0] if log else self._missing()
-        return key, log[-1][1] if log else self.transport.arrived.get(key, 0)
+        log = [entry for entry in self.transport.arrival_log if entry[2] >= start]
+        key = log[-1][0] if log else self._first_missing_key()
+        return key, log[-1][1] if log else self.transport.num_arrived.get(key, 0)
 
-    def _missing(self) -> Key:
+    def _first_missing_key(self) -> Key:
         """What a stage that can do nothing waits for: of all that is to come the first."""
-        stage, each = self.at.stage, len(self.micros)
+        stage, each = self.executor.stage, len(self.micro_batches)
         for chunk in range(len(stage.chunks)):
-            done = self.now.count("F", chunk)
-            if done < each and not stage.enters(chunk) and not self.here(FORWARD, chunk, done):
+            done = self.progress.count_done("F", chunk)
+            if (
+                done < each
+                and not stage.is_first_chunk(chunk)
+                and not self.has_arrived(FORWARD, chunk, done)
+            ):
                 return FORWARD, chunk
         for chunk in reversed(range(len(stage.chunks))):
-            done = self.now.count("B", chunk)
-            if done < each and not stage.leaves(chunk) and not self.here(BACKWARD, chunk, done):
+            done = self.progress.count_done("B", chunk)
+            if (
+                done < each
+                and not stage.is_last_chunk(chunk)
+                and not self.has_arrived(BACKWARD, chunk, done)
+            ):
                 return BACKWARD, chunk
         return BACKWARD, 0
 
-    def here(self, way: str, chunk: int, number: int) -> bool:
+    def has_arrived(self, way: str, chunk: int, number: int) -> bool:
         """Whether a message has come."""
-        return self.transport.arrived.get((way, chunk), 0) > number
+        return self.transport.num_arrived.get((way, chunk), 0) > number
 
-    def _ready(self) -> list[Job]:
+    def _ready_jobs(self) -> list[Job]:
         """Jobs that can be done now: of each kind and chunk the next, if it can."""
-        stage, each, found = self.at.stage, len(self.micros), list[Job]()
-        if self.vocabulary is not None and self.vocabulary.can_score():
-            found.append(Job("H", self.vocabulary.heads))
+        stage, each, found = self.executor.stage, len(self.micro_batches), list[Job]()
+        if self.vocab_parallel is not None and self.vocab_parallel.can_run_head():
+            found.append(Job("H", self.vocab_parallel.num_scored))
         for chunk in range(len(stage.chunks)):
-            f, b, w = (self.now.count(kind, chunk) for kind in ("F", "B", "W"))
+            f, b, w = (self.progress.count_done(kind, chunk) for kind in ("F", "B", "W"))
             if not self.shape.forward_only:
-                if b < f and self._can_return(chunk, b):
+                if b < f and self._can_backward(chunk, b):
                     found.append(Job("B", b, chunk))
-                if self.shape.split and w < b:
+                if self.shape.split_backward and w < b:
                     found.append(Job("W", w, chunk))
-            if f < each and self._can_enter(chunk, f):
+            if f < each and self._can_forward(chunk, f):
                 found.append(Job("F", f, chunk))
         return found
 
-    def _can_enter(self, chunk: int, m: int) -> bool:
+    def _can_forward(self, chunk: int, m: int) -> bool:
         """Whether the input of a forward pass is there."""
-        if not self.at.stage.enters(chunk):
-            return self.here(FORWARD, chunk, m)
-        return self.vocabulary is None or self.vocabulary.can_enter(m)
+        if not self.executor.stage.is_first_chunk(chunk):
+            return self.has_arrived(FORWARD, chunk, m)
+        return self.vocab_parallel is None or self.vocab_parallel.has_embedding_rows(m)
 
-    def _can_return(self, chunk: int, m: int) -> bool:
+    def _can_backward(self, chunk: int, m: int) -> bool:
         """Whether the gradient for a backward pass is there."""
-        if not self.at.stage.leaves(chunk):
-            return self.here(BACKWARD, chunk, m)
-        return self.vocabulary is None or self.vocabulary.can_return(m)
+        if not self.executor.stage.is_last_chunk(chunk):
+            return self.has_arrived(BACKWARD, chunk, m)
+        return self.vocab_parallel is None or self.vocab_parallel.has_head_grads(m)
 
     # ---- jobs ---------------------------------------------------------------------------
 
-    def enter(self, m: int, *, last: bool = False) -> Micro:
+    def begin_micro_batch(self, m: int, *, last: bool = False) -> MicroBatch:
         """Have layers work on a micro-batch."""
-        at, micro = self.at, self.micros[m]
-        at.queue.job(last=last, forget=at.stage.count > 1)
-        at.moment.samples = micro.samples
+        at, micro = self.executor, self.micro_batches[m]
+        at.bucket_scheduler.begin_pass(last=last, forget=at.stage.num_stages > 1)
+        at.step_context.samples = micro.samples
         return micro
 
-    def _forward(self, job: Job) -> None:
-        stage, moment = self.at.stage, self.at.moment
-        last = job.micro == len(self.micros) - 1
-        micro = self.enter(job.micro, last=last and stage.count == 1)
+    def _run_forward(self, job: Job) -> None:
+        stage, moment = self.executor.stage, self.executor.step_context
+        last = job.micro == len(self.micro_batches) - 1
+        micro = self.begin_micro_batch(job.micro, last=last and stage.num_stages == 1)
         x, more = None, dict[str, bool]()
-        if not stage.enters(job.chunk):
-            x = self.taken(FORWARD, job.chunk)
+        if not stage.is_first_chunk(job.chunk):
+            x = self.take_message(FORWARD, job.chunk)
             x.requires_grad_(torch.is_grad_enabled())
-        final = stage.leaves(job.chunk)
-        if self.vocabulary is not None:
-            x = self.vocabulary.embedded(job.micro) if stage.enters(job.chunk) else x
+        final = stage.is_last_chunk(job.chunk)
+        if self.vocab_parallel is not None:
+            x = (
+                self.vocab_parallel.sum_embedding_rows(job.micro)
+                if stage.is_first_chunk(job.chunk)
+                else x
+            )
             more = {"scored": False}
-        moment.leave = self.plain and stage.count == 1
-        moment.factor, moment.slope = self.factor if final and self.plain else None, self.factor
+        moment.defer_residual_add = self.head_knows_scale and stage.num_stages == 1
+        moment.loss_scale, moment.loss_grad_scale = (
+            self.loss_scale if final and self.head_knows_scale else None,
+            self.loss_scale,
+        )
         try:
-            y = stage.run(x, stage.chunks[job.chunk], **micro.inputs, **more)
+            y = stage.run_parts(x, stage.chunks[job.chunk], **micro.inputs, **more)
         finally:
-            moment.factor, moment.leave = None, False
+            moment.loss_scale, moment.defer_residual_add = None, False
         if not self.shape.forward_only:
-            loss, edge = final and self.vocabulary is None, None
+            loss, edge = final and self.vocab_parallel is None, None
             if y.requires_grad:  # else nothing before it is trained
                 edge = y if loss else torch.autograd.graph.get_gradient_edge(y)
-            self.kept[job.chunk, job.micro] = _Kept(x, edge)
+            self.saved_forwards[job.chunk, job.micro] = _SavedForward(x, edge)
         if not final:
-            self._send(FORWARD, job, y.detach())
+            self._send_result(FORWARD, job, y.detach())
         else:
             result = y.detach()
             if x is not None and y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
                 result = result.clone()  # the message that it lies in is written over
-            if self.vocabulary is None:
-                self.scored(result)
+            if self.vocab_parallel is None:
+                self.on_loss(result)
             else:
-                self.vocabulary.leave(job.micro, result)
-        if x is not None and self.shape.forward_only and not stage.enters(job.chunk):
-            self.transport.release(x)
+                self.vocab_parallel.send_head_input(job.micro, result)
+        if x is not None and self.shape.forward_only and not stage.is_first_chunk(job.chunk):
+            self.transport.release_message(x)
 
-    def _backward(self, job: Job) -> None:
-        at, stage = self.at, self.at.stage
-        last = job.micro == len(self.micros) - 1
-        kept = self.kept.pop((job.chunk, job.micro))
-        if stage.count > 1:  # alone, backward goes on where forward ended
-            self.enter(job.micro, last=last and not self._held_back)
-        if not stage.leaves(job.chunk):
-            dy = self.taken(BACKWARD, job.chunk)
-        elif self.vocabulary is None:
-            dy = self.factor
+    def _run_backward(self, job: Job) -> None:
+        at, stage = self.executor, self.executor.stage
+        last = job.micro == len(self.micro_batches) - 1
+        kept = self.saved_forwards.pop((job.chunk, job.micro))
+        if stage.num_stages > 1:  # alone, backward goes on where forward ended
+            self.begin_micro_batch(job.micro, last=last and not self._defers_reductions)
+        if not stage.is_last_chunk(job.chunk):
+            dy = self.take_message(BACKWARD, job.chunk)
+        elif self.vocab_parallel is None:
+            dy = self.loss_scale
         else:
-            dy = self.vocabulary.gradient(job.micro)
-        at.moment.later, at.moment.slope = [] if self.shape.split else None, self.factor
+            dy = self.vocab_parallel.sum_head_grads(job.micro)
+        at.step_context.deferred_weight_grads, at.step_context.loss_grad_scale = (
+            [] if self.shape.split_backward else None,
+            self.loss_scale,
+        )
         try:
-            if isinstance(kept.edge, Tensor):
-                kept.edge.backward(dy.to(kept.edge.dtype))
-            elif kept.edge is not None:
-                torch.autograd.backward((kept.edge,), (dy,))
-            if at.moment.later is not None:
-                self.later[job.chunk, job.micro] = at.moment.later
+            if isinstance(kept.output_edge, Tensor):
+                kept.output_edge.backward(dy.to(kept.output_edge.dtype))
+            elif kept.output_edge is not None:
+                torch.autograd.backward((kept.output_edge,), (dy,))
+            if at.step_context.deferred_weight_grads is not None:
+                self.deferred_weight_grads[job.chunk, job.micro] = (
+                    at.step_context.deferred_weight_grads
+                )
         finally:
-            at.moment.later = None
-        if last and self.rendezvous and self.shape.chunks > 1 and not self._held_back:
-            at.queue.flush()  # in the order of virtual stages, which is the same in all replicas
-        messages = [] if stage.leaves(job.chunk) else [dy]
-        if kept.x is not None and stage.enters(job.chunk):
-            assert self.vocabulary is not None and kept.x.grad is not None, job
-            self.vocabulary.returned(job.micro, kept.x.grad)
-        elif kept.x is not None:
-            assert kept.x.grad is not None, job
-            self._send(BACKWARD, job, kept.x.grad)
-            messages.append(kept.x)
-        if self.shape.split:  # weight gradients may read them
-            self.read_later[job.chunk, job.micro] = messages
+            at.step_context.deferred_weight_grads = None
+        if last and self.rendezvous and self.shape.chunks > 1 and not self._defers_reductions:
+            # In the order of virtual stages, which is the same in all replicas.
+            at.bucket_scheduler.flush_reductions()
+        messages = [] if stage.is_last_chunk(job.chunk) else [dy]
+        if kept.stage_input is not None and stage.is_first_chunk(job.chunk):
+            assert self.vocab_parallel is not None and kept.stage_input.grad is not None, job
+            self.vocab_parallel.send_embedding_grad(job.micro, kept.stage_input.grad)
+        elif kept.stage_input is not None:
+            assert kept.stage_input.grad is not None, job
+            self._send_result(BACKWARD, job, kept.stage_input.grad)
+            messages.append(kept.stage_input)
+        if self.shape.split_backward:  # weight gradients may read them
+            self.messages_to_release[job.chunk, job.micro] = messages
         else:
-            self._release(messages)
+            self._release_messages(messages)
 
-    def _release(self, messages: Sequence[Tensor]) -> None:
+    def _release_messages(self, messages: Sequence[Tensor]) -> None:
         for message in messages:
-            self.transport.release(message)
+            self.transport.release_message(message)
 
     @torch.no_grad()
-    def _weights(self, job: Job) -> None:
-        last = job.micro == len(self.micros) - 1
-        self.enter(job.micro, last=last and not self._held_back)
-        for work in self.later.pop((job.chunk, job.micro)):
+    def _run_weight_grads(self, job: Job) -> None:
+        last = job.micro == len(self.micro_batches) - 1
+        self.begin_micro_batch(job.micro, last=last and not self._defers_reductions)
+        for work in self.deferred_weight_grads.pop((job.chunk, job.micro)):
             work()
-        self._release(self.read_later.pop((job.chunk, job.micro)))
+        self._release_messages(self.messages_to_release.pop((job.chunk, job.micro)))
 
     @property
-    def _held_back(self) -> bool:
+    def _defers_reductions(self) -> bool:
         """Whether reductions over data wait for the end: chunks may end in any order."""
-        return self.shape.split and self.shape.chunks > 1
+        return self.shape.split_backward and self.shape.chunks > 1
 
     # ---- messages -----------------------------------------------------------------------
 
-    def taken(self, way: str, chunk: int) -> Tensor:
+    def take_message(self, way: str, chunk: int) -> Tensor:
         """The next message of a key."""
-        value = self.transport.take((way, chunk))
-        self._noted("receive", way, value)
+        value = self.transport.take_message((way, chunk))
+        self._trace_message("receive", way, value)
         return value
 
     def send_to(self, way: str, to: int, value: Tensor, number: int) -> None:
         """Send a message to any stage."""
-        self._hand_over((way, self.at.stage.index), number, value, to)
+        self._send_message((way, self.executor.stage.index), number, value, to)
 
-    def _send(self, way: str, job: Job, value: Tensor) -> None:
+    def _send_result(self, way: str, job: Job, value: Tensor) -> None:
         """Send the result of a job on, to the virtual stage before or behind."""
-        stage = self.at.stage
-        to = (stage.index + (1 if way == FORWARD else -1)) % stage.count
-        self._hand_over(self._key_there(way, job.chunk), job.micro, value, to)
+        stage = self.executor.stage
+        to = (stage.index + (1 if way == FORWARD else -1)) % stage.num_stages
+        self._send_message(self._receiver_key(way, job.chunk), job.micro, value, to)
 
-    def _hand_over(self, key: Key, number: int, value: Tensor, to: int) -> None:
-        self._noted("send", key[0], value)
+    def _send_message(self, key: Key, number: int, value: Tensor, to: int) -> None:
+        self._trace_message("send", key[0], value)
         try:
             self.transport.send(key, number, value, to)
         except CommunicationError as error:
-            words = unsent_words(self.at, key[0], number, error, to)
+            words = describe_unsent_message(self.executor, key[0], number, error, to)
             raise CommunicationError(words) from error
 
-    def _noted(self, op: str, way: str, value: Tensor) -> None:
+    def _trace_message(self, op: str, way: str, value: Tensor) -> None:
         """Have the trace know of a message."""
         size = value.numel() * value.element_size()
-        with self.at.grid.trace.at(f"pipeline.{way}"):
-            event = self.at.grid.trace.record(op, ("pipe",), size)
-        event.waited = event.done = event.resumed = event.issued
+        with self.executor.grid.trace.named_scope(f"pipeline.{way}"):
+            event = self.executor.grid.trace.record_event(op, ("pipe",), size)
+        event.wait_time = event.done_time = event.resume_time = event.issue_time

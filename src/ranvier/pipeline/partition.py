@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.errors import PlanError
-from ranvier.models.decoder import CrossEntropy, Head
-from ranvier.pipeline.balance import balanced, ranges
+from ranvier.models.decoder import CrossEntropy, LMHead
+from ranvier.pipeline.balance import part_ranges, partition_by_cost
 
 
-class Absent(nn.Module):
+class OtherStageLayer(nn.Module):
     """Stands where layers of another stage would be."""
 
     def forward(self, *_: Any) -> Any:
@@ -30,75 +30,76 @@ class Absent(nn.Module):
 
 
 @dataclass(frozen=True)
-class Cut:
+class PipelineConfig:
     """How a model is to be cut."""
 
     chunks: int = 1
     """Ranges of parts on each stage."""
-    first: tuple[int, ...] = ()
+    stage_starts: tuple[int, ...] = ()
     """First part of each virtual stage but the first; empty: by cost."""
-    costs: tuple[float, ...] = ()
+    part_costs: tuple[float, ...] = ()
     """Cost of each part, as measured; empty: the work of their layers."""
     seq: int = 1024
     """Tokens of a sample, for the work of attention."""
     policy: str = "message"
     """Name of what decides about the order of jobs."""
-    limit: int = 0
+    max_in_flight: int = 0
     """Activations of micro-batches that a stage may hold; 0: as many as are of use."""
     jitter: float = 0.0
     """How much times vary: the deviation of their logarithm."""
-    spread: bool = False
+    vocab_over_pipe: bool = False
     """Whether all stages share the vocabulary."""
-    splits: bool = True
+    can_split_backward: bool = True
     """Whether layers can put their weight gradients off; those of a compiled block cannot."""
 
 
 @dataclass(frozen=True)
-class Stage:
+class ModelStage:
     """The parts of one rank."""
 
     index: int = 0
     """My place on the pipe axis."""
-    count: int = 1
+    num_stages: int = 1
     """Stages."""
     chunks: tuple[slice, ...] = (slice(0, 1),)
     """My ranges of parts."""
-    run: Callable[..., Tensor] = field(repr=False, default=torch.zeros)
+    run_parts: Callable[..., Tensor] = field(repr=False, default=torch.zeros)
     """`run(x, parts, **inputs)`: what these parts make of x."""
-    vocabulary: tuple[nn.Module, ...] = ()
+    vocab_layers: tuple[nn.Module, ...] = ()
     """Embedding and head, if all stages share them."""
-    costs: tuple[float, ...] = ()
+    stage_costs: tuple[float, ...] = ()
     """Cost of each virtual stage, forward."""
-    parts: tuple[str, ...] = ()
+    part_names: tuple[str, ...] = ()
     """Names of all parts of the model."""
-    work: tuple[float, ...] = ()
+    part_costs: tuple[float, ...] = ()
     """Cost of each part."""
-    firsts: tuple[int, ...] = (0,)
+    stage_starts: tuple[int, ...] = (0,)
     """First part of each virtual stage."""
 
-    def virtual(self, chunk: int) -> int:
+    def virtual_stage(self, chunk: int) -> int:
         """Number of a virtual stage of mine."""
-        return chunk * self.count + self.index
+        return chunk * self.num_stages + self.index
 
-    def enters(self, chunk: int) -> bool:
+    def is_first_chunk(self, chunk: int) -> bool:
         """Whether a chunk is the first of the model."""
-        return self.virtual(chunk) == 0
+        return self.virtual_stage(chunk) == 0
 
-    def leaves(self, chunk: int) -> bool:
+    def is_last_chunk(self, chunk: int) -> bool:
         """Whether a chunk is the last of the model."""
-        return self.virtual(chunk) == self.count * len(self.chunks) - 1
+        return self.virtual_stage(chunk) == self.num_stages * len(self.chunks) - 1
 
-    def words(self) -> list[str]:
+    def describe_stages(self) -> list[str]:
         """One line for each virtual stage: its parts and its share of the work."""
-        total, bounds = sum(self.costs) or 1.0, [*self.firsts, len(self.parts)]
+        total, bounds = sum(self.stage_costs) or 1.0, [*self.stage_starts, len(self.part_names)]
         return [
-            f"stage {v % self.count}: {self.parts[a]}"
-            f"{f' to {self.parts[b - 1]}' if b - a > 1 else ''}, {cost / total:.1%} of the work"
-            for v, ((a, b), cost) in enumerate(zip(pairwise(bounds), self.costs, strict=True))
+            f"stage {v % self.num_stages}: {self.part_names[a]}"
+            f"{f' to {self.part_names[b - 1]}' if b - a > 1 else ''}, {cost / total:.1%} of "
+            "the work"
+            for v, ((a, b), cost) in enumerate(zip(pairwise(bounds), self.stage_costs, strict=True))
         ]
 
 
-def parts_of(model: nn.Module) -> list[tuple[str, ...]]:
+def part_layer_names(model: nn.Module) -> list[tuple[str, ...]]:
     """Names of the layers of each part."""
     parts = getattr(model, "parts", None)
     if parts is not None:
@@ -111,7 +112,7 @@ def parts_of(model: nn.Module) -> list[tuple[str, ...]]:
     )
 
 
-def segment_of(model: nn.Module) -> Callable[..., Tensor]:
+def segment_runner(model: nn.Module) -> Callable[..., Tensor]:
     """What runs some of the parts."""
     own: Any = getattr(model, "segment", None)
     if own is not None:
@@ -124,7 +125,7 @@ def segment_of(model: nn.Module) -> Callable[..., Tensor]:
     ) -> Tensor:
         y: Any = tokens if x is None else x
         for layer in list(model.children())[parts]:
-            scored = isinstance(layer, Head | CrossEntropy) or getattr(layer, "columns", None)
+            scored = isinstance(layer, LMHead | CrossEntropy) or getattr(layer, "vocab_shard", None)
             y = layer(y, targets) if scored else layer(y)
         result: Tensor = y
         return result
@@ -144,10 +145,12 @@ def _refuse_other_forward(kind: type) -> None:
             )
 
 
-def cut(model: nn.Module, costs: Sequence[float], how: Cut, index: int, count: int) -> Stage:
+def partition_model(
+    model: nn.Module, costs: Sequence[float], how: PipelineConfig, index: int, count: int
+) -> ModelStage:
     """The stage at `index` of `count`; costs: of each part."""
-    parts = parts_of(model)
-    costs = how.costs or tuple(costs)
+    parts = part_layer_names(model)
+    costs = how.part_costs or tuple(costs)
     virtual = count * how.chunks
     if len(costs) != len(parts):
         raise PlanError(
@@ -159,7 +162,9 @@ def cut(model: nn.Module, costs: Sequence[float], how: Cut, index: int, count: i
             f"pipe={count} with chunks={how.chunks} makes {virtual} virtual stages of "
             f"{len(parts)} parts. Each needs one at least. Use pipe·chunks of at most {len(parts)}."
         )
-    firsts = (0, *how.first) if how.first else balanced(tuple(costs), virtual)
+    firsts = (
+        (0, *how.stage_starts) if how.stage_starts else partition_by_cost(tuple(costs), virtual)
+    )
     bounds = [*firsts, len(parts)]
     if len(firsts) != virtual or any(a >= b for a, b in pairwise(bounds)):
         raise PlanError(
@@ -167,14 +172,14 @@ def cut(model: nn.Module, costs: Sequence[float], how: Cut, index: int, count: i
             f"at {virtual} rising numbers below {len(parts)}, the first at 0. Leave them out to "
             "have the work balanced."
         )
-    every = ranges(firsts, len(parts))
-    return Stage(
+    every = part_ranges(firsts, len(parts))
+    return ModelStage(
         index=index,
-        count=count,
+        num_stages=count,
         chunks=tuple(every[index::count]),
-        run=segment_of(model),
-        costs=tuple(sum(costs[one]) for one in every),
-        parts=tuple(names[0] for names in parts),
-        work=tuple(costs),
-        firsts=tuple(firsts),
+        run_parts=segment_runner(model),
+        stage_costs=tuple(sum(costs[one]) for one in every),
+        part_names=tuple(names[0] for names in parts),
+        part_costs=tuple(costs),
+        stage_starts=tuple(firsts),
     )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ranvier.cost.layers import Flow, Ground
+from ranvier.cost.layers import ActivationShape, LayoutContext
 from ranvier.pipeline import traffic
-from ranvier.pipeline.executor import Runtime
-from ranvier.pipeline.partition import Cut
-from ranvier.pipeline.policy import Job, Order, Policy, Shape
-from ranvier.pipeline.policy_search import expected, policy_for
-from ranvier.pipeline.simulator import Times
-from ranvier.pipeline.traffic import Seat
-from ranvier.sharding import Table
+from ranvier.pipeline.executor import PipelineExecutor
+from ranvier.pipeline.partition import PipelineConfig
+from ranvier.pipeline.policy import FixedSchedule, Job, PipelineShape, SchedulingPolicy
+from ranvier.pipeline.policy_search import choose_policy, expected_times
+from ranvier.pipeline.simulator import JobTimes
+from ranvier.pipeline.traffic import StageSpec
+from ranvier.sharding import ShardingTable
 from ranvier.trace import Event
 
 
@@ -20,64 +20,68 @@ from ranvier.trace import Event
 class Pipeline:
     """The stages of a model and their policy."""
 
-    runtime: Runtime
-    how: Cut
+    executor: PipelineExecutor
+    config: PipelineConfig
     embed: int = 0
     """Features of a message, all ranks of col together."""
-    chosen: dict[int, Policy] = field(default_factory=dict)
+    policies: dict[int, SchedulingPolicy] = field(default_factory=dict)
     """The policy for each number of micro-batches."""
 
-    def shape(self, micro_batches: int) -> Shape:
+    def step_shape(self, micro_batches: int) -> PipelineShape:
         """How many jobs a step has."""
-        stage = self.runtime.stage
-        return Shape(stage.count, micro_batches, len(stage.chunks))
+        stage = self.executor.stage
+        return PipelineShape(stage.num_stages, micro_batches, len(stage.chunks))
 
-    def policy(self, micro_batches: int) -> Policy:
+    def policy_for_step(self, micro_batches: int) -> SchedulingPolicy:
         """The policy for a step of so many micro-batches; every rank comes to the same."""
-        if micro_batches not in self.chosen:
-            shape = self.shape(micro_batches)
+        if micro_batches not in self.policies:
+            shape = self.step_shape(micro_batches)
             if shape.stages == 1:
-                self.chosen[micro_batches] = accumulating(micro_batches)
+                self.policies[micro_batches] = accumulation_schedule(micro_batches)
             else:
-                self.chosen[micro_batches] = self._best(shape)
-        return self.chosen[micro_batches]
+                self.policies[micro_batches] = self._choose_policy(shape)
+        return self.policies[micro_batches]
 
-    def _best(self, shape: Shape) -> Policy:
+    def _choose_policy(self, shape: PipelineShape) -> SchedulingPolicy:
         """The policy of the plan's name; `message` may split backward."""
-        splits = self.how.splits and not self.runtime.stage.vocabulary
-        return policy_for(
-            self.how.policy, shape, self.expected(), limit=self.how.limit, splits=splits
+        splits = self.config.can_split_backward and not self.executor.stage.vocab_layers
+        return choose_policy(
+            self.config.policy,
+            shape,
+            self.expected_times(),
+            limit=self.config.max_in_flight,
+            splits=splits,
         )
 
-    def expected(self) -> Times:
+    def expected_times(self) -> JobTimes:
         """Times of the jobs: backward takes twice as long as forward, half of it for weights."""
-        return expected(self.runtime.stage.costs, self.how.jitter)
+        return expected_times(self.executor.stage.stage_costs, self.config.jitter)
 
     @property
-    def seat(self) -> Seat:
+    def stage_spec(self) -> StageSpec:
         """My place among the stages."""
-        stage = self.runtime.stage
-        return Seat(stage.index, stage.count, len(stage.chunks), bool(stage.vocabulary))
+        stage = self.executor.stage
+        return StageSpec(stage.index, stage.num_stages, len(stage.chunks), bool(stage.vocab_layers))
 
-    def events(self, flow: Flow) -> list[Event]:
+    def micro_batch_events(self, flow: ActivationShape) -> list[Event]:
         """Messages of a micro-batch in the outer layout `[b, s/row, d/col]`."""
-        ground = Ground(self.runtime.grid.degrees, Table(), {"embed": self.embed})
-        return traffic.messages(self.seat, traffic.message_bytes(ground, flow))
+        ground = LayoutContext(self.executor.grid.degrees, ShardingTable(), {"embed": self.embed})
+        return traffic.micro_batch_events(self.stage_spec, traffic.message_bytes(ground, flow))
 
     def step_events(self, micro_batches: int, itemsize: int) -> list[Event]:
         """Orders inside the stage and the loss of a step."""
-        policy, seat = self.policy(micro_batches), self.seat
-        count = traffic.orders(
+        policy, seat = self.policy_for_step(micro_batches), self.stage_spec
+        count = traffic.count_orders(
             seat,
             micro_batches,
-            dynamic=policy.dynamic,
-            split=policy.split,
-            rendezvous=bool(self.runtime.grid.rendezvous),
+            dynamic=policy.is_dynamic,
+            split=policy.split_backward,
+            rendezvous=bool(self.executor.grid.rendezvous),
         )
-        return traffic.step(seat, self.runtime.inside.names, itemsize, orders=count)
+        return traffic.step_events(seat, self.executor.stage_axis.names, itemsize, orders=count)
 
 
-def accumulating(micro_batches: int) -> Order:
+def accumulation_schedule(micro_batches: int) -> FixedSchedule:
     """One stage: forward and backward of one micro-batch after the other."""
     jobs = [job for m in range(micro_batches) for job in (Job("F", m), Job("B", m))]
-    return Order("accumulation", (tuple(jobs),))
+    return FixedSchedule("accumulation", (tuple(jobs),))

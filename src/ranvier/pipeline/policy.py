@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
-Kind = Literal["F", "B", "W", "H"]
+JobKind = Literal["F", "B", "W", "H"]
 """Forward, backward, weight gradients; H, the work on a vocabulary that all stages share, is none
 of a policy's."""
 
@@ -25,102 +25,102 @@ of a policy's."""
 class Job(NamedTuple):
     """Work of a stage on a micro-batch."""
 
-    kind: Kind
+    kind: JobKind
     micro: int
     chunk: int = 0
 
 
 @dataclass(frozen=True)
-class Shape:
+class PipelineShape:
     """How many jobs a step has."""
 
     stages: int
     micro_batches: int
     chunks: int = 1
     """Virtual stages of each stage."""
-    split: bool = False
+    split_backward: bool = False
     """Whether weight gradients are jobs of their own."""
     forward_only: bool = False
     """Evaluation: no backward passes."""
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def job_kinds(self) -> tuple[JobKind, ...]:
         """Kinds of jobs."""
         if self.forward_only:
             return ("F",)
-        return ("F", "B", "W") if self.split else ("F", "B")
+        return ("F", "B", "W") if self.split_backward else ("F", "B")
 
     @property
-    def jobs(self) -> int:
+    def num_jobs(self) -> int:
         """Jobs of one stage."""
-        return len(self.kinds) * self.chunks * self.micro_batches
+        return len(self.job_kinds) * self.chunks * self.micro_batches
 
 
 @dataclass
-class Progress:
+class StageProgress:
     """How far a stage is; the executor and the simulator keep one for each stage."""
 
-    shape: Shape
+    shape: PipelineShape
     stage: int
-    done: dict[tuple[Kind, int], int] = field(default_factory=dict)
+    done_counts: dict[tuple[JobKind, int], int] = field(default_factory=dict)
     """Jobs done, by kind and chunk: also the next micro-batch of each."""
-    taken: int = 0
+    num_done: int = 0
     """Jobs done in all."""
 
-    def count(self, kind: Kind, chunk: int = 0) -> int:
+    def count_done(self, kind: JobKind, chunk: int = 0) -> int:
         """Jobs of a kind and chunk that are done."""
-        return self.done.get((kind, chunk), 0)
+        return self.done_counts.get((kind, chunk), 0)
 
-    def finish(self, job: Job) -> None:
+    def finish_job(self, job: Job) -> None:
         """Take note that a job is done, which must be the next of its kind and chunk."""
-        assert job.micro == self.count(job.kind, job.chunk), (job, self.done)
-        self.done[job.kind, job.chunk] = job.micro + 1
-        self.taken += 1
+        assert job.micro == self.count_done(job.kind, job.chunk), (job, self.done_counts)
+        self.done_counts[job.kind, job.chunk] = job.micro + 1
+        self.num_done += 1
 
     @property
-    def held(self) -> int:
+    def held_activations(self) -> int:
         """Activations kept here: of forwards whose backward (and weights) is not done."""
-        last: Kind = self.shape.kinds[-1]
+        last: JobKind = self.shape.job_kinds[-1]
         chunks = range(self.shape.chunks)
-        return sum(self.count("F", c) - self.count(last, c) for c in chunks)
+        return sum(self.count_done("F", c) - self.count_done(last, c) for c in chunks)
 
     @property
-    def over(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all jobs are done."""
-        return self.taken == self.shape.jobs
+        return self.num_done == self.shape.num_jobs
 
 
-class Policy(Protocol):
+class SchedulingPolicy(Protocol):
     """Decides what a stage does next."""
 
     @property
-    def split(self) -> bool:
+    def split_backward(self) -> bool:
         """Whether it wants weight gradients as jobs of their own."""
 
     @property
-    def dynamic(self) -> bool:
+    def is_dynamic(self) -> bool:
         """Whether its choice depends on what arrives when."""
 
-    def choose(self, ready: Sequence[Job], now: Progress) -> Job | None:
+    def choose_job(self, ready: Sequence[Job], now: StageProgress) -> Job | None:
         """One of the ready jobs (in the order in which they became ready), or None: wait."""
 
 
 @dataclass(frozen=True)
-class Order:
+class FixedSchedule:
     """A fixed order of jobs for each stage: what other frameworks call a schedule."""
 
     name: str
     jobs: tuple[tuple[Job, ...], ...]
     """Of each stage."""
-    split: bool = False
-    dynamic: bool = False
+    split_backward: bool = False
+    is_dynamic: bool = False
 
     def __str__(self) -> str:
         return f"the order of {self.name}"
 
-    def choose(self, ready: Sequence[Job], now: Progress) -> Job | None:
+    def choose_job(self, ready: Sequence[Job], now: StageProgress) -> Job | None:
         """The next one in the order, once it is ready."""
-        job = self.jobs[now.stage][now.taken]
+        job = self.jobs[now.stage][now.num_done]
         return job if job in ready else None
 
 
@@ -128,7 +128,7 @@ Priority = Literal["backward", "first", "forward"]
 
 
 @dataclass(frozen=True)
-class Message:
+class MessageDrivenPolicy:
     """Takes what has arrived: a stage never waits for one message while it could work on another.
 
     Credits bound the activations kept: a forward is taken while `held < credits`. With chunks, it
@@ -142,44 +142,44 @@ class Message:
     """What goes first of the jobs that are ready; "first": the one that was ready first."""
     credits: tuple[int, ...]
     """Most activations that each stage keeps."""
-    split: bool = False
-    dynamic: bool = True
+    split_backward: bool = False
+    is_dynamic: bool = True
 
     def __str__(self) -> str:
         same = len(set(self.credits)) == 1
         held = str(self.credits[0]) if same else ", ".join(map(str, self.credits))
         first = "first come" if self.priority == "first" else f"{self.priority} first"
-        waiting = ", weight gradients while it waits" if self.split else ""
+        waiting = ", weight gradients while it waits" if self.split_backward else ""
         return f"{first}, at most {held} micro-batches a stage{waiting}"
 
-    def choose(self, ready: Sequence[Job], now: Progress) -> Job | None:
+    def choose_job(self, ready: Sequence[Job], now: StageProgress) -> Job | None:
         """The first by priority for which there is credit; else weight gradients; else none."""
         chunks = now.shape.chunks
         order = [job for job in ready if job.kind != "W"]
         if len(order) > 1 and self.priority != "first":
-            order.sort(key=lambda job: self._rank(job, chunks))
+            order.sort(key=lambda job: self._priority_rank(job, chunks))
         for job in order:
-            if job.kind == "B" or self._admits(job, now):
+            if job.kind == "B" or self._has_credit(job, now):
                 return job
         return next((job for job in ready if job.kind == "W"), None)
 
-    def _rank(self, job: Job, chunks: int) -> int:
+    def _priority_rank(self, job: Job, chunks: int) -> int:
         """Smaller goes first; of one kind the job that is nearest to its end."""
         if job.kind == "B":
             return job.chunk + (0 if self.priority == "backward" else chunks)
         return chunks - 1 - job.chunk + (chunks if self.priority == "backward" else 0)
 
-    def _admits(self, job: Job, now: Progress) -> bool:
+    def _has_credit(self, job: Job, now: StageProgress) -> bool:
         """Whether there is credit for a forward, and enough left for all older micro-batches."""
         chunks = range(now.shape.chunks)
         limit = max(self.credits[now.stage], now.shape.chunks)
-        held = now.held
+        held = now.held_activations
         if held >= limit:
             return False
         if now.shape.chunks == 1 or held + now.shape.chunks < limit:
             return True  # no micro-batch lacks more than one forward per chunk
-        forward = [now.count("F", c) for c in chunks]
-        backward = [now.count("B", c) for c in chunks]
+        forward = [now.count_done("F", c) for c in chunks]
+        backward = [now.count_done("B", c) for c in chunks]
         # Micro-batch i can end once those before it have: what it still lacks and what it and newer
         # ones keep fit. The sum grows with i only where a chunk's next forward is that of i.
         for i in {backward[0], *forward}:

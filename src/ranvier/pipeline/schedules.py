@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ranvier.errors import PlanError
-from ranvier.pipeline.policy import Job, Order, Shape
+from ranvier.pipeline.policy import FixedSchedule, Job, PipelineShape
 
 
-def gpipe(shape: Shape) -> Order:
+def gpipe_schedule(shape: PipelineShape) -> FixedSchedule:
     """All forwards, chunk after chunk, then all backwards; keeps every activation."""
     micros, chunks = range(shape.micro_batches), range(shape.chunks)
     jobs = [Job("F", m, c) for c in chunks for m in micros]
     jobs += [Job("B", m, c) for c in reversed(chunks) for m in micros]
-    return Order("gpipe", (tuple(jobs),) * shape.stages)
+    return FixedSchedule("gpipe", (tuple(jobs),) * shape.stages)
 
 
-def one_f_one_b(shape: Shape) -> Order:
+def one_f_one_b_schedule(shape: PipelineShape) -> FixedSchedule:
     """Forwards until the first gradient can be there, then backward and forward in turn."""
     if shape.chunks > 1:
         raise PlanError(
@@ -32,40 +32,42 @@ def one_f_one_b(shape: Shape) -> Order:
     micros = range(shape.micro_batches)
     forwards, backwards = [Job("F", m) for m in micros], [Job("B", m) for m in micros]
     lead = [shape.stages - s - 1 for s in range(shape.stages)]
-    return Order("1f1b", tuple(_alternate(forwards, backwards, n) for n in lead))
+    return FixedSchedule("1f1b", tuple(_alternate_jobs(forwards, backwards, n) for n in lead))
 
 
-def interleaved(shape: Shape) -> Order:
+def interleaved_schedule(shape: PipelineShape) -> FixedSchedule:
     """1F1B over chunks: a stage does `stages` micro-batches of a chunk, then of the next one.
 
     Bubble `(stages - 1)(f + b) / chunks` if stages divide the micro-batches.
     """
     S, M, V = shape.stages, shape.micro_batches, shape.chunks
     if V == 1:
-        return replace(one_f_one_b(shape), name="interleaved")
+        return replace(one_f_one_b_schedule(shape), name="interleaved")
     # The last group is filled up and then left out: jobs need only jobs of their own micro-batch,
     # so what is left of an order that can be played can be played.
     turns = [(k // (S * V) * S + k % S, k // S % V) for k in range(-(-M // S) * S * V)]
     forwards = [Job("F", m, c) for m, c in turns]
     backwards = [Job("B", m, V - 1 - c) for m, c in turns]
-    rows = (_alternate(forwards, backwards, 2 * (S - s - 1) + (V - 1) * S) for s in range(S))
-    return Order("interleaved", tuple(tuple(j for j in row if j.micro < M) for row in rows))
+    rows = (_alternate_jobs(forwards, backwards, 2 * (S - s - 1) + (V - 1) * S) for s in range(S))
+    return FixedSchedule("interleaved", tuple(tuple(j for j in row if j.micro < M) for row in rows))
 
 
-def zero_bubble(shape: Shape) -> Order:
+def zero_bubble_schedule(shape: PipelineShape) -> FixedSchedule:
     """1F1B (interleaved, with chunks) whose weight gradients come later the later the stage.
 
     Bubble `(stages - 1)(f + b - w)` for one chunk, `w <= f, b` and as many micro-batches as stages
     or more. Later stages keep fewer activations, so they can wait: none keeps more than the first.
     """
     lag = 1 if shape.chunks == 1 else 2
-    rows = (_delayed(row, lag * s) for s, row in enumerate(interleaved(shape).jobs))
-    return Order("zero-bubble", tuple(rows), split=True)
+    rows = (
+        _delay_weight_grads(row, lag * s) for s, row in enumerate(interleaved_schedule(shape).jobs)
+    )
+    return FixedSchedule("zero-bubble", tuple(rows), split_backward=True)
 
 
-def peaks(order: Order) -> tuple[int, ...]:
+def peak_activations(order: FixedSchedule) -> tuple[int, ...]:
     """Most activations that each stage keeps at a time, which no times can change."""
-    last = "W" if order.split else "B"
+    last = "W" if order.split_backward else "B"
     found = []
     for row in order.jobs:
         held = peak = 0
@@ -76,7 +78,9 @@ def peaks(order: Order) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _alternate(forwards: Sequence[Job], backwards: Sequence[Job], lead: int) -> tuple[Job, ...]:
+def _alternate_jobs(
+    forwards: Sequence[Job], backwards: Sequence[Job], lead: int
+) -> tuple[Job, ...]:
     """`lead` forwards, then forward and backward in turn, then the backwards left."""
     lead = min(lead, len(forwards))
     jobs = list(forwards[:lead])
@@ -85,7 +89,7 @@ def _alternate(forwards: Sequence[Job], backwards: Sequence[Job], lead: int) -> 
     return (*jobs, *backwards[len(forwards) - lead :])
 
 
-def _delayed(jobs: Sequence[Job], lag: int) -> tuple[Job, ...]:
+def _delay_weight_grads(jobs: Sequence[Job], lag: int) -> tuple[Job, ...]:
     """The same jobs, and after each backward the weight gradients of the `lag`-th before it."""
     weights = [Job("W", job.micro, job.chunk) for job in jobs if job.kind == "B"]
     row, seen = [], 0

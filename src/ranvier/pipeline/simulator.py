@@ -17,15 +17,22 @@ from heapq import heappop, heappush
 from typing import Literal, NamedTuple
 
 from ranvier.errors import PlanError
-from ranvier.pipeline.policy import Job, Kind, Order, Policy, Progress, Shape
+from ranvier.pipeline.policy import (
+    FixedSchedule,
+    Job,
+    JobKind,
+    PipelineShape,
+    SchedulingPolicy,
+    StageProgress,
+)
 
-Cause = Literal["activation", "gradient", "credit", "order", "end"]
-Lengths = list[list[list[float]]]
+WaitCause = Literal["activation", "gradient", "credit", "order", "end"]
+JobSeconds = list[list[list[float]]]
 """Seconds of each job: by stage, by place of kind and chunk, by micro-batch."""
 
 
 @dataclass(frozen=True)
-class Times:
+class JobTimes:
     """Seconds of each job of a step."""
 
     forward: tuple[float, ...]
@@ -41,7 +48,7 @@ class Times:
     stragglers: Mapping[int, float] = field(default_factory=dict)
     """Factor on all jobs of a stage."""
 
-    def problems(self, shape: Shape) -> list[str]:
+    def problems(self, shape: PipelineShape) -> list[str]:
         """What does not fit the shape."""
         size = shape.stages * shape.chunks
         given = {"forward": self.forward, "backward": self.backward, "weight": self.weight}
@@ -59,12 +66,12 @@ class Times:
         return found
 
 
-def even(
-    shape: Shape, forward: float, backward: float, weight: float = 0.0, *, link: float = 0.0
-) -> Times:
+def even_times(
+    shape: PipelineShape, forward: float, backward: float, weight: float = 0.0, *, link: float = 0.0
+) -> JobTimes:
     """Equal times; those given are of a stage, all its chunks together."""
     size, chunks = shape.stages * shape.chunks, shape.chunks
-    return Times(
+    return JobTimes(
         forward=(forward / chunks,) * size,
         backward=(backward / chunks,) * size,
         weight=(weight / chunks,) * size,
@@ -72,11 +79,11 @@ def even(
     )
 
 
-class Span(NamedTuple):
+class JobSpan(NamedTuple):
     """A job and when it ran, in seconds from the start of the step."""
 
     stage: int
-    kind: Kind
+    kind: JobKind
     micro: int
     chunk: int
     start: float
@@ -87,50 +94,61 @@ class Span(NamedTuple):
 class Timeline:
     """A step that was played."""
 
-    shape: Shape
-    spans: tuple[Span, ...]
+    shape: PipelineShape
+    spans: tuple[JobSpan, ...]
     """In the order of their start."""
     seconds: float
     """Of the whole step."""
-    busy: tuple[float, ...]
+    busy_seconds: tuple[float, ...]
     """Seconds that each stage computes."""
-    peak: tuple[int, ...]
+    peak_activations: tuple[int, ...]
     """Most activations that each stage keeps at a time; a chunk's counts as one."""
-    waits: tuple[dict[Cause, float], ...]
+    wait_seconds: tuple[dict[WaitCause, float], ...]
     """Seconds that each stage waits, by what for: with nothing to do for an activation or a
     gradient; with work that it may not begin yet for credit or the order; then for the end."""
 
     @property
-    def bubble(self) -> float:
+    def bubble_fraction(self) -> float:
         """Share of time without computing: `1 - busy / (stages · seconds)`."""
         total = self.shape.stages * self.seconds
-        return 1 - sum(self.busy) / total if total else 0.0
+        return 1 - sum(self.busy_seconds) / total if total else 0.0
 
     @property
-    def classic(self) -> tuple[int, ...]:
+    def one_f_one_b_peaks(self) -> tuple[int, ...]:
         """Activations that 1F1B keeps: `min(micro_batches, stages - index)`."""
         shape = self.shape
         return tuple(min(shape.micro_batches, shape.stages - s) for s in range(shape.stages))
 
 
-def simulate(shape: Shape, policy: Policy, times: Times, seed: int = 0) -> Timeline:
+def simulate_step(
+    shape: PipelineShape, policy: SchedulingPolicy, times: JobTimes, seed: int = 0
+) -> Timeline:
     """The step as the policy plays it; whether backward is split is the policy's to say."""
-    shape = replace(shape, split=policy.split)
-    play = Play(shape, policy, lengths(shape, times, seed), links(shape, times))
+    shape = replace(shape, split_backward=policy.split_backward)
+    play = Simulation(
+        shape, policy, draw_job_seconds(shape, times, seed), link_seconds(shape, times)
+    )
     play.run()
-    spans = tuple(Span(s, *job, start, stop) for s, job, start, stop in play.spans)
+    spans = tuple(JobSpan(s, *job, start, stop) for s, job, start, stop in play.spans)
     busy = [0.0] * shape.stages
     for span in spans:
         busy[span.stage] += span.stop - span.start
-    for stage, causes in enumerate(play.waits):
-        if play.since[stage] < play.seconds:
-            causes["end"] = play.seconds - play.since[stage]
-    return Timeline(shape, spans, play.seconds, tuple(busy), tuple(play.peak), tuple(play.waits))
+    for stage, causes in enumerate(play.wait_seconds):
+        if play.free_since[stage] < play.seconds:
+            causes["end"] = play.seconds - play.free_since[stage]
+    return Timeline(
+        shape,
+        spans,
+        play.seconds,
+        tuple(busy),
+        tuple(play.peak_activations),
+        tuple(play.wait_seconds),
+    )
 
 
-def replay(
-    shape: Shape,
-    policy: Policy,
+def replay_choices(
+    shape: PipelineShape,
+    policy: SchedulingPolicy,
     stage: int,
     arrivals: Sequence[Job],
     known: Sequence[int],
@@ -140,9 +158,9 @@ def replay(
     arrivals: the job that each message is for, as they came. known: how many had come at each
     choice. A choice is None where the policy would wait.
     """
-    shape = replace(shape, split=policy.split)
-    zeros = [[[0.0] * shape.micro_batches] * shape.chunks * len(shape.kinds)] * shape.stages
-    play = Play(shape, policy, zeros, [0.0] * shape.stages * shape.chunks)
+    shape = replace(shape, split_backward=policy.split_backward)
+    zeros = [[[0.0] * shape.micro_batches] * shape.chunks * len(shape.job_kinds)] * shape.stages
+    play = Simulation(shape, policy, zeros, [0.0] * shape.stages * shape.chunks)
     if stage == 0:
         play.arrived[0][0] = shape.micro_batches
         play.ready[0].append(play.jobs[0][0])
@@ -150,25 +168,27 @@ def replay(
     seen = 0
     for count in known:
         for job in arrivals[seen:count]:
-            play._arrive(stage, job)
+            play._accept_input(stage, job)
         seen = max(seen, count)
-        choice = policy.choose(play.ready[stage], play.now[stage])
+        choice = policy.choose_job(play.ready[stage], play.progress[stage])
         found.append(choice)
         if choice is None:
             break
         play.ready[stage].remove(choice)
-        play._end(stage, choice, 0.0)
+        play._end_job(stage, choice, 0.0)
     return found
 
 
-def lengths(shape: Shape, times: Times, seed: int = 0) -> Lengths:
+def draw_job_seconds(shape: PipelineShape, times: JobTimes, seed: int = 0) -> JobSeconds:
     """Seconds of every job; the same whatever policy plays them, but for what split tells apart."""
     if problems := times.problems(shape):
         raise PlanError(problems)
     weight = times.weight or (0.0,) * len(times.forward)
     whole = tuple(b + w for b, w in zip(times.backward, weight, strict=True))
-    kinds = (times.forward, times.backward, weight) if shape.split else (times.forward, whole)
-    table: Lengths = []
+    kinds = (
+        (times.forward, times.backward, weight) if shape.split_backward else (times.forward, whole)
+    )
+    table: JobSeconds = []
     for stage in range(shape.stages):
         factor = times.stragglers.get(stage, 1.0)
         # Whole numbers only: hashes of anything else differ between processes.
@@ -177,12 +197,12 @@ def lengths(shape: Shape, times: Times, seed: int = 0) -> Lengths:
         for kind in kinds:
             for chunk in range(shape.chunks):
                 base = kind[chunk * shape.stages + stage] * factor
-                rows.append(_shaken(base, times.jitter, shape.micro_batches, chance))
+                rows.append(_jittered_seconds(base, times.jitter, shape.micro_batches, chance))
         table.append(rows)
     return table
 
 
-def _shaken(base: float, sigma: float, count: int, chance: random.Random) -> list[float]:
+def _jittered_seconds(base: float, sigma: float, count: int, chance: random.Random) -> list[float]:
     """Times with jitter: `base · exp(N(-sigma²/2, sigma))`, whose mean is base."""
     if not sigma:
         return [base] * count
@@ -190,7 +210,7 @@ def _shaken(base: float, sigma: float, count: int, chance: random.Random) -> lis
     return [base * exp(gauss(middle, sigma)) for _ in range(count)]
 
 
-def links(shape: Shape, times: Times) -> list[float]:
+def link_seconds(shape: PipelineShape, times: JobTimes) -> list[float]:
     """Seconds from each virtual stage to the next; none where both are on one stage."""
     size = shape.stages * shape.chunks
     if shape.stages == 1:
@@ -200,32 +220,36 @@ def links(shape: Shape, times: Times) -> list[float]:
     return [times.link] * size
 
 
-class Play:
+class Simulation:
     """A step in progress."""
 
     def __init__(
-        self, shape: Shape, policy: Policy, lengths: Lengths, links: Sequence[float]
+        self,
+        shape: PipelineShape,
+        policy: SchedulingPolicy,
+        lengths: JobSeconds,
+        links: Sequence[float],
     ) -> None:
         stages, chunks, micros = shape.stages, shape.chunks, shape.micro_batches
-        self.shape, self.policy, self.lengths, self.links = shape, policy, lengths, links
-        self.refusal: Cause = "credit" if policy.dynamic else "order"
-        self.row: dict[Kind, int] = {"F": 0, "B": chunks, "W": 2 * chunks}
+        self.shape, self.policy, self.job_seconds, self.link_seconds = shape, policy, lengths, links
+        self.refusal_cause: WaitCause = "credit" if policy.is_dynamic else "order"
+        self.kind_offset: dict[JobKind, int] = {"F": 0, "B": chunks, "W": 2 * chunks}
         # One object for each job, shared by all stages: events carry references to them.
         self.jobs = [
             [Job(kind, micro, chunk) for micro in range(micros)]
-            for kind in shape.kinds
+            for kind in shape.job_kinds
             for chunk in range(chunks)
         ]
         self.events: list[tuple[float, int, int, Job, bool]] = []
-        self.number = 0
-        self.now = [Progress(shape, stage) for stage in range(stages)]
+        self.event_count = 0
+        self.progress = [StageProgress(shape, stage) for stage in range(stages)]
         self.ready: list[list[Job]] = [[] for _ in range(stages)]
-        self.arrived = [[0] * (chunks * len(shape.kinds)) for _ in range(stages)]
-        self.working = [False] * stages
-        self.held, self.peak = [0] * stages, [0] * stages
-        self.since = [0.0] * stages
-        self.refused = [False] * stages
-        self.waits: list[dict[Cause, float]] = [{} for _ in range(stages)]
+        self.arrived = [[0] * (chunks * len(shape.job_kinds)) for _ in range(stages)]
+        self.is_working = [False] * stages
+        self.held_activations, self.peak_activations = [0] * stages, [0] * stages
+        self.free_since = [0.0] * stages
+        self.was_refused = [False] * stages
+        self.wait_seconds: list[dict[WaitCause, float]] = [{} for _ in range(stages)]
         self.spans: list[tuple[int, Job, float, float]] = []
         self.seconds = 0.0
 
@@ -233,8 +257,8 @@ class Play:
         """Play to the end; a PlanError says who waits for what if there is none."""
         self.arrived[0][0] = self.shape.micro_batches
         self.ready[0].append(self.jobs[0][0])
-        self._start(0, 0.0)
-        events, working = self.events, self.working
+        self._start_job(0, 0.0)
+        events, working = self.events, self.is_working
         touched: list[int] = []
         while events:
             time = events[0][0]
@@ -242,98 +266,98 @@ class Play:
             while events and events[0][0] == time:
                 _, _, stage, job, ended = heappop(events)
                 if ended:
-                    self._end(stage, job, time)
+                    self._end_job(stage, job, time)
                 else:
-                    self._arrive(stage, job)
+                    self._accept_input(stage, job)
                 touched.append(stage)
             for stage in touched:
                 if not working[stage]:
-                    self._start(stage, time)
-        self.seconds = max(self.since)
-        for progress in self.now:
-            if not progress.over:
-                raise PlanError(self._deadlock(progress))
+                    self._start_job(stage, time)
+        self.seconds = max(self.free_since)
+        for progress in self.progress:
+            if not progress.is_complete:
+                raise PlanError(self._describe_deadlock(progress))
 
-    def _start(self, stage: int, time: float) -> None:
+    def _start_job(self, stage: int, time: float) -> None:
         """Begin what the policy chooses, if anything."""
         ready = self.ready[stage]
         if not ready:
             return
-        if time > self.since[stage]:
-            self._wait(stage, time)
-        job = self.policy.choose(ready, self.now[stage])
+        if time > self.free_since[stage]:
+            self._record_wait(stage, time)
+        job = self.policy.choose_job(ready, self.progress[stage])
         if job is None:
-            self.refused[stage] = True
+            self.was_refused[stage] = True
             return
         ready.remove(job)
         if job.kind == "F":
-            self.held[stage] += 1
-            if self.held[stage] > self.peak[stage]:
-                self.peak[stage] = self.held[stage]
-        stop = time + self.lengths[stage][self.row[job.kind] + job.chunk][job.micro]
+            self.held_activations[stage] += 1
+            if self.held_activations[stage] > self.peak_activations[stage]:
+                self.peak_activations[stage] = self.held_activations[stage]
+        stop = time + self.job_seconds[stage][self.kind_offset[job.kind] + job.chunk][job.micro]
         self.spans.append((stage, job, time, stop))
-        self.working[stage] = True
-        self._push(stop, stage, job, True)
+        self.is_working[stage] = True
+        self._push_event(stop, stage, job, True)
 
-    def _wait(self, stage: int, time: float) -> None:
+    def _record_wait(self, stage: int, time: float) -> None:
         """Account for the time since the stage was free; what came first is what it waited for."""
-        cause: Cause = "activation" if self.ready[stage][0].kind == "F" else "gradient"
-        if self.refused[stage]:
-            cause = self.refusal
-        causes = self.waits[stage]
-        causes[cause] = causes.get(cause, 0.0) + time - self.since[stage]
-        self.since[stage] = time
+        cause: WaitCause = "activation" if self.ready[stage][0].kind == "F" else "gradient"
+        if self.was_refused[stage]:
+            cause = self.refusal_cause
+        causes = self.wait_seconds[stage]
+        causes[cause] = causes.get(cause, 0.0) + time - self.free_since[stage]
+        self.free_since[stage] = time
 
-    def _end(self, stage: int, job: Job, time: float) -> None:
+    def _end_job(self, stage: int, job: Job, time: float) -> None:
         """Take note of a job's end: send its message, make ready what it held up."""
         shape = self.shape
         kind, micro, chunk = job
-        self.working[stage] = self.refused[stage] = False
-        self.since[stage] = time
-        self.now[stage].finish(job)
+        self.is_working[stage] = self.was_refused[stage] = False
+        self.free_since[stage] = time
+        self.progress[stage].finish_job(job)
         virtual = chunk * shape.stages + stage
         if kind == "F":
             if virtual + 1 < shape.stages * shape.chunks:
                 after = self.jobs[chunk + (stage + 1 == shape.stages)][micro]
                 to = (stage + 1) % shape.stages
-                self._push(time + self.links[virtual], to, after, False)
+                self._push_event(time + self.link_seconds[virtual], to, after, False)
             else:
-                self._arrive(stage, self.jobs[shape.chunks + chunk][micro])
+                self._accept_input(stage, self.jobs[shape.chunks + chunk][micro])
         elif kind == "B":
             if virtual:
                 before = self.jobs[shape.chunks + chunk - (stage == 0)][micro]
                 to = (stage - 1) % shape.stages
-                self._push(time + self.links[virtual - 1], to, before, False)
-            if shape.split:
-                self._arrive(stage, self.jobs[2 * shape.chunks + chunk][micro])
-        if kind == ("W" if shape.split else "B"):
-            self.held[stage] -= 1
-        place = self.row[kind] + chunk
+                self._push_event(time + self.link_seconds[virtual - 1], to, before, False)
+            if shape.split_backward:
+                self._accept_input(stage, self.jobs[2 * shape.chunks + chunk][micro])
+        if kind == ("W" if shape.split_backward else "B"):
+            self.held_activations[stage] -= 1
+        place = self.kind_offset[kind] + chunk
         if self.arrived[stage][place] > micro + 1:
             self.ready[stage].append(self.jobs[place][micro + 1])
 
-    def _arrive(self, stage: int, job: Job) -> None:
+    def _accept_input(self, stage: int, job: Job) -> None:
         """Take in the input of a job, which is ready if those before it are done."""
         arrived = self.arrived[stage]
-        place = self.row[job.kind] + job.chunk
+        place = self.kind_offset[job.kind] + job.chunk
         assert arrived[place] == job.micro, (stage, job, arrived)
         arrived[place] = job.micro + 1
-        if self.now[stage].count(job.kind, job.chunk) == job.micro:
+        if self.progress[stage].count_done(job.kind, job.chunk) == job.micro:
             self.ready[stage].append(job)
 
-    def _push(self, time: float, stage: int, job: Job, ended: bool) -> None:
-        self.number += 1
-        heappush(self.events, (time, self.number, stage, job, ended))
+    def _push_event(self, time: float, stage: int, job: Job, ended: bool) -> None:
+        self.event_count += 1
+        heappush(self.events, (time, self.event_count, stage, job, ended))
 
-    def _deadlock(self, progress: Progress) -> str:
+    def _describe_deadlock(self, progress: StageProgress) -> str:
         stage, shape = progress.stage, self.shape
-        if isinstance(self.policy, Order):
-            job = self.policy.jobs[stage][progress.taken]
+        if isinstance(self.policy, FixedSchedule):
+            job = self.policy.jobs[stage][progress.num_done]
         else:
             left = [
                 row[n]
                 for row in self.jobs
-                if (n := progress.count(row[0].kind, row[0].chunk)) < len(row)
+                if (n := progress.count_done(row[0].kind, row[0].chunk)) < len(row)
             ]
             job = left[0]
         what = {"F": "activation", "B": "gradient", "W": "backward"}[job.kind]
@@ -341,6 +365,7 @@ class Play:
             what = "credit to take in the " + what
         return (
             f"Stage {stage} waits for ever for the {what} of micro-batch {job.micro}, chunk "
-            f"{job.chunk}, with {progress.taken} of {shape.jobs} jobs done. Each job must come "
+            f"{job.chunk}, with {progress.num_done} of {shape.num_jobs} jobs done. Each job "
+            "must come "
             "after those it needs. Change the order of the policy."
         )

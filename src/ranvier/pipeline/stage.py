@@ -11,39 +11,50 @@ from dataclasses import replace
 
 from torch import nn
 
-from ranvier.buckets.assignment import copies
-from ranvier.comm.consensus import everyone
+from ranvier.buckets.assignment import replicas_per_axis
+from ranvier.comm.consensus import world_axis
 from ranvier.comm.p2p import connect_pairs
-from ranvier.cost.layers import Flow
+from ranvier.cost.layers import ActivationShape
 from ranvier.errors import PlanError
-from ranvier.grid import CONTROL, Grid
-from ranvier.nn.layer import Leaf, Site
-from ranvier.pipeline.partition import Absent, Cut, Stage, cut, parts_of, segment_of
-from ranvier.pipeline.traffic import BACKWARD, FORWARD, links
+from ranvier.grid import CONTROL_CHANNEL, Grid
+from ranvier.nn.layer import LayerContext, ParallelLayer
+from ranvier.pipeline.partition import (
+    ModelStage,
+    OtherStageLayer,
+    PipelineConfig,
+    part_layer_names,
+    partition_model,
+    segment_runner,
+)
+from ranvier.pipeline.traffic import BACKWARD, FORWARD, channel_links
 
-VOCABULARY = ("embed", "head")
+VOCAB_LAYERS = ("embed", "head")
 """Layers that all stages have, if the vocabulary is spread."""
 
 
-def meet(grid: Grid, how: Cut) -> None:
+def create_stage_groups(grid: Grid, how: PipelineConfig) -> None:
     """Make the groups that several stages share, before stages go ways of their own.
 
     Communicates: the making of groups.
     """
     if grid.degrees["pipe"] == 1:
         return
-    everyone(grid)
+    world_axis(grid)
     grid.axis("pipe")
     if not grid.rendezvous:
         for way in (FORWARD, BACKWARD):
             grid.axis("pipe", channel=way)
         return
-    grid.axis("pipe", channel=CONTROL)
-    for channel, pairs in links(grid.degrees["pipe"], how.chunks, spread=how.spread).items():
+    grid.axis("pipe", channel=CONTROL_CHANNEL)
+    for channel, pairs in channel_links(
+        grid.degrees["pipe"], how.chunks, spread=how.vocab_over_pipe
+    ).items():
         connect_pairs(grid.axis("pipe", channel=channel), pairs)
 
 
-def staged(model: nn.Module, site: Site, found: Mapping[str, Leaf], how: Cut) -> Stage:
+def build_stage(
+    model: nn.Module, site: LayerContext, found: Mapping[str, ParallelLayer], how: PipelineConfig
+) -> ModelStage:
     """My stage; layers and weights of others are gone from the model and the site.
 
     Communicates: the making of groups.
@@ -51,66 +62,73 @@ def staged(model: nn.Module, site: Site, found: Mapping[str, Leaf], how: Cut) ->
     grid = site.grid
     count = grid.degrees["pipe"]
     if count == 1 and type(model).forward is nn.Sequential.forward:
-        return Stage(chunks=(slice(0, len(parts_of(model))),), run=segment_of(model))
+        return ModelStage(
+            chunks=(slice(0, len(part_layer_names(model))),), run_parts=segment_runner(model)
+        )
     if count == 1:
-        return Stage(run=lambda x, parts, **inputs: model(**inputs))
+        return ModelStage(run_parts=lambda x, parts, **inputs: model(**inputs))
     for weight in site.weights.values():  # by all ranks, as long as they do the same
-        grid.axis(share=copies(weight, site.queue))
-    parts = parts_of(model)
-    if how.spread and not all(hasattr(model, name) for name in (*VOCABULARY, "segment")):
+        grid.axis(share=replicas_per_axis(weight, site.bucket_scheduler))
+    parts = part_layer_names(model)
+    if how.vocab_over_pipe and not all(hasattr(model, name) for name in (*VOCAB_LAYERS, "segment")):
         raise PlanError(
             f"spread=True for {type(model).__name__}. Models with the layers embed and head can "
             "spread their vocabulary. Use spread=False."
         )
-    stage = cut(model, _work(parts, found, grid, how), how, grid.index["pipe"], count)
-    bounds = [*stage.firsts, len(parts)]
-    everywhere = VOCABULARY if how.spread else ()
+    stage = partition_model(
+        model, _part_flops(parts, found, grid, how), how, grid.index["pipe"], count
+    )
+    bounds = [*stage.stage_starts, len(parts)]
+    everywhere = VOCAB_LAYERS if how.vocab_over_pipe else ()
     owner = {  # stage of each layer
         name: stage.index if name in everywhere else v % count
-        for v in range(len(stage.firsts))
+        for v in range(len(stage.stage_starts))
         for names in parts[bounds[v] : bounds[v + 1]]
         for name in names
     }
     paths = {id(module): path for path, module in model.named_modules()}
     for name, weight in list(site.weights.items()):
-        stages = [_stage_of(paths[id(module)], owner) for module, _ in weight.owners]
+        stages = [_stage_of_module(paths[id(module)], owner) for module, _ in weight.owners]
         weight.owners = [
             one for one, at in zip(weight.owners, stages, strict=True) if at == stage.index
         ]
         if len(set(stages)) > 1:
-            axis = grid.some("pipe", sorted(set(stages)))
-            weight.tied = axis if weight.owners else None
+            axis = grid.axis_subset("pipe", sorted(set(stages)))
+            weight.tied_axis = axis if weight.owners else None
         if not weight.owners:
             del site.weights[name]
-    if how.spread:
-        layers = (model.get_submodule(name) for name in VOCABULARY)
-        stage = replace(stage, vocabulary=tuple(layers))
+    if how.vocab_over_pipe:
+        layers = (model.get_submodule(name) for name in VOCAB_LAYERS)
+        stage = replace(stage, vocab_layers=tuple(layers))
     for name, at in owner.items():
-        if at != stage.index and _has(model, name):
+        if at != stage.index and _has_layer(model, name):
             parent, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, Absent())
+            setattr(model.get_submodule(parent), attribute, OtherStageLayer())
     return stage
 
 
-def _has(model: nn.Module, name: str) -> bool:
+def _has_layer(model: nn.Module, name: str) -> bool:
     """Whether a model has a layer of a name; some are optional."""
     parent, _, attribute = name.rpartition(".")
     return isinstance(getattr(model.get_submodule(parent), attribute, None), nn.Module)
 
 
-def _stage_of(path: str, owner: Mapping[str, int]) -> int:
+def _stage_of_module(path: str, owner: Mapping[str, int]) -> int:
     """The stage of a module: that of the layer around it."""
     while path and path not in owner:
         path = path.rpartition(".")[0]
     return owner[path]
 
 
-def _work(
-    parts: list[tuple[str, ...]], found: Mapping[str, Leaf], grid: Grid, how: Cut
+def _part_flops(
+    parts: list[tuple[str, ...]],
+    found: Mapping[str, ParallelLayer],
+    grid: Grid,
+    how: PipelineConfig,
 ) -> list[float]:
     """Work of each part on a sample, as its layers tell it; a part without any has a little."""
     samples = grid.degrees["row"] * grid.degrees["col"]
-    flow = Flow(samples, how.seq, itemsize=2, statistics=4)
+    flow = ActivationShape(samples, how.seq, itemsize=2, statistics_itemsize=4)
     work = []
     for names in parts:
         inside = (
@@ -119,6 +137,6 @@ def _work(
             if any(f"{path}.".startswith(f"{name}.") for name in names)
         )
         work.append(1.0 + sum(leaf.flops(flow) for leaf in inside))
-    if how.spread:  # the head is no matter of the last stage alone
+    if how.vocab_over_pipe:  # the head is no matter of the last stage alone
         work[-1] = 1.0
     return work

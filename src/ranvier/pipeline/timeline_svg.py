@@ -18,21 +18,21 @@ from typing import Any, NamedTuple
 from ranvier.errors import PlanError
 from ranvier.pipeline.simulator import Timeline
 
-JOBS = {"F": "forward", "B": "backward", "W": "weights"}
-CAUSES = ("activation", "gradient", "credit", "order", "end", "other")
+JOB_NAMES = {"F": "forward", "B": "backward", "W": "weights"}
+WAIT_CAUSES = ("activation", "gradient", "credit", "order", "end", "other")
 """What a stage can wait for; other: what a real run does between its jobs."""
-RECORDED = ("activation", "gradient", "credit", "order")
+RECORDED_CAUSES = ("activation", "gradient", "credit", "order")
 """Waits that a real run notes."""
-COLOURS = {"F": "f0", "B": "f2", "W": "f1"}
+JOB_CLASSES = {"F": "f0", "B": "f2", "W": "f1"}
 """Classes of the plots."""
-BOXES, CELLS = 5_000, 12_000
+MAX_BOXES, MAX_CELLS = 5_000, 12_000
 """Most boxes with words of their own; most cells of a step that has more."""
 WIDTH, LEFT, RIGHT, BOTTOM = 1000, 64, 16, 40
-LIGHTEST = 0.45
+LIGHTEST_OPACITY = 0.45
 """Opacity of the last of many chunks."""
 
 
-class Bar(NamedTuple):
+class TimelineBar(NamedTuple):
     """A job or a wait of a stage, and when."""
 
     kind: str
@@ -44,75 +44,78 @@ class Bar(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lane:
+class StageLane:
     """A stage in a step."""
 
-    jobs: tuple[Bar, ...]
-    waits: Mapping[str, float]
+    jobs: tuple[TimelineBar, ...]
+    wait_seconds: Mapping[str, float]
     """Seconds by what was waited for."""
-    peak: int
+    peak_activations: int
     """Most activations kept at a time; a chunk's counts as one."""
-    pauses: tuple[Bar, ...] = ()
+    wait_bars: tuple[TimelineBar, ...] = ()
     """When it waited, where that is known."""
 
     @property
-    def busy(self) -> float:
+    def busy_seconds(self) -> float:
         """Seconds of its jobs."""
         return sum(bar.stop - bar.start for bar in self.jobs)
 
 
 @dataclass(frozen=True)
-class Picture:
+class TimelineChart:
     """A step to be drawn."""
 
     name: str
     seconds: float
     micro_batches: int
     chunks: int
-    lanes: tuple[Lane, ...]
+    lanes: tuple[StageLane, ...]
     unit: str = "s"
     """Of times: s, or in words what counts as 1."""
 
     @property
-    def bubble(self) -> float:
+    def bubble_fraction(self) -> float:
         """Share of time without computing."""
         total = self.seconds * len(self.lanes)
-        return max(0.0, 1 - sum(lane.busy for lane in self.lanes) / total) if total else 0.0
+        return max(0.0, 1 - sum(lane.busy_seconds for lane in self.lanes) / total) if total else 0.0
 
     @property
-    def classic(self) -> tuple[int, ...]:
+    def one_f_one_b_peaks(self) -> tuple[int, ...]:
         """Activations that 1F1B keeps: `min(micro_batches, stages - index)`."""
         stages = len(self.lanes)
         return tuple(min(self.micro_batches, stages - s) for s in range(stages))
 
     @property
-    def words(self) -> str:
+    def caption(self) -> str:
         """Name, time and bubble."""
-        return f"{self.name}: {amount(self.seconds, self.unit)}, bubble {self.bubble:.1%}"
+        return (
+            f"{self.name}: {format_time(self.seconds, self.unit)}, bubble "
+            f"{self.bubble_fraction:.1%}"
+        )
 
 
-def simulated(name: str, timeline: Timeline, *, unit: str = "s") -> Picture:
+def chart_of_simulation(name: str, timeline: Timeline, *, unit: str = "s") -> TimelineChart:
     """The picture of a step that was simulated."""
     shape = timeline.shape
-    bars: list[list[Bar]] = [[] for _ in range(shape.stages)]
+    bars: list[list[TimelineBar]] = [[] for _ in range(shape.stages)]
     for stage, kind, micro, chunk, start, stop in timeline.spans:
-        bars[stage].append(Bar(kind, micro, chunk, start, stop))
-    rows = zip(bars, timeline.waits, timeline.peak, strict=True)
+        bars[stage].append(TimelineBar(kind, micro, chunk, start, stop))
+    rows = zip(bars, timeline.wait_seconds, timeline.peak_activations, strict=True)
     lanes = tuple(
-        Lane(tuple(row), {str(cause): time for cause, time in waits.items()}, peak)
+        StageLane(tuple(row), {str(cause): time for cause, time in waits.items()}, peak)
         for row, waits, peak in rows
     )
-    return Picture(name, timeline.seconds, shape.micro_batches, shape.chunks, lanes, unit)
+    return TimelineChart(name, timeline.seconds, shape.micro_batches, shape.chunks, lanes, unit)
 
 
-def recorded(name: str, table: Mapping[str, Any]) -> Picture:
+def chart_of_run(name: str, table: Mapping[str, Any]) -> TimelineChart:
     """The picture of a step of a real run, from what its timeline.json holds."""
     try:
-        rows = [[Bar(*entry) for entry in stage] for stage in table["stages"]]
+        rows = [[TimelineBar(*entry) for entry in stage] for stage in table["stages"]]
         micro_batches, chunks = int(table["micro_batches"]), int(table["chunks"])
         seconds = float(table["seconds"])
         good = math.isfinite(seconds) and min(micro_batches, chunks, len(rows)) > 0
-        good = good and all(_is_sound(bar, chunks) for row in rows for bar in row)
+        good = good and all(_is_valid_bar(bar, chunks) for row in rows for bar in row)
     except (KeyError, TypeError, ValueError, OverflowError):
         good = False
     if not good:
@@ -121,21 +124,21 @@ def recorded(name: str, table: Mapping[str, Any]) -> Picture:
             "each stage, lists [kind, micro, chunk, start, stop]. Train again to write it anew."
         )
     seconds = max([seconds, *(bar.stop for row in rows for bar in row)])
-    lanes = tuple(_lane(row, seconds) for row in rows)
-    return Picture(name, seconds, micro_batches, chunks, lanes)
+    lanes = tuple(_recorded_lane(row, seconds) for row in rows)
+    return TimelineChart(name, seconds, micro_batches, chunks, lanes)
 
 
-def _is_sound(bar: Bar, chunks: int) -> bool:
+def _is_valid_bar(bar: TimelineBar, chunks: int) -> bool:
     """Whether the values of a bar that was read can be true."""
     whole = type(bar.micro) is int and type(bar.chunk) is int and 0 <= bar.chunk < chunks
-    known = bar.kind in JOBS or bar.kind in RECORDED
+    known = bar.kind in JOB_NAMES or bar.kind in RECORDED_CAUSES
     return known and whole and 0.0 <= float(bar.start) <= float(bar.stop) < math.inf
 
 
-def _lane(bars: Sequence[Bar], seconds: float) -> Lane:
+def _recorded_lane(bars: Sequence[TimelineBar], seconds: float) -> StageLane:
     """A stage of a real run: what it kept and waited for follows from what it did."""
-    jobs = tuple(sorted((bar for bar in bars if bar.kind in JOBS), key=lambda bar: bar.start))
-    pauses = tuple(bar for bar in bars if bar.kind not in JOBS)
+    jobs = tuple(sorted((bar for bar in bars if bar.kind in JOB_NAMES), key=lambda bar: bar.start))
+    pauses = tuple(bar for bar in bars if bar.kind not in JOB_NAMES)
     last = "W" if any(bar.kind == "W" for bar in jobs) else "B"
     held = peak = 0
     waits: dict[str, float] = defaultdict(float)
@@ -147,10 +150,12 @@ def _lane(bars: Sequence[Bar], seconds: float) -> Lane:
     busy = sum(bar.stop - bar.start for bar in jobs)
     waits["end"] = seconds - max((bar.stop for bar in bars), default=0.0)
     waits["other"] = max(0.0, seconds - busy - sum(waits.values()))
-    return Lane(jobs, {cause: wait for cause, wait in waits.items() if wait > 0.0}, peak, pauses)
+    return StageLane(
+        jobs, {cause: wait for cause, wait in waits.items() if wait > 0.0}, peak, pauses
+    )
 
 
-def amount(value: float, unit: str = "s") -> str:
+def format_time(value: float, unit: str = "s") -> str:
     """A time as text."""
     if unit != "s":
         return f"{value:.4g} {unit}".strip()
@@ -164,53 +169,57 @@ def amount(value: float, unit: str = "s") -> str:
 # ---- tables ---------------------------------------------------------------------------------
 
 
-def cells(picture: Picture) -> tuple[list[str], list[list[str]]]:
+def table_cells(picture: TimelineChart) -> tuple[list[str], list[list[str]]]:
     """Head and rows of a table: what each stage did, waited for and kept."""
-    used = [cause for cause in CAUSES if any(cause in lane.waits for lane in picture.lanes)]
+    used = [
+        cause for cause in WAIT_CAUSES if any(cause in lane.wait_seconds for lane in picture.lanes)
+    ]
     head = ["stage", "busy", *(f"waits: {cause}" for cause in used), "keeps", "1F1B keeps"]
     rows = []
-    for stage, (lane, classic) in enumerate(zip(picture.lanes, picture.classic, strict=True)):
-        times = [lane.busy, *(lane.waits.get(cause, 0.0) for cause in used)]
-        shares = [_share(time, picture) for time in times]
-        rows.append([str(stage), *shares, str(lane.peak), str(classic)])
+    for stage, (lane, classic) in enumerate(
+        zip(picture.lanes, picture.one_f_one_b_peaks, strict=True)
+    ):
+        times = [lane.busy_seconds, *(lane.wait_seconds.get(cause, 0.0) for cause in used)]
+        shares = [_format_share(time, picture) for time in times]
+        rows.append([str(stage), *shares, str(lane.peak_activations), str(classic)])
     return head, rows
 
 
-def _share(time: float, picture: Picture) -> str:
+def _format_share(time: float, picture: TimelineChart) -> str:
     """A time and its share of the step."""
     if not time:
         return "–"
     size = "s" if picture.unit == "s" else ""
-    return f"{amount(time, size)} ({time / picture.seconds:.0%})"
+    return f"{format_time(time, size)} ({time / picture.seconds:.0%})"
 
 
-def table(picture: Picture) -> str:
+def text_table(picture: TimelineChart) -> str:
     """As text: busy, waits by what for, and the activations kept beside those of 1F1B."""
-    head, rows = cells(picture)
+    head, rows = table_cells(picture)
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
         for row in [head, *rows]
     ]
-    return "\n".join([picture.words, *lines])
+    return "\n".join([picture.caption, *lines])
 
 
 # ---- Perfetto -------------------------------------------------------------------------------
 
 
-def chrome(pictures: Sequence[Picture]) -> dict[str, Any]:
+def chrome_trace(pictures: Sequence[TimelineChart]) -> dict[str, Any]:
     """A trace for Perfetto or Chrome: a process for each step, a thread for each stage."""
     events: list[dict[str, Any]] = []
     for number, picture in enumerate(pictures):
-        events.append(_named("process_name", number, 0, picture.words))
+        events.append(_metadata_event("process_name", number, 0, picture.caption))
         for stage, lane in enumerate(picture.lanes):
-            events.append(_named("thread_name", number, stage, f"stage {stage}"))
-            for bar in (*lane.jobs, *lane.pauses):
-                name = f"{bar.kind}{bar.micro}" if bar.kind in JOBS else f"wait for {bar.kind}"
+            events.append(_metadata_event("thread_name", number, stage, f"stage {stage}"))
+            for bar in (*lane.jobs, *lane.wait_bars):
+                name = f"{bar.kind}{bar.micro}" if bar.kind in JOB_NAMES else f"wait for {bar.kind}"
                 events.append(
                     {
                         "name": name,
-                        "cat": JOBS.get(bar.kind, "wait"),
+                        "cat": JOB_NAMES.get(bar.kind, "wait"),
                         "ph": "X",
                         "pid": number,
                         "tid": stage,
@@ -222,53 +231,57 @@ def chrome(pictures: Sequence[Picture]) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
+def _metadata_event(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
 
 
 # ---- SVG ------------------------------------------------------------------------------------
 
 
-def svg(pictures: Sequence[Picture], *, title: str = "Pipeline") -> str:
+def timeline_svg(pictures: Sequence[TimelineChart], *, title: str = "Pipeline") -> str:
     """Steps one above the other on a common axis of time."""
     rows = sum(len(picture.lanes) for picture in pictures)
     jobs = sum(len(lane.jobs) for picture in pictures for lane in picture.lanes)
     high = min(22.0, max(5.0, 600 / max(rows, 1)))
     longest = max((picture.seconds for picture in pictures), default=0.0) or 1.0
     scale = (WIDTH - LEFT - RIGHT) / longest
-    count = 0 if jobs <= BOXES else max(1, min(WIDTH - LEFT - RIGHT, CELLS // rows))
-    out, y = _legend(pictures, merged=count > 0), 56.0
+    count = 0 if jobs <= MAX_BOXES else max(1, min(WIDTH - LEFT - RIGHT, MAX_CELLS // rows))
+    out, y = _draw_legend(pictures, merged=count > 0), 56.0
     for picture in pictures:
-        out.append(f'<text class="ink" x="8" y="{y + 14:.0f}">{_safe(picture.words)}</text>')
+        out.append(
+            f'<text class="ink" x="8" y="{y + 14:.0f}">{_escape_xml(picture.caption)}</text>'
+        )
         y += 22
-        out += _labels(len(picture.lanes), y, high)
+        out += _stage_labels(len(picture.lanes), y, high)
         if count:
-            out += _cells(picture, y, high, scale, longest / count)
+            out += _draw_cells(picture, y, high, scale, longest / count)
         else:
-            out += _boxes(picture, y, high, scale)
+            out += _draw_boxes(picture, y, high, scale)
         y += high * len(picture.lanes) + 12
-    out += _axis(y, scale, longest, pictures[0].unit if pictures else "s")
-    words = " ".join(f"{picture.words}, {len(picture.lanes)} stages." for picture in pictures)
+    out += _draw_time_axis(y, scale, longest, pictures[0].unit if pictures else "s")
+    words = " ".join(f"{picture.caption}, {len(picture.lanes)} stages." for picture in pictures)
     head = [
         f'<svg class="plot" role="img" viewBox="0 0 {WIDTH} {y + BOTTOM:.0f}">',
-        f"<title>{_safe(title)}</title><desc>{_safe(words or 'nothing')}</desc>",
-        f'<text class="title" x="8" y="20">{_safe(title)}</text>',
+        f"<title>{_escape_xml(title)}</title><desc>{_escape_xml(words or 'nothing')}</desc>",
+        f'<text class="title" x="8" y="20">{_escape_xml(title)}</text>',
     ]
     return "\n".join([*head, *out, "</svg>"])
 
 
-def _safe(text: str) -> str:
+def _escape_xml(text: str) -> str:
     """Text inside XML."""
     return html.escape("".join(c if c.isprintable() else "\ufffd" for c in text))
 
 
-def _legend(pictures: Sequence[Picture], *, merged: bool) -> list[str]:
+def _draw_legend(pictures: Sequence[TimelineChart], *, merged: bool) -> list[str]:
     """Which colour is which job."""
     used = {bar.kind for picture in pictures for lane in picture.lanes for bar in lane.jobs}
     out, x = [], 8.0
-    for kind, name in JOBS.items():
+    for kind, name in JOB_NAMES.items():
         if kind in used:
-            out.append(f'<rect class="{COLOURS[kind]}" x="{x:g}" y="33" width="12" height="12"/>')
+            out.append(
+                f'<rect class="{JOB_CLASSES[kind]}" x="{x:g}" y="33" width="12" height="12"/>'
+            )
             out.append(f'<text x="{x + 18:g}" y="43">{name}</text>')
             x += 100
     notes = ["very many jobs: filled as far as the stage worked"] if merged else []
@@ -278,7 +291,7 @@ def _legend(pictures: Sequence[Picture], *, merged: bool) -> list[str]:
     return list(filter(None, out))
 
 
-def _labels(stages: int, y: float, high: float) -> Iterator[str]:
+def _stage_labels(stages: int, y: float, high: float) -> Iterator[str]:
     """Numbers of the stages, as many as there is room for, and a line below each."""
     stride = math.ceil(14 / high)
     for stage in range(stages):
@@ -290,12 +303,12 @@ def _labels(stages: int, y: float, high: float) -> Iterator[str]:
             yield f'<path class="rule" d="M{LEFT},{low:.1f}H{WIDTH - RIGHT}"/>'
 
 
-def _opacity(chunk: int, chunks: int) -> float:
+def _chunk_opacity(chunk: int, chunks: int) -> float:
     """The shade of a chunk."""
-    return 1 - (1 - LIGHTEST) * chunk / max(chunks - 1, 2)
+    return 1 - (1 - LIGHTEST_OPACITY) * chunk / max(chunks - 1, 2)
 
 
-def _boxes(picture: Picture, y: float, high: float, scale: float) -> Iterator[str]:
+def _draw_boxes(picture: TimelineChart, y: float, high: float, scale: float) -> Iterator[str]:
     """A box for each job, and its number where that fits."""
     groups: dict[tuple[str, int], list[str]] = defaultdict(list)
     texts: dict[str, list[str]] = defaultdict(list)
@@ -303,38 +316,40 @@ def _boxes(picture: Picture, y: float, high: float, scale: float) -> Iterator[st
         top = y + stage * high
         for bar in lane.jobs:
             x, width = LEFT + bar.start * scale, (bar.stop - bar.start) * scale
-            words = _told(bar, stage, picture)
+            words = _describe_job(bar, stage, picture)
             gap = 0.8 if width > 3 else 0.0
             groups[bar.kind, bar.chunk].append(
                 f'<rect x="{x:.1f}" y="{top + 1:.1f}" width="{max(width - gap, 0.2):.1f}" '
                 f'height="{high - 2:.1f}"><title>{words}</title></rect>'
             )
             if high >= 14 and width > 8 * len(str(bar.micro)) + 3:
-                light = _opacity(bar.chunk, picture.chunks) < 0.8
+                light = _chunk_opacity(bar.chunk, picture.chunks) < 0.8
                 texts["ink" if light else "paper"].append(
                     f'<text class="{"ink" if light else "paper"}" x="{x + width / 2:.1f}" '
                     f'y="{top + high / 2 + 4:.1f}">{bar.micro}</text>'
                 )
     for (kind, chunk), rects in groups.items():
-        shade = _opacity(chunk, picture.chunks)
-        yield f'<g class="{COLOURS[kind]}" fill-opacity="{shade:.2g}">{"".join(rects)}</g>'
+        shade = _chunk_opacity(chunk, picture.chunks)
+        yield f'<g class="{JOB_CLASSES[kind]}" fill-opacity="{shade:.2g}">{"".join(rects)}</g>'
     for texts_of in texts.values():
         yield f'<g class="middle" pointer-events="none">{"".join(texts_of)}</g>'
 
 
-def _told(bar: Bar, stage: int, picture: Picture) -> str:
+def _describe_job(bar: TimelineBar, stage: int, picture: TimelineChart) -> str:
     """A job in words."""
     unit = "s" if picture.unit == "s" else ""
     chunk = f", chunk {bar.chunk}" if picture.chunks > 1 else ""
-    when, long = amount(bar.start, unit), amount(bar.stop - bar.start, unit)
-    return f"{JOBS[bar.kind]} {bar.micro}{chunk}, stage {stage}: at {when}, takes {long}"
+    when, long = format_time(bar.start, unit), format_time(bar.stop - bar.start, unit)
+    return f"{JOB_NAMES[bar.kind]} {bar.micro}{chunk}, stage {stage}: at {when}, takes {long}"
 
 
-def _cells(picture: Picture, y: float, high: float, scale: float, cell: float) -> Iterator[str]:
+def _draw_cells(
+    picture: TimelineChart, y: float, high: float, scale: float, cell: float
+) -> Iterator[str]:
     """A row of cells of equal time for each stage, filled by kind as far as the stage worked."""
     wide = cell * scale
     for stage, lane in enumerate(picture.lanes):
-        shares: dict[str, dict[int, float]] = {kind: defaultdict(float) for kind in JOBS}
+        shares: dict[str, dict[int, float]] = {kind: defaultdict(float) for kind in JOB_NAMES}
         for bar in lane.jobs:
             place = int(bar.start / cell)
             while place * cell < bar.stop:
@@ -351,19 +366,19 @@ def _cells(picture: Picture, y: float, high: float, scale: float, cell: float) -
                     x = LEFT + place * wide
                     path.append(f"M{x:.1f} {bottom - low:.1f}v{-size:.1f}h{wide:.1f}v{size:.1f}")
             if path:
-                words = f"<title>{JOBS[kind]}, stage {stage}</title>"
-                yield f'<path class="{COLOURS[kind]}" d="{"".join(path)}">{words}</path>'
+                words = f"<title>{JOB_NAMES[kind]}, stage {stage}</title>"
+                yield f'<path class="{JOB_CLASSES[kind]}" d="{"".join(path)}">{words}</path>'
 
 
-def _axis(y: float, scale: float, longest: float, unit: str) -> Iterator[str]:
+def _draw_time_axis(y: float, scale: float, longest: float, unit: str) -> Iterator[str]:
     """The axis of time, with five or so round times."""
     power = 10.0 ** math.floor(math.log10(longest / 5))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= longest / 5 * (1 - 1e-9))
     yield f'<path class="axis" d="M{LEFT},{y:.1f}H{WIDTH - RIGHT}"/>'
     for i in range(int(longest / step + 1e-9) + 1):
         x = LEFT + i * step * scale
-        text = amount(i * step, "s" if unit == "s" else "")
+        text = format_time(i * step, "s" if unit == "s" else "")
         yield f'<path class="axis" d="M{x:.1f},{y:.1f}v5"/>'
         yield f'<text class="middle" x="{x:.1f}" y="{y + 19:.1f}">{text}</text>'
     name = "time" if unit == "s" else f"time in {unit}"
-    yield f'<text class="end" x="{WIDTH - RIGHT}" y="{y + 35:.1f}">{_safe(name)}</text>'
+    yield f'<text class="end" x="{WIDTH - RIGHT}" y="{y + 35:.1f}">{_escape_xml(name)}</text>'

@@ -14,52 +14,52 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from ranvier.config.plan import Plan
-from ranvier.planner.predict import Layout, Prediction
+from ranvier.planner.predict import Candidate, Prediction
 
-OURS = "Ranvier"
+RANVIER_STYLE = "Ranvier"
 
 
 @dataclass(frozen=True)
-class Found:
+class PredictedCandidate:
     """A layout and what it is predicted to take."""
 
-    layout: Layout
+    candidate: Candidate
     prediction: Prediction
 
     @property
     def plan(self) -> Plan:
         """Its plan."""
-        return self.layout.plan
+        return self.candidate.plan
 
     @property
-    def key(self) -> tuple[object, ...]:
+    def sort_key(self) -> tuple[object, ...]:
         """What is better: less time; of times equal to three digits the simpler layout."""
         plan, degrees = self.plan, self.plan.degrees
         axes = sum(size > 1 for size in degrees.values())
         extras = (
-            self.layout.states != "device",
+            self.candidate.states != "device",
             plan.chunks,
             plan.inner != "samples",
             bool(plan.order),
             plan.gathered != "again",
             ("none", "selective", "full", "budget").index(plan.recompute),
         )
-        rounded = float(f"{self.prediction.total:.3g}")
+        rounded = float(f"{self.prediction.step_seconds:.3g}")
         tie = (*(-size for size in degrees.values()), plan.micro_batch, plan.order)
-        return (rounded, axes, *extras, self.prediction.total, *tie)
+        return (rounded, axes, *extras, self.prediction.step_seconds, *tie)
 
 
-Style = Callable[[Plan, int], bool]
-STYLES: Mapping[str, Style] = {
+StyleTest = Callable[[Plan, int], bool]
+STYLES: Mapping[str, StyleTest] = {
     "Megatron": lambda p, node: p.depth == p.col == 1 and p.row <= node,
     "FSDP": lambda p, node: p.pipe == p.row == p.col == 1,
     "AxoNN": lambda p, node: p.pipe == 1,
-    OURS: lambda p, node: True,
+    RANVIER_STYLE: lambda p, node: True,
 }
 """Whether a plan is of a style; second argument: devices of a node."""
 
 
-def styles(plan: Plan, per_node: int) -> list[str]:
+def matching_styles(plan: Plan, per_node: int) -> list[str]:
     """All styles that a plan is of."""
     return [name for name, of in STYLES.items() if of(plan, per_node)]
 
@@ -68,7 +68,7 @@ FAMILIES = ("one device", "DDP", "FSDP", "HSDP", "row", "row x depth", "2-D, 3-D
 """Names of layouts by their axes, from simple to mixed; a pipeline with anything is one."""
 
 
-def family(plan: Plan) -> str:
+def layout_family(plan: Plan) -> str:
     """The name of a plan by the axes that it uses."""
     if plan.pipe > 1:
         return "pipeline"
@@ -81,18 +81,24 @@ def family(plan: Plan) -> str:
     return "DDP" if plan.data > 1 else "one device"
 
 
-def rivals(found: Iterable[Found], per_node: int) -> dict[str, Found]:
+def find_baselines(
+    found: Iterable[PredictedCandidate], per_node: int
+) -> dict[str, PredictedCandidate]:
     """The best layout of each style that has one which fits; `found` is sorted, best first."""
-    best: dict[str, Found] = {}
+    best: dict[str, PredictedCandidate] = {}
     for one in found:
-        for name in styles(one.plan, per_node):
+        for name in matching_styles(one.plan, per_node):
             best.setdefault(name, one)
         if len(best) == len(STYLES):
             break
     return {name: best[name] for name in STYLES if name in best}
 
 
-def gains(best: Mapping[str, Found]) -> dict[str, float]:
+def baseline_slowdowns(best: Mapping[str, PredictedCandidate]) -> dict[str, float]:
     """How many times longer the best of each style takes than ours."""
-    ours = best[OURS].prediction.total
-    return {name: one.prediction.total / ours for name, one in best.items() if name != OURS}
+    ours = best[RANVIER_STYLE].prediction.step_seconds
+    return {
+        name: one.prediction.step_seconds / ours
+        for name, one in best.items()
+        if name != RANVIER_STYLE
+    }

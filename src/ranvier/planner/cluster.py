@@ -19,15 +19,17 @@ from typing import Any
 
 from ranvier.errors import PlanError
 
-SHEETS = Path(__file__).with_name("devices.toml")
-NONE: Mapping[str, float] = MappingProxyType({})
-USUAL: Mapping[str, float] = MappingProxyType({"bf16": 0.82, "fp16": 0.82, "fp8": 0.74})
+DATA_SHEETS = Path(__file__).with_name("devices.toml")
+NO_RATES: Mapping[str, float] = MappingProxyType({})
+TYPICAL_EFFICIENCY: Mapping[str, float] = MappingProxyType(
+    {"bf16": 0.82, "fp16": 0.82, "fp8": 0.74}
+)
 """Share of the peak that the best product reaches where nobody has measured it: the mean of the
 measured devices."""
 
 
 @dataclass(frozen=True)
-class Product:
+class MatmulRate:
     """The measured rate of a matrix product (m, k) · (k, n)."""
 
     m: int
@@ -43,7 +45,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Fused:
+class AttentionRate:
     """The measured rate of fused causal attention."""
 
     seq: int
@@ -56,7 +58,7 @@ class Fused:
 
 
 @dataclass(frozen=True)
-class Rate:
+class MeasuredRate:
     """A rate of the whole device that was measured while so many ranks worked at once."""
 
     kind: str
@@ -67,7 +69,7 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class Collective:
+class MeasuredCollective:
     """A measured collective of groups of `size` ranks, `groups` of them at once.
 
     seconds = latency + wire bytes / bandwidth, where the wire carries (size-1)/size of the whole
@@ -85,7 +87,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Reach:
+class Efficiency:
     """What a device reaches of its data sheet: the four numbers that are fitted, no others."""
 
     matmul: float = 0.95
@@ -109,7 +111,7 @@ class Device:
     """Bytes a second of its memory."""
     peak: Mapping[str, float]
     """Dense FLOPs a second by dtype: fp32, fp16, bf16, fp8."""
-    measured: Mapping[str, float] = field(default_factory=lambda: NONE)
+    measured: Mapping[str, float] = field(default_factory=lambda: NO_RATES)
     """The best rate of a matrix product that was seen, by dtype."""
     launch: float = 4e-6
     """Seconds from one kernel to the next where nobody has compiled them together."""
@@ -117,10 +119,10 @@ class Device:
     """Multiprocessors: tiles of a product are worked on so many at a time."""
     generation: int = 90
     """Of its kernels, as NVIDIA counts: 70 Volta, 80 Ampere, 90 Hopper, 100 Blackwell."""
-    reach: Reach = Reach()
-    products: tuple[Product, ...] = ()
-    attention: tuple[Fused, ...] = ()
-    rates: tuple[Rate, ...] = ()
+    reach: Efficiency = Efficiency()
+    products: tuple[MatmulRate, ...] = ()
+    attention: tuple[AttentionRate, ...] = ()
+    rates: tuple[MeasuredRate, ...] = ()
     aliases: tuple[str, ...] = ()
     """Other names of the same device, as runs and drivers print them."""
     source: str = ""
@@ -132,17 +134,19 @@ class Device:
     def _hash(self) -> int:
         return hash((self.name, self.reach))
 
-    def best(self, dtype: str) -> float:
+    def best_matmul_rate(self, dtype: str) -> float:
         """FLOPs a second of the best product: measured, or what devices reach of their peak."""
         alike = ("bf16", "fp16") if dtype in ("bf16", "fp16") else (dtype,)
         found = [self.measured[name] for name in alike if name in self.measured]
         peak = max((self.peak[name] for name in alike if name in self.peak), default=0.0)
-        return max(found, default=USUAL.get(dtype, 0.8) * peak) or min(self.peak.values())
+        return max(found, default=TYPICAL_EFFICIENCY.get(dtype, 0.8) * peak) or min(
+            self.peak.values()
+        )
 
-    def rate(self, kind: str, *, ranks: int = 1, usual: float = 0.0) -> float:
+    def measured_rate(self, kind: str, *, ranks: int = 1, usual: float = 0.0) -> float:
         """A measured rate, by the nearest number of ranks; `usual` if nobody has measured it."""
         rows = [row for row in self.rates if row.kind == kind]
-        return nearest(rows, ranks).value if rows else usual
+        return nearest_rate(rows, ranks).value if rows else usual
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostSpec:
     """The host's side, of one device."""
 
     memory: float = 128e9
@@ -184,8 +188,8 @@ class Cluster:
     network: Link
     """Between nodes; its bandwidth is that of a node, shared by all who talk at once."""
     nodes: int = 1
-    host: Host = Host()
-    collectives: tuple[Collective, ...] = ()
+    host: HostSpec = HostSpec()
+    collectives: tuple[MeasuredCollective, ...] = ()
     """Measured here; used in place of `link` and `network` for groups of the same shape."""
     straggle: float = 0.01
     """Slow-down of a step for each doubling of the nodes (noise, dragonfly networks)."""
@@ -201,11 +205,11 @@ class Cluster:
         return hash((self.name, self.nodes, self.per_node, self.device))
 
     @property
-    def devices(self) -> int:
+    def num_devices(self) -> int:
         """Devices in all."""
         return self.nodes * self.per_node
 
-    def of(self, *, nodes: int = 0, devices: int = 0) -> Cluster:
+    def with_size(self, *, nodes: int = 0, devices: int = 0) -> Cluster:
         """The same machine with another number of nodes, or of devices."""
         if devices:
             per_node = min(devices, self.per_node)
@@ -221,7 +225,7 @@ class Cluster:
         return replace(self, nodes=nodes)
 
 
-def nearest(rows: Sequence[Rate], ranks: int) -> Rate:
+def nearest_rate(rows: Sequence[MeasuredRate], ranks: int) -> MeasuredRate:
     """The row that was measured with the nearest number of ranks."""
     return min(rows, key=lambda row: abs(math.log(row.ranks / ranks)))
 
@@ -230,28 +234,31 @@ def nearest(rows: Sequence[Rate], ranks: int) -> Rate:
 
 
 @cache
-def _sheets() -> dict[str, Any]:
-    return tomllib.loads(SHEETS.read_text(encoding="utf-8"))
+def _load_data_sheets() -> dict[str, Any]:
+    return tomllib.loads(DATA_SHEETS.read_text(encoding="utf-8"))
 
 
 @cache
-def devices() -> dict[str, Device]:
+def known_devices() -> dict[str, Device]:
     """All devices with a data sheet, by name."""
-    return {name: _device({"name": name, **facts}) for name, facts in _sheets()["device"].items()}
+    return {
+        name: _parse_device({"name": name, **facts})
+        for name, facts in _load_data_sheets()["device"].items()
+    }
 
 
-def names() -> list[str]:
+def cluster_names() -> list[str]:
     """Built-in clusters."""
-    return list(_sheets()["cluster"])
+    return list(_load_data_sheets()["cluster"])
 
 
-def device(name: str) -> Device:
+def find_device(name: str) -> Device:
     """The device of this name or alias."""
-    wanted = _plain(name)
-    for one in devices().values():
-        if wanted in map(_plain, (one.name, *one.aliases)):
+    wanted = _normalize_name(name)
+    for one in known_devices().values():
+        if wanted in map(_normalize_name, (one.name, *one.aliases)):
             return one
-    known = list(devices())
+    known = list(known_devices())
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
     raise PlanError(
         f"device {name!r} has no data sheet. Known are {', '.join(known)}. Use {near!r}, or run "
@@ -259,18 +266,18 @@ def device(name: str) -> Device:
     )
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return name.lower().replace(" ", "-").replace("_", "-")
 
 
 @cache
-def cluster(name: str) -> Cluster:
+def load_cluster(name: str) -> Cluster:
     """A built-in cluster by its name, or the one that a TOML file describes."""
     if name.endswith(".toml") or "/" in name:
-        return read(Path(name))
-    known = _sheets()["cluster"]
-    if _plain(name) in known:
-        return _cluster({"name": _plain(name), **known[_plain(name)]})
+        return read_cluster(Path(name))
+    known = _load_data_sheets()["cluster"]
+    if _normalize_name(name) in known:
+        return _parse_cluster({"name": _normalize_name(name), **known[_normalize_name(name)]})
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)[0]
     raise PlanError(
         f"cluster {name!r} is not known. Known are {', '.join(known)}, or a TOML file as "
@@ -278,14 +285,17 @@ def cluster(name: str) -> Cluster:
     )
 
 
-def read(path: Path) -> Cluster:
+def read_cluster(path: Path) -> Cluster:
     """The cluster of a TOML file; what it does not say of a known device is from its data sheet."""
     try:
-        return _cluster({"name": path.stem, **tomllib.loads(path.read_text(encoding="utf-8"))})
+        return _parse_cluster(
+            {"name": path.stem, **tomllib.loads(path.read_text(encoding="utf-8"))}
+        )
     except FileNotFoundError:
         raise PlanError(
             f"cluster file {path} is not there. A cluster is a built-in name "
-            f"({', '.join(names())}) or a TOML file. Use one of them or run `ranvier measure`."
+            f"({', '.join(cluster_names())}) or a TOML file. Use one of them or run `ranvier "
+            "measure`."
         ) from None
     except (OSError, TypeError, KeyError, ValueError, AttributeError) as error:
         missing = "there is no " if isinstance(error, KeyError) else ""
@@ -295,70 +305,74 @@ def read(path: Path) -> Cluster:
         ) from None
 
 
-def write(made: Cluster, path: Path) -> None:
+def write_cluster(made: Cluster, path: Path) -> None:
     """Write a cluster as TOML."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_text(made), encoding="utf-8")
+    path.write_text(_format_cluster(made), encoding="utf-8")
 
 
-LISTS: Mapping[str, type] = {"products": Product, "attention": Fused, "rates": Rate}
+ROW_TYPES: Mapping[str, type] = {
+    "products": MatmulRate,
+    "attention": AttentionRate,
+    "rates": MeasuredRate,
+}
 
 
-def _device(facts: Mapping[str, Any]) -> Device:
+def _parse_device(facts: Mapping[str, Any]) -> Device:
     """A device from its table; numbers of `base`, another device, where it says nothing."""
     made = dict(facts)
     base = made.pop("base", "")
-    for name, kind in LISTS.items():
+    for name, kind in ROW_TYPES.items():
         if name in made:
             made[name] = tuple(kind(**row) for row in made[name])
     if "reach" in made:
-        made["reach"] = Reach(**made["reach"])
+        made["reach"] = Efficiency(**made["reach"])
     if "aliases" in made:
         made["aliases"] = tuple(made["aliases"])
-    return replace(device(base), **made) if base else Device(**made)
+    return replace(find_device(base), **made) if base else Device(**made)
 
 
-def _cluster(facts: Mapping[str, Any]) -> Cluster:
+def _parse_cluster(facts: Mapping[str, Any]) -> Cluster:
     made = dict(facts)
     one = made["device"]
-    made["device"] = device(one) if isinstance(one, str) else _device(one)
+    made["device"] = find_device(one) if isinstance(one, str) else _parse_device(one)
     for name in ("link", "network"):
         made[name] = Link(**made[name])
     if "host" in made:
-        made["host"] = Host(**made["host"])
-    made["collectives"] = tuple(Collective(**row) for row in made.get("collectives", ()))
+        made["host"] = HostSpec(**made["host"])
+    made["collectives"] = tuple(MeasuredCollective(**row) for row in made.get("collectives", ()))
     return Cluster(**made)
 
 
-def _text(made: Cluster) -> str:
+def _format_cluster(made: Cluster) -> str:
     """TOML: plain values, then tables, then rows."""
-    lines = [*_plain_lines(made)]
-    lines += ["", "[device]", *_plain_lines(made.device)]
+    lines = [*_format_fields(made)]
+    lines += ["", "[device]", *_format_fields(made.device)]
     for name in ("peak", "measured"):
         lines += ["", f"[device.{name}]"]
-        lines += [f"{key} = {_value(x)}" for key, x in getattr(made.device, name).items()]
-    lines += ["", "[device.reach]", *_plain_lines(made.device.reach)]
+        lines += [f"{key} = {_format_value(x)}" for key, x in getattr(made.device, name).items()]
+    lines += ["", "[device.reach]", *_format_fields(made.device.reach)]
     for name in ("link", "network", "host"):
-        lines += ["", f"[{name}]", *_plain_lines(getattr(made, name))]
-    rows = [(f"device.{name}", getattr(made.device, name)) for name in LISTS]
+        lines += ["", f"[{name}]", *_format_fields(getattr(made, name))]
+    rows = [(f"device.{name}", getattr(made.device, name)) for name in ROW_TYPES]
     for name, several in [*rows, ("collectives", made.collectives)]:
         for row in several:
-            lines += ["", f"[[{name}]]", *_plain_lines(row)]
+            lines += ["", f"[[{name}]]", *_format_fields(row)]
     return "\n".join(lines) + "\n"
 
 
-def _plain_lines(one: Any) -> list[str]:
+def _format_fields(one: Any) -> list[str]:
     found = {f.name: getattr(one, f.name) for f in fields(one)}
     return [
-        f"{name} = {_value(x)}"
+        f"{name} = {_format_value(x)}"
         for name, x in found.items()
         if isinstance(x, (str, int, float)) or (name == "aliases" and x)
     ]
 
 
-def _value(x: Any) -> str:
+def _format_value(x: Any) -> str:
     if isinstance(x, tuple):
-        return "[" + ", ".join(map(_value, x)) + "]"
+        return "[" + ", ".join(map(_format_value, x)) + "]"
     if isinstance(x, str):
         return '"' + x.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ") + '"'
     return f"{x:.6g}" if isinstance(x, float) and (abs(x) >= 1e6 or abs(x) < 1e-3) else repr(x)

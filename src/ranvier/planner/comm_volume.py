@@ -14,37 +14,37 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from ranvier.buckets import spec
-from ranvier.buckets.spec import VECTORS, Lot, Piece, Types
-from ranvier.config.plan import AXES, Dispatch, Inner, Plan
-from ranvier.cost.layers import Flow, Ground, Layer
+from ranvier.buckets.spec import VECTORS, BucketSpec, ElementSizes, ParamSpec
+from ranvier.config.plan import AXES, Dispatch, InnerSplit, Plan
+from ranvier.cost.layers import ActivationShape, LayerCost, LayoutContext
 from ranvier.pipeline import traffic
-from ranvier.pipeline.balance import balanced, ranges
-from ranvier.pipeline.policy import Policy, Shape
-from ranvier.pipeline.traffic import Seat
-from ranvier.planner.model_spec import EXIT, Leaf, Model, Part
-from ranvier.sharding import Table
+from ranvier.pipeline.balance import part_ranges, partition_by_cost
+from ranvier.pipeline.policy import PipelineShape, SchedulingPolicy
+from ranvier.pipeline.traffic import StageSpec
+from ranvier.planner.model_spec import EXIT, BlockSpec, LayerSpec, ModelSpec
+from ranvier.sharding import ShardingTable
 from ranvier.trace import Event
 
-Phase = Literal["forward", "again", "backward", "gather", "scatter", "update", "pipe", "step"]
+CommPhase = Literal["forward", "again", "backward", "gather", "scatter", "update", "pipe", "step"]
 """Activations forward, in a second forward pass, and backward; weights gathered over depth, and
 their gradients reduced over it; gradients, norm and weights of the update; messages between stages;
 numbers of the step."""
-VOTES = 3
+STEP_VOTES = 3
 """Numbers that a training step has voted on, besides the norm."""
-TOKENS = 8
+TOKEN_COUNT_BYTES = 8
 """Bytes of the number of tokens of a step."""
-NOTES, LOADS = 4, 8
+ROUTER_COUNTERS, ROUTER_COUNTER_BYTES = 4, 8
 """Numbers of each mixture in a step besides the load of each expert, and bytes of one."""
-KEPT = 1 << 16
+CACHE_SIZE = 1 << 16
 """Results that are kept of each kind."""
 
 
-class Move(NamedTuple):
+class CommVolume(NamedTuple):
     """Equal communications of a rank in a step."""
 
     part: str
     """Name of the part of the model; empty: of no part."""
-    phase: Phase
+    phase: CommPhase
     op: str
     axis: tuple[str, ...]
     bytes: int
@@ -54,179 +54,190 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Moves:
+class StepCommVolume:
     """All communication of a rank in a step."""
 
-    rows: tuple[Move, ...]
+    rows: tuple[CommVolume, ...]
 
-    def bytes(self) -> dict[tuple[str, tuple[str, ...]], int]:
+    def bytes_by_axis(self) -> dict[tuple[str, tuple[str, ...]], int]:
         """Bytes by operation and axis."""
         total: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for row in self.rows:
             total[row.op, row.axis] += row.bytes * row.count
         return dict(total)
 
-    def of(self, *phases: Phase) -> list[Move]:
+    def volumes_of_phases(self, *phases: CommPhase) -> list[CommVolume]:
         """Those of some phases."""
         return [row for row in self.rows if row.phase in phases]
 
 
-class Spot(NamedTuple):
+class ShardingKey(NamedTuple):
     """What the shards of a rank depend on: hashable, to keep results by."""
 
     degrees: tuple[int, ...]
     """Of all axes, outermost first."""
-    inner: Inner
-    spread: bool
+    col_splits: InnerSplit
+    vocab_over_pipe: bool
     dispatch: Dispatch = "same"
 
     @classmethod
-    def of(cls, plan: Plan) -> Spot:
+    def from_plan(cls, plan: Plan) -> ShardingKey:
         """That of a plan."""
         degrees = tuple(getattr(plan, axis) for axis in AXES)
         return cls(degrees, plan.inner, plan.spread, plan.dispatch)
 
-    def with_(self, **degrees: int) -> Spot:
+    def with_degrees(self, **degrees: int) -> ShardingKey:
         """With other degrees, where these do not matter."""
         return self._replace(
             degrees=tuple(degrees.get(axis, n) for axis, n in zip(AXES, self.degrees, strict=True))
         )
 
-    def ground(self, model: Model) -> Ground:
+    def layout_context(self, model: ModelSpec) -> LayoutContext:
         """What layers ask."""
         degrees = dict(zip(AXES, self.degrees, strict=True))
-        return Ground(degrees, Table(self.inner, self.spread), model.units, self.dispatch)
+        return LayoutContext(
+            degrees,
+            ShardingTable(self.col_splits, self.vocab_over_pipe),
+            model.units,
+            self.dispatch,
+        )
 
     @property
-    def shards(self) -> Spot:
+    def weight_key(self) -> ShardingKey:
         """What the shards of weights depend on."""
-        return _lessened(self, "data")
+        return _collapse_axes(self, "data")
 
     @property
-    def inside(self) -> Spot:
+    def activation_key(self) -> ShardingKey:
         """What activations depend on: no replicas, and stages only where they split words."""
-        return _lessened(self, "data", "depth")
+        return _collapse_axes(self, "data", "depth")
 
 
-@lru_cache(KEPT)
-def _lessened(spot: Spot, *axes: str) -> Spot:
+@lru_cache(CACHE_SIZE)
+def _collapse_axes(spot: ShardingKey, *axes: str) -> ShardingKey:
     """A spot with one rank on these axes, and on pipe unless stages split words."""
-    other = () if spot.spread else ("pipe",)
-    return spot.with_(**dict.fromkeys((*axes, *other), 1))
+    other = () if spot.vocab_over_pipe else ("pipe",)
+    return spot.with_degrees(**dict.fromkeys((*axes, *other), 1))
 
 
 # ---- parts on a rank --------------------------------------------------------------------
 
 
-@lru_cache(KEPT)
-def layers_of(model: Model, part: Part, spot: Spot) -> tuple[Layer, ...]:
+@lru_cache(CACHE_SIZE)
+def build_layers(model: ModelSpec, part: BlockSpec, spot: ShardingKey) -> tuple[LayerCost, ...]:
     """The layers of a part; spot: its `inside` is enough."""
-    ground = spot.ground(model)
-    return tuple(leaf.layer("", ground) for leaf in part.leaves)
+    ground = spot.layout_context(model)
+    return tuple(leaf.build_layer("", ground) for leaf in part.layers)
 
 
-@lru_cache(KEPT)
-def _passes(
-    model: Model, part: Part, spot: Spot, flow: Flow
+@lru_cache(CACHE_SIZE)
+def _pass_events(
+    model: ModelSpec, part: BlockSpec, spot: ShardingKey, flow: ActivationShape
 ) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
     """What a part communicates forward and backward in a micro-batch."""
-    layers = layers_of(model, part, spot)
+    layers = build_layers(model, part, spot)
     forward = tuple(event for layer in layers for event in layer.forward_events(flow))
     return forward, tuple(event for layer in layers for event in layer.backward_events(flow))
 
 
-@lru_cache(KEPT)
-def work(model: Model, part: Part, spot: Spot, flow: Flow) -> int:
+@lru_cache(CACHE_SIZE)
+def forward_flops(
+    model: ModelSpec, part: BlockSpec, spot: ShardingKey, flow: ActivationShape
+) -> int:
     """Multiplications and additions of the forward pass of one such part."""
-    return sum(layer.flops(flow) for layer in layers_of(model, part, spot))
+    return sum(layer.flops(flow) for layer in build_layers(model, part, spot))
 
 
-@lru_cache(KEPT)
-def pieces_of(model: Model, part: Part, spot: Spot) -> tuple[Piece, ...]:
+@lru_cache(CACHE_SIZE)
+def block_param_specs(
+    model: ModelSpec, part: BlockSpec, spot: ShardingKey
+) -> tuple[ParamSpec, ...]:
     """The weights of one such part; those of blocks are of the block `part.name`."""
-    ground, block = spot.ground(model), part.name if part.is_block else ""
-    return tuple(piece for leaf in part.leaves for piece in leaf.pieces("", block, ground))
+    ground, block = spot.layout_context(model), part.name if part.is_block else ""
+    return tuple(piece for leaf in part.layers for piece in leaf.param_specs("", block, ground))
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class StageBlocks:
     """The parts of a rank: of each kind how many, and in which order."""
 
-    seat: Seat
-    order: tuple[Part, ...]
+    stage_spec: StageSpec
+    blocks: tuple[BlockSpec, ...]
     """Its parts, one after the other; equal blocks are there several times."""
-    here: tuple[tuple[Part, int], ...]
+    block_counts: tuple[tuple[BlockSpec, int], ...]
     """Each kind of part and how many of it."""
 
 
-@lru_cache(KEPT)
-def stage_of(
-    model: Model, stage: int, count: int, chunks: int, firsts: tuple[int, ...], spread: bool
-) -> Stage:
+@lru_cache(CACHE_SIZE)
+def build_stage_blocks(
+    model: ModelSpec, stage: int, count: int, chunks: int, firsts: tuple[int, ...], spread: bool
+) -> StageBlocks:
     """The parts of a stage. firsts: first part of each virtual stage."""
-    every, seat = model.order, Seat(stage, count, chunks, spread)
-    order = [part for one in ranges(firsts, len(every))[stage::count] for part in every[one]]
+    every, seat = model.parts_in_order, StageSpec(stage, count, chunks, spread)
+    order = [part for one in part_ranges(firsts, len(every))[stage::count] for part in every[one]]
     if spread and count > 1:  # embedding and head are everywhere
         if every[0] not in order:
-            order.insert(0, _words(every[0]))
+            order.insert(0, _vocab_part(every[0]))
         if every[-1] not in order:
-            order.append(_words(every[-1]))
-    return Stage(seat, tuple(order), tuple(Counter(order).items()))
+            order.append(_vocab_part(every[-1]))
+    return StageBlocks(seat, tuple(order), tuple(Counter(order).items()))
 
 
-def stages(model: Model, plan: Plan, seq: int) -> list[Stage]:
+def build_all_stages(model: ModelSpec, plan: Plan, seq: int) -> list[StageBlocks]:
     """All stages of a plan."""
-    firsts = cut(model, plan, seq)
+    firsts = find_stage_starts(model, plan, seq)
     shape = plan.pipe, plan.chunks, firsts, plan.spread
-    return [stage_of(model, i, *shape) for i in range(plan.pipe)]
+    return [build_stage_blocks(model, i, *shape) for i in range(plan.pipe)]
 
 
-def kinds_of_stages(model: Model, plan: Plan, seq: int) -> tuple[Stage, ...]:
+def distinct_stages(model: ModelSpec, plan: Plan, seq: int) -> tuple[StageBlocks, ...]:
     """Of the stages of a plan one of each kind, the first with its parts."""
-    firsts = cut(model, plan, seq)
-    return _kinds_of_stages(model, plan.pipe, plan.chunks, firsts, plan.spread)
+    firsts = find_stage_starts(model, plan, seq)
+    return _distinct_stages(model, plan.pipe, plan.chunks, firsts, plan.spread)
 
 
-@lru_cache(KEPT)
-def _kinds_of_stages(
-    model: Model, count: int, chunks: int, firsts: tuple[int, ...], spread: bool
-) -> tuple[Stage, ...]:
-    found = dict[frozenset[tuple[Part, int]], Stage]()
+@lru_cache(CACHE_SIZE)
+def _distinct_stages(
+    model: ModelSpec, count: int, chunks: int, firsts: tuple[int, ...], spread: bool
+) -> tuple[StageBlocks, ...]:
+    found = dict[frozenset[tuple[BlockSpec, int]], StageBlocks]()
     for i in range(count):
-        stage = stage_of(model, i, count, chunks, firsts, spread)
-        found.setdefault(frozenset(stage.here), stage)
+        stage = build_stage_blocks(model, i, count, chunks, firsts, spread)
+        found.setdefault(frozenset(stage.block_counts), stage)
     return tuple(found.values())
 
 
-@lru_cache(KEPT)
-def _words(part: Part) -> Part:
+@lru_cache(CACHE_SIZE)
+def _vocab_part(part: BlockSpec) -> BlockSpec:
     """What of an entry or exit a stage has that shares the vocabulary only."""
-    leaves = [leaf for leaf in part.leaves if leaf.dims[:1] == ("vocab",)]
-    return replace(part, leaves=tuple(leaves))
+    leaves = [leaf for leaf in part.layers if leaf.dims[:1] == ("vocab",)]
+    return replace(part, layers=tuple(leaves))
 
 
-def cut(model: Model, plan: Plan, seq: int) -> tuple[int, ...]:
+def find_stage_starts(model: ModelSpec, plan: Plan, seq: int) -> tuple[int, ...]:
     """First part of each virtual stage: as the plan says, or balanced by the work of the parts."""
     if plan.pipe == 1:
         return (0,)
     if plan.stages:
         return (0, *plan.stages)
-    inside = Spot.of(plan).inside
-    return _balanced(model, inside, plan.pipe * plan.chunks, seq)
+    inside = ShardingKey.from_plan(plan).activation_key
+    return _balance_stages(model, inside, plan.pipe * plan.chunks, seq)
 
 
-@lru_cache(KEPT)
-def _balanced(model: Model, inside: Spot, virtual: int, seq: int) -> tuple[int, ...]:
-    return balanced(_costs(model, inside, seq), virtual)
+@lru_cache(CACHE_SIZE)
+def _balance_stages(
+    model: ModelSpec, inside: ShardingKey, virtual: int, seq: int
+) -> tuple[int, ...]:
+    return partition_by_cost(_part_costs(model, inside, seq), virtual)
 
 
-@lru_cache(KEPT)
-def _costs(model: Model, inside: Spot, seq: int) -> tuple[float, ...]:
+@lru_cache(CACHE_SIZE)
+def _part_costs(model: ModelSpec, inside: ShardingKey, seq: int) -> tuple[float, ...]:
     """Work of each part on a few samples, as `pipeline.stage` has it."""
     degrees = dict(zip(AXES, inside.degrees, strict=True))
-    flow = Flow(degrees["row"] * degrees["col"], seq, itemsize=2, statistics=4)
-    costs = [1.0 + work(model, part, inside, flow) for part in model.order]
-    if inside.spread:  # the head is no matter of the last stage alone
+    flow = ActivationShape(degrees["row"] * degrees["col"], seq, itemsize=2, statistics_itemsize=4)
+    costs = [1.0 + forward_flops(model, part, inside, flow) for part in model.parts_in_order]
+    if inside.vocab_over_pipe:  # the head is no matter of the last stage alone
         costs[-1] = 1.0
     return tuple(costs)
 
@@ -234,42 +245,46 @@ def _costs(model: Model, inside: Spot, seq: int) -> tuple[float, ...]:
 # ---- weights ----------------------------------------------------------------------------
 
 
-@lru_cache(KEPT)
-def lots_of(model: Model, stage: Stage, spot: Spot) -> tuple[tuple[str, Lot, int], ...]:
+@lru_cache(CACHE_SIZE)
+def stage_bucket_specs(
+    model: ModelSpec, stage: StageBlocks, spot: ShardingKey
+) -> tuple[tuple[str, BucketSpec, int], ...]:
     """Name of the part, lot, and how many equal ones there are, of all weights of a stage."""
-    degrees, found, vectors = dict(zip(AXES, spot.degrees, strict=True)), [], list[Piece]()
-    for part, count in stage.here:
-        pieces = pieces_of(model, part, spot.shards)
+    degrees, found, vectors = dict(zip(AXES, spot.degrees, strict=True)), [], list[ParamSpec]()
+    for part, count in stage.block_counts:
+        pieces = block_param_specs(model, part, spot.weight_key)
         if not part.is_block:
-            pieces = tuple(_shared(pieces, model, stage, part.name == EXIT))
-        vectors += [replace(one, times=count) for one in pieces if one.block == VECTORS]
+            pieces = tuple(_mark_tied_params(pieces, model, stage, part.name == EXIT))
+        vectors += [replace(one, repeats=count) for one in pieces if one.block == VECTORS]
         matrices = [one for one in pieces if one.block != VECTORS]
-        found += [(part.name, lot, count) for lot in spec.sort(matrices, degrees)]
-    return *found, *((VECTORS, lot, 1) for lot in spec.sort(vectors, degrees))
+        found += [(part.name, lot, count) for lot in spec.build_bucket_specs(matrices, degrees)]
+    return *found, *((VECTORS, lot, 1) for lot in spec.build_bucket_specs(vectors, degrees))
 
 
-def _shared(pieces: Iterable[Piece], model: Model, stage: Stage, leaving: bool) -> Iterable[Piece]:
+def _mark_tied_params(
+    pieces: Iterable[ParamSpec], model: ModelSpec, stage: StageBlocks, leaving: bool
+) -> Iterable[ParamSpec]:
     """The weights of an entry or exit: a tied one is there once, or on two stages."""
-    owner = next((leaf.tied for leaf in model.parts[-1].leaves if leaf.tied), "")
-    both = stage.seat.count == 1 or stage.seat.spread
+    owner = next((leaf.tied for leaf in model.parts[-1].layers if leaf.tied), "")
+    both = stage.stage_spec.num_stages == 1 or stage.stage_spec.vocab_over_pipe
     for piece in pieces:
         if piece.name != f"{owner}.weight" or not owner:
             yield piece
         elif not both:
-            yield replace(piece, whom=(0, stage.seat.count - 1))
+            yield replace(piece, other_stages=(0, stage.stage_spec.num_stages - 1))
         elif not leaving:
-            yield replace(piece, tied=True)
+            yield replace(piece, is_tied=True)
 
 
-@lru_cache(KEPT)
-def gathers(model: Model, stage: Stage, keep: bool) -> dict[tuple[str, str], int]:
+@lru_cache(CACHE_SIZE)
+def count_gathers(model: ModelSpec, stage: StageBlocks, keep: bool) -> dict[tuple[str, str], int]:
     """How often the weights of a part (and of a layer outside of blocks) are gathered."""
-    alone = stage.seat.count == 1
+    alone = stage.stage_spec.num_stages == 1
     once = ("embedding",) if alone else ("embedding", "head")
     forward, backward = list[str](), list[str]()
     names: dict[str, tuple[str, str]] = {}
-    for number, part in enumerate(stage.order):
-        for leaf in part.leaves:
+    for number, part in enumerate(stage.blocks):
+        for leaf in part.layers:
             block = str(number) if part.is_block else leaf.tied or leaf.name
             if _has_matrix(leaf):
                 own = part.name if part.is_block else block
@@ -277,12 +292,12 @@ def gathers(model: Model, stage: Stage, keep: bool) -> dict[tuple[str, str], int
                 forward.append(block)
                 backward += [block] if leaf.kind not in once else []
     found: Counter[tuple[str, str]] = Counter()
-    for block in spec.used(forward, backward[::-1], alone=alone, keep=keep):
+    for block in spec.blocks_to_gather(forward, backward[::-1], alone=alone, keep=keep):
         found[names[block]] += 1
     return dict(found)
 
 
-def _has_matrix(leaf: Leaf) -> bool:
+def _has_matrix(leaf: LayerSpec) -> bool:
     """Whether a layer has a weight that depth splits."""
     return leaf.kind in ("linear", "siblings", "apart", "head", "embedding", "mixture")
 
@@ -290,151 +305,182 @@ def _has_matrix(leaf: Leaf) -> bool:
 # ---- all of a step ----------------------------------------------------------------------
 
 
-def moves(
-    model: Model,
+def step_comm_volume(
+    model: ModelSpec,
     plan: Plan,
-    flow: Flow,
+    flow: ActivationShape,
     *,
     stage: int = 0,
     kept: bool = False,
     orders: int | None = None,
-) -> Moves:
+) -> StepCommVolume:
     """All communication of a step on a rank of a stage, of a settled plan.
 
     flow: of a micro-batch. kept: blocks that compute again keep what they communicated. orders: how
     often a stage's leader says what is next; None: as the policy of the plan does, which may have
     to be simulated first.
     """
-    spot, micros = Spot.of(plan), plan.micro_batches
-    here = stage_of(model, stage, plan.pipe, plan.chunks, cut(model, plan, flow.seq), plan.spread)
-    rows = _activations(model, here, spot, flow, micros, plan.recompute != "none" and not kept)
-    rows += _weights(model, here, spot, flow, micros, plan.gathered == "keep")
-    ground, types = spot.ground(model), types_of(flow)
+    spot, micros = ShardingKey.from_plan(plan), plan.num_micro_batches
+    here = build_stage_blocks(
+        model, stage, plan.pipe, plan.chunks, find_stage_starts(model, plan, flow.seq), plan.spread
+    )
+    rows = _activation_volumes(
+        model, here, spot, flow, micros, plan.recompute != "none" and not kept
+    )
+    rows += _weight_volumes(model, here, spot, flow, micros, plan.gathered == "keep")
+    ground, types = spot.layout_context(model), element_sizes(flow)
     size = traffic.message_bytes(ground, flow)
-    rows += _rows("", "pipe", traffic.messages(here.seat, size), micros)
-    region = ground.table.region("vocab")
-    tokens = ground.line(*region["batch"], *region["seq"])
-    numbers = [Event("all_reduce", tokens.names, n, "step") for n in (TOKENS, types.wide)]
-    rows += _rows("", "step", numbers if tokens.size > 1 else [], 1)
-    rows += _rows("", "update", _loads(model, ground), 1)
-    inside = ground.line(*traffic.INSIDE).names
+    rows += _count_events("", "pipe", traffic.micro_batch_events(here.stage_spec, size), micros)
+    region = ground.table.activation_rule("vocab")
+    tokens = ground.axis_group(*region["batch"], *region["seq"])
+    numbers = [
+        Event("all_reduce", tokens.names, n, "step") for n in (TOKEN_COUNT_BYTES, types.grad_bytes)
+    ]
+    rows += _count_events("", "step", numbers if tokens.size > 1 else [], 1)
+    rows += _count_events("", "update", _router_load_events(model, ground), 1)
+    inside = ground.axis_group(*traffic.STAGE_AXES).names
     if orders is None:
-        orders = _orders(model, plan, flow.seq, here.seat) if plan.pipe > 1 and inside else 0
-    last = traffic.step(here.seat, inside, types.wide, orders=orders)
-    return Moves((*rows, *_rows("", "step", last, 1)))
+        orders = (
+            _count_orders(model, plan, flow.seq, here.stage_spec) if plan.pipe > 1 and inside else 0
+        )
+    last = traffic.step_events(here.stage_spec, inside, types.grad_bytes, orders=orders)
+    return StepCommVolume((*rows, *_count_events("", "step", last, 1)))
 
 
-def _loads(model: Model, ground: Ground) -> list[Event]:
+def _router_load_events(model: ModelSpec, ground: LayoutContext) -> list[Event]:
     """What all routers did in a step, summed over all ranks with other tokens or layers."""
-    found = [(part.count, leaf) for part in model.parts for leaf in part.find("mixture")]
-    axes = ground.line(*(axis for axis in AXES if axis != "col"))
+    found = [(part.count, leaf) for part in model.parts for leaf in part.layers_of_kind("mixture")]
+    axes = ground.axis_group(*(axis for axis in AXES if axis != "col"))
     if not found or axes.size == 1:
         return []
-    numbers = sum(count * (leaf.shape[0] + NOTES) for count, leaf in found)
-    return [Event("all_reduce", axes.names, numbers * LOADS, "experts")]
+    numbers = sum(count * (leaf.shape[0] + ROUTER_COUNTERS) for count, leaf in found)
+    return [Event("all_reduce", axes.names, numbers * ROUTER_COUNTER_BYTES, "experts")]
 
 
-def types_of(flow: Flow) -> Types:
+def element_sizes(flow: ActivationShape) -> ElementSizes:
     """Bytes of weights, and of gradients being reduced."""
-    return Types(flow.itemsize, max(flow.itemsize, 4))
+    return ElementSizes(flow.itemsize, max(flow.itemsize, 4))
 
 
-def _rows(part: str, phase: Phase, events: Sequence[Event], times: int) -> list[Move]:
+def _count_events(
+    part: str, phase: CommPhase, events: Sequence[Event], times: int
+) -> list[CommVolume]:
     """Events that come `times` times, equal ones together."""
     counts = Counter((event.op, event.axis, event.bytes, event.where) for event in events)
     return [
-        Move(part, phase, op, axis, size, count * times, where)
+        CommVolume(part, phase, op, axis, size, count * times, where)
         for (op, axis, size, where), count in counts.items()
     ]
 
 
-def _activations(
-    model: Model, stage: Stage, spot: Spot, flow: Flow, micros: int, again: bool
-) -> list[Move]:
+def _activation_volumes(
+    model: ModelSpec,
+    stage: StageBlocks,
+    spot: ShardingKey,
+    flow: ActivationShape,
+    micros: int,
+    again: bool,
+) -> list[CommVolume]:
     """What passes communicate."""
-    rows, inside = list[Move](), spot.inside
-    for part, count in stage.here:
-        for row in pass_rows(model, part, inside, flow):
+    rows, inside = list[CommVolume](), spot.activation_key
+    for part, count in stage.block_counts:
+        for row in pass_volumes(model, part, inside, flow):
             if again or row.phase != "again":
                 rows.append(row._replace(count=row.count * count * micros))
     return rows
 
 
-@lru_cache(KEPT)
-def pass_rows(model: Model, part: Part, spot: Spot, flow: Flow) -> tuple[Move, ...]:
-    forward, backward = _passes(model, part, spot, flow)
+@lru_cache(CACHE_SIZE)
+def pass_volumes(
+    model: ModelSpec, part: BlockSpec, spot: ShardingKey, flow: ActivationShape
+) -> tuple[CommVolume, ...]:
+    forward, backward = _pass_events(model, part, spot, flow)
     again = forward if part.is_block else ()
     return (
-        *_rows(part.name, "forward", forward, 1),
-        *_rows(part.name, "again", again, 1),
-        *_rows(part.name, "backward", backward, 1),
+        *_count_events(part.name, "forward", forward, 1),
+        *_count_events(part.name, "again", again, 1),
+        *_count_events(part.name, "backward", backward, 1),
     )
 
 
-def _weights(
-    model: Model, stage: Stage, spot: Spot, flow: Flow, micros: int, keep: bool
-) -> list[Move]:
+def _weight_volumes(
+    model: ModelSpec,
+    stage: StageBlocks,
+    spot: ShardingKey,
+    flow: ActivationShape,
+    micros: int,
+    keep: bool,
+) -> list[CommVolume]:
     """What weights and gradients communicate."""
-    rows, types = list[Move](), types_of(flow)
+    rows, types = list[CommVolume](), element_sizes(flow)
     degrees = dict(zip(AXES, spot.degrees, strict=True))
-    times_of = gathers(model, stage, keep)
-    for part, phase, event, count in lot_events(model, stage, spot, types):
+    times_of = count_gathers(model, stage, keep)
+    for part, phase, event, count in bucket_events(model, stage, spot, types):
         if phase == "gather":
             times = times_of.get((part, event.where), 0) * (1 if keep else micros)
         else:
             times = count * (micros if phase == "scatter" else 1)
         if times:
-            rows.append(Move(part, phase, event.op, event.axis, event.bytes, times, event.where))
-    return rows + _rows("", "update", spec.norm(degrees, types, votes=VOTES), 1)
+            rows.append(
+                CommVolume(part, phase, event.op, event.axis, event.bytes, times, event.where)
+            )
+    return rows + _count_events(
+        "", "update", spec.grad_norm_events(degrees, types, votes=STEP_VOTES), 1
+    )
 
 
-@lru_cache(KEPT)
-def lot_events(
-    model: Model, stage: Stage, spot: Spot, types: Types
-) -> tuple[tuple[str, Phase, Event, int], ...]:
+@lru_cache(CACHE_SIZE)
+def bucket_events(
+    model: ModelSpec, stage: StageBlocks, spot: ShardingKey, types: ElementSizes
+) -> tuple[tuple[str, CommPhase, Event, int], ...]:
     """Part, phase, event and number of lots of what each lot communicates once."""
-    ground, found = spot.ground(model), list[tuple[str, Phase, Event, int]]()
-    depth, data = ground.line("depth"), ground.line("data")
-    for part, lot, count in lots_of(model, stage, spot):
-        bulk = lot.bulk
-        if bulk.split:
-            found.append((part, "gather", spec.gather(bulk, depth, types), count))
-            if bulk.trainable and not bulk.late:
-                found.append((part, "scatter", spec.scatter(bulk, depth, types), count))
-        for event in spec.update(bulk, depth, data, types):
+    ground, found = spot.layout_context(model), list[tuple[str, CommPhase, Event, int]]()
+    depth, data = ground.axis_group("depth"), ground.axis_group("data")
+    for part, lot, count in stage_bucket_specs(model, stage, spot):
+        bulk = lot.traffic
+        if bulk.is_depth_sharded:
+            found.append((part, "gather", spec.weight_gather_event(bulk, depth, types), count))
+            if bulk.trainable and not bulk.reduce_at_step_end:
+                found.append((part, "scatter", spec.grad_scatter_event(bulk, depth, types), count))
+        for event in spec.optimizer_step_events(bulk, depth, data, types):
             found.append((part, "update", event, count))
     return tuple(found)
 
 
-def _orders(model: Model, plan: Plan, seq: int, seat: Seat) -> int:
+def _count_orders(model: ModelSpec, plan: Plan, seq: int, seat: StageSpec) -> int:
     """How often a stage's leader says what is next under the policy of a plan."""
-    policy = policy_of(model, plan, seq)
-    return traffic.orders(
+    policy = pipeline_policy(model, plan, seq)
+    return traffic.count_orders(
         seat,
-        plan.micro_batches,
-        dynamic=policy.dynamic,
-        split=policy.split,
+        plan.num_micro_batches,
+        dynamic=policy.is_dynamic,
+        split=policy.split_backward,
         rendezvous=False,  # as a dry run has it; over NCCL there are more, on the host
     )
 
 
-def policy_of(model: Model, plan: Plan, seq: int) -> Policy:
+def pipeline_policy(model: ModelSpec, plan: Plan, seq: int) -> SchedulingPolicy:
     """The policy with which the stages of a plan take turns; simulated once."""
     splits = plan.compile != "on" and not plan.spread
-    shape = Shape(plan.pipe, plan.micro_batches, plan.chunks)
-    firsts, inside = cut(model, plan, seq), Spot.of(plan).inside
-    costs = _costs(model, inside, seq)
-    sums = tuple(sum(costs[one]) for one in ranges(firsts, len(costs)))
-    return _policy(plan.policy, shape, sums, plan.jitter, plan.credits, splits)
+    shape = PipelineShape(plan.pipe, plan.num_micro_batches, plan.chunks)
+    firsts, inside = find_stage_starts(model, plan, seq), ShardingKey.from_plan(plan).activation_key
+    costs = _part_costs(model, inside, seq)
+    sums = tuple(sum(costs[one]) for one in part_ranges(firsts, len(costs)))
+    return _build_policy(plan.policy, shape, sums, plan.jitter, plan.credits, splits)
 
 
-@lru_cache(KEPT)
-def _policy(
-    name: str, shape: Shape, costs: tuple[float, ...], jitter: float, limit: int, splits: bool
-) -> Policy:
+@lru_cache(CACHE_SIZE)
+def _build_policy(
+    name: str,
+    shape: PipelineShape,
+    costs: tuple[float, ...],
+    jitter: float,
+    limit: int,
+    splits: bool,
+) -> SchedulingPolicy:
     from ranvier.pipeline.policy_search import (  # the simulator: only for pipelines
-        expected,
-        policy_for,
+        choose_policy,
+        expected_times,
     )
 
-    return policy_for(name, shape, expected(costs, jitter), limit=limit, splits=splits)
+    return choose_policy(name, shape, expected_times(costs, jitter), limit=limit, splits=splits)

@@ -19,10 +19,10 @@ from typing import Literal
 
 from ranvier.buckets import spec
 from ranvier.config.plan import AXES, Plan
-from ranvier.cost.layers import Flow
-from ranvier.pipeline.traffic import INSIDE, links
-from ranvier.planner.comm_volume import KEPT, Spot, pass_rows, pieces_of
-from ranvier.planner.model_spec import Model
+from ranvier.cost.layers import ActivationShape
+from ranvier.pipeline.traffic import STAGE_AXES, channel_links
+from ranvier.planner.comm_volume import CACHE_SIZE, ShardingKey, block_param_specs, pass_volumes
+from ranvier.planner.model_spec import ModelSpec
 
 MIB = 2**20
 FIRST_BYTES = 190 * MIB
@@ -33,18 +33,18 @@ PEER_BYTES = 10 * MIB
 the first collective loads, and of the connection to a rank that is sent to point to point. Measured
 with torch 2.11 and NCCL 2.28.9 on an H200: 8 ranks on one GPU, sockets between them,
 NCCL_RUNTIME_CONNECT=0. `ranvier doctor` measures all but the last on other machines."""
-HOST, CONTROL = "host", "control"
+HOST_CHANNEL, CONTROL_CHANNEL = "host", "control"
 """Channels of `grid`, which imports numpy: orders inside a stage, and what the hosts of stages tell
 each other."""
-ON_HOST = (HOST, CONTROL)
+GLOO_CHANNELS = (HOST_CHANNEL, CONTROL_CHANNEL)
 """Channels over Gloo."""
-DEPTH = ("gather", "scatter")
+DEPTH_CHANNELS = ("gather", "scatter")
 """Channels over depth: of weights and of their gradients."""
-BALANCE = tuple(axis for axis in AXES if axis != "col")
+ROUTING_AXES = tuple(axis for axis in AXES if axis != "col")
 """Axes whose ranks route different tokens, or have other layers."""
 
 Backend = Literal["nccl", "gloo"]
-Use = tuple[Mapping[str, int], str, int]
+ChannelUse = tuple[Mapping[str, int], str, int]
 """Ranks of each axis of a line, the channel, and ranks that are sent to point to point."""
 
 
@@ -60,7 +60,7 @@ class CommunicatorSpec:
     """Ranks that are sent to point to point."""
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def axis_names(self) -> tuple[str, ...]:
         """Its axes, outermost first."""
         return tuple(axis for axis, _ in self.degrees)
 
@@ -72,12 +72,14 @@ class CommunicatorSpec:
     @property
     def backend(self) -> Backend:
         """What carries its messages on GPUs."""
-        return "gloo" if self.channel in ON_HOST else "nccl"
+        return "gloo" if self.channel in GLOO_CHANNELS else "nccl"
 
 
-def communicators(model: Model, plan: Plan, *, stage: int = 0) -> tuple[CommunicatorSpec, ...]:
+def list_communicators(
+    model: ModelSpec, plan: Plan, *, stage: int = 0
+) -> tuple[CommunicatorSpec, ...]:
     """The communicators of a rank of a stage in a run on GPUs, of a resolved plan."""
-    return _communicators(model, Spot.of(plan), plan.chunks, stage)
+    return _list_communicators(model, ShardingKey.from_plan(plan), plan.chunks, stage)
 
 
 def communicator_bytes(count: int, peers: int = 0) -> int:
@@ -87,21 +89,23 @@ def communicator_bytes(count: int, peers: int = 0) -> int:
     return FIRST_BYTES + KERNEL_BYTES + (count - 1) * FURTHER_BYTES + peers * PEER_BYTES
 
 
-def worst_stage(model: Model, plan: Plan) -> int:
+def worst_stage(model: ModelSpec, plan: Plan) -> int:
     """The stage whose ranks have most of their device taken by communicators."""
-    return _worst_stage(model, Spot.of(plan), plan.chunks)
+    return _worst_stage(model, ShardingKey.from_plan(plan), plan.chunks)
 
 
-def worst_stage_bytes(model: Model, plan: Plan) -> int:
+def worst_stage_bytes(model: ModelSpec, plan: Plan) -> int:
     """Device memory of the communicators of a rank, of the stage that has most."""
-    return total_bytes(communicators(model, plan, stage=worst_stage(model, plan)))
+    return total_bytes(list_communicators(model, plan, stage=worst_stage(model, plan)))
 
 
-@lru_cache(KEPT)
-def _worst_stage(model: Model, spot: Spot, chunks: int) -> int:
+@lru_cache(CACHE_SIZE)
+def _worst_stage(model: ModelSpec, spot: ShardingKey, chunks: int) -> int:
     count = spot.degrees[AXES.index("pipe")]
     stages = dict.fromkeys((0, count // 2, count - 1))  # those between the ends are alike
-    return max(stages, key=lambda stage: total_bytes(_communicators(model, spot, chunks, stage)))
+    return max(
+        stages, key=lambda stage: total_bytes(_list_communicators(model, spot, chunks, stage))
+    )
 
 
 def total_bytes(made: Iterable[CommunicatorSpec]) -> int:
@@ -114,16 +118,16 @@ def pipe_peers(stage: int, count: int, *, chunks: int, spread: bool) -> dict[str
     """Other stages that one sends to or receives from, by channel."""
     return {
         channel: len({sender + to - stage for sender, to in pairs if stage in (sender, to)})
-        for channel, pairs in links(count, chunks, spread=spread).items()
+        for channel, pairs in channel_links(count, chunks, spread=spread).items()
     }
 
 
-@lru_cache(KEPT)
-def _communicators(
-    model: Model, spot: Spot, chunks: int, stage: int
+@lru_cache(CACHE_SIZE)
+def _list_communicators(
+    model: ModelSpec, spot: ShardingKey, chunks: int, stage: int
 ) -> tuple[CommunicatorSpec, ...]:
     found: dict[tuple[tuple[tuple[str, int], ...], str], CommunicatorSpec] = {}
-    for counts, channel, peers in _uses(model, spot, chunks, stage):
+    for counts, channel, peers in _channel_uses(model, spot, chunks, stage):
         degrees = tuple((axis, counts[axis]) for axis in AXES if counts.get(axis, 1) > 1)
         if degrees:
             before = found.get((degrees, channel), CommunicatorSpec(degrees, channel))
@@ -131,10 +135,12 @@ def _communicators(
     return tuple(found.values())
 
 
-def _uses(model: Model, spot: Spot, chunks: int, stage: int) -> Iterator[Use]:
+def _channel_uses(
+    model: ModelSpec, spot: ShardingKey, chunks: int, stage: int
+) -> Iterator[ChannelUse]:
     """What steps communicate over; the same line may come several times."""
-    ground = spot.ground(model)
-    degrees, region = ground.degrees, ground.table.region("vocab")
+    ground = spot.layout_context(model)
+    degrees, region = ground.degrees, ground.table.activation_rule("vocab")
 
     def along(*axes: str) -> dict[str, int]:
         return {axis: degrees[axis] for axis in axes}
@@ -142,42 +148,50 @@ def _uses(model: Model, spot: Spot, chunks: int, stage: int) -> Iterator[Use]:
     yield along(*AXES), "", 0
     if degrees["pipe"] > 1:
         yield along("pipe"), "", 0
-        near = pipe_peers(stage, degrees["pipe"], chunks=chunks, spread=spot.spread)
-        for channel in (*near, CONTROL):
+        near = pipe_peers(stage, degrees["pipe"], chunks=chunks, spread=spot.vocab_over_pipe)
+        for channel in (*near, CONTROL_CHANNEL):
             yield along("pipe"), channel, near.get(channel, 0)
-        yield along(*INSIDE), HOST, 0
-        if model.tied and not spot.spread and stage in (0, degrees["pipe"] - 1):
+        yield along(*STAGE_AXES), HOST_CHANNEL, 0
+        if (
+            model.has_tied_embeddings
+            and not spot.vocab_over_pipe
+            and stage in (0, degrees["pipe"] - 1)
+        ):
             yield {"pipe": 2}, "", 0
     yield along("data"), "", 0
-    for channel in DEPTH:
+    for channel in DEPTH_CHANNELS:
         yield along("depth"), channel, 0
     yield along(*region["batch"], *region["seq"]), "", 0
-    if any(part.find("mixture") for part in model.parts):
-        yield along(*BALANCE), "", 0
-    for axes, peers in _activations(model, spot.inside):
+    if any(part.layers_of_kind("mixture") for part in model.parts):
+        yield along(*ROUTING_AXES), "", 0
+    for axes, peers in _activation_axes(model, spot.activation_key):
         yield along(*axes), "", peers
-    for counts in _copies(model, spot.shards):
+    for counts in _replica_groups(model, spot.weight_key):
         yield dict(counts), "", 0
 
 
-@lru_cache(KEPT)
-def _activations(model: Model, inside: Spot) -> tuple[tuple[tuple[str, ...], int], ...]:
+@lru_cache(CACHE_SIZE)
+def _activation_axes(
+    model: ModelSpec, inside: ShardingKey
+) -> tuple[tuple[tuple[str, ...], int], ...]:
     """Axes over which layers communicate activations, and ranks that an all-to-all sends to."""
     degrees = dict(zip(AXES, inside.degrees, strict=True))
     tokens = degrees["row"] * degrees["col"]  # enough for each rank to have some
-    flow = Flow(tokens, tokens, itemsize=2, statistics=4)
+    flow = ActivationShape(tokens, tokens, itemsize=2, statistics_itemsize=4)
     found = dict[tuple[str, ...], int]()
     for part in model.parts:
-        for row in pass_rows(model, part, inside, flow):
+        for row in pass_volumes(model, part, inside, flow):
             peers = degrees["expert"] - 1 if row.op == "all_to_all" else 0
             found[row.axis] = max(found.get(row.axis, 0), peers)
     return tuple(found.items())
 
 
-@lru_cache(KEPT)
-def _copies(model: Model, shards: Spot) -> tuple[tuple[tuple[str, int], ...], ...]:
+@lru_cache(CACHE_SIZE)
+def _replica_groups(
+    model: ModelSpec, shards: ShardingKey
+) -> tuple[tuple[tuple[str, int], ...], ...]:
     """Ranks of each axis that hold the same part of a weight, for all kinds of weights."""
     degrees = dict(zip(AXES, shards.degrees, strict=True))
-    pieces = (piece for part in model.parts for piece in pieces_of(model, part, shards))
-    same = (tuple(spec.copies(piece.sharding, degrees).items()) for piece in pieces)
+    pieces = (piece for part in model.parts for piece in block_param_specs(model, part, shards))
+    same = (tuple(spec.replicas_per_axis(piece.sharding, degrees).items()) for piece in pieces)
     return tuple(dict.fromkeys(same))

@@ -14,11 +14,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-TRIES = 3
+MEASURE_TRIES = 3
 
 
 @dataclass(frozen=True)
-class Rates:
+class DeviceRates:
     """What a device does in a second."""
 
     flops: float
@@ -33,57 +33,57 @@ class Rates:
     """Parameters that the host's processors update."""
 
 
-def measured(device: torch.device, dtype: torch.dtype) -> Rates:
+def measure_rates(device: torch.device, dtype: torch.dtype) -> DeviceRates:
     """The rates of a device, in well under a second."""
     with torch.no_grad():
-        to_device, to_host = _link(device)
-        flops, memory = _products(device, dtype), _memory(device)
+        to_device, to_host = _host_link_rates(device)
+        flops, memory = _matmul_rate(device, dtype), _memory_rate(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return Rates(flops, memory, to_device, to_host, _adam(_bytes(device) // 2))
+    return DeviceRates(flops, memory, to_device, to_host, _cpu_adam_rate(_copy_bytes(device) // 2))
 
 
-def _best(device: torch.device, work: Callable[[], object]) -> float:
+def _time_best(device: torch.device, work: Callable[[], object]) -> float:
     """Seconds of the fastest of a few tries."""
     times = []
-    for i in range(TRIES + 1):  # the first one warms up
-        _settle(device)
+    for i in range(MEASURE_TRIES + 1):  # the first one warms up
+        _synchronize(device)
         start = time.perf_counter()
         work()
-        _settle(device)
+        _synchronize(device)
         times.append((i, time.perf_counter() - start))
     return max(min(seconds for i, seconds in times if i), 1e-9)
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _products(device: torch.device, dtype: torch.dtype) -> float:
+def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     size = 8192 if device.type == "cuda" else 384
     x, y = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    return 2.0 * size**3 / _best(device, lambda: x @ y)
+    return 2.0 * size**3 / _time_best(device, lambda: x @ y)
 
 
-def _memory(device: torch.device) -> float:
-    x = torch.zeros(_bytes(device), dtype=torch.uint8, device=device)
+def _memory_rate(device: torch.device) -> float:
+    x = torch.zeros(_copy_bytes(device), dtype=torch.uint8, device=device)
     y = torch.zeros_like(x)
-    return 2.0 * x.numel() / _best(device, lambda: y.copy_(x))
+    return 2.0 * x.numel() / _time_best(device, lambda: y.copy_(x))
 
 
-def _bytes(device: torch.device) -> int:
+def _copy_bytes(device: torch.device) -> int:
     return 2**27 if device.type == "cuda" else 2**23
 
 
-def _link(device: torch.device) -> tuple[float, float]:
+def _host_link_rates(device: torch.device) -> tuple[float, float]:
     """Bytes a second to the device and from it, both at once; a bus may slow down then."""
-    size, cuda = _bytes(device), device.type == "cuda"
+    size, cuda = _copy_bytes(device), device.type == "cuda"
     host = [torch.zeros(size, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
     there = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2)]
     ways: list[tuple[Tensor, Tensor]] = [(there[0], host[0]), (host[1], there[1])]
     if not cuda:
-        one, other = (size / _best(device, partial(into.copy_, x)) for into, x in ways)
+        one, other = (size / _time_best(device, partial(into.copy_, x)) for into, x in ways)
         return one, other
     lanes = [torch.cuda.Stream(device) for _ in ways]
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in ways]
@@ -96,17 +96,17 @@ def _link(device: torch.device) -> tuple[float, float]:
                 done.record()
 
     rates = [0.0, 0.0]
-    for _ in range(TRIES):
+    for _ in range(MEASURE_TRIES):
         work()
-        _settle(device)
+        _synchronize(device)
         taken = [begun.elapsed_time(done) / 1e3 for begun, done in marks]
         rates = [max(rate, size / max(t, 1e-9)) for rate, t in zip(rates, taken, strict=True)]
     return rates[0], rates[1]
 
 
-def _adam(size: int) -> float:
+def _cpu_adam_rate(size: int) -> float:
     """Parameters a second of torch's fused AdamW on the host, of so many, beyond its caches."""
     param = torch.zeros(size, requires_grad=True)
     param.grad = torch.zeros(size)
     optimizer = torch.optim.AdamW([param], fused=True)
-    return size / _best(torch.device("cpu"), optimizer.step)
+    return size / _time_best(torch.device("cpu"), optimizer.step)

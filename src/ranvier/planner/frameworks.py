@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from ranvier.config.plan import Plan
     from ranvier.planner.cluster import Cluster
-    from ranvier.planner.memory.breakdown import Table
-    from ranvier.planner.model_spec import Model
-    from ranvier.planner.predict import Job, Layout
-    from ranvier.planner.time.communication import Places, Spoken
-    from ranvier.planner.time.compute import Setup
+    from ranvier.planner.memory.breakdown import MemoryBreakdown
+    from ranvier.planner.model_spec import ModelSpec
+    from ranvier.planner.predict import Candidate, Workload
+    from ranvier.planner.time.communication import CommTime, RankGroups
+    from ranvier.planner.time.compute import ComputeContext
 
-Attention = Literal["scores", "flash1", "flash2", "flash3"]
+AttentionKernel = Literal["scores", "flash1", "flash2", "flash3"]
 
-FLASH: Mapping[str, Mapping[int, tuple[float, float]]] = {
+FLASH_EFFICIENCY: Mapping[str, Mapping[int, tuple[float, float]]] = {
     "flash1": {70: (0.40, 0.30), 80: (0.50, 0.45), 90: (0.37, 0.31), 100: (0.30, 0.25)},
     "flash2": {70: (0.40, 0.30), 80: (0.70, 0.60), 90: (0.45, 0.40), 100: (0.30, 0.25)},
     "flash3": {70: (0.40, 0.30), 80: (0.70, 0.60), 90: (0.75, 0.60), 100: (0.70, 0.60)},
@@ -35,96 +35,101 @@ FlashAttention-2 (arXiv 2307.08691): 190 and 165 on an A100, 335 on an H100; Fla
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runtime:
+class FrameworkProfile:
     """A framework at work."""
 
     name: str
-    attention: Attention = "flash2"
+    attention: AttentionKernel = "flash2"
     """scores: matrix products with all scores written to memory, softmax and dropout kernels."""
-    sequence: bool = True
+    sequence_parallel: bool = True
     """Whether norms, dropouts and residuals are split over row as well (sequence parallelism)."""
-    passes: float = 1.0
+    elementwise_passes: float = 1.0
     """Reads and writes of what is between matrix products, over those of kernels fused by hand."""
-    compiled: float = 0.8
+    compiled_passes: float = 0.8
     """The same of a compiled block."""
-    stream: float = 1.0
+    bandwidth_factor: float = 1.0
     """Rate of its kernels that only read and write, over that of usual ones (`Reach.memory`)."""
-    loss: int = 20
+    loss_bytes_per_logit: int = 20
     """Bytes of a logit that are read and written: cast, softmax, its gradient, cast."""
-    kernels: int = 30
+    kernels_per_block: int = 30
     """Launched in the forward pass of a block."""
-    blocking: bool = False
+    launch_blocking: bool = False
     """Whether the host waits for each kernel (CUDA_LAUNCH_BLOCKING)."""
-    casts: Literal["fused", "apart"] = "apart"
+    fp8_casts: Literal["fused", "apart"] = "apart"
     """Whether values are cast to 8 bits by the kernel that makes them, and weights once a step."""
-    hidden_row: float = 0.0
+    row_overlap: float = 0.0
     """Share of the communication over row that runs beside matrix products."""
-    hidden_dx: bool = False
+    overlaps_dx: bool = False
     """Whether what is reduced in backward over row runs beside the product of dW."""
-    graphs: bool = True
+    overlaps_in_graphs: bool = True
     """Whether compiled blocks overlap as others do."""
-    hidden_data: bool = True
+    overlaps_grad_reduction: bool = True
     """Whether gradients are reduced while the backward pass still runs."""
-    hidden_pipe: float = 0.0
+    pipe_overlap: float = 0.0
     """Share of the messages between stages that runs beside compute."""
-    gradient: int = 4
+    grad_bytes: int = 4
     """Bytes of a gradient, kept and reduced."""
-    fused_gradient: bool = False
+    fused_grad_accumulation: bool = False
     """Whether products add into the gradient themselves."""
-    states: int = 12
+    state_bytes: int = 12
     """Bytes of master weight and moments of a parameter."""
-    sharded: bool = True
+    shards_states: bool = True
     """Whether states are split over data."""
-    scatter: bool = True
+    scatters_messages: bool = True
     """Whether ranks of a row send parts of a message to the next stage, not all the whole."""
-    cut: Literal["equal", "balanced"] = "equal"
+    stage_partition: Literal["equal", "balanced"] = "equal"
     """Stages: equal numbers of blocks (or of blocks, embedding and head, where that divides), or by
     their work."""
-    selective: Literal["attention", "half", "small"] = "attention"
+    selective_recompute: Literal["attention", "half", "small"] = "attention"
     """What selective recomputation computes again: attention; every other matrix product and all
     between them; all between them."""
-    reserve: float = 0.05
+    allocator_reserve: float = 0.05
     """What the allocator holds and no tensor has, over all that tensors have."""
-    returned: float = 0.5
+    released_reserve: float = 0.5
     """Share of that which it gives back before a run is out of memory."""
-    context: float = 1.5e9
+    context_bytes: float = 1.5e9
     """Bytes of the device that no tensor has: context, libraries, and NCCL, but for ours, whose
     communicators are counted (`communicators`)."""
-    margin: float = 0.0
+    memory_margin: float = 0.0
     """Share of the device's memory that must stay free."""
     source: str = ""
 
 
-class Foreign(Runtime, ABC):
+class Foreign(FrameworkProfile, ABC):
     """A runtime that is not ours: what ours counts follows from formulas of its own."""
 
     @abstractmethod
-    def memory(self, job: Job, layout: Layout) -> Table:
+    def memory(self, job: Workload, layout: Candidate) -> MemoryBreakdown:
         """Bytes of its worst stage by category."""
 
     @abstractmethod
     def spoken(
-        self, model: Model, plan: Plan, setup: Setup, cluster: Cluster, places: Places
-    ) -> Spoken:
+        self,
+        model: ModelSpec,
+        plan: Plan,
+        setup: ComputeContext,
+        cluster: Cluster,
+        places: RankGroups,
+    ) -> CommTime:
         """Seconds that a rank communicates in a step."""
 
 
-OURS = Runtime(
+RANVIER = FrameworkProfile(
     name="ranvier",
     attention="flash3",
-    passes=4.8,
-    compiled=1.0,
-    stream=1.5,
-    loss=7,
-    kernels=70,
-    hidden_dx=True,
-    graphs=False,
-    selective="small",
-    cut="balanced",
-    context=0.63e9,
-    margin=0.04,
-    reserve=0.03,
-    returned=0.0,
+    elementwise_passes=4.8,
+    compiled_passes=1.0,
+    bandwidth_factor=1.5,
+    loss_bytes_per_logit=7,
+    kernels_per_block=70,
+    overlaps_dx=True,
+    overlaps_in_graphs=False,
+    selective_recompute="small",
+    stage_partition="balanced",
+    context_bytes=0.63e9,
+    memory_margin=0.04,
+    allocator_reserve=0.03,
+    released_reserve=0.0,
     source="this package: three overlaps, sequence split over row, gradients in fp32 once they are "
     "added up or reduced, stages cut by work; kernels as profiled (docs/benchmarks.md): cuDNN's "
     "attention, 0.9 of the bandwidth, three passes over logits",

@@ -28,26 +28,32 @@ from typing import Protocol
 
 from ranvier.config.plan import divisors
 from ranvier.errors import PlanError
-from ranvier.models.config import SIZES, DecoderConfig
-from ranvier.planner.search import Result
+from ranvier.models.config import MODEL_SIZES, DecoderConfig
+from ranvier.planner.search import SearchResult
 
-DAY = 86400.0
-UNITS = {"hour": 3600.0, "day": DAY, "week": 7 * DAY, "month": 30 * DAY, "year": 365 * DAY}
-SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-MOST = 4096
+SECONDS_PER_DAY = 86400.0
+TIME_UNITS = {
+    "hour": 3600.0,
+    "day": SECONDS_PER_DAY,
+    "week": 7 * SECONDS_PER_DAY,
+    "month": 30 * SECONDS_PER_DAY,
+    "year": 365 * SECONDS_PER_DAY,
+}
+COUNT_SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
+MAX_NODES = 4096
 """Nodes of the largest cluster that is tried."""
-GAIN = 1.05
+MAX_NODE_SPEEDUP = 1.05
 """How much faster than the best node seen one of fewer may be: fewer are looked at up to there."""
-LOOKS = 16
+MAX_QUICK_SEARCHES = 16
 """But so many numbers at most."""
-SHAPE = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")
+SHAPE_FIELDS = ("layers", "embed", "heads", "kv_heads", "head_dim", "mlp")
 """Fields of a model that a number of parameters decides."""
-WIDTHS = (256, 512, 768, 1024, 1536, *range(2048, 65536, 1024))
-RATIO, VOCAB = 110.0, 128256
+MODEL_WIDTHS = (256, 512, 768, 1024, 1536, *range(2048, 65536, 1024))
+WIDTH_PER_LAYER, LLAMA3_VOCAB = 110.0, 128256
 """Width / layers of Llama 3 (102 to 130), and its vocabulary."""
-LIKE = 0.15
+SIZE_TOLERANCE = 0.15
 """How far a number of parameters may be from that of a named size and still mean it."""
-FORM = "Write for example '70B, 2T tokens, 30 days' or 'llama3-8b, 15T tokens, 2 weeks'."
+GOAL_EXAMPLES = "Write for example '70B, 2T tokens, 30 days' or 'llama3-8b, 15T tokens, 2 weeks'."
 
 
 @dataclass(frozen=True)
@@ -62,84 +68,86 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Reached:
+class GoalResult:
     """The fewest nodes that reach a goal, or the fastest there are."""
 
     nodes: int
-    result: Result
+    result: SearchResult
     seconds: float
     """Of all tokens."""
-    enough: bool
-    fewer: tuple[int, float] | None = None
+    meets_goal: bool
+    next_fewer: tuple[int, float] | None = None
     """The next smaller number that could share the job, and its seconds, where a layout fits."""
 
     @property
     def device_hours(self) -> float:
         """What it costs."""
-        return self.seconds * self.result.wish.world / 3600.0
+        return self.seconds * self.result.request.world_size / 3600.0
 
 
-def parse(text: str) -> Goal:
+def parse_goal(text: str) -> Goal:
     """A goal from words with commas between them."""
     tokens, seconds, size, parameters = 0.0, 0.0, "", 0.0
     for word in filter(None, (part.strip().lower() for part in text.split(","))):
-        if word in SIZES:
+        if word in MODEL_SIZES:
             size = word
         elif match := re.fullmatch(r"([\d.]+)\s*([kmbt]?)\s*tokens?", word):
-            tokens = _number(match[1], match[2], word)
+            tokens = _parse_number(match[1], match[2], word)
         elif match := re.fullmatch(r"([\d.]+)\s*(hour|day|week|month|year)s?", word):
-            seconds = _number(match[1], "", word) * UNITS[match[2]]
+            seconds = _parse_number(match[1], "", word) * TIME_UNITS[match[2]]
         elif match := re.fullmatch(r"([\d.]+)\s*([kmbt])(\s*(parameters|params|model))?", word):
-            parameters = _number(match[1], match[2], word)
+            parameters = _parse_number(match[1], match[2], word)
         else:
             raise PlanError(
                 f"goal: {word!r} is no size, no number of tokens and no time. A size is a number "
-                f"of parameters or one of {', '.join(SIZES)}. {FORM}"
+                f"of parameters or one of {', '.join(MODEL_SIZES)}. {GOAL_EXAMPLES}"
             )
     missing = [name for name, value in (("tokens", tokens), ("time", seconds)) if not value]
     if missing:
         raise PlanError(
             f"goal={text!r} has no {' and no '.join(missing)}. A goal is a number of tokens within "
-            f"a time. {FORM}"
+            f"a time. {GOAL_EXAMPLES}"
         )
-    return Goal(tokens, seconds, size or named(parameters), parameters)
+    return Goal(tokens, seconds, size or nearest_named_size(parameters), parameters)
 
 
-def _number(digits: str, scale: str, word: str) -> float:
+def _parse_number(digits: str, scale: str, word: str) -> float:
     try:
-        value = float(digits) * SCALE[scale]
+        value = float(digits) * COUNT_SUFFIXES[scale]
     except ValueError:
         value = 0.0
     if not 0.0 < value < 1e20:
-        raise PlanError(f"goal: {word!r} is no number above 0. {FORM}")
+        raise PlanError(f"goal: {word!r} is no number above 0. {GOAL_EXAMPLES}")
     return value
 
 
-def named(parameters: float) -> str:
+def nearest_named_size(parameters: float) -> str:
     """The named size with about so many parameters; empty if there is none."""
     from ranvier.config.sections import ModelConfig
 
-    counts = {name: ModelConfig.of(name).parameters for name in SIZES}
+    counts = {name: ModelConfig.from_size(name).num_parameters for name in MODEL_SIZES}
     near = min(counts, key=lambda name: abs(counts[name] - parameters))
-    return near if abs(counts[near] - parameters) <= LIKE * parameters else ""
+    return near if abs(counts[near] - parameters) <= SIZE_TOLERANCE * parameters else ""
 
 
-def shape(parameters: float) -> DecoderConfig:
+def llama_like_config(parameters: float) -> DecoderConfig:
     """A decoder like Llama 3 with about so many parameters.
 
     Large ones have a width of a multiple of 1024; the MLP 3.5 times as wide, and width
     / layers as near to that of Llama 3 as it gets.
     """
-    made = [_like_llama(embed, parameters) for embed in WIDTHS]
-    return min(made, key=lambda config: abs(math.log(config.embed / config.layers / RATIO)))
+    made = [_llama_config_of_width(embed, parameters) for embed in MODEL_WIDTHS]
+    return min(
+        made, key=lambda config: abs(math.log(config.embed / config.layers / WIDTH_PER_LAYER))
+    )
 
 
-def _like_llama(embed: int, parameters: float) -> DecoderConfig:
+def _llama_config_of_width(embed: int, parameters: float) -> DecoderConfig:
     """As many layers of this width as make so many parameters, an even number."""
     heads, mlp = embed // 128, embed * 7 // 2
     kv_heads = heads if heads % 8 else 8
     block = 2 * embed * (heads + kv_heads) * 128 + 3 * embed * mlp
-    layers = max(round((parameters - 2 * VOCAB * embed) / block / 2) * 2, 2)
+    layers = max(round((parameters - 2 * LLAMA3_VOCAB * embed) / block / 2) * 2, 2)
     return DecoderConfig(
         layers=layers,
         embed=embed,
@@ -147,109 +155,125 @@ def _like_llama(embed: int, parameters: float) -> DecoderConfig:
         kv_heads=kv_heads,
         head_dim=128,
         mlp=mlp,
-        vocab=VOCAB,
+        vocab=LLAMA3_VOCAB,
         max_seq=8192,
     )
 
 
-def guess(goal: Goal, parameters: float, peak: float) -> int:
+def guess_nodes(goal: Goal, parameters: float, peak: float) -> int:
     """Nodes of this peak (FLOPs a second of a node) that would do at 40 % of it."""
     return max(round(6.0 * parameters * goal.tokens / goal.seconds / (0.4 * peak)), 1)
 
 
-class Searches(Protocol):
+class NodeSearch(Protocol):
     """What `fewest` asks of a cluster."""
 
-    def able(self, nodes: int) -> bool:
+    def can_share_evenly(self, nodes: int) -> bool:
         """Whether so many nodes can share the job evenly, whatever memory says."""
 
-    def quick(self, nodes: int) -> Result | None:
+    def quick_search(self, nodes: int) -> SearchResult | None:
         """A look at some layouts there; None if none of these fits."""
 
-    def whole(self, nodes: int) -> Result | None:
+    def full_search(self, nodes: int) -> SearchResult | None:
         """All layouts there; None if none fits."""
 
 
-class Tries:
+class NodeTrials:
     """Numbers of nodes that were tried, each with the best that was seen there."""
 
-    def __init__(self, goal: Goal, searches: Searches, told: Callable[[Reached], None]) -> None:
-        self.goal, self.able, self.told = goal, cache(searches.able), told
-        self.quick, self.whole = searches.quick, cache(searches.whole)
-        self.seen: dict[int, Reached] = {}
+    def __init__(
+        self, goal: Goal, searches: NodeSearch, told: Callable[[GoalResult], None]
+    ) -> None:
+        self.goal, self.can_share_evenly, self.on_progress = (
+            goal,
+            cache(searches.can_share_evenly),
+            told,
+        )
+        self.quick_search, self.full_search = searches.quick_search, cache(searches.full_search)
+        self.best_by_nodes: dict[int, GoalResult] = {}
 
-    def reaches(self, nodes: int, *, whole: bool = False) -> bool:
+    def reaches_goal(self, nodes: int, *, whole: bool = False) -> bool:
         """Whether so many nodes are seen to reach the goal."""
-        result = self.whole(nodes) if whole else self.quick(nodes)
-        before = self.seen.get(nodes)
-        if result is not None and result.found:
-            seconds = self.goal.tokens / result.best.prediction.rate
+        result = self.full_search(nodes) if whole else self.quick_search(nodes)
+        before = self.best_by_nodes.get(nodes)
+        if result is not None and result.feasible_candidates:
+            seconds = self.goal.tokens / result.best.prediction.tokens_per_second
             if before is None or seconds <= before.seconds:
-                self.seen[nodes] = Reached(nodes, result, seconds, seconds <= self.goal.seconds)
-                self.told(self.seen[nodes])
-        return nodes in self.seen and self.seen[nodes].enough
+                self.best_by_nodes[nodes] = GoalResult(
+                    nodes, result, seconds, seconds <= self.goal.seconds
+                )
+                self.on_progress(self.best_by_nodes[nodes])
+        return nodes in self.best_by_nodes and self.best_by_nodes[nodes].meets_goal
 
-    def first(self, numbers: Iterable[int]) -> int:
+    def first_shareable(self, numbers: Iterable[int]) -> int:
         """The first of some numbers that can share the job; 0 if none can."""
-        return next((n for n in numbers if self.able(n)), 0)
+        return next((n for n in numbers if self.can_share_evenly(n)), 0)
 
-    def fastest(self) -> Reached | None:
+    def fastest_result(self) -> GoalResult | None:
         """The one that takes least time."""
-        return min(self.seen.values(), key=lambda one: (one.seconds, one.nodes), default=None)
+        return min(
+            self.best_by_nodes.values(), key=lambda one: (one.seconds, one.nodes), default=None
+        )
 
-    def near(self, nodes: int) -> list[int]:
+    def fewer_nodes_to_try(self, nodes: int) -> list[int]:
         """Fewer nodes to look at: those that divide best, of all that need not be more than GAIN
         times as fast as any seen."""
-        pace = max(1.0 / (one.seconds * one.nodes) for one in self.seen.values())
-        least = math.ceil(1.0 / (self.goal.seconds * pace * GAIN))
-        able = filter(self.able, sorted(range(least, nodes), key=lambda n: (-len(divisors(n)), n)))
-        return list(itertools.islice(able, LOOKS))
+        pace = max(1.0 / (one.seconds * one.nodes) for one in self.best_by_nodes.values())
+        least = math.ceil(1.0 / (self.goal.seconds * pace * MAX_NODE_SPEEDUP))
+        able = filter(
+            self.can_share_evenly, sorted(range(least, nodes), key=lambda n: (-len(divisors(n)), n))
+        )
+        return list(itertools.islice(able, MAX_QUICK_SEARCHES))
 
 
-def fewest(
+def find_fewest_nodes(
     goal: Goal,
-    searches: Searches,
+    searches: NodeSearch,
     *,
     first: int = 1,
-    most: int = MOST,
-    told: Callable[[Reached], None] = lambda _: None,
-) -> Reached | None:
+    most: int = MAX_NODES,
+    told: Callable[[GoalResult], None] = lambda _: None,
+) -> GoalResult | None:
     """The fewest nodes that reach a goal; else the fastest up to `most`; None if nothing fits.
 
     first: a guess. told: is told of each number of nodes that was tried.
     """
-    tries = Tries(goal, searches, told)
-    low, high = 0, tries.first(_few_divisors(min(first, most)))
-    high = high or tries.first(range(min(first, most), 0, -1)) or tries.first(range(1, most + 1))
+    tries = NodeTrials(goal, searches, told)
+    low, high = 0, tries.first_shareable(_few_divisors(min(first, most)))
+    high = (
+        high
+        or tries.first_shareable(range(min(first, most), 0, -1))
+        or tries.first_shareable(range(1, most + 1))
+    )
     while (
         high
-        and not tries.reaches(high)
-        and not (high not in tries.seen and tries.reaches(high, whole=True))
+        and not tries.reaches_goal(high)
+        and not (high not in tries.best_by_nodes and tries.reaches_goal(high, whole=True))
     ):
         low = high
-        high = tries.first(range(min(2 * low, most), low, -1))
+        high = tries.first_shareable(range(min(2 * low, most), low, -1))
     if not high:
-        best = tries.fastest()
+        best = tries.fastest_result()
         if best is not None:
-            tries.reaches(best.nodes, whole=True)
-        return tries.fastest()
-    while middle := tries.first(_from_middle(low, high)):
-        low, high = (low, middle) if tries.reaches(middle) else (middle, high)
-    found = tries.seen[_sure(tries, high)]
-    less = tries.seen.get(tries.first(range(found.nodes - 1, 0, -1)))
-    return replace(found, fewer=None if less is None else (less.nodes, less.seconds))
+            tries.reaches_goal(best.nodes, whole=True)
+        return tries.fastest_result()
+    while middle := tries.first_shareable(_from_middle(low, high)):
+        low, high = (low, middle) if tries.reaches_goal(middle) else (middle, high)
+    found = tries.best_by_nodes[_confirm_fewest(tries, high)]
+    less = tries.best_by_nodes.get(tries.first_shareable(range(found.nodes - 1, 0, -1)))
+    return replace(found, next_fewer=None if less is None else (less.nodes, less.seconds))
 
 
-def _sure(tries: Tries, high: int) -> int:
+def _confirm_fewest(tries: NodeTrials, high: int) -> int:
     """The number of nodes below which none is seen to do; all layouts of the next are searched."""
     while True:
         for whole in (False, True):  # the best of its own layouts, carried over, may show more
-            tries.reaches(high, whole=whole)
-            fewer = min(filter(tries.reaches, tries.near(high)), default=0)
+            tries.reaches_goal(high, whole=whole)
+            fewer = min(filter(tries.reaches_goal, tries.fewer_nodes_to_try(high)), default=0)
             if fewer:
                 break
-        below = tries.first(range(high - 1, 0, -1))
-        if not fewer and below and tries.reaches(below, whole=True):
+        below = tries.first_shareable(range(high - 1, 0, -1))
+        if not fewer and below and tries.reaches_goal(below, whole=True):
             fewer = below
         if not fewer:
             return high

@@ -5,75 +5,96 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ranvier.html import scatter as charts
-from ranvier.html.number_format import percent, short
-from ranvier.html.page import document, section, table, text_block
-from ranvier.html.plot import escaped
-from ranvier.html.scatter import Group, bars, scatter
+from ranvier.html.number_format import format_number, format_percent
+from ranvier.html.page import render_document, render_section, render_table, render_text_block
+from ranvier.html.plot import escape_html
+from ranvier.html.scatter import PointGroup, scatter_plot, stacked_bars
 from ranvier.planner import explain
-from ranvier.planner.baselines import FAMILIES, Found, family, rivals
+from ranvier.planner.baselines import FAMILIES, PredictedCandidate, find_baselines, layout_family
 from ranvier.planner.memory.breakdown import GIB
 from ranvier.planner.predict import Prediction
-from ranvier.planner.search import Result
+from ranvier.planner.search import SearchResult
 
-SLOWEST = 5.0
+MAX_TIME_RATIO = 5.0
 """Layouts that take so many times as long as the best are left out of the chart."""
-LARGEST = 2.5
+MAX_MEMORY_RATIO = 2.5
 """Those that need so many times the memory there is, too."""
-MERGED = {"bubble": "pipe", "context": "row", "expert": "row"} | dict.fromkeys(
+MERGED_PARTS = {"bubble": "pipe", "context": "row", "expert": "row"} | dict.fromkeys(
     ("host", "update", "other"), "rest"
 )
-PARTS = ("compute", "row", "depth", "col", "data", "attention", "again", "pipe", "rest")
+BAR_PARTS = ("compute", "row", "depth", "col", "data", "attention", "again", "pipe", "rest")
 """Parts of a step by their colours; pipe: messages and stages that wait; rest: update, host."""
 
 
-def page(result: Result, *, title: str, top: int, command: str, notes: Sequence[str] = ()) -> str:
+def render_report(
+    result: SearchResult, *, title: str, top: int, command: str, notes: Sequence[str] = ()
+) -> str:
     """The whole page."""
     it = result.best.prediction
     low, high = it.interval
     cards = (
-        ("step", explain.seconds(it.total), f"{explain.seconds(low)} to {explain.seconds(high)}"),
-        ("tokens/s", short(it.rate), f"{short(it.rate / result.wish.world)} a device"),
-        ("MFU", percent(it.mfu), ""),
-        ("memory", f"{it.memory.total / GIB:.1f} GiB", f"of {it.limit / GIB:.1f} GiB"),
-        ("layouts", f"{result.count:,}", f"{result.seconds:.1f} s, {len(result.found):,} fit"),
+        (
+            "step",
+            explain.format_seconds(it.step_seconds),
+            f"{explain.format_seconds(low)} to {explain.format_seconds(high)}",
+        ),
+        (
+            "tokens/s",
+            format_number(it.tokens_per_second),
+            f"{format_number(it.tokens_per_second / result.request.world_size)} a device",
+        ),
+        ("MFU", format_percent(it.mfu), ""),
+        ("memory", f"{it.memory.total_bytes / GIB:.1f} GiB", f"of {it.limit / GIB:.1f} GiB"),
+        (
+            "layouts",
+            f"{result.num_candidates:,}",
+            f"{result.search_seconds:.1f} s, {len(result.feasible_candidates):,} fit",
+        ),
     )
     inner = "".join(
-        f"<div><dt>{escaped(a)}</dt><dd>{escaped(b)}</dd><dd>{escaped(c)}</dd></div>"
+        f"<div><dt>{escape_html(a)}</dt><dd>{escape_html(b)}</dd><dd>{escape_html(c)}</dd></div>"
         for a, b, c in cards
     )
     body = [
         '<p class="kind">ranvier plan</p>',
-        f"<h1>{escaped(title)}</h1>",
-        *(f"<p>{escaped(text)}</p>" for text in explain.why(result)),
-        *(f'<p class="muted">{escaped(text)}</p>' for text in notes),
-        text_block(command),
+        f"<h1>{escape_html(title)}</h1>",
+        *(f"<p>{escape_html(text)}</p>" for text in explain.explain_choice(result)),
+        *(f'<p class="muted">{escape_html(text)}</p>' for text in notes),
+        render_text_block(command),
         f'<dl class="cards">{inner}</dl>',
-        section("All layouts", _chart(result)),
-        section("Where the time goes", _bars(result, top)),
-        section("The best layouts", _table(explain.distinct(result.found, top))),
-        section("Rivals", _rivals(result)),
-        section("Memory of the best", _memory(it)),
+        render_section("All layouts", _render_chart(result)),
+        render_section("Where the time goes", _render_bars(result, top)),
+        render_section(
+            "The best layouts",
+            _render_candidates(explain.distinct_candidates(result.feasible_candidates, top)),
+        ),
+        render_section("Rivals", _render_baselines(result)),
+        render_section("Memory of the best", _render_memory(it)),
     ]
-    whole = f"<style>{charts.STYLE}</style>" + "\n".join(body)
-    return document(title, whole, script=charts.HOVER)
+    whole = f"<style>{charts.SCATTER_STYLE}</style>" + "\n".join(body)
+    return render_document(title, whole, script=charts.HOVER_SCRIPT)
 
 
-def _chart(result: Result) -> str:
+def _render_chart(result: SearchResult) -> str:
     """Time against memory of all layouts, coloured by family."""
     it = result.best.prediction
     groups, left = [], 0
     for colour, name in reversed([*enumerate(FAMILIES)]):  # few simple ones lie above many others
-        for faint, several in ((True, result.tight), (False, result.found)):
-            own = [one for one in several if family(one.plan) == name]
+        for faint, several in (
+            (True, result.oversized_candidates),
+            (False, result.feasible_candidates),
+        ):
+            own = [one for one in several if layout_family(one.plan) == name]
             shown = [one for one in own if is_shown(one, result)]
             left += len(own) - len(shown)
             if shown:
-                groups.append(_group(name, colour, shown, faint))
+                groups.append(_point_group(name, colour, shown, faint))
     said = (
-        f"Faint: needs more memory than there is. {left:,} that take more than {SLOWEST:g} times "
-        f"as long or need more than {LARGEST:g} times the memory are not drawn."
+        f"Faint: needs more memory than there is. {left:,} that take more than "
+        f"{MAX_TIME_RATIO:g} times "
+        f"as long or need more than {MAX_MEMORY_RATIO:g} times the memory are not drawn."
     )
-    figure = scatter(
+    figure = scatter_plot(
         groups,
         title="Step time against memory of a device",
         x_label="memory of a device, GiB",
@@ -81,28 +102,33 @@ def _chart(result: Result) -> str:
         limit=it.limit / GIB,
         limit_label=f"limit {it.limit / GIB:.1f} GiB",
     )
-    return f'{figure}<p class="muted">{escaped(said)}</p>'
+    return f'{figure}<p class="muted">{escape_html(said)}</p>'
 
 
-def is_shown(one: Found, result: Result) -> bool:
+def is_shown(one: PredictedCandidate, result: SearchResult) -> bool:
     """Whether the chart has a layout."""
     it, best = one.prediction, result.best.prediction
-    return it.total <= SLOWEST * best.total and it.memory.total <= LARGEST * best.limit
+    return (
+        it.step_seconds <= MAX_TIME_RATIO * best.step_seconds
+        and it.memory.total_bytes <= MAX_MEMORY_RATIO * best.limit
+    )
 
 
-def _group(name: str, colour: int, several: Sequence[Found], faint: bool) -> Group:
-    return Group(
+def _point_group(
+    name: str, colour: int, several: Sequence[PredictedCandidate], faint: bool
+) -> PointGroup:
+    return PointGroup(
         name,
         colour,
-        [one.prediction.memory.total / GIB for one in several],
-        [one.prediction.total for one in several],
-        [_told(one) for one in several],
+        [one.prediction.memory.total_bytes / GIB for one in several],
+        [one.prediction.step_seconds for one in several],
+        [_hover_text(one) for one in several],
         faint,
     )
 
 
-def _told(one: Found) -> str:
-    cells = dict(zip(explain.HEAD, explain.row(one), strict=True))
+def _hover_text(one: PredictedCandidate) -> str:
+    cells = dict(zip(explain.TABLE_HEADER, explain.table_row(one), strict=True))
     return (
         f"{cells['layout']}, micro-batch {cells['micro']}, recompute {cells['again']}\n"
         f"{cells['step']} a step, {cells['tok/s']} tok/s, MFU {cells['MFU']}, {cells['GiB']} GiB; "
@@ -110,43 +136,46 @@ def _told(one: Found) -> str:
     )
 
 
-def parts(prediction: Prediction) -> dict[str, float]:
+def merge_parts(prediction: Prediction) -> dict[str, float]:
     """The parts of a step as the bars show them."""
     out: dict[str, float] = {}
-    for name, value in prediction.parts.items():
-        name = MERGED.get(name, name)
+    for name, value in prediction.seconds_by_part.items():
+        name = MERGED_PARTS.get(name, name)
         out[name] = out.get(name, 0.0) + value
     return out
 
 
-def _bars(result: Result, top: int) -> str:
-    best = explain.distinct(result.found, top)
-    rows = [(f"{i}  {explain.layout(one)}", parts(one.prediction)) for i, one in enumerate(best, 1)]
-    others = rivals(result.found, result.wish.cluster.per_node)
+def _render_bars(result: SearchResult, top: int) -> str:
+    best = explain.distinct_candidates(result.feasible_candidates, top)
+    rows = [
+        (f"{i}  {explain.describe_candidate(one)}", merge_parts(one.prediction))
+        for i, one in enumerate(best, 1)
+    ]
+    others = find_baselines(result.feasible_candidates, result.request.cluster.per_node)
     rows += [
-        (f"best {name}: {explain.layout(one)}", parts(one.prediction))
+        (f"best {name}: {explain.describe_candidate(one)}", merge_parts(one.prediction))
         for name, one in others.items()
         if one not in best
     ]
-    return f"<figure>{bars(rows, title='Seconds of a step', names=PARTS)}</figure>"
+    return f"<figure>{stacked_bars(rows, title='Seconds of a step', names=BAR_PARTS)}</figure>"
 
 
-def _table(several: Sequence[Found]) -> str:
-    rows = [(i, *explain.row(one)) for i, one in enumerate(several, 1)]
-    return table(("", *explain.HEAD), rows)
+def _render_candidates(several: Sequence[PredictedCandidate]) -> str:
+    rows = [(i, *explain.table_row(one)) for i, one in enumerate(several, 1)]
+    return render_table(("", *explain.TABLE_HEADER), rows)
 
 
-def _rivals(result: Result) -> str:
-    best = rivals(result.found, result.wish.cluster.per_node)
-    ours = result.best.prediction.total
+def _render_baselines(result: SearchResult) -> str:
+    best = find_baselines(result.feasible_candidates, result.request.cluster.per_node)
+    ours = result.best.prediction.step_seconds
     rows = [
-        (name, *explain.row(one)[:7], f"{one.prediction.total / ours:.2f}")
+        (name, *explain.table_row(one)[:7], f"{one.prediction.step_seconds / ours:.2f}")
         for name, one in best.items()
     ]
-    return table(("best of", *explain.HEAD[:7], "times ours"), rows)
+    return render_table(("best of", *explain.TABLE_HEADER[:7], "times ours"), rows)
 
 
-def _memory(prediction: Prediction) -> str:
+def _render_memory(prediction: Prediction) -> str:
     it = prediction.memory
     names = [name for name in it.device if it.device[name] or it.host.get(name)]
     names += [name for name in it.host if name not in names]
@@ -154,4 +183,4 @@ def _memory(prediction: Prediction) -> str:
         (name, f"{it.device.get(name, 0) / GIB:.2f}", f"{it.host.get(name, 0) / GIB:.2f}")
         for name in names
     ]
-    return table(("GiB", "device", "host"), rows)
+    return render_table(("GiB", "device", "host"), rows)

@@ -11,19 +11,26 @@ from ranvier.planner import cluster
 from ranvier.planner.cluster import Cluster
 
 
-def path(device: str) -> Path:
+def measured_cluster_path(device: str) -> Path:
     """Where what was measured of a device on this host is kept."""
-    return launch.cache() / f"cluster-{_plain(platform.node())}-{_plain(device)}.toml"
+    return (
+        launch.cache_dir()
+        / f"cluster-{_slugify_name(platform.node())}-{_slugify_name(device)}.toml"
+    )
 
 
-def measured(device: str = "") -> Cluster | None:
+def load_measured_cluster(device: str = "") -> Cluster | None:
     """What was measured here, of a device or (empty) last; None if nothing was."""
     if device:
-        return cluster.read(path(device)) if path(device).exists() else None
-    own = launch.cache().glob(f"cluster-{_plain(platform.node())}-*.toml")
+        return (
+            cluster.read_cluster(measured_cluster_path(device))
+            if measured_cluster_path(device).exists()
+            else None
+        )
+    own = launch.cache_dir().glob(f"cluster-{_slugify_name(platform.node())}-*.toml")
     newest = max(own, key=lambda file: file.stat().st_mtime, default=None)
-    return None if newest is None else cluster.read(newest)
+    return None if newest is None else cluster.read_cluster(newest)
 
 
-def _plain(name: str) -> str:
+def _slugify_name(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-") or "none"

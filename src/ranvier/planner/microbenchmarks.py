@@ -28,60 +28,60 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ranvier.nn import float8
-from ranvier.nn.attention_backends import WAYS, Attend, takes
-from ranvier.nn.autotune import noise
+from ranvier.nn.attention_backends import BACKENDS, AttentionFunction, supports_inputs
+from ranvier.nn.autotune import random_tensors
 from ranvier.optim import fused_adamw
-from ranvier.optim.adamw import Scalars
+from ranvier.optim.adamw import UpdateScalars
 from ranvier.optim.low_precision_states import Moments
-from ranvier.planner.cluster import Fused, Product, Rate
+from ranvier.planner.cluster import AttentionRate, MatmulRate, MeasuredRate
 
-Row = Product | Fused | Rate
-Together = Callable[[], None]
-WARM = 3
+MeasuredRow = MatmulRate | AttentionRate | MeasuredRate
+Barrier = Callable[[], None]
+WARMUP_CALLS = 3
 """Calls before any is timed: libraries make their plans in the first."""
-BETWEEN = 16
+ELEMENTWISE_TENSORS = 16
 """Tensors that a few operations between products read and write, each into memory of its own."""
-HEAT = 3.0
+HEATUP_SECONDS = 3.0
 """Seconds of work before a device is measured."""
-MIDDLE = 16384
+ROWWISE_TOKENS = 16384
 """Tokens of products with a scale for each row."""
-CHAIN = 32
+CHAINED_OPS = 32
 """Small operations in a row."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def crowd(ranks: int) -> float:
+def ranks_per_core(ranks: int) -> float:
     """Ranks that want each core, 1 at least."""
     return max(ranks / (os.cpu_count() or 1), 1.0)
 
 
 @dataclass(frozen=True)
-class Shapes:
+class BenchmarkShapes:
     """What is measured."""
 
     matmuls: tuple[tuple[int, int, int], ...]
     """Tokens, features out, features in."""
     attention: tuple[tuple[int, int, int, int, int], ...]
     """Samples, tokens of each, heads, heads of keys, width of a head."""
-    stream: int
+    copy_bytes: int
     """Bytes of a tensor that is copied."""
-    adam: int
+    update_parameters: int
     """Parameters of an update."""
-    seconds: float
+    min_seconds: float
     """That a number is measured for."""
 
 
-WIDE = (
+CUDA_LAYER_SHAPES = (
     *((1024, 1024), (1536, 1024), (8192, 1024), (1024, 4096)),
     *((2048, 2048), (3072, 2048), (16384, 2048), (2048, 8192)),
     *((3072, 3072), (5120, 3072), (16384, 3072), (3072, 8192)),
     *((4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336)),
 )
 """Features out and in of the layers of models that a device of its own trains."""
-SMALL = ((96, 96), (192, 192), (768, 192), (192, 768))
-ON_CUDA = Shapes(
+HOST_LAYER_SHAPES = ((96, 96), (192, 192), (768, 192), (192, 768))
+CUDA_SHAPES = BenchmarkShapes(
     matmuls=(
-        *((t, o, i) for t in (4096, 16384, 32768) for o, i in WIDE),
+        *((t, o, i) for t in (4096, 16384, 32768) for o, i in CUDA_LAYER_SHAPES),
         *((t, 128256, i) for t in (1024, 4096) for i in (1024, 2048, 4096)),
         *((512, 4096, 4096), (128, 4096, 4096)),
     ),
@@ -89,70 +89,76 @@ ON_CUDA = Shapes(
         *((4, 4096, 16, 8, 64), (4, 4096, 32, 8, 64), (4, 4096, 24, 8, 128)),
         *((1, 4096, 32, 8, 128), (4, 2048, 32, 8, 128), (1, 16384, 32, 8, 128)),
     ),
-    stream=2**28,
-    adam=2**27,
-    seconds=0.03,
+    copy_bytes=2**28,
+    update_parameters=2**27,
+    min_seconds=0.03,
 )
-ON_HOST = Shapes(
+HOST_SHAPES = BenchmarkShapes(
     matmuls=(
-        *((t, o, i) for t in (96, 384, 1536) for o, i in SMALL),
+        *((t, o, i) for t in (96, 384, 1536) for o, i in HOST_LAYER_SHAPES),
         *((192, 4096, 192), (768, 4096, 192), (256, 1024, 1024)),
     ),
     attention=((1, 96, 3, 3, 64), (8, 96, 6, 6, 32), (2, 256, 8, 8, 64)),
-    stream=2**19,
-    adam=2**20,
-    seconds=0.01,
+    copy_bytes=2**19,
+    update_parameters=2**20,
+    min_seconds=0.01,
 )
 
 
 @dataclass
-class Gauge:
+class Microbenchmark:
     """A rank that measures, with others or alone."""
 
     device: torch.device
     ranks: int = 1
     """How many measure the same at the same time."""
-    together: Together = lambda: None
+    barrier: Barrier = lambda: None
     """Wait for all of them."""
-    shapes: Shapes = ON_HOST
-    kinds: tuple[str, ...] = ("fp32",)
+    shapes: BenchmarkShapes = HOST_SHAPES
+    dtypes: tuple[str, ...] = ("fp32",)
     """Types of products."""
-    said: Callable[[str], None] = lambda _: None
+    on_progress: Callable[[str], None] = lambda _: None
     """Told what is measured now."""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[MeasuredRow] = field(default_factory=list)
 
     @classmethod
-    def of(cls, device: torch.device, **rest: Any) -> Gauge:
+    def for_device(cls, device: torch.device, **rest: Any) -> Microbenchmark:
         """For a device, with the shapes and types that it has."""
         if device.type != "cuda":
             return cls(device, **rest)
         has = torch.cuda.is_bf16_supported(including_emulation=False)
         kinds: tuple[str, ...] = ("bf16" if has else "fp16", "fp32")
-        kinds += ("fp8", "fp8row") if has and float8.supported(device) else ()
-        return cls(device, shapes=ON_CUDA, kinds=kinds, **rest)
+        kinds += ("fp8", "fp8row") if has and float8.supports_device(device) else ()
+        return cls(device, shapes=CUDA_SHAPES, dtypes=kinds, **rest)
 
-    def all(self) -> list[Row]:
+    def run_all(self) -> list[MeasuredRow]:
         """All rows of a device."""
         with torch.no_grad():
-            self.heat()
-            for part in (self.launches, self.streams, self.updates, self.products, self.casts):
+            self.heat_up()
+            for part in (
+                self.benchmark_launches,
+                self.benchmark_memory,
+                self.benchmark_updates,
+                self.benchmark_matmuls,
+                self.benchmark_casts,
+            ):
                 self.rows += part()
-        self.rows += self.attended()
+        self.rows += self.benchmark_attention()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return self.rows
 
-    def seconds(self, work: Callable[[], object]) -> float:
+    def time_call(self, work: Callable[[], object]) -> float:
         """Of one call, as the mean of as many as fit into a while, begun together."""
-        for _ in range(WARM):
+        for _ in range(WARMUP_CALLS):
             work()
-        self.wait()
+        self.synchronize()
         begin = time.perf_counter()
         work()
-        self.wait()
+        self.synchronize()
         each = max(time.perf_counter() - begin, 1e-7)
-        count = max(min(int(self.shapes.seconds / each), 10_000), 2)
-        self.together()
+        count = max(min(int(self.shapes.min_seconds / each), 10_000), 2)
+        self.barrier()
         if self.device.type == "cuda":
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             first.record()
@@ -163,82 +169,93 @@ class Gauge:
             taken: float = first.elapsed_time(last) / 1e3
             return taken / count
         begin, busy, done = time.perf_counter(), time.process_time(), 0
-        while done < 2 or time.perf_counter() - begin < self.shapes.seconds:
+        while done < 2 or time.perf_counter() - begin < self.shapes.min_seconds:
             work()
             done += 1
         if torch.get_num_threads() > 1:
             return (time.perf_counter() - begin) / done
-        return (time.process_time() - busy) / done * crowd(self.ranks)
+        return (time.process_time() - busy) / done * ranks_per_core(self.ranks)
 
-    def heat(self) -> None:
+    def heat_up(self) -> None:
         """Have a device work until its clock is that of a long run: its power limit lowers it."""
         if self.device.type != "cuda":
             return
-        self.said("the device at work")
-        (x,) = noise([(8192, 8192)], DTYPES[self.kinds[0]], self.device)
+        self.on_progress("the device at work")
+        (x,) = random_tensors([(8192, 8192)], DTYPES[self.dtypes[0]], self.device)
         begin = time.perf_counter()
-        while time.perf_counter() - begin < HEAT:
+        while time.perf_counter() - begin < HEATUP_SECONDS:
             for _ in range(20):
                 x @ x
-            self.wait()
+            self.synchronize()
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Until the device has done all."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def rate(self, kind: str, value: float) -> Rate:
+    def rate_row(self, kind: str, value: float) -> MeasuredRate:
         """A row of one number."""
-        return Rate(kind, value, self.ranks)
+        return MeasuredRate(kind, value, self.ranks)
 
     # ---- what is measured ---------------------------------------------------------------
 
-    def products(self) -> Iterator[Row]:
+    def benchmark_matmuls(self) -> Iterator[MeasuredRow]:
         """Matrix products: forward, the gradient of the input, the gradient of the weight."""
-        for kind in self.kinds:
-            self.said(f"matrix products in {kind}")
+        for kind in self.dtypes:
+            self.on_progress(f"matrix products in {kind}")
             for tokens, out, into in self.shapes.matmuls:
                 if kind == "fp32" and self.device.type == "cuda" and out != into:
                     continue  # few train in it there
-                if kind == "fp8row" and tokens != MIDDLE:
+                if kind == "fp8row" and tokens != ROWWISE_TOKENS:
                     continue  # as products with one scale, a little slower at all sizes
-                for name, (m, n, k), seconds in self._products(kind, tokens, out, into):
-                    yield Product(m, n, k, kind, 2.0 * m * n * k / seconds, self.ranks, name)
+                for name, (m, n, k), seconds in self._time_matmuls(kind, tokens, out, into):
+                    yield MatmulRate(m, n, k, kind, 2.0 * m * n * k / seconds, self.ranks, name)
 
-    def _products(
+    def _time_matmuls(
         self, kind: str, t: int, o: int, i: int
     ) -> Iterator[tuple[str, tuple[int, int, int], float]]:
-        x, w, dy = noise([(t, i), (o, i), (t, o)], DTYPES.get(kind, torch.bfloat16), self.device)
+        x, w, dy = random_tensors(
+            [(t, i), (o, i), (t, o)], DTYPES.get(kind, torch.bfloat16), self.device
+        )
         forward, into, weight = (t, o, i), (t, i, o), (o, i, t)
         if kind in DTYPES:
-            yield "y", forward, self.seconds(lambda: x @ w.t())
-            yield "dx", into, self.seconds(lambda: dy @ w)
-            yield "dw", weight, self.seconds(lambda: dy.t() @ x)
+            yield "y", forward, self.time_call(lambda: x @ w.t())
+            yield "dx", into, self.time_call(lambda: dy @ w)
+            yield "dw", weight, self.time_call(lambda: dy.t() @ x)
             return
-        one = float8.Scaled("rowwise" if kind == "fp8row" else "tensorwise")
-        eighths = [one.both(a, t) for a, t in ((x, float8.E4M3), (w, float8.E4M3), (dy, one.wide))]
+        one = float8.Float8Linear("rowwise" if kind == "fp8row" else "tensorwise")
+        eighths = [
+            one.quantize_both(a, t)
+            for a, t in ((x, float8.E4M3), (w, float8.E4M3), (dy, one.grad_dtype))
+        ]
         (x8, x8t), (w8, w8t), (dy8, dy8t) = eighths
-        yield "y", forward, self.seconds(lambda: float8.times(x8, w8, x.dtype, fast=True))
-        yield "dx", into, self.seconds(lambda: float8.times(dy8, w8t, x.dtype))
-        yield "dw", weight, self.seconds(lambda: float8.times(dy8t, x8t, x.dtype))
+        yield "y", forward, self.time_call(lambda: float8.scaled_matmul(x8, w8, x.dtype, fast=True))
+        yield "dx", into, self.time_call(lambda: float8.scaled_matmul(dy8, w8t, x.dtype))
+        yield "dw", weight, self.time_call(lambda: float8.scaled_matmul(dy8t, x8t, x.dtype))
 
-    def casts(self) -> Iterator[Row]:
+    def benchmark_casts(self) -> Iterator[MeasuredRow]:
         """The largest magnitude of a tensor, then its numbers in 8 bits, as it lies and turned."""
-        if "fp8" not in self.kinds:
+        if "fp8" not in self.dtypes:
             return
-        one = float8.Scaled("tensorwise")
-        (x,) = noise([(16384, 4096)], torch.bfloat16, self.device)
-        yield self.rate("scale", x.nbytes / self.seconds(lambda: one.scales(x, float8.E4M3, 1)))
-        yield self.rate("cast", x.nbytes / self.seconds(lambda: one.plain(x, float8.E4M3)))
-        yield self.rate("both", x.nbytes / self.seconds(lambda: one.both(x, float8.E4M3)))
+        one = float8.Float8Linear("tensorwise")
+        (x,) = random_tensors([(16384, 4096)], torch.bfloat16, self.device)
+        yield self.rate_row(
+            "scale", x.nbytes / self.time_call(lambda: one.compute_scales(x, float8.E4M3, 1))
+        )
+        yield self.rate_row("cast", x.nbytes / self.time_call(lambda: one.quantize(x, float8.E4M3)))
+        yield self.rate_row(
+            "both", x.nbytes / self.time_call(lambda: one.quantize_both(x, float8.E4M3))
+        )
 
-    def streams(self) -> Iterator[Row]:
+    def benchmark_memory(self) -> Iterator[MeasuredRow]:
         """Copies inside the memory of the device."""
-        self.said("memory")
-        x = torch.zeros(self.shapes.stream, dtype=torch.uint8, device=self.device)
+        self.on_progress("memory")
+        x = torch.zeros(self.shapes.copy_bytes, dtype=torch.uint8, device=self.device)
         y = torch.zeros_like(x)
-        yield self.rate("memory", 2.0 * x.nbytes / self.seconds(lambda: y.copy_(x)))
-        a, b = noise([(self.shapes.stream // 1024, 256)] * 2, torch.float32, self.device)
+        yield self.rate_row("memory", 2.0 * x.nbytes / self.time_call(lambda: y.copy_(x)))
+        a, b = random_tensors(
+            [(self.shapes.copy_bytes // 1024, 256)] * 2, torch.float32, self.device
+        )
 
         def between() -> None:
             a * b
@@ -247,57 +264,61 @@ class Gauge:
             torch.ops.aten.silu_backward(a, b)
             a * torch.rsqrt(a.square().mean(-1, keepdim=True))
 
-        yield self.rate("between", BETWEEN * a.nbytes / self.seconds(between))
+        yield self.rate_row("between", ELEMENTWISE_TENSORS * a.nbytes / self.time_call(between))
 
-    def attended(self) -> Iterator[Row]:
+    def benchmark_attention(self) -> Iterator[MeasuredRow]:
         """Causal attention, forward and backward, by the fastest way, as runs choose it."""
-        self.said("attention")
-        for kind in self.kinds[:2]:
+        self.on_progress("attention")
+        for kind in self.dtypes[:2]:
             for shape in self.shapes.attention:
-                yield self._attention(kind, *shape)
+                yield self._benchmark_attention_shape(kind, *shape)
 
-    def _attention(self, kind: str, b: int, s: int, heads: int, kv: int, width: int) -> Fused:
+    def _benchmark_attention_shape(
+        self, kind: str, b: int, s: int, heads: int, kv: int, width: int
+    ) -> AttentionRate:
         sizes = [(b, s, heads, width), (b, s, kv, width), (b, s, kv, width)]
-        q, k, v = (x.requires_grad_() for x in noise(sizes, DTYPES[kind], self.device))
-        (dy,) = noise([(b, s, heads, width)], DTYPES[kind], self.device)
-        ways = [way for name, way in WAYS.items() if takes(name, q, k, v)]
-        forward, backward = min((self._attended(way, q, k, v, dy) for way in ways), key=sum)
+        q, k, v = (x.requires_grad_() for x in random_tensors(sizes, DTYPES[kind], self.device))
+        (dy,) = random_tensors([(b, s, heads, width)], DTYPES[kind], self.device)
+        ways = [way for name, way in BACKENDS.items() if supports_inputs(name, q, k, v)]
+        forward, backward = min((self._time_attention(way, q, k, v, dy) for way in ways), key=sum)
         work = 2.0 * b * heads * s * s * width
-        return Fused(s, width, kind, work / forward, 2.5 * work / backward, self.ranks)
+        return AttentionRate(s, width, kind, work / forward, 2.5 * work / backward, self.ranks)
 
-    def _attended(
-        self, way: Attend, q: Tensor, k: Tensor, v: Tensor, dy: Tensor
+    def _time_attention(
+        self, way: AttentionFunction, q: Tensor, k: Tensor, v: Tensor, dy: Tensor
     ) -> tuple[float, float]:
-        forward, y = self.seconds(partial(way, q, k, v)), way(q, k, v)
+        forward, y = self.time_call(partial(way, q, k, v)), way(q, k, v)
         back = partial(torch.autograd.grad, y, (q, k, v), dy, retain_graph=True)
-        return forward, self.seconds(back)
+        return forward, self.time_call(back)
 
-    def updates(self) -> Iterator[Row]:
+    def benchmark_updates(self) -> Iterator[MeasuredRow]:
         """AdamW on flat tensors, as the optimizer runs it; master weights where they are narrow."""
-        self.said("updates")
-        kind = DTYPES[self.kinds[0]]
-        weight, mean, square = (torch.zeros(self.shapes.adam, device=self.device) for _ in range(3))
+        self.on_progress("updates")
+        kind = DTYPES[self.dtypes[0]]
+        weight, mean, square = (
+            torch.zeros(self.shapes.update_parameters, device=self.device) for _ in range(3)
+        )
         grad = torch.zeros_like(weight, dtype=kind)
         out = grad.clone() if kind != weight.dtype else None
         one, good = (
             torch.ones((), device=self.device, dtype=t) for t in (torch.float64, torch.bool)
         )
-        now = Scalars.of(one, good, None, (0.9, 0.95), 1e-4)
+        now = UpdateScalars.for_update(one, good, None, (0.9, 0.95), 1e-4)
         moments = Moments(mean, square)
-        work = partial(fused_adamw.adamw, weight, grad, moments, now=now, decay=0.1, out=out)
-        yield self.rate("update", weight.numel() / self.seconds(work))
-        yield self.rate(
-            "norm", weight.numel() / self.seconds(lambda: fused_adamw.square_sum([grad]))
+        work = partial(fused_adamw.fused_adamw, weight, grad, moments, now=now, decay=0.1, out=out)
+        yield self.rate_row("update", weight.numel() / self.time_call(work))
+        yield self.rate_row(
+            "norm", weight.numel() / self.time_call(lambda: fused_adamw.sum_of_squares([grad]))
         )
 
-    def launches(self) -> Iterator[Row]:
+    def benchmark_launches(self) -> Iterator[MeasuredRow]:
         """Small operations: what Python and torch take for one, whatever its size."""
-        self.said("small operations")
+        self.on_progress("small operations")
         x = torch.zeros(8, 8, device=self.device)
         leaf = x.clone().requires_grad_()
 
         def forward(x: Tensor) -> Tensor:
-            for _ in range(CHAIN):
+            for _ in range(CHAINED_OPS):
                 x = x * 0.5
             return x
 
@@ -305,5 +326,5 @@ class Gauge:
             with torch.enable_grad():
                 forward(leaf).backward(x)
 
-        yield self.rate("launch", self.seconds(lambda: forward(x)) / CHAIN)
-        yield self.rate("pair", self.seconds(both) / CHAIN)
+        yield self.rate_row("launch", self.time_call(lambda: forward(x)) / CHAINED_OPS)
+        yield self.rate_row("pair", self.time_call(both) / CHAINED_OPS)

@@ -17,17 +17,17 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ranvier.buckets.spec import VECTORS, Group, Piece
+from ranvier.buckets.spec import VECTORS, ParamGroup, ParamSpec
 from ranvier.cost import layers
 from ranvier.cost import linear as products
-from ranvier.cost.layers import Ground, Layer
+from ranvier.cost.layers import LayerCost, LayoutContext
 from ranvier.errors import PlanError
 from ranvier.sharding import Dim, Sharding
 
 if TYPE_CHECKING:
-    from ranvier.config.run import Run
+    from ranvier.config.run import RunConfig
 
-Kind = Literal[
+LayerKind = Literal[
     "linear",
     "siblings",
     "apart",
@@ -44,20 +44,20 @@ Kind = Literal[
 """Layers: one that multiplies; several that read the same value, or parts of it; a head with its
 loss; a look-up; an RMSNorm and a LayerNorm; an attention core; a router with its experts; the
 lengths of DoRA; where Hugging Face's modules gather the sequence; a loss by itself."""
-FOLDER = Path(__file__).parent / "lists"
+SPEC_FOLDER = Path(__file__).parent / "lists"
 ENTRY, EXIT = "entry", "exit"
 """Names of the parts around blocks."""
-FORMAT = 1
+SPEC_FORMAT = 1
 """Of the files; lists of another format are made anew."""
 
 
 @dataclass(frozen=True)
-class Leaf:
+class LayerSpec:
     """A layer of a part."""
 
     name: str
     """Inside of its block, or in the whole model."""
-    kind: Kind
+    kind: LayerKind
     dims: tuple[Dim, ...] = ()
     shape: tuple[int, ...] = ()
     """Of the whole weight."""
@@ -65,7 +65,7 @@ class Leaf:
     trainable: bool = True
     tied: str = ""
     """The layer whose weight it has."""
-    inside: tuple[Leaf, ...] = ()
+    inside: tuple[LayerSpec, ...] = ()
     """The layers of siblings."""
     head_dim: int = 0
     window: int = 0
@@ -78,16 +78,16 @@ class Leaf:
     """Of an expert: with a gate 3, else 2."""
 
     @property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """Numbers of its weights, without those of other layers."""
         if self.kind == "mixture":
-            return self.expert_parameters + self.shape[0] * self.shape[2]
+            return self.num_expert_parameters + self.shape[0] * self.shape[2]
         own = 0 if self.tied or not self.shape else math.prod(self.shape)
         bias = self._bias_size if self.bias else 0
-        return own + bias + sum(leaf.parameters for leaf in self.inside)
+        return own + bias + sum(leaf.num_parameters for leaf in self.inside)
 
     @property
-    def expert_parameters(self) -> int:
+    def num_expert_parameters(self) -> int:
         """Numbers of the weights of all its experts."""
         return self.matrices * math.prod(self.shape) if self.kind == "mixture" else 0
 
@@ -95,58 +95,62 @@ class Leaf:
     def _bias_size(self) -> int:
         return self.shape[0]
 
-    def layer(self, prefix: str, ground: Ground) -> Layer:
+    def build_layer(self, prefix: str, ground: LayoutContext) -> LayerCost:
         """What it communicates and computes on a ground."""
         name, dims = f"{prefix}{self.name}", [d if isinstance(d, str) else d[1] for d in self.dims]
         match self.kind:
             case "linear" | "siblings" | "apart":
-                factors = tuple(leaf._factor(ground) for leaf in self.inside or (self,))
-                return products.Product(name, ground, factors, self.kind == "apart", self.whole)
+                factors = tuple(leaf._build_factor(ground) for leaf in self.inside or (self,))
+                return products.LinearCost(name, ground, factors, self.kind == "apart", self.whole)
             case "head":
-                return products.Scores(name, ground, (self._factor(ground),))
+                return products.LMHeadCost(name, ground, (self._build_factor(ground),))
             case "embedding":
-                return layers.LookUp(name, ground, self.shape, dims[0], self.trainable)
+                return layers.EmbeddingCost(name, ground, self.shape, dims[0], self.trainable)
             case "rms" | "layer":
                 sums = 1 if self.kind == "rms" else 2
-                return layers.Statistics(name, ground, self.shape[0], dims[0], sums)
+                return layers.NormCost(name, ground, self.shape[0], dims[0], sums)
             case "attention":
-                return layers.Attention(name, ground, dims[0], self.head_dim, self.window)
+                return layers.AttentionCost(name, ground, dims[0], self.head_dim, self.window)
             case "mixture":
                 experts, width, _ = self.shape
-                return layers.Mixture(name, ground, experts, self.top, width, self.matrices)
+                return layers.MoECost(name, ground, experts, self.top, width, self.matrices)
             case "lengths":
-                return layers.Lengths(name, ground, self.shape[0], *dims)
+                return layers.DoraNormCost(name, ground, self.shape[0], *dims)
             case "opening":
-                return layers.Opening(name, ground)
+                return layers.SequenceGatherCost(name, ground)
             case "entropy":
-                return layers.Entropy(name, ground, dims[0])
+                return layers.CrossEntropyCost(name, ground, dims[0])
 
-    def _factor(self, ground: Ground) -> products.Factor:
-        return products.Factor(self.shape, self.dims, ground, self.trainable)
+    def _build_factor(self, ground: LayoutContext) -> products.LinearWeight:
+        return products.LinearWeight(self.shape, self.dims, ground, self.trainable)
 
-    def pieces(self, prefix: str, block: str, ground: Ground) -> Iterator[Piece]:
+    def param_specs(self, prefix: str, block: str, ground: LayoutContext) -> Iterator[ParamSpec]:
         """Its weights on a ground, but for one that is another layer's. block: that around it."""
         name = f"{prefix}{self.name}"
         for leaf in self.inside:
-            yield from leaf.pieces(f"{name}.", block or name, ground)
+            yield from leaf.param_specs(f"{name}.", block or name, ground)
         if not self.shape:
             return
         if self.kind == "mixture":
-            yield from self._experts(name, block, ground)
+            yield from self._expert_param_specs(name, block, ground)
             return
         dims, kind, trained = self.dims, self.kind, self.trainable
         if kind in ("linear", "head", "embedding"):
-            rule, degrees = ground.table.weights, ground.degrees
-            cut = Sharding.make(self.shape, dims, rule, degrees, units=ground.units, depth=True)
-            group: Group = "embedding" if kind == "embedding" or self.tied else "matrix"
+            rule, degrees = ground.table.weight_rule, ground.degrees
+            cut = Sharding.from_dims(
+                self.shape, dims, rule, degrees, units=ground.units, depth=True
+            )
+            group: ParamGroup = "embedding" if kind == "embedding" or self.tied else "matrix"
             owner = self.tied or name
-            yield Piece(f"{owner}.weight", block or owner, cut, group, trained)
+            yield ParamSpec(f"{owner}.weight", block or owner, cut, group, trained)
         if kind in ("rms", "layer", "lengths"):
-            yield self._vector(f"{name}.weight", dims[0], self.shape[0], ground)
+            yield self._vector_param_spec(f"{name}.weight", dims[0], self.shape[0], ground)
         if self.bias:
-            yield self._vector(f"{name}.bias", dims[0], self._bias_size, ground)
+            yield self._vector_param_spec(f"{name}.bias", dims[0], self._bias_size, ground)
 
-    def _experts(self, name: str, block: str, ground: Ground) -> Iterator[Piece]:
+    def _expert_param_specs(
+        self, name: str, block: str, ground: LayoutContext
+    ) -> Iterator[ParamSpec]:
         """The router, and the matrices of all experts."""
         (expert, mlp, embed), (e, f, d) = self.dims, self.shape
         found: dict[str, tuple[tuple[Dim, ...], tuple[int, ...]]]
@@ -157,123 +161,127 @@ class Leaf:
             "down": ((expert, embed, mlp), (e, d, f)),
         }
         for own, (dims, shape) in found.items():
-            rule, degrees = ground.table.weights, ground.degrees
-            cut = Sharding.make(shape, dims, rule, degrees, units=ground.units, depth=True)
-            yield Piece(f"{name}.{own}", block or name, cut, "matrix", self.trainable)
+            rule, degrees = ground.table.weight_rule, ground.degrees
+            cut = Sharding.from_dims(shape, dims, rule, degrees, units=ground.units, depth=True)
+            yield ParamSpec(f"{name}.{own}", block or name, cut, "matrix", self.trainable)
 
-    def _vector(self, name: str, dim: Dim, size: int, ground: Ground) -> Piece:
-        region = ground.table.region(dim if isinstance(dim, str) else dim[1])
-        cut = Sharding.make([size], [dim], region, ground.degrees, units=ground.units)
-        return Piece(name, VECTORS, cut, "vector", self.trainable)
+    def _vector_param_spec(
+        self, name: str, dim: Dim, size: int, ground: LayoutContext
+    ) -> ParamSpec:
+        region = ground.table.activation_rule(dim if isinstance(dim, str) else dim[1])
+        cut = Sharding.from_dims([size], [dim], region, ground.degrees, units=ground.units)
+        return ParamSpec(name, VECTORS, cut, "vector", self.trainable)
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class BlockSpec:
     """Layers that run together: the entry, a kind of block, or the exit."""
 
     name: str
     count: int
-    leaves: tuple[Leaf, ...]
-    numbers: tuple[int, ...] = ()
+    layers: tuple[LayerSpec, ...]
+    block_indices: tuple[int, ...] = ()
     """Which blocks of the model are of this kind, from 0; empty: it is no block."""
 
     @property
     def is_block(self) -> bool:
         """Whether it is a block, of which there may be several."""
-        return bool(self.numbers)
+        return bool(self.block_indices)
 
     @cached_property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """Numbers of the weights of one of them."""
-        return sum(leaf.parameters for leaf in self.leaves)
+        return sum(leaf.num_parameters for leaf in self.layers)
 
     @cached_property
-    def expert_parameters(self) -> int:
+    def num_expert_parameters(self) -> int:
         """Numbers of those of them that belong to experts."""
-        return sum(leaf.expert_parameters for leaf in self.leaves)
+        return sum(leaf.num_expert_parameters for leaf in self.layers)
 
-    def find(self, *kinds: Kind) -> list[Leaf]:
+    def layers_of_kind(self, *kinds: LayerKind) -> list[LayerSpec]:
         """Its layers of these kinds."""
-        return [leaf for leaf in self.leaves if leaf.kind in kinds]
+        return [leaf for leaf in self.layers if leaf.kind in kinds]
 
 
 @dataclass(frozen=True, eq=False)
-class Model:
+class ModelSpec:
     """A model: its entry, its kinds of blocks, its exit."""
 
     name: str
-    parts: tuple[Part, ...]
+    parts: tuple[BlockSpec, ...]
     units: Mapping[str, int]
     """Number of units of each named dim (heads, not their elements)."""
-    blocks: str = "blocks"
+    blocks_path: str = "blocks"
     """Name of the list of blocks."""
     traits: Mapping[str, Any] = field(default_factory=dict)
     """What else decides how much memory it needs: activation, positions, dropout."""
 
     @property
-    def layers(self) -> int:
+    def num_layers(self) -> int:
         """Blocks."""
         return sum(part.count for part in self.parts if part.is_block)
 
     @cached_property
-    def order(self) -> tuple[Part, ...]:
+    def parts_in_order(self) -> tuple[BlockSpec, ...]:
         """The part of each position: entry, blocks in order, exit."""
-        blocks = {n: part for part in self.parts for n in part.numbers}
+        blocks = {n: part for part in self.parts for n in part.block_indices}
         entry, *_, leaving = self.parts
         return entry, *(blocks[n] for n in sorted(blocks)), leaving
 
     @cached_property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """Numbers of all weights."""
-        return sum(part.count * part.parameters for part in self.parts)
+        return sum(part.count * part.num_parameters for part in self.parts)
 
     @cached_property
-    def trained(self) -> int:
+    def num_trainable(self) -> int:
         """Numbers of the weights that are trained."""
-        return sum(part.count * sum(map(_trained, part.leaves)) for part in self.parts)
+        return sum(part.count * sum(map(_count_trainable, part.layers)) for part in self.parts)
 
     @property
     def head_dim(self) -> int:
         """Elements of a head."""
-        return next((leaf.head_dim for p in self.parts for leaf in p.find("attention")), 0)
+        return next(
+            (leaf.head_dim for p in self.parts for leaf in p.layers_of_kind("attention")), 0
+        )
 
     @property
-    def tied(self) -> bool:
+    def has_tied_embeddings(self) -> bool:
         """Whether the head is the embedding."""
-        return any(leaf.tied for leaf in self.parts[-1].leaves)
+        return any(leaf.tied for leaf in self.parts[-1].layers)
 
-    def facts(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
         parts = [
             {
                 "name": part.name,
-                "leaves": [_facts(leaf) for leaf in part.leaves],
-                **({"numbers": _runs(part.numbers)} if part.numbers else {}),
+                "leaves": [_layer_to_dict(leaf) for leaf in part.layers],
+                **({"numbers": _to_ranges(part.block_indices)} if part.block_indices else {}),
             }
             for part in self.parts
         ]
-        named = {"name": self.name, "units": dict(self.units), "blocks": self.blocks}
-        return {"format": FORMAT, **named, "traits": dict(self.traits), "parts": parts}
+        named = {"name": self.name, "units": dict(self.units), "blocks": self.blocks_path}
+        return {"format": SPEC_FORMAT, **named, "traits": dict(self.traits), "parts": parts}
 
     @classmethod
-    def read(cls, facts: Mapping[str, Any]) -> Model:
+    def from_dict(cls, facts: Mapping[str, Any]) -> ModelSpec:
         """A model from JSON."""
         parts = []
         for part in facts["parts"]:
             numbers = tuple(n for a, b in part.get("numbers", ()) for n in range(a, b))
-            found = tuple(_leaf(leaf) for leaf in part["leaves"])
-            parts.append(Part(part["name"], len(numbers) or 1, found, numbers))
+            found = tuple(_layer_from_dict(leaf) for leaf in part["leaves"])
+            parts.append(BlockSpec(part["name"], len(numbers) or 1, found, numbers))
         units, traits = facts["units"], facts["traits"]
         return cls(facts["name"], tuple(parts), units, facts["blocks"], traits)
 
 
-def _trained(leaf: Leaf) -> int:
+def _count_trainable(leaf: LayerSpec) -> int:
     if leaf.inside:
-        return sum(map(_trained, leaf.inside))
-    return leaf.parameters if leaf.trainable else 0
+        return sum(map(_count_trainable, leaf.inside))
+    return leaf.num_parameters if leaf.trainable else 0
 
 
-def _runs(numbers: Sequence[int]) -> list[list[int]]:
+def _to_ranges(numbers: Sequence[int]) -> list[list[int]]:
     """Numbers as ranges [first, behind the last]."""
     found: list[list[int]] = []
     for n in numbers:
@@ -284,28 +292,28 @@ def _runs(numbers: Sequence[int]) -> list[list[int]]:
     return found
 
 
-def _facts(leaf: Leaf) -> dict[str, Any]:
+def _layer_to_dict(leaf: LayerSpec) -> dict[str, Any]:
     """A leaf as JSON holds it: what has its usual value is left out."""
-    usual = asdict(Leaf(leaf.name, leaf.kind))
+    usual = asdict(LayerSpec(leaf.name, leaf.kind))
     found = {k: v for k, v in asdict(leaf).items() if k in ("name", "kind") or v != usual[k]}
     if leaf.inside:
-        found["inside"] = [_facts(one) for one in leaf.inside]
+        found["inside"] = [_layer_to_dict(one) for one in leaf.inside]
     plain: dict[str, Any] = json.loads(json.dumps(found))
     return plain
 
 
-def _leaf(facts: Mapping[str, Any]) -> Leaf:
+def _layer_from_dict(facts: Mapping[str, Any]) -> LayerSpec:
     dims = tuple(dim if isinstance(dim, str) else (dim[0], dim[1]) for dim in facts.get("dims", ()))
     more = {k: v for k, v in facts.items() if k not in ("dims", "shape", "inside")}
-    inside = tuple(_leaf(one) for one in facts.get("inside", ()))
-    return Leaf(**more, dims=dims, shape=tuple(facts.get("shape", ())), inside=inside)
+    inside = tuple(_layer_from_dict(one) for one in facts.get("inside", ()))
+    return LayerSpec(**more, dims=dims, shape=tuple(facts.get("shape", ())), inside=inside)
 
 
 # ---- where lists come from --------------------------------------------------------------
 
 
 @cache
-def dense(
+def dense_decoder(
     *,
     layers: int,
     embed: int,
@@ -320,15 +328,15 @@ def dense(
     norm: Literal["rms", "layer"] = "rms",
     positions: int = 0,
     name: str = "",
-) -> Model:
+) -> ModelSpec:
     """A decoder from numbers, as published runs give them. positions: learned ones; 0: rotary."""
     units = {"embed": embed, "heads": heads, "kv_heads": kv_heads, "mlp": mlp, "vocab": vocab}
 
-    def linear(name: str, out: str, into: str, *shape: int) -> Leaf:
-        return Leaf(name, "linear", (out, into), shape, biases)
+    def linear(name: str, out: str, into: str, *shape: int) -> LayerSpec:
+        return LayerSpec(name, "linear", (out, into), shape, biases)
 
-    def normed(name: str) -> Leaf:
-        return Leaf(name, norm, ("embed",), (embed,), biases and norm == "layer")
+    def normed(name: str) -> LayerSpec:
+        return LayerSpec(name, norm, ("embed",), (embed,), biases and norm == "layer")
 
     width, narrow = heads * head_dim, kv_heads * head_dim
     qkv = (
@@ -337,46 +345,46 @@ def dense(
         linear("v", "kv_heads", "embed", narrow, embed),
     )
     enter = tuple(linear(one, "mlp", "embed", mlp, embed) for one in ("gate", "up"))
-    up = Leaf("mlp.enter", "siblings", inside=enter)
+    up = LayerSpec("mlp.enter", "siblings", inside=enter)
     block = (
         normed("norm1"),
-        Leaf("attention.qkv", "siblings", inside=qkv),
-        Leaf("attention.core", "attention", ("heads",), head_dim=head_dim),
+        LayerSpec("attention.qkv", "siblings", inside=qkv),
+        LayerSpec("attention.core", "attention", ("heads",), head_dim=head_dim),
         linear("attention.o", "embed", "heads", embed, width),
         normed("norm2"),
         up if gated else linear("mlp.up", "mlp", "embed", mlp, embed),
         linear("mlp.down", "embed", "mlp", embed, mlp),
     )
-    entry = [Leaf("embed", "embedding", ("vocab", "embed"), (vocab, embed))]
+    entry = [LayerSpec("embed", "embedding", ("vocab", "embed"), (vocab, embed))]
     if positions:
-        entry.append(Leaf("position", "embedding", ("position", "embed"), (positions, embed)))
-    head = Leaf("head", "head", ("vocab", "embed"), (vocab, embed), tied="embed" * tied)
+        entry.append(LayerSpec("position", "embedding", ("position", "embed"), (positions, embed)))
+    head = LayerSpec("head", "head", ("vocab", "embed"), (vocab, embed), tied="embed" * tied)
     traits = {
         "activation": "swiglu" if gated else "gelu",
         "positions": "learned" if positions else "rope",
     }
     parts = (
-        Part(ENTRY, 1, tuple(entry)),
-        Part("block", layers, block, tuple(range(layers))),
-        Part(EXIT, 1, (normed("norm"), head)),
+        BlockSpec(ENTRY, 1, tuple(entry)),
+        BlockSpec("block", layers, block, tuple(range(layers))),
+        BlockSpec(EXIT, 1, (normed("norm"), head)),
     )
-    return Model(name, parts, units, traits=traits)
+    return ModelSpec(name, parts, units, traits=traits)
 
 
 @cache
-def of_size(name: str) -> Model:
+def load_shipped_spec(name: str) -> ModelSpec:
     """The model of a built-in size, from the list that ships with the package."""
-    path = FOLDER / f"{name}.json"
+    path = SPEC_FOLDER / f"{name}.json"
     if not path.is_file():
-        known = sorted(one.stem for one in FOLDER.glob("*.json"))
+        known = sorted(one.stem for one in SPEC_FOLDER.glob("*.json"))
         raise PlanError(
             f"There is no list of layers of the size {name!r}. Lists ship for "
             f"{', '.join(known)}. Use one of these, or a run."
         )
-    return Model.read(json.loads(path.read_text()))
+    return ModelSpec.from_dict(json.loads(path.read_text()))
 
 
-def of_run(run: Run) -> Model:
+def resolve_model_spec(run: RunConfig) -> ModelSpec:
     """The model of a run: of a built-in size, from the cache, or built once on the meta device."""
     import hashlib
 
@@ -384,23 +392,23 @@ def of_run(run: Run) -> Model:
 
     config, lora = asdict(run.model), asdict(run.lora)
     size = config.pop("size")
-    if run.lora.rank == 0 and _as_shipped(run):
-        return of_size(size)
-    text = json.dumps([FORMAT, config, lora], sort_keys=True)
-    path = launch.cache() / "leaves" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+    if run.lora.rank == 0 and _is_shipped_size(run):
+        return load_shipped_spec(size)
+    text = json.dumps([SPEC_FORMAT, config, lora], sort_keys=True)
+    path = launch.cache_dir() / "leaves" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
     try:
-        return Model.read(json.loads(path.read_text()))
+        return ModelSpec.from_dict(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError):
         pass  # not there yet, or written by another version
-    from ranvier.planner.model_spec_torch import listed
+    from ranvier.planner.model_spec_torch import build_decoder_spec
 
-    model = replace(listed(run.model, run.lora), name=size)
+    model = replace(build_decoder_spec(run.model, run.lora), name=size)
     with suppress(OSError):  # without room for it the next run builds its model again
-        _write(path, json.dumps(model.facts()))
+        _write_atomically(path, json.dumps(model.to_dict()))
     return model
 
 
-def _write(path: Path, text: str) -> None:
+def _write_atomically(path: Path, text: str) -> None:
     """Write a file at once; other ranks may do the same."""
     import tempfile
 
@@ -410,9 +418,9 @@ def _write(path: Path, text: str) -> None:
     Path(file.name).replace(path)
 
 
-def _as_shipped(run: Run) -> bool:
+def _is_shipped_size(run: RunConfig) -> bool:
     """Whether a run has a built-in size in all that its list depends on."""
     from ranvier.config.sections import ModelConfig
 
     size = run.model.size
-    return (FOLDER / f"{size}.json").is_file() and run.model == ModelConfig.of(size)
+    return (SPEC_FOLDER / f"{size}.json").is_file() and run.model == ModelConfig.from_size(size)

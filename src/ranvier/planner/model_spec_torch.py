@@ -11,111 +11,121 @@ from torch import nn
 
 from ranvier import counter_rng
 from ranvier.grid import Grid
-from ranvier.models import AdapterConfig, DecoderConfig, build
-from ranvier.nn.attention import Core
+from ranvier.models import AdapterConfig, DecoderConfig, build_decoder
+from ranvier.nn.attention import AttentionCore
 from ranvier.nn.cross_entropy import CrossEntropy
-from ranvier.nn.dora import Magnitude
+from ranvier.nn.dora import DoraMagnitude
 from ranvier.nn.embedding import Embedding
-from ranvier.nn.fused_linear import Apart, Siblings
-from ranvier.nn.layer import Leaf as Real
+from ranvier.nn.fused_linear import FusedLinear, GroupedInputLinear
+from ranvier.nn.layer import ParallelLayer as Real
 from ranvier.nn.linear import Linear
-from ranvier.nn.lm_head import Head
-from ranvier.nn.moe.layer import Experts
+from ranvier.nn.lm_head import LMHead
+from ranvier.nn.moe.layer import MoELayer
 from ranvier.nn.norm import Norm
-from ranvier.parallel.huggingface import Entrance
-from ranvier.parallel.parallelize import parallel_of, parallelize
-from ranvier.planner.model_spec import ENTRY, EXIT, Kind, Leaf, Model, Part
+from ranvier.parallel.huggingface import SequenceGather
+from ranvier.parallel.parallelize import get_parallel_model, parallelize
+from ranvier.planner.model_spec import ENTRY, EXIT, BlockSpec, LayerKind, LayerSpec, ModelSpec
 
-TRAITS = ("activation", "positions", "dropout", "embed_scale", "norms", "qk_norm", "qk_whole")
+MEMORY_TRAITS = (
+    "activation",
+    "positions",
+    "dropout",
+    "embed_scale",
+    "norms",
+    "qk_norm",
+    "qk_whole",
+)
 """Settings of a decoder that decide what its blocks keep."""
 
 
-def listed(config: DecoderConfig, lora: AdapterConfig) -> Model:
+def build_decoder_spec(config: DecoderConfig, lora: AdapterConfig) -> ModelSpec:
     """The list of a decoder."""
-    with torch.device("meta"), counter_rng.blank():
-        model = build(config, lora)
-    found = listed_of(model)
-    return replace(found, traits={name: getattr(config, name) for name in TRAITS})
+    with torch.device("meta"), counter_rng.init_empty_weights():
+        model = build_decoder(config, lora)
+    found = build_module_spec(model)
+    return replace(found, traits={name: getattr(config, name) for name in MEMORY_TRAITS})
 
 
-def listed_of(model: nn.Module) -> Model:
+def build_module_spec(model: nn.Module) -> ModelSpec:
     """The list of a model with named dims; it is used up."""
-    parallel = parallel_of(parallelize(model, Grid({}), materialize=False))
-    together = [name for name, leaf in parallel.leaves.items() if isinstance(leaf, Siblings)]
-    children = {n for n in parallel.leaves if n.rpartition(".")[0] in together}
-    outside: tuple[list[Leaf], list[Leaf]] = ([], [])
-    blocks: dict[str, list[Leaf]] = {name: [] for name in parallel.kinds}
-    for name, leaf in parallel.leaves.items():
+    parallel = get_parallel_model(parallelize(model, Grid({}), materialize=False))
+    together = [name for name, leaf in parallel.layers.items() if isinstance(leaf, FusedLinear)]
+    children = {n for n in parallel.layers if n.rpartition(".")[0] in together}
+    outside: tuple[list[LayerSpec], list[LayerSpec]] = ([], [])
+    blocks: dict[str, list[LayerSpec]] = {name: [] for name in parallel.recompute_modes}
+    for name, leaf in parallel.layers.items():
         if name in children:
             continue
         inside = re.match(r"(.*\.\d+)\.", name)
         block = inside.group(1) if inside else ""
-        found = _leaf(name, leaf, parallel.leaves)
+        found = _layer_spec(name, leaf, parallel.layers)
         if found is None:
             continue
         if block in blocks:
             blocks[block].append(replace(found, name=found.name.removeprefix(f"{block}.")))
         else:
             outside[any(blocks.values())].append(found)
-    kinds: dict[tuple[Leaf, ...], list[int]] = {}
+    kinds: dict[tuple[LayerSpec, ...], list[int]] = {}
     for number, leaves in enumerate(blocks.values()):
         kinds.setdefault(tuple(leaves), []).append(number)
     middle = [
-        Part(f"block{f' {i}' if i else ''}", len(numbers), leaves, tuple(numbers))
+        BlockSpec(f"block{f' {i}' if i else ''}", len(numbers), leaves, tuple(numbers))
         for i, (leaves, numbers) in enumerate(kinds.items())
     ]
-    parts = (Part(ENTRY, 1, tuple(outside[0])), *middle, Part(EXIT, 1, tuple(outside[1])))
+    parts = (BlockSpec(ENTRY, 1, tuple(outside[0])), *middle, BlockSpec(EXIT, 1, tuple(outside[1])))
     path = next(iter(blocks), "").rpartition(".")[0]
-    return Model(type(model).__name__, parts, dict(parallel.sizes), path)
+    return ModelSpec(type(model).__name__, parts, dict(parallel.sizes), path)
 
 
-def _leaf(name: str, leaf: Real, every: Mapping[str, Real]) -> Leaf | None:
+def _layer_spec(name: str, leaf: Real, every: Mapping[str, Real]) -> LayerSpec | None:
     """A layer as the planner sees it; None: one that neither communicates nor has weights."""
-    if isinstance(leaf, Siblings):
-        kind: Kind = "apart" if isinstance(leaf, Apart) else "siblings"
-        inside = tuple(_linear(n, one) for n, one in leaf.named_children())
+    if isinstance(leaf, FusedLinear):
+        kind: LayerKind = "apart" if isinstance(leaf, GroupedInputLinear) else "siblings"
+        inside = tuple(_linear_spec(n, one) for n, one in leaf.named_children())
         whole = leaf.layers[0].site.whole_sequence
-        return Leaf(name, kind, inside=inside, whole=whole)
+        return LayerSpec(name, kind, inside=inside, whole=whole)
     if isinstance(leaf, Linear):
-        return _linear(name, leaf)
-    if isinstance(leaf, Core):
-        layer = leaf.layer
-        return Leaf(name, "attention", (layer.dim,), head_dim=layer.head_dim, window=layer.window)
-    if isinstance(leaf, Experts):
-        up, mixture = leaf.handles["up"], leaf.layer
-        return Leaf(
+        return _linear_spec(name, leaf)
+    if isinstance(leaf, AttentionCore):
+        layer = leaf.cost_model
+        return LayerSpec(
+            name, "attention", (layer.dim,), head_dim=layer.head_dim, window=layer.window
+        )
+    if isinstance(leaf, MoELayer):
+        up, mixture = leaf.handles["up"], leaf.cost_model
+        return LayerSpec(
             name,
             "mixture",
             up.dims,
             up.sharding.shape,
             trainable=up.trainable,
-            top=mixture.top,
+            top=mixture.experts_per_token,
             matrices=mixture.matrices,
         )
     if isinstance(leaf, CrossEntropy):
-        return Leaf(name, "entropy", (leaf.dim,))
-    if isinstance(leaf, Entrance):
-        return Leaf(name, "opening")
-    if not isinstance(leaf, Norm | Embedding | Magnitude):
+        return LayerSpec(name, "entropy", (leaf.dim,))
+    if isinstance(leaf, SequenceGather):
+        return LayerSpec(name, "opening")
+    if not isinstance(leaf, Norm | Embedding | DoraMagnitude):
         assert not leaf.handles, f"{name} has weights that the planner does not know"
         return None
     weight = leaf.handles["weight"]
     shape, trained = weight.sharding.shape, weight.trainable
     if isinstance(leaf, Embedding):
-        return Leaf(name, "embedding", (leaf.rows, "embed"), shape, trainable=trained)
-    if isinstance(leaf, Magnitude):
-        return Leaf(name, "lengths", leaf.dims, shape, trainable=trained)
-    kind = "rms" if leaf.sums == 1 else "layer"
-    return Leaf(name, kind, (leaf.dim,), shape, "bias" in leaf.handles, trained)
+        return LayerSpec(name, "embedding", (leaf.rows, "embed"), shape, trainable=trained)
+    if isinstance(leaf, DoraMagnitude):
+        return LayerSpec(name, "lengths", leaf.dims, shape, trainable=trained)
+    kind = "rms" if leaf.num_sums == 1 else "layer"
+    return LayerSpec(name, kind, (leaf.dim,), shape, "bias" in leaf.handles, trained)
 
 
-def _linear(name: str, leaf: nn.Module) -> Leaf:
-    assert isinstance(leaf, Linear) and not leaf.transposed, name
-    factor, weight = leaf.factor, leaf.handles["weight"]
+def _linear_spec(name: str, leaf: nn.Module) -> LayerSpec:
+    assert isinstance(leaf, Linear) and not leaf.is_transposed, name
+    factor, weight = leaf.linear_weight, leaf.handles["weight"]
     own = weight.name.rpartition(".")[0]
-    return Leaf(
+    return LayerSpec(
         name,
-        "head" if isinstance(leaf, Head) else "linear",
+        "head" if isinstance(leaf, LMHead) else "linear",
         factor.dims,
         factor.shape,
         "bias" in leaf.handles,

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from ranvier.errors import PlanError, WriteError
 
-ROOM = 2**16
+MIN_FREE_BYTES = 2**16
 """Bytes for which a disk must have room: a small result."""
 
 
-def check(*names: str) -> None:
+def check_outputs(*names: str) -> None:
     """Raise a WriteError for a file that cannot be written; what is there stays as it is.
 
     names: paths; empty: none, -: the standard output.
@@ -27,13 +27,13 @@ def check(*names: str) -> None:
         )
     for name in given:
         if name != "-":
-            _check(name)
+            _check_writable(name)
 
 
-def _check(name: str) -> None:
+def _check_writable(name: str) -> None:
     path = Path(name)
     try:
-        mode = _mode(path)
+        mode = _file_mode(path)
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(0, "it is a directory")
         if mode and not stat.S_ISREG(mode):  # a pipe or device: opening it could be noticed
@@ -48,13 +48,13 @@ def _check(name: str) -> None:
                 pass
         if not mode or os.access(folder, os.W_OK):
             with tempfile.TemporaryFile(dir=folder) as file:
-                file.write(bytes(ROOM))
+                file.write(bytes(MIN_FREE_BYTES))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise WriteError(f"{name!r} cannot be written: {reason}. Give another path.") from None
 
 
-def _mode(path: Path) -> int:
+def _file_mode(path: Path) -> int:
     """The kind of what is at a path; 0: nothing is."""
     try:
         return path.stat().st_mode

@@ -18,79 +18,92 @@ from dataclasses import replace
 from typing import Literal
 
 from ranvier.config.plan import AXES, Plan
-from ranvier.config.run import Run
-from ranvier.config.sections import IMPORTED, ModelConfig
+from ranvier.config.run import RunConfig
+from ranvier.config.sections import IMPORTED_SIZE, ModelConfig
 from ranvier.errors import PlanError
-from ranvier.html.number_format import short
+from ranvier.html.number_format import format_number
 from ranvier.planner import model_spec
 from ranvier.planner.cluster import Cluster
-from ranvier.planner.model_spec import Model
-from ranvier.planner.predict import Job
-from ranvier.planner.search import Wish
-from ranvier.planner.time.compute import SCALES
+from ranvier.planner.model_spec import ModelSpec
+from ranvier.planner.predict import Workload
+from ranvier.planner.search import SearchRequest
+from ranvier.planner.time.compute import FP8_SCALING
 
-SEQ = 4096
+DEFAULT_SEQ = 4096
 LARGEST_BATCH = 2**26
 """Tokens of a step up to which each device is given a sequence."""
-LEAST_TOKENS = 2**10
+MIN_TOKENS_PER_DEVICE = 2**10
 """Tokens of a step for each device, at least."""
-SMALL = 10**8
+SMALL_MODEL = 10**8
 """Parameters below which the settings of a run are taken as they are."""
-SETTLED = ("inner", "micro_batch", "policy", "chunks", "gathered", "recompute", "order")
+SEARCHED_FIELDS = ("inner", "micro_batch", "policy", "chunks", "gathered", "recompute", "order")
 """Fields of a plan, besides the degrees, that are searched unless they are given."""
 
-CHOSEN = (*(f"plan.{name}" for name in (*AXES, *SETTLED, "compile", "batch")), "train.fp8")
+COMMAND_SETTINGS = (
+    *(f"plan.{name}" for name in (*AXES, *SEARCHED_FIELDS, "compile", "batch")),
+    "train.fp8",
+)
 """Settings that the command of a layout names itself (`explain.settings`)."""
 
 Precision = Literal["", "fp32", "fp16", "bf16", "fp8"]
 
 
-def model_of(run: Run) -> Model:
+def load_model_spec(run: RunConfig) -> ModelSpec:
     """The leaves of the model of a run; those of a named size need no torch."""
-    named = run.model.size != IMPORTED and run.model == ModelConfig.of(run.model.size)
-    plain = named and run.lora.rank == 0 and not run.lora.start and not run.prune.on
-    return model_spec.of_size(run.model.size) if plain else model_spec.of_run(run)
+    named = run.model.size != IMPORTED_SIZE and run.model == ModelConfig.from_size(run.model.size)
+    plain = named and run.lora.rank == 0 and not run.lora.start and not run.prune.is_enabled
+    return (
+        model_spec.load_shipped_spec(run.model.size)
+        if plain
+        else model_spec.resolve_model_spec(run)
+    )
 
 
-def assumed(run: Run, cluster: Cluster, given: Set[str]) -> tuple[Run, list[str]]:
+def assume_batch_and_seq(
+    run: RunConfig, cluster: Cluster, given: Set[str]
+) -> tuple[RunConfig, list[str]]:
     """The run with a length and a batch if nobody gave them, and the options that say so."""
     words: list[str] = []
-    parameters = run.model.parameters
-    if parameters < SMALL:
+    parameters = run.model.num_parameters
+    if parameters < SMALL_MODEL:
         return run, words
     if "data.seq" not in given:
-        run = replace(run, data=replace(run.data, seq=min(run.model.max_seq, SEQ)))
+        run = replace(run, data=replace(run.data, seq=min(run.model.max_seq, DEFAULT_SEQ)))
         words.append(f"--data.seq {run.data.seq}")
     if "plan.batch" not in given:
-        batch, _ = usual_batch(parameters, run.data.seq, cluster.devices)
+        batch, _ = default_batch(parameters, run.data.seq, cluster.num_devices)
         run = replace(run, plan=replace(run.plan, batch=batch))
         words.append(f"--plan.batch {batch}")
     return run, words
 
 
-def usual_batch(parameters: int, seq: int, devices: int) -> tuple[int, str]:
+def default_batch(parameters: int, seq: int, devices: int) -> tuple[int, str]:
     """Sequences of a step as published runs have them, and why so many, in words."""
     odd = devices
     while odd % 2 == 0:
         odd //= 2
     usual = 2**19 * math.sqrt(parameters / 1e9)
     each = min(devices * seq, LARGEST_BATCH)
-    least = max(each, LEAST_TOKENS * devices)
+    least = max(each, MIN_TOKENS_PER_DEVICE * devices)
     batch = odd * 2 ** max(round(math.log2(usual / seq / odd)), 0)
-    why = f"runs of {short(parameters)} parameters use about {short(usual)} tokens a step"
+    why = (
+        f"runs of {format_number(parameters)} parameters use about {format_number(usual)} "
+        "tokens a step"
+    )
     if batch * seq < least:
         batch = odd * 2 ** max(math.ceil(math.log2(least / seq / odd) - 1e-9), 0)
         why = f"at least one sequence for each of {devices:,} devices"
         if each < devices * seq:
             why = (
-                f"{short(LARGEST_BATCH)} tokens, as Kimi K2 used, are the most that is assumed"
+                f"{format_number(LARGEST_BATCH)} tokens, as Kimi K2 used, are the most that is "
+                "assumed"
                 if least == each
-                else f"at least {LEAST_TOKENS} tokens for each of {devices:,} devices"
+                else f"at least {MIN_TOKENS_PER_DEVICE} tokens for each of {devices:,} devices"
             )
     return batch, why
 
 
-def job_of(run: Run, cluster: Cluster, *, precision: Precision = "") -> Job:
+def build_workload(run: RunConfig, cluster: Cluster, *, precision: Precision = "") -> Workload:
     """What a run computes in a step."""
     wanted = "bf16" if precision == "fp8" else precision or run.train.dtype
     dtype = ("fp32" if cluster.cores else "bf16") if wanted == "auto" else wanted
@@ -99,41 +112,44 @@ def job_of(run: Run, cluster: Cluster, *, precision: Precision = "") -> Job:
             f"{cluster.device.name} has no {dtype}. It multiplies in "
             f"{', '.join(cluster.device.peak)}. Use one of these."
         )
-    return Job(
-        model=model_of(run),
+    return Workload(
+        model=load_model_spec(run),
         seq=run.data.seq,
         batch=run.plan.batch,
         dtype=dtype,
         moments=run.optim.moments,
-        packed=run.data.packed,
+        packs_documents=run.data.packed,
     )
 
 
-def wish_of(run: Run, cluster: Cluster, given: Set[str], *, precision: Precision = "") -> Wish:
+def build_request(
+    run: RunConfig, cluster: Cluster, given: Set[str], *, precision: Precision = ""
+) -> SearchRequest:
     """What is searched for a run. given: dotted names of the settings that are not to be chosen."""
-    eight = SCALES[run.train.fp8] or ("tensor" if precision == "fp8" else "")
+    eight = FP8_SCALING[run.train.fp8] or ("tensor" if precision == "fp8" else "")
     if eight and "fp8" not in cluster.device.peak:
         raise PlanError(
             f"{cluster.device.name} does not multiply in 8 bits. fp8 needs a device that does "
             "(H100 and later). Use --precision bf16."
         )
-    fixed = frozenset(name for name in (*AXES, *SETTLED) if f"plan.{name}" in given)
+    fixed = frozenset(name for name in (*AXES, *SEARCHED_FIELDS) if f"plan.{name}" in given)
     states = run.memory.states if "memory.states" in given else None
     if states not in (None, "device", "host"):
         states = "host"  # split and file keep less on the device than the search can say
-    return Wish(
-        job_of(run, cluster, precision=precision),
+    return SearchRequest(
+        build_workload(run, cluster, precision=precision),
         cluster,
-        plan=_open(run.plan, fixed),
-        fixed=fixed,
+        plan=_reset_searched_fields(run.plan, fixed),
+        fixed_fields=fixed,
         states=states,
         fp8=eight,
     )
 
 
-def _open(plan: Plan, fixed: Set[str]) -> Plan:
+def _reset_searched_fields(plan: Plan, fixed: Set[str]) -> Plan:
     """The plan with what is searched at its defaults."""
     usual = Plan()
     return replace(
-        plan, **{name: getattr(usual, name) for name in (*AXES, *SETTLED) if name not in fixed}
+        plan,
+        **{name: getattr(usual, name) for name in (*AXES, *SEARCHED_FIELDS) if name not in fixed},
     )

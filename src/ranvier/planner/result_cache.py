@@ -23,65 +23,65 @@ from typing import Any
 
 from ranvier import launch
 from ranvier.config.plan import Plan
-from ranvier.planner.baselines import Found
-from ranvier.planner.memory.breakdown import Table
-from ranvier.planner.predict import Layout, Prediction
-from ranvier.planner.search import Result, Wish
+from ranvier.planner.baselines import PredictedCandidate
+from ranvier.planner.memory.breakdown import MemoryBreakdown
+from ranvier.planner.predict import Candidate, Prediction
+from ranvier.planner.search import SearchRequest, SearchResult
 
-FORMAT = 1
-MOST = 40
+CACHE_FORMAT = 1
+MAX_ENTRIES = 40
 """Entries that are kept."""
-LARGEST = 2**28
+MAX_ENTRY_BYTES = 2**28
 """Bytes of an entry, unpacked: more is none of ours."""
-SAME = ("tokens", "flops", "devices", "peak", "limit")
+SHARED_FIELDS = ("tokens", "flops", "devices", "peak", "limit")
 """Fields of a prediction that all layouts of a request share."""
 
 
-def load(wish: Wish) -> Result | None:
+def load_result(wish: SearchRequest) -> SearchResult | None:
     """The result of the same request, if it was kept and is whole."""
-    key = key_of(wish)
+    key = request_key(wish)
     try:
-        path = _folder() / _name(key)
+        path = _cache_folder() / _entry_name(key)
         if not path.is_file():
             return None
-        return _result(wish, _unpacked(path.read_bytes(), key))
+        return _result_from_dict(wish, _unpack_entry(path.read_bytes(), key))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, zlib.error):
         return None
 
 
-def store(result: Result) -> None:
+def store_result(result: SearchResult) -> None:
     """Keep a result, where that is possible."""
-    key = key_of(result.wish)
+    key = request_key(result.request)
     with contextlib.suppress(OSError):
-        folder = _folder()
+        folder = _cache_folder()
         folder.mkdir(exist_ok=True)
         handle, name = tempfile.mkstemp(dir=folder, suffix=".part")
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(_packed(_facts(result), key))
-            os.replace(name, folder / _name(key))
+                file.write(_pack_entry(_result_to_dict(result), key))
+            os.replace(name, folder / _entry_name(key))
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(name)
             raise
-        _prune(folder)
+        _prune_entries(folder)
 
 
-def _folder() -> Path:
-    return launch.cache() / "plans"
+def _cache_folder() -> Path:
+    return launch.cache_dir() / "plans"
 
 
-def _name(key: str) -> str:
+def _entry_name(key: str) -> str:
     return f"{key}.json.z"
 
 
-def _prune(folder: Path) -> None:
+def _prune_entries(folder: Path) -> None:
     """Leave the newest entries; others may do the same at once."""
     ages = list[tuple[float, Path]]()
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
             ages.append((path.stat().st_mtime, path))
-    for _, path in sorted(ages, reverse=True)[MOST:]:
+    for _, path in sorted(ages, reverse=True)[MAX_ENTRIES:]:
         with contextlib.suppress(OSError):
             path.unlink()
 
@@ -89,9 +89,9 @@ def _prune(folder: Path) -> None:
 # ---- keys ---------------------------------------------------------------------------------
 
 
-def key_of(wish: Wish) -> str:
+def request_key(wish: SearchRequest) -> str:
     """The name of a request: of all that its answer depends on."""
-    text = json.dumps([FORMAT, code_version(), _plain(wish)], separators=(",", ":"))
+    text = json.dumps([CACHE_FORMAT, code_version(), _to_plain(wish)], separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -107,17 +107,17 @@ def code_version() -> str:
     return found.hexdigest()
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Anything of a request as JSON holds it, in one order."""
     if is_dataclass(value):
-        own = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        own = {field.name: _to_plain(getattr(value, field.name)) for field in fields(value)}
         return [type(value).__name__, own]
     if isinstance(value, Mapping):
-        return {str(name): _plain(value[name]) for name in sorted(value, key=str)}
+        return {str(name): _to_plain(value[name]) for name in sorted(value, key=str)}
     if isinstance(value, Set):
         return sorted(map(str, value))
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(one) for one in value]
+        return [_to_plain(one) for one in value]
     assert value is None or isinstance(value, str | int | float | bool), value
     return value
 
@@ -125,14 +125,14 @@ def _plain(value: Any) -> Any:
 # ---- entries ------------------------------------------------------------------------------
 
 
-def _packed(facts: Mapping[str, Any], key: str) -> bytes:
+def _pack_entry(facts: Mapping[str, Any], key: str) -> bytes:
     text = json.dumps({"key": key, **facts}, separators=(",", ":")).encode()
     return hashlib.sha256(text).digest() + zlib.compress(text, 1)
 
 
-def _unpacked(data: bytes, key: str) -> dict[str, Any]:
+def _unpack_entry(data: bytes, key: str) -> dict[str, Any]:
     checksum, packed = data[:32], data[32:]
-    text = zlib.decompressobj().decompress(packed, LARGEST)
+    text = zlib.decompressobj().decompress(packed, MAX_ENTRY_BYTES)
     if hashlib.sha256(text).digest() != checksum:
         raise ValueError("the checksum differs")
     facts: dict[str, Any] = json.loads(text)
@@ -141,47 +141,53 @@ def _unpacked(data: bytes, key: str) -> dict[str, Any]:
     return facts
 
 
-def _facts(result: Result) -> dict[str, Any]:
-    every, usual = (*result.found, *result.tight), result.wish.plan
-    same = [getattr(every[0].prediction, name) for name in SAME] if every else []
-    assert all([getattr(one.prediction, name) for name in SAME] == same for one in every)
+def _result_to_dict(result: SearchResult) -> dict[str, Any]:
+    every, usual = (*result.feasible_candidates, *result.oversized_candidates), result.request.plan
+    same = [getattr(every[0].prediction, name) for name in SHARED_FIELDS] if every else []
+    assert all([getattr(one.prediction, name) for name in SHARED_FIELDS] == same for one in every)
     return {
         "same": same,
-        "found": [_row(one, usual) for one in result.found],
-        "tight": [_row(one, usual) for one in result.tight],
-        "grids": result.grids,
-        "refused": result.refused,
-        "seconds": result.seconds,
+        "found": [_candidate_to_row(one, usual) for one in result.feasible_candidates],
+        "tight": [_candidate_to_row(one, usual) for one in result.oversized_candidates],
+        "grids": result.num_grids,
+        "refused": result.num_rejected_grids,
+        "seconds": result.search_seconds,
     }
 
 
-def _row(found: Found, usual: Plan) -> list[Any]:
+def _candidate_to_row(found: PredictedCandidate, usual: Plan) -> list[Any]:
     """A layout: what of its plan differs from that of the request, and what is predicted."""
     plan, it = found.plan, found.prediction
     own = {field.name: getattr(plan, field.name) for field in fields(plan)}
     own = {name: value for name, value in own.items() if value != getattr(usual, name)}
     memory = [dict(it.memory.device), dict(it.memory.host), it.memory.where]
-    return [own, found.layout.states, dict(it.parts), memory]
+    return [own, found.candidate.states, dict(it.seconds_by_part), memory]
 
 
-def _result(wish: Wish, facts: Mapping[str, Any]) -> Result:
-    same = dict(zip(SAME, facts["same"], strict=bool(facts["same"])))
-    both = ([_found(wish, same, row) for row in facts[name]] for name in ("found", "tight"))
+def _result_from_dict(wish: SearchRequest, facts: Mapping[str, Any]) -> SearchResult:
+    same = dict(zip(SHARED_FIELDS, facts["same"], strict=bool(facts["same"])))
+    both = (
+        [_candidate_from_row(wish, same, row) for row in facts[name]] for name in ("found", "tight")
+    )
     found, tight = both
-    return Result(
+    return SearchResult(
         wish,
         tuple(found),
         tuple(tight),
-        grids=facts["grids"],
-        refused=facts["refused"],
-        seconds=facts["seconds"],
-        cached=True,
+        num_grids=facts["grids"],
+        num_rejected_grids=facts["refused"],
+        search_seconds=facts["seconds"],
+        from_cache=True,
     )
 
 
-def _found(wish: Wish, same: Mapping[str, Any], row: Sequence[Any]) -> Found:
+def _candidate_from_row(
+    wish: SearchRequest, same: Mapping[str, Any], row: Sequence[Any]
+) -> PredictedCandidate:
     own, states, parts, (device, host, where) = row
     own = {name: tuple(one) if isinstance(one, list) else one for name, one in own.items()}
     plan = replace(wish.plan, **own)
-    layout = Layout(plan=plan, order=plan.placed, states=states, fp8=wish.fp8)
-    return Found(layout, Prediction(parts, Table(device, host, where), **same))
+    layout = Candidate(plan=plan, axis_order=plan.axis_order, states=states, fp8=wish.fp8)
+    return PredictedCandidate(
+        layout, Prediction(parts, MemoryBreakdown(device, host, where), **same)
+    )

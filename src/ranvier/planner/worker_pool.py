@@ -17,28 +17,28 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.context import ForkProcess
 
-Function = Callable[[Any], Any]
-Mapped = Callable[[str, Sequence[Any]], list[Any]]
-Seen = Callable[[Sequence[Any]], None]
-PIECES = 16
+WorkerFunction = Callable[[Any], Any]
+PoolMap = Callable[[str, Sequence[Any]], list[Any]]
+ResultCallback = Callable[[Sequence[Any]], None]
+PIECES_PER_WORKER = 16
 """Pieces of a list for each process: neighbours share much, and none should wait for the last."""
 
 
 @contextmanager
-def several(
-    functions: Mapping[str, Function], workers: int, seen: Seen | None = None
-) -> Iterator[Mapped]:
+def open_worker_pool(
+    functions: Mapping[str, WorkerFunction], workers: int, seen: ResultCallback | None = None
+) -> Iterator[PoolMap]:
     """Calls a function, by its name, for each item of a list; results are in order.
 
     With one worker, or where processes cannot be forked, none is started. seen: is told of results
     as they come, some at a time, in any order.
     """
-    told = seen or _nobody
+    told = seen or _ignore_results
     if workers > 1:
         import multiprocessing  # a plan that needs none starts sooner
 
     if workers < 2 or "fork" not in multiprocessing.get_all_start_methods():
-        yield lambda name, items: [_told(functions[name](item), told) for item in items]
+        yield lambda name, items: [_report_result(functions[name](item), told) for item in items]
         return
     fork = multiprocessing.get_context("fork")
     crew = dict["Connection", "ForkProcess"]()
@@ -47,12 +47,12 @@ def several(
             mine, theirs = fork.Pipe()
             # a process that held the ends of others would keep them from seeing that we are gone
             other = fork.Process(
-                target=_serve, args=(functions, theirs, [*crew, mine]), daemon=True
+                target=_run_worker, args=(functions, theirs, [*crew, mine]), daemon=True
             )
             crew[mine] = other
             other.start()
             theirs.close()
-        yield lambda name, items: _Shared(crew, name, items, told).results()
+        yield lambda name, items: _WorkQueue(crew, name, items, told).collect_results()
     finally:
         for mine, other in crew.items():
             mine.close()
@@ -61,59 +61,59 @@ def several(
                 other.join()
 
 
-def _nobody(results: Sequence[Any]) -> None:
+def _ignore_results(results: Sequence[Any]) -> None:
     """Nobody watches."""
 
 
-def _told(result: Any, seen: Seen) -> Any:
+def _report_result(result: Any, seen: ResultCallback) -> Any:
     seen([result])
     return result
 
 
 @dataclass
-class _Shared:
+class _WorkQueue:
     """A list whose pieces go to whoever is free."""
 
-    crew: Mapping[Connection, ForkProcess]
-    name: str
+    workers: Mapping[Connection, ForkProcess]
+    function_name: str
     items: Sequence[Any]
-    seen: Seen = _nobody
-    busy: dict[Connection, int] = field(default_factory=dict)
+    on_results: ResultCallback = _ignore_results
+    piece_starts: dict[Connection, int] = field(default_factory=dict)
     """Where the piece of each begins."""
 
     def __post_init__(self) -> None:
-        self.size = max(-(-len(self.items) // (PIECES * len(self.crew))), 1)
-        self.starts = iter(range(0, len(self.items), self.size))
+        self.piece_size = max(-(-len(self.items) // (PIECES_PER_WORKER * len(self.workers))), 1)
+        self.next_starts = iter(range(0, len(self.items), self.piece_size))
 
-    def results(self) -> list[Any]:
+    def collect_results(self) -> list[Any]:
         """Those of all items, in order."""
         from multiprocessing.connection import wait
 
         found = dict[int, list[Any]]()
-        for pipe in self.crew:
-            self.give(pipe)
-        while self.busy:
-            ready = wait([*self.busy])
-            for pipe in [one for one in self.busy if one in ready]:
-                start, results = self.busy.pop(pipe), self.taken(pipe)
-                self.give(pipe)
+        for pipe in self.workers:
+            self.send_piece(pipe)
+        while self.piece_starts:
+            ready = wait([*self.piece_starts])
+            for pipe in [one for one in self.piece_starts if one in ready]:
+                start, results = self.piece_starts.pop(pipe), self.receive_piece(pipe)
+                self.send_piece(pipe)
                 found[start] = results
-                self.seen(results)
+                self.on_results(results)
         return [result for start in sorted(found) for result in found[start]]
 
-    def give(self, pipe: Connection) -> None:
+    def send_piece(self, pipe: Connection) -> None:
         """The next piece."""
-        start = next(self.starts, None)
+        start = next(self.next_starts, None)
         if start is not None:
-            pipe.send((self.name, self.items[start : start + self.size]))
-            self.busy[pipe] = start
+            pipe.send((self.function_name, self.items[start : start + self.piece_size]))
+            self.piece_starts[pipe] = start
 
-    def taken(self, pipe: Connection) -> list[Any]:
+    def receive_piece(self, pipe: Connection) -> list[Any]:
         """The results of a piece."""
         try:
             results = pipe.recv()
         except (EOFError, ConnectionResetError) as error:
-            other = self.crew[pipe]
+            other = self.workers[pipe]
             other.join(1.0)
             raise RanvierError(
                 f"A process that worked on the list ended with exit code {other.exitcode}. It must "
@@ -125,8 +125,8 @@ class _Shared:
         return found
 
 
-def _serve(
-    functions: Mapping[str, Function], pipe: Connection, others: Sequence[Connection]
+def _run_worker(
+    functions: Mapping[str, WorkerFunction], pipe: Connection, others: Sequence[Connection]
 ) -> None:
     """Work on pieces until the other end is gone; who started this process hears signals for it."""
     import signal
@@ -146,10 +146,10 @@ def _serve(
         except BrokenPipeError:
             return
         except Exception as error:
-            _tell(pipe, error)
+            _send_error(pipe, error)
 
 
-def _tell(pipe: Connection, error: Exception) -> None:
+def _send_error(pipe: Connection, error: Exception) -> None:
     """Send an error, as it is if it can be."""
     try:
         pipe.send(error)

@@ -12,9 +12,9 @@ import os
 
 from ranvier.errors import PlanError
 
-MOST = 1 << 20
+MAX_HANDLES = 1 << 20
 """Handles beyond which a limit is not raised: some programs walk through all of them."""
-SPARE = 12
+RESERVED_HANDLES = 12
 """Handles that are left for files: samples, checkpoints, logs."""
 
 
@@ -24,18 +24,19 @@ def raise_limit() -> None:
         import resource
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
+        wanted = MAX_HANDLES if hard == resource.RLIM_INFINITY else min(hard, MAX_HANDLES)
         if soft != resource.RLIM_INFINITY and soft < wanted:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def require(count: int, purpose: str) -> None:
+def require_handles(count: int, purpose: str) -> None:
     """Refuse what needs more handles than are left; purpose: what needs them, as a subject."""
-    limit, opened = _limit(), _open_count()
-    if opened + count + SPARE > limit:
+    limit, opened = _handle_limit(), _open_count()
+    if opened + count + RESERVED_HANDLES > limit:
         raise PlanError(
             f"This process has {opened} files open and may open {limit}. {purpose} needs {count}, "
-            f"and {SPARE} are kept for files. {_remedy(opened + count + SPARE)}"
+            f"and {RESERVED_HANDLES} are kept for files. "
+            f"{_suggest_limit(opened + count + RESERVED_HANDLES)}"
         )
 
 
@@ -48,14 +49,14 @@ def is_shortage(error: BaseException) -> bool:
 
 def describe_shortage() -> str:
     """What to say of such an error: the value, the rule, the remedy."""
-    limit = _limit()
+    limit = _handle_limit()
     return (
         f"No more files can be opened: this process may open {limit}. Each rank needs some for "
-        f"its files and for its connections to others. {_remedy(4 * limit)}"
+        f"its files and for its connections to others. {_suggest_limit(4 * limit)}"
     )
 
 
-def _remedy(count: int) -> str:
+def _suggest_limit(count: int) -> str:
     enough = max(4096, 1 << count.bit_length())
     return (
         f"Raise the limit before the start (ulimit -n {enough}; in a container docker run --ulimit "
@@ -63,13 +64,13 @@ def _remedy(count: int) -> str:
     )
 
 
-def _limit() -> int:
+def _handle_limit() -> int:
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return MOST if soft == resource.RLIM_INFINITY else soft
-    return MOST
+        return MAX_HANDLES if soft == resource.RLIM_INFINITY else soft
+    return MAX_HANDLES
 
 
 def _open_count() -> int:

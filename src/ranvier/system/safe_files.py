@@ -20,10 +20,10 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from ranvier.errors import RefusedError
+from ranvier.errors import UnsafeInputError
 
 MIB = 1 << 20
-LIMITS = {
+SIZE_LIMITS = {
     "config.json": 16 * MIB,
     "adapter_config.json": 16 * MIB,
     "generation_config.json": 4 * MIB,
@@ -43,15 +43,15 @@ LIMITS = {
     "timeline.json": 1024 * MIB,
 }
 """Most bytes of a file by its name: several times what the largest known model or run has."""
-SUFFIXES = {".safetensors": 1 << 40, ".jinja": 4 * MIB}
+SUFFIX_LIMITS = {".safetensors": 1 << 40, ".jinja": 4 * MIB}
 """Most bytes of other files by their suffix."""
-OTHERS = 64 * MIB
+DEFAULT_LIMIT = 64 * MIB
 """Most bytes of any other file."""
-FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
-FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+DIRECTORY_FLAGS = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
-def exists(path: Path) -> bool:
+def path_exists(path: Path) -> bool:
     """Whether a name is taken, be it by a link that leads nowhere: it is then refused, not missed.
 
     A name that no file can have is not taken.
@@ -62,9 +62,9 @@ def exists(path: Path) -> bool:
         return False
 
 
-def limit_of(name: str) -> int:
+def size_limit(name: str) -> int:
     """Most bytes of a file of this name."""
-    return LIMITS.get(name, SUFFIXES.get(os.path.splitext(name)[1], OTHERS))
+    return SIZE_LIMITS.get(name, SUFFIX_LIMITS.get(os.path.splitext(name)[1], DEFAULT_LIMIT))
 
 
 def open_untrusted(
@@ -76,14 +76,14 @@ def open_untrusted(
     one that the file lies in. limit: None: that of its name.
     """
     root = path.parent if root is None else root
-    limit = limit_of(path.name) if limit is None else limit
+    limit = size_limit(path.name) if limit is None else limit
     *folders, name = path.relative_to(root).parts
     try:
-        folder = os.open(root, FOLDER)
+        folder = os.open(root, DIRECTORY_FLAGS)
         try:
             for below in folders:
-                folder = _below(folder, below, path)
-            return _opened(folder, name, path, limit)
+                folder = _open_subdirectory(folder, below, path)
+            return _open_entry(folder, name, path, limit)
         finally:
             os.close(folder)
     except ValueError as error:  # no name of a file: it holds a NUL or half a surrogate pair
@@ -92,11 +92,11 @@ def open_untrusted(
 
 def read_bytes(path: Path, *, root: Path | None = None, limit: int | None = None) -> bytes:
     """The content of a file that `open_untrusted` accepts."""
-    limit = limit_of(path.name) if limit is None else limit
+    limit = size_limit(path.name) if limit is None else limit
     with open_untrusted(path, root=root, limit=limit) as file:
         content = file.read(limit + 1)
     if len(content) > limit:  # it has grown since, or its file system does not know its size
-        raise _too_large(path, len(content), limit)
+        raise _too_large_error(path, len(content), limit)
     return content
 
 
@@ -108,7 +108,7 @@ def read_text(
     return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", errors=errors).read()
 
 
-def copy(source: Path, target: Path, *, root: Path | None = None) -> None:
+def copy_file(source: Path, target: Path, *, root: Path | None = None) -> None:
     """Copy a file that `open_untrusted` accepts; a file that is there is replaced."""
     with open_untrusted(source, root=root) as file, open_to_write(target) as copied:
         shutil.copyfileobj(file, copied, MIB)
@@ -129,45 +129,45 @@ def open_to_write(path: Path, *, append: bool = False) -> BinaryIO:
         handle = os.open(path, flags, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise _refused(path, "a link or a pipe") from None
+            raise _unsafe_error(path, "a link or a pipe") from None
         raise
     found = os.fstat(handle)
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         os.close(handle)
-        raise _refused(path, _kind(found))
+        raise _unsafe_error(path, _describe_kind(found))
     return os.fdopen(handle, "a+b" if append else "w+b")
 
 
-def _below(folder: int, name: str, path: Path) -> int:
+def _open_subdirectory(folder: int, name: str, path: Path) -> int:
     """The handle of a folder in a folder, whose handle is closed."""
     found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if stat.S_ISLNK(found.st_mode):
-        raise _refused(path, f"behind a symbolic link ({name})")
-    below = os.open(name, FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+        raise _unsafe_error(path, f"behind a symbolic link ({name})")
+    below = os.open(name, DIRECTORY_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
     os.close(folder)
     return below
 
 
-def _opened(folder: int, name: str, path: Path, limit: int) -> io.BufferedReader:
+def _open_entry(folder: int, name: str, path: Path, limit: int) -> io.BufferedReader:
     """A plain file in a folder, or in the blobs of the hub's cache that the folder belongs to."""
     found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if stat.S_ISLNK(found.st_mode):
         target = os.readlink(name, dir_fd=folder)
-        blob = _blob(target, path)
+        blob = _hub_blob_name(target, path)
         if blob is None:
-            raise _refused(path, f"a symbolic link that leads to {target[:200]!r}")
+            raise _unsafe_error(path, f"a symbolic link that leads to {target[:200]!r}")
         try:
-            blobs = os.open("../../blobs", FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+            blobs = os.open("../../blobs", DIRECTORY_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
         except NotADirectoryError:
-            raise _refused(path, "a symbolic link into a folder that is none itself") from None
+            raise _unsafe_error(path, "a symbolic link into a folder that is none itself") from None
         try:
-            return _plain(blobs, blob, path, limit)
+            return _open_plain_file(blobs, blob, path, limit)
         finally:
             os.close(blobs)
-    return _plain(folder, name, path, limit)
+    return _open_plain_file(folder, name, path, limit)
 
 
-def _blob(target: str, path: Path) -> str | None:
+def _hub_blob_name(target: str, path: Path) -> str | None:
     """The name of the blob that a link of a hub's cache leads to; None: it is no such link."""
     *above, name = target.split("/")
     own = path.parent.resolve().parent.name == "snapshots"
@@ -175,23 +175,23 @@ def _blob(target: str, path: Path) -> str | None:
     return name if own and plain and above == ["..", "..", "blobs"] else None
 
 
-def _plain(folder: int, name: str, path: Path, limit: int) -> io.BufferedReader:
+def _open_plain_file(folder: int, name: str, path: Path, limit: int) -> io.BufferedReader:
     """A plain file in a folder; to open another kind could already have an effect."""
     found = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if not stat.S_ISREG(found.st_mode):
-        raise _refused(path, _kind(found))
-    file = os.fdopen(os.open(name, FILE, dir_fd=folder), "rb")
+        raise _unsafe_error(path, _describe_kind(found))
+    file = os.fdopen(os.open(name, FILE_FLAGS, dir_fd=folder), "rb")
     found = os.fstat(file.fileno())
     if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
         file.close()
-        raise _refused(path, _kind(found))
+        raise _unsafe_error(path, _describe_kind(found))
     if found.st_size > limit:
         file.close()
-        raise _too_large(path, found.st_size, limit)
+        raise _too_large_error(path, found.st_size, limit)
     return file
 
 
-def _kind(found: os.stat_result) -> str:
+def _describe_kind(found: os.stat_result) -> str:
     """What a file is that is no plain one."""
     kinds = {
         stat.S_IFREG: "a hard link to a file that has other names, too",
@@ -203,15 +203,15 @@ def _kind(found: os.stat_result) -> str:
     return kinds.get(stat.S_IFMT(found.st_mode), "a device")
 
 
-def _refused(path: Path, what: str) -> RefusedError:
-    return RefusedError(
+def _unsafe_error(path: Path, what: str) -> UnsafeInputError:
+    return UnsafeInputError(
         f"{path} is {what}. A model or a run holds plain files of its own, so that nothing outside "
         "of it is read, published or overwritten. Put a copy of the file in its place."
     )
 
 
-def _too_large(path: Path, size: int, limit: int) -> RefusedError:
-    return RefusedError(
+def _too_large_error(path: Path, size: int, limit: int) -> UnsafeInputError:
+    return UnsafeInputError(
         f"{path} has {size:,} bytes or more. A file of this name has at most {limit:,}. Use the "
         "model or the run as it was published."
     )

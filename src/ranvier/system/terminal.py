@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-CONTROLS = re.compile(
+CONTROL_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 without tab and newline, DEL, C1
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u206f"  # marks and overrides of direction
     "\u2028\u2029\ufff9-\ufffb\ud800-\udfff"  # other ends of lines; halves of characters
@@ -28,10 +28,10 @@ CONTROLS = re.compile(
 
 def escape_controls(text: str) -> str:
     """The text with control characters as Python writes them, except newlines and tabs."""
-    return CONTROLS.sub(_escaped, text)
+    return CONTROL_CHARACTERS.sub(_escape_match, text)
 
 
-def _escaped(found: re.Match[str]) -> str:
+def _escape_match(found: re.Match[str]) -> str:
     code = ord(found[0])
     if code < 0x100:
         return f"\\x{code:02x}"
@@ -50,7 +50,7 @@ def print(
     builtins.print(text, end=end, file=file, flush=flush)
 
 
-def draw(text: str, file: TextIO | None = None) -> None:
+def write_raw(text: str, file: TextIO | None = None) -> None:
     """Write control sequences of our own; text from outside goes through `escape_controls`."""
     builtins.print(text, end="", file=file or sys.stdout, flush=True)
 
@@ -65,7 +65,7 @@ def quote_word(word: object) -> str:
     text = str(word)
     if isinstance(word, Path) and text.startswith("-"):
         text = f"./{text}"
-    if not CONTROLS.search(text) and "\n" not in text and "\t" not in text:
+    if not CONTROL_CHARACTERS.search(text) and "\n" not in text and "\t" not in text:
         return shlex.quote(text)
     text = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n").replace("\t", "\\t")
     # bytes of a name that are no UTF-8 are kept by Python as U+DC80 to U+DCFF

@@ -23,20 +23,34 @@ from ranvier.comm import collectives
 from ranvier.config.plan import divisors
 from ranvier.errors import PlanError
 from ranvier.grid import Axis, Grid
-from ranvier.launch import Ranks, joined
+from ranvier.launch import ProcessInfo, join_process_group
 from ranvier.planner import cluster, device_rates, local_cluster
-from ranvier.planner.cluster import Cluster, Collective, Device, Fused, Host, Link, Product, Rate
-from ranvier.planner.microbenchmarks import Gauge, Row, Shapes, crowd
+from ranvier.planner.cluster import (
+    AttentionRate,
+    Cluster,
+    Device,
+    HostSpec,
+    Link,
+    MatmulRate,
+    MeasuredCollective,
+    MeasuredRate,
+)
+from ranvier.planner.microbenchmarks import (
+    BenchmarkShapes,
+    MeasuredRow,
+    Microbenchmark,
+    ranks_per_core,
+)
 from ranvier.system.terminal import print
 from ranvier.tools import benchmark_host_update
 
-R = TypeVar("R", bound=Row)
-M = TypeVar("M", Product, Fused, Rate, Collective)
-USUAL = 8
+R = TypeVar("R", bound=MeasuredRow)
+M = TypeVar("M", MatmulRate, AttentionRate, MeasuredRate, MeasuredCollective)
+DEFAULT_CPU_RANKS = 8
 """Ranks on a CPU."""
-LARGE = {"cpu": 2**20, "cuda": 2**26}
+LARGE_TENSOR_BYTES = {"cpu": 2**20, "cuda": 2**26}
 """Bytes of a tensor whose way takes longer than its start."""
-CALLS = {"cpu": 8, "cuda": 20}
+TIMED_CALLS = {"cpu": 8, "cuda": 20}
 ROUNDS = {"cpu": 2, "cuda": 1}
 """Times that all is measured, one after the other: how fast processors are varies from minute to
 minute with what else a machine does."""
@@ -44,128 +58,141 @@ ETHERNET = Link(bandwidth=25e9, latency=1e-5)
 """Between nodes where nothing was measured and no data sheet is known: 200 Gbit/s."""
 
 
-def ranks_here(nproc: int) -> int:
+def count_local_ranks(nproc: int) -> int:
     """Ranks that measure: one for each CUDA device, or as many as a CPU may be asked for."""
     if nproc < 0:
         raise PlanError(f"nproc={nproc}. At least one rank measures. Use nproc=1 or more.")
-    return nproc or (torch.cuda.device_count() if torch.cuda.is_available() else USUAL)
+    return nproc or (torch.cuda.device_count() if torch.cuda.is_available() else DEFAULT_CPU_RANKS)
 
 
-def rank(to: str, me: Ranks) -> int:
+def measure_as_rank(to: str, me: ProcessInfo) -> int:
     """Measure as one rank; the first writes the file. Communicates: all collectives."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", me.local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     began = time.perf_counter()
-    with joined(me, "nccl" if cuda else "gloo", 600.0):
-        made = Measurement(me, device).all()
+    with join_process_group(me, "nccl" if cuda else "gloo", 600.0):
+        made = ClusterBenchmark(me, device).measure_cluster()
         if me.rank == 0:
-            path = Path(to) if to else local_cluster.path(made.device.name)
-            cluster.write(made, path)
-            print(*described(made), sep="\n")
+            path = Path(to) if to else local_cluster.measured_cluster_path(made.device.name)
+            cluster.write_cluster(made, path)
+            print(*describe_cluster(made), sep="\n")
             print(f"Measured in {time.perf_counter() - began:.0f} s: {path}")
     return 0
 
 
 @dataclass
-class Measurement:
+class ClusterBenchmark:
     """A rank that measures with others."""
 
-    me: Ranks
+    me: ProcessInfo
     device: torch.device
 
     def __post_init__(self) -> None:
-        world = self.me.world
+        world = self.me.world_size
         self.grid = Grid({"data": world}, rank=self.me.rank, connected=world > 1)
         sizes = divisors(world)
         self.axes = {n: self.grid.axis(share={"data": n}) for n in sizes}
         """Groups of neighbours; all ranks make all of them, in one order."""
 
-    def all(self) -> Cluster:
+    def measure_cluster(self) -> Cluster:
         """The cluster of this machine. Communicates: all collectives."""
-        rounds = [self.round() for _ in range(ROUNDS[self.device.type])]
+        rounds = [self.measure_round() for _ in range(ROUNDS[self.device.type])]
         rows, links = ([*zip(*parts, strict=True)] for parts in zip(*rounds, strict=True))
-        return described_as(self.device, self.me, [*map(_middle, rows)], [*map(_middle, links)])
+        return build_cluster(
+            self.device, self.me, [*map(_average_rounds, rows)], [*map(_average_rounds, links)]
+        )
 
-    def round(self) -> tuple[list[Row], list[Collective]]:
+    def measure_round(self) -> tuple[list[MeasuredRow], list[MeasuredCollective]]:
         """All rows, once. Communicates: all collectives."""
         alone = self.device.type == "cuda"  # ranks do not share devices
-        rows: list[Row] = []
-        links: list[Collective] = []
+        rows: list[MeasuredRow] = []
+        links: list[MeasuredCollective] = []
         for ranks, axis in self.axes.items():
             if self.me.rank < ranks and (ranks == 1 or not alone):
-                rows += self.work(ranks, axis)
+                rows += self.measure_compute(ranks, axis)
             if self.me.rank < ranks:
-                links += self.talk(ranks)
-            self.meet(self.axes[self.me.world])
+                links += self.measure_collectives(ranks)
+            self.barrier(self.axes[self.me.world_size])
         return rows, links
 
-    def work(self, ranks: int, axis: Axis) -> list[Row]:
+    def measure_compute(self, ranks: int, axis: Axis) -> list[MeasuredRow]:
         """What a rank does while `ranks` work at once."""
         before = torch.get_num_threads()
         if self.device.type == "cpu":
             torch.set_num_threads(max((os.cpu_count() or 1) // ranks, 1))
         plural = "rank" if ranks == 1 else "ranks"
-        gauge = Gauge.of(
+        gauge = Microbenchmark.for_device(
             self.device,
             ranks=ranks,
-            together=lambda: self.meet(axis),
-            said=lambda what: self.say(f"  {ranks} {plural}: {what}"),
+            barrier=lambda: self.barrier(axis),
+            on_progress=lambda what: self.print_once(f"  {ranks} {plural}: {what}"),
         )
-        rows = gauge.all()
+        rows = gauge.run_all()
         if self.device.type == "cuda":  # on processors starts and work take turns: see crowd
-            gauge.said("blocks that are not compiled")
-            rows += benchmark_host_update.rates(self.device, fp8="fp8" in gauge.kinds)
+            gauge.on_progress("blocks that are not compiled")
+            rows += benchmark_host_update.measure_block_rates(
+                self.device, fp8="fp8" in gauge.dtypes
+            )
         torch.set_num_threads(before)
-        return [_mean(row, axis) for row in rows]
+        return [_average_ranks(row, axis) for row in rows]
 
-    def talk(self, ranks: int) -> list[Collective]:
+    def measure_collectives(self, ranks: int) -> list[MeasuredCollective]:
         """Collectives in groups of each size, while `ranks` work at once."""
         found, kind = [], self.device.type
-        many = crowd(ranks) if kind == "cpu" else 0.0
+        many = ranks_per_core(ranks) if kind == "cpu" else 0.0
         for size, axis in self.axes.items():
             if 1 < size <= ranks and ranks % size == 0:
-                self.say(f"  {ranks} ranks: collectives of groups of {size}")
-                for op in wires.OPS if size == 2 else wires.OPS[:-1]:
-                    self.meet(self.axes[ranks])
-                    one = wires.collective(
-                        op, axis, self.device, large=LARGE[kind], calls=CALLS[kind], crowd=many
+                self.print_once(f"  {ranks} ranks: collectives of groups of {size}")
+                for op in wires.MEASURED_OPS if size == 2 else wires.MEASURED_OPS[:-1]:
+                    self.barrier(self.axes[ranks])
+                    one = wires.measure_collective(
+                        op,
+                        axis,
+                        self.device,
+                        large=LARGE_TENSOR_BYTES[kind],
+                        calls=TIMED_CALLS[kind],
+                        crowd=many,
                     )
-                    nodes = max(size // self.me.local_world, 1)
-                    groups = min(ranks, self.me.local_world) // min(size, self.me.local_world)
-                    found.append(Collective(op, size, one.latency, one.bandwidth, groups, nodes))
+                    nodes = max(size // self.me.local_world_size, 1)
+                    groups = min(ranks, self.me.local_world_size) // min(
+                        size, self.me.local_world_size
+                    )
+                    found.append(
+                        MeasuredCollective(op, size, one.latency, one.bandwidth, groups, nodes)
+                    )
         return found
 
-    def meet(self, axis: Axis) -> None:
+    def barrier(self, axis: Axis) -> None:
         """Wait for the others of an axis. Communicates: one number."""
         collectives.all_reduce(torch.zeros(1, device=self.device), axis).wait()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def say(self, text: str) -> None:
+    def print_once(self, text: str) -> None:
         """Tell people, once."""
         if self.me.rank == 0:
             print(text, flush=True)
 
 
-MEANS = ("rate", "value", "forward", "backward", "latency", "bandwidth")
+AVERAGED_FIELDS = ("rate", "value", "forward", "backward", "latency", "bandwidth")
 
 
-def _middle(same: Sequence[M]) -> M:
+def _average_rounds(same: Sequence[M]) -> M:
     """The row of several rounds: geometric means."""
     if len(same) == 1:
         return same[0]
-    names = [name for name in MEANS if hasattr(same[0], name)]
+    names = [name for name in AVERAGED_FIELDS if hasattr(same[0], name)]
     changes: dict[str, Any] = {
         name: geometric_mean(getattr(one, name) for one in same) for name in names
     }
     return replace(same[0], **changes)
 
 
-def _mean(row: Row, axis: Axis) -> Row:
+def _average_ranks(row: MeasuredRow, axis: Axis) -> MeasuredRow:
     """The row of the mean rank. Communicates: its numbers over the axis."""
-    names = [name for name in MEANS if hasattr(row, name)]
+    names = [name for name in AVERAGED_FIELDS if hasattr(row, name)]
     mine = torch.tensor([getattr(row, name) for name in names], dtype=torch.float64)
     device = "cuda" if axis.size > 1 and torch.cuda.is_available() else "cpu"
     total = collectives.all_reduce(mine.to(device), axis).wait() / axis.size
@@ -174,32 +201,32 @@ def _mean(row: Row, axis: Axis) -> Row:
 
 # ---- a moment's measurement -------------------------------------------------------------
 
-FEW = Shapes(
+QUICK_SHAPES = BenchmarkShapes(
     matmuls=((384, 192, 192), (384, 768, 192)),
     attention=((4, 96, 4, 4, 32),),
-    stream=2**19,
-    adam=2**18,
-    seconds=0.005,
+    copy_bytes=2**19,
+    update_parameters=2**18,
+    min_seconds=0.005,
 )
 LOOPBACK = Link(bandwidth=1e9, latency=2e-4)
 """What two ranks of one host see of each other through Gloo, each with a core of its own."""
 
 
-def quick(ranks: int) -> Cluster:
+def estimate_cluster(ranks: int) -> Cluster:
     """This host as one rank sees it in a moment; the others are thought to be like it.
 
     Ranks that share cores are slower in proportion.
     """
     cores = os.cpu_count() or 1
-    many, before = crowd(ranks), torch.get_num_threads()
+    many, before = ranks_per_core(ranks), torch.get_num_threads()
     torch.set_num_threads(max(cores // ranks, 1))
     rows = [
-        replace(_slower(row, many), ranks=ranks)
-        for row in Gauge(torch.device("cpu"), shapes=FEW).all()
+        replace(_scale_row(row, many), ranks=ranks)
+        for row in Microbenchmark(torch.device("cpu"), shapes=QUICK_SHAPES).run_all()
     ]
     torch.set_num_threads(before)
     links = [
-        Collective(
+        MeasuredCollective(
             op,
             size,
             LOOPBACK.latency * many * math.log2(size),
@@ -207,52 +234,57 @@ def quick(ranks: int) -> Cluster:
             ranks // size,
         )
         for size in divisors(ranks)[1:]
-        for op in wires.OPS
+        for op in wires.MEASURED_OPS
     ]
-    made = described_as(torch.device("cpu"), Ranks(world=ranks, local_world=ranks), rows, links)
+    made = build_cluster(
+        torch.device("cpu"), ProcessInfo(world_size=ranks, local_world_size=ranks), rows, links
+    )
     return replace(made, source=f"{made.source} in a moment; links are a guess")
 
 
 # ---- a cluster of rows ------------------------------------------------------------------
 
 
-def described_as(
-    device: torch.device, me: Ranks, rows: Sequence[Row], links: Sequence[Collective]
+def build_cluster(
+    device: torch.device,
+    me: ProcessInfo,
+    rows: Sequence[MeasuredRow],
+    links: Sequence[MeasuredCollective],
 ) -> Cluster:
     """The cluster that rows describe; what was not measured comes from a data sheet."""
-    own = device_of(device, rows)
-    like = next((one for one in _built_in() if one.device.name == own.name), None)
+    own = build_device(device, rows)
+    like = next((one for one in _built_in_clusters() if one.device.name == own.name), None)
     narrow = torch.bfloat16 if device.type == "cuda" else torch.float32
-    side = device_rates.measured(device, narrow)
+    side = device_rates.measure_rates(device, narrow)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    inside = _link([one for one in links if one.nodes == 1])
-    between = _link([one for one in links if one.nodes > 1])
+    inside = _link_from_rows([one for one in links if one.nodes == 1])
+    between = _link_from_rows([one for one in links if one.nodes > 1])
     return Cluster(
         name=platform.node() or "here",
         device=own,
-        per_node=me.local_world,
+        per_node=me.local_world_size,
         link=inside or (like.link if like else ETHERNET),
         network=between or (like.network if like else ETHERNET),
-        host=Host(memory / me.local_world, side.to_device, side.to_host, side.adam),
+        host=HostSpec(memory / me.local_world_size, side.to_device, side.to_host, side.adam),
         collectives=tuple(links),
         cores=0 if device.type == "cuda" else os.cpu_count() or 1,
         source=f"measured with torch {torch.__version__}",
     )
 
 
-def device_of(device: torch.device, rows: Sequence[Row]) -> Device:
+def build_device(device: torch.device, rows: Sequence[MeasuredRow]) -> Device:
     """The device with all that was measured of it."""
-    products = tuple(row for row in rows if isinstance(row, Product))
+    products = tuple(row for row in rows if isinstance(row, MatmulRate))
     best: dict[str, float] = {}
     for row in products:
         best[row.dtype] = max(best.get(row.dtype, 0.0), row.rate)
-    numbers = tuple(row for row in rows if isinstance(row, Rate))
+    numbers = tuple(row for row in rows if isinstance(row, MeasuredRate))
     alone = {row.kind: row.value for row in reversed(numbers)}
     more: dict[str, Any] = {
         "measured": best,
         "launch": alone["launch"],
         "products": products,
-        "attention": tuple(row for row in rows if isinstance(row, Fused)),
+        "attention": tuple(row for row in rows if isinstance(row, AttentionRate)),
         "rates": numbers,
     }
     if device.type == "cpu":
@@ -260,7 +292,7 @@ def device_of(device: torch.device, rows: Sequence[Row]) -> Device:
         return Device("cpu", float(pages), alone["memory"], best, cores=1, **more)
     facts = torch.cuda.get_device_properties(device)
     try:
-        return replace(cluster.device(facts.name), memory=float(facts.total_memory), **more)
+        return replace(cluster.find_device(facts.name), memory=float(facts.total_memory), **more)
     except PlanError:  # without a data sheet
         peak, count = best, facts.multi_processor_count
         return Device(
@@ -268,7 +300,7 @@ def device_of(device: torch.device, rows: Sequence[Row]) -> Device:
         )
 
 
-def scaled(made: Cluster, factor: float) -> Cluster:
+def scale_cluster(made: Cluster, factor: float) -> Cluster:
     """The cluster whose devices take `factor` times as long for everything."""
     own = made.device
     reach = replace(own.reach, matmul=own.reach.matmul / factor, memory=own.reach.memory / factor)
@@ -276,26 +308,26 @@ def scaled(made: Cluster, factor: float) -> Cluster:
         own,
         launch=own.launch * factor,
         reach=reach,
-        products=tuple(_slower(row, factor) for row in own.products),
-        attention=tuple(_slower(row, factor) for row in own.attention),
-        rates=tuple(_slower(row, factor) for row in own.rates),
+        products=tuple(_scale_row(row, factor) for row in own.products),
+        attention=tuple(_scale_row(row, factor) for row in own.attention),
+        rates=tuple(_scale_row(row, factor) for row in own.rates),
     )
     return replace(made, device=device)
 
 
-def _slower(row: R, factor: float) -> R:
+def _scale_row(row: R, factor: float) -> R:
     """A row at another pace: seconds grow, rates fall."""
-    seconds = isinstance(row, Rate) and row.kind in ("launch", "pair", "block", "block8")
-    names = [name for name in MEANS if hasattr(row, name)]
+    seconds = isinstance(row, MeasuredRate) and row.kind in ("launch", "pair", "block", "block8")
+    names = [name for name in AVERAGED_FIELDS if hasattr(row, name)]
     times = factor if seconds else 1.0 / factor
     return replace(row, **{name: getattr(row, name) * times for name in names})
 
 
-def _built_in() -> list[Cluster]:
-    return [cluster.cluster(name) for name in cluster.names()]
+def _built_in_clusters() -> list[Cluster]:
+    return [cluster.load_cluster(name) for name in cluster.cluster_names()]
 
 
-def _link(rows: Sequence[Collective]) -> Link | None:
+def _link_from_rows(rows: Sequence[MeasuredCollective]) -> Link | None:
     """The link that the largest group sees which talks alone."""
     alone = [row for row in rows if row.op == "all_gather"]
     if not alone:
@@ -304,7 +336,7 @@ def _link(rows: Sequence[Collective]) -> Link | None:
     return Link(row.bandwidth, row.latency / max(row.size - 1, 1))
 
 
-def described(made: Cluster) -> list[str]:
+def describe_cluster(made: Cluster) -> list[str]:
     """A few lines for people."""
     device = made.device
     lines = [f"{made.name}: {made.per_node} x {device.name}"]

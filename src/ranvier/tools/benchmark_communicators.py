@@ -20,17 +20,24 @@ import torch
 
 from ranvier.comm import collectives
 from ranvier.errors import CommunicationError
-from ranvier.grid import HOST, Axis, Grid
-from ranvier.launch import Ranks, die_with_parent, environment, joined, local_ranks, warm
+from ranvier.grid import HOST_CHANNEL, Axis, Grid
+from ranvier.launch import (
+    ProcessInfo,
+    die_with_parent,
+    join_process_group,
+    local_process_infos,
+    read_environment,
+    start_forkserver,
+)
 
-RANKS = 2
-FURTHER = 3
+MEASURING_RANKS = 2
+EXTRA_COMMUNICATORS = 3
 """Communicators after the first."""
 LIMIT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class Sample:
+class CommunicatorSample:
     """What one rank has seen."""
 
     device: str
@@ -39,7 +46,7 @@ class Sample:
     """To make a group over Gloo."""
     seconds: tuple[float, ...]
     """To make each communicator, and for its first collective."""
-    free: tuple[int, ...]
+    free_bytes: tuple[int, ...]
     """Free bytes of the device, before the first and after each."""
 
 
@@ -54,15 +61,15 @@ class CommunicatorCost:
     """Of the first one, and of the kernels that its first collective loads."""
     further_bytes: int
 
-    def seconds(self, count: int, on_host: int) -> float:
+    def total_seconds(self, count: int, on_host: int) -> float:
         """Seconds to make so many, and so many over Gloo."""
         made = self.first_seconds + (count - 1) * self.further_seconds if count else 0.0
         return made + on_host * self.host_seconds
 
 
-def summarize(samples: Sequence[Sample]) -> CommunicatorCost:
+def summarize_samples(samples: Sequence[CommunicatorSample]) -> CommunicatorCost:
     """The cost on each rank: of seconds those of the slowest, of bytes the mean."""
-    devices = {one.device: one.free for one in samples}.values()
+    devices = {one.device: one.free_bytes for one in samples}.values()
     taken = [
         max(sum(free[i] - free[i + 1] for free in devices), 0) // len(samples)
         for i in range(len(samples[0].seconds))
@@ -77,38 +84,40 @@ def summarize(samples: Sequence[Sample]) -> CommunicatorCost:
     )
 
 
-def measure(gpus: int, *, limit_seconds: float = LIMIT_SECONDS) -> CommunicatorCost:
+def measure_communicator_cost(
+    gpus: int, *, limit_seconds: float = LIMIT_SECONDS
+) -> CommunicatorCost:
     """Start two ranks and have them measure, over NCCL, or on a CPU (gpus=0) over Gloo."""
-    warm([__name__])
+    start_forkserver([__name__])
     context = multiprocessing.get_context("forkserver")  # a fork of this process has no CUDA
     deadline = time.monotonic() + limit_seconds
     processes, pipes = [], list[Connection]()
-    for me in local_ranks(RANKS):
+    for me in local_process_infos(MEASURING_RANKS):
         here, there = context.Pipe(duplex=False)
-        task = context.Process(target=_live, args=(me, gpus, limit_seconds, there), daemon=True)
+        task = context.Process(target=_run_rank, args=(me, gpus, limit_seconds, there), daemon=True)
         task.start()
         there.close()
         processes.append(task)
         pipes.append(here)
     try:
-        samples = [_receive(pipe, deadline, limit_seconds) for pipe in pipes]
+        samples = [_receive_sample(pipe, deadline, limit_seconds) for pipe in pipes]
         for process in processes:
             process.join(max(deadline - time.monotonic(), 0.0))
-        return summarize(samples)
+        return summarize_samples(samples)
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _receive(pipe: Connection, deadline: float, limit_seconds: float) -> Sample:
+def _receive_sample(pipe: Connection, deadline: float, limit_seconds: float) -> CommunicatorSample:
     """What a rank has sent, or why it has not."""
     late = not pipe.poll(max(deadline - time.monotonic(), 0.0))
     try:
         found = "" if late else pipe.recv()
     except EOFError:
         found = "it ended without a word"
-    if isinstance(found, Sample):
+    if isinstance(found, CommunicatorSample):
         return found
     why = f"nothing came within {limit_seconds:.0f} s" if late else found
     raise CommunicationError(
@@ -118,30 +127,32 @@ def _receive(pipe: Connection, deadline: float, limit_seconds: float) -> Sample:
     )
 
 
-def _live(me: Ranks, gpus: int, limit_seconds: float, pipe: Connection) -> None:
+def _run_rank(me: ProcessInfo, gpus: int, limit_seconds: float, pipe: Connection) -> None:
     """The life of a rank: send a sample, or an error as text."""
     die_with_parent()
-    if not environment("NCCL_DEBUG"):
+    if not read_environment("NCCL_DEBUG"):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     device = torch.device("cuda", me.rank % gpus) if gpus else torch.device("cpu")
     try:
-        with joined(me, "nccl" if gpus else "gloo", limit_seconds, share_gpu=gpus < me.world):
-            grid = Grid({"data": me.world}, rank=me.rank, connected=True)
+        with join_process_group(
+            me, "nccl" if gpus else "gloo", limit_seconds, share_gpu=gpus < me.world_size
+        ):
+            grid = Grid({"data": me.world_size}, rank=me.rank, connected=True)
             pipe.send(take_sample(grid, device))
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0]}")
 
 
-def take_sample(grid: Grid, device: torch.device) -> Sample:
+def take_sample(grid: Grid, device: torch.device) -> CommunicatorSample:
     """Make communicators as one rank. Communicates: the making of groups, a number over each."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     value = torch.ones(1, device=device)  # what CUDA and torch take first is there before
     begun = time.perf_counter()
-    host = grid.axis("data", channel=HOST)
+    host = grid.axis("data", channel=HOST_CHANNEL)
     host_seconds = time.perf_counter() - begun
     seconds, free = [], [_free_bytes(device, host)]
-    for number in range(1 + FURTHER):
+    for number in range(1 + EXTRA_COMMUNICATORS):
         begun = time.perf_counter()
         axis = grid.axis("data", channel=f"{number}" if number else "")
         collectives.all_reduce(value, axis).wait()
@@ -149,7 +160,7 @@ def take_sample(grid: Grid, device: torch.device) -> Sample:
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - begun)
         free.append(_free_bytes(device, host))
-    return Sample(str(device), host_seconds, tuple(seconds), tuple(free))
+    return CommunicatorSample(str(device), host_seconds, tuple(seconds), tuple(free))
 
 
 def _free_bytes(device: torch.device, host: Axis) -> int:

@@ -16,60 +16,68 @@ import time
 import torch
 
 from ranvier.config import run as runs
-from ranvier.cost.layers import Flow
+from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import Batch
 from ranvier.grid import Grid
-from ranvier.parallel.parallelize import parallel_of
-from ranvier.planner.cluster import Rate
-from ranvier.train.build_model import built
+from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.planner.cluster import MeasuredRate
+from ranvier.train.build_model import build_model
 from ranvier.train.model_converters import choose_arithmetic
 from ranvier.train.step import forward_backward
-from ranvier.train.train import settled
+from ranvier.train.train import resolve_device_and_dtype
 
-FEW, MORE = 2, 8
+FEW_BLOCKS, MORE_BLOCKS = 2, 8
 """Blocks."""
-SEQ, WIDTH = 32, 64
-TURNS = 10
+BLOCK_SEQ, BLOCK_WIDTH = 32, 64
+BLOCK_REPEATS = 10
 
 
-def rates(device: torch.device, *, fp8: bool) -> list[Rate]:
+def measure_block_rates(device: torch.device, *, fp8: bool) -> list[MeasuredRate]:
     """Seconds of the host for the forward pass of a block: `block`, and with 8 bits `block8`."""
-    found = [Rate("block", _block(device, "off"))]
-    return [*found, Rate("block8", _block(device, "tensorwise"))] if fp8 else found
+    found = [MeasuredRate("block", _block_seconds(device, "off"))]
+    return [*found, MeasuredRate("block8", _block_seconds(device, "tensorwise"))] if fp8 else found
 
 
-def _block(device: torch.device, fp8: str) -> float:
-    few, more = (_passes(device, blocks, fp8) for blocks in (FEW, MORE))
-    return max(more - few, 0.0) / (MORE - FEW) / 3.0
+def _block_seconds(device: torch.device, fp8: str) -> float:
+    few, more = (_passes_seconds(device, blocks, fp8) for blocks in (FEW_BLOCKS, MORE_BLOCKS))
+    return max(more - few, 0.0) / (MORE_BLOCKS - FEW_BLOCKS) / 3.0
 
 
-def _passes(device: torch.device, blocks: int, fp8: str) -> float:
+def _passes_seconds(device: torch.device, blocks: int, fp8: str) -> float:
     """Seconds of both passes of a model of so many blocks."""
-    sizes = {"layers": blocks, "embed": WIDTH, "heads": 4, "kv_heads": 4, "mlp": 2 * WIDTH}
+    sizes = {
+        "layers": blocks,
+        "embed": BLOCK_WIDTH,
+        "heads": 4,
+        "kv_heads": 4,
+        "mlp": 2 * BLOCK_WIDTH,
+    }
     tables = {
-        "model": {**sizes, "head_dim": WIDTH // 4, "vocab": 256, "max_seq": SEQ},
-        "data": {"seq": SEQ, "packed": False},
+        "model": {**sizes, "head_dim": BLOCK_WIDTH // 4, "vocab": 256, "max_seq": BLOCK_SEQ},
+        "data": {"seq": BLOCK_SEQ, "packed": False},
         "plan": {"batch": 1, "micro_batch": 1, "compile": "off", "recompute": "none"},
         "train": {"device": device.type, "dtype": "bf16", "fp8": fp8},
     }
-    run = settled(runs.from_tables(tables).check(1), device)
+    run = resolve_device_and_dtype(runs.run_from_tables(tables).check_and_resolve(1), device)
     grid = Grid({})
-    model = built(run, grid, device, local_ranks=1)
-    choose_arithmetic(run, model, grid, device, Flow(1, SEQ, itemsize=2, statistics=4))
-    ids = torch.zeros(1, SEQ, dtype=torch.int64, device=device)
-    batches = Batch(ids, ids).micro_batches(grid, 1)
+    model = build_model(run, grid, device, local_ranks=1)
+    choose_arithmetic(
+        run, model, grid, device, ActivationShape(1, BLOCK_SEQ, itemsize=2, statistics_itemsize=4)
+    )
+    ids = torch.zeros(1, BLOCK_SEQ, dtype=torch.int64, device=device)
+    batches = Batch(ids, ids).split_micro_batches(grid, 1)
     taken = []
-    for _ in range(TURNS):
-        _wait(device)
+    for _ in range(BLOCK_REPEATS):
+        _synchronize_device(device)
         begun = time.perf_counter()
         forward_backward(model, batches)
-        _wait(device)
+        _synchronize_device(device)
         taken.append(time.perf_counter() - begun)
-        parallel_of(model).queue.begin("")
-        grid.trace.awaited = []
+        get_parallel_model(model).bucket_scheduler.begin_step("")
+        grid.trace.waited_events = []
     return statistics.median(taken[1:])  # a step waits for a host that is now and then busy
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize_device(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

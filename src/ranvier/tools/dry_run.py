@@ -23,32 +23,32 @@ from typing import Any
 import torch
 
 from ranvier import launch
-from ranvier.buckets.scheduler import Deferred
+from ranvier.buckets.scheduler import BucketScheduler
 from ranvier.config.plan import AXES
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.models import Decoder
-from ranvier.nn.attention import Core
-from ranvier.nn.attention_backends import flash
-from ranvier.nn.moe.layer import Experts
-from ranvier.parallel.parallelize import parallel_of
-from ranvier.pipeline.memory_replay import late
+from ranvier.nn.attention import AttentionCore
+from ranvier.nn.attention_backends import flash_attention
+from ranvier.nn.moe.layer import MoELayer
+from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.pipeline.memory_replay import late_gradient_schedule
 from ranvier.planner.memory import breakdown
-from ranvier.planner.memory.breakdown import Table
+from ranvier.planner.memory.breakdown import MemoryBreakdown
 from ranvier.system.terminal import print
-from ranvier.train.build_model import DTYPES, built
-from ranvier.train.memory.breakdown import tensors_of
-from ranvier.train.memory.probe import OnHost, blank, gradients
-from ranvier.train.memory.resolve import optimizer_of
-from ranvier.train.step import Watch, train_step
+from ranvier.train.build_model import DTYPES, build_model
+from ranvier.train.memory.breakdown import tensors_by_category
+from ranvier.train.memory.probe import HostMemoryCounter, blank_batch, live_gradients
+from ranvier.train.memory.resolve import build_optimizer
+from ranvier.train.step import StepLimits, train_step
 
 META = torch.device("meta")
-RULE = "A dry run counts what lies on the device of one rank that runs layers one by one."
+DRY_RUN_RULE = "A dry run counts what lies on the device of one rank that runs layers one by one."
 
 
 @dataclass(frozen=True)
-class Row:
+class CollectiveCalls:
     """Calls of a process group in a step: equal in operation and axis."""
 
     op: str
@@ -59,7 +59,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Dry:
+class DryRunResult:
     """What a rank holds and says in a step."""
 
     rank: int
@@ -68,33 +68,33 @@ class Dry:
     """Its coordinates."""
     shards: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     """Shape of the part, padding included, and of the whole, of each weight."""
-    rows: tuple[Row, ...]
-    table: Table
+    collectives: tuple[CollectiveCalls, ...]
+    memory: MemoryBreakdown
     """Most bytes at once."""
-    load: float | None
+    expert_load: float | None
     """Assumed: rows of its experts, in means of all ranks of expert; None: there is one."""
     seconds: float
     """That the dry run took."""
 
-    def bytes(self) -> dict[tuple[str, tuple[str, ...]], int]:
+    def comm_bytes(self) -> dict[tuple[str, tuple[str, ...]], int]:
         """Bytes by operation and axis."""
-        return {(row.op, row.axis): row.bytes for row in self.rows}
+        return {(row.op, row.axis): row.bytes for row in self.collectives}
 
-    def facts(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
         return {
             "rank": self.rank,
             "world": self.world,
             "index": self.index,
             "shards": {n: {"part": a, "whole": b} for n, (a, b) in self.shards.items()},
-            "collectives": [vars(row) | {"axis": list(row.axis)} for row in self.rows],
-            "memory": self.table.facts(),
-            "load": self.load,
+            "collectives": [vars(row) | {"axis": list(row.axis)} for row in self.collectives],
+            "memory": self.memory.to_dict(),
+            "load": self.expert_load,
             "seconds": self.seconds,
         }
 
 
-def checked(run: Run, *, world: int, rank: int, load: float = 1.0) -> Run:
+def resolve_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0) -> RunConfig:
     """The run as one rank of `world` can be played, or all that is wrong with it."""
     if world < 1 or not 0 <= rank < world:
         raise PlanError(
@@ -102,27 +102,29 @@ def checked(run: Run, *, world: int, rank: int, load: float = 1.0) -> Run:
             f"least. Use --rank {max(min(rank, world - 1), 0)}"
             + (" or a larger --world." if world > 0 else " --world 1.")
         )
-    run = run.check(world)
-    problems = [] if 1.0 <= load <= run.plan.expert else [_overload(run, load)]
+    run = run.check_and_resolve(world)
+    problems = [] if 1.0 <= load <= run.plan.expert else [_load_problem(run, load)]
     problems += [
-        f"memory.{name}={getattr(run.memory, name)!r}: that lies on the host. {RULE} "
+        f"memory.{name}={getattr(run.memory, name)!r}: that lies on the host. {DRY_RUN_RULE} "
         f"Leave memory.{name} out."
         for name, usual in (("states", "device"), ("weights", "device"), ("activations", 0.0))
         if getattr(run.memory, name) != usual
     ]
-    if run.prune.on:
-        problems.append(f"Masks of a pruned run are values. {RULE} Leave prune out.")
+    if run.prune.is_enabled:
+        problems.append(f"Masks of a pruned run are values. {DRY_RUN_RULE} Leave prune out.")
     if run.train.fp8 != "off":
-        problems.append(f"train.fp8={run.train.fp8!r} asks a device. {RULE} Use train.fp8=off.")
+        problems.append(
+            f"train.fp8={run.train.fp8!r} asks a device. {DRY_RUN_RULE} Use train.fp8=off."
+        )
     if problems:
         raise PlanError(problems)
     dtype = "bf16" if run.train.dtype == "auto" else run.train.dtype
-    plan = replace(run.plan.unmeasured, compile="off", graph=False)
+    plan = replace(run.plan.without_measuring, compile="off", graph=False)
     packed = replace(run.data, packed=False)
     return replace(run, plan=plan, data=packed, train=replace(run.train, dtype=dtype))
 
 
-def _overload(run: Run, load: float) -> str:
+def _load_problem(run: RunConfig, load: float) -> str:
     """Why a load cannot be."""
     most = run.plan.expert
     return (
@@ -131,102 +133,112 @@ def _overload(run: Run, load: float) -> str:
     )
 
 
-def dry(run: Run, *, world: int, rank: int, load: float = 1.0, watched: bool = True) -> Dry:
+def dry_run(
+    run: RunConfig, *, world: int, rank: int, load: float = 1.0, watched: bool = True
+) -> DryRunResult:
     """Play one rank: two steps, of which the second, when all orders are known, is counted.
 
     load: rows of its experts, in means of all ranks of expert. watched: bytes of tensors as well,
     which takes longer than the steps themselves.
     """
-    begun, run = time.perf_counter(), checked(run, world=world, rank=rank, load=load)
-    with launch.fake(world, rank):
-        grid = Grid.of(run.plan, rank=rank, connected=True)
-        model = built(run, grid, META, local_ranks=1)
-        parallel = parallel_of(model)
-        _prepare(run, model, load)
-        optimizer = optimizer_of(run, model, META, local_ranks=1)
-        batches = [blank(run, run.plan.micro_batch, META) for _ in range(run.plan.micro_batches)]
-        watch = Watch.of(META)
-        train_step(model, optimizer, batches, run.lr, watch)
-        tensors = tensors_of(optimizer)
-        seen = _Seen([tensors, [batch.inputs() for batch in batches]], parallel.queue)
-        with launch.counted() as calls, seen if watched else nullcontext():
-            train_step(model, optimizer, batches, run.lr, watch)
-        rows = _rows(calls, grid)
+    begun, run = time.perf_counter(), resolve_dry_run(run, world=world, rank=rank, load=load)
+    with launch.fake_process_group(world, rank):
+        grid = Grid.from_plan(run.plan, rank=rank, connected=True)
+        model = build_model(run, grid, META, local_ranks=1)
+        parallel = get_parallel_model(model)
+        _prepare_model(run, model, load)
+        optimizer = build_optimizer(run, model, META, local_ranks=1)
+        batches = [
+            blank_batch(run, run.plan.micro_batch, META) for _ in range(run.plan.num_micro_batches)
+        ]
+        watch = StepLimits.for_device(META)
+        train_step(model, optimizer, batches, run.peak_lr, watch)
+        tensors = tensors_by_category(optimizer)
+        seen = _PeakMemoryCounter(
+            [tensors, [batch.model_inputs() for batch in batches]], parallel.bucket_scheduler
+        )
+        with launch.count_comm_calls() as calls, seen if watched else nullcontext():
+            train_step(model, optimizer, batches, run.peak_lr, watch)
+        rows = _count_collectives(calls, grid)
     held = {name: sum(x.nbytes for x in some) for name, some in tensors.items()}
-    held["gradients"] = seen.gradients
-    device = {**held, "activations": max(seen.most - seen.gradients, 0)}
-    return Dry(
+    held["gradients"] = seen.gradient_bytes
+    device = {**held, "activations": max(seen.max_bytes - seen.gradient_bytes, 0)}
+    return DryRunResult(
         rank=rank,
         world=world,
         index=dict(grid.index),
-        shards={n: (w.sharding.local, w.sharding.shape) for n, w in parallel.weights.items()},
-        rows=rows,
-        load=load if parallel.ragged else None,
-        table=Table(
+        shards={n: (w.sharding.local_shape, w.sharding.shape) for n, w in parallel.weights.items()},
+        collectives=rows,
+        expert_load=load if parallel.data_dependent_layers else None,
+        memory=MemoryBreakdown(
             {name: size for name, size in device.items() if size},
-            where=seen.words if watched else "",
+            where=seen.peak_place if watched else "",
         ),
         seconds=time.perf_counter() - begun,
     )
 
 
-def _prepare(run: Run, model: Decoder, load: float) -> None:
+def _prepare_model(run: RunConfig, model: Decoder, load: float) -> None:
     """What a fake world cannot find out: the form of messages, orders; and the attention kernel."""
-    parallel, plan = parallel_of(model), run.plan
-    for leaf in parallel.leaves.values():
-        if isinstance(leaf, Core):
-            leaf.serial.attend = flash  # type: ignore[assignment]
+    parallel, plan = get_parallel_model(model), run.plan
+    for leaf in parallel.layers.values():
+        if isinstance(leaf, AttentionCore):
+            leaf.serial.attend = flash_attention  # type: ignore[assignment]
             leaf.serial.window = 0  # type: ignore[assignment]  # its kernel keeps as much, no scores
-        if isinstance(leaf, Experts):
-            leaf.load = load
+        if isinstance(leaf, MoELayer):
+            leaf.assumed_load = load
     shape = (plan.micro_batch, run.data.seq // (plan.row * plan.context))
     form = ((*shape, run.model.embed // plan.col), DTYPES[run.train.dtype])
-    pipeline, runtime, micros = parallel.pipeline, parallel.pipeline.runtime, plan.micro_batches
+    pipeline, runtime, micros = (
+        parallel.pipeline,
+        parallel.pipeline.executor,
+        plan.num_micro_batches,
+    )
     if plan.pipe > 1:
-        policy = pipeline.policy(micros)
-        jobs = replace(pipeline.shape(micros), split=policy.split)
-        pipeline.chosen[micros] = late(policy, jobs, runtime.stage.index)
-    runtime.form = form
-    runtime.leads = True  # nobody else would
+        policy = pipeline.policy_for_step(micros)
+        jobs = replace(pipeline.step_shape(micros), split_backward=policy.split_backward)
+        pipeline.policies[micros] = late_gradient_schedule(policy, jobs, runtime.stage.index)
+    runtime.message_form = form
+    runtime.is_leader = True  # nobody else would
 
 
-class _Seen(OnHost):
+class _PeakMemoryCounter(HostMemoryCounter):
     """Bytes of all tensors, and those of gradients when there are most."""
 
-    everywhere = True
+    counts_communication = True
 
-    def __init__(self, before: Any, queue: Deferred) -> None:
-        super().__init__(before, lambda: gradients(queue))
-        self.queue, self.gradients, self.where = queue, 0, ""
+    def __init__(self, before: Any, queue: BucketScheduler) -> None:
+        super().__init__(before, lambda: live_gradients(queue))
+        self.queue, self.gradient_bytes, self.peak_layer = queue, 0, ""
 
     @property
-    def words(self) -> str:
+    def peak_place(self) -> str:
         """When there are most: in a layer, or (an activation, a norm's end) between two."""
-        return f"in {self.where}" if self.where else "between layers"
+        return f"in {self.peak_layer}" if self.peak_layer else "between layers"
 
-    def grown(self) -> None:
+    def on_new_peak(self) -> None:
         """Look at the gradients there are, and at what runs."""
-        found, self.where = dict[int, int](), self.queue.grid.trace.where
+        found, self.peak_layer = dict[int, int](), self.queue.grid.trace.where
         for bucket in self.queue.buckets:
-            for some in (bucket.grad, bucket.finished):
+            for some in (bucket.grad, bucket.final_grads):
                 for x in [] if some is None else some.parts.values():
                     found[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
-        self.gradients = sum(found.values())
+        self.gradient_bytes = sum(found.values())
 
 
-def _rows(calls: Sequence[launch.Call], grid: Grid) -> tuple[Row, ...]:
+def _count_collectives(calls: Sequence[launch.CommCall], grid: Grid) -> tuple[CollectiveCalls, ...]:
     """Calls by operation and axis."""
     counts, sizes = Counter[tuple[str, tuple[str, ...]]](), Counter[tuple[str, tuple[str, ...]]]()
     axes: dict[tuple[int, ...], tuple[str, ...]] = {}
     for call in calls:
         if call.ranks not in axes:
-            axes[call.ranks] = _axis(call.ranks, grid)
+            axes[call.ranks] = _varying_axes(call.ranks, grid)
         counts[call.op, axes[call.ranks]] += 1
         sizes[call.op, axes[call.ranks]] += call.bytes
-    return tuple(Row(*key, counts[key], size) for key, size in sizes.most_common())
+    return tuple(CollectiveCalls(*key, counts[key], size) for key, size in sizes.most_common())
 
 
-def _axis(ranks: Sequence[int], grid: Grid) -> tuple[str, ...]:
+def _varying_axes(ranks: Sequence[int], grid: Grid) -> tuple[str, ...]:
     """The axes along which ranks differ."""
     flat = grid.ranks.reshape(-1).tolist()
     place = {rank: i for i, rank in enumerate(flat)}
@@ -244,43 +256,43 @@ def _axis(ranks: Sequence[int], grid: Grid) -> tuple[str, ...]:
 # ---- words ------------------------------------------------------------------------------
 
 
-def show(run: Run, *, world: int, rank: int, load: float = 1.0, out: str = "") -> int:
+def show_dry_run(run: RunConfig, *, world: int, rank: int, load: float = 1.0, out: str = "") -> int:
     """Print what a rank holds and says, beside what the planner predicts; write JSON if asked."""
-    found = dry(run, world=world, rank=rank, load=load)
+    found = dry_run(run, world=world, rank=rank, load=load)
     if out:
-        Path(out).write_text(json.dumps(found.facts(), indent=1))
-    for line in lines(found):
+        Path(out).write_text(json.dumps(found.to_dict(), indent=1))
+    for line in dry_run_lines(found):
         print(line)
     return 0
 
 
-def lines(found: Dry) -> list[str]:
+def dry_run_lines(found: DryRunResult) -> list[str]:
     """A dry run as text."""
     place = " ".join(f"{axis}={i}" for axis, i in found.index.items() if i) or "all 0"
     out = [f"rank {found.rank} of {found.world} ({place}), {found.seconds:.1f} s"]
-    if found.load is not None:
-        out.append(assumed(found.load))
+    if found.expert_load is not None:
+        out.append(describe_expert_load(found.expert_load))
     out += ["", "shards"]
-    width = max((len(name) for name in _kinds(found)), default=0)
-    for name, (part, whole, count) in _kinds(found).items():
+    width = max((len(name) for name in _group_shards(found)), default=0)
+    for name, (part, whole, count) in _group_shards(found).items():
         times = f"  x {count}" if count > 1 else ""
-        out.append(f"  {name:<{width}}  {_shape(part)} of {_shape(whole)}{times}")
+        out.append(f"  {name:<{width}}  {_format_shape(part)} of {_format_shape(whole)}{times}")
     out += ["", f"{'axis':<24}{'operation':<16}{'calls':>8}{'MB':>14}"]
-    for row in found.rows:
+    for row in found.collectives:
         name = "·".join(row.axis)
         out.append(f"{name:<24}{row.op:<16}{row.calls:>8}{row.bytes / 1e6:>14.3f}")
-    nobody = [] if found.rows else ["none: one rank talks to nobody"]
-    return [*out, *nobody, "", *breakdown.lines(found.table)]
+    nobody = [] if found.collectives else ["none: one rank talks to nobody"]
+    return [*out, *nobody, "", *breakdown.format_breakdown(found.memory)]
 
 
-def assumed(load: float) -> str:
+def describe_expert_load(load: float) -> str:
     """What is assumed of experts, in words."""
     if load == 1.0:
         return "assumed: balanced experts (load 1: every rank of expert gets as many rows)"
     return f"assumed: load {load:g} (this rank's experts get {load:g} times the mean of their rows)"
 
 
-def _kinds(found: Dry) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]:
+def _group_shards(found: DryRunResult) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], int]]:
     """Shards by name, equal ones of blocks together."""
     kinds: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {}
     for name, (part, whole) in found.shards.items():
@@ -290,5 +302,5 @@ def _kinds(found: Dry) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], int]
     return kinds
 
 
-def _shape(shape: Sequence[int]) -> str:
+def _format_shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))

@@ -16,62 +16,62 @@ from pathlib import Path
 from typing import Any
 
 from ranvier import counter_rng
-from ranvier.config.arguments import Simulate
-from ranvier.config.run import Run
-from ranvier.config.sections import nearest
+from ranvier.config.arguments import SimulateOptions
+from ranvier.config.run import RunConfig
+from ranvier.config.sections import suggest_nearest
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.html import page
-from ranvier.html.plot import standalone
-from ranvier.models import build
-from ranvier.parallel.parallelize import Parallel, parallelize
+from ranvier.html.plot import standalone_svg
+from ranvier.models import build_decoder
+from ranvier.parallel.parallelize import ParallelModel, parallelize
 from ranvier.pipeline import policy_search, timeline_svg
-from ranvier.pipeline.policy import Shape
-from ranvier.pipeline.simulator import Times
-from ranvier.pipeline.simulator import simulate as play
-from ranvier.pipeline.timeline_svg import Picture
+from ranvier.pipeline.policy import PipelineShape
+from ranvier.pipeline.simulator import JobTimes
+from ranvier.pipeline.simulator import simulate_step as play
+from ranvier.pipeline.timeline_svg import TimelineChart
 from ranvier.system.terminal import print
-from ranvier.train.build_stage import cut_of
+from ranvier.train.build_stage import pipeline_config
 from ranvier.train.report import pipeline
-from ranvier.train.resume.run_directory import write
+from ranvier.train.resume.run_directory import write_text_atomically
 
-KEYS = ("forward", "backward", "weight", "link", "jitter", "stragglers")
+TIME_KEYS = ("forward", "backward", "weight", "link", "jitter", "stragglers")
 """What a table of times may hold."""
-RELATIVE = "mean forwards"
+RELATIVE_UNIT = "mean forwards"
 
 
 @dataclass(frozen=True)
-class Source:
+class TimingSource:
     """Times of a step and where they are from."""
 
-    times: Times
+    times: JobTimes
     words: list[str]
     """Lines that say so."""
     unit: str = "s"
-    real: Picture | None = None
+    recorded_step: TimelineChart | None = None
     """The step of a run that they were measured in."""
 
 
-def simulate(run: Run, wanted: Simulate) -> int:
+def simulate_run(run: RunConfig, wanted: SimulateOptions) -> int:
     """Play the step of a run with each policy; print tables, write drawings."""
     known = math.prod(max(size, 1) for size in run.plan.degrees.values())
-    run = run.check(known)
-    plan = run.plan.unmeasured
+    run = run.check_and_resolve(known)
+    plan = run.plan.without_measuring
     run = replace(run, plan=plan)
-    shape = Shape(plan.pipe, plan.micro_batches, plan.chunks)
-    names = _names(plan.policy, wanted.policies)
-    source = source_of(run, shape, wanted.times)
-    times = changed(source.times, wanted, shape)
-    folder = _folder(run, wanted.out)
+    shape = PipelineShape(plan.pipe, plan.num_micro_batches, plan.chunks)
+    names = _policies_to_play(plan.policy, wanted.policies)
+    source = find_times(run, shape, wanted.times)
+    times = apply_options(source.times, wanted, shape)
+    folder = _make_output_dir(run, wanted.out)
     counts = f"{shape.stages} stage(s), {shape.chunks} chunk(s) each"
     print("\n".join([f"{counts}, {shape.micro_batches} micro-batch(es)", *source.words]))
     told = wanted.jitter is not None or times.jitter > 0.0
     expected = times if told else replace(times, jitter=plan.jitter)
-    pictures, refused = dict[str, Picture](), dict[str, str]()
+    pictures, refused = dict[str, TimelineChart](), dict[str, str]()
     for name in names:
         try:
             splits = not plan.spread
-            policy = policy_search.policy_for(
+            policy = policy_search.choose_policy(
                 name, shape, expected, limit=plan.credits, splits=splits
             )
             step = play(shape, policy, times, wanted.seed)
@@ -80,73 +80,82 @@ def simulate(run: Run, wanted: Simulate) -> int:
                 raise
             refused[name] = str(error)
         else:
-            pictures[name] = timeline_svg.simulated(f"simulated, {name}", step, unit=source.unit)
-    tables = [source.real] if source.real else []
+            pictures[name] = timeline_svg.chart_of_simulation(
+                f"simulated, {name}", step, unit=source.unit
+            )
+    tables = [source.recorded_step] if source.recorded_step else []
     tables.append(pictures[plan.policy])
     for picture in tables:
-        print(f"\n{timeline_svg.table(picture)}")
-    print(f"\n{compared(pictures, refused)}\n")
+        print(f"\n{timeline_svg.text_table(picture)}")
+    print(f"\n{comparison_table(pictures, refused)}\n")
     drawn = [*tables, *(one for one in pictures.values() if one not in tables)]
-    _save(folder, drawn, tables)
+    _save_drawings(folder, drawn, tables)
     return 0
 
 
-def _names(own: str, given: Sequence[str]) -> list[str]:
+def _policies_to_play(own: str, given: Sequence[str]) -> list[str]:
     """Policies to play, that of the plan first."""
     for name in given:
-        if name not in policy_search.NAMES:
+        if name not in policy_search.POLICY_NAMES:
             raise PlanError(
-                f"policy {name!r} is not known.{nearest(name, policy_search.NAMES)} Policies are "
-                f"{', '.join(policy_search.NAMES)}. Use one of them."
+                f"policy {name!r} is not "
+                f"known.{suggest_nearest(name, policy_search.POLICY_NAMES)} Policies are "
+                f"{', '.join(policy_search.POLICY_NAMES)}. Use one of them."
             )
-    return list(dict.fromkeys([own, *(given or policy_search.NAMES)]))
+    return list(dict.fromkeys([own, *(given or policy_search.POLICY_NAMES)]))
 
 
 # ---- times ----------------------------------------------------------------------------------
 
 
-def source_of(run: Run, shape: Shape, path: str) -> Source:
+def find_times(run: RunConfig, shape: PipelineShape, path: str) -> TimingSource:
     """Times from a table or a run, from the run itself if it has some that fit, or from work."""
     if path and not Path(path).is_dir():
-        return Source(from_toml(Path(path), shape), [f"times: {path}"])
+        return TimingSource(times_from_toml(Path(path), shape), [f"times: {path}"])
     folder, note = Path(path or run.train.out or "."), list[str]()
-    if path or (run.train.out and (folder / pipeline.FILE).exists()):
-        source = from_run(folder)
+    if path or (run.train.out and (folder / pipeline.TIMELINE_FILE).exists()):
+        source = times_from_run(folder)
         size = len(source.times.forward)
         if path or size == shape.stages * shape.chunks:
             return source
-        note = [f"{folder / pipeline.FILE} is of {size} virtual stages and is left out"]
-    source = by_work(run, shape)
+        note = [f"{folder / pipeline.TIMELINE_FILE} is of {size} virtual stages and is left out"]
+    source = times_from_work(run, shape)
     return replace(source, words=[*note, *source.words])
 
 
-def from_run(folder: Path) -> Source:
+def times_from_run(folder: Path) -> TimingSource:
     """The mean times of a run's timeline."""
-    picture = pipeline.real(pipeline.read(folder))
+    picture = pipeline.recorded_chart(pipeline.read_timeline(folder))
     times = pipeline.mean_times(picture, halves=True)
-    return Source(times, [f"times: measured in {folder / pipeline.FILE}"], real=picture)
+    return TimingSource(
+        times, [f"times: measured in {folder / pipeline.TIMELINE_FILE}"], recorded_step=picture
+    )
 
 
-def by_work(run: Run, shape: Shape) -> Source:
+def times_from_work(run: RunConfig, shape: PipelineShape) -> TimingSource:
     """Times in proportion to the work of the layers; those of backward are twice as long."""
     if shape.stages == 1:
         ones = (1.0,) * shape.chunks
-        return Source(Times(ones, ones, ones), ["times: one stage has all the work"], RELATIVE)
-    with counter_rng.blank():
-        model = build(run.model, run.lora)
-    grid = Grid.of(run.plan)
-    model = parallelize(model, grid, inner=run.plan.inner, materialize=False, how=cut_of(run))
+        return TimingSource(
+            JobTimes(ones, ones, ones), ["times: one stage has all the work"], RELATIVE_UNIT
+        )
+    with counter_rng.init_empty_weights():
+        model = build_decoder(run.model, run.lora)
+    grid = Grid.from_plan(run.plan)
+    model = parallelize(
+        model, grid, inner=run.plan.inner, materialize=False, how=pipeline_config(run)
+    )
     parallel: Any = model.parallel
-    assert isinstance(parallel, Parallel)
-    stage = parallel.pipeline.runtime.stage
-    unit = sum(stage.costs) / len(stage.costs)
-    forward = tuple(cost / unit for cost in stage.costs)
+    assert isinstance(parallel, ParallelModel)
+    stage = parallel.pipeline.executor.stage
+    unit = sum(stage.stage_costs) / len(stage.stage_costs)
+    forward = tuple(cost / unit for cost in stage.stage_costs)
     what = run.plan.stage_times or "the work of the layers"
-    words = [f"times: in proportion to {what}, 1 is the mean forward", *stage.words()]
-    return Source(Times(forward, forward, forward), words, RELATIVE)
+    words = [f"times: in proportion to {what}, 1 is the mean forward", *stage.describe_stages()]
+    return TimingSource(JobTimes(forward, forward, forward), words, RELATIVE_UNIT)
 
 
-def from_toml(path: Path, shape: Shape) -> Times:
+def times_from_toml(path: Path, shape: PipelineShape) -> JobTimes:
     """The times of a TOML table; one number for a list is the same for all."""
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -158,13 +167,14 @@ def from_toml(path: Path, shape: Shape) -> Times:
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{path} is no TOML: {str(error)[:200]}. Mend that line.") from None
     for key in table:
-        if key not in KEYS:
+        if key not in TIME_KEYS:
             raise PlanError(
-                f"{path}: {key} is no time.{nearest(key, KEYS)} Known are {', '.join(KEYS)}."
+                f"{path}: {key} is no time.{suggest_nearest(key, TIME_KEYS)} Known are "
+                f"{', '.join(TIME_KEYS)}."
             )
     size = shape.stages * shape.chunks
     forward, backward, weight = (
-        _numbers(table.get(key), size, f"{path}: {key}")
+        _parse_numbers(table.get(key), size, f"{path}: {key}")
         for key in ("forward", "backward", "weight")
     )
     if not forward:
@@ -176,19 +186,19 @@ def from_toml(path: Path, shape: Shape) -> Times:
     slow = table.get("stragglers", {})
     if not isinstance(slow, Mapping):
         raise PlanError(f"{path}: stragglers={slow!r} is no table. Write [stragglers] 3 = 1.3.")
-    factors = _stragglers([f"{stage}={factor}" for stage, factor in slow.items()], shape)
-    (jitter,) = _numbers(table.get("jitter", 0.0), 1, f"{path}: jitter")
-    return Times(
+    factors = _parse_stragglers([f"{stage}={factor}" for stage, factor in slow.items()], shape)
+    (jitter,) = _parse_numbers(table.get("jitter", 0.0), 1, f"{path}: jitter")
+    return JobTimes(
         forward=forward,
         backward=backward or tuple(2 * time for time in forward),
         weight=weight,
-        link=_numbers(link, size - 1, f"{path}: link") if size > 1 else 0.0,
+        link=_parse_numbers(link, size - 1, f"{path}: link") if size > 1 else 0.0,
         jitter=jitter,
         stragglers=factors,
     )
 
 
-def _numbers(value: Any, count: int, what: str) -> tuple[float, ...]:
+def _parse_numbers(value: Any, count: int, what: str) -> tuple[float, ...]:
     """A list of numbers, or one for all."""
     if value is None:
         return ()
@@ -198,7 +208,7 @@ def _numbers(value: Any, count: int, what: str) -> tuple[float, ...]:
     return tuple(map(float, values))
 
 
-def _stragglers(words: Sequence[str], shape: Shape) -> dict[int, float]:
+def _parse_stragglers(words: Sequence[str], shape: PipelineShape) -> dict[int, float]:
     """Factors on the times of stages, from STAGE=FACTOR."""
     factors = {}
     for word in words:
@@ -216,13 +226,13 @@ def _stragglers(words: Sequence[str], shape: Shape) -> dict[int, float]:
     return factors
 
 
-def changed(times: Times, wanted: Simulate, shape: Shape) -> Times:
+def apply_options(times: JobTimes, wanted: SimulateOptions, shape: PipelineShape) -> JobTimes:
     """Times with the jitter, link and stragglers of the options."""
     times = replace(
         times,
         link=times.link if wanted.link is None else wanted.link,
         jitter=times.jitter if wanted.jitter is None else wanted.jitter,
-        stragglers={**times.stragglers, **_stragglers(wanted.straggler, shape)},
+        stragglers={**times.stragglers, **_parse_stragglers(wanted.straggler, shape)},
     )
     problems = times.problems(shape)
     if not 0.0 <= times.jitter <= 2.0:
@@ -237,22 +247,22 @@ def changed(times: Times, wanted: Simulate, shape: Shape) -> Times:
 # ---- results --------------------------------------------------------------------------------
 
 
-def compared(pictures: Mapping[str, Picture], refused: Mapping[str, str]) -> str:
+def comparison_table(pictures: Mapping[str, TimelineChart], refused: Mapping[str, str]) -> str:
     """A line for each policy: time, bubble, most activations kept, ratio to the fastest."""
     best = min((one.seconds for one in pictures.values()), default=0.0)
     lines = [f"{'policy':<12} {'step':>24} {'bubble':>8} {'keeps':>6} {'to best':>8}"]
     for name, one in pictures.items():
         step, ratio = (
-            timeline_svg.amount(one.seconds, one.unit),
+            timeline_svg.format_time(one.seconds, one.unit),
             one.seconds / best if best else 1.0,
         )
-        keeps = max(lane.peak for lane in one.lanes)
-        lines.append(f"{name:<12} {step:>24} {one.bubble:>8.1%} {keeps:>6} {ratio:>8.3f}")
+        keeps = max(lane.peak_activations for lane in one.lanes)
+        lines.append(f"{name:<12} {step:>24} {one.bubble_fraction:>8.1%} {keeps:>6} {ratio:>8.3f}")
     lines += [f"{name:<12} does not fit: {why}" for name, why in refused.items()]
     return "\n".join(lines)
 
 
-def _folder(run: Run, out: str) -> Path:
+def _make_output_dir(run: RunConfig, out: str) -> Path:
     """Where drawings go: as asked for, to the run, or here."""
     own = Path(run.train.out)
     folder = Path(out) if out else own if (own / "config.toml").exists() else Path(".")
@@ -266,17 +276,23 @@ def _folder(run: Run, out: str) -> Path:
     return folder
 
 
-def _save(folder: Path, pictures: Sequence[Picture], tables: Sequence[Picture]) -> None:
+def _save_drawings(
+    folder: Path, pictures: Sequence[TimelineChart], tables: Sequence[TimelineChart]
+) -> None:
     """Write the drawing as SVG and HTML, and the trace."""
-    drawing = timeline_svg.svg(pictures, title="A step of the pipeline")
+    drawing = timeline_svg.timeline_svg(pictures, title="A step of the pipeline")
     body = [f"<h1>A step of the pipeline</h1><figure>{drawing}</figure>"]
     for one in tables:
-        body.append(page.section(one.words, page.table(*timeline_svg.cells(one))))
+        body.append(
+            page.render_section(one.caption, page.render_table(*timeline_svg.table_cells(one)))
+        )
     texts = {
-        "timeline.svg": standalone(drawing),
-        "timeline.html": page.document("A step of the pipeline", "\n".join(body)),
-        "timeline-trace.json": json.dumps(timeline_svg.chrome(pictures), separators=(",", ":")),
+        "timeline.svg": standalone_svg(drawing),
+        "timeline.html": page.render_document("A step of the pipeline", "\n".join(body)),
+        "timeline-trace.json": json.dumps(
+            timeline_svg.chrome_trace(pictures), separators=(",", ":")
+        ),
     }
     for name, text in texts.items():
-        write(folder / name, text)
+        write_text_atomically(folder / name, text)
     print(f"drawn: {folder / 'timeline.svg'}, timeline.html, and timeline-trace.json for Perfetto")

@@ -24,19 +24,19 @@ import torch
 from torch import Tensor
 
 from ranvier import counter_rng
-from ranvier.checkpoint.convert import opened
-from ranvier.checkpoint.hf.model import Part, Published, shapes_of
-from ranvier.config.run import Run
+from ranvier.checkpoint.convert import open_checkpoint
+from ranvier.checkpoint.hf.model import PublishedModel, RowPart, shapes_of
+from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
-from ranvier.infer.generate import checkpoint_of, run_of
+from ranvier.infer.generate import find_checkpoint, load_config_from_dir
 from ranvier.models.config import DecoderConfig
-from ranvier.sharding import Place
+from ranvier.sharding import Shard
 from ranvier.system import safe_files
 from ranvier.train import import_export
 
-BALANCE = 0.01
+AUX_LOSS_COEFF = 0.01
 """Factor of the balancing loss that the new run begins with."""
-BESIDE = (
+TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     "chat_template.jinja",
 )
@@ -44,20 +44,20 @@ BESIDE = (
 
 
 @dataclass(frozen=True)
-class Dense:
+class DenseModel:
     """A dense model whose weights are read when they are asked for."""
 
     config: DecoderConfig
-    read: Callable[[str], Tensor]
-    type: Callable[[str], torch.dtype]
+    read_tensor: Callable[[str], Tensor]
+    dtype_of: Callable[[str], torch.dtype]
 
 
 @dataclass(frozen=True)
-class Mixture:
+class UpcycledWeights:
     """The weights of the mixture, made from those of the dense model one by one."""
 
     config: DecoderConfig
-    dense: Dense
+    dense: DenseModel
     seed: int
 
     @cached_property
@@ -65,23 +65,23 @@ class Mixture:
         """Shapes of its tensors."""
         return shapes_of(self.config)
 
-    def type(self, name: str) -> torch.dtype:
+    def dtype_of(self, name: str) -> torch.dtype:
         """The type of a tensor: that of what it is made from."""
-        return self.dense.type(self._origin(name) or "embed.weight")
+        return self.dense.dtype_of(self._origin_name(name) or "embed.weight")
 
-    def bytes(self, name: str) -> int:
+    def num_bytes(self, name: str) -> int:
         """The size of a tensor."""
-        return math.prod(self.shapes[name]) * self.type(name).itemsize
+        return math.prod(self.shapes[name]) * self.dtype_of(name).itemsize
 
-    def parts(self, name: str) -> Iterator[Part]:
+    def row_parts(self, name: str) -> Iterator[RowPart]:
         """The rows of a tensor: of one with experts the same rows for each of them."""
-        origin, shape = self._origin(name), self.shapes[name]
+        origin, shape = self._origin_name(name), self.shapes[name]
         if not origin:
-            place = Place(shape, (0,) * len(shape), shape, shape)
-            std, dtype = self.config.init_std, self.type(name)
-            yield 0, counter_rng.value(place, seed=self.seed, name=name, std=std, dtype=dtype)
+            place = Shard(shape, (0,) * len(shape), shape, shape)
+            std, dtype = self.config.init_std, self.dtype_of(name)
+            yield 0, counter_rng.init_shard(place, seed=self.seed, name=name, std=std, dtype=dtype)
             return
-        whole = self.dense.read(origin)
+        whole = self.dense.read_tensor(origin)
         if (len(shape) == 2 and ".mlp." not in name) or len(shape) == 1:
             yield 0, whole
             return
@@ -94,23 +94,23 @@ class Mixture:
         else:  # of the shared expert, or of a dense layer
             yield 0, whole.narrow(hidden, 0, shape[hidden]).contiguous()
 
-    def _origin(self, name: str) -> str:
+    def _origin_name(self, name: str) -> str:
         """The tensor of the dense model that one is made from; empty: it is new."""
         if ".mlp.router." in name:
             return ""
         if len(self.shapes[name]) == 3:
             block, _, layer = name.rpartition(".mlp.")
-            gated = f"{block}.mlp.enter.gate.weight" in self._dense
+            gated = f"{block}.mlp.enter.gate.weight" in self._dense_shapes
             enter = "enter." if gated and layer != "down" else ""
             return f"{block}.mlp.{enter}{layer}.weight"
         return name.replace(".mlp.shared.", ".mlp.", 1)
 
     @cached_property
-    def _dense(self) -> dict[str, tuple[int, ...]]:
+    def _dense_shapes(self) -> dict[str, tuple[int, ...]]:
         return shapes_of(self.dense.config)
 
 
-def mixed(
+def mixture_config(
     config: DecoderConfig, experts: int, *, top: int = 2, shared: int = 0, every: int = 1
 ) -> DecoderConfig:
     """The config of the mixture; what cannot be is refused.
@@ -144,15 +144,15 @@ def mixed(
         moe_first=0,
         router_norm=True,
         router_scale=1.0,
-        balance=BALANCE,
+        balance=AUX_LOSS_COEFF,
     )
-    problems += made.problems()
+    problems += made.find_problems()
     if problems:
         raise PlanError(problems)
     return made
 
 
-def upcycled(
+def upcycle_model(
     source: str,
     out: Path,
     *,
@@ -164,35 +164,36 @@ def upcycled(
     step: int = -1,
 ) -> list[str]:
     """Make a run of a mixture from a dense run or published model; lines on it."""
-    path = import_export.found(source)
+    path = import_export.find_model(source)
     if (path / "config.toml").exists():
-        run = run_of(path)
-        there = opened(checkpoint_of(path, None if step < 0 else step))
-        read = import_export.weights_of(there, run)
-        dense = Dense(run.model, read, lambda name: there.kinds[f"{name}.master"][0])
-        config = mixed(run.model, upcycle, top=top, shared=shared, every=every)
-        return _made(path, out, dense, run, config, seed)
-    with Published.open(path) as model:
-        run = import_export.run_for(
+        run = load_config_from_dir(path)
+        there = open_checkpoint(find_checkpoint(path, None if step < 0 else step))
+        read = import_export.weight_reader(there, run)
+        dense = DenseModel(run.model, read, lambda name: there.tensor_specs[f"{name}.master"][0])
+        config = mixture_config(run.model, upcycle, top=top, shared=shared, every=every)
+        return _write_run(path, out, dense, run, config, seed)
+    with PublishedModel.open(path) as model:
+        run = import_export.build_imported_run(
             model, out, tokenizer=(model.folder / "tokenizer.json").exists()
         )
-        dense = Dense(model.config, model.tensor, model.type)
-        config = mixed(model.config, upcycle, top=top, shared=shared, every=every)
-        return _made(model.folder, out, dense, run, config, seed)
+        dense = DenseModel(model.config, model.load_tensor, model.dtype_of)
+        config = mixture_config(model.config, upcycle, top=top, shared=shared, every=every)
+        return _write_run(model.folder, out, dense, run, config, seed)
 
 
-def _made(
-    origin: Path, out: Path, dense: Dense, run: Run, config: DecoderConfig, seed: int
+def _write_run(
+    origin: Path, out: Path, dense: DenseModel, run: RunConfig, config: DecoderConfig, seed: int
 ) -> list[str]:
-    mixture = Mixture(config, dense, seed)
-    run = Run(model=import_export.as_model(config), data=run.data)
-    with import_export.appearing(out) as here:
-        for name in BESIDE:
-            if safe_files.exists(origin / name):
-                safe_files.copy(origin / name, here / name)
-        import_export.carried(str(origin), here)
-        import_export.begin(here, run, mixture, str(origin))
+    mixture = UpcycledWeights(config, dense, seed)
+    run = RunConfig(model=import_export.to_model_config(config), data=run.data)
+    with import_export.write_atomically(out) as here:
+        for name in TOKENIZER_FILES:
+            if safe_files.path_exists(origin / name):
+                safe_files.copy_file(origin / name, here / name)
+        import_export.copy_origin_files(str(origin), here)
+        import_export.write_initial_run(here, run, mixture, str(origin))
     return [
         f"{config.experts} experts, {config.experts_top} for each token: "
-        f"{run.model.parameters:,} weights, of which a token meets {run.model.active:,}, in {out}"
+        f"{run.model.num_parameters:,} weights, of which a token meets "
+        f"{run.model.num_active_parameters:,}, in {out}"
     ]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from ranvier import counter_rng
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.grid import Grid
-from ranvier.models import Decoder, build
+from ranvier.models import Decoder, build_decoder
 from ranvier.parallel.parallelize import parallelize
-from ranvier.train.build_stage import cut_of
+from ranvier.train.build_stage import pipeline_config
 from ranvier.train.memory import placement
 
 DTYPES = {
@@ -20,23 +20,23 @@ DTYPES = {
 }
 
 
-def built(run: Run, grid: Grid, device: torch.device, *, local_ranks: int) -> Decoder:
+def build_model(run: RunConfig, grid: Grid, device: torch.device, *, local_ranks: int) -> Decoder:
     """The model of a run on its grid. Communicates: the making of groups."""
-    with counter_rng.blank():
-        model = build(run.model, run.lora)
+    with counter_rng.init_empty_weights():
+        model = build_decoder(run.model, run.lora)
     return parallelize(
         model,
         grid,
         inner=run.plan.inner,
         overlap=run.plan.overlap,
-        recompute=run.plan.unmeasured.recompute,
+        recompute=run.plan.without_measuring.recompute,
         collectives=run.memory.collectives,
         dispatch=run.plan.dispatch,
         compiled="inductor" if run.plan.compile == "on" else "",
         seed=run.train.seed,
         dtype=DTYPES[run.train.dtype],
         device=device,
-        how=cut_of(run),
+        how=pipeline_config(run),
         keep=run.plan.gathered == "keep",
-        room=placement.weights_room(run, local_ranks),
+        room=placement.weight_offload_bytes(run, local_ranks),
     )

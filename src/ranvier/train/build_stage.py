@@ -10,44 +10,44 @@ from typing import Any
 
 import torch
 
-from ranvier.comm.consensus import told
-from ranvier.config.run import Run
+from ranvier.comm.consensus import broadcast_text
+from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.parallel.parallelize import Parallel
-from ranvier.pipeline.executor import Runtime
-from ranvier.pipeline.partition import Cut
-from ranvier.pipeline.policy_search import written
+from ranvier.parallel.parallelize import ParallelModel
+from ranvier.pipeline.executor import PipelineExecutor
+from ranvier.pipeline.partition import PipelineConfig
+from ranvier.pipeline.policy_search import policy_to_text
 from ranvier.system import safe_files
 
-TIMELINE = "timeline.json"
+TIMELINE_FILE = "timeline.json"
 
 
-def cut_of(run: Run) -> Cut:
+def pipeline_config(run: RunConfig) -> PipelineConfig:
     """How the plan wants the model to be cut."""
     plan = run.plan
-    return Cut(
+    return PipelineConfig(
         chunks=plan.chunks,
-        first=plan.stages,
-        costs=measured(Path(plan.stage_times)) if plan.stage_times else (),
+        stage_starts=plan.stages,
+        part_costs=load_stage_times(Path(plan.stage_times)) if plan.stage_times else (),
         seq=run.data.seq,
         policy=plan.policy,
-        limit=plan.credits,
+        max_in_flight=plan.credits,
         jitter=plan.jitter,
-        spread=plan.spread,
+        vocab_over_pipe=plan.spread,
     )
 
 
-def measured(path: Path) -> tuple[float, ...]:
+def load_stage_times(path: Path) -> tuple[float, ...]:
     """Seconds of each part of a model: of a run's timeline, or of a TOML table."""
     remedy = "Give a run folder with a timeline.json, or a TOML file with forward = [...]."
     try:
         if path.is_dir():
-            found = json.loads(safe_files.read_text(path / TIMELINE))["part_seconds"]
+            found = json.loads(safe_files.read_text(path / TIMELINE_FILE))["part_seconds"]
             seconds = tuple(float(one) for one in found)
         else:
             table = tomllib.loads(path.read_text())
-            sums = zip(*(table[kind] for kind in KINDS if kind in table), strict=True)
+            sums = zip(*(table[kind] for kind in JOB_KINDS if kind in table), strict=True)
             seconds = tuple(float(sum(one)) for one in sums)
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise PlanError(
@@ -62,42 +62,50 @@ def measured(path: Path) -> tuple[float, ...]:
     return seconds
 
 
-KINDS = ("forward", "backward", "weight")
+JOB_KINDS = ("forward", "backward", "weight")
 
 
-def timeline(
-    parallel: Parallel, step: int, micro_batches: int, device: torch.device
+def gather_timeline(
+    parallel: ParallelModel, step: int, micro_batches: int, device: torch.device
 ) -> dict[str, Any]:
     """What all stages did in the step that was timed last, on all ranks.
 
     Communicates: a text of each stage over all axes.
     """
-    grid, runtime = parallel.grid, parallel.pipeline.runtime
+    grid, runtime = parallel.grid, parallel.pipeline.executor
     mine = [
-        [done.kind, done.micro, done.chunk, done.start - runtime.begun, done.stop - runtime.begun]
-        for done in sorted(runtime.done, key=lambda done: done.start)
+        [
+            done.kind,
+            done.micro,
+            done.chunk,
+            done.start - runtime.start_time,
+            done.stop - runtime.start_time,
+        ]
+        for done in sorted(runtime.job_records, key=lambda done: done.start)
     ]
-    words = json.dumps({"jobs": mine, "parts": _part_seconds(runtime), "begun": runtime.begun})
-    stages = [json.loads(told(words, grid, device, rank=rank)) for rank in leaders(grid)]
-    _align(stages)
+    words = json.dumps({"jobs": mine, "parts": _part_seconds(runtime), "begun": runtime.start_time})
+    stages = [
+        json.loads(broadcast_text(words, grid, device, rank=rank)) for rank in stage_leaders(grid)
+    ]
+    _align_clocks(stages)
     parts: dict[str, float] = {}
     for one in stages:
         parts.update(one["parts"])
     seconds = max((job[4] for one in stages for job in one["jobs"]), default=0.0)
     return {
-        "policy": parallel.pipeline.how.policy,
+        "policy": parallel.pipeline.config.policy,
         "step": step,
         "micro_batches": micro_batches,
         "chunks": len(runtime.stage.chunks),
         "seconds": seconds,
-        "credits": parallel.pipeline.how.limit,
-        "chosen": written(parallel.pipeline.policy(micro_batches)),
+        "credits": parallel.pipeline.config.max_in_flight,
+        "chosen": policy_to_text(parallel.pipeline.policy_for_step(micro_batches)),
         "stages": [one["jobs"] for one in stages],
         "part_seconds": [parts[str(i)] for i in range(len(parts))],
     }
 
 
-def _align(stages: list[dict[str, Any]]) -> None:
+def _align_clocks(stages: list[dict[str, Any]]) -> None:
     """Count times from when the first stage began, if all have the same clock: on one machine."""
     begun = [one["begun"] for one in stages]
     if max(begun) - min(begun) > 1.0:
@@ -108,20 +116,20 @@ def _align(stages: list[dict[str, Any]]) -> None:
             job[4] += one["begun"] - min(begun)
 
 
-def leaders(grid: Grid) -> list[int]:
+def stage_leaders(grid: Grid) -> list[int]:
     """The first rank of each stage."""
     stages = grid.ranks.reshape(grid.degrees["pipe"], -1)
     return [int(ranks[0]) for ranks in stages]
 
 
-def _part_seconds(runtime: Runtime) -> dict[str, float]:
+def _part_seconds(runtime: PipelineExecutor) -> dict[str, float]:
     """Seconds of a micro-batch of my parts: of a chunk, shared out by the work of its parts."""
     stage, found = runtime.stage, dict[str, float]()
     for chunk, parts in enumerate(stage.chunks):
-        jobs = [d for d in runtime.done if d.chunk == chunk and d.kind in ("F", "B", "W")]
+        jobs = [d for d in runtime.job_records if d.chunk == chunk and d.kind in ("F", "B", "W")]
         count = max(sum(d.kind == "F" for d in jobs), 1)
         seconds = sum(d.stop - d.start for d in jobs) / count
-        work = stage.work[parts]
+        work = stage.part_costs[parts]
         for i, share in zip(range(parts.start, parts.stop), work, strict=True):
             found[str(i)] = seconds * share / sum(work)
     return found

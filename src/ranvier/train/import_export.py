@@ -21,58 +21,69 @@ import torch
 from torch import Tensor
 
 from ranvier.checkpoint import checksummed_file, directory
-from ranvier.checkpoint.convert import TYPES, Source, opened
+from ranvier.checkpoint.convert import DTYPES_BY_NAME, CheckpointSource, open_checkpoint
 from ranvier.checkpoint.hf import model as published
 from ranvier.checkpoint.hf import safetensors
-from ranvier.checkpoint.hf.model import Published
-from ranvier.checkpoint.hf.peft_write import merged, write_adapter
+from ranvier.checkpoint.hf.model import PublishedModel
+from ranvier.checkpoint.hf.peft_write import merge_adapter, write_adapter
 from ranvier.config import run as runs
 from ranvier.config.plan import AXES
-from ranvier.config.run import Run
-from ranvier.config.sections import IMPORTED, DataConfig, ModelConfig
+from ranvier.config.run import RunConfig
+from ranvier.config.sections import IMPORTED_SIZE, DataConfig, ModelConfig
 from ranvier.errors import CheckpointError, PlanError, WriteError
-from ranvier.infer.generate import checkpoint_of, run_of
+from ranvier.infer.generate import find_checkpoint, load_config_from_dir
 from ranvier.models.config import DecoderConfig
-from ranvier.models.hf.family import FREE, TOKENS, Family, UnknownError
-from ranvier.models.hf.registry import FAMILIES, family_of, fitting
+from ranvier.models.hf.family import (
+    SPECIAL_TOKEN_KEYS,
+    TRAINING_SETTINGS,
+    Family,
+    UnsupportedModelError,
+)
+from ranvier.models.hf.registry import FAMILIES, find_family, find_fitting_family
 from ranvier.models.lora import adapted_weights
 from ranvier.system import safe_files
 from ranvier.system.terminal import print
-from ranvier.train.progress import shown
-from ranvier.train.resume.checkpointing import tables
+from ranvier.train.progress import show_progress
+from ranvier.train.resume.checkpointing import run_to_dict
 
-KEPT = "published"
+ORIGIN_DIR = "published"
 """Directory of a run with the files that came with its model."""
-FILES = (
+ORIGIN_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
     *("tokenizer.model", "vocab.json", "merges.txt", "spiece.model", "vocab.txt", "tekken.json"),
     *("LICENSE", "NOTICE"),
 )
 """Files beside weights that are kept; code is not."""
-ORIGIN = "origin.txt"
+ORIGIN_PATH_FILE = "origin.txt"
 """Where they came from."""
-LONGEST = 512
+DEFAULT_SEQ_LIMIT = 512
 """Tokens of a sample that the settings of an imported run begin with, at most."""
-LARGE = 1 << 30
+PROGRESS_MIN_BYTES = 1 << 30
 """Bytes of a model above which it is said how far it is."""
-SHARD = 5 * 10**9
+MAX_SHARD_BYTES = 5 * 10**9
 """Bytes of a file of weights at most."""
 
 
-def imported(source: str, out: Path) -> list[str]:
+def import_model(source: str, out: Path) -> list[str]:
     """Make a run of a published model; lines on it. The directory appears whole or not at all."""
-    with Published.open(found(source)) as model:
-        with appearing(out) as here:
-            lines = [*_kept(model.folder, here), *_noted(model), *_checked_words(model, here)]
-            run = run_for(model, out, tokenizer=(here / "tokenizer.json").exists())
-            begin(here, run, model, str(model.folder))
+    with PublishedModel.open(find_model(source)) as model:
+        with write_atomically(out) as here:
+            lines = [
+                *_copy_model_files(model.folder, here),
+                *_dropout_notes(model),
+                *_check_tokenizer_files(model, here),
+            ]
+            run = build_imported_run(model, out, tokenizer=(here / "tokenizer.json").exists())
+            write_initial_run(here, run, model, str(model.folder))
         parameters = sum(torch.Size(shape).numel() for shape in model.shapes.values())
-        word = next(name for name, dtype in TYPES.items() if dtype == model.dtype)
-        return [f"{model.family.kind}: {parameters:,} weights ({word}) in {out}", *lines]
+        word = next(name for name, dtype in DTYPES_BY_NAME.items() if dtype == model.dtype)
+        return [f"{model.family.model_type}: {parameters:,} weights ({word}) in {out}", *lines]
 
 
-def begin(here: Path, run: Run, weights: published.Weights, source: str) -> None:
+def write_initial_run(
+    here: Path, run: RunConfig, weights: published.TensorProvider, source: str
+) -> None:
     """Write the settings of a run and its checkpoint after step 0, which holds weights only."""
     (here / "config.toml").write_text(runs.to_toml(run), encoding="utf-8")
     inside = here / "checkpoints" / "step-00000000"
@@ -82,17 +93,17 @@ def begin(here: Path, run: Run, weights: published.Weights, source: str) -> None
         "source": source,
         "samples": 0,
         "fingerprint": "",
-        "config": {"model": tables(run)["model"]},
+        "config": {"model": run_to_dict(run)["model"]},
     }
-    with moving("importing") as progress:
-        count = published.store(weights, inside, progress)
-    directory.seal(inside, 0, dict.fromkeys(AXES, 1), facts, files=count)
+    with transfer_progress("importing") as progress:
+        count = published.write_weights(weights, inside, progress)
+    directory.write_manifest(inside, 0, dict.fromkeys(AXES, 1), facts, files=count)
     for told in inside.glob("rank-*.json"):
         told.unlink()
-    directory.point(here / "checkpoints", inside.name)
+    directory.write_latest_pointer(here / "checkpoints", inside.name)
 
 
-def found(source: str) -> Path:
+def find_model(source: str) -> Path:
     """The path of a model: a directory, a file, or what a hub's name leads to."""
     path = Path(source)
     if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
@@ -125,49 +136,49 @@ def found(source: str) -> Path:
         ) from None
 
 
-def _noted(model: Published) -> list[str]:
+def _dropout_notes(model: PublishedModel) -> list[str]:
     """What of a model's config is a matter of training, and not taken over."""
     names = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
-    drops = [f"{name}={model.theirs[name]}" for name in names if model.theirs.get(name)]
+    drops = [f"{name}={model.hf_config[name]}" for name in names if model.hf_config.get(name)]
     if not drops:
         return []
     return [f"{', '.join(drops)}: not taken over (see model.dropout, model.router_jitter)"]
 
 
-def run_for(model: Published, out: Path, *, tokenizer: bool) -> Run:
+def build_imported_run(model: PublishedModel, out: Path, *, tokenizer: bool) -> RunConfig:
     """The settings that an imported run begins with."""
-    data = DataConfig(seq=min(LONGEST, model.config.max_seq))
+    data = DataConfig(seq=min(DEFAULT_SEQ_LIMIT, model.config.max_seq))
     if tokenizer:
         data = replace(data, tokenizer=str(out.absolute() / "tokenizer.json"))
-    return Run(model=as_model(model.config), data=data)
+    return RunConfig(model=to_model_config(model.config), data=data)
 
 
-def as_model(config: DecoderConfig) -> ModelConfig:
+def to_model_config(config: DecoderConfig) -> ModelConfig:
     """The section `model` of a run."""
-    return ModelConfig(**{**asdict(config), "size": IMPORTED})
+    return ModelConfig(**{**asdict(config), "size": IMPORTED_SIZE})
 
 
-def _checked_words(model: Published, here: Path) -> list[str]:
+def _check_tokenizer_files(model: PublishedModel, here: Path) -> list[str]:
     """Refuse tokenizer files that are damaged; lines on what they lack."""
-    for name in FILES:
-        path = here / KEPT / name
+    for name in ORIGIN_FILES:
+        path = here / ORIGIN_DIR / name
         if path.suffix == ".json" and name != "tokenizer.json" and path.exists():
-            published.table(path)
+            published.read_json_table(path)
     from ranvier.data.tokenizer import check_tokenizer
 
     words = here / "tokenizer.json"
     return check_tokenizer(words, model.config.vocab) if words.exists() else []
 
 
-def _kept(source: Path, here: Path) -> list[str]:
+def _copy_model_files(source: Path, here: Path) -> list[str]:
     """Copy what comes with a model; lines on what is missing."""
-    (here / KEPT).mkdir()
-    (here / KEPT / ORIGIN).write_text(f"{source.absolute()}\n", encoding="utf-8")
-    for name in FILES:
-        _copied(source / name, here / KEPT / name, source)
+    (here / ORIGIN_DIR).mkdir()
+    (here / ORIGIN_DIR / ORIGIN_PATH_FILE).write_text(f"{source.absolute()}\n", encoding="utf-8")
+    for name in ORIGIN_FILES:
+        _copy_if_present(source / name, here / ORIGIN_DIR / name, source)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-        _copied(here / KEPT / name, here / name, here)
-    _copied(here / KEPT / "chat_template.jinja", here / "chat_template.jinja", here)
+        _copy_if_present(here / ORIGIN_DIR / name, here / name, here)
+    _copy_if_present(here / ORIGIN_DIR / "chat_template.jinja", here / "chat_template.jinja", here)
     if (here / "tokenizer.json").exists():
         return []
     return [
@@ -176,14 +187,14 @@ def _kept(source: Path, here: Path) -> list[str]:
     ]
 
 
-def _copied(source: Path, target: Path, root: Path) -> None:
+def _copy_if_present(source: Path, target: Path, root: Path) -> None:
     """Copy a file if it is there. root: the directory of the model or run that it belongs to."""
-    if safe_files.exists(source):
-        safe_files.copy(source, target, root=root)
+    if safe_files.path_exists(source):
+        safe_files.copy_file(source, target, root=root)
 
 
 @contextmanager
-def appearing(out: Path) -> Iterator[Path]:
+def write_atomically(out: Path) -> Iterator[Path]:
     """A hidden directory that becomes `out` at the end, and is gone if there is none."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise PlanError(f"{out} exists. What is there is not overwritten. Choose another --to.")
@@ -192,11 +203,11 @@ def appearing(out: Path) -> Iterator[Path]:
         hidden.mkdir(parents=True)
         yield hidden
         for path in sorted(hidden.rglob("*")):
-            checksummed_file.flush(path)
+            checksummed_file.fsync_path(path)
         if out.is_dir():
             out.rmdir()
         os.replace(hidden, out)
-        checksummed_file.flush(out.absolute().parent)
+        checksummed_file.fsync_path(out.absolute().parent)
     except OSError as error:
         raise WriteError(
             f"{error.filename or out}: {error.strerror}. A model is written there as a whole. Free "
@@ -206,27 +217,27 @@ def appearing(out: Path) -> Iterator[Path]:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def carried(start: str, into: Path) -> None:
+def copy_origin_files(start: str, into: Path) -> None:
     """Keep what came with the model that a new run takes its weights from, for its export."""
     source = Path(start)
-    origin = source.parent.parent if directory.STEP.fullmatch(source.name) else source
-    if safe_files.exists(origin / KEPT) and not (into / KEPT).exists():
-        (into / KEPT).mkdir()
-        for name in (ORIGIN, *FILES):
-            _copied(origin / KEPT / name, into / KEPT / name, origin)
-    elif not (origin / "config.toml").exists() and not (into / KEPT).exists():
-        _kept(origin if origin.is_dir() else origin.parent, into)
+    origin = source.parent.parent if directory.CHECKPOINT_NAME.fullmatch(source.name) else source
+    if safe_files.path_exists(origin / ORIGIN_DIR) and not (into / ORIGIN_DIR).exists():
+        (into / ORIGIN_DIR).mkdir()
+        for name in (ORIGIN_PATH_FILE, *ORIGIN_FILES):
+            _copy_if_present(origin / ORIGIN_DIR / name, into / ORIGIN_DIR / name, origin)
+    elif not (origin / "config.toml").exists() and not (into / ORIGIN_DIR).exists():
+        _copy_model_files(origin if origin.is_dir() else origin.parent, into)
 
 
-def begun(run: Run) -> Run:
+def init_from(run: RunConfig) -> RunConfig:
     """A new run with the model of what it takes its weights from, and the words it knows."""
-    source = found(run.train.start)
-    origin = source.parent.parent if directory.STEP.fullmatch(source.name) else source
+    source = find_model(run.train.start)
+    origin = source.parent.parent if directory.CHECKPOINT_NAME.fullmatch(source.name) else source
     if (origin / "config.toml").exists():
-        model, words = run_of(origin).model, origin / "tokenizer.json"
+        model, words = load_config_from_dir(origin).model, origin / "tokenizer.json"
     else:
-        with Published.open(source) as there:
-            model, words = as_model(there.config), there.folder / "tokenizer.json"
+        with PublishedModel.open(source) as there:
+            model, words = to_model_config(there.config), there.folder / "tokenizer.json"
     data = run.data
     if words.exists() and data.tokenizer == DataConfig().tokenizer:
         data = replace(data, tokenizer=str(words.absolute()))
@@ -236,113 +247,127 @@ def begun(run: Run) -> Run:
 # ---- out --------------------------------------------------------------------------------
 
 
-def exported(
+def export_model(
     origin: Path,
     out: Path,
     *,
     step: int = -1,
     dtype: str = "",
     family: str = "",
-    shard: int = SHARD,
+    shard: int = MAX_SHARD_BYTES,
 ) -> list[str]:
     """Write the weights of a run as others read them; lines on it.
 
     dtype: of the weights; empty: that of the published model, or of the checkpoint.
     """
-    if dtype and dtype not in TYPES:
-        raise PlanError(f"dtype={dtype!r}. Types are {', '.join(TYPES)}. Use one of these.")
+    if dtype and dtype not in DTYPES_BY_NAME:
+        raise PlanError(
+            f"dtype={dtype!r}. Types are {', '.join(DTYPES_BY_NAME)}. Use one of these."
+        )
     if shard < 1:
         raise PlanError(f"shard={shard} bytes. A file holds a tensor at least. Use 5000000000.")
-    run, checkpoint = run_of(origin), checkpoint_of(origin, None if step < 0 else step)
-    kind, theirs = told(origin, run, family)
-    source = opened(checkpoint)
-    sizes = {n.removesuffix(".master"): kind_ for n, kind_ in source.kinds.items()}
-    entries = kind.tensors(run.model)
-    lost = [name for entry in entries for name in entry.ours if name not in sizes]
+    run, checkpoint = (
+        load_config_from_dir(origin),
+        find_checkpoint(origin, None if step < 0 else step),
+    )
+    kind, theirs = resolve_family(origin, run, family)
+    source = open_checkpoint(checkpoint)
+    sizes = {n.removesuffix(".master"): kind_ for n, kind_ in source.tensor_specs.items()}
+    entries = kind.tensor_mappings(run.model)
+    lost = [name for entry in entries for name in entry.our_names if name not in sizes]
     if lost:
         raise CheckpointError(
             f"{checkpoint} has no {lost[0]} ({len(lost)} in all are missing). A checkpoint fits "
             "the settings that it was trained with. Restore the config.toml of its run."
         )
-    stored = {name: sizes[name][0] for entry in entries for name in entry.ours}
-    wanted = TYPES.get(dtype) or _word(theirs) or torch.float32
+    stored = {name: sizes[name][0] for entry in entries for name in entry.our_names}
+    wanted = DTYPES_BY_NAME.get(dtype) or _config_dtype(theirs) or torch.float32
     types = dict.fromkeys(stored, wanted)
     if source.facts.get("weights") and not dtype:
         types = stored  # as it came
     main = max(set(types.values()), key=lambda one: list(types.values()).count(one))
-    with appearing(out) as here:
+    with write_atomically(out) as here:
         config = {**theirs, **token_ids(origin, theirs), "dtype": str(main).removeprefix("torch.")}
         for key in ("torch_dtype", "auto_map"):  # an older word; code that does not come along
             config.pop(key, None)
-        _json(here / "config.json", config)
-        beside(origin, here, config)
+        _write_json(here / "config.json", config)
+        copy_tokenizer_files(origin, here, config)
         shapes = {name: sizes[name][1] for name in stored}
-        tensors = safetensors.listed(entries, shapes, types)
-        read = weights_of(source, run)
-        with moving("exporting") as progress:
-            names = safetensors.write(here, tensors, read, most=shard, progress=progress)
-    size = sum(one.bytes for one in tensors)
-    return [f"{kind.kind}: {len(tensors)} tensors, {size:,} bytes in {len(names)} file(s), {out}"]
+        tensors = safetensors.list_hf_tensors(entries, shapes, types)
+        read = weight_reader(source, run)
+        with transfer_progress("exporting") as progress:
+            names = safetensors.write_safetensors(
+                here, tensors, read, most=shard, progress=progress
+            )
+    size = sum(one.num_bytes for one in tensors)
+    return [
+        f"{kind.model_type}: {len(tensors)} tensors, {size:,} bytes in {len(names)} file(s), {out}"
+    ]
 
 
-def adapter_exported(origin: Path, out: Path, *, step: int = -1, dtype: str = "") -> list[str]:
+def export_adapter(origin: Path, out: Path, *, step: int = -1, dtype: str = "") -> list[str]:
     """Write the adapters of a run in PEFT's format; lines on it."""
-    if dtype and dtype not in TYPES:
-        raise PlanError(f"dtype={dtype!r}. Types are {', '.join(TYPES)}. Use one of these.")
-    run, checkpoint = run_of(origin), checkpoint_of(origin, None if step < 0 else step)
-    kind, _ = told(origin, run)
-    told_by = origin / KEPT / ORIGIN
-    base = None
-    if safe_files.exists(told_by):
-        base = safe_files.read_text(told_by, root=origin, errors="replace").strip()
-    with appearing(out) as here:
-        names = write_adapter(
-            checkpoint, run.model, run.lora, kind, here, base, dtype=TYPES.get(dtype)
+    if dtype and dtype not in DTYPES_BY_NAME:
+        raise PlanError(
+            f"dtype={dtype!r}. Types are {', '.join(DTYPES_BY_NAME)}. Use one of these."
         )
-    return [f"{kind.kind}: an adapter of rank {run.lora.rank} ({', '.join(names)}) in {out}"]
+    run, checkpoint = (
+        load_config_from_dir(origin),
+        find_checkpoint(origin, None if step < 0 else step),
+    )
+    kind, _ = resolve_family(origin, run)
+    told_by = origin / ORIGIN_DIR / ORIGIN_PATH_FILE
+    base = None
+    if safe_files.path_exists(told_by):
+        base = safe_files.read_text(told_by, root=origin, errors="replace").strip()
+    with write_atomically(out) as here:
+        names = write_adapter(
+            checkpoint, run.model, run.lora, kind, here, base, dtype=DTYPES_BY_NAME.get(dtype)
+        )
+    return [f"{kind.model_type}: an adapter of rank {run.lora.rank} ({', '.join(names)}) in {out}"]
 
 
-def told(origin: Path, run: Run, wanted: str = "") -> tuple[Family, dict[str, Any]]:
+def resolve_family(origin: Path, run: RunConfig, wanted: str = "") -> tuple[Family, dict[str, Any]]:
     """The family of a run's model, and its config.json: the one it came with if it still fits."""
-    kept = origin / KEPT / "config.json"
-    before = published.table(kept, root=origin) if safe_files.exists(kept) else {}
+    kept = origin / ORIGIN_DIR / "config.json"
+    before = published.read_json_table(kept, root=origin) if safe_files.path_exists(kept) else {}
     config = DecoderConfig(**{f.name: getattr(run.model, f.name) for f in fields(DecoderConfig)})
     try:
         if before and wanted in ("", before.get("model_type")):
-            kind = family_of(before)
-            if _same(kind.read(before), config):
+            kind = find_family(before)
+            if _is_same_model(kind.config_from_hf(before), config):
                 return kind, before
         if wanted and wanted not in FAMILIES:
             raise PlanError(f"family={wanted!r}. Families are {', '.join(FAMILIES)}. Use these.")
         if wanted:
-            return family_of(wanted), family_of(wanted).write(config)
-        return fitting(config, str(before.get("model_type", "")))
-    except UnknownError as error:
+            return find_family(wanted), find_family(wanted).config_to_hf(config)
+        return find_fitting_family(config, str(before.get("model_type", "")))
+    except UnsupportedModelError as error:
         raise PlanError([f"{origin} has a model that cannot be exported.", str(error)]) from None
 
 
-def _same(one: DecoderConfig, other: DecoderConfig) -> bool:
+def _is_same_model(one: DecoderConfig, other: DecoderConfig) -> bool:
     """Whether two models are the same but for how they are trained."""
-    names = [f.name for f in fields(DecoderConfig) if f.name not in FREE]
+    names = [f.name for f in fields(DecoderConfig) if f.name not in TRAINING_SETTINGS]
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
-def weights_of(source: Source, run: Run) -> Callable[[str], Tensor]:
+def weight_reader(source: CheckpointSource, run: RunConfig) -> Callable[[str], Tensor]:
     """Reads the whole of a weight by its name, with its adapter merged into it."""
-    there = run.lora.rank > 0 and any(".adapters." in name for name in source.kinds)
+    there = run.lora.rank > 0 and any(".adapters." in name for name in source.tensor_specs)
     known = adapted_weights(run.model, run.lora) if there else {}
 
     def some(names: Sequence[str]) -> Mapping[str, Tensor]:
-        found = source.read([f"{name}.master" for name in names])
+        found = source.read_tensors([f"{name}.master" for name in names])
         return {name: found[f"{name}.master"] for name in names}
 
-    return lambda name: merged(name, some, run.lora, known)
+    return lambda name: merge_adapter(name, some, run.lora, known)
 
 
-def _word(theirs: Mapping[str, Any]) -> torch.dtype | None:
+def _config_dtype(theirs: Mapping[str, Any]) -> torch.dtype | None:
     """The type that a config.json names."""
     word = str(theirs.get("dtype") or theirs.get("torch_dtype") or "")
-    return next((x for x in TYPES.values() if str(x) == f"torch.{word}"), None)
+    return next((x for x in DTYPES_BY_NAME.values() if str(x) == f"torch.{word}"), None)
 
 
 def token_ids(origin: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -351,50 +376,61 @@ def token_ids(origin: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
     Those of the model that a run came from, whatever its family, as ids are those of its tokenizer;
     of a run of our own the end of the tokenizer. None is named, too: else a family has its own.
     """
-    kept = origin / KEPT if (origin / "config.toml").exists() else origin
+    kept = origin / ORIGIN_DIR if (origin / "config.toml").exists() else origin
     if (kept / "config.json").exists():
-        before = published.table(kept / "config.json")
+        before = published.read_json_table(kept / "config.json")
         if before == theirs:  # it goes out as it came
             return {}
         family = FAMILIES.get(str(before.get("model_type")))
-        meant = dict(zip(TOKENS, family.token_ids, strict=True)) if family is not None else {}
+        meant = (
+            dict(zip(SPECIAL_TOKEN_KEYS, family.token_ids, strict=True))
+            if family is not None
+            else {}
+        )
         known = range(int(theirs["vocab_size"]))
         default = {key: number for key, number in meant.items() if number in known}
-        return {key: before.get(key, default.get(key)) for key in TOKENS if key not in theirs}
-    from ranvier.data.tokenizer import tokenizer_of
+        return {
+            key: before.get(key, default.get(key))
+            for key in SPECIAL_TOKEN_KEYS
+            if key not in theirs
+        }
+    from ranvier.data.tokenizer import load_tokenizer
 
     words = origin / "tokenizer.json"
-    end = tokenizer_of(str(words), origin).end if words.exists() else None
-    return {**dict.fromkeys(TOKENS), "eos_token_id": end}
+    end = load_tokenizer(str(words), origin).eos_token_id if words.exists() else None
+    return {**dict.fromkeys(SPECIAL_TOKEN_KEYS), "eos_token_id": end}
 
 
-def beside(origin: Path, here: Path, config: Mapping[str, Any]) -> None:
+def copy_tokenizer_files(origin: Path, here: Path, config: Mapping[str, Any]) -> None:
     """Tokenizer and generation settings: as they came, else made from the run's."""
-    kept = origin / KEPT if (origin / "config.toml").exists() else origin
-    for name in FILES:
+    kept = origin / ORIGIN_DIR if (origin / "config.toml").exists() else origin
+    for name in ORIGIN_FILES:
         if name != "config.json":
-            _copied(kept / name, here / name, origin)
+            _copy_if_present(kept / name, here / name, origin)
     if not (here / "generation_config.json").exists():
-        known = {key: config[key] for key in TOKENS if config.get(key) is not None}
-        _json(here / "generation_config.json", known)
+        known = {key: config[key] for key in SPECIAL_TOKEN_KEYS if config.get(key) is not None}
+        _write_json(here / "generation_config.json", known)
     if (origin / "tokenizer.json").exists() and not (here / "tokenizer.json").exists():
-        _copied(origin / "chat_template.jinja", here / "chat_template.jinja", origin)
-        from ranvier.data.tokenizer import tokenizer_of
+        _copy_if_present(origin / "chat_template.jinja", here / "chat_template.jinja", origin)
+        from ranvier.data.tokenizer import load_tokenizer
 
-        words = tokenizer_of(str(origin / "tokenizer.json"), origin)
-        _copied(origin / "tokenizer.json", here / "tokenizer.json", origin)
-        table = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": words.name(words.end)}
-        _json(here / "tokenizer_config.json", table)
+        words = load_tokenizer(str(origin / "tokenizer.json"), origin)
+        _copy_if_present(origin / "tokenizer.json", here / "tokenizer.json", origin)
+        table = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": words.token_name(words.eos_token_id),
+        }
+        _write_json(here / "tokenizer_config.json", table)
 
 
-def _json(path: Path, table: Mapping[str, Any]) -> None:
+def _write_json(path: Path, table: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager
-def moving(what: str) -> Iterator[published.Progress]:
+def transfer_progress(what: str) -> Iterator[published.ByteProgress]:
     """Shows how far large models are."""
-    with shown(what, least=LARGE) as show:
+    with show_progress(what, least=PROGRESS_MIN_BYTES) as show:
         yield lambda done, total: show(
             done, total, f"{done / 2**30:.1f} of {total / 2**30:.1f} GiB"
         )
@@ -403,7 +439,7 @@ def moving(what: str) -> Iterator[published.Progress]:
 # ---- the verbs --------------------------------------------------------------------------
 
 
-def say(lines: Sequence[str]) -> int:
+def print_lines(lines: Sequence[str]) -> int:
     """Print lines."""
     print("\n".join(lines))
     return 0

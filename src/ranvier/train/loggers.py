@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from ranvier.config import run as runs
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 from ranvier.system.terminal import print
 
-Row = dict[str, Any]
-Sink = Callable[[Row], None]
-LINES = 20
+MetricsRow = dict[str, Any]
+MetricsSink = Callable[[MetricsRow], None]
+PRINTED_LINES = 20
 """Lines that a run without a terminal prints, about."""
 
 
-def check_log(run: Run) -> None:
+def check_loggers(run: RunConfig) -> None:
     """Refuse a log whose package is missing, before any work."""
     missing = [name for name in run.train.log if importlib.util.find_spec(name) is None]
     if missing:
@@ -35,12 +35,12 @@ def check_log(run: Run) -> None:
         )
 
 
-def line(row: Row, steps: int) -> str:
+def format_metrics(row: MetricsRow, steps: int) -> str:
     """The metrics of a step in words."""
-    parts = [f"step {row['step'] + 1:>5}/{steps}", f"loss {_number(row['loss'], '.4f')}"]
+    parts = [f"step {row['step'] + 1:>5}/{steps}", f"loss {_format_number(row['loss'], '.4f')}"]
     if row["held_out_loss"] is not None:
         parts.append(f"held-out {row['held_out_loss']:.4f}")
-    parts += [f"lr {row['lr']:.2e}", f"norm {_number(row['grad_norm'], '.3f')}"]
+    parts += [f"lr {row['lr']:.2e}", f"norm {_format_number(row['grad_norm'], '.3f')}"]
     parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
     if row["mfu"] is not None:
         parts.append(f"MFU {row['mfu']:.1%} (full {row['mfu_full']:.1%})")
@@ -50,20 +50,20 @@ def line(row: Row, steps: int) -> str:
     return "  ".join(parts)
 
 
-def _number(value: float | None, form: str) -> str:
+def _format_number(value: float | None, form: str) -> str:
     return "not finite" if value is None else format(value, form)
 
 
 @contextmanager
-def sinks(run: Run, folder: Path) -> Iterator[Sink]:
+def open_loggers(run: RunConfig, folder: Path) -> Iterator[MetricsSink]:
     """All sinks of a run as one."""
     with ExitStack() as stack:
-        every: list[Sink] = [stack.enter_context(written(folder / "metrics.jsonl"))]
-        every.append(stack.enter_context(display(run.train.steps)))
+        every: list[MetricsSink] = [stack.enter_context(metrics_file(folder / "metrics.jsonl"))]
+        every.append(stack.enter_context(progress_display(run.train.steps)))
         for name in run.train.log:
-            every.append(stack.enter_context(spared(name, LOGS[name](run, folder))))
+            every.append(stack.enter_context(tolerate_failures(name, LOGGERS[name](run, folder))))
 
-        def sink(row: Row) -> None:
+        def sink(row: MetricsRow) -> None:
             for one in every:
                 one(row)
 
@@ -71,7 +71,7 @@ def sinks(run: Run, folder: Path) -> Iterator[Sink]:
 
 
 @contextmanager
-def spared(name: str, log: AbstractContextManager[Sink]) -> Iterator[Sink]:
+def tolerate_failures(name: str, log: AbstractContextManager[MetricsSink]) -> Iterator[MetricsSink]:
     """A log that may fail once it has begun: the run goes on without it, and says so once."""
     sink, failed = log.__enter__(), False
 
@@ -81,7 +81,7 @@ def spared(name: str, log: AbstractContextManager[Sink]) -> Iterator[Sink]:
         text = f"{name} has failed: {type(error).__name__}: {error}. The run goes on without it."
         print(text, file=sys.stderr, flush=True)
 
-    def write(row: Row) -> None:
+    def write(row: MetricsRow) -> None:
         try:
             if not failed:
                 sink(row)
@@ -100,7 +100,7 @@ def spared(name: str, log: AbstractContextManager[Sink]) -> Iterator[Sink]:
 
 
 @contextmanager
-def written(path: Path) -> Iterator[Sink]:
+def metrics_file(path: Path) -> Iterator[MetricsSink]:
     """One line a step in a file; where that fails the run goes on without it, and says so once."""
     warned = False
 
@@ -119,7 +119,7 @@ def written(path: Path) -> Iterator[Sink]:
             yield lambda row: None
             return
 
-        def write(row: Row) -> None:
+        def write(row: MetricsRow) -> None:
             try:
                 file.write(json.dumps(row).encode() + b"\n")
             except OSError as error:
@@ -129,10 +129,10 @@ def written(path: Path) -> Iterator[Sink]:
 
 
 @contextmanager
-def display(steps: int) -> Iterator[Sink]:
+def progress_display(steps: int) -> Iterator[MetricsSink]:
     """A progress bar on a terminal, else about twenty lines."""
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
-        yield _lines(steps)
+        yield _line_printer(steps)
         return
     from rich import progress
 
@@ -140,30 +140,30 @@ def display(steps: int) -> Iterator[Sink]:
     times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
     with progress.Progress(*columns, *times, refresh_per_second=4) as bar:
         task = bar.add_task("starting", total=steps)
-        last: Row = {}
+        last: MetricsRow = {}
 
-        def show(row: Row) -> None:
+        def show(row: MetricsRow) -> None:
             if row["held_out_loss"] is None:  # the newest one stays in sight
                 row = {**row, "held_out_loss": last.get("held_out_loss")}
             last.update(row)
-            bar.update(task, completed=row["step"] + 1, description=line(row, steps))
+            bar.update(task, completed=row["step"] + 1, description=format_metrics(row, steps))
 
         yield show
 
 
-def _lines(steps: int) -> Sink:
-    every = max(steps // LINES, 1)
+def _line_printer(steps: int) -> MetricsSink:
+    every = max(steps // PRINTED_LINES, 1)
 
-    def show(row: Row) -> None:
+    def show(row: MetricsRow) -> None:
         step = row["step"]
         shown = step % every == 0 or step == steps - 1 or row["held_out_loss"] is not None
         if shown or row["skipped"]:
-            print(line(row, steps), flush=True)
+            print(format_metrics(row, steps), flush=True)
 
     return show
 
 
-def numbers(row: Row) -> Row:
+def scalar_metrics(row: MetricsRow) -> MetricsRow:
     """The metrics that have a value, without the number of the step."""
     return {
         key: value
@@ -173,22 +173,22 @@ def numbers(row: Row) -> Row:
 
 
 @contextmanager
-def tensorboard(run: Run, folder: Path) -> Iterator[Sink]:
+def tensorboard_logger(run: RunConfig, folder: Path) -> Iterator[MetricsSink]:
     """Event files in the run's own folder."""
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(folder / "tensorboard")) as writer:
         writer.add_text("config", f"```\n{runs.to_toml(run)}\n```")
 
-        def log(row: Row) -> None:
-            for key, value in numbers(row).items():
+        def log(row: MetricsRow) -> None:
+            for key, value in scalar_metrics(row).items():
                 writer.add_scalar(key, value, row["step"])
 
         yield log
 
 
 @contextmanager
-def wandb(run: Run, folder: Path) -> Iterator[Sink]:
+def wandb_logger(run: RunConfig, folder: Path) -> Iterator[MetricsSink]:
     """A run of Weights & Biases; its own environment says where and whether online."""
     import tomllib
 
@@ -203,7 +203,7 @@ def wandb(run: Run, folder: Path) -> Iterator[Sink]:
             "offline. Run `wandb login`, or set WANDB_MODE=offline."
         ) from None
     with log:
-        yield lambda row: log.log(numbers(row), step=row["step"])
+        yield lambda row: log.log(scalar_metrics(row), step=row["step"])
 
 
-LOGS: dict[str, Any] = {"tensorboard": tensorboard, "wandb": wandb}
+LOGGERS: dict[str, Any] = {"tensorboard": tensorboard_logger, "wandb": wandb_logger}

@@ -12,22 +12,22 @@ import torch
 
 from ranvier.checkpoint import directory
 from ranvier.checkpoint.hf.peft_read import read_adapter
-from ranvier.checkpoint.manifest import Manifest
-from ranvier.config.run import Run
+from ranvier.checkpoint.manifest import CheckpointManifest
+from ranvier.config.run import RunConfig
 from ranvier.errors import CheckpointError, PlanError
-from ranvier.models.lora import adapters_of
-from ranvier.parallel.parallelize import parallel_of
+from ranvier.models.lora import named_adapters
+from ranvier.parallel.parallelize import get_parallel_model
 
 if TYPE_CHECKING:
     from ranvier.train.trainer import Trainer
 
-FIXED = ("rank", "alpha", "on", "layers", "dora", "rslora", "shared")
+FIXED_LORA_SETTINGS = ("rank", "alpha", "on", "layers", "dora", "rslora", "shared")
 """Settings that the weights of adapters mean something with."""
-INSIDE = ".adapters."
+ADAPTER_INFIX = ".adapters."
 """What the names of adapters' weights have, and no others."""
 
 
-def settled(run: Run) -> Run:
+def resolve_lora(run: RunConfig) -> RunConfig:
     """The run with the settings of the adapter that it starts from."""
     if not run.lora.start:
         return run
@@ -41,25 +41,25 @@ def settled(run: Run) -> Run:
     return replace(run, lora=replace(run.lora, **asdict(stored.lora)))
 
 
-def is_base(manifest: Manifest, run: Run) -> bool:
+def is_base_checkpoint(manifest: CheckpointManifest, run: RunConfig) -> bool:
     """Whether a checkpoint has weights beside which a run trains adapters, but none of these."""
-    return run.lora.rank > 0 and not any(INSIDE in name for name in manifest.tensors)
+    return run.lora.rank > 0 and not any(ADAPTER_INFIX in name for name in manifest.tensors)
 
 
-def check_start(manifest: Manifest, run: Run) -> None:
+def check_same_adapters(manifest: CheckpointManifest, run: RunConfig) -> None:
     """Refuse to start from a run with adapters without them, or with others."""
-    if not any(INSIDE in name for name in manifest.tensors):
+    if not any(ADAPTER_INFIX in name for name in manifest.tensors):
         return
     start, theirs = run.train.start, dict(manifest.facts.get("config", {}).get("lora", {}))
     mine = json.loads(json.dumps(asdict(run.lora)))
-    other = [key for key in FIXED if key in theirs and theirs[key] != mine[key]]
+    other = [key for key in FIXED_LORA_SETTINGS if key in theirs and theirs[key] != mine[key]]
     if not other and run.lora.rank > 0:
         return
     have = ", ".join(f"lora.{key}={mine[key]!r}" for key in other) or "lora.rank=0"
     want = ", ".join(f"lora.{key}={theirs[key]!r}" for key in other) or "its settings of lora"
     path = Path(start)
     origin = shlex.quote(start)
-    if directory.STEP.fullmatch(path.name):
+    if directory.CHECKPOINT_NAME.fullmatch(path.name):
         origin = f"{shlex.quote(str(path.parent.parent))} --step {manifest.step}"
     raise CheckpointError(
         f"train.start={start!r} is a run with adapters of rank {theirs.get('rank', '?')}, but this "
@@ -70,18 +70,18 @@ def check_start(manifest: Manifest, run: Run) -> None:
 
 
 @torch.no_grad()
-def begin(trainer: Trainer) -> None:
+def init_adapters(trainer: Trainer) -> None:
     """Give adapters their first values beside weights that have theirs.
 
     Communicates: with DoRA, weights over depth and the lengths of their rows.
     """
-    run, parallel = trainer.run, parallel_of(trainer.model)
+    run, parallel = trainer.run, get_parallel_model(trainer.model)
     if run.lora.rank == 0:
         return
-    for _, adapter, layer in adapters_of(trainer.model):
-        adapter.measure(layer)
+    for _, adapter, layer in named_adapters(trainer.model):
+        adapter.init_magnitudes(layer)
     if run.lora.start:
-        mine = {n: (w.rest, w.place) for n, w in parallel.weights.items() if INSIDE in n}
-        read_adapter(Path(run.lora.start), run.model).fill(mine)
-    parallel.queue.begin("")
-    trainer.optimizer.reread()
+        mine = {n: (w.storage, w.shard) for n, w in parallel.weights.items() if ADAPTER_INFIX in n}
+        read_adapter(Path(run.lora.start), run.model).fill_state(mine)
+    parallel.bucket_scheduler.begin_step("")
+    trainer.optimizer.reload_master_weights()

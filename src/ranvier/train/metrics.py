@@ -16,11 +16,11 @@ from torch import Tensor
 
 from ranvier import trace
 from ranvier.comm import collectives
-from ranvier.cost.layers import Flow
-from ranvier.launch import Pulse
-from ranvier.nn.attention import Core
+from ranvier.cost.layers import ActivationShape
+from ranvier.launch import Heartbeat
+from ranvier.nn.attention import AttentionCore
 from ranvier.nn.linear import Linear
-from ranvier.parallel.parallelize import Parallel
+from ranvier.parallel.parallelize import ParallelModel
 from ranvier.train.report import moe
 
 PEAK_TFLOPS = {
@@ -70,29 +70,31 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return next((tflops * 1e12 for tflops in found), None)
 
 
-def step_flops(parallel: Parallel, flow: Flow, micro_batches: int) -> tuple[int, int]:
+def step_flops(
+    parallel: ParallelModel, flow: ActivationShape, micro_batches: int
+) -> tuple[int, int]:
     """Work of a step on this rank, attention counted causally, and counted fully.
 
     Three forward passes' worth: backward costs two, one if the weight is frozen. What is computed
     again does not count.
     """
     causal = full = 0
-    for leaf in parallel.leaves.values():
+    for leaf in parallel.layers.values():
         frozen = isinstance(leaf, Linear) and not leaf.handles["weight"].trainable
         flops = leaf.flops(flow) * (2 if frozen else 3)
         causal += flops
-        full += flops * (2 if isinstance(leaf, Core) else 1)
+        full += flops * (2 if isinstance(leaf, AttentionCore) else 1)
     axis = parallel.grid.axis("pipe")  # stages differ: of all their mean
-    here = torch.tensor([causal, full], dtype=torch.float64, device=_device(parallel))
+    here = torch.tensor([causal, full], dtype=torch.float64, device=_model_device(parallel))
     causal, full = map(int, (collectives.all_reduce(here, axis).wait() / axis.size).tolist())
     return causal * micro_batches, full * micro_batches
 
 
-def _device(parallel: Parallel) -> torch.device:
-    return parallel.pipeline.runtime.device
+def _model_device(parallel: ParallelModel) -> torch.device:
+    return parallel.pipeline.executor.device
 
 
-def memory(device: torch.device) -> int:
+def peak_memory_bytes(device: torch.device) -> int:
     """Most bytes this rank has held so far: of the device, or of the process."""
     if device.type == "cuda":
         held = torch.cuda.memory.memory_stats_as_nested_dict(device)  # the flat one is slow
@@ -101,7 +103,7 @@ def memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-class Mark:
+class DeviceEvent:
     """A moment in the work of a device; on the host it is now."""
 
     def __init__(self, device: torch.device) -> None:
@@ -109,62 +111,62 @@ class Mark:
         if device.type == "cuda":
             self.event = torch.cuda.Event(enable_timing=True)
             self.event.record()
-        self.time = time.perf_counter()
+        self.host_time = time.perf_counter()
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Until the device is there."""
         if self.event is not None:
             self.event.synchronize()
 
-    def since(self, before: Mark) -> float:
+    def seconds_since(self, before: DeviceEvent) -> float:
         """Seconds on the device's clock."""
         if self.event is None:
-            return self.time - before.time
+            return self.host_time - before.host_time
         return float(before.event.elapsed_time(self.event)) / 1e3
 
 
-class Later:
+class DeferredRead:
     """Numbers on their way from the device to the host."""
 
     def __init__(self, values: Sequence[Tensor], device: torch.device) -> None:
         numbers = torch.stack([value.detach().to(torch.float64) for value in values])
         if device.type == "cuda":
-            self.host = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
-            self.host.copy_(numbers, non_blocking=True)
+            self.host_values = torch.empty(len(values), dtype=torch.float64, pin_memory=True)
+            self.host_values.copy_(numbers, non_blocking=True)
         else:
-            self.host = numbers
-        self.mark = Mark(device)
+            self.host_values = numbers
+        self.ready_event = DeviceEvent(device)
 
     def read(self) -> list[float]:
         """The numbers; waits until they are there."""
-        self.mark.wait()
-        return [float(value) for value in self.host.tolist()]
+        self.ready_event.synchronize()
+        return [float(value) for value in self.host_values.tolist()]
 
 
-def known(value: float | None) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
     """A number as JSON can hold it: None for what is not finite."""
     return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass
-class Under:
+class PendingStep:
     """A step under way: what the host will read of it."""
 
     step: int
     tokens: int
     """Of the run, this step included."""
     lr: float
-    numbers: Later
+    numbers: DeferredRead
     """Loss, gradient norm, whether it is bad, whether it is a spike, signal, memory, loss scale,
     what routers did, and how far a checkpoint is."""
-    begun: Mark
-    waited: float
+    start_event: DeviceEvent
+    data_wait_seconds: float
     """Seconds the host waited for its batch."""
-    awaited: list[trace.Event]
-    held_out: float | None = None
-    skipped: bool = False
+    comm_events: list[trace.Event]
+    val_loss: float | None = None
+    is_skipped: bool = False
     """Whether its update was left out."""
-    skips: int = 0
+    skipped_total: int = 0
     """Of the run, this step included."""
 
 
@@ -176,53 +178,55 @@ class Meter:
     """Of a step."""
     flops: tuple[int, int]
     """Of a step on this rank, attention counted causally and fully."""
-    peak: float | None
+    peak_flops: float | None
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds by what they went to."""
-    pulse: Pulse = field(default_factory=Pulse)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     """Tells who watches from outside what this rank is at."""
 
-    def spend(self, name: str, seconds: float) -> None:
+    def add_seconds(self, name: str, seconds: float) -> None:
         """Add to a phase."""
         self.phases[name] = self.phases.get(name, 0.0) + seconds
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def time_phase(self, name: str) -> Iterator[None]:
         """The time inside goes to a phase."""
         start = time.perf_counter()
-        with self.pulse.inside(name):
+        with self.heartbeat.inside_section(name):
             yield
-        self.spend(name, time.perf_counter() - start)
+        self.add_seconds(name, time.perf_counter() - start)
 
-    def row(self, under: Under, ended: Mark | None) -> dict[str, Any]:
+    def step_metrics(self, under: PendingStep, ended: DeviceEvent | None) -> dict[str, Any]:
         """The metrics of a step that the device has taken.
 
         ended: when the step before was done, if nothing else lay between.
         """
         loss, norm, _, spike, _, held, scale, *experts, _, _ = under.numbers.read()
-        seconds = under.numbers.mark.since(ended or under.begun)
-        exposed = trace.exposed(under.awaited)
-        self.spend("compute", max(seconds - exposed - under.waited, 0.0))
-        self.spend("exposed communication", exposed)
-        self.spend("waiting for data", under.waited)
-        causal, full = (None if self.peak is None else f / seconds / self.peak for f in self.flops)
+        seconds = under.numbers.ready_event.seconds_since(ended or under.start_event)
+        exposed = trace.exposed_seconds(under.comm_events)
+        self.add_seconds("compute", max(seconds - exposed - under.data_wait_seconds, 0.0))
+        self.add_seconds("exposed communication", exposed)
+        self.add_seconds("waiting for data", under.data_wait_seconds)
+        causal, full = (
+            None if self.peak_flops is None else f / seconds / self.peak_flops for f in self.flops
+        )
         return {
             "step": under.step,
             "tokens": under.tokens,
-            "loss": known(loss),
+            "loss": finite_or_none(loss),
             "lr": under.lr,
-            "grad_norm": known(norm),
+            "grad_norm": finite_or_none(norm),
             "seconds": seconds,
             "tokens_per_second": self.tokens / seconds,
             "mfu": causal,
             "mfu_full": full,
             "memory": int(held),
             "exposed_communication_seconds": exposed,
-            "data_seconds": under.waited,
-            "held_out_loss": under.held_out,
-            "loss_scale": known(scale),
-            "skipped": under.skipped,
+            "data_seconds": under.data_wait_seconds,
+            "held_out_loss": under.val_loss,
+            "loss_scale": finite_or_none(scale),
+            "skipped": under.is_skipped,
             "spike": bool(spike),
-            "skips": under.skips,
-            **moe.metrics(experts),
+            "skips": under.skipped_total,
+            **moe.router_metrics(experts),
         }

@@ -14,80 +14,80 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ranvier.comm.consensus import told
-from ranvier.config.run import Run
+from ranvier.comm.consensus import broadcast_text
+from ranvier.config.run import RunConfig
 from ranvier.config.sections import TrainConfig
-from ranvier.cost.layers import Flow
+from ranvier.cost.layers import ActivationShape
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.nn import attention_backends, float8
-from ranvier.nn.attention import Core
-from ranvier.nn.autotune import Fastest
-from ranvier.nn.fused_linear import Siblings
+from ranvier.nn.attention import AttentionCore
+from ranvier.nn.autotune import Autotuner
+from ranvier.nn.fused_linear import FusedLinear
 from ranvier.nn.linear import Linear
-from ranvier.parallel.parallelize import Parallel, parallel_of
-from ranvier.train.memory.probe import candidates
+from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
+from ranvier.train.memory.probe import candidate_micro_batches
 
-DEFAULT = TrainConfig().fp8_layers
-PACKED = 4096
+DEFAULT_FLOAT8_LAYERS = TrainConfig().fp8_layers
+MAX_PACKED_FEATURES = 4096
 """Output features up to which siblings are packed in fp8."""
 
 
 def choose_arithmetic(
-    run: Run, model: nn.Module, grid: Grid, device: torch.device, flow: Flow
+    run: RunConfig, model: nn.Module, grid: Grid, device: torch.device, flow: ActivationShape
 ) -> list[str]:
     """Settle how attention and linear layers compute; lines that say what was chosen.
 
     Communicates: what rank 0 has measured, as texts over all axes.
     """
-    parallel, dtype = parallel_of(model), next(iter(model.parameters())).dtype
-    notes = _attention(run, parallel, grid, device, dtype, flow)
+    parallel, dtype = get_parallel_model(model), next(iter(model.parameters())).dtype
+    notes = _choose_attention(run, parallel, grid, device, dtype, flow)
     if run.train.fp8 != "off":
-        least = replace(flow, samples=candidates(run.plan, flow.seq)[-1])
-        notes += _eighths(run, parallel, least)
-    _pack(parallel)
+        least = replace(flow, samples=candidate_micro_batches(run.plan, flow.seq)[-1])
+        notes += _enable_float8(run, parallel, least)
+    _pack_siblings(parallel)
     return notes
 
 
-def _pack(parallel: Parallel) -> None:
+def _pack_siblings(parallel: ParallelModel) -> None:
     """Pack siblings that multiply alike; in fp8 wider ones, too: there are fewer casts."""
-    for leaf in parallel.leaves.values():
-        if isinstance(leaf, Siblings):
-            if all(isinstance(layer.products, float8.Scaled) for layer in leaf.layers):
-                leaf.pack(PACKED, all_alike=True)
+    for leaf in parallel.layers.values():
+        if isinstance(leaf, FusedLinear):
+            if all(isinstance(layer.matmul_backend, float8.Float8Linear) for layer in leaf.layers):
+                leaf.pack_weights(MAX_PACKED_FEATURES, all_alike=True)
             else:
-                leaf.pack()
+                leaf.pack_weights()
 
 
-def _attention(
-    run: Run,
-    parallel: Parallel,
+def _choose_attention(
+    run: RunConfig,
+    parallel: ParallelModel,
     grid: Grid,
     device: torch.device,
     dtype: torch.dtype,
-    flow: Flow,
+    flow: ActivationShape,
 ) -> list[str]:
     if device.type != "cuda":
         return []
-    model, some = run.model, next(iter(parallel.leaves.values()))  # a stage may have no attention
-    ranks = grid.line(*parallel.table.axes("heads")).size
-    samples = max(some.site.ground.tokens(flow, "heads") // flow.seq, 1)
+    model, some = run.model, next(iter(parallel.layers.values()))  # a stage may have no attention
+    ranks = grid.axis_without_group(*parallel.table.feature_axes("heads")).size
+    samples = max(some.site.layout_context.local_tokens(flow, "heads") // flow.seq, 1)
     heads, groups = model.heads // ranks, max(model.kv_heads // ranks, 1)
     shape = (samples, flow.seq, heads, groups, model.head_dim)
     mine = (
-        attention_backends.tuned(*shape, dtype, device, Fastest.of(device))
+        attention_backends.choose_backend(*shape, dtype, device, Autotuner.for_device(device))
         if grid.rank == 0
         else ""
     )
-    name = told(mine, grid, device)
-    for leaf in (leaf for leaf in parallel.leaves.values() if isinstance(leaf, Core)):
-        leaf.serial.attend = attention_backends.way(name)  # type: ignore[assignment]
+    name = broadcast_text(mine, grid, device)
+    for leaf in (leaf for leaf in parallel.layers.values() if isinstance(leaf, AttentionCore)):
+        leaf.serial.attend = attention_backends.backend_with_fallback(name)  # type: ignore[assignment]
     return [f"attention of whole samples: {name}"]
 
 
-def _eighths(run: Run, parallel: Parallel, flow: Flow) -> list[str]:
+def _enable_float8(run: RunConfig, parallel: ParallelModel, flow: ActivationShape) -> list[str]:
     """Have the named layers multiply in fp8 where their sizes allow it."""
-    products, layers = float8.Scaled(run.train.fp8), _linear(parallel)  # type: ignore[arg-type]
+    products, layers = float8.Float8Linear(run.train.fp8), _linear_layers(parallel)  # type: ignore[arg-type]
     named = [
         name
         for name in layers
@@ -96,55 +96,59 @@ def _eighths(run: Run, parallel: Parallel, flow: Flow) -> list[str]:
     if not named and parallel.grid.degrees["pipe"] == 1:  # else another stage may have them
         raise PlanError(
             f"train.fp8_layers={list(run.train.fp8_layers)} names no linear layer. A word of its "
-            f"name means a layer. Words are {', '.join(_words(layers))}."
+            f"name means a layer. Words are {', '.join(_name_parts(layers))}."
         )
-    left = [name for name in named if not _even(layers[name], flow)]
+    left = [name for name in named if not _fits_float8(layers[name], flow)]
     chosen = [name for name in named if name not in left]
     if named and not chosen:
         raise PlanError(
             f"train.fp8={run.train.fp8!r}, but no layer can be multiplied so: tokens of a "
-            f"micro-batch, inputs and outputs must be multiples of {float8.EVEN}, not "
-            f"{_tokens(layers[left[0]], flow)}, {_matrix(layers[left[0]])[1]} and "
-            f"{_matrix(layers[left[0]])[0]}. Change data.seq or the model, or use train.fp8='off'."
+            f"micro-batch, inputs and outputs must be multiples of {float8.SIZE_MULTIPLE}, not "
+            f"{_input_tokens(layers[left[0]], flow)}, {_matrix_shape(layers[left[0]])[1]} and "
+            f"{_matrix_shape(layers[left[0]])[0]}. Change data.seq or the model, or use "
+            "train.fp8='off'."
         )
     for name in chosen:
-        layers[name].products = products
-    count = sum(math.prod(_matrix(layers[name])) for name in chosen)
+        layers[name].matmul_backend = products
+    count = sum(math.prod(_matrix_shape(layers[name])) for name in chosen)
     lines = [f"fp8 ({run.train.fp8}): {len(chosen)} layers, {count:,} parameters on a rank"]
-    nowhere = sorted(set(run.train.fp8_layers) - set(_words(named)) - set(DEFAULT))
+    nowhere = sorted(
+        set(run.train.fp8_layers) - set(_name_parts(named)) - set(DEFAULT_FLOAT8_LAYERS)
+    )
     if nowhere:
         lines.append(f"train.fp8_layers has words of no layer: {', '.join(nowhere)}")
     if left:
         lines.append(
-            f"not in fp8, as their sizes are no multiples of {float8.EVEN}: {', '.join(left[:4])}"
+            f"not in fp8, as their sizes are no multiples of {float8.SIZE_MULTIPLE}: "
+            f"{', '.join(left[:4])}"
             f"{' ...' if len(left) > 4 else ''}"
         )
     return lines
 
 
-def _words(layers: Iterable[str]) -> list[str]:
+def _name_parts(layers: Iterable[str]) -> list[str]:
     """The words in the names of layers, without numbers."""
     return sorted({word for name in layers for word in name.split(".") if not word.isdigit()})
 
 
-def _even(layer: Linear, flow: Flow) -> bool:
-    return float8.takes(_tokens(layer, flow), *_matrix(layer))
+def _fits_float8(layer: Linear, flow: ActivationShape) -> bool:
+    return float8.supports_sizes(_input_tokens(layer, flow), *_matrix_shape(layer))
 
 
-def _linear(parallel: Parallel) -> dict[str, Linear]:
-    return {name: leaf for name, leaf in parallel.leaves.items() if isinstance(leaf, Linear)}
+def _linear_layers(parallel: ParallelModel) -> dict[str, Linear]:
+    return {name: leaf for name, leaf in parallel.layers.items() if isinstance(leaf, Linear)}
 
 
-def _matrix(layer: Linear) -> tuple[int, int]:
+def _matrix_shape(layer: Linear) -> tuple[int, int]:
     """Out and in features of the product on this rank."""
-    *out, into = layer.handles["weight"].sharding.gathered
+    *out, into = layer.handles["weight"].sharding.unsharded_shape
     size = 1
     for extent in out:
         size *= extent
-    return (into, size) if layer.transposed else (size, into)
+    return (into, size) if layer.is_transposed else (size, into)
 
 
-def _tokens(layer: Linear, flow: Flow) -> int:
+def _input_tokens(layer: Linear, flow: ActivationShape) -> int:
     """Tokens of the product on this rank: those of the gathered input."""
-    (axis, _), _ = layer.steps
-    return layer.site.ground.tokens(flow, layer.into) * axis.size
+    (axis, _), _ = layer.comm_axes
+    return layer.site.layout_context.local_tokens(flow, layer.in_dim) * axis.size

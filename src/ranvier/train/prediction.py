@@ -8,17 +8,17 @@ from statistics import median
 from typing import Any
 
 from ranvier.html import page
-from ranvier.html.plot import escaped
+from ranvier.html.plot import escape_html
 from ranvier.planner.memory.breakdown import GIB
 from ranvier.system.terminal import print
 
-STEPS = 8
+CHECK_AFTER_STEPS = 8
 """Steps after which a run is held against its prediction; the first two warm up."""
-WARM = 2
+WARMUP_STEPS = 2
 
 
 @dataclass(frozen=True)
-class Foretold:
+class StepPrediction:
     """What the planner has said of a run, as run.json holds it."""
 
     why: str
@@ -34,76 +34,83 @@ class Foretold:
 
 
 @dataclass
-class Comparison:
+class PredictionCheck:
     """A prediction, and the steps of a run."""
 
-    foretold: Foretold
-    seconds: list[float] = field(default_factory=list)
+    prediction: StepPrediction
+    step_seconds: list[float] = field(default_factory=list)
     memory: int = 0
     """Most bytes of tensors on the device; 0: nobody counts them."""
 
-    def say(self, row: Mapping[str, Any], *, counted: bool) -> None:
+    def report_step(self, row: Mapping[str, Any], *, counted: bool) -> None:
         """Hold a step against what was foretold, and print the line, once."""
-        line = self.see(row, counted=counted)
+        line = self.add_step(row, counted=counted)
         if line:
             print(f"  {line}", flush=True)
 
-    def see(self, row: Mapping[str, Any], *, counted: bool) -> str:
+    def add_step(self, row: Mapping[str, Any], *, counted: bool) -> str:
         """Note a step; a line for people after the first few. counted: its tensors are."""
-        self.seconds.append(float(row["seconds"]))
+        self.step_seconds.append(float(row["seconds"]))
         self.memory = int(row["memory"]) if counted else 0
-        return self.line() if len(self.seconds) == STEPS else ""
+        return self.summary_line() if len(self.step_seconds) == CHECK_AFTER_STEPS else ""
 
     @property
-    def taken(self) -> float:
+    def median_seconds(self) -> float:
         """The median time of a step; 0 before the first that counts."""
-        return median(self.seconds[WARM:]) if len(self.seconds) > WARM else 0.0
+        return (
+            median(self.step_seconds[WARMUP_STEPS:])
+            if len(self.step_seconds) > WARMUP_STEPS
+            else 0.0
+        )
 
-    def line(self) -> str:
+    def summary_line(self) -> str:
         """Predicted and measured, in a sentence."""
-        said = self.foretold
-        words = f"a step was foretold to take {_time(said.seconds)}, and takes {_time(self.taken)}"
-        words += f" ({self.taken / said.seconds - 1.0:+.0%})"
+        said = self.prediction
+        words = (
+            f"a step was foretold to take {_format_time(said.seconds)}, and takes "
+            f"{_format_time(self.median_seconds)}"
+        )
+        words += f" ({self.median_seconds / said.seconds - 1.0:+.0%})"
         if self.memory:
             words += f"; memory {said.memory / GIB:.2f} and {self.memory / GIB:.2f} GiB"
-        if not said.low <= self.taken <= said.high:
+        if not said.low <= self.median_seconds <= said.high:
             words += "; `ranvier plan --calibrate RUN` brings the planner nearer"
         return words
 
-    def facts(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As run.json holds it."""
         return {
-            "predicted": asdict(self.foretold),
-            "measured": {"seconds": self.taken, "memory": self.memory},
+            "predicted": asdict(self.prediction),
+            "measured": {"seconds": self.median_seconds, "memory": self.memory},
         }
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1.0 else f"{seconds:.3g} s"
 
 
-def section(facts: Any) -> str:
+def prediction_section(facts: Any) -> str:
     """The section of a report on a prediction and what came of it; nothing if there is none."""
     try:
-        said, measured = Foretold(**facts["predicted"]), facts["measured"]
+        said, measured = StepPrediction(**facts["predicted"]), facts["measured"]
         taken, held = float(measured["seconds"]), float(measured["memory"])
     except (TypeError, KeyError, ValueError):
         return ""
-    rows = [_row("seconds of a step", said.seconds, taken, 1.0)]
-    rows += [_row("GiB of tensors on a device", said.memory, held, GIB)]
+    rows = [_table_row("seconds of a step", said.seconds, taken, 1.0)]
+    rows += [_table_row("GiB of tensors on a device", said.memory, held, GIB)]
     rows += [(f"of it {name}", f"{x:.4g}", "", "") for name, x in said.parts.items()]
     notes = [
         f"{said.why} ({said.machine})",
         f"Four of five lie in {said.low:.4g} to {said.high:.4g} s.",
     ]
-    return page.section(
+    return page.render_section(
         "Prediction",
-        page.table(["", "predicted", "measured", "error"], rows),
-        "".join(f'<p class="muted">{escaped(note)}</p>' for note in notes),
+        page.render_table(["", "predicted", "measured", "error"], rows),
+        "".join(f'<p class="muted">{escape_html(note)}</p>' for note in notes),
     )
 
 
-def _row(name: str, said: float, taken: float, unit: float) -> tuple[str, str, str, str]:
+def _table_row(name: str, said: float, taken: float, unit: float) -> tuple[str, str, str, str]:
     if not taken:
         return name, f"{said / unit:.4g}", "·", "·"
     return name, f"{said / unit:.4g}", f"{taken / unit:.4g}", f"{said / taken - 1.0:+.1%}"

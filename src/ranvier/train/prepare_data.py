@@ -10,30 +10,30 @@ from pathlib import Path
 import numpy as np
 
 from ranvier import launch
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.data import prepare as preparing
-from ranvier.data.cache import Form, holds_chats, pair_prefixes
-from ranvier.data.chat.conversation import conversation_of
-from ranvier.data.chat.template import template_of
-from ranvier.data.chat.tokenize import Chat, Learn
+from ranvier.data.cache import DataFormat, holds_chats, pair_prefixes
+from ranvier.data.chat.conversation import parse_conversation
+from ranvier.data.chat.template import load_chat_template
+from ranvier.data.chat.tokenize import ChatEncoder, Learn
 from ranvier.data.corpus import Corpus
-from ranvier.data.dataset import stored_all
-from ranvier.data.manifest import Manifest
-from ranvier.data.prepare import Progress
-from ranvier.data.sources import Reader
-from ranvier.data.tokenizer import Tokenizer, tokenizer_of, trained
+from ranvier.data.dataset import cache_corpora
+from ranvier.data.manifest import CorpusManifest
+from ranvier.data.prepare import PrepareProgress
+from ranvier.data.sources import DocumentReader
+from ranvier.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from ranvier.errors import PlanError
 from ranvier.system.terminal import command_line, escape_controls, print
-from ranvier.train.progress import shown
+from ranvier.train.progress import show_progress
 
 
-def stored(run: Run) -> list[str]:
+def tokenize_corpora(run: RunConfig) -> list[str]:
     """The folders of a run's tokenized corpora, made where they are not there yet."""
     data = run.data
-    with tokenizing() as progress:
-        folders = stored_all(
+    with tokenization_progress() as progress:
+        folders = cache_corpora(
             data.corpus,
-            cache=launch.cache(),
+            cache=launch.cache_dir(),
             tokenizer=data.tokenizer,
             form=data.format,
             template=data.template,
@@ -46,14 +46,14 @@ def stored(run: Run) -> list[str]:
     return [str(folder) for folder in folders]
 
 
-def prepare(
+def prepare_corpus(
     inputs: Sequence[str],
     *,
     out: str,
     tokenizer: str,
     vocab: int,
     field: str,
-    format: Form,
+    format: DataFormat,
     template: str,
     learn: Learn,
 ) -> int:
@@ -70,22 +70,22 @@ def prepare(
             f"{command_line('ranvier', 'train', '--data.corpus', Path(tokens[0]))}"
         )
     folder = Path(out or Path("data") / Path(inputs[0]).resolve().name.partition(".")[0])
-    preparing.refuse_other(folder)
-    chats = _hold_chats(inputs, field, format)
-    words = _words(inputs, tokenizer, vocab, field, chats=chats)
-    chat = Chat(template_of(words, tokenizer, template), words) if chats else None
-    with tokenizing() as progress:
-        preparing.prepare(
+    preparing.refuse_other_content(folder)
+    chats = _has_chats(inputs, field, format)
+    words = _load_or_train_tokenizer(inputs, tokenizer, vocab, field, chats=chats)
+    chat = ChatEncoder(load_chat_template(words, tokenizer, template), words) if chats else None
+    with tokenization_progress() as progress:
+        preparing.prepare_corpus(
             inputs, folder, words, chat=chat, learn=learn, field=field, progress=progress
         )
-    show(folder)
+    show_corpus(folder)
     print(f"Train on it with:\n  {command_line('ranvier', 'train', '--data.corpus', folder)}")
     return 0
 
 
-def _hold_chats(inputs: Sequence[str], field: str, form: Form) -> bool:
+def _has_chats(inputs: Sequence[str], field: str, form: DataFormat) -> bool:
     """Whether the inputs hold conversations, or all of them texts."""
-    found = {path: holds_chats(Reader(path, field=field), form) for path in inputs}
+    found = {path: holds_chats(DocumentReader(path, field=field), form) for path in inputs}
     if len(set(found.values())) > 1:
         kinds = ", ".join(f"{path}: {'chat' if it else 'text'}" for path, it in found.items())
         raise PlanError(
@@ -95,20 +95,24 @@ def _hold_chats(inputs: Sequence[str], field: str, form: Form) -> bool:
     return any(found.values())
 
 
-def _words(inputs: Sequence[str], name: str, vocab: int, field: str, *, chats: bool) -> Tokenizer:
+def _load_or_train_tokenizer(
+    inputs: Sequence[str], name: str, vocab: int, field: str, *, chats: bool
+) -> Tokenizer:
     """The tokenizer of a name; train: learnt from the inputs."""
     if name != "train":
-        return tokenizer_of(name, launch.cache())
+        return load_tokenizer(name, launch.cache_dir())
     if chats:
-        records = chain.from_iterable(Reader(path).records() for path in inputs)
-        talks = (conversation_of(record, at) for record, at in records)
-        return trained((text for talk in talks for text in talk.texts), vocab)
-    return trained(chain.from_iterable(Reader(path, field=field) for path in inputs), vocab)
+        records = chain.from_iterable(DocumentReader(path).read_records() for path in inputs)
+        talks = (parse_conversation(record, at) for record, at in records)
+        return train_tokenizer((text for talk in talks for text in talk.message_texts), vocab)
+    return train_tokenizer(
+        chain.from_iterable(DocumentReader(path, field=field) for path in inputs), vocab
+    )
 
 
-def show(folder: Path) -> int:
+def show_corpus(folder: Path) -> int:
     """Print what a prepared corpus holds; the exit code."""
-    corpus = Manifest.read(folder)
+    corpus = CorpusManifest.read_from(folder)
     print(f"{folder}: {corpus.documents:,} documents, {corpus.tokens:,} tokens of {corpus.vocab:,}")
     print(f"  from {corpus.source}, in {len(corpus.shards)} shard(s)")
     print(f"  fingerprint of the corpus: {corpus.fingerprint}")
@@ -116,28 +120,30 @@ def show(folder: Path) -> int:
     if corpus.template:
         print(f"  fingerprint of the chat template: {corpus.template}, learn {corpus.learn}")
         print("  the first conversation, with what is learnt in «»:\n")
-        lines = escape_controls(marked(Corpus.open(folder))).splitlines()
+        lines = escape_controls(mark_learned_tokens(Corpus.open(folder))).splitlines()
         print("\n".join(f"    {line}" for line in lines))
     return 0
 
 
-def marked(corpus: Corpus, document: int = 0) -> str:
+def mark_learned_tokens(corpus: Corpus, document: int = 0) -> str:
     """The text of a conversation with « and » around the tokens that are learnt."""
     assert corpus.tokenizer is not None, corpus.folder
-    start = int(corpus.starts[document])
-    tokens, mask = corpus.learned(np.arange(start, start + int(corpus.lengths[document])))
+    start = int(corpus.document_starts[document])
+    tokens, mask = corpus.read_with_mask(
+        np.arange(start, start + int(corpus.document_lengths[document]))
+    )
     cuts = np.flatnonzero(np.diff(mask)) + 1
     parts = []
     for some, learned in zip(np.split(tokens, cuts), np.split(mask, cuts), strict=True):
-        text = corpus.tokenizer.shown(some)
+        text = corpus.tokenizer.decode_with_specials(some)
         parts.append(f"«{text}»" if learned.any() else text)
     return "".join(parts)
 
 
 @contextmanager
-def tokenizing() -> Iterator[Progress]:
+def tokenization_progress() -> Iterator[PrepareProgress]:
     """Shows how far the tokenizing is."""
-    with shown("tokenizing") as show:
+    with show_progress("tokenizing") as show:
 
         def told(done: int, total: int, documents: int, tokens: int) -> None:
             show(done, total, f"{documents:,} documents, {tokens:,} tokens")

@@ -9,18 +9,18 @@ from contextlib import contextmanager
 
 from ranvier.system.terminal import escape_controls, print
 
-Show = Callable[[int, int, str], None]
+ProgressCallback = Callable[[int, int, str], None]
 """Called with how much is done, how much there is, and words on it."""
 
 
 @contextmanager
-def shown(what: str, *, least: int = 0) -> Iterator[Show]:
+def show_progress(what: str, *, least: int = 0) -> Iterator[ProgressCallback]:
     """A progress bar on a terminal, else a line at the start, in the middle and at the end.
 
     least: of less work than this nothing is said.
     """
     if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
-        yield _lines(what, least)
+        yield _line_printer(what, least)
         return
     from rich import progress as rich
 
@@ -38,7 +38,7 @@ def shown(what: str, *, least: int = 0) -> Iterator[Show]:
         yield show_bar
 
 
-def _lines(what: str, least: int) -> Show:
+def _line_printer(what: str, least: int) -> ProgressCallback:
     """A line for each half."""
     told = -1
 

@@ -23,58 +23,58 @@ import torch
 from torch import Tensor
 
 from ranvier import trace
-from ranvier.checkpoint.async_saver import Saver
-from ranvier.checkpoint.directory import found
+from ranvier.checkpoint.async_saver import AsyncSaver
+from ranvier.checkpoint.directory import find_checkpoints
 from ranvier.comm import collectives
-from ranvier.comm.consensus import everyone, told
-from ranvier.config.run import Run
-from ranvier.cost.layers import Flow
+from ranvier.comm.consensus import broadcast_text, world_axis
+from ranvier.config.run import RunConfig
+from ranvier.cost.layers import ActivationShape
 from ranvier.data.batch import Batch
-from ranvier.data.dataset import Data
-from ranvier.data.loader import Loader, held_out_batches, micro_batches
-from ranvier.errors import ElsewhereError, NumericError
+from ranvier.data.dataset import RunData
+from ranvier.data.loader import Loader, load_micro_batches, validation_batches
+from ranvier.errors import NumericError, OtherRankError
 from ranvier.grid import Grid
 from ranvier.models import Decoder
-from ranvier.optim.lr_schedule import share
+from ranvier.optim.lr_schedule import lr_factor
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import parallel_of
-from ranvier.sharding import State
+from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.sharding import ShardedStateDict
 from ranvier.system.terminal import print
 from ranvier.train import lora, pruning
-from ranvier.train.build_model import DTYPES, built
-from ranvier.train.build_stage import TIMELINE, timeline
-from ranvier.train.cuda_graph import Graph
-from ranvier.train.health.loss_guard import Guard
-from ranvier.train.health.nan_diagnosis import first_bad
-from ranvier.train.health.replay import Replay
-from ranvier.train.health.replica_check import compare
+from ranvier.train.build_model import DTYPES, build_model
+from ranvier.train.build_stage import TIMELINE_FILE, gather_timeline
+from ranvier.train.cuda_graph import CudaGraphStep
+from ranvier.train.health.loss_guard import LossGuard
+from ranvier.train.health.nan_diagnosis import find_first_nonfinite
+from ranvier.train.health.replay import StepReplay
+from ranvier.train.health.replica_check import compare_replicas
 from ranvier.train.memory import saved_collectives
-from ranvier.train.memory.breakdown import Account
-from ranvier.train.memory.probe import bounded, candidates
-from ranvier.train.memory.resolve import settle
+from ranvier.train.memory.breakdown import MemoryTracker
+from ranvier.train.memory.probe import candidate_micro_batches, resolve_in_flight_limit
+from ranvier.train.memory.resolve import resolve_memory
 from ranvier.train.metrics import (
-    Later,
-    Mark,
+    DeferredRead,
+    DeviceEvent,
     Meter,
-    Under,
-    known,
-    memory,
+    PendingStep,
+    finite_or_none,
     peak_flops,
+    peak_memory_bytes,
     step_flops,
 )
 from ranvier.train.model_converters import choose_arithmetic
-from ranvier.train.prediction import Comparison
+from ranvier.train.prediction import PredictionCheck
 from ranvier.train.report import moe
 from ranvier.train.resume import checkpointing
 from ranvier.train.resume.open_directory import OpenDirectory
-from ranvier.train.step import Taken, evaluate, train_step
+from ranvier.train.step import StepResult, evaluate, train_step
 
-PATIENCE = 5.0
+SAVE_WAIT_SECONDS = 5.0
 """Seconds that a run waits for the checkpoint before when the next is due, then does without."""
 
 
 @contextmanager
-def frozen() -> Iterator[None]:
+def freeze_gc() -> Iterator[None]:
     """What is there now is no garbage: the collector does not look at it again in each round.
 
     A program that has frozen what it holds before is left as it is: thawing would undo that.
@@ -94,164 +94,179 @@ def frozen() -> Iterator[None]:
 class Trainer:
     """A run that is ready to take steps."""
 
-    run: Run
+    run: RunConfig
     grid: Grid
     device: torch.device
     model: Decoder
     optimizer: Optimizer
-    data: Data
+    data: RunData
     meter: Meter
-    guard: Guard
+    guard: LossGuard
     step: int = 0
     """Steps taken."""
     samples: int = 0
     """Samples used."""
-    stopping: int = 0
+    stop_signal: int = 0
     """The signal that ends the run, once all ranks know of it."""
     notes: list[str] = field(default_factory=list)
     """Lines on what was settled by measuring."""
-    compared: Comparison | None = None
+    prediction_check: PredictionCheck | None = None
     """What was foretold, and the steps since."""
-    held_out: float | None = None
+    val_loss: float | None = None
     """The last held-out loss."""
     skipped_saves: int = 0
     """Checkpoints that were due while the one before was still being written."""
-    account: Account = field(default_factory=Account)
+    memory_tracker: MemoryTracker = field(default_factory=MemoryTracker)
     """What is known of its memory."""
     directory: OpenDirectory = field(default_factory=OpenDirectory)
     """Where it saves, on rank 0; without it the run ends."""
-    take: Callable[..., Taken] = field(init=False)
+    take_step: Callable[..., StepResult] = field(init=False)
     """Takes a step of these micro-batches with a learning rate, if its numbers are good."""
 
     def __post_init__(self) -> None:
-        self.take = partial(train_step, self.model, self.optimizer)
-        self._saver: Saver | None = None
-        self._read = self.step
+        self.take_step = partial(train_step, self.model, self.optimizer)
+        self._saver: AsyncSaver | None = None
+        self._steps_read = self.step
         """Steps that the host has read."""
 
     @classmethod
-    def assemble(
-        cls, run: Run, grid: Grid, device: torch.device, data: Data, *, local_ranks: int = 0
+    def from_run(
+        cls,
+        run: RunConfig,
+        grid: Grid,
+        device: torch.device,
+        data: RunData,
+        *,
+        local_ranks: int = 0,
     ) -> Trainer:
         """Model and optimizer of a checked run. Communicates: the making of groups; see `fit`.
 
         local_ranks: those that share the memory of this machine; 0: all.
         """
-        run = lora.settled(run)
+        run = lora.resolve_lora(run)
         dtype = DTYPES[run.train.dtype]
-        model = built(run, grid, device, local_ranks=local_ranks or grid.world)
-        pruning.begin(run, parallel_of(model))
-        micro, local_ranks = candidates(run.plan, run.data.seq)[0], local_ranks or grid.world
-        flow = Flow(micro, run.data.seq, dtype.itemsize, statistics=4)
+        model = build_model(run, grid, device, local_ranks=local_ranks or grid.world_size)
+        pruning.init_masks(run, get_parallel_model(model))
+        micro, local_ranks = (
+            candidate_micro_batches(run.plan, run.data.seq)[0],
+            local_ranks or grid.world_size,
+        )
+        flow = ActivationShape(micro, run.data.seq, dtype.itemsize, statistics_itemsize=4)
         notes = choose_arithmetic(run, model, grid, device, flow)
-        found = settle(run, model, device, local_ranks=local_ranks)
+        found = resolve_memory(run, model, device, local_ranks=local_ranks)
         run, optimizer = found.run, found.optimizer
-        notes += saved_collectives.settle(run, model, optimizer, device, local_ranks)
-        notes += bounded(run, model, device, local_ranks)
-        plan, grid.trace.meter = run.plan, True
+        notes += saved_collectives.choose_saved_collectives(
+            run, model, optimizer, device, local_ranks
+        )
+        notes += resolve_in_flight_limit(run, model, device, local_ranks)
+        plan, grid.trace.time_waits = run.plan, True
         flow = replace(flow, samples=plan.micro_batch)
-        flops = step_flops(parallel_of(model), flow, plan.micro_batches)
+        flops = step_flops(get_parallel_model(model), flow, plan.num_micro_batches)
         meter = Meter(plan.batch * run.data.seq, flops, peak_flops(device, dtype))
-        guard = Guard(run.guard, device)
+        guard = LossGuard(run.guard, device)
         notes += found.notes
         trainer = cls(run, grid, device, model, optimizer, data, meter, guard, notes=notes)
-        trainer.account = found.account
-        lora.begin(trainer)
+        trainer.memory_tracker = found.memory_tracker
+        lora.init_adapters(trainer)
         if plan.graph:
-            trainer.take = Graph(model, optimizer).step
+            trainer.take_step = CudaGraphStep(model, optimizer).step
         return trainer
 
     # ---- steps --------------------------------------------------------------------------
 
-    def steps(self, stop: Any = None) -> Iterator[dict[str, Any]]:
+    def run_steps(self, stop: Any = None) -> Iterator[dict[str, Any]]:
         """Take the steps that are left; metrics of each, one step behind the device.
 
         stop: its `signal` is looked at before each step; all ranks end after the same one.
         """
-        first = self.measure() if self.run.train.evaluate and self.step == 0 else None
-        yield from self._stretch(stop, first)
-        while self.guard.goes_back():
+        first = self.compute_val_loss() if self.run.train.evaluate and self.step == 0 else None
+        yield from self._run_until_rewind(stop, first)
+        while self.guard.needs_rewind():
             self.rewind()
-            yield from self._stretch(stop, None)
+            yield from self._run_until_rewind(stop, None)
         if self._saver is not None:
-            self._saver.finish()
+            self._saver.finish_saving()
 
-    def _stretch(self, stop: Any, first: float | None) -> Iterator[dict[str, Any]]:
+    def _run_until_rewind(self, stop: Any, first: float | None) -> Iterator[dict[str, Any]]:
         """Take steps to the end, or until the run has to go back."""
         every, last, guard = self.run.train.evaluate, self.run.train.steps, self.guard
-        before: Under | None = None
-        ended: Mark | None = None
-        runtime = parallel_of(self.model).pipeline.runtime
+        before: PendingStep | None = None
+        ended: DeviceEvent | None = None
+        runtime = get_parallel_model(self.model).pipeline.executor
         patience = self.run.train.timeout
-        with frozen(), Loader(self._loaded(), self.step, patience=patience) as loader:
-            while self.step < last and not self.stopping:
-                runtime.timing = runtime.stage.count > 1 and self._timed()
+        with freeze_gc(), Loader(self._batch_maker(), self.step, patience=patience) as loader:
+            while self.step < last and not self.stop_signal:
+                runtime.record_times = runtime.stage.num_stages > 1 and self._is_timed()
                 try:
-                    under = self._traced(loader, getattr(stop, "signal", 0))
+                    under = self._issue_traced_step(loader, getattr(stop, "signal", 0))
                 except BaseException:
                     if before is not None:  # that step was taken all the same
-                        yield self.read(before, ended)
+                        yield self.read_step(before, ended)
                     raise
-                under.held_out, first = first, None
+                under.val_loss, first = first, None
                 if before is not None:
-                    yield self.read(before, ended)
-                    ended = before.numbers.mark
-                if guard.goes_back():  # what was just issued is thrown away, too
+                    yield self.read_step(before, ended)
+                    ended = before.numbers.ready_event
+                if guard.needs_rewind():  # what was just issued is thrown away, too
                     return
-                before, saved = under, self.due(self.run.checkpoint.every)
-                if self.due(every):
-                    under.held_out = self.measure()
-                if self.due(every) or self._compared() or (saved and self._reads_first()):
-                    yield self.read(under, ended)
+                before, saved = under, self.is_due(self.run.checkpoint.every)
+                if self.is_due(every):
+                    under.val_loss = self.compute_val_loss()
+                if (
+                    self.is_due(every)
+                    or self._is_comparison_due()
+                    or (saved and self._reads_before_save())
+                ):
+                    yield self.read_step(under, ended)
                     before = ended = None
-                    if guard.goes_back():
+                    if guard.needs_rewind():
                         return
-                    if self._compared():
-                        self.compare()
+                    if self._is_comparison_due():
+                        self.compare_replicas()
                 if saved and self.step < last:
-                    self.save(wait=False)
+                    self.save_checkpoint(wait=False)
         if before is not None:
-            yield self.read(before, ended)
+            yield self.read_step(before, ended)
 
-    def _reads_first(self) -> bool:
+    def _reads_before_save(self) -> bool:
         """Whether a step is read before it is saved; else the device need not even pause."""
         waits = self.device.type == "cpu" or not self.run.checkpoint.background
         return waits or self.run.guard.spike == "rewind"
 
-    def _compared(self) -> bool:
+    def _is_comparison_due(self) -> bool:
         """Whether the copies of weights are compared after this step."""
-        every = self.run.guard.replicas if self.grid.world > 1 else 0
+        every = self.run.guard.replicas if self.grid.world_size > 1 else 0
         return every > 0 and self.step % every == 0
 
-    def compare(self) -> None:
+    def compare_replicas(self) -> None:
         """Compare all copies of weights. Communicates: see `compare`."""
-        if self.grid.world > 1:
-            with self.meter.phase("comparison of copies"):
-                compare(self.optimizer, self.grid, self.device, self._kept)
+        if self.grid.world_size > 1:
+            with self.meter.time_phase("comparison of copies"):
+                compare_replicas(self.optimizer, self.grid, self.device, self._describe_latest)
 
-    def _timed(self) -> bool:
+    def _is_timed(self) -> bool:
         """Whether the next step shows what its stages do: on a device it takes longer then."""
         return self.device.type == "cpu" or self.step == self.run.train.steps - 1
 
-    def _traced(self, loader: Loader[list[Batch]], signal: int) -> Under:
+    def _issue_traced_step(self, loader: Loader[list[Batch]], signal: int) -> PendingStep:
         """Issue a step; the last one is traced if the run asks for it."""
         if not self.run.train.trace or self.step < self.run.train.steps - 1:
-            return self.issue(loader, signal=signal)
-        with self.grid.trace.recording() as events:
-            under = self.issue(loader, signal=signal)
+            return self.issue_step(loader, signal=signal)
+        with self.grid.trace.record_events() as events:
+            under = self.issue_step(loader, signal=signal)
         self.write_trace(events)
         return under
 
-    def due(self, every: int) -> bool:
+    def is_due(self, every: int) -> bool:
         """Whether something is to be done after this step: each `every`, and at the end."""
         return every > 0 and (self.step % every == 0 or self.step == self.run.train.steps)
 
-    def _loaded(self) -> Callable[[int], list[Batch]]:
+    def _batch_maker(self) -> Callable[[int], list[Batch]]:
         """The micro-batches of this rank by the number of the step."""
         run, offset = self.run, self.samples - self.step * self.run.plan.batch
 
         def make(step: int) -> list[Batch]:
-            return micro_batches(
+            return load_micro_batches(
                 self.data.train,
                 offset + step * run.plan.batch,
                 run.plan.batch,
@@ -262,66 +277,70 @@ class Trainer:
 
         return make
 
-    def issue(self, loader: Loader[list[Batch]], *, signal: int = 0) -> Under:
+    def issue_step(self, loader: Loader[list[Batch]], *, signal: int = 0) -> PendingStep:
         """Start the next step.
 
         Communicates: all of a step; the largest signal and memory of all ranks.
         """
-        run, scale = self.run, self.optimizer.scale
-        self.meter.pulse.beat("step", self.step)
-        pruning.renew(self)
-        self.grid.trace.awaited = []  # what lay between is no part of a step
-        begun, batches, lr = Mark(self.device), next(loader), self.lr()
+        run, scale = self.run, self.optimizer.grad_scaler
+        self.meter.heartbeat.begin_section("step", self.step)
+        pruning.update_masks(self)
+        self.grid.trace.waited_events = []  # what lay between is no part of a step
+        begun, batches, lr = DeviceEvent(self.device), next(loader), self.next_lr()
         pinned = self.device.type == "cuda"  # a copy from other memory would wait for the device
         status = torch.tensor(
-            [signal, memory(self.device), *self._reported()], dtype=torch.float64, pin_memory=pinned
+            [signal, peak_memory_bytes(self.device), *self._save_status()],
+            dtype=torch.float64,
+            pin_memory=pinned,
         ).to(self.device, non_blocking=True)
-        with self.grid.trace.at("step.status"):
-            largest = collectives.all_reduce(status, everyone(self.grid), "max")
+        with self.grid.trace.named_scope("step.status"):
+            largest = collectives.all_reduce(status, world_axis(self.grid), "max")
         on_device = [batch.to(self.device) for batch in batches]
         if run.plan.graph and self._saver is not None:  # a recorded step asks nobody
-            self._saver.changing()
-        self.guard.before(self.step)
-        taken = self.take(on_device, lr, self.guard.watch, *self._passes())
-        factor = torch.full_like(taken.loss, math.nan) if scale is None else scale.value
+            self._saver.wait_for_copies()
+        self.guard.update_limit(self.step)
+        taken = self.take_step(on_device, lr, self.guard.step_limits, *self._pass_wrapper())
+        factor = torch.full_like(taken.loss, math.nan) if scale is None else scale.scale
         signals, held, *heard = largest.wait()
         if self.device.type == "cpu":  # here nothing is gained by reading it later
-            self.stopping = int(signals)
-        fate = [taken.loss, taken.norm, taken.bad, taken.spike]
-        experts = moe.numbers(parallel_of(self.model).balance)
-        numbers = Later([*fate, signals, held, factor, *experts, *heard], self.device)
+            self.stop_signal = int(signals)
+        fate = [taken.loss, taken.grad_norm, taken.is_nonfinite, taken.is_spike]
+        experts = moe.router_statistics(get_parallel_model(self.model).load_balancer)
+        numbers = DeferredRead([*fate, signals, held, factor, *experts, *heard], self.device)
         self.step, self.samples = self.step + 1, self.samples + run.plan.batch
-        awaited, self.grid.trace.awaited = self.grid.trace.awaited, []
+        awaited, self.grid.trace.waited_events = self.grid.trace.waited_events, []
         tokens = self.samples * run.data.seq
-        return Under(self.step - 1, tokens, lr, numbers, begun, loader.waited(), awaited)
+        return PendingStep(
+            self.step - 1, tokens, lr, numbers, begun, loader.take_wait_seconds(), awaited
+        )
 
-    def _passes(self) -> tuple[Callable[[Callable[[], Tensor]], Tensor], ...]:
+    def _pass_wrapper(self) -> tuple[Callable[[Callable[[], Tensor]], Tensor], ...]:
         """A way of its own to do the passes of this step, if there is one."""
         again = self.run.guard.replay
         if again and self.step % again == 0:
-            return (Replay(self.model, self.step).twice,)
-        if self.account.gradients or self.run.plan.graph:
+            return (StepReplay(self.model, self.step).run_twice,)
+        if self.memory_tracker.gradient_bytes or self.run.plan.graph:
             return ()
-        return (partial(self.account.watch, self.model),)
+        return (partial(self.memory_tracker.track_gradients, self.model),)
 
-    def _reported(self) -> tuple[int, int]:
+    def _save_status(self) -> tuple[int, int]:
         """How far this rank's part of a checkpoint is, and what failed."""
-        left, failed = (0, 0) if self._saver is None else self._saver.report()
-        return left, failed or self.directory.code()
+        left, failed = (0, 0) if self._saver is None else self._saver.report_progress()
+        return left, failed or self.directory.exit_code()
 
-    def _hear(self, left: int, failed: int) -> None:
+    def _handle_status(self, left: int, failed: int) -> None:
         """Take note of what all ranks have reported; what failed on one ends all of them."""
         if failed:
-            self.directory.check()
+            self.directory.check_present()
         if self._saver is not None:
-            self._saver.hear(left, failed)
+            self._saver.handle_reports(left, failed)
         elif failed:
-            raise ElsewhereError(failed)
+            raise OtherRankError(failed)
 
-    def lr(self) -> float:
+    def next_lr(self) -> float:
         """The learning rate of the next step."""
         run, optim = self.run, self.run.optim
-        return run.lr * share(
+        return run.peak_lr * lr_factor(
             self.step,
             kind=optim.schedule,
             steps=run.train.steps,
@@ -330,66 +349,66 @@ class Trainer:
             floor=optim.floor,
         )
 
-    def read(self, under: Under, ended: Mark | None) -> dict[str, Any]:
+    def read_step(self, under: PendingStep, ended: DeviceEvent | None) -> dict[str, Any]:
         """The metrics of a step; waits for it. Too many that are wrong end the run here.
 
         Communicates: after a spike from which the run goes back, the name of a checkpoint.
         """
         loss, _, _, spike, signal, *_, left, failed = under.numbers.read()
-        self._hear(int(left), int(failed))
-        words = self.guard.judge(under)
-        self._read = under.step + 1
-        if self._saver is not None and self._saver.step == self._read:
-            self._saver.note(guard=self.guard.facts())
-        if self.guard.exhausted():
-            self.fail(under.step, loss)
+        self._handle_status(int(left), int(failed))
+        words = self.guard.judge_step(under)
+        self._steps_read = under.step + 1
+        if self._saver is not None and self._saver.step == self._steps_read:
+            self._saver.add_facts(guard=self.guard.state_dict())
+        if self.guard.is_exhausted():
+            self.raise_nonfinite(under.step, loss)
         if spike:
-            self.guard.check_spikes(under.step, self._kept())
-        if spike and self.run.guard.spike == "rewind" and self.newest():
-            self.guard.back = under.tokens
+            self.guard.check_spikes(under.step, self._describe_latest())
+        if spike and self.run.guard.spike == "rewind" and self.latest_checkpoints():
+            self.guard.rewind_tokens = under.tokens
         elif spike and self.run.guard.spike == "rewind":
             words += "There is no checkpoint to go back to."
         if words:
-            self.say(words)
-        self.stopping = self.stopping or int(signal)
-        return self.meter.row(under, ended)
+            self.warn_on_first_rank(words)
+        self.stop_signal = self.stop_signal or int(signal)
+        return self.meter.step_metrics(under, ended)
 
-    def say(self, words: str) -> None:
+    def warn_on_first_rank(self, words: str) -> None:
         """Warn, once for all ranks."""
         if self.grid.rank == 0:
             print(words.strip(), file=sys.stderr, flush=True)
 
-    def fail(self, step: int, loss: float) -> None:
+    def raise_nonfinite(self, step: int, loss: float) -> None:
         """Name the first tensor of a step that is no number. Communicates: as that step."""
-        batches = [batch.to(self.device) for batch in self._loaded()(step)]
-        scale = self.optimizer.scale
-        name = first_bad(self.model, batches, None if scale is None else scale.value)
+        batches = [batch.to(self.device) for batch in self._batch_maker()(step)]
+        scale = self.optimizer.grad_scaler
+        name = find_first_nonfinite(self.model, batches, None if scale is None else scale.scale)
         cause = f"The first is {name}" if name else "Taken again, all are: a device may be faulty"
         raise NumericError(
             f"Step {step + 1} of {self.run.train.steps} (loss {loss}) has numbers that are not "
             f"finite. {cause}. At most guard.skips={self.run.guard.skips} such steps are left out; "
             "weights and moments were not updated with them. Use a lower optim.lr or look at "
-            f"samples {self.samples_of(step)}; go on from {self._kept()}."
+            f"samples {self.sample_range(step)}; go on from {self._describe_latest()}."
         )
 
-    def _kept(self) -> str:
+    def _describe_latest(self) -> str:
         """The checkpoint to go on from, in words. Communicates: see `Saver.finish`."""
         if self._saver is not None:
-            self._saver.finish()
-        return next((str(path) for path in found(self.checkpoints)[::-1]), "none yet")
+            self._saver.finish_saving()
+        return next((str(path) for path in find_checkpoints(self.checkpoint_dir)[::-1]), "none yet")
 
-    def samples_of(self, step: int) -> str:
+    def sample_range(self, step: int) -> str:
         """Numbers of the samples of a step that has been issued."""
         first = self.samples - (self.step - step) * self.run.plan.batch
         return f"{first} to {first + self.run.plan.batch - 1}"
 
-    def measure(self) -> float | None:
+    def compute_val_loss(self) -> float | None:
         """Mean loss of the held-out samples; None if there are none. Communicates: as forward."""
-        held_out, run = self.data.held_out, self.run
+        held_out, run = self.data.validation, self.run
         if held_out is None:
             return None
-        with self.meter.phase("evaluation"):
-            batches = held_out_batches(
+        with self.meter.time_phase("evaluation"):
+            batches = validation_batches(
                 held_out,
                 run.train.evaluate_samples,
                 run.plan.batch,
@@ -397,67 +416,71 @@ class Trainer:
                 run.plan.micro_batch,
             )
             micros = [batch.to(self.device) for batch in chain.from_iterable(batches)]
-            self.held_out = known(evaluate(self.model, micros).item())
-            return self.held_out
+            self.val_loss = finite_or_none(evaluate(self.model, micros).item())
+            return self.val_loss
 
     # ---- checkpoints --------------------------------------------------------------------
 
     @property
-    def checkpoints(self) -> Path:
+    def checkpoint_dir(self) -> Path:
         """Where they lie."""
         return Path(self.run.train.out) / "checkpoints"
 
     @property
-    def saver(self) -> Saver:
+    def saver(self) -> AsyncSaver:
         """What saves this run. Communicates: a word over all axes, when first asked for."""
         if self._saver is None:
-            self._saver = checkpointing.saver(self)
+            self._saver = checkpointing.build_saver(self)
         return self._saver
 
-    def state(self) -> State:
+    def state_tensors(self) -> ShardedStateDict:
         """All tensors that the run goes on from."""
-        return checkpointing.tensors(self)
+        return checkpointing.state_tensors(self)
 
     def watch_directory(self, directory: OpenDirectory) -> None:
         """End the run, and save nothing, once these directories are gone (on rank 0)."""
         self.directory = directory
         if self._saver is not None:
-            self._saver.check = directory.check
+            self._saver.check_directory = directory.check_present
 
-    def save(self, *, wait: bool = True) -> Path | None:
+    def save_checkpoint(self, *, wait: bool = True) -> Path | None:
         """Save a checkpoint, perhaps behind the run; the last one that is there, on rank 0.
 
         Communicates: what `Saver` does.
         """
         if self.run.checkpoint.every < 0:
             return None
-        if self.run.guard.replicas and not self._compared():  # else it has been done just now
-            self.compare()
+        if (
+            self.run.guard.replicas and not self._is_comparison_due()
+        ):  # else it has been done just now
+            self.compare_replicas()
         saver, wait = self.saver, wait or not self.run.checkpoint.background
-        with self.meter.phase("checkpoint"):
-            if not saver.settle(math.inf if wait else PATIENCE):
+        with self.meter.time_phase("checkpoint"):
+            if not saver.wait_for_save(math.inf if wait else SAVE_WAIT_SECONDS):
                 self._skip_save(saver.step)
             elif saver.step != self.step:
-                mine, sparse = checkpointing.written(self)
+                mine, sparse = checkpointing.tensors_to_write(self)
                 also = [Path(self.run.train.out) / "metrics.jsonl"]
-                saver.save(self.step, mine, checkpointing.facts(self), also=also, sparse=sparse)
-                if self._read == self.step:
-                    saver.note(guard=self.guard.facts())
-            return saver.finish() if wait else saver.saved
+                saver.save(
+                    self.step, mine, checkpointing.checkpoint_facts(self), also=also, sparse=sparse
+                )
+                if self._steps_read == self.step:
+                    saver.add_facts(guard=self.guard.state_dict())
+            return saver.finish_saving() if wait else saver.last_checkpoint
 
     def _skip_save(self, before: int) -> None:
         self.skipped_saves += 1
-        self.say(
+        self.warn_on_first_rank(
             f"No checkpoint after step {self.step}: that of step {before} is still being written. "
             "Use a larger checkpoint.every or a faster disk."
         )
 
-    def newest(self) -> list[Path]:
+    def latest_checkpoints(self) -> list[Path]:
         """The checkpoints, newest first. Communicates: what rank 0 sees, to all."""
         if self._saver is not None:
-            self._saver.finish()
-        mine = [str(path) for path in found(self.checkpoints)[::-1]]
-        return [*map(Path, json.loads(told(json.dumps(mine), self.grid, self.device)))]
+            self._saver.finish_saving()
+        mine = [str(path) for path in find_checkpoints(self.checkpoint_dir)[::-1]]
+        return [*map(Path, json.loads(broadcast_text(json.dumps(mine), self.grid, self.device)))]
 
     def rewind(self) -> None:
         """Go back to the newest good checkpoint, and on behind the samples that led to a spike.
@@ -465,18 +488,20 @@ class Trainer:
         Communicates: as `resume`.
         """
         guard, after = self.guard, self.step
-        assert guard.back is not None, after
-        samples, counts = guard.back // self.run.data.seq, guard.counts
-        for line in self.resume(*self.newest()):
-            self.say(line)
+        assert guard.rewind_tokens is not None, after
+        samples, counts = guard.rewind_tokens // self.run.data.seq, guard.counts
+        for line in self.resume_from(*self.latest_checkpoints()):
+            self.warn_on_first_rank(line)
         self.samples = samples
-        guard.went_back(counts)
-        self.say(f"Gone back from step {after} to {self.step}, on with sample {samples}.")
+        guard.record_rewind(counts)
+        self.warn_on_first_rank(
+            f"Gone back from step {after} to {self.step}, on with sample {samples}."
+        )
 
-    def resume(self, *candidates: Path) -> list[str]:
+    def resume_from(self, *candidates: Path) -> list[str]:
         """Go on from the first of these checkpoints that is good. Communicates: see `saves`."""
-        lines = checkpointing.resume(self, candidates)
-        self._read = self.step
+        lines = checkpointing.resume_run(self, candidates)
+        self._steps_read = self.step
         return lines
 
     def write_timeline(self) -> None:
@@ -484,25 +509,27 @@ class Trainer:
 
         Communicates: a text of each stage.
         """
-        parallel = parallel_of(self.model)
+        parallel = get_parallel_model(self.model)
         if self.grid.degrees["pipe"] == 1 or self.step == 0 or not self.run.train.out:
             return
-        facts = timeline(parallel, self.step, self.run.plan.micro_batches, self.device)
+        facts = gather_timeline(parallel, self.step, self.run.plan.num_micro_batches, self.device)
         folder, timed = Path(self.run.train.out), facts["seconds"] > 0.0
         if self.grid.rank == 0 and folder.is_dir() and timed:
             try:
-                (folder / TIMELINE).write_text(json.dumps(facts))
+                (folder / TIMELINE_FILE).write_text(json.dumps(facts))
             except OSError as error:
-                self.say(f"{folder / TIMELINE} cannot be written: {error.strerror}.")
+                self.warn_on_first_rank(
+                    f"{folder / TIMELINE_FILE} cannot be written: {error.strerror}."
+                )
 
     def write_trace(self, events: list[trace.Event]) -> None:
         """Write this rank's part of the last step; rank 0 prints its table."""
         folder = Path(self.run.train.out)
         path = folder / f"trace-rank{self.grid.rank}.json"
         try:
-            trace.write_chrome(path, {self.grid.rank: events})
+            trace.write_chrome_trace(path, {self.grid.rank: events})
         except OSError as error:  # the step is taken, and is to be saved
             print(f"{path} cannot be written: {error.strerror}.", file=sys.stderr, flush=True)
         if self.grid.rank == 0:
-            print(trace.table(events))
+            print(trace.format_table(events))
             print(f"Traces: {folder}/trace-rank*.json (open them in Perfetto)")

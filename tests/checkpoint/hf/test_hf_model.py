@@ -26,12 +26,12 @@ from published_models import (
     theirs,
     tokens,
 )
-from ranvier.checkpoint.hf.model import Published, entries_of
+from ranvier.checkpoint.hf.model import PublishedModel, entries_of
 from ranvier.errors import RanvierError
-from ranvier.models import SIZES, Decoder, DecoderConfig
-from ranvier.models.hf.family import UnknownError
-from ranvier.models.hf.registry import FAMILIES, fitting
-from ranvier.train.import_export import exported, imported
+from ranvier.models import MODEL_SIZES, Decoder, DecoderConfig
+from ranvier.models.hf.family import UnsupportedModelError
+from ranvier.models.hf.registry import FAMILIES, find_fitting_family
+from ranvier.train.import_export import export_model, import_model
 from states import assemble
 
 CUBE = {"depth": 2, "row": 2, "col": 2}
@@ -57,7 +57,7 @@ def compare(models: dict[str, Path], wanted: dict[str, Any], results: list[Any])
     """What differs: logits by 1e-5, gradients by 1e-4 of the largest of their tensor."""
     lines = []
     for name, (logits, loss, grads) in wanted.items():
-        with Published.open(models[name]) as source:
+        with PublishedModel.open(models[name]) as source:
             mixed = source.config.experts > 0  # in memory they are in one tensor
             entries = entries_of(source.family, source.config, fused=mixed)
         ours = assemble(result[name][2] for result in results)
@@ -69,8 +69,8 @@ def compare(models: dict[str, Path], wanted: dict[str, Any], results: list[Any])
                 lines.append(f"{name}: loss {result[name][1]}, not {loss}")
         floor = max(grad.abs().max().item() for grad in grads.values())
         for entry in entries:
-            have = torch.cat([ours[one] for one in entry.ours], entry.dim)
-            want = grads[entry.name].T if entry.transposed else grads[entry.name]
+            have = torch.cat([ours[one] for one in entry.our_names], entry.concat_dim)
+            want = grads[entry.name].T if entry.is_transposed else grads[entry.name]
             error = (have.reshape(want.shape) - want).abs().max().item()
             if not error <= 1e-4 * max(want.abs().max().item(), 1e-6 * floor):
                 lines.append(f"{name}: gradient of {entry.name} differs by {error:.2e}")
@@ -132,8 +132,8 @@ def test_what_comes_in_goes_out_to_the_bit(
     names = CASES if dtype == torch.float32 else ("llama tied, biases", "gpt2 untied", "phi3")
     for i, name in enumerate(names):
         source = save(theirs(*CASES[name]).to(dtype), tmp_path / f"in{i}")
-        imported(str(source), tmp_path / f"run{i}")
-        exported(tmp_path / f"run{i}", tmp_path / f"out{i}")
+        import_model(str(source), tmp_path / f"run{i}")
+        export_model(tmp_path / f"run{i}", tmp_path / f"out{i}")
         before, after = (load_file(tmp_path / f"{x}{i}/model.safetensors") for x in ("in", "out"))
         assert before.keys() == after.keys(), name
         for key, value in before.items():
@@ -156,11 +156,11 @@ def test_models_of_ours_load_in_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from ranvier.checkpoint import directory, rank_file
-    from ranvier.checkpoint.rank_file import Layout
+    from ranvier.checkpoint.rank_file import FileLayout
     from ranvier.config import run as runs
     from ranvier.config.plan import AXES
-    from ranvier.sharding import Place
-    from ranvier.train.import_export import as_model
+    from ranvier.sharding import Shard
+    from ranvier.train.import_export import to_model_config
 
     shape: dict[str, Any] = {"layers": 2, "embed": 32, "mlp": 48, "vocab": VOCAB, "head_dim": 8}
     for i, (kind, more) in enumerate(
@@ -177,22 +177,22 @@ def test_models_of_ours_load_in_transformers(tmp_path: Path) -> None:
         here = tmp_path / f"run{i}"
         inside = here / "checkpoints" / "step-00000003"
         inside.mkdir(parents=True)
-        run = runs.Run(model=as_model(config))
+        run = runs.RunConfig(model=to_model_config(config))
         (here / "config.toml").write_text(runs.to_toml(run))
         state = {
             f"{n}.master": (
                 p.detach(),
-                Place(tuple(p.shape), (0,) * p.dim(), *(tuple(p.shape),) * 2),
+                Shard(tuple(p.shape), (0,) * p.dim(), *(tuple(p.shape),) * 2),
             )
             for n, p in model.named_parameters()
         }
-        layout = Layout.of(state)
-        data = [memoryview(state[n][0].numpy().tobytes()) for n in layout.begins]
-        rank_file.write(inside, 0, state, layout, data)
-        directory.seal(
+        layout = FileLayout.from_state(state)
+        data = [memoryview(state[n][0].numpy().tobytes()) for n in layout.offsets]
+        rank_file.write_rank_file(inside, 0, state, layout, data)
+        directory.write_manifest(
             inside, 3, dict.fromkeys(AXES, 1), {"samples": 0, "fingerprint": ""}, files=1
         )
-        exported(here, tmp_path / f"out{i}", shard=10_000)
+        export_model(here, tmp_path / f"out{i}", shard=10_000)
         table = json.loads((tmp_path / f"out{i}/config.json").read_text())
         assert table["model_type"] == kind
         assert (tmp_path / f"out{i}/model.safetensors.index.json").exists()
@@ -210,11 +210,11 @@ OURS_ALONE = ("deepseek-moe-16b", "ted-6.7b-16e", "moe-tiny")
 """Sizes whose published models come with code of their own, or not at all."""
 
 
-@pytest.mark.parametrize("size", sorted(SIZES.keys() - OURS_ALONE))
+@pytest.mark.parametrize("size", sorted(MODEL_SIZES.keys() - OURS_ALONE))
 def test_our_sizes_have_a_family(size: str) -> None:
-    family, config = fitting(SIZES[size])
-    assert family.read(config) == SIZES[size]
-    assert family.tensors(SIZES[size])
+    family, config = find_fitting_family(MODEL_SIZES[size])
+    assert family.config_from_hf(config) == MODEL_SIZES[size]
+    assert family.tensor_mappings(MODEL_SIZES[size])
 
 
 ODD: list[tuple[str, dict[str, Any], str]] = [
@@ -381,11 +381,11 @@ SEEN: dict[str, dict[str, Any]] = {
 def test_configs_as_they_are_published_are_read(name: str) -> None:
     """With the keys that they have and nobody needs."""
     table = SEEN[name]
-    config = FAMILIES[table["model_type"]].read(table)
+    config = FAMILIES[table["model_type"]].config_from_hf(table)
     assert config.window_layers == (tuple(range(0, 42, 2)) if name == "gemma-2-9b" else ())
     assert config.window == (4096 if name == "gemma-2-9b" else 0)
     if name in MIXED:
-        assert config == SIZES[MIXED[name]]
+        assert config == MODEL_SIZES[MIXED[name]]
     if name == "OLMoE-1B-7B-0924":
         assert (config.experts, config.experts_top, config.expert_width) == (64, 8, 1024)
     if name == "Phi-4-mini":
@@ -417,7 +417,7 @@ def test_what_cannot_be_is_refused_before_weights_are_read(
     table = {"model_type": kind, **(GPT2 if kind == "gpt2" else BASE), **changes}
     (tmp_path / "config.json").write_text(json.dumps(table))
     with pytest.raises(RanvierError, match=r"config\.json") as error:
-        Published.open(tmp_path)
+        PublishedModel.open(tmp_path)
     assert words in str(error.value), str(error.value)
 
 
@@ -466,13 +466,13 @@ def test_an_invented_config_works_or_is_refused(tmp_path: Path, seed: int) -> No
         model = theirs(kind, table)
         want = model(tokens(), use_cache=False).logits.detach()
     except Exception:  # what they cannot be need not be here
-        with pytest.raises(UnknownError):
-            FAMILIES[kind].read({"model_type": kind, **table})
+        with pytest.raises(UnsupportedModelError):
+            FAMILIES[kind].config_from_hf({"model_type": kind, **table})
         return
-    with Published.open(save(model, tmp_path / "in")) as source:
+    with PublishedModel.open(save(model, tmp_path / "in")) as source:
         ours = Decoder(source.config).eval()
         for name, param in ours.named_parameters():
-            param.data.copy_(source.tensor(name))
+            param.data.copy_(source.load_tensor(name))
     with torch.no_grad():
         error = (ours(tokens()) - want).abs().max().item()
     assert error <= 1e-5 * max(want.abs().max().item(), 1.0), (kind, table, error)
@@ -484,7 +484,7 @@ def test_an_invented_config_works_or_is_refused(tmp_path: Path, seed: int) -> No
 def opened(folder: Path) -> str:
     """Why a folder cannot be used; empty if it can."""
     try:
-        Published.open(folder)
+        PublishedModel.open(folder)
     except RanvierError as error:
         return str(error)
     return ""
@@ -533,10 +533,10 @@ def test_experts_in_one_tensor_are_read(tmp_path: Path, models: dict[str, Path],
     (tmp_path / "in").mkdir()
     shutil.copyfile(models[name] / "config.json", tmp_path / "in" / "config.json")
     save_file(fused, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
-    with Published.open(tmp_path / "in") as one, Published.open(models[name]) as apart:
-        assert all(torch.equal(one.tensor(n), apart.tensor(n)) for n in apart.shapes)
-    imported(str(tmp_path / "in"), tmp_path / "run")
-    exported(tmp_path / "run", tmp_path / "out")  # as the hub has them
+    with PublishedModel.open(tmp_path / "in") as one, PublishedModel.open(models[name]) as apart:
+        assert all(torch.equal(one.load_tensor(n), apart.load_tensor(n)) for n in apart.shapes)
+    import_model(str(tmp_path / "in"), tmp_path / "run")
+    export_model(tmp_path / "run", tmp_path / "out")  # as the hub has them
     have, want = (load_file(x / "model.safetensors") for x in (tmp_path / "out", models[name]))
     assert have.keys() == want.keys() and all(torch.equal(have[n], want[n]) for n in want)
     gone = next(n for n in want if ".experts.3." in n)
@@ -551,22 +551,24 @@ def test_older_names_and_single_files_are_read(tmp_path: Path, models: dict[str,
         tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
 
     folder = changed(models["gpt2"], tmp_path / "old", bare)
-    with Published.open(folder) as old, Published.open(models["gpt2"]) as new:
-        assert all(torch.equal(old.tensor(n), new.tensor(n)) for n in new.shapes)
-    with Published.open(models["llama"] / "model.safetensors") as one:
-        assert one.family.kind == "llama"
+    with PublishedModel.open(folder) as old, PublishedModel.open(models["gpt2"]) as new:
+        assert all(torch.equal(old.load_tensor(n), new.load_tensor(n)) for n in new.shapes)
+    with PublishedModel.open(models["llama"] / "model.safetensors") as one:
+        assert one.family.model_type == "llama"
     shutil.copytree(models["llama"], tmp_path / "two")
     save_file({"extra": torch.ones(2)}, tmp_path / "two" / "consolidated.safetensors")
-    with Published.open(tmp_path / "two") as two:  # as transformers, which reads the one it knows
-        assert "extra" not in two.where
+    with PublishedModel.open(
+        tmp_path / "two"
+    ) as two:  # as transformers, which reads the one it knows
+        assert "extra" not in two.file_by_tensor
     os.rename(tmp_path / "two/model.safetensors", tmp_path / "two/a.safetensors")
     shutil.copyfile(tmp_path / "two/a.safetensors", tmp_path / "two/consolidated.safetensors")
     assert "A tensor has one file" in opened(tmp_path / "two")
     assert "Give " in opened(models["llama"] / "config.json")
     split = save(theirs(*CASES["phi3"]), tmp_path / "split", max_shard_size="20KB")
     assert len([*split.glob("*.safetensors")]) > 2
-    with Published.open(split) as many, Published.open(models["phi3"]) as single:
-        assert all(torch.equal(many.tensor(n), single.tensor(n)) for n in single.shapes)
+    with PublishedModel.open(split) as many, PublishedModel.open(models["phi3"]) as single:
+        assert all(torch.equal(many.load_tensor(n), single.load_tensor(n)) for n in single.shapes)
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "..", "a/b.safetensors"])

@@ -16,10 +16,10 @@ from torch import Tensor
 import adapter_cases as cases
 from pool import Pool
 from ranvier.checkpoint.hf import peft_write
-from ranvier.checkpoint.hf.peft_read import CONFIG, WEIGHTS, read_adapter
-from ranvier.errors import CheckpointError, RefusedError
+from ranvier.checkpoint.hf.peft_read import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from ranvier.errors import CheckpointError, UnsafeInputError
 from ranvier.models import AdapterConfig, DecoderConfig
-from ranvier.models.hf.registry import family_of
+from ranvier.models.hf.registry import find_family
 from ranvier.models.lora import adapted_weights
 
 CUBE = {"depth": 2, "row": 2, "col": 2}
@@ -49,7 +49,7 @@ class Made:
 
         model = cases.published(name.split()[0])
         self.config, self.base = cases.converted(model)
-        self.family = family_of(model.config.to_dict())
+        self.family = find_family(model.config.to_dict())
         torch.manual_seed(9)
         theirs = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **OPTIONS[name]))
         theirs.save_pretrained(path)
@@ -65,7 +65,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return functools.cache(lambda name: Made(name, folder / name.replace(" ", "-")))
 
 
-def saved(weights: Mapping[str, Tensor]) -> peft_write.Read:
+def saved(weights: Mapping[str, Tensor]) -> peft_write.ReadTensors:
     """Weights as a checkpoint would give them."""
     return lambda names: {name: weights[name] for name in names}
 
@@ -73,7 +73,7 @@ def saved(weights: Mapping[str, Tensor]) -> peft_write.Read:
 def written(
     monkeypatch: pytest.MonkeyPatch, one: Any, lora: AdapterConfig, weights: Any, out: Path
 ) -> None:
-    monkeypatch.setattr(peft_write, "weights_of", lambda _: saved(weights))
+    monkeypatch.setattr(peft_write, "weight_reader", lambda _: saved(weights))
     peft_write.write_adapter(Path("unused"), one.config, lora, one.family, out)
 
 
@@ -103,7 +103,9 @@ def test_training_equals_pefts_and_files_go_both_ways(
     assert back.lora == one.lora
     torch.testing.assert_close(loaded(one, name, tmp_path / "ours"), one.logits, rtol=0, atol=2e-4)
     merged = {
-        n: peft_write.merged(n, saved(weights), one.lora, adapted_weights(one.config, one.lora))
+        n: peft_write.merge_adapter(
+            n, saved(weights), one.lora, adapted_weights(one.config, one.lora)
+        )
         for n in one.base
     }
     assert any(not torch.equal(merged[n], one.base[n]) for n in merged)
@@ -135,13 +137,13 @@ def test_an_a_for_each_packed_layer_is_written_as_blocks(
     torch.testing.assert_close(loaded(one, "phi3", tmp_path), want, rtol=0, atol=1e-4)
     back = read_adapter(tmp_path, one.config)
     assert not back.lora.shared and back.lora.scale == pytest.approx(lora.scale)
-    blank = {n: torch.zeros(piece.shape) for n, piece in back.pieces.items()}
-    back.fill({n: (x, whole_place(x)) for n, x in blank.items()})
+    blank = {n: torch.zeros(piece.shape) for n, piece in back.slices.items()}
+    back.fill_state({n: (x, whole_place(x)) for n, x in blank.items()})
     assert all(torch.equal(blank[n], weights[n]) for n in weights if ".adapters." in n)
-    table = load_file(tmp_path / WEIGHTS)
+    table = load_file(tmp_path / WEIGHTS_FILE)
     name = next(n for n in table if n.endswith("qkv_proj.lora_B.weight"))
     table[name][-1, 0] = 1.0
-    save_file(table, tmp_path / WEIGHTS)
+    save_file(table, tmp_path / WEIGHTS_FILE)
     with pytest.raises(CheckpointError, match="not zero outside of 3 blocks"):
         read_adapter(tmp_path, one.config)
 
@@ -156,10 +158,10 @@ def drawn(config: DecoderConfig, lora: AdapterConfig) -> dict[str, Tensor]:
 
 
 def whole_place(x: Tensor) -> Any:
-    from ranvier.sharding import Place
+    from ranvier.sharding import Shard
 
     shape = tuple(x.shape)
-    return Place(shape, (0,) * x.dim(), shape, shape)
+    return Shard(shape, (0,) * x.dim(), shape, shape)
 
 
 @pytest.mark.parametrize(
@@ -186,9 +188,9 @@ def test_what_cannot_be_ours_is_refused_with_key_and_value(
     made: Any, tmp_path: Path, key: str, value: object, words: str
 ) -> None:
     one = made("llama")
-    table = json.loads((one.path / CONFIG).read_text())
-    (tmp_path / CONFIG).write_text(json.dumps({**table, key: value}))
-    (tmp_path / WEIGHTS).write_bytes((one.path / WEIGHTS).read_bytes())
+    table = json.loads((one.path / CONFIG_FILE).read_text())
+    (tmp_path / CONFIG_FILE).write_text(json.dumps({**table, key: value}))
+    (tmp_path / WEIGHTS_FILE).write_bytes((one.path / WEIGHTS_FILE).read_bytes())
     with pytest.raises(CheckpointError, match=words):
         read_adapter(tmp_path, one.config)
 
@@ -199,7 +201,7 @@ def test_adapters_of_other_models_and_pickles_are_refused(made: Any, tmp_path: P
         read_adapter(one.path, DecoderConfig(**{**one.config.__dict__, "embed": 32}))
     with pytest.raises(CheckpointError, match="is a directory with"):
         read_adapter(tmp_path, one.config)
-    (tmp_path / CONFIG).write_text((one.path / CONFIG).read_text())
+    (tmp_path / CONFIG_FILE).write_text((one.path / CONFIG_FILE).read_text())
     (tmp_path / "adapter_model.bin").write_bytes(b"")
-    with pytest.raises(RefusedError, match="which is a pickle"):
+    with pytest.raises(UnsafeInputError, match="which is a pickle"):
         read_adapter(tmp_path, one.config)

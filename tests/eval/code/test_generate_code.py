@@ -10,17 +10,17 @@ import pytest
 from commands import call
 from evaluation import trained
 from pool import Pool
-from ranvier.config.arguments import Eval
+from ranvier.config.arguments import EvalOptions
 from ranvier.errors import DataError, PlanError
 from ranvier.eval import lm_eval_harness
 from ranvier.eval import run as verb
 from ranvier.eval.code import generate
-from ranvier.eval.code.generate import read, tried
-from ranvier.eval.code.sandbox import Result, run
-from ranvier.eval.model_server import Served, Wish
-from ranvier.eval.tokenization import Words
+from ranvier.eval.code.generate import attempt_tasks, read_tasks
+from ranvier.eval.code.sandbox import SandboxResult, run_program
+from ranvier.eval.model_server import GenerationConfig, ModelServer
+from ranvier.eval.tokenization import EvalTokenizer
 from ranvier.grid import Grid
-from ranvier.infer.load import load
+from ranvier.infer.load import load_model
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "code_tasks.jsonl"
 
@@ -32,28 +32,34 @@ def folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.full
 def test_the_baselines_of_the_example_pass_and_their_like_do_not() -> None:
-    tasks = read(EXAMPLE)
+    tasks = read_tasks(EXAMPLE)
     assert [task.language for task in tasks].count("c") == 2 and len(tasks) == 5
     for task in tasks:
-        found = run(task.language, task.program(task.baseline))
+        found = run_program(task.language, task.build_program(task.baseline))
         assert found.passed, (task.task, found)
-    wrong = run("python", tasks[0].program("    return a - b"))
+    wrong = run_program("python", tasks[0].build_program("    return a - b"))
     assert wrong.built and not wrong.passed
 
 
 def written(grid: Grid, folder: str, path: str) -> list[tuple[str, bool, float | None, str]] | None:
-    served = Served(load(Path(folder), grid, "cpu"), Words.of(Path(folder)), 2)
-    wish = Wish(count=6, temperature=1.0)
+    served = ModelServer(
+        load_model(Path(folder), grid, "cpu"), EvalTokenizer.from_run(Path(folder)), 2
+    )
+    wish = GenerationConfig(max_new_tokens=6, temperature=1.0)
 
-    def judged(language: str, program: str, limits: object) -> Result:
-        return Result(True, "good" in program or "return" in program, 2.0, "", "", ("a lack",))
+    def judged(language: str, program: str, limits: object) -> SandboxResult:
+        return SandboxResult(
+            True, "good" in program or "return" in program, 2.0, "", "", ("a lack",)
+        )
 
-    def work(served: Served) -> list[tuple[str, bool, float | None, str]]:
-        some, lacks = tried(served, read(Path(path)), count=3, wish=wish, length=99, run=judged)
+    def work(served: ModelServer) -> list[tuple[str, bool, float | None, str]]:
+        some, lacks = attempt_tasks(
+            served, read_tasks(Path(path)), count=3, wish=wish, length=99, run=judged
+        )
         assert lacks == ("a lack",)
-        return [(t.sample.task, t.sample.passed, t.sample.baseline, t.said) for t in some]
+        return [(t.sample.task, t.sample.passed, t.sample.baseline, t.completion) for t in some]
 
-    return served.attend(work)
+    return served.run_on_first_rank(work)
 
 
 def test_a_model_writes_the_same_programs_on_every_grid(
@@ -87,21 +93,21 @@ def test_bad_tasks_are_named_by_their_line(tmp_path: Path) -> None:
     ):
         path.write_text(json.dumps(good) + "\n" + json.dumps({**good, "task": "b", **change}))
         with pytest.raises(DataError, match=r"tasks.jsonl:2: ") as error:
-            read(path)
+            read_tasks(path)
         assert said in str(error.value)
     path.write_text(json.dumps({**good, "prompt": "a\u2028\u0085b"}, ensure_ascii=False))
-    assert read(path)[0].prompt == "a\u2028\u0085b"
+    assert read_tasks(path)[0].prompt == "a\u2028\u0085b"
     path.write_text(f"{json.dumps(good)}\n{json.dumps(good)}\n")
     with pytest.raises(DataError, match="twice"):
-        read(path)
+        read_tasks(path)
 
 
 def test_a_baseline_that_fails_is_refused(tmp_path: Path) -> None:
-    task = generate.Task(
+    task = generate.CodeTask(
         task="a", language="python", prompt="x = 1", tests="assert x == 2", baseline="0"
     )
     with pytest.raises(DataError, match="baseline of task 'a' fails: exit code 1"):
-        generate._baseline(task, None, run)
+        generate._time_baseline(task, None, run_program)
 
 
 def test_the_verb_says_keeps_and_refuses(
@@ -145,11 +151,11 @@ def test_the_verb_says_keeps_and_refuses(
 def test_lengths_and_names_are_refused_before_weights_are_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def unknown(wanted: Eval) -> None:
-        raise PlanError(f"{lm_eval_harness.names_of(wanted)} are not known.")
+    def unknown(wanted: EvalOptions) -> None:
+        raise PlanError(f"{lm_eval_harness.task_names(wanted)} are not known.")
 
-    monkeypatch.setattr(lm_eval_harness, "manager_of", unknown)
-    monkeypatch.setattr(verb, "load", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(lm_eval_harness, "build_task_manager", unknown)
+    monkeypatch.setattr(verb, "load_model", lambda *_, **__: pytest.fail("weights were read"))
     learned = ["--model.positions", "learned", "--model.max-seq", "32", "--data.seq", "32"]
     for words, said in (
         ([*learned, "--length", "33"], "length=33, but the model has learned 32 positions"),
@@ -175,9 +181,9 @@ def test_protection_is_told_before_programs_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = Result(True, True, 0.1, "", "", lacks, guards)
-    monkeypatch.setattr(verb.sandbox, "run", lambda language, program: found)
-    assert verb._tell_protection() == lacks
+    found = SandboxResult(True, True, 0.1, "", "", lacks, guards)
+    monkeypatch.setattr(verb.sandbox, "run_program", lambda language, program: found)
+    assert verb._print_protection() == lacks
     out, err = capsys.readouterr()
     assert said in out and ("not installed" in out) == ("bubblewrap" not in guards)
     assert warned in err and bool(err) == bool(lacks)

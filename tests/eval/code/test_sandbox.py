@@ -16,11 +16,11 @@ import pytest
 
 from ranvier.errors import DataError
 from ranvier.eval.code import sandbox
-from ranvier.eval.code.sandbox import Limits, Result, run
+from ranvier.eval.code.sandbox import SandboxLimits, SandboxResult, run_program
 from ranvier.eval.code.sandbox_worker import bubblewrap_command
-from ranvier.eval.code.seccomp import filter_program
+from ranvier.eval.code.seccomp import build_filter
 
-BOUNDS = Limits(seconds=20.0, memory=256 << 20, processes=16, output=4096)
+BOUNDS = SandboxLimits(seconds=20.0, memory_bytes=256 << 20, processes=16, output_bytes=4096)
 WITHOUT = "        raise OSError(1, 'refused for a test')\n"
 
 
@@ -28,12 +28,12 @@ WITHOUT = "        raise OSError(1, 'refused for a test')\n"
 def cell(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The cell as it is, and as it is where the kernel grants no namespaces."""
     if request.param == "none":
-        text = sandbox.CELL.read_text()
+        text = sandbox.WORKER_PATH.read_text()
         head = "        user, group = os.getuid(), os.getgid()\n"
         assert head in text
         path = tmp_path / "cell.py"
         path.write_text(text.replace(head, WITHOUT + head))
-        monkeypatch.setattr(sandbox, "CELL", path)
+        monkeypatch.setattr(sandbox, "WORKER_PATH", path)
         monkeypatch.setattr(sandbox, "BUBBLEWRAP", "no-such-program")
     return str(request.param)
 
@@ -68,21 +68,21 @@ def survivors(word: str) -> list[int]:
 def test_a_program_passes_if_its_tests_come_to_their_end(
     language: str, program: str, built: bool, why: str
 ) -> None:
-    found = run(language, program)
+    found = run_program(language, program)
     assert (found.built, found.passed) == (built, why == ""), found
-    assert found.why.startswith(why) or why in found.why, found
+    assert found.failure.startswith(why) or why in found.failure, found
     assert (found.seconds > 0.0) == built
 
 
 def test_other_languages_are_refused() -> None:
     with pytest.raises(DataError, match="python or c"):
-        run("fortran", "end")
+        run_program("fortran", "end")
 
 
-def attacked(program: str, limits: Limits = BOUNDS) -> Result:
+def attacked(program: str, limits: SandboxLimits = BOUNDS) -> SandboxResult:
     """A program that must not pass; it ends in time."""
     start = time.monotonic()
-    found = run("python", program, limits)
+    found = run_program("python", program, limits)
     assert found.built and not found.passed, found
     assert time.monotonic() - start < 60.0, "it was let run"  # not even on a busy machine
     return found
@@ -91,9 +91,9 @@ def attacked(program: str, limits: Limits = BOUNDS) -> Result:
 def test_endless_programs_are_ended(cell: str) -> None:
     deaf = "import signal, time\nsignal.signal(15, signal.SIG_IGN)\n"
     spin = attacked(f"{deaf}while True: pass", replace(BOUNDS, cpu_seconds=1))
-    assert spin.why == "used more than 1 s of the processor"
+    assert spin.failure == "used more than 1 s of the processor"
     idle = attacked(f"{deaf}time.sleep(999)", replace(BOUNDS, seconds=3.0))
-    assert idle.why == "ran longer than 3 s"
+    assert idle.failure == "ran longer than 3 s"
 
 
 def test_what_is_left_behind_is_ended(cell: str) -> None:
@@ -104,7 +104,7 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)  # 
                          start_new_session=True)
 assert child.poll() is None
 """
-    assert run("python", program, BOUNDS).passed
+    assert run_program("python", program, BOUNDS).passed
     assert survivors(word) == []
 
 
@@ -123,7 +123,7 @@ except OSError:
     pass
 assert len(made) < 17, len(made)
 """
-    found = run("python", program, BOUNDS)
+    found = run_program("python", program, BOUNDS)
     assert found.passed, found
     assert survivors(word) == []
 
@@ -132,7 +132,9 @@ def test_memory_files_and_output_are_bounded(cell: str) -> None:
     assert "MemoryError" in attacked("x = bytearray(1 << 30)").output
     big = "f = open('x', 'wb')\nwhile True: f.write(bytes(1 << 20))"
     assert "File too large" in attacked(big).output
-    assert attacked("while True: print('x' * 1000)").why == "wrote more than 4096 bytes of output"
+    assert (
+        attacked("while True: print('x' * 1000)").failure == "wrote more than 4096 bytes of output"
+    )
 
 
 def test_nothing_outside_is_written_or_read(cell: str, tmp_path: Path) -> None:
@@ -146,7 +148,9 @@ def test_nothing_outside_is_written_or_read(cell: str, tmp_path: Path) -> None:
     assert secret.read_text() == "secret" and not list((tmp_path / "open").iterdir())
     read = attacked(f"print(open({str(secret)!r}).read())").output
     assert "Permission denied" in read or "No such file" in read, read
-    assert run("python", "open('own', 'w').write('x')\nassert open('own').read() == 'x'").passed
+    assert run_program(
+        "python", "open('own', 'w').write('x')\nassert open('own').read() == 'x'"
+    ).passed
 
 
 def test_neither_environment_nor_input_come_in(cell: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +172,7 @@ for handle in range(3, 64):
         continue
     raise AssertionError(handle)
 """
-    found = run("python", program)
+    found = run_program("python", program)
     assert found.passed, found
 
 
@@ -178,7 +182,9 @@ def test_there_is_no_network(cell: str) -> None:
         found = attacked(f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)")
         assert "refused" in found.output or "Permission" in found.output, found
     if cell == "none":
-        assert any("network" in lack for lack in found.lacks), "it is said what is not granted"
+        assert any("network" in lack for lack in found.missing_guards), (
+            "it is said what is not granted"
+        )
 
 
 @pytest.mark.parametrize(
@@ -198,9 +204,13 @@ def test_a_bubblewrap_that_does_not_work_is_told_and_done_without(
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o755)
         monkeypatch.setattr(sandbox, "BUBBLEWRAP", str(program))
-        found = run("python", "import os\nassert os.getppid() in (0, 1), os.getppid()", BOUNDS)
+        found = run_program(
+            "python", "import os\nassert os.getppid() in (0, 1), os.getppid()", BOUNDS
+        )
     assert found.passed and "bubblewrap" not in found.guards, found
-    assert any("bubblewrap" in lack and said in lack for lack in found.lacks), found.lacks
+    assert any("bubblewrap" in lack and said in lack for lack in found.missing_guards), (
+        found.missing_guards
+    )
     assert found.output == "", "what bubblewrap says is no output of the program"
 
 
@@ -228,32 +238,34 @@ capabilities = (ctypes.c_uint32 * 6)()
 assert ctypes.CDLL(None).capget((ctypes.c_uint32 * 2)(0x20080522, 0), capabilities) == 0
 assert not any(capabilities), list(capabilities)
 """
-    found = run("python", program, BOUNDS)
-    assert found.passed and not found.lacks, found
+    found = run_program("python", program, BOUNDS)
+    assert found.passed and not found.missing_guards, found
     assert found.guards == ("bubblewrap", "namespaces", "Landlock", "seccomp")
 
 
-@pytest.mark.parametrize("program", [None, filter_program("aarch64"), b"12345678"])
+@pytest.mark.parametrize("program", [None, build_filter("aarch64"), b"12345678"])
 def test_a_machine_without_filter_is_told(
     program: bytes | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if program and platform.machine() != "x86_64":
         pytest.skip("it is another machine's filter on x86-64 only")
-    monkeypatch.setattr(sandbox, "filter_program", lambda machine: program)
-    found = run("python", "assert True", BOUNDS)
+    monkeypatch.setattr(sandbox, "build_filter", lambda machine: program)
+    found = run_program("python", "assert True", BOUNDS)
     assert found.passed and "seccomp" not in found.guards
-    assert any("no filter of system calls" in lack and "sockets" in lack for lack in found.lacks)
+    assert any(
+        "no filter of system calls" in lack and "sockets" in lack for lack in found.missing_guards
+    )
 
 
 def test_a_cell_that_is_ended_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     word = f"orphan-{secrets.token_hex(8)}"
-    monkeypatch.setattr(sandbox, "GRACE", -12.0)  # the parent's own deadline comes first
+    monkeypatch.setattr(sandbox, "GRACE_SECONDS", -12.0)  # the parent's own deadline comes first
     program = f"""
 import subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)  # {word}"],
                  start_new_session=True)
 time.sleep(99)
 """
-    found = run("python", program, Limits(seconds=5.0))  # after 3 of the 5 seconds
-    assert found.why and found.seconds == 0.0
+    found = run_program("python", program, SandboxLimits(seconds=5.0))  # after 3 of the 5 seconds
+    assert found.failure and found.seconds == 0.0
     assert survivors(word) == []

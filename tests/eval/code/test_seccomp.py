@@ -13,16 +13,16 @@ import pytest
 from ranvier.eval.code.seccomp import (
     ALLOW,
     AND,
-    ARCHITECTURES,
+    AUDIT_ARCHITECTURES,
     EQUAL,
     ERRNO,
     GREATER,
     KILL_PROCESS,
     LOAD,
-    NEWEST,
-    REFUSED,
+    NEWEST_CALL,
+    REFUSED_CALLS,
     RETURN,
-    filter_program,
+    build_filter,
 )
 
 SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199), "riscv64": (198, 199)}
@@ -32,7 +32,7 @@ SOCKETS = {"x86_64": (41, 53), "aarch64": (198, 199), "riscv64": (198, 199)}
 @cache
 def instructions(machine: str) -> list[tuple[int, int, int, int]]:
     """The filter of a machine: what to do, two distances to jump, a constant."""
-    program = filter_program(machine)
+    program = build_filter(machine)
     assert program is not None and len(program) // 8 < 4096
     return list(struct.iter_unpack("=HBBI", program))
 
@@ -41,7 +41,7 @@ def verdict(machine: str, number: int, *arguments: int, architecture: int | None
     """What the kernel would do with a call: the filter, interpreted."""
     program = instructions(machine)
     arguments += (0,) * (6 - len(arguments))
-    architecture = ARCHITECTURES[machine] if architecture is None else architecture
+    architecture = AUDIT_ARCHITECTURES[machine] if architecture is None else architecture
     shown = struct.pack("=IIQ6Q", number, architecture, 0, *(a & (1 << 64) - 1 for a in arguments))
     place, value = 0, 0
     while True:
@@ -59,15 +59,15 @@ def verdict(machine: str, number: int, *arguments: int, architecture: int | None
             place += yes if holds else no
 
 
-@pytest.mark.parametrize("machine", ARCHITECTURES)
+@pytest.mark.parametrize("machine", AUDIT_ARCHITECTURES)
 def test_refused_calls_get_their_error(machine: str) -> None:
-    for refusal in REFUSED:
+    for refusal in REFUSED_CALLS:
         number = refusal.x86_64 if machine == "x86_64" else refusal.generic
         if number is None:
             continue
-        if not refusal.unless and not refusal.only:
+        if not refusal.allowed_if and not refusal.refused_if:
             assert verdict(machine, number) == ERRNO | refusal.error, refusal
-        for tests in refusal.unless:
+        for tests in refusal.allowed_if:
             good = [0] * 6
             for argument, _, value in tests:
                 good[argument] = value
@@ -75,10 +75,10 @@ def test_refused_calls_get_their_error(machine: str) -> None:
             for argument, mask, value in tests:
                 bad = list(good)
                 bad[argument] = value ^ (mask & -mask)
-                others = [o for o in refusal.unless if all(bad[a] & m == v for a, m, v in o)]
+                others = [o for o in refusal.allowed_if if all(bad[a] & m == v for a, m, v in o)]
                 if not others:
                     assert verdict(machine, number, *bad) == ERRNO | refusal.error, refusal
-        for tests in refusal.only:
+        for tests in refusal.refused_if:
             bad = [0] * 6
             for argument, _, value in tests:
                 bad[argument] = value
@@ -86,7 +86,7 @@ def test_refused_calls_get_their_error(machine: str) -> None:
             assert verdict(machine, number) == ALLOW, refusal
 
 
-@pytest.mark.parametrize("machine", ARCHITECTURES)
+@pytest.mark.parametrize("machine", AUDIT_ARCHITECTURES)
 def test_sockets_are_pairs_of_streams(machine: str) -> None:
     one, two = SOCKETS[machine]
     refused = ERRNO | errno.EACCES
@@ -101,19 +101,21 @@ def test_sockets_are_pairs_of_streams(machine: str) -> None:
                 assert (verdict(machine, two, domain, word) == ALLOW) == allowed, (domain, kind)
 
 
-@pytest.mark.parametrize("machine", ARCHITECTURES)
+@pytest.mark.parametrize("machine", AUDIT_ARCHITECTURES)
 def test_other_numberings_are_refused(machine: str) -> None:
-    for number in (NEWEST + 1, 512, 1 << 30, (1 << 30) + 41, (1 << 32) - 1):
+    for number in (NEWEST_CALL + 1, 512, 1 << 30, (1 << 30) + 41, (1 << 32) - 1):
         assert verdict(machine, number) == ERRNO | errno.ENOSYS
-    for other in {0x40000003, 0x40000028, *ARCHITECTURES.values()} - {ARCHITECTURES[machine]}:
+    for other in {0x40000003, 0x40000028, *AUDIT_ARCHITECTURES.values()} - {
+        AUDIT_ARCHITECTURES[machine]
+    }:
         assert verdict(machine, 1, architecture=other) == KILL_PROCESS  # 32 bits; other machines
-    known = {r.x86_64 if machine == "x86_64" else r.generic for r in REFUSED}
-    for number in sorted(set(range(NEWEST + 1)) - known)[::7]:
+    known = {r.x86_64 if machine == "x86_64" else r.generic for r in REFUSED_CALLS}
+    for number in sorted(set(range(NEWEST_CALL + 1)) - known)[::7]:
         assert verdict(machine, number) == ALLOW
 
 
 def test_other_machines_have_no_filter() -> None:
-    assert filter_program("ppc64le") is None
+    assert build_filter("ppc64le") is None
 
 
 @pytest.mark.parametrize(
@@ -129,7 +131,7 @@ def test_numbers_are_those_of_the_kernel(path: str, column: str) -> None:
     lines = re.findall(r"#define __NR_(\w+)\s+(\d+)", Path(path).read_text())
     numbers = {name: int(value) for name, value in lines}
     assert len(numbers) > 250
-    for refusal in REFUSED:
+    for refusal in REFUSED_CALLS:
         if refusal.name in numbers:
             assert getattr(refusal, column) == numbers[refusal.name], refusal
-    assert len({r.name for r in REFUSED}) == len(REFUSED)
+    assert len({r.name for r in REFUSED_CALLS}) == len(REFUSED_CALLS)

@@ -19,7 +19,7 @@ from equivalence import Case, Serial, batch_of, compare, reload, run_case
 from grids import label, pairwise, product
 from pool import Pool
 from ranvier import counter_rng
-from ranvier.models.moe import Experts
+from ranvier.models.moe import MoELayer
 from states import assemble
 
 LR, CLIP = 1e-2, 1.0
@@ -171,13 +171,13 @@ def keyed() -> Serial:
     """The plain model with the noise of grids: a function of seed, layer, sample, token, expert."""
     layers = itertools.cycle(f"blocks.{i}.mlp" for i in range(2))
 
-    def noise(_: Experts, logits: Tensor) -> Tensor:
-        bits = torch.tensor(counter_rng.key(0, "jitter", next(layers)))
+    def noise(_: MoELayer, logits: Tensor) -> Tensor:
+        bits = torch.tensor(counter_rng.random_key(0, "jitter", next(layers)))
         samples, tokens = torch.arange(16).view(-1, 1, 1), torch.arange(8).view(-1, 1)
         for counter in (samples, tokens, torch.arange(8)):
-            bits = counter_rng.scramble(bits ^ counter)
-        return (counter_rng.uniform(bits).double() / 2**31 - 1.0).view_as(logits)
+            bits = counter_rng.scramble_bits(bits ^ counter)
+        return (counter_rng.uniform_bits(bits).double() / 2**31 - 1.0).view_as(logits)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Experts, "noise", noise)
+        patch.setattr(MoELayer, "router_noise", noise)
         return Serial("jitter", batch_of("jitter", samples=16, packed=False), LR, CLIP)

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from ranvier.nn.moe import local as mixtures
-from ranvier.nn.moe.grouped_gemm import grouped, kernel_takes, product_weight
-from ranvier.nn.moe.local import CURVES, mixture
-from ranvier.nn.moe.permutation import arrange, permute, unpermute
+from ranvier.nn.moe.grouped_gemm import can_use_grouped_mm, grouped_linear, grouped_mm_weight_grad
+from ranvier.nn.moe.local import ACTIVATION_FUNCTIONS, local_moe
+from ranvier.nn.moe.permutation import permute, sort_by_expert, unpermute
 
 T, K, E, D, FF = 7, 2, 4, 8, 16
 COUNTS = {"some": [3, 0, 5, 2], "first": [10, 0, 0, 0], "last": [0, 0, 0, 10], "none": [0] * 4}
@@ -52,7 +52,7 @@ def test_a_grouped_product_is_a_loop(counts: list[int], dtype: torch.dtype, limi
     x, w = noise(sum(counts), D, dtype=dtype), noise(E, FF, D, dtype=dtype)
     dy = noise(sum(counts), FF, dtype=dtype)
     ours, theirs = ([v.clone().requires_grad_() for v in (x, w)] for _ in range(2))
-    found, expected = grouped(*ours, ends_of(counts)), looped(*theirs, counts)
+    found, expected = grouped_linear(*ours, ends_of(counts)), looped(*theirs, counts)
     for y in (found, expected):
         y.backward(dy)
     assert found.dtype == dtype
@@ -64,17 +64,17 @@ def test_a_grouped_product_is_a_loop(counts: list[int], dtype: torch.dtype, limi
 
 def test_torch_multiplies_what_it_can() -> None:
     def good(*shape: int, dtype: torch.dtype = torch.bfloat16) -> bool:
-        return kernel_takes(torch.ones(shape, dtype=dtype))
+        return can_use_grouped_mm(torch.ones(shape, dtype=dtype))
 
     assert good(3, 8) and good(2, 3, 16)
     assert not good(3, 6) and not good(0, 8) and not good(3, 8, dtype=torch.float32)
-    assert not kernel_takes(torch.ones(8, 8, dtype=torch.bfloat16)[:, ::2])
-    assert not kernel_takes(torch.ones(9, 8, dtype=torch.bfloat16).flatten()[1:65].view(8, 8))
+    assert not can_use_grouped_mm(torch.ones(8, 8, dtype=torch.bfloat16)[:, ::2])
+    assert not can_use_grouped_mm(torch.ones(9, 8, dtype=torch.bfloat16).flatten()[1:65].view(8, 8))
 
 
 def test_rows_of_no_group_leave_no_trace() -> None:
     x, w = noise(6, D).requires_grad_(), noise(2, FF, D).requires_grad_()
-    y = grouped(x, w, torch.tensor([2, 5], dtype=torch.int32))
+    y = grouped_linear(x, w, torch.tensor([2, 5], dtype=torch.int32))
     (y[:5] ** 2).sum().backward()
     alone = noise(6, D)[:5]
     assert x.grad is not None and w.grad is not None
@@ -84,8 +84,8 @@ def test_rows_of_no_group_leave_no_trace() -> None:
 
 def test_grouped_products_have_two_derivatives() -> None:
     x, w, ends = noise(6, 3).requires_grad_(), noise(3, 2, 3).requires_grad_(), ends_of([2, 0, 4])
-    assert gradcheck(grouped, (x, w, ends))
-    assert torch.autograd.gradgradcheck(grouped, (x, w, ends))
+    assert gradcheck(grouped_linear, (x, w, ends))
+    assert torch.autograd.gradgradcheck(grouped_linear, (x, w, ends))
 
 
 def test_an_empty_group_has_no_gradient_whatever_the_kernel_leaves(
@@ -94,7 +94,7 @@ def test_an_empty_group_has_no_gradient_whatever_the_kernel_leaves(
     dirty = torch.full((3, 8, 8), torch.nan, dtype=torch.bfloat16)
     monkeypatch.setattr(torch, "_grouped_mm", lambda *_, **__: dirty.clone())
     rows = torch.ones(4, 8, dtype=torch.bfloat16)
-    found = product_weight(rows, rows, ends_of([0, 4, 0]))
+    found = grouped_mm_weight_grad(rows, rows, ends_of([0, 4, 0]))
     assert not found[[0, 2]].any() and found[1].isnan().all()
 
 
@@ -104,7 +104,7 @@ def test_an_empty_group_has_no_gradient_whatever_the_kernel_leaves(
 @pytest.mark.parametrize("drop", [False, True])
 def test_choices_are_in_the_order_of_experts_then_tokens(drop: bool) -> None:
     experts, kept = chosen(drop=drop)
-    order = arrange(experts, E, kept)
+    order = sort_by_expert(experts, E, kept)
     keys = [
         (E if kept is not None and not kept[t, j] else int(experts[t, j]), t * K + j)
         for t in range(T)
@@ -114,14 +114,14 @@ def test_choices_are_in_the_order_of_experts_then_tokens(drop: bool) -> None:
     assert order.places.flatten()[order.choices].tolist() == list(range(T * K))
     ends = [sum(e <= expert for e, _ in keys) for expert in range(E)]
     assert order.ends.tolist() == ends and order.ends.dtype == torch.int32
-    assert order.whole is not drop
+    assert order.is_dropless is not drop
 
 
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_permutations_are_loops_over_tokens(drop: bool, weighted: bool) -> None:
     experts, kept = chosen(drop=drop)
-    order, stays = arrange(experts, E, kept), torch.ones(T, K) if kept is None else kept
+    order, stays = sort_by_expert(experts, E, kept), torch.ones(T, K) if kept is None else kept
     x, rows, weights = noise(T, D), noise(T * K, D), noise(T, K)
     spread = permute(x, order)
     rows[int(order.ends[-1]) :] = torch.nan  # what is behind the last end counts nothing
@@ -138,7 +138,7 @@ def test_permutations_are_loops_over_tokens(drop: bool, weighted: bool) -> None:
 
 @pytest.mark.parametrize("drop", [False, True])
 def test_gradients_of_permutations(drop: bool) -> None:
-    order = arrange(*_args(drop))
+    order = sort_by_expert(*_args(drop))
     x, weights = noise(T, 3).requires_grad_(), noise(T, K).requires_grad_()
     rows = noise(T * K, 3).requires_grad_()
     assert gradcheck(lambda x: permute(x, order), (x,))
@@ -170,7 +170,7 @@ def slowly(
         for j in range(K):
             e = int(experts[t, j])
             if kept is None or kept[t, j]:
-                u, f = up[e] @ x[t], CURVES[activation].value
+                u, f = up[e] @ x[t], ACTIVATION_FUNCTIONS[activation].function
                 h = f(u) if gate is None else f(gate[e] @ x[t]) * u
                 total = total + weights[t, j] * (down[e] @ h)
         out.append(total)
@@ -192,13 +192,13 @@ def inputs(
 
 
 @pytest.mark.parametrize("drop", [False, True])
-@pytest.mark.parametrize("activation", CURVES)
+@pytest.mark.parametrize("activation", ACTIVATION_FUNCTIONS)
 def test_a_mixture_is_a_loop_over_tokens(activation: str, drop: bool) -> None:
     experts, kept = chosen(drop=drop)
     x, weights, matrices = inputs(activation)
     leaves = [v for v in (x, weights, *matrices) if v is not None]
     dy = noise(T, D, seed=4)
-    found = mixture(x, weights, arrange(experts, E, kept), *matrices, activation)  # type: ignore[arg-type]
+    found = local_moe(x, weights, sort_by_expert(experts, E, kept), *matrices, activation)  # type: ignore[arg-type]
     expected = slowly(x, weights, experts, kept, matrices, activation)
     assert torch.allclose(found, expected, atol=1e-12)
     ours, theirs = (torch.autograd.grad(y, leaves, dy) for y in (found, expected))
@@ -209,8 +209,8 @@ def test_a_mixture_is_a_loop_over_tokens(activation: str, drop: bool) -> None:
 @pytest.mark.parametrize("expert", [0, E - 1])
 def test_one_expert_may_get_every_token(expert: int) -> None:
     x, weights, matrices = inputs("swiglu")
-    order = arrange(torch.full((T, K), expert), E)
-    mixture(x, weights, order, *matrices, "swiglu").sum().backward()  # type: ignore[arg-type]
+    order = sort_by_expert(torch.full((T, K), expert), E)
+    local_moe(x, weights, order, *matrices, "swiglu").sum().backward()  # type: ignore[arg-type]
     for matrix in matrices:
         assert matrix is not None and matrix.grad is not None and matrix.grad.isfinite().all()
         assert [e for e in range(E) if matrix.grad[e].any()] == [expert]
@@ -218,8 +218,10 @@ def test_one_expert_may_get_every_token(expert: int) -> None:
 
 def test_everything_may_be_dropped() -> None:
     x, weights, matrices = inputs("swiglu", torch.bfloat16)
-    order = arrange(torch.zeros(T, K, dtype=torch.int64), E, torch.zeros(T, K, dtype=torch.bool))
-    y = mixture(x, weights, order, *matrices, "swiglu")  # type: ignore[arg-type]
+    order = sort_by_expert(
+        torch.zeros(T, K, dtype=torch.int64), E, torch.zeros(T, K, dtype=torch.bool)
+    )
+    y = local_moe(x, weights, order, *matrices, "swiglu")  # type: ignore[arg-type]
     y.sum().backward()
     assert not y.any()
     for leaf in (x, weights, *matrices):
@@ -229,10 +231,10 @@ def test_everything_may_be_dropped() -> None:
 def test_in_bf16_it_is_as_near_as_bf16_can_be() -> None:
     experts, _ = chosen()
     x, weights, matrices = inputs("swiglu", torch.bfloat16)
-    order = arrange(experts, E)
+    order = sort_by_expert(experts, E)
     exact = [None if v is None else v.detach().double() for v in (x, weights, *matrices)]
-    expected = mixture(exact[0], exact[1], order, *exact[2:], "swiglu")  # type: ignore[arg-type,misc]
-    found = mixture(x, weights, order, *matrices, "swiglu")  # type: ignore[arg-type]
+    expected = local_moe(exact[0], exact[1], order, *exact[2:], "swiglu")  # type: ignore[arg-type,misc]
+    found = local_moe(x, weights, order, *matrices, "swiglu")  # type: ignore[arg-type]
     assert found.dtype == torch.bfloat16
     assert (found - expected).norm() < 1e-2 * expected.norm()
 
@@ -240,23 +242,23 @@ def test_in_bf16_it_is_as_near_as_bf16_can_be() -> None:
 def test_frozen_experts_get_no_gradient() -> None:
     x, weights, matrices = inputs("swiglu")
     frozen = [None if m is None else m.detach() for m in matrices]
-    order = arrange(chosen()[0], E)
+    order = sort_by_expert(chosen()[0], E)
     dy = noise(T, D)
-    a = torch.autograd.grad(mixture(x, weights, order, *matrices, "swiglu"), (x, weights), dy)  # type: ignore[arg-type]
-    b = torch.autograd.grad(mixture(x, weights, order, *frozen, "swiglu"), (x, weights), dy)  # type: ignore[arg-type]
+    a = torch.autograd.grad(local_moe(x, weights, order, *matrices, "swiglu"), (x, weights), dy)  # type: ignore[arg-type]
+    b = torch.autograd.grad(local_moe(x, weights, order, *frozen, "swiglu"), (x, weights), dy)  # type: ignore[arg-type]
     assert all(torch.equal(u, v) for u, v in zip(a, b, strict=True))
 
 
 def test_it_keeps_the_arguments_of_the_activation_only() -> None:
     x, weights, matrices = inputs("swiglu")
-    order, seen = arrange(chosen()[0], E), dict[int, int]()
+    order, seen = sort_by_expert(chosen()[0], E), dict[int, int]()
 
     def pack(value: Tensor) -> Tensor:
         seen[value.untyped_storage().data_ptr()] = value.numel()
         return value
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-        mixture(x, weights, order, *matrices, "swiglu")  # type: ignore[arg-type]
+        local_moe(x, weights, order, *matrices, "swiglu")  # type: ignore[arg-type]
     given = (x, weights, *matrices, *order[:3])
     known = {v.untyped_storage().data_ptr() for v in given if v is not None}
     assert sum(n for where, n in seen.items() if where not in known) == 2 * T * K * FF
@@ -266,10 +268,10 @@ def test_a_compiled_mixture_is_one_graph() -> None:
     order_of = chosen(drop=True)
 
     def layer(x: Tensor, weights: Tensor, experts: Tensor, kept: Tensor, *m: Tensor) -> Tensor:
-        order = arrange(experts, E, kept)
-        y = mixture(x, weights, order, m[0], m[1], m[2], "swiglu")
+        order = sort_by_expert(experts, E, kept)
+        y = local_moe(x, weights, order, m[0], m[1], m[2], "swiglu")
         rows = permute(F.silu(y), order)
-        return unpermute(grouped(rows, m[0], order.ends)[:, :D], order, weights)
+        return unpermute(grouped_linear(rows, m[0], order.ends)[:, :D], order, weights)
 
     x, weights, matrices = inputs("swiglu")
     args = (x, weights, *order_of, *matrices)
@@ -285,8 +287,8 @@ def test_a_compiled_mixture_is_one_graph() -> None:
 
 def test_operations_are_well_formed() -> None:
     experts, _ = chosen()
-    order = arrange(experts, E)
+    order = sort_by_expert(experts, E)
     x, weights, matrices = inputs("swiglu", torch.float32)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     args = (x, weights, *order[:3], *matrices, "swiglu", True)
-    torch.library.opcheck(mixtures._mixture, args, test_utils=checks)
+    torch.library.opcheck(mixtures._local_moe_op, args, test_utils=checks)

@@ -13,7 +13,7 @@ from ranvier.data.batch import Batch
 from ranvier.grid import Grid
 from ranvier.models import Decoder, DecoderConfig
 from ranvier.nn.moe import layer
-from ranvier.parallel.parallelize import parallel_of, parallelize
+from ranvier.parallel.parallelize import get_parallel_model, parallelize
 from ranvier.train.step import forward_backward
 
 SMALL = DecoderConfig(
@@ -43,10 +43,10 @@ def learned(grid: Grid, capacity: float, gain: float = 1.0, **options: Any) -> F
     model = parallelize(model, grid, dtype=torch.float64, device="cpu", **options)
     ids = torch.randint(0, 29, (4, 9), generator=torch.Generator().manual_seed(1))
     batch = Batch(ids[:, :-1], ids[:, 1:])
-    parallel = parallel_of(model)
+    parallel = get_parallel_model(model)
     found = {"loss": forward_backward(model, [batch])}
-    for bucket, pieces in parallel.queue.finish():
-        found |= {weight.name: grad for weight, grad in bucket.by_weight(pieces)}
+    for bucket, pieces in parallel.bucket_scheduler.finish_gradients():
+        found |= {weight.name: grad for weight, grad in bucket.split_by_weight(pieces)}
     return found
 
 
@@ -76,7 +76,7 @@ def test_one_operation_is_the_reference(
     capacity: float, recompute: str, compiled: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
-    monkeypatch.setattr(layer, "delivered", _noted(layer.delivered, calls))
+    monkeypatch.setattr(layer, "sharded_local_moe", _noted(layer.sharded_local_moe, calls))
     same(learned(Grid({}), capacity, recompute=recompute, compiled=compiled), capacity)
     assert bool(calls) is not bool(compiled)
 

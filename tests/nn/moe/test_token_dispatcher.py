@@ -13,10 +13,10 @@ from expert_cases import even
 from pool import Pool
 from ranvier.config.plan import Plan
 from ranvier.grid import Grid
-from ranvier.nn.moe.dispatch_payload import packed, unpacked
+from ranvier.nn.moe.dispatch_payload import decode_rows, encode_rows
 from ranvier.optim.optimizer import Optimizer
-from ranvier.tools.verify import predict
-from ranvier.trace import Event, difference
+from ranvier.tools.verify import predict_events
+from ranvier.trace import Event, diff_events
 from ranvier.train.step import forward_backward
 
 MODEL = "moe 2 of 8 shared"
@@ -38,15 +38,17 @@ def stepped(grid: Grid, case: Case, **changes: Any) -> dict[str, Any]:
     even(model)
     parallel: Any = model.parallel
     batch = batch_of(case.model, samples=16, packed=False)
-    optimizer = Optimizer(parallel.queue, lr=1e-2)
-    with grid.trace.recording() as events:
+    optimizer = Optimizer(parallel.bucket_scheduler, lr=1e-2)
+    with grid.trace.record_events() as events:
         loss = forward_backward(model, micros_of(batch, grid, case.micro_batches))
         optimizer.step()
-    predicted = predict(parallel, flow_of(batch, grid, case.micro_batches), case.micro_batches)
-    state = {name: part.clone() for name, (part, _) in parallel.state().items()}
+    predicted = predict_events(
+        parallel, flow_of(batch, grid, case.micro_batches), case.micro_batches
+    )
+    state = {name: part.clone() for name, (part, _) in parallel.sharded_state().items()}
     return {
         "events": [e for e in events if e.where.startswith(LEAF)],
-        "lines": difference(predicted, events),
+        "lines": diff_events(predicted, events),
         "loss": loss,
         "state": state,
     }
@@ -59,9 +61,9 @@ def varied(grid: Grid) -> dict[str, dict[str, Any]]:
 
 def between(events: list[Event], swap: Event, where: str) -> list[Event]:
     """Communication of a layer that began while rows were under way."""
-    assert swap.issued is not None and swap.waited is not None
+    assert swap.issue_time is not None and swap.wait_time is not None
     mine = [e for e in events if e.where == f"{LEAF}.{where}"]
-    return [e for e in mine if swap.issued < e.issued < swap.waited]  # type: ignore[operator]
+    return [e for e in mine if swap.issue_time < e.issue_time < swap.wait_time]  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_the_shared_expert_is_computed_while_tokens_travel(
         ]:
             assert between(events, swap, where), where
         gathers = [e for e in events if e.where == LEAF and e.axis == ("row",)]
-        assert swaps[0].waited < gathers[0].issued, "the experts begin when their rows are there"
+        assert swaps[0].wait_time < gathers[0].issue_time, "experts begin when their rows are there"
 
 
 @pytest.fixture(scope="module")
@@ -125,19 +127,21 @@ def rows() -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_what_arrives_is_as_near_as_is_said(dtype: torch.dtype) -> None:
     x = rows().to(dtype)
-    assert packed(x, "same") is x and torch.equal(unpacked(x, "same", dtype), x)
+    assert encode_rows(x, "same") is x and torch.equal(decode_rows(x, "same", dtype), x)
     wide, largest = x.double(), x.double().abs().amax(1, keepdim=True)
-    half = packed(x, "bf16")
+    half = encode_rows(x, "bf16")
     assert half.dtype == torch.bfloat16
-    assert bool(((unpacked(half, "bf16", dtype).double() - wide).abs() <= wide.abs() / 2**8).all())
-    eighth = packed(x, "fp8")
+    assert bool(
+        ((decode_rows(half, "bf16", dtype).double() - wide).abs() <= wide.abs() / 2**8).all()
+    )
+    eighth = encode_rows(x, "fp8")
     assert eighth.dtype == torch.uint8 and eighth.shape == (64, 48 + 4)
-    error = (unpacked(eighth, "fp8", dtype).double() - wide).abs()
+    error = (decode_rows(eighth, "fp8", dtype).double() - wide).abs()
     assert bool((error <= wide.abs() / 2**4 + largest / 2**17).all())
     assert error.max() > 0.0
     broken = x.clone()
     broken[2, 2] = torch.nan
-    assert unpacked(packed(broken, "fp8"), "fp8", dtype)[2].isnan().any()
+    assert decode_rows(encode_rows(broken, "fp8"), "fp8", dtype)[2].isnan().any()
 
 
 @pytest.mark.parametrize(("dispatch", "digits"), [("bf16", 8), ("fp8", 4)])
@@ -157,7 +161,7 @@ def test_a_narrow_dispatch_is_near_and_counted(
 
 def test_a_word_that_is_none_is_told() -> None:
     wrong = Plan(data=1, dispatch="fp16")  # type: ignore[arg-type]
-    assert any("dispatch='fp16' is not known" in line for line in wrong.problems({}))
+    assert any("dispatch='fp16' is not known" in line for line in wrong.find_problems({}))
 
 
 # ---- compiled blocks --------------------------------------------------------------------
@@ -171,9 +175,13 @@ def compiled(grid: Grid, recompute: Any) -> list[str]:
         model: Any = case.on(grid, compiled=backend)
         even(model)
         batch = batch_of(case.model, samples=16, packed=False)
-        with grid.trace.recording() as events:
+        with grid.trace.record_events() as events:
             loss = forward_backward(model, micros_of(batch, grid, 2))
-        graphs = [] if model.parallel.compiled is None else list(model.parallel.compiled.events)
+        graphs = (
+            []
+            if model.parallel.compiled_blocks is None
+            else list(model.parallel.compiled_blocks.graph_events)
+        )
         tokens = [e for e in events if e.op == "all_to_all"]
         assert len(tokens) == 2 * (4 if recompute == "none" else 6), len(tokens)
         assert bool(graphs) == bool(backend)

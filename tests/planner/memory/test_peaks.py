@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from ranvier.config.plan import Plan
-from ranvier.cost.layers import Flow
+from ranvier.cost.layers import ActivationShape
 from ranvier.pipeline import memory_replay
-from ranvier.planner.comm_volume import cut
-from ranvier.planner.memory.total import fullest, space
-from ranvier.planner.model_spec import of_size
+from ranvier.planner.comm_volume import find_stage_starts
+from ranvier.planner.memory.total import fullest_stages, peak_memory
+from ranvier.planner.model_spec import load_shipped_spec
 
-FLOW = Flow(1, 512, itemsize=2, statistics=4)
+FLOW = ActivationShape(1, 512, itemsize=2, statistics_itemsize=4)
 
 
 @pytest.mark.parametrize(
@@ -32,22 +32,24 @@ FLOW = Flow(1, 512, itemsize=2, statistics=4)
 def test_the_fullest_turns_are_enough(
     size: str, layout: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan, model = Plan(micro_batch=1, **{"data": 1, **layout}), of_size(size)
+    plan, model = Plan(micro_batch=1, **{"data": 1, **layout}), load_shipped_spec(size)
     simulated = plan.policy != Plan().policy
 
     def totals() -> list[int]:
         kept = {"simulated": simulated, "keeps": False}
-        return [space(model, plan, FLOW, stage=i, **kept).total for i in range(plan.pipe)]
+        return [
+            peak_memory(model, plan, FLOW, stage=i, **kept).total_bytes for i in range(plan.pipe)
+        ]
 
     found, counts = totals(), list[tuple[int, int]]()
-    fewer = memory_replay._most
-    monkeypatch.setattr(memory_replay, "_most", lambda every: _all(fewer, counts, every))
-    for kept in (memory_replay._usual, memory_replay.turns):
+    fewer = memory_replay._drop_covered
+    monkeypatch.setattr(memory_replay, "_drop_covered", lambda every: _all(fewer, counts, every))
+    for kept in (memory_replay._interleaved_snapshots, memory_replay.peak_snapshots):
         kept.cache_clear()
     try:
         assert totals() == found
     finally:
-        for kept in (memory_replay._usual, memory_replay.turns):
+        for kept in (memory_replay._interleaved_snapshots, memory_replay.peak_snapshots):
             kept.cache_clear()
     assert all(less <= more for less, more in counts)
     assert any(less < more for less, more in counts) == (plan.pipe > 1)
@@ -73,9 +75,14 @@ def _all(fewer: Any, counts: list[tuple[int, int]], found: Any) -> Any:
 def test_the_worst_stage_is_among_those_with_parts_of_their_own(
     size: str, layout: dict[str, Any]
 ) -> None:
-    model = of_size(size)
+    model = load_shipped_spec(size)
     plan = Plan(micro_batch=1, data=1, batch=4 * layout["pipe"], **layout)
-    every = [space(model, plan, FLOW, simulated=False, stage=i).total for i in range(plan.pipe)]
-    assert space(model, plan, FLOW, simulated=False).total == max(every)
-    few = fullest(model, plan.pipe, plan.chunks, cut(model, plan, FLOW.seq), plan.spread)
+    every = [
+        peak_memory(model, plan, FLOW, simulated=False, stage=i).total_bytes
+        for i in range(plan.pipe)
+    ]
+    assert peak_memory(model, plan, FLOW, simulated=False).total_bytes == max(every)
+    few = fullest_stages(
+        model, plan.pipe, plan.chunks, find_stage_starts(model, plan, FLOW.seq), plan.spread
+    )
     assert len(few) < plan.pipe and (size == "llama3-8b" or every.index(max(every)) > 0)

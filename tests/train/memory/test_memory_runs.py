@@ -10,8 +10,8 @@ import torch
 
 from commands import SMALL, call
 from pool import Pool
-from ranvier.checkpoint.directory import found
-from ranvier.checkpoint.load import wholes
+from ranvier.checkpoint.directory import find_checkpoints
+from ranvier.checkpoint.load import load_full_tensors
 from ranvier.comm import collectives
 from ranvier.errors import PlanError
 from ranvier.grid import Axis, Grid
@@ -36,9 +36,12 @@ def test_a_run_goes_on_wherever_states_rest(pool: Pool, corpus: str, tmp_path: P
         out = str(tmp_path / str(steps))
         ranks = pool.on_grid(degrees, losses_of, corpus, out, steps, last, changes)
         losses += ranks[0]
-        last = str(found(Path(out) / "checkpoints")[-1])
+        last = str(find_checkpoints(Path(out) / "checkpoints")[-1])
     assert losses == pytest.approx(whole, rel=1e-12)
-    want, have = wholes(found(tmp_path / "whole" / "checkpoints")[-1]), wholes(Path(last))
+    want, have = (
+        load_full_tensors(find_checkpoints(tmp_path / "whole" / "checkpoints")[-1]),
+        load_full_tensors(Path(last)),
+    )
     assert want.keys() == have.keys()
     for name, x in want.items():
         assert torch.allclose(x, have[name], rtol=1e-9, atol=1e-12), name
@@ -50,7 +53,7 @@ def losses_read_late(
     """Losses of a run, and gathers whose input lost its memory before they were awaited."""
     gather, lost = collectives.all_gather, 0
 
-    def watched(x: torch.Tensor, axis: Axis, dim: int = 0) -> collectives.Pending:
+    def watched(x: torch.Tensor, axis: Axis, dim: int = 0) -> collectives.PendingTensor:
         pending = gather(x.clone(), axis, dim)  # a copy: memory that is gone would end the process
         wait = pending.wait
 
@@ -103,7 +106,7 @@ def test_narrow_moments_go_on_to_the_bit(corpus: str, tmp_path: Path, moments: s
     how: dict[str, Any] = {"train__dtype": "fp32", "optim__moments": moments, **AWAY}
     whole = losses_of(Grid({}), corpus, str(tmp_path / "whole"), 5, changes=how)
     first = losses_of(Grid({}), corpus, str(tmp_path / "a"), 2, changes=how)
-    last = str(found(tmp_path / "a" / "checkpoints")[-1])
+    last = str(find_checkpoints(tmp_path / "a" / "checkpoints")[-1])
     assert first + losses_of(Grid({}), corpus, str(tmp_path / "b"), 5, last, how) == whole
 
 

@@ -11,17 +11,17 @@ import pytest
 
 from pool import Pool
 from ranvier.config.plan import Plan
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.config.sections import MemoryConfig
-from ranvier.cost.layers import Flow
+from ranvier.cost.layers import ActivationShape
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
-from ranvier.memory.activation_offload import Activations
-from ranvier.parallel.parallelize import parallel_of
-from ranvier.trace import communication, difference
+from ranvier.memory.activation_offload import ActivationOffload
+from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.trace import communication_events, diff_events
 from ranvier.train.memory import placement, saved_collectives
-from ranvier.train.memory.breakdown import Account
-from ranvier.train.memory.resolve import foreseen
+from ranvier.train.memory.breakdown import MemoryTracker
+from ranvier.train.memory.resolve import predict_memory
 from ranvier.train.step import forward_backward
 from ranvier.train.trainer import Trainer
 from training import run_of, stored, trainer_of
@@ -40,35 +40,37 @@ def made(corpus: str, grid: Grid, **changes: Any) -> Trainer:
 def chosen(grid: Grid, corpus: str) -> dict[str, Any]:
     """What a run keeps if half of all that it could keep fits; its losses, and those without."""
     plain = made(corpus, grid)
-    parallel, plan, run = parallel_of(plain.model), plain.run.plan, plain.run
-    flow = Flow(plan.micro_batch, run.data.seq, itemsize=8, statistics=8)
-    results = saved_collectives.results_of(parallel, list(parallel.kinds), flow, plain.device)
+    parallel, plan, run = get_parallel_model(plain.model), plain.run.plan, plain.run
+    flow = ActivationShape(plan.micro_batch, run.data.seq, itemsize=8, statistics_itemsize=8)
+    results = saved_collectives.collective_results(
+        parallel, list(parallel.recompute_modes), flow, plain.device
+    )
     most = sum(result.bytes for result in results)
 
-    def half(*given: Any) -> Account:
+    def half(*given: Any) -> MemoryTracker:
         """Half of it fits: bytes on a host depend on when a collective ends, so not measured."""
-        account = foreseen(*given)
-        assert account.case is not None and account.predicted is not None
-        limit = account.predicted.total + most // 2
-        return replace(account, case=replace(account.case, limit=limit))
+        account = predict_memory(*given)
+        assert account.fit_problem is not None and account.predicted_usage is not None
+        limit = account.predicted_usage.total_bytes + most // 2
+        return replace(account, fit_problem=replace(account.fit_problem, device_limit=limit))
 
-    with mock.patch.object(saved_collectives, "foreseen", half):
+    with mock.patch.object(saved_collectives, "predict_memory", half):
         some = made(corpus, grid, memory__collectives="auto", memory__limit=1.0)
-    names = parallel_of(some.model).moment.keeping.chosen
+    names = get_parallel_model(some.model).step_context.save_policy.chosen_layers
     assert names is not None
-    batches = [batch.to("cpu") for batch in some._loaded()(0)]
-    with grid.trace.recording() as events:
+    batches = [batch.to("cpu") for batch in some._batch_maker()(0)]
+    with grid.trace.record_events() as events:
         forward_backward(some.model, batches)
-    inside = [e for e in communication(events) if e.where.startswith("blocks.")]
+    inside = [e for e in communication_events(events) if e.where.startswith("blocks.")]
     inside = [e for e in inside if e.where.count(".") > 1]
-    predicted = parallel_of(some.model).events(flow)
+    predicted = get_parallel_model(some.model).events(flow)
     predicted = [e for e in predicted if e.where.startswith("blocks.") and e.where.count(".") > 1]
     return {
         "names": sorted(names),
         "share": sum(result.bytes for result in results if result.name in names) / most,
-        "lines": difference(predicted, inside),
-        "saved": len(parallel.events(flow)) - len(parallel_of(some.model).events(flow)),
-        "losses": [[row["loss"] for row in trainer.steps()] for trainer in (plain, some)],
+        "lines": diff_events(predicted, inside),
+        "saved": len(parallel.events(flow)) - len(get_parallel_model(some.model).events(flow)),
+        "losses": [[row["loss"] for row in trainer.run_steps()] for trainer in (plain, some)],
         "note": some.notes[-1],
     }
 
@@ -86,25 +88,31 @@ def test_auto_keeps_what_fits(pool: Pool, corpus: str) -> None:
 
 def test_auto_without_a_limit_keeps_all(corpus: str) -> None:
     trainer = made(corpus, Grid({}), memory__collectives="auto")
-    keeping = parallel_of(trainer.model).moment.keeping
-    assert keeping.all and keeping.keeps("blocks.0.mlp.down") and trainer.notes == []
+    keeping = get_parallel_model(trainer.model).step_context.save_policy
+    assert (
+        keeping.saves_all_layers
+        and keeping.saves_layer("blocks.0.mlp.down")
+        and trainer.notes == []
+    )
 
 
 @pytest.mark.parametrize("kind", [pytest.param("none", marks=pytest.mark.full), "full"])
 def test_a_run_with_activations_on_the_host_is_the_same(
     corpus: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement, "Activations", partial(Activations, small=1))
+    monkeypatch.setattr(placement, "ActivationOffload", partial(ActivationOffload, small=1))
     losses = []
     for share in (0.0, 1.0):
         run = run_of("", {}, 2, plan__recompute=kind, guard__replay=1, memory__activations=share)
         trainer = trainer_of(Grid({}), corpus, run)
-        losses.append([row["loss"] for row in trainer.steps()])
+        losses.append([row["loss"] for row in trainer.run_steps()])
     assert losses[0] == losses[1]
-    store = parallel_of(trainer.model).moment.keeping.store
-    assert isinstance(store, Activations) and store.held() == (0, 0)
+    store = get_parallel_model(trainer.model).step_context.save_policy.store
+    assert isinstance(store, ActivationOffload) and store.saved_bytes() == (0, 0)
     steps = 2 * 2  # each was computed twice
-    assert store.sent % steps == 0 and store.sent >= steps * 8 * 16 * 16 * 8, "the input at least"
+    assert (
+        store.offloaded_bytes % steps == 0 and store.offloaded_bytes >= steps * 8 * 16 * 16 * 8
+    ), "the input at least"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +131,7 @@ def test_a_run_with_activations_on_the_host_is_the_same(
 def test_what_does_not_go_together_is_refused(
     plan: dict[str, Any], memory: dict[str, Any], words: str
 ) -> None:
-    run = Run(plan=Plan(**plan), memory=MemoryConfig(**memory))
+    run = RunConfig(plan=Plan(**plan), memory=MemoryConfig(**memory))
     run = replace(run, data=replace(run.data, packed=False))
     with pytest.raises(PlanError, match=words):
-        run.check(plan.get("pipe", 1))
+        run.check_and_resolve(plan.get("pipe", 1))

@@ -100,7 +100,7 @@ class Page(HTMLParser):
 
 
 def page_of(folder: Path) -> tuple[str, Page]:
-    path = report.write(folder)
+    path = report.write_report(folder)
     assert path == folder / "report.html"
     assert not [p for p in folder.iterdir() if p.name.startswith(".")]  # no temporary is left
     text = path.read_text(encoding="utf-8")
@@ -149,13 +149,13 @@ def test_a_run_without_steps_is_an_error(tmp_path: Path, content: str | None) ->
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
     with pytest.raises(DataError, match=r"metrics\.jsonl .*\. A report needs .*\. .* directory"):
-        report.write(tmp_path)
+        report.write_report(tmp_path)
     assert DataError.exit_code == 65 and not (tmp_path / "report.html").exists()
 
 
 def test_a_cut_off_last_line_is_ignored(tmp_path: Path) -> None:
     folder = save(tmp_path, [metrics(0), metrics(1)], tail='{"step": 2, "loss": 1.')
-    assert report.summary(folder)["steps"] == 2
+    assert report.summarize_run(folder)["steps"] == 2
     assert "could not be read" not in page_of(folder)[1].text
 
 
@@ -209,7 +209,7 @@ def test_a_loss_that_is_not_finite_is_said(tmp_path: Path) -> None:
     rows = [metrics(i, loss=math.nan if i >= 25 else 2.0) for i in range(30)]
     _, page = page_of(save(tmp_path, rows))
     assert "not finite on 5 step(s), first on step 25" in page.text
-    facts = report.summary(tmp_path)
+    facts = report.summarize_run(tmp_path)
     assert facts["final_loss"] is None and facts["losses_not_finite"] == 5
     assert re.search(r"Final loss\s+not finite", page.text)
 
@@ -233,17 +233,17 @@ def test_what_is_unknown_is_left_out(tmp_path: Path) -> None:
 
 def test_times_are_split(tmp_path: Path) -> None:
     rows = [metrics(step) for step in range(10)]
-    parts = report.summary(save(tmp_path / "a", rows))["phases"]
+    parts = report.summarize_run(save(tmp_path / "a", rows))["phases"]
     assert parts == pytest.approx({"compute": 3.5, "exposed communication": 1.0, "data": 0.5})
     about = {"started": "2025-01-01T10:00:00", "finished": "2025-01-01T10:00:08"}
-    facts = report.summary(save(tmp_path / "b", rows, about))
+    facts = report.summarize_run(save(tmp_path / "b", rows, about))
     assert facts["phases"]["not accounted for"] == pytest.approx(3.0) and facts["seconds"] == 8.0
 
 
 def test_a_summary_has_the_key_facts(tmp_path: Path) -> None:
     rows = [metrics(step) for step in range(40)]
     rows += [metrics(step, loss=1.0, held_out_loss=None) for step in range(30, 40)]  # resumed
-    facts = report.summary(save(tmp_path, rows, ABOUT))
+    facts = report.summarize_run(save(tmp_path, rows, ABOUT))
     json.dumps(facts, allow_nan=False)
     assert facts["steps"] == 40 and facts["tokens"] == 40 * 1024 and facts["final_loss"] == 1.0
     assert facts["held_out_loss"] == 3.5 and facts["parameters"] == 124_439_808
@@ -253,10 +253,10 @@ def test_a_summary_has_the_key_facts(tmp_path: Path) -> None:
 
 def test_smoothing_follows_without_lag_and_ignores_spikes() -> None:
     slope: list[float | None] = [float(i) for i in range(500)]
-    assert report.smooth(slope)[1][2:-2] == slope[2:-2]
+    assert report.running_median(slope)[1][2:-2] == slope[2:-2]
     flat: list[float | None] = [1.0] * 500
     flat[250], flat[100], flat[101], flat[0] = 99.0, None, math.nan, 50.0
-    assert [v for v in report.smooth(flat)[1] if v != 1.0] == [None, None]
+    assert [v for v in report.running_median(flat)[1] if v != 1.0] == [None, None]
 
 
 def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
         loss = 900.0 if i == 38_888 else 2.0 + noise
         lines.append(form % (i, loss, noise, 0.5 + noise, 2000 - noise))
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    path = report.write(tmp_path)
+    path = report.write_report(tmp_path)
     assert path.stat().st_size < 250_000  # 500,000 with all metrics
     loss = plots(path.read_text())[0]
     path_of = re.search(r'data-name="train" d="M([^"]*)"', loss)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from commands import SMALL, call, ended, losses, metrics, started
-from ranvier.checkpoint.directory import found
+from ranvier.checkpoint.directory import find_checkpoints
 from ranvier.train.resume import run_directory as folders
 
 PAIR = ["train", *SMALL, "--model.layers", "1", "--nproc", "2", "--train.steps", "8"]
@@ -30,7 +30,10 @@ def patch(name: str, *, step: int, rank: int, number: int = 9) -> tuple[str, str
     return "ranvier.train.trainer", ONCE.format(name=name, step=step, rank=rank, number=number)
 
 
-KILLS = {"the host of the store in a step": ("issue", 5, 0), "in the first save": ("save", 2, 1)}
+KILLS = {
+    "the host of the store in a step": ("issue_step", 5, 0),
+    "in the first save": ("save_checkpoint", 2, 1),
+}
 """The method in which a rank is killed, the step, the rank."""
 End = tuple[Path, tuple[int, str, str]]
 
@@ -53,8 +56,8 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, End]:
 
 FAREWELL = """
 import os
-_say_farewell = _farewell
-def _farewell(trainer, folder):
+_say_farewell = _print_farewell
+def _print_farewell(trainer, folder):
     if not os.path.exists("once"):
         open("once", "w").close()
         os.kill(os.getpid(), 9)
@@ -86,7 +89,7 @@ def test_a_killed_rank_changes_no_loss(ends: dict[str, End], kill: str, begins: 
     assert [path.name for path in (folder / "runs").iterdir()] == ["tiny"]
     run = folder / "runs" / "tiny"
     assert losses(run) == whole and [row["step"] for row in metrics(run)] == list(range(8))
-    known = folders.facts(run)
+    known = folders.read_run_json(run)
     (launch,) = known["launches"]
     (failure,) = launch["failures"]
     assert failure["attempt"] == 0 and failure["grid"] == "data=2" and "SIGKILL" in failure["why"]
@@ -96,12 +99,12 @@ def test_a_killed_rank_changes_no_loss(ends: dict[str, End], kill: str, begins: 
 
 
 def test_a_signal_to_one_rank_stops_all(tmp_path: Path) -> None:
-    faults = patch("issue", step=3, rank=1, number=signal.SIGUSR2)
+    faults = patch("issue_step", step=3, rank=1, number=signal.SIGUSR2)
     code, out, errors = ended(started(tmp_path, *PAIR, "--train.out", "run", patch=faults))
     assert code == 75 and errors == "", errors
     done = len(metrics(tmp_path / "run"))
     assert 3 < done < 8 and f"Stopped after step {done} of 8; saved in" in out
-    assert found(tmp_path / "run" / "checkpoints")[-1].name == f"step-{done:08}"
+    assert find_checkpoints(tmp_path / "run" / "checkpoints")[-1].name == f"step-{done:08}"
 
 
 def test_a_directory_in_use_is_refused_before_ranks_start(
@@ -109,11 +112,11 @@ def test_a_directory_in_use_is_refused_before_ranks_start(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
-    with folders.lock(tmp_path / "run"):
+    with folders.lock_dir(tmp_path / "run"):
         assert call(*PAIR, "--train.out", "run") == 77
     text = capsys.readouterr().err
     assert "train.out='run' is being written by process" in text and "Wait for it, stop it" in text
-    folders.lock(tmp_path / "run").close()
+    folders.lock_dir(tmp_path / "run").close()
 
 
 def test_grids_that_cannot_be_are_refused_before_ranks_start(
@@ -131,5 +134,5 @@ def test_time_of_several_launches_adds_up(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     launches = [{"began": 0.0, "seconds": 15.0, "failures": []}]
     launches += [{"began": 1e12, "seconds": 0.0, "failures": []}]
-    folders.record(tmp_path, launches=launches)
-    assert folders.account(tmp_path)["goodput"] == pytest.approx(10.0 / 15.0)
+    folders.update_run_json(tmp_path, launches=launches)
+    assert folders.compute_goodput(tmp_path)["goodput"] == pytest.approx(10.0 / 15.0)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from commands import SMALL, call, ended, losses, metrics, started
 from ranvier.checkpoint import load
 from ranvier.checkpoint import manifest as manifests
-from ranvier.checkpoint.directory import found
+from ranvier.checkpoint.directory import find_checkpoints
 
 FAST = [*SMALL, "--nproc", "1", "--model.layers", "1"]
 SAVING = ["--checkpoint.every", "2", "--checkpoint.keep", "0"]
@@ -49,8 +49,8 @@ def flip(path: Path, at: int) -> None:
 
 def place_of(checkpoint: Path, name: str) -> int:
     """A byte in the middle of a tensor in its file."""
-    entry = manifests.read(checkpoint).tensors[name]
-    return entry.parts[0].begin + torch.Size(entry.shape).numel() * entry.dtype.itemsize // 2
+    entry = manifests.read_manifest(checkpoint).tensors[name]
+    return entry.shards[0].offset + torch.Size(entry.shape).numel() * entry.dtype.itemsize // 2
 
 
 TENSORS = ["head.weight.master", "head.weight.square", "random.cpu", "run.updates"]
@@ -73,7 +73,7 @@ def test_a_flipped_bit_leads_to_the_checkpoint_before(
     assert "damaged, not used: run/checkpoints/step-00000006" in out, out
     assert "Going on after step 4 of 8" in out and "aside-step-00000006" in out
     assert [row["step"] for row in metrics(folder / "run")] == list(range(8))
-    names = [p.name for p in found(folder / "run" / "checkpoints")]
+    names = [p.name for p in find_checkpoints(folder / "run" / "checkpoints")]
     assert names[-2:] == ["step-00000006", "step-00000008"]
 
 
@@ -87,7 +87,7 @@ def test_a_run_goes_on_to_the_bit_and_newer_ones_are_set_aside(folder: Path) -> 
     assert call(*words[:-1], "--checkpoint.resume", source) == 0
     assert losses(folder / "whole") == losses(folder / "a")
     assert call(*words, "run", "--checkpoint.resume", source) == 0
-    own = [path.name for path in found(folder / "run" / "checkpoints")]
+    own = [path.name for path in find_checkpoints(folder / "run" / "checkpoints")]
     assert own == ["step-00000010"], "those of its own past are set aside"
 
 
@@ -95,7 +95,7 @@ def test_all_damaged_is_an_error_that_lists_each(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """D7: never a silent start from scratch."""
-    for number, path in enumerate(found(folder / "run" / "checkpoints")):
+    for number, path in enumerate(find_checkpoints(folder / "run" / "checkpoints")):
         if number == 0:
             (path / FILE).unlink()
         elif number == 1:
@@ -169,8 +169,8 @@ def test_never_begins_anew_beside_what_was_there(
     assert call(*words, "--checkpoint.every", "0") == 0
     assert "the run before is now run/before-1-" in capsys.readouterr().out
     assert losses(folder / "run") == before
-    assert [p.name for p in found(folder / "run" / "checkpoints")] == ["step-00000006"]
-    assert len(found(folder / "run" / "before-1-checkpoints")) == 3
+    assert [p.name for p in find_checkpoints(folder / "run" / "checkpoints")] == ["step-00000006"]
+    assert len(find_checkpoints(folder / "run" / "before-1-checkpoints")) == 3
     assert call("train", "run", "--nproc", "1", "--train.steps", "8") == 0
     assert "Going on after step 6 of 8" in capsys.readouterr().out, "never was for that launch"
 
@@ -183,7 +183,9 @@ def test_a_longer_run_and_another_batch_go_on_by_rule(
     assert call(*words) == 0
     out = capsys.readouterr().out
     assert "changed: train.steps from 6 to 8" in out and "plan.batch from 8 to 4" in out
-    samples = manifests.read(found(folder / "run" / "checkpoints")[-1]).facts["samples"]
+    samples = manifests.read_manifest(find_checkpoints(folder / "run" / "checkpoints")[-1]).facts[
+        "samples"
+    ]
     assert samples == 6 * 8 + 2 * 4
 
 
@@ -221,7 +223,7 @@ def test_a_stop_at_a_saved_step_saves_nothing_twice(folder: Path) -> None:
 
 
 def test_the_verbs_of_checkpoints(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = found(folder / "run" / "checkpoints")
+    paths = find_checkpoints(folder / "run" / "checkpoints")
     assert call("checkpoint", "ls", "run") == 0
     out = capsys.readouterr().out
     assert "step-00000006" in out and "complete, latest" in out and "one rank" in out
@@ -236,7 +238,7 @@ def test_the_verbs_of_checkpoints(folder: Path, capsys: pytest.CaptureFixture[st
     assert call("checkpoint", "convert", "run", "weights", "--form", "weights") == 0
     index = json.loads((folder / "weights" / "model.safetensors.index.json").read_text())
     (name,) = set(index["weight_map"].values())
-    weights, whole = load_file(folder / "weights" / name), load.wholes(paths[-1])
+    weights, whole = load_file(folder / "weights" / name), load.load_full_tensors(paths[-1])
     assert set(weights) == set(whole)
     assert all(torch.equal(weights[key], whole[key]) for key in whole)
     (paths[0] / FILE).unlink()
@@ -272,7 +274,7 @@ def test_a_directory_without_manifest_is_no_checkpoint(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """I1: other files are not read, whatever they are called."""
-    path = found(folder / "run" / "checkpoints")[-1]
+    path = find_checkpoints(folder / "run" / "checkpoints")[-1]
     for name in ("step-00000006", "other"):
         shutil.copytree(path, folder / name)
         (folder / name / "manifest.json").rename(folder / name / "state.json")

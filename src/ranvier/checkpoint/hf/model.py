@@ -21,25 +21,25 @@ from torch import Tensor
 
 from ranvier import counter_rng
 from ranvier.checkpoint import rank_file
-from ranvier.checkpoint.rank_file import Layout
-from ranvier.errors import CheckpointError, DamageError, PlanError, RefusedError
+from ranvier.checkpoint.rank_file import FileLayout
+from ranvier.errors import CheckpointError, DamageError, PlanError, UnsafeInputError
 from ranvier.models.config import DecoderConfig
-from ranvier.models.hf.family import Entry, Family, UnknownError, shapes
-from ranvier.models.hf.registry import family_of
-from ranvier.sharding import Place, State
+from ranvier.models.hf.family import Family, TensorMapping, UnsupportedModelError, parameter_shapes
+from ranvier.models.hf.registry import find_family
+from ranvier.sharding import Shard, ShardedStateDict
 from ranvier.system import safe_files
 
-ROOM = 1 << 30
+MAX_FILE_BYTES = 1 << 30
 """Bytes of a file of the checkpoint that an import makes, unless one tensor has more."""
-Progress = Callable[[int, int], None]
+ByteProgress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
-INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"
-NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-ASIDE = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+FLOAT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+IGNORED_SUFFIXES = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Ends of the names of tensors that are no weights: masks and tables of older versions."""
 
 
-def table(path: Path, *, root: Path | None = None) -> dict[str, Any]:
+def read_json_table(path: Path, *, root: Path | None = None) -> dict[str, Any]:
     """A JSON file that holds a table. root: as for `safe_files.open_untrusted`."""
     try:
         found = json.loads(safe_files.read_text(path, root=root))
@@ -77,48 +77,48 @@ def open_weights(path: Path) -> Any:
         raise DamageError(f"{path} is damaged: {error!s:.200}. Restore it.") from None
 
 
-Part = tuple[int, Tensor]
+RowPart = tuple[int, Tensor]
 """A part of one of our tensors, and which of its rows is the first."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowSlice:
     """Rows of one of our tensors, and where one of theirs has them."""
 
-    entry: Entry
-    first: int
+    entry: TensorMapping
+    first_row: int
     """The first of our rows."""
-    rows: int
+    num_rows: int
     start: int = 0
     """Where they begin in theirs, along the entry's dim."""
 
-    def of(self, theirs: Tensor, shape: Sequence[int]) -> Tensor:
+    def take_rows(self, theirs: Tensor, shape: Sequence[int]) -> Tensor:
         """Our rows `[rows, ...]`, a view. shape: of our tensor."""
         entry = self.entry
-        if entry.expert >= 0:
+        if entry.expert_index >= 0:
             return theirs.unsqueeze(0)
-        if entry.dim == 1:
-            theirs = theirs.narrow(0, self.first, self.rows)
-        theirs = theirs.T if entry.transposed else theirs
-        return theirs.narrow(entry.dim, self.start, shape[entry.dim])
+        if entry.concat_dim == 1:
+            theirs = theirs.narrow(0, self.first_row, self.num_rows)
+        theirs = theirs.T if entry.is_transposed else theirs
+        return theirs.narrow(entry.concat_dim, self.start, shape[entry.concat_dim])
 
 
 @dataclass
-class Published:
+class PublishedModel:
     """A published model whose config is one of ours."""
 
     folder: Path
-    theirs: dict[str, Any]
+    hf_config: dict[str, Any]
     """Its config.json."""
     family: Family
     config: DecoderConfig
-    entries: list[Entry]
-    where: Mapping[str, Path]
+    entries: list[TensorMapping]
+    file_by_tensor: Mapping[str, Path]
     """The file of each tensor."""
-    _open: dict[Path, Any] = field(default_factory=dict)
+    _open_files: dict[Path, Any] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: Path) -> Published:
+    def open(cls, path: Path) -> PublishedModel:
         """A directory, or a safetensors file with config.json beside it."""
         if path.is_file() and path.suffix != ".safetensors":
             raise PlanError(
@@ -126,47 +126,51 @@ class Published:
                 f"*.safetensors, or one such file. Give {path.parent}."
             )
         folder = path if path.is_dir() else path.parent
-        theirs = table(folder / "config.json")
+        theirs = read_json_table(folder / "config.json")
         try:
-            family = family_of(theirs)
-            config = family.read(theirs)
+            family = find_family(theirs)
+            config = family.config_from_hf(theirs)
             made = cls(folder, theirs, family, config, [], {})
-            made.where = dict(made._files(path))
+            made.file_by_tensor = dict(made._tensor_files(path))
             made._check_layers()
             entries = made.entries = entries_of(family, config)
-        except UnknownError as error:
+        except UnsupportedModelError as error:
             raise PlanError([f"{folder / 'config.json'}:", *str(error).splitlines()]) from None
-        if any(entry.expert >= 0 and entry.name not in made.where for entry in entries):
+        if any(
+            entry.expert_index >= 0 and entry.name not in made.file_by_tensor for entry in entries
+        ):
             whole = entries_of(family, config, fused=True)
-            if any(entry.dim == 1 and entry.name in made.where for entry in whole):
+            if any(entry.concat_dim == 1 and entry.name in made.file_by_tensor for entry in whole):
                 made.entries = whole
-        made._check()
+        made._check_tensors()
         return made
 
-    def _files(self, path: Path) -> Iterator[tuple[str, Path]]:
+    def _tensor_files(self, path: Path) -> Iterator[tuple[str, Path]]:
         """Names of tensors and their files."""
         if path.is_file():
             files = {path}
-        elif safe_files.exists(path / INDEX):
-            listed = table(path / INDEX).get("weight_map")
+        elif safe_files.path_exists(path / INDEX_FILE):
+            listed = read_json_table(path / INDEX_FILE).get("weight_map")
             if not isinstance(listed, dict) or not all(isinstance(x, str) for x in listed.values()):
-                raise DamageError(f"{path / INDEX} has no weight_map of names. Restore it.")
+                raise DamageError(f"{path / INDEX_FILE} has no weight_map of names. Restore it.")
             odd = [x for x in listed.values() if not is_file_name(x)]
             if odd:
-                raise RefusedError(
-                    f"{path / INDEX} names {odd[0]!r:.100}. It must be the name of a file beside "
+                raise UnsafeInputError(
+                    f"{path / INDEX_FILE} names {odd[0]!r:.100}. It must be the name of a file "
+                    "beside "
                     "it. Do not use this model."
                 )
             files = {path / name for name in {*listed.values()}}
             other = sorted(file.name for file in files if file.suffix != ".safetensors")
             if other:
                 raise CheckpointError(
-                    f"{path / INDEX} names {other[0]!r:.100}. Weights are read from *.safetensors "
+                    f"{path / INDEX_FILE} names {other[0]!r:.100}. Weights are read from "
+                    "*.safetensors "
                     "only, which run no code. Convert the model with save_pretrained(..., "
                     "safe_serialization=True)."
                 )
-        elif safe_files.exists(path / ALONE):
-            files = {path / ALONE}
+        elif safe_files.path_exists(path / SINGLE_FILE):
+            files = {path / SINGLE_FILE}
         else:
             files = {*path.glob("*.safetensors")} - {path / "adapter_model.safetensors"}
         if not files:
@@ -178,43 +182,45 @@ class Published:
             )
         known: dict[str, Path] = {}
         for file in sorted(files):
-            for name in self._file(file).keys():  # noqa: SIM118, no mapping
+            for name in self._mapped_file(file).keys():  # noqa: SIM118, no mapping
                 if name in known:
                     raise CheckpointError(
                         f"{name} is in {known[name]} and in {file}. A tensor has one file where "
-                        f"there is no {INDEX}. Remove one of them."
+                        f"there is no {INDEX_FILE}. Remove one of them."
                     )
                 known[name] = file
                 yield name, file
 
-    def _file(self, path: Path) -> Any:
+    def _mapped_file(self, path: Path) -> Any:
         """A mapped file of the folder."""
-        if path not in self._open:
-            self._open[path] = open_weights(path)
-        return self._open[path]
+        if path not in self._open_files:
+            self._open_files[path] = open_weights(path)
+        return self._open_files[path]
 
     @cached_property
-    def _names(self) -> dict[str, str]:
+    def _stored_names(self) -> dict[str, str]:
         """Their names by what the family calls them: some publish the body alone."""
-        body = self.family.prefix
-        bare = {f"{body}{name}": name for name in self.where if not name.startswith(body)}
+        body = self.family.body_prefix
+        bare = {f"{body}{name}": name for name in self.file_by_tensor if not name.startswith(body)}
         return {entry.name: bare.get(entry.name, entry.name) for entry in self.entries}
 
     @cached_property
-    def _ours(self) -> dict[str, list[Piece]]:
+    def _slices_by_name(self) -> dict[str, list[RowSlice]]:
         """Where each of our tensors is: which rows of it are in which of theirs."""
-        found: dict[str, list[Piece]] = {}
+        found: dict[str, list[RowSlice]] = {}
         for entry in self.entries:
             start = 0
-            for name in entry.ours:
+            for name in entry.our_names:
                 rows, pieces = self.shapes[name][0], found.setdefault(name, [])
-                if entry.expert >= 0:
-                    pieces.append(Piece(entry, entry.expert, 1))
-                elif entry.dim == 1:  # one expert after the other, each of which lies in one piece
-                    pieces += [Piece(entry, row, 1, start) for row in range(rows)]
+                if entry.expert_index >= 0:
+                    pieces.append(RowSlice(entry, entry.expert_index, 1))
+                elif (
+                    entry.concat_dim == 1
+                ):  # one expert after the other, each of which lies in one piece
+                    pieces += [RowSlice(entry, row, 1, start) for row in range(rows)]
                 else:
-                    pieces.append(Piece(entry, 0, rows, start))
-                start += self.shapes[name][entry.dim]
+                    pieces.append(RowSlice(entry, 0, rows, start))
+                start += self.shapes[name][entry.concat_dim]
         return found
 
     @cached_property
@@ -224,30 +230,31 @@ class Published:
 
     def _check_layers(self) -> None:
         """Refuse more layers than tensors before any list of them is made."""
-        if self.config.layers > len(self.where):
+        if self.config.layers > len(self.file_by_tensor):
             raise CheckpointError(
                 f"{self.folder / 'config.json'} has {self.config.layers:,} layers, but there are "
-                f"{len(self.where):,} tensors. Each layer has some. Restore the files that belong "
+                f"{len(self.file_by_tensor):,} tensors. Each layer has some. Restore the files "
+                "that belong "
                 "together."
             )
 
-    def _check(self) -> None:
+    def _check_tensors(self) -> None:
         """Refuse weights that are missing, of another shape or type, or have no place here."""
-        problems, expected = [], {*self._names.values()}
+        problems, expected = [], {*self._stored_names.values()}
         for entry in self.entries:
-            name, want = self._names[entry.name], [*entry.shape(self.shapes)]
-            if name not in self.where:
+            name, want = self._stored_names[entry.name], [*entry.compute_shape(self.shapes)]
+            if name not in self.file_by_tensor:
                 problems.append(f"{entry.name} is not there")
                 continue
-            have = self._file(self.where[name]).get_slice(name)
+            have = self._mapped_file(self.file_by_tensor[name]).get_slice(name)
             if list(have.get_shape()) != want:
                 problems.append(f"{name} has the shape {list(have.get_shape())}, not {want}")
             elif have.get_dtype() not in ("F64", "F32", "BF16", "F16"):
                 problems.append(f"{name} has numbers of the type {have.get_dtype()}")
-        for name in sorted(self.where.keys() - expected):
+        for name in sorted(self.file_by_tensor.keys() - expected):
             head = name == "lm_head.weight" and self.config.tied
-            if not head and not name.endswith(ASIDE):
-                problems.append(f"{name} has no place in {self.family.kind}")
+            if not head and not name.endswith(IGNORED_SUFFIXES):
+                problems.append(f"{name} has no place in {self.family.model_type}")
         if problems:
             more = f" ({len(problems)} in all)" if len(problems) > 5 else ""
             raise CheckpointError(
@@ -258,86 +265,88 @@ class Published:
 
     def _check_tied(self) -> None:
         """Refuse a head beside a tied embedding unless it is the same."""
-        if self.config.tied and "lm_head.weight" in self.where:
-            head = self.mapped("lm_head.weight")
-            if not torch.equal(head, self.tensor("embed.weight")):
+        if self.config.tied and "lm_head.weight" in self.file_by_tensor:
+            head = self.mapped_tensor("lm_head.weight")
+            if not torch.equal(head, self.load_tensor("embed.weight")):
                 raise CheckpointError(
                     f"{self.folder} has tie_word_embeddings=True, but lm_head.weight is not its "
                     "embedding. One of the two is wrong. Set it to false in config.json, or remove "
                     "lm_head.weight."
                 )
 
-    def mapped(self, name: str) -> Tensor:
+    def mapped_tensor(self, name: str) -> Tensor:
         """One of their tensors, a view of its file."""
-        found: Tensor = self._file(self.where[name]).get_tensor(name)
+        found: Tensor = self._mapped_file(self.file_by_tensor[name]).get_tensor(name)
         return found
 
-    def parts(self, name: str, low: int = 0, high: int | None = None) -> Iterator[Part]:
+    def row_parts(self, name: str, low: int = 0, high: int | None = None) -> Iterator[RowPart]:
         """The first row and the view of each part of one of our tensors that has rows in a range.
 
         One after the other along dim 0 they are the tensor; most tensors are one part.
         """
         high = self.shapes[name][0] if high is None else high
-        for piece in self._ours[name]:
-            if piece.first < high and low < piece.first + piece.rows:
-                theirs = self.mapped(self._names[piece.entry.name])
-                yield piece.first, piece.of(theirs, self.shapes[name])
+        for piece in self._slices_by_name[name]:
+            if piece.first_row < high and low < piece.first_row + piece.num_rows:
+                theirs = self.mapped_tensor(self._stored_names[piece.entry.name])
+                yield piece.first_row, piece.take_rows(theirs, self.shapes[name])
 
-    def tensor(self, name: str) -> Tensor:
+    def load_tensor(self, name: str) -> Tensor:
         """One of our tensors: a view of the file that holds it, or one made of its experts."""
-        parts = [part for _, part in self.parts(name)]
+        parts = [part for _, part in self.row_parts(name)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def type(self, name: str) -> torch.dtype:
+    def dtype_of(self, name: str) -> torch.dtype:
         """The type that one of our tensors is stored in."""
-        return next(self.parts(name))[1].dtype
+        return next(self.row_parts(name))[1].dtype
 
-    def bytes(self, name: str) -> int:
+    def num_bytes(self, name: str) -> int:
         """The size of one of our tensors, in the type it is stored in."""
-        return math.prod(self.shapes[name]) * self.type(name).itemsize
+        return math.prod(self.shapes[name]) * self.dtype_of(name).itemsize
 
-    def fill(self, state: State) -> None:
+    def fill_state(self, state: ShardedStateDict) -> None:
         """Fill my parts of our tensors; only their elements are read."""
         with torch.no_grad():
             for name, (tensor, place) in state.items():
-                low = place.start[0]
-                for first, part in self.parts(name, low, low + place.valid[0]):
-                    copy(part, tensor, place, first)
+                low = place.global_offset[0]
+                for first, part in self.row_parts(name, low, low + place.valid_shape[0]):
+                    copy_rows(part, tensor, place, first)
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of most of its numbers."""
-        counts = dict.fromkeys(NUMBERS, 0)
+        counts = dict.fromkeys(FLOAT_DTYPES, 0)
         for name, shape in self.shapes.items():
-            counts[self.type(name)] += math.prod(shape)
+            counts[self.dtype_of(name)] += math.prod(shape)
         return max(counts, key=lambda dtype: counts[dtype])
 
-    def __enter__(self) -> Published:
+    def __enter__(self) -> PublishedModel:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.clear()
+        self._open_files.clear()
 
 
-def entries_of(family: Family, config: DecoderConfig, *, fused: bool = False) -> list[Entry]:
+def entries_of(
+    family: Family, config: DecoderConfig, *, fused: bool = False
+) -> list[TensorMapping]:
     """The tensors that a family stores of a model. fused: all experts of a layer are in one."""
-    with counter_rng.blank():
-        return family.tensors(config, fused=fused)
+    with counter_rng.init_empty_weights():
+        return family.tensor_mappings(config, fused=fused)
 
 
 def shapes_of(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of a model; nothing is drawn, which would import a compiler."""
-    with counter_rng.blank():
-        return shapes(config)
+    with counter_rng.init_empty_weights():
+        return parameter_shapes(config)
 
 
-def copy(rows: Tensor, into: Tensor, place: Place, first: int = 0) -> None:
+def copy_rows(rows: Tensor, into: Tensor, place: Shard, first: int = 0) -> None:
     """Copy what of my part lies in some rows, which may be mapped, element by element of it.
 
     first: which row of the whole tensor is the first of them.
     """
     flat = into.view(-1)
-    for box in place.boxes():
+    for box in place.to_boxes():
         low = max(box.start[0], first)
         count = min(box.start[0] + box.size[0], first + len(rows)) - low
         if count > 0:
@@ -350,12 +359,12 @@ def copy(rows: Tensor, into: Tensor, place: Place, first: int = 0) -> None:
 # ---- as a checkpoint --------------------------------------------------------------------
 
 
-class Rows:
+class TensorBytes:
     """The bytes of a tensor as it would lie in a file; made when they are asked for."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.row = tensor[0].numel() * tensor.element_size() if tensor.dim() else 1
+        self.row_bytes = tensor[0].numel() * tensor.element_size() if tensor.dim() else 1
 
     def __len__(self) -> int:
         return self.tensor.numel() * self.tensor.element_size()
@@ -364,12 +373,12 @@ class Rows:
         low, high, _ = part.indices(len(self))
         if self.tensor.is_contiguous():
             return memoryview(self.tensor.view(-1).view(torch.uint8).numpy()[low:high].data)
-        first, last = low // self.row, -(-high // self.row)
+        first, last = low // self.row_bytes, -(-high // self.row_bytes)
         some = self.tensor[first:last].contiguous().view(-1).view(torch.uint8).numpy()
-        return memoryview(some[low - first * self.row : high - first * self.row].data)
+        return memoryview(some[low - first * self.row_bytes : high - first * self.row_bytes].data)
 
 
-class Weights(Protocol):
+class TensorProvider(Protocol):
     """Whole tensors of a model, whose rows are made when they are asked for."""
 
     @property
@@ -377,42 +386,42 @@ class Weights(Protocol):
         """By name."""
         ...
 
-    def type(self, name: str, /) -> torch.dtype:
+    def dtype_of(self, name: str, /) -> torch.dtype:
         """The type of a tensor."""
         ...
 
-    def bytes(self, name: str, /) -> int:
+    def num_bytes(self, name: str, /) -> int:
         """The size of a tensor."""
         ...
 
-    def parts(self, name: str, /) -> Iterator[Part]:
+    def row_parts(self, name: str, /) -> Iterator[RowPart]:
         """Its rows."""
         ...
 
 
-def store(source: Weights, here: Path, progress: Progress) -> int:
+def write_weights(source: TensorProvider, here: Path, progress: ByteProgress) -> int:
     """Write the weights of a model as parts of a checkpoint; how many there are."""
     groups: list[list[str]] = [[]]
     held = 0
     for name in source.shapes:
-        size = source.bytes(name)
-        if groups[-1] and held + size > ROOM:
+        size = source.num_bytes(name)
+        if groups[-1] and held + size > MAX_FILE_BYTES:
             groups.append([])
             held = 0
         groups[-1].append(name)
         held += size
-    total, done = sum(source.bytes(name) for name in source.shapes), 0
+    total, done = sum(source.num_bytes(name) for name in source.shapes), 0
     for number, group in enumerate(groups):
         progress(done, total)
-        done += sum(map(source.bytes, group))
-        state: State = {}
+        done += sum(map(source.num_bytes, group))
+        state: ShardedStateDict = {}
         for name in group:
             shape = source.shapes[name]
-            outline = torch.empty(shape, dtype=source.type(name), device="meta")
-            state[f"{name}.master"] = outline, Place(shape, (0,) * len(shape), shape, shape)
-        layout = Layout.of(state)
-        names = [name.removesuffix(".master") for name in layout.begins]
-        pieces = [Rows(rows) for name in names for _, rows in source.parts(name)]
-        rank_file.write(here, number, state, layout, pieces)
+            outline = torch.empty(shape, dtype=source.dtype_of(name), device="meta")
+            state[f"{name}.master"] = outline, Shard(shape, (0,) * len(shape), shape, shape)
+        layout = FileLayout.from_state(state)
+        names = [name.removesuffix(".master") for name in layout.offsets]
+        pieces = [TensorBytes(rows) for name in names for _, rows in source.row_parts(name)]
+        rank_file.write_rank_file(here, number, state, layout, pieces)
     progress(total, total)
     return len(groups)

@@ -20,28 +20,28 @@ from typing import Any
 import torch
 
 from ranvier.checkpoint.hf.model import open_weights
-from ranvier.errors import CheckpointError, RefusedError
+from ranvier.errors import CheckpointError, UnsafeInputError
 from ranvier.models import AdapterConfig, DecoderConfig
-from ranvier.models.hf.family import Entry, Family, UnknownError
+from ranvier.models.hf.family import Family, TensorMapping, UnsupportedModelError
 from ranvier.models.hf.registry import FAMILIES
-from ranvier.models.lora import Adapted, adapted_weights
-from ranvier.sharding import State
+from ranvier.models.lora import AdaptedWeight, adapted_weights
+from ranvier.sharding import ShardedStateDict
 from ranvier.system import safe_files
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-LARGEST = 1 << 20
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+MAX_RANK = 1 << 20
 """Largest rank and factor of an adapter."""
-BEFORE = "base_model.model."
+NAME_PREFIX = "base_model.model."
 """How the names of tensors begin."""
-ENDS = {"a": ".lora_A.weight", "b": ".lora_B.weight", "m": ".lora_magnitude_vector"}
-ORDER = ("q", "k", "v", "o", "gate", "up", "down")
-ONLY: Mapping[str, tuple[Any, ...]] = {
+NAME_SUFFIXES = {"a": ".lora_A.weight", "b": ".lora_B.weight", "m": ".lora_magnitude_vector"}
+LAYER_ORDER = ("q", "k", "v", "o", "gate", "up", "down")
+ALLOWED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),  # others change the base
 }
 """Keys with the values that can be ours."""
-KNOWN = (
+KNOWN_KEYS = (
     *("r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_dora"),
     *("use_rslora", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
     *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode"),
@@ -51,7 +51,7 @@ KNOWN = (
 
 
 @dataclass(frozen=True)
-class Piece:
+class AdapterSlice:
     """Where a tensor of ours lies in one of theirs."""
 
     name: str
@@ -61,164 +61,181 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredAdapter:
     """An adapter in a directory."""
 
     path: Path
     lora: AdapterConfig
-    pieces: Mapping[str, Piece]
+    slices: Mapping[str, AdapterSlice]
     """By the names of our parameters."""
 
-    def fill(self, state: State) -> None:
+    def fill_state(self, state: ShardedStateDict) -> None:
         """Fill my parts of the adapter's parameters, reading no more than these."""
-        with open_weights(self.path / WEIGHTS) as file, torch.no_grad():
+        with open_weights(self.path / WEIGHTS_FILE) as file, torch.no_grad():
             for name, (tensor, place) in state.items():
-                piece = self.pieces[name]
-                assert place.whole == piece.shape and place.flat is None, (name, place)
-                begins = [a + b for a, b in zip(piece.start, place.start, strict=True)]
-                box = tuple(slice(a, a + n) for a, n in zip(begins, place.valid, strict=True))
-                if all(n > 0 for n in place.valid):
+                piece = self.slices[name]
+                assert place.global_shape == piece.shape and place.flat_range is None, (name, place)
+                begins = [a + b for a, b in zip(piece.start, place.global_offset, strict=True)]
+                box = tuple(slice(a, a + n) for a, n in zip(begins, place.valid_shape, strict=True))
+                if all(n > 0 for n in place.valid_shape):
                     part = file.get_slice(piece.name)[box]
-                    tensor[tuple(slice(n) for n in place.valid)].copy_(part)
+                    tensor[tuple(slice(n) for n in place.valid_shape)].copy_(part)
 
 
-def read_adapter(path: Path, config: DecoderConfig) -> Stored:
+def read_adapter(path: Path, config: DecoderConfig) -> StoredAdapter:
     """An adapter of PEFT for a model with this config, of any family that can have it."""
-    table, shapes = _table(path), _shapes(path)
-    _refuse(path, table)
-    modules = {name[len(BEFORE) :].removesuffix(ENDS["a"]) for name in shapes if ENDS["a"] in name}
-    family = _family(path, config, modules)
+    table, shapes = _read_config(path), _tensor_shapes(path)
+    _refuse_unknown_keys(path, table)
+    modules = {
+        name[len(NAME_PREFIX) :].removesuffix(NAME_SUFFIXES["a"])
+        for name in shapes
+        if NAME_SUFFIXES["a"] in name
+    }
+    family = _find_family(path, config, modules)
     entries = {
         entry.name.removesuffix(".weight"): entry
-        for entry in family.tensors(config)
+        for entry in family.tensor_mappings(config)
         if entry.name.removesuffix(".weight") in modules
     }
-    _refuse_lost(path, table, family.tensors(config), modules)
-    stacked = _stacked(path, table, entries, shapes)
+    _refuse_missing_layers(path, table, family.tensor_mappings(config), modules)
+    stacked = _find_stacked(path, table, entries, shapes)
     lora = AdapterConfig(
-        rank=_positive(path, table, "r"),
-        alpha=_number(path, table, "lora_alpha", 8),
-        dropout=_number(path, table, "lora_dropout", 0.0),
+        rank=_parse_rank(path, table, "r"),
+        alpha=_parse_number(path, table, "lora_alpha", 8),
+        dropout=_parse_number(path, table, "lora_dropout", 0.0),
         dora=bool(table.get("use_dora")),
         rslora=bool(table.get("use_rslora")),
-        shared=not stacked and any(len(entry.ours) > 1 for entry in entries.values()),
-        **_where(path, config, entries.values()),
+        shared=not stacked and any(len(entry.our_names) > 1 for entry in entries.values()),
+        **_adapted_layers(path, config, entries.values()),
     )
     weights = adapted_weights(config, lora)
     pieces = {
         ours: piece
         for module, entry in entries.items()
-        for ours, piece in _pieces(module, entry, weights, lora, module in stacked)
+        for ours, piece in _locate_slices(module, entry, weights, lora, module in stacked)
     }
-    _compare(path, pieces, shapes, entries, weights, lora)
-    return Stored(path, lora, pieces)
+    _check_tensors(path, pieces, shapes, entries, weights, lora)
+    return StoredAdapter(path, lora, pieces)
 
 
-def _table(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     """What adapter_config.json says."""
     try:
-        table = json.loads(safe_files.read_text(path / CONFIG))
+        table = json.loads(safe_files.read_text(path / CONFIG_FILE))
     except OSError as error:
         raise CheckpointError(
-            f"{path / CONFIG}: {error.strerror}. An adapter of PEFT is a directory with {CONFIG} "
-            f"and {WEIGHTS}. Give its path."
+            f"{path / CONFIG_FILE}: {error.strerror}. An adapter of PEFT is a directory with "
+            f"{CONFIG_FILE} "
+            f"and {WEIGHTS_FILE}. Give its path."
         ) from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path / CONFIG} is no JSON: {error!s:.200}. Restore it.") from None
+        raise CheckpointError(
+            f"{path / CONFIG_FILE} is no JSON: {error!s:.200}. Restore it."
+        ) from None
     if not isinstance(table, dict):
-        raise CheckpointError(f"{path / CONFIG} is no table. Restore it.")
+        raise CheckpointError(f"{path / CONFIG_FILE} is no table. Restore it.")
     return table
 
 
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def _tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """The tensors of an adapter."""
-    if not safe_files.exists(path / WEIGHTS) and (path / "adapter_model.bin").exists():
-        raise RefusedError(
+    if not safe_files.path_exists(path / WEIGHTS_FILE) and (path / "adapter_model.bin").exists():
+        raise UnsafeInputError(
             f"{path} has an adapter_model.bin, which is a pickle: to read it runs what it says. "
-            f"Weights are read from {WEIGHTS}. Save the adapter again with safetensors."
+            f"Weights are read from {WEIGHTS_FILE}. Save the adapter again with safetensors."
         )
-    with open_weights(path / WEIGHTS) as file:
+    with open_weights(path / WEIGHTS_FILE) as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
-def _odd(path: Path, key: str, value: object, rule: str) -> str:
-    return f"{path / CONFIG} has {key}={value!r:.120}. It must be {rule}."
+def _config_problem(path: Path, key: str, value: object, rule: str) -> str:
+    return f"{path / CONFIG_FILE} has {key}={value!r:.120}. It must be {rule}."
 
 
-def _refuse(path: Path, table: Mapping[str, Any]) -> None:
+def _refuse_unknown_keys(path: Path, table: Mapping[str, Any]) -> None:
     """Refuse what would change the model in a way that is not known here."""
     problems = [
-        _odd(path, key, table[key], " or ".join(map(repr, values)))
-        for key, values in ONLY.items()
+        _config_problem(path, key, table[key], " or ".join(map(repr, values)))
+        for key, values in ALLOWED_VALUES.items()
         if key in table and table[key] not in values
     ]
     for key, value in table.items():
-        if key not in KNOWN and key not in ONLY and value not in (None, False, [], {}, ""):
-            problems.append(_odd(path, key, value, "left out"))
+        if (
+            key not in KNOWN_KEYS
+            and key not in ALLOWED_VALUES
+            and value not in (None, False, [], {}, "")
+        ):
+            problems.append(_config_problem(path, key, value, "left out"))
     for key in ("r", "lora_alpha", "lora_dropout"):
         value = table.get(key, 1)
         kind = int if key == "r" else (int, float)
         if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value):
-            problems.append(_odd(path, key, value, "a number"))
+            problems.append(_config_problem(path, key, value, "a number"))
     for key in ("rank_pattern", "alpha_pattern"):
         if not isinstance(table.get(key) or {}, dict):
-            problems.append(_odd(path, key, table[key], "a table"))
+            problems.append(_config_problem(path, key, table[key], "a table"))
     if problems:
         raise CheckpointError(
             "\n".join(problems) + "\nAdapters of this kind are not known here. Train another."
         )
 
 
-def _positive(path: Path, table: Mapping[str, Any], key: str) -> int:
+def _parse_rank(path: Path, table: Mapping[str, Any], key: str) -> int:
     value = table.get(key, 8)
-    if type(value) is not int or not 1 <= value <= LARGEST:
-        raise CheckpointError(_odd(path, key, value, f"a whole number from 1 to {LARGEST}"))
+    if type(value) is not int or not 1 <= value <= MAX_RANK:
+        raise CheckpointError(
+            _config_problem(path, key, value, f"a whole number from 1 to {MAX_RANK}")
+        )
     return value
 
 
-def _number(path: Path, table: Mapping[str, Any], key: str, default: float) -> float:
+def _parse_number(path: Path, table: Mapping[str, Any], key: str, default: float) -> float:
     value = table.get(key, default)
-    if type(value) not in (int, float) or not 0 <= value <= LARGEST:
-        raise CheckpointError(_odd(path, key, value, f"a number from 0 to {LARGEST}"))
+    if type(value) not in (int, float) or not 0 <= value <= MAX_RANK:
+        raise CheckpointError(_config_problem(path, key, value, f"a number from 0 to {MAX_RANK}"))
     return float(value)
 
 
-def _family(path: Path, config: DecoderConfig, modules: set[str]) -> Family:
+def _find_family(path: Path, config: DecoderConfig, modules: set[str]) -> Family:
     """The first family that has the layers of the config, and among them all adapted ones."""
     for family in FAMILIES.values():
         try:
-            names = {entry.name.removesuffix(".weight") for entry in family.tensors(config)}
-        except UnknownError:
+            names = {entry.name.removesuffix(".weight") for entry in family.tensor_mappings(config)}
+        except UnsupportedModelError:
             continue
         if modules and modules <= names:
             return family
     some = ", ".join(sorted(modules)[:3]) or "none"
     raise CheckpointError(
-        f"{path / WEIGHTS} adapts layers ({some}) that no family with the config of this model "
+        f"{path / WEIGHTS_FILE} adapts layers ({some}) that no family with the config of this "
+        "model "
         "has. An adapter fits the model that it was made for. Use that model."
     )
 
 
-def _refuse_lost(
-    path: Path, table: Mapping[str, Any], entries: Sequence[Entry], modules: set[str]
+def _refuse_missing_layers(
+    path: Path, table: Mapping[str, Any], entries: Sequence[TensorMapping], modules: set[str]
 ) -> None:
     """Refuse layers that the config names but the file has not: something was lost."""
     names = [e.name.removesuffix(".weight") for e in entries if e.name.endswith(".weight")]
     try:
-        lost = sorted(name for name in names if _wanted(table, name) and name not in modules)
+        lost = sorted(name for name in names if _is_targeted(table, name) and name not in modules)
     except re.error as error:
         raise CheckpointError(
-            _odd(path, "target_modules", table.get("target_modules"), f"a pattern ({error})")
+            _config_problem(
+                path, "target_modules", table.get("target_modules"), f"a pattern ({error})"
+            )
         ) from None
     if lost:
         raise CheckpointError(
-            f"{path / CONFIG} has target_modules={table.get('target_modules')!r:.120}, but "
-            f"{WEIGHTS} has no adapter of {', '.join(lost[:3])} ({len(lost)} in all). Adapters of "
+            f"{path / CONFIG_FILE} has target_modules={table.get('target_modules')!r:.120}, but "
+            f"{WEIGHTS_FILE} has no adapter of {', '.join(lost[:3])} ({len(lost)} in all). "
+            "Adapters of "
             "embeddings, heads and norms are not known here; others were lost. Train another."
         )
 
 
-def _wanted(table: Mapping[str, Any], name: str) -> bool:
+def _is_targeted(table: Mapping[str, Any], name: str) -> bool:
     """Whether the config of an adapter names a layer, by PEFT's own rules."""
 
     def named(what: Any) -> bool:
@@ -237,41 +254,43 @@ def _wanted(table: Mapping[str, Any], name: str) -> bool:
     )
 
 
-def _stacked(
+def _find_stacked(
     path: Path,
     table: Mapping[str, Any],
-    entries: Mapping[str, Entry],
+    entries: Mapping[str, TensorMapping],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> set[str]:
     """Packed layers with an A for each of ours; refuse ranks and scales that differ otherwise."""
     rank, root = table.get("r", 8), bool(table.get("use_rslora"))
     stacked, plain = set[str](), set[str]()
     for module, entry in entries.items():
-        have = shapes[f"{BEFORE}{module}{ENDS['a']}"][0]
-        said = _pattern(table, "rank_pattern", module, rank)
-        alpha = _pattern(table, "alpha_pattern", module, table.get("lora_alpha", 8))
-        count = len(entry.ours)
+        have = shapes[f"{NAME_PREFIX}{module}{NAME_SUFFIXES['a']}"][0]
+        said = _match_pattern(table, "rank_pattern", module, rank)
+        alpha = _match_pattern(table, "alpha_pattern", module, table.get("lora_alpha", 8))
+        count = len(entry.our_names)
         if have != said or have not in (rank, rank * count):
             raise CheckpointError(
-                _odd(path, "rank_pattern", table.get("rank_pattern"), "left out")
+                _config_problem(path, "rank_pattern", table.get("rank_pattern"), "left out")
                 + f" {module} has rank {have}, r={rank}: all layers have the same rank here."
             )
         times = have // rank
         if not math.isclose(alpha, table.get("lora_alpha", 8) * (times**0.5 if root else times)):
             raise CheckpointError(
-                _odd(path, "alpha_pattern", table.get("alpha_pattern"), "left out")
+                _config_problem(path, "alpha_pattern", table.get("alpha_pattern"), "left out")
                 + f" {module} has alpha {alpha}: all layers have the same scale here."
             )
         if count > 1:
             (stacked if times > 1 else plain).add(module)
     if stacked and plain:
         raise CheckpointError(
-            _odd(path, "rank_pattern", table.get("rank_pattern"), "for all packed layers or none")
+            _config_problem(
+                path, "rank_pattern", table.get("rank_pattern"), "for all packed layers or none"
+            )
         )
     return stacked
 
 
-def _pattern(table: Mapping[str, Any], key: str, module: str, value: Any) -> Any:
+def _match_pattern(table: Mapping[str, Any], key: str, module: str, value: Any) -> Any:
     """What a table of patterns says of a layer, by PEFT's own rule."""
     for pattern, own in (table.get(key) or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
@@ -279,86 +298,106 @@ def _pattern(table: Mapping[str, Any], key: str, module: str, value: Any) -> Any
     return value
 
 
-def _where(path: Path, config: DecoderConfig, entries: Sequence[Entry] | Any) -> dict[str, Any]:
+def _adapted_layers(
+    path: Path, config: DecoderConfig, entries: Sequence[TensorMapping] | Any
+) -> dict[str, Any]:
     """Which layers of which blocks are adapted; the same in each."""
     found: dict[int, set[str]] = {}
     for entry in entries:
-        for ours in entry.ours:
+        for ours in entry.our_names:
             parts = ours.split(".")
-            if parts[0] != "blocks" or parts[-2] not in ORDER:
+            if parts[0] != "blocks" or parts[-2] not in LAYER_ORDER:
                 raise CheckpointError(
-                    f"{path / WEIGHTS} adapts {entry.name}. Adapters are known beside "
-                    f"{', '.join(ORDER)}. Train one without it."
+                    f"{path / WEIGHTS_FILE} adapts {entry.name}. Adapters are known beside "
+                    f"{', '.join(LAYER_ORDER)}. Train one without it."
                 )
             found.setdefault(int(parts[1]), set()).add(parts[-2])
     kinds = {frozenset(some) for some in found.values()}
     if len(kinds) != 1:
         raise CheckpointError(
-            f"{path / WEIGHTS} adapts other layers in some blocks than in others. Here they are "
+            f"{path / WEIGHTS_FILE} adapts other layers in some blocks than in others. Here "
+            "they are "
             "the same in all that have adapters. Train another."
         )
     (names,) = kinds
     layers = () if len(found) == config.layers else tuple(sorted(found))
-    return {"on": tuple(name for name in ORDER if name in names), "layers": layers}
+    return {"on": tuple(name for name in LAYER_ORDER if name in names), "layers": layers}
 
 
-def _pieces(
-    module: str, entry: Entry, weights: Mapping[str, Adapted], lora: AdapterConfig, stacked: bool
-) -> Iterator[tuple[str, Piece]]:
+def _locate_slices(
+    module: str,
+    entry: TensorMapping,
+    weights: Mapping[str, AdaptedWeight],
+    lora: AdapterConfig,
+    stacked: bool,
+) -> Iterator[tuple[str, AdapterSlice]]:
     """Where our tensors lie in those of one of their layers."""
     row, rank = 0, lora.rank
-    for i, ours in enumerate(entry.ours):
+    for i, ours in enumerate(entry.our_names):
         own = weights[ours]
         out, into = own.shape
         at = i * rank if stacked else 0
-        yield own.a, Piece(f"{BEFORE}{module}{ENDS['a']}", (at, 0), (rank, into))
-        yield own.b, Piece(f"{BEFORE}{module}{ENDS['b']}", (row, at), (out, rank))
+        yield (
+            own.a,
+            AdapterSlice(f"{NAME_PREFIX}{module}{NAME_SUFFIXES['a']}", (at, 0), (rank, into)),
+        )
+        yield (
+            own.b,
+            AdapterSlice(f"{NAME_PREFIX}{module}{NAME_SUFFIXES['b']}", (row, at), (out, rank)),
+        )
         if lora.dora:
-            yield own.m, Piece(f"{BEFORE}{module}{ENDS['m']}", (row,), (out,))
+            yield own.m, AdapterSlice(f"{NAME_PREFIX}{module}{NAME_SUFFIXES['m']}", (row,), (out,))
         row += out
 
 
-def _compare(
+def _check_tensors(
     path: Path,
-    pieces: Mapping[str, Piece],
+    pieces: Mapping[str, AdapterSlice],
     shapes: Mapping[str, tuple[int, ...]],
-    entries: Mapping[str, Entry],
-    weights: Mapping[str, Adapted],
+    entries: Mapping[str, TensorMapping],
+    weights: Mapping[str, AdaptedWeight],
     lora: AdapterConfig,
 ) -> None:
     """Refuse tensors that are missing, too many, of another shape, or not on the diagonal."""
     expected: dict[str, tuple[int, ...]] = {}
     for module, entry in entries.items():
-        owns = [weights[ours] for ours in entry.ours]
-        out, rank = sum(own.shape[0] for own in owns), shapes[f"{BEFORE}{module}{ENDS['a']}"][0]
+        owns = [weights[ours] for ours in entry.our_names]
+        out, rank = (
+            sum(own.shape[0] for own in owns),
+            shapes[f"{NAME_PREFIX}{module}{NAME_SUFFIXES['a']}"][0],
+        )
         theirs = {"a": (rank, owns[0].shape[1]), "b": (out, rank), "m": (out,)}
         for kind in "abm" if lora.dora else "ab":
-            expected[f"{BEFORE}{module}{ENDS[kind]}"] = theirs[kind]
+            expected[f"{NAME_PREFIX}{module}{NAME_SUFFIXES[kind]}"] = theirs[kind]
     odd = sorted(n for n in {*expected, *shapes} if expected.get(n) != shapes.get(n))
     if odd:
         name = odd[0]
         raise CheckpointError(
-            f"{path / WEIGHTS} has {name} of shape {list(shapes.get(name, ()))}, but it should be "
+            f"{path / WEIGHTS_FILE} has {name} of shape {list(shapes.get(name, ()))}, but it "
+            "should be "
             f"{list(expected.get(name, ()))} ({len(odd)} such in all; [] is not there). An adapter "
             "fits the model that it was made for. Use that model."
         )
-    stacked = [m for m, e in entries.items() if len(e.ours) > 1 and not lora.shared]
+    stacked = [m for m, e in entries.items() if len(e.our_names) > 1 and not lora.shared]
     for module in stacked:
-        _refuse_mixed(path, f"{BEFORE}{module}{ENDS['b']}", entries[module], weights, lora.rank)
+        _refuse_mixed(
+            path, f"{NAME_PREFIX}{module}{NAME_SUFFIXES['b']}", entries[module], weights, lora.rank
+        )
 
 
 def _refuse_mixed(
-    path: Path, name: str, entry: Entry, weights: Mapping[str, Adapted], rank: int
+    path: Path, name: str, entry: TensorMapping, weights: Mapping[str, AdaptedWeight], rank: int
 ) -> None:
     """Refuse a B of packed layers that is not zero outside of the blocks on its diagonal."""
-    with open_weights(path / WEIGHTS) as file:
+    with open_weights(path / WEIGHTS_FILE) as file:
         b, row = file.get_tensor(name), 0
-    for i, ours in enumerate(entry.ours):
+    for i, ours in enumerate(entry.our_names):
         out = weights[ours].shape[0]
         b[row : row + out, i * rank : (i + 1) * rank] = 0.0
         row += out
     if bool(b.any()):
         raise CheckpointError(
-            f"{path / WEIGHTS} has {name} that is not zero outside of {len(entry.ours)} blocks on "
+            f"{path / WEIGHTS_FILE} has {name} that is not zero outside of "
+            f"{len(entry.our_names)} blocks on "
             "its diagonal. Packed layers have one A of rank r, or one each. Train another."
         )

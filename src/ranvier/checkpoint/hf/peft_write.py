@@ -14,29 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ranvier.checkpoint.convert import opened
-from ranvier.checkpoint.hf.peft_read import BEFORE, CONFIG, ENDS, WEIGHTS
+from ranvier.checkpoint.convert import open_checkpoint
+from ranvier.checkpoint.hf.peft_read import CONFIG_FILE, NAME_PREFIX, NAME_SUFFIXES, WEIGHTS_FILE
 from ranvier.errors import CheckpointError
 from ranvier.models import AdapterConfig, DecoderConfig
-from ranvier.models.hf.family import Entry, Family
-from ranvier.models.lora import Adapted, adapted_weights
+from ranvier.models.hf.family import Family, TensorMapping
+from ranvier.models.lora import AdaptedWeight, adapted_weights
 
-Read = Callable[[Sequence[str]], Mapping[str, Tensor]]
+ReadTensors = Callable[[Sequence[str]], Mapping[str, Tensor]]
 """Whole tensors by name."""
 
 
-def weights_of(checkpoint: Path) -> Read:
+def weight_reader(checkpoint: Path) -> ReadTensors:
     """Whole weights of a checkpoint by the names of their parameters, read when asked for."""
-    source = opened(checkpoint)
+    source = open_checkpoint(checkpoint)
 
     def read(names: Sequence[str]) -> Mapping[str, Tensor]:
-        lost = [name for name in names if f"{name}.master" not in source.kinds]
+        lost = [name for name in names if f"{name}.master" not in source.tensor_specs]
         if lost:
             raise CheckpointError(
                 f"{checkpoint} has no {lost[0]} ({len(lost)} in all are missing). A checkpoint "
                 "fits the settings that it was trained with. Restore the config.toml of its run."
             )
-        found = source.read([f"{name}.master" for name in names])
+        found = source.read_tensors([f"{name}.master" for name in names])
         return {name.removesuffix(".master"): tensor for name, tensor in found.items()}
 
     return read
@@ -63,26 +63,31 @@ def write_adapter(
             f"{checkpoint} has no adapter: lora.rank={lora.rank}. Only runs with a rank have one. "
             "Export the whole model."
         )
-    read, weights = weights_of(checkpoint), adapted_weights(config, lora)
+    read, weights = weight_reader(checkpoint), adapted_weights(config, lora)
     tensors: dict[str, Tensor] = {}
     adapted = []
-    for entry in family.tensors(config):
-        owns = [weights.get(ours) for ours in entry.ours]
+    for entry in family.tensor_mappings(config):
+        owns = [weights.get(ours) for ours in entry.our_names]
         if any(owns):
             module = entry.name.removesuffix(".weight")
             adapted.append((module, len(owns)))
-            for kind, tensor in _theirs(owns, lora, read, entry).items():
-                tensors[f"{BEFORE}{module}{ENDS[kind]}"] = tensor.to(dtype).contiguous()
+            for kind, tensor in _pack_adapter(owns, lora, read, entry).items():
+                tensors[f"{NAME_PREFIX}{module}{NAME_SUFFIXES[kind]}"] = tensor.to(
+                    dtype
+                ).contiguous()
     out.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
-    names = [e.name.removesuffix(".weight") for e in family.tensors(config)]
-    table = _written(lora, adapted, names, family, base_name)
-    (out / CONFIG).write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
-    return [CONFIG, WEIGHTS]
+    save_file(tensors, out / WEIGHTS_FILE, metadata={"format": "pt"})
+    names = [e.name.removesuffix(".weight") for e in family.tensor_mappings(config)]
+    table = _adapter_config(lora, adapted, names, family, base_name)
+    (out / CONFIG_FILE).write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
+    return [CONFIG_FILE, WEIGHTS_FILE]
 
 
-def _theirs(
-    owns: Sequence[Adapted | None], lora: AdapterConfig, read: Read, entry: Entry
+def _pack_adapter(
+    owns: Sequence[AdaptedWeight | None],
+    lora: AdapterConfig,
+    read: ReadTensors,
+    entry: TensorMapping,
 ) -> dict[str, Tensor]:
     """A, B and m of one of their layers from those of ours that it packs."""
     if None in owns and (lora.dora or lora.shared):
@@ -105,11 +110,15 @@ def _theirs(
         }
     blank = torch.zeros_like(values[there[0].a])
     a = [blank if own is None else values[own.a] for own in owns]
-    rows = [_rows(ours, owns, i, read, lora.rank) for i, ours in enumerate(entry.ours)]
+    rows = [
+        _diagonal_block(ours, owns, i, read, lora.rank) for i, ours in enumerate(entry.our_names)
+    ]
     return {**found, "a": torch.cat(a), "b": torch.block_diag(*rows)}
 
 
-def _rows(ours: str, owns: Sequence[Adapted | None], i: int, read: Read, rank: int) -> Tensor:
+def _diagonal_block(
+    ours: str, owns: Sequence[AdaptedWeight | None], i: int, read: ReadTensors, rank: int
+) -> Tensor:
     """The block of a layer on the diagonal of a packed B; zero where it is not adapted."""
     own = owns[i]
     if own is not None:
@@ -118,7 +127,7 @@ def _rows(ours: str, owns: Sequence[Adapted | None], i: int, read: Read, rank: i
     return weight.new_zeros(weight.shape[0], rank)
 
 
-def _written(
+def _adapter_config(
     lora: AdapterConfig,
     adapted: Sequence[tuple[str, int]],
     names: Sequence[str],
@@ -126,7 +135,9 @@ def _written(
     base_name: str | None,
 ) -> dict[str, Any]:
     """The adapter_config.json."""
-    ends = {_end(module, [m for m, _ in adapted], names): count for module, count in adapted}
+    ends = {
+        _shortest_suffix(module, [m for m, _ in adapted], names): count for module, count in adapted
+    }
     packed = {end: n for end, n in ends.items() if n > 1 and not lora.shared}
     root = lora.rslora
     return {
@@ -135,28 +146,28 @@ def _written(
         "base_model_name_or_path": base_name,
         "inference_mode": True,
         "r": lora.rank,
-        "lora_alpha": _short(lora.alpha),
+        "lora_alpha": _shorten_number(lora.alpha),
         "lora_dropout": lora.dropout,
         "target_modules": sorted(ends),
         "layers_to_transform": list(lora.layers) or None,
         "use_dora": lora.dora,
         "use_rslora": lora.rslora,
         "bias": "none",
-        "fan_in_fan_out": family.transposed,
+        "fan_in_fan_out": family.is_transposed,
         "init_lora_weights": True,
         "modules_to_save": None,
         "rank_pattern": {end: n * lora.rank for end, n in packed.items()},
         "alpha_pattern": {
-            end: _short(lora.alpha * (n**0.5 if root else n)) for end, n in packed.items()
+            end: _shorten_number(lora.alpha * (n**0.5 if root else n)) for end, n in packed.items()
         },
     }
 
 
-def _short(value: float) -> float | int:
+def _shorten_number(value: float) -> float | int:
     return int(value) if value == int(value) else value
 
 
-def _end(module: str, adapted: Sequence[str], names: Sequence[str]) -> str:
+def _shortest_suffix(module: str, adapted: Sequence[str], names: Sequence[str]) -> str:
     """The shortest end of a name that means adapted layers only, in whichever block."""
     parts, kinds = module.split("."), {re.sub(r"\.\d+\.", ".*.", name) for name in adapted}
     for count in (1, 2, 3):
@@ -170,7 +181,9 @@ def _end(module: str, adapted: Sequence[str], names: Sequence[str]) -> str:
 # ---- merging ----------------------------------------------------------------------------
 
 
-def merged(name: str, read: Read, lora: AdapterConfig, known: Mapping[str, Adapted]) -> Tensor:
+def merge_adapter(
+    name: str, read: ReadTensors, lora: AdapterConfig, known: Mapping[str, AdaptedWeight]
+) -> Tensor:
     """A weight of the base with its adapter in it, in the type of the base.
 
     W + s · B A, with DoRA times m / its norm by rows. known: of `adapted_weights`; a weight that it

@@ -18,55 +18,60 @@ import torch
 from torch import Tensor
 
 from ranvier.checkpoint import checksummed_file
-from ranvier.checkpoint.hf.model import INDEX, Progress
-from ranvier.checkpoint.manifest import WORDS
+from ranvier.checkpoint.hf.model import INDEX_FILE, ByteProgress
+from ranvier.checkpoint.manifest import DTYPE_NAMES
 from ranvier.errors import PlanError
-from ranvier.models.hf.family import Entry
+from ranvier.models.hf.family import TensorMapping
 
 
 @dataclass(frozen=True)
-class Theirs:
+class HFTensor:
     """A tensor to write: its name, type and shape, and whence its values come."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    entry: Entry
+    entry: TensorMapping
 
     @property
-    def bytes(self) -> int:
+    def num_bytes(self) -> int:
         """Its size."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def listed(
-    entries: Sequence[Entry],
+def list_hf_tensors(
+    entries: Sequence[TensorMapping],
     sizes: Mapping[str, tuple[int, ...]],
     dtypes: Mapping[str, torch.dtype],
-) -> list[Theirs]:
+) -> list[HFTensor]:
     """What a family stores, from the shapes and types of ours."""
     found = []
     for entry in entries:
-        dtype = dtypes[entry.ours[0]]
-        found.append(Theirs(entry.name, dtype, entry.shape(sizes), entry))
+        dtype = dtypes[entry.our_names[0]]
+        found.append(HFTensor(entry.name, dtype, entry.compute_shape(sizes), entry))
     return found
 
 
-def write(
-    here: Path, tensors: Sequence[Theirs], read: Any, *, most: int, progress: Progress | None = None
+def write_safetensors(
+    here: Path,
+    tensors: Sequence[HFTensor],
+    read: Any,
+    *,
+    most: int,
+    progress: ByteProgress | None = None,
 ) -> list[str]:
     """Write safetensors of at most `most` bytes with an index; their names.
 
     read: the whole of one of our tensors by its name.
     """
-    groups: list[list[Theirs]] = [[]]
+    groups: list[list[HFTensor]] = [[]]
     for one in tensors:
-        if groups[-1] and sum(x.bytes for x in groups[-1]) + one.bytes > most:
+        if groups[-1] and sum(x.num_bytes for x in groups[-1]) + one.num_bytes > most:
             groups.append([])
         groups[-1].append(one)
     where: dict[str, str] = {}
     held: dict[str, Tensor] = {}
-    total, done = sum(one.bytes for one in tensors), 0
+    total, done = sum(one.num_bytes for one in tensors), 0
 
     def wrote(size: int) -> None:
         nonlocal done
@@ -77,24 +82,24 @@ def write(
     for number, group in enumerate(groups, 1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         file = "model.safetensors" if len(groups) == 1 else file
-        _write_one(here / file, group, functools.partial(_parts, read, held), wrote)
+        _write_file(here / file, group, functools.partial(_source_parts, read, held), wrote)
         where |= {one.name: file for one in group}
     if len(groups) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": where}
         text = json.dumps(index, indent=2) + "\n"
-        checksummed_file.write(here / INDEX, [memoryview(text.encode())])
+        checksummed_file.write_checksummed(here / INDEX_FILE, [memoryview(text.encode())])
     return list(dict.fromkeys(where.values()))
 
 
-def _write_one(
-    path: Path, group: Sequence[Theirs], read: Any, wrote: Callable[[int], None]
+def _write_file(
+    path: Path, group: Sequence[HFTensor], read: Any, wrote: Callable[[int], None]
 ) -> None:
     """One file: its header, then one tensor after the other, each made when its turn comes."""
     group = sorted(group, key=lambda one: -one.dtype.itemsize)  # each at a multiple of its width
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for one in group:
-        word, end = WORDS[one.dtype], at + one.bytes
+        word, end = DTYPE_NAMES[one.dtype], at + one.num_bytes
         header[one.name] = {"dtype": word, "shape": list(one.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -102,29 +107,29 @@ def _write_one(
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for one in group:
-            parts = [_cast(x, one) for x in read(one.entry)]
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts, one.entry.dim)
-            whole = (whole.T if one.entry.transposed else whole).contiguous()
+            parts = [_cast_checked(x, one) for x in read(one.entry)]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts, one.entry.concat_dim)
+            whole = (whole.T if one.entry.is_transposed else whole).contiguous()
             file.write(whole.view(-1).view(torch.uint8).numpy().data)
             del parts, whole
-            wrote(one.bytes)
+            wrote(one.num_bytes)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _parts(read: Any, held: dict[str, Tensor], entry: Entry) -> list[Tensor]:
+def _source_parts(read: Any, held: dict[str, Tensor], entry: TensorMapping) -> list[Tensor]:
     """What of our tensors is in one of theirs; one with experts is held until its last is out."""
-    if entry.expert < 0:
+    if entry.expert_index < 0:
         held.clear()
-        return [read(name) for name in entry.ours]
-    (name,) = entry.ours
+        return [read(name) for name in entry.our_names]
+    (name,) = entry.our_names
     if name not in held:
         held.clear()
         held[name] = read(name)
-    return [held[name][entry.expert]]
+    return [held[name][entry.expert_index]]
 
 
-def _cast(x: Tensor, one: Theirs) -> Tensor:
+def _cast_checked(x: Tensor, one: HFTensor) -> Tensor:
     """In the type to write; numbers that it cannot hold are refused."""
     y = x.to(one.dtype)
     if one.dtype == torch.float16 and not bool(y.isfinite().all()):

@@ -13,18 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ranvier.data.tokenizer import whole
+from ranvier.data.tokenizer import repair_surrogates
 from ranvier.errors import DataError
 
-ROLES = {
+SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bard", "bing"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function"), "tool"),
     "system": "system",
 }
 """Roles of ShareGPT's `from`."""
-QUESTIONS = ("prompt", "instruction", "question")
-ANSWERS = ("completion", "response", "output", "answer")
+QUESTION_FIELDS = ("prompt", "instruction", "question")
+ANSWER_FIELDS = ("completion", "response", "output", "answer")
 ASSISTANT = "assistant"
 
 
@@ -33,19 +33,19 @@ class Conversation:
     """Messages, and those of them that are learnt."""
 
     messages: list[dict[str, Any]]
-    learned: list[bool]
+    is_learned: list[bool]
     """Of each message; only those of the assistant count."""
     tools: list[Any] | None = None
-    at: str = ""
+    location: str = ""
     """File and line, for messages."""
 
     @property
-    def turns(self) -> list[int]:
+    def assistant_turns(self) -> list[int]:
         """Numbers of the assistant's messages."""
         return [i for i, one in enumerate(self.messages) if one["role"] == ASSISTANT]
 
     @property
-    def texts(self) -> list[str]:
+    def message_texts(self) -> list[str]:
         """What is said."""
         return [one["content"] for one in self.messages if isinstance(one["content"], str)]
 
@@ -54,106 +54,112 @@ def is_conversation(record: Mapping[str, Any]) -> bool:
     """Whether a record has one of the known forms."""
     if isinstance(record.get("messages", record.get("conversations")), list):
         return True
-    return _first(record, QUESTIONS) is not None and _first(record, ANSWERS) is not None
+    return (
+        _first_field(record, QUESTION_FIELDS) is not None
+        and _first_field(record, ANSWER_FIELDS) is not None
+    )
 
 
-def conversation_of(record: Any, at: str) -> Conversation:
+def parse_conversation(record: Any, at: str) -> Conversation:
     """The conversation of a record; at: its file and line."""
     if not isinstance(record, dict):
-        raise _wrong(at, f"a {type(record).__name__}, not an object")
+        raise _record_error(at, f"a {type(record).__name__}, not an object")
     tools = record.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError):
-            raise _wrong(at, f"tools is {tools!r:.60}, neither a list nor JSON") from None
+            raise _record_error(at, f"tools is {tools!r:.60}, neither a list nor JSON") from None
     if tools and not isinstance(tools, list):
-        raise _wrong(at, f"tools is a {type(tools).__name__}, not a list")
+        raise _record_error(at, f"tools is a {type(tools).__name__}, not a list")
     head = record.get("system")
     if record.get("messages") is not None:
-        found, asked = _list(record, "messages", at), 0
+        found, asked = _message_list(record, "messages", at), 0
     elif record.get("conversations") is not None:
-        found, asked = [_renamed(x, at) for x in _list(record, "conversations", at)], 0
+        found, asked = (
+            [_parse_sharegpt(x, at) for x in _message_list(record, "conversations", at)],
+            0,
+        )
     else:
-        found, asked = _answered(record, at)
+        found, asked = _question_and_answer(record, at)
     if isinstance(head, str) and head and not (found and found[0].get("role") == "system"):
         found, asked = [{"role": "system", "content": head}, *found], asked + 1
     if not found:
-        raise _wrong(at, "no message")
-    messages = [_message(one, number, at) for number, one in enumerate(found)]
+        raise _record_error(at, "no message")
+    messages = [_parse_message(one, number, at) for number, one in enumerate(found)]
     learned = [i >= asked and one.get("weight", 1) != 0 for i, one in enumerate(found)]
-    return Conversation(messages, learned, _plain(tools) if tools else None, at)
+    return Conversation(messages, learned, _repair_texts(tools) if tools else None, at)
 
 
-def _first(record: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+def _first_field(record: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
     return next((name for name in names if isinstance(record.get(name), (str, list))), None)
 
 
-def _wrong(at: str, what: str) -> DataError:
+def _record_error(at: str, what: str) -> DataError:
     return DataError(
         f"{at}: {what}. A conversation is messages of role and content, conversations of from and "
         "value, or a prompt and a completion. Mend the record, or use data.format=text."
     )
 
 
-def _list(record: Mapping[str, Any], name: str, at: str) -> list[dict[str, Any]]:
+def _message_list(record: Mapping[str, Any], name: str, at: str) -> list[dict[str, Any]]:
     value = record[name]
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-        raise _wrong(at, f"{name} is {value!r:.60}, not a list of objects")
+        raise _record_error(at, f"{name} is {value!r:.60}, not a list of objects")
     return value
 
 
-def _answered(record: Mapping[str, Any], at: str) -> tuple[list[dict[str, Any]], int]:
+def _question_and_answer(record: Mapping[str, Any], at: str) -> tuple[list[dict[str, Any]], int]:
     """Messages of a question and its answer, and how many come before the answer."""
-    question, answer = _first(record, QUESTIONS), _first(record, ANSWERS)
+    question, answer = _first_field(record, QUESTION_FIELDS), _first_field(record, ANSWER_FIELDS)
     if question is None or answer is None:
-        raise _wrong(at, f"the fields {', '.join(map(repr, record)) or 'none'}")
+        raise _record_error(at, f"the fields {', '.join(map(repr, record)) or 'none'}")
     more = record.get("input")
     asked = record[question]
     if isinstance(asked, list):
-        asked = _list(record, question, at)
+        asked = _message_list(record, question, at)
     else:
         text = f"{asked}\n\n{more}" if isinstance(more, str) and more else asked
         asked = [{"role": "user", "content": text}]
     said = record[answer]
     if isinstance(said, list):
-        said = _list(record, answer, at)
+        said = _message_list(record, answer, at)
     else:
         said = [{"role": ASSISTANT, "content": said}]
     return [*asked, *said], len(asked)
 
 
-def _renamed(one: Mapping[str, Any], at: str) -> dict[str, Any]:
+def _parse_sharegpt(one: Mapping[str, Any], at: str) -> dict[str, Any]:
     """A message of ShareGPT, or of those who write role and content in its place."""
     name = one.get("from", one.get("role"))
-    if not isinstance(name, str) or name not in ROLES:
-        raise _wrong(at, f"from is {name!r:.60}, none of {', '.join(ROLES)}")
+    if not isinstance(name, str) or name not in SHAREGPT_ROLES:
+        raise _record_error(at, f"from is {name!r:.60}, none of {', '.join(SHAREGPT_ROLES)}")
     rest = {key: value for key, value in one.items() if key not in ("from", "value", "role")}
-    return {"role": ROLES[name], "content": one.get("value", one.get("content")), **rest}
+    return {"role": SHAREGPT_ROLES[name], "content": one.get("value", one.get("content")), **rest}
 
 
-def _message(one: Mapping[str, Any], number: int, at: str) -> dict[str, Any]:
+def _parse_message(one: Mapping[str, Any], number: int, at: str) -> dict[str, Any]:
     role, content = one.get("role"), one.get("content")
     if not isinstance(role, str) or not role:
-        raise _wrong(at, f"message {number} has the role {role!r:.60}")
+        raise _record_error(at, f"message {number} has the role {role!r:.60}")
     if isinstance(content, list):
         good = all(isinstance(part, (str, dict)) for part in content)
     else:
         good = isinstance(content, str) or (content is None and role == ASSISTANT)
     if not good:
-        raise _wrong(at, f"message {number} has the content {content!r:.60}")
-    plain: dict[str, Any] = _plain({k: v for k, v in one.items() if k != "weight"})
+        raise _record_error(at, f"message {number} has the content {content!r:.60}")
+    plain: dict[str, Any] = _repair_texts({k: v for k, v in one.items() if k != "weight"})
     if content is None and not plain.get("tool_calls"):
         plain["content"] = ""
     return plain
 
 
-def _plain(value: Any) -> Any:
+def _repair_texts(value: Any) -> Any:
     """A value of JSON whose texts have an UTF-8."""
     if isinstance(value, str):
-        return whole(value)
+        return repair_surrogates(value)
     if isinstance(value, dict):
-        return {whole(str(key)): _plain(one) for key, one in value.items()}
+        return {repair_surrogates(str(key)): _repair_texts(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_repair_texts(one) for one in value]
     return value

@@ -25,25 +25,25 @@ from pathlib import Path
 from typing import Any
 
 from ranvier.data.checksums import digest_of
-from ranvier.errors import DataError, RefusedError
-from ranvier.launch import start_environment
+from ranvier.errors import DataError, UnsafeInputError
+from ranvier.launch import minimal_environment
 
-SECONDS = 5.0
+RENDER_SECONDS = 5.0
 """Time of the processor that a rendering may take."""
-PATIENCE = 60
+REPLY_SECONDS = 60
 """Seconds that this process waits for it."""
-MEMORY = 512 << 20
+MEMORY_BYTES = 512 << 20
 """Bytes of addresses that the worker may use."""
-LARGEST = 20_000_000
+MAX_CHARACTERS = 20_000_000
 """Characters of a rendered text, and bytes of a conversation, at most."""
-TEMPLATES = 64
+MAX_TEMPLATES = 64
 """Templates that a worker holds before another one is started."""
-BEGIN, CLOSE = "\udff0", "\udff1"
+BEGIN_MARK, END_MARK = "\udff0", "\udff1"
 """Around what a generation block says, if it is asked for: no text has halves of pairs."""
-PROGRAM = Path(__file__).with_name("template_worker.py")
-OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+WORKER_PROGRAM = Path(__file__).with_name("template_worker.py")
+OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 """What ends a worker for reasons that are none of its template."""
-TIMERS = (signal.SIGPROF, signal.SIGXCPU)
+TIMER_SIGNALS = (signal.SIGPROF, signal.SIGXCPU)
 """What its timers end it with."""
 
 
@@ -59,81 +59,85 @@ class WorkerEndedError(Exception):
 class TemplateWorker:
     """A process that renders templates; it starts when it is first asked."""
 
-    def __init__(self, *, seconds: float = SECONDS, memory: int = MEMORY) -> None:
+    def __init__(self, *, seconds: float = RENDER_SECONDS, memory: int = MEMORY_BYTES) -> None:
         self.seconds, self.memory = seconds, memory
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
-        self._known: set[str] = set()
-        self._asks = 0
+        self._known_templates: set[str] = set()
+        self._request_count = 0
 
-    def ask(self, text: str, values: Mapping[str, Any] | None, *, marks: bool) -> dict[str, Any]:
+    def send_request(
+        self, text: str, values: Mapping[str, Any] | None, *, marks: bool
+    ) -> dict[str, Any]:
         """What the worker replies: `text` or, without values, `generates`; else why not."""
         if self._owner != os.getpid():
             self._lock = threading.Lock()  # another thread may have held it at the fork
         with self._lock:
             for _ in range(2):
                 try:
-                    return self._ask(text, values, marks)
+                    return self._request_once(text, values, marks)
                 except WorkerEndedError as error:
                     code = self._wait_for_exit() if error.code is None else error.code
-                    if -code in TIMERS:
+                    if -code in TIMER_SIGNALS:
                         return {"refused": f"{self.seconds:g} s of the processor were not enough"}
-                    if -code not in OUTSIDE:
+                    if -code not in OUTSIDE_SIGNALS:
                         break
             return {"refused": f"the process that rendered it ended with the code {code}"}
 
-    def _ask(self, text: str, values: Mapping[str, Any] | None, marks: bool) -> dict[str, Any]:
+    def _request_once(
+        self, text: str, values: Mapping[str, Any] | None, marks: bool
+    ) -> dict[str, Any]:
         channel, key = self._open_channel(), digest_of(text)
-        self._asks += 1
+        self._request_count += 1
         request = {
             "key": key,
-            "text": None if key in self._known else text,
+            "text": None if key in self._known_templates else text,
             "values": values,
-            "marks": [BEGIN, CLOSE] if marks else ["", ""],
+            "marks": [BEGIN_MARK, END_MARK] if marks else ["", ""],
             "seconds": self.seconds,
-            "largest": LARGEST,
+            "largest": MAX_CHARACTERS,
         }
         try:
             body = json.dumps(request, ensure_ascii=False, default=str)
         except (RecursionError, ValueError) as error:
             return {"failed": f"it is nested too deeply ({error})"}
         raw = body.encode("utf-8", "surrogatepass")
-        if len(raw) > LARGEST:
-            return {"failed": f"it has {len(raw):,} bytes, above {LARGEST:,}"}
+        if len(raw) > MAX_CHARACTERS:
+            return {"failed": f"it has {len(raw):,} bytes, above {MAX_CHARACTERS:,}"}
         try:
-            channel.settimeout(PATIENCE)
-            channel.sendall(len(raw).to_bytes(8) + self._asks.to_bytes(8) + raw)
+            channel.settimeout(REPLY_SECONDS)
+            channel.sendall(len(raw).to_bytes(8) + self._request_count.to_bytes(8) + raw)
             channel.settimeout(1.0)
-            number, reply = self._reply(channel)
-            while number not in (0, self._asks):  # to a question that was given up
-                number, reply = self._reply(channel)
+            number, reply = self._read_reply(channel)
+            while number not in (0, self._request_count):  # to a question that was given up
+                number, reply = self._read_reply(channel)
         except TimeoutError:
             self.stop()
-            return {"refused": f"it took longer than {PATIENCE} s"}
+            return {"refused": f"it took longer than {REPLY_SECONDS} s"}
         except OSError:
             raise WorkerEndedError from None
         if reply.keys() & {"text", "generates"}:
-            self._known.add(key)
+            self._known_templates.add(key)
         if reply.keys() & {"spent", "ended"}:
-            self._known.clear()  # another child answers from now on
+            self._known_templates.clear()  # another child answers from now on
         if isinstance(reply.get("ended"), int):
             raise WorkerEndedError(reply["ended"])
         return reply
 
-    def _reply(self, channel: socket.socket) -> tuple[int, dict[str, Any]]:
+    def _read_reply(self, channel: socket.socket) -> tuple[int, dict[str, Any]]:
         """The next reply, which is believed to be nothing but a table of bounded size.
 
         Before it the number of what it is the reply to; 0: a child has ended, or what came is none.
         """
-        size = int.from_bytes(self._receive(channel, 8))
-        number = int.from_bytes(self._receive(channel, 8))
-        if size > 4 * LARGEST:
+        size = int.from_bytes(self._receive_bytes(channel, 8))
+        number = int.from_bytes(self._receive_bytes(channel, 8))
+        if size > 4 * MAX_CHARACTERS:
             self.stop()
             return 0, {"refused": f"a reply of {size:,} bytes"}
         try:
-            reply = json.loads(self._receive(channel, size).decode("utf-8", "surrogatepass"))
+            reply = json.loads(self._receive_bytes(channel, size).decode("utf-8", "surrogatepass"))
         except (ValueError, RecursionError):
             reply = None
         if isinstance(reply, dict):
@@ -141,7 +145,7 @@ class TemplateWorker:
         self.stop()
         return 0, {"refused": "a reply that is none"}
 
-    def _receive(self, channel: socket.socket, size: int) -> bytearray:
+    def _receive_bytes(self, channel: socket.socket, size: int) -> bytearray:
         """So many bytes. Seconds in which this process was stopped itself do not count."""
         whole, waited = bytearray(), 0
         while len(whole) < size:
@@ -149,7 +153,7 @@ class TemplateWorker:
                 piece = channel.recv(min(size - len(whole), 1 << 20))
             except TimeoutError:
                 waited += 1
-                if waited >= PATIENCE:
+                if waited >= REPLY_SECONDS:
                     raise
                 continue
             if not piece:
@@ -160,27 +164,27 @@ class TemplateWorker:
     def _open_channel(self) -> socket.socket:
         """The way to the worker of this process; a process that was forked has its own."""
         if self._owner != os.getpid():
-            self._forget()
+            self._forget_worker()
         if self._process is not None and self._process.poll() is not None:
             self.stop()
-        if len(self._known) >= TEMPLATES:
+        if len(self._known_templates) >= MAX_TEMPLATES:
             self.stop()
         if self._channel is None:
-            self._start()
+            self._start_process()
         assert self._channel is not None
         return self._channel
 
-    def _start(self) -> None:
+    def _start_process(self) -> None:
         ours, theirs = socket.socketpair()
         folders = json.dumps([os.path.abspath(folder) for folder in sys.path if folder])
         words = [str(self.memory), str(os.getpid()), folders]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(PROGRAM), *words],
+                [sys.executable, "-I", "-S", str(WORKER_PROGRAM), *words],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env=start_environment(),
+                env=minimal_environment(),
                 cwd="/",
             )
         except BaseException:
@@ -202,25 +206,25 @@ class TemplateWorker:
     def stop(self) -> None:
         """End the worker."""
         if self._owner != os.getpid():
-            self._forget()
+            self._forget_worker()
             return
         process, channel = self._process, self._channel
         self._process = self._channel = None
-        self._known.clear()
+        self._known_templates.clear()
         if channel is not None:
             channel.close()
         if process is not None:
             process.kill()
             process.wait()
 
-    def _forget(self) -> None:
+    def _forget_worker(self) -> None:
         """Leave the worker to the process that this one was forked from."""
         if self._channel is not None:
             self._channel.close()
         if self._process is not None:
             self._process.returncode = 0  # no child of this process
         self._owner, self._process, self._channel = os.getpid(), None, None
-        self._known.clear()
+        self._known_templates.clear()
 
     def __enter__(self) -> TemplateWorker:
         return self
@@ -237,13 +241,13 @@ def shared_worker() -> TemplateWorker:
     return worker
 
 
-class Rendering:
+class SandboxedTemplate:
     """A template, and what it makes of values."""
 
     def __init__(self, text: str, origin: str, worker: TemplateWorker | None = None) -> None:
         self.origin, self._text = origin, text
         self._worker = worker or shared_worker()
-        reply = self._worker.ask(text, None, marks=False)
+        reply = self._worker.send_request(text, None, marks=False)
         if "failed" in reply:  # a constant that cannot be: said again where it is rendered
             reply = {"generates": False}
         if "syntax" in reply:
@@ -252,27 +256,27 @@ class Rendering:
                 "written in Jinja. Mend it, or name another one with data.template."
             )
         if "generates" not in reply:
-            raise self._refusal(reply)
-        self.generates = bool(reply["generates"])
+            raise self._refused_error(reply)
+        self.has_generation_blocks = bool(reply["generates"])
         """Whether it has generation blocks."""
 
     def __call__(self, values: Mapping[str, Any], *, at: str = "", marks: bool = False) -> str:
         """The text; at: where the values come from; marks: around generation blocks."""
-        reply = self._worker.ask(self._text, values, marks=marks)
+        reply = self._worker.send_request(self._text, values, marks=marks)
         text = reply.get("text")
-        if isinstance(text, str) and len(text) <= LARGEST:
+        if isinstance(text, str) and len(text) <= MAX_CHARACTERS:
             return text
         if "failed" not in reply:
-            raise self._refusal(reply)
+            raise self._refused_error(reply)
         raise DataError(
             f"{at + ': ' if at else ''}the chat template {self.origin} does not take this "
             f"conversation: {reply['failed']!s:.300}. It decides which roles and turns there may "
             "be. Mend the record, or use another data.template."
         )
 
-    def _refusal(self, reply: Mapping[str, Any]) -> RefusedError:
+    def _refused_error(self, reply: Mapping[str, Any]) -> UnsafeInputError:
         reason = reply.get("refused", reply.get("failed", "an answer that is none"))
-        return RefusedError(
+        return UnsafeInputError(
             f"The chat template {self.origin} was stopped: {reason!s:.200}. A template says how a "
             "conversation is written, and nothing else. Use another one (data.template)."
         )

@@ -15,16 +15,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ranvier.data.chat.sandbox import Rendering
+from ranvier.data.chat.sandbox import SandboxedTemplate
 from ranvier.data.checksums import digest_of
-from ranvier.data.tokenizer import NAMES, Tokenizer
-from ranvier.data.tokenizer_config import CONFIG, config_of, read, save_config, tokens_of
+from ranvier.data.tokenizer import TOKENIZER_NAMES, Tokenizer
+from ranvier.data.tokenizer_config import (
+    TOKENIZER_CONFIG,
+    read_special_tokens,
+    read_tokenizer_config,
+    read_tokenizer_file,
+    save_tokenizer_config,
+)
 from ranvier.errors import DataError
 
-FILE = "chat_template.jinja"
+TEMPLATE_FILE = "chat_template.jinja"
 BUILT_IN = "(built in)"
 """The origin of `DEFAULT`."""
-DEFAULT = """\
+DEFAULT_TEMPLATE = """\
 {%- for message in messages -%}
 {{ message.role + '\\n' -}}
 {%- if message.role == 'assistant' -%}
@@ -40,7 +46,7 @@ DEFAULT = """\
 
 
 @dataclass(frozen=True)
-class Template:
+class ChatTemplate:
     """Texts in Jinja by name, and the tokens they may speak of."""
 
     texts: Mapping[str, str]
@@ -59,46 +65,48 @@ class Template:
         return digest_of(content)
 
     @cached_property
-    def renderings(self) -> dict[str, Rendering]:
+    def compiled_templates(self) -> dict[str, SandboxedTemplate]:
         """The templates, compiled."""
-        return {name: Rendering(text, self.origin) for name, text in self.texts.items()}
+        return {name: SandboxedTemplate(text, self.origin) for name, text in self.texts.items()}
 
-    def rendering(self, tools: Any = None) -> Rendering:
+    def select_template(self, tools: Any = None) -> SandboxedTemplate:
         """The template of a conversation, with tools or without."""
-        named = "tool_use" if tools and "tool_use" in self.renderings else "default"
-        return self.renderings[named]
+        named = "tool_use" if tools and "tool_use" in self.compiled_templates else "default"
+        return self.compiled_templates[named]
 
     def save(self, folder: Path) -> None:
         """Write it as a tokenizer_config.json, at once or not at all."""
         texts: Any = [{"name": n, "template": t} for n, t in self.texts.items()]
         named = {"chat_template": self.texts["default"] if len(self.texts) == 1 else texts}
-        save_config(folder, {**self.config, **self.tokens, **named})
+        save_tokenizer_config(folder, {**self.config, **self.tokens, **named})
 
 
-def template_of(tokenizer: Tokenizer, name: str | Path, file: str = "") -> Template:
+def load_chat_template(tokenizer: Tokenizer, name: str | Path, file: str = "") -> ChatTemplate:
     """The template in a file, else that of a tokenizer of this name, else `DEFAULT`.
 
     name: as for `tokenizer_of`; its files lie in the folder of the tokenizer.json.
     """
-    folder = _folder(name)
-    config, tokens = config_of(folder), tokens_of(folder)
-    end = {"eos_token": tokenizer.names[tokenizer.end]}
+    folder = _tokenizer_folder(name)
+    config, tokens = read_tokenizer_config(folder), read_special_tokens(folder)
+    end = {"eos_token": tokenizer.token_names[tokenizer.eos_token_id]}
     tokens = tokens or end
-    texts = _texts(config.pop("chat_template", None), folder / CONFIG if folder else Path())
-    origin = str(folder / CONFIG) if folder else ""
+    texts = _parse_templates(
+        config.pop("chat_template", None), folder / TOKENIZER_CONFIG if folder else Path()
+    )
+    origin = str(folder / TOKENIZER_CONFIG) if folder else ""
     config.pop("auto_map", None)  # code of strangers
-    beside = folder / FILE if folder else Path()
+    beside = folder / TEMPLATE_FILE if folder else Path()
     if file:
-        texts, origin = {"default": read(Path(file))}, file
+        texts, origin = {"default": read_tokenizer_file(Path(file))}, file
     elif folder is not None and os.path.lexists(beside):
-        texts, origin = {**texts, "default": read(beside)}, str(beside)
+        texts, origin = {**texts, "default": read_tokenizer_file(beside)}, str(beside)
     if "default" not in texts:
-        texts, origin, tokens = {"default": DEFAULT}, BUILT_IN, end | tokens
-    return Template(texts, tokens, origin, config)
+        texts, origin, tokens = {"default": DEFAULT_TEMPLATE}, BUILT_IN, end | tokens
+    return ChatTemplate(texts, tokens, origin, config)
 
 
-def _folder(name: str | Path) -> Path | None:
-    if name in (*NAMES, "train"):
+def _tokenizer_folder(name: str | Path) -> Path | None:
+    if name in (*TOKENIZER_NAMES, "train"):
         return None
     path = Path(name)
     if os.path.isdir(path):
@@ -106,7 +114,7 @@ def _folder(name: str | Path) -> Path | None:
     return path.parent if path.name == "tokenizer.json" else None
 
 
-def _texts(value: Any, path: Path) -> dict[str, str]:
+def _parse_templates(value: Any, path: Path) -> dict[str, str]:
     """Templates by name, from a text or a list of named ones."""
     if value is None:
         return {}

@@ -38,11 +38,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 PDEATHSIG = 1
-SPENT = 3
+SPENT_EXIT_CODE = 3
 """Exit code of a child that has answered and is not to be used again."""
 
 
-WARM = (
+WARM_UP_TEMPLATES = (
     "{{ 'a\\n\\u00e4' | wordwrap(1) | pprint }}{{ [1] | tojson }}{{ strftime_now('%B') }}",
     "{{ '%d' % 'x' }}",
     "{{ raise_exception('x') }}",
@@ -51,7 +51,7 @@ WARM = (
 """Templates that use what is loaded late; the last ones fail."""
 
 
-class Generation(Extension):
+class GenerationExtension(Extension):
     """`{% generation %}` ... `{% endgeneration %}`: what the model is to say."""
 
     tags = {"generation"}
@@ -72,7 +72,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     """The environment that chat templates are written for."""
 
     def __init__(self) -> None:
-        extensions = [Generation, "jinja2.ext.loopcontrols"]
+        extensions = [GenerationExtension, "jinja2.ext.loopcontrols"]
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self.marks = ("", "")
         self.filters["tojson"] = to_json
@@ -148,7 +148,7 @@ class CompiledTemplate:
         self.environment = ChatEnvironment()
         tree = self.environment.parse(text)
         self.template = self.environment.from_string(text)
-        self.generates = any(
+        self.has_generation_blocks = any(
             isinstance(call.call, nodes.Call)
             and isinstance(call.call.node, nodes.ExtensionAttribute)
             for call in tree.find_all(nodes.CallBlock)
@@ -164,14 +164,14 @@ class CompiledTemplate:
         return text
 
 
-def answer(request: dict[str, Any], known: dict[str, CompiledTemplate]) -> dict[str, Any]:
+def answer_request(request: dict[str, Any], known: dict[str, CompiledTemplate]) -> dict[str, Any]:
     """What becomes of a request: a text, or why there is none."""
     key = request["key"]
     try:
         if request["text"] is not None:
             known[key] = CompiledTemplate(request["text"])
         if request["values"] is None:
-            return {"generates": known[key].generates}
+            return {"generates": known[key].has_generation_blocks}
         marks = tuple(request["marks"])
         return {"text": known[key].render(request["values"], marks, request["largest"])}
     except jinja2.TemplateSyntaxError as error:
@@ -186,14 +186,16 @@ def answer(request: dict[str, Any], known: dict[str, CompiledTemplate]) -> dict[
 
 def warm_up() -> None:
     """Have jinja2 and Python load what they would look for when it is first used."""
-    for text in WARM:
-        answer({"key": text, "text": text, "values": {}, "marks": ["", ""], "largest": 9}, {})
+    for text in WARM_UP_TEMPLATES:
+        answer_request(
+            {"key": text, "text": text, "values": {}, "marks": ["", ""], "largest": 9}, {}
+        )
     for name in ("ascii", "latin-1", "utf-8", "unicode-escape"):
         codecs.lookup(name)
     time.tzset()
 
 
-def limit(memory: int) -> None:
+def apply_limits(memory: int) -> None:
     """Give up what no template needs. memory: bytes of addresses."""
     warnings.simplefilter("ignore")
     most = {"AS": memory, "NOFILE": 0, "NPROC": 0, "FSIZE": 0, "CORE": 0}
@@ -213,14 +215,14 @@ def set_timer(seconds: float) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (soft, most))
 
 
-def receive(channel: socket.socket) -> tuple[int, bytes] | None:
+def receive_request(channel: socket.socket) -> tuple[int, bytes] | None:
     """The number and the body of the next request; None: there are no more."""
-    head = _receive(channel, 16)
-    body = None if head is None else _receive(channel, int.from_bytes(head[:8]))
+    head = _receive_bytes(channel, 16)
+    body = None if head is None else _receive_bytes(channel, int.from_bytes(head[:8]))
     return None if head is None or body is None else (int.from_bytes(head[8:]), body)
 
 
-def _receive(channel: socket.socket, size: int) -> bytes | None:
+def _receive_bytes(channel: socket.socket, size: int) -> bytes | None:
     whole = bytearray()
     while len(whole) < size:
         piece = channel.recv(min(size - len(whole), 1 << 20))
@@ -230,33 +232,33 @@ def _receive(channel: socket.socket, size: int) -> bytes | None:
     return bytes(whole)
 
 
-def send(channel: socket.socket, number: int, reply: dict[str, Any]) -> None:
+def send_reply(channel: socket.socket, number: int, reply: dict[str, Any]) -> None:
     """Send a reply. number: of its request; 0: to none."""
     body = json.dumps(reply, ensure_ascii=False).encode("utf-8", "surrogatepass")
     channel.sendall(len(body).to_bytes(8) + number.to_bytes(8) + body)
 
 
-def serve(channel: socket.socket) -> int:
+def serve_requests(channel: socket.socket) -> int:
     """Answer requests until there are no more, or one has filled the memory; the exit code."""
     known: dict[str, CompiledTemplate] = {}
-    while (received := receive(channel)) is not None:
+    while (received := receive_request(channel)) is not None:
         number, raw = received
         try:
             request = json.loads(raw.decode("utf-8", "surrogatepass"))
         except (MemoryError, RecursionError, ValueError) as error:
             why = f"it is too large or nested too deeply ({type(error).__name__})"
-            send(channel, number, {"failed": why, "spent": True})
-            return SPENT
+            send_reply(channel, number, {"failed": why, "spent": True})
+            return SPENT_EXIT_CODE
         set_timer(request["seconds"])
-        reply = answer(request, known)
+        reply = answer_request(request, known)
         set_timer(0.0)
-        send(channel, number, reply)
+        send_reply(channel, number, reply)
         if "spent" in reply:  # what it has left in memory goes with this process
-            return SPENT
+            return SPENT_EXIT_CODE
     return 0
 
 
-def end_with(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """Have the kernel end this process when its parent does, or end it if that has happened."""
     with contextlib.suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
@@ -267,26 +269,26 @@ def end_with(parent: int) -> None:
 def main() -> None:
     """Have children answer requests, one after the other, until the parent has no more."""
     memory, parent = int(sys.argv[1]), int(sys.argv[2])
-    end_with(parent)
+    end_with_parent(parent)
     channel = socket.socket(fileno=0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # its parent decides when it ends
     warm_up()
-    code, own = SPENT, os.getpid()
-    while code == SPENT:
+    code, own = SPENT_EXIT_CODE, os.getpid()
+    while code == SPENT_EXIT_CODE:
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                end_with(own)
-                limit(memory)
-                code = serve(channel)
+                end_with_parent(own)
+                apply_limits(memory)
+                code = serve_requests(channel)
             finally:
                 os._exit(code)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if code not in (0, SPENT):
-            send(channel, 0, {"ended": code})
-            code = SPENT
+        if code not in (0, SPENT_EXIT_CODE):
+            send_reply(channel, 0, {"ended": code})
+            code = SPENT_EXIT_CODE
 
 
 if __name__ == "__main__":

@@ -15,24 +15,24 @@ from typing import get_args
 
 from ranvier.errors import DataError
 from ranvier.eval.code import sandbox
-from ranvier.eval.code.metrics import Sample
-from ranvier.eval.code.sandbox import Language, Limits, Result
-from ranvier.eval.jsonl import objects
-from ranvier.eval.model_server import Served, Wish
+from ranvier.eval.code.metrics import CodeSample
+from ranvier.eval.code.sandbox import Language, SandboxLimits, SandboxResult
+from ranvier.eval.jsonl import read_json_lines
+from ranvier.eval.model_server import GenerationConfig, ModelServer
 
-STOPS: dict[str, tuple[str, ...]] = {
+STOP_STRINGS: dict[str, tuple[str, ...]] = {
     "python": ("\nclass ", "\ndef ", "\n#", "\n@", "\nif ", "\nprint", "\nimport ", "\nfrom "),
     "c": ("\n}",),
 }
 """What ends the function that a prompt has begun."""
-CLOSES = {"python": "\n", "c": "\n}\n"}
+CLOSING_TEXT = {"python": "\n", "c": "\n}\n"}
 """What closes it."""
-BASELINES = 3
+BASELINE_RUNS = 3
 """Runs of a baseline, of which the fastest counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class CodeTask:
     """A program to be written."""
 
     task: str
@@ -43,28 +43,28 @@ class Task:
     stop: tuple[str, ...] = ()
 
     @property
-    def stops(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """What ends the model's part."""
-        return self.stop or STOPS[self.language]
+        return self.stop or STOP_STRINGS[self.language]
 
-    def program(self, said: str) -> str:
+    def build_program(self, said: str) -> str:
         """The whole program."""
-        closes = "\n" if self.stop else CLOSES[self.language]
+        closes = "\n" if self.stop else CLOSING_TEXT[self.language]
         return f"{self.prompt}{said}{closes}\n{self.tests}\n"
 
 
 @dataclass(frozen=True)
-class Tried:
+class Attempt:
     """A program that a model wrote, and what became of it."""
 
-    sample: Sample
-    said: str
-    why: str
+    sample: CodeSample
+    completion: str
+    failure: str
 
 
-def read(path: Path) -> list[Task]:
+def read_tasks(path: Path) -> list[CodeTask]:
     """The tasks of a JSONL file."""
-    tasks = list(_tasks(path))
+    tasks = list(_parse_tasks(path))
     names = [task.task for task in tasks]
     twice = [name for name in names if names.count(name) > 1]
     if twice or not tasks:
@@ -73,9 +73,9 @@ def read(path: Path) -> list[Task]:
     return tasks
 
 
-def _tasks(path: Path) -> Iterator[Task]:
+def _parse_tasks(path: Path) -> Iterator[CodeTask]:
     needed = ("task", "language", "prompt", "tests")
-    for number, line, value in objects(path, "Tasks"):
+    for number, line, value in read_json_lines(path, "Tasks"):
         row = value if isinstance(value, dict) else {}
         missing = [name for name in needed if not isinstance(row.get(name), str)]
         stop = row.get("stop", [])
@@ -97,40 +97,43 @@ def _tasks(path: Path) -> Iterator[Task]:
                 f"{' or '.join(get_args(Language))}. Use one of these."
             )
         texts = {name: row[name] for name in needed}
-        yield Task(**texts, baseline=row.get("baseline", ""), stop=tuple(stop))
+        yield CodeTask(**texts, baseline=row.get("baseline", ""), stop=tuple(stop))
 
 
-def tried(
-    served: Served,
-    tasks: Sequence[Task],
+def attempt_tasks(
+    served: ModelServer,
+    tasks: Sequence[CodeTask],
     *,
     count: int,
-    wish: Wish,
+    wish: GenerationConfig,
     length: int,
-    limits: Limits | None = None,
-    run: Callable[..., Result] = sandbox.run,
-) -> tuple[list[Tried], tuple[str, ...]]:
+    limits: SandboxLimits | None = None,
+    run: Callable[..., SandboxResult] = sandbox.run_program,
+) -> tuple[list[Attempt], tuple[str, ...]]:
     """`count` programs of each task, and the protection that was lacking.
 
     length: most tokens that the model looks at. Communicates: as `Served.generate`.
     """
-    found, lacks = list[Tried](), dict[str, None]()
+    found, lacks = list[Attempt](), dict[str, None]()
     for number, task in enumerate(tasks):
-        prompt = served.words.encode(task.prompt) or [served.words.prefix]
-        if len(prompt) + wish.count > length:
+        prompt = served.tokenizer.encode(task.prompt) or [served.tokenizer.prefix_token_id]
+        if len(prompt) + wish.max_new_tokens > length:
             raise DataError(
-                f"Task {task.task!r} has a prompt of {len(prompt)} tokens and {wish.count} to "
+                f"Task {task.task!r} has a prompt of {len(prompt)} tokens and "
+                f"{wish.max_new_tokens} to "
                 f"come, but the model looks at {length}. Both must fit. Use fewer --tokens."
             )
-        base = _baseline(task, limits, run) if task.baseline else None
-        mine = Wish(**{**asdict(wish), "stops": task.stops, "seed": wish.seed + number})
+        base = _time_baseline(task, limits, run) if task.baseline else None
+        mine = GenerationConfig(
+            **{**asdict(wish), "stops": task.stop_strings, "seed": wish.seed + number}
+        )
         texts = served.generate([prompt] * count, mine, f"writing {task.task}")
         for index, said in enumerate(texts):
             if served.progress is not None:
                 served.progress(f"running {task.task}", index, count)
-            result = run(task.language, task.program(said), limits)
-            lacks |= dict.fromkeys(result.lacks)
-            sample = Sample(
+            result = run(task.language, task.build_program(said), limits)
+            lacks |= dict.fromkeys(result.missing_guards)
+            sample = CodeSample(
                 task=task.task,
                 built=result.built,
                 passed=result.passed,
@@ -138,18 +141,20 @@ def tried(
                 baseline=base,
                 sample=index,
             )
-            found.append(Tried(sample, said, result.why))
+            found.append(Attempt(sample, said, result.failure))
     return found, tuple(lacks)
 
 
-def _baseline(task: Task, limits: Limits | None, run: Callable[..., Result]) -> float:
+def _time_baseline(
+    task: CodeTask, limits: SandboxLimits | None, run: Callable[..., SandboxResult]
+) -> float:
     """Seconds of a task's own solution, which must pass."""
-    program = task.program(task.baseline)
-    results = [run(task.language, program, limits) for _ in range(BASELINES)]
+    program = task.build_program(task.baseline)
+    results = [run(task.language, program, limits) for _ in range(BASELINE_RUNS)]
     failed = [result for result in results if not result.passed]
     if failed:
         raise DataError(
-            f"The baseline of task {task.task!r} fails: {failed[0].why}. Programs are compared "
+            f"The baseline of task {task.task!r} fails: {failed[0].failure}. Programs are compared "
             f"with it, so it must pass its tests. Mend it. It said: {failed[0].output[-300:]!r}"
         )
     return min(result.seconds for result in results)

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from ranvier.errors import DataError, PlanError
-from ranvier.eval.jsonl import objects
+from ranvier.eval.jsonl import read_json_lines
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class CodeSample:
     """A program that was built and run."""
 
     task: str
@@ -45,7 +45,7 @@ class Sample:
         return self.baseline / self.seconds if self.passed else 0.0
 
 
-def best_at(values: Sequence[float], k: int) -> float:
+def best_at_k(values: Sequence[float], k: int) -> float:
     """Expected largest of k of the values: their mean for k = 1, the largest for k = N."""
     count = len(values)
     assert 1 <= k <= count, (k, count)
@@ -57,7 +57,7 @@ def best_at(values: Sequence[float], k: int) -> float:
     return math.fsum(terms) / (count / k)
 
 
-def pass_at(count: int, good: int, k: int) -> float:
+def pass_at_k(count: int, good: int, k: int) -> float:
     """Chance that one of k of `count` samples is among the `good`: 1 - C(n - c, k) / C(n, k)."""
     assert 0 <= good <= count and 1 <= k <= count, (count, good, k)
     if count - good < k:
@@ -67,39 +67,43 @@ def pass_at(count: int, good: int, k: int) -> float:
     return -math.expm1(math.fsum(math.log1p(-k / i) for i in range(count - good + 1, count + 1)))
 
 
-def table(samples: Iterable[Sample], ks: Sequence[int]) -> dict[str, dict[str, float]]:
+def compute_metrics(
+    samples: Iterable[CodeSample], ks: Sequence[int]
+) -> dict[str, dict[str, float]]:
     """Each metric by name and k, the mean over tasks; speedups only of tasks with a baseline."""
-    tasks = _grouped(samples)
+    tasks = _group_samples(samples)
     found: dict[str, dict[str, float]] = {}
     counts = sorted({n for runs in tasks.values() for n in runs})
     for n in counts:
         here = {task: list(runs[n].values()) for task, runs in tasks.items() if n in runs}
-        _check(here, ks)
+        _check_k(here, ks)
         label = "" if counts == [1] else f"_{n}"
         for k in ks:
             key, wholes = str(k), here.values()
             row = {
-                f"build{label}": [pass_at(len(s), sum(x.built for x in s), k) for s in wholes],
-                f"pass{label}": [pass_at(len(s), sum(x.passed for x in s), k) for s in wholes],
-                f"speedup_{n}": [best_at(v, k) for s in wholes if (v := _speedups(s))],
+                f"build{label}": [pass_at_k(len(s), sum(x.built for x in s), k) for s in wholes],
+                f"pass{label}": [pass_at_k(len(s), sum(x.passed for x in s), k) for s in wholes],
+                f"speedup_{n}": [best_at_k(v, k) for s in wholes if (v := _task_speedups(s))],
             }
             row[f"efficiency_{n}"] = [value / n for value in row[f"speedup_{n}"]]
-            _put(found, row, key)
+            _add_means(found, row, key)
     for k in ks if len(counts) > 1 else ():
-        best = [v for runs in tasks.values() if (v := _best(runs)) and len(v) >= k]
-        _put(found, {"speedup_max": [best_at(v, k) for v in best]}, str(k))
+        best = [v for runs in tasks.values() if (v := _best_speedups(runs)) and len(v) >= k]
+        _add_means(found, {"speedup_max": [best_at_k(v, k) for v in best]}, str(k))
     return found
 
 
-def _put(found: dict[str, dict[str, float]], row: Mapping[str, Sequence[float]], key: str) -> None:
+def _add_means(
+    found: dict[str, dict[str, float]], row: Mapping[str, Sequence[float]], key: str
+) -> None:
     for name, values in row.items():
         if values:
             found.setdefault(name, {})[key] = math.fsum(values) / len(values)
 
 
-def _grouped(samples: Iterable[Sample]) -> dict[str, dict[int, dict[int, Sample]]]:
+def _group_samples(samples: Iterable[CodeSample]) -> dict[str, dict[int, dict[int, CodeSample]]]:
     """Samples by task, processes and number."""
-    found: dict[str, dict[int, dict[int, Sample]]] = {}
+    found: dict[str, dict[int, dict[int, CodeSample]]] = {}
     for one in samples:
         runs = found.setdefault(one.task, {}).setdefault(one.processes, {})
         number = len(runs) if one.sample < 0 else one.sample
@@ -112,13 +116,13 @@ def _grouped(samples: Iterable[Sample]) -> dict[str, dict[int, dict[int, Sample]
     return found
 
 
-def _speedups(samples: Sequence[Sample]) -> list[float]:
+def _task_speedups(samples: Sequence[CodeSample]) -> list[float]:
     """Of all samples of a task; none if one has no baseline."""
     found = [one.speedup for one in samples]
     return [value for value in found if value is not None] if None not in found else []
 
 
-def _best(runs: Mapping[int, Mapping[int, Sample]]) -> list[float]:
+def _best_speedups(runs: Mapping[int, Mapping[int, CodeSample]]) -> list[float]:
     """The best speedup of each program over numbers of processes."""
     numbers = sorted({number for some in runs.values() for number in some})
     found = []
@@ -130,7 +134,7 @@ def _best(runs: Mapping[int, Mapping[int, Sample]]) -> list[float]:
     return found
 
 
-def _check(tasks: Mapping[str, Sequence[Sample]], ks: Sequence[int]) -> None:
+def _check_k(tasks: Mapping[str, Sequence[CodeSample]], ks: Sequence[int]) -> None:
     least = min((len(some), task) for task, some in tasks.items())
     bad = [k for k in ks if not 1 <= k <= least[0]]
     if bad:
@@ -140,17 +144,17 @@ def _check(tasks: Mapping[str, Sequence[Sample]], ks: Sequence[int]) -> None:
         )
 
 
-def read(path: Path) -> list[Sample]:
+def read_samples(path: Path) -> list[CodeSample]:
     """Samples of a JSONL file."""
-    found = list(_samples(path))
+    found = list(_parse_samples(path))
     if not found:
         raise DataError(f"{path} holds no sample. One line of JSON is one sample. Add some.")
     return found
 
 
-def _samples(path: Path) -> Iterator[Sample]:
-    for number, line, row in objects(path, "Samples"):
-        found = _sample(row)
+def _parse_samples(path: Path) -> Iterator[CodeSample]:
+    for number, line, row in read_json_lines(path, "Samples"):
+        found = _parse_sample(row)
         if isinstance(found, str):
             raise DataError(
                 f"{path}:{number}: {line[:80]!r} is no sample: {found}. It has task, built, passed "
@@ -160,7 +164,7 @@ def _samples(path: Path) -> Iterator[Sample]:
         yield found
 
 
-def _sample(row: Any) -> Sample | str:
+def _parse_sample(row: Any) -> CodeSample | str:
     """The sample of a line, or why it is none."""
     kinds = {"task": str, "built": bool, "passed": bool}
     if not isinstance(row, dict):
@@ -182,7 +186,7 @@ def _sample(row: Any) -> Sample | str:
         return f"baseline={baseline:g}"
     if processes < 1:
         return f"processes={processes}"
-    return Sample(
+    return CodeSample(
         task=row["task"],
         built=row["built"],
         passed=row["passed"],

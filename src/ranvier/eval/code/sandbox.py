@@ -30,21 +30,23 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ranvier.errors import DataError, PlanError
-from ranvier.eval.code.seccomp import filter_program
+from ranvier.eval.code.seccomp import build_filter
 
 Language = Literal["python", "c"]
-GRACE = 5.0
+GRACE_SECONDS = 5.0
 """Seconds that a cell has for itself."""
-LAST = 5.0
+KILL_SECONDS = 5.0
 """Seconds that processes have to end once they are told to."""
 BUBBLEWRAP = "bwrap"
 """The program that is used where it is installed."""
-CELL = Path(__file__).with_name("sandbox_worker.py")
+WORKER_PATH = Path(__file__).with_name("sandbox_worker.py")
 PYTHON = os.path.realpath(sys.executable)
 """Python itself: links to it, as environments have them, may lead through places kept from it."""
-VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
-CHECK = "import sys; compile(open(sys.argv[1], encoding='utf-8').read(), sys.argv[1], 'exec')"
-ENDS = """\
+PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+SYNTAX_CHECK = (
+    "import sys; compile(open(sys.argv[1], encoding='utf-8').read(), sys.argv[1], 'exec')"
+)
+C_TEST_MAIN = """\
 #include <stdio.h>
 int tests_main(int, char **);
 int main(int count, char **words) {{
@@ -57,16 +59,16 @@ int main(int count, char **words) {{
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class SandboxLimits:
     """What a program may use."""
 
     seconds: float = 10.0
     """Time of the clock, of the build and of the run."""
     cpu_seconds: int = 10
     """Time of the processor, of each process."""
-    memory: int = 1 << 30
+    memory_bytes: int = 1 << 30
     """Bytes of addresses of each process."""
-    total_memory: int = 2 << 30
+    total_memory_bytes: int = 2 << 30
     """Bytes of memory of all processes."""
     file_bytes: int = 16 << 20
     """Bytes of a file."""
@@ -74,57 +76,57 @@ class Limits:
     """Bytes of all files."""
     processes: int = 32
     """Processes and threads at once."""
-    output: int = 1 << 16
+    output_bytes: int = 1 << 16
     """Bytes of output."""
 
 
 @dataclass(frozen=True)
-class Result:
+class SandboxResult:
     """What became of a program."""
 
     built: bool
     passed: bool
     seconds: float
     """Of the run; of one that did not run 0."""
-    why: str
+    failure: str
     """What it failed for; empty: it passed."""
     output: str
-    lacks: tuple[str, ...]
+    missing_guards: tuple[str, ...]
     """Protection that this machine did not grant, and what that means."""
     guards: tuple[str, ...] = ()
     """Mechanisms that kept it in."""
 
 
-def run(language: str, program: str, limits: Limits | None = None) -> Result:
+def run_program(language: str, program: str, limits: SandboxLimits | None = None) -> SandboxResult:
     """Build a program and run it."""
-    limits = limits or Limits()
+    limits = limits or SandboxLimits()
     try:
         program.encode()
     except UnicodeEncodeError as error:
         why = f"not built: character {error.start} is a lone surrogate, which no text in UTF-8 has"
-        return Result(False, False, 0.0, why, "", ())
+        return SandboxResult(False, False, 0.0, why, "", ())
     word = f"passed-{secrets.token_hex(8)}"
     folder = Path(tempfile.mkdtemp(prefix="ranvier-cell-"))
     try:
         work = folder / "work"
         work.mkdir()
         folder.chmod(0o711)  # nobody must get through
-        files, commands = _commands(language, program, word, work)
+        files, commands = _build_commands(language, program, word, work)
         job = {
             "work": str(work),
             "files": files,
             "commands": commands,
             "python": PYTHON,
             "bubblewrap": shutil.which(BUBBLEWRAP) or "",
-            "filter": (filter_program(platform.machine()) or b"").hex(),
+            "filter": (build_filter(platform.machine()) or b"").hex(),
             "readable": sorted({sys.prefix, sys.base_prefix}),
-            "same": [f"{place}/python{VERSION}" for place in ("/usr/local/bin", "/usr/bin")],
+            "same": [f"{place}/python{PYTHON_VERSION}" for place in ("/usr/local/bin", "/usr/bin")],
             "seconds": limits.seconds,
             "disk_bytes": limits.disk_bytes,
-            "total_memory": limits.total_memory,
+            "total_memory": limits.total_memory_bytes,
             "limits": {
                 "CPU": limits.cpu_seconds,
-                "AS": limits.memory,
+                "AS": limits.memory_bytes,
                 "FSIZE": limits.file_bytes,
                 "NPROC": limits.processes,
                 "NOFILE": 64,
@@ -134,13 +136,13 @@ def run(language: str, program: str, limits: Limits | None = None) -> Result:
             },
         }
         (folder / "job.json").write_text(json.dumps(job), encoding="utf-8")
-        output, lines, cut = _watched(folder / "job.json", limits)
+        output, lines, cut = _run_worker(folder / "job.json", limits)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return _judged(output, lines, cut, word, limits)
+    return _judge_report(output, lines, cut, word, limits)
 
 
-def _commands(
+def _build_commands(
     language: str, program: str, word: str, work: Path
 ) -> tuple[dict[str, str], list[tuple[str, list[str]]]]:
     """The files of a job, and its commands by stage."""
@@ -150,7 +152,7 @@ def _commands(
         )
     if language == "python":
         name, source = str(work / "main.py"), f"{program}\nprint({word!r})\n"
-        build, start = [PYTHON, "-I", "-S", "-c", CHECK, name], [PYTHON, "-I", "-S", name]
+        build, start = [PYTHON, "-I", "-S", "-c", SYNTAX_CHECK, name], [PYTHON, "-I", "-S", name]
         return {"main.py": source}, [("build", build), ("run", start)]
     if language != "c":
         raise DataError(
@@ -164,19 +166,19 @@ def _commands(
             "gcc, or leave out the tasks in C."
         )
     options = ["-O2", "-std=c11", "-w"]
-    return {"main.c": program, "ends.c": ENDS.format(word=word)}, [
+    return {"main.c": program, "ends.c": C_TEST_MAIN.format(word=word)}, [
         ("build", [compiler, *options, "-Dmain=tests_main", "-c", "main.c"]),
         ("build", [compiler, *options, "main.o", "ends.c", "-o", "main", "-lm"]),
         ("run", [str(work / "main")]),
     ]
 
 
-def _watched(job: Path, limits: Limits) -> tuple[bytes, list[dict[str, Any]], str]:
+def _run_worker(job: Path, limits: SandboxLimits) -> tuple[bytes, list[dict[str, Any]], str]:
     """Output and report of a cell, and why it had to be ended."""
     told, report = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(CELL), str(job), str(report)],
+            [sys.executable, "-I", "-S", str(WORKER_PATH), str(job), str(report)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -189,7 +191,7 @@ def _watched(job: Path, limits: Limits) -> tuple[bytes, list[dict[str, Any]], st
         os.close(report)
     assert process.stdout is not None
     stages = 3
-    limit, why = time.monotonic() + stages * limits.seconds + GRACE, ""
+    limit, why = time.monotonic() + stages * limits.seconds + GRACE_SECONDS, ""
     parts: dict[int, bytearray] = {process.stdout.fileno(): bytearray(), told: bytearray()}
     open_ = set(parts)
     try:
@@ -200,18 +202,18 @@ def _watched(job: Path, limits: Limits) -> tuple[bytes, list[dict[str, Any]], st
                 piece = os.read(handle, 1 << 16)
                 open_ -= set() if piece else {handle}
                 parts[handle] += piece
-            if len(parts[process.stdout.fileno()]) > limits.output:
-                why = f"wrote more than {limits.output} bytes of output"
+            if len(parts[process.stdout.fileno()]) > limits.output_bytes:
+                why = f"wrote more than {limits.output_bytes} bytes of output"
     finally:
         if process.poll() is None:
-            _end(process)
+            _kill_worker(process)
         output, lines = parts[process.stdout.fileno()], parts[told]
         process.stdout.close()
         os.close(told)
-    return bytes(output), _lines(bytes(lines)), why
+    return bytes(output), _parse_report(bytes(lines)), why
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _kill_worker(process: subprocess.Popen[bytes]) -> None:
     """End a cell: with its first process all others end, and then nobody can write any more."""
     try:
         process.wait(0.2)
@@ -219,56 +221,58 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     assert process.stdout is not None
-    limit = time.monotonic() + LAST
+    limit = time.monotonic() + KILL_SECONDS
     while (left := limit - time.monotonic()) > 0.0:
         ready, _, _ = select.select([process.stdout], [], [], left)
         if ready and not os.read(process.stdout.fileno(), 1 << 16):
             return
 
 
-def _lines(text: bytes) -> list[dict[str, Any]]:
+def _parse_report(text: bytes) -> list[dict[str, Any]]:
     """Whole lines of a report."""
     return [json.loads(line) for line in text.split(b"\n")[:-1]]
 
 
-def _judged(
-    output: bytes, lines: Sequence[dict[str, Any]], cut: str, word: str, limits: Limits
-) -> Result:
+def _judge_report(
+    output: bytes, lines: Sequence[dict[str, Any]], cut: str, word: str, limits: SandboxLimits
+) -> SandboxResult:
     """What output and report say."""
-    text = output[: limits.output].decode(errors="replace")
+    text = output[: limits.output_bytes].decode(errors="replace")
     lacks = tuple(lack for line in lines for lack in line.get("lacks", ()))
     guards = tuple(guard for line in lines for guard in line.get("guards", ()))
     stages = [line for line in lines if "stage" in line]
     if not any("lacks" in line for line in lines):
-        return Result(
+        return SandboxResult(
             False, False, 0.0, f"the cell could not be entered: {text[-500:]}", text, lacks, guards
         )
     builds = [line for line in stages if line["stage"] == "build"]
     runs = [line for line in stages if line["stage"] == "run"]
     failed = [
-        _ending(line, limits)
+        _failure_of_command(line, limits)
         for line in builds
         if line["code"] != 0 or line["late"] or line["large"]
     ]
     built = not failed and bool(runs or cut)
     if not built:
-        return Result(False, False, 0.0, f"not built: {(failed or [cut])[0]}", text, lacks, guards)
+        return SandboxResult(
+            False, False, 0.0, f"not built: {(failed or [cut])[0]}", text, lacks, guards
+        )
     if not runs:
-        return Result(True, False, 0.0, cut or "ended with its cell", text, lacks, guards)
-    why, seconds = cut or _ending(runs[0], limits), float(runs[0]["seconds"])
+        return SandboxResult(True, False, 0.0, cut or "ended with its cell", text, lacks, guards)
+    why, seconds = cut or _failure_of_command(runs[0], limits), float(runs[0]["seconds"])
     if not why and word not in text:
         why = "ended before its tests did"
     text = text.replace(f"{word}\n", "")
-    return Result(True, not why, seconds, why, text, lacks, guards)
+    return SandboxResult(True, not why, seconds, why, text, lacks, guards)
 
 
-def _ending(line: dict[str, Any], limits: Limits) -> str:
+def _failure_of_command(line: dict[str, Any], limits: SandboxLimits) -> str:
     """Why a command did not end well."""
     code = int(line["code"])
     if line["late"]:
         return f"ran longer than {limits.seconds:g} s"
     if line["large"]:
-        return f"used more than {limits.total_memory} bytes of memory in all its processes"
+        return f"used more than {limits.total_memory_bytes} bytes of memory in all its processes"
     if code == -signal.SIGXCPU or (
         code == -signal.SIGKILL and line["seconds"] >= limits.cpu_seconds
     ):

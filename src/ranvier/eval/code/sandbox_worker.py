@@ -27,22 +27,22 @@ from typing import Any
 NEWNS, NEWUSER, NEWPID, NEWNET, NEWIPC = 0x20000, 0x10000000, 0x20000000, 0x40000000, 0x08000000
 PDEATHSIG, DUMPABLE, NO_NEW_PRIVS, SUBREAPER, SECCOMP, AMBIENT = 1, 4, 38, 36, 22, 47
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-NOBODY = 65534
-READ, WRITE = 0b1101, 0b111_1111_1111_0010
+NOBODY_UID = 65534
+READ_RIGHTS, WRITE_RIGHTS = 0b1101, 0b111_1111_1111_0010
 """Rights of Landlock on files: to execute, read and list; to write, remove, make, move and cut."""
-SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "opt", "nix")
+SYSTEM_DIRS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32", "usr", "etc", "opt", "nix")
 """Directories of the system, which may be read."""
 DEVICES = {"null": True, "zero": True, "full": True, "random": False, "urandom": False}
 """Devices that may be read, and whether they may be written: no terminals, no shared memory."""
-ENTERED = b"entered\n"
+ENTERED_MESSAGE = b"entered\n"
 """What the cell inside of bubblewrap says first."""
-WATCH = 0.05
+WATCH_SECONDS = 0.05
 """Seconds between two looks at the memory of all processes."""
-PAGE = resource.getpagesize()
+PAGE_BYTES = resource.getpagesize()
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def check(result: int) -> int:
+def check_syscall(result: int) -> int:
     """A system call's result, or its error."""
     if result < 0:
         number = ctypes.get_errno()
@@ -50,129 +50,132 @@ def check(result: int) -> int:
     return result
 
 
-class Cell:
+class SandboxWorker:
     """A job, what keeps it in, and what was not granted."""
 
     def __init__(self, job: dict[str, Any], report: int, *, inside: bool = False) -> None:
-        self.job, self.report = job, report
-        self.inside = inside
+        self.job, self.report_fd = job, report
+        self.in_bubblewrap = inside
         """Whether bubblewrap is around this process."""
-        self.lacks: list[str] = job.get("lacks", [])
-        self.source = ""
+        self.missing_guards: list[str] = job.get("lacks", [])
+        self.own_source = ""
         """This program, for the cell inside of bubblewrap."""
         self.guards = list[str]()
         """Mechanisms that are in force."""
-        self.alone = False
+        self.is_isolated = False
         """Whether other processes than those of the job are out of reach."""
-        self.filtered = False
+        self.has_syscall_filter = False
         """Whether the filter of system calls works here."""
-        self.counted = False
+        self.has_private_proc = False
         """Whether /proc shows the processes of the job and no others."""
-        self.others = 0
+        self.other_threads = 0
         """Processes of the same user that count as if they were the job's."""
 
-    def tried(self, lack: str, step: Callable[[], Any], guard: str = "") -> bool:
+    def try_guard(self, lack: str, step: Callable[[], Any], guard: str = "") -> bool:
         """Put a guard in force; `lack` says what it means if that is not granted."""
         try:
             step()
         except (OSError, ValueError) as error:
-            self.lacks.append(f"{lack} ({error.strerror if isinstance(error, OSError) else error})")
+            self.missing_guards.append(
+                f"{lack} ({error.strerror if isinstance(error, OSError) else error})"
+            )
             return False
         self.guards += [guard] if guard else []
         return True
 
-    def tell(self, **facts: Any) -> None:
+    def report_facts(self, **facts: Any) -> None:
         """Add a line to the report."""
-        os.write(self.report, json.dumps(facts).encode() + b"\n")
+        os.write(self.report_fd, json.dumps(facts).encode() + b"\n")
 
     def run(self) -> None:
         """Enter the cell, then do the commands in its first process."""
-        os.set_inheritable(self.report, False)
-        check(libc.prctl(PDEATHSIG, signal.SIGKILL))
-        if self.inside:
+        os.set_inheritable(self.report_fd, False)
+        check_syscall(libc.prctl(PDEATHSIG, signal.SIGKILL))
+        if self.in_bubblewrap:
             if os.getpid() != 1:  # then it must not end all processes that it can see
                 sys.exit("it gave the cell no process namespace")
-            os.write(2, ENTERED)
+            os.write(2, ENTERED_MESSAGE)
             os.dup2(1, 2)
-            self.alone = True
+            self.is_isolated = True
             self.guards += ["bubblewrap", "namespaces"]
-            self.settle()
+            self.confine_and_run_job()
             return
-        check(libc.prctl(SUBREAPER, 1))
+        check_syscall(libc.prctl(SUBREAPER, 1))
         with open(__file__, encoding="utf-8") as file:  # nobody may not be able to read it
-            self.source = file.read()
+            self.own_source = file.read()
         if os.getuid() == 0:
-            self.tried("programs run as root", self.drop_root)
-        if self.job["bubblewrap"] and self.tried(
+            self.try_guard("programs run as root", self.drop_root)
+        if self.job["bubblewrap"] and self.try_guard(
             "bubblewrap is installed and cannot be used, so that the files of this machine are "
             "kept from programs by Landlock alone",
             self.enter_bubblewrap,
         ):
             return
-        self.alone = self.tried(
+        self.is_isolated = self.try_guard(
             "there are no namespaces: processes and network are shared with this machine, and "
             "the files that a program writes are bounded one by one, not together",
-            lambda: self.probe(self.unshare),
+            lambda: self.probe_in_child(self.unshare_namespaces),
             "namespaces",
         )
-        if self.alone:
-            self.unshare()
+        if self.is_isolated:
+            self.unshare_namespaces()
             first = os.fork()
             if first:
                 os.waitpid(first, 0)
                 return
-            check(libc.prctl(PDEATHSIG, signal.SIGKILL))
-        self.settle()
-        if self.alone:
+            check_syscall(libc.prctl(PDEATHSIG, signal.SIGKILL))
+        self.confine_and_run_job()
+        if self.is_isolated:
             os._exit(0)
 
-    def settle(self) -> None:
+    def confine_and_run_job(self) -> None:
         """Lay out the directory of the job, give up the rest, do the commands."""
-        if self.alone:
-            self.mount_own()
-        os.chdir(self.work)
+        if self.is_isolated:
+            self.mount_private_filesystems()
+        os.chdir(self.work_dir)
         for name, text in self.job["files"].items():
             with open(name, "w", encoding="utf-8") as file:
                 file.write(text)
-        check(libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0))
-        check(libc.prctl(DUMPABLE, 0))  # no command can look into this process
-        self.tried(
+        check_syscall(libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0))
+        check_syscall(libc.prctl(DUMPABLE, 0))  # no command can look into this process
+        self.try_guard(
             "the kernel has no Landlock: files are kept from programs by bubblewrap alone"
-            if self.inside
+            if self.in_bubblewrap
             else "the kernel has no Landlock: files can be written and read elsewhere",
-            lambda: self.probe(self.confine),
+            lambda: self.probe_in_child(self.apply_landlock),
             "Landlock",
         )
-        self.filtered = self.tried(
+        self.has_syscall_filter = self.try_guard(
             "there is no filter of system calls: programs can use sockets that are files, shared "
             "memory beyond their limit, io_uring and user namespaces",
-            lambda: self.probe(self.filter_calls),
+            lambda: self.probe_in_child(self.apply_seccomp),
             "seccomp",
         )
-        self.others = 0 if self.alone else self.mine()
-        self.tell(lacks=self.lacks, guards=self.guards)
+        self.other_threads = 0 if self.is_isolated else self.count_user_threads()
+        self.report_facts(lacks=self.missing_guards, guards=self.guards)
         for stage, command in self.job["commands"]:
-            if not self.do(stage, command):
+            if not self.run_command(stage, command):
                 break
-        self.sweep()
+        self.kill_leftovers()
 
-    def mount_own(self) -> None:
+    def mount_private_filesystems(self) -> None:
         """File systems of the job's own, then no more power to mount any."""
-        if not self.inside:
-            self.counted = self.tried(
-                "other processes can be seen", lambda: self.mount("proc", "/proc", "proc")
+        if not self.in_bubblewrap:
+            self.has_private_proc = self.try_guard(
+                "other processes can be seen",
+                lambda: self.mount_filesystem("proc", "/proc", "proc"),
             )
-            self.tried("programs can make user namespaces", self.forbid_namespaces)
-        self.counted |= self.inside
+            self.try_guard("programs can make user namespaces", self.forbid_namespaces)
+        self.has_private_proc |= self.in_bubblewrap
         size = f"size={self.job['disk_bytes']},nr_inodes=4096,mode=700"
-        self.tried(
+        self.try_guard(
             "the disk is not bounded: files are bounded one by one, not together",
-            lambda: self.mount("tmpfs", self.work, "tmpfs", size),
+            lambda: self.mount_filesystem("tmpfs", self.work_dir, "tmpfs", size),
         )
-        if self.inside:
-            check(libc.prctl(AMBIENT, 4, 0, 0, 0))  # PR_CAP_AMBIENT_CLEAR_ALL
+        if self.in_bubblewrap:
+            check_syscall(libc.prctl(AMBIENT, 4, 0, 0, 0))  # PR_CAP_AMBIENT_CLEAR_ALL
             header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-            check(libc.capset(header, none))  # neither this process nor commands have any
+            check_syscall(libc.capset(header, none))  # neither this process nor commands have any
 
     def forbid_namespaces(self) -> None:
         """No user namespace can be made in that of the cell."""
@@ -183,14 +186,16 @@ class Cell:
         """Do the job inside of bubblewrap; an error says why that could not be."""
         told, errors = os.pipe()
         job = os.memfd_create("job")
-        os.write(job, json.dumps({**self.job, "lacks": self.lacks}).encode())
+        os.write(job, json.dumps({**self.job, "lacks": self.missing_guards}).encode())
         os.lseek(job, 0, os.SEEK_SET)
-        words = ["-I", "-S", "-c", self.source, str(job), str(self.report), "inside"]
+        words = ["-I", "-S", "-c", self.own_source, str(job), str(self.report_fd), "inside"]
         inner = [self.job["python"], *words]
-        command = bubblewrap_command(self.job["bubblewrap"], self.work, self.job["readable"], inner)
+        command = bubblewrap_command(
+            self.job["bubblewrap"], self.work_dir, self.job["readable"], inner
+        )
         child = os.fork()
         if child == 0:
-            for handle in (job, self.report):
+            for handle in (job, self.report_fd):
                 os.set_inheritable(handle, True)
             os.dup2(errors, 2)
             try:
@@ -205,39 +210,39 @@ class Cell:
             said = (said + piece)[: 1 << 12]
         os.close(told)
         os.waitpid(child, 0)
-        if ENTERED not in said:
+        if ENTERED_MESSAGE not in said:
             reason = said.decode(errors="replace").strip().replace("\n", "; ")
             raise ValueError(reason or "it ended without a word")
 
     @property
-    def work(self) -> str:
+    def work_dir(self) -> str:
         """The directory of the job."""
         return str(self.job["work"])
 
     def drop_root(self) -> None:
         """Become nobody, if nobody can reach the programs."""
-        os.chown(self.work, NOBODY, NOBODY)
+        os.chown(self.work_dir, NOBODY_UID, NOBODY_UID)
         os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, 0)
+        os.setresgid(NOBODY_UID, NOBODY_UID, NOBODY_UID)
+        os.setresuid(NOBODY_UID, NOBODY_UID, 0)
         python = self.job["python"]
         there = next((p for p in (python, *self.job["same"]) if os.access(p, os.X_OK)), python)
         for _, command in self.job["commands"]:
             command[0] = there if command[0] == python else command[0]
         self.job["python"] = there
         tools = {command[0] for _, command in self.job["commands"]}
-        for path in sorted({there, *tools} - {f"{self.work}/main"}):  # main is yet to be built
+        for path in sorted({there, *tools} - {f"{self.work_dir}/main"}):  # main is yet to be built
             if not os.access(path, os.X_OK):
                 os.setresuid(0, 0, 0)
                 raise ValueError(f"nobody else can reach {path}")
-        os.setresuid(NOBODY, NOBODY, NOBODY)
-        check(libc.prctl(DUMPABLE, 1))
-        check(libc.prctl(PDEATHSIG, signal.SIGKILL))  # a change of user clears it
+        os.setresuid(NOBODY_UID, NOBODY_UID, NOBODY_UID)
+        check_syscall(libc.prctl(DUMPABLE, 1))
+        check_syscall(libc.prctl(PDEATHSIG, signal.SIGKILL))  # a change of user clears it
 
-    def unshare(self) -> None:
+    def unshare_namespaces(self) -> None:
         """Namespaces of its own: users, mounts, processes, network, messages."""
         user, group = os.getuid(), os.getgid()
-        check(libc.unshare(NEWUSER | NEWNS | NEWPID | NEWNET | NEWIPC))
+        check_syscall(libc.unshare(NEWUSER | NEWNS | NEWPID | NEWNET | NEWIPC))
         for name, text in (
             ("setgroups", "deny"),
             ("uid_map", f"{user} {user} 1"),
@@ -246,15 +251,15 @@ class Cell:
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
         private = (1 << 18) | (1 << 14)  # MS_PRIVATE, MS_REC: nothing is seen outside
-        check(libc.mount(None, b"/", None, private, None))
+        check_syscall(libc.mount(None, b"/", None, private, None))
 
-    def mount(self, source: str, target: str, kind: str, options: str = "") -> None:
+    def mount_filesystem(self, source: str, target: str, kind: str, options: str = "") -> None:
         """A file system of its own."""
         flags = 2 | 4  # MS_NOSUID, MS_NODEV
         words = (source.encode(), target.encode(), kind.encode())
-        check(libc.mount(*words, flags, options.encode() or None))
+        check_syscall(libc.mount(*words, flags, options.encode() or None))
 
-    def probe(self, step: Callable[[], None]) -> None:
+    def probe_in_child(self, step: Callable[[], None]) -> None:
         """See whether a step is granted, in a process that ends right after it."""
         child = os.fork()
         if child == 0:
@@ -267,23 +272,23 @@ class Cell:
         if code:
             raise OSError(code, os.strerror(code) if code > 0 else f"signal {-code}")
 
-    def confine(self) -> None:
+    def apply_landlock(self) -> None:
         """Landlock: write in the directory of the job only, read there and from the system."""
-        abi = check(libc.syscall(CREATE_RULESET, None, 0, 1))
-        write = WRITE & ~((1 << 13) * (abi < 2)) & ~((1 << 14) * (abi < 3))
-        handled = (ctypes.c_uint64 * 3)(READ | write, 3 * (abi >= 4), 3 * (abi >= 6))
+        abi = check_syscall(libc.syscall(CREATE_RULESET, None, 0, 1))
+        write = WRITE_RIGHTS & ~((1 << 13) * (abi < 2)) & ~((1 << 14) * (abi < 3))
+        handled = (ctypes.c_uint64 * 3)(READ_RIGHTS | write, 3 * (abi >= 4), 3 * (abi >= 6))
         size = 24 if abi >= 6 else 16 if abi >= 4 else 8
-        rules = check(libc.syscall(CREATE_RULESET, handled, size, 0))
-        for path in [*(f"/{name}" for name in SYSTEM), *self.job["readable"]]:
-            self.allow(rules, path, READ)
-        self.allow(rules, self.work, READ | write)
+        rules = check_syscall(libc.syscall(CREATE_RULESET, handled, size, 0))
+        for path in [*(f"/{name}" for name in SYSTEM_DIRS), *self.job["readable"]]:
+            self.allow_path(rules, path, READ_RIGHTS)
+        self.allow_path(rules, self.work_dir, READ_RIGHTS | write)
         for name, writable in DEVICES.items():
-            rights = (READ & 0b101) | (write & (0b10 | 1 << 14)) * writable
-            self.allow(rules, f"/dev/{name}", rights)
-        check(libc.syscall(RESTRICT_SELF, rules, 0))
+            rights = (READ_RIGHTS & 0b101) | (write & (0b10 | 1 << 14)) * writable
+            self.allow_path(rules, f"/dev/{name}", rights)
+        check_syscall(libc.syscall(RESTRICT_SELF, rules, 0))
         os.close(rules)
 
-    def filter_calls(self) -> None:
+    def apply_seccomp(self) -> None:
         """The filter of system calls that the job brings (see `seccomp`), from here on."""
         lines = bytes.fromhex(self.job["filter"])
         if not lines:
@@ -291,9 +296,9 @@ class Cell:
         text = ctypes.create_string_buffer(lines, len(lines))
         # struct sock_fprog: the number of instructions, then a pointer to them
         program = struct.pack("@HP", len(lines) // 8, ctypes.addressof(text))
-        check(libc.prctl(SECCOMP, 2, ctypes.c_char_p(program), 0, 0))
+        check_syscall(libc.prctl(SECCOMP, 2, ctypes.c_char_p(program), 0, 0))
 
-    def allow(self, rules: int, path: str, rights: int) -> None:
+    def allow_path(self, rules: int, path: str, rights: int) -> None:
         """Let a path be used."""
         if not os.path.exists(path):
             return
@@ -302,23 +307,23 @@ class Cell:
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
         rule = rights.to_bytes(8, sys.byteorder) + handle.to_bytes(4, sys.byteorder)
         try:
-            check(libc.syscall(ADD_RULE, rules, 1, ctypes.c_char_p(rule), 0))
+            check_syscall(libc.syscall(ADD_RULE, rules, 1, ctypes.c_char_p(rule), 0))
         finally:
             os.close(handle)
 
-    def do(self, stage: str, command: list[str]) -> bool:
+    def run_command(self, stage: str, command: list[str]) -> bool:
         """Run a command within its limits; whether it ended well."""
         start = time.perf_counter()
         child = os.fork()
         if child == 0:
-            self.become(command)
+            self.exec_command(command)
         handle = os.pidfd_open(child)
         poll = select.poll()
         poll.register(handle, select.POLLIN)
         late, large, looks = False, False, 0
-        while not poll.poll(1000 * WATCH):
+        while not poll.poll(1000 * WATCH_SECONDS):
             late = time.perf_counter() - start > self.job["seconds"]
-            over = self.counted and self.memory() > self.job["total_memory"]
+            over = self.has_private_proc and self.memory_bytes() > self.job["total_memory"]
             looks = looks + 1 if over else 0
             large = looks > 1  # one look may see pages twice, where processes come and go
             if late or large:
@@ -327,48 +332,52 @@ class Cell:
         seconds = time.perf_counter() - start
         _, status, used = os.wait4(child, 0)
         os.close(handle)
-        self.sweep()
+        self.kill_leftovers()
         code = os.waitstatus_to_exitcode(status)
         memory = used.ru_maxrss * 1024
-        self.tell(stage=stage, code=code, seconds=seconds, late=late, large=large, memory=memory)
+        self.report_facts(
+            stage=stage, code=code, seconds=seconds, late=late, large=large, memory=memory
+        )
         return code == 0 and not late and not large
 
-    def memory(self) -> int:
+    def memory_bytes(self) -> int:
         """Bytes that all processes of the job have in memory; what they share counts once."""
         processes = [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
-        resident = sum(numbers(f"/proc/{name}/statm", 1) for name in processes) * PAGE
+        resident = (
+            sum(read_proc_number(f"/proc/{name}/statm", 1) for name in processes) * PAGE_BYTES
+        )
         if resident <= self.job["total_memory"]:
             return resident
         # dearer to find out, and seldom needed: a share of each page for all that have it; a
         # process can forbid to look, and then counts in full
         return sum(
-            numbers(f"/proc/{name}/smaps_rollup", "Pss:") * 1024
-            or numbers(f"/proc/{name}/statm", 1) * PAGE
+            read_proc_number(f"/proc/{name}/smaps_rollup", "Pss:") * 1024
+            or read_proc_number(f"/proc/{name}/statm", 1) * PAGE_BYTES
             for name in processes
         )
 
-    def become(self, command: list[str]) -> None:
+    def exec_command(self, command: list[str]) -> None:
         """Turn into a command: limits, a session of its own, no environment."""
         try:
             os.setsid()
-            check(libc.prctl(PDEATHSIG, signal.SIGKILL))
+            check_syscall(libc.prctl(PDEATHSIG, signal.SIGKILL))
             with contextlib.suppress(OSError):  # told before
-                self.confine()
+                self.apply_landlock()
             for name, limit in self.job["limits"].items():
                 kind = getattr(resource, f"RLIMIT_{name}")
-                limit += self.others if name == "NPROC" else 0
+                limit += self.other_threads if name == "NPROC" else 0
                 hard = resource.getrlimit(kind)[1]
                 limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
                 resource.setrlimit(kind, (limit, limit))
-            names = {"PATH": "/usr/bin:/bin", "HOME": self.work, "TMPDIR": self.work}
-            if self.filtered:
-                self.filter_calls()
+            names = {"PATH": "/usr/bin:/bin", "HOME": self.work_dir, "TMPDIR": self.work_dir}
+            if self.has_syscall_filter:
+                self.apply_seccomp()
             os.execve(command[0], command, names)
         except BaseException as error:
             os.write(2, f"{command[0]} cannot be run: {error}\n".encode())
         os._exit(127)
 
-    def mine(self) -> int:
+    def count_user_threads(self) -> int:
         """Threads that my user has already: they count, where users are not of the cell alone."""
         count = 0
         for name in filter(str.isdigit, os.listdir("/proc")):
@@ -379,16 +388,16 @@ class Cell:
                 continue
         return count
 
-    def sweep(self) -> None:
+    def kill_leftovers(self) -> None:
         """End all that commands have left behind: it becomes a child of this process."""
         while True:
-            if self.alone:
+            if self.is_isolated:
                 try:
                     os.kill(-1, signal.SIGKILL)
                 except ProcessLookupError:
                     return
             else:
-                for child in children(os.getpid()):
+                for child in child_processes(os.getpid()):
                     os.kill(child, signal.SIGKILL)
             try:
                 os.waitpid(-1, 0)
@@ -396,7 +405,7 @@ class Cell:
                 return
 
 
-def children(process: int) -> list[int]:
+def child_processes(process: int) -> list[int]:
     """The processes whose parent is this one."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
@@ -409,7 +418,7 @@ def children(process: int) -> list[int]:
     return found
 
 
-def numbers(path: str, place: int | str) -> int:
+def read_proc_number(path: str, place: int | str) -> int:
     """A number of a file of /proc: by its place, or by the word before it; 0 if it is gone."""
     try:
         with open(path) as file:
@@ -431,7 +440,7 @@ def bubblewrap_command(
     words = [bubblewrap, "--die-with-parent", "--as-pid-1", "--unshare-user", "--unshare-pid"]
     words += ["--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     words += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
-    for path in [*(f"/{name}" for name in SYSTEM), *readable]:
+    for path in [*(f"/{name}" for name in SYSTEM_DIRS), *readable]:
         if os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK):
             words += ["--ro-bind", path, path]
     for name in DEVICES:
@@ -445,4 +454,4 @@ if __name__ == "__main__":
     where, handle, *words = sys.argv[1:]
     with open(int(where) if words else where, encoding="utf-8") as text:
         given = json.load(text)
-    Cell(given, int(handle), inside=bool(words)).run()
+    SandboxWorker(given, int(handle), inside=bool(words)).run()

@@ -23,195 +23,199 @@ from dataclasses import dataclass
 ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 LOAD, AND, EQUAL, GREATER, RETURN = 0x20, 0x54, 0x15, 0x25, 0x06
 """Instructions of classic BPF: A = a word of the call; A &= k; two jumps; the verdict."""
-NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
+NUMBER_OFFSET, ARCHITECTURE_OFFSET, ARGUMENTS_OFFSET = 0, 4, 16
 """Offsets in what the kernel shows of a call; an argument has 8 bytes, its low word first."""
-NEWEST = 466
+NEWEST_CALL = 466
 """The newest call that this table knows: removexattrat, of Linux 6.13."""
-NAMESPACES = 0x7E020000
+NAMESPACE_FLAGS = 0x7E020000
 """Flags of clone that make namespaces: mounts, cgroups, names, messages, users, processes, net."""
-WORD = 0xFFFFFFFF
+WORD_MASK = 0xFFFFFFFF
 
-Test = tuple[int, int, int]
+ArgumentTest = tuple[int, int, int]
 """Argument, mask and value: whether argument & mask = value."""
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RefusedCall:
     """A system call by its numbers on x86-64 and in the table that newer architectures share."""
 
     name: str
     x86_64: int | None
     generic: int | None
     error: int = errno.EPERM
-    unless: tuple[tuple[Test, ...], ...] = ()
+    allowed_if: tuple[tuple[ArgumentTest, ...], ...] = ()
     """It is let through if all tests of one of these hold."""
-    only: tuple[tuple[Test, ...], ...] = ()
+    refused_if: tuple[tuple[ArgumentTest, ...], ...] = ()
     """It is refused only if all tests of one of these hold."""
 
 
-def _everywhere(names: str, first: int) -> list[Refusal]:
+def _calls_numbered_from(names: str, first: int) -> list[RefusedCall]:
     """Calls that have the same number on all architectures: those from 424 on."""
-    return [Refusal(name, first + i, first + i) for i, name in enumerate(names.split())]
+    return [RefusedCall(name, first + i, first + i) for i, name in enumerate(names.split())]
 
 
-REFUSED = (
+REFUSED_CALLS = (
     # Sockets: a pair of streams cannot be connected to anything else; one of datagrams can.
-    Refusal("socket", 41, 198, errno.EACCES),
-    Refusal(
+    RefusedCall("socket", 41, 198, errno.EACCES),
+    RefusedCall(
         "socketpair",
         53,
         199,
         errno.EACCES,
-        unless=(((0, WORD, 1), (1, 0xF, 1)), ((0, WORD, 1), (1, 0xF, 5))),
+        allowed_if=(((0, WORD_MASK, 1), (1, 0xF, 1)), ((0, WORD_MASK, 1), (1, 0xF, 5))),
     ),
-    Refusal("connect", 42, 203, errno.EACCES),
-    Refusal("accept", 43, 202, errno.EACCES),
-    Refusal("accept4", 288, 242, errno.EACCES),
-    Refusal("bind", 49, 200, errno.EACCES),
-    Refusal("listen", 50, 201, errno.EACCES),
+    RefusedCall("connect", 42, 203, errno.EACCES),
+    RefusedCall("accept", 43, 202, errno.EACCES),
+    RefusedCall("accept4", 288, 242, errno.EACCES),
+    RefusedCall("bind", 49, 200, errno.EACCES),
+    RefusedCall("listen", 50, 201, errno.EACCES),
     # Asynchronous input and output: does the work of other calls unseen, or counts for all users.
-    *_everywhere("io_uring_setup io_uring_enter io_uring_register", 425),
-    Refusal("io_setup", 206, 0),
-    Refusal("io_destroy", 207, 1),
-    Refusal("io_submit", 209, 2),
-    Refusal("io_cancel", 210, 3),
-    Refusal("io_getevents", 208, 4),
-    Refusal("io_pgetevents", 333, 292),
+    *_calls_numbered_from("io_uring_setup io_uring_enter io_uring_register", 425),
+    RefusedCall("io_setup", 206, 0),
+    RefusedCall("io_destroy", 207, 1),
+    RefusedCall("io_submit", 209, 2),
+    RefusedCall("io_cancel", 210, 3),
+    RefusedCall("io_getevents", 208, 4),
+    RefusedCall("io_pgetevents", 333, 292),
     # Memory and messages that outlive a process and that its limit of addresses does not count.
-    Refusal("shmget", 29, 194),
-    Refusal("shmat", 30, 196),
-    Refusal("shmctl", 31, 195),
-    Refusal("msgget", 68, 186),
-    Refusal("msgsnd", 69, 189),
-    Refusal("msgrcv", 70, 188),
-    Refusal("msgctl", 71, 187),
-    Refusal("semget", 64, 190),
-    Refusal("semop", 65, 193),
-    Refusal("semctl", 66, 191),
-    Refusal("semtimedop", 220, 192),
-    Refusal("mq_open", 240, 180),
-    Refusal("mq_unlink", 241, 181),
-    Refusal("mq_timedsend", 242, 182),
-    Refusal("mq_timedreceive", 243, 183),
-    Refusal("mq_notify", 244, 184),
-    Refusal("mq_getsetattr", 245, 185),
-    Refusal("memfd_create", 319, 279),
-    Refusal("memfd_secret", 447, 447),
+    RefusedCall("shmget", 29, 194),
+    RefusedCall("shmat", 30, 196),
+    RefusedCall("shmctl", 31, 195),
+    RefusedCall("msgget", 68, 186),
+    RefusedCall("msgsnd", 69, 189),
+    RefusedCall("msgrcv", 70, 188),
+    RefusedCall("msgctl", 71, 187),
+    RefusedCall("semget", 64, 190),
+    RefusedCall("semop", 65, 193),
+    RefusedCall("semctl", 66, 191),
+    RefusedCall("semtimedop", 220, 192),
+    RefusedCall("mq_open", 240, 180),
+    RefusedCall("mq_unlink", 241, 181),
+    RefusedCall("mq_timedsend", 242, 182),
+    RefusedCall("mq_timedreceive", 243, 183),
+    RefusedCall("mq_notify", 244, 184),
+    RefusedCall("mq_getsetattr", 245, 185),
+    RefusedCall("memfd_create", 319, 279),
+    RefusedCall("memfd_secret", 447, 447),
     # Namespaces, roots and mounts.
-    Refusal("unshare", 272, 97),
-    Refusal("setns", 308, 268),
-    Refusal("clone", 56, 220, unless=(((0, NAMESPACES, 0),),)),
-    Refusal("clone3", 435, 435, errno.ENOSYS),
-    Refusal("chroot", 161, 51),
-    Refusal("pivot_root", 155, 41),
-    Refusal("mount", 165, 40),
-    Refusal("umount2", 166, 39),
-    *_everywhere("open_tree move_mount fsopen fsconfig fsmount fspick", 428),
-    Refusal("mount_setattr", 442, 442),
-    Refusal("name_to_handle_at", 303, 264),
-    Refusal("open_by_handle_at", 304, 265),
+    RefusedCall("unshare", 272, 97),
+    RefusedCall("setns", 308, 268),
+    RefusedCall("clone", 56, 220, allowed_if=(((0, NAMESPACE_FLAGS, 0),),)),
+    RefusedCall("clone3", 435, 435, errno.ENOSYS),
+    RefusedCall("chroot", 161, 51),
+    RefusedCall("pivot_root", 155, 41),
+    RefusedCall("mount", 165, 40),
+    RefusedCall("umount2", 166, 39),
+    *_calls_numbered_from("open_tree move_mount fsopen fsconfig fsmount fspick", 428),
+    RefusedCall("mount_setattr", 442, 442),
+    RefusedCall("name_to_handle_at", 303, 264),
+    RefusedCall("open_by_handle_at", 304, 265),
     # Other processes, and what a kernel does for debuggers.
-    Refusal("ptrace", 101, 117),
-    Refusal("process_vm_readv", 310, 270),
-    Refusal("process_vm_writev", 311, 271),
-    Refusal("process_madvise", 440, 440),
-    Refusal("process_mrelease", 448, 448),
-    Refusal("pidfd_getfd", 438, 438),
-    Refusal("kcmp", 312, 272),
-    Refusal("move_pages", 279, 239),
-    Refusal("migrate_pages", 256, 238),
-    Refusal("kill", 62, 129, only=(((0, WORD, WORD),),)),  # -1: everybody
-    Refusal("prlimit64", 302, 261, unless=(((0, WORD, 0),),)),
-    Refusal("setpriority", 141, 140, unless=(((0, WORD, 0), (1, WORD, 0)),)),
-    Refusal("ioprio_set", 251, 30),
-    Refusal("sched_setparam", 142, 118, unless=(((0, WORD, 0),),)),
-    Refusal("sched_setscheduler", 144, 119, unless=(((0, WORD, 0),),)),
-    Refusal("sched_setattr", 314, 274, unless=(((0, WORD, 0),),)),
-    Refusal("userfaultfd", 323, 282),
-    Refusal("perf_event_open", 298, 241),
-    Refusal("bpf", 321, 280),
-    Refusal("personality", 135, 92, unless=(((0, WORD, 0),), ((0, WORD, WORD),))),
-    Refusal("modify_ldt", 154, None),
+    RefusedCall("ptrace", 101, 117),
+    RefusedCall("process_vm_readv", 310, 270),
+    RefusedCall("process_vm_writev", 311, 271),
+    RefusedCall("process_madvise", 440, 440),
+    RefusedCall("process_mrelease", 448, 448),
+    RefusedCall("pidfd_getfd", 438, 438),
+    RefusedCall("kcmp", 312, 272),
+    RefusedCall("move_pages", 279, 239),
+    RefusedCall("migrate_pages", 256, 238),
+    RefusedCall("kill", 62, 129, refused_if=(((0, WORD_MASK, WORD_MASK),),)),  # -1: everybody
+    RefusedCall("prlimit64", 302, 261, allowed_if=(((0, WORD_MASK, 0),),)),
+    RefusedCall("setpriority", 141, 140, allowed_if=(((0, WORD_MASK, 0), (1, WORD_MASK, 0)),)),
+    RefusedCall("ioprio_set", 251, 30),
+    RefusedCall("sched_setparam", 142, 118, allowed_if=(((0, WORD_MASK, 0),),)),
+    RefusedCall("sched_setscheduler", 144, 119, allowed_if=(((0, WORD_MASK, 0),),)),
+    RefusedCall("sched_setattr", 314, 274, allowed_if=(((0, WORD_MASK, 0),),)),
+    RefusedCall("userfaultfd", 323, 282),
+    RefusedCall("perf_event_open", 298, 241),
+    RefusedCall("bpf", 321, 280),
+    RefusedCall(
+        "personality", 135, 92, allowed_if=(((0, WORD_MASK, 0),), ((0, WORD_MASK, WORD_MASK),))
+    ),
+    RefusedCall("modify_ldt", 154, None),
     # Keys outlive a program; a terminal's input can be written for whoever reads it.
-    Refusal("add_key", 248, 217),
-    Refusal("request_key", 249, 218),
-    Refusal("keyctl", 250, 219),
-    Refusal("ioctl", 16, 29, only=(((1, WORD, 0x5412),), ((1, WORD, 0x541C),))),
+    RefusedCall("add_key", 248, 217),
+    RefusedCall("request_key", 249, 218),
+    RefusedCall("keyctl", 250, 219),
+    RefusedCall("ioctl", 16, 29, refused_if=(((1, WORD_MASK, 0x5412),), ((1, WORD_MASK, 0x541C),))),
     # The machine itself: root of a user namespace might be asked less than root.
-    Refusal("init_module", 175, 105),
-    Refusal("finit_module", 313, 273),
-    Refusal("delete_module", 176, 106),
-    Refusal("kexec_load", 246, 104),
-    Refusal("kexec_file_load", 320, 294),
-    Refusal("reboot", 169, 142),
-    Refusal("swapon", 167, 224),
-    Refusal("swapoff", 168, 225),
-    Refusal("acct", 163, 89),
-    Refusal("quotactl", 179, 60),
-    Refusal("quotactl_fd", 443, 443),
-    Refusal("fanotify_init", 300, 262),
-    Refusal("fanotify_mark", 301, 263),
-    Refusal("settimeofday", 164, 170),
-    Refusal("clock_settime", 227, 112),
-    Refusal("adjtimex", 159, 171),
-    Refusal("clock_adjtime", 305, 266),
-    Refusal("sethostname", 170, 161),
-    Refusal("setdomainname", 171, 162),
-    Refusal("syslog", 103, 116),
-    Refusal("vhangup", 153, 58),
-    Refusal("lookup_dcookie", 212, 18),
-    Refusal("nfsservctl", 180, 42),
-    Refusal("iopl", 172, None),
-    Refusal("ioperm", 173, None),
-    Refusal("uselib", 134, None),
-    Refusal("sysfs", 139, None),
-    Refusal("_sysctl", 156, None),
+    RefusedCall("init_module", 175, 105),
+    RefusedCall("finit_module", 313, 273),
+    RefusedCall("delete_module", 176, 106),
+    RefusedCall("kexec_load", 246, 104),
+    RefusedCall("kexec_file_load", 320, 294),
+    RefusedCall("reboot", 169, 142),
+    RefusedCall("swapon", 167, 224),
+    RefusedCall("swapoff", 168, 225),
+    RefusedCall("acct", 163, 89),
+    RefusedCall("quotactl", 179, 60),
+    RefusedCall("quotactl_fd", 443, 443),
+    RefusedCall("fanotify_init", 300, 262),
+    RefusedCall("fanotify_mark", 301, 263),
+    RefusedCall("settimeofday", 164, 170),
+    RefusedCall("clock_settime", 227, 112),
+    RefusedCall("adjtimex", 159, 171),
+    RefusedCall("clock_adjtime", 305, 266),
+    RefusedCall("sethostname", 170, 161),
+    RefusedCall("setdomainname", 171, 162),
+    RefusedCall("syslog", 103, 116),
+    RefusedCall("vhangup", 153, 58),
+    RefusedCall("lookup_dcookie", 212, 18),
+    RefusedCall("nfsservctl", 180, 42),
+    RefusedCall("iopl", 172, None),
+    RefusedCall("ioperm", 173, None),
+    RefusedCall("uselib", 134, None),
+    RefusedCall("sysfs", 139, None),
+    RefusedCall("_sysctl", 156, None),
 )
 
-ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7, "riscv64": 0xC00000F3}
+AUDIT_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7, "riscv64": 0xC00000F3}
 """The audit number of each machine (as `platform.machine` says it) that there is a filter for."""
 
 
-def filter_program(machine: str) -> bytes | None:
+def build_filter(machine: str) -> bytes | None:
     """The filter of a machine, 8 bytes an instruction; None for one whose numbers are not known."""
-    if machine not in ARCHITECTURES:
+    if machine not in AUDIT_ARCHITECTURES:
         return None
     lines = [
-        (LOAD, 0, 0, ARCHITECTURE),
-        (EQUAL, 1, 0, ARCHITECTURES[machine]),
+        (LOAD, 0, 0, ARCHITECTURE_OFFSET),
+        (EQUAL, 1, 0, AUDIT_ARCHITECTURES[machine]),
         (RETURN, 0, 0, KILL_PROCESS),
-        (LOAD, 0, 0, NUMBER),
+        (LOAD, 0, 0, NUMBER_OFFSET),
         # x86-64 with short pointers (x32) has numbers of its own, from 2^30 on: refused as well
-        (GREATER, 0, 1, NEWEST),
+        (GREATER, 0, 1, NEWEST_CALL),
         (RETURN, 0, 0, ERRNO | errno.ENOSYS),
     ]
-    for refusal in REFUSED:
+    for refusal in REFUSED_CALLS:
         number = refusal.x86_64 if machine == "x86_64" else refusal.generic
         if number is not None:
-            body = _verdict(refusal)
+            body = _compile_verdict(refusal)
             lines += [(EQUAL, 0, len(body), number), *body]
     lines.append((RETURN, 0, 0, ALLOW))
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 
 
-def _verdict(refusal: Refusal) -> list[tuple[int, int, int, int]]:
+def _compile_verdict(refusal: RefusedCall) -> list[tuple[int, int, int, int]]:
     """What is done with a call, once its number is found."""
     refused = ERRNO | refusal.error
-    if refusal.unless:
-        return [*_compile_tests(refusal.unless, ALLOW), (RETURN, 0, 0, refused)]
-    if refusal.only:
-        return [*_compile_tests(refusal.only, refused), (RETURN, 0, 0, ALLOW)]
+    if refusal.allowed_if:
+        return [*_compile_tests(refusal.allowed_if, ALLOW), (RETURN, 0, 0, refused)]
+    if refusal.refused_if:
+        return [*_compile_tests(refusal.refused_if, refused), (RETURN, 0, 0, ALLOW)]
     return [(RETURN, 0, 0, refused)]
 
 
-def _compile_tests(ways: Sequence[Sequence[Test]], verdict: int) -> list[tuple[int, int, int, int]]:
+def _compile_tests(
+    ways: Sequence[Sequence[ArgumentTest]], verdict: int
+) -> list[tuple[int, int, int, int]]:
     """A verdict for a call that passes all tests of one of several ways."""
     lines = list[tuple[int, int, int, int]]()
     for tests in ways:
         for place, (argument, mask, value) in enumerate(tests):
             rest = 3 * (len(tests) - place - 1) + 1  # the other tests of this way, its verdict
             lines += [
-                (LOAD, 0, 0, ARGUMENTS + 8 * argument),
+                (LOAD, 0, 0, ARGUMENTS_OFFSET + 8 * argument),
                 (AND, 0, 0, mask),
                 (EQUAL, 0, rest, value),
             ]

@@ -6,35 +6,35 @@ from collections.abc import Sequence
 from typing import Any
 
 from ranvier.models.config import DecoderConfig
-from ranvier.models.hf.family_rope import Config, odd
+from ranvier.models.hf.family_rope import HFConfig, describe_bad_key
 
-WIDTHS = ("mlp", "expert_mlp", "moe_first", "moe_every")
+WIDTH_SETTINGS = ("mlp", "expert_mlp", "moe_first", "moe_every")
 """Settings that say the same in several ways."""
 
 
-def mixed_layers(theirs: Config, problems: list[str]) -> dict[str, Any]:
+def read_moe_layers(theirs: HFConfig, problems: list[str]) -> dict[str, Any]:
     """Our moe_first and moe_every: every step-th layer has experts, but for those listed."""
     layers, step = theirs.get("num_hidden_layers"), theirs.get("decoder_sparse_step")
     dense = theirs.get("mlp_only_layers") or []
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
-        problems.append(odd("decoder_sparse_step", step, "a whole number from 1"))
+        problems.append(describe_bad_key("decoder_sparse_step", step, "a whole number from 1"))
         return {}
     if not isinstance(dense, list) or not all(type(i) is int for i in dense):
-        problems.append(odd("mlp_only_layers", dense, "a list of layers"))
+        problems.append(describe_bad_key("mlp_only_layers", dense, "a list of layers"))
         return {}
     if isinstance(layers, bool) or not isinstance(layers, int):
         return {}
     left_out = set(dense)  # as long as a stranger likes
     have = [i for i in range(layers) if (i + 1) % step == 0 and i not in left_out]
-    found = _regular(have, layers)
+    found = _fit_layer_pattern(have, layers)
     if found is None:
         rule = "such that, after some dense layers, the last of every few has experts"
-        problems.append(odd("mlp_only_layers", dense, rule))
+        problems.append(describe_bad_key("mlp_only_layers", dense, rule))
         return {}
     return {"moe_first": found[0], "moe_every": found[1]}
 
 
-def _regular(have: Sequence[int], layers: int) -> tuple[int, int] | None:
+def _fit_layer_pattern(have: Sequence[int], layers: int) -> tuple[int, int] | None:
     """(moe_first, moe_every) that give just these layers; None: there are none."""
     if not have:
         return layers, 1
@@ -44,7 +44,7 @@ def _regular(have: Sequence[int], layers: int) -> tuple[int, int] | None:
     return None
 
 
-def written_layers(config: DecoderConfig) -> dict[str, Any]:
+def write_moe_layers(config: DecoderConfig) -> dict[str, Any]:
     """The inverse."""
     dense = [i for i in range(config.layers) if not config.has_experts(i)]
     if config.moe_first == 0:
@@ -52,13 +52,13 @@ def written_layers(config: DecoderConfig) -> dict[str, Any]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
-def same_widths(one: DecoderConfig, other: DecoderConfig) -> bool:
+def has_same_widths(one: DecoderConfig, other: DecoderConfig) -> bool:
     """Whether the layers of two models are as wide, however that is said."""
-    mine, others = ([_width(c, i) for i in range(c.layers)] for c in (one, other))
+    mine, others = ([_layer_width(c, i) for i in range(c.layers)] for c in (one, other))
     return mine == others
 
 
-def _width(config: DecoderConfig, layer: int) -> tuple[int, int]:
+def _layer_width(config: DecoderConfig, layer: int) -> tuple[int, int]:
     """Experts and width of a layer."""
     if config.has_experts(layer):
         return config.experts, config.expert_width

@@ -8,10 +8,10 @@ from typing import Any
 
 from ranvier.models.config import DecoderConfig
 
-Config = Mapping[str, Any]
+HFConfig = Mapping[str, Any]
 
 
-def odd(key: str, value: object, rule: str) -> str:
+def describe_bad_key(key: str, value: object, rule: str) -> str:
     """A sentence on a key that cannot be as it is."""
     return f"config.json has {key}={value!r:.120}. It must be {rule}."
 
@@ -19,14 +19,16 @@ def odd(key: str, value: object, rule: str) -> str:
 # ---- windows ----------------------------------------------------------------------------
 
 
-def window(theirs: Config, how: str, problems: list[str]) -> dict[str, Any]:
+def read_window(theirs: HFConfig, how: str, problems: list[str]) -> dict[str, Any]:
     """Our window, and the layers that have it."""
     size, layers = theirs.get("sliding_window"), theirs.get("num_hidden_layers")
     if how == "first" and not theirs.get("use_sliding_window"):
         size = None
     if size is not None and (type(size) is not int or not 1 <= size < 2**31):
         problems.append(
-            odd("sliding_window", size, "a whole number from 1 and below 2^31, or null")
+            describe_bad_key(
+                "sliding_window", size, "a whole number from 1 and below 2^31, or null"
+            )
         )
         return {}
     if not isinstance(layers, int):
@@ -35,38 +37,46 @@ def window(theirs: Config, how: str, problems: list[str]) -> dict[str, Any]:
     if kinds is None and how == "first":
         first = theirs.get("max_window_layers", 0)
         if isinstance(first, bool) or not isinstance(first, int):
-            problems.append(odd("max_window_layers", first, "a whole number"))
+            problems.append(describe_bad_key("max_window_layers", first, "a whole number"))
             return {}
-        kinds = [_KINDS[size is not None and i >= first] for i in range(layers)]
+        kinds = [_LAYER_TYPES[size is not None and i >= first] for i in range(layers)]
     elif kinds is None:
-        kinds = [_KINDS[how == "all" or i % 2 == 0] for i in range(layers)]
-    sound = isinstance(kinds, list) and all(kind in _KINDS for kind in kinds)
+        kinds = [_LAYER_TYPES[how == "all" or i % 2 == 0] for i in range(layers)]
+    sound = isinstance(kinds, list) and all(kind in _LAYER_TYPES for kind in kinds)
     if not sound or len(kinds) != layers:
-        problems.append(odd("layer_types", kinds, f"{layers} times {' or '.join(_KINDS)}"))
+        problems.append(
+            describe_bad_key("layer_types", kinds, f"{layers} times {' or '.join(_LAYER_TYPES)}")
+        )
         return {}
     if how == "all" and given and theirs.get("model_type") == "phi3":
-        kinds = [_KINDS[1]] * layers  # its own code does not look at them
-    if how == "all" and set(kinds) != {_KINDS[1]}:
-        problems.append(odd("layer_types", kinds, f"all {_KINDS[1]}: others are another family"))
+        kinds = [_LAYER_TYPES[1]] * layers  # its own code does not look at them
+    if how == "all" and set(kinds) != {_LAYER_TYPES[1]}:
+        problems.append(
+            describe_bad_key(
+                "layer_types", kinds, f"all {_LAYER_TYPES[1]}: others are another family"
+            )
+        )
         return {}
-    slide = tuple(i for i, kind in enumerate(kinds) if kind == _KINDS[1])
+    slide = tuple(i for i, kind in enumerate(kinds) if kind == _LAYER_TYPES[1])
     if size is None or not slide:
         if slide and how != "all":
-            problems.append(odd("sliding_window", size, "given where layer_types has windows"))
+            problems.append(
+                describe_bad_key("sliding_window", size, "given where layer_types has windows")
+            )
         return {"window": 0, "window_layers": ()}
     return {"window": size, "window_layers": () if len(slide) == layers else slide}
 
 
-_KINDS = ("full_attention", "sliding_attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def written_window(config: DecoderConfig, how: str) -> dict[str, Any]:
+def write_window(config: DecoderConfig, how: str) -> dict[str, Any]:
     """The inverse."""
     size = config.window or None
     if how == "all":
         return {"sliding_window": size}
-    slide = [config.window_of(i) > 0 for i in range(config.layers)]
-    kinds = {"layer_types": [_KINDS[yes] for yes in slide]}
+    slide = [config.window_of_layer(i) > 0 for i in range(config.layers)]
+    kinds = {"layer_types": [_LAYER_TYPES[yes] for yes in slide]}
     if how == "first":
         return {"use_sliding_window": size is not None, "sliding_window": size, **kinds}
     return {"sliding_window": size or config.max_seq, **kinds}
@@ -75,7 +85,7 @@ def written_window(config: DecoderConfig, how: str) -> dict[str, Any]:
 # ---- rotary positions -------------------------------------------------------------------
 
 
-def rope(kind: str, table: Config, longest: int) -> dict[str, Any]:
+def read_rope(kind: str, table: HFConfig, longest: int) -> dict[str, Any]:
     """Our settings of their rotary positions."""
 
     def number(key: str, most: float = math.inf) -> float:
@@ -108,9 +118,9 @@ def rope(kind: str, table: Config, longest: int) -> dict[str, Any]:
         found |= {"rope_scale": scale, "rope_turns": (low, high)}
         both = table.get("mscale") and table.get("mscale_all_dim")
         above, below = (number("mscale"), number("mscale_all_dim")) if both else (1.0, 0.0)
-        attention = _yarn(scale, above) / _yarn(scale, below)
+        attention = _yarn_mscale(scale, above) / _yarn_mscale(scale, below)
     else:
-        for name, key in _FACTORS.items():
+        for name, key in _ROPE_FACTOR_KEYS.items():
             factors = tuple(map(float, table[key]))
             if not all(0 < factor < math.inf for factor in factors):
                 raise ValueError(f"{key} has factors that are no numbers above 0")
@@ -121,20 +131,20 @@ def rope(kind: str, table: Config, longest: int) -> dict[str, Any]:
     }
 
 
-_FACTORS = {"rope_short": "short_factor", "rope_long": "long_factor"}
+_ROPE_FACTOR_KEYS = {"rope_short": "short_factor", "rope_long": "long_factor"}
 
 
-def _yarn(scale: float, weight: float) -> float:
+def _yarn_mscale(scale: float, weight: float) -> float:
     return 1.0 if scale <= 1.0 else 0.1 * weight * math.log(scale) + 1.0
 
 
-def written_rope(config: DecoderConfig) -> dict[str, Any]:
+def write_rope(config: DecoderConfig) -> dict[str, Any]:
     """The inverse."""
     table: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_share != 1.0:
         table["partial_rotary_factor"] = config.rope_share
     if config.rope == "longrope":
-        table |= {key: list(getattr(config, name)) for name, key in _FACTORS.items()}
+        table |= {key: list(getattr(config, name)) for name, key in _ROPE_FACTOR_KEYS.items()}
     elif config.rope_scale != 1.0:
         table["factor"] = config.rope_scale
     else:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from ranvier.models.config import DecoderConfig
-from ranvier.models.hf.family import Family, UnknownError
-from ranvier.models.hf.family_rope import Config, odd
+from ranvier.models.hf.family import Family, UnsupportedModelError
+from ranvier.models.hf.family_rope import HFConfig, describe_bad_key
 
-_BODY = "model.layers.{i}."
+_LAYER_PREFIX = "model.layers.{i}."
 _ATTENTION = {
-    f"blocks.{{i}}.attention.{ours}": f"{_BODY}self_attn.{theirs}"
+    f"blocks.{{i}}.attention.{ours}": f"{_LAYER_PREFIX}self_attn.{theirs}"
     for ours, theirs in (
         ("qkv.q", "q_proj"),
         ("qkv.k", "k_proj"),
@@ -22,22 +22,22 @@ _ATTENTION = {
 }
 _QKV = "+".join(f"blocks.{{i}}.attention.qkv.{x}" for x in "qkv")
 _MLP = {
-    f"blocks.{{i}}.mlp.{ours}": f"{_BODY}mlp.{theirs}"
+    f"blocks.{{i}}.mlp.{ours}": f"{_LAYER_PREFIX}mlp.{theirs}"
     for ours, theirs in (
         ("enter.gate", "gate_proj"),
         ("enter.up", "up_proj"),
         ("down", "down_proj"),
     )
 }
-_ENDS = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+_EMBED_NORM_HEAD = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 
 
-def _norms(**theirs: str) -> dict[str, str]:
-    return {f"blocks.{{i}}.{ours}": f"{_BODY}{name}" for ours, name in theirs.items()}
+def _norm_names(**theirs: str) -> dict[str, str]:
+    return {f"blocks.{{i}}.{ours}": f"{_LAYER_PREFIX}{name}" for ours, name in theirs.items()}
 
 
-_BEFORE = _norms(norm1="input_layernorm", norm2="post_attention_layernorm")
-_NAMES = {**_ENDS, **_BEFORE, **_ATTENTION, **_MLP}
+_PRE_NORMS = _norm_names(norm1="input_layernorm", norm2="post_attention_layernorm")
+_NAMES = {**_EMBED_NORM_HEAD, **_PRE_NORMS, **_ATTENTION, **_MLP}
 _KEYS = {
     "num_hidden_layers": "layers",
     "hidden_size": "embed",
@@ -51,7 +51,7 @@ _KEYS = {
     "initializer_range": "init_std",
     "tie_word_embeddings": "tied",
 }
-_DEFAULT = {
+_DEFAULTS = {
     "vocab_size": 32000,
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -64,7 +64,7 @@ _DEFAULT = {
     "initializer_range": 0.02,
     "tie_word_embeddings": False,
 }
-_QWEN = {
+_QWEN_DEFAULTS = {
     "vocab_size": 151936,
     "intermediate_size": 22016,
     "num_key_value_heads": 32,
@@ -73,92 +73,96 @@ _QWEN = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-_ALL = ("qkv", "o")
+_ATTENTION_LAYERS = ("qkv", "o")
 
 
-def _experts(home: str, router: str, *theirs: str) -> dict[str, str]:
+def _expert_names(home: str, router: str, *theirs: str) -> dict[str, str]:
     """Names of a router, and of gates, ups and downs of experts, in a module of a block."""
     ours = ("router", "gate[e]", "up[e]", "down[e]")
     both = zip(ours, (router, *theirs), strict=True)
-    return {f"blocks.{{i}}.mlp.{a}": f"{_BODY}{home}{b}" for a, b in both}
+    return {f"blocks.{{i}}.mlp.{a}": f"{_LAYER_PREFIX}{home}{b}" for a, b in both}
 
 
-_APART = _experts("mlp.", "gate", *(f"experts.{{e}}.{one}_proj" for one in ("gate", "up", "down")))
-_W = _experts("block_sparse_moe.", "gate", *(f"experts.{{e}}.{one}" for one in ("w1", "w3", "w2")))
-_FUSED = {
-    "blocks.{i}.mlp.router": f"{_BODY}mlp.gate",
-    "blocks.{i}.mlp.gate[e]+blocks.{i}.mlp.up[e]": f"{_BODY}mlp.experts.gate_up_proj",
-    "blocks.{i}.mlp.down[e]": f"{_BODY}mlp.experts.down_proj",
+_SEPARATE_EXPERTS = _expert_names(
+    "mlp.", "gate", *(f"experts.{{e}}.{one}_proj" for one in ("gate", "up", "down"))
+)
+_MIXTRAL_EXPERTS = _expert_names(
+    "block_sparse_moe.", "gate", *(f"experts.{{e}}.{one}" for one in ("w1", "w3", "w2"))
+)
+_FUSED_EXPERTS = {
+    "blocks.{i}.mlp.router": f"{_LAYER_PREFIX}mlp.gate",
+    "blocks.{i}.mlp.gate[e]+blocks.{i}.mlp.up[e]": f"{_LAYER_PREFIX}mlp.experts.gate_up_proj",
+    "blocks.{i}.mlp.down[e]": f"{_LAYER_PREFIX}mlp.experts.down_proj",
 }
-_REST = {**_ENDS, **_BEFORE, **_ATTENTION}
-_MIXED = {"num_experts_per_tok": "experts_top", "router_aux_loss_coef": "balance"}
+_NAMES_WITHOUT_MLP = {**_EMBED_NORM_HEAD, **_PRE_NORMS, **_ATTENTION}
+_MOE_KEYS = {"num_experts_per_tok": "experts_top", "router_aux_loss_coef": "balance"}
 
 _FAMILIES = (
     Family(
-        kind="llama",
+        model_type="llama",
         architecture="LlamaForCausalLM",
         token_ids=(1, 2, None),
-        names=_NAMES,
-        keys=_KEYS,
-        default=_DEFAULT,
-        biased={"attention_bias": _ALL, "mlp_bias": ("mlp",)},
+        layer_names=_NAMES,
+        config_keys=_KEYS,
+        default_config=_DEFAULTS,
+        bias_keys={"attention_bias": _ATTENTION_LAYERS, "mlp_bias": ("mlp",)},
     ),
     Family(
-        kind="mistral",
+        model_type="mistral",
         architecture="MistralForCausalLM",
         token_ids=(1, 2, None),
-        names=_NAMES,
-        keys=_KEYS,
-        default={
-            **_DEFAULT,
+        layer_names=_NAMES,
+        config_keys=_KEYS,
+        default_config={
+            **_DEFAULTS,
             "intermediate_size": 14336,
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
             "sliding_window": 4096,
         },
-        windows="all",
+        window_rule="all",
     ),
     Family(
-        kind="qwen2",
+        model_type="qwen2",
         architecture="Qwen2ForCausalLM",
-        names=_NAMES,
-        keys=_KEYS,
-        default={**_DEFAULT, **_QWEN},
-        always={"biases": ("qkv",)},
-        windows="first",
+        layer_names=_NAMES,
+        config_keys=_KEYS,
+        default_config={**_DEFAULTS, **_QWEN_DEFAULTS},
+        fixed_settings={"biases": ("qkv",)},
+        window_rule="first",
     ),
     Family(
-        kind="qwen3",
+        model_type="qwen3",
         architecture="Qwen3ForCausalLM",
-        names=_NAMES,
-        keys=_KEYS,
-        default={**_DEFAULT, **_QWEN, "head_dim": 128},
-        always={"qk_norm": True},
-        biased={"attention_bias": _ALL},
-        windows="first",
+        layer_names=_NAMES,
+        config_keys=_KEYS,
+        default_config={**_DEFAULTS, **_QWEN_DEFAULTS, "head_dim": 128},
+        fixed_settings={"qk_norm": True},
+        bias_keys={"attention_bias": _ATTENTION_LAYERS},
+        window_rule="first",
     ),
     Family(
-        kind="olmo2",
+        model_type="olmo2",
         architecture="Olmo2ForCausalLM",
         token_ids=(None, 50279, 1),
-        names={
-            **_ENDS,
-            **_norms(after1="post_attention_layernorm", after2="post_feedforward_layernorm"),
+        layer_names={
+            **_EMBED_NORM_HEAD,
+            **_norm_names(after1="post_attention_layernorm", after2="post_feedforward_layernorm"),
             **_ATTENTION,
             **_MLP,
         },
-        keys=_KEYS,
-        default={**_DEFAULT, "vocab_size": 50304, "rms_norm_eps": 1e-5},
-        always={"qk_whole": True, "norms": "after"},
-        biased={"attention_bias": _ALL},
+        config_keys=_KEYS,
+        default_config={**_DEFAULTS, "vocab_size": 50304, "rms_norm_eps": 1e-5},
+        fixed_settings={"qk_whole": True, "norms": "after"},
+        bias_keys={"attention_bias": _ATTENTION_LAYERS},
     ),
     Family(
-        kind="gemma2",
+        model_type="gemma2",
         architecture="Gemma2ForCausalLM",
         token_ids=(2, 1, 0),
-        names={
-            **_ENDS,
-            **_norms(
+        layer_names={
+            **_EMBED_NORM_HEAD,
+            **_norm_names(
                 norm1="input_layernorm",
                 after1="post_attention_layernorm",
                 norm2="pre_feedforward_layernorm",
@@ -167,14 +171,14 @@ _FAMILIES = (
             **_ATTENTION,
             **_MLP,
         },
-        keys={
+        config_keys={
             **_KEYS,
             "query_pre_attn_scalar": "attention_scale",
             "attn_logit_softcapping": "attention_cap",
             "final_logit_softcapping": "logit_cap",
         },
-        default={
-            **_DEFAULT,
+        default_config={
+            **_DEFAULTS,
             "vocab_size": 256000,
             "hidden_size": 2304,
             "intermediate_size": 9216,
@@ -190,28 +194,28 @@ _FAMILIES = (
             "final_logit_softcapping": 30.0,
             "attn_logit_softcapping": 50.0,
         },
-        always={"norm_shift": 1.0, "norms": "both", "embed_scale": 0.0},
-        biased={"attention_bias": _ALL},
-        activation="hidden_activation",
-        windows="even",
+        fixed_settings={"norm_shift": 1.0, "norms": "both", "embed_scale": 0.0},
+        bias_keys={"attention_bias": _ATTENTION_LAYERS},
+        activation_key="hidden_activation",
+        window_rule="even",
     ),
     Family(
-        kind="phi3",
+        model_type="phi3",
         architecture="Phi3ForCausalLM",
         token_ids=(1, 32000, 32000),
-        names={
-            **_ENDS,
-            **_BEFORE,
+        layer_names={
+            **_EMBED_NORM_HEAD,
+            **_PRE_NORMS,
             "+".join(
                 f"blocks.{{i}}.attention.qkv.{x}" for x in "qkv"
-            ): f"{_BODY}self_attn.qkv_proj",
-            "blocks.{i}.attention.o": f"{_BODY}self_attn.o_proj",
-            "blocks.{i}.mlp.enter.gate+blocks.{i}.mlp.enter.up": f"{_BODY}mlp.gate_up_proj",
-            "blocks.{i}.mlp.down": f"{_BODY}mlp.down_proj",
+            ): f"{_LAYER_PREFIX}self_attn.qkv_proj",
+            "blocks.{i}.attention.o": f"{_LAYER_PREFIX}self_attn.o_proj",
+            "blocks.{i}.mlp.enter.gate+blocks.{i}.mlp.enter.up": f"{_LAYER_PREFIX}mlp.gate_up_proj",
+            "blocks.{i}.mlp.down": f"{_LAYER_PREFIX}mlp.down_proj",
         },
-        keys=_KEYS,
-        default={
-            **_DEFAULT,
+        config_keys=_KEYS,
+        default_config={
+            **_DEFAULTS,
             "vocab_size": 32064,
             "hidden_size": 3072,
             "intermediate_size": 8192,
@@ -219,20 +223,20 @@ _FAMILIES = (
             "original_max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,
         },
-        only={"full_attn_mod": 1, "interpolate_factor": 1},
-        windows="all",
-        ropes=("default", "longrope"),
+        required_values={"full_attn_mod": 1, "interpolate_factor": 1},
+        window_rule="all",
+        rope_types=("default", "longrope"),
     ),
     Family(
-        kind="mixtral",
+        model_type="mixtral",
         architecture="MixtralForCausalLM",
         token_ids=(1, 2, None),
-        names={**_REST, **_W},
-        fused={**_REST, **_FUSED},
-        keys={**_KEYS, **_MIXED, "num_local_experts": "experts"},
-        aliases={"num_experts": "num_local_experts"},
-        default={
-            **_DEFAULT,
+        layer_names={**_NAMES_WITHOUT_MLP, **_MIXTRAL_EXPERTS},
+        fused_layer_names={**_NAMES_WITHOUT_MLP, **_FUSED_EXPERTS},
+        config_keys={**_KEYS, **_MOE_KEYS, "num_local_experts": "experts"},
+        key_aliases={"num_experts": "num_local_experts"},
+        default_config={
+            **_DEFAULTS,
             "intermediate_size": 14336,
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
@@ -242,25 +246,25 @@ _FAMILIES = (
             "num_local_experts": 8,
             "router_aux_loss_coef": 0.001,
         },
-        always={"router_norm": True},
-        windows="all",
+        fixed_settings={"router_norm": True},
+        window_rule="all",
     ),
     Family(
-        kind="qwen3_moe",
+        model_type="qwen3_moe",
         architecture="Qwen3MoeForCausalLM",
-        names={**_NAMES, **_APART},
-        fused={**_NAMES, **_FUSED},
-        keys={
+        layer_names={**_NAMES, **_SEPARATE_EXPERTS},
+        fused_layer_names={**_NAMES, **_FUSED_EXPERTS},
+        config_keys={
             **_KEYS,
-            **_MIXED,
+            **_MOE_KEYS,
             "num_experts": "experts",
             "moe_intermediate_size": "expert_mlp",
             "norm_topk_prob": "router_norm",
         },
-        aliases={"num_local_experts": "num_experts"},
-        default={
-            **_DEFAULT,
-            **_QWEN,
+        key_aliases={"num_local_experts": "num_experts"},
+        default_config={
+            **_DEFAULTS,
+            **_QWEN_DEFAULTS,
             "hidden_size": 2048,
             "intermediate_size": 6144,
             "num_hidden_layers": 24,
@@ -273,25 +277,25 @@ _FAMILIES = (
             "router_aux_loss_coef": 0.001,
             "mlp_only_layers": [],
         },
-        always={"qk_norm": True},
-        only={"use_sliding_window": False},
-        biased={"attention_bias": _ALL},
+        fixed_settings={"qk_norm": True},
+        required_values={"use_sliding_window": False},
+        bias_keys={"attention_bias": _ATTENTION_LAYERS},
     ),
     Family(
-        kind="olmoe",
+        model_type="olmoe",
         architecture="OlmoeForCausalLM",
         token_ids=(None, 50279, 1),
-        names={**_REST, **_APART},
-        fused={**_REST, **_FUSED},
-        keys={
+        layer_names={**_NAMES_WITHOUT_MLP, **_SEPARATE_EXPERTS},
+        fused_layer_names={**_NAMES_WITHOUT_MLP, **_FUSED_EXPERTS},
+        config_keys={
             **_KEYS,
-            **_MIXED,
+            **_MOE_KEYS,
             "num_experts": "experts",
             "norm_topk_prob": "router_norm",
         },
-        aliases={"num_local_experts": "num_experts"},
-        default={
-            **_DEFAULT,
+        key_aliases={"num_local_experts": "num_experts"},
+        default_config={
+            **_DEFAULTS,
             "vocab_size": 50304,
             "hidden_size": 2048,
             "intermediate_size": 2048,
@@ -304,15 +308,15 @@ _FAMILIES = (
             "norm_topk_prob": False,
             "router_aux_loss_coef": 0.01,
         },
-        always={"qk_whole": True},
-        only={"clip_qkv": None},
-        biased={"attention_bias": _ALL},
+        fixed_settings={"qk_whole": True},
+        required_values={"clip_qkv": None},
+        bias_keys={"attention_bias": _ATTENTION_LAYERS},
     ),
     Family(
-        kind="gpt2",
+        model_type="gpt2",
         architecture="GPT2LMHeadModel",
         token_ids=(50256, 50256, None),
-        names={
+        layer_names={
             "embed": "transformer.wte",
             "position": "transformer.wpe",
             "blocks.{i}.norm1": "transformer.h.{i}.ln_1",
@@ -324,7 +328,7 @@ _FAMILIES = (
             "norm": "transformer.ln_f",
             "head": "lm_head",
         },
-        keys={
+        config_keys={
             "n_layer": "layers",
             "n_embd": "embed",
             "n_head": "heads",
@@ -335,7 +339,7 @@ _FAMILIES = (
             "initializer_range": "init_std",
             "tie_word_embeddings": "tied",
         },
-        default={
+        default_config={
             "vocab_size": 50257,
             "n_positions": 1024,
             "n_embd": 768,
@@ -346,38 +350,40 @@ _FAMILIES = (
             "initializer_range": 0.02,
             "tie_word_embeddings": True,
         },
-        always={"norm": "layer", "positions": "learned", "bias": True},
-        only={
+        fixed_settings={"norm": "layer", "positions": "learned", "bias": True},
+        required_values={
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
             "add_cross_attention": False,
         },
-        activation="activation_function",
-        transposed=True,
-        prefix="transformer.",
+        activation_key="activation_function",
+        is_transposed=True,
+        body_prefix="transformer.",
     ),
 )
-FAMILIES: dict[str, Family] = {family.kind: family for family in _FAMILIES}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _FAMILIES}
 """A new family is one entry above."""
 
 
-def family_of(config: Config | str) -> Family:
+def find_family(config: HFConfig | str) -> Family:
     """The family of a config.json, or of its model_type."""
     kind = config if isinstance(config, str) else config.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise UnknownError(odd("model_type", kind, f"one of {', '.join(FAMILIES)}"))
+        raise UnsupportedModelError(
+            describe_bad_key("model_type", kind, f"one of {', '.join(FAMILIES)}")
+        )
     return FAMILIES[kind]
 
 
-def fitting(config: DecoderConfig, first: str = "") -> tuple[Family, dict[str, Any]]:
+def find_fitting_family(config: DecoderConfig, first: str = "") -> tuple[Family, dict[str, Any]]:
     """The first family that can have a config of ours, and it as their config.json."""
     reasons = []
     names = sorted(FAMILIES, key=lambda kind: kind != first)
     for kind in names:
         try:
-            theirs, family = FAMILIES[kind].write(config), FAMILIES[kind]
-            family.tensors(config)
+            theirs, family = FAMILIES[kind].config_to_hf(config), FAMILIES[kind]
+            family.tensor_mappings(config)
             return family, theirs
-        except UnknownError as reason:
+        except UnsupportedModelError as reason:
             reasons.append(str(reason).splitlines()[0])
-    raise UnknownError("\n".join(["No family has such a model.", *reasons]))
+    raise UnsupportedModelError("\n".join(["No family has such a model.", *reasons]))

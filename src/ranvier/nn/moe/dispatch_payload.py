@@ -15,25 +15,25 @@ import torch
 from torch import Tensor
 
 from ranvier.config.plan import Dispatch
-from ranvier.cost.layers import SCALE
-from ranvier.nn.float8 import E4M3, Scaled
+from ranvier.cost.layers import SCALE_BYTES
+from ranvier.nn.float8 import E4M3, Float8Linear
 
 
-def packed(x: Tensor, dispatch: Dispatch) -> Tensor:
+def encode_rows(x: Tensor, dispatch: Dispatch) -> Tensor:
     """Rows `[n, d]` as they travel."""
     if dispatch == "bf16":
         return x.to(torch.bfloat16)
     if dispatch == "fp8":
-        rows = Scaled("rowwise").plain(x, E4M3)
-        parts = [rows.values.view(torch.uint8), rows.inverse.view(torch.uint8)]
+        rows = Float8Linear("rowwise").quantize(x, E4M3)
+        parts = [rows.values.view(torch.uint8), rows.inverse_scale.view(torch.uint8)]
         return torch.cat(parts, 1)  # (n, d + SCALE)
     return x
 
 
-def unpacked(x: Tensor, dispatch: Dispatch, dtype: torch.dtype) -> Tensor:
+def decode_rows(x: Tensor, dispatch: Dispatch, dtype: torch.dtype) -> Tensor:
     """Rows that have travelled, `[n, d]`."""
     if dispatch != "fp8":
         return x.to(dtype)
-    values, inverse = x[:, :-SCALE].contiguous(), x[:, -SCALE:].contiguous()
+    values, inverse = x[:, :-SCALE_BYTES].contiguous(), x[:, -SCALE_BYTES:].contiguous()
     wide = torch.promote_types(dtype, torch.float32)
     return (values.view(E4M3).to(wide) * inverse.view(torch.float32).to(wide)).to(dtype)

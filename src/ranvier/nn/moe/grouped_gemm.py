@@ -22,102 +22,102 @@ from torch import Tensor
 
 from ranvier import launch
 
-TRITON = launch.triton()
-WHOLE = 16
+TRITON = launch.has_triton()
+ALIGNMENT_BYTES = 16
 """Bytes of which rows and addresses must be multiples."""
 
 
-def grouped(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """y = x_e W_eᵀ in autograd; x: `[t, d]`, w: `[e, f, d]`, ends: `[e]`, y: `[t, f]`."""
-    y: Tensor = product(x, w, ends, False)
+    y: Tensor = grouped_mm(x, w, ends, False)
     return y
 
 
 @torch.library.custom_op("ranvier::grouped", mutates_args=())
-def product(x: Tensor, w: Tensor, ends: Tensor, turned: bool) -> Tensor:
+def grouped_mm(x: Tensor, w: Tensor, ends: Tensor, turned: bool) -> Tensor:
     """x_e W_eᵀ `[t, f]`; turned: x_e W_e `[t, d]` of x `[t, f]`."""
     x, w = x.contiguous(), w.contiguous()
     other = w if turned else w.transpose(1, 2)
-    if kernel_takes(x, w):
+    if can_use_grouped_mm(x, w):
         return torch._grouped_mm(x, other, offs=ends)
     out = x.new_zeros(x.shape[0], other.shape[2])
-    for e, (start, end) in enumerate(_ranges(ends)):
+    for e, (start, end) in enumerate(_group_ranges(ends)):
         torch.mm(x[start:end], other[e], out=out[start:end])
     return out
 
 
 @torch.library.custom_op("ranvier::grouped_weight", mutates_args=())
-def product_weight(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+def grouped_mm_weight_grad(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     """dy_eᵀ x_e `[e, f, d]` of dy `[t, f]` and x `[t, d]`; 0 where a group is empty."""
     dy, x = dy.contiguous(), x.contiguous()
-    if kernel_takes(dy, x):
-        return _cleared(torch._grouped_mm(dy.t(), x, offs=ends), ends)
+    if can_use_grouped_mm(dy, x):
+        return _zero_empty_groups(torch._grouped_mm(dy.t(), x, offs=ends), ends)
     out = x.new_zeros(len(ends), dy.shape[1], x.shape[1])
-    for e, (start, end) in enumerate(_ranges(ends)):
+    for e, (start, end) in enumerate(_group_ranges(ends)):
         torch.mm(dy[start:end].t(), x[start:end], out=out[e])
     return out
 
 
-@product.register_fake
+@grouped_mm.register_fake
 def _(x: Tensor, w: Tensor, ends: Tensor, turned: bool) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[2 if turned else 1])
 
 
-@product_weight.register_fake
+@grouped_mm_weight_grad.register_fake
 def _(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(ends.shape[0], dy.shape[1], x.shape[1])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _grouped_mm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, w, ends, ctx.turned = inputs
     ctx.save_for_backward(x, w, ends)
 
 
-def _back(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+def _grouped_mm_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, w, ends = ctx.saved_tensors
     needs_x, needs_w = ctx.needs_input_grad[:2]
-    dx = product(dy, w, ends, not ctx.turned) if needs_x else None
+    dx = grouped_mm(dy, w, ends, not ctx.turned) if needs_x else None
     pair = (x, dy) if ctx.turned else (dy, x)
-    return dx, product_weight(*pair, ends) if needs_w else None, None, None
+    return dx, grouped_mm_weight_grad(*pair, ends) if needs_w else None, None, None
 
 
-def _keep_weight(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _weight_grad_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _back_weight(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
+def _weight_grad_backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
     dy, x, ends = ctx.saved_tensors
-    return product(x, dw, ends, False), product(dy, dw, ends, True), None
+    return grouped_mm(x, dw, ends, False), grouped_mm(dy, dw, ends, True), None
 
 
-product.register_autograd(_back, setup_context=_keep)
-product_weight.register_autograd(_back_weight, setup_context=_keep_weight)
+grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_grouped_mm_setup)
+grouped_mm_weight_grad.register_autograd(_weight_grad_backward, setup_context=_weight_grad_setup)
 
 
-def kernel_takes(*operands: Tensor) -> bool:
+def can_use_grouped_mm(*operands: Tensor) -> bool:
     """Whether torch's kernel multiplies these: bf16, contiguous, rows of whole 16 bytes."""
     return all(
         x.dtype == torch.bfloat16
         and x.is_contiguous()
-        and x.shape[-1] * x.element_size() % WHOLE == 0
-        and x.data_ptr() % WHOLE == 0
+        and x.shape[-1] * x.element_size() % ALIGNMENT_BYTES == 0
+        and x.data_ptr() % ALIGNMENT_BYTES == 0
         and x.numel() > 0
         for x in operands
     )
 
 
-def _ranges(ends: Tensor) -> list[tuple[int, int]]:
+def _group_ranges(ends: Tensor) -> list[tuple[int, int]]:
     """Where the rows of each group begin and end; the host waits for them."""
     stops: list[int] = ends.tolist()
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
-def _cleared(dw: Tensor, ends: Tensor) -> Tensor:
+def _zero_empty_groups(dw: Tensor, ends: Tensor) -> Tensor:
     """dw with zeros for empty groups, of which torch promises nothing."""
     if dw.is_cuda and TRITON:
         from ranvier.nn.moe import triton_kernels
 
-        triton_kernels.clear_empty(dw, ends)
+        triton_kernels.zero_empty_groups(dw, ends)
         return dw
     empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
     return dw.masked_fill_(empty[:, None, None], 0.0)

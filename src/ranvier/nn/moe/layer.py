@@ -36,39 +36,51 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ranvier import counter_rng
-from ranvier.buckets.bucket import Weight
+from ranvier.buckets.bucket import ShardedParameter
 from ranvier.comm import collectives
-from ranvier.comm.autograd import gather, share, sum_scatter, swap, total
+from ranvier.comm.autograd import (
+    all_gather,
+    all_to_all,
+    copy_to_axis,
+    reduce_from_axis,
+    reduce_scatter,
+)
 from ranvier.config.plan import Dispatch
-from ranvier.cost.layers import Mixture
+from ranvier.cost.layers import MoECost
 from ranvier.errors import DataError
-from ranvier.nn.layer import Leaf, Moment, Site, applied, place
-from ranvier.nn.moe.grouped_gemm import grouped, product, product_weight
-from ranvier.nn.moe.local import delivered, mixture
-from ranvier.nn.moe.permutation import Order, arrange, permute, unpermute
-from ranvier.nn.moe.token_dispatcher import Journey, depart
+from ranvier.nn.layer import (
+    LayerContext,
+    ParallelLayer,
+    StepContext,
+    apply_autograd,
+    shard_parameter,
+)
+from ranvier.nn.moe.grouped_gemm import grouped_linear, grouped_mm, grouped_mm_weight_grad
+from ranvier.nn.moe.local import local_moe, sharded_local_moe
+from ranvier.nn.moe.permutation import TokenPermutation, permute, sort_by_expert, unpermute
+from ranvier.nn.moe.token_dispatcher import PendingAllToAll, start_all_to_all
 from ranvier.sharding import Dim
 
-NOTES = ("drops", "entropy", "extra", "tokens")
+ROUTING_STATS = ("drops", "entropy", "extra", "tokens")
 """What is noted of a layer besides the load of each expert."""
 
 
 @dataclass(frozen=True)
-class Lanes:
+class DispatchPlan:
     """How rows travel between the ranks of expert and row."""
 
-    send: list[int]
+    input_splits: list[int]
     """Rows to each rank of expert; empty: nothing is sent."""
-    receive: list[int]
-    rows: int
+    output_splits: list[int]
+    padded_rows: int
     """Of each rank of row, padded."""
-    order: Order | None
+    permutation: TokenPermutation | None
     """Of the gathered rows by my experts; None: as they lie."""
     ends: Tensor
     """Where the rows of each of my experts end."""
 
 
-class Experts(Leaf):
+class MoELayer(ParallelLayer):
     """y = Σ_k w_k · expert_k(x) + shared(x). x, y: `[b, s/row, d/col]`.
 
     Communicates: all-reduce of logits over col, all-gather of counts over (expert, row), then
@@ -81,266 +93,299 @@ class Experts(Leaf):
     down: torch.nn.Parameter
     bias: Tensor | None
 
-    def __init__(self, site: Site, serial: Any, dims: Sequence[Dim]) -> None:
+    def __init__(self, site: LayerContext, serial: Any, dims: Sequence[Dim]) -> None:
         super().__init__(site)
-        self.rule, self.function, self.gated = serial.rule, serial.function, serial.gated
+        self.rule, self.function, self.has_gate = serial.rule, serial.function, serial.has_gate
         expert, mlp, embed = dims
-        self.router, beside = torch.nn.Module(), site.at(f"{site.name}.router")
-        self.handles["router"] = place(
+        self.router, beside = torch.nn.Module(), site.for_layer(f"{site.name}.router")
+        self.handles["router"] = shard_parameter(
             self.router, "weight", serial.router.weight, ("choice", embed), beside, std=0.02
         )
-        self.place("gate", serial.gate, (expert, mlp, embed), std=0.02)
-        self.place("up", serial.up, (expert, mlp, embed), std=0.02)
-        self.place("down", serial.down, (expert, embed, mlp), std=0.02)
+        self.shard_parameter("gate", serial.gate, (expert, mlp, embed), std=0.02)
+        self.shard_parameter("up", serial.up, (expert, mlp, embed), std=0.02)
+        self.shard_parameter("down", serial.down, (expert, embed, mlp), std=0.02)
         self.width = serial.up.shape[1]
         self.shared = serial.shared
         self.expert, self.row, self.col = (site.axis(name) for name in ("expert", "row", "col"))
-        self.peers = site.axis("expert", "row")
+        self.peer_axis = site.axis("expert", "row")
         self.activation = serial.activation
-        self.alone = self.peers.size == self.col.size == 1 and site.fast
+        self.is_local = self.peer_axis.size == self.col.size == 1 and site.overlapped_autograd
         """Whether nothing is split over ranks: then all is one operation."""
-        self.mine = self.rule.experts // self.expert.size
+        self.num_local_experts = self.rule.num_experts // self.expert.size
         """Experts on this rank."""
-        self.duplicated = False
+        self.duplicate_tokens = False
         """Send each token from every rank of row and col, as ranks that hold the same tokens
         would: for comparison."""
-        self.load = 1.0
+        self.assumed_load = 1.0
         """Rows of my experts, in means, where counts have no values (in a dry run)."""
-        bias = None if serial.bias is None else torch.zeros(self.rule.experts)
+        bias = None if serial.bias is None else torch.zeros(self.rule.num_experts)
         if bias is not None and not serial.bias.is_meta:
             bias = serial.bias.detach().clone()
-        self.register_buffer("bias", None if bias is None else bias.to(site.queue.dtype))
-        self.tally = torch.zeros(self.rule.experts + len(NOTES), dtype=torch.float64)
+        self.register_buffer(
+            "bias", None if bias is None else bias.to(site.bucket_scheduler.reduce_dtype)
+        )
+        self.routing_stats = torch.zeros(
+            self.rule.num_experts + len(ROUTING_STATS), dtype=torch.float64
+        )
         """Loads and NOTES of my tokens since the last step."""
-        self.stream = torch.tensor(counter_rng.key(site.moment.seed, "jitter", site.name))
+        self.rng_stream = torch.tensor(
+            counter_rng.random_key(site.step_context.seed, "jitter", site.name)
+        )
 
     @property
-    def travels(self) -> bool:
+    def needs_all_to_all(self) -> bool:
         """Whether tokens go to other ranks, and the host has to know how many."""
         return self.expert.size > 1
 
-    def settle(self, device: torch.device | str) -> None:
+    def move_buffers_to(self, device: torch.device | str) -> None:
         """Have what is no weight where the weights are."""
-        self.stream, self.tally = self.stream.to(device), self.tally.to(device)
+        self.rng_stream, self.routing_stats = (
+            self.rng_stream.to(device),
+            self.routing_stats.to(device),
+        )
         self.bias = None if self.bias is None else self.bias.to(device)
 
     def forward(self, x: Tensor) -> Tensor:
         """Route, send, compute, return."""
-        with self.here():
-            logits, routes = self._routed(x)
-            counts = self.rule.counts(routes, len(x))
-            pending = collectives.all_gather(counts.int().unsqueeze(0), self.peers)
+        with self.trace_scope():
+            logits, routes = self._route_tokens(x)
+            counts = self.rule.count_choices(routes, len(x))
+            pending = collectives.all_gather(counts.int().unsqueeze(0), self.peer_axis)
             table = pending.wait().unflatten(0, (self.expert.size, -1))  # (expert, row, b, E)
-            host = self._fetched(table)
-            kept = self._kept(routes, table, x)
-            order = arrange(routes.experts, self.rule.experts, kept)
-        if self.alone:
+            host = self._start_counts_copy(table)
+            kept = self._capacity_mask(routes, table, x)
+            order = sort_by_expert(routes.experts, self.rule.num_experts, kept)
+        if self.is_local:
             beside = None if self.shared is None else self.shared(x)
-            with self.here():
-                y = self._mixed(x.flatten(0, 1), routes.weights, order).view(x.shape)
+            with self.trace_scope():
+                y = self._run_local_moe(x.flatten(0, 1), routes.weights, order).view(x.shape)
         else:
-            y, beside = self._travelled(x, routes, order, table, host)
-        with self.here():
-            y = self._noted(y, logits, routes, table, kept)
+            y, beside = self._dispatch_and_combine(x, routes, order, table, host)
+        with self.trace_scope():
+            y = self._record_stats(y, logits, routes, table, kept)
         return y if beside is None else y + beside
 
-    def _travelled(
+    def _dispatch_and_combine(
         self,
         x: Tensor,
         routes: Any,
-        order: Order,
+        order: TokenPermutation,
         table: Tensor,
         host: Callable[[], Any] | None,
     ) -> tuple[Tensor, Tensor | None]:
         """What the experts of other ranks give, and the shared one meanwhile: like x each."""
-        with self.here():
+        with self.trace_scope():
             rows = permute(x.flatten(0, 1), order)  # while the counts are on their way to the host
-            lanes = self._lanes(order, table, None if host is None else self._once(host), x)
-            there = self._sent(rows, lanes)
+            lanes = self._plan_dispatch(
+                order, table, None if host is None else self._read_host_counts(host), x
+            )
+            there = self._dispatch_rows(rows, lanes)
             del rows  # they are gone
-        hidden = None if self.shared is None else self.shared.hidden(x)
-        with self.here():
-            rows = self._received(there, lanes)
+        hidden = None if self.shared is None else self.shared.compute_hidden(x)
+        with self.trace_scope():
+            rows = self._receive_rows(there, lanes)
             del there
-            back = self._returned(self._multiplied(rows, lanes), lanes)
+            back = self._return_rows(self._apply_experts(rows, lanes), lanes)
             del rows
-        beside = None if hidden is None else self.shared.leave(hidden)
-        with self.here():
-            y = self._arrived(back, order.choices.numel())
-            weights = share(routes.weights, self.col)  # they meet my features only
+        beside = None if hidden is None else self.shared.project_down(hidden)
+        with self.trace_scope():
+            y = self._finish_all_to_all(back, order.choices.numel())
+            weights = copy_to_axis(routes.weights, self.col)  # they meet my features only
             return unpermute(y, order, weights).view(x.shape), beside
 
     # ---- routes -------------------------------------------------------------------------
 
-    def _routed(self, x: Tensor) -> tuple[Tensor, Any]:
+    def _route_tokens(self, x: Tensor) -> tuple[Tensor, Any]:
         """Logits `[t, E]` and where tokens go, the same on all ranks of col."""
         router: Any = self.router
-        weight = self._matrix("router", router.weight)
-        logits = total(self.rule.logits(x.flatten(0, 1), weight), self.col)  # (t, E)
+        weight = self._gather_weight("router", router.weight)
+        logits = reduce_from_axis(
+            self.rule.compute_logits(x.flatten(0, 1), weight), self.col
+        )  # (t, E)
         if self.training and self.rule.jitter > 0.0:
-            logits = logits * (1.0 + self.rule.jitter * self._noise(x).to(logits.dtype))
-        return logits, self.rule.route(logits, self.bias)
+            logits = logits * (1.0 + self.rule.jitter * self._router_noise(x).to(logits.dtype))
+        return logits, self.rule.route_tokens(logits, self.bias)
 
-    def _matrix(self, name: str, param: Tensor) -> Tensor:
+    def _gather_weight(self, name: str, param: Tensor) -> Tensor:
         """A weight gathered over depth, in autograd."""
         handle = self.handles[name]
-        if torch.compiler.is_compiling() and not handle.split:
+        if torch.compiler.is_compiling() and not handle.is_depth_sharded:
             return param
-        if not self.site.fast or torch.compiler.is_compiling():
-            return handle.gathered()
-        whole: Tensor = applied(_Whole, param, handle, self.site.moment)
+        if not self.site.overlapped_autograd or torch.compiler.is_compiling():
+            return handle.unsharded_param()
+        whole: Tensor = apply_autograd(_GatheredWeight, param, handle, self.site.step_context)
         return whole
 
-    def _noise(self, x: Tensor) -> Tensor:
+    def _router_noise(self, x: Tensor) -> Tensor:
         """Numbers in [-1, 1) of (seed, layer, sample, token, expert) only: `[t, E]`, float64.
 
         The number of a sample counts all samples of the run and so implies the step.
         """
-        samples = self.site.moment.samples
+        samples = self.site.step_context.samples
         if samples is None:
             raise DataError(
                 f"{self.site.name} shakes its logits (router_jitter={self.rule.jitter}) but does "
                 "not know which samples it works on. Set `moment.samples` before each forward."
             )
         tokens = torch.arange(x.shape[1], device=x.device) + self.row.index * x.shape[1]
-        experts = torch.arange(self.rule.experts, device=x.device)
-        bits = self.stream.to(x.device)
+        experts = torch.arange(self.rule.num_experts, device=x.device)
+        bits = self.rng_stream.to(x.device)
         for counter in (samples.to(x.device).view(-1, 1, 1), tokens.view(-1, 1), experts):
-            bits = counter_rng.scramble(bits ^ counter)
-        return (counter_rng.uniform(bits).double() / 2**31 - 1.0).flatten(0, 1)
+            bits = counter_rng.scramble_bits(bits ^ counter)
+        return (counter_rng.uniform_bits(bits).double() / 2**31 - 1.0).flatten(0, 1)
 
-    def _kept(self, routes: Any, table: Tensor, x: Tensor) -> Tensor | None:
+    def _capacity_mask(self, routes: Any, table: Tensor, x: Tensor) -> Tensor | None:
         """Which choices find a slot, `[t, k]`; None: all."""
-        if self.rule.capacity == 0.0:
+        if self.rule.capacity_factor == 0.0:
             return None
         before = table[self.expert.index, : self.row.index].sum(0)  # (b, E)
-        kept: Tensor = self.rule.kept(routes, len(x), x.shape[1] * self.row.size, before)
+        kept: Tensor = self.rule.capacity_mask(routes, len(x), x.shape[1] * self.row.size, before)
         return kept
 
-    def _taken(self, table: Tensor, seq: int) -> Tensor:
+    def _admitted_counts(self, table: Tensor, seq: int) -> Tensor:
         """Choices of each rank that found a slot: `[expert, row, E]`."""
-        if self.rule.capacity > 0.0:
-            through = table.cumsum(1).clamp(max=self.rule.slots(seq))
+        if self.rule.capacity_factor > 0.0:
+            through = table.cumsum(1).clamp(max=self.rule.expert_capacity(seq))
             zero = torch.zeros_like(through[:, :1])
             table = through.diff(dim=1, prepend=zero)
         return table.sum(2)
 
     # ---- dispatch and combine -----------------------------------------------------------
 
-    def _fetched(self, table: Tensor) -> Callable[[], Any] | None:
+    def _start_counts_copy(self, table: Tensor) -> Callable[[], Any] | None:
         """The table for the host, under way; None: it needs none, or there are no values."""
-        return None if self.expert.size == 1 or table.is_meta else _fetched(table)
+        return None if self.expert.size == 1 or table.is_meta else _copy_to_host_async(table)
 
-    def _once(self, host: Callable[[], Any]) -> Any:
+    def _read_host_counts(self, host: Callable[[], Any]) -> Any:
         """What the host knows; a block that runs again keeps it with its collectives."""
-        results = self.site.grid.trace.results
-        return host() if results is None else results.once(host)
+        results = self.site.grid.trace.saved_results
+        return host() if results is None else results.run_once(host)
 
-    def _traffic(self, known: Any, choices: int, seq: int) -> tuple[list[int], list[int], int]:
+    def _all_to_all_splits(
+        self, known: Any, choices: int, seq: int
+    ) -> tuple[list[int], list[int], int]:
         """Rows to each rank of expert and from each, and those of the fullest rank of row.
 
         known: the table; None: it has no values, and the rows of my experts are `load` means.
         """
         ranks, mine = self.expert.size, self.expert.index
         if known is None:
-            receive = evenly(math.ceil(choices * self.load), ranks)
-            send = evenly(choices - receive[mine], ranks - 1)
+            receive = split_evenly(math.ceil(choices * self.assumed_load), ranks)
+            send = split_evenly(choices - receive[mine], ranks - 1)
             return [*send[:mine], receive[mine], *send[mine:]], receive, sum(receive)
-        all_ = self._taken(torch.tensor(known), seq).unflatten(2, (-1, self.mine)).sum(3)
+        all_ = (
+            self._admitted_counts(torch.tensor(known), seq)
+            .unflatten(2, (-1, self.num_local_experts))
+            .sum(3)
+        )
         send, receive = all_[mine, self.row.index].tolist(), all_[:, self.row.index, mine].tolist()
         return send, receive, max(int(all_[:, :, mine].sum(0).max()), 1)
 
-    def _lanes(self, order: Order, table: Tensor, known: Any, x: Tensor) -> Lanes:
+    def _plan_dispatch(
+        self, order: TokenPermutation, table: Tensor, known: Any, x: Tensor
+    ) -> DispatchPlan:
         """Who sends how much to whom, and how it lies there."""
-        rows, mine = order.choices.numel(), self.mine
-        if self.peers.size == 1:
-            return Lanes([], [], rows, None, order.ends)
+        rows, mine = order.choices.numel(), self.num_local_experts
+        if self.peer_axis.size == 1:
+            return DispatchPlan([], [], rows, None, order.ends)
         seq, send, receive = x.shape[1] * self.row.size, list[int](), list[int]()
         if self.expert.size > 1:
-            send, receive, rows = self._traffic(known, rows, seq)
+            send, receive, rows = self._all_to_all_splits(known, rows, seq)
         first = self.expert.index * mine
-        taken = self._taken(table, seq)[:, :, first : first + mine]  # (expert, row, E/expert)
+        taken = self._admitted_counts(table, seq)[
+            :, :, first : first + mine
+        ]  # (expert, row, E/expert)
         here = taken.transpose(0, 1).flatten(1)  # (row, expert · E/expert)
         filled = torch.cat([here, rows - here.sum(1, keepdim=True)], 1)
         ids = torch.arange(mine, device=x.device).repeat(self.expert.size)
         ids = F.pad(ids, (0, 1), value=mine).repeat(self.row.size)
         each = ids.repeat_interleave(filled.flatten(), output_size=rows * self.row.size)
         kept = (each < mine).unsqueeze(1)
-        order = arrange(each.clamp(max=mine - 1).unsqueeze(1), mine, kept)
-        return Lanes(send, receive, rows, order, order.ends)
+        order = sort_by_expert(each.clamp(max=mine - 1).unsqueeze(1), mine, kept)
+        return DispatchPlan(send, receive, rows, order, order.ends)
 
-    def _sent(self, rows: Tensor, lanes: Lanes) -> Tensor | Journey:
+    def _dispatch_rows(self, rows: Tensor, lanes: DispatchPlan) -> Tensor | PendingAllToAll:
         """Rows on their way to the ranks of their experts."""
         if self.expert.size == 1:
             return rows
-        rows = rows[: sum(lanes.send)]
-        return self._departed(rows, lanes.send, lanes.receive, self.site.dispatch)
+        rows = rows[: sum(lanes.input_splits)]
+        return self._start_all_to_all(
+            rows, lanes.input_splits, lanes.output_splits, self.site.dispatch
+        )
 
-    def _received(self, there: Tensor | Journey, lanes: Lanes) -> Tensor:
+    def _receive_rows(self, there: Tensor | PendingAllToAll, lanes: DispatchPlan) -> Tensor:
         """Rows of my experts, expert by expert: `[T, d/col]`."""
-        rows = self._arrived(there, lanes.rows)
-        return rows if lanes.order is None else permute(gather(rows, self.row, 0), lanes.order)
+        rows = self._finish_all_to_all(there, lanes.padded_rows)
+        return (
+            rows
+            if lanes.permutation is None
+            else permute(all_gather(rows, self.row, 0), lanes.permutation)
+        )
 
-    def _returned(self, rows: Tensor, lanes: Lanes) -> Tensor | Journey:
+    def _return_rows(self, rows: Tensor, lanes: DispatchPlan) -> Tensor | PendingAllToAll:
         """Results on their way back to the ranks of their tokens."""
-        if lanes.order is None:
+        if lanes.permutation is None:
             return rows
-        rows = sum_scatter(unpermute(rows, lanes.order), self.row, 0)
+        rows = reduce_scatter(unpermute(rows, lanes.permutation), self.row, 0)
         if self.expert.size == 1:
             return rows
-        return self._departed(rows[: sum(lanes.receive)], lanes.receive, lanes.send, "same")
+        return self._start_all_to_all(
+            rows[: sum(lanes.output_splits)], lanes.output_splits, lanes.input_splits, "same"
+        )
 
-    def _departed(
+    def _start_all_to_all(
         self, rows: Tensor, send: list[int], receive: list[int], dispatch: Dispatch
-    ) -> Tensor | Journey:
+    ) -> Tensor | PendingAllToAll:
         """Rows under way; a graph, and the reference, have them at once."""
-        if self.duplicated:
+        if self.duplicate_tokens:
             rows = rows.repeat(1, self.row.size * self.col.size)
-        at_once = torch.compiler.is_compiling() or not self.site.fast
+        at_once = torch.compiler.is_compiling() or not self.site.overlapped_autograd
         if at_once and dispatch == "same":
-            return swap(rows, self.expert, send, receive)
-        hidden = "tokens" in self.site.queue.overlap
-        return depart(rows, self.expert, send, receive, hidden=hidden, dispatch=dispatch)
+            return all_to_all(rows, self.expert, send, receive)
+        hidden = "tokens" in self.site.bucket_scheduler.overlap
+        return start_all_to_all(rows, self.expert, send, receive, hidden=hidden, dispatch=dispatch)
 
-    def _arrived(self, rows: Tensor | Journey, count: int) -> Tensor:
+    def _finish_all_to_all(self, rows: Tensor | PendingAllToAll, count: int) -> Tensor:
         """So many rows, the last of them empty: `[count, d/col]`."""
-        found = rows.arrive() if isinstance(rows, Journey) else rows
-        if self.duplicated and self.expert.size > 1:
+        found = rows.wait_for_rows() if isinstance(rows, PendingAllToAll) else rows
+        if self.duplicate_tokens and self.expert.size > 1:
             found = found[:, : found.shape[1] // (self.row.size * self.col.size)]
         return found if len(found) == count else F.pad(found, (0, 0, 0, count - len(found)))
 
     # ---- products -----------------------------------------------------------------------
 
-    def _mixed(self, x: Tensor, weights: Tensor, order: Order) -> Tensor:
+    def _run_local_moe(self, x: Tensor, weights: Tensor, order: TokenPermutation) -> Tensor:
         """All of it in one operation, where no rank has a part of it: `[t, d]`."""
         if torch.compiler.is_compiling():
-            gate = None if self.gate is None else self._matrix("gate", self.gate)
-            up, down = self._matrix("up", self.up), self._matrix("down", self.down)
-            return mixture(x, weights, order, gate, up, down, self.activation)
+            gate = None if self.gate is None else self._gather_weight("gate", self.gate)
+            up, down = self._gather_weight("up", self.up), self._gather_weight("down", self.down)
+            return local_moe(x, weights, order, gate, up, down, self.activation)
         handles = [self.handles.get(name) for name in ("gate", "up", "down")]
-        params, moment = [self.gate, self.up, self.down], self.site.moment
-        return delivered(x, weights, order, handles, params, self.activation, moment)
+        params, moment = [self.gate, self.up, self.down], self.site.step_context
+        return sharded_local_moe(x, weights, order, handles, params, self.activation, moment)
 
-    def _multiplied(self, rows: Tensor, lanes: Lanes) -> Tensor:
+    def _apply_experts(self, rows: Tensor, lanes: DispatchPlan) -> Tensor:
         """What my experts make of their rows, a partial sum over row: `[T, d/col]`."""
-        into = [("gate", self.gate), ("up", self.up)] if self.gated else [("up", self.up)]
-        parts = [self._product(rows, name, param, lanes.ends) for name, param in into]
+        into = [("gate", self.gate), ("up", self.up)] if self.has_gate else [("up", self.up)]
+        parts = [self._grouped_product(rows, name, param, lanes.ends) for name, param in into]
         if self.col.size > 1:
-            stacked = sum_scatter(torch.stack(parts, 1), self.col, 2)  # (T, 2, f/(row·col))
+            stacked = reduce_scatter(torch.stack(parts, 1), self.col, 2)  # (T, 2, f/(row·col))
             parts = list(stacked.unbind(1))
         h = self.function(parts[0])
-        h = h * parts[1] if self.gated else h
-        return self._product(gather(h, self.col, 1), "down", self.down, lanes.ends)
+        h = h * parts[1] if self.has_gate else h
+        return self._grouped_product(all_gather(h, self.col, 1), "down", self.down, lanes.ends)
 
-    def _product(self, x: Tensor, name: str, param: Any, ends: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or not self.site.fast:
-            return grouped(x, self._matrix(name, param), ends)
-        y: Tensor = applied(_Grouped, x, param, self.handles[name], self.site.moment, ends)
+    def _grouped_product(self, x: Tensor, name: str, param: Any, ends: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or not self.site.overlapped_autograd:
+            return grouped_linear(x, self._gather_weight(name, param), ends)
+        y: Tensor = apply_autograd(
+            _GroupedGemm, x, param, self.handles[name], self.site.step_context, ends
+        )
         return y
 
     # ---- balance ------------------------------------------------------------------------
 
-    def _noted(
+    def _record_stats(
         self, y: Tensor, logits: Tensor, routes: Any, table: Tensor, kept: Tensor | None
     ) -> Tensor:
         """y, behind which backward notes loads and adds the gradient of the extra losses."""
@@ -348,19 +393,19 @@ class Experts(Leaf):
             return y
         seq = logits.shape[0] // table.shape[2] * self.row.size
         extra = logits.new_zeros(())
-        if self.rule.losses:
+        if self.rule.has_aux_loss:
             counts = table[self.expert.index].sum(0)  # (b, E)
-            extra = self.rule.extra(logits, routes, counts, seq)
+            extra = self.rule.compute_aux_loss(logits, routes, counts, seq)
         with torch.no_grad():
-            notes = self._notes(logits, routes, table, kept, extra)
+            notes = self._compute_stats(logits, routes, table, kept, extra)
         if torch.compiler.is_compiling():
-            self.tally.add_(notes)
-            slope = self.site.moment.slope
-            return y if slope is None else applied(_Beside, y, extra, slope)
-        out: Tensor = applied(_Noted, y, extra, notes, self)
+            self.routing_stats.add_(notes)
+            slope = self.site.step_context.loss_grad_scale
+            return y if slope is None else apply_autograd(_AuxLossScaler, y, extra, slope)
+        out: Tensor = apply_autograd(_RecordStats, y, extra, notes, self)
         return out
 
-    def _notes(
+    def _compute_stats(
         self, logits: Tensor, routes: Any, table: Tensor, kept: Tensor | None, extra: Tensor
     ) -> Tensor:
         """Loads of my tokens and NOTES of them."""
@@ -373,19 +418,19 @@ class Experts(Leaf):
         return torch.cat([mine.double(), notes])
 
     @property
-    def layer(self) -> Mixture:
+    def cost_model(self) -> MoECost:
         """Balanced: each expert gets as many rows as the others."""
         rule = self.rule
-        sizes = (rule.experts, rule.top, self.width, 3 if self.gated else 2)
-        return Mixture(self.site.name, self.site.ground, *sizes)
+        sizes = (rule.num_experts, rule.top_k, self.width, 3 if self.has_gate else 2)
+        return MoECost(self.site.name, self.site.layout_context, *sizes)
 
 
-def evenly(number: int, parts: int) -> list[int]:
+def split_evenly(number: int, parts: int) -> list[int]:
     """A number in so many parts that differ by 1 at most."""
     return [number // parts + (i < number % parts) for i in range(parts)]
 
 
-def _fetched(table: Tensor) -> Callable[[], list[Any]]:
+def _copy_to_host_async(table: Tensor) -> Callable[[], list[Any]]:
     """The table for the host, under way; called when it is needed."""
     if table.device.type != "cuda":
         return table.tolist
@@ -401,54 +446,65 @@ def _fetched(table: Tensor) -> Callable[[], list[Any]]:
     return wait
 
 
-class _Whole(torch.autograd.Function):
+class _GatheredWeight(torch.autograd.Function):
     """A weight gathered over depth with its bucket; its gradient is delivered, not returned."""
 
     @staticmethod
-    def forward(ctx: Any, param: Tensor, weight: Weight, moment: Moment) -> Tensor:
+    def forward(ctx: Any, param: Tensor, weight: ShardedParameter, moment: StepContext) -> Tensor:
         ctx.weight, ctx.moment = weight, moment
-        return weight.whole().view_as(weight.whole())
+        return weight.unsharded_data().view_as(weight.unsharded_data())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        ctx.moment.do(partial(ctx.weight.deliver, grad))
+        ctx.moment.run_or_defer(partial(ctx.weight.accumulate_grad, grad))
         return None, None, None
 
 
-class _Grouped(torch.autograd.Function):
+class _GroupedGemm(torch.autograd.Function):
     """y = x_e W_eᵀ of gathered weights; their gradient is delivered, not returned."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, param: Tensor, weight: Weight, moment: Moment, ends: Tensor
+        ctx: Any,
+        x: Tensor,
+        param: Tensor,
+        weight: ShardedParameter,
+        moment: StepContext,
+        ends: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(x, ends)
         ctx.weight, ctx.moment = weight, moment
-        y: Tensor = product(x, weight.whole(), ends, False)
+        y: Tensor = grouped_mm(x, weight.unsharded_data(), ends, False)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, ends = ctx.saved_tensors
-        dx = product(dy, ctx.weight.whole(), ends, True) if ctx.needs_input_grad[0] else None
+        dx = (
+            grouped_mm(dy, ctx.weight.unsharded_data(), ends, True)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         if ctx.weight.trainable:
             # what waits shall not hold the graph
-            ctx.moment.do(partial(_deliver, ctx.weight, dy, x.detach(), ends))
+            ctx.moment.run_or_defer(
+                partial(_accumulate_weight_grad, ctx.weight, dy, x.detach(), ends)
+            )
         return dx, None, None, None, None
 
 
-def _deliver(weight: Weight, dy: Tensor, x: Tensor, ends: Tensor) -> None:
+def _accumulate_weight_grad(weight: ShardedParameter, dy: Tensor, x: Tensor, ends: Tensor) -> None:
     """The gradient of a weight. Communicates: reduce-scatter over depth, by bucket, later."""
-    weight.deliver(product_weight(dy, x, ends))
+    weight.accumulate_grad(grouped_mm_weight_grad(dy, x, ends))
 
 
-class _Noted(torch.autograd.Function):
+class _RecordStats(torch.autograd.Function):
     """y; backward notes loads and gives the extra losses the factor that the loss has."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, extra: Tensor, notes: Tensor, leaf: Experts) -> Tensor:
+    def forward(ctx: Any, y: Tensor, extra: Tensor, notes: Tensor, leaf: MoELayer) -> Tensor:
         ctx.notes, ctx.leaf, ctx.dtype = notes, leaf, extra.dtype
         return y.view_as(y)
 
@@ -456,20 +512,21 @@ class _Noted(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         leaf = ctx.leaf
-        leaf.tally.add_(ctx.notes)
+        leaf.routing_stats.add_(ctx.notes)
         if not ctx.needs_input_grad[1]:
             return dy, None, None, None
-        slope = leaf.site.moment.slope
+        slope = leaf.site.step_context.loss_grad_scale
         if slope is None:
             raise DataError(
-                f"{leaf.site.name} adds balance={leaf.rule.balance} and router_z={leaf.rule.z} to "
+                f"{leaf.site.name} adds balance={leaf.rule.aux_loss_coeff} and "
+                f"router_z={leaf.rule.z_loss_coeff} to "
                 "a loss that the model did not compute, so it does not know its factor. Give the "
                 "model targets, or set both to 0."
             )
         return dy, slope.to(ctx.dtype), None, None
 
 
-class _Beside(torch.autograd.Function):
+class _AuxLossScaler(torch.autograd.Function):
     """y; backward gives the extra losses a factor that is known."""
 
     @staticmethod

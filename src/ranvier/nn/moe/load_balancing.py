@@ -15,24 +15,24 @@ from torch import Tensor
 
 from ranvier.comm import collectives
 from ranvier.grid import Axis
-from ranvier.nn.moe.layer import NOTES, Experts
-from ranvier.sharding import Place, State
+from ranvier.nn.moe.layer import ROUTING_STATS, MoELayer
+from ranvier.sharding import Shard, ShardedStateDict
 
-AXES = ("pipe", "data", "expert", "context", "depth", "row")
+LOAD_SUM_AXES = ("pipe", "data", "expert", "context", "depth", "row")
 """Axes whose ranks route different tokens, or have other layers."""
 
 
 @dataclass
-class Balance:
+class LoadBalancer:
     """The mixtures of a model."""
 
-    names: list[str]
+    layer_names: list[str]
     """Of all layers with experts, on all stages, in order."""
-    here: Mapping[str, Experts]
+    local_layers: Mapping[str, MoELayer]
     """Those of them that are on this stage."""
-    experts: int
+    num_experts: int
     axis: Axis
-    last: Tensor | None = field(default=None)
+    last_stats: Tensor | None = field(default=None)
     """Loads of the last step and NOTES, of the global batch: `[layers, E + notes]`."""
 
     @torch.no_grad()
@@ -42,38 +42,38 @@ class Balance:
         Communicates: all-reduce over all axes whose ranks have other tokens or layers.
         """
         device = good.device
-        width = self.experts + len(NOTES)
-        rows = torch.zeros(len(self.names), width, dtype=torch.float64, device=device)
-        for name, leaf in self.here.items():
-            rows[self.names.index(name)] = leaf.tally.to(device)
-            leaf.tally.zero_()  # in place: a recorded step goes on adding to it
-        with self.axis.trace.at("experts"):
-            self.last = collectives.all_reduce(rows, self.axis).wait()
-        for name, leaf in self.here.items():
+        width = self.num_experts + len(ROUTING_STATS)
+        rows = torch.zeros(len(self.layer_names), width, dtype=torch.float64, device=device)
+        for name, leaf in self.local_layers.items():
+            rows[self.layer_names.index(name)] = leaf.routing_stats.to(device)
+            leaf.routing_stats.zero_()  # in place: a recorded step goes on adding to it
+        with self.axis.trace.named_scope("experts"):
+            self.last_stats = collectives.all_reduce(rows, self.axis).wait()
+        for name, leaf in self.local_layers.items():
             if leaf.bias is not None:
-                loads = self.last[self.names.index(name), : self.experts]
+                loads = self.last_stats[self.layer_names.index(name), : self.num_experts]
                 by = (loads.mean() - loads).sign().to(leaf.bias.dtype)
-                leaf.bias += leaf.rule.bias * by * good
+                leaf.bias += leaf.rule.bias_update_rate * by * good
 
     @property
-    def extra(self) -> Tensor:
+    def aux_loss_sum(self) -> Tensor:
         """What the layers have added to the loss of the last step, a sum over tokens."""
-        assert self.last is not None, "no step was made yet"
-        return self.last[:, self.experts + NOTES.index("extra")].sum()
+        assert self.last_stats is not None, "no step was made yet"
+        return self.last_stats[:, self.num_experts + ROUTING_STATS.index("extra")].sum()
 
     @property
-    def state(self) -> State:
+    def sharded_state(self) -> ShardedStateDict:
         """The biases, which all ranks have alike."""
-        whole = (self.experts,)
-        place = Place(whole, (0,), whole, whole)
+        whole = (self.num_experts,)
+        place = Shard(whole, (0,), whole, whole)
         return {
             f"{name}.bias": (leaf.bias, place)
-            for name, leaf in self.here.items()
+            for name, leaf in self.local_layers.items()
             if leaf.bias is not None
         }
 
 
-def told(rows: Tensor, experts: int) -> dict[str, Tensor]:
+def load_metrics(rows: Tensor, experts: int) -> dict[str, Tensor]:
     """What is worth knowing of a step: `[layers, E + notes]`, on the device.
 
     load: of the busiest expert of any layer, in means. idle: share of experts without a token.

@@ -26,45 +26,52 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ranvier.buckets.bucket import Weight
-from ranvier.nn.layer import Moment, applied
-from ranvier.nn.moe.grouped_gemm import product, product_weight
-from ranvier.nn.moe.permutation import Order, collect, live, runs_here, spread, wide
+from ranvier.buckets.bucket import ShardedParameter
+from ranvier.nn.layer import StepContext, apply_autograd
+from ranvier.nn.moe.grouped_gemm import grouped_mm, grouped_mm_weight_grad
+from ranvier.nn.moe.permutation import (
+    TokenPermutation,
+    accumulation_dtype,
+    can_use_kernel,
+    live_row_mask,
+    permute_rows,
+    unpermute_rows,
+)
 
 _aten = torch.ops.aten
 
 
-class Curve(NamedTuple):
+class ActivationFunction(NamedTuple):
     """An activation and its derivative times a gradient."""
 
-    value: Callable[[Tensor], Tensor]
-    back: Callable[[Tensor, Tensor], Tensor]
+    function: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor], Tensor]
     """Of gradient and argument."""
 
 
-_SILU = Curve(F.silu, lambda d, x: _aten.silu_backward(d, x))
-_GELU = Curve(F.gelu, lambda d, x: _aten.gelu_backward(d, x))
-_TANH = Curve(
+_SILU = ActivationFunction(F.silu, lambda d, x: _aten.silu_backward(d, x))
+_GELU = ActivationFunction(F.gelu, lambda d, x: _aten.gelu_backward(d, x))
+_GELU_TANH = ActivationFunction(
     lambda x: F.gelu(x, approximate="tanh"),
     lambda d, x: _aten.gelu_backward(d, x, approximate="tanh"),
 )
-_RELU = Curve(F.relu, lambda d, x: _aten.threshold_backward(d, x, 0))
-CURVES: dict[str, Curve] = {
+_RELU = ActivationFunction(F.relu, lambda d, x: _aten.threshold_backward(d, x, 0))
+ACTIVATION_FUNCTIONS: dict[str, ActivationFunction] = {
     "swiglu": _SILU,
-    "geglu": _TANH,
+    "geglu": _GELU_TANH,
     "geglu_exact": _GELU,
     "reglu": _RELU,
-    "gelu": _TANH,
+    "gelu": _GELU_TANH,
     "gelu_exact": _GELU,
     "relu": _RELU,
 }
 """By the names of `DecoderConfig.activation`."""
 
 
-def mixture(
+def local_moe(
     x: Tensor,
     weights: Tensor,
-    order: Order,
+    order: TokenPermutation,
     gate: Tensor | None,
     up: Tensor,
     down: Tensor,
@@ -77,14 +84,14 @@ def mixture(
     """
     choices, places, ends, whole = order
     # Of the results the last two are what backward needs.
-    out: tuple[Tensor, Tensor, Tensor] = _mixture(
+    out: tuple[Tensor, Tensor, Tensor] = _local_moe_op(
         x, weights, choices, places, ends, gate, up, down, activation, whole
     )
     return out[0]
 
 
 @torch.library.custom_op("ranvier::mixture", mutates_args=())
-def _mixture(
+def _local_moe_op(
     x: Tensor,
     weights: Tensor,
     choices: Tensor,
@@ -97,15 +104,19 @@ def _mixture(
     whole: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y `[t, d]`, and both arguments of the activation `[a, f]` (ungated: the first is empty)."""
-    rows = spread(x, choices, places, ends, None, whole)
-    g = x.new_empty(0) if gate is None else product(rows, gate, ends, False)
-    u = product(rows, up, ends, False)
+    rows = permute_rows(x, choices, places, ends, None, whole)
+    g = x.new_empty(0) if gate is None else grouped_mm(rows, gate, ends, False)
+    u = grouped_mm(rows, up, ends, False)
     del rows
-    h = activate(g, u, weights, choices, ends, activation, whole)
-    return collect(product(h, down, ends, False), choices, places, ends, None, whole), g, u
+    h = weighted_activation(g, u, weights, choices, ends, activation, whole)
+    return (
+        unpermute_rows(grouped_mm(h, down, ends, False), choices, places, ends, None, whole),
+        g,
+        u,
+    )
 
 
-@_mixture.register_fake
+@_local_moe_op.register_fake
 def _(
     x: Tensor,
     weights: Tensor,
@@ -123,7 +134,7 @@ def _(
 
 
 @torch.library.custom_op("ranvier::mixture_back", mutates_args=())
-def _mixture_back(
+def _local_moe_backward_op(
     dy: Tensor,
     x: Tensor,
     weights: Tensor,
@@ -141,22 +152,26 @@ def _mixture_back(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, weights, gate, up and down; trained=False: those of matrices are empty."""
     none = dy.new_empty(0)
-    drows = spread(dy, choices, places, ends, None, whole)
-    dh = product(drows, down, ends, True)
-    h, dg, du, dweights = activate_back(dh, g, u, weights, choices, ends, activation, whole)
+    drows = permute_rows(dy, choices, places, ends, None, whole)
+    dh = grouped_mm(drows, down, ends, True)
+    h, dg, du, dweights = weighted_activation_backward(
+        dh, g, u, weights, choices, ends, activation, whole
+    )
     del dh
-    ddown = product_weight(drows, h, ends) if trained else none.clone()
+    ddown = grouped_mm_weight_grad(drows, h, ends) if trained else none.clone()
     del drows, h
     into = [(du, up)] if gate is None else [(dg, gate), (du, up)]
-    dx = _summed([product(d, w, ends, True) for d, w in into], choices, places, ends, whole)
+    dx = _sum_token_rows(
+        [grouped_mm(d, w, ends, True) for d, w in into], choices, places, ends, whole
+    )
     if not trained:
         return dx, dweights, none.clone(), none, ddown
-    rows = spread(x, choices, places, ends, None, whole)
-    dgate = none if gate is None else product_weight(dg, rows, ends)
-    return dx, dweights, dgate, product_weight(du, rows, ends), ddown
+    rows = permute_rows(x, choices, places, ends, None, whole)
+    dgate = none if gate is None else grouped_mm_weight_grad(dg, rows, ends)
+    return dx, dweights, dgate, grouped_mm_weight_grad(du, rows, ends), ddown
 
 
-@_mixture_back.register_fake
+@_local_moe_backward_op.register_fake
 def _(
     dy: Tensor,
     x: Tensor,
@@ -179,17 +194,21 @@ def _(
     return torch.empty_like(x), torch.empty_like(weights), a, b, c
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _local_moe_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.activation, ctx.whole = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *output[1:])
 
 
-def _back(ctx: Any, dy: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+def _local_moe_backward(
+    ctx: Any, dy: Tensor | None, *others: Tensor | None
+) -> tuple[Tensor | None, ...]:
     if dy is None:
         return (None,) * 10
     trained = any(ctx.needs_input_grad[5:8])
-    dx, dweights, *grads = _mixture_back(dy, *ctx.saved_tensors, ctx.activation, ctx.whole, trained)
+    dx, dweights, *grads = _local_moe_backward_op(
+        dy, *ctx.saved_tensors, ctx.activation, ctx.whole, trained
+    )
     learned = [
         grad if needs else None
         for grad, needs in zip(grads, ctx.needs_input_grad[5:8], strict=True)
@@ -197,30 +216,32 @@ def _back(ctx: Any, dy: Tensor | None, *others: Tensor | None) -> tuple[Tensor |
     return dx, dweights, None, None, None, *learned, None, None
 
 
-_mixture.register_autograd(_back, setup_context=_keep)
+_local_moe_op.register_autograd(_local_moe_backward, setup_context=_local_moe_setup)
 
 
 # ---- on the grid ------------------------------------------------------------------------
 
 
-def delivered(
+def sharded_local_moe(
     x: Tensor,
     weights: Tensor,
-    order: Order,
-    handles: Sequence[Weight | None],
+    order: TokenPermutation,
+    handles: Sequence[ShardedParameter | None],
     params: Sequence[Tensor | None],
     activation: str,
-    moment: Moment,
+    moment: StepContext,
 ) -> Tensor:
     """`mixture` of gathered weights (gate, up, down); their gradients are delivered, not returned.
 
     Communicates: all-gather of weights over depth; backward: reduce-scatter, by bucket, later.
     """
-    y: Tensor = applied(_Delivered, x, weights, order, handles, activation, moment, *params)
+    y: Tensor = apply_autograd(
+        _ShardedLocalMoE, x, weights, order, handles, activation, moment, *params
+    )
     return y
 
 
-class _Delivered(torch.autograd.Function):
+class _ShardedLocalMoE(torch.autograd.Function):
     """Gradients of weights are made in backward, as they share what it makes for x.
 
     They are delivered when those of the block's other weights are (a pipeline may let these wait):
@@ -232,15 +253,17 @@ class _Delivered(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weights: Tensor,
-        order: Order,
-        handles: Sequence[Weight | None],
+        order: TokenPermutation,
+        handles: Sequence[ShardedParameter | None],
         activation: str,
-        moment: Moment,
+        moment: StepContext,
         *params: Tensor | None,
     ) -> Tensor:
         *tensors, whole = order
         y: Tensor
-        y, g, u = _mixture(x, weights, *tensors, *_wholes(handles), activation, whole)
+        y, g, u = _local_moe_op(
+            x, weights, *tensors, *_unsharded_weights(handles), activation, whole
+        )
         ctx.save_for_backward(x, weights, *tensors, g, u)
         ctx.handles, ctx.activation, ctx.whole, ctx.moment = handles, activation, whole, moment
         return y
@@ -250,23 +273,23 @@ class _Delivered(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         *before, g, u = ctx.saved_tensors
         trained = any(weight is not None and weight.trainable for weight in ctx.handles)
-        dx, dweights, *grads = _mixture_back(
-            dy, *before, *_wholes(ctx.handles), g, u, ctx.activation, ctx.whole, trained
+        dx, dweights, *grads = _local_moe_backward_op(
+            dy, *before, *_unsharded_weights(ctx.handles), g, u, ctx.activation, ctx.whole, trained
         )
         for weight, grad in zip(ctx.handles, grads, strict=True):
             if weight is not None and weight.trainable:
-                ctx.moment.do(partial(weight.deliver, grad))
+                ctx.moment.run_or_defer(partial(weight.accumulate_grad, grad))
         return dx, dweights, *[None] * 7
 
 
-def _wholes(handles: Sequence[Weight | None]) -> list[Tensor | None]:
-    return [None if weight is None else weight.whole() for weight in handles]
+def _unsharded_weights(handles: Sequence[ShardedParameter | None]) -> list[Tensor | None]:
+    return [None if weight is None else weight.unsharded_data() for weight in handles]
 
 
 # ---- the activation ---------------------------------------------------------------------
 
 
-def activate(
+def weighted_activation(
     g: Tensor,
     u: Tensor,
     weights: Tensor,
@@ -276,17 +299,21 @@ def activate(
     whole: bool,
 ) -> Tensor:
     """h = w · f(g) · u, or w · f(u) without a gate; g, u, h: `[a, f]`, weights: `[t, k]`."""
-    if activation == "swiglu" and runs_here(u):
+    if activation == "swiglu" and can_use_kernel(u):
         from ranvier.nn.moe import triton_kernels
 
-        return triton_kernels.swiglu(g, u, weights.contiguous(), choices)
-    w, curve, kind = weights.flatten()[choices].unsqueeze(1), CURVES[activation], wide(u.dtype)
-    h = curve.value(u.to(kind)) if g.numel() == 0 else curve.value(g.to(kind)) * u.to(kind)
+        return triton_kernels.weighted_swiglu(g, u, weights.contiguous(), choices)
+    w, curve, kind = (
+        weights.flatten()[choices].unsqueeze(1),
+        ACTIVATION_FUNCTIONS[activation],
+        accumulation_dtype(u.dtype),
+    )
+    h = curve.function(u.to(kind)) if g.numel() == 0 else curve.function(g.to(kind)) * u.to(kind)
     h = (w * h).to(u.dtype)
-    return h if whole else torch.where(live(ends, len(u)), h, 0.0)
+    return h if whole else torch.where(live_row_mask(ends, len(u)), h, 0.0)
 
 
-def activate_back(
+def weighted_activation_backward(
     dh: Tensor,
     g: Tensor,
     u: Tensor,
@@ -297,39 +324,39 @@ def activate_back(
     whole: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """h once more, and the gradients of g, u and weights."""
-    if activation == "swiglu" and runs_here(u):
+    if activation == "swiglu" and can_use_kernel(u):
         from ranvier.nn.moe import triton_kernels
 
-        h, dg, du, found = triton_kernels.swiglu_back(
+        h, dg, du, found = triton_kernels.weighted_swiglu_backward(
             dh, g, u, weights.contiguous(), choices, ends, whole=whole
         )
         return h, dg, du, found.to(weights.dtype)
-    curve, kind = CURVES[activation], wide(u.dtype)
+    curve, kind = ACTIVATION_FUNCTIONS[activation], accumulation_dtype(u.dtype)
     w = weights.flatten()[choices].unsqueeze(1).to(kind)
     args = [dh, u, g][: 2 if g.numel() == 0 else 3]
     if not whole:
-        here = live(ends, len(u))
+        here = live_row_mask(ends, len(u))
         args = [torch.where(here, arg, 0.0) for arg in args]
     dh, u, *gates = (arg.to(kind) for arg in args)
     if gates:
-        f = curve.value(gates[0])
-        h, dg, du = f * u, curve.back(dh * w * u, gates[0]), dh * w * f
+        f = curve.function(gates[0])
+        h, dg, du = f * u, curve.backward(dh * w * u, gates[0]), dh * w * f
     else:
-        h, du, dg = curve.value(u), curve.back(dh * w, u), dh.new_empty(0)
+        h, du, dg = curve.function(u), curve.backward(dh * w, u), dh.new_empty(0)
     dweights = torch.empty_like(weights).flatten()
     dweights[choices] = (dh * h).sum(1).to(weights.dtype)
     h, dg, du = (value.to(args[1].dtype) for value in (w * h, dg, du))
     return h, dg, du, dweights.view_as(weights)
 
 
-def _summed(
+def _sum_token_rows(
     rows: list[Tensor], choices: Tensor, places: Tensor, ends: Tensor, whole: bool
 ) -> Tensor:
     """Σ_j of all rows of each token."""
-    if runs_here(rows[0]):
+    if can_use_kernel(rows[0]):
         from ranvier.nn.moe import triton_kernels
 
-        return triton_kernels.collect(rows, places, ends, None, whole=whole)
-    total = rows[0] if len(rows) == 1 else rows[0].to(wide(rows[0].dtype)) + rows[1]
-    out: Tensor = collect(total, choices, places, ends, None, whole)
+        return triton_kernels.unpermute_rows(rows, places, ends, None, whole=whole)
+    total = rows[0] if len(rows) == 1 else rows[0].to(accumulation_dtype(rows[0].dtype)) + rows[1]
+    out: Tensor = unpermute_rows(total, choices, places, ends, None, whole)
     return out.to(rows[0].dtype)

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from ranvier import launch
 
-TRITON = launch.triton()
+TRITON = launch.has_triton()
 
 
-class Order(NamedTuple):
+class TokenPermutation(NamedTuple):
     """Where the choices of tokens lie among the rows of experts; a = t·k of them."""
 
     choices: Tensor
@@ -33,29 +33,31 @@ class Order(NamedTuple):
     """The place of each choice, `[t, k]`."""
     ends: Tensor
     """Where the rows of each expert end, `[E]`, int32."""
-    whole: bool
+    is_dropless: bool
     """Nothing was dropped: the last end is a."""
 
 
-def arrange(experts: Tensor, count: int, kept: Tensor | None = None) -> Order:
+def sort_by_expert(experts: Tensor, count: int, kept: Tensor | None = None) -> TokenPermutation:
     """The order of choices by their experts, `[t, k]`, of so many; kept: False drops a choice."""
     flat = experts if kept is None else torch.where(kept, experts, count)
-    choices, places, ends = _arranged(flat.flatten(), count)
-    return Order(choices, places.view(experts.shape), ends, kept is None)
+    choices, places, ends = _sort_by_expert_op(flat.flatten(), count)
+    return TokenPermutation(choices, places.view(experts.shape), ends, kept is None)
 
 
-def permute(x: Tensor, order: Order) -> Tensor:
+def permute(x: Tensor, order: TokenPermutation) -> Tensor:
     """A row for each choice, in autograd; x: `[t, d]`, y: `[a, d]`."""
-    y: Tensor = spread(x, order.choices, order.places, order.ends, None, order.whole)
+    y: Tensor = permute_rows(x, order.choices, order.places, order.ends, None, order.is_dropless)
     return y
 
 
-def unpermute(y: Tensor, order: Order, weights: Tensor | None = None) -> Tensor:
+def unpermute(y: Tensor, order: TokenPermutation, weights: Tensor | None = None) -> Tensor:
     """The (weighted) sum of the rows of each token, in autograd.
 
     y: `[a, d]`, weights: `[t, k]`, sum: `[t, d]`.
     """
-    out: Tensor = collect(y, order.choices, order.places, order.ends, weights, order.whole)
+    out: Tensor = unpermute_rows(
+        y, order.choices, order.places, order.ends, weights, order.is_dropless
+    )
     return out
 
 
@@ -63,12 +65,12 @@ def unpermute(y: Tensor, order: Order, weights: Tensor | None = None) -> Tensor:
 
 
 @torch.library.custom_op("ranvier::arranged", mutates_args=())
-def _arranged(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def _sort_by_expert_op(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Choices by place, places by choice, and the ends; experts `[a]`, `count` if dropped."""
     if experts.is_cuda and TRITON:
         from ranvier.nn.moe import triton_kernels
 
-        return triton_kernels.arrange(experts, count)
+        return triton_kernels.sort_by_expert(experts, count)
     ranked, choices = torch.sort(experts, stable=True)
     places = torch.empty_like(choices)
     places[choices] = torch.arange(len(choices), device=choices.device)
@@ -76,7 +78,7 @@ def _arranged(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     return choices, places, torch.searchsorted(ranked, groups, right=True).int()
 
 
-@_arranged.register_fake
+@_sort_by_expert_op.register_fake
 def _(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     ends = experts.new_empty(count, dtype=torch.int32)
     return torch.empty_like(experts), torch.empty_like(experts), ends
@@ -86,105 +88,115 @@ def _(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.library.custom_op("ranvier::spread", mutates_args=())
-def spread(
+def permute_rows(
     x: Tensor, choices: Tensor, places: Tensor, ends: Tensor, weights: Tensor | None, whole: bool
 ) -> Tensor:
     """rows[places[t, j]] = w[t, j] · x[t]; zeros for what was dropped."""
-    if runs_here(x):
+    if can_use_kernel(x):
         from ranvier.nn.moe import triton_kernels
 
-        return triton_kernels.spread(x.contiguous(), places, ends, weights, whole=whole)
+        return triton_kernels.permute_rows(x.contiguous(), places, ends, weights, whole=whole)
     rows = x[choices // places.shape[1]]
     if weights is not None:
         rows = (rows * weights.flatten()[choices].unsqueeze(1)).to(x.dtype)
-    return rows if whole else rows * live(ends, len(rows))
+    return rows if whole else rows * live_row_mask(ends, len(rows))
 
 
 @torch.library.custom_op("ranvier::collect", mutates_args=())
-def collect(
+def unpermute_rows(
     y: Tensor, choices: Tensor, places: Tensor, ends: Tensor, weights: Tensor | None, whole: bool
 ) -> Tensor:
     """out[t] = Σ_j w[t, j] · y[places[t, j]], without what was dropped."""
-    if runs_here(y):
+    if can_use_kernel(y):
         from ranvier.nn.moe import triton_kernels
 
-        return triton_kernels.collect([y.contiguous()], places, ends, weights, whole=whole)
-    rows = _rows(y, places, ends, whole)
+        return triton_kernels.unpermute_rows([y.contiguous()], places, ends, weights, whole=whole)
+    rows = _gather_token_rows(y, places, ends, whole)
     if weights is not None:
         rows = rows * weights.to(rows.dtype).unsqueeze(2)
     return rows.sum(1).to(y.dtype)
 
 
 @torch.library.custom_op("ranvier::weigh", mutates_args=())
-def weigh(g: Tensor, y: Tensor, places: Tensor, ends: Tensor, whole: bool) -> Tensor:
+def routing_weight_grad(g: Tensor, y: Tensor, places: Tensor, ends: Tensor, whole: bool) -> Tensor:
     """Gradients of weights: Σ_d g[t, d] · y[places[t, j], d], `[t, k]`, fp32 at least."""
-    if runs_here(y):
+    if can_use_kernel(y):
         from ranvier.nn.moe import triton_kernels
 
-        return triton_kernels.weigh(g.contiguous(), y.contiguous(), places, ends, whole=whole)
-    rows = _rows(y, places, ends, whole)
+        return triton_kernels.routing_weight_grad(
+            g.contiguous(), y.contiguous(), places, ends, whole=whole
+        )
+    rows = _gather_token_rows(y, places, ends, whole)
     return (rows * g.to(rows.dtype).unsqueeze(1)).sum(2)
 
 
-@spread.register_fake
+@permute_rows.register_fake
 def _(
     x: Tensor, choices: Tensor, places: Tensor, ends: Tensor, weights: Tensor | None, whole: bool
 ) -> Tensor:
     return x.new_empty(choices.shape[0], x.shape[1])
 
 
-@collect.register_fake
+@unpermute_rows.register_fake
 def _(
     y: Tensor, choices: Tensor, places: Tensor, ends: Tensor, weights: Tensor | None, whole: bool
 ) -> Tensor:
     return y.new_empty(places.shape[0], y.shape[1])
 
 
-@weigh.register_fake
+@routing_weight_grad.register_fake
 def _(g: Tensor, y: Tensor, places: Tensor, ends: Tensor, whole: bool) -> Tensor:
-    return y.new_empty(places.shape, dtype=wide(y.dtype))
+    return y.new_empty(places.shape, dtype=accumulation_dtype(y.dtype))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _permute_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     value, choices, places, ends, weights, ctx.whole = inputs
     needed = value if weights is not None and ctx.needs_input_grad[4] else None
     ctx.save_for_backward(needed, choices, places, ends, weights)
 
 
-def _back_spread(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+def _permute_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     x, choices, places, ends, weights = ctx.saved_tensors
-    dw = None if x is None else weigh(x, g, places, ends, ctx.whole).to(weights.dtype)
-    dx = collect(g, choices, places, ends, weights, ctx.whole) if ctx.needs_input_grad[0] else None
+    dw = None if x is None else routing_weight_grad(x, g, places, ends, ctx.whole).to(weights.dtype)
+    dx = (
+        unpermute_rows(g, choices, places, ends, weights, ctx.whole)
+        if ctx.needs_input_grad[0]
+        else None
+    )
     return dx, None, None, None, dw, None
 
 
-def _back_collect(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+def _unpermute_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     y, choices, places, ends, weights = ctx.saved_tensors
-    dw = None if y is None else weigh(g, y, places, ends, ctx.whole).to(weights.dtype)
-    dy = spread(g, choices, places, ends, weights, ctx.whole) if ctx.needs_input_grad[0] else None
+    dw = None if y is None else routing_weight_grad(g, y, places, ends, ctx.whole).to(weights.dtype)
+    dy = (
+        permute_rows(g, choices, places, ends, weights, ctx.whole)
+        if ctx.needs_input_grad[0]
+        else None
+    )
     return dy, None, None, None, dw, None
 
 
-spread.register_autograd(_back_spread, setup_context=_keep)
-collect.register_autograd(_back_collect, setup_context=_keep)
+permute_rows.register_autograd(_permute_backward, setup_context=_permute_setup)
+unpermute_rows.register_autograd(_unpermute_backward, setup_context=_permute_setup)
 
 
-def runs_here(x: Tensor) -> bool:
+def can_use_kernel(x: Tensor) -> bool:
     """Whether the kernels take it."""
     return x.is_cuda and TRITON and x.dtype != torch.float64
 
 
-def live(ends: Tensor, rows: int) -> Tensor:
+def live_row_mask(ends: Tensor, rows: int) -> Tensor:
     """1 for rows of a group, 0 for those behind the last end: `[a, 1]`."""
     return (torch.arange(rows, device=ends.device) < ends[-1]).unsqueeze(1)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which sums are made."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def _rows(y: Tensor, places: Tensor, ends: Tensor, whole: bool) -> Tensor:
+def _gather_token_rows(y: Tensor, places: Tensor, ends: Tensor, whole: bool) -> Tensor:
     """The rows of each token `[t, k, d]`, widened; zeros for what was dropped."""
-    rows = y[places].to(wide(y.dtype))
+    rows = y[places].to(accumulation_dtype(y.dtype))
     return rows if whole else torch.where((places < ends[-1]).unsqueeze(2), rows, 0.0)

@@ -21,62 +21,62 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ranvier.comm import collectives
-from ranvier.comm.collectives import Pending
+from ranvier.comm.collectives import PendingTensor
 from ranvier.config.plan import Dispatch
 from ranvier.grid import Axis
-from ranvier.nn.layer import applied
-from ranvier.nn.moe.dispatch_payload import packed, unpacked
+from ranvier.nn.layer import apply_autograd
+from ranvier.nn.moe.dispatch_payload import decode_rows, encode_rows
 
 
 @dataclass(eq=False)
-class _Route:
+class _AllToAllState:
     """Who gets how many rows, and those that are under way."""
 
     axis: Axis
-    send: Sequence[int]
-    receive: Sequence[int]
-    hidden: bool
+    input_splits: Sequence[int]
+    output_splits: Sequence[int]
+    allow_overlap: bool
     """Whether other work may come between start and wait."""
     dispatch: Dispatch
     dtype: torch.dtype
     where: str = field(init=False)
-    under: Pending | None = field(default=None, init=False)
+    pending: PendingTensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.where = self.axis.trace.where
 
-    def start(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> None:
+    def start_exchange(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> None:
         """Let rows go. Communicates: all-to-all over axis."""
         trace = self.axis.trace
-        with trace.at(self.where), trace.beside():
-            self.under = collectives.all_to_all(x, self.axis, send, receive)
-            if not self.hidden:
-                self.under.wait()
+        with trace.named_scope(self.where), trace.outside_block():
+            self.pending = collectives.all_to_all(x, self.axis, send, receive)
+            if not self.allow_overlap:
+                self.pending.wait()
 
-    def end(self) -> Tensor:
+    def wait_for_rows(self) -> Tensor:
         """What has come; it is forgotten here."""
-        assert self.under is not None, f"no rows are under way at {self.where}"
-        under, self.under = self.under, None
+        assert self.pending is not None, f"no rows are under way at {self.where}"
+        under, self.pending = self.pending, None
         return under.wait()
 
 
 @dataclass(frozen=True, eq=False)
-class Journey:
+class PendingAllToAll:
     """Rows under way."""
 
-    route: _Route
-    thread: Tensor
+    state: _AllToAllState
+    autograd_link: Tensor
 
-    def arrive(self) -> Tensor:
+    def wait_for_rows(self) -> Tensor:
         """The rows that came, `[sum(receive), d]`.
 
         Communicates: waits for what departed; backward: all-to-all over axis, started.
         """
-        y: Tensor = applied(_Arrive, self.thread, self.route)
+        y: Tensor = apply_autograd(_FinishAllToAll, self.autograd_link, self.state)
         return y
 
 
-def depart(
+def start_all_to_all(
     x: Tensor,
     axis: Axis,
     send: Sequence[int],
@@ -84,43 +84,45 @@ def depart(
     *,
     hidden: bool = True,
     dispatch: Dispatch = "same",
-) -> Journey:
+) -> PendingAllToAll:
     """Send rows `[sum(send), d]` on their way. hidden: what follows may run beside it.
 
     Communicates: all-to-all over axis, started; backward: waits for that of the gradient.
     """
-    route = _Route(axis, send, receive, hidden, dispatch, x.dtype)
-    return Journey(route, applied(_Depart, x, route))
+    route = _AllToAllState(axis, send, receive, hidden, dispatch, x.dtype)
+    return PendingAllToAll(route, apply_autograd(_StartAllToAll, x, route))
 
 
-class _Depart(torch.autograd.Function):
+class _StartAllToAll(torch.autograd.Function):
     """The start of a journey, and the end of that of its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, route: _Route) -> Tensor:
-        ctx.route, results = route, route.axis.trace.results
-        if results is None or not results.known(route.where):
-            route.start(packed(x, route.dispatch), route.send, route.receive)
+    def forward(ctx: Any, x: Tensor, route: _AllToAllState) -> Tensor:
+        ctx.route, results = route, route.axis.trace.saved_results
+        if results is None or not results.has_result(route.where):
+            route.start_exchange(
+                encode_rows(x, route.dispatch), route.input_splits, route.output_splits
+            )
         return x.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, thread: Tensor) -> tuple[Tensor, None]:
-        return ctx.route.end(), None
+        return ctx.route.wait_for_rows(), None
 
 
-class _Arrive(torch.autograd.Function):
+class _FinishAllToAll(torch.autograd.Function):
     """The end of a journey, and the start of that of its gradient, which travels as it is."""
 
     @staticmethod
-    def forward(ctx: Any, thread: Tensor, route: _Route) -> Tensor:
-        ctx.route, results = route, route.axis.trace.results
-        rows = route.end() if results is None else results.once(route.end)
-        return unpacked(rows, route.dispatch, route.dtype)
+    def forward(ctx: Any, thread: Tensor, route: _AllToAllState) -> Tensor:
+        ctx.route, results = route, route.axis.trace.saved_results
+        rows = route.wait_for_rows() if results is None else results.run_once(route.wait_for_rows)
+        return decode_rows(rows, route.dispatch, route.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         route = ctx.route
-        route.start(dy, route.receive, route.send)
+        route.start_exchange(dy, route.output_splits, route.input_splits)
         return dy.new_empty(0), None

@@ -16,18 +16,18 @@ from torch import Tensor
 
 triton: Any = importlib.import_module("triton")
 tl: Any = importlib.import_module("triton.language")
-SORTED = 128
+SORT_BLOCK = 128
 """Choices of a program of the sort, which compares all pairs of them."""
-COLUMNS = 1024
+MAX_BLOCK_COLUMNS = 1024
 """Features of a program at most: 8 of a thread, which are 16 bytes in bf16."""
-ROWS, WIDTH = 8, 256
+TILE_ROWS, TILE_COLUMNS = 8, 256
 """Of a tile of activations."""
 
 # ---- the order --------------------------------------------------------------------------
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _count(experts, counts, size, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _count_kernel(experts, counts, size, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Choices of each expert in a block; counts: (E + 1, blocks)."""
     block = tl.program_id(0)
     i = block * BLOCK + tl.arange(0, BLOCK)
@@ -38,7 +38,7 @@ def _count(experts, counts, size, blocks, BLOCK: tl.constexpr):  # type: ignore[
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _place(  # type: ignore[no-untyped-def]
+def _place_kernel(  # type: ignore[no-untyped-def]
     experts, firsts, choices, places, size, blocks, BLOCK: tl.constexpr
 ):
     """A choice lies behind those of its expert in earlier blocks and before it in its own."""
@@ -55,18 +55,20 @@ def _place(  # type: ignore[no-untyped-def]
     tl.store(choices + place, i.to(tl.int64), mask=inside)
 
 
-def arrange(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def sort_by_expert(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Choices by place `[a]`, places by choice `[a]`, ends `[E]`: a stable counting sort."""
     size = experts.numel()
-    blocks = triton.cdiv(size, SORTED)
+    blocks = triton.cdiv(size, SORT_BLOCK)
     counts = torch.zeros(count + 1, max(blocks, 1), dtype=torch.int32, device=experts.device)
     choices, places = torch.empty_like(experts), torch.empty_like(experts)
     if size:
-        _count[(blocks,)](experts, counts, size, blocks, BLOCK=SORTED, num_warps=4)
+        _count_kernel[(blocks,)](experts, counts, size, blocks, BLOCK=SORT_BLOCK, num_warps=4)
     sums = counts.flatten().cumsum(0, dtype=torch.int32).view_as(counts)
     if size:
         firsts = sums - counts
-        _place[(blocks,)](experts, firsts, choices, places, size, blocks, BLOCK=SORTED, num_warps=4)
+        _place_kernel[(blocks,)](
+            experts, firsts, choices, places, size, blocks, BLOCK=SORT_BLOCK, num_warps=4
+        )
     return choices, places, sums[:count, -1].contiguous()
 
 
@@ -74,7 +76,7 @@ def arrange(experts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _spread(  # type: ignore[no-untyped-def]
+def _permute_kernel(  # type: ignore[no-untyped-def]
     x, rows, places, last, weights, width,
     K: tl.constexpr, WEIGHTED: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +97,7 @@ def _spread(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _collect(  # type: ignore[no-untyped-def]
+def _unpermute_kernel(  # type: ignore[no-untyped-def]
     y, more, out, places, last, weights, width,
     K: tl.constexpr, TWO: tl.constexpr, WEIGHTED: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -120,7 +122,7 @@ def _collect(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _weigh(  # type: ignore[no-untyped-def]
+def _routing_weight_grad_kernel(  # type: ignore[no-untyped-def]
     g, y, out, places, last, width,
     K: tl.constexpr, WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -140,36 +142,36 @@ def _weigh(  # type: ignore[no-untyped-def]
         tl.store(out + token * K + j, tl.sum(total, 0))
 
 
-def _tiles(tokens: int, width: int) -> tuple[tuple[int, int], int]:
+def _launch_grid(tokens: int, width: int) -> tuple[tuple[int, int], int]:
     """Programs and the features of each."""
-    block = min(COLUMNS, triton.next_power_of_2(width))
+    block = min(MAX_BLOCK_COLUMNS, triton.next_power_of_2(width))
     return (tokens, triton.cdiv(width, block)), block
 
 
-def spread(
+def permute_rows(
     x: Tensor, places: Tensor, ends: Tensor, weights: Tensor | None, *, whole: bool
 ) -> Tensor:
     """rows[places[t, j]] = w[t, j] · x[t], `[a, d]`."""
     (tokens, k), width = places.shape, x.shape[1]
     rows = x.new_empty(tokens * k, width)
-    grid, block = _tiles(tokens, width)
+    grid, block = _launch_grid(tokens, width)
     if rows.numel():
-        _spread[grid](
+        _permute_kernel[grid](
             x, rows, places, ends[-1:], x if weights is None else weights.contiguous(), width,
             K=k, WEIGHTED=weights is not None, WHOLE=whole, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return rows
 
 
-def collect(
+def unpermute_rows(
     ys: Sequence[Tensor], places: Tensor, ends: Tensor, weights: Tensor | None, *, whole: bool
 ) -> Tensor:
     """out[t] = Σ_j w[t, j] · Σ_y y[places[t, j]], `[t, d]`; one y or two."""
     (tokens, k), width = places.shape, ys[0].shape[1]
     out = ys[0].new_empty(tokens, width)
-    grid, block = _tiles(tokens, width)
+    grid, block = _launch_grid(tokens, width)
     if out.numel():
-        _collect[grid](
+        _unpermute_kernel[grid](
             ys[0], ys[-1], out, places, ends[-1:], out if weights is None else weights.contiguous(),
             width, K=k, TWO=len(ys) == 2, WEIGHTED=weights is not None, WHOLE=whole, BLOCK=block,
             num_warps=4,
@@ -177,13 +179,15 @@ def collect(
     return out
 
 
-def weigh(g: Tensor, y: Tensor, places: Tensor, ends: Tensor, *, whole: bool) -> Tensor:
+def routing_weight_grad(
+    g: Tensor, y: Tensor, places: Tensor, ends: Tensor, *, whole: bool
+) -> Tensor:
     """Σ_d g[t, d] · y[places[t, j], d], `[t, k]` in fp32."""
     (tokens, k), width = places.shape, y.shape[1]
     out = torch.empty(tokens, k, dtype=torch.float32, device=y.device)
-    _, block = _tiles(tokens, width)
+    _, block = _launch_grid(tokens, width)
     if tokens:
-        _weigh[(tokens,)](
+        _routing_weight_grad_kernel[(tokens,)](
             g, y, out, places, ends[-1:], width, K=k, WHOLE=whole, BLOCK=block, num_warps=4
         )
     return out
@@ -193,7 +197,7 @@ def weigh(g: Tensor, y: Tensor, places: Tensor, ends: Tensor, *, whole: bool) ->
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _swiglu(  # type: ignore[no-untyped-def]
+def _weighted_swiglu_kernel(  # type: ignore[no-untyped-def]
     gate, up, weights, choices, out, rows, width, R: tl.constexpr, C: tl.constexpr
 ):
     """w · silu(gate) · up of a tile."""
@@ -210,7 +214,7 @@ def _swiglu(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _swiglu_back(  # type: ignore[no-untyped-def]
+def _weighted_swiglu_backward_kernel(  # type: ignore[no-untyped-def]
     gate, up, weights, choices, dh, out, dgate, dup, dweights, last, rows, width,
     WHOLE: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -242,17 +246,17 @@ def _swiglu_back(  # type: ignore[no-untyped-def]
     tl.store(dweights + choice, total, mask=inside_r)
 
 
-def swiglu(gate: Tensor, up: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
+def weighted_swiglu(gate: Tensor, up: Tensor, weights: Tensor, choices: Tensor) -> Tensor:
     """w · silu(gate) · up, `[a, f]`."""
     out, (rows, width) = torch.empty_like(up), up.shape
     if out.numel():
-        _swiglu[(triton.cdiv(rows, ROWS), triton.cdiv(width, WIDTH))](
-            gate, up, weights, choices, out, rows, width, R=ROWS, C=WIDTH, num_warps=4
+        _weighted_swiglu_kernel[(triton.cdiv(rows, TILE_ROWS), triton.cdiv(width, TILE_COLUMNS))](
+            gate, up, weights, choices, out, rows, width, R=TILE_ROWS, C=TILE_COLUMNS, num_warps=4
         )
     return out
 
 
-def swiglu_back(
+def weighted_swiglu_backward(
     dh: Tensor,
     gate: Tensor,
     up: Tensor,
@@ -266,9 +270,9 @@ def swiglu_back(
     out, dgate, dup, (rows, width) = *(torch.empty_like(up) for _ in range(3)), up.shape
     dweights = torch.empty(weights.shape, dtype=torch.float32, device=up.device)
     if rows:
-        _swiglu_back[(triton.cdiv(rows, ROWS),)](
+        _weighted_swiglu_backward_kernel[(triton.cdiv(rows, TILE_ROWS),)](
             gate, up, weights, choices, dh, out, dgate, dup, dweights, ends[-1:], rows, width,
-            WHOLE=whole, R=ROWS, C=WIDTH, num_warps=4,
+            WHOLE=whole, R=TILE_ROWS, C=TILE_COLUMNS, num_warps=4,
         )  # fmt: skip
     return out, dgate, dup, dweights
 
@@ -277,7 +281,7 @@ def swiglu_back(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _clear_empty(dw, ends, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _zero_empty_groups_kernel(dw, ends, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Zeros for a group without rows; others are left alone."""
     group = tl.program_id(0)
     end = tl.load(ends + group)
@@ -290,6 +294,6 @@ def _clear_empty(dw, ends, size, BLOCK: tl.constexpr):  # type: ignore[no-untype
             tl.store(base + at, zero, mask=at < size)
 
 
-def clear_empty(dw: Tensor, ends: Tensor) -> None:
+def zero_empty_groups(dw: Tensor, ends: Tensor) -> None:
     """dw `[e, f, d]` is 0 for groups without rows."""
-    _clear_empty[(len(ends), 16)](dw, ends, dw[0].numel(), BLOCK=2048, num_warps=4)
+    _zero_empty_groups_kernel[(len(ends), 16)](dw, ends, dw[0].numel(), BLOCK=2048, num_warps=4)

@@ -14,61 +14,68 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ranvier.cost.layers import Flow, Mixture
+from ranvier.cost.layers import ActivationShape, MoECost
 
-WIDE = 4
+ROUTER_BYTES = 4
 """Bytes of a number of the router."""
-INDEX = 8
+INDEX_BYTES = 8
 """Bytes of a place of a row."""
-SCORES = 3
+SCORES_PER_EXPERT = 3
 """Numbers that a router keeps of a token and an expert."""
 
 
 @dataclass(frozen=True)
-class Mixed:
+class MoeActivations:
     """Bytes of a mixture, as `kept.Kept` has them."""
 
     none: int
-    made: int
+    product_bytes: int
     """Results of products, which a selective block keeps."""
-    moments: tuple[tuple[int, int], ...]
+    backward_moments: tuple[tuple[int, int], ...]
     """Most while it runs backward, above `none`, and elements of gradients of weights by then."""
-    second: tuple[int, int]
+    recompute_moment: tuple[int, int]
     """Most above `none` in a second run; results of products that it has not come to by then."""
-    put_off: tuple[int, int]
+    deferred_moment: tuple[int, int]
     """Another moment, if gradients of weights are made later."""
-    later: int
+    deferred_bytes: int
     """What waits where gradients of weights are made later: x and dy of each product, or, of one
     operation, the gradients themselves."""
 
 
-NOTHING = Mixed(0, 0, (), (0, 0), (0, 0), 0)
+NO_MOE_ACTIVATIONS = MoeActivations(0, 0, (), (0, 0), (0, 0), 0)
 
 
-def mixed(layer: Mixture, flow: Flow, inside: int, *, reads: bool) -> Mixed:
+def moe_activations(
+    layer: MoECost, flow: ActivationShape, inside: int, *, reads: bool
+) -> MoeActivations:
     """The bytes of a mixture.
 
     inside: hidden tensors besides what down reads. reads: another layer keeps x as well.
     """
-    ground, item = layer.ground, flow.itemsize
-    tokens, choices = ground.tokens(flow, "embed"), layer.choices(flow)
-    (width,) = ground.features(ground.units["embed"], "embed").local
-    row, col = ground.line("row").size, ground.line("col").size
-    routed = tokens * width * max(item, WIDE) + SCORES * tokens * layer.experts * WIDE
-    scores, enter = tokens * layer.experts * WIDE, layer.matrices - 1
-    if ground.line("expert", "row").size == col == 1:
-        hidden = enter * choices * layer.width * item
+    ground, item = layer.layout_context, flow.itemsize
+    tokens, choices = ground.local_tokens(flow, "embed"), layer.sent_rows(flow)
+    (width,) = ground.feature_sharding(ground.units["embed"], "embed").local_shape
+    row, col = ground.axis_group("row").size, ground.axis_group("col").size
+    routed = (
+        tokens * width * max(item, ROUTER_BYTES)
+        + SCORES_PER_EXPERT * tokens * layer.num_experts * ROUTER_BYTES
+    )
+    scores, enter = tokens * layer.num_experts * ROUTER_BYTES, layer.matrices - 1
+    if ground.axis_group("expert", "row").size == col == 1:
+        hidden = enter * choices * layer.expert_width * item
         x = 0 if reads else tokens * width * item
         made = hidden + tokens * width * item + scores
-        grads = layer.experts * layer.matrices * layer.width * width * item
+        grads = layer.num_experts * layer.matrices * layer.expert_width * width * item
         at_once = (tokens * width * item + grads, 1)  # dx and all gradients come together
-        return Mixed(routed + x + hidden, made, (at_once,), (0, 0), at_once, grads)
-    rows = layer.rows(flow) * row
-    stream, hidden = rows * width * item, rows * layer.width // row * item
-    places = 2 * INDEX * (choices + rows)
+        return MoeActivations(routed + x + hidden, made, (at_once,), (0, 0), at_once, grads)
+    rows = layer.received_rows(flow) * row
+    stream, hidden = rows * width * item, rows * layer.expert_width // row * item
+    places = 2 * INDEX_BYTES * (choices + rows)
     none = routed + places + stream + inside * hidden // col + hidden + choices * width * item
     made = enter * hidden + stream + scores
-    matrix = layer.experts // ground.line("expert").size * (layer.width // row) * width
+    matrix = (
+        layer.num_experts // ground.axis_group("expert").size * (layer.expert_width // row) * width
+    )
     behind = inside * hidden // col + hidden + choices * width * item  # the gate, and what follows
     moments: tuple[tuple[int, int], ...] = (
         (2 * stream - choices * width * item, 0),  # down: what came, in both orders of its rows
@@ -83,7 +90,7 @@ def mixed(layer: Mixture, flow: Flow, inside: int, *, reads: bool) -> Mixed:
     if col > 1:  # what is scattered, side by side and in the order of ranks
         picked = 3 * enter * hidden + enter * hidden // col - behind
         second = max(second, (picked, stream), key=sum)
-    return Mixed(
+    return MoeActivations(
         none,
         made,
         moments,

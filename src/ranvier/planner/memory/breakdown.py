@@ -30,13 +30,13 @@ weights gathered over depth; logits of a chunk; tensors of collectives; tiles of
 way; workspaces of libraries; gaps; buffers and kernels of NCCL."""
 NOT_TENSORS = ("fragmentation", "communicators")
 """Rows that no tensor has."""
-REST = ("activations", "gathered weights", "logits", "communication")
+ESTIMATED_CATEGORIES = ("activations", "gathered weights", "logits", "communication")
 """Rows that only a prediction tells apart: in a run that is measured they are one number."""
 GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Table:
+class MemoryBreakdown:
     """Bytes by category; what is not named is 0."""
 
     device: Mapping[str, int]
@@ -49,86 +49,96 @@ class Table:
         assert not odd, odd
 
     @property
-    def allocated(self) -> int:
+    def allocated_bytes(self) -> int:
         """Most bytes of tensors on the device."""
         return sum(size for name, size in self.device.items() if name not in NOT_TENSORS)
 
     @property
-    def total(self) -> int:
+    def total_bytes(self) -> int:
         """Bytes that the device must have."""
         return sum(self.device.values())
 
     @property
-    def on_host(self) -> int:
+    def host_bytes(self) -> int:
         """Bytes of host memory for what is kept there."""
         return sum(self.host.values())
 
-    def facts(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
         return asdict(self)
 
     @classmethod
-    def read(cls, facts: Any) -> Table | None:
+    def from_dict(cls, facts: Any) -> MemoryBreakdown | None:
         """A table from JSON; None if it is none."""
         if not isinstance(facts, dict) or not isinstance(facts.get("device"), dict):
             return None
-        device, host = (_column(facts.get(name)) for name in ("device", "host"))
+        device, host = (_parse_column(facts.get(name)) for name in ("device", "host"))
         return cls(device, host, str(facts.get("where", "")))
 
 
-def _column(facts: Any) -> dict[str, int]:
+def _parse_column(facts: Any) -> dict[str, int]:
     items = facts.items() if isinstance(facts, dict) else ()
     return {name: size for name, size in items if name in CATEGORIES and type(size) is int}
 
 
-HEADER = ("device", "measured", "host", "measured")
+BREAKDOWN_HEADER = ("device", "measured", "host", "measured")
 
 
-def rows(predicted: Table | None, measured: Table | None) -> tuple[str, list[tuple[str, ...]]]:
+def breakdown_rows(
+    predicted: MemoryBreakdown | None, measured: MemoryBreakdown | None
+) -> tuple[str, list[tuple[str, ...]]]:
     """The unit, and lines of cells under `HEADER`; rows that are empty everywhere are left out."""
     tables = [predicted, measured]
     columns = [None if t is None else t.device for t in tables]
     columns += [None if t is None else t.host for t in tables]
-    counted = measured is not None and REST[0] in measured.device
+    counted = measured is not None and ESTIMATED_CATEGORIES[0] in measured.device
     found: list[tuple[str, list[int | None]]] = []
     for name in CATEGORIES:
         cells = [None if column is None else column.get(name, 0) for column in columns]
-        if name in REST[1:] or (name == REST[0] and not counted):
+        if name in ESTIMATED_CATEGORIES[1:] or (name == ESTIMATED_CATEGORIES[0] and not counted):
             cells[1] = None  # part of the row of activations, or not known
         if any(cells):
             found.append((name, cells))
-    sums = [None if t is None else t.allocated for t in tables]
+    sums = [None if t is None else t.allocated_bytes for t in tables]
     sums[1] = sums[1] if counted else None
-    sums += [None if t is None else t.on_host for t in tables]
+    sums += [None if t is None else t.host_bytes for t in tables]
     found.append(("sum of tensors", sums))
     unit, size = ("GiB", GIB) if max(x or 0 for x in sums) >= GIB else ("MiB", 2**20)
-    return unit, [(name, *(_shown(cell, size) for cell in cells)) for name, cells in found]
+    return unit, [(name, *(_format_bytes(cell, size) for cell in cells)) for name, cells in found]
 
 
-def lines(predicted: Table | None, measured: Table | None = None) -> list[str]:
+def format_breakdown(
+    predicted: MemoryBreakdown | None, measured: MemoryBreakdown | None = None
+) -> list[str]:
     """The table as text, predicted beside measured."""
-    unit, cells = rows(predicted, measured)
-    cells = [(unit, *HEADER), *cells]
+    unit, cells = breakdown_rows(predicted, measured)
+    cells = [(unit, *BREAKDOWN_HEADER), *cells]
     shown = [1, 2, 3, 4] if measured else [1, 3]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(HEADER) + 1)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(BREAKDOWN_HEADER) + 1)]
     out = [
         "  ".join([f"{row[0]:<{widths[0]}}", *(f"{row[i]:>{widths[i]}}" for i in shown)])
         for row in cells
     ]
-    return [*out, *words(predicted, measured)]
+    return [*out, *breakdown_notes(predicted, measured)]
 
 
-def words(predicted: Table | None, measured: Table | None) -> list[str]:
+def breakdown_notes(
+    predicted: MemoryBreakdown | None, measured: MemoryBreakdown | None
+) -> list[str]:
     """When most is there, and how near the prediction is."""
     found = []
     if predicted is not None and predicted.where:
         found.append(f"most is there {predicted.where}")
-    if predicted is not None and measured is not None and REST[0] in measured.device:
-        ratio = measured.allocated / max(predicted.allocated, 1)
+    if (
+        predicted is not None
+        and measured is not None
+        and ESTIMATED_CATEGORIES[0] in measured.device
+    ):
+        ratio = measured.allocated_bytes / max(predicted.allocated_bytes, 1)
         found.append(f"measured / predicted on the device: {ratio:.3f}")
     return found
 
 
-def _shown(size: int | None, unit: int) -> str:
+def _format_bytes(size: int | None, unit: int) -> str:
     """Bytes in a unit; what nobody knows is a dot."""
     return "·" if size is None else f"{size / unit:.3f}" if size else "-"

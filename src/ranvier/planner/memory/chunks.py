@@ -12,106 +12,116 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ranvier.config.plan import Plan, Recompute
-from ranvier.cost.layers import Flow
-from ranvier.cost.linear import Scores
-from ranvier.pipeline.balance import ranges
-from ranvier.planner.comm_volume import KEPT, Spot, Stage, layers_of
-from ranvier.planner.memory.activations import WIDE, Kept, kept, later, stream_bytes
-from ranvier.planner.memory.model_states import Share, Weights
-from ranvier.planner.model_spec import Model, Part
-from ranvier.planner.time.compute import Scales
+from ranvier.cost.layers import ActivationShape
+from ranvier.cost.linear import LMHeadCost
+from ranvier.pipeline.balance import part_ranges
+from ranvier.planner.comm_volume import CACHE_SIZE, ShardingKey, StageBlocks, build_layers
+from ranvier.planner.memory.activations import (
+    STATISTICS_BYTES,
+    BlockActivations,
+    block_activations,
+    deferred_grad_bytes,
+    stream_bytes,
+)
+from ranvier.planner.memory.model_states import BlockStates, StageModelStates
+from ranvier.planner.model_spec import BlockSpec, ModelSpec
+from ranvier.planner.time.compute import Fp8Scaling
 
 
-class How(NamedTuple):
+class MemoryOptions(NamedTuple):
     """What else decides what is there: see `space`."""
 
-    keeps: bool
+    saves_collectives: bool
     compiled: bool
-    fp8: Scales
-    simulated: bool
+    fp8: Fp8Scaling
+    simulates_schedule: bool
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class BlockBackwardMemory:
     """A block of a chunk, while it runs backward: those behind it have done so."""
 
     where: str
-    first: bool
-    needs: tuple[tuple[int, int], ...]
+    is_first: bool
+    worst_moments: tuple[tuple[int, int], ...]
     """Most it needs besides, and elements of gradients of weights by then: `kept.Kept.moments`."""
-    later: tuple[int, int]
+    deferred_moment: tuple[int, int]
     """Another moment, if gradients of weights are made later."""
-    entry: int
+    entry_bytes: int
     """Needed at its end, if gradients of weights are made later."""
-    again: int
+    recomputed_bytes: int
     """How much more is there once it has run again."""
-    rest: int
+    saved_bytes: int
     """Kept by it and the blocks before it, and angles."""
-    waits: int
+    deferred_bytes: int
     """What those behind it keep, if gradients of weights are made later."""
-    gathered: int
+    gathered_bytes: int
     """Bytes of its weights."""
-    following: int
+    next_gathered_bytes: int
     """Bytes of the weights that come next: of the block before it, or of any."""
-    full: int
+    gathered_grad_bytes: int
     """Bytes of its gathered gradients."""
-    behind: int | None
+    previous_grad_bytes: int | None
     """Bytes of those of the block behind it; None: it is the last."""
-    done: int
+    finished_grad_elements: int
     """Elements of the gradients that are made, and not being reduced."""
 
 
 @dataclass(frozen=True)
-class Chunk:
+class ChunkMemory:
     """What a chunk of a stage keeps of a micro-batch."""
 
-    whole: int
+    block_bytes: int
     """By all its blocks, and angles."""
-    count: int
+    num_blocks: int
     """Blocks."""
-    elements: int
+    grad_elements: int
     """Of the gradients of all of them."""
-    places: tuple[Place, ...]
+    block_memories: tuple[BlockBackwardMemory, ...]
     """The first and the last block of each kind."""
-    full: int
+    first_grad_bytes: int
     """Bytes of the gathered gradients of the first block."""
-    moving: int
+    reducing_bytes: int
     """Most of a block's gathered gradients and those of the one behind it, being reduced."""
-    enters: bool
-    leaves: bool
-    x: int
+    has_embedding: bool
+    has_head: bool
+    input_bytes: int
     """Its input, if nothing else keeps it."""
-    scored: int
+    head_bytes: int
     """By the last norm and the head, whose gradients are made in forward."""
-    waits: int
+    deferred_bytes: int
     """After backward, if gradients of weights are made later."""
 
     @cached_property
-    def held(self) -> int:
+    def saved_bytes(self) -> int:
         """From forward to backward."""
-        return self.whole + self.x + self.scored
+        return self.block_bytes + self.input_bytes + self.head_bytes
 
 
-def chunks_of(
-    model: Model,
-    stage: Stage,
+def build_chunks(
+    model: ModelSpec,
+    stage: StageBlocks,
     firsts: tuple[int, ...],
-    inside: Spot,
-    flow: Flow,
+    inside: ShardingKey,
+    flow: ActivationShape,
     plan: Plan,
-    own: Weights,
-    how: How,
-) -> tuple[tuple[int, ...], tuple[Chunk, ...]]:
+    own: StageModelStates,
+    how: MemoryOptions,
+) -> tuple[tuple[int, ...], tuple[ChunkMemory, ...]]:
     """The group of each chunk of a stage, and one chunk of each group.
 
     Chunks of the same parts are alike, but for the last where each stage computes losses there.
     """
-    count, order = stage.seat.count, model.order
-    mine = ranges(firsts, len(order))[stage.seat.index :: count] if count > 1 else [slice(None)]
+    count, order = stage.stage_spec.num_stages, model.parts_in_order
+    mine = (
+        part_ranges(firsts, len(order))[stage.stage_spec.index :: count]
+        if count > 1
+        else [slice(None)]
+    )
     spread = plan.spread and count > 1
-    head = 0 if spread else own.head * own.wide
-    sizes = Sizes(own.each, own.gathered, own.split, plan.depth)
-    places, groups, chunks = dict[tuple[object, ...], int](), list[int](), list[Chunk]()
+    head = 0 if spread else own.head_elements * own.wide_itemsize
+    sizes = ChunkWeights(own.by_block, own.gathered_block_bytes, own.is_split, plan.depth)
+    places, groups, chunks = dict[tuple[object, ...], int](), list[int](), list[ChunkMemory]()
     for i, one in enumerate(mine):
         parts, first = order[one], not one.start
         comes = not first or spread
@@ -119,98 +129,112 @@ def chunks_of(
         if key not in places:
             places[key] = len(chunks)
             kind = plan.recompute
-            chunks.append(_chunk(model, parts, first, comes, inside, flow, kind, how, sizes, head))
+            chunks.append(
+                _build_chunk(model, parts, first, comes, inside, flow, kind, how, sizes, head)
+            )
         groups.append(places[key])
     return tuple(groups), tuple(chunks)
 
 
-class Sizes(NamedTuple):
+class ChunkWeights(NamedTuple):
     """What chunks depend on of the weights of a stage."""
 
-    each: tuple[tuple[str, Share], ...]
-    gathered: int
-    split: bool
+    by_block: tuple[tuple[str, BlockStates], ...]
+    gathered_bytes: int
+    is_split: bool
     depth: int
 
 
-@lru_cache(KEPT)
-def _chunk(
-    model: Model,
-    parts: tuple[Part, ...],
+@lru_cache(CACHE_SIZE)
+def _build_chunk(
+    model: ModelSpec,
+    parts: tuple[BlockSpec, ...],
     first: bool,
     comes: bool,
-    inside: Spot,
-    flow: Flow,
+    inside: ShardingKey,
+    flow: ActivationShape,
     kind: Recompute,
-    how: How,
-    own: Sizes,
+    how: MemoryOptions,
+    own: ChunkWeights,
     head: int,
-) -> Chunk:
+) -> ChunkMemory:
     """What some parts keep of a micro-batch.
 
     comes: its input comes from another chunk. head: bytes of the head's gradient.
     """
-    stream, wide = stream_bytes(model, inside, flow), max(flow.itemsize, WIDE) // flow.itemsize
+    stream, wide = (
+        stream_bytes(model, inside, flow),
+        max(flow.itemsize, STATISTICS_BYTES) // flow.itemsize,
+    )
     blocks = [part for part in parts if part.is_block]
-    sizes = dict(own.each)
-    found = {part: kept(model, part, inside, flow, how.compiled, how.fp8) for part in {*blocks}}
+    sizes = dict(own.by_block)
+    found = {
+        part: block_activations(model, part, inside, flow, how.compiled, how.fp8)
+        for part in {*blocks}
+    }
     angles = flow.seq * 2 * model.head_dim * flow.itemsize if blocks else 0
-    leaves = scores_of(model, parts, inside) is not None
+    leaves = find_head(model, parts, inside) is not None
     shared = (blocks and (kind != "none" or how.compiled)) or (wide == 1 and (blocks or leaves))
-    waits = {part: later(model, part, inside, flow) for part in found}
-    full = [sizes[part.name].full for part in blocks]
+    waits = {part: deferred_grad_bytes(model, part, inside, flow) for part in found}
+    full = [sizes[part.name].gathered_grad_bytes for part in blocks]
     pairs = zip(full, [*full, 0][1:], strict=True)
-    return Chunk(
-        angles + sum(found[part].of(kind, keeps=how.keeps) for part in blocks),
+    return ChunkMemory(
+        angles + sum(found[part].saved_bytes(kind, keeps=how.saves_collectives) for part in blocks),
         len(blocks),
-        sum(sizes[part.name].elements for part in blocks),
-        tuple(_places(blocks, found, waits, own, angles, kind, how)),
+        sum(sizes[part.name].grad_elements for part in blocks),
+        tuple(_block_memories(blocks, found, waits, own, angles, kind, how)),
         full[0] if full else 0,
         max((one + behind + behind // own.depth for one, behind in pairs), default=0),
         first,
         leaves,
-        x=0 if shared or not comes else stream,
-        scored=stream * (1 + 2 * wide) + head if leaves else 0,
-        waits=sum(waits[part] for part in blocks),
+        input_bytes=0 if shared or not comes else stream,
+        head_bytes=stream * (1 + 2 * wide) + head if leaves else 0,
+        deferred_bytes=sum(waits[part] for part in blocks),
     )
 
 
-def _places(
-    blocks: Sequence[Part],
-    found: Mapping[Part, Kept],
-    waits: Mapping[Part, int],
-    own: Sizes,
+def _block_memories(
+    blocks: Sequence[BlockSpec],
+    found: Mapping[BlockSpec, BlockActivations],
+    waits: Mapping[BlockSpec, int],
+    own: ChunkWeights,
     angles: int,
     kind: Recompute,
-    how: How,
-) -> Iterator[Place]:
+    how: MemoryOptions,
+) -> Iterator[BlockBackwardMemory]:
     """The first and the last block of each kind, while they run backward."""
-    sizes, final = dict(own.each), len(blocks) - 1
+    sizes, final = dict(own.by_block), len(blocks) - 1
     firsts = {part: at for at, part in reversed([*enumerate(blocks)])}
     lasts = {part: at for at, part in enumerate(blocks)}
     for at in sorted({*firsts.values(), *lasts.values()}, reverse=True):
         part, share = blocks[at], sizes[blocks[at].name]
         name = "last" if at == final else "first" if at == 0 else "present"
-        yield Place(
+        yield BlockBackwardMemory(
             f"in the {name} block, backward",
             at == 0,
-            found[part].needs(kind, keeps=how.keeps, last=at == final),
-            found[part].put_off,
-            found[part].entry,
-            found[part].again(kind, keeps=how.keeps),
-            angles + sum(found[one].of(kind, keeps=how.keeps) for one in blocks[: at + 1]),
+            found[part].moments_of_mode(kind, keeps=how.saves_collectives, last=at == final),
+            found[part].deferred_moment,
+            found[part].entry_bytes,
+            found[part].recomputed_bytes(kind, keeps=how.saves_collectives),
+            angles
+            + sum(
+                found[one].saved_bytes(kind, keeps=how.saves_collectives)
+                for one in blocks[: at + 1]
+            ),
             sum(waits[one] for one in blocks[at + 1 :]),
-            share.gathered,
-            sizes[blocks[at - 1].name].gathered if at else own.gathered,
-            share.full,
-            None if at == final else sizes[blocks[at + 1].name].full,
-            sum(sizes[one.name].elements for one in blocks[at + 1 + own.split :]),
+            share.gathered_bytes,
+            sizes[blocks[at - 1].name].gathered_bytes if at else own.gathered_bytes,
+            share.gathered_grad_bytes,
+            None if at == final else sizes[blocks[at + 1].name].gathered_grad_bytes,
+            sum(sizes[one.name].grad_elements for one in blocks[at + 1 + own.is_split :]),
         )
 
 
-@lru_cache(KEPT)
-def scores_of(model: Model, parts: tuple[Part, ...], inside: Spot) -> Scores | None:
+@lru_cache(CACHE_SIZE)
+def find_head(
+    model: ModelSpec, parts: tuple[BlockSpec, ...], inside: ShardingKey
+) -> LMHeadCost | None:
     """The head, if it is among these parts."""
     outside = [part for part in parts if not part.is_block]
-    layers = (one for part in outside for one in layers_of(model, part, inside))
-    return next((one for one in layers if isinstance(one, Scores)), None)
+    layers = (one for part in outside for one in build_layers(model, part, inside))
+    return next((one for one in layers if isinstance(one, LMHeadCost)), None)

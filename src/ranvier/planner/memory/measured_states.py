@@ -11,126 +11,141 @@ from dataclasses import dataclass
 import torch
 
 from ranvier.buckets.bucket import Bucket
-from ranvier.buckets.offload import resting
-from ranvier.cost.layers import Flow
-from ranvier.nn.lm_head import Head
-from ranvier.optim.low_precision_states import BLOCK
-from ranvier.optim.state_store import SLOTS
-from ranvier.parallel.parallelize import Parallel
+from ranvier.buckets.offload import can_offload
+from ranvier.cost.layers import ActivationShape
+from ranvier.nn.lm_head import LMHead
+from ranvier.optim.low_precision_states import BLOCK_SIZE
+from ranvier.optim.state_store import NUM_SLOTS
+from ranvier.parallel.parallelize import ParallelModel
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelStateSizes:
     """Bytes of a rank."""
 
-    block: int
+    block_weights: int
     """Weights of a block that may rest on the host."""
-    head: int
+    head_weights: int
     """Of the largest layer outside of blocks that may."""
-    others: int
+    other_weights: int
     """Of the other layers that may."""
-    still: int
+    resident_weights: int
     """Weights that stay on the device."""
-    count: int
+    num_blocks: int
     """Blocks."""
     master: int
     """Master weights, of trained weights in 16 bits."""
     moments: int
-    small: int
+    vector_states: int
     """What of these two stays on the device: of vectors."""
-    ring: int
+    state_ring: int
     """Tiles of states on the device, where states rest elsewhere."""
-    wide_ring: int
+    offload_ring: int
     """The same where weights rest on the host as well: gradients and weights pass through, too."""
-    gathered: int
+    gathered_weights: int
     """Weights gathered over depth: of the block that computes and of the next."""
     communication: int
     """Gradients being reduced over depth and data."""
-    returned: int
+    host_gradients: int
     """Gradients of weights that may rest on the host, once they rest there."""
     publish: int
     """Updated weights being gathered over data."""
-    trained: int
+    trained_elements: int
     """Numbers that this rank updates."""
 
     @property
-    def weights(self) -> int:
+    def weight_bytes(self) -> int:
         """All working weights."""
-        return self.count * self.block + self.head + self.others + self.still
+        return (
+            self.num_blocks * self.block_weights
+            + self.head_weights
+            + self.other_weights
+            + self.resident_weights
+        )
 
     @property
-    def states(self) -> int:
+    def state_bytes(self) -> int:
         """All master weights and moments."""
         return self.master + self.moments
 
 
-def sizes_of(parallel: Parallel, *, moments: str = "master", tile: int = 2**24) -> Sizes:
+def model_state_sizes(
+    parallel: ParallelModel, *, moments: str = "master", tile: int = 2**24
+) -> ModelStateSizes:
     """The sizes of a model on this rank. moments: `optim.moments`; tile: `memory.tile`."""
-    queue, names = parallel.queue, list(parallel.kinds)
-    data, depth, wide = queue.data_axis.size, queue.gather_axis.size, queue.dtype.itemsize
-    able = [bucket for bucket in queue.buckets if resting(bucket)]
+    queue, names = parallel.bucket_scheduler, list(parallel.recompute_modes)
+    data, depth, wide = queue.data_axis.size, queue.gather_axis.size, queue.reduce_dtype.itemsize
+    able = [bucket for bucket in queue.buckets if can_offload(bucket)]
     blocks = [sum(b.data.nbytes for b in able if b.name == name) for name in names]
-    layers = sorted(b.data.nbytes for b in able if b.name not in parallel.kinds)
+    layers = sorted(b.data.nbytes for b in able if b.name not in parallel.recompute_modes)
     trained = [bucket for bucket in queue.buckets if bucket.trainable and bucket.size]
-    states = {bucket: _states(bucket, moments) for bucket in trained}
-    vectors = [bucket for bucket in trained if bucket.weights[0].group == "vector"]
+    states = {bucket: _bucket_state_bytes(bucket, moments) for bucket in trained}
+    vectors = [bucket for bucket in trained if bucket.weights[0].param_group == "vector"]
     tiles = [
-        (min(tile, b.held), sum(states[b]) / b.held, b.data.element_size())
+        (min(tile, b.data_shard_size), sum(states[b]) / b.data_shard_size, b.data.element_size())
         for b in trained
-        if b not in vectors and b.held
+        if b not in vectors and b.data_shard_size
     ]
-    moved = [bucket for bucket in trained if bucket.split or data > 1]
-    masks = sum(bucket.kept.bytes for bucket in queue.buckets if bucket.kept is not None)
-    return Sizes(
-        block=max(blocks, default=0),
-        head=layers[-1] if layers else 0,
-        others=sum(layers[:-1]),
-        still=sum(b.data.nbytes for b in queue.buckets if not resting(b)) + masks,
-        count=len(names),
+    moved = [bucket for bucket in trained if bucket.is_depth_sharded or data > 1]
+    masks = sum(
+        bucket.sparsity_mask.num_bytes
+        for bucket in queue.buckets
+        if bucket.sparsity_mask is not None
+    )
+    return ModelStateSizes(
+        block_weights=max(blocks, default=0),
+        head_weights=layers[-1] if layers else 0,
+        other_weights=sum(layers[:-1]),
+        resident_weights=sum(b.data.nbytes for b in queue.buckets if not can_offload(b)) + masks,
+        num_blocks=len(names),
         master=sum(master for master, _ in states.values()),
         moments=sum(both for _, both in states.values()),
-        small=sum(sum(states[b]) for b in vectors),
-        ring=SLOTS * round(max((n * each for n, each, _ in tiles), default=0)),
-        wide_ring=SLOTS
+        vector_states=sum(sum(states[b]) for b in vectors),
+        state_ring=NUM_SLOTS * round(max((n * each for n, each, _ in tiles), default=0)),
+        offload_ring=NUM_SLOTS
         * round(max((n * (each + wide + own) for n, each, own in tiles), default=0)),
-        gathered=2 * max((b.data.nbytes * depth for b in queue.buckets if b.split), default=0),
-        communication=2 * max((b.count * depth * wide for b in moved), default=0),
-        returned=sum(b.count * wide for b in able if b.trainable),
+        gathered_weights=2
+        * max((b.data.nbytes * depth for b in queue.buckets if b.is_depth_sharded), default=0),
+        communication=2 * max((b.reduced_elements * depth * wide for b in moved), default=0),
+        host_gradients=sum(b.reduced_elements * wide for b in able if b.trainable),
         publish=sum(b.data.nbytes for b in trained) if data > 1 else 0,
-        trained=sum(b.held for b in trained),
+        trained_elements=sum(b.data_shard_size for b in trained),
     )
 
 
-def gradient(parallel: Parallel, block: str, *, passes: int, last: bool) -> int:
+def block_grad_bytes(parallel: ParallelModel, block: str, *, passes: int, last: bool) -> int:
     """Bytes of the gradient of a block after so many passes, once it is where it stays.
 
     One that came once stays as it came; it is wide once it is added to another or was reduced over
     an axis. last: of a step; then each data rank gets its range.
     """
-    queue, total = parallel.queue, 0
+    queue, total = parallel.bucket_scheduler, 0
     for bucket in queue.buckets:
         if bucket.name == block and bucket.trainable:
-            wide, own = (bucket.count * d.itemsize for d in (queue.dtype, bucket.data.dtype))
-            size = wide if bucket.split or passes > 1 else own
+            wide, own = (
+                bucket.reduced_elements * d.itemsize
+                for d in (queue.reduce_dtype, bucket.data.dtype)
+            )
+            size = wide if bucket.is_depth_sharded or passes > 1 else own
             reduced = last and queue.data_axis.size > 1
             total += wide // queue.data_axis.size if reduced else size
     return total
 
 
-def _states(bucket: Bucket, moments: str) -> tuple[int, int]:
+def _bucket_state_bytes(bucket: Bucket, moments: str) -> tuple[int, int]:
     """Bytes of master weights and of both moments of my range of a bucket."""
-    count, dtype = bucket.held, bucket.data.dtype
-    wide = bucket.queue.dtype.itemsize
-    own = dtype in (torch.bfloat16, torch.float16) or bucket.kept is not None
+    count, dtype = bucket.data_shard_size, bucket.data.dtype
+    wide = bucket.bucket_scheduler.reduce_dtype.itemsize
+    own = dtype in (torch.bfloat16, torch.float16) or bucket.sparsity_mask is not None
     master = count * wide if own else 0
-    if bucket.weights[0].group == "vector" or moments == "master":
+    if bucket.weights[0].param_group == "vector" or moments == "master":
         return master, 2 * count * wide
     if moments == "bf16":
         return master, 2 * count * 2
-    return master, 2 * count + 8 * -(-count // BLOCK)
+    return master, 2 * count + 8 * -(-count // BLOCK_SIZE)
 
 
-def logits(parallel: Parallel, flow: Flow) -> int:
+def chunk_logit_bytes(parallel: ParallelModel, flow: ActivationShape) -> int:
     """Bytes of the logits of the largest chunk of a micro-batch."""
-    heads = [leaf for leaf in parallel.leaves.values() if isinstance(leaf, Head)]
-    return max((head.layer.chunk_bytes(flow) for head in heads), default=0)
+    heads = [leaf for leaf in parallel.layers.values() if isinstance(leaf, LMHead)]
+    return max((head.cost_model.chunk_bytes(flow) for head in heads), default=0)

@@ -7,111 +7,113 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from ranvier.buckets.spec import Bulk
+from ranvier.buckets.spec import BucketTraffic
 from ranvier.config.plan import AXES
-from ranvier.planner.comm_volume import KEPT, Spot, Stage, lots_of
-from ranvier.planner.model_spec import ENTRY, EXIT, Model
+from ranvier.planner.comm_volume import CACHE_SIZE, ShardingKey, StageBlocks, stage_bucket_specs
+from ranvier.planner.model_spec import ENTRY, EXIT, ModelSpec
 
-Moments = Literal["master", "bf16", "int8"]
-BLOCK = 256
+MomentPrecision = Literal["master", "bf16", "int8"]
+QUANT_BLOCK = 256
 """Numbers of a moment in 8 bits that share a scale."""
 
 
 @dataclass(frozen=True)
-class Share:
+class BlockStates:
     """The matrices of a block on a rank."""
 
-    elements: int = 0
+    grad_elements: int = 0
     """Of their gradients."""
-    gathered: int = 0
+    gathered_bytes: int = 0
     """Bytes of the weights gathered over depth; 0: they lie whole."""
-    full: int = 0
+    gathered_grad_bytes: int = 0
     """Bytes of their gradients, gathered, in 32 bits; likewise."""
 
-    def plus(self, bulk: Bulk, own: int, wide: int, depth: int) -> Share:
+    def add_bucket(self, bulk: BucketTraffic, own: int, wide: int, depth: int) -> BlockStates:
         """With some more of them."""
-        split, count = bulk.split * depth, bulk.count * bulk.trainable
-        return Share(
-            self.elements + count,
-            self.gathered + split * bulk.size * own,
-            self.full + split * count * wide,
+        split, count = bulk.is_depth_sharded * depth, bulk.reduced_elements * bulk.trainable
+        return BlockStates(
+            self.grad_elements + count,
+            self.gathered_bytes + split * bulk.size * own,
+            self.gathered_grad_bytes + split * count * wide,
         )
 
 
 @dataclass(frozen=True)
-class Weights:
+class StageModelStates:
     """Weights of a rank, and what belongs to them."""
 
-    bytes: int
-    master: int
-    moments: int
-    each: tuple[tuple[str, Share], ...]
+    weight_bytes: int
+    master_bytes: int
+    moment_bytes: int
+    by_block: tuple[tuple[str, BlockStates], ...]
     """What is there of each kind of block."""
-    outside: int
+    outside_elements: int
     """Trained elements outside of blocks."""
-    head: int
+    head_elements: int
     """Elements of the head's gathered gradient; 0: it is elsewhere, or frozen."""
-    table: int
+    embedding_elements: int
     """Elements of the embedding's gathered gradient; likewise."""
-    places: int
+    position_elements: int
     """Elements of the gathered gradient of learned positions; likewise."""
-    gathered: int
+    gathered_block_bytes: int
     """Bytes of the largest block's weights gathered over depth; 0: they lie whole."""
-    whole: int
+    gathered_bytes: int
     """Bytes of all weights gathered over depth."""
-    wide: int
+    wide_itemsize: int
     """Bytes of a wide number."""
-    own: int
+    itemsize: int
     """Bytes of a number."""
-    data: int
+    data_ranks: int
     """Ranks among which states are divided."""
-    head_part: int
+    local_head_elements: int
     """Elements of the head's gradient on this rank, and of the embedding's; late ones left out."""
-    table_part: int
-    tied: bool
-    padded: bool
+    local_embedding_elements: int
+    has_tied_embeddings: bool
+    pads_vocab_grads: bool
     """Whether gradients of both are copied to be padded before depth divides them."""
-    late: int = 0
+    late_grad_bytes: int = 0
     """Bytes of the gradients of tied weights, gathered: they are reduced at the end of a step."""
-    twice: int = 0
+    shared_grad_bytes: int = 0
     """Bytes of the wide gradients of weights that another stage has as well."""
 
     @cached_property
-    def split(self) -> bool:
+    def is_split(self) -> bool:
         """Whether depth splits weights, of blocks or, on a stage without any, of others."""
-        return self.whole > 0
+        return self.gathered_bytes > 0
 
 
-@lru_cache(KEPT)
-def weights_of(model: Model, stage: Stage, spot: Spot, own: int, moments: Moments) -> Weights:
+@lru_cache(CACHE_SIZE)
+def stage_model_states(
+    model: ModelSpec, stage: StageBlocks, spot: ShardingKey, own: int, moments: MomentPrecision
+) -> StageModelStates:
     """The weights of a stage."""
     degrees = dict(zip(AXES, spot.degrees, strict=True))
     data, depth, wide = degrees["data"], degrees["depth"], max(own, 4)
-    words = degrees["row"] * (degrees["pipe"] if spot.spread else 1)
-    parts, kinds = Counter[str](), dict[str, Share]()
-    blocks = {part.name for part, _ in stage.here if part.is_block}
+    words = degrees["row"] * (degrees["pipe"] if spot.vocab_over_pipe else 1)
+    parts, kinds = Counter[str](), dict[str, BlockStates]()
+    blocks = {part.name for part, _ in stage.block_counts if part.is_block}
     total = master = both = outside = whole = late = twice = 0
-    for part, lot, count in lots_of(model, stage, spot):
-        bulk = lot.bulk
+    for part, lot, count in stage_bucket_specs(model, stage, spot):
+        bulk = lot.traffic
         total += count * bulk.size * own
         inside = part in blocks
-        whole += count * bulk.size * own * depth if bulk.split else 0
+        whole += count * bulk.size * own * depth if bulk.is_depth_sharded else 0
         if inside:
-            kinds[part] = kinds.get(part, Share()).plus(bulk, own, wide, depth)
+            kinds[part] = kinds.get(part, BlockStates()).add_bucket(bulk, own, wide, depth)
         if not bulk.trainable:
             continue
-        held, vector = bulk.count // data, lot.pieces[0].group == "vector"
+        held, vector = bulk.reduced_elements // data, lot.params[0].param_group == "vector"
         master += count * held * (wide if own < 4 else 0)
         both += count * _moment_bytes(held, moments, wide, vector=vector)
-        waits = bulk.late and bulk.split
-        late += bulk.count * wide * depth if waits else 0
-        twice += bulk.count * wide if bulk.tied else 0
-        outside += 0 if inside or waits else bulk.count
-        if lot.pieces[0].group != "vector" and not inside and not waits:
-            parts[part] += bulk.count
-    head, table = (_outside(model, stage, spot, kind) for kind in ("head", "embedding"))
-    places = _outside(model, stage, spot, "embedding", words=False)
-    return Weights(
+        waits = bulk.reduce_at_step_end and bulk.is_depth_sharded
+        late += bulk.reduced_elements * wide * depth if waits else 0
+        twice += bulk.reduced_elements * wide if bulk.tied_across_stages else 0
+        outside += 0 if inside or waits else bulk.reduced_elements
+        if lot.params[0].param_group != "vector" and not inside and not waits:
+            parts[part] += bulk.reduced_elements
+    head, table = (_outside_elements(model, stage, spot, kind) for kind in ("head", "embedding"))
+    places = _outside_elements(model, stage, spot, "embedding", words=False)
+    return StageModelStates(
         total,
         master,
         both,
@@ -120,34 +122,36 @@ def weights_of(model: Model, stage: Stage, spot: Spot, own: int, moments: Moment
         head,
         table,
         places,
-        max((one.gathered for one in kinds.values()), default=0),
+        max((one.gathered_bytes for one in kinds.values()), default=0),
         whole,
         wide,
         own,
         data,
         parts[EXIT],
         parts[ENTRY],
-        model.tied,
+        model.has_tied_embeddings,
         -(-model.units["vocab"] // words) % depth > 0,
         late,
         twice,
     )
 
 
-def _moment_bytes(count: int, moments: Moments, wide: int, *, vector: bool) -> int:
+def _moment_bytes(count: int, moments: MomentPrecision, wide: int, *, vector: bool) -> int:
     """Bytes of both moments of so many numbers."""
     if vector or moments == "master":
         return 2 * count * wide
-    return 2 * count * 2 if moments == "bf16" else 2 * count + 8 * -(-count // BLOCK)
+    return 2 * count * 2 if moments == "bf16" else 2 * count + 8 * -(-count // QUANT_BLOCK)
 
 
-def _outside(model: Model, stage: Stage, spot: Spot, kind: str, *, words: bool = True) -> int:
+def _outside_elements(
+    model: ModelSpec, stage: StageBlocks, spot: ShardingKey, kind: str, *, words: bool = True
+) -> int:
     """Elements of the gathered matrix of a trained layer outside of blocks; words: it has some."""
-    ground, found = spot.ground(model), 0
-    for part, _ in stage.here:
-        for leaf in part.leaves if not part.is_block else ():
+    ground, found = spot.layout_context(model), 0
+    for part, _ in stage.block_counts:
+        for leaf in part.layers if not part.is_block else ():
             if leaf.kind == kind and leaf.trainable and (leaf.dims[0] == "vocab") == words:
-                piece = next(iter(leaf.pieces("", "", ground)))
-                rows, width = piece.sharding.gathered
+                piece = next(iter(leaf.param_specs("", "", ground)))
+                rows, width = piece.sharding.unsharded_shape
                 found += rows * width
     return found

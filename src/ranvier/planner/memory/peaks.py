@@ -26,60 +26,80 @@ from operator import mul
 from typing import Literal, NamedTuple
 
 from ranvier.config.plan import Plan
-from ranvier.cost.layers import Flow
-from ranvier.pipeline.memory_replay import ALL, SEVERAL, Kinds, Turn, turns, usual
-from ranvier.pipeline.policy import Message, Order, Shape
-from ranvier.planner.comm_volume import Spot, Stage, policy_of
-from ranvier.planner.memory.activations import Loss, loss, stream_bytes
-from ranvier.planner.memory.chunks import Chunk, How, Place, chunks_of, scores_of
-from ranvier.planner.memory.model_states import Weights
-from ranvier.planner.model_spec import Model
+from ranvier.cost.layers import ActivationShape
+from ranvier.pipeline.memory_replay import (
+    ALL_PASSES,
+    SEVERAL_PASSES,
+    JobSnapshot,
+    SnapshotGroups,
+    one_f_one_b_snapshots,
+    peak_snapshots,
+)
+from ranvier.pipeline.policy import FixedSchedule, MessageDrivenPolicy, PipelineShape
+from ranvier.planner.comm_volume import ShardingKey, StageBlocks, pipeline_policy
+from ranvier.planner.memory.activations import LossMemory, loss_memory, stream_bytes
+from ranvier.planner.memory.chunks import (
+    BlockBackwardMemory,
+    ChunkMemory,
+    MemoryOptions,
+    build_chunks,
+    find_head,
+)
+from ranvier.planner.memory.model_states import StageModelStates
+from ranvier.planner.model_spec import ModelSpec
 
-Moving = Literal["head", "table", "places", "block", ""]
+ReducedGrads = Literal["head", "table", "places", "block", ""]
 """What is being reduced over depth."""
 
 
-class Peak(NamedTuple):
+class PeakUsage(NamedTuple):
     """What is there at a moment, besides weights and states."""
 
     where: str
     gradients: int
     activations: int
-    gathered: int = 0
+    gathered_weights: int = 0
     logits: int = 0
     communication: int = 0
 
     @property
-    def total(self) -> int:
+    def total_bytes(self) -> int:
         """All of it."""
         return sum(self[1:])
 
 
 @dataclass(frozen=True)
-class Load:
+class StageMemory:
     """What is there in all turns of a stage, but for the turn."""
 
-    own: Weights
-    groups: tuple[int, ...]
+    model_states: StageModelStates
+    chunk_groups: tuple[int, ...]
     """The group of each chunk."""
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[ChunkMemory, ...]
     """One of each group."""
     plan: Plan
-    stream: int
-    rows: int
+    stream_bytes: int
+    vocab_row_bytes: int
     """Rows of the tokens of all micro-batches, where the vocabulary is spread."""
-    spread: bool
+    vocab_over_pipe: bool
     """Whether all stages share the vocabulary: each computes its losses as soon as it can."""
-    split: bool
+    splits_weight_grads: bool
     """Whether gradients of weights are turns of their own."""
-    head: Loss | None
+    head: LossMemory | None
     """The head, if it is here."""
 
     @cached_property
-    def levels(self) -> tuple[tuple[int, int, int], ...]:
+    def grad_bytes_by_pass(self) -> tuple[tuple[int, int, int], ...]:
         """Bytes of the gradients of a chunk of each group after 1, SEVERAL and ALL passes."""
-        sizes = (one.elements for one in self.chunks)
-        return tuple((self.made(n, 1), self.made(n, SEVERAL), self.made(n, ALL)) for n in sizes)
+        sizes = (one.grad_elements for one in self.chunks)
+        return tuple(
+            (
+                self.grad_bytes(n, 1),
+                self.grad_bytes(n, SEVERAL_PASSES),
+                self.grad_bytes(n, ALL_PASSES),
+            )
+            for n in sizes
+        )
 
     @property
     def depth(self) -> int:
@@ -87,388 +107,538 @@ class Load:
         return self.plan.depth
 
     @cached_property
-    def several(self) -> bool:
+    def has_several_passes(self) -> bool:
         """Whether a step has several passes."""
-        return self.plan.micro_batches > 1
+        return self.plan.num_micro_batches > 1
 
     @cached_property
-    def needs(self) -> dict[Place, tuple[int, int, int]]:
+    def worst_moments(self) -> dict[BlockBackwardMemory, tuple[int, int, int]]:
         """Bytes at a block's worst moment: beside what is kept, of gradients, of gathered ones."""
-        own, found = self.own, dict[Place, tuple[int, int, int]]()
-        each = 0 if own.split or self.split else own.own
-        for place in (place for one in self.chunks for place in one.places):
-            full = place.full if own.split and not self.split else 0  # from the first one on
-            moments = (*place.needs, place.later) if self.split else place.needs
+        own, found = self.model_states, dict[BlockBackwardMemory, tuple[int, int, int]]()
+        each = 0 if own.is_split or self.splits_weight_grads else own.itemsize
+        for place in (place for one in self.chunks for place in one.block_memories):
+            full = (
+                place.gathered_grad_bytes if own.is_split and not self.splits_weight_grads else 0
+            )  # from the first one on
+            moments = (
+                (*place.worst_moments, place.deferred_moment)
+                if self.splits_weight_grads
+                else place.worst_moments
+            )
             sizes = [(size, each * n, full * (n > 0)) for size, n in moments]
             found[place] = max(sizes, key=sum)
         return found
 
     @cached_property
-    def edges(self) -> tuple[tuple[int, Chunk], ...]:
+    def edge_chunks(self) -> tuple[tuple[int, ChunkMemory], ...]:
         """Groups with the embedding or the head."""
-        return tuple((i, one) for i, one in enumerate(self.chunks) if one.enters or one.leaves)
+        return tuple(
+            (i, one) for i, one in enumerate(self.chunks) if one.has_embedding or one.has_head
+        )
 
     @cached_property
-    def early(self) -> bool:
+    def reduces_early(self) -> bool:
         """Whether reductions over data begin in the last pass."""
-        return self.own.data > 1 and not (self.split and len(self.groups) > 1)
+        return self.model_states.data_ranks > 1 and not (
+            self.splits_weight_grads and len(self.chunk_groups) > 1
+        )
 
-    def others(self, turn: Turn) -> int:
+    def waiting_bytes(self, turn: JobSnapshot) -> int:
         """Bytes of micro-batches that wait while another has its turn."""
-        found = self.rows
-        for one, held, late in zip(self.chunks, turn.held, turn.late, strict=True):
-            found += held * one.held + late * one.waits
+        found = self.vocab_row_bytes
+        for one, held, late in zip(
+            self.chunks, turn.held_by_group, turn.pending_weight_grads, strict=True
+        ):
+            found += held * one.saved_bytes + late * one.deferred_bytes
         return found
 
-    def made(self, elements: int, made: int) -> int:
+    def grad_bytes(self, elements: int, made: int) -> int:
         """Bytes of the gradients of so many elements of blocks after so many passes."""
-        own = self.own
-        narrow, wide = elements * own.own, elements * own.wide
+        own = self.model_states
+        narrow, wide = elements * own.itemsize, elements * own.wide_itemsize
         if made == 0:
             return 0
-        if made == ALL and self.early:
-            return wide + wide // own.data  # what is reduced stays until that is waited for
-        several = made == SEVERAL or (made == ALL and self.several)
-        return wide if own.split or several else narrow
+        if made == ALL_PASSES and self.reduces_early:
+            return wide + wide // own.data_ranks  # what is reduced stays until that is waited for
+        several = made == SEVERAL_PASSES or (made == ALL_PASSES and self.has_several_passes)
+        return wide if own.is_split or several else narrow
 
-    def grown(self, turn: Turn, elements: int) -> int:
+    def grad_growth(self, turn: JobSnapshot, elements: int) -> int:
         """By how much those of the chunk whose turn it is grow in it."""
-        after = self.made(elements, ALL if turn.last else min(turn.before + 1, SEVERAL))
-        return after - self.made(elements, turn.before)
+        after = self.grad_bytes(
+            elements, ALL_PASSES if turn.is_last else min(turn.passes_before + 1, SEVERAL_PASSES)
+        )
+        return after - self.grad_bytes(elements, turn.passes_before)
 
-    def outside(self, turn: Turn) -> int:
+    def outside_grad_bytes(self, turn: JobSnapshot) -> int:
         """Bytes of gradients outside of blocks that earlier passes have left."""
-        if not (self.edges or self.spread):
+        if not (self.edge_chunks or self.vocab_over_pipe):
             return 0
-        own, found = self.own, 0
-        moving, several = self.moving(turn), 2 if self.several else ALL + 1
-        both = self.spread and own.tied
-        for group, one in self.edges:
-            made = turn.back[group]
-            reduced = own.wide // own.data if made == ALL and self.early else 0
-            if made and one.leaves and not self.spread and (moving != "head" or made >= several):
-                found += own.head_part * (own.wide + reduced)
-            if made and one.enters and not both and (moving != "table" or made >= several):
-                wide = own.split or made > 1 or (own.tied and one.leaves)
-                found += own.table_part * (own.wide + reduced if wide else own.own)
-        rest = own.outside - own.head_part - own.table_part
-        if self.spread and turn.scored > (moving == "head" and turn.kind == "F"):
-            found += self.words * own.wide
-        return found + rest * own.wide * self.outer(turn)
+        own, found = self.model_states, 0
+        moving, several = (
+            self.reducing_grads(turn),
+            2 if self.has_several_passes else ALL_PASSES + 1,
+        )
+        both = self.vocab_over_pipe and own.has_tied_embeddings
+        for group, one in self.edge_chunks:
+            made = turn.backward_passes[group]
+            reduced = (
+                own.wide_itemsize // own.data_ranks
+                if made == ALL_PASSES and self.reduces_early
+                else 0
+            )
+            if (
+                made
+                and one.has_head
+                and not self.vocab_over_pipe
+                and (moving != "head" or made >= several)
+            ):
+                found += own.local_head_elements * (own.wide_itemsize + reduced)
+            if made and one.has_embedding and not both and (moving != "table" or made >= several):
+                wide = own.is_split or made > 1 or (own.has_tied_embeddings and one.has_head)
+                found += own.local_embedding_elements * (
+                    own.wide_itemsize + reduced if wide else own.itemsize
+                )
+        rest = own.outside_elements - own.local_head_elements - own.local_embedding_elements
+        if self.vocab_over_pipe and turn.num_scored > (moving == "head" and turn.kind == "F"):
+            found += self.head_grad_elements * own.wide_itemsize
+        return found + rest * own.wide_itemsize * self.has_outside_grads(turn)
 
     @property
-    def words(self) -> int:
+    def head_grad_elements(self) -> int:
         """Elements of the head's gradient on this rank; tied ones are those of the embedding."""
-        return self.own.table_part if self.own.tied else self.own.head_part
+        return (
+            self.model_states.local_embedding_elements
+            if self.model_states.has_tied_embeddings
+            else self.model_states.local_head_elements
+        )
 
-    def gradients(self, turn: Turn) -> int:
+    def accumulated_grad_bytes(self, turn: JobSnapshot) -> int:
         """Bytes of gradients that earlier passes have left."""
-        found = self.outside(turn)
-        for sizes, counts in zip(self.levels, turn.made, strict=True):
+        found = self.outside_grad_bytes(turn)
+        for sizes, counts in zip(self.grad_bytes_by_pass, turn.grad_levels, strict=True):
             found += sum(map(mul, sizes, counts))
-        if turn.behind is not None and turn.behind[2] and self.moving(turn) == "block":
-            found -= self.chunks[turn.behind[1]].full // self.depth  # is being reduced
+        if (
+            turn.last_grad_job is not None
+            and turn.last_grad_job[2]
+            and self.reducing_grads(turn) == "block"
+        ):
+            found -= (
+                self.chunks[turn.last_grad_job[1]].first_grad_bytes // self.depth
+            )  # is being reduced
         return found
 
-    def under_way(self, full: int) -> int:
+    def reduction_bytes(self, full: int) -> int:
         """Bytes of a reduction over depth of so many: what goes in and what comes out."""
         return full + full // self.depth
 
-    def moving(self, turn: Turn) -> Moving:
+    def reducing_grads(self, turn: JobSnapshot) -> ReducedGrads:
         """Whose gradients, made last before a turn, are being reduced over depth."""
-        own = self.own
-        if self.spread and own.split and not own.late:
-            first = turn.kind == "F" and turn.behind is None
-            if turn.kind == "B" or (first and turn.scored):
+        own = self.model_states
+        if self.vocab_over_pipe and own.is_split and not own.late_grad_bytes:
+            first = turn.kind == "F" and turn.last_grad_job is None
+            if turn.kind == "B" or (first and turn.num_scored):
                 return "head"
-        if not own.split or turn.behind is None:
+        if not own.is_split or turn.last_grad_job is None:
             return ""
-        kind, at, _ = turn.behind
-        before, whole = self.chunks[at], kind == "W" or not self.split
-        if before.enters and own.table and kind == "B":
-            return "places" if own.late else "table"
-        if before.count and whole:
+        kind, at, _ = turn.last_grad_job
+        before, whole = self.chunks[at], kind == "W" or not self.splits_weight_grads
+        if before.has_embedding and own.embedding_elements and kind == "B":
+            return "places" if own.late_grad_bytes else "table"
+        if before.num_blocks and whole:
             return "block"
-        return "" if own.late or not before.leaves else "head"
+        return "" if own.late_grad_bytes or not before.has_head else "head"
 
-    def behind(self, turn: Turn) -> int:
+    def last_reduction_bytes(self, turn: JobSnapshot) -> int:
         """Bytes of the last reduction of the turn before."""
-        own = self.own
-        block = self.chunks[turn.behind[1]].full if turn.behind else 0
-        elements = {"head": own.head, "table": own.table, "places": own.places}
-        moving = self.moving(turn)
-        return self.under_way(block if moving == "block" else elements.get(moving, 0) * own.wide)
+        own = self.model_states
+        block = self.chunks[turn.last_grad_job[1]].first_grad_bytes if turn.last_grad_job else 0
+        elements = {
+            "head": own.head_elements,
+            "table": own.embedding_elements,
+            "places": own.position_elements,
+        }
+        moving = self.reducing_grads(turn)
+        return self.reduction_bytes(
+            block if moving == "block" else elements.get(moving, 0) * own.wide_itemsize
+        )
 
-    def first(self, turn: Turn) -> int:
+    def embedding_gather_bytes(self, turn: JobSnapshot) -> int:
         """Bytes of the embedding, gathered for a forward pass that follows."""
-        return self.own.table * self.own.own if self.own.split and turn.follows else 0
+        return (
+            self.model_states.embedding_elements * self.model_states.itemsize
+            if self.model_states.is_split and turn.embedding_follows
+            else 0
+        )
 
-    def ends(self, turn: Turn) -> bool:
+    def is_last_backward(self, turn: JobSnapshot) -> bool:
         """Whether no block follows a turn: those of the chunk before are last."""
-        return turn.last and not (turn.ahead is not None and self.chunks[turn.ahead].places)
+        return turn.is_last and not (
+            turn.previous_chunk_group is not None
+            and self.chunks[turn.previous_chunk_group].block_memories
+        )
 
-    def late(self, turn: Turn) -> int:
+    def late_grad_bytes(self, turn: JobSnapshot) -> int:
         """Bytes of gathered gradients that wait for the end of the step."""
-        made = turn.begun or (self.spread and turn.scored > 0)
-        return self.own.late if made else 0
+        made = turn.vocab_backward_begun or (self.vocab_over_pipe and turn.num_scored > 0)
+        return self.model_states.late_grad_bytes if made else 0
 
-    def outer(self, turn: Turn) -> bool:
+    def has_outside_grads(self, turn: JobSnapshot) -> bool:
         """Whether gradients outside of blocks have been made."""
-        return any(turn.back[group] for group, _ in self.edges)
+        return any(turn.backward_passes[group] for group, _ in self.edge_chunks)
 
 
-class Now(NamedTuple):
+class TurnMemory(NamedTuple):
     """A turn of a stage, and how much is there beside it."""
 
-    turn: Turn
-    others: int
+    turn: JobSnapshot
+    waiting_bytes: int
     """Bytes of micro-batches that wait."""
-    gradients: int
+    grad_bytes: int
     """Bytes that earlier passes have left."""
-    chunk: Chunk
+    chunk: ChunkMemory
 
 
-def peaks(
-    model: Model,
+def find_peaks(
+    model: ModelSpec,
     plan: Plan,
-    flow: Flow,
-    spot: Spot,
+    flow: ActivationShape,
+    spot: ShardingKey,
     firsts: tuple[int, ...],
-    stage: Stage,
-    own: Weights,
-    how: How,
-) -> list[Peak]:
+    stage: StageBlocks,
+    own: StageModelStates,
+    how: MemoryOptions,
+) -> list[PeakUsage]:
     """The moments at which most may be there. firsts: as of `moves.cut`."""
-    load = _load(model, plan, flow, spot.inside, firsts, stage, own, how)
-    found = [*_at_the_end(load)]
-    if load.spread and not any(one.enters for one in load.chunks):
-        found += _returned(load)
-    for now in _fullest(load, _turns(model, flow.seq, stage, load, how.simulated)):
+    load = _build_stage_memory(model, plan, flow, spot.activation_key, firsts, stage, own, how)
+    found = [*_update_peaks(load)]
+    if load.vocab_over_pipe and not any(one.has_embedding for one in load.chunks):
+        found += _spread_embedding_peaks(load)
+    for now in _fullest_turns(
+        load, _stage_turns(model, flow.seq, stage, load, how.simulates_schedule)
+    ):
         kind = now.turn.kind
-        scores = now.turn.group == load.groups[-1] if load.spread else now.chunk.leaves
+        scores = (
+            now.turn.group == load.chunk_groups[-1] if load.vocab_over_pipe else now.chunk.has_head
+        )
         if kind == "F" and load.head is not None and scores:
-            found.append(_in_the_loss(load, now, load.head, flow))
-            found += [_scored(load, now)] if load.spread and own.head else []
+            found.append(_peak_in_loss(load, now, load.head, flow))
+            found += (
+                [_peak_after_spread_loss(load, now)]
+                if load.vocab_over_pipe and own.head_elements
+                else []
+            )
         elif kind == "B":
-            found += _backward(load, now)
+            found += _backward_peaks(load, now)
         elif kind == "W":
-            found += _later(load, now)
+            found += _deferred_grad_peaks(load, now)
     if plan.gathered == "keep":  # what is kept gathered is there until the update
         found = [
-            one._replace(gathered=max(one.gathered, own.whole)) if one.where != UPDATE else one
+            one._replace(gathered_weights=max(one.gathered_weights, own.gathered_bytes))
+            if one.where != IN_UPDATE
+            else one
             for one in found
         ]
     return found
 
 
-def _fullest(load: Load, kinds: Kinds) -> Iterator[Now]:
+def _fullest_turns(load: StageMemory, kinds: SnapshotGroups) -> Iterator[TurnMemory]:
     """Of turns that differ in what waits and is added up beside them only, the one with most."""
     for alike in kinds:
         first = alike[0]
         if first.kind == "F" and load.head is None:
             continue
-        much = [(load.others(turn), load.gradients(turn)) for turn in alike]
+        much = [(load.waiting_bytes(turn), load.accumulated_grad_bytes(turn)) for turn in alike]
         at = max(range(len(alike)), key=lambda i: sum(much[i])) if len(alike) > 1 else 0
-        yield Now(alike[at], *much[at], load.chunks[first.group])
+        yield TurnMemory(alike[at], *much[at], load.chunks[first.group])
 
 
-UPDATE = "in the update"
+IN_UPDATE = "in the update"
 
 
-def _turns(model: Model, seq: int, stage: Stage, load: Load, simulated: bool) -> Kinds:
+def _stage_turns(
+    model: ModelSpec, seq: int, stage: StageBlocks, load: StageMemory, simulated: bool
+) -> SnapshotGroups:
     """The turns of a stage."""
-    plan, index, groups = load.plan, stage.seat.index, load.groups
-    moves = load.own.split
+    plan, index, groups = load.plan, stage.stage_spec.index, load.chunk_groups
+    moves = load.model_states.is_split
     if plan.pipe == 1 or not simulated:
-        return usual(plan.pipe, plan.micro_batches, plan.chunks, index, groups, moves)
-    policy = policy_of(model, plan, seq)
-    assert isinstance(policy, Message | Order), policy
-    shape = Shape(plan.pipe, plan.micro_batches, plan.chunks, policy.split)
-    return turns(policy, shape, index, groups, moves)
+        return one_f_one_b_snapshots(
+            plan.pipe, plan.num_micro_batches, plan.chunks, index, groups, moves
+        )
+    policy = pipeline_policy(model, plan, seq)
+    assert isinstance(policy, MessageDrivenPolicy | FixedSchedule), policy
+    shape = PipelineShape(plan.pipe, plan.num_micro_batches, plan.chunks, policy.split_backward)
+    return peak_snapshots(policy, shape, index, groups, moves)
 
 
-def _load(
-    model: Model,
+def _build_stage_memory(
+    model: ModelSpec,
     plan: Plan,
-    flow: Flow,
-    inside: Spot,
+    flow: ActivationShape,
+    inside: ShardingKey,
     firsts: tuple[int, ...],
-    stage: Stage,
-    own: Weights,
-    how: How,
-) -> Load:
+    stage: StageBlocks,
+    own: StageModelStates,
+    how: MemoryOptions,
+) -> StageMemory:
     stream, spread = stream_bytes(model, inside, flow), plan.spread and plan.pipe > 1
-    groups, chunks = chunks_of(model, stage, firsts, inside, flow, plan, own, how)
-    scores = scores_of(model, stage.order, inside)
-    return Load(
+    groups, chunks = build_chunks(model, stage, firsts, inside, flow, plan, own, how)
+    scores = find_head(model, stage.blocks, inside)
+    return StageMemory(
         own,
         groups,
         chunks,
         plan,
         stream,
-        rows=plan.micro_batches * stream if spread else 0,
-        spread=spread,
-        split=plan.pipe > 1 and how.simulated and policy_of(model, plan, flow.seq).split,
-        head=None if scores is None else loss(scores, flow, own.head * own.wide),
+        vocab_row_bytes=plan.num_micro_batches * stream if spread else 0,
+        vocab_over_pipe=spread,
+        splits_weight_grads=plan.pipe > 1
+        and how.simulates_schedule
+        and pipeline_policy(model, plan, flow.seq).split_backward,
+        head=None
+        if scores is None
+        else loss_memory(scores, flow, own.head_elements * own.wide_itemsize),
     )
 
 
-def _in_the_loss(load: Load, now: Now, head: Loss, flow: Flow) -> Peak:
+def _peak_in_loss(
+    load: StageMemory, now: TurnMemory, head: LossMemory, flow: ActivationShape
+) -> PeakUsage:
     """While logits are computed.
 
     Beside the head's weights those that come next are gathered: of a block, or once more its own.
     """
-    own, one, turn = load.own, now.chunk, now.turn
-    mine = own.head * own.own
-    once = turn.last or load.plan.gathered == "keep"
-    near = mine + (own.gathered or mine * (not once)) if own.split else 0
-    acts = now.others + head.rows + head.moment
-    if load.spread:
-        acts += one.held + load.stream
+    own, one, turn = load.model_states, now.chunk, now.turn
+    mine = own.head_elements * own.itemsize
+    once = turn.is_last or load.plan.gathered == "keep"
+    near = mine + (own.gathered_block_bytes or mine * (not once)) if own.is_split else 0
+    acts = now.waiting_bytes + head.hidden_bytes + head.peak_bytes
+    if load.vocab_over_pipe:
+        acts += one.saved_bytes + load.stream_bytes
     else:
-        acts += one.whole + one.x + load.stream * (2 + 2 * own.wide // flow.itemsize)
-    moving = load.behind(turn) + load.late(turn)
-    return Peak("in the loss", now.gradients, acts, near, head.logits, moving)
+        acts += (
+            one.block_bytes
+            + one.input_bytes
+            + load.stream_bytes * (2 + 2 * own.wide_itemsize // flow.itemsize)
+        )
+    moving = load.last_reduction_bytes(turn) + load.late_grad_bytes(turn)
+    return PeakUsage("in the loss", now.grad_bytes, acts, near, head.logit_bytes, moving)
 
 
-def _backward(load: Load, now: Now) -> Iterator[Peak]:
+def _backward_peaks(load: StageMemory, now: TurnMemory) -> Iterator[PeakUsage]:
     """While a chunk runs backward."""
     one = now.chunk
-    if one.leaves and load.own.head and not load.spread:
-        yield _behind_the_loss(load, now)
-    yield from (_in_block(load, now, place) for place in one.places)
-    if load.split and one.places:
-        yield _behind_blocks(load, now)
-    if one.enters:
-        yield _leaving(load, now)
+    if one.has_head and load.model_states.head_elements and not load.vocab_over_pipe:
+        yield _peak_after_loss(load, now)
+    yield from (_peak_in_block(load, now, place) for place in one.block_memories)
+    if load.splits_weight_grads and one.block_memories:
+        yield _peak_after_blocks(load, now)
+    if one.has_embedding:
+        yield _peak_in_embedding(load, now)
 
 
-def _behind_the_loss(load: Load, now: Now) -> Peak:
+def _peak_after_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
     """While the gradient of the head is taken over: it is added to that of earlier passes."""
-    own, one, turn = load.own, now.chunk, now.turn
-    made, grads = own.head * own.wide, now.gradients
-    acts = now.others + one.held + load.stream
-    if not own.split:
-        grads += made if turn.passed else 0
-        return Peak("behind the loss", grads, acts)
-    mine = own.head * own.own if load.plan.pipe == 1 else 0
-    full = max(made, own.late) + made * own.padded + load.behind(turn)
-    return Peak("behind the loss", grads, acts, own.gathered + mine, 0, full)
+    own, one, turn = load.model_states, now.chunk, now.turn
+    made, grads = own.head_elements * own.wide_itemsize, now.grad_bytes
+    acts = now.waiting_bytes + one.saved_bytes + load.stream_bytes
+    if not own.is_split:
+        grads += made if turn.own_backward_passes else 0
+        return PeakUsage("behind the loss", grads, acts)
+    mine = own.head_elements * own.itemsize if load.plan.pipe == 1 else 0
+    full = (
+        max(made, own.late_grad_bytes)
+        + made * own.pads_vocab_grads
+        + load.last_reduction_bytes(turn)
+    )
+    return PeakUsage("behind the loss", grads, acts, own.gathered_block_bytes + mine, 0, full)
 
 
-def _scored(load: Load, now: Now) -> Peak:
+def _peak_after_spread_loss(load: StageMemory, now: TurnMemory) -> PeakUsage:
     """While the gradient of a spread head is taken over: at once, behind its loss."""
-    own, one, turn = load.own, now.chunk, now.turn
-    made, grads = own.head * own.wide, now.gradients
-    acts = now.others + one.held + load.stream + made
-    if not own.split:
-        return Peak("behind the loss", grads + made * (turn.scored > 0), acts)
-    full = max(made, own.late) + made * own.padded + load.behind(turn)
-    near = own.head * own.own + own.gathered
-    return Peak("behind the loss", grads, acts, near, 0, full)
+    own, one, turn = load.model_states, now.chunk, now.turn
+    made, grads = own.head_elements * own.wide_itemsize, now.grad_bytes
+    acts = now.waiting_bytes + one.saved_bytes + load.stream_bytes + made
+    if not own.is_split:
+        return PeakUsage("behind the loss", grads + made * (turn.num_scored > 0), acts)
+    full = (
+        max(made, own.late_grad_bytes)
+        + made * own.pads_vocab_grads
+        + load.last_reduction_bytes(turn)
+    )
+    near = own.head_elements * own.itemsize + own.gathered_block_bytes
+    return PeakUsage("behind the loss", grads, acts, near, 0, full)
 
 
-def _in_block(load: Load, now: Now, place: Place) -> Peak:
+def _peak_in_block(load: StageMemory, now: TurnMemory, place: BlockBackwardMemory) -> PeakUsage:
     """While a block of a chunk runs backward."""
-    own, one, turn = load.own, now.chunk, now.turn
-    leaves = one.leaves and not load.spread
-    new = leaves and not turn.passed
-    head = own.head * own.wide if leaves else 0
-    needed, made, full = load.needs[place]
-    acts = now.others + place.rest + place.again + needed + 2 * load.stream + one.x
-    grads, near = now.gradients + made, place.gathered
-    if load.split:  # what later gradients need has come in place of what was kept
-        acts += place.waits
+    own, one, turn = load.model_states, now.chunk, now.turn
+    leaves = one.has_head and not load.vocab_over_pipe
+    new = leaves and not turn.own_backward_passes
+    head = own.head_elements * own.wide_itemsize if leaves else 0
+    needed, made, full = load.worst_moments[place]
+    acts = (
+        now.waiting_bytes
+        + place.saved_bytes
+        + place.recomputed_bytes
+        + needed
+        + 2 * load.stream_bytes
+        + one.input_bytes
+    )
+    grads, near = now.grad_bytes + made, place.gathered_bytes
+    if load.splits_weight_grads:  # what later gradients need has come in place of what was kept
+        acts += place.deferred_bytes
     else:
-        grads += load.grown(turn, place.done)
-    if not own.split:
-        return Peak(place.where, grads + head * new, acts)
-    moving = max(load.late(turn), own.late * new)
-    if load.split or place.behind is None:
-        moving += load.under_way(head) if head and not own.late else load.behind(turn)
+        grads += load.grad_growth(turn, place.finished_grad_elements)
+    if not own.is_split:
+        return PeakUsage(place.where, grads + head * new, acts)
+    moving = max(load.late_grad_bytes(turn), own.late_grad_bytes * new)
+    if load.splits_weight_grads or place.previous_grad_bytes is None:
+        moving += (
+            load.reduction_bytes(head)
+            if head and not own.late_grad_bytes
+            else load.last_reduction_bytes(turn)
+        )
     else:
-        moving += load.under_way(place.behind)
-        grads += own.head_part * own.wide * new
+        moving += load.reduction_bytes(place.previous_grad_bytes)
+        grads += own.local_head_elements * own.wide_itemsize * new
     moving += full
-    if place.first and one.enters:
-        near += max(place.following, load.first(turn))
-    elif not (place.first and load.ends(turn)):
-        near += place.following
-    return Peak(place.where, grads, acts, near, 0, moving)
+    if place.is_first and one.has_embedding:
+        near += max(place.next_gathered_bytes, load.embedding_gather_bytes(turn))
+    elif not (place.is_first and load.is_last_backward(turn)):
+        near += place.next_gathered_bytes
+    return PeakUsage(place.where, grads, acts, near, 0, moving)
 
 
-def _behind_blocks(load: Load, now: Now) -> Peak:
+def _peak_after_blocks(load: StageMemory, now: TurnMemory) -> PeakUsage:
     """While a chunk ends whose gradients of weights are made later."""
-    one, first = now.chunk, now.chunk.places[-1]
-    acts = now.others + one.waits + first.entry + 2 * load.stream + one.x
-    there = _in_block(load, now, first)
+    one, first = now.chunk, now.chunk.block_memories[-1]
+    acts = (
+        now.waiting_bytes
+        + one.deferred_bytes
+        + first.entry_bytes
+        + 2 * load.stream_bytes
+        + one.input_bytes
+    )
+    there = _peak_in_block(load, now, first)
     return there._replace(where="behind the first block", activations=acts)
 
 
-def _table(load: Load, back: int, tied: bool) -> int:
+def _embedding_grad_bytes(load: StageMemory, back: int, tied: bool) -> int:
     """Bytes of the embedding's gradient while it is added to that of so many earlier passes.
 
     tied: the head's is there already.
     """
-    own = load.own
-    if own.split:
-        table = own.table * (own.own * (2 if own.padded else 1) + own.wide)
-        return max(table - own.late * (own.table > 0), 0)
+    own = load.model_states
+    if own.is_split:
+        table = own.embedding_elements * (
+            own.itemsize * (2 if own.pads_vocab_grads else 1) + own.wide_itemsize
+        )
+        return max(table - own.late_grad_bytes * (own.embedding_elements > 0), 0)
     # as it came; the sum; what was there before, which the second pass widens
-    more = own.wide if back or tied else 0
-    widened = back > 0 and not tied and own.own < own.wide
-    more += (own.wide if back == 1 else own.own) * widened
-    return own.table * (own.own + more)
+    more = own.wide_itemsize if back or tied else 0
+    widened = back > 0 and not tied and own.itemsize < own.wide_itemsize
+    more += (own.wide_itemsize if back == 1 else own.itemsize) * widened
+    return own.embedding_elements * (own.itemsize + more)
 
 
-def _leaving(load: Load, now: Now) -> Peak:
+def _peak_in_embedding(load: StageMemory, now: TurnMemory) -> PeakUsage:
     """While the embedding's gradient is made."""
-    own, one, turn, grads = load.own, now.chunk, now.turn, now.gradients
-    if not load.split:
-        grads += load.grown(turn, one.elements)
-    grads += _table(load, turn.passed, own.tied and (one.leaves or load.spread))
-    rows = load.plan.row * load.stream * (load.plan.row > 1)  # dy of all tokens
-    acts = now.others + 2 * load.stream + rows + (one.waits if load.split else 0)
-    before = load.behind(turn) if load.split else load.under_way(one.full)
-    moving = before + own.late + own.places * own.wide if own.split else 0
-    near = own.gathered + load.first(turn)
-    return Peak("at the end of backward", grads, acts, near, 0, moving)
+    own, one, turn, grads = load.model_states, now.chunk, now.turn, now.grad_bytes
+    if not load.splits_weight_grads:
+        grads += load.grad_growth(turn, one.grad_elements)
+    grads += _embedding_grad_bytes(
+        load,
+        turn.own_backward_passes,
+        own.has_tied_embeddings and (one.has_head or load.vocab_over_pipe),
+    )
+    rows = load.plan.row * load.stream_bytes * (load.plan.row > 1)  # dy of all tokens
+    acts = (
+        now.waiting_bytes
+        + 2 * load.stream_bytes
+        + rows
+        + (one.deferred_bytes if load.splits_weight_grads else 0)
+    )
+    before = (
+        load.last_reduction_bytes(turn)
+        if load.splits_weight_grads
+        else load.reduction_bytes(one.first_grad_bytes)
+    )
+    moving = (
+        before + own.late_grad_bytes + own.position_elements * own.wide_itemsize
+        if own.is_split
+        else 0
+    )
+    near = own.gathered_block_bytes + load.embedding_gather_bytes(turn)
+    return PeakUsage("at the end of backward", grads, acts, near, 0, moving)
 
 
-def _returned(load: Load) -> Iterator[Peak]:
+def _spread_embedding_peaks(load: StageMemory) -> Iterator[PeakUsage]:
     """While gradients of a spread embedding are made, on all stages but the first: at the end."""
-    own, count = load.own, load.plan.micro_batches
-    grads = sum(load.levels[group][-1] for group in load.groups) + load.words * own.wide
-    for back in range(min(count, SEVERAL + 1)):
-        table = _table(load, back, own.tied)
-        if not own.tied and back > own.split:
-            wide = own.split or back > 1
-            table += own.table_part * (own.wide if wide else own.own)
-        acts = (count - back + 3) * load.stream
-        behind = own.table * own.wide if back else load.chunks[load.groups[0]].full
-        moving = own.late + (0 if own.tied else load.under_way(behind) * own.split)
-        yield Peak("at the end of backward", grads + table, acts, 0, 0, moving)
+    own, count = load.model_states, load.plan.num_micro_batches
+    grads = (
+        sum(load.grad_bytes_by_pass[group][-1] for group in load.chunk_groups)
+        + load.head_grad_elements * own.wide_itemsize
+    )
+    for back in range(min(count, SEVERAL_PASSES + 1)):
+        table = _embedding_grad_bytes(load, back, own.has_tied_embeddings)
+        if not own.has_tied_embeddings and back > own.is_split:
+            wide = own.is_split or back > 1
+            table += own.local_embedding_elements * (own.wide_itemsize if wide else own.itemsize)
+        acts = (count - back + 3) * load.stream_bytes
+        behind = (
+            own.embedding_elements * own.wide_itemsize
+            if back
+            else load.chunks[load.chunk_groups[0]].first_grad_bytes
+        )
+        moving = own.late_grad_bytes + (
+            0 if own.has_tied_embeddings else load.reduction_bytes(behind) * own.is_split
+        )
+        yield PeakUsage("at the end of backward", grads + table, acts, 0, 0, moving)
 
 
-def _later(load: Load, now: Now) -> Iterator[Peak]:
+def _deferred_grad_peaks(load: StageMemory, now: TurnMemory) -> Iterator[PeakUsage]:
     """While gradients of weights are made that were put off: all they need stays until the end."""
-    own, one, turn = load.own, now.chunk, now.turn
-    grads = now.gradients + load.grown(turn, one.elements)
-    acts, late = now.others + one.waits, load.late(turn)
-    begun = one.places[0].full + load.behind(turn) + late if own.split and one.places else 0
-    yield Peak("in gradients put off", now.gradients, acts, 0, 0, begun)
-    ended = one.moving + late if own.split else 0
-    yield Peak("in gradients put off", grads, acts, 0, 0, ended)
+    own, one, turn = load.model_states, now.chunk, now.turn
+    grads = now.grad_bytes + load.grad_growth(turn, one.grad_elements)
+    acts, late = now.waiting_bytes + one.deferred_bytes, load.late_grad_bytes(turn)
+    begun = (
+        one.block_memories[0].gathered_grad_bytes + load.last_reduction_bytes(turn) + late
+        if own.is_split and one.block_memories
+        else 0
+    )
+    yield PeakUsage("in gradients put off", now.grad_bytes, acts, 0, 0, begun)
+    ended = one.reducing_bytes + late if own.is_split else 0
+    yield PeakUsage("in gradients put off", grads, acts, 0, 0, ended)
 
 
-def _at_the_end(load: Load) -> Iterator[Peak]:
+def _update_peaks(load: StageMemory) -> Iterator[PeakUsage]:
     """In the update."""
-    own, every = load.own, sum(load.chunks[group].elements for group in load.groups)
-    trained = every + own.outside
-    wide = own.data > 1 or own.split or load.several
-    ends = trained * own.wide // own.data if wide else trained * own.own
+    own, every = (
+        load.model_states,
+        sum(load.chunks[group].grad_elements for group in load.chunk_groups),
+    )
+    trained = every + own.outside_elements
+    wide = own.data_ranks > 1 or own.is_split or load.has_several_passes
+    ends = trained * own.wide_itemsize // own.data_ranks if wide else trained * own.itemsize
     # all are reduced before the first is waited for
-    yield Peak(UPDATE, ends, 0, 0, 0, trained * own.wide if own.data > 1 else 0)
-    if own.twice:  # in its place a copy, and what comes of its sum with the other stage's
-        left = load.made(every, ALL) + own.outside * own.wide - (0 if own.late else own.twice)
-        yield Peak(UPDATE, left, 0, 0, 0, max(2 * own.twice, load.under_way(own.late)))
+    yield PeakUsage(
+        IN_UPDATE, ends, 0, 0, 0, trained * own.wide_itemsize if own.data_ranks > 1 else 0
+    )
+    if (
+        own.shared_grad_bytes
+    ):  # in its place a copy, and what comes of its sum with the other stage's
+        left = (
+            load.grad_bytes(every, ALL_PASSES)
+            + own.outside_elements * own.wide_itemsize
+            - (0 if own.late_grad_bytes else own.shared_grad_bytes)
+        )
+        yield PeakUsage(
+            IN_UPDATE,
+            left,
+            0,
+            0,
+            0,
+            max(2 * own.shared_grad_bytes, load.reduction_bytes(own.late_grad_bytes)),
+        )

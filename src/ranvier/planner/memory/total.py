@@ -9,74 +9,86 @@ from collections import Counter
 from functools import lru_cache
 
 from ranvier.config.plan import Plan
-from ranvier.cost.layers import Flow
-from ranvier.planner.comm_volume import KEPT, Spot, cut, stage_of
-from ranvier.planner.memory.breakdown import Table
-from ranvier.planner.memory.chunks import How
-from ranvier.planner.memory.model_states import Moments, Weights, weights_of
-from ranvier.planner.memory.peaks import Peak, peaks
-from ranvier.planner.model_spec import Model, Part
-from ranvier.planner.time.compute import Scales
+from ranvier.cost.layers import ActivationShape
+from ranvier.planner.comm_volume import (
+    CACHE_SIZE,
+    ShardingKey,
+    build_stage_blocks,
+    find_stage_starts,
+)
+from ranvier.planner.memory.breakdown import MemoryBreakdown
+from ranvier.planner.memory.chunks import MemoryOptions
+from ranvier.planner.memory.model_states import (
+    MomentPrecision,
+    StageModelStates,
+    stage_model_states,
+)
+from ranvier.planner.memory.peaks import PeakUsage, find_peaks
+from ranvier.planner.model_spec import BlockSpec, ModelSpec
+from ranvier.planner.time.compute import Fp8Scaling
 
 
-def space(
-    model: Model,
+def peak_memory(
+    model: ModelSpec,
     plan: Plan,
-    flow: Flow,
+    flow: ActivationShape,
     *,
     stage: int | None = None,
     states: str = "device",
-    moments: Moments = "master",
+    moments: MomentPrecision = "master",
     keeps: bool = False,
     compiled: bool = False,
-    fp8: Scales = "",
+    fp8: Fp8Scaling = "",
     simulated: bool = True,
-) -> Table:
+) -> MemoryBreakdown:
     """Bytes by category of a rank of a stage, of a settled plan; stage: None is the worst one.
 
     keeps: blocks that compute again keep what they communicated. fp8: as of `Layout`.
     simulated: the policy of a pipeline says what is under way; else 1F1B does.
     """
-    how, spot = How(keeps, compiled, fp8, simulated), Spot.of(plan)
-    firsts = cut(model, plan, flow.seq)
+    how, spot = MemoryOptions(keeps, compiled, fp8, simulated), ShardingKey.from_plan(plan)
+    firsts = find_stage_starts(model, plan, flow.seq)
     shape = plan.pipe, plan.chunks, firsts, plan.spread
-    found = list[tuple[int, Weights, Peak]]()
-    for i in fullest(model, *shape) if stage is None else (stage,):
-        here = stage_of(model, i, *shape)
-        own = weights_of(model, here, spot, flow.itemsize, moments)
+    found = list[tuple[int, StageModelStates, PeakUsage]]()
+    for i in fullest_stages(model, *shape) if stage is None else (stage,):
+        here = build_stage_blocks(model, i, *shape)
+        own = stage_model_states(model, here, spot, flow.itemsize, moments)
         peak = max(
-            peaks(model, plan, flow, spot, firsts, here, own, how), key=lambda one: one.total
+            find_peaks(model, plan, flow, spot, firsts, here, own, how),
+            key=lambda one: one.total_bytes,
         )
-        rests = own.bytes + (0 if states == "host" else own.master + own.moments)
-        found.append((rests + peak.total, own, peak))
+        rests = own.weight_bytes + (0 if states == "host" else own.master_bytes + own.moment_bytes)
+        found.append((rests + peak.total_bytes, own, peak))
     _, own, peak = max(found, key=lambda one: one[0])
     device = {
-        "weights": own.bytes,
+        "weights": own.weight_bytes,
         "gradients": peak.gradients,
-        "master": own.master,
-        "moments": own.moments,
+        "master": own.master_bytes,
+        "moments": own.moment_bytes,
         "activations": peak.activations,
-        "gathered weights": peak.gathered,
+        "gathered weights": peak.gathered_weights,
         "logits": peak.logits,
         "communication": peak.communication,
     }
     host: dict[str, int] = {}
     if states == "host":
         host = {name: device.pop(name) for name in ("master", "moments")}
-    return Table({n: size for n, size in device.items() if size}, host, peak.where)
+    return MemoryBreakdown({n: size for n, size in device.items() if size}, host, peak.where)
 
 
-@lru_cache(KEPT)
-def fullest(
-    model: Model, count: int, chunks: int, firsts: tuple[int, ...], spread: bool
+@lru_cache(CACHE_SIZE)
+def fullest_stages(
+    model: ModelSpec, count: int, chunks: int, firsts: tuple[int, ...], spread: bool
 ) -> tuple[int, ...]:
     """Stages of which one needs most: those with parts that no earlier one has as well.
 
     Of two stages with the same parts the earlier has more micro-batches under way.
     """
-    found = dict[int, Counter[Part]]()
+    found = dict[int, Counter[BlockSpec]]()
     for i in range(count):
-        parts = Counter(dict(stage_of(model, i, count, chunks, firsts, spread).here))
+        parts = Counter(
+            dict(build_stage_blocks(model, i, count, chunks, firsts, spread).block_counts)
+        )
         if not any(parts <= other for other in found.values()):
             found[i] = parts
     return tuple(found)

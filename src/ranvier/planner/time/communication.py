@@ -9,29 +9,33 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from ranvier.buckets.spec import Types
+from ranvier.buckets.spec import ElementSizes
 from ranvier.config.plan import AXES, Plan
-from ranvier.cost.layers import Flow
+from ranvier.cost.layers import ActivationShape
 from ranvier.planner import comm_volume
 from ranvier.planner.cluster import Cluster
-from ranvier.planner.comm_volume import Spot, Stage
-from ranvier.planner.model_spec import Model, Part
+from ranvier.planner.comm_volume import ShardingKey, StageBlocks
+from ranvier.planner.model_spec import BlockSpec, ModelSpec
 from ranvier.planner.time import compute, links
-from ranvier.planner.time.compute import Setup
-from ranvier.planner.time.links import Group
+from ranvier.planner.time.compute import ComputeContext
+from ranvier.planner.time.links import RankGroup
 
-INSIDE = ("row", "col", "expert", "pipe")
+ACTIVATION_AXES = ("row", "col", "expert", "pipe")
 
 
 @dataclass
 class PartComm:
     """Seconds of one part of the model in one micro-batch."""
 
-    plain: dict[str, float] = field(default_factory=lambda: dict.fromkeys(INSIDE, 0.0))
+    exposed_seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(ACTIVATION_AXES, 0.0)
+    )
     """Over row, col and expert, that nothing can hide."""
-    under: dict[str, float] = field(default_factory=lambda: dict.fromkeys(INSIDE, 0.0))
+    overlappable_seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(ACTIVATION_AXES, 0.0)
+    )
     """The same that may run beside the product of a weight's gradient."""
-    depth: float = 0.0
+    depth_seconds: float = 0.0
     """Gathers of weights and reductions of gradients over depth."""
 
 
@@ -39,86 +43,105 @@ class PartComm:
 class StageComm:
     """Seconds that a rank of a stage communicates in a step for its weights."""
 
-    stage: Stage
-    data: float
+    stage: StageBlocks
+    grad_reduction: float
     """Reductions of gradients over data."""
-    after: float
+    weight_gather: float
     """Gathers of updated weights."""
-    shared: float
+    expert_reduction: float
     """Reductions over expert of the gradients of weights that its ranks share."""
-    other: float
+    other_seconds: float
     """Norm, votes, counts of tokens."""
 
 
 @dataclass
-class Spoken(PartComm):
+class CommTime(PartComm):
     """Seconds of one block in one micro-batch, and of a whole step."""
 
-    data: float = 0.0
+    grad_reduction: float = 0.0
     """Reductions of gradients over data, in a step."""
-    after: float = 0.0
+    weight_gather: float = 0.0
     """Gathers of updated weights, in a step."""
-    parts: dict[str, PartComm] = field(default_factory=dict)
+    by_part: dict[str, PartComm] = field(default_factory=dict)
     """By name of a part, where they are known; else all blocks are alike."""
-    stages: tuple[StageComm, ...] = ()
+    by_stage: tuple[StageComm, ...] = ()
     """Of each kind of stage, where they are known."""
 
-    def of(self, part: Part) -> PartComm:
+    def for_part(self, part: BlockSpec) -> PartComm:
         """What one part communicates."""
-        if part.name in self.parts:
-            return self.parts[part.name]
+        if part.name in self.by_part:
+            return self.by_part[part.name]
         return self if part.is_block else PartComm()
 
 
-class Places:
+class RankGroups:
     """Groups of ranks by their axes, found once."""
 
     def __init__(self, plan: Plan, order: tuple[str, ...], per_node: int) -> None:
         self.degrees, self.order, self.per_node = plan.degrees, order, per_node
-        self.known: dict[tuple[str, ...], Group] = {}
+        self.groups_by_axes: dict[tuple[str, ...], RankGroup] = {}
 
-    def __getitem__(self, axes: tuple[str, ...]) -> Group:
-        if axes not in self.known:
-            self.known[axes] = links.group(axes, self.degrees, self.order, self.per_node)
-        return self.known[axes]
+    def __getitem__(self, axes: tuple[str, ...]) -> RankGroup:
+        if axes not in self.groups_by_axes:
+            self.groups_by_axes[axes] = links.locate_group(
+                axes, self.degrees, self.order, self.per_node
+            )
+        return self.groups_by_axes[axes]
 
 
-def ours(model: Model, plan: Plan, setup: Setup, cluster: Cluster, places: Places) -> Spoken:
+def ranvier_comm_time(
+    model: ModelSpec, plan: Plan, setup: ComputeContext, cluster: Cluster, places: RankGroups
+) -> CommTime:
     """What our runtime communicates: by part of the model, and for the weights of each stage."""
-    size = compute.BYTES[setup.dtype]
-    flow = Flow(setup.samples, setup.seq, itemsize=size, statistics=max(size, 4))
-    spot, again, keep = Spot.of(plan), plan.recompute != "none", plan.gathered == "keep"
-    near = tuple(places[axes] for axes in (*GROUPS, *(WORDS if plan.spread else ())))
-    stages = comm_volume.kinds_of_stages(model, plan, setup.seq)
-    types = comm_volume.types_of(flow)
+    size = compute.DTYPE_BYTES[setup.dtype]
+    flow = ActivationShape(
+        setup.samples, setup.seq, itemsize=size, statistics_itemsize=max(size, 4)
+    )
+    spot, again, keep = (
+        ShardingKey.from_plan(plan),
+        plan.recompute != "none",
+        plan.gathered == "keep",
+    )
+    near = tuple(
+        places[axes] for axes in (*ACTIVATION_GROUPS, *(VOCAB_GROUPS if plan.spread else ()))
+    )
+    stages = comm_volume.distinct_stages(model, plan, setup.seq)
+    types = comm_volume.element_sizes(flow)
     depth, comms = _stage_comms(model, stages, spot, types, keep, cluster, places.order)
-    each = 1.0 / plan.micro_batches if keep else 1.0
-    found = Spoken(stages=comms)
-    for name, plain, under in _part_comms(model, spot.inside, flow, again, cluster, near):
+    each = 1.0 / plan.num_micro_batches if keep else 1.0
+    found = CommTime(by_stage=comms)
+    for name, plain, under in _part_comms(model, spot.activation_key, flow, again, cluster, near):
         gathers, scatters = depth[name]
-        found.parts[name] = PartComm(plain, under, gathers * each + scatters)
+        found.by_part[name] = PartComm(plain, under, gathers * each + scatters)
     return found
 
 
 @lru_cache(maxsize=100_000)
 def _part_comms(
-    model: Model, inside: Spot, flow: Flow, again: bool, cluster: Cluster, near: tuple[Group, ...]
+    model: ModelSpec,
+    inside: ShardingKey,
+    flow: ActivationShape,
+    again: bool,
+    cluster: Cluster,
+    near: tuple[RankGroup, ...],
 ) -> tuple[tuple[str, dict[str, float], dict[str, float]], ...]:
     """Name, and seconds over each axis as of `PartComm`, of all parts in a micro-batch."""
     found = []
     for part in model.parts:
-        sums = _passes(model, part, inside, flow, again, cluster, near)
-        plain, under = (dict(zip(INSIDE, one, strict=True)) for one in zip(*sums, strict=True))
+        sums = _pass_seconds(model, part, inside, flow, again, cluster, near)
+        plain, under = (
+            dict(zip(ACTIVATION_AXES, one, strict=True)) for one in zip(*sums, strict=True)
+        )
         found.append((part.name, plain, under))
     return tuple(found)
 
 
 @lru_cache(maxsize=100_000)
 def _stage_comms(
-    model: Model,
-    stages: tuple[Stage, ...],
-    spot: Spot,
-    types: Types,
+    model: ModelSpec,
+    stages: tuple[StageBlocks, ...],
+    spot: ShardingKey,
+    types: ElementSizes,
     keep: bool,
     cluster: Cluster,
     order: tuple[str, ...],
@@ -126,74 +149,87 @@ def _stage_comms(
     """Gathers and reductions over depth of each part, and the rest of each stage."""
     depth, found = dict.fromkeys((part.name for part in model.parts), (0.0, 0.0)), []
     for stage in stages:
-        own = _weights(model, stage, spot, types, keep, cluster, order)
-        depth |= own.depth
-        found.append(StageComm(stage, own.data, own.after, own.shared, own.other))
+        own = _weight_comm(model, stage, spot, types, keep, cluster, order)
+        depth |= own.depth_seconds
+        found.append(
+            StageComm(
+                stage,
+                own.grad_reduction,
+                own.weight_gather,
+                own.expert_reduction,
+                own.other_seconds,
+            )
+        )
     return depth, tuple(found)
 
 
-GROUPS = (("row",), ("col",), ("row", "col"), ("expert",), ("expert", "row"))
+ACTIVATION_GROUPS = (("row",), ("col",), ("row", "col"), ("expert",), ("expert", "row"))
 """Groups that activations are communicated in."""
-WORDS = (("pipe",), ("pipe", "row"), ("pipe", "col"), ("pipe", "row", "col"))
+VOCAB_GROUPS = (("pipe",), ("pipe", "row"), ("pipe", "col"), ("pipe", "row", "col"))
 """The same, where stages share the vocabulary."""
 
 
 @lru_cache(maxsize=100_000)
-def _passes(
-    model: Model,
-    part: Part,
-    inside: Spot,
-    flow: Flow,
+def _pass_seconds(
+    model: ModelSpec,
+    part: BlockSpec,
+    inside: ShardingKey,
+    flow: ActivationShape,
     again: bool,
     cluster: Cluster,
-    near: tuple[Group, ...],
+    near: tuple[RankGroup, ...],
 ) -> tuple[tuple[float, float], ...]:
     """Seconds of a part over each axis in a micro-batch: what nothing hides, and what may run
     beside the product of a weight's gradient."""
-    groups = dict(zip((*GROUPS, *WORDS), near, strict=False))
-    found = {axis: [0.0, 0.0] for axis in INSIDE}
-    lone = {leaf.name for leaf in part.find("mixture")}  # experts wait for what they scatter
-    for row in comm_volume.pass_rows(model, part, inside, flow):
+    groups = dict(zip((*ACTIVATION_GROUPS, *VOCAB_GROUPS), near, strict=False))
+    found = {axis: [0.0, 0.0] for axis in ACTIVATION_AXES}
+    lone = {
+        leaf.name for leaf in part.layers_of_kind("mixture")
+    }  # experts wait for what they scatter
+    for row in comm_volume.pass_volumes(model, part, inside, flow):
         if row.phase == "again" and not again:
             continue
-        spent = row.count * links.seconds(cluster, row.op, row.bytes, groups[row.axis])
+        spent = row.count * links.collective_seconds(cluster, row.op, row.bytes, groups[row.axis])
         under = row.phase == "backward" and row.op == "reduce_scatter" and row.where not in lone
         found[row.axis[0]][under] += spent
     return tuple((plain, under) for plain, under in found.values())
 
 
-class _Weights(NamedTuple):
+class _WeightComm(NamedTuple):
     """Seconds that the weights of a stage communicate."""
 
-    depth: dict[str, tuple[float, float]]
+    depth_seconds: dict[str, tuple[float, float]]
     """Gathers and reductions over depth of one part in a micro-batch, by its name."""
-    data: float
+    grad_reduction: float
     """Reductions over data, in a step."""
-    after: float
+    weight_gather: float
     """Gathers over data, in a step."""
-    shared: float
+    expert_reduction: float
     """Reductions over expert, in a step."""
-    other: float
+    other_seconds: float
 
 
 @lru_cache(maxsize=100_000)
-def _weights(
-    model: Model,
-    stage: Stage,
-    spot: Spot,
-    types: Types,
+def _weight_comm(
+    model: ModelSpec,
+    stage: StageBlocks,
+    spot: ShardingKey,
+    types: ElementSizes,
     keep: bool,
     cluster: Cluster,
     order: tuple[str, ...],
-) -> _Weights:
+) -> _WeightComm:
     """Seconds that the weights of a stage communicate."""
     degrees = dict(zip(AXES, spot.degrees, strict=True))
-    times, count_of = comm_volume.gathers(model, stage, keep), {p.name: n for p, n in stage.here}
+    times, count_of = (
+        comm_volume.count_gathers(model, stage, keep),
+        {p.name: n for p, n in stage.block_counts},
+    )
     depth = {name: [0.0, 0.0] for name in count_of}
     data, after, shared, other = 0.0, 0.0, 0.0, 0.0
-    for part, phase, event, count in comm_volume.lot_events(model, stage, spot, types):
-        near = links.group(event.axis, degrees, order, cluster.per_node)
-        one = links.seconds(cluster, event.op, event.bytes, near)
+    for part, phase, event, count in comm_volume.bucket_events(model, stage, spot, types):
+        near = links.locate_group(event.axis, degrees, order, cluster.per_node)
+        one = links.collective_seconds(cluster, event.op, event.bytes, near)
         if phase in ("gather", "scatter"):
             often = times.get((part, event.where), 0) if phase == "gather" else count
             depth[part][phase == "scatter"] += often * one / count_of[part]
@@ -204,56 +240,66 @@ def _weights(
             after += count * one
         else:
             data += count * one
-    whole = links.group(AXES, degrees, order, cluster.per_node)
-    other += SMALL * links.seconds(cluster, "all_reduce", 8, whole)
+    whole = links.locate_group(AXES, degrees, order, cluster.per_node)
+    other += SMALL_REDUCTIONS * links.collective_seconds(cluster, "all_reduce", 8, whole)
     sums = {name: (gathers, scatters) for name, (gathers, scatters) in depth.items()}
-    return _Weights(sums, data, after, shared, other)
+    return _WeightComm(sums, data, after, shared, other)
 
 
-SMALL = 3
+SMALL_REDUCTIONS = 3
 """All-reduces of a number in a step: norm, votes, tokens."""
 
 
 @lru_cache(maxsize=50_000)
-def _count(model: Model, pipe: int, split: int, expert: int) -> float:
+def _mean_stage_parameters(model: ModelSpec, pipe: int, split: int, expert: int) -> float:
     lost = 1 - 1 / expert  # of its experts a rank has a part
     blocks = sum(
-        part.count * (part.parameters - lost * part.expert_parameters)
+        part.count * (part.num_parameters - lost * part.num_expert_parameters)
         for part in model.parts
         if part.is_block
     )
-    ends = model.parts[0].parameters + (0 if model.tied else model.parts[-1].parameters)
-    count = 1 if pipe == 1 or model.tied else 2
+    ends = model.parts[0].num_parameters + (
+        0 if model.has_tied_embeddings else model.parts[-1].num_parameters
+    )
+    count = 1 if pipe == 1 or model.has_tied_embeddings else 2
     return (blocks / pipe + ends / count) / split
 
 
-def numbers(model: Model, plan: Plan) -> float:
+def rank_parameters(model: ModelSpec, plan: Plan) -> float:
     """Weights of a rank, gathered over depth: a stage's blocks and its end."""
-    return _count(model, plan.pipe, plan.row * plan.col, plan.expert)
+    return _mean_stage_parameters(model, plan.pipe, plan.row * plan.col, plan.expert)
 
 
 @lru_cache(maxsize=50_000)
-def numbers_of(model: Model, stage: Stage, split: int, expert: int) -> float:
+def rank_parameters_of_stage(
+    model: ModelSpec, stage: StageBlocks, split: int, expert: int
+) -> float:
     """Weights of a rank of a stage, gathered over depth. split: ranks of row and col."""
     lost = 1 - 1 / expert  # of its experts a rank has a part
-    names, found, seat = {part.name for part, _ in stage.here}, 0.0, stage.seat
-    for part, count in stage.here:
-        whole = part.parameters - lost * part.expert_parameters
-        found += count * whole / (seat.count if seat.spread and not part.is_block else 1)
+    names, found, seat = {part.name for part, _ in stage.block_counts}, 0.0, stage.stage_spec
+    for part, count in stage.block_counts:
+        whole = part.num_parameters - lost * part.num_expert_parameters
+        found += (
+            count * whole / (seat.num_stages if seat.vocab_over_pipe and not part.is_block else 1)
+        )
     entry, leaving = model.parts[0], model.parts[-1]
-    if model.tied and leaving.name in names and entry.name not in names:  # a copy of the words
-        found += entry.parameters
+    if (
+        model.has_tied_embeddings and leaving.name in names and entry.name not in names
+    ):  # a copy of the words
+        found += entry.num_parameters
     return found / split
 
 
-def ring(part: Part, cluster: Cluster, setup: Setup, ranks: Group, recompute: str) -> float:
+def ring_attention_seconds(
+    part: BlockSpec, cluster: Cluster, setup: ComputeContext, ranks: RankGroup, recompute: str
+) -> float:
     """Keys and values going round the context axis, in a block."""
     if ranks.size == 1:
         return 0.0
     narrow = 0
-    for leaf in part.find("siblings"):
+    for leaf in part.layers_of_kind("siblings"):
         kept = [one for one in leaf.inside if one.dims[:1] == ("kv_heads",)]
-        narrow += sum(compute.local("kv_heads", one.shape[0], setup) for one in kept)
+        narrow += sum(compute.local_size("kv_heads", one.shape[0], setup) for one in kept)
     size = 2 * setup.tokens * narrow * ranks.size
     rounds = 4 if recompute == "full" else 3
-    return rounds * links.seconds(cluster, "all_gather", size, ranks)
+    return rounds * links.collective_seconds(cluster, "all_gather", size, ranks)

@@ -19,46 +19,46 @@ from functools import lru_cache
 from typing import Literal
 
 from ranvier.cost.linear import align_columns
-from ranvier.planner.cluster import Device, Product
-from ranvier.planner.frameworks import FLASH, OURS, Runtime
-from ranvier.planner.model_spec import Leaf, Part
+from ranvier.planner.cluster import Device, MatmulRate
+from ranvier.planner.frameworks import FLASH_EFFICIENCY, RANVIER, FrameworkProfile
+from ranvier.planner.model_spec import BlockSpec, LayerSpec
 
-TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
+MATMUL_TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 1.06), (128, 64, 1.2))
 """Tiles of a product, and how much more memory traffic costs with the smaller ones."""
-FILL = 128
+TILE_FILL = 128
 """Elements of k in whose time a tile is filled and written (CUTLASS's prologue and epilogue)."""
-UNALIGNED = 0.4
+UNALIGNED_SHARE = 0.4
 """Share of the peak of plain arithmetic that scores of heads reach whose elements are no multiple
 of 8."""
-EVEN, ODD, ODD_RESULT = 0.39, 0.22, 0.15
+EVEN_RATE, ODD_RATE, ODD_RESULT_RATE = 0.39, 0.22, 0.15
 """Rate of a 16-bit product over that of the same shape with dims that are multiples of 8: with a
 dim that is a multiple of 2 or 4 only, with an odd one, and forward with odd columns of the result.
 Means of 138 products on an H200 (vocabularies of 32,000 to 151,648, docs/planner.md)."""
-BATCHED = 0.6
+BATCHED_RATE = 0.6
 """Rate of the small products of attention with scores, over that of large ones."""
-BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-SCORES = (13, 19)
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+SCORE_BYTES = (13, 19)
 """Bytes of a score forward and backward: written, read and written by softmax and dropout with its
 mask, read by the next product."""
-OUTER = (11, 17)
+STREAM_ACCESSES = (11, 17)
 """Numbers of the residual stream read or written a token, in model widths: two norms, two dropouts
 with residuals."""
-HOST = 60e-6
+EAGER_OP_SECONDS = 60e-6
 """Seconds of an eager operation on the host: 2 ms for the 30 kernels of a block's forward pass."""
-FEWER = 0.25
+COMPILED_KERNEL_SHARE = 0.25
 """Kernels of a compiled block over those of an eager one."""
-COLUMNS = 1.75
+COLUMN_CAST_FACTOR = 1.75
 """Time of a cast by columns over that of one by rows: a compiler's kernels read them twice, and not
 in the order in which they lie (three sizes on an H200)."""
-INNER = ("heads", "kv_heads", "mlp", "vocab")
-Scales = Literal["", "tensor", "row"]
+ROW_SPLIT_DIMS = ("heads", "kv_heads", "mlp", "vocab")
+Fp8Scaling = Literal["", "tensor", "row"]
 """Products in 8 bits: none, with one scale for a tensor, or one for each of its rows."""
-SCALES: Mapping[str, Scales] = {"off": "", "tensorwise": "tensor", "rowwise": "row"}
+FP8_SCALING: Mapping[str, Fp8Scaling] = {"off": "", "tensorwise": "tensor", "rowwise": "row"}
 """The same by the words of `train.fp8`."""
 
 
 @dataclass(frozen=True)
-class Setup:
+class ComputeContext:
     """What the times of a block depend on."""
 
     samples: int
@@ -67,14 +67,14 @@ class Setup:
     row: int = 1
     col: int = 1
     context: int = 1
-    features: bool = False
+    col_splits_features: bool = False
     """col splits features inside, not samples."""
     dtype: str = "bf16"
-    fp8: Scales = ""
+    fp8: Fp8Scaling = ""
     ranks: int = 1
     """Ranks that share the machine's cores."""
-    compiled: bool = False
-    serial: bool = False
+    is_compiled: bool = False
+    is_serial: bool = False
     """Whether starting kernels and running them take turns: processors, blocking launches."""
 
     @property
@@ -84,56 +84,63 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Times:
+class BlockTimes:
     """Seconds of one block in one micro-batch."""
 
-    products: float
+    matmuls: float
     attention: float
-    between: float
+    elementwise: float
     dx: float
     dw: float
-    attention_back: float
-    between_back: float
+    attention_backward: float
+    elementwise_backward: float
     launch: float
     """Starting the kernels of the forward pass: beside their work, or in turn with it."""
-    serial: bool = False
-    unneeded: float = 0.0
+    is_serial: bool = False
+    recompute_savings: float = 0.0
     """Of `products`, what a second forward pass leaves out: nothing needs the block's result."""
 
     @property
     def forward(self) -> float:
         """The forward pass."""
-        own = self.products + self.attention + self.between
-        return own + self.launch if self.serial else max(own, self.launch)
+        own = self.matmuls + self.attention + self.elementwise
+        return own + self.launch if self.is_serial else max(own, self.launch)
 
     @property
     def backward(self) -> float:
         """The backward pass."""
-        own = self.dx + self.dw + self.attention_back + self.between_back
-        return own + 2 * self.launch if self.serial else max(own, 2 * self.launch)
+        own = self.dx + self.dw + self.attention_backward + self.elementwise_backward
+        return own + 2 * self.launch if self.is_serial else max(own, 2 * self.launch)
 
 
 # ---- products ---------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=200_000)
-def product(
+def matmul_seconds(
     device: Device, m: int, n: int, k: int, dtype: str, kind: str = "y", ranks: int = 1
 ) -> float:
     """Seconds of a matrix product (m, k) · (k, n)."""
     flops = 2.0 * m * n * k
-    rows = _rows(device, dtype, kind, ranks)
+    rows = _measured_matmuls(device, dtype, kind, ranks)
     part = 1.0
     if dtype in ("bf16", "fp16") and device.cores > 1:  # a processor reads any words as fast
-        part = aligned(m, n, k, kind)
+        part = alignment_factor(m, n, k, kind)
     if rows:
-        same = tuple(row for row in rows if aligned(row.m, row.n, row.k, row.kind) == part)
-        return flops / (_nearest(same, m, n, k) if same else part * _nearest(rows, m, n, k))
+        same = tuple(row for row in rows if alignment_factor(row.m, row.n, row.k, row.kind) == part)
+        return flops / (
+            _interpolate_rate(same, m, n, k) if same else part * _interpolate_rate(rows, m, n, k)
+        )
     share = part * (device.reach.narrow if dtype == "fp8" else device.reach.matmul)
-    return flops / (device.best(dtype) * share) * _waste(m, n, device.cores) * (1 + FILL / k)
+    return (
+        flops
+        / (device.best_matmul_rate(dtype) * share)
+        * _wave_quantization(m, n, device.cores)
+        * (1 + TILE_FILL / k)
+    )
 
 
-def aligned(m: int, n: int, k: int, kind: str) -> float:
+def alignment_factor(m: int, n: int, k: int, kind: str) -> float:
     """Rate of a 16-bit product over that of aligned dims.
 
     Tensors lie with the dims of the weight last, so these decide, and the number of tokens never
@@ -143,21 +150,21 @@ def aligned(m: int, n: int, k: int, kind: str) -> float:
     if all(dim % 8 == 0 for dim in dims):
         return 1.0
     if all(dim % 2 == 0 for dim in dims):
-        return EVEN
-    return ODD_RESULT if kind == "y" and n % 2 else ODD
+        return EVEN_RATE
+    return ODD_RESULT_RATE if kind == "y" and n % 2 else ODD_RATE
 
 
-def _waste(m: int, n: int, cores: int) -> float:
+def _wave_quantization(m: int, n: int, cores: int) -> float:
     """Time over that of full waves, with the best tile."""
     found = math.inf
-    for high, wide, cost in TILES:
+    for high, wide, cost in MATMUL_TILES:
         waves = math.ceil(math.ceil(m / high) * math.ceil(n / wide) / cores)
         found = min(found, waves * cores * high * wide / (m * n) * cost)
     return found
 
 
 @lru_cache(maxsize=1000)
-def _rows(device: Device, dtype: str, kind: str, ranks: int) -> tuple[Product, ...]:
+def _measured_matmuls(device: Device, dtype: str, kind: str, ranks: int) -> tuple[MatmulRate, ...]:
     """Measured products of this type and kind with the nearest number of ranks."""
     rows = [row for row in device.products if row.dtype == dtype]
     rows = [row for row in rows if row.kind == kind] or rows
@@ -167,7 +174,7 @@ def _rows(device: Device, dtype: str, kind: str, ranks: int) -> tuple[Product, .
     return tuple(row for row in rows if row.ranks == near)
 
 
-def _nearest(rows: tuple[Product, ...], m: int, n: int, k: int) -> float:
+def _interpolate_rate(rows: tuple[MatmulRate, ...], m: int, n: int, k: int) -> float:
     """The rate at a shape: mean of measured shapes, each by its nearness on logarithms."""
     total = weight = 0.0
     for row in rows:
@@ -180,44 +187,48 @@ def _nearest(rows: tuple[Product, ...], m: int, n: int, k: int) -> float:
 # ---- memory and attention ---------------------------------------------------------------
 
 
-def traffic(device: Device, size: float, ranks: int = 1, stream: float = 1.0) -> float:
+def memory_seconds(device: Device, size: float, ranks: int = 1, stream: float = 1.0) -> float:
     """Seconds to read or write so many bytes; stream: as in `Runtime`."""
     usual = device.bandwidth * min(device.reach.memory * stream, 0.9)
-    return size / device.rate("memory", ranks=ranks, usual=usual)
+    return size / device.measured_rate("memory", ranks=ranks, usual=usual)
 
 
-def _attention(
-    leaf: Leaf, heads: float, device: Device, setup: Setup, runtime: Runtime
+def _attention_seconds(
+    leaf: LayerSpec, heads: float, device: Device, setup: ComputeContext, runtime: FrameworkProfile
 ) -> tuple[float, float]:
     """Seconds of an attention core, forward and backward."""
-    samples = setup.samples / (1 if setup.features else setup.col)
+    samples = setup.samples / (1 if setup.col_splits_features else setup.col)
     seen = min(leaf.window or setup.seq, setup.seq)
     half = seen * (setup.seq - seen / 2) / setup.context
     flops = 4.0 * samples * heads * half * leaf.head_dim
     rows = [row for row in device.attention if row.dtype == setup.dtype]
     if rows:
-        near = min(rows, key=lambda r: _unlike(r.seq, r.head_dim, r.ranks, setup, leaf))
+        near = min(rows, key=lambda r: _attention_distance(r.seq, r.head_dim, r.ranks, setup, leaf))
         return flops / near.forward, 2.5 * flops / near.backward
     if runtime.attention == "scores":
-        return _scores(leaf.head_dim, samples * heads, device, setup)
-    shares = FLASH[runtime.attention]
+        return _score_attention_seconds(leaf.head_dim, samples * heads, device, setup)
+    shares = FLASH_EFFICIENCY[runtime.attention]
     forward, backward = shares.get(device.generation, shares[90])
-    best = device.best(setup.dtype) * min(leaf.head_dim / 128, 1.0) ** 0.5
+    best = device.best_matmul_rate(setup.dtype) * min(leaf.head_dim / 128, 1.0) ** 0.5
     return flops / (best * forward), 2.5 * flops / (best * backward)
 
 
-def _scores(head_dim: int, heads: float, device: Device, setup: Setup) -> tuple[float, float]:
+def _score_attention_seconds(
+    head_dim: int, heads: float, device: Device, setup: ComputeContext
+) -> tuple[float, float]:
     """Attention by plain products: all scores are computed and written."""
     count = heads * setup.seq**2 / setup.context
     flops = 4.0 * count * head_dim
-    rate = device.best(setup.dtype) * device.reach.matmul * BATCHED
+    rate = device.best_matmul_rate(setup.dtype) * device.reach.matmul * BATCHED_RATE
     if head_dim % 8:
-        rate = device.peak["fp32"] * UNALIGNED
-    forward, backward = (traffic(device, count * size) for size in SCORES)
+        rate = device.peak["fp32"] * UNALIGNED_SHARE
+    forward, backward = (memory_seconds(device, count * size) for size in SCORE_BYTES)
     return flops / rate + forward, 2 * flops / rate + backward
 
 
-def _unlike(seq: int, head_dim: int, ranks: int, setup: Setup, leaf: Leaf) -> float:
+def _attention_distance(
+    seq: int, head_dim: int, ranks: int, setup: ComputeContext, leaf: LayerSpec
+) -> float:
     return (
         abs(math.log(seq / setup.seq))
         + abs(math.log(head_dim / leaf.head_dim))
@@ -228,7 +239,7 @@ def _unlike(seq: int, head_dim: int, ranks: int, setup: Setup, leaf: Leaf) -> fl
 # ---- blocks -----------------------------------------------------------------------------
 
 
-def local(dim: str, size: int, setup: Setup) -> int:
+def local_size(dim: str, size: int, setup: ComputeContext) -> int:
     """What a rank has of a dim in a product.
 
     A vocabulary is padded to a multiple of row · col; where col is 1 the head aligns its columns as
@@ -236,88 +247,102 @@ def local(dim: str, size: int, setup: Setup) -> int:
     """
     if dim == "vocab":
         columns = -(-size // (setup.row * setup.col)) * setup.col
-        return columns if setup.col > 1 else align_columns(columns, BYTES[setup.dtype])
-    return -(-size // (setup.row if dim in INNER else setup.col if dim == "embed" else 1))
+        return columns if setup.col > 1 else align_columns(columns, DTYPE_BYTES[setup.dtype])
+    return -(-size // (setup.row if dim in ROW_SPLIT_DIMS else setup.col if dim == "embed" else 1))
 
 
-def linears(part: Part, setup: Setup, *, each: bool = False) -> list[tuple[int, int]]:
+def matmul_shapes(
+    part: BlockSpec, setup: ComputeContext, *, each: bool = False
+) -> list[tuple[int, int]]:
     """Shapes (out, in) of the products of a part on a rank; siblings are one, or `each` counts."""
     found = []
-    for leaf in part.find("linear", "siblings", "apart", "head"):
+    for leaf in part.layers_of_kind("linear", "siblings", "apart", "head"):
         several = leaf.inside or (leaf,)
-        sizes = [_shape(one, setup) for one in several]
+        sizes = [_local_matmul_shape(one, setup) for one in several]
         found += sizes if each else [(sum(out for out, _ in sizes), sizes[0][1])]
-    for leaf in part.find("mixture"):
-        found += experts(leaf, setup)
+    for leaf in part.layers_of_kind("mixture"):
+        found += expert_matmul_shapes(leaf, setup)
     return found
 
 
-def experts(leaf: Leaf, setup: Setup) -> list[tuple[int, int]]:
+def expert_matmul_shapes(leaf: LayerSpec, setup: ComputeContext) -> list[tuple[int, int]]:
     """Products of a mixture: as of an MLP as wide as the experts of a token, and of the router."""
     count, width, embed = leaf.shape
-    hidden, stream = leaf.top * local("mlp", width, setup), local("embed", embed, setup)
+    hidden, stream = leaf.top * local_size("mlp", width, setup), local_size("embed", embed, setup)
     return [((leaf.matrices - 1) * hidden, stream), (stream, hidden), (count, stream)]
 
 
 @lru_cache(maxsize=50_000)
-def shared(part: Part, device: Device, setup: Setup) -> float:
+def shared_expert_seconds(part: BlockSpec, device: Device, setup: ComputeContext) -> float:
     """Seconds of the products of a shared expert, forward and backward: tokens travel meanwhile."""
     found = 0.0
-    for leaf in part.find("linear", "siblings"):
+    for leaf in part.layers_of_kind("linear", "siblings"):
         if ".shared." in leaf.name:
-            sizes = [_shape(one, setup) for one in leaf.inside or (leaf,)]
+            sizes = [_local_matmul_shape(one, setup) for one in leaf.inside or (leaf,)]
             out, into, m = sum(out for out, _ in sizes), sizes[0][1], setup.tokens
             shapes = ((m, out, into, "y"), (m, into, out, "dx"), (out, into, m, "dw"))
-            found += sum(product(device, *s[:3], setup.dtype, s[3], setup.ranks) for s in shapes)
+            found += sum(
+                matmul_seconds(device, *s[:3], setup.dtype, s[3], setup.ranks) for s in shapes
+            )
     return found
 
 
-def _shape(leaf: Leaf, setup: Setup) -> tuple[int, int]:
-    sizes = zip(_names(leaf), leaf.shape, strict=True)
-    out, into = (local(name, size, setup) for name, size in sizes)
+def _local_matmul_shape(leaf: LayerSpec, setup: ComputeContext) -> tuple[int, int]:
+    sizes = zip(_dim_names(leaf), leaf.shape, strict=True)
+    out, into = (local_size(name, size, setup) for name, size in sizes)
     return out, into
 
 
 @lru_cache(maxsize=50_000)
-def block(part: Part, device: Device, setup: Setup, runtime: Runtime) -> Times:
+def block_times(
+    part: BlockSpec, device: Device, setup: ComputeContext, runtime: FrameworkProfile
+) -> BlockTimes:
     """The times of one block of a kind."""
-    tokens, shapes = setup.tokens, linears(part, setup)
-    kind = _kind(device, setup, runtime)
+    tokens, shapes = setup.tokens, matmul_shapes(part, setup)
+    kind = _matmul_dtype(device, setup, runtime)
     forward = sum(
-        product(device, tokens, out, into, kind, "y", setup.ranks) for out, into in shapes
+        matmul_seconds(device, tokens, out, into, kind, "y", setup.ranks) for out, into in shapes
     )
-    dx = sum(product(device, tokens, into, out, kind, "dx", setup.ranks) for out, into in shapes)
-    dw = sum(product(device, out, into, tokens, kind, "dw", setup.ranks) for out, into in shapes)
-    cores = [(leaf, heads(part, leaf, setup)) for leaf in part.find("attention")]
-    parts = [_attention(leaf, heads, device, setup, runtime) for leaf, heads in cores]
-    between, back = _between(part, device, setup, runtime)
+    dx = sum(
+        matmul_seconds(device, tokens, into, out, kind, "dx", setup.ranks) for out, into in shapes
+    )
+    dw = sum(
+        matmul_seconds(device, out, into, tokens, kind, "dw", setup.ranks) for out, into in shapes
+    )
+    cores = [(leaf, local_heads(part, leaf, setup)) for leaf in part.layers_of_kind("attention")]
+    parts = [_attention_seconds(leaf, heads, device, setup, runtime) for leaf, heads in cores]
+    between, back = _elementwise_seconds(part, device, setup, runtime)
     if setup.fp8:
-        more = casts(linears(part, setup, each=not setup.compiled), device, setup, runtime)
+        more = cast_seconds(
+            matmul_shapes(part, setup, each=not setup.is_compiled), device, setup, runtime
+        )
         between, back = between + more[0], back + more[1]
-    return Times(
-        products=forward,
+    return BlockTimes(
+        matmuls=forward,
         attention=sum(one for one, _ in parts),
-        between=between,
+        elementwise=between,
         dx=dx,
         dw=dw,
-        attention_back=sum(one for _, one in parts),
-        between_back=back,
-        launch=_launch(device, setup, runtime),
-        serial=setup.serial,
-        unneeded=_unneeded(part, device, setup, runtime),
+        attention_backward=sum(one for _, one in parts),
+        elementwise_backward=back,
+        launch=_launch_seconds(device, setup, runtime),
+        is_serial=setup.is_serial,
+        recompute_savings=_recompute_savings(part, device, setup, runtime),
     )
 
 
-def _unneeded(part: Part, device: Device, setup: Setup, runtime: Runtime) -> float:
+def _recompute_savings(
+    part: BlockSpec, device: Device, setup: ComputeContext, runtime: FrameworkProfile
+) -> float:
     """Seconds of the last product, which a graph of ours does not compute again."""
-    if not setup.compiled or runtime.name != OURS.name or part.find("mixture"):
+    if not setup.is_compiled or runtime.name != RANVIER.name or part.layers_of_kind("mixture"):
         return 0.0
-    out, into = linears(part, setup)[-1]
-    kind = _kind(device, setup, runtime)
-    return product(device, setup.tokens, out, into, kind, "y", setup.ranks)
+    out, into = matmul_shapes(part, setup)[-1]
+    kind = _matmul_dtype(device, setup, runtime)
+    return matmul_seconds(device, setup.tokens, out, into, kind, "y", setup.ranks)
 
 
-def _kind(device: Device, setup: Setup, runtime: Runtime) -> str:
+def _matmul_dtype(device: Device, setup: ComputeContext, runtime: FrameworkProfile) -> str:
     """The type of products: 8 bits where the device has them.
 
     Scales by rows: a graph of ours gets the library's kernels, as fast as with one scale; others
@@ -325,62 +350,71 @@ def _kind(device: Device, setup: Setup, runtime: Runtime) -> str:
     """
     if "fp8" not in device.peak or not setup.fp8:
         return setup.dtype
-    if setup.fp8 == "tensor" or (setup.compiled and runtime.name == OURS.name):
+    if setup.fp8 == "tensor" or (setup.is_compiled and runtime.name == RANVIER.name):
         return "fp8"
     return "fp8row" if any(row.dtype == "fp8row" for row in device.products) else setup.dtype
 
 
-def _launch(device: Device, setup: Setup, runtime: Runtime) -> float:
+def _launch_seconds(device: Device, setup: ComputeContext, runtime: FrameworkProfile) -> float:
     """Seconds of the host for a forward pass: of a whole block of ours where it was measured."""
-    usual = HOST if setup.serial else device.launch
-    usual = runtime.kernels * device.rate("launch", ranks=setup.ranks, usual=usual)
-    if setup.compiled:
-        return FEWER * usual
-    if runtime.name != OURS.name:
+    usual = EAGER_OP_SECONDS if setup.is_serial else device.launch
+    usual = runtime.kernels_per_block * device.measured_rate(
+        "launch", ranks=setup.ranks, usual=usual
+    )
+    if setup.is_compiled:
+        return COMPILED_KERNEL_SHARE * usual
+    if runtime.name != RANVIER.name:
         return usual
-    return device.rate("block8" if setup.fp8 else "block", ranks=setup.ranks, usual=usual)
+    return device.measured_rate("block8" if setup.fp8 else "block", ranks=setup.ranks, usual=usual)
 
 
-def heads(part: Part, leaf: Leaf, setup: Setup) -> float:
+def local_heads(part: BlockSpec, leaf: LayerSpec, setup: ComputeContext) -> float:
     """Heads of an attention core on a rank."""
-    everything = [one for each in part.leaves for one in (*each.inside, each) if one.shape]
-    whole = next((one.shape[0] for one in everything if _names(one)[0] == "heads"), 0)
-    return whole / leaf.head_dim / (setup.row * (setup.col if setup.features else 1))
+    everything = [one for each in part.layers for one in (*each.inside, each) if one.shape]
+    whole = next((one.shape[0] for one in everything if _dim_names(one)[0] == "heads"), 0)
+    return whole / leaf.head_dim / (setup.row * (setup.col if setup.col_splits_features else 1))
 
 
-def _names(leaf: Leaf) -> list[str]:
+def _dim_names(leaf: LayerSpec) -> list[str]:
     """The names of its dims."""
     return [dim if isinstance(dim, str) else dim[1] for dim in leaf.dims]
 
 
-def _between(part: Part, device: Device, setup: Setup, runtime: Runtime) -> tuple[float, float]:
+def _elementwise_seconds(
+    part: BlockSpec, device: Device, setup: ComputeContext, runtime: FrameworkProfile
+) -> tuple[float, float]:
     """What is read and written between products, forward and backward."""
-    width = next((leaf.shape[0] for leaf in part.find("rms", "layer")), 0)
-    outer = width / setup.col / (setup.row if runtime.sequence else 1)
-    forward, backward = OUTER[0] * outer, OUTER[1] * outer
-    for leaf in part.find("mixture"):  # rows are laid anew there and back; an activation between
-        (hidden, stream), (_, read), _ = experts(leaf, setup)
-        rows = 4 * leaf.top * stream / (setup.row if runtime.sequence else 1)
+    width = next((leaf.shape[0] for leaf in part.layers_of_kind("rms", "layer")), 0)
+    outer = width / setup.col / (setup.row if runtime.sequence_parallel else 1)
+    forward, backward = STREAM_ACCESSES[0] * outer, STREAM_ACCESSES[1] * outer
+    for leaf in part.layers_of_kind(
+        "mixture"
+    ):  # rows are laid anew there and back; an activation between
+        (hidden, stream), (_, read), _ = expert_matmul_shapes(leaf, setup)
+        rows = 4 * leaf.top * stream / (setup.row if runtime.sequence_parallel else 1)
         forward, backward = forward + rows + hidden + read, backward + rows + 2 * hidden + read
-    for leaf in part.find("linear", "siblings", "apart"):
+    for leaf in part.layers_of_kind("linear", "siblings", "apart"):
         several = leaf.inside or (leaf,)
-        names = {_names(one)[0] for one in several}
+        names = {_dim_names(one)[0] for one in several}
         if not names & {"heads", "kv_heads", "mlp"}:
             continue
-        size = sum(_shape(one, setup)[0] for one in several)
+        size = sum(_local_matmul_shape(one, setup)[0] for one in several)
         if "mlp" in names:  # an activation reads all of it and writes one value
             one = size / len(several)
             forward, backward = forward + size + one, backward + 2 * size + one
         else:  # queries, keys and values are turned and laid anew
             forward, backward = forward + 2 * size, backward + 2 * size
-    passes = runtime.compiled if setup.compiled else runtime.passes
-    each = setup.tokens * BYTES[setup.dtype] * passes
-    both = (traffic(device, each * n, setup.ranks, runtime.stream) for n in (forward, backward))
+    passes = runtime.compiled_passes if setup.is_compiled else runtime.elementwise_passes
+    each = setup.tokens * DTYPE_BYTES[setup.dtype] * passes
+    both = (
+        memory_seconds(device, each * n, setup.ranks, runtime.bandwidth_factor)
+        for n in (forward, backward)
+    )
     return next(both), next(both)
 
 
-def casts(
-    shapes: list[tuple[int, int]], device: Device, setup: Setup, runtime: Runtime
+def cast_seconds(
+    shapes: list[tuple[int, int]], device: Device, setup: ComputeContext, runtime: FrameworkProfile
 ) -> tuple[float, float]:
     """What casts to 8 bits read and write, forward and backward.
 
@@ -389,40 +423,55 @@ def casts(
     what it reads anew: x and W forward; dY, W, dYᵀ and X backward.
     """
     tokens = setup.tokens
-    if runtime.casts == "fused":
+    if runtime.fp8_casts == "fused":
         width = min(into for _, into in shapes)
         return (
-            traffic(device, tokens * width * 4, 1, runtime.stream),
-            traffic(device, sum(tokens * out * 4 for out, _ in shapes), 1, runtime.stream),
+            memory_seconds(device, tokens * width * 4, 1, runtime.bandwidth_factor),
+            memory_seconds(
+                device, sum(tokens * out * 4 for out, _ in shapes), 1, runtime.bandwidth_factor
+            ),
         )
     values = sum(tokens * into for _, into in shapes) + sum(out * into for out, into in shapes)
     back = sum(tokens * out for out, _ in shapes)
-    eager = device.rate("cast", ranks=setup.ranks)
-    if eager and not setup.compiled:
-        wide = BYTES[setup.dtype]
+    eager = device.measured_rate("cast", ranks=setup.ranks)
+    if eager and not setup.is_compiled:
+        wide = DTYPE_BYTES[setup.dtype]
         return values * wide / eager, (values + 2 * back) * wide / eager
     sizes: tuple[float, float] = (6 * values, 6 * back)
     if setup.fp8 == "row":  # each way round has scales of its own, so backward casts all anew
-        sizes = 5 * values, 5 * back + COLUMNS * 5 * (back + values)
-    forward, backward = (traffic(device, n, setup.ranks, runtime.stream) for n in sizes)
+        sizes = 5 * values, 5 * back + COLUMN_CAST_FACTOR * 5 * (back + values)
+    forward, backward = (
+        memory_seconds(device, n, setup.ranks, runtime.bandwidth_factor) for n in sizes
+    )
     return forward, backward
 
 
 @lru_cache(maxsize=50_000)
-def head(part: Part, device: Device, setup: Setup, runtime: Runtime) -> tuple[float, float]:
+def head_seconds(
+    part: BlockSpec, device: Device, setup: ComputeContext, runtime: FrameworkProfile
+) -> tuple[float, float]:
     """Seconds of the exit, forward and backward: norm, product, loss."""
     tokens, forward, backward = setup.tokens, 0.0, 0.0
-    for out, into in linears(part, setup):
-        forward += product(device, tokens, out, into, setup.dtype, "y", setup.ranks)
-        backward += product(device, tokens, into, out, setup.dtype, "dx", setup.ranks)
-        backward += product(device, out, into, tokens, setup.dtype, "dw", setup.ranks)
-        loss = traffic(device, tokens * out * runtime.loss, setup.ranks, runtime.stream)
+    for out, into in matmul_shapes(part, setup):
+        forward += matmul_seconds(device, tokens, out, into, setup.dtype, "y", setup.ranks)
+        backward += matmul_seconds(device, tokens, into, out, setup.dtype, "dx", setup.ranks)
+        backward += matmul_seconds(device, out, into, tokens, setup.dtype, "dw", setup.ranks)
+        loss = memory_seconds(
+            device,
+            tokens * out * runtime.loss_bytes_per_logit,
+            setup.ranks,
+            runtime.bandwidth_factor,
+        )
         forward, backward = forward + loss / 2, backward + loss / 2
     return forward, backward
 
 
-def entry(part: Part, device: Device, setup: Setup) -> tuple[float, float]:
+def embedding_seconds(
+    part: BlockSpec, device: Device, setup: ComputeContext
+) -> tuple[float, float]:
     """Seconds of the embedding, forward and backward."""
-    width = max((leaf.shape[-1] for leaf in part.find("embedding")), default=0)
-    size = setup.tokens * width / setup.col * BYTES[setup.dtype]
-    return traffic(device, 2 * size, setup.ranks), traffic(device, 4 * size, setup.ranks)
+    width = max((leaf.shape[-1] for leaf in part.layers_of_kind("embedding")), default=0)
+    size = setup.tokens * width / setup.col * DTYPE_BYTES[setup.dtype]
+    return memory_seconds(device, 2 * size, setup.ranks), memory_seconds(
+        device, 4 * size, setup.ranks
+    )

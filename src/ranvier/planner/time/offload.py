@@ -20,24 +20,24 @@ from typing import TYPE_CHECKING
 from ranvier.memory import recompute_budget
 
 if TYPE_CHECKING:
-    from ranvier.planner.device_rates import Rates
+    from ranvier.planner.device_rates import DeviceRates
 
-BESIDE = 0.5
+CONCURRENT_ADAM_SHARE = 0.5
 """Share of its rate that the host's AdamW reaches beside a step, whose copies use the same memory:
 2.0 of 4.0 thousand million parameters a second on the host of an H200 with 16 processors."""
-TRAFFIC = (2, 4)
+ACTIVATION_TRAFFIC = (2, 4)
 """Times that what blocks keep is read or written in the device's memory, forward and backward,
 besides the matrix products."""
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """What a rank does in a step."""
 
     forward: int
     """FLOPs of the forward pass of a sample."""
     backward: int
-    blocks: float
+    block_share: float
     """Share of these that lies in blocks."""
     samples: int
     """Of this rank, in a step."""
@@ -46,77 +46,90 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Moved:
+class StepTraffic:
     """Bytes that move in a step, or in each micro-batch of it."""
 
-    kept: int
+    saved_activations: int
     """What blocks of the kind that keeps most would keep of a micro-batch."""
-    states: int
+    device_states: int
     """States that are updated where they lie, on the device."""
-    away: int
+    host_states: int
     """States that rest on the host."""
-    numbers: int
+    host_parameters: int
     """Numbers that are updated from there."""
-    weights: int
+    host_weights: int
     """Weights that come from the host twice a micro-batch."""
-    gradients: int
+    host_gradients: int
     """Gradients that leave for the host each micro-batch."""
-    activations: int
+    host_activations: int
     """What is kept and waits on the host, of a micro-batch."""
 
 
 @dataclass(frozen=True)
-class Seconds:
+class StepSeconds:
     """Parts of the time of a step."""
 
     compute: float
-    again: float
+    recompute: float
     update: float
     waiting: float
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.compute + self.again + self.update + self.waiting
+        return self.compute + self.recompute + self.update + self.waiting
 
 
-def seconds(
-    work: Work, moved: Moved, rates: Rates, *, micro: int, share: float, blocks: int, cpu: bool
-) -> Seconds:
+def estimate_step_seconds(
+    work: StepWork,
+    moved: StepTraffic,
+    rates: DeviceRates,
+    *,
+    micro: int,
+    share: float,
+    blocks: int,
+    cpu: bool,
+) -> StepSeconds:
     """The parts of a step in micro-batches of `micro` samples.
 
     share: what blocks compute again. cpu: states that rest on the host are updated there.
     """
-    passes, slow = work.samples // micro, recompute_budget.time(micro * work.seq)
+    passes, slow = work.samples // micro, recompute_budget.relative_token_time(micro * work.seq)
     forward, backward = (
-        (flops * micro / rates.flops + times * moved.kept / rates.memory) * slow
-        for flops, times in zip((work.forward, work.backward), TRAFFIC, strict=True)
+        (flops * micro / rates.flops + times * moved.saved_activations / rates.memory) * slow
+        for flops, times in zip((work.forward, work.backward), ACTIVATION_TRAFFIC, strict=True)
     )
-    again = (forward + backward) * share * work.blocks
-    into = moved.weights + moved.activations + moved.gradients * (passes > 1)
-    waiting = max(moved.weights / rates.to_device, moved.activations / rates.to_host) - forward
-    back = max(into / rates.to_device, moved.gradients / rates.to_host) - backward - again
+    again = (forward + backward) * share * work.block_share
+    into = moved.host_weights + moved.host_activations + moved.host_gradients * (passes > 1)
+    waiting = (
+        max(moved.host_weights / rates.to_device, moved.host_activations / rates.to_host) - forward
+    )
+    back = max(into / rates.to_device, moved.host_gradients / rates.to_host) - backward - again
     exposed = passes * (max(waiting, 0.0) + max(back, 0.0))
-    if moved.away:
-        whole = streamed(moved, rates, cpu=cpu, wide=passes > 1)
+    if moved.host_states:
+        whole = offloaded_update_seconds(moved, rates, cpu=cpu, wide=passes > 1)
         exposed += max(whole / blocks, whole - forward + forward / blocks)
-    return Seconds(
+    return StepSeconds(
         compute=passes * (forward + backward),
-        again=passes * again,
-        update=2 * moved.states / rates.memory,
+        recompute=passes * again,
+        update=2 * moved.device_states / rates.memory,
         waiting=exposed,
     )
 
 
-def streamed(moved: Moved, rates: Rates, *, cpu: bool, wide: bool = False) -> float:
+def offloaded_update_seconds(
+    moved: StepTraffic, rates: DeviceRates, *, cpu: bool, wide: bool = False
+) -> float:
     """Seconds of the update of states that rest on the host.
 
     On the device all of them come and go; on the processors gradients come (wide: in 32 bits, as
     they were added up), and 16-bit weights go.
     """
     if not cpu:
-        return max(moved.away / rates.to_device, moved.away / rates.to_host)
-    grads, weights = (4 if wide else 2) * moved.numbers, 2 * moved.numbers
+        return max(moved.host_states / rates.to_device, moved.host_states / rates.to_host)
+    grads, weights = (4 if wide else 2) * moved.host_parameters, 2 * moved.host_parameters
     return max(
-        moved.numbers / (BESIDE * rates.adam), grads / rates.to_host, weights / rates.to_device
+        moved.host_parameters / (CONCURRENT_ADAM_SHARE * rates.adam),
+        grads / rates.to_host,
+        weights / rates.to_device,
     )

@@ -23,15 +23,15 @@ from typing import Any
 
 import torch
 
-OPTIMIZER = "optimizer"
+OPTIMIZER_SCOPE = "optimizer"
 """The name under which the profile records the update of the weights."""
-TRITON = "triton::"
+TRITON_PREFIX = "triton::"
 """What the profile puts before the name of a Triton function that it records."""
-GROUPS = (
-    *("matmul", "attention", "norm, elementwise", "cross-entropy", OPTIMIZER),
+KERNEL_GROUPS = (
+    *("matmul", "attention", "norm, elementwise", "cross-entropy", OPTIMIZER_SCOPE),
     *("copies", "communication", "other"),
 )
-BYTES = {
+ELEMENT_BYTES = {
     "double": 8,
     "float": 4,
     "c10::BFloat16": 2,
@@ -47,20 +47,20 @@ BYTES = {
     "bool": 1,
 }
 """Bytes of an element by the name that traces give its type."""
-FLOATS = ("double", "float", "c10::BFloat16", "c10::Half")
-HALVES = ("c10::BFloat16", "c10::Half")
-EIGHTHS = ("c10::Float8_e4m3fn", "c10::Float8_e5m2")
-PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0}
+FLOAT_TYPES = ("double", "float", "c10::BFloat16", "c10::Half")
+HALF_TYPES = ("c10::BFloat16", "c10::Half")
+FLOAT8_TYPES = ("c10::Float8_e4m3fn", "c10::Float8_e5m2")
+MATMUL_OPS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_scaled_mm": 0}
 """Matrix products, and which input is the left factor; the right one follows."""
-ATTENTION = tuple(
+ATTENTION_OPS = tuple(
     f"_scaled_dot_product_{kind}_attention{where}"
     for kind, where in (("flash", ""), ("efficient", ""), ("cudnn", ""), ("flash", "_for_cpu"))
 )
-TESTS = {
+COMPARISON_OPS = {
     *("eq", "ne", "lt", "le", "gt", "ge", "isfinite", "isnan", "logical_and", "logical_or"),
 }
 """Operators of each element whose output is bool."""
-POINTWISE = TESTS | {
+POINTWISE_OPS = COMPARISON_OPS | {
     *("add", "sub", "rsub", "mul", "div", "neg", "abs", "sign", "exp", "log", "sqrt", "rsqrt"),
     *("reciprocal", "pow", "square", "sigmoid", "silu", "gelu", "relu", "tanh", "cos", "sin"),
     *("clamp", "clamp_min", "clamp_max", "where", "addcmul", "addcdiv", "lerp", "masked_fill"),
@@ -68,8 +68,8 @@ POINTWISE = TESTS | {
     *("silu_backward", "gelu_backward", "tanh_backward", "threshold_backward"),
 }
 """Operators whose output is as large as their inputs, spread over each other."""
-REDUCTIONS = {"sum", "mean", "amax", "amin", "prod", "linalg_vector_norm", "max", "min", "any"}
-COPIES = {"copy_", "_to_copy", "clone", "contiguous", "fill_", "zero_", "cat", "stack", "index"}
+REDUCTION_OPS = {"sum", "mean", "amax", "amin", "prod", "linalg_vector_norm", "max", "min", "any"}
+COPY_OPS = {"copy_", "_to_copy", "clone", "contiguous", "fill_", "zero_", "cat", "stack", "index"}
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Op:
     """Arguments that are no tensors, as text."""
 
     @property
-    def base(self) -> str:
+    def base_name(self) -> str:
         """The name without its library."""
         return self.name.rpartition("::")[2]
 
@@ -116,14 +116,14 @@ class Kernel:
         return self.start + (self.duration if self.span is None else self.span)
 
     @property
-    def local(self) -> bool:
+    def is_local(self) -> bool:
         """Whether the device's own memory is all it moves bytes in."""
         return not self.name.startswith(("Memcpy HtoD", "Memcpy DtoH", "Memcpy PtoP"))
 
     @property
     def group(self) -> str:
         """Which of GROUPS it belongs to."""
-        return group_of(self.name, self.op, self.scope)
+        return classify_kernel(self.name, self.op, self.scope)
 
 
 # ---- groups and names -----------------------------------------------------------------------
@@ -135,48 +135,48 @@ _MATMUL = re.compile(
 )
 _FUSED = re.compile(r"triton_(poi|red|per)_")
 _LOSS = re.compile(r"loss|cross_?entropy|log_softmax", re.I)
-_SMOOTH = re.compile(r"norm|softmax|elementwise|reduce_kernel|^triton_|rotary|dropout", re.I)
+_ELEMENTWISE = re.compile(r"norm|softmax|elementwise|reduce_kernel|^triton_|rotary|dropout", re.I)
 
 
-def group_of(name: str, op: str, scope: Sequence[str] = ()) -> str:
+def classify_kernel(name: str, op: str, scope: Sequence[str] = ()) -> str:
     """The group of a kernel by its name, its operator and what lies around that."""
     base, around = op.rpartition("::")[2], [name, op, *scope]
     plain = base.removesuffix("_")
     if any(_COMMUNICATION.search(word) for word in around):
         return "communication"
-    if OPTIMIZER in scope:
-        return OPTIMIZER
+    if OPTIMIZER_SCOPE in scope:
+        return OPTIMIZER_SCOPE
     fused = _FUSED.match(name)  # such a name lists what it was made of, and of what it feeds
     if not fused and any(_ATTENTION.search(word) for word in around):
         return "attention"
-    if base in PRODUCTS or _MATMUL.search(name):
+    if base in MATMUL_OPS or _MATMUL.search(name):
         return "matmul"
     if any(_LOSS.search(word) for word in around):
         return "cross-entropy"
-    if name.startswith(("Memcpy", "Memset")) or base in COPIES:
+    if name.startswith(("Memcpy", "Memset")) or base in COPY_OPS:
         return "copies"
     if (
-        op.startswith(TRITON)
-        or plain in POINTWISE | REDUCTIONS
-        or any(map(_SMOOTH.search, (name, base)))
+        op.startswith(TRITON_PREFIX)
+        or plain in POINTWISE_OPS | REDUCTION_OPS
+        or any(map(_ELEMENTWISE.search, (name, base)))
     ):
         return "norm, elementwise"
     return "other"
 
 
-def short(name: str) -> str:
+def short_kernel_name(name: str) -> str:
     """A kernel's name without types, arguments and namespaces."""
     if name.startswith(("Memcpy", "Memset")):
         return name.partition(" (")[0]
     plain = name.removeprefix("void ").removeprefix("autograd::engine::evaluate_function: ")
-    text, arguments = _outside(plain.replace("(anonymous namespace)::", ""))
+    text, arguments = _strip_brackets(plain.replace("(anonymous namespace)::", ""))
     base = (text.split() or [name])[-1].rpartition("::")[2]
     if base.lower() in ("kernel", "kernel2", "device_kernel") and arguments:
-        return short(arguments.split(",")[0])
+        return short_kernel_name(arguments.split(",")[0])
     return base or name
 
 
-def _outside(name: str) -> tuple[str, str]:
+def _strip_brackets(name: str) -> tuple[str, str]:
     """What of a name stands outside of brackets, and what is inside the first angle brackets."""
     outside, inside, depth, first = [], [], 0, True
     for letter in name:
@@ -195,32 +195,32 @@ def _outside(name: str) -> tuple[str, str]:
 # ---- work -----------------------------------------------------------------------------------
 
 
-def stored(op: Op, i: int) -> int | None:
+def argument_bytes(op: Op, i: int) -> int | None:
     """Bytes of an argument; 0 if it is no tensor, None if its type or its shape is not known."""
     kind = op.types[i] if i < len(op.types) else ""
     if kind in ("", "Scalar", "ScalarList"):
         return 0
-    if kind not in BYTES or i >= len(op.dims):
+    if kind not in ELEMENT_BYTES or i >= len(op.dims):
         return None
     dims, strides = op.dims[i], op.strides[i] if i < len(op.strides) else []
     if len(strides) == len(dims):  # a dimension of stride 0 is one element, read again
         dims = [n for n, stride in zip(dims, strides, strict=True) if stride != 0 or n == 0]
-    return int(math.prod(dims)) * BYTES[kind]
+    return int(math.prod(dims)) * ELEMENT_BYTES[kind]
 
 
-def _inputs(op: Op) -> int | None:
+def _input_bytes(op: Op) -> int | None:
     """Bytes of all inputs."""
-    sizes = [stored(op, i) for i in range(len(op.types))]
+    sizes = [argument_bytes(op, i) for i in range(len(op.types))]
     return None if None in sizes else sum(size or 0 for size in sizes)
 
 
-def _tensors(op: Op) -> list[tuple[list[int], str]]:
+def _tensor_inputs(op: Op) -> list[tuple[list[int], str]]:
     """Shape and type of the inputs that are tensors."""
     pairs = zip(op.dims, op.types, strict=False)
-    return [(list(dims), kind) for dims, kind in pairs if kind in BYTES]
+    return [(list(dims), kind) for dims, kind in pairs if kind in ELEMENT_BYTES]
 
 
-def _places(name: str, *arguments: str) -> tuple[int, ...] | None:
+def _argument_indices(name: str, *arguments: str) -> tuple[int, ...] | None:
     """Where an operator of torch has its arguments; None if it has no such ones."""
     try:
         schema = getattr(torch.ops.aten, name).default._schema
@@ -230,25 +230,25 @@ def _places(name: str, *arguments: str) -> tuple[int, ...] | None:
         return None
 
 
-def flops(op: Op) -> int | None:
+def count_flops(op: Op) -> int | None:
     """Multiplications and additions of a matrix product or of attention; else None."""
     if not op.name.startswith("aten::"):
         return None
-    if op.base in PRODUCTS:
-        left, right = (op.dims[i] if i < len(op.dims) else [] for i in _factors(op))
+    if op.base_name in MATMUL_OPS:
+        left, right = (op.dims[i] if i < len(op.dims) else [] for i in _factor_indices(op))
         if len(left) not in (2, 3) or len(right) != len(left) or left[-1] != right[-2]:
             return None
         return 2 * int(math.prod(left)) * int(right[-1])
-    return _attention_flops(op) if op.base.removesuffix("_backward") in ATTENTION else None
+    return _attention_flops(op) if op.base_name.removesuffix("_backward") in ATTENTION_OPS else None
 
 
-def _factors(op: Op) -> tuple[int, int]:
-    return PRODUCTS[op.base], PRODUCTS[op.base] + 1
+def _factor_indices(op: Op) -> tuple[int, int]:
+    return MATMUL_OPS[op.base_name], MATMUL_OPS[op.base_name] + 1
 
 
 def _attention_flops(op: Op) -> int | None:
     """Of q, k: `[b, h, s, d]`: 4 · b · h · s · s · d, the half if causal, 2.5 times backward."""
-    places = _places(op.base, "query", "key", "is_causal")
+    places = _argument_indices(op.base_name, "query", "key", "is_causal")
     if places is None or max(places) >= min(len(op.dims), len(op.values)):
         return None
     query, key, causal = places
@@ -256,79 +256,81 @@ def _attention_flops(op: Op) -> int | None:
         return None
     full = 4 * int(math.prod(op.dims[query])) * int(op.dims[key][2])
     full = full // 2 if op.values[causal] == "True" else full
-    return full * 5 // 2 if op.base.endswith("_backward") else full
+    return full * 5 // 2 if op.base_name.endswith("_backward") else full
 
 
-def moved(op: Op) -> int | None:
+def count_bytes(op: Op) -> int | None:
     """Bytes of the inputs and outputs of an operator, each once; None where they are not known."""
-    inputs = _inputs(op)
+    inputs = _input_bytes(op)
     if inputs is None or not op.types:
         return None
-    if op.name.startswith((TRITON, "triton_")):  # its outputs are among its arguments
+    if op.name.startswith((TRITON_PREFIX, "triton_")):  # its outputs are among its arguments
         return inputs
     if not op.name.startswith("aten::"):
         return None
-    first = stored(op, 0) or 0
-    if op.base == "copy_":
+    first = argument_bytes(op, 0) or 0
+    if op.base_name == "copy_":
         return inputs
-    if op.base in ("fill_", "zero_"):
+    if op.base_name in ("fill_", "zero_"):
         return first
-    if op.base.endswith("_") and op.base.removesuffix("_") in POINTWISE:
+    if op.base_name.endswith("_") and op.base_name.removesuffix("_") in POINTWISE_OPS:
         return inputs + first
-    out = _output(op)
+    out = _output_bytes(op)
     return None if out is None else inputs + out
 
 
-def _output(op: Op) -> int | None:
+def _output_bytes(op: Op) -> int | None:
     """Bytes of what an operator returns."""
-    tensors, plain = _tensors(op), op.base.removesuffix("_backward")
+    tensors, plain = _tensor_inputs(op), op.base_name.removesuffix("_backward")
     if not tensors:
         return None
-    if op.base in PRODUCTS:
-        left, right = (op.dims[i] for i in _factors(op))
-        kind = BYTES.get(op.types[0], 0)
-        same = op.base != "_scaled_mm" and len(left) in (2, 3) and len(right) == len(left)
+    if op.base_name in MATMUL_OPS:
+        left, right = (op.dims[i] for i in _factor_indices(op))
+        kind = ELEMENT_BYTES.get(op.types[0], 0)
+        same = op.base_name != "_scaled_mm" and len(left) in (2, 3) and len(right) == len(left)
         return int(math.prod(left[:-1])) * int(right[-1]) * kind if same else None
-    if op.base in POINTWISE:
+    if op.base_name in POINTWISE_OPS:
         try:
             shape = torch.broadcast_shapes(*(dims for dims, _ in tensors))
         except RuntimeError:
             return None
-        return int(math.prod(shape)) * (1 if op.base in TESTS else _wider(tensors))
-    if plain in ATTENTION:  # out like q; gradients like q, k, v
-        size = [math.prod(dims) * BYTES[kind] for dims, kind in tensors]
-        return sum(size[1:4]) if op.base.endswith("_backward") else size[0]
-    return _reduced(op) if op.base in ("sum", "mean", "amax", "amin") else None
+        return int(math.prod(shape)) * (
+            1 if op.base_name in COMPARISON_OPS else _result_itemsize(tensors)
+        )
+    if plain in ATTENTION_OPS:  # out like q; gradients like q, k, v
+        size = [math.prod(dims) * ELEMENT_BYTES[kind] for dims, kind in tensors]
+        return sum(size[1:4]) if op.base_name.endswith("_backward") else size[0]
+    return _reduction_bytes(op) if op.base_name in ("sum", "mean", "amax", "amin") else None
 
 
-def _wider(tensors: Sequence[tuple[list[int], str]]) -> int:
+def _result_itemsize(tensors: Sequence[tuple[list[int], str]]) -> int:
     """Bytes of an element of what tensors are computed to: floats and many elements decide."""
     whole = [kind for dims, kind in tensors if dims] or [kind for _, kind in tensors]
-    real = [kind for kind in whole if kind in FLOATS]
-    return max(BYTES[kind] for kind in real or whole)
+    real = [kind for kind in whole if kind in FLOAT_TYPES]
+    return max(ELEMENT_BYTES[kind] for kind in real or whole)
 
 
-def _reduced(op: Op) -> int | None:
+def _reduction_bytes(op: Op) -> int | None:
     """Bytes of the output of a reduction whose dims are written down."""
-    dims, kind = _tensors(op)[0]
+    dims, kind = _tensor_inputs(op)[0]
     over = op.values[1] if len(op.values) > 1 else ""
     if not re.fullmatch(r"\[[-\d, ]*\]", over) or (len(op.values) > 3 and op.values[3]):
         return None
     gone = {int(i) % len(dims) for i in re.findall(r"-?\d+", over)} if dims else set()
     kept = [n for i, n in enumerate(dims) if gone and i not in gone]
-    return int(math.prod(kept)) * BYTES[kind]
+    return int(math.prod(kept)) * ELEMENT_BYTES[kind]
 
 
 # ---- reading a trace ------------------------------------------------------------------------
 
 
 @dataclass
-class _Event:
+class _HostEvent:
     """Something the host did, and what it was part of."""
 
     raw: Mapping[str, Any]
-    parent: _Event | None = None
-    inside: float = 0.0
+    parent: _HostEvent | None = None
+    inner_time: float = 0.0
     """Microseconds of the operators right inside it."""
     key: int = 0
 
@@ -342,15 +344,15 @@ class _Event:
         """Whether other things can be part of it; calls of the driver are parts only."""
         return self.raw.get("cat") in ("cpu_op", "user_annotation")
 
-    def told(self, name: str) -> Any:
+    def get_argument(self, name: str) -> Any:
         """A number that the trace gives it."""
         return self.raw.get("args", {}).get(name)
 
-    def around(self) -> list[_Event]:
+    def enclosing_events(self) -> list[_HostEvent]:
         """Itself and what lies around it, innermost first."""
-        return [self, *(self.parent.around() if self.parent else [])]
+        return [self, *(self.parent.enclosing_events() if self.parent else [])]
 
-    def op(self) -> Op:
+    def to_op(self) -> Op:
         """As an operator."""
         told = self.raw.get("args", {})
         names = ("Input Dims", "Input type", "Input Strides", "Concrete Inputs")
@@ -358,77 +360,79 @@ class _Event:
         return Op(str(self.raw["name"]), dims, types, strides, values)
 
 
-DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-HOST = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
+DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+HOST_CATEGORIES = ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver")
 
 
-def read(trace: Mapping[str, Any]) -> list[Kernel]:
+def read_kernels(trace: Mapping[str, Any]) -> list[Kernel]:
     """The kernels of a Chrome trace by their start; of a CPU's its operators."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    host = _nested([event for event in events if event.get("cat") in HOST])
-    device = [event for event in events if event.get("cat") in DEVICE]
+    host = _nest_events([event for event in events if event.get("cat") in HOST_CATEGORIES])
+    device = [event for event in events if event.get("cat") in DEVICE_CATEGORIES]
     if device:
-        return _on_device(device, host)
-    kernels = [_on_host(event) for event in host if event.is_op]
+        return _device_kernels(device, host)
+    kernels = [_kernel_from_op(event) for event in host if event.is_op]
     return sorted(kernels, key=lambda kernel: kernel.start)
 
 
-def _nested(events: Iterable[Mapping[str, Any]]) -> list[_Event]:
+def _nest_events(events: Iterable[Mapping[str, Any]]) -> list[_HostEvent]:
     """What the host did, each inside the last on its thread that was not over."""
-    open_on: dict[Any, list[_Event]] = {}
+    open_on: dict[Any, list[_HostEvent]] = {}
     made = []
     order = sorted(events, key=lambda raw: (float(raw["ts"]), -float(raw.get("dur", 0.0))))
     for key, raw in enumerate(order):
         stack = open_on.setdefault((raw["pid"], raw["tid"]), [])
-        while stack and _end(stack[-1].raw) <= float(raw["ts"]):
+        while stack and _end_time(stack[-1].raw) <= float(raw["ts"]):
             stack.pop()
-        event = _Event(raw, stack[-1] if stack else None, key=key)
-        outer = next((one for one in event.around()[1:] if one.is_op), None)
+        event = _HostEvent(raw, stack[-1] if stack else None, key=key)
+        outer = next((one for one in event.enclosing_events()[1:] if one.is_op), None)
         if outer is not None and event.is_op:
-            outer.inside += float(raw.get("dur", 0.0))
+            outer.inner_time += float(raw.get("dur", 0.0))
         if event.is_scope:
             stack.append(event)
         made.append(event)
     return made
 
 
-def _end(raw: Mapping[str, Any]) -> float:
+def _end_time(raw: Mapping[str, Any]) -> float:
     return float(raw["ts"]) + float(raw.get("dur", 0.0))
 
 
-def _on_host(event: _Event) -> Kernel:
+def _kernel_from_op(event: _HostEvent) -> Kernel:
     """An operator of a CPU as a kernel."""
-    op, span = event.op(), float(event.raw.get("dur", 0.0))
+    op, span = event.to_op(), float(event.raw.get("dur", 0.0))
     return Kernel(
         op.name,
         op.name,
         float(event.raw["ts"]),
-        max(span - event.inside, 0.0),
+        max(span - event.inner_time, 0.0),
         tuple(op.dims),
         str(event.raw["tid"]),
         tuple(op.types),
-        tuple(str(one.raw["name"]) for one in reversed(event.around()[1:])),
-        flops(op),
-        moved(op),
+        tuple(str(one.raw["name"]) for one in reversed(event.enclosing_events()[1:])),
+        count_flops(op),
+        count_bytes(op),
         span,
     )
 
 
-def _on_device(device: Iterable[Mapping[str, Any]], host: Sequence[_Event]) -> list[Kernel]:
+def _device_kernels(
+    device: Iterable[Mapping[str, Any]], host: Sequence[_HostEvent]
+) -> list[Kernel]:
     """Kernels with the operators that launched them, and their share of the work of these."""
-    calls = {event.told("correlation"): event for event in host if not event.is_scope}
-    numbered = {event.told("External id"): event for event in host if event.is_op}
+    calls = {event.get_argument("correlation"): event for event in host if not event.is_scope}
+    numbered = {event.get_argument("External id"): event for event in host if event.is_op}
     for table in (calls, numbered):
         table.pop(None, None)
     kernels: list[Kernel] = []
-    owned: dict[int, tuple[_Event, list[int]]] = {}
+    owned: dict[int, tuple[_HostEvent, list[int]]] = {}
     for raw in sorted(device, key=lambda raw: float(raw["ts"])):
         told = raw.get("args", {})
         found = (calls.get(told.get("correlation")), numbered.get(told.get("External id")))
-        chains = [event.around() for event in found if event]
+        chains = [event.enclosing_events() for event in found if event]
         around = next((c for c in chains if any(one.is_op for one in c)), (chains or [[]])[0])
         ops = [event for event in around if event.is_op]
-        op = ops[0].op() if ops else Op("")
+        op = ops[0].to_op() if ops else Op("")
         kernels.append(
             Kernel(
                 str(raw["name"]),
@@ -441,36 +445,36 @@ def _on_device(device: Iterable[Mapping[str, Any]], host: Sequence[_Event]) -> l
                 tuple(str(event.raw["name"]) for event in reversed(around) if event.is_scope),
             )
         )
-        owner = _owner(ops)
+        owner = _owning_op(ops)
         if raw["cat"] != "kernel":
-            kernels[-1] = replace(kernels[-1], bytes=_copied(raw))
+            kernels[-1] = replace(kernels[-1], bytes=_copied_bytes(raw))
         elif owner is not None:
             owned.setdefault(owner.key, (owner, []))[1].append(len(kernels) - 1)
     for owner, places in owned.values():
-        _share(kernels, places, owner.op())
+        _assign_work(kernels, places, owner.to_op())
     return kernels
 
 
-def _copied(raw: Mapping[str, Any]) -> float | None:
+def _copied_bytes(raw: Mapping[str, Any]) -> float | None:
     """Bytes that a copy or a fill reads and writes on the device; of a copy to the host: once."""
     size = raw.get("args", {}).get("bytes")
     return None if size is None else float(size) * (2.0 if "DtoD" in str(raw["name"]) else 1.0)
 
 
-def _owner(ops: Sequence[_Event]) -> _Event | None:
+def _owning_op(ops: Sequence[_HostEvent]) -> _HostEvent | None:
     """The operator whose work a kernel does: the innermost one of known work."""
-    if ops and moved(ops[0].op()) is not None:
+    if ops and count_bytes(ops[0].to_op()) is not None:
         return ops[0]
-    return next((event for event in ops if flops(event.op()) is not None), None)
+    return next((event for event in ops if count_flops(event.to_op()) is not None), None)
 
 
-def _share(kernels: list[Kernel], places: Sequence[int], op: Op) -> None:
+def _assign_work(kernels: list[Kernel], places: Sequence[int], op: Op) -> None:
     """Give the work of an operator to its longest kernel.
 
     Others of the same name have done none of it, which keeps their sum right. Of kernels with
     another name nothing is known; nor of any, if the operator is no product or attention.
     """
-    work, size = flops(op), moved(op)
+    work, size = count_flops(op), count_bytes(op)
     main = max(places, key=lambda i: kernels[i].duration)
     same = [i for i in places if kernels[i].name == kernels[main].name]
     if work is None and len(same) < len(places):

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 import torch
 
 from ranvier import launch
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.errors import PlanError
 
 
-def check_exact(run: Run) -> None:
+def check_deterministic(run: RunConfig) -> None:
     """Refuse settings that would make a deterministic run depend on measurements."""
     if run.guard.replay and run.train.device == "cuda" and not run.train.deterministic:
         raise PlanError(
@@ -37,7 +37,7 @@ def check_exact(run: Run) -> None:
             "train.deterministic=True with memory.fit='auto'. The micro-batch follows from "
             "measured memory, and sums from it. Use memory.fit='off'."
         )
-    if run.plan.compile == "on" and not compiles_exactly():
+    if run.plan.compile == "on" and not compiles_deterministically():
         problems.append(
             f"train.deterministic=True with plan.compile='on' under torch {torch.__version__}, "
             "whose compiler chooses kernels by measuring. Use plan.compile='off' or a newer torch."
@@ -46,7 +46,7 @@ def check_exact(run: Run) -> None:
         raise PlanError(problems)
 
 
-def compiles_exactly() -> bool:
+def compiles_deterministically() -> bool:
     """Whether the compiler can be told to measure nothing that changes numbers."""
     from torch._inductor import config
 
@@ -54,12 +54,12 @@ def compiles_exactly() -> bool:
 
 
 @contextmanager
-def exact(on: bool) -> Iterator[None]:
+def deterministic_algorithms(on: bool) -> Iterator[None]:
     """Have torch use only algorithms that repeat their bits, inside; before CUDA has computed."""
     if not on:
         yield
         return
-    launch.repeat_products()
+    launch.use_deterministic_cublas()
     cudnn, memory = torch.backends.cudnn, torch.utils.deterministic
     before = (
         torch.are_deterministic_algorithms_enabled(),
@@ -67,7 +67,7 @@ def exact(on: bool) -> Iterator[None]:
     )
     flags = [(cudnn, "deterministic", True), (cudnn, "benchmark", False)]
     flags.append((memory, "fill_uninitialized_memory", False))  # nobody reads such memory here
-    if compiles_exactly():
+    if compiles_deterministically():
         from torch._inductor import config
 
         flags.append((config, "deterministic", True))

@@ -19,87 +19,94 @@ import torch
 
 from ranvier.config.sections import GuardConfig
 from ranvier.errors import NumericError
-from ranvier.train.metrics import Under
-from ranvier.train.step import Watch
+from ranvier.train.metrics import PendingStep
+from ranvier.train.step import StepLimits
 
-ENOUGH = 16
+MIN_LOSSES = 16
 """Losses before which nothing is a spike."""
-LEAST_SHARE, LEAST = 0.01, 1e-3
+MIN_RELATIVE_DEVIATION, MIN_DEVIATION = 0.01, 1e-3
 """The deviation counts as this share of the median at least, and as so many nats: losses that
 hardly differ would make a spike of any other."""
-ROBUST = 1.4826
+MAD_TO_STD = 1.4826
 """Deviations of a normal distribution in its median distance from the median."""
 
 
-class Guard:
+class LossGuard:
     """The losses and the counts of a run that decide what becomes of its steps."""
 
     def __init__(self, config: GuardConfig, device: torch.device | str) -> None:
         self.config = config
-        self.watch = Watch.of(device, budget=config.skips, strict=config.spike == "skip")
+        self.step_limits = StepLimits.for_device(
+            device, budget=config.skips, strict=config.spike == "skip"
+        )
         self.window: deque[float] = deque(maxlen=config.window)
         """The newest losses that were numbers and no spikes."""
-        self.fresh: list[tuple[int, float]] = []
+        self.recent_losses: list[tuple[int, float]] = []
         """Steps and losses that are too new for the limit of the next step."""
-        self.bad = self.spikes = self.rewinds = 0
+        self.nonfinite_steps = self.spikes = self.rewinds = 0
         """Steps that were no numbers, spikes, and how often the run went back."""
-        self.left_out = 0
+        self.skipped_steps = 0
         """Steps whose update was left out, for either reason."""
-        self.row = 0
+        self.spikes_in_row = 0
         """Spikes since the last loss that was none."""
-        self.back: int | None = None
+        self.rewind_tokens: int | None = None
         """Tokens of the run behind which it goes on once it has gone back."""
 
-    def before(self, step: int) -> None:
+    def update_limit(self, step: int) -> None:
         """Tell the device above which loss the next step is a spike; nobody waits."""
         if self.config.spike == "off":
             return
-        self.window.extend(loss for known, loss in self.fresh if known <= step - 2)
-        self.fresh = [(known, loss) for known, loss in self.fresh if known > step - 2]
-        self.watch.limit.fill_(self.limit())
+        self.window.extend(loss for known, loss in self.recent_losses if known <= step - 2)
+        self.recent_losses = [
+            (known, loss) for known, loss in self.recent_losses if known > step - 2
+        ]
+        self.step_limits.loss_limit.fill_(self.spike_limit())
 
-    def limit(self) -> float:
+    def spike_limit(self) -> float:
         """The median of the window and `height` robust deviations; of too few losses infinity."""
-        if len(self.window) < min(ENOUGH, self.config.window):
+        if len(self.window) < min(MIN_LOSSES, self.config.window):
             return math.inf
         middle = statistics.median(self.window)
-        spread = ROBUST * statistics.median(abs(loss - middle) for loss in self.window)
-        return middle + self.config.height * max(spread, LEAST_SHARE * abs(middle), LEAST)
+        spread = MAD_TO_STD * statistics.median(abs(loss - middle) for loss in self.window)
+        return middle + self.config.height * max(
+            spread, MIN_RELATIVE_DEVIATION * abs(middle), MIN_DEVIATION
+        )
 
-    def judge(self, under: Under) -> str:
+    def judge_step(self, under: PendingStep) -> str:
         """Take note of a step that the device has taken; what is to be said about it, or ""."""
         loss, _, bad, spike, *_ = under.numbers.read()
-        self.bad += bool(bad)
+        self.nonfinite_steps += bool(bad)
         self.spikes += bool(spike)
-        self.row = self.row + 1 if spike else 0
-        under.skipped = bool(bad) or (bool(spike) and self.watch.strict)
-        self.left_out += under.skipped
-        under.skips = self.left_out
+        self.spikes_in_row = self.spikes_in_row + 1 if spike else 0
+        under.is_skipped = bool(bad) or (bool(spike) and self.step_limits.skips_spikes)
+        self.skipped_steps += under.is_skipped
+        under.skipped_total = self.skipped_steps
         if not bad and not spike:
-            self.fresh.append((under.step, loss))
+            self.recent_losses.append((under.step, loss))
             return ""
         what = f"Step {under.step + 1}: the loss {loss:.4g}"
         if bad:
             return (
                 f"{what} or a gradient is not finite. The step is left out on all ranks; that "
-                f"makes {self.bad} of guard.skips={self.config.skips}."
+                f"makes {self.nonfinite_steps} of guard.skips={self.config.skips}."
             )
-        done = "The step is left out." if self.watch.strict else ""
+        done = "The step is left out." if self.step_limits.skips_spikes else ""
         return f"{what} is a spike: the median was {statistics.median(self.window):.4g}. {done}"
 
-    def goes_back(self) -> bool:
+    def needs_rewind(self) -> bool:
         """Whether the run has to go back before it takes another step."""
-        return self.back is not None
+        return self.rewind_tokens is not None
 
-    def exhausted(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether a step too many was no number."""
-        return self.bad > self.config.skips
+        return self.nonfinite_steps > self.config.skips
 
     def check_spikes(self, step: int, kept: str) -> None:
         """Refuse to leave out spikes for ever, or to go back once more. kept: a checkpoint."""
-        if self.watch.strict and self.row > self.config.skips:
+        if self.step_limits.skips_spikes and self.spikes_in_row > self.config.skips:
             raise NumericError(
-                f"Step {step + 1} is spike number {self.row} in a row. At most guard.skips="
+                f"Step {step + 1} is spike number {self.spikes_in_row} in a row. At most "
+                "guard.skips="
                 f"{self.config.skips} are left out: the losses stay high. Use a lower optim.lr or "
                 f"a larger guard.height, and go on from {kept}."
             )
@@ -110,32 +117,34 @@ class Guard:
                 f"other data, and go on from {kept}."
             )
 
-    def went_back(self, counts: tuple[int, int, int, int]) -> None:
+    def record_rewind(self, counts: tuple[int, int, int, int]) -> None:
         """Keep the counts that a checkpoint does not know, and one more time that it went back."""
-        self.bad, self.spikes, self.left_out, self.rewinds = counts
+        self.nonfinite_steps, self.spikes, self.skipped_steps, self.rewinds = counts
         self.rewinds += 1
-        self.back = None
-        self.watch.bad.fill_(self.bad)
+        self.rewind_tokens = None
+        self.step_limits.nonfinite_steps.fill_(self.nonfinite_steps)
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
         """Bad steps, spikes, steps left out, times gone back."""
-        return self.bad, self.spikes, self.left_out, self.rewinds
+        return self.nonfinite_steps, self.spikes, self.skipped_steps, self.rewinds
 
-    def facts(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps; JSON gives each float back to the bit."""
         return {
             "counts": list(self.counts),
-            "row": self.row,
+            "row": self.spikes_in_row,
             "window": list(self.window),
-            "fresh": [list(one) for one in self.fresh],
+            "fresh": [list(one) for one in self.recent_losses],
         }
 
-    def restore(self, facts: Mapping[str, Any]) -> None:
+    def load_state_dict(self, facts: Mapping[str, Any]) -> None:
         """Go on from what a checkpoint kept."""
-        bad, self.spikes, self.left_out, self.rewinds = facts["counts"]
-        self.bad = min(bad, self.config.skips)  # fewer may be allowed now: the next one is too many
-        self.row = facts["row"]
+        bad, self.spikes, self.skipped_steps, self.rewinds = facts["counts"]
+        self.nonfinite_steps = min(
+            bad, self.config.skips
+        )  # fewer may be allowed now: the next one is too many
+        self.spikes_in_row = facts["row"]
         self.window = deque(facts["window"], maxlen=self.config.window)
-        self.fresh = [(int(step), float(loss)) for step, loss in facts["fresh"]]
-        self.watch.bad.fill_(self.bad)
+        self.recent_losses = [(int(step), float(loss)) for step, loss in facts["fresh"]]
+        self.step_limits.nonfinite_steps.fill_(self.nonfinite_steps)

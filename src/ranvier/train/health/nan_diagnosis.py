@@ -15,85 +15,89 @@ import torch
 from torch import Tensor, nn
 
 from ranvier.comm import collectives
-from ranvier.comm.consensus import everyone, told
+from ranvier.comm.consensus import broadcast_text, world_axis
 from ranvier.data.batch import Batch
-from ranvier.parallel.parallelize import parallel_of
+from ranvier.parallel.parallelize import get_parallel_model
 from ranvier.train.step import forward_backward
 
-NONE = 2**62
-MANY = 2**32
+NO_FAILURE = 2**62
+CHECKS_PER_STAGE = 2**32
 """More checks than a stage makes."""
 
 
 @dataclass
-class Checks:
+class FiniteChecks:
     """The checks of this rank, in order, and the first that failed."""
 
-    number: int = 0
-    first: int = NONE
+    next_index: int = 0
+    first_failure: int = NO_FAILURE
     name: str = ""
 
-    def look(self, name: str, value: Any) -> None:
+    def check_tensors(self, name: str, value: Any) -> None:
         """Check the tensors of a value."""
-        for tensor in tensors(value):
+        for tensor in float_tensors(value):
             bad = int((~tensor.isfinite()).sum())
-            if bad and self.first == NONE:
-                self.first = self.number
+            if bad and self.first_failure == NO_FAILURE:
+                self.first_failure = self.next_index
                 self.name = f"{name} ({bad} of {tensor.numel()} elements)"
-            self.number += 1
+            self.next_index += 1
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
+def float_tensors(value: Any) -> Iterator[Tensor]:
     """The tensors of real numbers in a value."""
     if isinstance(value, Tensor) and value.is_floating_point():
         yield value.detach()
     elif isinstance(value, (tuple, list)):
         for one in value:
-            yield from tensors(one)
+            yield from float_tensors(one)
 
 
-def first_bad(model: nn.Module, batches: Sequence[Batch], scale: Tensor | None) -> str:
+def find_first_nonfinite(model: nn.Module, batches: Sequence[Batch], scale: Tensor | None) -> str:
     """The first tensor of a step that is not finite, or "" if all are.
 
     Communicates: as a step does, then one number and a name over all axes.
     """
-    parallel, checks = parallel_of(model), Checks()
-    stage = parallel.pipeline.runtime.stage
-    for name, (part, _) in parallel.state().items():
-        checks.look(f"the weight {name}", part)
-    checks.number = MANY * (1 + stage.index)  # earlier stages come before later ones
+    parallel, checks = get_parallel_model(model), FiniteChecks()
+    stage = parallel.pipeline.executor.stage
+    for name, (part, _) in parallel.sharded_state().items():
+        checks.check_tensors(f"the weight {name}", part)
+    checks.next_index = CHECKS_PER_STAGE * (
+        1 + stage.index
+    )  # earlier stages come before later ones
     with ExitStack() as hooks:
-        if parallel.compiled is not None:  # a graph cannot be looked into
-            hooks.callback(setattr, parallel.compiled, "on", parallel.compiled.on)
-            parallel.compiled.on = False
-        for name, leaf in parallel.leaves.items():
+        if parallel.compiled_blocks is not None:  # a graph cannot be looked into
+            hooks.callback(
+                setattr, parallel.compiled_blocks, "is_enabled", parallel.compiled_blocks.is_enabled
+            )
+            parallel.compiled_blocks.is_enabled = False
+        for name, leaf in parallel.layers.items():
 
             def hook(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
-                checks.look(f"the output of {name}", output)
+                checks.check_tensors(f"the output of {name}", output)
 
             hooks.callback(leaf.register_forward_hook(hook).remove)
         loss = forward_backward(model, batches, scale=scale)
-    checks.number = MANY * (1 + stage.count)
-    checks.look("the loss", loss)
-    checks.number = MANY * (2 + 2 * stage.count - stage.index)
-    grads = parallel.queue.finish()
-    if parallel.queue.homes is not None:
-        parallel.queue.homes.settle()
+    checks.next_index = CHECKS_PER_STAGE * (1 + stage.num_stages)
+    checks.check_tensors("the loss", loss)
+    checks.next_index = CHECKS_PER_STAGE * (2 + 2 * stage.num_stages - stage.index)
+    grads = parallel.bucket_scheduler.finish_gradients()
+    if parallel.bucket_scheduler.host_offload is not None:
+        parallel.bucket_scheduler.host_offload.synchronize()
     for bucket, pieces in reversed(grads):
-        for weight, grad in reversed(bucket.by_weight(pieces)):
-            checks.look(f"the gradient of {weight.name}", grad)
-    parallel.queue.begin("")
-    return _earliest(checks, model, loss.device)
+        for weight, grad in reversed(bucket.split_by_weight(pieces)):
+            checks.check_tensors(f"the gradient of {weight.name}", grad)
+    parallel.bucket_scheduler.begin_step("")
+    return _earliest_failure(checks, model, loss.device)
 
 
-def _earliest(checks: Checks, model: nn.Module, device: torch.device) -> str:
+def _earliest_failure(checks: FiniteChecks, model: nn.Module, device: torch.device) -> str:
     """The name of the first failed check on any rank."""
-    grid = parallel_of(model).grid
-    mine = torch.tensor([checks.first, grid.rank], device=device)
-    order = collectives.all_reduce(mine[:1], everyone(grid), "min").wait().item()
-    if order == NONE:
+    grid = get_parallel_model(model).grid
+    mine = torch.tensor([checks.first_failure, grid.rank], device=device)
+    order = collectives.all_reduce(mine[:1], world_axis(grid), "min").wait().item()
+    if order == NO_FAILURE:
         return ""
-    whose = mine[1:] if checks.first == order else torch.full_like(mine[1:], NONE)
-    rank = int(collectives.all_reduce(whose, everyone(grid), "min").wait().item())
-    name = told(checks.name, grid, device, rank=rank)
-    return f"{name} on rank {rank}" if grid.world > 1 else name
+    whose = mine[1:] if checks.first_failure == order else torch.full_like(mine[1:], NO_FAILURE)
+    rank = int(collectives.all_reduce(whose, world_axis(grid), "min").wait().item())
+    name = broadcast_text(checks.name, grid, device, rank=rank)
+    return f"{name} on rank {rank}" if grid.world_size > 1 else name

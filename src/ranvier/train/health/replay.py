@@ -12,21 +12,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ranvier.comm.consensus import complaint
+from ranvier.comm.consensus import broadcast_first_error
 from ranvier.errors import NumericError
-from ranvier.parallel.parallelize import parallel_of
-from ranvier.train.health.replica_check import fingerprint
+from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.train.health.replica_check import fingerprint_tensor
 
 
 @dataclass(frozen=True)
-class Replay:
+class StepReplay:
     """Compares two passes over the same micro-batches."""
 
     model: nn.Module
     step: int
     """Number of the step, from 0."""
 
-    def twice(self, work: Callable[[], Tensor]) -> Tensor:
+    def run_twice(self, work: Callable[[], Tensor]) -> Tensor:
         """Do a forward and backward pass twice; the loss, and gradients in the queue.
 
         Communicates: twice what the pass does, then perhaps a text over all axes.
@@ -36,9 +36,9 @@ class Replay:
         after = self._signature(loss)
         odd = [name for name, bits in after.items() if before[name] != bits]
         what = f"{odd[0]} ({len(odd)} of {len(after)} differ)" if odd else ""
-        parallel = parallel_of(self.model)
-        rank = f" on rank {parallel.grid.rank}" if parallel.grid.world > 1 else ""
-        found = complaint(what and what + rank, parallel.grid, loss.device)
+        parallel = get_parallel_model(self.model)
+        rank = f" on rank {parallel.grid.rank}" if parallel.grid.world_size > 1 else ""
+        found = broadcast_first_error(what and what + rank, parallel.grid, loss.device)
         if found:
             raise NumericError(
                 f"Step {self.step + 1} was computed twice and differs in {found}. The same work "
@@ -50,8 +50,8 @@ class Replay:
     def _signature(self, loss: Tensor) -> dict[str, int]:
         """Bits of the loss and of the gradient of each weight, my range over data."""
         found = {"the loss": loss.detach().reshape(1)}
-        for bucket, pieces in parallel_of(self.model).queue.finish():
-            for weight, grad in bucket.by_weight(pieces):
+        for bucket, pieces in get_parallel_model(self.model).bucket_scheduler.finish_gradients():
+            for weight, grad in bucket.split_by_weight(pieces):
                 found[f"the gradient of {weight.name}"] = grad
-        hashes = torch.stack([fingerprint(x) for x in found.values()]).tolist()
+        hashes = torch.stack([fingerprint_tensor(x) for x in found.values()]).tolist()
         return dict(zip(found, hashes, strict=True))

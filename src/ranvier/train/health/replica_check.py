@@ -20,32 +20,32 @@ import torch
 from torch import Tensor
 
 from ranvier.comm import collectives
-from ranvier.comm.consensus import everyone, told
+from ranvier.comm.consensus import broadcast_text, world_axis
 from ranvier.errors import NumericError
 from ranvier.grid import Axis, Grid
 from ranvier.optim.optimizer import Optimizer
-from ranvier.sharding import Place
+from ranvier.sharding import Shard
 
-GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+HASH_MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64
 """An odd number of 64 bits without a pattern, as a signed one."""
-CHUNK = 2**23
+HASH_CHUNK = 2**23
 """Elements that are hashed at a time: what that needs beside them stays small."""
-NAME = "replicas"
+TRACE_NAME = "replicas"
 """Where a trace shows the comparison."""
 
 
 @dataclass(frozen=True)
-class Copy:
+class Replica:
     """A tensor on this rank that others hold, too."""
 
     name: str
     part: Tensor
-    place: Place
+    shard: Shard
     axes: tuple[Axis, ...]
     """Lines of ranks that hold the same; all of them are joined by these lines."""
 
 
-def fingerprint(x: Tensor) -> Tensor:
+def fingerprint_tensor(x: Tensor) -> Tensor:
     """64 bits of a tensor, on its device: other bits or another order give others.
 
     Σ wᵢ · mᵢ of its 64-bit words w with odd m, modulo 2⁶⁴: one flipped bit always shows.
@@ -54,36 +54,36 @@ def fingerprint(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return total
     count = 8 // x.element_size()  # elements of a word
-    for number, part in enumerate(x.detach().reshape(-1).split(CHUNK)):
+    for number, part in enumerate(x.detach().reshape(-1).split(HASH_CHUNK)):
         whole = part.new_zeros(-(-part.numel() // count) * count)
         whole[: part.numel()] = part
         words = whole.view(torch.int64)
         places = torch.arange(len(words), device=x.device)
-        weighted = words.mul_(places.mul_(2).add_(1).mul_(GOLDEN)).sum()
+        weighted = words.mul_(places.mul_(2).add_(1).mul_(HASH_MULTIPLIER)).sum()
         total = total + weighted * (2 * number + 1)
     return total
 
 
-def copies(optimizer: Optimizer) -> Iterator[Copy]:
+def list_replicas(optimizer: Optimizer) -> Iterator[Replica]:
     """All tensors of this rank that other ranks hold as well."""
-    queue = optimizer.queue
-    queue.settle()
-    optimizer.store.settle()
+    queue = optimizer.bucket_scheduler
+    queue.wait_for_updates()
+    optimizer.state_store.synchronize()
     for bucket in queue.buckets:
-        tied = () if bucket.tied is None else (bucket.tied,)
-        for weight in (one for one in bucket.weights if one.elements):
-            others = (bucket.segment(weight).over, *tied)
+        tied = () if bucket.tied_axis is None else (bucket.tied_axis,)
+        for weight in (one for one in bucket.weights if one.num_elements):
+            others = (bucket.segment_of(weight).replica_axis, *tied)
             others = tuple(axis for axis in others if axis.size > 1)
             lines = (*others, queue.data_axis) if queue.data_axis.size > 1 else others
             if lines:
-                yield Copy(weight.name, weight.rest, weight.place, lines)
-            states = optimizer.held(weight) if others and bucket.trainable else {}
+                yield Replica(weight.name, weight.storage, weight.shard, lines)
+            states = optimizer.weight_states(weight) if others and bucket.trainable else {}
             for kind, part in states.items():
-                yield Copy(f"{weight.name}.{kind}", part, bucket.place(weight), others)
+                yield Replica(f"{weight.name}.{kind}", part, bucket.state_shard(weight), others)
 
 
 @torch.no_grad()
-def compare(
+def compare_replicas(
     optimizer: Optimizer,
     grid: Grid,
     device: torch.device | str,
@@ -93,10 +93,10 @@ def compare(
 
     Communicates: all-reduce of two numbers a tensor over each axis, one number over all.
     """
-    mine = list(copies(optimizer))
+    mine = list(list_replicas(optimizer))
     nothing = torch.zeros((), dtype=torch.int64, device=device)
-    hashes = torch.stack([*(fingerprint(one.part).to(device) for one in mine), nothing])
-    with grid.trace.at(NAME):
+    hashes = torch.stack([*(fingerprint_tensor(one.part).to(device) for one in mine), nothing])
+    with grid.trace.named_scope(TRACE_NAME):
         odd = torch.zeros_like(hashes, dtype=torch.bool)
         for axis in dict.fromkeys(axis for one in mine for axis in one.axes):
             at = torch.tensor([i for i, one in enumerate(mine) if axis in one.axes], device=device)
@@ -104,14 +104,14 @@ def compare(
             both = torch.stack([hashes[at], ~hashes[at]])
             largest = collectives.all_reduce(both, axis, "max").wait()
             odd[at] |= largest[0] != ~largest[1]
-        first = torch.where(odd.any(), nothing + grid.rank, nothing + grid.world)
-        whose = int(collectives.all_reduce(first[None], everyone(grid), "min").wait().item())
-        if whose < grid.world:
-            _refuse(mine, hashes.tolist(), odd.tolist(), grid, device, whose, kept)
+        first = torch.where(odd.any(), nothing + grid.rank, nothing + grid.world_size)
+        whose = int(collectives.all_reduce(first[None], world_axis(grid), "min").wait().item())
+        if whose < grid.world_size:
+            _raise_mismatch(mine, hashes.tolist(), odd.tolist(), grid, device, whose, kept)
 
 
-def _refuse(
-    mine: Sequence[Copy],
+def _raise_mismatch(
+    mine: Sequence[Replica],
     hashes: Sequence[int],
     odd: Sequence[bool],
     grid: Grid,
@@ -124,32 +124,35 @@ def _refuse(
     Communicates: its name, and the hashes of all who hold it.
     """
     name = mine[odd.index(True)].name if grid.rank == whose else ""
-    name = told(name, grid, device, rank=whose)
+    name = broadcast_text(name, grid, device, rank=whose)
     found = [(hashes[i], one) for i, one in enumerate(mine) if one.name == name]
     # holders are those whose part is at the same place; other ranks take part with a zero
-    row = [[int(h), 1 + zlib.crc32(str(one.place).encode())] for h, one in found] or [[0, 0]]
-    rows = collectives.all_gather(torch.tensor(row, device=device), everyone(grid)).wait().tolist()
-    ranks = everyone(grid).ranks
+    row = [[int(h), 1 + zlib.crc32(str(one.shard).encode())] for h, one in found] or [[0, 0]]
+    rows = (
+        collectives.all_gather(torch.tensor(row, device=device), world_axis(grid)).wait().tolist()
+    )
+    ranks = world_axis(grid).ranks
     here = rows[ranks.index(whose)][1]
     held = {rank: h for rank, (h, place) in zip(ranks, rows, strict=True) if place == here}
     raise NumericError(
-        f"{_disagreement(name, held)}. Copies of a weight are equal to the bit as long as devices "
+        f"{_describe_mismatch(name, held)}. Copies of a weight are equal to the bit as long as "
+        "devices "
         "and sums are right. Do not use those devices before they are checked (ranvier doctor), "
         f"and go on from {kept()}."
     )
 
 
-def _disagreement(name: str, held: dict[int, int]) -> str:
+def _describe_mismatch(name: str, held: dict[int, int]) -> str:
     """Which ranks differ from most; all values if there is no majority."""
     value, count = Counter(held.values()).most_common(1)[0]
     if 2 * count > len(held):
         odd, rest = ([r for r, h in held.items() if (h == value) == same] for same in (False, True))
         verb = "holds" if len(odd) == 1 else "hold"
-        return f"{_ranks(odd)} {verb} other bits of {name} than {_ranks(rest)}"
+        return f"{_format_ranks(odd)} {verb} other bits of {name} than {_format_ranks(rest)}"
     values = ", ".join(f"rank {rank} {h % 2**64:016x}" for rank, h in sorted(held.items())[:16])
-    return f"{_ranks(sorted(held))} hold different bits of {name}: {values}"
+    return f"{_format_ranks(sorted(held))} hold different bits of {name}: {values}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -2,62 +2,68 @@
 
 from __future__ import annotations
 
-from ranvier.buckets.offload import Homes
-from ranvier.config.run import Run
-from ranvier.memory.activation_offload import Activations
-from ranvier.memory.host import GIB, Arena, host_room
-from ranvier.memory.host_pool import Pool
-from ranvier.memory.saved_results import Held
+from ranvier.buckets.offload import HostOffload
+from ranvier.config.run import RunConfig
+from ranvier.memory.activation_offload import ActivationOffload
+from ranvier.memory.host import GIB, Arena, host_bytes_per_rank
+from ranvier.memory.host_pool import HostBufferPool
+from ranvier.memory.saved_results import InPlaceStore
 from ranvier.models import Decoder
-from ranvier.optim.state_tiles import Home
-from ranvier.parallel.parallelize import parallel_of
+from ranvier.optim.state_tiles import StatePlacement
+from ranvier.parallel.parallelize import get_parallel_model
 
 
-def weights_room(run: Run, ranks: int) -> int | None:
+def weight_offload_bytes(run: RunConfig, ranks: int) -> int | None:
     """Bytes of the host where weights may rest; None: they stay on the device."""
-    return host_room(ranks, run.memory.host) if run.memory.weights == "host" else None
+    return host_bytes_per_rank(ranks, run.memory.host) if run.memory.weights == "host" else None
 
 
-def go_home(run: Run, model: Decoder, ranks: int) -> None:
+def offload_weights(run: RunConfig, model: Decoder, ranks: int) -> None:
     """Take weights to the host if they are to rest there and do not yet."""
-    room, queue = weights_room(run, ranks), parallel_of(model).queue
-    if room is not None and queue.homes is None:
-        queue.go_home(room)
+    room, queue = weight_offload_bytes(run, ranks), get_parallel_model(model).bucket_scheduler
+    if room is not None and queue.host_offload is None:
+        queue.offload_weights(room)
 
 
-def states_home(run: Run, ranks: int, homes: Homes | None = None) -> Home:
+def states_placement(
+    run: RunConfig, ranks: int, homes: HostOffload | None = None
+) -> StatePlacement:
     """Where states rest. ranks: those that share the host. homes: of weights and gradients."""
     memory = run.memory
     if memory.states == "device":
-        return Home(tile=memory.tile)
-    room = host_room(ranks, memory.host)
+        return StatePlacement(tile_elements=memory.tile)
+    room = host_bytes_per_rank(ranks, memory.host)
     if homes is not None:
-        free = host_room(ranks) - homes.owed
-        room = min(free, room - homes.size - homes.owed) if memory.host > 0.0 else free
-    return Home(
+        free = host_bytes_per_rank(ranks) - homes.pending_grad_bytes
+        room = (
+            min(free, room - homes.host_bytes - homes.pending_grad_bytes)
+            if memory.host > 0.0
+            else free
+        )
+    return StatePlacement(
         memory.states,
-        resident=int(memory.resident * GIB),
-        room=max(room, 0),
+        device_bytes=int(memory.resident * GIB),
+        host_bytes=max(room, 0),
         path=memory.path,
-        update="cpu" if memory.update == "cpu" else "device",
-        tile=memory.tile,
+        update_device="cpu" if memory.update == "cpu" else "device",
+        tile_elements=memory.tile,
     )
 
 
-def place_activations(run: Run, model: Decoder, local_ranks: int) -> None:
+def offload_activations(run: RunConfig, model: Decoder, local_ranks: int) -> None:
     """Have a share of the activations of blocks wait on the host, or none."""
-    parallel_of(model).moment.keeping.store = Held()
+    get_parallel_model(model).step_context.save_policy.store = InPlaceStore()
     if run.memory.activations <= 0.0:
         return
-    parallel, room = parallel_of(model), host_room(local_ranks, run.memory.host)
-    blocks, runtime = list(parallel.kinds), parallel.pipeline.runtime
+    parallel, room = get_parallel_model(model), host_bytes_per_rank(local_ranks, run.memory.host)
+    blocks, runtime = list(parallel.recompute_modes), parallel.pipeline.executor
     stage, device = runtime.stage, runtime.device
-    ends = stage.index == stage.count - 1 and bool(blocks)  # a stage may have no block
-    parallel.moment.keeping.store = Activations(
+    ends = stage.index == stage.num_stages - 1 and bool(blocks)  # a stage may have no block
+    parallel.step_context.save_policy.store = ActivationOffload(
         run.memory.activations,
         blocks,
         device,
-        weights=lambda: [bucket.data for bucket in parallel.queue.buckets],
-        pool=Pool(lambda size: Arena(size, device).bytes, room=room),
+        weights=lambda: [bucket.data for bucket in parallel.bucket_scheduler.buckets],
+        pool=HostBufferPool(lambda size: Arena(size, device).buffer, room=room),
         last=blocks[-1] if ends else "",
     )

@@ -22,39 +22,39 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ranvier.buckets.scheduler import Deferred
-from ranvier.comm.consensus import largest, most_of, told
+from ranvier.buckets.scheduler import BucketScheduler
+from ranvier.comm.consensus import broadcast_text, max_each, max_over_ranks
 from ranvier.config.plan import Plan
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.data.batch import Batch
 from ranvier.errors import PlanError
 from ranvier.grid import Grid
 from ranvier.memory import recompute_budget
-from ranvier.memory.recompute_budget import Block, Kind, Pass
-from ranvier.memory.saved_results import Held
+from ranvier.memory.recompute_budget import BlockMemory, PassMemory, RecomputeMode
+from ranvier.memory.saved_results import InPlaceStore
 from ranvier.models import Decoder
-from ranvier.parallel.parallelize import Parallel, parallel_of
-from ranvier.pipeline.policy_search import read, written
+from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
+from ranvier.pipeline.policy_search import policy_from_text, policy_to_text
 from ranvier.planner.memory import measured_states
 from ranvier.train.step import forward_backward
 
-RESERVE = 0.05
+RESERVED_FRACTION = 0.05
 """Share of a device's memory that is left free: gaps between tensors, space of its libraries."""
-SEGMENTS = 48 * 2**20
+ALLOCATOR_SLACK_BYTES = 48 * 2**20
 """Bytes of a given limit that torch's allocator may leave empty in the segments (of 2 and 20 MiB)
 that it takes from a device."""
 GIB = 2**30
 
 
-def candidates(plan: Plan, seq: int) -> list[int]:
+def candidate_micro_batches(plan: Plan, seq: int) -> list[int]:
     """Micro-batches to try, largest first: the given one, or those that are of use."""
     if plan.micro_batch > 0:
         return [plan.micro_batch]
     multiple = plan.col if plan.inner == "samples" else 1
-    return recompute_budget.useful(plan.batch // plan.replicas, seq, multiple)
+    return recompute_budget.candidate_micro_batches(plan.batch // plan.num_replicas, seq, multiple)
 
 
-def room(limit: float, device: torch.device, local_ranks: int) -> int:
+def available_bytes(limit: float, device: torch.device, local_ranks: int) -> int:
     """Bytes that this rank may use, what it holds already included. limit: GiB; 0: none.
 
     Gaps in segments that other tensors of the process hold do not count as free, since tensors of
@@ -64,34 +64,46 @@ def room(limit: float, device: torch.device, local_ranks: int) -> int:
         torch.cuda.empty_cache()  # segments without any tensor are not gaps
         free, total = torch.cuda.mem_get_info(device)
         gaps = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        there = int(free + torch.cuda.memory_allocated(device) - RESERVE * total)
-        limit = max(limit - (SEGMENTS + gaps) / GIB, 1e-9) if limit > 0.0 else limit
+        there = int(free + torch.cuda.memory_allocated(device) - RESERVED_FRACTION * total)
+        limit = max(limit - (ALLOCATOR_SLACK_BYTES + gaps) / GIB, 1e-9) if limit > 0.0 else limit
     else:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        there = int((1.0 - RESERVE) * total / local_ranks)
+        there = int((1.0 - RESERVED_FRACTION) * total / local_ranks)
     return min(there, int(limit * GIB)) if limit > 0.0 else there
 
 
-def bounded(run: Run, model: Decoder, device: torch.device, local_ranks: int) -> list[str]:
+def resolve_in_flight_limit(
+    run: RunConfig, model: Decoder, device: torch.device, local_ranks: int
+) -> list[str]:
     """Settle how many micro-batches a stage may hold, by measuring one; lines on the pipeline.
 
     Communicates: as a forward and backward pass inside the stage, and a number over all axes.
     """
-    parallel, plan, limited = parallel_of(model), run.plan, run.memory.limit
+    parallel, plan, limited = get_parallel_model(model), run.plan, run.memory.limit
     pipeline = parallel.pipeline
-    stage = pipeline.runtime.stage
-    if stage.count == 1:
+    stage = pipeline.executor.stage
+    if stage.num_stages == 1:
         return []
-    lines = stage.words()
+    lines = stage.describe_stages()
     if limited > 0.0 and plan.credits == 0:
-        kept = max(_kept(run, parallel, chunk, device) for chunk in range(len(stage.chunks)))
-        own = measured_states.sizes_of(parallel, moments=run.optim.moments, tile=run.memory.tile)
-        wide = sum(b.size for b in parallel.queue.buckets if b.trainable)
-        fixed = own.weights + own.communication + wide * parallel.queue.dtype.itemsize
-        fixed += own.states if run.memory.states == "device" else own.ring + own.small
-        available = room(limited, device, local_ranks)
+        kept = max(
+            _activation_bytes(run, parallel, chunk, device) for chunk in range(len(stage.chunks))
+        )
+        own = measured_states.model_state_sizes(
+            parallel, moments=run.optim.moments, tile=run.memory.tile
+        )
+        wide = sum(b.size for b in parallel.bucket_scheduler.buckets if b.trainable)
+        fixed = (
+            own.weight_bytes
+            + own.communication
+            + wide * parallel.bucket_scheduler.reduce_dtype.itemsize
+        )
+        fixed += (
+            own.state_bytes if run.memory.states == "device" else own.state_ring + own.vector_states
+        )
+        available = available_bytes(limited, device, local_ranks)
         fits = (available - fixed) // max(kept, 1)
-        limit = -largest(-int(min(fits, 2**31)), parallel.grid, device)
+        limit = -max_over_ranks(-int(min(fits, 2**31)), parallel.grid, device)
         if limit < 1:
             raise PlanError(
                 f"memory.limit={limited} leaves room for no micro-batch: of "
@@ -100,125 +112,134 @@ def bounded(run: Run, model: Decoder, device: torch.device, local_ranks: int) ->
                 "A stage holds one at least. Use a larger memory.limit, a smaller "
                 "plan.micro_batch, or plan.recompute='full'."
             )
-        pipeline.how = replace(pipeline.how, limit=limit)
+        pipeline.config = replace(pipeline.config, max_in_flight=limit)
         lines.append(f"a stage may hold {limit} micro-batches in {available / GIB:.3g} GiB")
     # the simulator runs on one rank, and all do what it found
-    found = pipeline.policy(plan.micro_batches) if parallel.grid.rank == 0 else None
-    policy = read(told(written(found), parallel.grid, device), pipeline.shape(plan.micro_batches))
-    pipeline.chosen[plan.micro_batches] = policy
+    found = pipeline.policy_for_step(plan.num_micro_batches) if parallel.grid.rank == 0 else None
+    policy = policy_from_text(
+        broadcast_text(policy_to_text(found), parallel.grid, device),
+        pipeline.step_shape(plan.num_micro_batches),
+    )
+    pipeline.policies[plan.num_micro_batches] = policy
     return [*lines, f"policy {plan.policy}: {policy}"]
 
 
-def _kept(run: Run, parallel: Parallel, chunk: int, device: torch.device) -> int:
+def _activation_bytes(
+    run: RunConfig, parallel: ParallelModel, chunk: int, device: torch.device
+) -> int:
     """Bytes that the activations of a micro-batch take in a chunk of my stage."""
-    plan, stage = run.plan, parallel.pipeline.runtime.stage
-    batch, x = blank(run, plan.micro_batch, device), None
-    parallel.moment.samples = batch.samples
+    plan, stage = run.plan, parallel.pipeline.executor.stage
+    batch, x = blank_batch(run, plan.micro_batch, device), None
+    parallel.step_context.samples = batch.samples
     shape = (
         plan.micro_batch,
         run.data.seq // (plan.row * plan.context),
         run.model.embed // plan.col,
     )
-    if not stage.enters(chunk) or stage.vocabulary:
-        dtype = parallel.queue.buckets[0].data.dtype
+    if not stage.is_first_chunk(chunk) or stage.vocab_layers:
+        dtype = parallel.bucket_scheduler.buckets[0].data.dtype
         x = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
-    more = {"scored": False} if stage.vocabulary else {}
+    more = {"scored": False} if stage.vocab_layers else {}
     kept = 0
     for _ in range(2):  # compilers and libraries take memory of their own in the first
-        forget(parallel, device)
-        with _watching(parallel, [x, batch.inputs()], device) as watch:
-            y = stage.run(x, stage.chunks[chunk], **batch.inputs(), **more)
-            kept = watch.held()
+        drop_gradients(parallel, device)
+        with _count_memory(parallel, [x, batch.model_inputs()], device) as watch:
+            y = stage.run_parts(x, stage.chunks[chunk], **batch.model_inputs(), **more)
+            kept = watch.live_bytes()
             y.backward(torch.zeros_like(y))
         del y
-    forget(parallel, device)
+    drop_gradients(parallel, device)
     return kept
 
 
 # ---- measuring --------------------------------------------------------------------------
 
 
-def measured(
-    run: Run,
+def measure_passes(
+    run: RunConfig,
     model: Decoder,
     device: torch.device,
     micro: int,
     *,
     passes: int,
-    kinds: Sequence[Kind] = tuple(recompute_budget.COST),
-) -> tuple[Pass, ...] | None:
+    kinds: Sequence[RecomputeMode] = tuple(recompute_budget.RECOMPUTE_COST),
+) -> tuple[PassMemory, ...] | None:
     """What passes of `micro` samples each need in a step of so many; None if that is too much.
 
     The model runs with two of its blocks, in each of the kinds. All ranks get the same numbers.
     Communicates: as a step with two blocks, twice for each kind; numbers over all axes.
     """
-    parallel, blocks = parallel_of(model), model.blocks
-    keeping, names = parallel.moment.keeping, [*parallel.kinds][:2]
-    store, keeping.store = keeping.store, Held()  # what waits elsewhere is counted, not measured
-    before = {name: parallel.kinds[name] for name in names}
-    batches = [blank(run, micro, device) for _ in range(passes)]
-    found: dict[Kind, list[Pass]] = {}
+    parallel, blocks = get_parallel_model(model), model.blocks
+    keeping, names = parallel.step_context.save_policy, [*parallel.recompute_modes][:2]
+    store, keeping.store = (
+        keeping.store,
+        InPlaceStore(),
+    )  # what waits elsewhere is counted, not measured
+    before = {name: parallel.recompute_modes[name] for name in names}
+    batches = [blank_batch(run, micro, device) for _ in range(passes)]
+    found: dict[RecomputeMode, list[PassMemory]] = {}
     gc.collect()  # nothing older shall be freed while bytes are counted
     try:
         model.blocks = nn.ModuleList([blocks[0], blocks[min(1, len(blocks) - 1)]])
         for kind in kinds:
-            parallel.kinds.update(dict.fromkeys(names, kind))
-            found[kind] = _probed(model, batches, device, kind)
+            parallel.recompute_modes.update(dict.fromkeys(names, kind))
+            found[kind] = _probe_passes(model, batches, device, kind)
     except torch.OutOfMemoryError:
         found = {}
     finally:
         model.blocks, keeping.store = blocks, store
-        parallel.kinds.update(before)
-        forget(parallel, device)
-    if largest(int(not found), parallel.grid, device):
+        parallel.recompute_modes.update(before)
+        drop_gradients(parallel, device)
+    if max_over_ranks(int(not found), parallel.grid, device):
         return None
     return tuple(
-        _agreed([found[kind][i] for kind in kinds], parallel.grid, device) for i in range(passes)
+        _merge_passes([found[kind][i] for kind in kinds], parallel.grid, device)
+        for i in range(passes)
     )
 
 
-def _probed(
-    model: Decoder, batches: Sequence[Batch], device: torch.device, kind: Kind
-) -> list[Pass]:
+def _probe_passes(
+    model: Decoder, batches: Sequence[Batch], device: torch.device, kind: RecomputeMode
+) -> list[PassMemory]:
     """Passes over a model with two blocks of a kind.
 
     The first time is not measured: compilers and libraries take memory of their own in it, and the
     order of blocks is noted.
     """
-    parallel, inputs = parallel_of(model), [batch.inputs() for batch in batches]
+    parallel, inputs = get_parallel_model(model), [batch.model_inputs() for batch in batches]
     forward_backward(model, batches)
-    forget(parallel, device)
-    marks: list[_Mark] = []
-    with _watching(parallel, inputs, device) as watch:
+    drop_gradients(parallel, device)
+    marks: list[_MemoryMark] = []
+    with _count_memory(parallel, inputs, device) as watch:
 
         def note(name: str) -> None:
             if not marks or marks[-1].name != name:  # a value may come in two parts
-                marks.append(_Mark.now(name, watch))
+                marks.append(_MemoryMark.record_now(name, watch))
 
-        with marking(model, note):
+        with mark_blocks(model, note):
             forward_backward(model, batches)
         note("end")
-    return [*_passes(marks, kind, parallel)]
+    return [*_passes_from_marks(marks, kind, parallel)]
 
 
 @dataclass(frozen=True)
-class _Mark:
+class _MemoryMark:
     """Bytes at a moment, and the most since the one before."""
 
     name: str
-    held: int
-    most: int
+    live_bytes: int
+    peak_bytes: int
 
     @classmethod
-    def now(cls, name: str, watch: _Watch) -> _Mark:
+    def record_now(cls, name: str, watch: _MemoryCounter) -> _MemoryMark:
         """This moment; what is most begins anew."""
-        held, most = watch.held(), watch.peak()
-        watch.restart()
+        held, most = watch.live_bytes(), watch.peak_bytes()
+        watch.reset_peak()
         return cls(name, held, most)
 
 
 @contextmanager
-def marking(model: Decoder, note: Callable[[str], None]) -> Iterator[None]:
+def mark_blocks(model: Decoder, note: Callable[[str], None]) -> Iterator[None]:
     """Inside, a pass tells where it is: forward 0, forward 1, ..., head, ..., backward 0, leave.
 
     head: the last block is done. leave: so is the first one's backward pass.
@@ -251,54 +272,65 @@ def marking(model: Decoder, note: Callable[[str], None]) -> Iterator[None]:
             block.forward = inner[at]
 
 
-MOMENTS = ("forward 0", "forward 1", "head", "backward 1", "backward 0", "leave")
+PASS_MARKS = ("forward 0", "forward 1", "head", "backward 1", "backward 0", "leave")
 """What a pass of a model with two blocks tells."""
 
 
-def _passes(marks: Sequence[_Mark], kind: Kind, parallel: Parallel) -> Iterator[Pass]:
+def _passes_from_marks(
+    marks: Sequence[_MemoryMark], kind: RecomputeMode, parallel: ParallelModel
+) -> Iterator[PassMemory]:
     """What marks of passes tell; see `budget.Pass`."""
-    before, first_enter, each = 0, 0, len(MOMENTS)
-    name, count = [*parallel.kinds][:2][-1], len(marks) // each
-    assert [mark.name for mark in marks] == [*MOMENTS * count, "end"], marks
+    before, first_enter, each = 0, 0, len(PASS_MARKS)
+    name, count = [*parallel.recompute_modes][:2][-1], len(marks) // each
+    assert [mark.name for mark in marks] == [*PASS_MARKS * count, "end"], marks
     for at in range(0, len(marks) - 1, each):
         _, second, head, back, first, leave, end = marks[at : at + each + 1]
-        kept, last = head.held - second.held, at // each == count - 1
-        made = before + first.held - back.held + kept
-        gradient = measured_states.gradient(parallel, name, passes=at // each + 1, last=last)
-        if parallel.queue.homes is None:  # else it leaves, and weights come and go
+        kept, last = head.live_bytes - second.live_bytes, at // each == count - 1
+        made = before + first.live_bytes - back.live_bytes + kept
+        gradient = measured_states.block_grad_bytes(
+            parallel, name, passes=at // each + 1, last=last
+        )
+        if (
+            parallel.bucket_scheduler.host_offload is None
+        ):  # else it leaves, and weights come and go
             gradient = min(made, gradient)
         else:
             made = gradient
-        peak, enter = first.most - back.held + kept, second.held - kept - 2 * before
-        first_enter = first_enter or enter
-        yield Pass(
-            {kind: Block(kept, max(peak, kept), head.most - second.held)},
-            enter=enter,
-            head=back.most - head.held,
-            after=back.held - head.held,
-            leave=end.most - leave.held,
-            gradient=gradient,
-            before=before,
-            rest=max(end.held - 2 * gradient, 0),
-            outside=max(enter - first_enter, 0),
-            moving=made - gradient,
+        peak, enter = (
+            first.peak_bytes - back.live_bytes + kept,
+            second.live_bytes - kept - 2 * before,
         )
-        before = gradient if parallel.queue.homes is None else 0  # else it leaves for the host
+        first_enter = first_enter or enter
+        yield PassMemory(
+            {kind: BlockMemory(kept, max(peak, kept), head.peak_bytes - second.live_bytes)},
+            input_bytes=enter,
+            head_peak=back.peak_bytes - head.live_bytes,
+            after_head=back.live_bytes - head.live_bytes,
+            embedding_peak=end.peak_bytes - leave.live_bytes,
+            block_grad=gradient,
+            earlier_block_grad=before,
+            outside_grad=max(end.live_bytes - 2 * gradient, 0),
+            earlier_outside_grad=max(enter - first_enter, 0),
+            reduction_buffer=made - gradient,
+        )
+        before = (
+            gradient if parallel.bucket_scheduler.host_offload is None else 0
+        )  # else it leaves for the host
 
 
-def _agreed(passes: Sequence[Pass], grid: Grid, device: torch.device) -> Pass:
+def _merge_passes(passes: Sequence[PassMemory], grid: Grid, device: torch.device) -> PassMemory:
     """One pass of all kinds: the most that any rank and any kind needs outside of blocks."""
-    names = [one.name for one in fields(Pass) if one.name != "blocks"]
+    names = [one.name for one in fields(PassMemory) if one.name != "blocks"]
     numbers = [max(getattr(one, name) for one in passes) for name in names]
     blocks = {kind: block for one in passes for kind, block in one.blocks.items()}
     inside = [number for block in blocks.values() for number in astuple(block)]
-    most = most_of([*numbers, *inside], grid, device)
+    most = max_each([*numbers, *inside], grid, device)
     parts = iter(most[len(names) :])
-    every = {kind: Block(next(parts), next(parts), next(parts)) for kind in blocks}
-    return Pass(every, **dict(zip(names, most, strict=False)))
+    every = {kind: BlockMemory(next(parts), next(parts), next(parts)) for kind in blocks}
+    return PassMemory(every, **dict(zip(names, most, strict=False)))
 
 
-def blank(run: Run, micro: int, device: torch.device) -> Batch:
+def blank_batch(run: RunConfig, micro: int, device: torch.device) -> Batch:
     """A micro-batch of one token again and again, in two documents a sample if any are packed."""
     tokens = torch.zeros(micro, run.data.seq, dtype=torch.int64)
     samples = torch.arange(micro)
@@ -310,53 +342,57 @@ def blank(run: Run, micro: int, device: torch.device) -> Batch:
 
 
 @contextmanager
-def _watching(parallel: Parallel, inputs: Any, device: torch.device) -> Iterator[_Watch]:
+def _count_memory(
+    parallel: ParallelModel, inputs: Any, device: torch.device
+) -> Iterator[_MemoryCounter]:
     """Counts bytes made inside."""
-    watch: _Watch = _OnDevice(device)
+    watch: _MemoryCounter = _DeviceMemoryCounter(device)
     if device.type != "cuda":
-        queue = parallel.queue
-        watch = OnHost([[b.data for b in queue.buckets], inputs], partial(gradients, queue))
+        queue = parallel.bucket_scheduler
+        watch = HostMemoryCounter(
+            [[b.data for b in queue.buckets], inputs], partial(live_gradients, queue)
+        )
     with watch:
         yield watch
 
 
-def gradients(queue: Deferred) -> list[Tensor]:
+def live_gradients(queue: BucketScheduler) -> list[Tensor]:
     """Gradients of weights, and weights gathered over depth, that a queue holds now."""
     found: list[Tensor] = []
     for bucket in queue.buckets:
-        for some in (bucket.grad, bucket.finished):
+        for some in (bucket.grad, bucket.final_grads):
             found += [] if some is None else some.parts.values()
-        found += [] if bucket.full is None else [bucket.full]
-        found += bucket.gathered or []
+        found += [] if bucket.unsharded_grads is None else [bucket.unsharded_grads]
+        found += bucket.unsharded_params or []
     return found
 
 
-def forget(parallel: Parallel, device: torch.device) -> None:
+def drop_gradients(parallel: ParallelModel, device: torch.device) -> None:
     """Drop gradients and gathered weights; nothing may be under way any more."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    parallel.queue.forget()
+    parallel.bucket_scheduler.discard_trial()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)  # what a run reports is its own
 
 
-class _Watch(Protocol):
+class _MemoryCounter(Protocol):
     def __enter__(self) -> Any: ...
 
     def __exit__(self, *_: Any) -> Any: ...
 
-    def held(self) -> int:
+    def live_bytes(self) -> int:
         """Bytes made inside that still live."""
 
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """The most of them at any time."""
 
-    def restart(self) -> None:
+    def reset_peak(self) -> None:
         """Have the most begin anew with what is held now."""
 
 
-class _OnDevice:
+class _DeviceMemoryCounter:
     """What torch counts on a device, also of compiled code."""
 
     def __init__(self, device: torch.device) -> None:
@@ -364,25 +400,25 @@ class _OnDevice:
 
     def __enter__(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.before = torch.cuda.memory_allocated(self.device)
+        self.bytes_before = torch.cuda.memory_allocated(self.device)
 
     def __exit__(self, *_: Any) -> None:
         pass
 
-    def held(self) -> int:
+    def live_bytes(self) -> int:
         """See `_Watch`."""
-        return torch.cuda.memory_allocated(self.device) - self.before
+        return torch.cuda.memory_allocated(self.device) - self.bytes_before
 
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """See `_Watch`."""
-        return torch.cuda.max_memory_allocated(self.device) - self.before
+        return torch.cuda.max_memory_allocated(self.device) - self.bytes_before
 
-    def restart(self) -> None:
+    def reset_peak(self) -> None:
         """See `_Watch`."""
         torch.cuda.reset_peak_memory_stats(self.device)
 
 
-class OnHost(TorchDispatchMode):
+class HostMemoryCounter(TorchDispatchMode):
     """Storages that operations use or make; nobody else counts them on a host.
 
     Of compiled code that is what it hands to autograd, not what it uses for a moment. A hook on
@@ -390,18 +426,18 @@ class OnHost(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
-    everywhere = False
+    counts_communication = False
     """Whether communication and deferred work are seen as well."""
 
     def __init__(self, before: Any, unseen: Callable[[], list[Tensor]] = list) -> None:
         """before: tensors that are there already. unseen: those that are made behind our back."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.unseen, self.known = unseen, list[int]()
+        self.hidden_tensors, self.known_ids = unseen, list[int]()
         self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
         """Known and alive by address, with their bytes; 0 if they were there before."""
-        self.most = self.bound = 0
+        self.max_bytes = self.upper_bound = 0
         """Bytes: the most so far; those now, with some that may be gone already."""
-        self._meet(before, new=False)
+        self._add_tensors(before, new=False)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -413,25 +449,25 @@ class OnHost(TorchDispatchMode):
     ) -> Any:
         """Run; the most is looked at after each operation that may have made it."""
         out = func(*args, **(kwargs or {}))
-        self._meet((args, kwargs, out), new=True)
-        self._look()
-        if self.bound > self.most and self.held() > self.most:
-            self.most = self.bound
-            self.grown()
+        self._add_tensors((args, kwargs, out), new=True)
+        self._add_hidden_tensors()
+        if self.upper_bound > self.max_bytes and self.live_bytes() > self.max_bytes:
+            self.max_bytes = self.upper_bound
+            self.on_new_peak()
         return out
 
-    def grown(self) -> None:
+    def on_new_peak(self) -> None:
         """Is called when there is more than ever."""
 
-    def _look(self) -> None:
+    def _add_hidden_tensors(self) -> None:
         """Meet what was made behind our back, if that has changed."""
-        unseen = self.unseen()
+        unseen = self.hidden_tensors()
         now = [id(x) for x in unseen]
-        if now != self.known:
-            self.known = now
-            self._meet(unseen, new=True)
+        if now != self.known_ids:
+            self.known_ids = now
+            self._add_tensors(unseen, new=True)
 
-    def _meet(self, values: Any, *, new: bool) -> None:
+    def _add_tensors(self, values: Any, *, new: bool) -> None:
         for tensor in tree_leaves(values):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -440,23 +476,23 @@ class OnHost(TorchDispatchMode):
                 if known is None or known[0].expired():
                     size = storage.nbytes() if new else 0
                     self.storages[reference.cdata] = (reference, size)
-                    self.bound += size
+                    self.upper_bound += size
 
-    def held(self) -> int:
+    def live_bytes(self) -> int:
         """See `_Watch`."""
-        self._look()
+        self._add_hidden_tensors()
         self.storages = {
             at: (reference, size)
             for at, (reference, size) in self.storages.items()
             if not reference.expired()
         }
-        self.bound = sum(size for _, size in self.storages.values())
-        return self.bound
+        self.upper_bound = sum(size for _, size in self.storages.values())
+        return self.upper_bound
 
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """See `_Watch`."""
-        return self.most
+        return self.max_bytes
 
-    def restart(self) -> None:
+    def reset_peak(self) -> None:
         """See `_Watch`."""
-        self.most = self.held()
+        self.max_bytes = self.live_bytes()

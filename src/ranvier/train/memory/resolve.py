@@ -18,66 +18,80 @@ from typing import Literal
 
 import torch
 
-from ranvier.comm.consensus import largest, most_of
+from ranvier.comm.consensus import max_each, max_over_ranks
 from ranvier.config.plan import Plan, divisors
-from ranvier.config.run import Run
+from ranvier.config.run import RunConfig
 from ranvier.config.sections import MemoryConfig
-from ranvier.cost.layers import Flow
+from ranvier.cost.layers import ActivationShape
 from ranvier.errors import PlanError
 from ranvier.memory import recompute_budget
-from ranvier.memory.host import host_room
-from ranvier.memory.recompute_budget import Kind, Need, Pass
+from ranvier.memory.host import host_bytes_per_rank
+from ranvier.memory.recompute_budget import PassMemory, RecomputeMode, StepMemory
 from ranvier.models import Decoder
 from ranvier.nn.linear import Linear
-from ranvier.optim.grad_scaler import Scale
+from ranvier.optim.grad_scaler import GradScaler
 from ranvier.optim.optimizer import Optimizer
-from ranvier.optim.state_store import SLOTS
-from ranvier.parallel.parallelize import Parallel, parallel_of
+from ranvier.optim.state_store import NUM_SLOTS
+from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
 from ranvier.planner import device_rates, offload_search
 from ranvier.planner.communicators import pipe_peers, worst_stage_bytes
-from ranvier.planner.device_rates import Rates
-from ranvier.planner.memory.measured_states import logits, sizes_of
-from ranvier.planner.model_spec import of_run
-from ranvier.planner.offload_search import Case, Choice
-from ranvier.planner.time.offload import Moved, Work, streamed
+from ranvier.planner.device_rates import DeviceRates
+from ranvier.planner.memory.measured_states import chunk_logit_bytes, model_state_sizes
+from ranvier.planner.model_spec import resolve_model_spec
+from ranvier.planner.offload_search import FitProblem, Placement
+from ranvier.planner.time.offload import StepTraffic, StepWork, offloaded_update_seconds
 from ranvier.train.memory import placement
-from ranvier.train.memory.breakdown import USUAL, Account, is_short, tensors_of
-from ranvier.train.memory.probe import GIB, blank, candidates, forget, measured, room
+from ranvier.train.memory.breakdown import (
+    TYPICAL_RATES,
+    MemoryTracker,
+    is_out_of_memory,
+    tensors_by_category,
+)
+from ranvier.train.memory.probe import (
+    GIB,
+    available_bytes,
+    blank_batch,
+    candidate_micro_batches,
+    drop_gradients,
+    measure_passes,
+)
 from ranvier.train.step import forward_backward
 
-PASSES = 3
+MEASURED_PASSES = 3
 """Micro-batches of a step from which on one is like the other."""
-TRIES = 3
+MAX_TRIES = 3
 """Times that a fit is tried before the run gives up."""
-LESS = 0.05
+LIMIT_REDUCTION = 0.05
 """Share of the limit by which it is lowered at least when a trial step does not fit."""
-TILES, NUMBER, SMALLEST = 0.02, 12, 20
+TILE_FRACTION, STATE_BYTES, MIN_TILE_BITS = 0.02, 12, 20
 """Share of the device that tiles of states take, bytes of the states of a number, and bits of the
 number of numbers of the smallest tile: a smaller one would not fill the link."""
-PLACED = frozenset({"states", "weights", "activations", "update"})
+RATE_DEPENDENT = frozenset({"states", "weights", "activations", "update"})
 """What depends on how fast things move."""
-ALIKE = Rates(1e12, 1e12, 1e12, 1e12, 1e12)
+EQUAL_RATES = DeviceRates(1e12, 1e12, 1e12, 1e12, 1e12)
 """Where nothing but recomputation and the micro-batch are open: any rates choose alike."""
 
 
 @dataclass
-class Settled:
+class ResolvedRun:
     """A run with everything settled, and what came of it."""
 
-    run: Run
+    run: RunConfig
     optimizer: Optimizer
-    account: Account
+    memory_tracker: MemoryTracker
     notes: list[str] = field(default_factory=list)
 
 
-def optimizer_of(run: Run, model: Decoder, device: torch.device, *, local_ranks: int) -> Optimizer:
+def build_optimizer(
+    run: RunConfig, model: Decoder, device: torch.device, *, local_ranks: int
+) -> Optimizer:
     """The optimizer of a settled run; weights and activations go where they were chosen to."""
-    optim, queue = run.optim, parallel_of(model).queue
-    placement.go_home(run, model, local_ranks)
-    placement.place_activations(run, model, local_ranks)
+    optim, queue = run.optim, get_parallel_model(model).bucket_scheduler
+    placement.offload_weights(run, model, local_ranks)
+    placement.offload_activations(run, model, local_ranks)
     return Optimizer(
         queue,
-        lr=run.lr,
+        lr=run.peak_lr,
         betas=(optim.beta1, optim.beta2),
         eps=optim.eps,
         decay=optim.decay,
@@ -87,57 +101,64 @@ def optimizer_of(run: Run, model: Decoder, device: torch.device, *, local_ranks:
             "embedding": optim.embedding_lr,
             "vector": optim.vector_lr,
         },
-        scale=Scale(device) if run.train.dtype == "fp16" else None,
+        scale=GradScaler(device) if run.train.dtype == "fp16" else None,
         moments=optim.moments,
-        home=placement.states_home(run, local_ranks, queue.homes),
+        home=placement.states_placement(run, local_ranks, queue.host_offload),
     )
 
 
-def settle(run: Run, model: Decoder, device: torch.device, *, local_ranks: int) -> Settled:
+def resolve_memory(
+    run: RunConfig, model: Decoder, device: torch.device, *, local_ranks: int
+) -> ResolvedRun:
     """The run with what was open, its optimizer, and lines that say what was chosen.
 
     Communicates: where something is open, passes of a model of two blocks, a few times, and numbers
     over all axes; after a fit two trial steps.
     """
-    free = opened(run)
+    free = open_settings(run)
     if device.type == "cpu" and run.memory.limit == 0.0:
-        free -= PLACED  # the host is the device
+        free -= RATE_DEPENDENT  # the host is the device
     if free == {"update"}:  # that is a matter of rates alone
-        run, free = faster(run, parallel_of(model), device), frozenset()
+        run, free = choose_update_device(run, get_parallel_model(model), device), frozenset()
     if not free or run.plan.pipe > 1:
-        optimizer = optimizer_of(run, model, device, local_ranks=local_ranks)
-        return Settled(run, optimizer, Account(peers=count_peers(run, parallel_of(model))))
-    run = _tiled(run, device, local_ranks)
-    case = case_of(run, model, device, local_ranks, free)
+        optimizer = build_optimizer(run, model, device, local_ranks=local_ranks)
+        return ResolvedRun(
+            run, optimizer, MemoryTracker(peers=count_peers(run, get_parallel_model(model)))
+        )
+    run = _choose_tile(run, device, local_ranks)
+    case = build_fit_problem(run, model, device, local_ranks, free)
     if not case.needs and "weights" in free:  # beside all weights not even two blocks fit
         run, free = replace(run, memory=replace(run.memory, weights="host")), free - {"weights"}
-        placement.go_home(run, model, local_ranks)
-        case = case_of(run, model, device, local_ranks, free)
-    parallel, notes = parallel_of(model), list[str]()
-    for tries in range(TRIES):
-        every = [*offload_search.fits(case)]
-        found = offload_search.best(every)
+        placement.offload_weights(run, model, local_ranks)
+        case = build_fit_problem(run, model, device, local_ranks, free)
+    parallel, notes = get_parallel_model(model), list[str]()
+    for tries in range(MAX_TRIES):
+        every = [*offload_search.enumerate_fits(case)]
+        found = offload_search.fastest_fit(every)
         if found is None:
-            raise PlanError(_refusal(run, case))
-        chosen = applied(run, found.choice)
-        parallel.kinds.update(zip(parallel.kinds, found.choice.kinds, strict=True))
-        account = Account(case, found.choice, peers=count_peers(run, parallel))
-        tried, missing = _tried(chosen, model, device, local_ranks)
+            raise PlanError(_refusal_text(run, case))
+        chosen = apply_placement(run, found.placement)
+        parallel.recompute_modes.update(
+            zip(parallel.recompute_modes, found.placement.recompute_modes, strict=True)
+        )
+        account = MemoryTracker(case, found.placement, peers=count_peers(run, parallel))
+        tried, missing = _try_placement(chosen, model, device, local_ranks)
         if tried is not None:
-            notes += offload_search.said(case, found, every)
-            return Settled(chosen, tried, account, notes)
-        lower = case.limit - max(missing, int(LESS * case.limit))
+            notes += offload_search.explain_fit(case, found, every)
+            return ResolvedRun(chosen, tried, account, notes)
+        lower = case.device_limit - max(missing, int(LIMIT_REDUCTION * case.device_limit))
         notes.append(
-            f"a trial step did not fit into {case.limit / GIB:.3g} GiB, {missing / GIB:.3g} were "
+            f"a trial step did not fit into {case.device_limit / GIB:.3g} GiB, "
+            f"{missing / GIB:.3g} were "
             f"missing: chosen again for {lower / GIB:.3g} GiB"
         )
-        if tries == TRIES - 1:
+        if tries == MAX_TRIES - 1:
             break
-        case = replace(case, limit=lower)
-    raise account.short("; ".join(notes))
+        case = replace(case, device_limit=lower)
+    raise account.out_of_memory_error("; ".join(notes))
 
 
-def opened(run: Run) -> frozenset[str]:
+def open_settings(run: RunConfig) -> frozenset[str]:
     """What of `planner.fit.OPEN` a run leaves open."""
     plan, memory, usual = run.plan, run.memory, MemoryConfig()
     auto, found = memory.fit == "auto", set[str]()
@@ -157,31 +178,42 @@ def opened(run: Run) -> frozenset[str]:
     return frozenset(found)
 
 
-def faster(run: Run, parallel: Parallel, device: torch.device) -> Run:
+def choose_update_device(
+    run: RunConfig, parallel: ParallelModel, device: torch.device
+) -> RunConfig:
     """The run with the faster way to update states that rest elsewhere.
 
     Communicates: numbers over all axes.
     """
-    found = _slowest(device_rates.measured(device, parallel.queue.buckets[0].data.dtype), parallel)
-    sizes = sizes_of(parallel, moments=run.optim.moments, tile=run.memory.tile)
-    moved = Moved(0, 0, sizes.states - sizes.small, sizes.trained, 0, 0, 0)
-    times = {cpu: streamed(moved, found, cpu=cpu) for cpu in (False, True)}
+    found = _slowest_rates(
+        device_rates.measure_rates(device, parallel.bucket_scheduler.buckets[0].data.dtype),
+        parallel,
+    )
+    sizes = model_state_sizes(parallel, moments=run.optim.moments, tile=run.memory.tile)
+    moved = StepTraffic(
+        0, 0, sizes.state_bytes - sizes.vector_states, sizes.trained_elements, 0, 0, 0
+    )
+    times = {cpu: offloaded_update_seconds(moved, found, cpu=cpu) for cpu in (False, True)}
     update: Literal["device", "cpu"] = "cpu" if times[True] < times[False] else "device"
     return replace(run, memory=replace(run.memory, update=update))
 
 
-def _tiled(run: Run, device: torch.device, local_ranks: int) -> Run:
+def _choose_tile(run: RunConfig, device: torch.device, local_ranks: int) -> RunConfig:
     """With `memory.fit`: tiles of states that take a small share of the device, as no result
     depends on them."""
     memory = run.memory
     if memory.fit == "off" or memory.tile != MemoryConfig().tile:
         return run
-    most = TILES * room(memory.limit, device, local_ranks) / (SLOTS * NUMBER)
-    tile = min(1 << max(int(most).bit_length() - 1, SMALLEST), memory.tile)
+    most = (
+        TILE_FRACTION
+        * available_bytes(memory.limit, device, local_ranks)
+        / (NUM_SLOTS * STATE_BYTES)
+    )
+    tile = min(1 << max(int(most).bit_length() - 1, MIN_TILE_BITS), memory.tile)
     return replace(run, memory=replace(memory, tile=tile))
 
 
-def applied(run: Run, choice: Choice) -> Run:
+def apply_placement(run: RunConfig, choice: Placement) -> RunConfig:
     """The run with a choice."""
     memory = replace(
         run.memory,
@@ -194,223 +226,250 @@ def applied(run: Run, choice: Choice) -> Run:
     return replace(run, plan=replace(run.plan, micro_batch=choice.micro_batch), memory=memory)
 
 
-def foreseen(
-    run: Run, model: Decoder, optimizer: Optimizer, device: torch.device, local_ranks: int
-) -> Account:
+def predict_memory(
+    run: RunConfig, model: Decoder, optimizer: Optimizer, device: torch.device, local_ranks: int
+) -> MemoryTracker:
     """The account of a run that has left nothing open, with what it may be told if memory is short.
 
     Smaller micro-batches, and blocks that keep their input only, are estimated from its own.
     Communicates: see `measured`.
     """
-    parallel, plan = parallel_of(model), run.plan
+    parallel, plan = get_parallel_model(model), run.plan
     peers = count_peers(run, parallel)
     if plan.pipe > 1 or plan.graph:
-        return Account(peers=peers)
-    case = case_of(run, model, device, local_ranks, frozenset(), optimizer)
-    own, share = plan.micro_batch, plan.batch // plan.replicas
+        return MemoryTracker(peers=peers)
+    case = build_fit_problem(run, model, device, local_ranks, frozenset(), optimizer)
+    own, share = plan.micro_batch, plan.batch // plan.num_replicas
     if own not in case.needs:
-        return Account(peers=peers)
+        return MemoryTracker(peers=peers)
     need = case.needs[own]
     passes, output = need.passes, run.data.seq // (plan.row * plan.context)
-    output *= own * (run.model.embed // plan.col) * parallel.queue.buckets[0].data.element_size()
-    if len(passes) < min(share, PASSES):
-        more = measured(
-            run, model, device, own, passes=min(share, PASSES), kinds=(_kind(parallel),)
+    output *= (
+        own
+        * (run.model.embed // plan.col)
+        * parallel.bucket_scheduler.buckets[0].data.element_size()
+    )
+    if len(passes) < min(share, MEASURED_PASSES):
+        more = measure_passes(
+            run,
+            model,
+            device,
+            own,
+            passes=min(share, MEASURED_PASSES),
+            kinds=(_recompute_mode(parallel),),
         )
         passes = more or passes
-    wider = replace(need, passes=_estimated(need.passes, 1.0, output))
-    needs, chunks = {own: wider}, dict(case.logits)
+    wider = replace(need, passes=_estimate_passes(need.passes, 1.0, output))
+    needs, chunks = {own: wider}, dict(case.logit_bytes)
     for micro in (n for n in divisors(share) if n < own and own % n == 0):
-        needs[micro] = replace(need, passes=_estimated(passes, micro / own, output))
-        chunks[micro] = logits(parallel, flow_of(run, parallel, micro))
-    return Account(replace(case, needs=needs, logits=chunks), case.given, peers=peers)
+        needs[micro] = replace(need, passes=_estimate_passes(passes, micro / own, output))
+        chunks[micro] = chunk_logit_bytes(parallel, activation_shape(run, parallel, micro))
+    return MemoryTracker(
+        replace(case, needs=needs, logit_bytes=chunks), case.given_placement, peers=peers
+    )
 
 
-def count_peers(run: Run, parallel: Parallel) -> int:
+def count_peers(run: RunConfig, parallel: ParallelModel) -> int:
     """Ranks that this one sends to point to point, over all communicators."""
     plan, stage = run.plan, parallel.grid.index["pipe"]
     stages = pipe_peers(stage, plan.pipe, chunks=plan.chunks, spread=plan.spread)
-    return sum(stages.values()) + (plan.expert - 1 if parallel.balance is not None else 0)
+    return sum(stages.values()) + (plan.expert - 1 if parallel.load_balancer is not None else 0)
 
 
-def _estimated(passes: Sequence[Pass], share: float, output: int) -> tuple[Pass, ...]:
-    return tuple(recompute_budget.estimated(one, passes[0], share, output) for one in passes)
+def _estimate_passes(
+    passes: Sequence[PassMemory], share: float, output: int
+) -> tuple[PassMemory, ...]:
+    return tuple(recompute_budget.estimate_pass(one, passes[0], share, output) for one in passes)
 
 
 # ---- what a choice depends on -----------------------------------------------------------
 
 
-def case_of(
-    run: Run,
+def build_fit_problem(
+    run: RunConfig,
     model: Decoder,
     device: torch.device,
     local_ranks: int,
     free: frozenset[str],
     optimizer: Optimizer | None = None,
-) -> Case:
+) -> FitProblem:
     """What the choices of a run depend on. optimizer: if it is there already.
 
     Communicates: see `measured`; numbers over all axes.
     """
-    parallel, plan, memory = parallel_of(model), run.plan, run.memory
-    grid, micros = parallel.grid, candidates(plan, run.data.seq)
-    limit = -largest(-room(memory.limit, device, local_ranks), grid, device)
-    host = -largest(-host_room(local_ranks, memory.host), grid, device)
-    kind = _kind(parallel)
-    kinds = tuple(recompute_budget.COST) if "recompute" in free else (kind,)
-    chunks = {micro: logits(parallel, flow_of(run, parallel, micro)) for micro in micros}
-    needs = Probes(run, model, device, kinds, chunks).needs(micros)
-    sizes = sizes_of(parallel, moments=run.optim.moments, tile=memory.tile)
-    needs = {micro: replace(need, publish=sizes.publish) for micro, need in needs.items()}
-    given = Choice(
+    parallel, plan, memory = get_parallel_model(model), run.plan, run.memory
+    grid, micros = parallel.grid, candidate_micro_batches(plan, run.data.seq)
+    limit = -max_over_ranks(-available_bytes(memory.limit, device, local_ranks), grid, device)
+    host = -max_over_ranks(-host_bytes_per_rank(local_ranks, memory.host), grid, device)
+    kind = _recompute_mode(parallel)
+    kinds = tuple(recompute_budget.RECOMPUTE_COST) if "recompute" in free else (kind,)
+    chunks = {
+        micro: chunk_logit_bytes(parallel, activation_shape(run, parallel, micro))
+        for micro in micros
+    }
+    needs = MemoryProbes(run, model, device, kinds, chunks).memory_needs(micros)
+    sizes = model_state_sizes(parallel, moments=run.optim.moments, tile=memory.tile)
+    needs = {
+        micro: replace(need, weight_gather_bytes=sizes.publish) for micro, need in needs.items()
+    }
+    given = Placement(
         micros[0],
-        (kind,) * sizes.count,
+        (kind,) * sizes.num_blocks,
         memory.states,
         int(memory.resident * GIB),
         memory.update,
         memory.weights,
         max(memory.activations, 0.0),
     )
-    found = ALIKE
-    if free & PLACED:
-        found = _slowest(_rates(parallel, device), parallel)
-    return Case(
+    found = EQUAL_RATES
+    if free & RATE_DEPENDENT:
+        found = _slowest_rates(_measure_rates(parallel, device), parallel)
+    return FitProblem(
         needs,
         sizes,
-        work_of(run, parallel),
+        count_work(run, parallel),
         found,
         limit,
         host,
         given,
         free,
-        largest(others(parallel, device, optimizer), grid, device),
+        max_over_ranks(other_bytes(parallel, device, optimizer), grid, device),
         chunks,
-        worst_stage_bytes(of_run(run), plan) if grid.backend == "nccl" else 0,
+        worst_stage_bytes(resolve_model_spec(run), plan) if grid.backend == "nccl" else 0,
     )
 
 
 @dataclass
-class Probes:
+class MemoryProbes:
     """Measured passes, each measured once."""
 
-    run: Run
+    run: RunConfig
     model: Decoder
     device: torch.device
-    kinds: Sequence[Kind]
-    chunks: dict[int, int]
+    recompute_modes: Sequence[RecomputeMode]
+    logit_bytes: dict[int, int]
     """Bytes of the logits of a chunk, by micro-batch: they do not grow evenly."""
-    known: dict[tuple[int, int], tuple[Pass, ...] | None] = field(default_factory=dict)
+    measured_passes: dict[tuple[int, int], tuple[PassMemory, ...] | None] = field(
+        default_factory=dict
+    )
 
-    def passes(self, micro: int, count: int) -> tuple[Pass, ...] | None:
+    def step_passes(self, micro: int, count: int) -> tuple[PassMemory, ...] | None:
         """Passes of a step of so many micro-batches; None if they do not fit.
 
         Only a reduction over data makes the last one of a step unlike others.
         """
         plan = self.run.plan
-        share = plan.batch // (plan.replicas * micro) if plan.micro_batch > 0 else PASSES
-        whole = count if plan.data > 1 else max(min(share, PASSES), count)
-        if (micro, whole) not in self.known:
-            self.known[micro, whole] = measured(
-                self.run, self.model, self.device, micro, passes=whole, kinds=self.kinds
+        share = (
+            plan.batch // (plan.num_replicas * micro) if plan.micro_batch > 0 else MEASURED_PASSES
+        )
+        whole = count if plan.data > 1 else max(min(share, MEASURED_PASSES), count)
+        if (micro, whole) not in self.measured_passes:
+            self.measured_passes[micro, whole] = measure_passes(
+                self.run, self.model, self.device, micro, passes=whole, kinds=self.recompute_modes
             )
-        found = self.known[micro, whole]
+        found = self.measured_passes[micro, whole]
         return None if found is None else found[:count]
 
-    def needs(self, micros: Sequence[int]) -> dict[int, Need]:
+    def memory_needs(self, micros: Sequence[int]) -> dict[int, StepMemory]:
         """What steps need, by micro-batch; what does not fit by itself is left out.
 
         The largest and the smallest are measured, the rest lies between: compilers take their time
         for each size.
         """
-        blocks, share = len(self.model.blocks), self.run.plan.batch // self.run.plan.replicas
-        counts = {micro: min(share // micro, PASSES) for micro in micros}
-        high = next((m for m in micros if self.passes(m, counts[m]) is not None), None)
+        blocks, share = len(self.model.blocks), self.run.plan.batch // self.run.plan.num_replicas
+        counts = {micro: min(share // micro, MEASURED_PASSES) for micro in micros}
+        high = next((m for m in micros if self.step_passes(m, counts[m]) is not None), None)
         if high is None:
             return {}
         found = {}
         for micro in (m for m in micros if m <= high):
-            passes = self._between(micros[-1], high, micro, counts[micro])
+            passes = self._interpolate_passes(micros[-1], high, micro, counts[micro])
             if passes is not None:
-                found[micro] = Need(passes, blocks)
+                found[micro] = StepMemory(passes, blocks)
         return found
 
-    def _between(self, low: int, high: int, micro: int, count: int) -> tuple[Pass, ...] | None:
+    def _interpolate_passes(
+        self, low: int, high: int, micro: int, count: int
+    ) -> tuple[PassMemory, ...] | None:
         if micro in (low, high):
-            return self.passes(micro, count)
-        small, large = self.passes(low, count), self.passes(high, count)
+            return self.step_passes(micro, count)
+        small, large = self.step_passes(low, count), self.step_passes(high, count)
         if small is None or large is None:
             return None
         share = (micro - low) / (high - low)
-        chunk = self.chunks[low] + (self.chunks[high] - self.chunks[low]) * share
-        more = self.chunks[micro] - round(chunk)
-        mixed = (recompute_budget.between(a, b, share) for a, b in zip(small, large, strict=True))
-        return tuple(replace(one, head=max(one.head + more, 0)) for one in mixed)
+        chunk = self.logit_bytes[low] + (self.logit_bytes[high] - self.logit_bytes[low]) * share
+        more = self.logit_bytes[micro] - round(chunk)
+        mixed = (
+            recompute_budget.interpolate_pass(a, b, share)
+            for a, b in zip(small, large, strict=True)
+        )
+        return tuple(replace(one, head_peak=max(one.head_peak + more, 0)) for one in mixed)
 
 
-def _kind(parallel: Parallel) -> Kind:
+def _recompute_mode(parallel: ParallelModel) -> RecomputeMode:
     """The kind of all blocks, for those who measure."""
-    word = next(iter(parallel.kinds.values()))
+    word = next(iter(parallel.recompute_modes.values()))
     return "none" if word == "budget" else word
 
 
-def flow_of(run: Run, parallel: Parallel, micro: int) -> Flow:
+def activation_shape(run: RunConfig, parallel: ParallelModel, micro: int) -> ActivationShape:
     """What a micro-batch is to leaves."""
-    size = parallel.queue.buckets[0].data.element_size()
-    return Flow(micro, run.data.seq, size, statistics=4)
+    size = parallel.bucket_scheduler.buckets[0].data.element_size()
+    return ActivationShape(micro, run.data.seq, size, statistics_itemsize=4)
 
 
-def work_of(run: Run, parallel: Parallel) -> Work:
+def count_work(run: RunConfig, parallel: ParallelModel) -> StepWork:
     """The work of a rank on a sample and in a step."""
-    share = run.plan.batch // run.plan.replicas
-    flow = flow_of(run, parallel, share)
+    share = run.plan.batch // run.plan.num_replicas
+    flow = activation_shape(run, parallel, share)
     forward = backward = inside = 0
-    for name, leaf in parallel.leaves.items():
+    for name, leaf in parallel.layers.items():
         frozen = isinstance(leaf, Linear) and not leaf.handles["weight"].trainable
         flops = leaf.flops(flow)
         forward, backward = forward + flops, backward + flops * (1 if frozen else 2)
-        if any(name.startswith(f"{block}.") for block in parallel.kinds):
+        if any(name.startswith(f"{block}.") for block in parallel.recompute_modes):
             inside += flops * (2 if frozen else 3)
     blocks = inside / max(forward + backward, 1)
-    return Work(forward // share, backward // share, blocks, share, run.data.seq)
+    return StepWork(forward // share, backward // share, blocks, share, run.data.seq)
 
 
-def _rates(parallel: Parallel, device: torch.device) -> Rates:
+def _measure_rates(parallel: ParallelModel, device: torch.device) -> DeviceRates:
     """The rates of a device, or usual ones where it has no room for a measurement."""
     try:
-        return device_rates.measured(device, parallel.queue.buckets[0].data.dtype)
+        return device_rates.measure_rates(device, parallel.bucket_scheduler.buckets[0].data.dtype)
     except torch.OutOfMemoryError:
-        return USUAL
+        return TYPICAL_RATES
 
 
-def _slowest(found: Rates, parallel: Parallel) -> Rates:
+def _slowest_rates(found: DeviceRates, parallel: ParallelModel) -> DeviceRates:
     """Of each rate that of the slowest rank. Communicates: numbers over all axes."""
-    device = parallel.queue.device
+    device = parallel.bucket_scheduler.device
     numbers = [-int(getattr(found, name)) for name in found.__dataclass_fields__]
-    return Rates(*(float(-number) for number in most_of(numbers, parallel.grid, device)))
+    return DeviceRates(*(float(-number) for number in max_each(numbers, parallel.grid, device)))
 
 
-def others(parallel: Parallel, device: torch.device, optimizer: Optimizer | None) -> int:
+def other_bytes(parallel: ParallelModel, device: torch.device, optimizer: Optimizer | None) -> int:
     """Bytes on a device that are neither weights nor states: workspaces of libraries, inputs."""
     if device.type != "cuda":
         return 0
-    tensors = [bucket.data for bucket in parallel.queue.buckets]
+    tensors = [bucket.data for bucket in parallel.bucket_scheduler.buckets]
     if optimizer is not None:
-        tensors = [x for some in tensors_of(optimizer).values() for x in some]
+        tensors = [x for some in tensors_by_category(optimizer).values() for x in some]
     here = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors if x.is_cuda}
     known = sum(storage.nbytes() for storage in here.values())
     return max(torch.cuda.memory_allocated(device) - known, 0)
 
 
-def _refusal(run: Run, case: Case) -> str:
+def _refusal_text(run: RunConfig, case: FitProblem) -> str:
     word = "memory.fit='auto'" if run.memory.fit == "auto" else "plan.recompute='budget'"
-    short = offload_search.least(case) if case.needs else 0
+    short = offload_search.min_device_bytes(case) if case.needs else 0
     least = f"at least {short / GIB:.3g} GiB" if short else "more than its device has"
     remedy = "a smaller plan.micro_batch, " if run.plan.micro_batch > 1 else ""
     remedy += "a larger memory.limit, " if run.memory.limit > 0.0 else ""
     remedy += "" if run.memory.fit == "auto" else "memory.fit=auto, "
     return (
-        f"{word}: a rank needs {least}, but may use {case.limit / GIB:.3g} GiB (and "
-        f"{case.host / GIB:.3g} of the host). Weights, moments, gradients and what a block "
+        f"{word}: a rank needs {least}, but may use {case.device_limit / GIB:.3g} GiB (and "
+        f"{case.host_limit / GIB:.3g} of the host). Weights, moments, gradients and what a block "
         f"computes again must fit. Use {remedy}a smaller data.seq or model.size, or more ranks on "
         "depth, row or col."
     )
@@ -419,56 +478,58 @@ def _refusal(run: Run, case: Case) -> str:
 # ---- trial ------------------------------------------------------------------------------
 
 
-def _tried(
-    run: Run, model: Decoder, device: torch.device, local_ranks: int
+def _try_placement(
+    run: RunConfig, model: Decoder, device: torch.device, local_ranks: int
 ) -> tuple[Optimizer | None, int]:
     """The optimizer of a run, if steps with it fit on all ranks; else the bytes that were missing.
 
     Communicates: as two steps; a number over all axes.
     """
-    parallel, missing, optimizer = parallel_of(model), 0, None
+    parallel, missing, optimizer = get_parallel_model(model), 0, None
     try:
-        optimizer = optimizer_of(run, model, device, local_ranks=local_ranks)
+        optimizer = build_optimizer(run, model, device, local_ranks=local_ranks)
         if run.memory.fit == "auto":
-            trial(run, model, optimizer, device)
+            run_trial_steps(run, model, optimizer, device)
     except RuntimeError as error:
-        if not is_short(error):
+        if not is_out_of_memory(error):
             raise
-        missing = max(asked(str(error)), 1)
-    missing = largest(missing, parallel.grid, device)
+        missing = max(missing_bytes(str(error)), 1)
+    missing = max_over_ranks(missing, parallel.grid, device)
     if missing:
         if optimizer is not None:
             with suppress(RuntimeError):  # its copies must not outlive their memory
-                optimizer.store.settle()
-        optimizer = parallel.queue.complete = None
+                optimizer.state_store.synchronize()
+        optimizer = parallel.bucket_scheduler.on_bucket_complete = None
         gc.collect()
     if missing or run.memory.fit == "auto":
-        forget(parallel, device)
+        drop_gradients(parallel, device)
     return optimizer, missing
 
 
-def trial(run: Run, model: Decoder, optimizer: Optimizer, device: torch.device) -> None:
+def run_trial_steps(
+    run: RunConfig, model: Decoder, optimizer: Optimizer, device: torch.device
+) -> None:
     """Two steps that change nothing: their updates are vetoed. Communicates: as steps do.
 
     A second one, as an update may go on in the forward pass that follows it.
     """
-    count = min(run.plan.micro_batches, PASSES)
-    batches = [blank(run, run.plan.micro_batch, device) for _ in range(count)]
-    scale = optimizer.scale
-    before = None if scale is None else (scale.value.clone(), scale.good.clone())
+    count = min(run.plan.num_micro_batches, MEASURED_PASSES)
+    batches = [blank_batch(run, run.plan.micro_batch, device) for _ in range(count)]
+    scale = optimizer.grad_scaler
+    before = None if scale is None else (scale.scale.clone(), scale.growth_tracker.clone())
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for _ in range(2):
-            forward_backward(model, batches, scale=None if scale is None else scale.value)
+            forward_backward(model, batches, scale=None if scale is None else scale.scale)
             veto = torch.ones(1, dtype=torch.bool, device=device)
             optimizer.step(0.0, votes=veto, vetoes=1)
     if scale is not None and before is not None:
-        scale.value.copy_(before[0])
-        scale.good.copy_(before[1])
+        scale.scale.copy_(before[0])
+        scale.growth_tracker.copy_(before[1])
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def asked(words: str) -> int:
+def missing_bytes(words: str) -> int:
     """Bytes that torch tried to allocate, less what was free, as its error says; 0: not known."""
     units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
     found = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", words)

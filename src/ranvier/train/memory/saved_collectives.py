@@ -12,44 +12,56 @@ from collections.abc import Sequence
 import torch
 
 from ranvier.comm import bandwidth
-from ranvier.comm.consensus import largest
-from ranvier.config.run import Run
-from ranvier.cost.layers import Flow
-from ranvier.memory.recompute_collectives import Result, seconds, worth
+from ranvier.comm.consensus import max_over_ranks
+from ranvier.config.run import RunConfig
+from ranvier.cost.layers import ActivationShape
+from ranvier.memory.recompute_collectives import (
+    SavableResult,
+    choose_results,
+    communication_seconds,
+)
 from ranvier.models import Decoder
 from ranvier.optim.optimizer import Optimizer
-from ranvier.parallel.parallelize import Parallel, parallel_of
+from ranvier.parallel.parallelize import ParallelModel, get_parallel_model
 from ranvier.train.memory.probe import GIB
-from ranvier.train.memory.resolve import foreseen
+from ranvier.train.memory.resolve import predict_memory
 
 
-def settle(
-    run: Run, model: Decoder, optimizer: Optimizer, device: torch.device, local_ranks: int
+def choose_saved_collectives(
+    run: RunConfig, model: Decoder, optimizer: Optimizer, device: torch.device, local_ranks: int
 ) -> list[str]:
     """Choose which results of collectives are kept, if there is a choice; a line that says it.
 
     Communicates: nothing, but with `auto` and a limit as `foreseen` and `rates.measured`.
     """
-    parallel, plan, keeping = parallel_of(model), run.plan, parallel_of(model).moment.keeping
-    again = [block for block, kind in parallel.kinds.items() if kind != "none"]
+    parallel, plan, keeping = (
+        get_parallel_model(model),
+        run.plan,
+        get_parallel_model(model).step_context.save_policy,
+    )
+    again = [block for block, kind in parallel.recompute_modes.items() if kind != "none"]
     if run.memory.collectives != "auto" or run.memory.limit == 0.0 or not again:
         return []
-    keeping.chosen = frozenset()  # the step is measured without any
-    account = foreseen(run, model, optimizer, device, local_ranks)
+    keeping.chosen_layers = frozenset()  # the step is measured without any
+    account = predict_memory(run, model, optimizer, device, local_ranks)
     free = 0
-    if account.predicted is not None and account.case is not None:
-        free = max(account.case.limit - account.predicted.total, 0)
-    free = -largest(-free, parallel.grid, device)
-    itemsize = parallel.queue.buckets[0].data.element_size()
-    flow = Flow(plan.micro_batch, run.data.seq, itemsize, statistics=max(itemsize, 4))
-    results = results_of(parallel, again, flow, device)
+    if account.predicted_usage is not None and account.fit_problem is not None:
+        free = max(account.fit_problem.device_limit - account.predicted_usage.total_bytes, 0)
+    free = -max_over_ranks(-free, parallel.grid, device)
+    itemsize = parallel.bucket_scheduler.buckets[0].data.element_size()
+    flow = ActivationShape(
+        plan.micro_batch, run.data.seq, itemsize, statistics_itemsize=max(itemsize, 4)
+    )
+    results = collective_results(parallel, again, flow, device)
     names = set[str]()
     for block in again:
         inside = [result for result in results if result.name.startswith(f"{block}.")]
-        found = worth(inside, free // len(again))
-        if parallel.compiled is None or len(found) == len(inside):  # a graph keeps all or nothing
+        found = choose_results(inside, free // len(again))
+        if parallel.compiled_blocks is None or len(found) == len(
+            inside
+        ):  # a graph keeps all or nothing
             names |= found
-    keeping.chosen = None if len(names) == len(results) else frozenset(names)
+    keeping.chosen_layers = None if len(names) == len(results) else frozenset(names)
     held = sum(result.bytes for result in results if result.name in names)
     return [
         f"memory: {len(names)} of {len(results)} results of collectives are kept for "
@@ -57,24 +69,24 @@ def settle(
     ]
 
 
-def results_of(
-    parallel: Parallel, blocks: Sequence[str], flow: Flow, device: torch.device
-) -> list[Result]:
+def collective_results(
+    parallel: ParallelModel, blocks: Sequence[str], flow: ActivationShape, device: torch.device
+) -> list[SavableResult]:
     """What blocks may keep of each of their leaves. Communicates: see `rates.measured`."""
     found = [
         (name, leaf, leaf.forward_events(flow))
         for block in blocks
-        for name, leaf in parallel.speaking.items()
+        for name, leaf in parallel.communicating_layers.items()
         if name.startswith(f"{block}.")
     ]
     axes = [event.axis for _, _, events in found for event in events]
-    speeds = bandwidth.measured(parallel.grid, axes, device)
-    selective = {name for name, kind in parallel.kinds.items() if kind == "selective"}
+    speeds = bandwidth.measure_axis_rates(parallel.grid, axes, device)
+    selective = {name for name, kind in parallel.recompute_modes.items() if kind == "selective"}
     return [
-        Result(
+        SavableResult(
             name,
-            leaf.held(flow, selective=leaf.site.block in selective),
-            seconds(events, speeds),
+            leaf.saved_bytes(flow, selective=leaf.site.block_name in selective),
+            communication_seconds(events, speeds),
         )
         for name, leaf, events in found
         if events

@@ -16,33 +16,33 @@ from typing import Any
 
 from torch import Tensor
 
-from ranvier.html.page import section as page_section
-from ranvier.html.page import table
+from ranvier.html.page import render_section as page_section
+from ranvier.html.page import render_table
 from ranvier.html.plot import Series, line_plot
-from ranvier.nn.moe.load_balancing import Balance, told
+from ranvier.nn.moe.load_balancing import LoadBalancer, load_metrics
 
-LOADS = "expert_loads"
+LOADS_KEY = "expert_loads"
 
 
-def numbers(balance: Balance | None) -> list[Tensor]:
+def router_statistics(balance: LoadBalancer | None) -> list[Tensor]:
     """What the host is to read of the last step, on the device."""
-    if balance is None or balance.last is None:
+    if balance is None or balance.last_stats is None:
         return []
-    loads = balance.last[:, : balance.experts]
+    loads = balance.last_stats[:, : balance.num_experts]
     shares = (loads / loads.sum(1, keepdim=True).clamp(min=1.0)).mean(0)
-    return [*told(balance.last, balance.experts).values(), *shares.unbind()]
+    return [*load_metrics(balance.last_stats, balance.num_experts).values(), *shares.unbind()]
 
 
-def metrics(values: Sequence[float]) -> dict[str, Any]:
+def router_metrics(values: Sequence[float]) -> dict[str, Any]:
     """The same as part of a row of metrics; nothing of nothing."""
     if not values:
         return {}
-    single = {f"expert_{name}": value for name, value in zip(NAMES, values, strict=False)}
-    return {**single, LOADS: [round(share, 5) for share in values[len(NAMES) :]]}
+    single = {f"expert_{name}": value for name, value in zip(STATISTIC_NAMES, values, strict=False)}
+    return {**single, LOADS_KEY: [round(share, 5) for share in values[len(STATISTIC_NAMES) :]]}
 
 
-NAMES = ("load", "idle", "drops", "entropy", "loss")
-WORDS = {
+STATISTIC_NAMES = ("load", "idle", "drops", "entropy", "loss")
+METRIC_LABELS = {
     "expert_load": "busiest expert, in means of its layer",
     "expert_idle": "share of idle experts",
     "expert_drops": "share of dropped choices",
@@ -51,15 +51,18 @@ WORDS = {
 }
 
 
-def section(rows: Sequence[Mapping[str, Any]]) -> str:
+def experts_section(rows: Sequence[Mapping[str, Any]]) -> str:
     """The section of a report on experts; nothing if there are none."""
-    routed = [row for row in rows if isinstance(row.get(LOADS), list)]
+    routed = [row for row in rows if isinstance(row.get(LOADS_KEY), list)]
     if not routed:
         return ""
     first, last = routed[0], routed[-1]
-    cells = [[words, _said(first.get(key)), _said(last.get(key))] for key, words in WORDS.items()]
+    cells = [
+        [words, _format_value(first.get(key)), _format_value(last.get(key))]
+        for key, words in METRIC_LABELS.items()
+    ]
     steps = [float(row["step"]) for row in routed]
-    loads = [_number(row.get("expert_load")) for row in routed]
+    loads = [_to_float(row.get("expert_load")) for row in routed]
     svg = line_plot(
         [Series("busiest expert", steps, loads, "line" if len(steps) > 19 else "dots")],
         title="Load of the busiest expert",
@@ -67,22 +70,22 @@ def section(rows: Sequence[Mapping[str, Any]]) -> str:
         y_label="means",
         width=600,
     )
-    shares = [_number(share) or 0.0 for share in last[LOADS]]
+    shares = [_to_float(share) or 0.0 for share in last[LOADS_KEY]]
     mean = sum(shares) / max(len(shares), 1) or 1.0
     each = [[str(e), f"{share:.2%}", f"{share / mean:.2f}"] for e, share in enumerate(shares)]
     return page_section(
         "Experts",
-        table(["", "first step", "last step"], cells),
+        render_table(["", "first step", "last step"], cells),
         f"<figure>{svg}</figure>",
-        table(["expert", "share of choices", "in means"], each),
+        render_table(["expert", "share of choices", "in means"], each),
     )
 
 
-def _number(value: object) -> float | None:
+def _to_float(value: object) -> float | None:
     good = isinstance(value, (int, float)) and math.isfinite(value)
     return float(value) if good else None  # type: ignore[arg-type]
 
 
-def _said(value: object) -> str:
-    number = _number(value)
+def _format_value(value: object) -> str:
+    number = _to_float(value)
     return "·" if number is None else f"{number:.4g}"

@@ -15,21 +15,21 @@ from typing import Any
 
 from ranvier.errors import PlanError
 from ranvier.html import page
-from ranvier.html.plot import escaped
+from ranvier.html.plot import escape_html
 from ranvier.pipeline import timeline_svg
-from ranvier.pipeline.policy import Shape
-from ranvier.pipeline.policy_search import policy_for
-from ranvier.pipeline.policy_search import read as read_policy
-from ranvier.pipeline.simulator import Times, simulate
-from ranvier.pipeline.timeline_svg import Picture
+from ranvier.pipeline.policy import PipelineShape
+from ranvier.pipeline.policy_search import choose_policy
+from ranvier.pipeline.policy_search import policy_from_text as read_policy
+from ranvier.pipeline.simulator import JobTimes, simulate_step
+from ranvier.pipeline.timeline_svg import TimelineChart
 from ranvier.system import safe_files
 
-FILE = "timeline.json"
+TIMELINE_FILE = "timeline.json"
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read_timeline(folder: Path) -> dict[str, Any]:
     """What the timeline of a run holds."""
-    path = folder / FILE
+    path = folder / TIMELINE_FILE
     try:
         table = json.loads(safe_files.read_text(path))
     except (OSError, ValueError, RecursionError) as error:
@@ -41,12 +41,12 @@ def read(folder: Path) -> dict[str, Any]:
     return table if isinstance(table, dict) else {}
 
 
-def real(table: dict[str, Any]) -> Picture:
+def recorded_chart(table: dict[str, Any]) -> TimelineChart:
     """The step as it was."""
-    return timeline_svg.recorded(f"run, step {table.get('step')}, {table.get('policy')}", table)
+    return timeline_svg.chart_of_run(f"run, step {table.get('step')}, {table.get('policy')}", table)
 
 
-def mean_times(picture: Picture, *, halves: bool = False) -> Times:
+def mean_times(picture: TimelineChart, *, halves: bool = False) -> JobTimes:
     """The mean time of each kind of job on each virtual stage.
 
     halves: where weight gradients were no jobs of their own, they are half of backward.
@@ -67,44 +67,47 @@ def mean_times(picture: Picture, *, halves: bool = False) -> Times:
     )
     if halves and not any(weight):
         weight = backward = tuple(time / 2 for time in backward)
-    return Times(forward, backward, weight)
+    return JobTimes(forward, backward, weight)
 
 
-def played(table: dict[str, Any], picture: Picture) -> Picture:
+def simulated_chart(table: dict[str, Any], picture: TimelineChart) -> TimelineChart:
     """The same step as the simulator plays it."""
     name, limit = str(table.get("policy")), table.get("credits")
-    shape = Shape(len(picture.lanes), picture.micro_batches, picture.chunks)
+    shape = PipelineShape(len(picture.lanes), picture.micro_batches, picture.chunks)
     times = mean_times(picture)
     known = table.get("chosen")
     if isinstance(known, str):  # what the run itself has chosen
         policy = read_policy(known, shape)
     else:
-        policy = policy_for(name, shape, times, limit=limit if isinstance(limit, int) else 0)
-    return timeline_svg.simulated(f"simulated, {name}", simulate(shape, policy, times))
+        policy = choose_policy(name, shape, times, limit=limit if isinstance(limit, int) else 0)
+    return timeline_svg.chart_of_simulation(
+        f"simulated, {name}", simulate_step(shape, policy, times)
+    )
 
 
-def section(folder: Path) -> str:
+def pipeline_section(folder: Path) -> str:
     """The section of a report, or nothing for a run without a timeline."""
-    if not (folder / FILE).exists():
+    if not (folder / TIMELINE_FILE).exists():
         return ""
     notes: list[str] = []
-    pictures: list[Picture] = []
+    pictures: list[TimelineChart] = []
     try:
-        table = read(folder)
-        pictures.append(real(table))
-        pictures.append(played(table, pictures[0]))
+        table = read_timeline(folder)
+        pictures.append(recorded_chart(table))
+        pictures.append(simulated_chart(table, pictures[0]))
     except PlanError as error:
         notes.append(str(error))
-    parts = [f'<p class="note">{escaped(note)}</p>' for note in notes]
+    parts = [f'<p class="note">{escape_html(note)}</p>' for note in notes]
     if pictures:
-        parts.append(
-            f"<figure>{timeline_svg.svg(pictures, title='A step of the pipeline')}</figure>"
-        )
+        drawing = timeline_svg.timeline_svg(pictures, title="A step of the pipeline")
+        parts.append(f"<figure>{drawing}</figure>")
     if len(pictures) > 1:
         parts.append(
             '<p class="muted">Above the run, below the simulator with the mean time of each job, '
             "without links and jitter.</p>"
         )
     for picture in pictures:
-        parts.append(f"<p>{escaped(picture.words)}</p>{page.table(*timeline_svg.cells(picture))}")
-    return page.section("Pipeline", *parts)
+        parts.append(
+            f"<p>{escape_html(picture.caption)}</p>{page.render_table(*timeline_svg.table_cells(picture))}"
+        )
+    return page.render_section("Pipeline", *parts)

@@ -19,28 +19,36 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ranvier.errors import DataError
-from ranvier.html.number_format import percent, short
-from ranvier.html.page import LISTED, document, folded, listing, section, table, text_block
-from ranvier.html.plot import Series, escaped, line_plot, stacked_bar
+from ranvier.html.number_format import format_number, format_percent
+from ranvier.html.page import (
+    MAX_LIST_LINES,
+    render_details,
+    render_document,
+    render_list,
+    render_section,
+    render_table,
+    render_text_block,
+)
+from ranvier.html.plot import Series, escape_html, line_plot, stacked_bar
 from ranvier.system import safe_files
 from ranvier.train import prediction
 from ranvier.train.memory import breakdown
 from ranvier.train.report import moe, pipeline
 from ranvier.train.resume import run_directory as folders
 
-COLUMNS = ("tokens", "loss", "held_out_loss", "lr", "grad_norm", "tokens_per_second")
+TABLE_COLUMNS = ("tokens", "loss", "held_out_loss", "lr", "grad_norm", "tokens_per_second")
 MFU = {"causal": "mfu", "full": "mfu_full"}
 Metrics = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """What the directory of a run holds."""
 
     folder: Path
     rows: list[Metrics]
     """Every step that was taken, in the order of the file."""
-    about: dict[str, Any]
+    run_facts: dict[str, Any]
     """run.json, or nothing."""
     notes: list[str]
     """What could not be read."""
@@ -48,25 +56,27 @@ class Record:
     columns: dict[str, list[float | None]] = field(default_factory=dict)
     """The metrics that were asked for, by name."""
 
-    def column(self, name: str) -> list[float | None]:
+    def metric_column(self, name: str) -> list[float | None]:
         """A metric of all rows; None where it is missing, perhaps not finite."""
         if name not in self.columns:
-            self.columns[name] = [number(row.get(name)) for row in self.rows]
+            self.columns[name] = [to_float(row.get(name)) for row in self.rows]
         return self.columns[name]
 
-    def finite(self, name: str) -> list[float]:
+    def finite_values(self, name: str) -> list[float]:
         """The values of a metric that are numbers."""
-        return [v for v in self.column(name) if v is not None and math.isfinite(v)]
+        return [v for v in self.metric_column(name) if v is not None and math.isfinite(v)]
 
-    def latest(self) -> Record:
+    def latest_rows(self) -> RunRecord:
         """The record with one row a step, in order: what was repeated after a restart counts."""
         rows = {row["step"]: row for row in self.rows}
         if len(rows) == len(self.rows) and list(rows) == sorted(rows):
             return self
-        return Record(self.folder, [rows[step] for step in sorted(rows)], self.about, self.notes)
+        return RunRecord(
+            self.folder, [rows[step] for step in sorted(rows)], self.run_facts, self.notes
+        )
 
 
-def number(value: object) -> float | None:
+def to_float(value: object) -> float | None:
     """A JSON number as float, perhaps not finite; None for anything else."""
     if type(value) is float:
         return value
@@ -78,7 +88,7 @@ def number(value: object) -> float | None:
         return None
 
 
-def read(folder: Path) -> Record:
+def read_record(folder: Path) -> RunRecord:
     """The record of a run, or a DataError if it has no metrics."""
     path, notes = folder / "metrics.jsonl", []
     rule = "A report needs the metrics of at least one step."
@@ -88,7 +98,7 @@ def read(folder: Path) -> Record:
         raise DataError(
             f"{path} cannot be read: {error.strerror}. {rule} Give the directory of a run."
         ) from None
-    rows, broken = parse(lines)
+    rows, broken = parse_metrics(lines)
     if not rows:
         raise DataError(
             f"{path} holds no step in {len(lines)} line(s). {rule} "
@@ -96,10 +106,10 @@ def read(folder: Path) -> Record:
         )
     if broken:
         notes.append(f"{broken} line(s) of metrics.jsonl could not be read and were left out.")
-    return Record(folder, rows, about(folder / "run.json", notes), notes)
+    return RunRecord(folder, rows, read_run_facts(folder / "run.json", notes), notes)
 
 
-def parse(lines: Sequence[str]) -> tuple[list[Metrics], int]:
+def parse_metrics(lines: Sequence[str]) -> tuple[list[Metrics], int]:
     """The rows of a metrics file and how many lines are broken, not counting a cut-off last one."""
     rows: list[Metrics] = []
     broken, step = 0, -1
@@ -113,16 +123,16 @@ def parse(lines: Sequence[str]) -> tuple[list[Metrics], int]:
         if not isinstance(row, dict):
             broken += i < len(lines) - 1
             continue
-        known = number(row.get("step"))
+        known = to_float(row.get("step"))
         step = int(known) if known is not None and math.isfinite(known) else step + 1
         row["step"] = step
         rows.append(row)
     return rows, broken
 
 
-def about(path: Path, notes: list[str]) -> dict[str, Any]:
+def read_run_facts(path: Path, notes: list[str]) -> dict[str, Any]:
     """The facts of run.json; a file that cannot be used is noted."""
-    if not safe_files.exists(path):
+    if not safe_files.path_exists(path):
         return {}
     try:
         facts = json.loads(safe_files.read_text(path, errors="replace"))
@@ -135,12 +145,12 @@ def about(path: Path, notes: list[str]) -> dict[str, Any]:
     return facts
 
 
-def median(values: Sequence[float]) -> float | None:
+def median_or_none(values: Sequence[float]) -> float | None:
     """The median, or None of nothing."""
     return statistics.median(values) if values else None
 
 
-def span(facts: Mapping[str, Any]) -> float | None:
+def wall_seconds(facts: Mapping[str, Any]) -> float | None:
     """Seconds from start to finish, where both are known."""
     try:
         start = datetime.fromisoformat(str(facts.get("started")))
@@ -149,81 +159,81 @@ def span(facts: Mapping[str, Any]) -> float | None:
         return None
 
 
-def phases(record: Record) -> dict[str, float]:
+def phase_seconds(record: RunRecord) -> dict[str, float]:
     """Seconds of each part of a run: those of run.json, or what the metrics tell; and the rest."""
-    given = record.about.get("phases")
-    known = {str(k): number(v) for k, v in given.items()} if isinstance(given, dict) else {}
+    given = record.run_facts.get("phases")
+    known = {str(k): to_float(v) for k, v in given.items()} if isinstance(given, dict) else {}
     parts = {name: v for name, v in known.items() if v is not None and 0.0 < v < math.inf}
     if not parts:
-        split = {k: sum(filter(math.isfinite, v)) for k, v in times(record).items()}
+        split = {k: sum(filter(math.isfinite, v)) for k, v in step_seconds(record).items()}
         parts = {name: value for name, value in split.items() if value > 0.0}
-    rest = (span(record.about) or 0.0) - sum(parts.values())
-    if parts and not restarts(record) and rest > 0.01 * sum(parts.values()):
+    rest = (wall_seconds(record.run_facts) or 0.0) - sum(parts.values())
+    if parts and not restart_steps(record) and rest > 0.01 * sum(parts.values()):
         parts["not accounted for"] = rest
     return parts
 
 
-def restarts(record: Record) -> list[float]:
+def restart_steps(record: RunRecord) -> list[float]:
     """The steps at which the run was resumed."""
-    steps = record.about.get("restarts")
-    known = [number(step) for step in steps] if isinstance(steps, list) else []
+    steps = record.run_facts.get("restarts")
+    known = [to_float(step) for step in steps] if isinstance(steps, list) else []
     return [step for step in known if step is not None and math.isfinite(step)]
 
 
-def times(record: Record) -> dict[str, list[float]]:
+def step_seconds(record: RunRecord) -> dict[str, list[float]]:
     """Seconds of each step: compute, exposed communication, waiting for data; nan if unknown."""
     keys = ("exposed_communication_seconds", "data_seconds")
     wait, data = (
-        [v if v is not None and math.isfinite(v) else 0.0 for v in record.column(key)]
+        [v if v is not None and math.isfinite(v) else 0.0 for v in record.metric_column(key)]
         for key in keys
     )
     compute = [
         math.nan if whole is None else max(whole - a - b, 0.0)
-        for whole, a, b in zip(record.column("seconds"), wait, data, strict=True)
+        for whole, a, b in zip(record.metric_column("seconds"), wait, data, strict=True)
     ]
     return {"compute": compute, "exposed communication": wait, "data": data}
 
 
-def facts_of(record: Record) -> dict[str, Any]:
+def key_facts(record: RunRecord) -> dict[str, Any]:
     """The key facts of a record; see `summary`."""
-    latest, facts = record.latest(), record.about
-    held = latest.finite("held_out_loss")
-    losses = [v for v in latest.column("loss") if v is not None]
+    latest, facts = record.latest_rows(), record.run_facts
+    held = latest.finite_values("held_out_loss")
+    losses = [v for v in latest.metric_column("loss") if v is not None]
     bad = [
         row["step"]
-        for row, loss in zip(latest.rows, latest.column("loss"), strict=True)
+        for row, loss in zip(latest.rows, latest.metric_column("loss"), strict=True)
         if loss is not None and not math.isfinite(loss)
     ]
-    busy = sum(record.finite("seconds"))
-    parameters = number(facts.get("parameters"))
+    busy = sum(record.finite_values("seconds"))
+    parameters = to_float(facts.get("parameters"))
     return {
         "title": str(facts.get("title") or facts.get("model") or record.folder.resolve().name),
-        "status": folders.status_of(record.folder, facts) or None,
+        "status": folders.run_status(record.folder, facts) or None,
         "steps": len(latest.rows),
         "last_step": latest.rows[-1]["step"],
-        "tokens": max(latest.finite("tokens"), default=None),
+        "tokens": max(latest.finite_values("tokens"), default=None),
         "final_loss": losses[-1] if losses and math.isfinite(losses[-1]) else None,
         "losses_not_finite": len(bad),
         "first_loss_not_finite": bad[0] if bad else None,
         "skips": sum(row.get("skipped") is True for row in record.rows),
         "held_out_loss": held[-1] if held else None,
         "best_held_out_loss": min(held, default=None),
-        "tokens_per_second": median(latest.finite("tokens_per_second")),
-        "mfu": median(latest.finite("mfu")),
-        "mfu_full": median(latest.finite("mfu_full")),
-        "peak_memory_bytes": max(latest.finite("memory"), default=None),
-        "seconds": max(span(facts) or 0.0, busy) or None,
+        "tokens_per_second": median_or_none(latest.finite_values("tokens_per_second")),
+        "mfu": median_or_none(latest.finite_values("mfu")),
+        "mfu_full": median_or_none(latest.finite_values("mfu_full")),
+        "peak_memory_bytes": max(latest.finite_values("memory"), default=None),
+        "seconds": max(wall_seconds(facts) or 0.0, busy) or None,
         "parameters": parameters,
-        "phases": phases(record),
+        "phases": phase_seconds(record),
     }
 
 
-def summary(folder: Path) -> dict[str, Any]:
+def summarize_run(folder: Path) -> dict[str, Any]:
     """The key facts of a run, None where unknown; medians over steps, bytes and seconds."""
-    return facts_of(read(folder))
+    return key_facts(read_record(folder))
 
 
-def bytes_text(value: float) -> str:
+def format_bytes(value: float) -> str:
     """Bytes with a binary unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
@@ -232,7 +242,7 @@ def bytes_text(value: float) -> str:
     return f"{value:.4g} TiB"
 
 
-def time_text(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds as a duration."""
     if seconds < 59.95:
         return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
@@ -241,7 +251,7 @@ def time_text(seconds: float) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
 
 
-def smooth(values: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
+def running_median(values: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
     """A centred running median, which spikes do not move, at up to 2,000 places of a run."""
     count = len(values)
     half = min(max(count // 100, 3), 200)
@@ -255,80 +265,84 @@ def smooth(values: Sequence[float | None]) -> tuple[list[int], list[float | None
     return places, out
 
 
-def cards(facts: Mapping[str, Any]) -> str:
+def fact_cards(facts: Mapping[str, Any]) -> str:
     """The key facts, large."""
     loss, bad = facts["final_loss"], facts["losses_not_finite"]
     rows: list[tuple[str, str | None, str]] = [
-        ("Final loss", "not finite" if loss is None and bad else shown(loss, ".4f"), ""),
+        ("Final loss", "not finite" if loss is None and bad else format_value(loss, ".4f"), ""),
         (
             "Held-out loss",
-            shown(facts["held_out_loss"], ".4f"),
-            f"best {shown(facts['best_held_out_loss'], '.4f')}",
+            format_value(facts["held_out_loss"], ".4f"),
+            f"best {format_value(facts['best_held_out_loss'], '.4f')}",
         ),
-        ("Throughput", shown(facts["tokens_per_second"], short), "tokens/s, median"),
-        ("MFU", shown(facts["mfu"], percent), "causal attention, median"),
-        ("MFU, full", shown(facts["mfu_full"], percent), "full attention, median"),
-        ("Peak memory", shown(facts["peak_memory_bytes"], bytes_text), "of a device"),
-        ("Tokens", shown(facts["tokens"], short), f"in {facts['steps']:,} steps"),
-        ("Wall time", shown(facts["seconds"], time_text), ""),
-        ("Parameters", shown(facts["parameters"], short), ""),
+        ("Throughput", format_value(facts["tokens_per_second"], format_number), "tokens/s, median"),
+        ("MFU", format_value(facts["mfu"], format_percent), "causal attention, median"),
+        ("MFU, full", format_value(facts["mfu_full"], format_percent), "full attention, median"),
+        ("Peak memory", format_value(facts["peak_memory_bytes"], format_bytes), "of a device"),
+        ("Tokens", format_value(facts["tokens"], format_number), f"in {facts['steps']:,} steps"),
+        ("Wall time", format_value(facts["seconds"], format_duration), ""),
+        ("Parameters", format_value(facts["parameters"], format_number), ""),
     ]
     out = []
     for name, value, more in rows:
         if value is not None:
-            extra = f"<dd>{escaped(more)}</dd>" if more else ""
-            out.append(f"<div><dt>{name}</dt><dd>{escaped(value)}</dd>{extra}</div>")
+            extra = f"<dd>{escape_html(more)}</dd>" if more else ""
+            out.append(f"<div><dt>{name}</dt><dd>{escape_html(value)}</dd>{extra}</div>")
     return f'<dl class="cards">{"".join(out)}</dl>'
 
 
-def shown(value: float | None, form: Any) -> str | None:
+def format_value(value: float | None, form: Any) -> str | None:
     """A value as text, by a format or a function; None stays None."""
     if value is None:
         return None
     return format(value, form) if isinstance(form, str) else str(form(value))
 
 
-def lines(record: Record, name: str, label: str, *, scale: float = 1.0) -> list[Series]:
+def metric_series(record: RunRecord, name: str, label: str, *, scale: float = 1.0) -> list[Series]:
     """A metric, each step and smoothed; a short run has its steps only."""
     steps = [row["step"] for row in record.rows]
-    values = record.column(name)
+    values = record.metric_column(name)
     if scale != 1.0:
         values = [None if v is None else v * scale for v in values]
     if len(values) < 20:
         return [Series(label, steps, values, "dots")]
-    places, means = smooth(values)
+    places, means = running_median(values)
     smoothed = Series(f"{label}, smoothed", [steps[i] for i in places], means)
     return [Series(label, steps, values, "faint"), smoothed]
 
 
-def loss_lines(record: Record) -> list[Series]:
+def loss_series(record: RunRecord) -> list[Series]:
     """Losses; those held out are joined across the steps without one."""
-    held = [(row["step"], number(row.get("held_out_loss"))) for row in record.rows]
+    held = [(row["step"], to_float(row.get("held_out_loss"))) for row in record.rows]
     held = [(step, loss) for step, loss in held if loss is not None]
-    out = lines(record, "loss", "train")
+    out = metric_series(record, "loss", "train")
     if held:
         out.append(Series("held-out", [x for x, _ in held], [y for _, y in held], "dots"))
-    return [*out, *marked(record, "skipped", "left out"), *marked(record, "spike", "spike")]
+    return [
+        *out,
+        *marker_series(record, "skipped", "left out"),
+        *marker_series(record, "spike", "spike"),
+    ]
 
 
-def marked(record: Record, name: str, label: str) -> list[Series]:
+def marker_series(record: RunRecord, name: str, label: str) -> list[Series]:
     """Single dots at the steps that bear a mark: at their loss, or the last that was a number."""
     steps, values, last = list[float](), list[float | None](), None
-    for row, loss in zip(record.rows, record.column("loss"), strict=True):
+    for row, loss in zip(record.rows, record.metric_column("loss"), strict=True):
         last = loss if loss is not None and math.isfinite(loss) else last
         if row.get(name) is True and last is not None:
             steps, values = [*steps, row["step"], row["step"]], [*values, last, None]
     return [Series(label, steps, values, "dots")] if steps else []
 
 
-def spread(values: Sequence[float]) -> bool:
+def has_spikes(values: Sequence[float]) -> bool:
     """Whether spikes would press the rest of a line flat on a linear axis."""
     return bool(values) and min(values) > 0.0 and max(values) > 10 * statistics.median(values)
 
 
-def plots(record: Record) -> Iterator[str]:
+def draw_plots(record: RunRecord) -> Iterator[str]:
     """The plots over steps, of a record with one row a step."""
-    steps, marks = [row["step"] for row in record.rows], restarts(record)
+    steps, marks = [row["step"] for row in record.rows], restart_steps(record)
 
     def plot(
         series: Sequence[Series], title: str, unit: str, axis: Literal["log", "zero", "near"]
@@ -345,63 +359,71 @@ def plots(record: Record) -> Iterator[str]:
         )
         return f"<figure>{svg}</figure>"
 
-    wide = spread(record.finite("loss"))
-    yield plot(loss_lines(record), "Loss", "nats per token", "log" if wide else "near")
-    speed = lines(record, "tokens_per_second", "each step")
+    wide = has_spikes(record.finite_values("loss"))
+    yield plot(loss_series(record), "Loss", "nats per token", "log" if wide else "near")
+    speed = metric_series(record, "tokens_per_second", "each step")
     yield plot(speed, "Throughput", "tokens/s", "zero")
-    yield plot([Series("lr", steps, record.column("lr"))], "Learning rate", "", "zero")
-    norms = lines(record, "grad_norm", "each step")
+    yield plot([Series("lr", steps, record.metric_column("lr"))], "Learning rate", "", "zero")
+    norms = metric_series(record, "grad_norm", "each step")
     yield plot(norms, "Gradient norm", "before clipping", "log")
-    peak = max(record.finite("memory"), default=None)
+    peak = max(record.finite_values("memory"), default=None)
     if peak is not None:
         size, unit = (2.0**30, "GiB") if peak >= 2**30 else (2.0**20, "MiB")
-        memory = lines(record, "memory", "memory", scale=1 / size)[:1]
+        memory = metric_series(record, "memory", "memory", scale=1 / size)[:1]
         yield plot([replace(memory[0], style="line")], "Memory", f"{unit} of a device", "zero")
-    shares = {word: key for word, key in MFU.items() if record.finite(key)}
+    shares = {word: key for word, key in MFU.items() if record.finite_values(key)}
     if shares:
-        used = [lines(record, key, word, scale=100.0)[-1] for word, key in shares.items()]
+        used = [metric_series(record, key, word, scale=100.0)[-1] for word, key in shares.items()]
         yield plot(used, "Model FLOP utilization (MFU)", "% of the device's peak", "zero")
-    split = {k: v for k, v in times(record).items() if any(t > 0.0 for t in v)}
+    split = {k: v for k, v in step_seconds(record).items() if any(t > 0.0 for t in v)}
     if split:
-        slow = record.finite("seconds")
+        slow = record.finite_values("seconds")
         parts = [Series(name, steps, values) for name, values in split.items()]
-        yield plot(parts, "Time per step", "seconds", "log" if spread(slow) else "zero")
-    if record.finite("loss_scale"):
-        scale = Series("loss scale", steps, record.column("loss_scale"))
+        yield plot(parts, "Time per step", "seconds", "log" if has_spikes(slow) else "zero")
+    if record.finite_values("loss_scale"):
+        scale = Series("loss scale", steps, record.metric_column("loss_scale"))
         yield plot([scale], "Loss scale", "factor of the loss", "log")
 
 
-def sampled(record: Record) -> str:
+def steps_table(record: RunRecord) -> str:
     """A dozen steps in numbers."""
     count = len(record.rows)
     places = sorted({round(i * (count - 1) / 11) for i in range(12)})
-    form = (short, "{:.4f}".format, "{:.4f}".format, short, short, short)
+    form = (
+        format_number,
+        "{:.4f}".format,
+        "{:.4f}".format,
+        format_number,
+        format_number,
+        format_number,
+    )
     rows: list[list[str]] = []
     for row in (record.rows[i] for i in places):
-        values = [number(row.get(name)) for name in COLUMNS]
+        values = [to_float(row.get(name)) for name in TABLE_COLUMNS]
         cells = ["–" if v is None else f(v) for v, f in zip(values, form, strict=True)]
         rows.append([f"{row['step']:,}", *cells])
-    return table(["step", *(name.replace("_", " ") for name in COLUMNS)], rows)
+    return render_table(["step", *(name.replace("_", " ") for name in TABLE_COLUMNS)], rows)
 
 
-def spent(parts: Mapping[str, float], steps: int) -> str:
+def time_table(parts: Mapping[str, float], steps: int) -> str:
     """Where the time went, as a bar and in numbers."""
     whole = sum(parts.values())
     if not whole:
         return ""
     bar = stacked_bar(parts, title="Share of the time", width=600)
     rows = [
-        (name, f"{v:,.2f}", percent(v / whole), time_text(v / steps)) for name, v in parts.items()
+        (name, f"{v:,.2f}", format_percent(v / whole), format_duration(v / steps))
+        for name, v in parts.items()
     ]
-    rows.append(("all", f"{whole:,.2f}", percent(1.0), time_text(whole / steps)))
-    return f'<figure class="bar">{bar}</figure>' + table(
+    rows.append(("all", f"{whole:,.2f}", format_percent(1.0), format_duration(whole / steps)))
+    return f'<figure class="bar">{bar}</figure>' + render_table(
         ["part", "seconds", "share", "per step"], rows
     )
 
 
-def header(record: Record, facts: Mapping[str, Any]) -> str:
+def page_header(record: RunRecord, facts: Mapping[str, Any]) -> str:
     """Title, status, what ran where, and notes on what needs care."""
-    known, status, notes = record.about, facts["status"], list(record.notes)
+    known, status, notes = record.run_facts, facts["status"], list(record.notes)
     words = [f"{key} {known[key]}" for key in ("model", "grid", "device") if known.get(key)]
     words += [f"{known['world']} rank(s)"] if known.get("world") else []
     words += [f"{key} {known[key]}" for key in ("started", "finished") if known.get(key)]
@@ -412,83 +434,86 @@ def header(record: Record, facts: Mapping[str, Any]) -> str:
         )
     if facts["skips"]:
         notes.append(f"{facts['skips']:,} step(s) were left out (dots in the plot of the loss).")
-    if resumed := restarts(record):
-        shown_steps = ", ".join(f"{step:,.0f}" for step in resumed[:LISTED])
+    if resumed := restart_steps(record):
+        shown_steps = ", ".join(f"{step:,.0f}" for step in resumed[:MAX_LIST_LINES])
         notes.append(f"The run was resumed at step {shown_steps} (dotted lines).")
-    notes += folders.restarted(known)
+    notes += folders.restart_lines(known)
     bad = "" if status == "finished" else " bad"
-    badge = f'<p><span class="status{bad}">{escaped(status)}</span></p>' if status else ""
+    badge = f'<p><span class="status{bad}">{escape_html(status)}</span></p>' if status else ""
     return "\n".join(
         [
-            f'<header><p class="kind">Ranvier training run</p><h1>{escaped(facts["title"])}</h1>',
-            f'{badge}<p class="muted">{escaped(" · ".join(words))}</p>',
-            *(f'<p class="note">{escaped(note)}</p>' for note in notes),
-            f"{cards(facts)}</header>",
+            '<header><p class="kind">Ranvier training '
+            f"run</p><h1>{escape_html(facts['title'])}</h1>",
+            f'{badge}<p class="muted">{escape_html(" · ".join(words))}</p>',
+            *(f'<p class="note">{escape_html(note)}</p>' for note in notes),
+            f"{fact_cards(facts)}</header>",
         ]
     )
 
 
-def files(folder: Path) -> str:
+def file_listing(folder: Path) -> str:
     """Checkpoints and traces in the directory."""
     steps = sorted(p.name for p in folder.glob("checkpoints/step-*") if p.is_dir())
     steps = [name for name in steps if re.fullmatch(r"step-\d+", name)]
     traces = sorted(p.name for p in folder.glob("trace-rank*.json"))
-    out = [f"<p>{len(steps)} checkpoint(s):</p>{listing(steps)}"] if steps else []
+    out = [f"<p>{len(steps)} checkpoint(s):</p>{render_list(steps)}"] if steps else []
     if traces:
         how = "Open them at ui.perfetto.dev (Open trace file); the files stay on your machine."
-        out.append(f"<p>{len(traces)} trace(s). {how}</p>{listing(traces)}")
+        out.append(f"<p>{len(traces)} trace(s). {how}</p>{render_list(traces)}")
     return "".join(out)
 
 
-def body(record: Record, facts: Mapping[str, Any]) -> str:
+def page_body(record: RunRecord, facts: Mapping[str, Any]) -> str:
     """The inside of the page."""
-    known, latest = record.about, record.latest()
+    known, latest = record.run_facts, record.latest_rows()
     sample, versions = known.get("sample"), known.get("versions")
     sample = sample if isinstance(sample, dict) else {}
     pairs = [(k, str(v)) for k, v in versions.items()] if isinstance(versions, dict) else []
     mark, command = known.get("fingerprint"), known.get("command")
     config = record.folder / "config.toml"
-    toml = safe_files.read_text(config, errors="replace") if safe_files.exists(config) else ""
-    prompt = f'<p class="muted">Prompt</p>{text_block(sample.get("prompt") or "")}'
+    toml = safe_files.read_text(config, errors="replace") if safe_files.path_exists(config) else ""
+    prompt = f'<p class="muted">Prompt</p>{render_text_block(sample.get("prompt") or "")}'
     return "\n".join(
         [
-            header(record, facts),
-            section("Curves", f'<div class="plots">{"".join(plots(latest))}</div>'),
-            section("Where the time went", spent(facts["phases"], len(record.rows))),
-            pipeline.section(record.folder),
-            prediction.section(known.get("foretold")),
-            moe.section(record.rows),
-            breakdown.section(known.get("memory")),
-            section("Steps in numbers", sampled(latest)),
-            section(
+            page_header(record, facts),
+            render_section("Curves", f'<div class="plots">{"".join(draw_plots(latest))}</div>'),
+            render_section("Where the time went", time_table(facts["phases"], len(record.rows))),
+            pipeline.pipeline_section(record.folder),
+            prediction.prediction_section(known.get("foretold")),
+            moe.experts_section(record.rows),
+            breakdown.memory_section(known.get("memory")),
+            render_section("Steps in numbers", steps_table(latest)),
+            render_section(
                 "Sample of text",
                 prompt if sample.get("prompt") else "",
-                f'<p class="muted">Text</p>{text_block(sample["text"])}'
+                f'<p class="muted">Text</p>{render_text_block(sample["text"])}'
                 if sample.get("text")
                 else "",
             ),
-            section(
+            render_section(
                 "Data",
-                listing(known.get("corpora")),
-                f"<p>Fingerprint <code>{escaped(mark)}</code></p>" if mark else "",
+                render_list(known.get("corpora")),
+                f"<p>Fingerprint <code>{escape_html(mark)}</code></p>" if mark else "",
             ),
-            section("Parameter groups", listing(known.get("groups"))),
-            section("Files", files(record.folder)),
-            section(
+            render_section("Parameter groups", render_list(known.get("groups"))),
+            render_section("Files", file_listing(record.folder)),
+            render_section(
                 "Configuration",
-                text_block(command) if command else "",
-                folded("config.toml", text_block(toml)),
-                folded("Versions", table(["name", "version"], pairs) if pairs else ""),
+                render_text_block(command) if command else "",
+                render_details("config.toml", render_text_block(toml)),
+                render_details(
+                    "Versions", render_table(["name", "version"], pairs) if pairs else ""
+                ),
             ),
         ]
     )
 
 
-def write(folder: Path) -> Path:
+def write_report(folder: Path) -> Path:
     """Write report.html into the directory of a run; its path."""
-    record = read(folder)
-    facts = facts_of(record)
-    page = document(facts["title"], body(record, facts))
+    record = read_record(folder)
+    facts = key_facts(record)
+    page = render_document(facts["title"], page_body(record, facts))
     path = folder / "report.html"
     temporary = folder / f".report.html.{os.getpid()}"
     temporary.write_text(page, encoding="utf-8")

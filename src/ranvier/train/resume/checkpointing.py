@@ -15,132 +15,146 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ranvier.buckets.sparsity import Sparse
+from ranvier.buckets.sparsity import CompressedTensor
 from ranvier.checkpoint import directory as folders
 from ranvier.checkpoint import load, rank_file
 from ranvier.checkpoint import manifest as manifests
-from ranvier.checkpoint.async_saver import Saver
-from ranvier.checkpoint.directory import Keep
-from ranvier.checkpoint.hf.model import Published
-from ranvier.checkpoint.manifest import Manifest
-from ranvier.comm.consensus import complaint, together
-from ranvier.config.run import Run
+from ranvier.checkpoint.async_saver import AsyncSaver
+from ranvier.checkpoint.directory import RetentionPolicy
+from ranvier.checkpoint.hf.model import PublishedModel
+from ranvier.checkpoint.manifest import CheckpointManifest
+from ranvier.comm.consensus import broadcast_first_error, run_and_raise_together
+from ranvier.config.run import RunConfig
 from ranvier.errors import CheckpointError, DamageError, DataError, WriteError
-from ranvier.parallel.parallelize import parallel_of
-from ranvier.sharding import Place, State
+from ranvier.parallel.parallelize import get_parallel_model
+from ranvier.sharding import Shard, ShardedStateDict
 from ranvier.system.terminal import print
 from ranvier.train import lora
-from ranvier.train.pruning import Masks, fill_weights
+from ranvier.train.pruning import MaskLoader, fill_weights
 
 if TYPE_CHECKING:
     from ranvier.train.trainer import Trainer
 
-RANDOM = "random."
+RNG_PREFIX = "random."
 """How the names of the states of random numbers begin."""
-FIXED = (
+FIXED_SETTINGS = (
     *("model", "data.seq", "data.packed", "data.held_out", "train.seed", "train.dtype"),
-    *(f"lora.{key}" for key in lora.FIXED),
+    *(f"lora.{key}" for key in lora.FIXED_LORA_SETTINGS),
     *("optim.moments", "data.learn", "data.truncate", "prune"),
 )
 """Settings that a run keeps for its whole life; the corpora are compared by fingerprint. Rotary
 positions have no weights: model.max_seq says how many a user wants, and may change."""
 
 
-def tensors(trainer: Trainer) -> State:
+def state_tensors(trainer: Trainer) -> ShardedStateDict:
     """All tensors that the run goes on from."""
-    weights = {**trainer.optimizer.state(), **_frozen(trainer), **_biases(trainer)}
-    return {**weights, **_random(trainer), **_counts(trainer)}
+    weights = {
+        **trainer.optimizer.sharded_state(),
+        **_frozen_weights(trainer),
+        **_router_biases(trainer),
+    }
+    return {**weights, **_rng_states(trainer), **_device_counters(trainer)}
 
 
-def written(trainer: Trainer) -> tuple[State, dict[str, Sparse]]:
+def tensors_to_write(trainer: Trainer) -> tuple[ShardedStateDict, dict[str, CompressedTensor]]:
     """Those of them that this rank writes, and of which it has some numbers only."""
-    (state, sparse), parallel = trainer.optimizer.written(), parallel_of(trainer.model)
-    owners = {weight.name: weight.bucket.owned(weight) for weight in parallel.weights.values()}
+    (state, sparse), parallel = trainer.optimizer.sparse_state(), get_parallel_model(trainer.model)
+    owners = {
+        weight.name: weight.bucket.is_owner_of(weight) for weight in parallel.weights.values()
+    }
     if trainer.grid.index["data"] == 0:  # frozen weights are not split over data
-        state |= _frozen(trainer)
+        state |= _frozen_weights(trainer)
     mine = {name: x for name, x in state.items() if owners[name.rpartition(".")[0]]}
-    more = _counts(trainer) if trainer.grid.rank == 0 else {}
+    more = _device_counters(trainer) if trainer.grid.rank == 0 else {}
     if not any(at for axis, at in trainer.grid.index.items() if axis != "pipe"):
-        more |= _biases(trainer)  # all ranks of a stage have them
-    return {**mine, **_random(trainer), **more}, sparse
+        more |= _router_biases(trainer)  # all ranks of a stage have them
+    return {**mine, **_rng_states(trainer), **more}, sparse
 
 
-def parts(trainer: Trainer) -> Iterator[State]:
+def state_parts(trainer: Trainer) -> Iterator[ShardedStateDict]:
     """The same tensors, to be filled a part at a time; see `Optimizer.parts`."""
-    rest = {**_frozen(trainer), **_biases(trainer), **_random(trainer), **_counts(trainer)}
-    for state in trainer.optimizer.parts():
+    rest = {
+        **_frozen_weights(trainer),
+        **_router_biases(trainer),
+        **_rng_states(trainer),
+        **_device_counters(trainer),
+    }
+    for state in trainer.optimizer.iter_restore_parts():
         yield {**state, **rest}
         rest = {}
 
 
-def _frozen(trainer: Trainer) -> State:
+def _frozen_weights(trainer: Trainer) -> ShardedStateDict:
     """Weights that are not trained."""
-    weights = parallel_of(trainer.model).weights.values()
-    return {f"{w.name}.master": (w.rest, w.place) for w in weights if not w.trainable}
+    weights = get_parallel_model(trainer.model).weights.values()
+    return {f"{w.name}.master": (w.storage, w.shard) for w in weights if not w.trainable}
 
 
-def _biases(trainer: Trainer) -> State:
+def _router_biases(trainer: Trainer) -> ShardedStateDict:
     """What routers choose experts by, besides weights."""
-    balance = parallel_of(trainer.model).balance
-    return {} if balance is None else {f"{n}.master": x for n, x in balance.state.items()}
+    balance = get_parallel_model(trainer.model).load_balancer
+    return {} if balance is None else {f"{n}.master": x for n, x in balance.sharded_state.items()}
 
 
-def _counts(trainer: Trainer) -> State:
+def _device_counters(trainer: Trainer) -> ShardedStateDict:
     """Numbers that live on the device: nobody has to wait for them."""
-    optimizer, place = trainer.optimizer, Place((), (), (), ())
-    found = {"run.updates": (optimizer.updates, place)}
-    if optimizer.scale is not None:
-        found["run.scale"] = (optimizer.scale.value, place)
-        found["run.good"] = (optimizer.scale.good, place)
+    optimizer, place = trainer.optimizer, Shard((), (), (), ())
+    found = {"run.updates": (optimizer.num_updates, place)}
+    if optimizer.grad_scaler is not None:
+        found["run.scale"] = (optimizer.grad_scaler.scale, place)
+        found["run.good"] = (optimizer.grad_scaler.growth_tracker, place)
     return found
 
 
-def _random(trainer: Trainer) -> State:
+def _rng_states(trainer: Trainer) -> ShardedStateDict:
     """The state of torch's random numbers, one row for each rank."""
     rows = {"cpu": torch.get_rng_state()}
     if trainer.device.type == "cuda":
         rows["cuda"] = torch.cuda.get_rng_state(trainer.device)
-    world, rank = trainer.grid.world, trainer.grid.rank
+    world, rank = trainer.grid.world_size, trainer.grid.rank
     return {
-        f"{RANDOM}{kind}": (row[None], Place((world, len(row)), (rank, 0), *((1, len(row)),) * 2))
+        f"{RNG_PREFIX}{kind}": (
+            row[None],
+            Shard((world, len(row)), (rank, 0), *((1, len(row)),) * 2),
+        )
         for kind, row in rows.items()
     }
 
 
-def facts(trainer: Trainer) -> dict[str, Any]:
+def checkpoint_facts(trainer: Trainer) -> dict[str, Any]:
     """What the run goes on from besides tensors, but for what is read of the last step."""
     return {
         "samples": trainer.samples,
         "fingerprint": trainer.data.fingerprint,
-        "held_out_loss": trainer.held_out,
+        "held_out_loss": trainer.val_loss,
         "threads": torch.get_num_threads(),
-        "config": tables(trainer.run),
+        "config": run_to_dict(trainer.run),
     }
 
 
-def tables(run: Run) -> dict[str, Any]:
+def run_to_dict(run: RunConfig) -> dict[str, Any]:
     """A run as JSON holds it."""
     found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(run), default=str))
     return found
 
 
-def saver(trainer: Trainer) -> Saver:
+def build_saver(trainer: Trainer) -> AsyncSaver:
     """What saves this run. Communicates: a word over all axes."""
     config = trainer.run.checkpoint
-    keep = Keep(config.keep, config.keep_every, config.keep_best)
-    made = Saver(trainer.checkpoints, trainer.grid, trainer.device, keep)
-    trainer.optimizer.changing = made.changing
+    keep = RetentionPolicy(config.keep, config.keep_every, config.keep_best)
+    made = AsyncSaver(trainer.checkpoint_dir, trainer.grid, trainer.device, keep)
+    trainer.optimizer.before_update = made.wait_for_copies
     return made
 
 
-def resume(trainer: Trainer, candidates: Sequence[Path]) -> list[str]:
+def resume_run(trainer: Trainer, candidates: Sequence[Path]) -> list[str]:
     """Go on from the first of these checkpoints that is as it was written; lines on it.
 
     Communicates: a text for each that is not; all-gather of weights over data.
     """
     damaged: list[str] = []
     for checkpoint in candidates:
-        why = _tried(trainer, checkpoint)
+        why = _try_checkpoint(trainer, checkpoint)
         if not why:
             break
         damaged.append(f"{checkpoint}: {why}")
@@ -151,23 +165,25 @@ def resume(trainer: Trainer, candidates: Sequence[Path]) -> list[str]:
             + " A run goes on from one that is as it was written. Restore one, or begin anew with "
             "checkpoint.resume=never."
         )
-    base = lora.is_base(manifests.read(checkpoint), trainer.run)
-    own = _same(checkpoint.parent, trainer.checkpoints)
+    base = lora.is_base_checkpoint(manifests.read_manifest(checkpoint), trainer.run)
+    own = _is_same_dir(checkpoint.parent, trainer.checkpoint_dir)
     if trainer.run.checkpoint.every >= 0 and own and not base:
         trainer.saver.step = trainer.step  # it is saved
     # Those of another past must not be what a restart finds.
-    moved = together(
-        lambda: _put_aside(trainer, trainer.step if own else -1), trainer.grid, trainer.device
+    moved = run_and_raise_together(
+        lambda: _set_aside_checkpoints(trainer, trainer.step if own else -1),
+        trainer.grid,
+        trainer.device,
     )
     lines = [f"damaged, not used: {line}" for line in damaged]
     why = "the run goes on before it" if own else "the run goes on from another"
     return lines + [f"set aside, as {why}: {path}" for path in moved]
 
 
-def _put_aside(trainer: Trainer, after: int) -> list[Path]:
+def _set_aside_checkpoints(trainer: Trainer, after: int) -> list[Path]:
     """Rename the checkpoints that the run leaves behind, on rank 0."""
     try:
-        return folders.set_aside(trainer.checkpoints, after) if trainer.grid.rank == 0 else []
+        return folders.set_aside(trainer.checkpoint_dir, after) if trainer.grid.rank == 0 else []
     except OSError as error:
         raise WriteError(
             f"{error.filename}: {error.strerror}. Checkpoints that the run goes back behind are "
@@ -175,12 +191,12 @@ def _put_aside(trainer: Trainer, after: int) -> list[Path]:
         ) from None
 
 
-def _same(one: Path, other: Path) -> bool:
+def _is_same_dir(one: Path, other: Path) -> bool:
     """Whether two paths lead to the same directory."""
     return one.absolute().resolve() == other.absolute().resolve()
 
 
-def _tried(trainer: Trainer, checkpoint: Path) -> str:
+def _try_checkpoint(trainer: Trainer, checkpoint: Path) -> str:
     """Load a checkpoint on all ranks; why it cannot be used, if it is damaged on one."""
     why = ""
 
@@ -193,57 +209,59 @@ def _tried(trainer: Trainer, checkpoint: Path) -> str:
                 why = str(error)
 
         nonlocal why
-        together(mine, trainer.grid, trainer.device)
-        why = complaint(why, trainer.grid, trainer.device)
+        run_and_raise_together(mine, trainer.grid, trainer.device)
+        why = broadcast_first_error(why, trainer.grid, trainer.device)
         return not why
 
-    masks = Masks(trainer)
-    if trainer.run.prune.on:
-        if not tried(lambda: masks.read(checkpoint)):
+    masks = MaskLoader(trainer)
+    if trainer.run.prune.is_enabled:
+        if not tried(lambda: masks.read_masks(checkpoint)):
             return why
-        masks.adopt()
-    if tried(lambda: _load(trainer, checkpoint)):
-        trainer.optimizer.restored()
-        if lora.is_base(manifests.read(checkpoint), trainer.run):
-            lora.begin(trainer)
+        masks.apply_masks()
+    if tried(lambda: _load_checkpoint(trainer, checkpoint)):
+        trainer.optimizer.finish_restore()
+        if lora.is_base_checkpoint(manifests.read_manifest(checkpoint), trainer.run):
+            lora.init_adapters(trainer)
     return why
 
 
-def _load(trainer: Trainer, checkpoint: Path) -> None:
+def _load_checkpoint(trainer: Trainer, checkpoint: Path) -> None:
     """Fill the tensors of this rank and take the facts."""
-    manifest, config = manifests.read(checkpoint), trainer.run.checkpoint
+    manifest, config = manifests.read_manifest(checkpoint), trainer.run.checkpoint
     _check_facts(manifest, checkpoint)
     if manifest.facts.get("weights"):  # of a model that was imported: all else begins anew
-        return begin(trainer, checkpoint, manifest)
-    check_data(manifest, checkpoint, trainer.data.fingerprint, allowed=config.other_data)
-    _check_names(trainer, manifest, checkpoint)
+        return load_weights_only(trainer, checkpoint, manifest)
+    check_same_data(manifest, checkpoint, trainer.data.fingerprint, allowed=config.other_data)
+    _check_weight_names(trainer, manifest, checkpoint)
     left: list[str] = []
-    random: State = {}
-    for state in parts(trainer):
+    random: ShardedStateDict = {}
+    for state in state_parts(trainer):
         for name, (_, place) in list(state.items()):
             entry = manifest.tensors.get(name)
-            if name.startswith(RANDOM) and (entry is None or entry.shape != place.whole):
+            if name.startswith(RNG_PREFIX) and (entry is None or entry.shape != place.global_shape):
                 del state[name]  # of another number of ranks
-        left += load.load(checkpoint, state, partial=config.partial, cast=config.other_config)
-        random |= {name: x for name, x in state.items() if name.startswith(RANDOM)}
-        if not bool(rank_file.largest(x for x, _ in state.values()).isfinite()):
+        left += load.load_checkpoint(
+            checkpoint, state, partial=config.partial, cast=config.other_config
+        )
+        random |= {name: x for name, x in state.items() if name.startswith(RNG_PREFIX)}
+        if not bool(rank_file.max_magnitude(x for x, _ in state.values()).isfinite()):
             print(f"Warning: {checkpoint} holds numbers that are not finite.", file=sys.stderr)
     if left and trainer.grid.rank == 0:
         print(f"Not in {checkpoint}, so left as they are: {', '.join(left)}", file=sys.stderr)
     try:
         for name, (row, _) in random.items():
-            if name == f"{RANDOM}cpu":
+            if name == f"{RNG_PREFIX}cpu":
                 torch.set_rng_state(row[0])
-            elif name == f"{RANDOM}cuda":
+            elif name == f"{RNG_PREFIX}cuda":
                 torch.cuda.set_rng_state(row[0].cpu(), trainer.device)
-        _take(trainer, manifest)
+        _restore_facts(trainer, manifest)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DamageError(f"{checkpoint} holds facts that cannot be: {error!r:.200}.") from None
 
 
-def _check_names(trainer: Trainer, manifest: Manifest, checkpoint: Path) -> None:
+def _check_weight_names(trainer: Trainer, manifest: CheckpointManifest, checkpoint: Path) -> None:
     """Refuse weights that the model does not have."""
-    known = {f"{name}.master" for name in parallel_of(trainer.model).shapes}
+    known = {f"{name}.master" for name in get_parallel_model(trainer.model).weight_summaries}
     odd = sorted(n for n in manifest.tensors if n.endswith(".master") and n not in known)
     if odd and not trainer.run.checkpoint.partial:
         raise CheckpointError(
@@ -253,76 +271,78 @@ def _check_names(trainer: Trainer, manifest: Manifest, checkpoint: Path) -> None
         )
 
 
-def begin(trainer: Trainer, checkpoint: Path, manifest: Manifest) -> None:
+def load_weights_only(trainer: Trainer, checkpoint: Path, manifest: CheckpointManifest) -> None:
     """Fill the weights of this rank from a checkpoint; nothing else is taken."""
-    _check_names(trainer, manifest, checkpoint)
-    for state in parts(trainer):
+    _check_weight_names(trainer, manifest, checkpoint)
+    for state in state_parts(trainer):
         fill_weights(trainer.run, checkpoint, manifest, state)
 
 
-def start(trainer: Trainer, source: Path) -> None:
+def load_initial_weights(trainer: Trainer, source: Path) -> None:
     """Begin with the weights of a run, a checkpoint or a published model; all else is new.
 
     Communicates: all-gather of weights over data.
     """
     bare = True
 
-    def fill(state: State) -> None:
+    def fill(state: ShardedStateDict) -> None:
         nonlocal bare
         if (source / "config.json").exists() or source.is_file():
             ours = {n.removesuffix(".master"): x for n, x in state.items()}
-            with Published.open(source) as model:
-                model.fill({n: x for n, x in ours.items() if n in model.shapes})
+            with PublishedModel.open(source) as model:
+                model.fill_state({n: x for n, x in ours.items() if n in model.shapes})
             return
         checkpoints = source / "checkpoints"
-        found, _ = folders.newest(checkpoints if checkpoints.is_dir() else source)
+        found, _ = folders.newest_checkpoints(checkpoints if checkpoints.is_dir() else source)
         checkpoint = found[0] if found else source
-        manifest = manifests.read(checkpoint)
+        manifest = manifests.read_manifest(checkpoint)
         if not trainer.run.checkpoint.partial:
-            lora.check_start(manifest, trainer.run)
-        _check_names(trainer, manifest, checkpoint)
+            lora.check_same_adapters(manifest, trainer.run)
+        _check_weight_names(trainer, manifest, checkpoint)
         fill_weights(trainer.run, checkpoint, manifest, state)
-        bare = lora.is_base(manifest, trainer.run)
+        bare = lora.is_base_checkpoint(manifest, trainer.run)
 
     def work() -> None:
-        for state in parts(trainer):
+        for state in state_parts(trainer):
             fill(state)
 
-    masks = Masks(trainer)
-    if trainer.run.prune.on:
-        together(lambda: fill(masks.weights()), trainer.grid, trainer.device)
-        masks.adopt()
-    together(work, trainer.grid, trainer.device)
-    trainer.optimizer.restored()
+    masks = MaskLoader(trainer)
+    if trainer.run.prune.is_enabled:
+        run_and_raise_together(lambda: fill(masks.weights_to_fill()), trainer.grid, trainer.device)
+        masks.apply_masks()
+    run_and_raise_together(work, trainer.grid, trainer.device)
+    trainer.optimizer.finish_restore()
     if bare:
-        lora.begin(trainer)
+        lora.init_adapters(trainer)
 
 
-def _take(trainer: Trainer, manifest: Manifest) -> None:
+def _restore_facts(trainer: Trainer, manifest: CheckpointManifest) -> None:
     """Take the facts of a checkpoint."""
     facts = manifest.facts
     trainer.step, trainer.samples = manifest.step, int(facts["samples"])
-    trainer.held_out = facts.get("held_out_loss")
+    trainer.val_loss = facts.get("held_out_loss")
     if "guard" in facts:
-        trainer.guard.restore(facts["guard"])
+        trainer.guard.load_state_dict(facts["guard"])
     threads = torch.get_num_threads()
     if facts.get("threads", threads) != threads:
-        trainer.say(
+        trainer.warn_on_first_rank(
             f"The checkpoint was saved with {facts['threads']} threads a rank, not {threads}. "
             "Sums are then cut otherwise: the run goes on, but not to the bit. Set "
             f"OMP_NUM_THREADS={facts['threads']} if it has to."
         )
 
 
-def _check_facts(manifest: Manifest, checkpoint: Path) -> None:
+def _check_facts(manifest: CheckpointManifest, checkpoint: Path) -> None:
     kinds: Mapping[str, Any] = {"samples": int, "fingerprint": str}
     odd = [key for key, kind in kinds.items() if not isinstance(manifest.facts.get(key), kind)]
-    step = folders.STEP.fullmatch(checkpoint.name)
+    step = folders.CHECKPOINT_NAME.fullmatch(checkpoint.name)
     if odd or (step and int(step[1]) != manifest.step):
         raise DamageError(f"{checkpoint} is not one of step {manifest.step}: {', '.join(odd)}.")
 
 
-def check_data(manifest: Manifest, checkpoint: Path, fingerprint: str, *, allowed: bool) -> None:
+def check_same_data(
+    manifest: CheckpointManifest, checkpoint: Path, fingerprint: str, *, allowed: bool
+) -> None:
     """Refuse data that the checkpoint was not trained on."""
     before = manifest.facts.get("fingerprint")
     if before != fingerprint and not allowed:
@@ -333,14 +353,16 @@ def check_data(manifest: Manifest, checkpoint: Path, fingerprint: str, *, allowe
         )
 
 
-def check_config(manifest: Manifest, checkpoint: Path, run: Run) -> None:
+def check_same_config(manifest: CheckpointManifest, checkpoint: Path, run: RunConfig) -> None:
     """Refuse settings that the checkpoint depends on, if they differ."""
     if run.checkpoint.other_config:
         return
     fatal = [
         f"{name}={new!r}, but {checkpoint} has {old!r}."
-        for name, old, new in differences(manifest.facts.get("config", {}), tables(run))
-        if (name in FIXED or name.partition(".")[0] in FIXED)
+        for name, old, new in setting_differences(
+            manifest.facts.get("config", {}), run_to_dict(run)
+        )
+        if (name in FIXED_SETTINGS or name.partition(".")[0] in FIXED_SETTINGS)
         and not (name == "model.max_seq" and run.model.positions == "rope")
     ]
     if fatal:
@@ -350,7 +372,7 @@ def check_config(manifest: Manifest, checkpoint: Path, run: Run) -> None:
         )
 
 
-def differences(
+def setting_differences(
     old: Mapping[str, Mapping[str, Any]], new: Mapping[str, Mapping[str, Any]]
 ) -> list[tuple[str, Any, Any]]:
     """Dotted name, old and new value of each setting that differs; new ones are left out."""

@@ -12,24 +12,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from ranvier.config.plan import AXES
-from ranvier.config.run import Run
-from ranvier.config.sections import nearest
+from ranvier.config.run import RunConfig
+from ranvier.config.sections import suggest_nearest
 from ranvier.errors import PlanError
 
 
-def named(degrees: Mapping[str, int]) -> str:
+def format_grid(degrees: Mapping[str, int]) -> str:
     """A grid as `launch.grids` writes it."""
     return ",".join(f"{axis}={size}" for axis, size in degrees.items() if size > 1) or "data=1"
 
 
-def parsed(text: str) -> dict[str, int]:
+def parse_grid(text: str) -> dict[str, int]:
     """The degrees in a text such as data=2,row=2; axes that are not named have one rank."""
     degrees = dict.fromkeys(AXES, 1)
     for part in text.split(","):
         axis, _, size = (word.strip() for word in part.partition("="))
         if axis not in AXES:
             raise PlanError(
-                f"launch.grids={text!r}: {axis!r} is no axis.{nearest(axis, AXES)} A grid is "
+                f"launch.grids={text!r}: {axis!r} is no axis.{suggest_nearest(axis, AXES)} A "
+                "grid is "
                 "written as data=2,row=2."
             )
         if not size.isdecimal() or not 0 < int(size) <= 10**6:
@@ -41,7 +42,7 @@ def parsed(text: str) -> dict[str, int]:
     return degrees
 
 
-def regridded(run: Run, degrees: Mapping[str, int]) -> Run:
+def change_grid(run: RunConfig, degrees: Mapping[str, int]) -> RunConfig:
     """A checked run on another grid: the same batch, the same micro-batch if it still divides."""
     world = math.prod(degrees.values())
     plan = dataclasses.replace(run.plan, **dict[str, Any](degrees))
@@ -49,33 +50,33 @@ def regridded(run: Run, degrees: Mapping[str, int]) -> Run:
         plan = dataclasses.replace(plan, stages=())
     if plan.pipe == 1:
         plan = dataclasses.replace(plan, chunks=1, spread=False)
-    return fitted(dataclasses.replace(run, plan=plan), world)
+    return fit_micro_batch(dataclasses.replace(run, plan=plan), world)
 
 
-def fitted(run: Run, world: int) -> Run:
+def fit_micro_batch(run: RunConfig, world: int) -> RunConfig:
     """A checked run, with another micro-batch if that alone is what does not fit so many ranks."""
     try:
-        return run.check(world)
+        return run.check_and_resolve(world)
     except PlanError as error:
         try:
             plan = dataclasses.replace(run.plan, micro_batch=-1)
-            return dataclasses.replace(run, plan=plan).check(world)
+            return dataclasses.replace(run, plan=plan).check_and_resolve(world)
         except PlanError:
             raise error from None
 
 
-def smaller(run: Run) -> list[Run]:
+def fallback_runs(run: RunConfig) -> list[RunConfig]:
     """A checked run on each grid of `launch.grids`, or every problem at once."""
     runs, problems = [], []
     for text in run.launch.grids:
         try:
-            degrees = parsed(text)
-            if math.prod(degrees.values()) >= run.plan.world:
+            degrees = parse_grid(text)
+            if math.prod(degrees.values()) >= run.plan.world_size:
                 raise PlanError(
                     f"launch.grids={text!r} has {math.prod(degrees.values())} ranks, the plan "
-                    f"{run.plan.world}. It is for when ranks are lost. Name smaller grids."
+                    f"{run.plan.world_size}. It is for when ranks are lost. Name smaller grids."
                 )
-            runs.append(regridded(run, degrees))
+            runs.append(change_grid(run, degrees))
         except PlanError as error:
             named_in = f"launch.grids={text!r}"
             problems += [p if named_in in p else f"{named_in}: {p}" for p in error.problems]

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from ranvier.errors import WriteError
 
-LOOK_SECONDS = 1.0
+CHECK_INTERVAL_SECONDS = 1.0
 """How often a run looks at its directory between saves, at most."""
-GONE = (FileNotFoundError, NotADirectoryError)
+MISSING_PATH_ERRORS = (FileNotFoundError, NotADirectoryError)
 """Errors that say that a path leads nowhere; others may pass, as on a network."""
 
 
@@ -26,29 +26,29 @@ class OpenDirectory:
     """Directories of a run, and whether their paths still lead to them."""
 
     def __init__(self, *paths: Path) -> None:
-        self._open = {path: os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in paths}
-        self._looked = time.monotonic()
+        self._descriptors = {path: os.open(path, os.O_RDONLY | os.O_DIRECTORY) for path in paths}
+        self._last_check = time.monotonic()
 
     def close(self) -> None:
         """Let them go."""
-        while self._open:
-            os.close(self._open.popitem()[1])
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
 
-    def missing(self) -> Path | None:
+    def find_missing(self) -> Path | None:
         """The first path that no longer leads to the directory that it led to; None: all do."""
-        for path, number in self._open.items():
+        for path, number in self._descriptors.items():
             try:
                 if not os.path.samestat(os.stat(path), os.fstat(number)):
                     return path
-            except GONE:
+            except MISSING_PATH_ERRORS:
                 return path
             except OSError:
                 continue
         return None
 
-    def check(self) -> None:
+    def check_present(self) -> None:
         """Refuse to go on without them."""
-        path = self.missing()
+        path = self.find_missing()
         if path is not None:
             raise WriteError(
                 f"{path} is not the directory any more that this run began in: it was deleted, "
@@ -57,17 +57,17 @@ class OpenDirectory:
                 "or choose another train.out."
             )
 
-    def code(self) -> int:
+    def exit_code(self) -> int:
         """The exit code of a run without them, 0 if they are there or were a moment ago."""
         now = time.monotonic()
-        if now - self._looked < LOOK_SECONDS:
+        if now - self._last_check < CHECK_INTERVAL_SECONDS:
             return 0
-        self._looked = now
-        return 0 if self.missing() is None else WriteError.exit_code
+        self._last_check = now
+        return 0 if self.find_missing() is None else WriteError.exit_code
 
 
 @contextmanager
-def held_open(*paths: Path) -> Iterator[OpenDirectory]:
+def hold_open(*paths: Path) -> Iterator[OpenDirectory]:
     """Directories that stay open inside."""
     with contextlib.closing(OpenDirectory(*paths)) as directory:
         yield directory
